@@ -1,0 +1,108 @@
+"""Errors a user can cause, each a sentence: what was given, what was expected, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+
+class HecateError(Exception):
+    """Base of every error raised by hecate."""
+
+
+class Problem(NamedTuple):
+    """One fault of a configuration: where it is and what is wrong with it."""
+
+    path: tuple[str | int, ...]
+    message: str
+
+    def __str__(self) -> str:
+        return f"{format_path(self.path)}: {self.message}" if self.path else self.message
+
+
+class ConfigError(HecateError, ValueError):
+    """A configuration that cannot be built; `problems` lists every fault with its path."""
+
+    def __init__(self, message: str | Iterable[Problem], path: Iterable[str | int] = ()) -> None:
+        if isinstance(message, str):
+            self.problems = [Problem(tuple(path), message)]
+        else:
+            self.problems = list(message)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
+        return type(self), (self.problems,)
+
+    @classmethod
+    def from_validation(cls, error: ValidationError) -> ConfigError:
+        """Translates pydantic's findings into paths and sentences."""
+        problems: list[Problem] = []
+        for line in error.errors(include_url=False):
+            path = tuple(line["loc"])
+            cause = line.get("ctx", {}).get("error")
+            if isinstance(cause, ConfigError):
+                problems += [Problem(path + inner.path, inner.message) for inner in cause.problems]
+            else:
+                problems.append(Problem(path, _sentence(line)))
+        return cls(problems)
+
+
+class ShapeError(HecateError, ValueError):
+    """A tensor whose shape, dtype or device does not fit."""
+
+
+class NonFiniteError(HecateError, ArithmeticError):
+    """A memory left the finite numbers; names the memory, the batch row, the head and the token."""
+
+
+class CheckpointError(HecateError):
+    """A checkpoint that cannot be read or written; names the file and the remedy."""
+
+
+class DataError(HecateError, ValueError):
+    """Training data that cannot be used."""
+
+
+class StabilityWarning(UserWarning):
+    """A step size at which a delta-type memory may diverge."""
+
+
+def format_path(path: Iterable[str | int]) -> str:
+    """`("levels", 1, "memory")` -> `levels[1].memory`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+_BOUNDS = {
+    "greater_than": (">", "gt"),
+    "greater_than_equal": (">=", "ge"),
+    "less_than": ("<", "lt"),
+    "less_than_equal": ("<=", "le"),
+}
+
+
+def _sentence(line: Any) -> str:
+    kind, given, context = line["type"], line["input"], line.get("ctx", {})
+    shown = repr(given) if len(repr(given)) <= 80 else repr(given)[:77] + "..."
+    if kind in _BOUNDS:
+        sign, key = _BOUNDS[kind]
+        return f"must be {sign} {context[key]}, got {shown}"
+    if kind == "literal_error":
+        return f"must be {context['expected']}, got {shown}"
+    if kind == "missing":
+        return "is required"
+    if kind == "finite_number":
+        return f"must be a finite number, got {shown}"
+    if kind in ("int_type", "float_type", "bool_type", "string_type", "dict_type", "list_type"):
+        word = {"int": "an integer", "float": "a number", "bool": "true or false",
+                "string": "a text", "dict": "a mapping", "list": "a list"}[kind[:-5]]
+        return f"must be {word}, got {shown} ({type(given).__name__})"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in ("unknown_field", "unknown_kind", "wrong_kind"):
+        return str(line["msg"])
+    return f"{line['msg'][0].lower()}{line['msg'][1:]}, got {shown}"

@@ -1,0 +1,200 @@
+"""What a feature map is: `phi: R^d -> R^d_phi`, its parameters, its derivative and its declared traits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from hecate.errors import ShapeError
+from hecate.tape import Block, Tensors
+from hecate.variant import Variant
+
+
+class Params(TypedDict):
+    """Parameters of a feature map: `learned` ones are trained, `frozen` ones are drawn once and kept.
+
+    Every tensor has a leading head axis `[H, ...]`; with `H = 1` it serves any number of heads.
+    """
+
+    learned: dict[str, Tensor]
+    frozen: dict[str, Tensor]
+
+
+Parity = Literal["even", "odd", "none"]
+
+
+class Traits(NamedTuple):
+    """Promises of a feature map, each verified by `hecate.testing.check_feature_map`."""
+
+    non_negative: bool = False  # every feature >= 0
+    kernel_non_negative: bool = False  # phi(x).phi(y) >= 0 for all x, y
+    parity: Parity = "none"  # phi(-x) = phi(x), -phi(x), or neither
+    degree: float | None = None  # phi(c x) = c^degree phi(x) for c > 0
+    norm_bound: float | None = None  # upper bound of |phi(x)|^2 over all x
+    is_random: bool = False  # frozen parameters are draws
+    needs_position: bool = False  # phi depends on the token's position
+
+
+class FeatureMap(Variant, family="feature_map"):
+    """A map of keys and queries to phi-space, applied per head and before every update and read.
+
+    A variant gives `output_dim`, `forward` with `vjp` on the next lines, `traits` where they differ from
+    the defaults, and `init` where it has parameters. A map without a hand-written `vjp` gives `features`
+    instead and is differentiated by `torch.func.vjp`; `hecate list` says so.
+
+    Shapes: x `[..., D]`, or `[..., H, D]` when its parameters are per head; features `[..., d_phi]`.
+    The same instance with the same parameters serves the write and the read.
+    """
+
+    def output_dim(self, d: int) -> int:
+        """Width d_phi for inputs of width d."""
+        return d
+
+    def traits(self) -> Traits:
+        """The declared traits."""
+        return Traits()
+
+    def init(
+        self,
+        d: int,
+        *,
+        heads: int = 1,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Params:
+        """Fresh parameters for inputs of width d; random maps draw from `generator` alone."""
+        return {"learned": {}, "frozen": {}}
+
+    def features(self, x: Tensor, params: Params) -> Tensor:
+        """phi(x), for maps without a hand-written VJP."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither forward nor features")
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Any]:
+        """Features, and the residuals that `vjp` needs."""
+        return self.features(x, params), (x, params)
+
+    def vjp(self, residuals: Any, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Cotangents of x and of the learned parameters from the cotangent g of the features."""
+        x, params = residuals
+
+        def of(x: Tensor, learned: dict[str, Tensor]) -> Tensor:
+            return self.features(x, {"learned": learned, "frozen": params["frozen"]})
+
+        _, pull = torch.func.vjp(of, x, params["learned"])
+        gx, glearned = pull(g)
+        return gx, glearned
+
+    def __call__(self, x: Tensor, params: Params | None = None) -> Tensor:
+        """phi(x) `[..., d_phi]`; `params` may be left out for maps without parameters."""
+        if params is None:
+            params = {"learned": {}, "frozen": {}}
+        return self.forward(x, params)[0]
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """The kernel that phi(x).phi(y) approximates or equals in expectation, `[...]`; None if none."""
+        return None
+
+    @property
+    def non_negative(self) -> bool:
+        """Whether every feature is >= 0."""
+        return self.traits().non_negative
+
+    @property
+    def kernel_non_negative(self) -> bool:
+        """Whether phi(x).phi(y) >= 0 for all x, y: the condition for a sum normaliser."""
+        return self.traits().kernel_non_negative
+
+    @property
+    def parity(self) -> Parity:
+        """`"even"` if phi(-x) = phi(x), `"odd"` if phi(-x) = -phi(x), else `"none"`."""
+        return self.traits().parity
+
+    @property
+    def degree(self) -> float | None:
+        """Degree of homogeneity: phi(c x) = c^degree phi(x) for c > 0; None if not homogeneous."""
+        return self.traits().degree
+
+    @property
+    def norm_bound(self) -> float | None:
+        """Upper bound of |phi(x)|^2 over all x; None if there is none."""
+        return self.traits().norm_bound
+
+    @property
+    def is_random(self) -> bool:
+        """Whether frozen parameters are random draws."""
+        return self.traits().is_random
+
+    @property
+    def needs_position(self) -> bool:
+        """Whether phi depends on the token's position."""
+        return self.traits().needs_position
+
+    @classmethod
+    def hand_written(cls) -> bool:
+        """Whether the derivative is written by hand."""
+        return cls.vjp is not FeatureMap.vjp
+
+    def block(self, params: Params) -> tuple[Block, tuple[Tensor, ...]]:
+        """This map as a tape block, and the parameter tensors to pass after x."""
+        names = (*params["learned"],), (*params["frozen"],)
+        split = len(names[0])
+
+        def rebuilt(tensors: tuple[Tensor, ...]) -> Params:
+            return {
+                "learned": dict(zip(names[0], tensors[:split], strict=True)),
+                "frozen": dict(zip(names[1], tensors[split:], strict=True)),
+            }
+
+        def forward(x: Tensor, *tensors: Tensor) -> tuple[Tensors, Any]:
+            features, residuals = self.forward(x, rebuilt(tensors))
+            return (features,), residuals
+
+        def vjp(residuals: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+            gx, glearned = self.vjp(residuals, g)
+            return (gx, *(glearned[name] for name in names[0]), *(None for _ in names[1]))
+
+        tensors = (*params["learned"].values(), *params["frozen"].values())
+        return Block(f"phi.{self.kind}", forward, vjp if self.hand_written() else None), tensors
+
+
+FeatureMapKind = FeatureMap
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """float32 or better: the dtype in which phases, norms and exponentials are evaluated."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def project(x: Tensor, w: Tensor) -> Tensor:
+    """Per-head matrix product: x `[..., D]` or `[..., H, D]`, w `[H, D, P]` -> `[..., P]`.
+
+    One head's matrix serves every head, as a plain product.
+    """
+    if x.shape[-1] != w.shape[-2]:
+        raise ShapeError(f"expected inputs of width {w.shape[-2]}, got {list(x.shape)}")
+    if w.shape[0] == 1:
+        return x @ w[0]
+    if x.dim() < 2 or x.shape[-2] != w.shape[0]:
+        raise ShapeError(f"expected inputs [..., {w.shape[0]} heads, {w.shape[1]}], got {list(x.shape)}")
+    return (x.unsqueeze(-2) @ w).squeeze(-2)
+
+
+def project_vjp(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Cotangents of x and w from the cotangent g `[..., P]` of `project(x, w)`."""
+    gx = project(g, w.mT)
+    if w.shape[0] == 1:
+        return gx, (x.reshape(-1, x.shape[-1]).mT @ g.reshape(-1, g.shape[-1])).unsqueeze(0)
+    heads = x.shape[-2]
+    xs = x.reshape(-1, heads, x.shape[-1]).transpose(0, 1)
+    gs = g.reshape(-1, heads, g.shape[-1]).transpose(0, 1)
+    return gx, xs.mT @ gs
+
+
+def sum_to_heads(value: Tensor, heads: int) -> Tensor:
+    """Sums `[..., P]` or `[..., H, P]` over all but the head and feature axes: `[H, P]`."""
+    if heads == 1:
+        return value.reshape(-1, value.shape[-1]).sum(0, keepdim=True)
+    return value.reshape(-1, heads, value.shape[-1]).sum(0)

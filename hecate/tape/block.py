@@ -1,0 +1,81 @@
+"""The unit of differentiation: a forward with its vector-Jacobian product beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Tensors = tuple[Tensor | None, ...]
+Program = Callable[..., Tensors]  # program(run, *inputs) -> outputs, built from calls of `run`
+
+
+class Block(NamedTuple):
+    """A differentiable operation on whole batches, given by two plain functions.
+
+    `forward(*inputs) -> (outputs, residuals)` returns a tuple of tensors and whatever its VJP needs;
+    `vjp(residuals, *cotangents) -> input cotangents` returns one tensor or None per input, None meaning
+    "no gradient flows here". A cotangent of an output that nobody used arrives as zeros.
+    Without a `vjp` the block is differentiated by `torch.func.vjp`; `hand_written` tells which.
+
+    `program` is set on blocks that are programs themselves, so that a tape can look inside.
+
+    Neither function may change its arguments in place: tapes and `torch.func` both rely on that.
+    """
+
+    name: str
+    forward: Callable[..., tuple[Tensors, Any]]
+    vjp: Callable[..., Sequence[Tensor | None]] | None = None
+    program: Program | None = None
+
+    @property
+    def hand_written(self) -> bool:
+        """Whether the derivative is written by hand rather than left to `torch.func.vjp`."""
+        return self.vjp is not None
+
+    def apply(self, inputs: Tensors) -> tuple[Tensors, Any]:
+        """Runs the forward; the residuals of a block without a VJP are its inputs."""
+        outputs, residuals = self.forward(*inputs)
+        return outputs, residuals if self.vjp is not None else inputs
+
+    def pullback(self, residuals: Any, cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Input cotangents from output cotangents."""
+        if self.vjp is not None:
+            return self.vjp(residuals, *cotangents)
+        return _autograd_vjp(self.forward, residuals, cotangents)
+
+
+class Run(Protocol):
+    """Anything that executes blocks: `execute` forgets them, a `Tape` records them."""
+
+    def __call__(self, block: Block, *inputs: Tensor | None, label: str = "") -> Tensors: ...
+
+
+def execute(block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
+    """Runs a block and keeps nothing for a backward pass."""
+    return block.forward(*inputs)[0]
+
+
+def differentiable(tensor: Tensor | None) -> bool:
+    """Whether gradients can flow to a tensor: floating point or complex, not None."""
+    return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _autograd_vjp(
+    forward: Callable[..., tuple[Tensors, Any]], inputs: Tensors, cotangents: Sequence[Tensor]
+) -> list[Tensor | None]:
+    where = [index for index, value in enumerate(inputs) if differentiable(value)]
+
+    def outputs_of(*varied: Tensor) -> tuple[Tensor, ...]:
+        filled = list(inputs)
+        for index, value in zip(where, varied, strict=True):
+            filled[index] = value
+        return tuple(out for out in forward(*filled)[0] if out is not None)
+
+    _, pull = torch.func.vjp(outputs_of, *(inputs[index] for index in where))
+    grads: list[Tensor | None] = [None] * len(inputs)
+    for index, grad in zip(where, pull(tuple(cotangents)), strict=True):
+        grads[index] = grad
+    return grads

@@ -1,0 +1,57 @@
+"""Where the tape meets `torch.autograd`: one `autograd.Function` per program."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hecate.tape.block import Block, Program, Tensors, differentiable, execute
+from hecate.tape.tape import checkpoint
+
+Autodiff = Literal["auto", "tape", "torch"]
+
+
+def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto") -> Tensors:
+    """Runs `program(run, *inputs)` so that torch can differentiate it.
+
+    `"tape"` saves the inputs only and tapes the program again in the backward pass, which is plain torch:
+    second derivatives, `torch.func.grad` and `vmap` pass through. `"torch"` leaves the recording to autograd
+    (more memory, forward-mode AD). `"auto"` is the tape, except while `torch.compile` traces: there the
+    compiler plans its own recomputation and a Python-side tape would only hide the graph from it.
+    """
+    if autodiff == "torch" or (autodiff == "auto" and torch.compiler.is_compiling()):
+        with _full_precision(inputs):
+            return program(execute, *inputs)
+    return _Taped.apply(checkpoint("program", program), *inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Taped(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(block: Block, *inputs: Tensor | None) -> Tensors:
+        with _full_precision(inputs):
+            return block.forward(*inputs)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        block, *tensors = inputs
+        ctx.block = block
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*(out for out in output if out is not None and not differentiable(out)))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [cotangent for cotangent in cotangents if cotangent is not None]
+        with _full_precision(tuple(given)):
+            return None, *ctx.block.pullback(ctx.saved_tensors, given)
+
+
+def _full_precision(inputs: Tensors) -> AbstractContextManager[Any]:
+    device = next((value.device.type for value in inputs if value is not None), None)
+    if device is None or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)

@@ -1,0 +1,251 @@
+"""Configuration values and the open discriminated union.
+
+A *family* (feature maps, biases, ...) is an abstract `Variant`; each concrete subclass is a variant,
+told apart by the text of its `kind` field. Subclassing registers. The family class itself is the type
+to annotate a field with: such a field accepts an instance, a mapping with a `kind`, or a bare string.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from hecate.errors import ConfigError
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """` Did you mean 'elu'?`, or an empty text when nothing known is close."""
+    match = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.5)
+    return f" Did you mean {match[0]!r}?" if match else ""
+
+
+_FAMILY = "x-hecate-family"
+
+
+class _ConfigMeta(type(BaseModel)):  # type: ignore[misc]
+    """Turns pydantic's `ValidationError` into `ConfigError` at construction.
+
+    Overriding `__init__` instead would make pydantic call it for nested values too and lose their paths.
+    """
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        try:
+            if issubclass(cls, Variant) and cls.is_family():
+                return cls.model_validate(fields)
+            return super().__call__(*args, **fields)
+        except ValidationError as error:
+            raise ConfigError.from_validation(error) from None
+
+
+class Config(BaseModel, metaclass=_ConfigMeta):
+    """A frozen, strict value: unknown fields, wrong types, NaN and infinity are `ConfigError`s.
+
+    Copies are validated as well: `model_copy(update=...)` and instances nested in other configs.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        revalidate_instances="always",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields_only(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        unknown = [key for key in data if key not in cls.model_fields]
+        if unknown:
+            known = [name for name in cls.model_fields if name != "kind"]
+            listing = f"known fields: {', '.join(known)}." if known else "it has no fields."
+            raise ValidationError.from_exception_data(cls.__name__, [
+                InitErrorDetails(
+                    type=PydanticCustomError(
+                        "unknown_field",
+                        "unknown field of {owner}; {listing}{hint}",
+                        {"owner": cls.__name__, "listing": listing, "hint": did_you_mean(key, known)},
+                    ),
+                    loc=(str(key),),
+                    input=data[key],
+                )
+                for key in unknown
+            ])
+        return data
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """`BaseModel.model_validate` that raises `ConfigError`."""
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise ConfigError.from_validation(error) from None
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """`BaseModel.model_validate_json` that raises `ConfigError`."""
+        try:
+            return super().model_validate_json(json_data, **options)
+        except ValidationError as error:
+            raise ConfigError.from_validation(error) from None
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields replaced, validated like a new value."""
+        fields = {name: getattr(self, name) for name in self.model_fields_set | set(update or ())
+                  if name in type(self).model_fields}
+        return type(self).model_validate({**fields, **(update or {})})
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **options: Any) -> dict[str, Any]:
+        """JSON schema; every family field becomes a `oneOf` over the kinds known at this moment."""
+        return _resolve_families(super().model_json_schema(*args, **options))
+
+    def validated(self) -> Self:
+        """The same value, checked again: closes the hole that `model_construct` leaves."""
+        return type(self).model_validate(self)
+
+
+class Variant(Config):
+    """One choice of a family; `kind` names it in YAML, JSON and error messages.
+
+    A family is declared with `class Bias(Variant, family="bias")`, a variant by subclassing the family
+    with a `kind: Literal["huber"] = "huber"` field.
+    """
+
+    kind: str
+
+    _family: ClassVar[str] = ""
+    _registry: ClassVar[dict[str, type[Variant]]] = {}
+
+    def __init_subclass__(cls, family: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if family:
+            cls._family, cls._registry = family, {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        options.pop("family", None)
+        super().__pydantic_init_subclass__(**options)
+        kind = cls.model_fields["kind"].default
+        if not isinstance(kind, str):
+            return
+        taken = cls._registry.get(kind)
+        identity = (cls.__module__, cls.__qualname__)
+        if taken is not None and (taken.__module__, taken.__qualname__) != identity:
+            raise ConfigError(
+                f"{cls._family} kind {kind!r} is taken by {taken.__module__}.{taken.__qualname__}; "
+                f"give {cls.__qualname__} another kind"
+            )
+        cls._registry[kind] = cls
+
+    @classmethod
+    def variants(cls) -> dict[str, type[Self]]:
+        """Every registered variant of this family by kind, those defined by the user included."""
+        return dict(sorted(cls._registry.items()))  # type: ignore[arg-type]
+
+    @classmethod
+    def is_family(cls) -> bool:
+        """Whether this is the family itself or an abstract helper rather than a variant."""
+        return not isinstance(cls.model_fields["kind"].default, str)
+
+    @classmethod
+    def formula(cls) -> str:
+        """First line of the docstring: `elu: phi(x) = ...`, without the name."""
+        return (inspect.getdoc(cls) or "").split("\n", 1)[0].partition(": ")[2]
+
+    @classmethod
+    def _parse(cls, value: Any) -> Any:
+        if isinstance(value, cls):
+            return type(value).model_validate(value)
+        fields = {"kind": value} if isinstance(value, str) else value
+        if not isinstance(fields, Mapping):
+            raise PydanticCustomError(
+                "wrong_kind", "must be a {family} kind, a mapping with a 'kind', or an instance, got {given}",
+                {"family": cls._family, "given": f"{value!r} ({type(value).__name__})"},
+            )
+        known = cls.variants()
+        kind = fields.get("kind")
+        if kind is None:
+            raise PydanticCustomError(
+                "unknown_kind", "needs a 'kind'; known {family} kinds: {known}",
+                {"family": cls._family, "known": ", ".join(known)},
+            )
+        if kind not in known:
+            raise PydanticCustomError(
+                "unknown_kind", "unknown {family} kind {kind}; known: {known}.{hint}",
+                {"family": cls._family, "kind": repr(kind), "known": ", ".join(known),
+                 "hint": did_you_mean(kind, known)},
+            )
+        return known[kind].model_validate(dict(fields))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if Config in cls.__bases__ or not cls.is_family():
+            return handler(source)
+        return core_schema.no_info_plain_validator_function(
+            cls._parse,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda value, info: value.model_dump(mode=info.mode), info_arg=True
+            ),
+            metadata={"pydantic_js_functions": [lambda schema, handler: {_FAMILY: cls._family}]},
+        )
+
+    @classmethod
+    def _union_schema(cls) -> JsonSchemaValue:
+        known = cls.variants()
+        return {
+            "title": cls._family,
+            "oneOf": [
+                *({"$ref": f"#/$defs/{variant.__name__}.{cls._family}"} for variant in known.values()),
+                {"type": "string", "enum": list(known)},
+            ],
+        }
+
+
+def _resolve_families(schema: JsonSchemaValue) -> JsonSchemaValue:
+    """Replaces family placeholders by references, and adds what they refer to.
+
+    pydantic cannot do this itself: a family is open, so its union is not known when a class is built,
+    and it is recursive, because combinators hold members of their own family.
+    """
+    definitions: dict[str, JsonSchemaValue] = schema.pop("$defs", {})
+
+    def visit(node: Any) -> Any:
+        if isinstance(node, list):
+            return [visit(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if _FAMILY in node:
+            define(node[_FAMILY])
+            rest = {key: visit(value) for key, value in node.items() if key != _FAMILY}
+            return {**rest, "$ref": f"#/$defs/{node[_FAMILY]}"}
+        return {key: visit(value) for key, value in node.items()}
+
+    def define(family: str) -> None:
+        if family in definitions:
+            return
+        root = next(root for root in Variant.__subclasses__() if root._family == family)
+        definitions[family] = root._union_schema()
+        for variant in root.variants().values():
+            inner = super(Config, variant).model_json_schema()
+            definitions.update(inner.pop("$defs", {}))
+            definitions[f"{variant.__name__}.{family}"] = visit(inner)
+
+    resolved = visit(schema)
+    for name in list(definitions):
+        definitions[name] = visit(definitions[name])
+    return {**resolved, "$defs": definitions} if definitions else dict(resolved)
