@@ -1,0 +1,89 @@
+"""The attentional bias: the inner loss that a write descends."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hecate.tape import Block, Tensors
+from hecate.variant import Variant
+
+
+class Bias(Variant, family="bias"):
+    """An inner loss `ell(pred, target)`, summed over the value dimension.
+
+    A variant gives `loss`, `grad = d ell / d pred`, and `grad_vjp`, the derivative of `grad`; the last two
+    fall back to `torch.func` when left out (`hecate list` says so). There is no hidden factor: what `loss`
+    says is what `grad` differentiates.
+
+    Shapes: pred and target `[..., V]`; loss `[...]`; grad `[..., V]`.
+    """
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        """The loss `[...]`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no loss")
+
+    def grad(self, pred: Tensor, target: Tensor) -> Tensor:
+        """d loss / d pred `[..., V]`."""
+        return torch.func.grad(lambda pred: self.loss(pred, target).sum())(pred)
+
+    def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Cotangents of pred and target from the cotangent g of `grad`."""
+        _, pull = torch.func.vjp(self.grad, pred, target)
+        gpred, gtarget = pull(g)
+        return gpred, gtarget
+
+    def grad_jvp(self, pred: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
+        """Jacobian of `grad` by pred, times a tangent: the Hessian of the loss, hence symmetric."""
+        return self.grad_vjp(pred, target, tangent)[0]
+
+    @property
+    def curvature(self) -> float | None:
+        """Upper bound of the Hessian's eigenvalues, None if unbounded: with it, `lr |phi|^2 curvature < 2`
+        keeps a linear memory contractive."""
+        return None
+
+    @classmethod
+    def hand_written(cls) -> bool:
+        """Whether both derivatives are written by hand."""
+        return cls.grad is not Bias.grad and cls.grad_vjp is not Bias.grad_vjp
+
+    def block(self) -> Block:
+        """`grad` as a tape block: (pred, target) -> u."""
+
+        def forward(pred: Tensor, target: Tensor) -> tuple[Tensors, Tensors]:
+            return (self.grad(pred, target),), (pred, target)
+
+        def vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
+            return self.grad_vjp(*residuals, g)
+
+        return Block(f"bias.{self.kind}", forward, vjp if self.hand_written() else None)
+
+
+class ErrorBias(Bias):
+    """A loss of the error e = pred - target alone; variants give rho, psi = rho' and psi's Jacobian."""
+
+    def rho(self, error: Tensor) -> Tensor:
+        """The loss `[...]` of an error `[..., V]`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no rho")
+
+    def psi(self, error: Tensor) -> Tensor:
+        """d rho / d error."""
+        raise NotImplementedError(f"{type(self).__name__} defines no psi")
+
+    def psi_jvp(self, error: Tensor, tangent: Tensor) -> Tensor:
+        """Jacobian of psi (symmetric) times a tangent."""
+        raise NotImplementedError(f"{type(self).__name__} defines no psi_jvp")
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        return self.rho(pred - target)
+
+    def grad(self, pred: Tensor, target: Tensor) -> Tensor:
+        return self.psi(pred - target)
+
+    def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        gpred = self.psi_jvp(pred - target, g)
+        return gpred, -gpred
+
+
+BiasKind = Bias

@@ -1,0 +1,64 @@
+"""Retention: how the past is kept when a step is taken."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hecate.tape import Block, Tensors
+from hecate.variant import Variant
+
+
+class Retention(Variant, family="retention"):
+    """The new memory from the old one and a direction D (the step, sign included).
+
+    A variant gives `step` and `step_vjp` for one weight tensor; the latter falls back to `torch.func`.
+
+    Shapes: memory and direction `[N, ...]`; retain `[N]`, or `[N, P]` per phi channel (the last axis).
+    """
+
+    uses_retain: ClassVar[bool] = False
+
+    @property
+    def linear(self) -> bool:
+        """Whether the step is `a M + D` with a fixed by the gates: the exact parallel form needs it."""
+        return False
+
+    @property
+    def default_retain(self) -> float:
+        """The retain gate used when none is given."""
+        return 1.0
+
+    def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+        """The new memory."""
+        raise NotImplementedError(f"{type(self).__name__} defines no step")
+
+    def step_vjp(
+        self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Cotangents of memory, direction and retain from the cotangent g of the new memory."""
+        _, pull = torch.func.vjp(self.step, memory, direction, retain)
+        gmemory, gdirection, gretain = pull(g)
+        return gmemory, gdirection, gretain
+
+    @classmethod
+    def hand_written(cls) -> bool:
+        """Whether the derivative is written by hand."""
+        return cls.step_vjp is not Retention.step_vjp
+
+    def block(self) -> Block:
+        """`step` as a tape block: (memory, direction, retain) -> memory."""
+
+        def forward(*inputs: Tensor) -> tuple[Tensors, Tensors]:
+            return (self.step(*inputs),), inputs
+
+        def vjp(inputs: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor | None, ...]:
+            return self.step_vjp(*inputs, g)
+
+        return Block(f"retention.{self.kind}", forward, vjp if self.hand_written() else None)
+
+
+RetentionKind = Retention
+

@@ -1,0 +1,7 @@
+"""Structures: what a memory is."""
+
+from hecate.structure.base import Memory, Structure, StructureKind
+from hecate.structure.matrix import Matrix
+from hecate.structure.mlp import MLP
+
+__all__ = ["MLP", "Matrix", "Memory", "Structure", "StructureKind"]

@@ -1,0 +1,61 @@
+"""A matrix."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hecate.structure.base import Memory, Structure, matvec, outer
+
+
+class Matrix(Structure):
+    """matrix: pred = M p, M in R^(V x P).
+
+    The linear associative memory of linear attention, DeltaNet and Titans with one layer. It starts at
+    zero, from where gradients flow at once because the inner gradient u p^T does not vanish with M.
+
+    Shapes: M `[N, V, P]`, p `[N, P]`, u `[N, V]`.
+    VJP: predict: g_M = u p^T, g_p = M^T u. Pullback G = u p^T: g_u = C p, g_p = C^T u, g_M = 0.
+    Traits: linear.
+    Cost: V P per read and per write.
+    References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021,
+    arXiv 2102.11174). [STR-MATRIX-D1]
+    """
+
+    kind: Literal["matrix"] = "matrix"
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
+        return {"weight": (d_v, d_phi)}
+
+    def init(
+        self,
+        d_phi: int,
+        d_v: int,
+        *,
+        heads: int = 1,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> dict[str, Tensor]:
+        return {"weight": torch.zeros(heads, d_v, d_phi, dtype=dtype, device=device)}
+
+    def predict(self, memory: Memory, p: Tensor) -> Tensor:
+        return matvec(memory[0], p)
+
+    def predict_vjp(self, memory: Memory, p: Tensor, u: Tensor) -> tuple[Memory, Tensor]:
+        return (outer(u, p),), matvec(memory[0].mT, u)
+
+    def pullback(self, memory: Memory, p: Tensor, u: Tensor) -> Memory:
+        return (outer(u, p),)
+
+    def pullback_vjp(
+        self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory
+    ) -> tuple[Memory, Tensor, Tensor]:
+        (c,) = cotangents
+        return (torch.zeros_like(c),), matvec(c.mT, u), matvec(c, p)
