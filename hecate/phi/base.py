@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from hecate.errors import ShapeError
+from hecate.errors import ConfigError, ShapeError
 from hecate.tape import Block, Tensors
 from hecate.variant import Variant
 
@@ -67,6 +67,13 @@ class FeatureMap(Variant, family="feature_map"):
     ) -> Params:
         """Fresh parameters for inputs of width d; random maps draw from `generator` alone."""
         return {"learned": {}, "frozen": {}}
+
+    def redraw(self, params: Params, generator: torch.Generator) -> Params:
+        """New params with fresh draws in place of the frozen ones; for random maps."""
+        raise ConfigError(
+            f"feature map {self.kind!r} has nothing to redraw: it has no random draws; "
+            "redraw maps whose `is_random` is true"
+        )
 
     def features(self, x: Tensor, params: Params) -> Tensor:
         """phi(x), for maps without a hand-written VJP."""

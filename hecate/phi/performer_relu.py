@@ -1,0 +1,80 @@
+"""Random ReLU features."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hecate.phi.base import Params, Traits, compute_dtype
+from hecate.phi.random import Norms, RandomMap, default_width, project_precisely, projections
+
+
+class PerformerReLU(RandomMap):
+    """performer_relu: phi(x) = (relu(Wx) + kernel_epsilon) / sqrt(num_features).
+
+    With W ~ N(0, I) and m = num_features, the arc-cosine kernel of order 1, |x| |y| (sin t + (pi -
+    t) cos t) / (2 pi) with the angle t, in expectation, plus a small term of kernel_epsilon that
+    keeps a normaliser off zero: without it a query has no feature at all with probability 2^-m.
+    The factor 1/sqrt(m), absent in the reference code, makes the kernel independent of m; it
+    cancels in a normalised read and matters in every other. Both norms are unbiased up to
+    kernel_epsilon, and `"sqrt"` (all rows of length sqrt(d)) has the lower variance. The reference
+    scales x by d^(-1/4) first, which is kernel_epsilon * d^(1/4) here.
+
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D)));
+    frozen w `[H, D, num_features]`.
+    VJP: gx = W^T (g 1[Wx > 0]) / sqrt(m); the derivative at the kink Wx = 0 is 0.
+    Traits: is_random, non_negative, kernel_non_negative; degree 1 if kernel_epsilon = 0.
+    Cost: O(D num_features).
+    References: Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794);
+    Kernel Methods for Deep Learning (Cho and Saul, 2009). [PHI-PRELU-D1]
+    """
+
+    kind: Literal["performer_relu"] = "performer_relu"
+    num_features: int | None = Field(default=None, gt=0, description="d_phi")
+    kernel_epsilon: float = Field(default=1e-3, ge=0, description="added to every ReLU")
+    orthogonal: bool = True
+    norms: Norms = "sqrt"
+
+    def output_dim(self, d: int) -> int:
+        return default_width(d) if self.num_features is None else self.num_features
+
+    def traits(self) -> Traits:
+        degree = 1.0 if self.kernel_epsilon == 0 else None
+        return Traits(is_random=True, non_negative=True, kernel_non_negative=True, degree=degree)
+
+    def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
+        m = self.output_dim(d)
+        return {"w": projections(d, m, generator, orthogonal=self.orthogonal, norms=self.norms)}
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        w = self.drawn(params, "w")
+        z = project_precisely(x, w)
+        features = (z.clamp(min=0) + self.kernel_epsilon) / math.sqrt(w.shape[-1])
+        return features.to(x.dtype), (w, z > 0)
+
+    def vjp(self, residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        w, active = residuals
+        gz = torch.where(active, g.to(compute_dtype(g)), 0) / math.sqrt(w.shape[-1])
+        return project_precisely(gz, w.mT).to(g.dtype), {}
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = x.to(compute_dtype(x)), y.to(compute_dtype(y))
+        a, b = x.norm(dim=-1), y.norm(dim=-1)
+        # Kahan's angle: accurate for nearly parallel vectors, 0 for a zero vector.
+        u, v = x * b.unsqueeze(-1), y * a.unsqueeze(-1)
+        angle = 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))
+        arc_cosine: Tensor = a * b * (angle.sin() + (math.pi - angle) * angle.cos()) / (2 * math.pi)
+        eps, length = self.kernel_epsilon, self._mean_norm(x.shape[-1])
+        mean_relu: Tensor = length * (a + b) / math.sqrt(2 * math.pi)
+        return arc_cosine + mean_relu * eps + eps**2
+
+    def _mean_norm(self, d: int) -> float:
+        # Mean length of a row of W relative to that of a Gaussian vector.
+        if self.norms == "chi":
+            return 1.0
+        ratio = math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2))
+        return math.sqrt(d / 2) * ratio

@@ -1,0 +1,142 @@
+"""What random feature maps share: draws, orthogonal blocks, redrawing, precise projections."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hecate.errors import ConfigError, ShapeError
+from hecate.phi.base import FeatureMap, Params, compute_dtype, project
+
+Norms = Literal["chi", "sqrt"]
+
+
+class RandomMap(FeatureMap):
+    """A feature map with frozen random draws. A variant gives `draw`, the draws of one head.
+
+    Draws are made in float64 on the CPU, head after head, and then cast: one seed gives one map on
+    every dtype and device, and the first heads of a map do not depend on how many follow. Without
+    a generator the seed is 0; the global random state is neither read nor changed. [PHI-RAND-I1]
+    """
+
+    def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Fresh draws for one head: float64 CPU tensors without the head axis."""
+        raise NotImplementedError(f"{type(self).__name__} does not define draw")
+
+    def init(
+        self,
+        d: int,
+        *,
+        heads: int = 1,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Params:
+        """Fresh draws for inputs of width d, independent for each head."""
+        if d < 1 or heads < 1:
+            raise ShapeError(
+                f"{self.kind} needs a width and a head count of at least 1, got {d} and {heads}"
+            )
+        if generator is None:
+            generator = torch.Generator().manual_seed(0)
+        if generator.device.type != "cpu":
+            raise ConfigError(
+                f"{self.kind} draws on the CPU, so that a seed gives the same map on every device, "
+                f"got a generator on {generator.device}; pass a CPU torch.Generator"
+            )
+        draws = [self.draw(d, generator) for _ in range(heads)]
+        stacked = {name: torch.stack([one[name] for one in draws]) for name in draws[0]}
+        frozen = {name: value.to(dtype=dtype, device=device) for name, value in stacked.items()}
+        return {"learned": {}, "frozen": frozen}
+
+    def redraw(self, params: Params, generator: torch.Generator) -> Params:
+        """New params with fresh draws of the same shapes, dtypes and device; learned ones stay."""
+        w = self.drawn(params, "w")
+        fresh = self.init(w.shape[-2], heads=w.shape[0], generator=generator, dtype=torch.float64)
+        frozen = {name: value.to(params["frozen"][name]) for name, value in fresh["frozen"].items()}
+        return {"learned": params["learned"], "frozen": frozen}
+
+    def drawn(self, params: Params, name: str) -> Tensor:
+        """A frozen draw, cut from the graph: tape and autograd agree that it has no gradient."""
+        if name not in params["frozen"]:
+            raise ConfigError(
+                f"{self.kind} needs its draw {name!r}, got {sorted(params['frozen'])}; "
+                "pass params=feature_map.init(d, generator=...)"
+            )
+        return params["frozen"][name].detach()
+
+
+def normal(d: int, m: int, generator: torch.Generator) -> Tensor:
+    """Standard normal `[d, m]` in float64 on the CPU."""
+    return torch.randn(d, m, dtype=torch.float64, device="cpu", generator=generator)
+
+
+def haar(d: int, generator: torch.Generator) -> Tensor:
+    """A Haar-distributed orthogonal `[d, d]`: QR of a Gaussian, the diagonal of R made positive.
+
+    Without the signs Q is not Haar (LAPACK fixes them by convention), which biases every one-sided
+    map.
+    References: How to generate random matrices from the classical compact groups (Mezzadri, 2006,
+    arXiv math-ph/0609050). [PHI-RAND-D1]
+    """
+    gaussian = normal(d, d, generator)
+    with _one_thread():
+        q, r = torch.linalg.qr(gaussian)
+    signed: Tensor = q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+    return signed
+
+
+def projections(
+    d: int, m: int, generator: torch.Generator, *, orthogonal: bool, norms: Norms = "chi"
+) -> Tensor:
+    """m projection vectors as the columns of a `[d, m]` matrix.
+
+    `orthogonal` stacks ceil(m / d) independent Haar blocks and cuts them to m columns; otherwise
+    the directions are independent. `norms="chi"` gives lengths of fresh Gaussian vectors, so that
+    each column is marginally N(0, I); `"sqrt"` gives all columns the length sqrt(d). [PHI-RAND-D2]
+    """
+    if orthogonal:
+        columns = torch.cat([haar(d, generator) for _ in range(-(-m // d))], dim=1)[:, :m]
+    else:
+        columns = normal(d, m, generator)
+        if norms == "chi":
+            return columns
+        columns = columns / columns.norm(dim=0)
+    return columns * (normal(d, m, generator).norm(dim=0) if norms == "chi" else math.sqrt(d))
+
+
+def default_width(d: int) -> int:
+    """The usual number of random features: int(d log d), but never fewer than d."""
+    return max(d, int(d * math.log(d)))
+
+
+def project_precisely(x: Tensor, w: Tensor) -> Tensor:
+    """`project` in float32 or better, autocast or not; float64 draws make it float64."""
+    dtype = torch.promote_types(compute_dtype(x), w.dtype)
+    with _without_autocast(x.device.type):
+        return project(x.to(dtype), w.to(dtype))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    # LAPACK's sums depend on the number of threads: the same seed would give other last bits.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _without_autocast(device: str) -> Iterator[None]:
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        yield
+    else:
+        with torch.autocast(device, enabled=False):
+            yield
