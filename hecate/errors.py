@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -77,6 +78,18 @@ def format_path(path: Iterable[str | int]) -> str:
     return text
 
 
+def shorten(value: object) -> str:
+    """`repr(value)`, cut to 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """` Did you mean 'elu'?`, or an empty text when nothing known is close."""
+    match = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.5)
+    return f" Did you mean {match[0]!r}?" if match else ""
+
+
 _BOUNDS = {
     "greater_than": (">", "gt"),
     "greater_than_equal": (">=", "ge"),
@@ -87,7 +100,7 @@ _BOUNDS = {
 
 def _sentence(line: Any) -> str:
     kind, given, context = line["type"], line["input"], line.get("ctx", {})
-    shown = repr(given) if len(repr(given)) <= 80 else repr(given)[:77] + "..."
+    shown = shorten(given)
     if kind in _BOUNDS:
         sign, key = _BOUNDS[kind]
         return f"must be {sign} {context[key]}, got {shown}"
@@ -98,8 +111,14 @@ def _sentence(line: Any) -> str:
     if kind == "finite_number":
         return f"must be a finite number, got {shown}"
     if kind in ("int_type", "float_type", "bool_type", "string_type", "dict_type", "list_type"):
-        word = {"int": "an integer", "float": "a number", "bool": "true or false",
-                "string": "a text", "dict": "a mapping", "list": "a list"}[kind[:-5]]
+        word = {
+            "int": "an integer",
+            "float": "a number",
+            "bool": "true or false",
+            "string": "a text",
+            "dict": "a mapping",
+            "list": "a list",
+        }[kind[:-5]]
         return f"must be {word}, got {shown} ({type(given).__name__})"
     if kind == "value_error":
         return str(context["error"])

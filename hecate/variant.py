@@ -1,49 +1,60 @@
 """Configuration values and the open discriminated union.
 
-A *family* (feature maps, biases, ...) is an abstract `Variant`; each concrete subclass is a variant,
-told apart by the text of its `kind` field. Subclassing registers. The family class itself is the type
-to annotate a field with: such a field accepts an instance, a mapping with a `kind`, or a bare string.
+A *family* (feature maps, biases, ...) is an abstract `Variant`; each concrete subclass is a
+variant, told apart by the text of its `kind` field. Subclassing registers. The family class itself
+is the type to annotate a field with: such a field accepts an instance, a mapping with a `kind`, or
+a bare string.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    GetCoreSchemaHandler,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, did_you_mean, shorten
 
-
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """` Did you mean 'elu'?`, or an empty text when nothing known is close."""
-    match = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.5)
-    return f" Did you mean {match[0]!r}?" if match else ""
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
 
 _FAMILY = "x-hecate-family"
 
 
-class _ConfigMeta(type(BaseModel)):  # type: ignore[misc]
+def _as_tuple(annotation: Any, value: Any) -> Any:
+    """Lists become tuples where a field holds tuples: YAML and JSON cannot write tuples."""
+    if get_origin(annotation) is Annotated or type(None) in get_args(annotation):
+        options = [item for item in get_args(annotation) if item is not type(None)]
+        return _as_tuple(options[0], value)
+    if get_origin(annotation) is not tuple or not isinstance(value, list | tuple):
+        return value
+    items = get_args(annotation)
+    if len(items) == 2 and items[1] is Ellipsis:
+        items = (items[0],) * len(value)
+    if len(items) != len(value):
+        return tuple(value)
+    return tuple(_as_tuple(item, part) for item, part in zip(items, value, strict=True))
+
+
+class _ConfigMeta(ModelMetaclass):
     """Turns pydantic's `ValidationError` into `ConfigError` at construction.
 
-    Overriding `__init__` instead would make pydantic call it for nested values too and lose their paths.
+    Overriding `__init__` instead would make pydantic call it for nested values too and lose their
+    paths.
     """
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
+        if args and (fields or len(args) > 1 or not (issubclass(cls, Variant) and cls.is_family())):
+            raise ConfigError(f"{cls.__name__} takes named fields only, got {shorten(args[0])}")
         try:
             if issubclass(cls, Variant) and cls.is_family():
-                return cls.model_validate(fields)
+                return cls.model_validate(args[0] if args else fields)
             return super().__call__(*args, **fields)
         except ValidationError as error:
             raise ConfigError.from_validation(error) from None
@@ -73,19 +84,26 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         if unknown:
             known = [name for name in cls.model_fields if name != "kind"]
             listing = f"known fields: {', '.join(known)}." if known else "it has no fields."
-            raise ValidationError.from_exception_data(cls.__name__, [
-                InitErrorDetails(
-                    type=PydanticCustomError(
-                        "unknown_field",
-                        "unknown field of {owner}; {listing}{hint}",
-                        {"owner": cls.__name__, "listing": listing, "hint": did_you_mean(key, known)},
-                    ),
-                    loc=(str(key),),
-                    input=data[key],
-                )
-                for key in unknown
-            ])
-        return data
+            raise ValidationError.from_exception_data(
+                cls.__name__,
+                [
+                    InitErrorDetails(
+                        type=PydanticCustomError(
+                            "unknown_field",
+                            "unknown field of {owner}; {listing}{hint}",
+                            {
+                                "owner": cls.__name__,
+                                "listing": listing,
+                                "hint": did_you_mean(key, known),
+                            },
+                        ),
+                        loc=(str(key),),
+                        input=data[key],
+                    )
+                    for key in unknown
+                ],
+            )
+        return {key: _as_tuple(cls.model_fields[key].annotation, data[key]) for key in data}
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
@@ -105,8 +123,11 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with some fields replaced, validated like a new value."""
-        fields = {name: getattr(self, name) for name in self.model_fields_set | set(update or ())
-                  if name in type(self).model_fields}
+        fields = {
+            name: getattr(self, name)
+            for name in self.model_fields_set | set(update or ())
+            if name in type(self).model_fields
+        }
         return type(self).model_validate({**fields, **(update or {})})
 
     @classmethod
@@ -122,8 +143,8 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 class Variant(Config):
     """One choice of a family; `kind` names it in YAML, JSON and error messages.
 
-    A family is declared with `class Bias(Variant, family="bias")`, a variant by subclassing the family
-    with a `kind: Literal["huber"] = "huber"` field.
+    A family is declared with `class Bias(Variant, family="bias")`, a variant by subclassing the
+    family with a `kind: Literal["huber"] = "huber"` field.
     """
 
     kind: str
@@ -140,9 +161,19 @@ class Variant(Config):
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         options.pop("family", None)
         super().__pydantic_init_subclass__(**options)
-        kind = cls.model_fields["kind"].default
+        field = cls.model_fields["kind"]
+        kind = field.default
         if not isinstance(kind, str):
+            if get_origin(field.annotation) is Literal:
+                raise ConfigError(
+                    f"{cls.__qualname__} needs a default for its kind: "
+                    f"`kind: Literal[{get_args(field.annotation)[0]!r}] = ...`"
+                )
             return
+        if get_origin(field.annotation) is not Literal or get_args(field.annotation) != (kind,):
+            raise ConfigError(
+                f"{cls.__qualname__} must pin its kind: `kind: Literal[{kind!r}] = {kind!r}`"
+            )
         taken = cls._registry.get(kind)
         identity = (cls.__module__, cls.__qualname__)
         if taken is not None and (taken.__module__, taken.__qualname__) != identity:
@@ -154,8 +185,9 @@ class Variant(Config):
 
     @classmethod
     def variants(cls) -> dict[str, type[Self]]:
-        """Every registered variant of this family by kind, those defined by the user included."""
-        return dict(sorted(cls._registry.items()))  # type: ignore[arg-type]
+        """Every registered variant below this class by kind, those defined by the user included."""
+        found = {kind: item for kind, item in cls._registry.items() if issubclass(item, cls)}
+        return dict(sorted(found.items()))
 
     @classmethod
     def is_family(cls) -> bool:
@@ -169,26 +201,33 @@ class Variant(Config):
 
     @classmethod
     def _parse(cls, value: Any) -> Any:
-        if isinstance(value, cls):
+        if isinstance(value, cls) and not value.is_family():
             return type(value).model_validate(value)
         fields = {"kind": value} if isinstance(value, str) else value
         if not isinstance(fields, Mapping):
             raise PydanticCustomError(
-                "wrong_kind", "must be a {family} kind, a mapping with a 'kind', or an instance, got {given}",
-                {"family": cls._family, "given": f"{value!r} ({type(value).__name__})"},
+                "wrong_kind",
+                "must be a {family} kind, a mapping with a 'kind', or an instance, got {given}",
+                {"family": cls._family, "given": f"{shorten(value)} ({type(value).__name__})"},
             )
         known = cls.variants()
         kind = fields.get("kind")
         if kind is None:
             raise PydanticCustomError(
-                "unknown_kind", "needs a 'kind'; known {family} kinds: {known}",
+                "unknown_kind",
+                "needs a 'kind'; known {family} kinds: {known}",
                 {"family": cls._family, "known": ", ".join(known)},
             )
-        if kind not in known:
+        if not isinstance(kind, str) or kind not in known:
             raise PydanticCustomError(
-                "unknown_kind", "unknown {family} kind {kind}; known: {known}.{hint}",
-                {"family": cls._family, "kind": repr(kind), "known": ", ".join(known),
-                 "hint": did_you_mean(kind, known)},
+                "unknown_kind",
+                "unknown {family} kind {kind}; known: {known}.{hint}",
+                {
+                    "family": cls._family,
+                    "kind": shorten(kind),
+                    "known": ", ".join(known),
+                    "hint": did_you_mean(kind, known),
+                },
             )
         return known[kind].model_validate(dict(fields))
 
@@ -210,7 +249,7 @@ class Variant(Config):
         return {
             "title": cls._family,
             "oneOf": [
-                *({"$ref": f"#/$defs/{variant.__name__}.{cls._family}"} for variant in known.values()),
+                *({"$ref": f"#/$defs/{cls._family}.{kind}"} for kind in known),
                 {"type": "string", "enum": list(known)},
             ],
         }
@@ -219,10 +258,10 @@ class Variant(Config):
 def _resolve_families(schema: JsonSchemaValue) -> JsonSchemaValue:
     """Replaces family placeholders by references, and adds what they refer to.
 
-    pydantic cannot do this itself: a family is open, so its union is not known when a class is built,
-    and it is recursive, because combinators hold members of their own family.
+    pydantic cannot do this itself: a family is open, so its union is not known when a class is
+    built, and it is recursive, because combinators hold members of their own family.
     """
-    definitions: dict[str, JsonSchemaValue] = schema.pop("$defs", {})
+    definitions: dict[str, Any] = schema.pop("$defs", {})
 
     def visit(node: Any) -> Any:
         if isinstance(node, list):
@@ -240,10 +279,12 @@ def _resolve_families(schema: JsonSchemaValue) -> JsonSchemaValue:
             return
         root = next(root for root in Variant.__subclasses__() if root._family == family)
         definitions[family] = root._union_schema()
-        for variant in root.variants().values():
+        for kind, variant in root.variants().items():
             inner = super(Config, variant).model_json_schema()
             definitions.update(inner.pop("$defs", {}))
-            definitions[f"{variant.__name__}.{family}"] = visit(inner)
+            # As a member of the union a variant is told apart by its kind, which has to be there.
+            inner["required"] = sorted({"kind", *inner.get("required", [])})
+            definitions[f"{family}.{kind}"] = visit(inner)
 
     resolved = visit(schema)
     for name in list(definitions):

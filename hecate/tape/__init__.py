@@ -5,6 +5,16 @@ from hecate.tape.bridge import Autodiff, differentiate
 from hecate.tape.tape import Call, CotangentNorm, Tape, checkpoint
 
 __all__ = [
-    "Autodiff", "Block", "Call", "CotangentNorm", "Program", "Run", "Tape", "Tensors",
-    "checkpoint", "differentiable", "differentiate", "execute",
+    "Autodiff",
+    "Block",
+    "Call",
+    "CotangentNorm",
+    "Program",
+    "Run",
+    "Tape",
+    "Tensors",
+    "checkpoint",
+    "differentiable",
+    "differentiate",
+    "execute",
 ]

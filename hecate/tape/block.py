@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hecate.errors import ShapeError
+
 Tensors = tuple[Tensor | None, ...]
 Program = Callable[..., Tensors]  # program(run, *inputs) -> outputs, built from calls of `run`
 
@@ -15,14 +17,17 @@ Program = Callable[..., Tensors]  # program(run, *inputs) -> outputs, built from
 class Block(NamedTuple):
     """A differentiable operation on whole batches, given by two plain functions.
 
-    `forward(*inputs) -> (outputs, residuals)` returns a tuple of tensors and whatever its VJP needs;
-    `vjp(residuals, *cotangents) -> input cotangents` returns one tensor or None per input, None meaning
-    "no gradient flows here". A cotangent of an output that nobody used arrives as zeros.
-    Without a `vjp` the block is differentiated by `torch.func.vjp`; `hand_written` tells which.
+    `forward(*inputs) -> (outputs, residuals)` returns a tuple of tensors and whatever its VJP
+    needs; `vjp(residuals, *cotangents) -> input cotangents` returns one tensor or None per input,
+    None meaning "no gradient flows here". A cotangent of an output that nobody used, or of
+    integers, arrives as zeros. Without a `vjp` the block is differentiated by `torch.func.vjp`;
+    `hand_written` tells which.
 
     `program` is set on blocks that are programs themselves, so that a tape can look inside.
 
-    Neither function may change its arguments in place: tapes and `torch.func` both rely on that.
+    Neither function may change its arguments in place: tapes and `torch.func` both rely on that. A
+    tensor that reaches a block by closure rather than as an input is a constant: no gradient flows
+    to it.
     """
 
     name: str
@@ -38,6 +43,11 @@ class Block(NamedTuple):
     def apply(self, inputs: Tensors) -> tuple[Tensors, Any]:
         """Runs the forward; the residuals of a block without a VJP are its inputs."""
         outputs, residuals = self.forward(*inputs)
+        if not isinstance(outputs, tuple):
+            raise ShapeError(
+                f"block {self.name!r} must return (outputs, residuals) with a tuple of outputs, "
+                f"got a {type(outputs).__name__}; write `(y,), residuals` for a single output"
+            )
         return outputs, residuals if self.vjp is not None else inputs
 
     def pullback(self, residuals: Any, cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -50,7 +60,9 @@ class Block(NamedTuple):
 class Run(Protocol):
     """Anything that executes blocks: `execute` forgets them, a `Tape` records them."""
 
-    def __call__(self, block: Block, *inputs: Tensor | None, label: str = "") -> Tensors: ...
+    def __call__(self, block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
+        """Runs the block and returns its outputs."""
+        ...
 
 
 def execute(block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
@@ -63,6 +75,20 @@ def differentiable(tensor: Tensor | None) -> bool:
     return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 
+def distinct(outputs: Tensors, known: set[int]) -> Tensors:
+    """Outputs that are objects of their own: a repeated one, or one already known, becomes a view.
+
+    A block may return an input as it is; told apart by identity, the two would share one cotangent.
+    """
+    given: set[int] = set()
+    own: list[Tensor | None] = []
+    for out in outputs:
+        shared = out is not None and (id(out) in known or id(out) in given)
+        own.append(out.view_as(out) if shared and out is not None else out)
+        given.add(id(out))
+    return tuple(own)
+
+
 def _autograd_vjp(
     forward: Callable[..., tuple[Tensors, Any]], inputs: Tensors, cotangents: Sequence[Tensor]
 ) -> list[Tensor | None]:
@@ -72,10 +98,11 @@ def _autograd_vjp(
         filled = list(inputs)
         for index, value in zip(where, varied, strict=True):
             filled[index] = value
-        return tuple(out for out in forward(*filled)[0] if out is not None)
+        return tuple(out for out in forward(*filled)[0] if out is not None and differentiable(out))
 
-    _, pull = torch.func.vjp(outputs_of, *(inputs[index] for index in where))
+    pull = torch.func.vjp(outputs_of, *(inputs[index] for index in where))[1]
+    flowing = tuple(cotangent for cotangent in cotangents if differentiable(cotangent))
     grads: list[Tensor | None] = [None] * len(inputs)
-    for index, grad in zip(where, pull(tuple(cotangents)), strict=True):
+    for index, grad in zip(where, pull(flowing), strict=True):
         grads[index] = grad
     return grads

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from hecate.tape.block import Block, Program, Tensors, differentiable, execute
+from hecate.errors import ConfigError
+from hecate.tape.block import Block, Program, Tensors, differentiable, distinct, execute
 from hecate.tape.tape import checkpoint
 
 Autodiff = Literal["auto", "tape", "torch"]
@@ -17,11 +18,14 @@ Autodiff = Literal["auto", "tape", "torch"]
 def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto") -> Tensors:
     """Runs `program(run, *inputs)` so that torch can differentiate it.
 
-    `"tape"` saves the inputs only and tapes the program again in the backward pass, which is plain torch:
-    second derivatives, `torch.func.grad` and `vmap` pass through. `"torch"` leaves the recording to autograd
-    (more memory, forward-mode AD). `"auto"` is the tape, except while `torch.compile` traces: there the
-    compiler plans its own recomputation and a Python-side tape would only hide the graph from it.
+    `"tape"` saves the inputs only and tapes the program again in the backward pass, which is plain
+    torch: second derivatives, `torch.func.grad` and `vmap` pass through. `"torch"` leaves the
+    recording to autograd (more memory, forward-mode AD). `"auto"` is the tape, except while
+    `torch.compile` traces: there the compiler plans its own recomputation and a Python-side tape
+    would only hide the graph from it.
     """
+    if autodiff not in get_args(Autodiff):
+        raise ConfigError(f"autodiff must be one of {get_args(Autodiff)}, got {autodiff!r}")
     if autodiff == "torch" or (autodiff == "auto" and torch.compiler.is_compiling()):
         with _full_precision(inputs):
             return program(execute, *inputs)
@@ -34,14 +38,18 @@ class _Taped(torch.autograd.Function):
     @staticmethod
     def forward(block: Block, *inputs: Tensor | None) -> Tensors:
         with _full_precision(inputs):
-            return block.forward(*inputs)[0]
+            outputs = block.forward(*inputs)[0]
+        # torch refuses to save an input that is an output as well.
+        return distinct(outputs, {id(value) for value in inputs})
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         block, *tensors = inputs
         ctx.block = block
         ctx.save_for_backward(*tensors)
-        ctx.mark_non_differentiable(*(out for out in output if out is not None and not differentiable(out)))
+        ctx.mark_non_differentiable(
+            *(out for out in output if out is not None and not differentiable(out))
+        )
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -51,7 +59,9 @@ class _Taped(torch.autograd.Function):
 
 
 def _full_precision(inputs: Tensors) -> AbstractContextManager[Any]:
-    device = next((value.device.type for value in inputs if value is not None), None)
+    # Index tensors may stay on the CPU while the work is elsewhere.
+    devices = sorted({value.device.type for value in inputs if value is not None}, key="cpu".__eq__)
+    device = devices[0] if devices else None
     if device is None or not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.tape.block import Block, Program, Tensors, differentiable, execute
+from hecate.errors import ConfigError, ShapeError
+from hecate.tape.block import Block, Program, Tensors, differentiable, distinct, execute
 
 
 class Call(NamedTuple):
@@ -38,8 +39,9 @@ class Tape:
         print(tape)                      # one line per call
         tape.norms("layer 0")            # cotangent norms by label, after backward
 
-    Tensors are told apart by identity; a tape keeps what it recorded alive. Recording never copies and
-    never touches `torch.autograd`, so every VJP is itself plain torch and can be differentiated again.
+    Tensors are told apart by identity; a tape keeps what it recorded alive. Recording never copies
+    and never touches `torch.autograd`, so every VJP is itself plain torch and can be differentiated
+    again.
     """
 
     def __init__(self, *, observe: bool = False) -> None:
@@ -47,10 +49,14 @@ class Tape:
         self.calls: list[Call] = []
         self.observed: list[CotangentNorm] = []
         self.observe = observe
+        self._known: set[int] = set()
 
     def __call__(self, block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
         """Runs a block, records the call and returns its outputs."""
         outputs, residuals = block.apply(inputs)
+        self._known.update(id(value) for value in inputs)
+        outputs = distinct(outputs, self._known)
+        self._known.update(id(value) for value in outputs)
         self.calls.append(Call(block, label, inputs, outputs, residuals))
         return outputs
 
@@ -60,11 +66,13 @@ class Tape:
         cotangents: Sequence[Tensor | None],
         inputs: Sequence[Tensor | None],
     ) -> tuple[Tensor | None, ...]:
-        """Cotangents of `inputs` from cotangents of `outputs`; None where no gradient flows."""
+        """Cotangents of `inputs` from cotangents of `outputs`; None where no gradient flows.
+
+        A cotangent has the shape of its tensor, or it is a `ShapeError`, and takes its dtype.
+        """
+        self.observed = []
         flowing: dict[int, Tensor] = {}
-        for output, cotangent in zip(outputs, cotangents, strict=True):
-            if output is not None and cotangent is not None:
-                _accumulate(flowing, output, cotangent)
+        _accumulate(flowing, outputs, cotangents, "backward")
         for call in reversed(self.calls):
             received = [None if out is None else flowing.pop(id(out), None) for out in call.outputs]
             if all(item is None for item in received):
@@ -76,58 +84,65 @@ class Tape:
             ]
             if self.observe:
                 self.observed.append(CotangentNorm(call.label, call.block.name, _norm(filled)))
-            given = self._pull(call, filled)
-            for value, cotangent in zip(call.inputs, given, strict=True):
-                if value is not None and cotangent is not None and differentiable(value):
-                    _accumulate(flowing, value, cotangent)
+            _accumulate(
+                flowing, call.inputs, self._pull(call, filled), f"the VJP of {call.block.name!r}"
+            )
         return tuple(None if value is None else flowing.get(id(value)) for value in inputs)
 
     def _pull(self, call: Call, cotangents: list[Tensor]) -> Sequence[Tensor | None]:
         if call.block.program is None or not self.observe:
             return call.block.pullback(call.residuals, cotangents)
         inner = Tape(observe=True)
-        grads = _replay(inner, call.block.program, call.residuals, cotangents)
-        self.observed += [item._replace(label=_join(call.label, item.label)) for item in inner.observed]
+        grads = _replay(inner, call.block.program, call.inputs, cotangents)
+        self.observed += [
+            item._replace(label=_join(call.label, item.label)) for item in inner.observed
+        ]
         return grads
 
     def norms(self, label: str = "") -> dict[str, Tensor]:
-        """Cotangent norms of the last `backward` by `label/block`, filtered by a part of the label.
+        """Cotangent norms of the last `backward` by `label/block`, of one label and those below it.
 
         Needs `Tape(observe=True)`; calls that share a name are combined as a root sum of squares.
         """
+        if not self.observe:
+            raise ConfigError("this tape kept no cotangent norms; record with Tape(observe=True)")
         squares: dict[str, Tensor] = {}
         for item in self.observed:
-            if label in item.label:
+            if not label or f"/{label}/" in f"/{item.label}/":
                 name = _join(item.label, item.block)
                 squares[name] = squares.get(name, torch.zeros_like(item.norm)) + item.norm.square()
         return {name: square.sqrt() for name, square in squares.items()}
 
     @property
     def bytes(self) -> int:
-        """Bytes of the distinct tensors that the tape keeps alive: inputs, outputs and residuals."""
+        """Bytes of the distinct storages that the tape keeps alive: inputs, outputs, residuals."""
         held: dict[int, int] = {}
         for call in self.calls:
-            for item in torch.utils._pytree.tree_leaves((call.inputs, call.outputs, call.residuals)):
+            for item in torch.utils._pytree.tree_leaves(
+                (call.inputs, call.outputs, call.residuals)
+            ):
                 if isinstance(item, Tensor):
                     storage = item.untyped_storage()
-                    held[storage.data_ptr()] = storage.nbytes()
+                    held[storage._cdata] = storage.nbytes()
         return sum(held.values())
 
     def __str__(self) -> str:
         lines = []
         for index, call in enumerate(self.calls):
-            shapes = [", ".join(_shape(item) for item in side) for side in (call.inputs, call.outputs)]
+            shapes = [
+                ", ".join(_shape(item) for item in side) for side in (call.inputs, call.outputs)
+            ]
             source = "" if call.block.hand_written else "  (vjp by torch.func)"
-            lines.append(
-                f"{index:>4}  {call.label:<16} {call.block.name:<24} {shapes[0]} -> {shapes[1]}{source}"
-            )
+            head = f"{index:>4}  {call.label:<16} {call.block.name:<24}"
+            lines.append(f"{head} {shapes[0]} -> {shapes[1]}{source}")
         return "\n".join(lines)
 
 
 def checkpoint(name: str, program: Program) -> Block:
     """A block that keeps only its inputs and tapes `program` again when it is pulled back.
 
-    Memory falls from all intermediate values to those of one program at a time, for one more forward.
+    Memory falls from all intermediate values to those of one program at a time, for one more
+    forward.
     """
 
     def forward(*inputs: Tensor | None) -> tuple[Tensors, Tensors]:
@@ -143,18 +158,39 @@ def _replay(
     tape: Tape, program: Program, inputs: Tensors, cotangents: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     # Fresh views: one tensor passed as two inputs must stay two variables.
-    own = tuple(value.view_as(value) if differentiable(value) else value for value in inputs)  # type: ignore[union-attr]
+    own = tuple(None if value is None else value.view_as(value) for value in inputs)
     outputs = [out for out in program(tape, *own) if out is not None]
     return tape.backward(outputs, cotangents, own)
 
 
-def _accumulate(flowing: dict[int, Tensor], value: Tensor, cotangent: Tensor) -> None:
-    present = flowing.get(id(value))
-    flowing[id(value)] = cotangent if present is None else present + cotangent
+def _accumulate(
+    flowing: dict[int, Tensor],
+    values: Sequence[Tensor | None],
+    cotangents: Sequence[Tensor | None],
+    source: str,
+) -> None:
+    if len(values) != len(cotangents):
+        raise ShapeError(f"{source}: expected {len(values)} cotangents, got {len(cotangents)}")
+    for index, (value, cotangent) in enumerate(zip(values, cotangents, strict=True)):
+        if value is None or cotangent is None or not differentiable(value):
+            continue
+        if cotangent.shape != value.shape:
+            raise ShapeError(
+                f"{source}: cotangent {index} must have the shape of its tensor, "
+                f"{list(value.shape)}, got {list(cotangent.shape)}"
+            )
+        if cotangent.is_complex() and not value.is_complex():
+            cotangent = cotangent.real
+        cotangent = cotangent.to(value.dtype)
+        present = flowing.get(id(value))
+        flowing[id(value)] = cotangent if present is None else present + cotangent
 
 
 def _norm(cotangents: list[Tensor]) -> Tensor:
-    return torch.stack([item.detach().double().square().sum() for item in cotangents]).sum().sqrt()
+    squares = [
+        item.detach().abs().double().square().sum() for item in cotangents if differentiable(item)
+    ]
+    return torch.stack(squares).sum().sqrt()
 
 
 def _join(*parts: str) -> str:
@@ -163,4 +199,3 @@ def _join(*parts: str) -> str:
 
 def _shape(value: Tensor | None) -> str:
     return "None" if value is None else f"{list(value.shape)}"
-
