@@ -120,7 +120,7 @@ class FeatureMap(Variant, family="feature_map"):
         return self.traits().parity
 
     @property
-    def degree(self) -> float | None:
+    def homogeneity(self) -> float | None:
         """Degree of homogeneity: phi(c x) = c^degree phi(x) for c > 0; None if not homogeneous."""
         return self.traits().degree
 

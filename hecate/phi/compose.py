@@ -1,0 +1,106 @@
+"""Several maps one after another."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hecate.phi.base import FeatureMap, Params, Parity, Traits
+from hecate.phi.nested import nested_init, nested_redraw, own, prefixed
+
+
+class Compose(FeatureMap):
+    """compose: phi(x) = phi_n(... phi_2(phi_1(x))), the maps applied from left to right.
+
+    For instance a narrowing `linear` before `taylor`, or unit keys before `random_fourier`.
+    Parameters are named by position: `0.weight`.
+
+    Shapes: x `[..., D]` -> `[..., width of the last map]`; each map's width is the next one's D.
+    VJP: the maps' VJPs from right to left.
+    Traits: non_negative, kernel_non_negative and norm_bound of the last map; odd if all are odd,
+    even if the first one that is not odd is even; degree the product if all have one; is_random,
+    needs_position if any is.
+    Cost: the sum of the maps' costs at their widths.
+    References: the chain rule. [PHI-COMPOSE-D1]
+    """
+
+    kind: Literal["compose"] = "compose"
+    maps: tuple[FeatureMap, ...] = Field(min_length=1, strict=False)
+
+    def output_dim(self, d: int) -> int:
+        return self._widths(d)[-1]
+
+    def traits(self) -> Traits:
+        each = [map_.traits() for map_ in self.maps]
+        degree: float | None = 1.0
+        for t in each:
+            degree = None if degree is None or t.degree is None else degree * t.degree
+        return Traits(
+            non_negative=each[-1].non_negative,
+            kernel_non_negative=each[-1].kernel_non_negative,
+            parity=_parity([t.parity for t in each]),
+            degree=degree,
+            norm_bound=each[-1].norm_bound,
+            is_random=any(t.is_random for t in each),
+            needs_position=any(t.needs_position for t in each),
+        )
+
+    def init(
+        self,
+        d: int,
+        *,
+        heads: int = 1,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Params:
+        return nested_init(
+            self.maps,
+            self._widths(d)[:-1],
+            heads=heads,
+            generator=generator,
+            dtype=dtype,
+            device=device,
+        )
+
+    def redraw(self, params: Params, generator: torch.Generator) -> Params:
+        if not self.is_random:
+            return super().redraw(params, generator)
+        return nested_redraw(self.maps, params, generator)
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
+        residuals = []
+        for index, map_ in enumerate(self.maps):
+            x, residual = map_.forward(x, own(params, index))
+            residuals.append(residual)
+        return x, tuple(residuals)
+
+    def vjp(self, residuals: tuple[Any, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        grads: dict[str, Tensor] = {}
+        for index in reversed(range(len(self.maps))):
+            g, glearned = self.maps[index].vjp(residuals[index], g)
+            grads = {**prefixed(glearned, index), **grads}
+        return g, grads
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """The last map's kernel of the images under the others, None if those have parameters."""
+        for map_ in self.maps[:-1]:
+            params = map_.init(x.shape[-1], dtype=x.dtype, device=x.device)
+            if params["learned"] or params["frozen"]:
+                return None
+            x, y = map_(x), map_(y)
+        return self.maps[-1].exact_kernel(x, y)
+
+    def _widths(self, d: int) -> list[int]:
+        widths = [d]
+        for map_ in self.maps:
+            widths.append(map_.output_dim(widths[-1]))
+        return widths
+
+
+def _parity(parities: list[Parity]) -> Parity:
+    # Behind an odd map the sign survives, behind an even one it is gone for good.
+    return next((parity for parity in parities if parity != "odd"), "odd")

@@ -1,0 +1,67 @@
+"""Deterministic parameter-free projection."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hecate.errors import ConfigError
+from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype
+
+
+class DPFP(FeatureMap):
+    """dpfp: phi(x) = [y * roll(y, 1), ..., y * roll(y, nu)], y = [relu(x), relu(-x)].
+
+    Sparse products of rectified components: orthants of key space get features of their own, which
+    widens the state to 2 D nu without parameters or randomness.
+
+    Shapes: x `[..., D]` -> `[..., 2 D nu]`; `roll(y, j)[i] = y[i - j]`.
+    VJP: gy = sum_j (g_j roll(y, j) + roll(g_j y, -j)), gx = gy[:D] for x > 0, -gy[D:] for x < 0, 0
+    at x = 0.
+    Traits: non_negative, kernel_non_negative, degree 2.
+    Cost: O(D nu).
+    Warning: |phi(x)|^2 grows with the fourth power of x, so normalise features for delta-type
+    rules. For small D all features may be 0 (always for D = 1). The negative half is relu(-x): an
+    implementation with -relu(x) loses the sign of x and half the rank. nu above D repeats products
+    in other places.
+    References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021, arXiv
+    2102.11174). [PHI-DPFP-D1]
+    """
+
+    kind: Literal["dpfp"] = "dpfp"
+    nu: int = Field(default=1, ge=1)
+
+    def output_dim(self, d: int) -> int:
+        if self.nu > 2 * d - 1:
+            raise ConfigError(
+                f"must be at most 2 d - 1 = {2 * d - 1} for inputs of width {d}, got {self.nu}; "
+                "larger rolls repeat the first ones",
+                ("nu",),
+            )
+        return 2 * d * self.nu
+
+    def traits(self) -> Traits:
+        return Traits(non_negative=True, kernel_non_negative=True, degree=2)
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        self.output_dim(x.shape[-1])
+        y = _halves(x.to(compute_dtype(x)))
+        products = [y * y.roll(j, -1) for j in range(1, self.nu + 1)]
+        return torch.cat(products, -1).to(x.dtype), x
+
+    def vjp(self, residuals: Tensor, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        x = residuals
+        y = _halves(x.to(compute_dtype(x)))
+        gy = torch.zeros_like(y)
+        for j, gj in enumerate(g.to(y.dtype).chunk(self.nu, -1), start=1):
+            gy = gy + gj * y.roll(j, -1) + (gj * y).roll(-j, -1)
+        up, down = gy.chunk(2, -1)
+        zero = torch.zeros_like(up)
+        return torch.where(x > 0, up, torch.where(x < 0, -down, zero)).to(x.dtype), {}
+
+
+def _halves(x: Tensor) -> Tensor:
+    return torch.cat([torch.relu(x), torch.relu(-x)], -1)

@@ -1,0 +1,58 @@
+"""A learned linear map."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, project_vjp
+from hecate.phi.learned import learned, project_up, scaled_normal, seeded
+
+
+class Linear(FeatureMap):
+    """linear: phi(x) = x W, W learned per head.
+
+    Mixes and resizes key space. A d_phi below d saves state; a d_phi above d costs state and buys
+    no capacity, because the kernel x W W^T y has rank at most d.
+
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`; learned weight `[H, D, d_phi]`, drawn
+    from N(0, 1/D).
+    VJP: gx = g W^T, gW = x^T g summed over tokens.
+    Traits: odd, degree 1.
+    Cost: O(D d_phi).
+    References: none specific; the learned projection of any attention layer. [PHI-LINEAR-D1]
+    """
+
+    kind: Literal["linear"] = "linear"
+    d_phi: int = Field(gt=0)
+
+    def output_dim(self, d: int) -> int:
+        return self.d_phi
+
+    def traits(self) -> Traits:
+        return Traits(parity="odd", degree=1)
+
+    def init(
+        self,
+        d: int,
+        *,
+        heads: int = 1,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Params:
+        weight = scaled_normal((heads, d, self.d_phi), seeded(generator), dtype, device)
+        return {"learned": {"weight": weight}, "frozen": {}}
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        weight = learned(self.kind, params, "weight")
+        return project_up(x, weight).to(x.dtype), (x, weight)
+
+    def vjp(self, residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        x, weight = residuals
+        dtype = compute_dtype(x)
+        gx, gweight = project_vjp(x.to(dtype), weight.to(dtype), g.to(dtype))
+        return gx.to(x.dtype), {"weight": gweight.to(weight.dtype)}
