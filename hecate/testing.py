@@ -1,15 +1,15 @@
-"""Checks for anyone who writes a feature map, a knob or a block: three opinions on every derivative."""
+"""Checks for anyone who writes a feature map, a knob or a block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hecate.phi.base import FeatureMap, Params
-from hecate.tape import Block
+from hecate.tape import Block, differentiable
 
 SIGNAL_FLOOR = 1e-3
 
@@ -18,52 +18,95 @@ def check_vjp(
     block: Block,
     inputs: Sequence[Tensor | None],
     *,
+    constants: Collection[int] = (),
     rtol: float = 1e-10,
     difference_rtol: float = 1e-6,
     second_order: bool = True,
     signal_floor: float = SIGNAL_FLOOR,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Checks a block's VJP in float64 against autograd through its forward and against central differences.
+    """Checks a block's VJP in float64 against autograd through its forward and central differences.
 
-    Errors are relative to the norm of the true gradient, which must exceed `signal_floor`: a gradient that
-    is zero everywhere proves nothing. `second_order` compares the gradient of the VJP with autograd's.
+    Errors are relative to the norm of the true gradient, which must exceed `signal_floor`: a
+    gradient that is zero everywhere proves nothing. `second_order` compares the gradient of the
+    VJP, by the inputs and by the cotangents, with autograd's. Inputs at the positions `constants`,
+    such as frozen draws, are not varied, and the VJP must return None for them.
     Raises AssertionError with the input's index and both numbers.
     """
     generator = generator or torch.Generator().manual_seed(0)
-    tensors = [None if item is None else item.detach().clone() for item in inputs]
-    varied = [i for i, item in enumerate(tensors) if item is not None and item.is_floating_point()]
-    for index in varied:
-        if tensors[index].dtype != torch.float64:  # type: ignore[union-attr]
-            raise AssertionError(f"{block.name}: input {index} must be float64")
-        tensors[index].requires_grad_()  # type: ignore[union-attr]
-    outputs, residuals = block.apply(tuple(tensors))
-    real = [out for out in outputs if out is not None]
-    cotangents = [torch.randn(out.shape, dtype=out.dtype, generator=generator) for out in real]
-    hand = block.pullback(residuals, cotangents)
-    true = torch.autograd.grad(
-        real, [tensors[i] for i in varied], cotangents,  # type: ignore[misc]
-        create_graph=second_order, allow_unused=True,
+    case = _case(block, inputs, constants, generator)
+    hand = block.pullback(case.residuals, case.cotangents)
+    _require(
+        len(hand) == len(inputs),
+        f"{block.name}: the VJP returns {len(hand)} cotangents for {len(inputs)} inputs",
     )
-
-    def value(*args: Tensor) -> Tensor:
-        filled = list(tensors)
-        for index, arg in zip(varied, args, strict=True):
-            filled[index] = arg
-        outs = [out for out in block.forward(*filled)[0] if out is not None]
-        return torch.stack([(out * g).sum() for out, g in zip(outs, cotangents, strict=True)]).sum()
-
-    signal = max((float(g.norm()) for g in true if g is not None), default=0.0)
+    leaking = [index for index in constants if hand[index] is not None]
+    _require(not leaking, f"{block.name}: the VJP gives cotangents to the constants {leaking}")
+    flowing = [
+        (o, g) for o, g in zip(case.outputs, case.cotangents, strict=True) if o.requires_grad
+    ]
+    true = torch.autograd.grad(
+        [out for out, _ in flowing],
+        case.points,
+        [g for _, g in flowing],
+        create_graph=second_order,
+        allow_unused=True,
+    )
+    signal = max((float(g.detach().norm()) for g in true if g is not None), default=0.0)
     if signal < signal_floor:
-        raise AssertionError(f"{block.name}: no gradient above {signal_floor}, the check would prove nothing")
-    for index, expected in zip(varied, true, strict=True):
-        expected = torch.zeros_like(tensors[index]) if expected is None else expected  # type: ignore[arg-type]
-        got = hand[index]
-        got = torch.zeros_like(expected) if got is None else got
-        _close(f"{block.name}: VJP of input {index} against autograd", got, expected, rtol, signal)
-    _check_differences(block.name, value, [tensors[i] for i in varied], true, difference_rtol, signal, generator)  # type: ignore[misc]
+        raise AssertionError(
+            f"{block.name}: no gradient above {signal_floor}, the check would prove nothing"
+        )
+    for index, point, expected in zip(case.varied, case.points, true, strict=True):
+        _close(
+            f"{block.name}: VJP of input {index} against autograd",
+            _dense(hand[index], point),
+            _dense(expected, point),
+            rtol,
+            signal,
+        )
+    _check_differences(block, case, true, difference_rtol, signal, generator)
     if second_order:
-        _check_second_order(block.name, tensors, varied, hand, true, rtol * 100, generator)
+        _check_second_order(block.name, case, hand, true, rtol * 100, generator)
+
+
+class _Case(NamedTuple):
+    """A block run once: what it was given, what it returned, and the cotangents to pull back."""
+
+    tensors: list[Tensor | None]
+    varied: list[int]  # positions of the inputs to differentiate by
+    points: list[Tensor]  # those inputs
+    outputs: list[Tensor]
+    cotangents: list[Tensor]
+    residuals: Any
+
+
+def _case(
+    block: Block,
+    inputs: Sequence[Tensor | None],
+    constants: Collection[int],
+    generator: torch.Generator,
+) -> _Case:
+    tensors = [None if item is None else item.detach().clone() for item in inputs]
+    varied, points = [], []
+    for index, item in enumerate(tensors):
+        if item is None or index in constants or not differentiable(item):
+            continue
+        _require(
+            item.dtype == torch.float64,
+            f"{block.name}: input {index} must be float64, got {item.dtype}",
+        )
+        varied.append(index)
+        points.append(item.requires_grad_())
+    returned, residuals = block.apply(tuple(tensors))
+    outputs = [out for out in returned if out is not None]
+    cotangents = [
+        torch.randn(out.shape, dtype=out.dtype, generator=generator).requires_grad_()
+        if differentiable(out)
+        else torch.zeros_like(out)
+        for out in outputs
+    ]
+    return _Case(tensors, varied, points, outputs, cotangents, residuals)
 
 
 def check_feature_map(
@@ -76,28 +119,39 @@ def check_feature_map(
 ) -> None:
     """Checks a feature map: shapes, dtypes, the VJP, every declared trait and reproducible draws.
 
-    Inputs are sampled at random, so kinks (where a map is not differentiable) have probability zero.
-    `smooth=False` skips the second derivatives. Raises AssertionError naming what failed.
+    Inputs are sampled at random, so kinks (where a map is not differentiable) have probability
+    zero. `smooth=False` skips the second derivatives. Raises AssertionError naming what failed.
     """
     generator = generator or torch.Generator().manual_seed(0)
     name = f"phi.{feature_map.kind}"
     params = feature_map.init(d, heads=heads, generator=_seeded(7), dtype=torch.float64)
     again = feature_map.init(d, heads=heads, generator=_seeded(7), dtype=torch.float64)
-    for group in ("learned", "frozen"):
-        for key, tensor in params[group].items():  # type: ignore[literal-required]
-            _require(torch.equal(tensor, again[group][key]), f"{name}: init is not reproducible in {key!r}")  # type: ignore[literal-required]
+    for first, second in (
+        (params["learned"], again["learned"]),
+        (params["frozen"], again["frozen"]),
+    ):
+        _require(first.keys() == second.keys(), f"{name}: init is not reproducible")
+        for key, tensor in first.items():
+            _require(
+                torch.equal(tensor, second[key]), f"{name}: init is not reproducible in {key!r}"
+            )
             _require(tensor.shape[0] in (1, heads), f"{name}: {key!r} lacks the leading head axis")
     x = torch.randn(4, heads, d, dtype=torch.float64, generator=generator)
     features = feature_map(x, params)
     width = feature_map.output_dim(d)
-    _require(features.shape == (4, heads, width), f"{name}: features {list(features.shape)}, d_phi {width}")
+    _require(
+        features.shape == (4, heads, width),
+        f"{name}: features {list(features.shape)}, d_phi {width}",
+    )
     _require(features.dtype == torch.float64, f"{name}: float64 in, {features.dtype} out")
     low = _cast(params, torch.float32)
     _require(
-        feature_map(x.bfloat16(), low).dtype == torch.bfloat16, f"{name}: bfloat16 in, other dtype out"
+        feature_map(x.bfloat16(), low).dtype == torch.bfloat16,
+        f"{name}: bfloat16 in, other dtype out",
     )
     block, tensors = feature_map.block(params)
-    check_vjp(block, [x, *tensors], second_order=smooth, generator=generator)
+    frozen = range(1 + len(params["learned"]), 1 + len(tensors))
+    check_vjp(block, [x, *tensors], constants=frozen, second_order=smooth, generator=generator)
     _check_traits(feature_map, params, heads, d, generator)
 
 
@@ -118,68 +172,115 @@ def _check_traits(
             _require(bool((kernel >= floor).all()), f"{name}: declared kernel_non_negative")
         if declared.parity != "none":
             sign = 1 if declared.parity == "even" else -1
-            _require(bool((f - sign * minus).abs().max() <= 1e-12 * size), f"{name}: not {declared.parity}")
+            _require(
+                bool((f - sign * minus).abs().max() <= 1e-12 * size),
+                f"{name}: not {declared.parity}",
+            )
         if declared.degree is not None:
             error = (feature_map(3.0 * x, params) - 3.0**declared.degree * f).abs().max()
             _require(
-                bool(error <= 1e-10 * 3.0**declared.degree * size), f"{name}: not of degree {declared.degree}"
+                bool(error <= 1e-10 * 3.0**declared.degree * size),
+                f"{name}: not of degree {declared.degree}",
             )
         if declared.norm_bound is not None:
             largest = float(f.square().sum(-1).max())
-            _require(largest <= declared.norm_bound * (1 + 1e-12), f"{name}: |phi|^2 reached {largest}")
+            _require(
+                largest <= declared.norm_bound * (1 + 1e-12), f"{name}: |phi|^2 reached {largest}"
+            )
 
 
 def _check_differences(
-    name: str, value: Callable[..., Tensor], points: list[Tensor], true: Sequence[Tensor | None],
-    rtol: float, signal: float, generator: torch.Generator,
+    block: Block,
+    case: _Case,
+    true: Sequence[Tensor | None],
+    rtol: float,
+    signal: float,
+    generator: torch.Generator,
 ) -> None:
+    def value(*args: Tensor) -> Tensor:
+        filled = list(case.tensors)
+        for index, arg in zip(case.varied, args, strict=True):
+            filled[index] = arg
+        outputs = [out for out in block.forward(*filled)[0] if out is not None]
+        pairs = zip(outputs, case.cotangents, strict=True)
+        return torch.stack([(out * g).sum() for out, g in pairs if differentiable(out)]).sum()
+
     step = 1e-6
     with torch.no_grad():
         for _ in range(3):
-            ways = [torch.randn(p.shape, dtype=p.dtype, generator=generator) for p in points]
-            ahead = value(*(p + step * w for p, w in zip(points, ways, strict=True)))
-            behind = value(*(p - step * w for p, w in zip(points, ways, strict=True)))
-            slope = (ahead - behind) / (2 * step)
-            exact = sum((g * w).sum() for g, w in zip(true, ways, strict=True) if g is not None)
+            ways = [torch.randn(p.shape, dtype=p.dtype, generator=generator) for p in case.points]
+            moves = list(zip(case.points, ways, strict=True))
+            ahead = value(*(point + step * way for point, way in moves))
+            behind = value(*(point - step * way for point, way in moves))
+            slope = float((ahead - behind) / (2 * step))
+            exact = sum(
+                float((g * way).sum()) for g, way in zip(true, ways, strict=True) if g is not None
+            )
             # Round-off of the two values, divided by the step, adds to the truncation error.
             noise = 1e-15 * float(ahead.abs() + behind.abs()) / step
-            error = float((slope - exact).abs())
-            if error > rtol * max(signal, float(torch.as_tensor(exact).abs())) + 10 * noise:
+            if not abs(slope - exact) <= rtol * max(signal, abs(exact)) + 10 * noise:
                 raise AssertionError(
-                    f"{name}: directional derivative {float(exact):.9g} from the VJP, "
-                    f"{float(slope):.9g} from central differences"
+                    f"{block.name}: directional derivative {exact:.9g} from autograd, "
+                    f"{slope:.9g} from central differences"
                 )
 
 
 def _check_second_order(
-    name: str, tensors: Sequence[Tensor | None], varied: Sequence[int], hand: Sequence[Tensor | None],
-    true: Sequence[Tensor | None], rtol: float, generator: torch.Generator,
+    name: str,
+    case: _Case,
+    hand: Sequence[Tensor | None],
+    true: Sequence[Tensor | None],
+    rtol: float,
+    generator: torch.Generator,
 ) -> None:
-    points = [tensors[i] for i in varied]
-    pairs = [(hand[i], t) for i, t in zip(varied, true, strict=True) if t is not None and t.requires_grad]
+    pairs = [
+        (
+            hand[index],
+            expected,
+            torch.randn(expected.shape, dtype=expected.dtype, generator=generator),
+        )
+        for index, expected in zip(case.varied, true, strict=True)
+        if expected is not None and expected.requires_grad
+    ]
     if not pairs:
         return
-    ways = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for _, t in pairs]
-    expected = torch.autograd.grad([t for _, t in pairs], points, ways, allow_unused=True, retain_graph=True)  # type: ignore[arg-type]
-    sides = [(h, w) for (h, _), w in zip(pairs, ways, strict=True) if h is not None and h.requires_grad]
-    got = torch.autograd.grad([h for h, _ in sides], points, [w for _, w in sides], allow_unused=True) if sides else [None] * len(points)  # type: ignore[arg-type]
-    signal = max((float(g.norm()) for g in expected if g is not None), default=0.0)
-    for index, ours, theirs in zip(varied, got, expected, strict=True):
-        if theirs is None and ours is None:
-            continue
-        zero = torch.zeros_like(tensors[index])  # type: ignore[arg-type]
-        _close(
-            f"{name}: second derivative by input {index}",
-            zero if ours is None else ours, zero if theirs is None else theirs, rtol, signal,
-        )
+    # A VJP is differentiated by its cotangents too: one that detaches them breaks the second order.
+    by = case.points + [g for g in case.cotangents if g.requires_grad]
+    labels = [f"input {index}" for index in case.varied]
+    labels += [f"cotangent {i}" for i, g in enumerate(case.cotangents) if g.requires_grad]
+    expected = _grad([(true_grad, way) for _, true_grad, way in pairs], by)
+    got = _grad([(g, way) for g, _, way in pairs if g is not None and g.requires_grad], by)
+    signal = max(float(g.norm()) for g in expected)
+    # A map whose gradient is linear has a second derivative of pure round-off.
+    signal = max(signal, 1e-3 * max(float(t.detach().norm()) for _, t, _ in pairs))
+    for label, ours, theirs in zip(labels, got, expected, strict=True):
+        _close(f"{name}: second derivative by {label}", ours, theirs, rtol, signal)
+
+
+def _grad(pairs: Sequence[tuple[Tensor, Tensor]], by: Sequence[Tensor]) -> list[Tensor]:
+    if not pairs:
+        return [torch.zeros_like(item) for item in by]
+    values, ways = [value for value, _ in pairs], [way for _, way in pairs]
+    grads = torch.autograd.grad(values, by, ways, allow_unused=True, retain_graph=True)
+    return [_dense(grad, item) for grad, item in zip(grads, by, strict=True)]
+
+
+def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad
 
 
 def _close(what: str, got: Tensor, expected: Tensor, rtol: float, signal: float) -> None:
-    _require(got.shape == expected.shape, f"{what}: shape {list(got.shape)}, expected {list(expected.shape)}")
+    _require(
+        got.shape == expected.shape,
+        f"{what}: shape {list(got.shape)}, expected {list(expected.shape)}",
+    )
+    got, expected = got.detach(), expected.detach()
     error = float((got - expected).norm())
     scale = max(float(expected.norm()), 1e-3 * signal)
     if not error <= rtol * scale:
-        raise AssertionError(f"{what}: error {error:.3e} against a norm of {float(expected.norm()):.3e}")
+        raise AssertionError(
+            f"{what}: error {error:.3e} against a norm of {float(expected.norm()):.3e}"
+        )
 
 
 def _require(condition: bool, message: str) -> None:
@@ -191,5 +292,8 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _cast(params: Params, dtype: torch.dtype) -> Any:
-    return {group: {key: t.to(dtype) for key, t in tensors.items()} for group, tensors in params.items()}  # type: ignore[attr-defined]
+def _cast(params: Params, dtype: torch.dtype) -> Params:
+    return {
+        "learned": {key: item.to(dtype) for key, item in params["learned"].items()},
+        "frozen": {key: item.to(dtype) for key, item in params["frozen"].items()},
+    }
