@@ -1,0 +1,196 @@
+"""Checks of what a caller passes to a scan: shapes, dtypes, devices, gates, states."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hecate.engine.prepare import Sequence
+from hecate.errors import ConfigError, ShapeError
+from hecate.phi import Params
+from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.rule.state import initial_state, map_state
+
+
+def complete(
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | None,
+    write_mask: Tensor | None,
+    reset_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Sequence:
+    """The checked inputs with every gate as a tensor."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ShapeError(f"{name} must be [B, T, H, width], got {list(tensor.shape)}")
+        if not tensor.is_floating_point():
+            raise ShapeError(f"{name} must be floating point, got {tensor.dtype}")
+        if tensor.device != k.device:
+            raise ShapeError(f"{name} is on {tensor.device}, k on {k.device}; move them together")
+    if q.shape != k.shape or v.shape[:3] != k.shape[:3]:
+        raise ShapeError(
+            f"q and k must be [B, T, H, D] and v [B, T, H, V] with equal B, T, H; got q "
+            f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
+    if cu_seqlens is not None:
+        if reset_mask is not None:
+            raise ConfigError("give cu_seqlens or reset_mask, not both: both mark where documents start")
+        reset_mask = _borders(cu_seqlens, k)
+    lead = k.shape[:2]
+    for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
+        if mask is not None and (mask.shape != lead or mask.dtype != torch.bool):
+            raise ShapeError(
+                f"{name} must be bool [B, T] = {list(lead)}, got {mask.dtype} {list(mask.shape)}"
+            )
+    lr, retain, momentum = _gates(config, gates or Gates(), k)
+    return Sequence(q, k, v, lr, retain, momentum, write_mask, reset_mask)
+
+
+def _gates(config: MemoryConfig, gates: Gates, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if gates.retain is not None and not config.retention.uses_retain:
+        raise ConfigError(
+            f"gates.retain is given, but retention {config.retention.kind!r} takes no retain gate; "
+            "leave it None or choose retention 'decay'"
+        )
+    if gates.momentum is not None and not config.algorithm.uses_momentum:
+        raise ConfigError(
+            f"gates.momentum is given, but algorithm {config.algorithm.kind!r} takes no momentum gate; "
+            "leave it None or choose algorithm 'momentum'"
+        )
+    if isinstance(gates.lr, int | float):
+        config.check_step(float(gates.lr))
+    if isinstance(gates.retain, Tensor) and gates.retain.dim() == 4:
+        _check_channels(config, gates.retain, k)
+    return (
+        _gate("lr", gates.lr, config.algorithm.lr, k, math.inf),
+        _gate("retain", gates.retain, config.retention.default_retain, k, 1.0),
+        _gate("momentum", gates.momentum, config.algorithm.default_momentum, k, 1.0),
+    )
+
+
+def _gate(name: str, given: Tensor | float | None, default: float, k: Tensor, top: float) -> Tensor:
+    shape = k.shape[:3]
+    if isinstance(given, Tensor):
+        if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and name != "retain"):
+            raise ShapeError(
+                f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got {list(given.shape)}"
+            )
+        if not given.is_floating_point():
+            raise ShapeError(f"gates.{name} must be floating point, got {given.dtype}")
+        if given.device != k.device:
+            raise ShapeError(f"gates.{name} is on {given.device}, k on {k.device}; move them together")
+        return given
+    value = default if given is None else float(given)
+    if not 0 <= value <= top or math.isinf(value):
+        limit = "a finite number >= 0" if top == math.inf else "in [0, 1]"
+        raise ConfigError(f"gates.{name} must be {limit}, got {value:g}")
+    return torch.full(shape, value, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
+
+
+def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
+    width = config.feature_map.output_dim(k.shape[-1])
+    if not config.structure.linear:
+        raise ConfigError(
+            f"gates.retain has one value per phi channel, but structure {config.structure.kind!r} has "
+            "weights without a phi axis; pass [B, T, H] or use structure 'matrix'"
+        )
+    if retain.shape[-1] != width:
+        raise ShapeError(
+            f"gates.retain per phi channel must be [B, T, H, {width}], got {list(retain.shape)}"
+        )
+
+
+def _borders(cu_seqlens: Tensor, k: Tensor) -> Tensor:
+    length = k.shape[1]
+    if k.shape[0] != 1 or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+        raise ShapeError(
+            f"cu_seqlens must be integer [documents + 1] with B = 1, got {cu_seqlens.dtype} "
+            f"{list(cu_seqlens.shape)} and B = {k.shape[0]}"
+        )
+    steps = torch.arange(length, device=k.device)
+    return torch.isin(steps, cu_seqlens.to(k.device)).unsqueeze(0)
+
+
+def check_params(config: MemoryConfig, params: Params | None, k: Tensor) -> Params:
+    """The feature map's parameters; an error when it needs some and none are given."""
+    kind = config.feature_map.kind
+    if config.feature_map.needs_position:
+        raise ConfigError(f"feature_map {kind!r} needs positions, which a scan does not have")
+    if params is not None:
+        for group in ("learned", "frozen"):
+            for name, tensor in params[group].items():  # type: ignore[literal-required]
+                if tensor.shape[0] not in (1, k.shape[2]):
+                    raise ShapeError(
+                        f"phi parameter {name!r} is for {tensor.shape[0]} heads, k has {k.shape[2]}"
+                    )
+        return params
+    empty = config.feature_map.init(k.shape[-1], generator=torch.Generator())
+    if empty["learned"] or empty["frozen"]:
+        names = ", ".join([*empty["learned"], *empty["frozen"]])
+        raise ConfigError(
+            f"feature_map {kind!r} has parameters ({names}); pass "
+            f"phi_params=config.feature_map.init({k.shape[-1]}, heads=..., generator=...)"
+        )
+    return empty
+
+
+def complete_initial(
+    config: MemoryConfig, initial: dict[str, Tensor] | None, sequence: Sequence, dtype: torch.dtype
+) -> MemoryState:
+    """The state at which memories start and restart."""
+    batch, _, heads, d = sequence.k.shape
+    d_phi, d_v = config.feature_map.output_dim(d), sequence.v.shape[-1]
+    shapes = config.structure.shapes(d_phi, d_v)
+    if initial is None:
+        initial = config.structure.init(
+            d_phi, d_v, heads=heads, dtype=dtype, device=sequence.k.device
+        )
+    _check_tensors("initial", initial, {name: (heads, *shape) for name, shape in shapes.items()}, batch)
+    cast = {name: initial[name].to(dtype) for name in shapes}
+    return initial_state(config, cast, batch, sequence.retain)
+
+
+def complete_state(
+    config: MemoryConfig,
+    state: MemoryState | None,
+    start: MemoryState,
+    sequence: Sequence,
+    dtype: torch.dtype,
+) -> MemoryState:
+    """The state to go on from, checked against what this config carries."""
+    if state is None:
+        return start
+    for field in ("memory", "slots", "anchor", "pending"):
+        expected, given = getattr(start, field), getattr(state, field)
+        if field == "pending" and "retain" in given and "retain" in expected:
+            wide = torch.broadcast_shapes(given["retain"].shape, expected["retain"].shape)
+            expected = {**expected, "retain": expected["retain"].expand(wide)}
+            given = {**given, "retain": given["retain"].expand(wide)}
+            state = state._replace(pending=given)
+        _check_tensors(f"state.{field}", given, {n: tuple(t.shape) for n, t in expected.items()}, 0)
+    cast = map_state(lambda t: t.to(dtype) if t.is_floating_point() else t, state)
+    order = {
+        field: {name: getattr(cast, field)[name] for name in getattr(start, field)}
+        for field in ("memory", "slots", "anchor", "pending")
+    }
+    return cast._replace(**order)
+
+
+def _check_tensors(
+    what: str, given: dict[str, Tensor], expected: dict[str, tuple[int, ...]], batch: int
+) -> None:
+    if set(given) != set(expected):
+        raise ShapeError(
+            f"{what} must hold {sorted(expected) or 'nothing'}, got {sorted(given) or 'nothing'}; "
+            "was it made with another config?"
+        )
+    for name, shape in expected.items():
+        if tuple(given[name].shape) not in (shape, (batch, *shape)):
+            raise ShapeError(
+                f"{what}[{name!r}] must be {list(shape)}, got {list(given[name].shape)}"
+            )

@@ -1,0 +1,244 @@
+"""The exact chunk-parallel engine for linear memories.
+
+Within a block of C tokens every state is a combination of the block's first state and its own writes, with
+coefficients that depend on the gates alone. With R[t, j] the product of retain over j < l <= t, P[j, i] that
+of momentum over i < l <= j, and K = R P (both lower triangular):
+
+    M_t = a_t M_0 + s_t S_0 - sum_{i <= t} K[t, i] lr_i u_i p_i^T
+
+For bias dot u_t = -v_t; for l2 the errors solve one unit lower triangular system. gd is the case P = I.
+A masked token multiplies by one and adds nothing; a reset cuts every product that crosses it. [ENG-PAR-D1]
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.bias import L2, Dot
+from hecate.engine.products import span_products
+from hecate.engine.tokens import Carry, Tokens
+from hecate.rule import MemoryConfig
+from hecate.rule.rule import several
+from hecate.structure import Memory
+from hecate.tape import Block, Run, Tensors
+from hecate.tape.ops import over
+
+CHUNK = 64
+
+
+def parallel_refusal(config: MemoryConfig, channelwise: bool) -> str | None:
+    """Why the parallel engine cannot run a config exactly; None if it can."""
+    rule = config.rule
+    if config.chunk > 1 or config.commit == "chunk":
+        return (
+            f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+        )
+    if not rule.structure.linear:
+        return f"structure {rule.structure.kind!r} is not linear in its weights"
+    if not isinstance(rule.bias, Dot | L2):
+        return f"bias {rule.bias.kind!r} needs a nonlinear solve per block"
+    if not rule.retention.linear:
+        return f"retention {rule.retention.kind!r} is not linear"
+    if rule.algorithm.kind not in ("gd", "momentum"):
+        return f"algorithm {rule.algorithm.kind!r} is not a linear recurrence of the gates alone"
+    if channelwise:
+        return "retain per phi channel"
+    return None
+
+
+class _Rows(NamedTuple):
+    """A state per token as coefficients: of the block's writes `[N, c, C, C]`, and of each base state
+    (first M, first S, initial M, where they exist) `[N, c, C]`."""
+
+    writes: Tensor
+    bases: tuple[Tensor, ...]
+
+    def scaled(self, gate: Tensor) -> _Rows:
+        """Every row times a gate `[N, c, C]`."""
+        return _Rows(
+            gate.unsqueeze(-1) * self.writes, tuple(gate * weight for weight in self.bases)
+        )
+
+    def spread(self, vectors: Tensor) -> Tensor:
+        """`[N, c, C, P]` weighted for each base state, side by side: `[N, c, C, bases * P]`."""
+        return torch.cat([weight.unsqueeze(-1) * vectors for weight in self.bases], -1)
+
+
+def parallel(
+    config: MemoryConfig,
+    tokens: Tokens,
+    carry: Carry,
+    initial: Memory,
+    *,
+    run: Run,
+    size: int = CHUNK,
+) -> tuple[Tensor, Carry]:
+    """Runs a sequence block by block: outputs `[N, T, V]` and the final carry."""
+    states = len(carry.memory) + len(carry.slots)
+
+    def forward(*inputs: Tensor) -> tuple[Tensors, None]:
+        own = carry._replace(memory=inputs[:1], slots=inputs[1:states])
+        rest = Tokens(*inputs[states + 1 :])
+        y, new = _scan(config, rest, own, inputs[states : states + 1], size)
+        return (y, *new.memory, *new.slots), None
+
+    block = Block("engine.parallel", forward)
+    y, memory, *slots = several(
+        run(block, *carry.memory, *carry.slots, *initial, *tokens, label="blocks")
+    )
+    return y, carry._replace(memory=(memory,), slots=tuple(slots))
+
+
+def _scan(
+    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, size: int
+) -> tuple[Tensor, Carry]:
+    length = tokens.v.shape[1]
+    chunks = _chunked(tokens, min(size, length))
+    after, before, slot_rows = _coefficients(config, chunks)
+    seen = before
+    if config.decay_order == "before_gradient":
+        seen = before.scaled(_neutral(chunks.retain, chunks.write))
+    read = after if config.read == "after" else before
+
+    lr = chunks.lr
+    keys = [_last(after).unsqueeze(-1) * lr.unsqueeze(-1) * chunks.phi_k]
+    if slot_rows is not None:
+        keys.append(_last(slot_rows).unsqueeze(-1) * lr.unsqueeze(-1) * chunks.phi_k)
+    attend = (chunks.phi_q @ chunks.phi_k.mT) * read.writes * lr.unsqueeze(-2)
+    fixed, moving = _errors(config, chunks, seen)
+    leaving = [torch.stack([weight[..., -1] for weight in after.bases], -1)]
+    if slot_rows is not None:
+        leaving.append(slot_rows.bases[0][..., -1])
+
+    memory, slot = carry.memory[0], carry.slots[0] if carry.slots else None
+    first = initial[0] if tokens.reset is not None else None
+    columns = [
+        None if tensor is None else tensor.unbind(1)
+        for tensor in (fixed, moving, attend, read.spread(chunks.phi_q), *keys, *leaving)
+    ]
+    outputs: list[Tensor] = []
+    for c in range(lr.shape[1]):
+        parts = [None if column is None else column[c] for column in columns]
+        y, memory, slot = _block(parts, memory, slot, first)
+        outputs.append(y)
+    y = torch.stack(outputs, 1).flatten(1, 2)[:, :length]
+    return y, carry._replace(memory=(memory,), slots=() if slot is None else (slot,))
+
+
+def _block(
+    parts: list[Tensor | None], memory: Tensor, slot: Tensor | None, initial: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Outputs of one block and the states that leave it."""
+    fixed, moving, attend, queries, keys, *rest = parts
+    states = [state for state in (memory, slot, initial) if state is not None]
+    bases = torch.cat(states, -1).mT
+    errors = _given(fixed) if moving is None else moving @ bases + _given(fixed)
+    y = _given(queries) @ bases - _given(attend) @ errors
+    weights = _given(rest[-2] if slot is not None else rest[-1]).unsqueeze(-2).unsqueeze(-2)
+    memory = (torch.stack(states, -1) * weights).sum(-1) - errors.mT @ _given(keys)
+    if slot is not None:
+        slot = over(_given(rest[-1]), slot) * slot - errors.mT @ _given(rest[0])
+    return y, memory, slot
+
+
+def _errors(config: MemoryConfig, chunks: Tokens, seen: _Rows) -> tuple[Tensor, Tensor | None]:
+    """u as `moving @ bases + fixed`: the gradients by the predictions, before the states are known."""
+    if isinstance(config.bias, Dot):
+        return -chunks.v, None
+    system = (chunks.phi_k @ chunks.phi_k.mT) * seen.writes * chunks.lr.unsqueeze(-2)
+    right = torch.cat([-chunks.v, seen.spread(chunks.phi_k)], -1)
+    solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
+    width = chunks.v.shape[-1]
+    return solved[..., :width], solved[..., width:]
+
+
+def _coefficients(config: MemoryConfig, chunks: Tokens) -> tuple[_Rows, _Rows, _Rows | None]:
+    """Rows of the state after each token, before each token (after its reset), and of S after it."""
+    shape = chunks.lr.shape
+    size = shape[-1]
+    same, alive = _segments(chunks)
+    ones = torch.ones(size, size, dtype=chunks.lr.dtype, device=chunks.lr.device).tril()
+    decays = config.retention.uses_retain
+    retain = _neutral(chunks.retain, chunks.write)
+    spans = (span_products(retain) if decays else ones.expand(*shape, size)) * same
+    start = (retain[..., :1] if decays else 1.0) * spans[..., 0] * alive
+    writes, bases, slot_rows = spans, [start], None
+    if config.algorithm.uses_momentum:
+        momentum = _neutral(chunks.momentum, chunks.write)
+        carried = span_products(momentum) * same
+        first = momentum[..., :1] * carried[..., 0] * alive
+        # A masked token adds nothing of S to M.
+        adds = spans if chunks.write is None else spans * chunks.write.unsqueeze(-2)
+        writes = adds @ carried
+        bases.append((adds @ first.unsqueeze(-1)).squeeze(-1))
+        slot_rows = _Rows(carried, (first,))
+    if chunks.reset is not None:
+        restarts = chunks.reset.to(retain.dtype) * (retain if decays else 1.0)
+        bases.append((spans @ restarts.unsqueeze(-1)).squeeze(-1))
+    after = _Rows(writes, tuple(bases))
+
+    before = [_shifted(bases[0], 1.0) * alive]
+    if config.algorithm.uses_momentum:
+        before.append(_shifted(bases[1], 0.0) * alive)
+    if chunks.reset is not None:
+        before.append(torch.where(chunks.reset, 1.0, _shifted(bases[-1], 0.0)))
+    rows = torch.nn.functional.pad(writes[..., :-1, :], (0, 0, 1, 0)) * same
+    return after, _Rows(rows, tuple(before)), slot_rows
+
+
+def _segments(chunks: Tokens) -> tuple[Tensor | float, Tensor | float]:
+    """Masks: [t, i] no reset in i < l <= t; [t] no reset up to and at t."""
+    if chunks.reset is None:
+        return 1.0, 1.0
+    count = chunks.reset.cumsum(-1)
+    dtype = chunks.lr.dtype
+    return (count.unsqueeze(-1) == count.unsqueeze(-2)).to(dtype), (count == 0).to(dtype)
+
+
+def _chunked(tokens: Tokens, size: int) -> Tokens:
+    """Time split into blocks `[N, c, C, ...]`; padding writes nothing, and neither do masked tokens."""
+    length = tokens.v.shape[1]
+    missing = -length % size
+
+    def split(tensor: Tensor, fill: float) -> Tensor:
+        if missing:
+            tail = tensor.new_full((tensor.shape[0], missing, *tensor.shape[2:]), fill)
+            tensor = torch.cat([tensor, tail], 1)
+        return tensor.unflatten(1, (-1, size))
+
+    lr = tokens.lr if tokens.write is None else torch.where(tokens.write, tokens.lr, 0.0)
+    write = tokens.write
+    if write is None and missing:
+        write = torch.ones_like(lr, dtype=torch.bool)
+    return Tokens(
+        split(tokens.phi_k, 0),
+        split(tokens.phi_q, 0),
+        split(tokens.v, 0),
+        split(lr, 0),
+        split(tokens.retain, 1),
+        split(tokens.momentum, 1),
+        None if write is None else split(write, 0),
+        None if tokens.reset is None else split(tokens.reset, 0),
+    )
+
+
+def _neutral(gate: Tensor, write: Tensor | None) -> Tensor:
+    """A gate that is 1 at tokens that write nothing."""
+    return gate if write is None else torch.where(write, gate, 1.0)
+
+
+def _shifted(weight: Tensor, first: float) -> Tensor:
+    return torch.nn.functional.pad(weight[..., :-1], (1, 0), value=first)
+
+
+def _last(rows: _Rows) -> Tensor:
+    return rows.writes[..., -1, :]
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        raise TypeError("a block of the parallel engine lacks a tensor it needs")
+    return tensor

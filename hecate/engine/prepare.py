@@ -1,0 +1,170 @@
+"""From q, k, v and gates at the API to tokens in phi-space: the same path for every engine and read."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.phi import Params
+from hecate.rule import MemoryConfig
+from hecate.rule.rule import one
+from hecate.engine.tokens import SELECT, Tokens
+from hecate.tape import Block, Run, Tensors
+
+NORMALIZED_EPS = 1e-6
+
+
+class Sequence(NamedTuple):
+    """Inputs of a scan, checked and complete: `[B, T, H, *]`, gates `[B, T, H]` (retain also per channel),
+    masks `[B, T]` or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lr: Tensor
+    retain: Tensor
+    momentum: Tensor
+    write: Tensor | None = None
+    reset: Tensor | None = None
+
+
+def to_tokens(
+    config: MemoryConfig, inputs: Sequence, params: Params, dtype: torch.dtype, run: Run
+) -> Tokens:
+    """phi, key_norm, query_scale and the step rule, then heads folded into the batch."""
+    heads = inputs.lr.shape[2]
+    q, k, v, lr, retain, momentum = (
+        one(run(_cast(dtype), tensor, label="inputs")) for tensor in inputs[:6]
+    )
+    if inputs.write is not None:
+        # What a masked token carries may be padding garbage: it must not even be multiplied by zero.
+        k, v, lr = (
+            one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask"))
+            for tensor in (k, v, lr)
+        )
+    block, tensors = config.feature_map.block(params)
+    phi_k = one(run(block, k, *tensors, label="phi(k)"))
+    phi_q = one(run(block, q, *tensors, label="phi(q)"))
+    if config.key_norm != "none":
+        norm = L2_NORM if config.key_norm == "l2" else SUM_NORM
+        phi_k = one(run(norm, phi_k, label="key_norm"))
+        phi_q = one(run(norm, phi_q, label="key_norm"))
+    if config.query_scale == "key_dim":
+        phi_q = one(run(_scale(1 / math.sqrt(inputs.k.shape[-1])), phi_q, label="query_scale"))
+    if config.step != "raw":
+        rule = _NORMALIZED if config.step == "normalized" else _IMPLICIT
+        lr = one(run(rule, lr, phi_k, label="step"))
+    folded = [
+        one(run(_FOLD, tensor, label="heads")) for tensor in (phi_k, phi_q, v, lr, retain, momentum)
+    ]
+    masks = (None if mask is None else fold_mask(mask, heads) for mask in inputs[6:])
+    return Tokens(*folded, *masks)
+
+
+def fold_mask(mask: Tensor, heads: int) -> Tensor:
+    """`[B, T]` or `[B, T, H]` -> `[B*H, T]`."""
+    if mask.dim() == 2:
+        mask = mask.unsqueeze(-1).expand(*mask.shape, heads)
+    return mask.transpose(1, 2).flatten(0, 1)
+
+
+def unfold(y: Tensor, batch: int, heads: int) -> Tensor:
+    """`[B*H, T, V]` -> `[B, T, H, V]`."""
+    return y.unflatten(0, (batch, heads)).transpose(1, 2)
+
+
+def _cast(dtype: torch.dtype) -> Block:
+    def forward(x: Tensor) -> tuple[Tensors, torch.dtype]:
+        return (x.to(dtype),), x.dtype
+
+    def vjp(source: torch.dtype, g: Tensor) -> tuple[Tensor]:
+        return (g.to(source),)
+
+    return Block("cast", forward, vjp)
+
+
+def _scale(factor: float) -> Block:
+    def forward(x: Tensor) -> tuple[Tensors, None]:
+        return (x * factor,), None
+
+    def vjp(_: None, g: Tensor) -> tuple[Tensor]:
+        return (g * factor,)
+
+    return Block("scale", forward, vjp)
+
+
+def _fold(x: Tensor) -> tuple[Tensors, torch.Size]:
+    return (x.transpose(1, 2).flatten(0, 1).contiguous(),), x.shape
+
+
+def _fold_vjp(shape: torch.Size, g: Tensor) -> tuple[Tensor]:
+    return (g.unflatten(0, (shape[0], shape[2])).transpose(1, 2),)
+
+
+def _l2_norm(x: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
+    # A zero vector stays zero; the constant 1 keeps the root's derivative out of it.
+    square = x.square().sum(-1, keepdim=True)
+    norm = torch.where(square > 0, square, 1.0).sqrt()
+    unit = x / norm
+    return (unit,), (unit, norm)
+
+
+def _l2_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
+    unit, norm = residuals
+    return ((g - unit * (unit * g).sum(-1, keepdim=True)) / norm,)
+
+
+def _sum_norm(x: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
+    total = x.sum(-1, keepdim=True)
+    total = torch.where(total > 0, total, 1.0)
+    share = x / total
+    return (share,), (share, total)
+
+
+def _sum_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
+    share, total = residuals
+    return ((g - (share * g).sum(-1, keepdim=True)) / total,)
+
+
+def _normalized(lr: Tensor, phi: Tensor) -> tuple[Tensors, Tensors]:
+    return (lr / (NORMALIZED_EPS + phi.square().sum(-1)),), (lr, phi)
+
+
+def _normalized_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
+    lr, phi = inputs
+    total = NORMALIZED_EPS + phi.square().sum(-1)
+    return g / total, (-2 * g * lr / total.square()).unsqueeze(-1) * phi
+
+
+def _implicit(lr: Tensor, phi: Tensor) -> tuple[Tensors, Tensors]:
+    return (lr / (1 + lr * phi.square().sum(-1)),), (lr, phi)
+
+
+def _implicit_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
+    lr, phi = inputs
+    square = phi.square().sum(-1)
+    total = (1 + lr * square).square()
+    return g / total, (-2 * g * lr * lr / total).unsqueeze(-1) * phi
+
+
+def _divide(numerator: Tensor, denominator: Tensor) -> tuple[Tensors, Tensors]:
+    # The sum of weights is 0 only for an empty memory, whose numerator is 0 as well.
+    safe = torch.where(denominator > 0, denominator, 1.0)
+    return (numerator / safe,), (numerator, safe, denominator > 0)
+
+
+def _divide_vjp(residuals: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
+    numerator, safe, filled = residuals
+    gsafe = -(g * numerator).sum(-1, keepdim=True) / safe.square()
+    return g / safe, torch.where(filled, gsafe, 0.0)
+
+
+L2_NORM = Block("l2_norm", _l2_norm, _l2_norm_vjp)
+SUM_NORM = Block("sum_norm", _sum_norm, _sum_norm_vjp)
+DIVIDE = Block("normalizer", _divide, _divide_vjp)
+_FOLD = Block("fold_heads", _fold, _fold_vjp)
+_NORMALIZED = Block("step.normalized", _normalized, _normalized_vjp)
+_IMPLICIT = Block("step.implicit", _implicit, _implicit_vjp)

@@ -1,0 +1,234 @@
+"""`memory_scan` and `memory_step`: a memory over a sequence, and over one token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.bias import Dot
+from hecate.engine.arguments import check_params, complete, complete_initial, complete_state
+from hecate.engine.finite import all_finite, can_inspect, finite_writes, raise_at_first
+from hecate.engine.parallel import parallel
+from hecate.engine.prepare import DIVIDE, Sequence, to_tokens, unfold
+from hecate.engine.select import Engine, choose_engine
+from hecate.engine.sequential import sequential
+from hecate.engine.tokens import Carry, expand_to, flatten_state, unflatten_state
+from hecate.phi import Params
+from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.rule.rule import one, several
+from hecate.rule.state import initial_state
+from hecate.structure import Memory
+from hecate.tape import Autodiff, Program, Run, Tape, Tensors, differentiate, execute
+
+
+def memory_scan(
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | None = None,
+    *,
+    phi_params: Params | None = None,
+    state: MemoryState | None = None,
+    initial: dict[str, Tensor] | None = None,
+    write_mask: Tensor | None = None,
+    reset_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    engine: Engine = "auto",
+    autodiff: Autodiff = "auto",
+    tape: Tape | None = None,
+    name: str = "memory",
+) -> tuple[Tensor, MemoryState]:
+    """Writes and reads a memory at every token of a sequence. [ENG-SCAN-D1]
+
+    Shapes: q, k `[B, T, H, D]`, v `[B, T, H, V]`; result y `[B, T, H, V]` in v's dtype and the state after
+    the last token, in `config.state_dtype` or better. Scanning a sequence in pieces, each from the state of
+    the last, gives the same result as scanning it whole.
+
+    Args:
+        gates: lr, retain and momentum; None takes the rule's defaults.
+        phi_params: parameters from `config.feature_map.init(D, heads=H)`; may be left out without any.
+        state: the state to go on from; None starts at `initial`.
+        initial: weights `[H, ...]` or `[B, H, ...]` by name, where a memory starts and restarts; None takes
+            the structure's own (zero for a matrix).
+        write_mask: `[B, T]` bool; at False the token is read but leaves the memory exactly as it was.
+        reset_mask: `[B, T]` bool; at True the memory restarts from `initial` before that token.
+        cu_seqlens: `[documents + 1]` int, borders of documents packed into one row (B = 1); resets at each.
+        engine: `"auto"` picks the fastest exact one; results agree within rounding.
+        autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record; `"auto"`
+            takes the tape for the token loop and autograd for the parallel engine.
+        tape: record the call on this tape instead; differentiate with `tape.backward`.
+        name: what errors call this memory.
+
+    Raises:
+        ConfigError: an engine or gate that the config cannot honour.
+        ShapeError: tensors that do not fit together.
+        NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token. It cannot be raised
+            while compiling or inside `torch.func` transforms, which forbid looking at values.
+    """
+    if not torch.compiler.is_compiling():
+        config = config.validated()
+    sequence = complete(config, q, k, v, gates, write_mask, reset_mask, cu_seqlens)
+    params = check_params(config, phi_params, k)
+    dtype = torch.promote_types(config.dtype, torch.promote_types(q.dtype, v.dtype))
+    start = complete_initial(config, initial, sequence, dtype)
+    own = complete_state(config, state, start, sequence, dtype)
+    chosen, _ = choose_engine(
+        config, engine, length=q.shape[1], channelwise=sequence.retain.dim() == 4
+    )
+    if autodiff == "auto":
+        autodiff = "torch" if chosen == "parallel" else "auto"
+    parts = [Part(config, own, start)]
+    if config.normalizer == "sum":
+        parts.append(normalizer_part(config, own, sequence, dtype))
+    batch, length, heads = sequence.lr.shape
+    if length == 0 or sequence.v.numel() == 0:
+        return torch.zeros_like(v), merged(parts, [part.carry for part in parts])
+    sequence = _leave_out_nonfinite(parts[0], sequence, params, dtype)
+    program = _program(parts, params, dtype, chosen)
+    flat = (*sequence, *_tensors(params), *(tensor for part in parts for tensor in part.flat))
+    y, *rest = program(tape, *flat) if tape is not None else differentiate(program, flat, autodiff)
+    carries = _split(several(tuple(rest)), parts)
+    if config.on_nonfinite == "raise" and can_inspect(one((y,)), *carries[0].flat):
+        if not all(all_finite(one((y,)), carry) for carry in carries):
+            tokens = to_tokens(config, sequence, params, dtype, execute)
+            raise_at_first(config, tokens, parts[0].carry, parts[0].initial, heads, name)
+    return unfold(one((y,)), batch, heads).to(v.dtype), merged(parts, carries)
+
+
+def memory_step(
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | None = None,
+    *,
+    state: MemoryState | None = None,
+    phi_params: Params | None = None,
+    initial: dict[str, Tensor] | None = None,
+    name: str = "memory",
+) -> tuple[Tensor, MemoryState]:
+    """One token: q, k `[B, H, D]`, v `[B, H, V]`, gates `[B, H]` -> y `[B, H, V]` and the new state.
+
+    A loop of it equals `memory_scan`.
+    """
+    wide = [gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates or Gates()]
+    y, state = memory_scan(
+        config,
+        q.unsqueeze(1),
+        k.unsqueeze(1),
+        v.unsqueeze(1),
+        Gates(*wide),
+        state=state,
+        phi_params=phi_params,
+        initial=initial,
+        name=name,
+    )
+    return y.squeeze(1), state
+
+
+class Part(NamedTuple):
+    """One memory of a scan: the memory itself, or its sum normaliser."""
+
+    config: MemoryConfig
+    state: MemoryState
+    start: MemoryState
+
+    @property
+    def carry(self) -> Carry:
+        return flatten_state(self.state)
+
+    @property
+    def initial(self) -> Memory:
+        return flatten_state(self.start).memory
+
+    @property
+    def flat(self) -> tuple[Tensor, ...]:
+        return *self.initial, *self.carry.flat
+
+    def rebuilt(self, flat: tuple[Tensor, ...]) -> tuple[Memory, Carry]:
+        """Initial weights and carry from tensors in the order of `flat`."""
+        count = len(self.start.memory)
+        return flat[:count], self.carry.rebuilt(flat[count:])
+
+
+def normalizer_part(
+    config: MemoryConfig, state: MemoryState, sequence: Sequence, dtype: torch.dtype
+) -> Part:
+    """z, the sum of weights: the same memory with bias dot and the value 1 at every token."""
+    own = config.model_copy(update={"bias": Dot(), "normalizer": "none"})
+    batch, _, heads = sequence.lr.shape
+    width = state.memory["weight"].shape[-1]
+    zero = torch.zeros(batch, heads, 1, width, dtype=dtype, device=sequence.v.device)
+    start = initial_state(own, {"weight": zero}, batch, sequence.retain)
+    return Part(own, start if state.normalizer is None else state.normalizer, start)
+
+
+def merged(parts: list[Part], carries: list[Carry]) -> MemoryState:
+    """The new state, with that of the normaliser inside."""
+    main, *others = (
+        unflatten_state(carry, part.state) for part, carry in zip(parts, carries, strict=True)
+    )
+    return main._replace(normalizer=others[0] if others else None)
+
+
+def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str) -> Program:
+    config, fields, n_params = parts[0].config, len(Sequence._fields), len(_tensors(params))
+
+    def program(run: Run, *flat: Tensor) -> Tensors:
+        at = fields + n_params
+        own = _with_tensors(params, flat[fields:at])
+        tokens = to_tokens(config, Sequence(*flat[:fields]), own, dtype, run)
+        results: list[tuple[Tensor, Carry]] = []
+        for part in parts:
+            width = len(part.flat)
+            initial, carry = part.rebuilt(flat[at : at + width])
+            at += width
+            if part is not parts[0]:
+                tokens = tokens._replace(v=torch.ones_like(tokens.v[..., :1]))
+            runs = parallel if engine == "parallel" else sequential
+            results.append(runs(part.config, tokens, carry, initial, run=run))
+        (y, _), *others = results
+        for z, _ in others:
+            y = one(run(DIVIDE, y, z, label="normalizer"))
+        return (y, *(tensor for _, carry in results for tensor in carry.flat))
+
+    return program
+
+
+def _leave_out_nonfinite(
+    part: Part, sequence: Sequence, params: Params, dtype: torch.dtype
+) -> Sequence:
+    """Under `on_nonfinite="skip"`, masks the tokens that would break a memory."""
+    if part.config.on_nonfinite != "skip":
+        return sequence
+    tokens = to_tokens(part.config, sequence, params, dtype, execute)
+    good = finite_writes(part.config, tokens, part.carry, part.initial)
+    heads = sequence.lr.shape[2]
+    good = good.unflatten(0, (-1, heads)).transpose(1, 2)
+    mask = good if sequence.write is None else good & expand_to(sequence.write, good)
+    return sequence._replace(write=mask)
+
+
+def _split(flat: tuple[Tensor, ...], parts: list[Part]) -> list[Carry]:
+    carries: list[Carry] = []
+    at = 0
+    for part in parts:
+        width = len(part.carry.flat)
+        carries.append(part.carry.rebuilt(flat[at : at + width]))
+        at += width
+    return carries
+
+
+def _tensors(params: Params) -> tuple[Tensor, ...]:
+    return *params["learned"].values(), *params["frozen"].values()
+
+
+def _with_tensors(params: Params, tensors: tuple[Tensor, ...]) -> Params:
+    split = len(params["learned"])
+    return {
+        "learned": dict(zip(params["learned"], tensors[:split], strict=True)),
+        "frozen": dict(zip(params["frozen"], tensors[split:], strict=True)),
+    }

@@ -1,0 +1,221 @@
+"""The token loop: the truth that every other engine is compared with.
+
+Memory of the backward pass grows with sqrt(T): the sequence is cut into segments of about sqrt(T) tokens,
+the outer tape keeps one carry per segment, and a segment is taped again when its turn comes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hecate.engine.tokens import SELECT, Carry, Tokens, restart
+from hecate.rule import MemoryConfig, TokenGates
+from hecate.rule.rule import one, several
+from hecate.rule.state import frozen_gradients
+from hecate.structure import Memory
+from hecate.tape import Block, Run, Tensors, checkpoint
+from hecate.tape.ops import over, sum_to_gate
+
+
+def sequential(
+    config: MemoryConfig,
+    tokens: Tokens,
+    carry: Carry,
+    initial: Memory,
+    *,
+    run: Run,
+    segment: int | None = None,
+) -> tuple[Tensor, Carry]:
+    """Runs the token loop: outputs `[N, T, V]` and the final carry.
+
+    `segment` is the number of tokens between checkpoints, by default ceil(sqrt(T)).
+    """
+    length = tokens.v.shape[1]
+    size = segment or max(1, math.isqrt(max(length - 1, 0)) + 1)
+    present = [index for index, tensor in enumerate(tokens) if tensor is not None]
+    pieces = [
+        several(run(_split(size), tokens[index], label="split"))  # type: ignore[arg-type]
+        for index in present
+    ]
+    width = len(carry.flat)
+
+    def loop(run: Run, *inputs: Tensor) -> Tensors:
+        own = carry.rebuilt(inputs[:width])
+        start = inputs[width : width + len(initial)]
+        sliced: list[Tensor | None] = [None] * len(tokens)
+        for index, tensor in zip(present, inputs[width + len(initial) :], strict=True):
+            sliced[index] = tensor
+        y, own = _segment(config, Tokens(*sliced), own, start, run)  # type: ignore[arg-type]
+        return y, *own.flat
+
+    outputs: list[Tensor] = []
+    flat = carry.flat
+    for index, chunk in enumerate(zip(*pieces, strict=True)):
+        block = checkpoint("segment", loop)
+        y, *rest = several(run(block, *flat, *initial, *chunk, label=f"segment {index}"))
+        outputs.append(y)
+        flat = tuple(rest)
+    return one(run(_CONCAT, *outputs, label="outputs")), carry.rebuilt(flat)
+
+
+def _segment(
+    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, run: Run
+) -> tuple[Tensor, Carry]:
+    columns = [
+        None if tensor is None else several(run(_UNBIND, tensor, label="tokens"))
+        for tensor in tokens
+    ]
+    outputs: list[Tensor] = []
+    for t in range(tokens.v.shape[1]):
+        token = Tokens(*(None if column is None else column[t] for column in columns))  # type: ignore[arg-type]
+        y, carry = token_step(config, token, carry, initial, run=run, label=f"token {t}")
+        outputs.append(y)
+    return one(run(_STACK, *outputs, label="outputs")), carry
+
+
+def token_step(
+    config: MemoryConfig,
+    token: Tokens,
+    carry: Carry,
+    initial: Memory,
+    *,
+    run: Run,
+    label: str = "",
+) -> tuple[Tensor, Carry]:
+    """One token, time axis dropped: reset, read before, write, read after."""
+    if token.reset is not None:
+        carry = select(token.reset, restart(config, initial, carry), carry, run, label)
+    before = carry
+    if frozen_gradients(config):
+        opens = carry.position == 0
+        anchor = tuple(
+            one(run(SELECT, opens, now, then, label=label))
+            for now, then in zip(carry.memory, carry.anchor, strict=True)
+        )
+        carry = carry._replace(anchor=anchor)
+    carry = (_commit_chunk if config.commit == "chunk" else _commit_token)(
+        config, token, carry, run, label
+    )
+    if token.write is not None:
+        carry = select(token.write, carry, before, run, label)
+    source = carry if config.read == "after" else before
+    return config.rule.read(source.memory, token.phi_q, run=run, label=label), carry
+
+
+def _commit_token(config: MemoryConfig, token: Tokens, carry: Carry, run: Run, label: str) -> Carry:
+    rule = config.rule
+    anchor: Memory = carry.memory
+    if frozen_gradients(config):
+        anchor = carry.anchor
+    elif config.decay_order == "before_gradient":
+        anchor = rule.decayed(carry.memory, token.retain, run=run, label=label)
+    memory, slots = rule.write(
+        carry.memory,
+        carry.slots,
+        token.phi_k,
+        token.v,
+        TokenGates(token.lr, token.retain, token.momentum),
+        anchor=anchor,
+        run=run,
+        label=label,
+    )
+    position = carry.position
+    if config.chunk > 1:
+        position = (position + 1) % config.chunk
+    return carry._replace(memory=memory, slots=slots, position=position)
+
+
+def _commit_chunk(config: MemoryConfig, token: Tokens, carry: Carry, run: Run, label: str) -> Carry:
+    rule = config.rule
+    anchor: Memory = carry.memory
+    if config.decay_order == "before_gradient":
+        anchor = rule.decayed(carry.memory, token.retain, run=run, label=label)
+    grads = rule.gradient(anchor, token.phi_k, token.v, run=run, label=label)
+    pending = tuple(
+        one(run(_ACCUMULATE, total, token.lr, grad, label=label))
+        for total, grad in zip(carry.pending, grads, strict=True)
+    )
+    retain = one(run(_MULTIPLY, carry.pending_retain[0], token.retain, label=label))
+    gates = TokenGates(torch.ones_like(token.lr), retain, token.momentum)
+    memory, slots = rule.apply(carry.memory, carry.slots, pending, gates, run=run, label=label)
+    position = (carry.position + 1) % config.chunk
+    committed = carry._replace(
+        memory=memory,
+        slots=slots,
+        pending=tuple(torch.zeros_like(total) for total in pending),
+        pending_retain=(torch.ones_like(retain),),
+        position=position,
+    )
+    waiting = carry._replace(pending=pending, pending_retain=(retain,), position=position)
+    return select(position == 0, committed, waiting, run, label)
+
+
+def select(mask: Tensor, yes: Carry, no: Carry, run: Run, label: str = "") -> Carry:
+    """Per memory, one carry or the other; the branch not taken gets exactly zero gradient."""
+    chosen = [
+        a if a is b else one(run(SELECT, mask, a, b, label=label))
+        for a, b in zip(yes.flat, no.flat, strict=True)
+    ]
+    return no.rebuilt(tuple(chosen))
+
+
+def _split(size: int) -> Block:
+    def forward(x: Tensor) -> tuple[Tensors, None]:
+        return x.split(size, 1), None
+
+    def vjp(_: None, *cotangents: Tensor) -> tuple[Tensor]:
+        return (torch.cat(cotangents, 1),)
+
+    return Block("split", forward, vjp)
+
+
+def _unbind(x: Tensor) -> tuple[Tensors, None]:
+    return x.unbind(1), None
+
+
+def _unbind_vjp(_: None, *cotangents: Tensor) -> tuple[Tensor]:
+    return (torch.stack(cotangents, 1),)
+
+
+def _stack(*rows: Tensor) -> tuple[Tensors, None]:
+    return (torch.stack(rows, 1),), None
+
+
+def _stack_vjp(_: None, g: Tensor) -> Any:
+    return g.unbind(1)
+
+
+def _concat(*pieces: Tensor) -> tuple[Tensors, list[int]]:
+    return (torch.cat(pieces, 1),), [piece.shape[1] for piece in pieces]
+
+
+def _concat_vjp(sizes: list[int], g: Tensor) -> Any:
+    return g.split(sizes, 1)
+
+
+def _accumulate(total: Tensor, lr: Tensor, grad: Tensor) -> tuple[Tensors, Tensors]:
+    return (total + over(lr, grad) * grad,), (lr, grad)
+
+
+def _accumulate_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    lr, grad = inputs
+    return g, sum_to_gate(g * grad, lr), over(lr, grad) * g
+
+
+def _multiply(a: Tensor, b: Tensor) -> tuple[Tensors, Tensors]:
+    return (a * b,), (a, b)
+
+
+def _multiply_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
+    return g * inputs[1], g * inputs[0]
+
+
+_UNBIND = Block("unbind", _unbind, _unbind_vjp)
+_STACK = Block("stack", _stack, _stack_vjp)
+_CONCAT = Block("concat", _concat, _concat_vjp)
+_ACCUMULATE = Block("accumulate", _accumulate, _accumulate_vjp)
+_MULTIPLY = Block("multiply", _multiply, _multiply_vjp)

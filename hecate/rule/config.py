@@ -1,0 +1,150 @@
+"""`MemoryConfig`: everything about a memory that changes numbers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+
+from hecate.algorithm import GD, AlgorithmKind
+from hecate.bias import L2, BiasKind
+from hecate.errors import ConfigError, StabilityWarning
+from hecate.phi import FeatureMapKind, Identity
+from hecate.retention import NoRetention, RetentionKind
+from hecate.rule.rule import MemoryRule
+from hecate.structure import Matrix, StructureKind
+from hecate.variant import Config
+
+
+class MemoryConfig(Config):
+    """A memory rule, its feature map, and the conventions on which papers differ.
+
+    The default is the delta rule: matrix, l2, no retention, gd with lr 1, identity.
+
+    Fields beside the knobs:
+        chunk: gradients are taken at the state of the chunk's start; 1 means at the previous token.
+        commit: "token" steps at each token; "chunk" sums the chunk's lr-weighted gradients and takes one
+            step at its last token, with retain the product of the chunk's and momentum that of the last.
+        read: y_t reads the state "after" or "before" token t (and the commit that it triggers).
+        decay_order: "before_gradient" lets the gradient see the decayed memory, as gated DeltaNet does.
+        normalizer: "sum" divides the read by phi(q).z, where z is the same memory with bias dot and value 1.
+        key_norm: "l2" or "sum" normalisation of phi(k) and phi(q), after phi.
+        query_scale: "key_dim" multiplies phi(q) by D^(-1/2), D the key width, after key_norm.
+        step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2).
+        state_dtype: float32 or float64; inputs of higher precision raise it.
+        on_nonfinite: "raise", "skip" (leave such a token unwritten) or "propagate".
+    """
+
+    structure: StructureKind = Matrix()
+    bias: BiasKind = L2()
+    retention: RetentionKind = NoRetention()
+    algorithm: AlgorithmKind = GD()
+    feature_map: FeatureMapKind = Identity()
+    chunk: int = Field(1, ge=1)
+    commit: Literal["token", "chunk"] = "token"
+    read: Literal["after", "before"] = "after"
+    decay_order: Literal["with_step", "before_gradient"] = "with_step"
+    normalizer: Literal["none", "sum"] = "none"
+    key_norm: Literal["none", "l2", "sum"] = "none"
+    query_scale: Literal["none", "key_dim"] = "none"
+    step: Literal["raw", "normalized", "implicit"] = "raw"
+    state_dtype: Literal["float32", "float64"] = "float32"
+    on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
+
+    @property
+    def rule(self) -> MemoryRule:
+        """The four knobs."""
+        return MemoryRule.model_construct(
+            structure=self.structure,
+            bias=self.bias,
+            retention=self.retention,
+            algorithm=self.algorithm,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """`state_dtype` as torch's."""
+        return torch.float64 if self.state_dtype == "float64" else torch.float32
+
+    @property
+    def key_bound(self) -> float | None:
+        """Upper bound of |phi(k)|^2 after key_norm; None if there is none."""
+        return self.feature_map.norm_bound if self.key_norm == "none" else 1.0
+
+    def check_step(self, lr: float) -> None:
+        """Refuses an inner learning rate at which repeated writes of one key provably diverge."""
+        curvature, bound = self.bias.curvature, self.key_bound
+        if self.step != "raw" or not self.structure.linear or curvature is None or bound is None:
+            return
+        largest, limit = lr * bound * curvature, self.algorithm.stable_step
+        if curvature > 0 and largest >= limit:
+            raise ConfigError(
+                f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: "
+                f"lr * |phi|^2 can reach {largest:g}, and bias {self.bias.kind!r} under algorithm "
+                f"{self.algorithm.kind!r} diverges from {limit:g} on; lower lr below "
+                f"{limit / (bound * curvature):g} or set step='normalized' or 'implicit'",
+                path=("algorithm", "lr"),
+            )
+
+    def warn_unbounded_step(self, lr: float) -> None:
+        """Warns when no bound on |phi(k)|^2 keeps a delta-type memory at this lr from diverging."""
+        delta_type = self.bias.curvature is None or self.bias.curvature > 0
+        if self.step == "raw" and self.structure.linear and delta_type and self.key_bound is None:
+            warnings.warn(
+                f"lr up to {lr:g}: feature_map {self.feature_map.kind!r} with key_norm 'none' has no "
+                f"bound on |phi(k)|^2, and bias {self.bias.kind!r} diverges once lr * |phi(k)|^2 stays "
+                f"above {self.algorithm.stable_step:g}; set key_norm='l2' or step='normalized'",
+                StabilityWarning,
+                stacklevel=3,
+            )
+
+    @model_validator(mode="after")
+    def _possible(self) -> MemoryConfig:
+        if self.decay_order == "before_gradient":
+            if not self.retention.uses_retain:
+                raise ConfigError(
+                    f"'before_gradient' needs a retention that decays; retention "
+                    f"{self.retention.kind!r} has nothing to decay",
+                    path=("decay_order",),
+                )
+            if self.chunk > 1:
+                raise ConfigError(
+                    f"'before_gradient' takes each gradient at the decayed previous state, chunk="
+                    f"{self.chunk} at the state of the chunk's start; use chunk=1 or "
+                    "decay_order='with_step'",
+                    path=("decay_order",),
+                )
+        if self.normalizer == "sum":
+            self._check_normalizer()
+        if self.key_norm == "sum" and not self.feature_map.non_negative:
+            raise ConfigError(
+                f"'sum' divides by the sum of phi, which needs phi >= 0; feature_map "
+                f"{self.feature_map.kind!r} can be negative. Use key_norm='l2' or a non-negative map",
+                path=("key_norm",),
+            )
+        self.check_step(self.algorithm.lr)
+        return self
+
+    def _check_normalizer(self) -> None:
+        reason = None
+        if not self.feature_map.kernel_non_negative:
+            reason = (
+                f"phi(q).z can vanish or change sign with feature_map {self.feature_map.kind!r}; "
+                "it needs a map with a non-negative kernel, such as elu or favor"
+            )
+        elif not self.structure.linear:
+            reason = (
+                f"structure {self.structure.kind!r} is not a weighted sum of values, so there is no "
+                "sum of weights to divide by; it needs structure matrix"
+            )
+        elif not self.retention.linear:
+            reason = (
+                f"retention {self.retention.kind!r} is not linear, so the read is not a weighted sum "
+                "of values; it needs retention none or decay"
+            )
+        elif self.query_scale != "none":
+            reason = f"query_scale={self.query_scale!r} cancels in the quotient; set it to 'none'"
+        if reason is not None:
+            raise ConfigError(f"'sum': {reason}", path=("normalizer",))

@@ -1,0 +1,96 @@
+"""What a memory carries from token to token, and the gates that steer it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.rule.config import MemoryConfig
+
+
+class Gates(NamedTuple):
+    """Inner learning rate, kept fraction and momentum factor of every token.
+
+    Each is a tensor `[B, T, H]`, a float for all tokens, or None for the rule's default; `retain` may also
+    be `[B, T, H, P]`, one value per phi channel. `memory_step` takes them without the T axis.
+    """
+
+    lr: Tensor | float | None = None
+    retain: Tensor | float | None = None
+    momentum: Tensor | float | None = None
+
+
+class MemoryState(NamedTuple):
+    """Everything needed to go on: a pytree of tensors, one memory per sequence and head.
+
+    Fields:
+        memory: weights by name, `[B, H, ...]`; `{"weight": [B, H, V, P]}` for a matrix.
+        slots: the algorithm's tensors by `name.weight`, of the weights' shapes.
+        anchor: weights at the chunk's start, where gradients are taken; empty unless chunk > 1.
+        pending: the unfinished chunk of `commit="chunk"`: summed lr-weighted gradients by weight name and
+            the product of the retain gates as `"retain"`; empty otherwise.
+        position: tokens written since the chunk's start, `[B, H]` int64.
+        normalizer: the state of the sum normaliser, or None.
+    """
+
+    memory: dict[str, Tensor]
+    slots: dict[str, Tensor]
+    anchor: dict[str, Tensor]
+    pending: dict[str, Tensor]
+    position: Tensor
+    normalizer: MemoryState | None = None
+
+    def detach(self) -> MemoryState:
+        """The same state cut off from the graph that produced it."""
+        return map_state(Tensor.detach, self)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(
+            leaf.numel() * leaf.element_size()
+            for leaf in torch.utils._pytree.tree_leaves(self)
+            if isinstance(leaf, Tensor)
+        )
+
+
+def map_state(function: Any, state: MemoryState) -> MemoryState:
+    """Applies a function to every tensor of a state."""
+    return torch.utils._pytree.tree_map_only(Tensor, function, state)  # type: ignore[no-any-return]
+
+
+def frozen_gradients(config: MemoryConfig) -> bool:
+    """Whether gradients are taken at a remembered state rather than at the current one."""
+    return config.chunk > 1 and config.commit == "token"
+
+
+def initial_state(
+    config: MemoryConfig, initial: dict[str, Tensor], batch: int, retain: Tensor
+) -> MemoryState:
+    """The state before any token, from initial weights `[H, ...]` (shared) or `[B, H, ...]`.
+
+    `retain` is the sequence's gate `[B, T, H]` or `[B, T, H, P]`; an unfinished chunk keeps its product.
+    """
+    ranks = {name: len(shape) for name, shape in config.structure.shapes(1, 1).items()}
+    memory = {
+        name: weight if weight.dim() == ranks[name] + 2 else weight.expand(batch, *weight.shape)
+        for name, weight in initial.items()
+    }
+    first = next(iter(memory.values()))
+    pending: dict[str, Tensor] = {}
+    if config.commit == "chunk":
+        pending = {name: torch.zeros_like(weight) for name, weight in memory.items()}
+        pending["retain"] = first.new_ones(batch, *retain.shape[2:])
+    return MemoryState(
+        memory=memory,
+        slots={
+            f"{slot}.{name}": torch.zeros_like(weight)
+            for name, weight in memory.items()
+            for slot in config.algorithm.slots
+        },
+        anchor=dict(memory) if frozen_gradients(config) else {},
+        pending=pending,
+        position=torch.zeros(batch, first.shape[1], dtype=torch.int64, device=first.device),
+    )
