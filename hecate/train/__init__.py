@@ -1,0 +1,21 @@
+"""Experiments: strict configs, a deterministic loop, verified checkpoints and a report."""
+
+from hecate.train.checkpoint import (
+    Checkpoint,
+    checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from hecate.train.compose import dump_experiment, load_experiment, presets
+from hecate.train.config import BudgetConfig, ExperimentConfig, OptimConfig, SampleConfig
+from hecate.train.generate import generate
+from hecate.train.run import RunResult, open_run, run_experiment
+from hecate.train.trainer import Trainer, build_model
+
+__all__ = [
+    "BudgetConfig", "Checkpoint", "ExperimentConfig", "OptimConfig", "RunResult", "SampleConfig", "Trainer",
+    "build_model", "checkpoints", "dump_experiment", "generate", "load_checkpoint", "load_experiment",
+    "newest_checkpoint", "open_run", "presets", "prune_checkpoints", "run_experiment", "save_checkpoint",
+]  # fmt: skip

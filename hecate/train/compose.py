@@ -1,0 +1,228 @@
+"""From a file or preset, what it extends and `--set` texts, to an `ExperimentConfig`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hecate.errors import ConfigError, Problem, format_path
+from hecate.train.config import ExperimentConfig
+from hecate.train.document import Document, Location, dump_yaml, parse_value, read_yaml
+from hecate.variant import did_you_mean
+
+MAX_EXTENDS = 8
+_PRESETS = Path(__file__).resolve().parent.parent / "presets"
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+_PATH = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d+\])*")
+
+
+def presets() -> list[str]:
+    """Names of the presets that ship with hecate."""
+    return sorted(path.stem for path in _PRESETS.glob("*.yaml"))
+
+
+def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """The experiment of a preset name or YAML file with `a.b.c=value` overrides. [TRAIN-COMPOSE-D1]
+
+    Every problem is reported with the path of the setting and the line, or the `--set`, that wrote
+    it.
+    """
+    document = _extended(_open(str(source), None), [])
+    if overrides:
+        document = _overridden(document, [_parse_override(text) for text in overrides])
+    return _validated(document)
+
+
+def dump_experiment(config: ExperimentConfig) -> str:
+    """The resolved YAML of an experiment; loading it gives an equal one."""
+    return dump_yaml(config.model_dump(mode="json"))
+
+
+def _validated(document: Document) -> ExperimentConfig:
+    try:
+        return ExperimentConfig.model_validate(document.value)
+    except ConfigError as error:
+        raise ConfigError(
+            Problem(p.path, f"{p.message}  [{_mark(document, p.path)}]") for p in error.problems
+        ) from None
+
+
+def _mark(document: Document, path: Location) -> str:
+    for length in range(len(path), -1, -1):
+        if path[:length] in document.marks and length:
+            return document.marks[path[:length]]
+    return document.label
+
+
+def _open(name: str, folder: Path | None) -> tuple[Document, Path]:
+    """Reads a preset by name or a file; `folder` confines what `extends` may name."""
+    if not name.endswith((".yaml", ".yml")) and (folder is not None or not Path(name).is_file()):
+        path = _PRESETS / f"{name}.yaml"
+        if name not in presets():
+            raise ConfigError(
+                f"no preset {name!r}; presets: {', '.join(presets())}.{did_you_mean(name, presets())} "
+                "A file must end in .yaml or .yml"
+            )
+        return read_yaml(path), path
+    path = Path(name) if folder is None else folder / name
+    if folder is not None and not path.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(
+            f"must name a preset or a file in the folder of the config, got {name!r}", ("extends",)
+        )
+    return read_yaml(path), path
+
+
+def _extended(opened: tuple[Document, Path], chain: list[Path]) -> Document:
+    document, path = opened
+    if path.resolve() in chain or len(chain) >= MAX_EXTENDS:
+        names = " -> ".join(p.name for p in [*chain, path])
+        raise ConfigError(f"'extends' goes in a circle or too deep: {names}")
+    base_name = document.value.get("extends")
+    if "extends" not in document.value:
+        return document
+    mark = document.marks[("extends",)]
+    if not isinstance(base_name, str) or not base_name:
+        raise ConfigError(
+            f"must be a preset or a file name, got {base_name!r}  [{mark}]", ("extends",)
+        )
+    rest = Document(
+        {k: v for k, v in document.value.items() if k != "extends"}, document.marks, document.label
+    )
+    try:
+        base = _extended(_open(base_name, path.parent), [*chain, path.resolve()])
+    except ConfigError as error:
+        if any("  [" in p.message for p in error.problems):
+            raise
+        raise ConfigError(
+            Problem(p.path or ("extends",), f"{p.message}  [{mark}]") for p in error.problems
+        ) from None
+    marks = dict(base.marks)
+    value = _merge(base.value, rest.value, (), marks, rest.marks)
+    return Document(value, marks, rest.label)
+
+
+def _merge(
+    base: Any, over: Any, path: Location, marks: dict[Location, str], new: dict[Location, str]
+) -> Any:
+    """`over` on top of `base`; a mapping of another kind replaces instead of mixing the fields."""
+    if isinstance(base, str) and isinstance(over, dict) and "kind" not in over:
+        base = {"kind": base}
+    same_kind = (
+        isinstance(over, dict)
+        and isinstance(base, dict)
+        and ("kind" not in over or over["kind"] == base.get("kind", over["kind"]))
+    )
+    if not same_kind:
+        _remark(path, marks, new)
+        return over
+    if path in new:
+        marks[path] = new[path]
+    merged = dict(base)
+    for key, value in over.items():
+        merged[key] = _merge(base.get(key), value, (*path, key), marks, new)
+    return merged
+
+
+def _remark(path: Location, marks: dict[Location, str], new: dict[Location, str]) -> None:
+    for stale in [p for p in marks if p[: len(path)] == path]:
+        del marks[stale]
+    marks.update({p: mark for p, mark in new.items() if p[: len(path)] == path})
+
+
+class _Override(NamedTuple):
+    path: Location
+    value: Any
+    text: str
+
+
+def _parse_override(text: str) -> _Override:
+    path, equals, value = text.partition("=")
+    path = path.strip()
+    if not equals or not _PATH.fullmatch(path):
+        raise ConfigError(f"--set needs path=value, such as optim.lr=1e-3, got {text!r}")
+    parts = tuple(name or int(index) for name, index in _STEP.findall(path))
+    return _Override(parts, parse_value(value, f"--set {text}")[0], f"--set {text}")
+
+
+def _overridden(document: Document, overrides: list[_Override]) -> Document:
+    """Applies overrides, those that choose a kind before those that set its fields."""
+    try:  # on the resolved settings, so that a field of a default can be reached as well
+        value = ExperimentConfig.model_validate(document.value).model_dump(mode="json")
+    except ConfigError:  # the overrides may be what repairs it
+        value = document.value
+    known = list(_paths(value, ()))
+    resolved = [item._replace(path=_full_path(item, known)) for item in overrides]
+    marks, seen = dict(document.marks), dict[Location, str]()
+    for item in sorted(resolved, key=lambda item: len(_subject(item.path))):
+        subject = _subject(item.path)
+        if subject in seen:
+            raise ConfigError(f"{format_path(subject)}: set twice, {seen[subject]} and {item.text}")
+        seen[subject] = item.text
+        value = _assign(value, item.path, (), item, marks)
+    return Document(value, marks, document.label)
+
+
+def _subject(path: Location) -> Location:
+    return path[:-1] if path[-1] == "kind" else path
+
+
+def _paths(value: Any, path: Location) -> Iterable[Location]:
+    if path:
+        yield path
+    items: Iterable[tuple[Any, Any]] = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    for key, inner in items:
+        yield from _paths(inner, (*path, key))
+
+
+def _full_path(item: _Override, known: list[Location]) -> Location:
+    """Completes a short path such as `feature_map=elu` where exactly one setting ends so."""
+    if item.path[0] in ExperimentConfig.model_fields:
+        return item.path
+    for length in range(len(item.path), 0, -1):
+        head = item.path[:length]
+        matches = [path for path in known if path[-length:] == head]
+        if len(matches) == 1:
+            return matches[0] + item.path[length:]
+        if matches:
+            listing = ", ".join(format_path(path) for path in matches)
+            raise ConfigError(
+                f"{format_path(head)}: could mean {listing}; write the whole path  [{item.text}]"
+            )
+    names = {str(path[-1]) for path in known}
+    raise ConfigError(
+        f"{format_path(item.path)}: no such setting.{did_you_mean(item.path[-1], names)}  [{item.text}]"
+    )
+
+
+def _assign(
+    value: Any, rest: Location, path: Location, item: _Override, marks: dict[Location, str]
+) -> Any:
+    if not rest:
+        _remark(path, marks, {path: item.text})
+        return item.value
+    head, here = rest[0], (*path, rest[0])
+    if isinstance(head, int):
+        if not isinstance(value, list) or head >= len(value):
+            size = f"{len(value)} entries" if isinstance(value, list) else "no list"
+            raise ConfigError(f"{format_path(here)}: there is {size} to index  [{item.text}]")
+        return [
+            _assign(v, rest[1:], here, item, marks) if i == head else v for i, v in enumerate(value)
+        ]
+    if isinstance(value, str):
+        value = {"kind": value}
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{format_path(path)}: has no fields, it is {value!r}  [{item.text}]")
+    fields = dict(value or {})
+    if rest == ("kind",) and fields.get("kind") != item.value:
+        fields = {}
+        _remark(path, marks, {})
+    fields[head] = _assign(fields.get(head), rest[1:], here, item, marks)
+    return fields

@@ -1,0 +1,113 @@
+"""What an experiment is: model, data, optimiser and budget, as one strict value."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hecate.data import Bundled, DataConfig
+from hecate.errors import ConfigError
+from hecate.models import LanguageModelConfig
+from hecate.variant import Config
+
+TEXT_LENGTH = 256
+"""Window of a text when `budget.seq_len` is not given."""
+
+_Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimConfig(Config):
+    """AdamW: the outer optimiser, which trains the parameters (not the memories).
+
+    The learning rate rises linearly for `warmup` steps to `lr`, then follows `schedule` down to
+    `final * lr` at the last step of the budget. Norm scales, biases and other vectors do not decay.
+    `clip` bounds the norm of the whole gradient; null turns it off.
+    """
+
+    lr: float = Field(3e-3, gt=0)
+    betas: Annotated[tuple[_Fraction, _Fraction], Field(strict=False)] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    warmup: int = Field(20, ge=0)
+    schedule: Literal["cosine", "constant", "linear"] = "cosine"
+    final: float = Field(0.1, ge=0, le=1)
+    clip: float | None = Field(1.0, gt=0)
+
+    def rate(self, step: int, steps: int) -> float:
+        """Learning rate of 0-based `step` of `steps`: a pure function, so it has no state to save."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        done = min((step - self.warmup) / max(steps - 1 - self.warmup, 1), 1.0)
+        if self.schedule == "constant":
+            return self.lr
+        curve = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.lr * (self.final + (1 - self.final) * curve)
+
+
+class BudgetConfig(Config):
+    """How long, how often and on what: `minutes` ends a run early and gives up reproducibility.
+
+    `seq_len` is for texts (256 when null); a task brings its own. `threads` is applied by the
+    command line alone. `keep` newest checkpoints stay, and the best one.
+    """
+
+    steps: int = Field(400, ge=1)
+    minutes: float | None = Field(None, gt=0)
+    batch_size: int = Field(16, ge=1)
+    seq_len: int | None = Field(None, ge=1, le=1 << 20)
+    eval_every: int = Field(100, ge=1)
+    eval_batches: int = Field(8, ge=1)
+    checkpoint_every: int = Field(100, ge=1)
+    keep: int = Field(2, ge=1)
+    threads: int | None = Field(None, ge=1, le=1024)
+    device: Literal["cpu", "cuda"] = "cpu"
+
+
+class SampleConfig(Config):
+    """What to write into samples.txt; `every` 0 samples at the end only."""
+
+    prompt: str = "def "
+    tokens: int = Field(200, ge=0, le=1 << 20)
+    temperature: float = Field(0.8, ge=0)
+    every: int = Field(0, ge=0)
+
+
+class ExperimentConfig(Config):
+    """A whole experiment; `hecate train` reads it from YAML. [TRAIN-CONFIG-D1]"""
+
+    name: str = Field("experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    seed: int = Field(0, ge=0, lt=1 << 63)
+    model: LanguageModelConfig = LanguageModelConfig()
+    data: DataConfig = Bundled()
+    optim: OptimConfig = OptimConfig()
+    budget: BudgetConfig = BudgetConfig()
+    sample: SampleConfig = SampleConfig()
+    tensorboard: bool = False
+
+    @model_validator(mode="after")
+    def _model_fits_data(self) -> Self:
+        needed, given = self.data.vocabulary(), self.model.vocab_size
+        if given is not None and given != needed:
+            raise ConfigError(
+                f"must equal the vocabulary of data {self.data.kind!r}, {needed}, got {given}; leave it out "
+                "and it is filled in",
+                ("model", "vocab_size"),
+            )
+        fixed, asked = self.data.length(), self.budget.seq_len
+        if fixed is not None and asked not in (None, fixed):
+            raise ConfigError(
+                f"data {self.data.kind!r} has sequences of length {fixed}, got {asked}; leave it out",
+                ("budget", "seq_len"),
+            )
+        return self
+
+    @property
+    def seq_len(self) -> int:
+        """Length of the training sequences."""
+        return self.data.length() or self.budget.seq_len or TEXT_LENGTH
+
+    def model_for_data(self) -> LanguageModelConfig:
+        """The model's config with the vocabulary filled in from the data."""
+        return self.model.model_copy(update={"vocab_size": self.data.vocabulary()})

@@ -1,0 +1,53 @@
+"""What a run shows: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Display:
+    """Progress of a run on a console; `quiet` shows nothing."""
+
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
+        self.console = console or Console(stderr=True)
+        self._quiet = quiet
+        self._bar: Progress | None = None
+        self._task = None
+        if self.console.is_terminal and not quiet:
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
+                TextColumn("{task.fields[facts]}"), TimeRemainingColumn(), console=self.console,
+            )  # fmt: skip
+
+    def start(self, name: str, step: int, steps: int) -> None:
+        """Begins at `step` of `steps`."""
+        if self._bar is not None:
+            self._task = self._bar.add_task(name, total=steps, completed=step, facts="")
+
+    def step(self, step: int, facts: str) -> None:
+        """Moves the bar."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step, facts=facts)
+
+    def say(self, text: str) -> None:
+        """A line above the bar, or a plain line."""
+        if not self._quiet:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()

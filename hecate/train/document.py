@@ -1,0 +1,208 @@
+"""YAML in and out: plain values with the line of every key, and refusals instead of surprises.
+
+Scalars follow the YAML 1.2 core schema, not PyYAML's 1.1: `1e-3` is a number, `no` and `on` are
+texts, and so are numbers with a leading zero and dates, which are then refused where a number is
+expected.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from hecate.errors import ConfigError, Problem
+
+Location = tuple[str | int, ...]
+
+MAX_BYTES = 1 << 20
+MAX_ALIASES = 64
+MAX_VALUES = 20_000
+_TAG = "tag:yaml.org,2002:"
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+")
+_SCALARS: list[tuple[str, re.Pattern[str], str]] = [
+    ("null", re.compile(r"~|null|Null|NULL|"), "~nN"),
+    ("bool", re.compile(r"true|True|TRUE|false|False|FALSE"), "tTfF"),
+    ("int", _INT, "-+0123456789"),
+    (
+        "float",
+        re.compile(
+            r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)"
+            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+        ),
+        "-+.0123456789",
+    ),
+]
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {"": []}
+    for tag, pattern, first in _SCALARS:
+        whole = re.compile(f"^(?:{pattern.pattern})$")
+        for character in [*first, *([""] if tag == "null" else [])]:
+            table.setdefault(character, []).append((_TAG + tag, whole))
+    return table
+
+
+class Document(NamedTuple):
+    """A mapping read from text, and where each of its paths was written (`file.yaml:12`)."""
+
+    value: dict[str, Any]
+    marks: dict[Location, str]
+    label: str
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = _resolvers()
+    aliases = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            self.aliases += 1
+            if self.aliases > MAX_ALIASES:
+                raise yaml.MarkedYAMLError(
+                    problem=f"more than {MAX_ALIASES} aliases; write the values out",
+                    problem_mark=self.peek_event().start_mark,
+                )
+        return super().compose_node(parent, index)
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = _resolvers()
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def dump_yaml(value: Mapping[str, Any]) -> str:
+    """YAML that `parse_yaml` reads back to an equal value. [TRAIN-YAML-I1]"""
+    return yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=96)
+
+
+def read_yaml(path: Path) -> Document:
+    """Reads a file; `ConfigError` names the file, and the line where there is one."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise ConfigError(
+                f"{path} has {size} bytes, a config may have {MAX_BYTES}; is it really a config?"
+            )
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
+    return parse_yaml(text, path.name)
+
+
+def parse_yaml(text: str, label: str) -> Document:
+    """Parses a mapping; `label` names the source in marks and errors. [TRAIN-YAML-D1]"""
+    value, marks = parse_value(text, label)
+    if value is None:
+        value = {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"must be a mapping of settings, got {value!r}  [{label}:1]")
+    return Document(value, marks, label)
+
+
+def parse_value(text: str, label: str) -> tuple[Any, dict[Location, str]]:
+    """Parses any YAML value, such as the right-hand side of `--set`."""
+    loader: _Loader | None = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        reader = _Reader(label)
+        return (None if node is None else reader.read(node, ())), reader.marks
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(
+            f"not valid YAML: {error.problem or error.context}  [{_place(label, mark)}]"
+        ) from None
+    except yaml.reader.ReaderError as error:
+        raise ConfigError(
+            f"not valid YAML: character #x{error.character:04x} is not allowed  [{label}]"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"nested too deeply for a config  [{label}]") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+class _Reader:
+    """Turns a node graph into plain values, once per mention, so that aliases cannot explode."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.marks: dict[Location, str] = {}
+        self._open: set[int] = set()
+        self._count = 0
+
+    def read(self, node: yaml.Node, path: Location) -> Any:
+        self._count += 1
+        if self._count > MAX_VALUES:
+            raise self._refuse(path, f"expands to more than {MAX_VALUES} values", node)
+        if id(node) in self._open:
+            raise self._refuse(path, "contains itself through an alias", node)
+        self.marks.setdefault(path, _place(self.label, node.start_mark))
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self._mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return [self.read(item, (*path, i)) for i, item in enumerate(node.value)]
+            return self._scalar(node, path)
+        finally:
+            self._open.discard(id(node))
+
+    def _mapping(self, node: yaml.MappingNode, path: Location) -> dict[str, Any]:
+        if node.tag != _TAG + "map":
+            raise self._refuse(path, f"tag {node.tag!r} is not allowed", node)
+        seen: dict[str, int] = {}
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
+                raise self._refuse(path, f"a key must be a text, got {key!r}", key_node)
+            if key == "<<":
+                raise self._refuse(
+                    path, "merge keys (<<) are not supported; use 'extends'", key_node
+                )
+            if key in seen:
+                raise self._refuse(
+                    (*path, key),
+                    f"given twice, in lines {seen[key]} and {line}; keep one",
+                    key_node,
+                )
+            seen[key] = line
+            self.marks[(*path, key)] = _place(self.label, key_node.start_mark)
+            result[key] = self.read(value_node, (*path, key))
+        return result
+
+    def _scalar(self, node: yaml.Node, path: Location) -> Any:
+        text, tag = node.value, node.tag.removeprefix(_TAG)
+        try:
+            if tag == "str":
+                return text
+            if tag == "null":
+                return None
+            if tag == "bool":
+                return text.lower() == "true"
+            if tag == "int":
+                return int(text, 0) if _INT.fullmatch(text) else int(text)
+            if tag == "float":
+                return float(re.sub(r"\.(inf|nan)$", r"\1", text.lower()))
+        except ValueError:
+            raise self._refuse(path, f"is not a readable {tag}: {text[:40]!r}", node) from None
+        raise self._refuse(path, f"tag {node.tag!r} is not allowed", node)
+
+    def _refuse(self, path: Location, message: str, node: yaml.Node) -> ConfigError:
+        return ConfigError([Problem(path, f"{message}  [{_place(self.label, node.start_mark)}]")])
+
+
+def _place(label: str, mark: Any) -> str:
+    return label if mark is None or label.startswith("--") else f"{label}:{mark.line + 1}"
