@@ -24,7 +24,7 @@ class Compose(FeatureMap):
     even if the first one that is not odd is even; degree the product if all have one; is_random,
     needs_position if any is.
     Cost: the sum of the maps' costs at their widths.
-    References: the chain rule. [PHI-COMPOSE-D1]
+    Origin: ours; composition of functions. [PHI-COMPOSE-D1]
     """
 
     kind: Literal["compose"] = "compose"

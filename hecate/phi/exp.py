@@ -29,7 +29,7 @@ class Exp(Elementwise):
     Traits: non_negative, kernel_non_negative.
     Cost: O(D).
     Warning: |phi(x)|^2 grows exponentially; delta-type rules need normalised features.
-    References: none; a variant known from tutorials on linear attention. [PHI-EXP-D1]
+    Origin: a variant known from tutorials on linear attention. [PHI-EXP-D1]
     """
 
     kind: Literal["exp"] = "exp"

@@ -24,7 +24,7 @@ class LeakyReLUSquared(Elementwise):
     Cost: O(D).
     Warning: not monotone. It is 0 at x = -shift/slope (-5 by default) and rises again below: the
     most negative inputs do not matter least.
-    References: none; a variant known from tutorials on linear attention. [PHI-LEAKY2-D1]
+    Origin: a variant known from tutorials on linear attention. [PHI-LEAKY2-D1]
     """
 
     kind: Literal["leaky_relu_squared"] = "leaky_relu_squared"

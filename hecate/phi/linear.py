@@ -23,7 +23,7 @@ class Linear(FeatureMap):
     VJP: gx = g W^T, gW = x^T g summed over tokens.
     Traits: odd, degree 1.
     Cost: O(D d_phi).
-    References: none specific; the learned projection of any attention layer. [PHI-LINEAR-D1]
+    Origin: the learned projection of any attention layer. [PHI-LINEAR-D1]
     """
 
     kind: Literal["linear"] = "linear"

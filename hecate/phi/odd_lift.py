@@ -24,7 +24,7 @@ class OddLift(FeatureMap):
     Traits: odd; degree and norm_bound of inner; is_random, needs_position of inner.
     Cost: twice inner.
     Warning: the odd part of an even map is 0, so even maps are refused.
-    References: none; the odd part of a function. [PHI-ODD-D1]
+    Origin: ours; the odd part of a function. [PHI-ODD-D1]
     """
 
     kind: Literal["odd_lift"] = "odd_lift"

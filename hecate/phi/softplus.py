@@ -23,7 +23,7 @@ class Softplus(Elementwise):
     VJP: gx = sigmoid(beta x) g.
     Traits: non_negative, kernel_non_negative.
     Cost: O(D).
-    References: none specific to linear attention. [PHI-SOFTPLUS-D1]
+    Origin: a common activation; no source proposes it for linear attention. [PHI-SOFTPLUS-D1]
     """
 
     kind: Literal["softplus"] = "softplus"

@@ -1,4 +1,4 @@
-"""Checks for anyone who writes a feature map, a knob or a block."""
+"""Three opinions on the derivative of a block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.phi.base import FeatureMap, Params
 from hecate.tape import Block, differentiable
 
 SIGNAL_FLOOR = 1e-3
@@ -36,12 +35,12 @@ def check_vjp(
     generator = generator or torch.Generator().manual_seed(0)
     case = _case(block, inputs, constants, generator)
     hand = block.pullback(case.residuals, case.cotangents)
-    _require(
+    require(
         len(hand) == len(inputs),
         f"{block.name}: the VJP returns {len(hand)} cotangents for {len(inputs)} inputs",
     )
     leaking = [index for index in constants if hand[index] is not None]
-    _require(not leaking, f"{block.name}: the VJP gives cotangents to the constants {leaking}")
+    require(not leaking, f"{block.name}: the VJP gives cotangents to the constants {leaking}")
     flowing = [
         (o, g) for o, g in zip(case.outputs, case.cotangents, strict=True) if o.requires_grad
     ]
@@ -92,7 +91,7 @@ def _case(
     for index, item in enumerate(tensors):
         if item is None or index in constants or not differentiable(item):
             continue
-        _require(
+        require(
             item.dtype == torch.float64,
             f"{block.name}: input {index} must be float64, got {item.dtype}",
         )
@@ -107,86 +106,6 @@ def _case(
         for out in outputs
     ]
     return _Case(tensors, varied, points, outputs, cotangents, residuals)
-
-
-def check_feature_map(
-    feature_map: FeatureMap,
-    d: int = 5,
-    *,
-    heads: int = 3,
-    smooth: bool = True,
-    generator: torch.Generator | None = None,
-) -> None:
-    """Checks a feature map: shapes, dtypes, the VJP, every declared trait and reproducible draws.
-
-    Inputs are sampled at random, so kinks (where a map is not differentiable) have probability
-    zero. `smooth=False` skips the second derivatives. Raises AssertionError naming what failed.
-    """
-    generator = generator or torch.Generator().manual_seed(0)
-    name = f"phi.{feature_map.kind}"
-    params = feature_map.init(d, heads=heads, generator=_seeded(7), dtype=torch.float64)
-    again = feature_map.init(d, heads=heads, generator=_seeded(7), dtype=torch.float64)
-    for first, second in (
-        (params["learned"], again["learned"]),
-        (params["frozen"], again["frozen"]),
-    ):
-        _require(first.keys() == second.keys(), f"{name}: init is not reproducible")
-        for key, tensor in first.items():
-            _require(
-                torch.equal(tensor, second[key]), f"{name}: init is not reproducible in {key!r}"
-            )
-            _require(tensor.shape[0] in (1, heads), f"{name}: {key!r} lacks the leading head axis")
-    x = torch.randn(4, heads, d, dtype=torch.float64, generator=generator)
-    features = feature_map(x, params)
-    width = feature_map.output_dim(d)
-    _require(
-        features.shape == (4, heads, width),
-        f"{name}: features {list(features.shape)}, d_phi {width}",
-    )
-    _require(features.dtype == torch.float64, f"{name}: float64 in, {features.dtype} out")
-    low = _cast(params, torch.float32)
-    _require(
-        feature_map(x.bfloat16(), low).dtype == torch.bfloat16,
-        f"{name}: bfloat16 in, other dtype out",
-    )
-    block, tensors = feature_map.block(params)
-    frozen = range(1 + len(params["learned"]), 1 + len(tensors))
-    check_vjp(block, [x, *tensors], constants=frozen, second_order=smooth, generator=generator)
-    _check_traits(feature_map, params, heads, d, generator)
-
-
-def _check_traits(
-    feature_map: FeatureMap, params: Params, heads: int, d: int, generator: torch.Generator
-) -> None:
-    name, declared = f"phi.{feature_map.kind}", feature_map.traits()
-    for scale in (0.1, 1.0, 5.0):
-        x = scale * torch.randn(256, heads, d, dtype=torch.float64, generator=generator)
-        f = feature_map(x, params)
-        minus = feature_map(-x, params)
-        size = f.abs().max().clamp(min=1e-300)
-        kernel = torch.einsum("nhp,mhp->hnm", f, f)
-        floor = -1e-12 * float(kernel.abs().max())
-        if declared.non_negative:
-            _require(bool((f >= 0).all()), f"{name}: declared non_negative, got {float(f.min())}")
-        if declared.kernel_non_negative:
-            _require(bool((kernel >= floor).all()), f"{name}: declared kernel_non_negative")
-        if declared.parity != "none":
-            sign = 1 if declared.parity == "even" else -1
-            _require(
-                bool((f - sign * minus).abs().max() <= 1e-12 * size),
-                f"{name}: not {declared.parity}",
-            )
-        if declared.degree is not None:
-            error = (feature_map(3.0 * x, params) - 3.0**declared.degree * f).abs().max()
-            _require(
-                bool(error <= 1e-10 * 3.0**declared.degree * size),
-                f"{name}: not of degree {declared.degree}",
-            )
-        if declared.norm_bound is not None:
-            largest = float(f.square().sum(-1).max())
-            _require(
-                largest <= declared.norm_bound * (1 + 1e-12), f"{name}: |phi|^2 reached {largest}"
-            )
 
 
 def _check_differences(
@@ -270,7 +189,7 @@ def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _close(what: str, got: Tensor, expected: Tensor, rtol: float, signal: float) -> None:
-    _require(
+    require(
         got.shape == expected.shape,
         f"{what}: shape {list(got.shape)}, expected {list(expected.shape)}",
     )
@@ -283,17 +202,7 @@ def _close(what: str, got: Tensor, expected: Tensor, rtol: float, signal: float)
         )
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raises AssertionError with the message unless the condition holds."""
     if not condition:
         raise AssertionError(message)
-
-
-def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def _cast(params: Params, dtype: torch.dtype) -> Params:
-    return {
-        "learned": {key: item.to(dtype) for key, item in params["learned"].items()},
-        "frozen": {key: item.to(dtype) for key, item in params["frozen"].items()},
-    }

@@ -1,0 +1,6 @@
+"""Checks for anyone who writes a feature map, a knob or a block."""
+
+from hecate.testing.feature_map import check_feature_map
+from hecate.testing.vjp import SIGNAL_FLOOR, check_vjp
+
+__all__ = ["SIGNAL_FLOOR", "check_feature_map", "check_vjp"]

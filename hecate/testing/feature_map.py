@@ -1,0 +1,220 @@
+"""Everything that a feature map promises, checked on random inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hecate.phi.base import FeatureMap, Params
+from hecate.testing.vjp import SIGNAL_FLOOR, check_vjp, require
+
+# Features are rounded once or, in combinations, a few times: eight roundings of bfloat16.
+_BFLOAT16_ERROR = 8 * 2.0**-8
+
+
+def check_feature_map(
+    feature_map: FeatureMap,
+    d: int = 5,
+    *,
+    heads: int = 3,
+    smooth: bool = True,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Checks a feature map: draws, shapes, dtypes, heads, the VJP and every declared trait.
+
+    All of it with parameters per head and with one set for all heads, learned ones moved away from
+    their initial values, where gradients may vanish. Inputs are sampled at random, so kinks (where
+    a map is not differentiable) have probability zero; at x = 0 features and cotangents must be
+    finite. `smooth=False` skips the second derivatives. Raises AssertionError naming what failed.
+    """
+    generator = generator or torch.Generator().manual_seed(0)
+    name = f"phi.{feature_map.kind}"
+    for count in (heads, 1):
+        params = _moved(_check_init(name, feature_map, d, count), generator)
+        x = torch.randn(4, heads, d, dtype=torch.float64, generator=generator)
+        _check_features(name, feature_map, params, x)
+        _check_heads(name, feature_map, params, x)
+        _check_low_precision(name, feature_map, params, x)
+        _check_zero(name, feature_map, params, x)
+        _check_kernel(name, feature_map, x)
+        block, tensors = feature_map.block(params)
+        learned = len(params["learned"])
+        frozen = range(1 + learned, 1 + len(tensors))
+        check_vjp(block, [x, *tensors], constants=frozen, second_order=smooth, generator=generator)
+        _check_parameters_matter(name, feature_map, params, x)
+        _check_traits(name, feature_map, params, heads, d, generator)
+
+
+def _check_init(name: str, feature_map: FeatureMap, d: int, heads: int) -> Params:
+    def fresh(seed: int) -> Params:
+        source = torch.Generator().manual_seed(seed)
+        return feature_map.init(d, heads=heads, generator=source, dtype=torch.float64)
+
+    before = torch.get_rng_state()
+    params, again, other = fresh(7), fresh(7), fresh(8)
+    require(torch.equal(before, torch.get_rng_state()), f"{name}: init uses the global generator")
+    for first, second in (
+        (params["learned"], again["learned"]),
+        (params["frozen"], again["frozen"]),
+    ):
+        require(first.keys() == second.keys(), f"{name}: init is not reproducible")
+        for key, item in first.items():
+            require(torch.equal(item, second[key]), f"{name}: init is not reproducible in {key!r}")
+            require(item.shape[0] in (1, heads), f"{name}: {key!r} lacks the leading head axis")
+            require(
+                item.dtype == torch.float64 or not item.is_floating_point(),
+                f"{name}: {key!r} is {item.dtype}, float64 was asked for",
+            )
+    drawn = [key for key, t in params["frozen"].items() if not torch.equal(t, other["frozen"][key])]
+    if feature_map.is_random:
+        require(bool(drawn), f"{name}: declared is_random, but no seed changes a frozen parameter")
+    else:
+        require(not drawn, f"{name}: frozen {drawn} depend on the seed; declare is_random")
+    return params
+
+
+def _moved(params: Params, generator: torch.Generator) -> Params:
+    learned = {
+        key: t + 0.3 * torch.randn(t.shape, dtype=t.dtype, generator=generator)
+        for key, t in params["learned"].items()
+    }
+    return {"learned": learned, "frozen": params["frozen"]}
+
+
+def _check_features(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
+    given, width = x.clone(), feature_map.output_dim(x.shape[-1])
+    features, residuals = feature_map.forward(x, params)
+    expected = (*x.shape[:-1], width)
+    require(features.shape == expected, f"{name}: features {list(features.shape)}, d_phi {width}")
+    require(features.dtype == x.dtype, f"{name}: {x.dtype} in, {features.dtype} out")
+    require(bool(features.isfinite().all()), f"{name}: features of ordinary inputs are not finite")
+    g = torch.ones_like(features)
+    first, second = feature_map.vjp(residuals, g)[0], feature_map.vjp(residuals, g)[0]
+    require(torch.equal(first, second), f"{name}: the VJP changes its residuals or its cotangent")
+    require(torch.equal(x, given), f"{name}: changes its input in place")
+
+
+def _check_heads(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
+    features = feature_map(x, params)
+    for head in range(x.shape[1]):
+        one: Params = {
+            "learned": _one_head(params["learned"], head),
+            "frozen": _one_head(params["frozen"], head),
+        }
+        alone = feature_map(x[:, head], one)
+        error = float((features[:, head] - alone).abs().max())
+        require(
+            error <= 1e-12 * float(alone.abs().max()),
+            f"{name}: head {head} differs from the same head alone by {error:.3e}",
+        )
+
+
+def _check_low_precision(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
+    low = _cast(params, torch.float32)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, _BFLOAT16_ERROR)):
+        rounded = x.to(dtype)
+        features, residuals = feature_map.forward(rounded, low)
+        require(features.dtype == dtype, f"{name}: {dtype} in, {features.dtype} out")
+        exact = feature_map(rounded.double(), params)
+        error = float((features.double() - exact).abs().max())
+        require(
+            error <= tolerance * float(exact.abs().max()),
+            f"{name}: off by {error:.3e} in {dtype}; evaluate in float32 or better",
+        )
+        gx, glearned = feature_map.vjp(residuals, torch.ones_like(features))
+        require(gx.dtype == dtype, f"{name}: {dtype} in, cotangent in {gx.dtype}")
+        require(gx.shape == x.shape, f"{name}: cotangent of x has shape {list(gx.shape)}")
+        for key, item in low["learned"].items():
+            got = glearned[key]
+            require(
+                (got.shape, got.dtype) == (item.shape, item.dtype),
+                f"{name}: cotangent of {key!r} is {list(got.shape)} in {got.dtype}",
+            )
+
+
+def _check_zero(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
+    zero = torch.zeros_like(x).requires_grad_()
+    features, residuals = feature_map.forward(zero, params)
+    g = torch.ones_like(features)
+    gx = feature_map.vjp(residuals, g)[0]
+    for what, value in (("features", features), ("cotangents", gx)):
+        require(bool(value.isfinite().all()), f"{name}: {what} at x = 0 are not finite")
+    (traced,) = torch.autograd.grad(features, zero, g, allow_unused=True)
+    if traced is not None:
+        require(bool(traced.isfinite().all()), f"{name}: autograd at x = 0 is not finite")
+
+
+def _check_kernel(name: str, feature_map: FeatureMap, x: Tensor) -> None:
+    y = x.flip(0)
+    kernel, mirrored = feature_map.exact_kernel(x, y), feature_map.exact_kernel(y, x)
+    if kernel is None or mirrored is None:
+        require(kernel is mirrored, f"{name}: exact_kernel is sometimes None")
+        return
+    require(kernel.shape == x.shape[:-1], f"{name}: exact_kernel has shape {list(kernel.shape)}")
+    size = float(kernel.abs().max())
+    require(
+        bool((kernel - mirrored).abs().max() <= 1e-12 * size), f"{name}: exact_kernel not symmetric"
+    )
+
+
+def _check_parameters_matter(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
+    features, residuals = feature_map.forward(x, params)
+    glearned = feature_map.vjp(residuals, torch.ones_like(features).cumsum(-1))[1]
+    require(
+        glearned.keys() == params["learned"].keys(),
+        f"{name}: the VJP returns {sorted(glearned)}, learned are {sorted(params['learned'])}",
+    )
+    for key, g in glearned.items():
+        size = float(g.norm())
+        require(
+            size > SIGNAL_FLOOR, f"{name}: {key!r} has a gradient of {size:.1e}: it does nothing"
+        )
+
+
+def _check_traits(
+    name: str,
+    feature_map: FeatureMap,
+    params: Params,
+    heads: int,
+    d: int,
+    generator: torch.Generator,
+) -> None:
+    declared = feature_map.traits()
+    # Small inputs too: a degree or a bound may hold except near zero, where an epsilon shows.
+    for scale in (1e-3, 0.1, 1.0, 5.0):
+        x = scale * torch.randn(256, heads, d, dtype=torch.float64, generator=generator)
+        f = feature_map(x, params)
+        size = f.abs().max().clamp(min=1e-300)
+        if declared.non_negative:
+            require(bool((f >= 0).all()), f"{name}: declared non_negative, got {float(f.min())}")
+        if declared.kernel_non_negative:
+            kernel = torch.einsum("nhp,mhp->hnm", f, f)
+            floor = -1e-12 * float(kernel.abs().max())
+            require(
+                bool((kernel >= floor).all()),
+                f"{name}: declared kernel_non_negative, got {float(kernel.min())}",
+            )
+        if declared.parity != "none":
+            sign = 1 if declared.parity == "even" else -1
+            error = (f - sign * feature_map(-x, params)).abs().max()
+            require(bool(error <= 1e-12 * size), f"{name}: not {declared.parity}")
+        if declared.degree is not None:
+            grown = 3.0**declared.degree
+            error = (feature_map(3.0 * x, params) - grown * f).abs().max()
+            require(bool(error <= 1e-10 * grown * size), f"{name}: not of degree {declared.degree}")
+        if declared.norm_bound is not None:
+            largest = float(f.square().sum(-1).max())
+            require(
+                largest <= declared.norm_bound * (1 + 1e-12), f"{name}: |phi|^2 reached {largest}"
+            )
+
+
+def _one_head(tensors: dict[str, Tensor], head: int) -> dict[str, Tensor]:
+    return {key: t if t.shape[0] == 1 else t[head : head + 1] for key, t in tensors.items()}
+
+
+def _cast(params: Params, dtype: torch.dtype) -> Params:
+    def cast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {key: t.to(dtype) if t.is_floating_point() else t for key, t in tensors.items()}
+
+    return {"learned": cast(params["learned"]), "frozen": cast(params["frozen"])}
