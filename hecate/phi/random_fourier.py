@@ -70,7 +70,8 @@ class RandomFourier(RandomMap):
         w = self.drawn(params, "w")
         phase = project_precisely(x, w)
         if self.form == "phased":
-            phase = phase + self.drawn(params, "b").to(phase)
+            b = self.drawn(params, "b").to(phase)
+            phase = phase + (b if b.shape[0] > 1 else b[0])
             features = phase.cos() * math.sqrt(2 / self.d_phi)
         else:
             features = torch.cat([phase.cos(), phase.sin()], -1) / math.sqrt(self.d_phi // 2)

@@ -1,0 +1,69 @@
+"""What the tests of random feature maps share."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hecate.phi import Favor, FeatureMap, PerformerReLU, RandomFourier
+from hecate.tape import Block
+
+F64 = torch.float64
+SIGMAS = 5.0  # accepted deviations of a Monte-Carlo mean, in standard errors
+MAPS = [
+    RandomFourier(d_phi=12, sigma=0.7),
+    RandomFourier(d_phi=12, sigma=2.0, form="paired", orthogonal=True),
+    Favor(),
+    Favor(num_features=7, norms="sqrt", orthogonal=False),
+    Favor(num_features=14, variant="hyperbolic", scale="none"),
+    Favor(num_features=12, variant="trigonometric"),
+    PerformerReLU(),
+    PerformerReLU(num_features=9, kernel_epsilon=0, norms="chi"),
+]
+each_map = pytest.mark.parametrize("feature_map", MAPS, ids=repr)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=F64, generator=seeded(seed))
+
+
+def pair(length: float, cosine: float, d: int = 8) -> tuple[Tensor, Tensor]:
+    """Two vectors of one length with a given cosine between them."""
+    x, y = torch.zeros(d, dtype=F64), torch.zeros(d, dtype=F64)
+    x[0], y[0], y[1] = length, length * cosine, length * math.sqrt(1 - cosine**2)
+    return x, y
+
+
+def one_sided_pair() -> tuple[Tensor, Tensor]:
+    x, y = torch.zeros(8, dtype=F64), torch.zeros(8, dtype=F64)
+    x[0], x[1], y[0], y[2] = 0.5, 0.3, 0.6, 0.2
+    return x, y
+
+
+def estimates(
+    feature_map: FeatureMap, x: Tensor, y: Tensor, replicas: int, *, seed: int = 1
+) -> Tensor:
+    """The estimated kernel of one pair under `replicas` independent draws (one per head)."""
+    d = x.shape[-1]
+    params = feature_map.init(d, heads=replicas, generator=seeded(seed), dtype=F64)
+    fx, fy = (feature_map(v.expand(replicas, d), params) for v in (x, y))
+    return (fx * fy).sum(-1)
+
+
+def deviation(samples: Tensor, expected: float) -> float:
+    """Distance of the sample mean from its expectation, in standard errors."""
+    return float((samples.mean() - expected).abs() / (samples.std() / math.sqrt(len(samples))))
+
+
+def bound_block(feature_map: FeatureMap, params) -> Block:
+    """The map as a block of x alone: draws are constants."""
+    return Block(
+        feature_map.kind,
+        lambda x: ((feature_map.forward(x, params)[0],), feature_map.forward(x, params)[1]),
+        lambda residuals, g: (feature_map.vjp(residuals, g)[0],),
+    )

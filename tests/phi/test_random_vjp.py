@@ -1,0 +1,164 @@
+"""Random feature maps: derivatives, precision, transforms."""
+
+import math
+
+import pytest
+import torch
+
+from hecate.phi import Favor, PerformerReLU, RandomFourier
+from hecate.phi.random import project_precisely
+from hecate.tape import differentiate
+from hecate.testing import check_vjp
+from tests.phi.random_common import F64, bound_block, each_map, gaussian
+
+
+@pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
+@pytest.mark.spec("PHI-RFF-I3")
+def test_phases_are_as_good_as_float32(size):
+    d, width = 16, 64
+    feature_map = RandomFourier(d_phi=width, sigma=0.5)
+    params = feature_map.init(d)
+    double = {"learned": {}, "frozen": {k: v.double() for k, v in params["frozen"].items()}}
+    x = size * torch.nn.functional.normalize(gaussian(200, d), dim=-1).float()
+    w = double["frozen"]["w"][0]
+    # Round-off of a dot product of d terms, of adding b and of the cosine's argument: unit 2^-24.
+    magnitude = x.double().abs() @ w.abs() + 2 * math.pi
+    allowed = math.sqrt(2 / width) * 2**-24 * ((d + 2) * magnitude + 4)
+    exact = feature_map(x.double(), double)
+    error = (feature_map(x, params).double() - exact).abs()
+    assert bool((error <= allowed).all())
+    low = x.bfloat16()
+    exact = feature_map(low.double(), double)
+    error = (feature_map(low, params).double() - exact).abs()
+    # On top of that the rounding of the result to bfloat16: 2^-8 relative.
+    assert bool((error <= 2 * allowed + 2**-8 * (exact.abs() + 2 * allowed)).all())
+    if size > 1:
+        naive = (low @ params["frozen"]["w"][0].bfloat16()).double()
+        assert float((naive - low.double() @ w).abs().max()) > 0.1, "a bfloat16 phase is lost"
+    better = feature_map(x, double)
+    assert better.dtype == torch.float32
+    error = (better.double() - feature_map(x.double(), double)).abs()
+    assert bool((error <= 2**-24 * math.sqrt(2 / width)).all()), "float64 draws: float64 phases"
+
+
+@each_map
+@pytest.mark.spec("PHI-RAND-I4")
+def test_low_precision_inputs_lose_only_the_last_rounding(feature_map):
+    params = feature_map.init(16, heads=2)
+    x = (2 * gaussian(50, 2, 16)).bfloat16()
+    full = feature_map(x.float(), params)
+    assert feature_map(x, params).dtype == torch.bfloat16
+    assert torch.equal(feature_map(x, params), full.bfloat16())
+    _, residuals = feature_map.forward(x, params)
+    g = gaussian(*full.shape, seed=5).bfloat16()
+    gx = feature_map.vjp(residuals, g)[0]
+    assert gx.dtype == torch.bfloat16
+    _, residuals = feature_map.forward(x.float(), params)
+    assert torch.equal(gx, feature_map.vjp(residuals, g.float())[0].bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(feature_map(x.float(), params), full)
+        again = feature_map.vjp(feature_map.forward(x.float(), params)[1], g.float())[0]
+    assert torch.equal(again.bfloat16(), gx)
+
+
+@each_map
+@pytest.mark.spec("PHI-RAND-I5")
+def test_a_token_does_not_change_the_features_of_another(feature_map):
+    params = feature_map.init(6, dtype=F64)
+    x = gaussian(9, 6)
+    later = x.clone()
+    later[5:] *= 4.0  # a per-sequence maximum would move with these
+    torch.testing.assert_close(
+        feature_map(x, params)[:5], feature_map(later, params)[:5], rtol=1e-13, atol=1e-15
+    )
+    for t in range(9):
+        torch.testing.assert_close(
+            feature_map(x[t], params), feature_map(x, params)[t], rtol=1e-13, atol=1e-15
+        )
+
+
+@each_map
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.spec("PHI-RFF-V1", "PHI-RFF-V2", "PHI-FAVOR-V1", "PHI-PRELU-V1")
+def test_vjp(feature_map, heads):
+    params = feature_map.init(5, heads=heads, dtype=F64)
+    check_vjp(bound_block(feature_map, params), [gaussian(4, heads, 5)])
+
+
+@each_map
+@pytest.mark.spec("PHI-RAND-I3")
+def test_frozen_draws_get_no_gradient(feature_map):
+    params = feature_map.init(5, heads=2, dtype=F64)
+    block, tensors = feature_map.block(params)
+    x = gaussian(3, 2, 5).requires_grad_()
+    for autodiff in ("tape", "torch"):
+        draws = [tensor.clone().requires_grad_() for tensor in tensors]
+        (features,) = differentiate(lambda run, *args: run(block, *args), (x, *draws), autodiff)
+        gx, *rest = torch.autograd.grad(features.sum(), [x, *draws], allow_unused=True)
+        assert float(gx.norm()) > 1e-3
+        assert all(grad is None for grad in rest)
+    features, residuals = feature_map.forward(x, params)
+    assert feature_map.vjp(residuals, torch.ones_like(features))[1] == {}
+
+
+def without_sine(feature_map, residuals, g):
+    """The VJP W^T g that circulates."""
+    return project_precisely(g, residuals[0].mT)
+
+
+def wrong_sign(feature_map, residuals, g):
+    return -feature_map.vjp(residuals, g)[0]
+
+
+def without_radial_part(feature_map, residuals, g):
+    """Forgets that the amplitude depends on x."""
+    scaled, *rest = residuals
+    return feature_map.vjp((torch.zeros_like(scaled), *rest), g)[0]
+
+
+def without_step(feature_map, residuals, g):
+    w, active = residuals
+    return feature_map.vjp((w, torch.ones_like(active)), g)[0]
+
+
+@pytest.mark.parametrize(
+    "feature_map,planted",
+    [
+        (RandomFourier(d_phi=8), without_sine),
+        (RandomFourier(d_phi=8, form="paired"), wrong_sign),
+        (Favor(num_features=8), without_radial_part),
+        (Favor(num_features=8, variant="trigonometric"), without_radial_part),
+        (PerformerReLU(num_features=8), without_step),
+    ],
+)
+@pytest.mark.spec("PHI-RFF-E2")
+def test_the_check_fails_on_planted_faults(feature_map, planted):
+    sound = bound_block(feature_map, feature_map.init(5, dtype=F64))
+    broken = sound._replace(vjp=lambda residuals, g: (planted(feature_map, residuals, g),))
+    check_vjp(sound, [gaussian(4, 5)])
+    with pytest.raises(AssertionError, match="VJP of input 0"):
+        check_vjp(broken, [gaussian(4, 5)])
+
+
+@pytest.mark.spec("PHI-PRELU-V1", "PHI-PRELU-E4")
+def test_relu_derivative_at_and_below_the_kink():
+    feature_map = PerformerReLU(num_features=2, kernel_epsilon=0.5)
+    params = {"learned": {}, "frozen": {"w": torch.eye(2, dtype=F64).unsqueeze(0)}}
+    x = torch.tensor([[0.0, -1.0]], dtype=F64)
+    features, residuals = feature_map.forward(x, params)
+    assert bool((features > 0).all()), "epsilon makes features positive"
+    gx = feature_map.vjp(residuals, torch.ones_like(features))[0]
+    assert torch.equal(gx, torch.zeros_like(x)), "but gives no gradient"
+
+
+@each_map
+def test_transforms(feature_map):
+    params = feature_map.init(5, heads=2)
+    x = gaussian(3, 2, 5).float()
+    expected = feature_map(x, params)
+    torch.testing.assert_close(torch.func.vmap(lambda row: feature_map(row, params))(x), expected)
+    compiled = torch.compile(
+        lambda value: feature_map(value, params), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(x), expected)
+    torch._dynamo.reset()
