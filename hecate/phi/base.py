@@ -120,11 +120,6 @@ class FeatureMap(Variant, family="feature_map"):
         return self.traits().parity
 
     @property
-    def homogeneity(self) -> float | None:
-        """Degree of homogeneity: phi(c x) = c^degree phi(x) for c > 0; None if not homogeneous."""
-        return self.traits().degree
-
-    @property
     def norm_bound(self) -> float | None:
         """Upper bound of |phi(x)|^2 over all x; None if there is none."""
         return self.traits().norm_bound
@@ -167,6 +162,19 @@ class FeatureMap(Variant, family="feature_map"):
         return Block(f"phi.{self.kind}", forward, vjp if self.hand_written() else None), tensors
 
 
+class _Degree:
+    """phi(c x) = c^degree phi(x) for c > 0; None if not homogeneous.
+
+    Invisible on the class itself, so that a variant (`Polynomial`) may have a field of this name.
+    """
+
+    def __get__(self, instance: FeatureMap | None, owner: type[FeatureMap]) -> float | None:
+        if instance is None:
+            raise AttributeError("degree is a trait of an instance")
+        return instance.traits().degree
+
+
+FeatureMap.degree = _Degree()  # type: ignore[attr-defined]
 FeatureMapKind = FeatureMap
 
 
