@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Literal
 
 import torch
@@ -10,7 +9,7 @@ from pydantic import Field, model_validator
 
 from hecate.algorithm import GD, AlgorithmKind
 from hecate.bias import L2, BiasKind
-from hecate.errors import ConfigError, StabilityWarning
+from hecate.errors import ConfigError
 from hecate.phi import FeatureMapKind, Identity
 from hecate.retention import NoRetention, RetentionKind
 from hecate.rule.rule import MemoryRule
@@ -86,18 +85,6 @@ class MemoryConfig(Config):
                 f"{self.algorithm.kind!r} diverges from {limit:g} on; lower lr below "
                 f"{limit / (bound * curvature):g} or set step='normalized' or 'implicit'",
                 path=("algorithm", "lr"),
-            )
-
-    def warn_unbounded_step(self, lr: float) -> None:
-        """Warns when no bound on |phi(k)|^2 keeps a delta-type memory at this lr from diverging."""
-        delta_type = self.bias.curvature is None or self.bias.curvature > 0
-        if self.step == "raw" and self.structure.linear and delta_type and self.key_bound is None:
-            warnings.warn(
-                f"lr up to {lr:g}: feature_map {self.feature_map.kind!r} with key_norm 'none' has no "
-                f"bound on |phi(k)|^2, and bias {self.bias.kind!r} diverges once lr * |phi(k)|^2 stays "
-                f"above {self.algorithm.stable_step:g}; set key_norm='l2' or step='normalized'",
-                StabilityWarning,
-                stacklevel=3,
             )
 
     @model_validator(mode="after")

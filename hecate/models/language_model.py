@@ -1,0 +1,220 @@
+"""A language model whose token mixing is done by memories."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from hecate.errors import ConfigError, ShapeError
+from hecate.nn import LayerState, Memory
+from hecate.rule import MemoryConfig
+from hecate.variant import Config
+
+
+class LanguageModelConfig(Config):
+    """Sizes of a `LanguageModel` and the memory of its layers.
+
+    Fields:
+        vocab_size: tokens; None is filled from the data.
+        d_model, layers, heads: width, depth, memories per layer.
+        d_key, d_value: widths per head; None means d_model // heads.
+        memory: rule and conventions of every layer's memory.
+        conv_kernel, qk_norm, output_gate, learned_initial: as in `hecate.nn.Memory`.
+        mlp_ratio: hidden width of the gated MLP over d_model; 0 leaves it out.
+        tie_embeddings: whether the output layer shares the embedding's weights.
+    """
+
+    vocab_size: int | None = Field(None, ge=2)
+    d_model: int = Field(128, ge=1)
+    layers: int = Field(2, ge=1)
+    heads: int = Field(4, ge=1)
+    d_key: int | None = Field(None, ge=1)
+    d_value: int | None = Field(None, ge=1)
+    memory: MemoryConfig = MemoryConfig()
+    conv_kernel: int = Field(4, ge=0)
+    qk_norm: Literal["none", "l2", "rms"] = "l2"
+    output_gate: bool = True
+    learned_initial: bool = True
+    mlp_ratio: float = Field(2.0, ge=0)
+    tie_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _sizes(self) -> LanguageModelConfig:
+        if self.d_model % self.heads and (self.d_key is None or self.d_value is None):
+            raise ConfigError(
+                f"must divide d_model={self.d_model}, got {self.heads}; or give d_key and d_value",
+                path=("heads",),
+            )
+        if self.conv_kernel == 1:
+            raise ConfigError("must be 0 (none) or at least 2, got 1", path=("conv_kernel",))
+        d_key = self.d_key or self.d_model // self.heads
+        d_value = self.d_value or self.d_model // self.heads
+        try:
+            d_phi = self.memory.feature_map.output_dim(d_key)
+            self.memory.structure.shapes(d_phi, d_value)
+        except ConfigError as error:
+            raise ConfigError(f"{error} (keys have width {d_key})", path=("memory",)) from None
+        return self
+
+
+class LanguageModel(nn.Module):
+    """Pre-norm blocks of memory and gated MLP between an embedding and a linear head.
+
+    `model(tokens [B, T], state=None) -> (logits [B, T, vocab], state)`: any split of a sequence gives the
+    same logits, and a token costs the same whatever came before it.
+
+    Args:
+        config: sizes and memory; `vocab_size` must be set.
+        generator: source of all draws; None uses torch's default generator.
+    """
+
+    def __init__(
+        self,
+        config: LanguageModelConfig,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        config = config.validated()
+        if config.vocab_size is None:
+            raise ConfigError("vocab_size must be set to build a model", path=("vocab_size",))
+        self.config = config
+        place = {"device": device, "dtype": dtype}
+        self.embedding = nn.utils.skip_init(
+            nn.Embedding, config.vocab_size, config.d_model, device=device or "cpu", dtype=dtype
+        )
+        self.blocks = nn.ModuleList(
+            _Block(config, f"layer {index}", generator, **place) for index in range(config.layers)
+        )
+        self.norm = nn.RMSNorm(config.d_model, eps=1e-6, **place)
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.utils.skip_init(
+                nn.Linear,
+                config.d_model,
+                config.vocab_size,
+                bias=False,
+                device=device or "cpu",
+                dtype=dtype,
+            )
+        if self.embedding.weight.device.type != "meta":
+            self._draw(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws every parameter anew from `generator` (None: torch's default generator)."""
+        for block in self.blocks:
+            block.reset_parameters(generator)
+        nn.init.ones_(self.norm.weight)
+        self._draw(generator)
+
+    def _draw(self, generator: torch.Generator | None) -> None:
+        std = self.config.d_model**-0.5
+        nn.init.normal_(self.embedding.weight, std=std, generator=generator)
+        if self.head is not None:
+            nn.init.normal_(self.head.weight, std=std, generator=generator)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: tuple[LayerState, ...] | None = None,
+        *,
+        write_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[LayerState, ...]]:
+        """Logits of the next token at every position, and the state after the last one."""
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ShapeError(f"tokens must be integer [B, T], got {tokens.dtype} {list(tokens.shape)}")
+        # The tied head needs small rows, the blocks an input of unit scale.
+        x = self.embedding(tokens) * self.config.d_model**0.5
+        carried: list[LayerState] = []
+        for index, block in enumerate(self.blocks):
+            before = None if state is None else state[index]
+            x, after = block(x, before, write_mask=write_mask, reset_mask=reset_mask)
+            carried.append(after)
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return nn.functional.linear(self.norm(x), weight), tuple(carried)
+
+
+class _Block(nn.Module):
+    def __init__(
+        self,
+        config: LanguageModelConfig,
+        name: str,
+        generator: torch.Generator | None,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        place = {"device": device, "dtype": dtype}
+        self.memory_norm = nn.RMSNorm(config.d_model, eps=1e-6, **place)
+        self.memory = Memory(
+            config.d_model,
+            config.heads,
+            config.memory,
+            d_key=config.d_key,
+            d_value=config.d_value,
+            conv_kernel=config.conv_kernel,
+            qk_norm=config.qk_norm,
+            output_gate=config.output_gate,
+            learned_initial=config.learned_initial,
+            name=name,
+            generator=generator,
+            **place,
+        )
+        hidden = int(config.mlp_ratio * config.d_model)
+        self.mlp = _GatedMLP(config.d_model, hidden, **place) if hidden else None
+        if self.mlp is not None and self.mlp.down.weight.device.type != "meta":
+            self.mlp.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None) -> None:
+        nn.init.ones_(self.memory_norm.weight)
+        self.memory.reset_parameters(generator)
+        if self.mlp is not None:
+            self.mlp.reset_parameters(generator)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: LayerState | None,
+        *,
+        write_mask: Tensor | None,
+        reset_mask: Tensor | None,
+    ) -> tuple[Tensor, LayerState]:
+        y, after = self.memory(
+            self.memory_norm(x), state, write_mask=write_mask, reset_mask=reset_mask
+        )
+        x = x + y
+        return (x if self.mlp is None else x + self.mlp(x)), after
+
+
+class _GatedMLP(nn.Module):
+    """W_down(silu(W_gate x) * W_up x) of the normalised input."""
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        place = {"bias": False, "device": device or "cpu", "dtype": dtype}
+        self.norm = nn.RMSNorm(width, eps=1e-6, device=device, dtype=dtype)
+        self.up = nn.utils.skip_init(nn.Linear, width, 2 * hidden, **place)
+        self.down = nn.utils.skip_init(nn.Linear, hidden, width, **place)
+
+    def reset_parameters(self, generator: torch.Generator | None) -> None:
+        nn.init.ones_(self.norm.weight)
+        for linear in (self.up, self.down):
+            nn.init.normal_(linear.weight, std=linear.in_features**-0.5, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(self.norm(x)).chunk(2, -1)
+        return self.down(nn.functional.silu(gate) * value)

@@ -1,0 +1,51 @@
+"""Short causal convolution with an explicit state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class ShortConv(nn.Module):
+    """Depthwise causal convolution: y_t = silu(sum_j w_j x_(t-j)), j = 0..kernel-1.
+
+    Shapes: x `[B, T, C]`, state `[B, kernel-1, C]` (the last inputs, zero at the start).
+    `segment` `[B, kernel-1+T]`, if given, numbers the documents of state and inputs: a tap that would reach
+    into another document reads zero.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        kernel: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.kernel = kernel
+        self.weight = nn.Parameter(torch.empty(kernel, channels, device=device, dtype=dtype))
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Starts as the identity plus a small draw, so that a fresh layer sees its own token."""
+        with torch.no_grad():
+            nn.init.normal_(self.weight, std=0.02, generator=generator)
+            self.weight[0] += 1.0
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, segment: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The convolved sequence and the state after it."""
+        batch, length, channels = x.shape
+        reach = self.kernel - 1
+        if state is None:
+            state = x.new_zeros(batch, reach, channels)
+        padded = torch.cat([state.to(x.dtype), x], 1)
+        total = torch.zeros_like(x)
+        for j in range(self.kernel):
+            tap = padded[:, reach - j : reach - j + length]
+            if segment is not None:
+                same = segment[:, reach - j : reach - j + length] == segment[:, reach:]
+                tap = torch.where(same.unsqueeze(-1), tap, 0.0)
+            total = total + self.weight[j] * tap
+        return nn.functional.silu(total), padded[:, length:]
