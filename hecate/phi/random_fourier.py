@@ -29,7 +29,7 @@ class RandomFourier(RandomMap):
     / sqrt(m).
     Traits: is_random, norm_bound 2 (paired: 1). Neither features nor kernel are non-negative.
     Cost: O(D d_phi) multiplications, one cosine per feature.
-    Warning: the error of a phase grows with |Wx|: in float32 about 4e-5 at |x| = 100 and 1e-3 at
+    Warning: the error of a phase grows with |Wx|: in float32 up to 6e-5 at |x| = 100 and 6e-3 at
     1e4. Phases are never computed below float32; float64 draws make them float64.
     References: Random Features for Large-Scale Kernel Machines (Rahimi and Recht, 2007); Random
     Feature Attention (Peng et al., 2021, arXiv 2103.02143); Orthogonal Random Features (Yu et al.,
