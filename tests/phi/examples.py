@@ -1,4 +1,4 @@
-"""Instances of every feature map for the conformance suite; kinds not listed are tested at their defaults."""
+"""Instances of every map for the conformance suite; kinds not listed run at their defaults."""
 
 from hecate import phi
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 import yaml
 from pydantic import Field
-from tests.phi.examples import EXAMPLES, examples, named
 from torch import Tensor
 
 from hecate import phi
 from hecate.errors import ConfigError, ShapeError
 from hecate.testing import check_feature_map
 from hecate.variant import Config
+from tests.phi.examples import EXAMPLES, examples, named
 
-# From here on, a user's own map: only `features`, no derivative, defined after the library was imported.
+# A user's own map: `features` only, no derivative, defined after the library was imported.
 
 
 class SineWave(phi.FeatureMap):

@@ -60,7 +60,7 @@ def mlp(x, w_in, w_out, activation, residual):
 
 
 def monomials(x, degree):
-    """Monomials of one degree times sqrt(multinomial), ordered by largest, next largest, ... index."""
+    """Monomials of one degree times sqrt(multinomial), ordered by largest index, then the next."""
     indices = combinations_with_replacement(range(len(x)), degree)
     out = []
     for chosen in sorted(indices, key=lambda chosen: tuple(sorted(chosen, reverse=True))):

@@ -1,0 +1,438 @@
+"""What each deterministic map is, against transcriptions in numpy, and what it is not."""
+
+from math import factorial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hecate import phi
+from hecate.errors import ConfigError
+from tests.reference import phi as reference
+
+EMPTY: phi.Params = {"learned": {}, "frozen": {}}
+# Both sides evaluate the same formula in float64 with a handful of roundings.
+EXACT = {"rtol": 1e-13, "atol": 1e-14}
+
+
+def _x(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _params(feature_map: phi.FeatureMap, d: int, heads: int = 1) -> phi.Params:
+    source = torch.Generator().manual_seed(1)
+    return feature_map.init(d, heads=heads, generator=source, dtype=torch.float64)
+
+
+def _rows(function, x: Tensor) -> Tensor:
+    return torch.from_numpy(np.stack([function(row) for row in x.numpy()]))
+
+
+@pytest.mark.spec(
+    "PHI-ELU-D1", "PHI-RELU-D1", "PHI-SQRELU-D1", "PHI-LEAKY2-D1", "PHI-GELU-D1",
+    "PHI-SOFTPLUS-D1", "PHI-EXP-D1", "PHI-DPFP-D1", "PHI-TAYLOR-D1", "PHI-POLY-D1", "PHI-POLY-D2",
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("feature_map", "function"),
+    [
+        (phi.Identity(), lambda x: x),
+        (phi.ELU(), reference.elu),
+        (phi.ReLU(), reference.relu),
+        (phi.ReLU(shift=0.25), lambda x: reference.relu(x, 0.25)),
+        (phi.SquaredReLU(), reference.squared_relu),
+        (phi.LeakyReLUSquared(), reference.leaky_relu_squared),
+        (
+            phi.LeakyReLUSquared(slope=0.3, shift=0.5),
+            lambda x: reference.leaky_relu_squared(x, 0.3, 0.5),
+        ),
+        (phi.GELUShifted(), reference.gelu_shifted),
+        (phi.GELUShifted(shift=-1.0), lambda x: reference.gelu_shifted(x, -1.0)),
+        (phi.Softplus(), reference.softplus),
+        (phi.Softplus(beta=3.0), lambda x: reference.softplus(x, 3.0)),
+        (phi.Exp(shift=0.5), lambda x: reference.exp(x, 0.5)),
+        (phi.DPFP(), lambda x: reference.dpfp(x, 1)),
+        (phi.DPFP(nu=7), lambda x: reference.dpfp(x, 7)),
+        (phi.Taylor(), lambda x: reference.taylor(x, 2, True)),
+        (phi.Taylor(order=3, compact=False), lambda x: reference.taylor(x, 3, False)),
+        (phi.Polynomial(degree=2), lambda x: reference.polynomial(x, [1, 1, 1 / 2])),
+        (
+            phi.Polynomial(degree=4, coefficients="ones"),
+            lambda x: reference.polynomial(x, [1] * 5),
+        ),
+        (phi.Polynomial(degree=2, form="raw"), reference.polynomial_raw),
+    ],
+    ids=str,
+)
+def test_values(feature_map, function):
+    x = _x(6, 4, scale=1.5)
+    expected = _rows(function, x)
+    assert expected.shape[-1] == feature_map.output_dim(4)
+    torch.testing.assert_close(feature_map(x, EMPTY), expected, **EXACT)
+
+
+@pytest.mark.spec("PHI-LINEAR-D1")
+def test_linear_has_one_matrix_per_head():
+    feature_map, x = phi.Linear(d_phi=3), _x(2, 2, 4)
+    params = _params(feature_map, 4, heads=2)
+    weight = params["learned"]["weight"]
+    assert weight.shape == (2, 4, 3)
+    for head in range(2):
+        expected = _rows(lambda row, h=head: reference.linear(row, weight[h].numpy()), x[:, head])
+        torch.testing.assert_close(feature_map(x, params)[:, head], expected, **EXACT)
+
+
+@pytest.mark.spec("PHI-LINEAR-D1", "PHI-MLP-D1")
+def test_initial_projections_keep_the_variance_of_their_inputs():
+    feature_map = phi.Linear(d_phi=200)
+    weight = _params(feature_map, 100, heads=2)["learned"]["weight"]
+    # 40,000 draws: the sample variance of a Gaussian has a relative standard error sqrt(2 / n).
+    assert abs(float(weight.var()) * 100 - 1) < 5 * (2 / 40_000) ** 0.5
+    assert not torch.equal(weight[0], weight[1])
+    again = feature_map.init(100, heads=2, dtype=torch.float32)["learned"]["weight"]
+    once = feature_map.init(100, heads=2, dtype=torch.float64)["learned"]["weight"]
+    assert torch.equal(again, once.float())
+
+
+@pytest.mark.spec("PHI-MLP-D1")
+@pytest.mark.parametrize("activation", ["gelu", "relu", "silu", "tanh"])
+@pytest.mark.parametrize("residual", [True, False])
+def test_mlp(activation, residual):
+    d_phi = None if residual else 6
+    feature_map = phi.MLP(d_hidden=5, activation=activation, residual=residual, d_phi=d_phi)
+    params = _params(feature_map, 4)
+    w_in, w_out = (params["learned"][name][0].numpy() for name in ("w_in", "w_out"))
+    x = _x(6, 4)
+    expected = _rows(lambda row: reference.mlp(row, w_in, w_out, activation, residual), x)
+    torch.testing.assert_close(feature_map(x, params), expected, **EXACT)
+
+
+@pytest.mark.spec("PHI-LINEAR-E1")
+def test_a_wide_linear_map_has_no_more_rank_than_its_input():
+    feature_map = phi.Linear(d_phi=96)
+    features = feature_map(_x(200, 16), _params(feature_map, 16))
+    assert features.shape == (200, 96)
+    assert int(torch.linalg.matrix_rank(features)) == 16
+    assert int(torch.linalg.matrix_rank(phi.Polynomial(degree=2)(_x(200, 16), EMPTY))) == 153
+
+
+@pytest.mark.spec("PHI-POLY-I1", "PHI-TAYLOR-I1", "PHI-EXP-I1")
+@pytest.mark.parametrize(
+    ("feature_map", "kernel"),
+    [
+        (phi.Identity(), lambda z: z),
+        *[
+            (
+                phi.Polynomial(degree=p),
+                lambda z, p=p: sum(z**i / factorial(i) for i in range(p + 1)),
+            )
+            for p in (1, 2, 3, 5)
+        ],
+        (phi.Polynomial(degree=3, coefficients="ones"), lambda z: 1 + z + z**2 + z**3),
+        (phi.Polynomial(degree=2, form="raw"), lambda z: z + z**2),
+        (phi.Taylor(), lambda z: 1 + z / 2 + z**2 / 8),  # d = 4, so z / sqrt(d) = z / 2
+        (phi.Taylor(compact=False), lambda z: 1 + z / 2 + z**2 / 8),
+    ],
+    ids=str,
+)
+def test_kernel_is_exact(feature_map, kernel):
+    x, y = _x(20, 4, seed=1), _x(20, 4, seed=2)
+    gram = (feature_map(x, EMPTY) * feature_map(y, EMPTY)).sum(-1)
+    expected = kernel((x * y).sum(-1))
+    torch.testing.assert_close(gram, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(feature_map.exact_kernel(x, y), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.spec("PHI-POLY-D3")
+def test_learned_coefficients_start_at_the_exponential_and_stay_positive():
+    learned = phi.Polynomial(degree=3, coefficients="learned")
+    params, x = _params(learned, 4), _x(5, 4)
+    torch.testing.assert_close(learned(x, params), phi.Polynomial(degree=3)(x, EMPTY), **EXACT)
+    assert learned.exact_kernel(x, x) is None
+    raw = torch.tensor([[0.3, -2.0, 1.0, -8.0]])
+    moved: phi.Params = {"learned": {"coefficients": raw}, "frozen": {}}
+    coefficients = np.logaddexp(0, raw[0].numpy())
+    expected = _rows(lambda row: reference.polynomial(row, coefficients), x)
+    torch.testing.assert_close(learned(x, moved), expected, **EXACT)
+
+
+@pytest.mark.spec("PHI-POLY-E1", "PHI-POLY-E2")
+def test_what_a_polynomial_map_is_not():
+    x, y = _x(50, 4, seed=1), _x(50, 4, seed=2)
+    left, right = (x.unsqueeze(-1) * x.unsqueeze(-2)), (y.unsqueeze(-1) * y.unsqueeze(-2))
+    upper = torch.triu_indices(4, 4)
+    unscaled = (left[:, upper[0], upper[1]] * right[:, upper[0], upper[1]]).sum(-1)
+    wanted = (x * y).sum(-1).square()
+    assert float((unscaled - wanted).abs().max()) > 0.5
+    many = _x(500, 4)
+    powers_only = torch.cat([many, many**2, many**3], -1)
+    assert int(torch.linalg.matrix_rank(powers_only)) == 12
+    assert int(torch.linalg.matrix_rank(phi.Polynomial(degree=3)(many, EMPTY))) == 35
+
+
+@pytest.mark.spec("PHI-POLY-D4")
+@pytest.mark.parametrize(
+    ("feature_map", "d", "knob"),
+    [
+        (phi.Polynomial(degree=3), 1024, "degree"),
+        (phi.Polynomial(degree=2, form="raw"), 256, "degree"),
+        (phi.Taylor(), 512, "order"),
+        (phi.Taylor(order=9), 16, "order"),
+    ],
+    ids=str,
+)
+def test_a_width_that_does_not_fit_is_refused_without_allocating(feature_map, d, knob):
+    with pytest.raises(
+        ConfigError, match=rf"^{knob}: gives d_phi = [\d,]+ .* 65,536.*lower {knob}"
+    ):
+        feature_map.output_dim(d)
+    with pytest.raises(ConfigError, match="max_d_phi"):
+        feature_map(torch.zeros(1, d), EMPTY)
+    assert feature_map.model_copy(update={"max_d_phi": 10**10}).output_dim(d) > 65_536
+
+
+@pytest.mark.spec("PHI-POLY-D2", "PHI-MLP-D2", "PHI-DPFP-D2")
+def test_impossible_combinations_are_refused():
+    with pytest.raises(ConfigError, match=r"^degree: must be 2 when form is 'raw', got 3"):
+        phi.Polynomial(degree=3, form="raw")
+    with pytest.raises(ConfigError, match=r"^coefficients: .*form is 'raw', got 'learned'"):
+        phi.Polynomial(degree=2, form="raw", coefficients="learned")
+    with pytest.raises(ConfigError, match=r"^d_phi: .*residual"):
+        phi.MLP(d_hidden=3, d_phi=4)
+    with pytest.raises(ConfigError, match=r"^nu: must be at most 2 d - 1 = 5 .* got 6"):
+        phi.DPFP(nu=6).output_dim(3)
+    with pytest.raises(ConfigError, match=r"^degree"):
+        phi.Polynomial(degree=0)
+    with pytest.raises(ConfigError, match=r"^slope"):
+        phi.LeakyReLUSquared(slope=1.0)
+
+
+@pytest.mark.spec("PHI-ELU-I1", "PHI-ELU-E2")
+@pytest.mark.parametrize(
+    ("dtype", "lowest"), [(torch.float32, -87.0), (torch.bfloat16, -87.0), (torch.float64, -708.0)]
+)
+def test_elu_is_positive_down_to_the_underflow_of_the_dtype(dtype, lowest):
+    # exp(-87.3) and exp(-708.4) are the smallest normal numbers of float32 (and bfloat16), float64.
+    x = torch.linspace(lowest, 0, 4001, dtype=torch.float64).to(dtype)
+    features = phi.ELU()(x, EMPTY)
+    assert features.dtype == dtype
+    assert bool((features > 0).all())
+    assert bool((features[1:] >= features[:-1]).all())
+    tiny = float(phi.ELU()(torch.tensor([lowest], dtype=dtype), EMPTY))
+    assert tiny == pytest.approx(np.exp(lowest), rel=2.0**-8)
+
+
+@pytest.mark.spec("PHI-ELU-E2")
+def test_elu_plus_one_cancels():
+    for dtype, zero_from in ((torch.float32, -16.7), (torch.bfloat16, -6.25)):
+        x = torch.tensor([zero_from], dtype=dtype)
+        assert float(torch.nn.functional.elu(x) + 1) == 0
+        assert float(phi.ELU()(x, EMPTY)) > 0
+    # The exactly rounded expm1 fares hardly better: half a unit in the last place of 1 is 2^-25.
+    assert reference.elu_cancelling(np.float32([-17.4]))[0] == 0
+
+
+@pytest.mark.spec("PHI-LEAKY2-E1")
+def test_leaky_relu_squared_is_not_monotone():
+    feature_map = phi.LeakyReLUSquared()
+    x = torch.linspace(-20, 5, 2501)
+    features = feature_map(x, EMPTY)
+    assert float(x[features.argmin()]) == pytest.approx(-5.0, abs=1e-12)
+    assert float(features.min()) < 1e-30
+    ends = feature_map(torch.tensor([-8.0, -4.0]), EMPTY)
+    torch.testing.assert_close(ends, torch.tensor([9e-4, 1e-4]), **EXACT)
+
+
+@pytest.mark.spec("PHI-GELU-I1")
+def test_gelu_shifted_declares_a_sign_exactly_where_it_has_one():
+    x = torch.tensor([-0.75179, -0.75180])
+    assert float(phi.GELUShifted(shift=0.1699713)(x, EMPTY).min()) > 0
+    assert phi.GELUShifted(shift=0.1699713).non_negative
+    assert float(phi.GELUShifted(shift=0.16997)(x, EMPTY).min()) < 0
+    assert not phi.GELUShifted(shift=0.16997).non_negative
+
+
+@pytest.mark.spec("PHI-SOFTPLUS-I1", "PHI-EXP-I2")
+def test_softplus_and_exp_at_the_ends_of_the_range():
+    softplus = phi.Softplus()
+    ends = softplus(torch.tensor([-700.0, 30.0, 800.0]), EMPTY)
+    expected = torch.tensor([np.exp(-700.0), 30 + np.log1p(np.exp(-30.0)), 800.0])
+    torch.testing.assert_close(ends, expected, rtol=1e-15, atol=0)
+    for dtype, reach in ((torch.float32, 88.7), (torch.bfloat16, 88.5), (torch.float16, 11.0)):
+        top = torch.tensor([reach, reach + 2], dtype=dtype)
+        inside, outside = phi.Exp()(top, EMPTY)
+        assert bool(inside.isfinite()) and bool(outside.isinf())
+        assert bool(phi.Exp(shift=4.0)(top, EMPTY).isfinite().all())
+
+
+@pytest.mark.spec("PHI-EXP-I2")
+def test_the_shift_of_exp_leaves_normalised_weights_alone():
+    q, k = _x(1, 4, seed=1), _x(7, 4, seed=2)
+
+    def weights(feature_map):
+        scores = feature_map(k, EMPTY) @ feature_map(q, EMPTY)[0]
+        return scores / scores.sum()
+
+    torch.testing.assert_close(weights(phi.Exp(shift=3.0)), weights(phi.Exp()), **EXACT)
+
+
+@pytest.mark.spec("PHI-EXP-E1", "PHI-EXP-E2")
+def test_exp_is_no_softmax_kernel_and_a_clamp_stops_its_gradient():
+    x, y = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    kernel = (phi.Exp()(x, EMPTY) * phi.Exp()(y, EMPTY)).sum()
+    assert float(kernel) == pytest.approx(2 * np.e)  # exp(x.y) = 1
+    far = torch.tensor([12.0], requires_grad=True)
+    (clamped,) = torch.autograd.grad(far.clamp(max=10).exp().sum(), far)
+    (ours,) = torch.autograd.grad(phi.Exp()(far, EMPTY).sum(), far)
+    assert float(clamped) == 0
+    assert float(ours) == pytest.approx(np.exp(12.0))
+
+
+@pytest.mark.spec("PHI-DPFP-E1", "PHI-DPFP-I1")
+def test_dpfp_with_the_wrong_negative_half_loses_half_its_rank():
+    x = _x(600, 16)
+    right = phi.DPFP(nu=3)(x, EMPTY)
+    wrong = _rows(lambda row: reference.dpfp_wrong(row, 3), x)
+    assert int(torch.linalg.matrix_rank(right)) == right.shape[-1] == 96
+    assert int(torch.linalg.matrix_rank(wrong)) == 48
+    assert bool((right >= 0).all()) and bool((wrong < 0).any())
+    assert not bool(phi.DPFP()(_x(100, 1), EMPTY).any())
+
+
+@pytest.mark.spec("PHI-TAYLOR-I1")
+def test_taylor_has_a_positive_kernel_from_signed_features():
+    x, y = _x(2000, 4, seed=1, scale=3.0), _x(2000, 4, seed=2, scale=3.0)
+    features = phi.Taylor()(x, EMPTY)
+    kernel = (features * phi.Taylor()(y, EMPTY)).sum(-1)
+    assert bool((features < 0).any())
+    assert 0.5 - 1e-12 <= float(kernel.min()) < 0.51
+    odd = phi.Taylor(order=3)
+    assert float((odd(x, EMPTY) * odd(y, EMPTY)).sum(-1).min()) < 0
+
+
+@pytest.mark.spec("PHI-FAMILY-I3")
+@pytest.mark.parametrize(
+    ("feature_map", "absent"),
+    [
+        (phi.Identity(), ("non_negative", "kernel_non_negative", "norm_bound")),
+        (phi.Linear(d_phi=3), ("non_negative", "kernel_non_negative", "norm_bound", "is_random")),
+        (phi.ELU(), ("degree", "norm_bound")),
+        (phi.ReLU(shift=0.1), ("degree", "norm_bound")),
+        (phi.LeakyReLUSquared(), ("degree", "norm_bound")),
+        (phi.Softplus(), ("degree", "norm_bound")),
+        (phi.Exp(), ("degree", "norm_bound")),
+        (phi.GELUShifted(shift=0.0), ("non_negative", "kernel_non_negative", "norm_bound")),
+        (phi.DPFP(), ("norm_bound", "is_random", "needs_position")),
+        (phi.Polynomial(degree=1), ("non_negative", "kernel_non_negative", "degree")),
+        (phi.Polynomial(degree=3), ("non_negative", "kernel_non_negative", "degree")),
+        (phi.Polynomial(degree=2, form="raw"), ("kernel_non_negative", "degree")),
+        (phi.Polynomial(degree=2, coefficients="learned"), ("kernel_non_negative",)),
+        (phi.Taylor(), ("non_negative", "degree", "norm_bound")),
+        (phi.Taylor(order=3), ("kernel_non_negative",)),
+        (phi.MLP(d_hidden=3), ("non_negative", "kernel_non_negative", "degree", "norm_bound")),
+    ],
+    ids=str,
+)
+def test_traits_that_a_map_must_not_declare(feature_map, absent):
+    traits = feature_map.traits()._asdict()
+    assert all(traits[name] in (False, None) for name in absent)
+    if not isinstance(feature_map, (phi.Identity, phi.Linear)):
+        assert feature_map.parity == "none"
+
+
+@pytest.mark.spec(
+    "PHI-ELU-V1", "PHI-RELU-V1", "PHI-SQRELU-V1", "PHI-LEAKY2-V1", "PHI-DPFP-V1", "PHI-MLP-V1"
+)
+@pytest.mark.parametrize(
+    ("feature_map", "at_zero"),
+    [
+        (phi.ELU(), 1.0),
+        (phi.ReLU(), 0.0),
+        (phi.ReLU(shift=0.5), 0.0),
+        (phi.SquaredReLU(), 0.0),
+        (phi.LeakyReLUSquared(), 2 * 0.01 * 0.05),
+        (phi.LeakyReLUSquared(slope=0.5, shift=1.0), 1.0),
+        (phi.DPFP(nu=2), 0.0),
+        (phi.Softplus(), 0.5),
+        (phi.GELUShifted(), 0.5),
+        (phi.Exp(), 1.0),
+    ],
+    ids=str,
+)
+def test_the_derivative_at_zero_by_hand_and_by_autograd(feature_map, at_zero):
+    x = torch.zeros(3, requires_grad=True)
+    features, residuals = feature_map.forward(x, EMPTY)
+    g = torch.ones_like(features)
+    by_hand = feature_map.vjp(residuals, g)[0]
+    (by_autograd,) = torch.autograd.grad(features, x, g)
+    torch.testing.assert_close(by_hand, torch.full((3,), at_zero), **EXACT)
+    torch.testing.assert_close(by_autograd, by_hand.detach(), **EXACT)
+
+
+@pytest.mark.spec("PHI-MLP-V1")
+def test_relu_inside_mlp_has_derivative_zero_at_its_kink():
+    feature_map = phi.MLP(d_hidden=3, activation="relu", residual=False)
+    params = _params(feature_map, 4)
+    x = torch.zeros(2, 4)
+    features, residuals = feature_map.forward(x, params)
+    gx, glearned = feature_map.vjp(residuals, torch.ones_like(features))
+    assert not bool(gx.any()) and not bool(glearned["w_in"].any())
+
+
+@pytest.mark.spec(
+    "PHI-SOFTPLUS-V1", "PHI-GELU-V1", "PHI-EXP-V1", "PHI-TAYLOR-V1", "PHI-POLY-V1", "PHI-LINEAR-V1"
+)
+@pytest.mark.parametrize(
+    "feature_map",
+    [
+        phi.Softplus(beta=2.0),
+        phi.GELUShifted(),
+        phi.Exp(shift=1.0),
+        phi.Taylor(order=3),
+        phi.Polynomial(degree=3, coefficients="learned"),
+        phi.Linear(d_phi=2),
+        phi.MLP(d_hidden=2),
+        phi.Normalise(inner=phi.Exp(), norm="sum"),
+        phi.Normalise(inner=phi.Identity()),
+    ],
+    ids=str,
+)
+def test_smooth_maps_have_second_derivatives(feature_map):
+    params = _params(feature_map, 3)
+    names, tensors = list(params["learned"]), list(params["learned"].values())
+
+    def pulled_back(x: Tensor, g: Tensor, *learned: Tensor) -> tuple[Tensor, ...]:
+        given: phi.Params = {"learned": dict(zip(names, learned, strict=True)), "frozen": {}}
+        gx, glearned = feature_map.vjp(feature_map.forward(x, given)[1], g)
+        return gx, *(glearned[name] for name in names)
+
+    x, g = _x(2, 3, seed=4), _x(2, feature_map.output_dim(3), seed=5)
+    inputs = [t.clone().requires_grad_() for t in (x, g, *tensors)]
+    assert torch.autograd.gradcheck(pulled_back, inputs)
+    assert torch.autograd.gradgradcheck(
+        lambda x, *learned: feature_map(
+            x, {"learned": dict(zip(names, learned, strict=True)), "frozen": {}}
+        ),
+        [inputs[0], *inputs[2:]],
+    )
+
+
+@pytest.mark.spec("PHI-RELU-E1", "PHI-RELU-E2")
+def test_what_relu_features_guarantee():
+    x, y = _x(500, 8, seed=1), _x(500, 8, seed=2)
+    assert float((phi.ReLU()(x, EMPTY) * phi.ReLU()(y, EMPTY)).sum(-1).min()) >= 0
+    leaky = torch.nn.functional.leaky_relu
+    share = float(((leaky(x) * leaky(y)).sum(-1) < 0).double().mean())
+    assert 0.05 < share < 0.2  # a leaky relu gives no such guarantee
+    opposite = phi.ReLU()(torch.tensor([[1.0, -1.0], [-1.0, 1.0]]), EMPTY)
+    assert float(opposite[0] @ opposite[1]) == 0  # non-negative is not positive
+    assert float(phi.ReLU(shift=0.1).vjp(torch.tensor([-1.0]), torch.ones(1))[0]) == 0
+
+
+@pytest.mark.spec("PHI-FAMILY-E2")
+def test_a_function_of_the_score_is_not_a_feature_map():
+    q, k = _x(64, 4, seed=1), _x(64, 4, seed=2)
+    of_the_score = torch.relu(q @ k.T)
+    factorised = phi.ReLU()(q, EMPTY) @ phi.ReLU()(k, EMPTY).T
+    assert int(torch.linalg.matrix_rank(of_the_score)) > 32
+    assert int(torch.linalg.matrix_rank(factorised)) == 4
