@@ -15,7 +15,23 @@ from hecate.train.run import RunResult, open_run, run_experiment
 from hecate.train.trainer import Trainer, build_model
 
 __all__ = [
-    "BudgetConfig", "Checkpoint", "ExperimentConfig", "OptimConfig", "RunResult", "SampleConfig", "Trainer",
-    "build_model", "checkpoints", "dump_experiment", "generate", "load_checkpoint", "load_experiment",
-    "newest_checkpoint", "open_run", "presets", "prune_checkpoints", "run_experiment", "save_checkpoint",
-]  # fmt: skip
+    "BudgetConfig",
+    "Checkpoint",
+    "ExperimentConfig",
+    "OptimConfig",
+    "RunResult",
+    "SampleConfig",
+    "Trainer",
+    "build_model",
+    "checkpoints",
+    "dump_experiment",
+    "generate",
+    "load_checkpoint",
+    "load_experiment",
+    "newest_checkpoint",
+    "open_run",
+    "presets",
+    "prune_checkpoints",
+    "run_experiment",
+    "save_checkpoint",
+]

@@ -127,7 +127,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     version = document.get("version")
     if not isinstance(version, int) or version > VERSION:
         raise CheckpointError(
-            f"{file} has format version {version!r}, this hecate reads up to {VERSION}: upgrade hecate"
+            f"{file} has format version {version!r}, this hecate reads up to {VERSION}: upgrade "
+            "hecate"
         )
     content = document.get("content")
     if not isinstance(content, dict) or document.get("digest") != _digest(content):
@@ -142,7 +143,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path, Checkpoint, list[Skipped]] | None:
-    """The newest checkpoint that verifies, and those skipped on the way; None if there is none at all.
+    """The newest checkpoint that verifies, and those skipped on the way; None if there is none.
 
     `CheckpointError` if there are checkpoints but all are damaged. [CKPT-RESUME-D1]
     """
@@ -161,7 +162,7 @@ def newest_checkpoint(folder: Path) -> tuple[Path, Checkpoint, list[Skipped]] | 
 
 
 def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss") -> None:
-    """Deletes all but the `keep` newest and the one whose fact `better` is lowest. [CKPT-PRUNE-D1]"""
+    """Deletes all but the `keep` newest and the one lowest in `better`. [CKPT-PRUNE-D1]"""
     for stale in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(stale, ignore_errors=True)
     paths = checkpoints(folder)

@@ -62,7 +62,8 @@ def _open(name: str, folder: Path | None) -> tuple[Document, Path]:
         path = _PRESETS / f"{name}.yaml"
         if name not in presets():
             raise ConfigError(
-                f"no preset {name!r}; presets: {', '.join(presets())}.{did_you_mean(name, presets())} "
+                f"no preset {name!r}; presets: "
+                f"{', '.join(presets())}.{did_you_mean(name, presets())} "
                 "A file must end in .yaml or .yml"
             )
         return read_yaml(path), path
@@ -198,7 +199,8 @@ def _full_path(item: _Override, known: list[Location]) -> Location:
             )
     names = {str(path[-1]) for path in known}
     raise ConfigError(
-        f"{format_path(item.path)}: no such setting.{did_you_mean(item.path[-1], names)}  [{item.text}]"
+        f"{format_path(item.path)}: no such setting.{did_you_mean(item.path[-1], names)}  "
+        f"[{item.text}]"
     )
 
 

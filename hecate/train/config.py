@@ -36,7 +36,7 @@ class OptimConfig(Config):
     clip: float | None = Field(1.0, gt=0)
 
     def rate(self, step: int, steps: int) -> float:
-        """Learning rate of 0-based `step` of `steps`: a pure function, so it has no state to save."""
+        """Learning rate of 0-based `step`: a pure function, so it has no state to save."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         done = min((step - self.warmup) / max(steps - 1 - self.warmup, 1), 1.0)
@@ -91,14 +91,16 @@ class ExperimentConfig(Config):
         needed, given = self.data.vocabulary(), self.model.vocab_size
         if given is not None and given != needed:
             raise ConfigError(
-                f"must equal the vocabulary of data {self.data.kind!r}, {needed}, got {given}; leave it out "
+                f"must equal the vocabulary of data {self.data.kind!r}, {needed}, got {given}; "
+                "leave it out "
                 "and it is filled in",
                 ("model", "vocab_size"),
             )
         fixed, asked = self.data.length(), self.budget.seq_len
         if fixed is not None and asked not in (None, fixed):
             raise ConfigError(
-                f"data {self.data.kind!r} has sequences of length {fixed}, got {asked}; leave it out",
+                f"data {self.data.kind!r} has sequences of length {fixed}, got {asked}; leave it "
+                "out",
                 ("budget", "seq_len"),
             )
         return self

@@ -73,7 +73,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -
 def state_leaves(
     model: nn.Module, source: Source, seq_len: int, device: torch.device
 ) -> list[StateLeaf]:
-    """The tensors that one sequence carries from call to call, after `seq_len` validation tokens."""
+    """What one sequence carries from call to call, after `seq_len` validation tokens."""
     batch = next(iter(source.validation_batches(1, seq_len, 1)))
     training = model.training
     model.eval()

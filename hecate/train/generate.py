@@ -20,7 +20,7 @@ def generate(
     generator: torch.Generator,
     device: torch.device | None = None,
 ) -> Iterator[int]:
-    """Yields `tokens` ids drawn after `prompt`; temperature 0 takes the most likely one. [TRAIN-GEN-D1]
+    """Yields `tokens` ids drawn after `prompt`; temperature 0 takes the likeliest. [TRAIN-GEN-D1]
 
     The prompt is read once, then every token costs one step on the carried state, however long the
     text.

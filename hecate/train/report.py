@@ -103,7 +103,8 @@ def _commands(folder: Path) -> str:
     return (
         f"```\nhecate train {config} --out {again}\nhecate eval {run}\n"
         f"hecate generate {run}\n```\n\nPython {environment['python']}, {versions}; "
-        f"{environment['threads']} threads of {environment['cpus']} CPUs, {environment['platform']}."
+        f"{environment['threads']} threads of {environment['cpus']} CPUs, "
+        f"{environment['platform']}."
     )
 
 

@@ -91,7 +91,7 @@ def _check_folder(folder: Path, resume: bool) -> None:
 
 
 def _describe(config: ExperimentConfig, folder: Path) -> None:
-    """Writes config.yaml and env.json, once a resumed config has been found to fit its checkpoint."""
+    """Writes config.yaml and env.json, once a resumed config is found to fit its checkpoint."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump_experiment(config), encoding="utf-8")
@@ -250,7 +250,7 @@ class _Run:
 
 
 class _Signals:
-    """Remembers SIGINT and SIGTERM so that the run can save and stop; a second one stops at once."""
+    """Remembers SIGINT and SIGTERM so that the run saves and stops; a second stops at once."""
 
     def __init__(self) -> None:
         self.received: int | None = None

@@ -12,9 +12,13 @@ from hecate.errors import CheckpointError
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimiser groups: matrices decay; vectors (norm scales, biases, gains) do not. [TRAIN-OPTIM-D1]"""
-    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
-    plain = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    """Optimiser groups: matrices decay, vectors (scales, biases) do not. [TRAIN-OPTIM-D1]"""
+    decayed, plain = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            # By name as well: norm scales and biases kept per head are matrices.
+            vector = parameter.dim() < 2 or name.rsplit(".", 1)[-1] in ("norm", "bias")
+            (plain if vector else decayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": plain, "weight_decay": 0.0},
@@ -25,7 +29,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def pack(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by name (`model/...`, `optimizer/<parameter>/...`) and the optimiser's plain values."""
+    """Tensors by name (`model/...`, `optimizer/<parameter>/...`) and plain values."""
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
     names = _names(model, optimizer)
     state = optimizer.state_dict()
@@ -58,7 +62,8 @@ def unpack(
     names = _names(model, optimizer)
     if facts["optimizer"] != type(optimizer).__name__:
         raise CheckpointError(
-            f"{where} was trained with {facts['optimizer']}, this run uses {type(optimizer).__name__}"
+            f"{where} was trained with {facts['optimizer']}, this run uses "
+            f"{type(optimizer).__name__}"
         )
     saved = [name for group in facts["groups"] for name in group["params"]]
     if saved != names:
@@ -92,7 +97,8 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -
     for name, value in own.items():
         if value.shape != saved[name].shape or value.dtype != saved[name].dtype:
             raise CheckpointError(
-                f"{where}: tensor {name!r} is {list(saved[name].shape)} {saved[name].dtype}, the model "
+                f"{where}: tensor {name!r} is {list(saved[name].shape)} {saved[name].dtype}, the "
+                "model "
                 f"has {list(value.shape)} {value.dtype}: it belongs to another model config"
             )
     model.load_state_dict(saved)

@@ -89,7 +89,8 @@ class Trainer:
                 raise NonFiniteError(f"the gradient norm is {norm} at learning rate {lr:g}")
         except NonFiniteError as error:
             raise NonFiniteError(
-                f"step {self.step + 1}: {error}; the parameters are untouched by this step. Lower optim.lr "
+                f"step {self.step + 1}: {error}; the parameters are untouched by this step. "
+                "Lower optim.lr "
                 "or the memory's lr, or set a memory key_norm"
             ) from error
         self.optimizer.step()
@@ -131,7 +132,8 @@ class Trainer:
         for part in _MUST_MATCH:
             if saved[part] != own[part]:
                 raise CheckpointError(
-                    f"{where} was trained with another {part!r}; resume with the config of its run folder"
+                    f"{where} was trained with another {part!r}; resume with the config of its "
+                    "run folder"
                 )
         try:
             self.loader.load_state_dict(checkpoint.facts["cursor"])

@@ -1,0 +1,128 @@
+"""What there is to choose from: every family's variants, the named rules and the presets."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from hecate import algorithm, bias, phi, retention, structure
+from hecate.data import DataConfig
+from hecate.errors import ConfigError
+from hecate.phi.base import FeatureMap
+from hecate.train.compose import load_experiment, presets
+from hecate.variant import Variant, did_you_mean
+
+Table = tuple[list[str], list[list[str]]]
+
+_VARIANTS: dict[str, type[Variant]] = {
+    "phi": phi.FeatureMap,
+    "bias": bias.Bias,
+    "retention": retention.Retention,
+    "algorithm": algorithm.Algorithm,
+    "structure": structure.Structure,
+    "data": DataConfig,
+}
+_REFERENCE = re.compile(r"References?: (.+?)(?=\n\s*\n|\[[A-Z]+-|\Z)", re.DOTALL)
+
+
+def catalogue(family: str | None = None) -> Table:
+    """Header and rows of one family, or the families themselves. [TRAIN-LIST-D1]"""
+    if family is None:
+        rows = [[name, str(len(kinds)), " ".join(kinds)] for name, kinds in _kinds().items()]
+        return ["family", "count", "kinds"], rows
+    if family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ConfigError(f"no family {family!r}; known: {known}.{did_you_mean(family, FAMILIES)}")
+    return FAMILIES[family]()
+
+
+def variant_rows(root: type[Variant]) -> Table:
+    """Kind, formula, traits (feature maps), gradient status and paper of every variant."""
+    columns: dict[str, Callable[[type[Variant]], str]] = {
+        "formula": lambda variant: variant.formula(),
+        **({"traits": _traits} if issubclass(root, FeatureMap) else {}),
+        **({} if root is DataConfig else {"gradient": _gradient}),
+        "paper": paper,
+    }
+    rows = [
+        [kind, *(column(variant) for column in columns.values())]
+        for kind, variant in root.variants().items()
+    ]
+    return ["kind", *columns], rows
+
+
+def paper(variant: type[Variant]) -> str:
+    """The `References` of a docstring in one line."""
+    match = _REFERENCE.search(inspect.getdoc(variant) or "")
+    return " ".join(match[1].split()).rstrip(". ") if match else ""
+
+
+def _gradient(variant: Any) -> str:
+    return "hand-written" if variant.hand_written() else "torch.func"
+
+
+def _traits(variant: Any) -> str:
+    """Declared traits at the default settings, or which settings they wait for."""
+    try:
+        traits = _example(variant).traits()
+    except ConfigError:
+        required = [name for name, field in variant.model_fields.items() if field.is_required()]
+        return f"depends on {', '.join(required)}"
+    shown = [name if value is True else f"{name}={value}" for name, value in traits._asdict().items()
+             if value not in (False, None, "none")]  # fmt: skip
+    return ", ".join(shown)
+
+
+def _example(variant: Any) -> Any:
+    """An instance with the smallest value that each required field accepts."""
+    fields: dict[str, Any] = {}
+    for name, field in variant.model_fields.items():
+        if field.is_required():
+            fields[name] = (
+                2 if field.annotation is int else 1.0 if field.annotation is float else "elu"
+            )
+    return variant(**fields)
+
+
+def _rules() -> Table:
+    from hecate.rule import named_rule, named_rules
+
+    rows = []
+    for name in named_rules():
+        config = named_rule(name)
+        knobs = (
+            config.structure,
+            config.bias,
+            config.retention,
+            config.algorithm,
+            config.feature_map,
+        )
+        rows.append([name, *(knob.kind for knob in knobs)])
+    return ["rule", "structure", "bias", "retention", "algorithm", "feature map"], rows
+
+
+def _presets() -> Table:
+    rows = []
+    for name in presets():
+        config = load_experiment(name)
+        rows.append([name, config.data.kind, config.data.formula(), str(config.budget.steps)])
+    return ["preset", "data", "what it is", "steps"], rows
+
+
+def _kinds() -> dict[str, list[str]]:
+    kinds = {name: list(root.variants()) for name, root in _VARIANTS.items()}
+    return {**kinds, "rules": [row[0] for row in _rules()[1]], "presets": presets()}
+
+
+def _lister(root: type[Variant]) -> Callable[[], Table]:
+    return lambda: variant_rows(root)
+
+
+FAMILIES: dict[str, Callable[[], Table]] = {
+    **{name: _lister(root) for name, root in _VARIANTS.items()},
+    "rules": _rules,
+    "presets": _presets,
+}
+"""How to list each family."""
