@@ -1,0 +1,189 @@
+"""A memory token by token, for one sequence and one head, in straight-line numpy float64.
+
+Arrays: q, k `[T, D]`, v `[T, V]`, gates `[T]` (retain also `[T, P]`); weights are lists of matrices, one
+for a matrix memory, several for a multilayer perceptron. `Rule` holds the choices by their plain names.
+"""
+
+from dataclasses import dataclass, field
+from math import erf, exp, pi, sqrt
+
+import numpy as np
+
+EPS = 1e-6
+
+
+@dataclass
+class Rule:
+    bias: str = "l2"
+    p: float = 3.0
+    eps: float = 1e-6
+    delta: float = 1.0
+    norm: bool = False
+    decay: bool = False
+    momentum: bool = False
+    activation: str = "gelu"
+    residual: bool = False
+    chunk: int = 1
+    commit: str = "token"
+    read: str = "after"
+    decay_order: str = "with_step"
+    normalizer: str = "none"
+    key_norm: str = "none"
+    query_scale: str = "none"
+    step: str = "raw"
+    phi: object = field(default=lambda x: x)
+
+
+@dataclass
+class State:
+    weights: list
+    slots: list
+    anchor: list
+    pending: list
+    kept: object
+    position: int
+
+
+def start(weights):
+    zeros = [np.zeros_like(w) for w in weights]
+    return State(list(weights), zeros, list(weights), zeros, 1.0, 0)
+
+
+def scan(rule, q, k, v, lr, retain, momentum, weights, write=None, reset=None):
+    """Outputs `[T, V]` and the final state."""
+    steps = len(v)
+    write = np.ones(steps, bool) if write is None else write
+    reset = np.zeros(steps, bool) if reset is None else reset
+    state, sums = start(weights), start([np.zeros((1, weights[0].shape[-1]))])
+    rows = []
+    for t in range(steps):
+        if reset[t]:
+            state, sums = start(weights), start([np.zeros((1, weights[0].shape[-1]))])
+        old, old_sums = state, sums
+        if write[t]:
+            p = normalised(rule.key_norm, rule.phi(k[t]))
+            rate = step_size(rule.step, lr[t], p)
+            gates = rate, retain[t], momentum[t]
+            state = written(rule, state, p, v[t], *gates)
+            # The sum of weights is a memory of the value 1 under the Hebbian bias.
+            sums = written(changed(rule, bias="dot"), sums, p, np.ones(1), *gates)
+        p = normalised(rule.key_norm, rule.phi(q[t]))
+        if rule.query_scale == "key_dim":
+            p = p / sqrt(len(q[t]))
+        late = rule.read == "after"
+        y = predict(rule, (state if late else old).weights, p)[-1]
+        if rule.normalizer == "sum":
+            total = ((sums if late else old_sums).weights[0] @ p).item()
+            y = y / (total if total > 0 else 1.0)
+        rows.append(y)
+    return np.array(rows).reshape(steps, -1), state
+
+
+def written(rule, state, p, v, lr, retain, momentum):
+    """The state after one write."""
+    retain = retain if rule.decay else 1.0
+    anchor = state.weights
+    if rule.chunk > 1 and rule.commit == "token":
+        anchor = state.weights if state.position == 0 else state.anchor
+    elif rule.decay_order == "before_gradient":
+        anchor = [retain * w for w in state.weights]
+    z = predict(rule, anchor, p)
+    grads = backprop(rule, anchor, p, z, loss_gradient(rule, z[-1], v))
+    position = (state.position + 1) % rule.chunk
+    if rule.commit == "chunk":
+        pending = [a + lr * g for a, g in zip(state.pending, grads)]
+        kept = state.kept * retain
+        if position:
+            return State(state.weights, state.slots, anchor, pending, kept, position)
+        descent, retain = pending, kept
+    else:
+        descent = [lr * g for g in grads]
+    slots = [(momentum * s if rule.momentum else 0) - g for s, g in zip(state.slots, descent)]
+    weights = [retain * w + s for w, s in zip(state.weights, slots)]
+    return State(weights, slots, anchor, [0 * w for w in weights], 1.0, position)
+
+
+def predict(rule, weights, p):
+    """Pre-activations of every layer; the last one is the prediction."""
+    z, h = [], p
+    for index, w in enumerate(weights):
+        z.append(w @ h)
+        h = np.array([ACTIVATIONS[rule.activation][0](x) for x in z[-1]])
+    if rule.residual and len(weights) > 1:
+        z[-1] = z[-1] + p
+    return z
+
+
+def backprop(rule, weights, p, z, u):
+    value, slope = ACTIVATIONS[rule.activation]
+    grads, d = [], u
+    for index in reversed(range(len(weights))):
+        below = p if index == 0 else np.array([value(x) for x in z[index - 1]])
+        grads.insert(0, np.outer(d, below))
+        if index:
+            d = (weights[index].T @ d) * np.array([slope(x) for x in z[index - 1]])
+    return grads
+
+
+def loss(rule, pred, v):
+    e = pred - v
+    if rule.bias == "dot":
+        return -(pred @ v)
+    if rule.bias == "l2":
+        return 0.5 * e @ e
+    if rule.bias == "lp":
+        size = abs(e) if rule.p >= 2 else np.sqrt(e**2 + rule.eps**2) - rule.eps
+        return np.sum(size**rule.p) / rule.p
+    sizes = [sqrt(e @ e)] if rule.norm else abs(e)
+    return sum(s**2 / 2 if s <= rule.delta else rule.delta * (s - rule.delta / 2) for s in sizes)
+
+
+def loss_gradient(rule, pred, v):
+    if rule.bias == "dot":
+        return -v
+    e = pred - v
+    if rule.bias == "l2":
+        return e
+    if rule.bias == "lp" and rule.p >= 2:
+        return np.sign(e) * abs(e) ** (rule.p - 1)
+    if rule.bias == "lp":
+        r = np.sqrt(e**2 + rule.eps**2)
+        return (r - rule.eps) ** (rule.p - 1) * e / r
+    if rule.norm:
+        return e * min(1.0, rule.delta / max(sqrt(e @ e), 1e-300))
+    return np.array([min(max(x, -rule.delta), rule.delta) for x in e])
+
+
+def normalised(kind, p):
+    total = {"none": 1.0, "l2": sqrt(p @ p), "sum": p.sum()}[kind]
+    return p / total if total > 0 else p
+
+
+def step_size(kind, lr, p):
+    return lr / {"raw": 1.0, "normalized": EPS + p @ p, "implicit": 1 + lr * (p @ p)}[kind]
+
+
+def changed(rule, **fields):
+    return Rule(**{**rule.__dict__, **fields})
+
+
+def elu(x):
+    return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+
+
+def _sigmoid(x):
+    return 1 / (1 + exp(-x))
+
+
+ACTIVATIONS = {
+    "gelu": (
+        lambda x: x * (1 + erf(x / sqrt(2))) / 2,
+        lambda x: (1 + erf(x / sqrt(2))) / 2 + x * exp(-x * x / 2) / sqrt(2 * pi),
+    ),
+    "silu": (
+        lambda x: x * _sigmoid(x),
+        lambda x: _sigmoid(x) * (1 + x * (1 - _sigmoid(x))),
+    ),
+    "tanh": (np.tanh, lambda x: 1 - np.tanh(x) ** 2),
+    "relu": (lambda x: max(x, 0.0), lambda x: float(x > 0)),
+}

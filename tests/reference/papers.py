@@ -1,0 +1,113 @@
+"""Memory rules in the forms their papers print, one head, numpy float64.
+
+k, q `[T, P]` are already features; v `[T, V]`; gates `[T]`. Each function keeps its paper's own letters.
+"""
+
+import numpy as np
+
+
+def linear_attention(q, k, v, eps=0.0):
+    """Katharopoulos et al. 2020: S += phi(k) v^T, z += phi(k), y = S^T phi(q) / (z . phi(q) + eps)."""
+    s, z, out = np.zeros((k.shape[1], v.shape[1])), np.zeros(k.shape[1]), []
+    for t in range(len(v)):
+        s = s + np.outer(k[t], v[t])
+        z = z + k[t]
+        out.append(s.T @ q[t] / (z @ q[t] + eps))
+    return np.array(out)
+
+
+def fast_weights(q, k, v, beta):
+    """Schlag et al. 2021: W += v_new phi(k)^T - vbar phi(k)^T, v_new = beta v + (1 - beta) vbar."""
+    w, out = np.zeros((v.shape[1], k.shape[1])), []
+    for t in range(len(v)):
+        vbar = w @ k[t]
+        new = beta[t] * v[t] + (1 - beta[t]) * vbar
+        w = w + np.outer(new, k[t]) - np.outer(vbar, k[t])
+        out.append(w @ q[t])
+    return np.array(out), w
+
+
+def gated_delta(q, k, v, alpha, beta):
+    """Yang et al. 2024 (2412.06464): M = alpha M (I - beta k k^T) + beta v k^T."""
+    m, out = np.zeros((v.shape[1], k.shape[1])), []
+    for t in range(len(v)):
+        m = alpha[t] * m @ (np.eye(k.shape[1]) - beta[t] * np.outer(k[t], k[t]))
+        m = m + beta[t] * np.outer(v[t], k[t])
+        out.append(m @ q[t])
+    return np.array(out), m
+
+
+def gated_delta_chunkwise(q, k, v, alpha, beta, chunk):
+    """The chunkwise form of the same rule: one triangular inverse per chunk."""
+    m, out = np.zeros((v.shape[1], k.shape[1])), []
+    for at in range(0, len(v), chunk):
+        rows = slice(at, at + chunk)
+        q_, k_, v_, b = q[rows], k[rows], v[rows], np.diag(beta[rows])
+        g = np.cumsum(np.log(alpha[rows]))
+        decay = np.exp(np.minimum(g[:, None] - g[None, :], 0))
+        a = np.tril(b @ (k_ @ k_.T * decay), -1)
+        t = np.linalg.inv(np.eye(len(b)) + a)
+        u = t @ b @ v_
+        w = t @ b @ np.diag(np.exp(g)) @ k_
+        un = u - w @ m.T
+        out.append(np.diag(np.exp(g)) @ q_ @ m.T + np.tril(q_ @ k_.T * decay) @ un)
+        m = np.exp(g[-1]) * m + (np.diag(np.exp(g[-1] - g)) @ un).T @ k_
+    return np.concatenate(out), m
+
+
+def gla(q, k, v, a):
+    """Yang et al. 2023 (2312.06635): M = M Diag(a) + v k^T, a `[T, P]`."""
+    m, out = np.zeros((v.shape[1], k.shape[1])), []
+    for t in range(len(v)):
+        m = m @ np.diag(a[t]) + np.outer(v[t], k[t])
+        out.append(m @ q[t])
+    return np.array(out), m
+
+
+def titans_linear(q, k, v, theta, alpha, eta):
+    """Behrouz et al. 2025 (2501.00663): S = eta S - theta (M k - v) k^T, M = (1 - alpha) M + S."""
+    m = s = np.zeros((v.shape[1], k.shape[1]))
+    out = []
+    for t in range(len(v)):
+        s = eta[t] * s - theta[t] * np.outer(m @ k[t] - v[t], k[t])
+        m = (1 - alpha[t]) * m + s
+        out.append(m @ q[t])
+    return np.array(out), m, s
+
+
+def titans_mlp(q, k, v, theta, alpha, eta, w1, w2):
+    """The same rule for M(x) = W2 silu(W1 x)."""
+    s1, s2, out = 0 * w1, 0 * w2, []
+    for t in range(len(v)):
+        z = w1 @ k[t]
+        sigma = 1 / (1 + np.exp(-z))
+        error = w2 @ (z * sigma) - v[t]
+        g2 = np.outer(error, z * sigma)
+        g1 = np.outer((w2.T @ error) * (sigma + z * sigma * (1 - sigma)), k[t])
+        s1, s2 = eta[t] * s1 - theta[t] * g1, eta[t] * s2 - theta[t] * g2
+        w1, w2 = (1 - alpha[t]) * w1 + s1, (1 - alpha[t]) * w2 + s2
+        z = w1 @ q[t]
+        out.append(w2 @ (z / (1 + np.exp(-z))))
+    return np.array(out), w1, w2
+
+
+def longhorn(q, k, v, b):
+    """Liu et al. 2024 (2407.14207), one rate for all channels, exact: the proximal step solved for M."""
+    m, out = np.zeros((v.shape[1], k.shape[1])), []
+    for t in range(len(v)):
+        # argmin over X of b |X k - v|^2 / 2 + |X - M|^2 / 2, by its normal equations.
+        normal = np.eye(k.shape[1]) + b[t] * np.outer(k[t], k[t])
+        m = np.linalg.solve(normal.T, (m + b[t] * np.outer(v[t], k[t])).T).T
+        out.append(m @ q[t])
+    return np.array(out), m
+
+
+def ttt_linear(q, k, v, eta, b):
+    """Sun et al. 2024 (2407.04620) without LayerNorm: gradients at the mini-batch's first W."""
+    w, out = np.zeros((v.shape[1], k.shape[1])), []
+    for t in range(len(v)):
+        if t % b == 0:
+            w0 = w
+        w = w - eta[t] * np.outer(w0 @ k[t] - v[t], k[t])
+        out.append(w @ q[t])
+    return np.array(out), w
