@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.phi.base import Params, compute_dtype, project
+from hecate.phi.base import Params
 
 
 def seeded(generator: torch.Generator | None) -> torch.Generator:
@@ -42,9 +42,3 @@ def learned(kind: str, params: Params, name: str) -> Tensor:
             f"{sorted(params['learned'])}; pass params=feature_map.init(d, generator=...)"
         )
     return params["learned"][name]
-
-
-def project_up(x: Tensor, w: Tensor) -> Tensor:
-    """`project` in float32 or better: sums of products are not taken in low precision."""
-    dtype = compute_dtype(x)
-    return project(x.to(dtype), w.to(dtype))

@@ -9,7 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, project_vjp
-from hecate.phi.learned import learned, project_up, scaled_normal, seeded
+from hecate.phi.learned import learned, scaled_normal, seeded
+from hecate.phi.random import project_precisely
 
 
 class Linear(FeatureMap):
@@ -49,10 +50,10 @@ class Linear(FeatureMap):
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         weight = learned(self.kind, params, "weight")
-        return project_up(x, weight).to(x.dtype), (x, weight)
+        return project_precisely(x, weight).to(x.dtype), (x, weight)
 
     def vjp(self, residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x, weight = residuals
-        dtype = compute_dtype(x)
+        dtype = torch.promote_types(compute_dtype(x), weight.dtype)
         gx, gweight = project_vjp(x.to(dtype), weight.to(dtype), g.to(dtype))
         return gx.to(x.dtype), {"weight": gweight.to(weight.dtype)}

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hecate.errors import ConfigError
 from hecate.phi.activation import ACTIVATIONS, ActivationName
-from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, project_vjp
-from hecate.phi.learned import learned, project_up, scaled_normal, seeded
+from hecate.phi.base import FeatureMap, Params, Traits, project_vjp
+from hecate.phi.learned import learned, scaled_normal, seeded
+from hecate.phi.random import project_precisely
 
 
 class MLP(FeatureMap):
@@ -67,15 +68,15 @@ class MLP(FeatureMap):
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
         w_in, w_out = (learned(self.kind, params, name) for name in ("w_in", "w_out"))
-        before = project_up(x, w_in)
-        features = project_up(ACTIVATIONS[self.activation].value(before), w_out)
+        before = project_precisely(x, w_in)
+        features = project_precisely(ACTIVATIONS[self.activation].value(before), w_out)
         if self.residual:
             features = x.to(features.dtype) + features
         return features.to(x.dtype), (x, before, w_in, w_out)
 
     def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x, before, w_in, w_out = residuals
-        dtype, activation = compute_dtype(x), ACTIVATIONS[self.activation]
+        dtype, activation = before.dtype, ACTIVATIONS[self.activation]
         g = g.to(dtype)
         gafter, gw_out = project_vjp(activation.value(before), w_out.to(dtype), g)
         gx, gw_in = project_vjp(x.to(dtype), w_in.to(dtype), gafter * activation.slope(before))

@@ -73,11 +73,15 @@ EXAMPLES: dict[str, list[phi.FeatureMap]] = {
 }
 
 
-def examples() -> list[phi.FeatureMap]:
-    """One instance or more of every registered kind; a new kind is included by itself."""
+def examples(*modules: str) -> list[phi.FeatureMap]:
+    """One instance or more of every kind of the library and of `modules`, new ones by themselves.
+
+    Kinds that other tests define, broken ones among them, are theirs to test.
+    """
     return [
         instance
         for kind, variant in phi.FeatureMap.variants().items()
+        if variant.__module__.startswith("hecate.") or variant.__module__ in modules
         for instance in EXAMPLES.get(kind) or [variant()]
     ]
 
