@@ -1,7 +1,7 @@
 """hecate: memories that are written and read at every token.
 
-A `MemoryRule` is four knobs (structure, attentional bias, retention, algorithm); a feature map phi takes
-keys and queries to phi-space before any of them; `memory_scan` runs it over a sequence.
+A `MemoryRule` is four knobs (structure, attentional bias, retention, algorithm); a feature map phi
+takes keys and queries to phi-space before any of them; `memory_scan` runs it over a sequence.
 """
 
 from hecate import algorithm, bias, phi, retention, structure
@@ -16,7 +16,7 @@ from hecate.errors import (
     StabilityWarning,
 )
 from hecate.phi import FeatureMapKind
-from hecate.rule import Gates, MemoryConfig, MemoryRule, MemoryState
+from hecate.rule import Gates, MemoryConfig, MemoryRule, MemoryState, named_rule
 
 __version__ = "0.1.0"
 
@@ -38,6 +38,7 @@ __all__ = [
     "bias",
     "memory_scan",
     "memory_step",
+    "named_rule",
     "phi",
     "retention",
     "structure",

@@ -15,8 +15,9 @@ from hecate.variant import Variant
 class Algorithm(Variant, family="algorithm"):
     """The direction D (sign included) from a gradient G, for one weight tensor at a time.
 
-    State beside the weights lives in `slots`: one tensor of the weight's shape for each name, zero at the
-    start. A variant gives `direction` and `direction_vjp`; the latter falls back to `torch.func`.
+    State beside the weights lives in `slots`: one tensor of the weight's shape for each name, zero
+    at the start. A variant gives `direction` and `direction_vjp`; the latter falls back to
+    `torch.func`.
 
     Shapes: G, D and slots `[N, ...]`; lr and momentum `[N]`.
     """
@@ -45,7 +46,7 @@ class Algorithm(Variant, family="algorithm"):
         self, inputs: tuple[Tensor, ...], *cotangents: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Cotangents of (grad, lr, momentum, *slots) from those of (direction, *slots)."""
-        _, pull = torch.func.vjp(self.direction, *inputs)
+        _, pull = torch.func.vjp(self.direction, *inputs)  # type: ignore[misc]
         return tuple(pull(cotangents))
 
     @classmethod
@@ -65,4 +66,3 @@ class Algorithm(Variant, family="algorithm"):
 
 
 AlgorithmKind = Algorithm
-

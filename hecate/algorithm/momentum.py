@@ -14,9 +14,9 @@ from hecate.tape.ops import over, sum_to_gate
 class Momentum(Algorithm):
     """momentum: S' = momentum S - lr G, D = S'.
 
-    The momentum of Titans: past surprise carries over, without bias correction and without dampening.
-    Retention acts on the memory alone; S decays by `momentum` only. (Titans writes eta for momentum and
-    theta for lr.)
+    The momentum of Titans: past surprise carries over, without bias correction and without
+    dampening. Retention acts on the memory alone; S decays by `momentum` only. (Titans writes eta
+    for momentum and theta for lr.)
 
     Shapes: G, S `[N, ...]`; lr, momentum `[N]`.
     VJP: with d = g_D + g_S': g_G = -lr d, g_lr = -<G, d>, g_momentum = <S, d>, g_S = momentum d.
@@ -49,4 +49,9 @@ class Momentum(Algorithm):
     ) -> tuple[Tensor | None, ...]:
         grad, lr, momentum, slot = inputs
         g = cotangents[0] + cotangents[1]
-        return -over(lr, grad) * g, -sum_to_gate(grad * g, lr), sum_to_gate(slot * g, momentum), over(momentum, grad) * g
+        return (
+            -over(lr, grad) * g,
+            -sum_to_gate(grad * g, lr),
+            sum_to_gate(slot * g, momentum),
+            over(momentum, grad) * g,
+        )

@@ -12,9 +12,9 @@ from hecate.variant import Variant
 class Bias(Variant, family="bias"):
     """An inner loss `ell(pred, target)`, summed over the value dimension.
 
-    A variant gives `loss`, `grad = d ell / d pred`, and `grad_vjp`, the derivative of `grad`; the last two
-    fall back to `torch.func` when left out (`hecate list` says so). There is no hidden factor: what `loss`
-    says is what `grad` differentiates.
+    A variant gives `loss`, `grad = d ell / d pred`, and `grad_vjp`, the derivative of `grad`; the
+    last two fall back to `torch.func` when left out (`hecate list` says so). There is no hidden
+    factor: what `loss` says is what `grad` differentiates.
 
     Shapes: pred and target `[..., V]`; loss `[...]`; grad `[..., V]`.
     """
@@ -29,7 +29,7 @@ class Bias(Variant, family="bias"):
 
     def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Cotangents of pred and target from the cotangent g of `grad`."""
-        _, pull = torch.func.vjp(self.grad, pred, target)
+        _, pull = torch.func.vjp(self.grad, pred, target)  # type: ignore[misc]
         gpred, gtarget = pull(g)
         return gpred, gtarget
 
@@ -39,7 +39,8 @@ class Bias(Variant, family="bias"):
 
     @property
     def curvature(self) -> float | None:
-        """Upper bound of the Hessian's eigenvalues, None if unbounded: with it, `lr |phi|^2 curvature < 2`
+        """Upper bound of the Hessian's eigenvalues, None if unbounded: with it, `lr |phi|^2
+        curvature < 2`
         keeps a linear memory contractive."""
         return None
 
@@ -61,7 +62,7 @@ class Bias(Variant, family="bias"):
 
 
 class ErrorBias(Bias):
-    """A loss of the error e = pred - target alone; variants give rho, psi = rho' and psi's Jacobian."""
+    """A loss of e = pred - target alone; variants give rho, psi = rho' and psi's Jacobian."""
 
     def rho(self, error: Tensor) -> Tensor:
         """The loss `[...]` of an error `[..., V]`."""

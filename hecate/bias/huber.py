@@ -12,7 +12,8 @@ from hecate.bias.base import ErrorBias
 
 
 class Huber(ErrorBias):
-    """huber: ell = 1/2 e^2 for |e| <= delta, delta |e| - delta^2/2 beyond, per coordinate or of the norm.
+    """huber: ell = 1/2 e^2 for |e| <= delta, delta |e| - delta^2/2 beyond, per coordinate or of the
+    norm.
 
     Quadratic near zero and linear far out: a single outlier moves the memory by a bounded amount.
     `norm=True` applies the same function to |e|_2, which keeps the direction of the error.
@@ -52,10 +53,12 @@ class Huber(ErrorBias):
         size = self._norm(error)
         unit = error / size
         along = (unit * tangent).sum(-1, keepdim=True)
-        return torch.where(size <= self.delta, tangent, (self.delta / size) * (tangent - unit * along))
+        return torch.where(
+            size <= self.delta, tangent, (self.delta / size) * (tangent - unit * along)
+        )
 
     def _norm(self, error: Tensor) -> Tensor:
         square = error.square().sum(-1, keepdim=True)
-        # Inside the ball the norm is only compared: a constant there keeps its derivative finite at 0.
+        # Inside the ball the norm is only compared: a constant keeps its derivative finite at 0.
         inside = square <= self.delta**2
         return torch.where(inside, self.delta, torch.where(inside, 1.0, square).sqrt())

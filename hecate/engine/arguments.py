@@ -39,7 +39,9 @@ def complete(
         )
     if cu_seqlens is not None:
         if reset_mask is not None:
-            raise ConfigError("give cu_seqlens or reset_mask, not both: both mark where documents start")
+            raise ConfigError(
+                "give cu_seqlens or reset_mask, not both: both mark where documents start"
+            )
         reset_mask = _borders(cu_seqlens, k)
     lead = k.shape[:2]
     for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
@@ -59,8 +61,8 @@ def _gates(config: MemoryConfig, gates: Gates, k: Tensor) -> tuple[Tensor, Tenso
         )
     if gates.momentum is not None and not config.algorithm.uses_momentum:
         raise ConfigError(
-            f"gates.momentum is given, but algorithm {config.algorithm.kind!r} takes no momentum gate; "
-            "leave it None or choose algorithm 'momentum'"
+            f"gates.momentum is given, but algorithm {config.algorithm.kind!r} takes no momentum "
+            "gate; leave it None or choose algorithm 'momentum'"
         )
     if isinstance(gates.lr, int | float):
         config.check_step(float(gates.lr))
@@ -78,26 +80,32 @@ def _gate(name: str, given: Tensor | float | None, default: float, k: Tensor, to
     if isinstance(given, Tensor):
         if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and name != "retain"):
             raise ShapeError(
-                f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got {list(given.shape)}"
+                f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got "
+                f"{list(given.shape)}"
             )
         if not given.is_floating_point():
             raise ShapeError(f"gates.{name} must be floating point, got {given.dtype}")
         if given.device != k.device:
-            raise ShapeError(f"gates.{name} is on {given.device}, k on {k.device}; move them together")
+            raise ShapeError(
+                f"gates.{name} is on {given.device}, k on {k.device}; move them together"
+            )
         return given
     value = default if given is None else float(given)
     if not 0 <= value <= top or math.isinf(value):
         limit = "a finite number >= 0" if top == math.inf else "in [0, 1]"
         raise ConfigError(f"gates.{name} must be {limit}, got {value:g}")
-    return torch.full(shape, value, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
+    return torch.full(
+        shape, value, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device
+    )
 
 
 def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
     width = config.feature_map.output_dim(k.shape[-1])
     if not config.structure.linear:
         raise ConfigError(
-            f"gates.retain has one value per phi channel, but structure {config.structure.kind!r} has "
-            "weights without a phi axis; pass [B, T, H] or use structure 'matrix'"
+            "gates.retain has one value per phi channel, but structure "
+            f"{config.structure.kind!r} has weights without a phi axis; pass [B, T, H] or use "
+            "structure 'matrix'"
         )
     if retain.shape[-1] != width:
         raise ShapeError(
@@ -150,7 +158,9 @@ def complete_initial(
         initial = config.structure.init(
             d_phi, d_v, heads=heads, dtype=dtype, device=sequence.k.device
         )
-    _check_tensors("initial", initial, {name: (heads, *shape) for name, shape in shapes.items()}, batch)
+    _check_tensors(
+        "initial", initial, {name: (heads, *shape) for name, shape in shapes.items()}, batch
+    )
     cast = {name: initial[name].to(dtype) for name in shapes}
     return initial_state(config, cast, batch, sequence.retain)
 
@@ -178,7 +188,7 @@ def complete_state(
         field: {name: getattr(cast, field)[name] for name in getattr(start, field)}
         for field in ("memory", "slots", "anchor", "pending")
     }
-    return cast._replace(**order)
+    return cast._replace(**order)  # type: ignore[arg-type]
 
 
 def _check_tensors(

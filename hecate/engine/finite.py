@@ -14,7 +14,7 @@ from hecate.tape import execute
 
 
 def can_inspect(*tensors: Tensor) -> bool:
-    """Whether values may steer Python: not while compiling and not inside a `torch.func` transform."""
+    """Whether values may steer Python: not while compiling, not inside `torch.func` transforms."""
     if torch.compiler.is_compiling():
         return False
     return not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
@@ -27,9 +27,7 @@ def all_finite(y: Tensor, carry: Carry) -> bool:
 
 
 @torch.no_grad()
-def finite_writes(
-    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
-) -> Tensor:
+def finite_writes(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory) -> Tensor:
     """`[N, T]`: which tokens leave the state finite when every other one is left unwritten."""
     columns = [None if tensor is None else tensor.unbind(1) for tensor in tokens]
     good: list[Tensor] = []

@@ -1,13 +1,14 @@
 """The exact chunk-parallel engine for linear memories.
 
-Within a block of C tokens every state is a combination of the block's first state and its own writes, with
-coefficients that depend on the gates alone. With R[t, j] the product of retain over j < l <= t, P[j, i] that
-of momentum over i < l <= j, and K = R P (both lower triangular):
+Within a block of C tokens every state is a combination of the block's first state and its own
+writes, with coefficients that depend on the gates alone. With R[t, j] the product of retain over j
+< l <= t, P[j, i] that of momentum over i < l <= j, and K = R P (both lower triangular):
 
     M_t = a_t M_0 + s_t S_0 - sum_{i <= t} K[t, i] lr_i u_i p_i^T
 
-For bias dot u_t = -v_t; for l2 the errors solve one unit lower triangular system. gd is the case P = I.
-A masked token multiplies by one and adds nothing; a reset cuts every product that crosses it. [ENG-PAR-D1]
+For bias dot u_t = -v_t; for l2 the errors solve one unit lower triangular system. gd is the case P
+= I. A masked token multiplies by one and adds nothing; a reset cuts every product that crosses it.
+[ENG-PAR-D1]
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def parallel_refusal(config: MemoryConfig, channelwise: bool) -> str | None:
 
 
 class _Rows(NamedTuple):
-    """A state per token as coefficients: of the block's writes `[N, c, C, C]`, and of each base state
+    """A state per token as coefficients: of the block's writes `[N, c, C, C]`, and of each base
+    state
     (first M, first S, initial M, where they exist) `[N, c, C]`."""
 
     writes: Tensor
@@ -145,7 +147,7 @@ def _block(
 
 
 def _errors(config: MemoryConfig, chunks: Tokens, seen: _Rows) -> tuple[Tensor, Tensor | None]:
-    """u as `moving @ bases + fixed`: the gradients by the predictions, before the states are known."""
+    """u, the gradients by the predictions, as `moving @ bases + fixed` for states not yet known."""
     if isinstance(config.bias, Dot):
         return -chunks.v, None
     system = (chunks.phi_k @ chunks.phi_k.mT) * seen.writes * chunks.lr.unsqueeze(-2)
@@ -156,7 +158,7 @@ def _errors(config: MemoryConfig, chunks: Tokens, seen: _Rows) -> tuple[Tensor, 
 
 
 def _coefficients(config: MemoryConfig, chunks: Tokens) -> tuple[_Rows, _Rows, _Rows | None]:
-    """Rows of the state after each token, before each token (after its reset), and of S after it."""
+    """Rows of the state after each token, before it (but after its reset), and of S after it."""
     shape = chunks.lr.shape
     size = shape[-1]
     same, alive = _segments(chunks)
@@ -199,7 +201,7 @@ def _segments(chunks: Tokens) -> tuple[Tensor | float, Tensor | float]:
 
 
 def _chunked(tokens: Tokens, size: int) -> Tokens:
-    """Time split into blocks `[N, c, C, ...]`; padding writes nothing, and neither do masked tokens."""
+    """Time split into blocks `[N, c, C, ...]`; padding and masked tokens write nothing."""
     length = tokens.v.shape[1]
     missing = -length % size
 

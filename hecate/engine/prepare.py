@@ -1,4 +1,4 @@
-"""From q, k, v and gates at the API to tokens in phi-space: the same path for every engine and read."""
+"""From q, k, v and gates to tokens in phi-space: one path for every engine and every read."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hecate.engine.tokens import SELECT, Tokens
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one
-from hecate.engine.tokens import SELECT, Tokens
 from hecate.tape import Block, Run, Tensors
 
 NORMALIZED_EPS = 1e-6
 
 
 class Sequence(NamedTuple):
-    """Inputs of a scan, checked and complete: `[B, T, H, *]`, gates `[B, T, H]` (retain also per channel),
+    """Inputs of a scan, checked and complete: `[B, T, H, *]`, gates `[B, T, H]` (retain also per
+    channel),
     masks `[B, T]` or None."""
 
     q: Tensor
@@ -40,7 +41,7 @@ def to_tokens(
         one(run(_cast(dtype), tensor, label="inputs")) for tensor in inputs[:6]
     )
     if inputs.write is not None:
-        # What a masked token carries may be padding garbage: it must not even be multiplied by zero.
+        # A masked token may carry garbage: it must not even be multiplied by zero.
         k, v, lr = (
             one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask"))
             for tensor in (k, v, lr)

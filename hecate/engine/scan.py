@@ -43,21 +43,23 @@ def memory_scan(
 ) -> tuple[Tensor, MemoryState]:
     """Writes and reads a memory at every token of a sequence. [ENG-SCAN-D1]
 
-    Shapes: q, k `[B, T, H, D]`, v `[B, T, H, V]`; result y `[B, T, H, V]` in v's dtype and the state after
-    the last token, in `config.state_dtype` or better. Scanning a sequence in pieces, each from the state of
-    the last, gives the same result as scanning it whole.
+    Shapes: q, k `[B, T, H, D]`, v `[B, T, H, V]`; result y `[B, T, H, V]` in v's dtype and the
+    state after the last token, in `config.state_dtype` or better. Scanning a sequence in pieces,
+    each from the state of the last, gives the same result as scanning it whole.
 
     Args:
         gates: lr, retain and momentum; None takes the rule's defaults.
-        phi_params: parameters from `config.feature_map.init(D, heads=H)`; may be left out without any.
-        state: the state to go on from; None starts at `initial`.
-        initial: weights `[H, ...]` or `[B, H, ...]` by name, where a memory starts and restarts; None takes
+        phi_params: parameters from `config.feature_map.init(D, heads=H)`; may be left out without
+        any. state: the state to go on from; None starts at `initial`.
+        initial: weights `[H, ...]` or `[B, H, ...]` by name, where a memory starts and restarts;
+        None takes
             the structure's own (zero for a matrix).
-        write_mask: `[B, T]` bool; at False the token is read but leaves the memory exactly as it was.
-        reset_mask: `[B, T]` bool; at True the memory restarts from `initial` before that token.
-        cu_seqlens: `[documents + 1]` int, borders of documents packed into one row (B = 1); resets at each.
-        engine: `"auto"` picks the fastest exact one; results agree within rounding.
-        autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record; `"auto"`
+        write_mask: `[B, T]` bool; at False the token is read but leaves the memory exactly as it
+        was. reset_mask: `[B, T]` bool; at True the memory restarts from `initial` before that
+        token. cu_seqlens: `[documents + 1]` int, borders of documents packed into one row (B = 1);
+        resets at each. engine: `"auto"` picks the fastest exact one; results agree within rounding.
+        autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record;
+        `"auto"`
             takes the tape for the token loop and autograd for the parallel engine.
         tape: record the call on this tape instead; differentiate with `tape.backward`.
         name: what errors call this memory.
@@ -65,7 +67,8 @@ def memory_scan(
     Raises:
         ConfigError: an engine or gate that the config cannot honour.
         ShapeError: tensors that do not fit together.
-        NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token. It cannot be raised
+        NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token. It cannot be
+        raised
             while compiling or inside `torch.func` transforms, which forbid looking at values.
     """
     if not torch.compiler.is_compiling():
@@ -110,7 +113,8 @@ def memory_step(
     initial: dict[str, Tensor] | None = None,
     name: str = "memory",
 ) -> tuple[Tensor, MemoryState]:
-    """One token: q, k `[B, H, D]`, v `[B, H, V]`, gates `[B, H]` -> y `[B, H, V]` and the new state.
+    """One token: q, k `[B, H, D]`, v `[B, H, V]`, gates `[B, H]` -> y `[B, H, V]` and the new
+    state.
 
     A loop of it equals `memory_scan`.
     """
@@ -138,14 +142,17 @@ class Part(NamedTuple):
 
     @property
     def carry(self) -> Carry:
+        """The state as flat tensors."""
         return flatten_state(self.state)
 
     @property
     def initial(self) -> Memory:
+        """The weights at which memories start."""
         return flatten_state(self.start).memory
 
     @property
     def flat(self) -> tuple[Tensor, ...]:
+        """Everything the program takes for this memory."""
         return *self.initial, *self.carry.flat
 
     def rebuilt(self, flat: tuple[Tensor, ...]) -> tuple[Memory, Carry]:

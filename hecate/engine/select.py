@@ -14,7 +14,7 @@ Engine = Literal["auto", "sequential", "parallel"]
 def choose_engine(
     config: MemoryConfig, asked: Engine, *, length: int = 2, channelwise: bool = False
 ) -> tuple[Literal["sequential", "parallel"], str]:
-    """The engine to run and why; `ConfigError` when the one asked for is not exact for this config."""
+    """The engine to run and why; `ConfigError` if the one asked for is not exact here."""
     if asked not in ("auto", "sequential", "parallel"):
         raise ConfigError(f"engine must be 'auto', 'sequential' or 'parallel', got {asked!r}")
     refusal = parallel_refusal(config, channelwise)

@@ -1,7 +1,8 @@
 """The token loop: the truth that every other engine is compared with.
 
-Memory of the backward pass grows with sqrt(T): the sequence is cut into segments of about sqrt(T) tokens,
-the outer tape keeps one carry per segment, and a segment is taped again when its turn comes.
+Memory of the backward pass grows with sqrt(T): the sequence is cut into segments of about sqrt(T)
+tokens, the outer tape keeps one carry per segment, and a segment is taped again when its turn
+comes.
 """
 
 from __future__ import annotations

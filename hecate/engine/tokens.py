@@ -1,4 +1,4 @@
-"""Engine inputs: a sequence for N = batch x heads memories, and the carried state, as flat tensors."""
+"""Engine inputs as flat tensors: a sequence for N = batch x heads memories, and the state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hecate.tape import Block, Tensors
 
 
 class Tokens(NamedTuple):
-    """One sequence, time on axis 1: phi_k, phi_q `[N, T, P]`, v `[N, T, V]`, gates and masks `[N, T]`.
+    """One sequence, time on axis 1: phi_k, phi_q `[N, T, P]`, v `[N, T, V]`, gates and masks `[N,
+    T]`.
 
     `retain` may be `[N, T, P]`. `write` and `reset` are boolean or None.
     """
@@ -52,7 +53,7 @@ class Carry(NamedTuple):
         for part in self[:-1]:
             parts.append(flat[at : at + len(part)])
             at += len(part)
-        return Carry(*parts, position=flat[at])
+        return Carry(*parts, flat[at])  # type: ignore[arg-type]
 
 
 def flatten_state(state: MemoryState) -> Carry:

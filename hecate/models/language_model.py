@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -63,8 +63,8 @@ class LanguageModelConfig(Config):
 class LanguageModel(nn.Module):
     """Pre-norm blocks of memory and gated MLP between an embedding and a linear head.
 
-    `model(tokens [B, T], state=None) -> (logits [B, T, vocab], state)`: any split of a sequence gives the
-    same logits, and a token costs the same whatever came before it.
+    `model(tokens [B, T], state=None) -> (logits [B, T, vocab], state)`: any split of a sequence
+    gives the same logits, and a token costs the same whatever came before it.
 
     Args:
         config: sizes and memory; `vocab_size` must be set.
@@ -84,7 +84,7 @@ class LanguageModel(nn.Module):
         if config.vocab_size is None:
             raise ConfigError("vocab_size must be set to build a model", path=("vocab_size",))
         self.config = config
-        place = {"device": device, "dtype": dtype}
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embedding = nn.utils.skip_init(
             nn.Embedding, config.vocab_size, config.d_model, device=device or "cpu", dtype=dtype
         )
@@ -108,7 +108,7 @@ class LanguageModel(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
         for block in self.blocks:
-            block.reset_parameters(generator)
+            block.reset_parameters(generator)  # type: ignore[operator]
         nn.init.ones_(self.norm.weight)
         self._draw(generator)
 
@@ -128,7 +128,9 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, tuple[LayerState, ...]]:
         """Logits of the next token at every position, and the state after the last one."""
         if tokens.dim() != 2 or tokens.is_floating_point():
-            raise ShapeError(f"tokens must be integer [B, T], got {tokens.dtype} {list(tokens.shape)}")
+            raise ShapeError(
+                f"tokens must be integer [B, T], got {tokens.dtype} {list(tokens.shape)}"
+            )
         # The tied head needs small rows, the blocks an input of unit scale.
         x = self.embedding(tokens) * self.config.d_model**0.5
         carried: list[LayerState] = []
@@ -151,7 +153,7 @@ class _Block(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        place = {"device": device, "dtype": dtype}
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.memory_norm = nn.RMSNorm(config.d_model, eps=1e-6, **place)
         self.memory = Memory(
             config.d_model,
@@ -205,7 +207,7 @@ class _GatedMLP(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        place = {"bias": False, "device": device or "cpu", "dtype": dtype}
+        place: dict[str, Any] = {"bias": False, "device": device or "cpu", "dtype": dtype}
         self.norm = nn.RMSNorm(width, eps=1e-6, device=device, dtype=dtype)
         self.up = nn.utils.skip_init(nn.Linear, width, 2 * hidden, **place)
         self.down = nn.utils.skip_init(nn.Linear, hidden, width, **place)

@@ -10,8 +10,8 @@ class ShortConv(nn.Module):
     """Depthwise causal convolution: y_t = silu(sum_j w_j x_(t-j)), j = 0..kernel-1.
 
     Shapes: x `[B, T, C]`, state `[B, kernel-1, C]` (the last inputs, zero at the start).
-    `segment` `[B, kernel-1+T]`, if given, numbers the documents of state and inputs: a tap that would reach
-    into another document reads zero.
+    `segment` `[B, kernel-1+T]`, if given, numbers the documents of state and inputs: a tap that
+    would reach into another document reads zero.
     """
 
     def __init__(

@@ -11,14 +11,17 @@ from hecate.rule import Gates, MemoryConfig
 
 
 class GateHeads(nn.Module):
-    """lr = lr_max sigmoid(w.x + b), retain = sigmoid(w.x + b), momentum = sigmoid(w.x + b), per head.
+    """lr = lr_max sigmoid(w.x + b), retain = sigmoid(w.x + b), momentum = sigmoid(w.x + b), per
+    head.
 
-    Gates see the token, never phi(k). At initialisation w = 0, so every gate starts at a stated value:
-    lr at half of `config.algorithm.lr` (which is its ceiling), times (1 - momentum) if the algorithm has
-    momentum, because momentum multiplies the effective step by 1/(1 - momentum); retain and momentum at the
-    config's own values. An item stored at the start thus halves after log(1/2)/log(retain) tokens.
+    Gates see the token, never phi(k). At initialisation w = 0, so every gate starts at a stated
+    value: lr at half of `config.algorithm.lr` (which is its ceiling), times (1 - momentum) if the
+    algorithm has momentum, because momentum multiplies the effective step by 1/(1 - momentum);
+    retain and momentum at the config's own values. An item stored at the start thus halves after
+    log(1/2)/log(retain) tokens.
 
-    Shapes: x `[B, T, d_model]` -> gates `[B, T, H]` in float32 or better; None for gates the rule lacks.
+    Shapes: x `[B, T, d_model]` -> gates `[B, T, H]` in float32 or better; None for gates the rule
+    lacks.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class GateHeads(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             values = {
                 name: torch.sigmoid(
-                    nn.functional.linear(wide, weight.to(wide.dtype), self.bias[name].to(wide.dtype))
+                    nn.functional.linear(
+                        wide, weight.to(wide.dtype), self.bias[name].to(wide.dtype)
+                    )
                 )
                 for name, weight in self.weight.items()
             }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,10 @@ class Memory(nn.Module):
         y, state = layer(x)             # a whole sequence
         y, state = layer(more, state)   # and on from there; any split gives the same result
 
-    x goes through projections to q, k, v, a short causal convolution with SiLU, `qk_norm`, phi (inside the
-    scan), the memory, an RMS norm per head, an output gate silu(W x) and the output projection. Gates come
-    from x. Parameters live here; the memory's state is explicit, per sequence, never a buffer.
+    x goes through projections to q, k, v, a short causal convolution with SiLU, `qk_norm`, phi
+    (inside the scan), the memory, an RMS norm per head, an output gate silu(W x) and the output
+    projection. Gates come from x. Parameters live here; the memory's state is explicit, per
+    sequence, never a buffer.
 
     Args:
         d_model: width of x and y.
@@ -48,7 +49,8 @@ class Memory(nn.Module):
         learned_initial: whether the memory's starting weights are trained; else they stay as drawn.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call this memory.
-        generator: source of all draws; None uses torch's default generator, like every torch module.
+        generator: source of all draws; None uses torch's default generator, like every torch
+        module.
 
     Raises:
         ConfigError: sizes that do not fit, or an inner step that provably diverges.
@@ -84,7 +86,7 @@ class Memory(nn.Module):
         self.qk_norm: QKNorm = qk_norm
         self.engine, self.autodiff, self.name = engine, autodiff, name
         d_phi = self.config.feature_map.output_dim(self.d_key)
-        place = {"device": device, "dtype": dtype}
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
 
         keys, values = heads * self.d_key, heads * self.d_value
         self.splits = [keys, keys, values]
@@ -96,7 +98,7 @@ class Memory(nn.Module):
         self.out = _linear(values, d_model, **place)
 
         # Shapes first, on no device; the draws follow in reset_parameters.
-        shapes = {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
+        shapes: dict[str, Any] = {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
         params = self.config.feature_map.init(self.d_key, heads=heads, **shapes)
         start = self.config.structure.init(d_phi, self.d_value, heads=heads, **shapes)
         self.phi_learned = _TensorDict(params["learned"], learned=True, **place)
@@ -110,7 +112,7 @@ class Memory(nn.Module):
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
         source = torch.default_generator if generator is None else generator
         like = self.qkv.weight
-        place = {"dtype": like.dtype, "device": like.device, "generator": source}
+        place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
         for linear in (self.qkv, self.output_gate, self.out):
             if linear is not None:
                 with torch.no_grad():
@@ -140,7 +142,8 @@ class Memory(nn.Module):
         write_mask: Tensor | None = None,
         reset_mask: Tensor | None = None,
     ) -> tuple[Tensor, LayerState]:
-        """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in `memory_scan`.
+        """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in
+        `memory_scan`.
 
         A masked token's input is zero to the convolution; a reset hides earlier documents from it.
         """
@@ -269,7 +272,9 @@ def _linear(
     d_in: int, d_out: int, *, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> nn.Linear:
     """A linear map without bias whose creation draws nothing."""
-    return nn.utils.skip_init(nn.Linear, d_in, d_out, bias=False, device=device or "cpu", dtype=dtype)
+    return nn.utils.skip_init(
+        nn.Linear, d_in, d_out, bias=False, device=device or "cpu", dtype=dtype
+    )
 
 
 def _check_sizes(

@@ -14,16 +14,18 @@ from hecate.variant import Variant
 class Retention(Variant, family="retention"):
     """The new memory from the old one and a direction D (the step, sign included).
 
-    A variant gives `step` and `step_vjp` for one weight tensor; the latter falls back to `torch.func`.
+    A variant gives `step` and `step_vjp` for one weight tensor; the latter falls back to
+    `torch.func`.
 
-    Shapes: memory and direction `[N, ...]`; retain `[N]`, or `[N, P]` per phi channel (the last axis).
+    Shapes: memory and direction `[N, ...]`; retain `[N]`, or `[N, P]` per phi channel (the last
+    axis).
     """
 
     uses_retain: ClassVar[bool] = False
 
     @property
     def linear(self) -> bool:
-        """Whether the step is `a M + D` with a fixed by the gates: the exact parallel form needs it."""
+        """Whether the step is `a M + D` with a fixed by the gates, as the parallel form needs."""
         return False
 
     @property
@@ -39,7 +41,7 @@ class Retention(Variant, family="retention"):
         self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Cotangents of memory, direction and retain from the cotangent g of the new memory."""
-        _, pull = torch.func.vjp(self.step, memory, direction, retain)
+        _, pull = torch.func.vjp(self.step, memory, direction, retain)  # type: ignore[misc]
         gmemory, gdirection, gretain = pull(g)
         return gmemory, gdirection, gretain
 
@@ -54,11 +56,10 @@ class Retention(Variant, family="retention"):
         def forward(*inputs: Tensor) -> tuple[Tensors, Tensors]:
             return (self.step(*inputs),), inputs
 
-        def vjp(inputs: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor | None, ...]:
+        def vjp(inputs: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor | None, ...]:
             return self.step_vjp(*inputs, g)
 
         return Block(f"retention.{self.kind}", forward, vjp if self.hand_written() else None)
 
 
 RetentionKind = Retention
-

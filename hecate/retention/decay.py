@@ -14,15 +14,15 @@ from hecate.tape.ops import over, sum_to_gate
 class Decay(Retention):
     """decay: M' = retain M + D, retain in [0, 1] the kept fraction.
 
-    A stored item halves every log(1/2)/log(retain) tokens. Per token and head as in Titans and gated
-    DeltaNet (whose papers write 1 - alpha and alpha for it), or per phi channel as in GLA.
+    A stored item halves every log(1/2)/log(retain) tokens. Per token and head as in Titans and
+    gated DeltaNet (whose papers write 1 - alpha and alpha for it), or per phi channel as in GLA.
 
     Shapes: M, D `[N, ..., P]`; retain `[N]` or `[N, P]`.
     VJP: g_M = retain g, g_D = g, g_retain = <g, M>.
     Traits: linear.
     Cost: one multiply-add.
-    References: Titans (Behrouz et al., 2025, arXiv 2501.00663); Gated Linear Attention Transformers (Yang
-    et al., 2024, arXiv 2312.06635). [RET-DECAY-D1]
+    References: Titans (Behrouz et al., 2025, arXiv 2501.00663); Gated Linear Attention Transformers
+    (Yang et al., 2024, arXiv 2312.06635). [RET-DECAY-D1]
     """
 
     kind: Literal["decay"] = "decay"

@@ -1,7 +1,17 @@
 """Memory rules: four knobs, their configuration, their state, and the rules of the literature."""
 
 from hecate.rule.config import MemoryConfig
+from hecate.rule.named import RULES, NamedRule, named_rule
 from hecate.rule.rule import MemoryRule, TokenGates
 from hecate.rule.state import Gates, MemoryState
 
-__all__ = ["Gates", "MemoryConfig", "MemoryRule", "MemoryState", "TokenGates"]
+__all__ = [
+    "RULES",
+    "Gates",
+    "MemoryConfig",
+    "MemoryRule",
+    "MemoryState",
+    "NamedRule",
+    "TokenGates",
+    "named_rule",
+]

@@ -24,12 +24,14 @@ class MemoryConfig(Config):
 
     Fields beside the knobs:
         chunk: gradients are taken at the state of the chunk's start; 1 means at the previous token.
-        commit: "token" steps at each token; "chunk" sums the chunk's lr-weighted gradients and takes one
-            step at its last token, with retain the product of the chunk's and momentum that of the last.
+        commit: "token" steps at each token; "chunk" sums the chunk's lr-weighted gradients and
+        takes one
+            step at its last token, with retain the product of the chunk's and momentum that of the
+            last.
         read: y_t reads the state "after" or "before" token t (and the commit that it triggers).
-        decay_order: "before_gradient" lets the gradient see the decayed memory, as gated DeltaNet does.
-        normalizer: "sum" divides the read by phi(q).z, where z is the same memory with bias dot and value 1.
-        key_norm: "l2" or "sum" normalisation of phi(k) and phi(q), after phi.
+        decay_order: "before_gradient" lets the gradient see the decayed memory, as gated DeltaNet
+        does. normalizer: "sum" divides the read by phi(q).z, where z is the same memory with bias
+        dot and value 1. key_norm: "l2" or "sum" normalisation of phi(k) and phi(q), after phi.
         query_scale: "key_dim" multiplies phi(q) by D^(-1/2), D the key width, after key_norm.
         step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2).
         state_dtype: float32 or float64; inputs of higher precision raise it.
@@ -80,10 +82,10 @@ class MemoryConfig(Config):
         largest, limit = lr * bound * curvature, self.algorithm.stable_step
         if curvature > 0 and largest >= limit:
             raise ConfigError(
-                f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: "
-                f"lr * |phi|^2 can reach {largest:g}, and bias {self.bias.kind!r} under algorithm "
-                f"{self.algorithm.kind!r} diverges from {limit:g} on; lower lr below "
-                f"{limit / (bound * curvature):g} or set step='normalized' or 'implicit'",
+                f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm "
+                f"{self.key_norm!r}: lr * |phi|^2 can reach {largest:g}, and bias "
+                f"{self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges from {limit:g} "
+                f"on; lower lr below {limit / (bound * curvature):g} or set step='normalized' or 'implicit'",
                 path=("algorithm", "lr"),
             )
 
@@ -108,7 +110,7 @@ class MemoryConfig(Config):
         if self.key_norm == "sum" and not self.feature_map.non_negative:
             raise ConfigError(
                 f"'sum' divides by the sum of phi, which needs phi >= 0; feature_map "
-                f"{self.feature_map.kind!r} can be negative. Use key_norm='l2' or a non-negative map",
+                f"{self.feature_map.kind!r} can be negative; use key_norm='l2' or another map",
                 path=("key_norm",),
             )
         self.check_step(self.algorithm.lr)
@@ -123,13 +125,13 @@ class MemoryConfig(Config):
             )
         elif not self.structure.linear:
             reason = (
-                f"structure {self.structure.kind!r} is not a weighted sum of values, so there is no "
-                "sum of weights to divide by; it needs structure matrix"
+                f"structure {self.structure.kind!r} is not a weighted sum of values, so there is "
+                "no sum of weights to divide by; it needs structure matrix"
             )
         elif not self.retention.linear:
             reason = (
-                f"retention {self.retention.kind!r} is not linear, so the read is not a weighted sum "
-                "of values; it needs retention none or decay"
+                f"retention {self.retention.kind!r} is not linear, so the read is not a weighted "
+                "sum of values; it needs retention none or decay"
             )
         elif self.query_scale != "none":
             reason = f"query_scale={self.query_scale!r} cancels in the quotient; set it to 'none'"

@@ -26,12 +26,12 @@ class TokenGates(NamedTuple):
 class MemoryRule(Config):
     """Structure, attentional bias, retention and algorithm: the four choices of MIRAS.
 
-    Every method works on phi(k) and phi(q), never on keys themselves, which is why any feature map goes
-    with any rule. All are pure: they return new tensors and touch nothing. `run` executes the blocks:
-    `execute` forgets them, a `Tape` records them.
+    Every method works on phi(k) and phi(q), never on keys themselves, which is why any feature map
+    goes with any rule. All are pure: they return new tensors and touch nothing. `run` executes the
+    blocks: `execute` forgets them, a `Tape` records them.
 
-    Shapes: phi_k, phi_q `[N, P]`, v `[N, V]`; weights and slots `[N, ...]` in the structure's order, slots
-    of one weight after the other. [RULE-WRITE-D1]
+    Shapes: phi_k, phi_q `[N, P]`, v `[N, V]`; weights and slots `[N, ...]` in the structure's
+    order, slots of one weight after the other. [RULE-WRITE-D1]
     """
 
     structure: StructureKind = Matrix()

@@ -13,8 +13,9 @@ from hecate.rule.config import MemoryConfig
 class Gates(NamedTuple):
     """Inner learning rate, kept fraction and momentum factor of every token.
 
-    Each is a tensor `[B, T, H]`, a float for all tokens, or None for the rule's default; `retain` may also
-    be `[B, T, H, P]`, one value per phi channel. `memory_step` takes them without the T axis.
+    Each is a tensor `[B, T, H]`, a float for all tokens, or None for the rule's default; `retain`
+    may also be `[B, T, H, P]`, one value per phi channel. `memory_step` takes them without the T
+    axis.
     """
 
     lr: Tensor | float | None = None
@@ -29,7 +30,8 @@ class MemoryState(NamedTuple):
         memory: weights by name, `[B, H, ...]`; `{"weight": [B, H, V, P]}` for a matrix.
         slots: the algorithm's tensors by `name.weight`, of the weights' shapes.
         anchor: weights at the chunk's start, where gradients are taken; empty unless chunk > 1.
-        pending: the unfinished chunk of `commit="chunk"`: summed lr-weighted gradients by weight name and
+        pending: the unfinished chunk of `commit="chunk"`: summed lr-weighted gradients by weight
+        name and
             the product of the retain gates as `"retain"`; empty otherwise.
         position: tokens written since the chunk's start, `[B, H]` int64.
         normalizer: the state of the sum normaliser, or None.
@@ -71,7 +73,8 @@ def initial_state(
 ) -> MemoryState:
     """The state before any token, from initial weights `[H, ...]` (shared) or `[B, H, ...]`.
 
-    `retain` is the sequence's gate `[B, T, H]` or `[B, T, H, P]`; an unfinished chunk keeps its product.
+    `retain` is the sequence's gate `[B, T, H]` or `[B, T, H, P]`; an unfinished chunk keeps its
+    product.
     """
     ranks = {name: len(shape) for name, shape in config.structure.shapes(1, 1).items()}
     memory = {

@@ -14,11 +14,12 @@ Memory = tuple[Tensor, ...]
 class Structure(Variant, family="structure"):
     """A model `pred = f(memory, p)` small enough to be trained at every token.
 
-    A variant gives `shapes`, `predict` and its two derivatives: `predict_vjp`, whose weight part is the
-    inner gradient (`pullback`), and `pullback_vjp`, the second-order term that carries the outer gradient
-    through the inner one. Both fall back to `torch.func`.
+    A variant gives `shapes`, `predict` and its two derivatives: `predict_vjp`, whose weight part is
+    the inner gradient (`pullback`), and `pullback_vjp`, the second-order term that carries the
+    outer gradient through the inner one. Both fall back to `torch.func`.
 
-    Shapes: weights `[N, ...]` in the order of `shapes`, p `[N, P]`, pred and u `[N, V]`; N = batch x heads.
+    Shapes: weights `[N, ...]` in the order of `shapes`, p `[N, P]`, pred and u `[N, V]`; N = batch
+    x heads.
     """
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
@@ -37,7 +38,8 @@ class Structure(Variant, family="structure"):
     ) -> dict[str, Tensor]:
         """Initial weights `[H, ...]`: a point from which gradients flow.
 
-        Without a generator the draw comes from one seeded with 0, so it is a constant of the structure.
+        Without a generator the draw comes from one seeded with 0, so it is a constant of the
+        structure.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no init")
 
@@ -52,7 +54,7 @@ class Structure(Variant, family="structure"):
 
     def predict_vjp(self, memory: Memory, p: Tensor, u: Tensor) -> tuple[Memory, Tensor]:
         """Cotangents of the weights and of p from the cotangent u of the prediction."""
-        _, pull = torch.func.vjp(self.predict, memory, p)
+        _, pull = torch.func.vjp(self.predict, memory, p)  # type: ignore[misc]
         gmemory, gp = pull(u)
         return gmemory, gp
 
@@ -64,7 +66,7 @@ class Structure(Variant, family="structure"):
         self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory
     ) -> tuple[Memory, Tensor, Tensor]:
         """Cotangents of (memory, p, u) from those of `pullback`'s result."""
-        _, pull = torch.func.vjp(self.pullback, memory, p, u)
+        _, pull = torch.func.vjp(self.pullback, memory, p, u)  # type: ignore[misc]
         gmemory, gp, gu = pull(cotangents)
         return gmemory, gp, gu
 

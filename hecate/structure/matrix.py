@@ -13,8 +13,9 @@ from hecate.structure.base import Memory, Structure, matvec, outer
 class Matrix(Structure):
     """matrix: pred = M p, M in R^(V x P).
 
-    The linear associative memory of linear attention, DeltaNet and Titans with one layer. It starts at
-    zero, from where gradients flow at once because the inner gradient u p^T does not vanish with M.
+    The linear associative memory of linear attention, DeltaNet and Titans with one layer. It starts
+    at zero, from where gradients flow at once because the inner gradient u p^T does not vanish with
+    M.
 
     Shapes: M `[N, V, P]`, p `[N, P]`, u `[N, V]`.
     VJP: predict: g_M = u p^T, g_p = M^T u. Pullback G = u p^T: g_u = C p, g_p = C^T u, g_M = 0.

@@ -17,17 +17,17 @@ from hecate.structure.base import Memory, Structure, matvec, outer
 class MLP(Structure):
     """mlp: pred = W_L act(W_(L-1) ... act(W_1 p)), plus p if residual.
 
-    The deep memory of Titans (at least two layers). Hidden width is `expansion` times the larger of the
-    input and output widths. The inner gradient is backpropagation, so the outer gradient is of second
-    order: the activation's second derivative is kept.
+    The deep memory of Titans (at least two layers). Hidden width is `expansion` times the larger of
+    the input and output widths. The inner gradient is backpropagation, so the outer gradient is of
+    second order: the activation's second derivative is kept.
 
     Shapes: W_1 `[N, E, P]`, W_i `[N, E, E]`, W_L `[N, V, E]`, p `[N, P]`, u `[N, V]`.
-    VJP: predict: backpropagation. Pullback G_i = d_i h_(i-1)^T with d_(i-1) = act'(z_(i-1)) W_i^T d_i:
-    the reverse of both passes, written out in the code's two loops.
+    VJP: predict: backpropagation. Pullback G_i = d_i h_(i-1)^T with d_(i-1) = act'(z_(i-1)) W_i^T
+    d_i: the reverse of both passes, written out in the code's two loops.
     Cost: 2 (E P + (L-2) E^2 + V E) per read, three times that per write.
     Warning: all-zero weights are a point where no gradient flows; `init` draws N(0, 1/fan_in).
-    References: Titans (Behrouz et al., 2025, arXiv 2501.00663); Learning to (Learn at Test Time) (Sun et
-    al., 2024, arXiv 2407.04620). [STR-MLP-D1]
+    References: Titans (Behrouz et al., 2025, arXiv 2501.00663); Learning to (Learn at Test Time)
+    (Sun et al., 2024, arXiv 2407.04620). [STR-MLP-D1]
     """
 
     kind: Literal["mlp"] = "mlp"
@@ -39,8 +39,8 @@ class MLP(Structure):
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         if self.residual and d_phi != d_v:
             raise ConfigError(
-                f"residual=True adds the input of width d_phi={d_phi} to the output of width {d_v}; "
-                "make them equal or set residual=False",
+                f"residual=True adds the input of width d_phi={d_phi} to the output of width "
+                f"{d_v}; make them equal or set residual=False",
                 path=("residual",),
             )
         hidden = self.expansion * max(d_phi, d_v)
