@@ -131,7 +131,7 @@ def check_params(config: MemoryConfig, params: Params | None, k: Tensor) -> Para
         raise ConfigError(f"feature_map {kind!r} needs positions, which a scan does not have")
     if params is not None:
         for group in ("learned", "frozen"):
-            for name, tensor in params[group].items():  # type: ignore[literal-required]
+            for name, tensor in params[group].items():
                 if tensor.shape[0] not in (1, k.shape[2]):
                     raise ShapeError(
                         f"phi parameter {name!r} is for {tensor.shape[0]} heads, k has {k.shape[2]}"

@@ -38,10 +38,7 @@ def sequential(
     length = tokens.v.shape[1]
     size = segment or max(1, math.isqrt(max(length - 1, 0)) + 1)
     present = [index for index, tensor in enumerate(tokens) if tensor is not None]
-    pieces = [
-        several(run(_split(size), tokens[index], label="split"))  # type: ignore[arg-type]
-        for index in present
-    ]
+    pieces = [several(run(_split(size), tokens[index], label="split")) for index in present]
     width = len(carry.flat)
 
     def loop(run: Run, *inputs: Tensor) -> Tensors:

@@ -53,7 +53,7 @@ class Carry(NamedTuple):
         for part in self[:-1]:
             parts.append(flat[at : at + len(part)])
             at += len(part)
-        return Carry(*parts, flat[at])  # type: ignore[arg-type]
+        return Carry(*parts, flat[at])  # type: ignore[call-arg, arg-type]
 
 
 def flatten_state(state: MemoryState) -> Carry:

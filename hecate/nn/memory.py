@@ -19,7 +19,7 @@ from hecate.tape import Autodiff
 
 
 class LayerState(NamedTuple):
-    """What a `Memory` layer carries between calls: the memory, and the last inputs of its convolution."""
+    """What a `Memory` layer carries between calls: the memory and its convolution's last inputs."""
 
     memory: MemoryState
     conv: Tensor | None
@@ -284,8 +284,8 @@ def _check_sizes(
         raise ConfigError(f"d_model and heads must be >= 1, got {d_model} and {heads}")
     if (d_key is None or d_value is None) and d_model % heads:
         raise ConfigError(
-            f"d_model={d_model} is not divisible by heads={heads}; change one of them or give d_key "
-            "and d_value"
+            f"d_model={d_model} is not divisible by heads={heads}; change one of them or give "
+            "d_key and d_value"
         )
     if conv_kernel < 0 or conv_kernel == 1:
         raise ConfigError(f"conv_kernel must be 0 (none) or at least 2, got {conv_kernel}")

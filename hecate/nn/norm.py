@@ -11,7 +11,7 @@ QKNorm = Literal["none", "l2", "rms"]
 
 
 def normalise_qk(x: Tensor, norm: QKNorm, eps: float = 1e-6) -> Tensor:
-    """`"l2"`: unit length; `"rms"`: unit root mean square; in float32 or better, result in x's dtype."""
+    """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better."""
     if norm == "none":
         return x
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

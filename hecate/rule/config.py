@@ -84,8 +84,9 @@ class MemoryConfig(Config):
             raise ConfigError(
                 f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm "
                 f"{self.key_norm!r}: lr * |phi|^2 can reach {largest:g}, and bias "
-                f"{self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges from {limit:g} "
-                f"on; lower lr below {limit / (bound * curvature):g} or set step='normalized' or 'implicit'",
+                f"{self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
+                f"from {limit:g} on; lower lr below {limit / (bound * curvature):g} or set "
+                "step='normalized' or 'implicit'",
                 path=("algorithm", "lr"),
             )
 

@@ -60,7 +60,7 @@ class MemoryState(NamedTuple):
 
 def map_state(function: Any, state: MemoryState) -> MemoryState:
     """Applies a function to every tensor of a state."""
-    return torch.utils._pytree.tree_map_only(Tensor, function, state)  # type: ignore[no-any-return]
+    return torch.utils._pytree.tree_map_only(Tensor, function, state)
 
 
 def frozen_gradients(config: MemoryConfig) -> bool:
