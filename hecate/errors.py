@@ -40,8 +40,13 @@ class ConfigError(HecateError, ValueError):
     def from_validation(cls, error: ValidationError) -> ConfigError:
         """Translates pydantic's findings into paths and sentences."""
         problems: list[Problem] = []
-        for line in error.errors(include_url=False):
-            path = tuple(line["loc"])
+        lines = error.errors(include_url=False)
+        faults = [tuple(line["loc"]) for line in lines]
+        for path, line in zip(faults, lines, strict=True):
+            # pydantic counts the valid items of a tuple only: that fault is named already.
+            inside = [other for other in faults if other != path and other[: len(path)] == path]
+            if line["type"] == "too_short" and inside:
+                continue
             cause = line.get("ctx", {}).get("error")
             if isinstance(cause, ConfigError):
                 problems += [Problem(path + inner.path, inner.message) for inner in cause.problems]

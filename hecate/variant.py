@@ -170,7 +170,7 @@ class Variant(Config):
                     f"`kind: Literal[{get_args(field.annotation)[0]!r}] = ...`"
                 )
             return
-        if get_origin(field.annotation) is not Literal or get_args(field.annotation) != (kind,):
+        if cls.__pydantic_complete__ and get_args(field.annotation) != (kind,):
             raise ConfigError(
                 f"{cls.__qualname__} must pin its kind: `kind: Literal[{kind!r}] = {kind!r}`"
             )

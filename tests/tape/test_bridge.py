@@ -161,3 +161,15 @@ def test_inputs_changed_before_backward_are_an_error(point):
 def test_unknown_autodiff_is_refused(point):
     with pytest.raises(ConfigError, match=r"autodiff must be one of .* got 'tpae'"):
         differentiate(plain, point, "tpae")
+
+
+@pytest.mark.gpu
+def test_autocast_island_follows_the_work_rather_than_the_index(point):
+    matrix, x = (item.detach().float() for item in point)
+    index = torch.tensor([0])  # on the CPU, and first
+
+    def program(run: Run, index: Tensor, matrix: Tensor, x: Tensor) -> Tensors:
+        return run(APPLY, matrix, x)
+
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert differentiate(program, (index, matrix, x))[0].dtype == torch.float32

@@ -1,0 +1,65 @@
+"""Reads `specs/`: statements, worked examples, and the markers of the tests that exercise them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+SPECS = ROOT / "specs"
+SPEC_ID = re.compile(r"\b[A-Z][A-Z0-9]*(?:-[A-Z0-9]+)+-[DVIRE]\d+\b")
+STATEMENT = re.compile(rf"^- \*\*({SPEC_ID.pattern})\*\*")
+
+
+class Example(NamedTuple):
+    """A fenced python block: where it begins, its text, and the section that it closes."""
+
+    path: Path
+    line: int  # of its first line of code
+    source: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.stem}-{self.line}"
+
+
+def examples(path: Path) -> list[Example]:
+    found, start = [], None
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if start is None and line.strip() == "```python":
+            start = number + 1
+        elif start is not None and line.strip() == "```":
+            found.append(Example(path, start + 1, "\n".join(lines[start:number]) + "\n"))
+            start = None
+    if start is not None:
+        raise ValueError(f"{path.name}:{start}: this python block is never closed")
+    return found
+
+
+def statements(text: str) -> list[str]:
+    """The ids stated in a text, in order, repetitions included."""
+    return [m.group(1) for line in text.splitlines() if (m := STATEMENT.match(line))]
+
+
+def files() -> list[Path]:
+    return sorted(SPECS.glob("*.md"))
+
+
+def stated() -> set[str]:
+    return {name for path in files() for name in statements(path.read_text())}
+
+
+def marked(source: str) -> set[str]:
+    """Ids in the `pytest.mark.spec(...)` calls of a test file."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("mark.spec"):
+            names |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    return names
+
+
+def marked_in_tests() -> set[str]:
+    return {name for path in (ROOT / "tests").rglob("*.py") for name in marked(path.read_text())}
