@@ -1,0 +1,225 @@
+"""Every row of every task obeys its definition, and draws have the stated law."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hecate.data import IGNORED, MQAR, Copy, DataConfig, Loader, Retrieval, stream
+from hecate.errors import ConfigError, DataError
+
+
+def rows(task, count=64, seed=0):
+    batch = task.load().train_batch(seed, 0, count, task.length())
+    assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+    assert batch.tokens.shape == batch.targets.shape == (count, task.length())
+    assert int(batch.tokens.min()) >= 0 and int(batch.tokens.max()) < task.vocabulary()
+    return zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True)
+
+
+@pytest.mark.spec("DATA-MQAR-D1")
+@pytest.mark.parametrize("filler", [True, False])
+@pytest.mark.parametrize(
+    ("vocab", "pairs", "length"), [(12, 2, 16), (16, 7, 28), (17, 4, 64), (256, 8, 64)]
+)
+def test_mqar_rows(vocab, pairs, length, filler):
+    task = MQAR(vocab_size=vocab, num_pairs=pairs, seq_len=length, random_filler=filler)
+    for tokens, targets in rows(task):
+        keys, values = tokens[0 : 2 * pairs : 2], tokens[1 : 2 * pairs : 2]
+        assert len(set(keys)) == len(set(values)) == pairs
+        assert all(1 <= key < vocab // 2 for key in keys)
+        assert all(vocab // 2 <= value < vocab for value in values)
+        asked = [t for t in range(length) if targets[t] != IGNORED]
+        assert all(t >= 2 * pairs and t % 2 == 0 for t in asked)
+        assert sorted(tokens[t] for t in asked) == sorted(keys)  # each key exactly once
+        assert all(targets[t] == values[keys.index(tokens[t])] for t in asked)
+        if not filler:
+            rest = [t for t in range(2 * pairs, length) if t not in asked]
+            assert all(tokens[t] == 0 for t in rest)
+
+
+@pytest.mark.spec("DATA-MQAR-D2")
+def test_mqar_gaps_follow_the_power_law_drawn_one_after_the_other():
+    task = MQAR(vocab_size=64, num_pairs=2, seq_len=16, power=0.3)
+    slots, count = 16 // 2 - 2, 40_000
+    gaps = task._gaps(stream(0, "train", 0), count)
+    p = np.array([g ** (0.3 - 1) for g in range(1, slots + 1)])
+    p /= p.sum()
+    second = np.array(
+        [sum(p[i] * p[j] / (1 - p[i]) for i in range(slots) if i != j) for j in range(slots)]
+    )
+    for column, expected in ((0, p), (1, second)):
+        seen = np.bincount(gaps[:, column], minlength=slots) / count
+        # five standard deviations of a binomial share, in each of twelve cells
+        assert np.all(np.abs(seen - expected) < 5 * np.sqrt(expected * (1 - expected) / count))
+    assert np.all(gaps[:, 0] != gaps[:, 1])
+
+
+@pytest.mark.spec("DATA-MQAR-D1")
+def test_mqar_keys_and_values_are_uniform():
+    task = MQAR(vocab_size=20, num_pairs=3, seq_len=12)
+    tokens = task.load().train_batch(1, 0, 20_000, 12).tokens.numpy()
+    for column, low, size in ((0, 1, 9), (2, 1, 9), (4, 1, 9), (1, 10, 10), (5, 10, 10)):
+        seen = np.bincount(tokens[:, column] - low, minlength=size) / 20_000
+        assert len(seen) == size
+        assert np.all(np.abs(seen - 1 / size) < 5 * np.sqrt((1 - 1 / size) / size / 20_000))
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "names"),
+    [
+        ({"num_pairs": 17, "seq_len": 64}, "num_pairs", ("num_pairs=17", "seq_len >= 68")),
+        ({"num_pairs": 8, "vocab_size": 17}, "num_pairs", ("num_pairs=8", "vocab_size >= 18")),
+        ({"seq_len": 63}, "seq_len", ("even", "63")),
+    ],
+)
+def test_mqar_refuses_impossible_sizes(fields, path, names):
+    with pytest.raises(ConfigError) as caught:
+        MQAR(**fields)
+    assert caught.value.problems[0].path == (path,)
+    assert all(name in str(caught.value) for name in names)
+
+
+def test_mqar_accepts_the_tightest_sizes():
+    MQAR(num_pairs=16, seq_len=64, vocab_size=34)
+
+
+@pytest.mark.spec("DATA-COPY-D1")
+def test_copy_rows():
+    task = Copy(vocab_size=5, symbols=7)
+    seen = set()
+    for tokens, targets in rows(task):
+        assert tokens[7] == 0 and all(1 <= t <= 4 for t in tokens[:7])
+        assert tokens[8:] == tokens[:6]
+        assert targets == [IGNORED] * 7 + tokens[:7]
+        seen |= set(tokens[:7])
+    assert seen == {1, 2, 3, 4}
+
+
+@pytest.mark.spec("DATA-RETRIEVAL-D1")
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize(("size", "queries"), [(1, 1), (4, 1), (4, 4), (9, 3)])
+def test_retrieval_rows(size, queries, replacement):
+    task = Retrieval(num_keys=size, replacement=replacement, queries=queries)
+    pairs = 2 * size if replacement else size
+    overwritten = 0
+    for tokens, targets in rows(task, 200):
+        keys, values = tokens[0 : 2 * pairs : 2], tokens[1 : 2 * pairs : 2]
+        assert all(1 <= key <= size for key in keys)
+        assert all(size < value <= 2 * size for value in values)
+        if not replacement:
+            assert len(set(keys)) == len(set(values)) == size
+        memory = dict(zip(keys, values, strict=True))  # a later value replaces an earlier one
+        overwritten += any(memory[k] != v for k, v in zip(keys, values, strict=True))
+        assert targets[: 2 * pairs] == [IGNORED] * (2 * pairs)
+        asked = list(zip(tokens[2 * pairs :], targets[2 * pairs :], strict=True))
+        real = [key for key, label in asked if label != IGNORED]
+        assert len(real) == len(set(real)) == min(queries, len(memory))
+        assert all(label == memory[key] for key, label in asked if label != IGNORED)
+        assert all(key == 0 for key, label in asked if label == IGNORED)
+    assert (overwritten > 0) == (replacement and size > 1)
+
+
+@pytest.mark.spec("DATA-RETRIEVAL-D1")
+def test_retrieval_asks_present_keys_uniformly():
+    task = Retrieval(num_keys=3, replacement=True)
+    count = 60_000
+    tokens = task.load().train_batch(0, 0, count, task.length()).tokens.numpy()
+    keys, query = tokens[:, 0:12:2], tokens[:, 12]
+    two = (keys[:, :, None] == np.arange(1, 4)).sum(1)  # occurrences of each key
+    rare = two.min(1) == 1
+    chosen = np.take_along_axis(two, query[:, None] - 1, 1)[:, 0]
+    only = rare & ((two == 1).sum(1) == 1)  # exactly one key occurs once, the others more often
+    share = (chosen[only] == 1).mean()
+    assert abs(share - 1 / 3) < 5 * np.sqrt(2 / 9 / only.sum())
+
+
+def test_retrieval_refuses_more_queries_than_keys():
+    with pytest.raises(ConfigError, match="queries=5 distinct keys cannot be asked with num_keys=4"):
+        Retrieval(num_keys=4, queries=5)
+
+
+TASKS = [MQAR(), Copy(), Retrieval(num_keys=5, queries=2, replacement=True)]
+
+
+@pytest.mark.spec("DATA-BASE-D1", "DATA-LOADER-D1")
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
+def test_batches_are_a_function_of_seed_and_step(task):
+    source, length = task.load(), task.length()
+    one = source.train_batch(3, 7, 4, length)
+    source.train_batch(3, 8, 4, length)
+    torch.rand(3)
+    np.random.default_rng(0).random(3)
+    again = task.load().train_batch(3, 7, 4, length)
+    assert torch.equal(one.tokens, again.tokens) and torch.equal(one.targets, again.targets)
+    for seed, step in ((4, 7), (3, 8)):
+        assert not torch.equal(one.tokens, source.train_batch(seed, step, 4, length).tokens)
+
+
+@pytest.mark.spec("DATA-LOADER-D1")
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
+def test_a_restored_loader_continues(task):
+    def fresh():
+        return Loader(task.load(), seed=5, batch_size=3, seq_len=task.length())
+
+    whole = fresh()
+    batches = [whole.next() for _ in range(6)]
+    first = fresh()
+    for _ in range(4):
+        first.next()
+    second = fresh()
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(second.next().tokens, batches[4].tokens)
+    assert torch.equal(second.next().tokens, batches[5].tokens)
+
+
+@pytest.mark.spec("DATA-LOADER-D1")
+def test_a_cursor_of_other_data_is_refused():
+    state = Loader(Copy().load(), seed=0, batch_size=2, seq_len=32).state_dict()
+    for other in (
+        Loader(Copy().load(), seed=1, batch_size=2, seq_len=32),
+        Loader(Copy().load(), seed=0, batch_size=3, seq_len=32),
+        Loader(Copy(vocab_size=9).load(), seed=0, batch_size=2, seq_len=32),
+    ):
+        with pytest.raises(DataError, match="the saved data cursor has"):
+            other.load_state_dict(state)
+
+
+@pytest.mark.spec("DATA-BASE-D2")
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
+def test_validation_is_fixed_and_apart_from_training(task):
+    source, length = task.load(), task.length()
+    first = list(source.validation_batches(8, length, 3))
+    again = list(source.validation_batches(8, length, 3))
+    assert len(first) == 3
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets)
+    seen = {tuple(r) for s in (0, 1) for r in source.train_batch(s, 0, 8, length).tokens.tolist()}
+    assert not seen & {tuple(row) for batch in first for row in batch.tokens.tolist()}
+
+
+def test_another_length_is_refused():
+    with pytest.raises(DataError, match="sequences of length 64, got a request for 32"):
+        MQAR().load().train_batch(0, 0, 1, 32)
+
+
+@pytest.mark.spec("DATA-CHANCE-D1")
+@pytest.mark.parametrize(
+    ("task", "name"), [(MQAR(num_pairs=4), "a value of the row"), (Copy(), "any symbol")]
+)
+def test_chances_are_the_accuracy_of_guessing(task, name):
+    rng = np.random.default_rng(0)
+    tokens, targets = task.sample(stream(0, "train", 0), 4000)
+    labelled = targets != IGNORED
+    if task.kind == "mqar":
+        guesses = np.take_along_axis(tokens, 1 + 2 * rng.integers(0, 4, tokens.shape), 1)
+    else:
+        guesses = rng.integers(1, task.vocab_size, tokens.shape)
+    share, chance = (guesses == targets)[labelled].mean(), task.chances()[name]
+    assert abs(share - chance) < 5 * np.sqrt(chance * (1 - chance) / labelled.sum())
+
+
+def test_the_family_is_open_and_lists_its_kinds():
+    assert set(DataConfig.variants()) >= {"text", "bundled", "mqar", "copy", "retrieval"}
+    assert all(variant.formula() for variant in DataConfig.variants().values())
