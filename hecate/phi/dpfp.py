@@ -38,7 +38,7 @@ class DPFP(FeatureMap):
         if self.nu > 2 * d - 1:
             raise ConfigError(
                 f"must be at most 2 d - 1 = {2 * d - 1} for inputs of width {d}, got {self.nu}; "
-                "larger rolls repeat the first ones",
+                "a roll by 2 d is none, and larger ones repeat the first",
                 ("nu",),
             )
         return 2 * d * self.nu

@@ -108,6 +108,19 @@ class Square(phi.FeatureMap):
         return x.square()
 
 
+class ExpPlus(phi.FeatureMap):
+    """exp_plus_of_these_tests: phi([a, b]) = exp(a) + b."""
+
+    kind: Literal["exp_plus_of_these_tests"] = "exp_plus_of_these_tests"
+
+    def output_dim(self, d: int) -> int:
+        return d // 2
+
+    def features(self, x: Tensor, params: phi.Params) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return a.exp() + b
+
+
 @pytest.mark.spec("PHI-COMPOSE-I1", "PHI-CONCAT-I1", "PHI-ODD-D2")
 def test_even_maps_in_combinators():
     even = Square()
@@ -204,6 +217,64 @@ def test_normalise_near_zero_and_far_away():
     (by_autograd,) = torch.autograd.grad(features, zero, torch.ones(3))
     torch.testing.assert_close(by_hand.detach(), torch.full((3,), 1e6), **EXACT)
     torch.testing.assert_close(by_autograd, by_hand.detach(), **EXACT)
+
+
+def _by_hand(name: str, x: Tensor, w: Tensor) -> Tensor:
+    """The combinations below in plain torch, without their classes."""
+    h = x @ w
+    if name == "concat":
+        return torch.cat([h, x.exp(), h.square()], -1)
+    if name == "compose":
+        return h.exp().square()
+    if name == "normalise":
+        return h / (h.square().sum(-1, keepdim=True) + 0.25).sqrt()
+    if name == "normalise by sum":
+        return h.exp() / (h.exp().sum(-1, keepdim=True) + 0.25)
+    return ((h.exp() + x) - ((-h).exp() - x)) / 2
+
+
+@pytest.mark.spec("PHI-CONCAT-V1", "PHI-COMPOSE-V1", "PHI-NORM-V1", "PHI-ODD-V1")
+@pytest.mark.parametrize(
+    ("name", "feature_map"),
+    [
+        (
+            "concat",
+            phi.Concat(
+                maps=(phi.Linear(d_phi=3), "exp", phi.Compose(maps=(phi.Linear(d_phi=3), Square())))
+            ),
+        ),
+        ("compose", phi.Compose(maps=(phi.Linear(d_phi=3), "exp", Square()))),
+        ("normalise", phi.Normalise(inner=phi.Linear(d_phi=3), eps=0.5)),
+        (
+            "normalise by sum",
+            phi.Normalise(
+                inner=phi.Compose(maps=(phi.Linear(d_phi=3), "exp")), norm="sum", eps=0.25
+            ),
+        ),
+        (
+            "odd_lift",
+            phi.OddLift(
+                inner=phi.Compose(
+                    maps=(phi.Concat(maps=(phi.Linear(d_phi=3), "identity")), ExpPlus())
+                )
+            ),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_vjps_against_plain_torch(name, feature_map):
+    x, w = _x(4, 3).requires_grad_(), _x(3, 3, seed=3).requires_grad_()
+    learned = {key: w.unsqueeze(0) for key in _params(feature_map, 3)["learned"]}
+    expected = _by_hand(name, x, w)
+    features, residuals = feature_map.forward(x, {"learned": learned, "frozen": {}})
+    torch.testing.assert_close(features, expected, **EXACT)
+    g = _x(*features.shape, seed=5)
+    gx, grads = feature_map.vjp(residuals, g)
+    true_gx, true_gw = torch.autograd.grad(expected, (x, w), g)
+    torch.testing.assert_close(gx, true_gx, rtol=1e-12, atol=1e-12)
+    assert grads.keys() == learned.keys()
+    total = torch.stack(list(grads.values())).sum(0)[0]
+    torch.testing.assert_close(total, true_gw, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.spec("PHI-NORM-D2")
