@@ -196,8 +196,9 @@ class Variant(Config):
 
     @classmethod
     def formula(cls) -> str:
-        """First line of the docstring: `elu: phi(x) = ...`, without the name."""
-        return (inspect.getdoc(cls) or "").split("\n", 1)[0].partition(": ")[2]
+        """First paragraph of the docstring, `elu: phi(x) = ...`, without the name."""
+        first = (inspect.getdoc(cls) or "").split("\n\n", 1)[0]
+        return " ".join(first.split()).partition(": ")[2]
 
     @classmethod
     def _parse(cls, value: Any) -> Any:

@@ -30,13 +30,13 @@ def shipped() -> list[type[Variant]]:
 
 
 def docstring_faults(kind: str, docstring: str, known: set[str]) -> list[str]:
-    first = docstring.split("\n", 1)[0]
+    first = docstring.split("\n\n", 1)[0]
     cited = {
         name for group in re.findall(r"\[([^\]]+)\]", docstring) for name in SPEC_ID.findall(group)
     }
     faults = []
     if not (first.startswith(f"{kind}: ") and first.endswith(".")):
-        faults.append(f"line 1 must read `{kind}: formula.`, got {first!r}")
+        faults.append(f"the first paragraph must read `{kind}: formula.`, got {first!r}")
     if not re.search(r"^(References?|Origin):", docstring, re.MULTILINE):
         faults.append("neither `References:` nor `Origin:`")
     if not cited:

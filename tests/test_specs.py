@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -25,12 +27,16 @@ CONTRACT = ("purpose", "expects", "guarantees", "cost", "trade-off", "source")
 
 
 @pytest.mark.parametrize("example", BLOCKS, ids=lambda example: example.name)
-def test_worked_example(example: Example):
+def test_worked_example(example: Example, monkeypatch: pytest.MonkeyPatch):
     # A reader runs it in a fresh interpreter, where the default dtype is float32.
     torch.set_default_dtype(torch.float32)
     # Blank lines ahead of it make a traceback point into the document.
     source = "\n" * (example.line - 1) + example.source
-    exec(compile(source, str(example.path), "exec"), {"__name__": "worked_example"})
+    code = compile(source, str(example.path), "exec", dont_inherit=True)
+    module = ModuleType("worked_example")
+    with monkeypatch.context() as patch:  # pydantic and pickle look names up in the module
+        patch.setitem(sys.modules, module.__name__, module)
+        exec(code, vars(module))
 
 
 @pytest.mark.parametrize("example", BLOCKS, ids=lambda example: example.name)

@@ -474,8 +474,19 @@ def test_schema_accepts_what_the_models_accept():
         assert message(lambda bad=bad: Drawing.model_validate(bad))
 
 
-def test_formula_is_the_first_line_of_the_docstring():
+def test_formula_is_the_first_paragraph_of_the_docstring():
+    class Wide(Round):
+        """wide: a formula
+        of two lines.
+
+        And more.
+        """
+
+        kind: Literal["wide"] = "wide"  # type: ignore[assignment]
+
+    del Shape._registry["wide"]
     assert Round.formula() == "x^2 + y^2 = r^2."
+    assert Wide.formula() == "a formula of two lines."
 
 
 def test_construction_is_a_config_error_and_a_value_error():
