@@ -38,7 +38,7 @@ def to_tokens(
     """phi, key_norm, query_scale and the step rule, then heads folded into the batch."""
     heads = inputs.lr.shape[2]
     q, k, v, lr, retain, momentum = (
-        one(run(_cast(dtype), tensor, label="inputs")) for tensor in inputs[:6]
+        one(run(cast(dtype), tensor, label="inputs")) for tensor in inputs[:6]
     )
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.
@@ -72,12 +72,21 @@ def fold_mask(mask: Tensor, heads: int) -> Tensor:
     return mask.transpose(1, 2).flatten(0, 1)
 
 
-def unfold(y: Tensor, batch: int, heads: int) -> Tensor:
+def unfold_heads(heads: int) -> Block:
     """`[B*H, T, V]` -> `[B, T, H, V]`."""
-    return y.unflatten(0, (batch, heads)).transpose(1, 2)
+
+    def forward(y: Tensor) -> tuple[Tensors, None]:
+        return (y.unflatten(0, (-1, heads)).transpose(1, 2),), None
+
+    def vjp(_: None, g: Tensor) -> tuple[Tensor]:
+        return (g.transpose(1, 2).flatten(0, 1),)
+
+    return Block("unfold_heads", forward, vjp)
 
 
-def _cast(dtype: torch.dtype) -> Block:
+def cast(dtype: torch.dtype) -> Block:
+    """x in another dtype."""
+
     def forward(x: Tensor) -> tuple[Tensors, torch.dtype]:
         return (x.to(dtype),), x.dtype
 

@@ -11,7 +11,7 @@ from hecate.bias import Dot
 from hecate.engine.arguments import check_params, complete, complete_initial, complete_state
 from hecate.engine.finite import all_finite, can_inspect, finite_writes, raise_at_first
 from hecate.engine.parallel import parallel
-from hecate.engine.prepare import DIVIDE, Sequence, to_tokens, unfold
+from hecate.engine.prepare import DIVIDE, Sequence, cast, to_tokens, unfold_heads
 from hecate.engine.select import Engine, choose_engine
 from hecate.engine.sequential import sequential
 from hecate.engine.tokens import Carry, expand_to, flatten_state, unflatten_state
@@ -61,7 +61,8 @@ def memory_scan(
         autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record;
         `"auto"`
             takes the tape for the token loop and autograd for the parallel engine.
-        tape: record the call on this tape instead; differentiate with `tape.backward`.
+        tape: record the call on this tape instead of autograd; `tape.backward` then takes the
+            cotangent of y to q, k, v, tensor gates and phi parameters.
         name: what errors call this memory.
 
     Raises:
@@ -86,7 +87,7 @@ def memory_scan(
     parts = [Part(config, own, start)]
     if config.normalizer == "sum":
         parts.append(normalizer_part(config, own, sequence, dtype))
-    batch, length, heads = sequence.lr.shape
+    _, length, heads = sequence.lr.shape
     if length == 0 or sequence.v.numel() == 0:
         return torch.zeros_like(v), merged(parts, [part.carry for part in parts])
     sequence = _leave_out_nonfinite(parts[0], sequence, params, dtype)
@@ -98,7 +99,7 @@ def memory_scan(
         if not all(all_finite(one((y,)), carry) for carry in carries):
             tokens = to_tokens(config, sequence, params, dtype, execute)
             raise_at_first(config, tokens, parts[0].carry, parts[0].initial, heads, name)
-    return unfold(one((y,)), batch, heads).to(v.dtype), merged(parts, carries)
+    return one((y,)), merged(parts, carries)
 
 
 def memory_step(
@@ -200,6 +201,9 @@ def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str)
         (y, _), *others = results
         for z, _ in others:
             y = one(run(DIVIDE, y, z, label="normalizer"))
+        heads = flat[Sequence._fields.index("lr")].shape[2]
+        y = one(run(unfold_heads(heads), y, label="heads"))
+        y = one(run(cast(flat[Sequence._fields.index("v")].dtype), y, label="outputs"))
         return (y, *(tensor for _, carry in results for tensor in carry.flat))
 
     return program

@@ -8,6 +8,7 @@ comes.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,19 +42,19 @@ def sequential(
     pieces = [several(run(_split(size), tokens[index], label="split")) for index in present]
     width = len(carry.flat)
 
-    def loop(run: Run, *inputs: Tensor) -> Tensors:
+    def loop(run: Run, *inputs: Tensor, first: int = 0) -> Tensors:
         own = carry.rebuilt(inputs[:width])
         start = inputs[width : width + len(initial)]
         sliced: list[Tensor | None] = [None] * len(tokens)
         for index, tensor in zip(present, inputs[width + len(initial) :], strict=True):
             sliced[index] = tensor
-        y, own = _segment(config, Tokens(*sliced), own, start, run)  # type: ignore[arg-type]
+        y, own = _segment(config, Tokens(*sliced), own, start, run, first)  # type: ignore[arg-type]
         return y, *own.flat
 
     outputs: list[Tensor] = []
     flat = carry.flat
     for index, chunk in enumerate(zip(*pieces, strict=True)):
-        block = checkpoint("segment", loop)
+        block = checkpoint("segment", partial(loop, first=index * size))
         y, *rest = several(run(block, *flat, *initial, *chunk, label=f"segment {index}"))
         outputs.append(y)
         flat = tuple(rest)
@@ -61,7 +62,7 @@ def sequential(
 
 
 def _segment(
-    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, run: Run
+    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, run: Run, first: int
 ) -> tuple[Tensor, Carry]:
     columns = [
         None if tensor is None else several(run(_UNBIND, tensor, label="tokens"))
@@ -70,7 +71,7 @@ def _segment(
     outputs: list[Tensor] = []
     for t in range(tokens.v.shape[1]):
         token = Tokens(*(None if column is None else column[t] for column in columns))  # type: ignore[arg-type]
-        y, carry = token_step(config, token, carry, initial, run=run, label=f"token {t}")
+        y, carry = token_step(config, token, carry, initial, run=run, label=f"token {first + t}")
         outputs.append(y)
     return one(run(_STACK, *outputs, label="outputs")), carry
 
