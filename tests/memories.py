@@ -1,4 +1,4 @@
-"""Random memories for tests: inputs, configurations, and the numpy reference run over batch and heads."""
+"""Random memories for tests, and the numpy reference run over batch and heads."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def reference_of(config: MemoryConfig) -> reference.Rule:
 
 
 def reference_scan(case: Case) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Outputs `[B, T, H, V]` and the final weights, slots and pending sums by the names of the state."""
+    """Outputs `[B, T, H, V]` and the final tensors by the names of the state."""
     rule = reference_of(case.config)
     batch, length, heads, _ = case.k.shape
     names = list(case.initial)
@@ -198,7 +198,7 @@ def weighted(y: Tensor, state: MemoryState, seed: int = 9) -> Tensor:
 
 
 def close(got: Any, expected: Any, rtol: float, what: str = "") -> None:
-    """The error in norm, relative to the norm of the truth (at least 1e-3, for values that vanish)."""
+    """The error in norm, relative to the norm of the truth (at least 1e-3)."""
     got, expected = (torch.as_tensor(item).detach().double() for item in (got, expected))
     assert got.shape == expected.shape, f"{what}: {list(got.shape)} against {list(expected.shape)}"
     error, size = float((got - expected).norm()), max(float(expected.norm()), 1e-3)

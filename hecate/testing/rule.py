@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -213,7 +212,7 @@ def _run(
     length = points["q"].shape[1]
     state, rows = None, []
     for at, end in zip((cuts or (0, length))[:-1], (cuts or (0, length))[1:], strict=True):
-        part = _cut(points, lambda item, at=at, end=end: item[:, at:end])
+        part = _cut(points, slice(at, end))
         mask = None if case.write is None else case.write[:, at:end]
         y, state = _scan(case, part, state=state, write_mask=mask, engine=engine, autodiff=autodiff)
         rows.append(y)
@@ -228,9 +227,9 @@ def _run(
     return _Result(y, state, list(grads), names)
 
 
-def _cut(leaves: dict[str, Tensor], take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """The leaves with a time axis, cut; the others as they are."""
-    return {name: item if "." in name else take(item) for name, item in leaves.items()}
+def _cut(leaves: dict[str, Tensor], tokens: slice | list[int]) -> dict[str, Tensor]:
+    """The leaves with a time axis, cut to some tokens; the others as they are."""
+    return {name: item if "." in name else item[:, tokens] for name, item in leaves.items()}
 
 
 def _check_masks(case: _Case) -> None:
@@ -246,7 +245,7 @@ def _check_masks(case: _Case) -> None:
     for engine in sorted(engines):
         with torch.no_grad():
             y, state = _scan(case, dirty, write_mask=write, engine=engine)
-            short = _cut(case.leaves, lambda item: item[:, kept])
+            short = _cut(case.leaves, kept)
             expected, final = _scan(case, short, engine=engine)
         what = f"{_name(case.config)}: masked tokens on engine {engine} against none"
         _close(f"{what}: outputs", y[:, kept], expected)

@@ -1,7 +1,7 @@
 """A memory token by token, for one sequence and one head, in straight-line numpy float64.
 
-Arrays: q, k `[T, D]`, v `[T, V]`, gates `[T]` (retain also `[T, P]`); weights are lists of matrices, one
-for a matrix memory, several for a multilayer perceptron. `Rule` holds the choices by their plain names.
+Arrays: q, k `[T, D]`, v `[T, V]`, gates `[T]` (retain also `[T, P]`); weights are lists of
+matrices, one for a matrix memory, several for a multilayer perceptron.
 """
 
 from dataclasses import dataclass, field
@@ -91,22 +91,23 @@ def written(rule, state, p, v, lr, retain, momentum):
     grads = backprop(rule, anchor, p, z, loss_gradient(rule, z[-1], v))
     position = (state.position + 1) % rule.chunk
     if rule.commit == "chunk":
-        pending = [a + lr * g for a, g in zip(state.pending, grads)]
+        pending = [a + lr * g for a, g in zip(state.pending, grads, strict=True)]
         kept = state.kept * retain
         if position:
             return State(state.weights, state.slots, anchor, pending, kept, position)
         descent, retain = pending, kept
     else:
         descent = [lr * g for g in grads]
-    slots = [(momentum * s if rule.momentum else 0) - g for s, g in zip(state.slots, descent)]
-    weights = [retain * w + s for w, s in zip(state.weights, slots)]
+    carried = momentum if rule.momentum else 0.0
+    slots = [carried * s - g for s, g in zip(state.slots, descent, strict=True)]
+    weights = [retain * w + s for w, s in zip(state.weights, slots, strict=True)]
     return State(weights, slots, anchor, [0 * w for w in weights], 1.0, position)
 
 
 def predict(rule, weights, p):
     """Pre-activations of every layer; the last one is the prediction."""
     z, h = [], p
-    for index, w in enumerate(weights):
+    for w in weights:
         z.append(w @ h)
         h = np.array([ACTIVATIONS[rule.activation][0](x) for x in z[-1]])
     if rule.residual and len(weights) > 1:

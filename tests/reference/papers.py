@@ -1,13 +1,13 @@
 """Memory rules in the forms their papers print, one head, numpy float64.
 
-k, q `[T, P]` are already features; v `[T, V]`; gates `[T]`. Each function keeps its paper's own letters.
+k, q `[T, P]` are already features; v `[T, V]`; gates `[T]`. Letters are each paper's own.
 """
 
 import numpy as np
 
 
 def linear_attention(q, k, v, eps=0.0):
-    """Katharopoulos et al. 2020: S += phi(k) v^T, z += phi(k), y = S^T phi(q) / (z . phi(q) + eps)."""
+    """Katharopoulos et al. 2020: S += phi(k) v^T, z += phi(k), y = S^T phi(q) / (z.phi(q)+eps)."""
     s, z, out = np.zeros((k.shape[1], v.shape[1])), np.zeros(k.shape[1]), []
     for t in range(len(v)):
         s = s + np.outer(k[t], v[t])
@@ -92,7 +92,7 @@ def titans_mlp(q, k, v, theta, alpha, eta, w1, w2):
 
 
 def longhorn(q, k, v, b):
-    """Liu et al. 2024 (2407.14207), one rate for all channels, exact: the proximal step solved for M."""
+    """Liu et al. 2024 (2407.14207), one rate for all channels: the proximal step solved exactly."""
     m, out = np.zeros((v.shape[1], k.shape[1])), []
     for t in range(len(v)):
         # argmin over X of b |X k - v|^2 / 2 + |X - M|^2 / 2, by its normal equations.

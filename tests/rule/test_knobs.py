@@ -1,0 +1,350 @@
+"""Every knob by itself (`pytest -k that_kind`): derivatives, traits, conventions at kinks."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+import pytest
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hecate import Gates, MemoryConfig, algorithm, bias, memory_scan, retention, structure
+from hecate.structure.activation import activate
+from hecate.tape.ops import over, sum_to_gate
+from hecate.testing import check_knobs, check_rule, check_vjp
+from tests.reference import memory as reference
+
+# A user's own knobs, with the least that a family asks for, defined after the library was imported.
+
+
+class LogCosh(bias.Bias):
+    """log_cosh_of_a_user: ell = sum log cosh e."""
+
+    kind: Literal["log_cosh_of_a_user"] = "log_cosh_of_a_user"
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        return (pred - target).cosh().log().sum(-1)
+
+
+class SoftClip(retention.Retention):
+    """soft_clip_of_a_user: M' = c tanh((retain M + D)/c)."""
+
+    kind: Literal["soft_clip_of_a_user"] = "soft_clip_of_a_user"
+    c: float = Field(2.0, gt=0)
+    uses_retain: ClassVar[bool] = True
+
+    def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+        return self.c * ((over(retain, memory) * memory + direction) / self.c).tanh()
+
+
+class SmoothSign(algorithm.Algorithm):
+    """smooth_sign_of_a_user: D = -lr tanh(G + S/2), S' = G."""
+
+    kind: Literal["smooth_sign_of_a_user"] = "smooth_sign_of_a_user"
+    slots: ClassVar[tuple[str, ...]] = ("previous",)
+
+    def direction(self, grad, lr, momentum, *slots):
+        return -over(lr, grad) * (grad + 0.5 * slots[0]).tanh(), grad
+
+
+class Diagonal(structure.Structure):
+    """diagonal_of_a_user: pred = w (A p), A a fixed mixing of phi into V channels."""
+
+    kind: Literal["diagonal_of_a_user"] = "diagonal_of_a_user"
+
+    def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
+        return {"scale": (d_v,), "shift": (d_v,)}
+
+    def init(self, d_phi, d_v, *, heads=1, generator=None, dtype=torch.float32, device=None):
+        one = torch.ones(heads, d_v, dtype=dtype, device=device)
+        return {"scale": one, "shift": 0 * one}
+
+    def predict(self, memory, p: Tensor) -> Tensor:
+        scale, shift = memory
+        mixing = torch.ones(p.shape[-1], scale.shape[-1], dtype=p.dtype).tril()
+        return scale * torch.tanh(p @ mixing) + shift
+
+
+EXAMPLES = {
+    "lp": [{"p": 3.0}, {"p": 2.0}, {"p": 4.5}, {"p": 1.5, "eps": 0.1}, {"p": 1.1, "eps": 0.5}],
+    "huber": [{"delta": 0.7}, {"delta": 0.7, "norm": True}],
+    "mlp": [
+        {"layers": n, "expansion": 1, "activation": a, "residual": r}
+        for n, a, r in [
+            (2, "gelu", False),
+            (2, "silu", True),
+            (3, "tanh", False),
+            (3, "gelu", True),
+            (4, "silu", False),
+            (4, "tanh", True),
+            (3, "relu", False),
+        ]
+    ],
+}
+FAMILIES = {
+    "bias": bias.BiasKind,
+    "retention": retention.RetentionKind,
+    "algorithm": algorithm.AlgorithmKind,
+    "structure": structure.StructureKind,
+}
+
+
+def every_variant() -> list[dict[str, dict]]:
+    return [
+        {family: {"kind": kind, **fields}}
+        for family, root in FAMILIES.items()
+        for kind in root.variants()
+        for fields in EXAMPLES.get(kind, [{}])
+    ]
+
+
+def name_of(knob: dict[str, dict]) -> str:
+    ((family, fields),) = knob.items()
+    return "-".join([family, *(str(value) for value in fields.values())])
+
+
+def smooth(knob: dict[str, dict]) -> bool:
+    return "relu" not in str(knob)
+
+
+@pytest.mark.spec("BIAS-ANY-V1", "RET-ANY-V1", "ALG-ANY-V1", "STR-ANY-V1")
+@pytest.mark.spec("BIAS-DOT-V1", "BIAS-L2-V1", "BIAS-LP-V1", "BIAS-HUBER-V1", "RET-NONE-V1")
+@pytest.mark.spec("RET-DECAY-V1", "ALG-GD-V1", "ALG-MOM-V1", "STR-MATRIX-V1", "STR-MLP-V1")
+@pytest.mark.parametrize("knob", every_variant(), ids=name_of)
+def test_derivatives_and_traits(knob):
+    check_knobs(MemoryConfig(**knob), smooth=smooth(knob))
+
+
+@pytest.mark.spec("RULE-ANY-I1")
+@pytest.mark.parametrize("knob", every_variant(), ids=name_of)
+@pytest.mark.parametrize(
+    "fields",
+    [{"retention": "decay", "algorithm": "momentum"}, {"chunk": 3, "commit": "chunk"}],
+    ids=["token", "chunk"],
+)
+def test_every_variant_in_a_scan(knob, fields):
+    check_rule(MemoryConfig(**{**fields, **knob}), smooth=smooth(knob))
+
+
+def test_users_variants_together():
+    mine = {"bias": LogCosh, "retention": SoftClip, "algorithm": SmoothSign, "structure": Diagonal}
+    for family, knob in mine.items():
+        assert FAMILIES[family].variants()[knob().kind] is knob
+    config = MemoryConfig(**{family: knob().kind for family, knob in mine.items()})
+    assert not any(
+        type(knob).hand_written()
+        for knob in (config.bias, config.retention, config.algorithm, config.structure)
+    )
+    check_rule(config)
+
+
+def test_check_rule_finds_a_wrong_knob(monkeypatch):
+    config = MemoryConfig(bias="l2", retention="decay", algorithm="momentum")
+    faults = [
+        (bias.L2, "psi_jvp", lambda self, e, t: 2 * t, "bias.l2"),
+        (bias.L2, "rho", lambda self, e: e.square().sum(-1), "grad against autograd of loss"),
+        (bias.L2, "curvature", property(lambda self: 0.5), "declared curvature"),
+        (
+            retention.Decay,
+            "step_vjp",
+            lambda self, m, d, r, g: (over(r, m) * g, g, sum_to_gate(g * d, r)),
+            "retention.decay",
+        ),
+        (
+            retention.Decay,
+            "step",
+            lambda self, m, d, r: over(r, m) * (m + d),
+            "retention.decay",
+        ),
+        (
+            algorithm.Momentum,
+            "direction_vjp",
+            lambda self, i, *g: (-over(i[1], i[0]) * g[0], None, None, None),
+            "algorithm.momentum",
+        ),
+        (
+            structure.Matrix,
+            "pullback_vjp",
+            lambda self, m, p, u, c: (c[0], 0 * p, 0 * u),
+            "structure.matrix.pullback",
+        ),
+    ]
+    check_rule(config)
+    for owner, name, fault, words in faults:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fault)
+            with pytest.raises(AssertionError, match=words):
+                check_rule(config)
+    check_rule(config)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("name", ["gelu", "silu", "tanh", "relu"])
+def test_activation_derivatives(name, order):
+    x = torch.linspace(-4, 4, 41).add(0.01).requires_grad_()
+    below = activate(name, x, order - 1).sum()
+    true = torch.autograd.grad(below, x)[0] if below.requires_grad else torch.zeros_like(x)
+    torch.testing.assert_close(activate(name, x.detach(), order), true, rtol=1e-12, atol=1e-15)
+    ours = [float(v) for v in activate(name, x.detach(), 0)]
+    theirs = [float(reference.ACTIVATIONS[name][0](v)) for v in x.detach().numpy()]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-13, atol=1e-16)
+
+
+@pytest.mark.spec("STR-MLP-I1")
+def test_relu_at_its_kink():
+    zero = torch.zeros(1)
+    assert [float(activate("relu", zero, order)) for order in (0, 1, 2)] == [0, 0, 0]
+
+
+BIASES = [
+    bias.Dot(),
+    bias.L2(),
+    bias.Lp(p=1.5, eps=0.1),
+    bias.Lp(p=1.01),
+    bias.Lp(p=2.0),
+    bias.Lp(p=3.0),
+    bias.Huber(delta=0.7),
+    bias.Huber(delta=0.7, norm=True),
+]
+
+
+@pytest.mark.spec("BIAS-DOT-D1", "BIAS-L2-D1", "BIAS-LP-D1", "BIAS-HUBER-D1")
+@pytest.mark.parametrize("knob", BIASES, ids=repr)
+def test_losses_and_gradients_against_numpy(knob, generator):
+    pred, target = (torch.randn(40, 3, generator=generator) for _ in range(2))
+    rule = reference.Rule(bias=knob.kind, **knob.model_dump(exclude={"kind"}))
+    rows = list(zip(pred.numpy(), target.numpy(), strict=True))
+    np.testing.assert_allclose(
+        knob.loss(pred, target), [reference.loss(rule, *row) for row in rows], rtol=1e-13
+    )
+    np.testing.assert_allclose(
+        knob.grad(pred, target), [reference.loss_gradient(rule, *row) for row in rows], rtol=1e-13
+    )
+
+
+@pytest.mark.spec("BIAS-HUBER-I1")
+@pytest.mark.parametrize("norm", [False, True])
+def test_huber_at_its_threshold(norm):
+    knob = bias.Huber(delta=2.0, norm=norm)
+    at = torch.tensor([2.0]), torch.zeros(1)
+    assert float(knob.loss(*at)) == 2.0
+    assert float(knob.grad(*at)) == 2.0
+    # The threshold counts as inside; beyond it a coordinate (or a radius) has no curvature.
+    assert float(knob.grad_jvp(*at, torch.ones(1))) == 1.0
+    assert float(knob.grad_jvp(torch.tensor([2.0 + 1e-9]), at[1], torch.ones(1))) == 0.0
+    # Autograd through the same forward agrees on both sides and at the threshold.
+    for pred in (1.9, 2.0, 2.1, -2.0, -2.1):
+        point = torch.tensor([pred], requires_grad=True)
+        (slope,) = torch.autograd.grad(knob.grad(point, at[1]).sum(), point)
+        assert float(slope) == float(knob.grad_jvp(point.detach(), at[1], torch.ones(1))), pred
+
+
+@pytest.mark.spec("BIAS-LP-I1")
+@pytest.mark.parametrize(
+    ("p", "slope"), [(1.01, 0.0), (1.5, 0.0), (2.0, 1.0), (2.5, 0.0), (3.0, 0.0)]
+)
+def test_lp_at_zero_error(p, slope):
+    knob = bias.Lp(p=p)
+    point, target = torch.zeros(2, requires_grad=True), torch.zeros(2)
+    ones = torch.ones(2)
+    assert float(knob.loss(point.detach(), target)) == 0.0
+    assert knob.grad(point, target).tolist() == [0.0, 0.0]
+    assert knob.grad_jvp(point.detach(), target, ones).tolist() == [slope, slope]
+    (auto,) = torch.autograd.grad(knob.grad(point, target), point, ones)
+    assert auto.tolist() == [slope, slope]
+
+
+@pytest.mark.spec("BIAS-ANY-I1")
+@pytest.mark.parametrize("autodiff", ["tape", "torch"])
+@pytest.mark.parametrize("knob", BIASES, ids=repr)
+def test_gradients_stay_finite_at_zero_error(knob, autodiff):
+    """An empty memory asked for the value 0, and one that already holds what it is told."""
+    config = MemoryConfig(bias=knob, state_dtype="float64")
+    k = torch.eye(2).reshape(1, 2, 1, 2).repeat(1, 2, 1, 1).requires_grad_()
+    v = torch.zeros(1, 4, 1, 3, requires_grad=True)
+    q = torch.ones(1, 4, 1, 2, requires_grad=True)
+    y, state = memory_scan(config, q, k, v, autodiff=autodiff)
+    total = (y + 1).square().sum() + state.memory["weight"].sum()
+    grads = torch.autograd.grad(total, [q, k, v], create_graph=True)
+    again = torch.autograd.grad(sum(g.square().sum() for g in grads), [q, k, v], allow_unused=True)
+    assert all(bool(torch.isfinite(g).all()) for g in (*grads, *again) if g is not None)
+
+
+@pytest.mark.spec("BIAS-LP-I2", "BIAS-HUBER-I2")
+@pytest.mark.parametrize("size", [1e-12, 1e-7, 1e-6, 1e-3, 1.0, 1e6])
+def test_curvature_of_small_and_large_errors_is_exact(size):
+    e = torch.tensor([size])
+    for knob in (bias.Lp(p=1.5), bias.Lp(p=3.0), bias.Huber(norm=True), bias.Huber()):
+        point = e.clone().requires_grad_()
+        (true,) = torch.autograd.grad(knob.grad(point, torch.zeros(1)).sum(), point)
+        hand = knob.grad_jvp(e, torch.zeros(1), torch.ones(1))
+        assert torch.isfinite(hand).all()
+        torch.testing.assert_close(hand, true, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.spec("BIAS-LP-R1", "BIAS-HUBER-R1")
+def test_reductions_of_the_losses_to_l2(generator):
+    pred, target, g = (torch.randn(30, 4, generator=generator) for _ in range(3))
+    for knob in (bias.Lp(p=2.0), bias.Huber(delta=1e3), bias.Huber(delta=1e3, norm=True)):
+        for mine, true in (
+            (knob.loss(pred, target), bias.L2().loss(pred, target)),
+            (knob.grad(pred, target), bias.L2().grad(pred, target)),
+            (knob.grad_jvp(pred, target, g), g),
+        ):
+            torch.testing.assert_close(mine, true, rtol=1e-14, atol=0)
+
+
+@pytest.mark.spec("RET-DECAY-V1")
+@pytest.mark.parametrize("shape", [(4,), (4, 3)], ids=["scalar", "channel"])
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_decay_vjp_at_gates_of_zero_and_one(shape, value, generator):
+    memory, direction = (torch.randn(4, 2, 3, generator=generator) for _ in range(2))
+    check_vjp(retention.Decay().block(), [memory, direction, torch.full(shape, value)])
+
+
+@pytest.mark.spec("STR-MLP-I2")
+def test_initial_weights_flow_and_are_reproducible():
+    mlp = structure.MLP(layers=3)
+    weights = mlp.init(4, 2, heads=3, dtype=torch.float64)
+    assert {n: tuple(w.shape) for n, w in weights.items()} == {
+        "w1": (3, 16, 4),
+        "w2": (3, 16, 16),
+        "w3": (3, 2, 16),
+    }
+    again = mlp.init(4, 2, heads=3, dtype=torch.float64)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    other = mlp.init(4, 2, heads=3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert not torch.equal(weights["w1"], other["w1"])
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    mlp.init(4, 2)
+    assert torch.equal(before, torch.random.get_rng_state())
+    grads = mlp.pullback(tuple(weights.values()), torch.ones(3, 4), torch.ones(3, 2))
+    assert all(float(grad.norm()) > 1e-2 for grad in grads)
+    dead = mlp.pullback(tuple(0 * w for w in weights.values()), torch.ones(3, 4), torch.ones(3, 2))
+    assert all(float(grad.norm()) == 0 for grad in dead)
+
+
+@pytest.mark.spec("ALG-MOM-I1")
+def test_momentum_is_unscaled_and_uncorrected():
+    knob, one = algorithm.Momentum(), torch.ones(1)
+    slot = torch.zeros(1, 1)
+    for expected in (-0.5, -0.95, -1.355):
+        direction, slot = knob.direction(torch.ones(1, 1), 0.5 * one, 0.9 * one, slot)
+        assert float(direction) == float(slot) == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.spec("ALG-MOM-I2", "ALG-GD-I1")
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_stability_limit_is_sharp(momentum):
+    """One item written for ever: contracts just below the declared limit, grows just beyond."""
+    knob = algorithm.Momentum(momentum=momentum) if momentum else algorithm.GD()
+    for factor, contracts in ((0.98, True), (1.02, False)):
+        lr = factor * knob.stable_step
+        config = MemoryConfig(algorithm=knob, state_dtype="float64")
+        ones = torch.ones(1, 2000, 1, 1)
+        gates = Gates(lr=torch.full((1, 2000, 1), lr))
+        y, _ = memory_scan(config, ones, ones, ones, gates, engine="parallel")
+        assert (abs(float(y[0, -1, 0, 0]) - 1) < 1e-3) == contracts
