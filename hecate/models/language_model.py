@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn import LayerState, Memory
+from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.rule import MemoryConfig
 from hecate.variant import Config
 
@@ -50,6 +51,12 @@ class LanguageModelConfig(Config):
             )
         if self.conv_kernel == 1:
             raise ConfigError("must be 0 (none) or at least 2, got 1", path=("conv_kernel",))
+        if 0 < self.mlp_ratio * self.d_model < 1:
+            raise ConfigError(
+                f"gives no hidden unit at d_model={self.d_model}, got {self.mlp_ratio:g}; set it "
+                f"to 0 or to at least {1 / self.d_model:g}",
+                path=("mlp_ratio",),
+            )
         d_key = self.d_key or self.d_model // self.heads
         d_value = self.d_value or self.d_model // self.heads
         try:
@@ -64,7 +71,7 @@ class LanguageModel(nn.Module):
     """Pre-norm blocks of memory and gated MLP between an embedding and a linear head.
 
     `model(tokens [B, T], state=None) -> (logits [B, T, vocab], state)`: any split of a sequence
-    gives the same logits, and a token costs the same whatever came before it.
+    gives the same logits, and a token costs the same whatever came before it. [LM-D1]
 
     Args:
         config: sizes and memory; `vocab_size` must be set.
@@ -85,23 +92,14 @@ class LanguageModel(nn.Module):
             raise ConfigError("vocab_size must be set to build a model", path=("vocab_size",))
         self.config = config
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.embedding = nn.utils.skip_init(
-            nn.Embedding, config.vocab_size, config.d_model, device=device or "cpu", dtype=dtype
-        )
+        self.embedding = blank(nn.Embedding, config.vocab_size, config.d_model, **place)
         self.blocks = nn.ModuleList(
             _Block(config, f"layer {index}", generator, **place) for index in range(config.layers)
         )
         self.norm = nn.RMSNorm(config.d_model, eps=1e-6, **place)
         self.head = None
         if not config.tie_embeddings:
-            self.head = nn.utils.skip_init(
-                nn.Linear,
-                config.d_model,
-                config.vocab_size,
-                bias=False,
-                device=device or "cpu",
-                dtype=dtype,
-            )
+            self.head = blank(nn.Linear, config.d_model, config.vocab_size, bias=False, **place)
         if self.embedding.weight.device.type != "meta":
             self._draw(generator)
 
@@ -113,10 +111,9 @@ class LanguageModel(nn.Module):
         self._draw(generator)
 
     def _draw(self, generator: torch.Generator | None) -> None:
-        std = self.config.d_model**-0.5
-        nn.init.normal_(self.embedding.weight, std=std, generator=generator)
-        if self.head is not None:
-            nn.init.normal_(self.head.weight, std=std, generator=generator)
+        for layer in (self.embedding, self.head):
+            if layer is not None:
+                draw_normal(layer.weight, self.config.d_model**-0.5, source_of(generator))
 
     def forward(
         self,
@@ -127,12 +124,17 @@ class LanguageModel(nn.Module):
         reset_mask: Tensor | None = None,
     ) -> tuple[Tensor, tuple[LayerState, ...]]:
         """Logits of the next token at every position, and the state after the last one."""
-        if tokens.dim() != 2 or tokens.is_floating_point():
+        if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise ShapeError(
-                f"tokens must be integer [B, T], got {tokens.dtype} {list(tokens.shape)}"
+                f"tokens must be int64 or int32 [B, T], got {tokens.dtype} {list(tokens.shape)}"
+            )
+        if state is not None and len(state) != len(self.blocks):
+            raise ShapeError(
+                f"state must hold one LayerState for each of {len(self.blocks)} layers, got "
+                f"{len(state)}; was it made by another model?"
             )
         # The tied head needs small rows, the blocks an input of unit scale.
-        x = self.embedding(tokens) * self.config.d_model**0.5
+        x = self._embed(tokens) * self.config.d_model**0.5
         carried: list[LayerState] = []
         for index, block in enumerate(self.blocks):
             before = None if state is None else state[index]
@@ -140,6 +142,17 @@ class LanguageModel(nn.Module):
             carried.append(after)
         weight = self.embedding.weight if self.head is None else self.head.weight
         return nn.functional.linear(self.norm(x), weight), tuple(carried)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        try:
+            x: Tensor = self.embedding(tokens)
+        except IndexError:  # on the CPU; a GPU reports it by itself, later and less clearly
+            least, most = tokens.aminmax()
+            raise ShapeError(
+                f"tokens must be in 0..{self.embedding.num_embeddings - 1}, the vocabulary, got "
+                f"{int(least)}..{int(most)}"
+            ) from None
+        return x
 
 
 class _Block(nn.Module):
@@ -207,15 +220,15 @@ class _GatedMLP(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        place: dict[str, Any] = {"bias": False, "device": device or "cpu", "dtype": dtype}
+        place: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.norm = nn.RMSNorm(width, eps=1e-6, device=device, dtype=dtype)
-        self.up = nn.utils.skip_init(nn.Linear, width, 2 * hidden, **place)
-        self.down = nn.utils.skip_init(nn.Linear, hidden, width, **place)
+        self.up = blank(nn.Linear, width, 2 * hidden, **place)
+        self.down = blank(nn.Linear, hidden, width, **place)
 
     def reset_parameters(self, generator: torch.Generator | None) -> None:
         nn.init.ones_(self.norm.weight)
         for linear in (self.up, self.down):
-            nn.init.normal_(linear.weight, std=linear.in_features**-0.5, generator=generator)
+            draw_normal(linear.weight, linear.in_features**-0.5, source_of(generator))
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.up(self.norm(x)).chunk(2, -1)

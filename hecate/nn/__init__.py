@@ -1,5 +1,9 @@
 """Layers: memories as torch modules."""
 
-from hecate.nn.memory import LayerState, Memory
+from hecate.nn.conv import ShortConv
+from hecate.nn.gates import GateHeads
+from hecate.nn.memory import Memory
+from hecate.nn.norm import normalise_qk
+from hecate.nn.state import LayerState
 
-__all__ = ["LayerState", "Memory"]
+__all__ = ["GateHeads", "LayerState", "Memory", "ShortConv", "normalise_qk"]

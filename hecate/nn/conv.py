@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hecate.nn.parameters import draw_normal, source_of
+
 
 class ShortConv(nn.Module):
-    """Depthwise causal convolution: y_t = silu(sum_j w_j x_(t-j)), j = 0..kernel-1.
+    """Depthwise causal convolution: y_t = silu(sum_j w_j x_(t-j)), j = 0..kernel-1. [NN-CONV-D1]
 
     Shapes: x `[B, T, C]`, state `[B, kernel-1, C]` (the last inputs, zero at the start).
     `segment` `[B, kernel-1+T]`, if given, numbers the documents of state and inputs: a tap that
@@ -28,9 +30,13 @@ class ShortConv(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Starts as the identity plus a small draw, so that a fresh layer sees its own token."""
+        draw_normal(self.weight, 0.02, source_of(generator))
         with torch.no_grad():
-            nn.init.normal_(self.weight, std=0.02, generator=generator)
             self.weight[0] += 1.0
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        return f"{self.weight.shape[1]}, kernel={self.kernel}"
 
     def forward(
         self, x: Tensor, state: Tensor | None = None, segment: Tensor | None = None

@@ -17,8 +17,8 @@ class GateHeads(nn.Module):
     Gates see the token, never phi(k). At initialisation w = 0, so every gate starts at a stated
     value: lr at half of `config.algorithm.lr` (which is its ceiling), times (1 - momentum) if the
     algorithm has momentum, because momentum multiplies the effective step by 1/(1 - momentum);
-    retain and momentum at the config's own values. An item stored at the start thus halves after
-    log(1/2)/log(retain) tokens.
+    retain and momentum at the config's own values, kept 1e-4 away from 0 and 1. An item stored at
+    the start thus halves after log(1/2)/log(retain) tokens. [NN-GATE-D1]
 
     Shapes: x `[B, T, d_model]` -> gates `[B, T, H]` in float32 or better; None for gates the rule
     lacks.

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hecate.engine import Engine, memory_scan
-from hecate.errors import ConfigError, ShapeError, StabilityWarning
+from hecate.errors import StabilityWarning
+from hecate.nn.arguments import check_engine, check_inputs, check_sizes
 from hecate.nn.conv import ShortConv
 from hecate.nn.gates import GateHeads
-from hecate.nn.norm import QKNorm, normalise_qk
+from hecate.nn.norm import QKNorm, check_norm, normalise_qk
+from hecate.nn.parameters import TensorDict, blank, draw_normal, source_of
+from hecate.nn.state import LayerState
 from hecate.phi import Params
-from hecate.rule import MemoryConfig, MemoryState
+from hecate.rule import MemoryConfig
 from hecate.tape import Autodiff
-
-
-class LayerState(NamedTuple):
-    """What a `Memory` layer carries between calls: the memory and its convolution's last inputs."""
-
-    memory: MemoryState
-    conv: Tensor | None
-    conv_segment: Tensor | None
 
 
 class Memory(nn.Module):
@@ -78,11 +73,13 @@ class Memory(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config = (config or MemoryConfig()).validated()
-        _check_sizes(d_model, heads, d_key, d_value, conv_kernel)
+        self.config = MemoryConfig.model_validate(MemoryConfig() if config is None else config)
+        check_sizes(d_model, heads, d_key, d_value, conv_kernel)
+        check_norm(qk_norm)
+        check_engine(self.config, engine, autodiff)
         self.d_model, self.heads = d_model, heads
-        self.d_key = d_key or d_model // heads
-        self.d_value = d_value or d_model // heads
+        self.d_key = d_model // heads if d_key is None else d_key
+        self.d_value = d_model // heads if d_value is None else d_value
         self.qk_norm: QKNorm = qk_norm
         self.engine, self.autodiff, self.name = engine, autodiff, name
         d_phi = self.config.feature_map.output_dim(self.d_key)
@@ -90,33 +87,38 @@ class Memory(nn.Module):
 
         keys, values = heads * self.d_key, heads * self.d_value
         self.splits = [keys, keys, values]
-        self.qkv = _linear(d_model, sum(self.splits), **place)
+        self.qkv = blank(nn.Linear, d_model, sum(self.splits), bias=False, **place)
         self.conv = ShortConv(sum(self.splits), conv_kernel, **place) if conv_kernel else None
         self.gates = GateHeads(d_model, heads, self.config, **place)
-        self.output_gate = _linear(d_model, values, **place) if output_gate else None
+        self.output_gate = None
+        if output_gate:
+            self.output_gate = blank(nn.Linear, d_model, values, bias=False, **place)
         self.norm = nn.Parameter(torch.empty(heads, self.d_value, **place))
-        self.out = _linear(values, d_model, **place)
+        self.out = blank(nn.Linear, values, d_model, bias=False, **place)
 
         # Shapes first, on no device; the draws follow in reset_parameters.
         shapes: dict[str, Any] = {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
         params = self.config.feature_map.init(self.d_key, heads=heads, **shapes)
         start = self.config.structure.init(d_phi, self.d_value, heads=heads, **shapes)
-        self.phi_learned = _TensorDict(params["learned"], learned=True, **place)
-        self.phi_frozen = _TensorDict(params["frozen"], learned=False, **place)
-        self.initial = _TensorDict(start, learned=learned_initial, **place)
+        self.phi_learned = TensorDict(params["learned"], learned=True, **place)
+        self.phi_frozen = TensorDict(params["frozen"], learned=False, **place)
+        self.initial = TensorDict(start, learned=learned_initial, **place)
         if self.qkv.weight.device.type != "meta":
-            self.reset_parameters(generator)
+            self._draw(generator)
             self._warn_if_unstable()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
-        source = torch.default_generator if generator is None else generator
+        self._draw(generator)
+        self._warn_if_unstable()
+
+    def _draw(self, generator: torch.Generator | None) -> None:
+        source = source_of(generator)
         like = self.qkv.weight
-        place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
+        place = {"dtype": like.dtype, "device": like.device, "generator": source}
         for linear in (self.qkv, self.output_gate, self.out):
             if linear is not None:
-                with torch.no_grad():
-                    nn.init.normal_(linear.weight, std=linear.in_features**-0.5, generator=source)
+                draw_normal(linear.weight, linear.in_features**-0.5, source)
         if self.conv is not None:
             self.conv.reset_parameters(source)
         self.gates.reset_parameters(source)
@@ -147,8 +149,8 @@ class Memory(nn.Module):
 
         A masked token's input is zero to the convolution; a reset hides earlier documents from it.
         """
-        if x.dim() != 3 or x.shape[-1] != self.d_model:
-            raise ShapeError(f"x must be [B, T, {self.d_model}], got {list(x.shape)}")
+        if not torch.compiler.is_compiling():
+            check_inputs(self, x, state, write_mask, reset_mask)
         mixed, conv, segment = self._mix(self.qkv(x), state, write_mask, reset_mask)
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)) for part in mixed.split(self.splits, dim=-1)
@@ -209,7 +211,10 @@ class Memory(nn.Module):
         if config.key_norm != "none":
             return
         generator = torch.Generator().manual_seed(0)
-        keys = torch.randn(256, self.heads, self.d_key, generator=generator)
+        # 256 keys, fewer where phi is wide.
+        width = config.feature_map.output_dim(self.d_key)
+        count = max(8, min(256, 2**22 // (self.heads * width)))
+        keys = torch.randn(count, self.heads, self.d_key, generator=generator, device="cpu")
         params: Params = {
             "learned": {n: t.detach().cpu().float() for n, t in self.phi_learned.tensors.items()},
             "frozen": {n: t.detach().cpu().float() for n, t in self.phi_frozen.tensors.items()},
@@ -236,56 +241,3 @@ class Memory(nn.Module):
             f"structure={c.structure.kind}, bias={c.bias.kind}, retention={c.retention.kind}, "
             f"algorithm={c.algorithm.kind}, feature_map={c.feature_map.kind}"
         )
-
-
-class _TensorDict(nn.Module):
-    """Named tensors as parameters or as buffers; names may hold dots, which torch forbids."""
-
-    def __init__(
-        self,
-        like: dict[str, Tensor],
-        *,
-        learned: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__()
-        self.names = {name: name.replace(".", "__") for name in like}
-        for name, tensor in like.items():
-            empty = torch.empty(tensor.shape, device=device, dtype=dtype)
-            if learned:
-                self.register_parameter(self.names[name], nn.Parameter(empty))
-            else:
-                self.register_buffer(self.names[name], empty)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self, key) for name, key in self.names.items()}
-
-    def copy_(self, values: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, value in values.items():
-                getattr(self, self.names[name]).copy_(value)
-
-
-def _linear(
-    d_in: int, d_out: int, *, device: torch.device | str | None, dtype: torch.dtype | None
-) -> nn.Linear:
-    """A linear map without bias whose creation draws nothing."""
-    return nn.utils.skip_init(
-        nn.Linear, d_in, d_out, bias=False, device=device or "cpu", dtype=dtype
-    )
-
-
-def _check_sizes(
-    d_model: int, heads: int, d_key: int | None, d_value: int | None, conv_kernel: int
-) -> None:
-    if heads < 1 or d_model < 1:
-        raise ConfigError(f"d_model and heads must be >= 1, got {d_model} and {heads}")
-    if (d_key is None or d_value is None) and d_model % heads:
-        raise ConfigError(
-            f"d_model={d_model} is not divisible by heads={heads}; change one of them or give "
-            "d_key and d_value"
-        )
-    if conv_kernel < 0 or conv_kernel == 1:
-        raise ConfigError(f"conv_kernel must be 0 (none) or at least 2, got {conv_kernel}")

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from hecate.errors import ConfigError, shorten
+
 QKNorm = Literal["none", "l2", "rms"]
+
+
+def check_norm(norm: QKNorm) -> None:
+    """Refuses an unknown normalisation."""
+    if norm not in get_args(QKNorm):
+        raise ConfigError(f"qk_norm must be one of {get_args(QKNorm)}, got {shorten(norm)}")
 
 
 def normalise_qk(x: Tensor, norm: QKNorm, eps: float = 1e-6) -> Tensor:
     """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better."""
+    check_norm(norm)
     if norm == "none":
         return x
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,101 @@
+"""Checks of what a caller builds a layer of and passes to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, get_args
+
+import torch
+from torch import Tensor
+
+from hecate.engine import Engine
+from hecate.engine.select import choose_engine
+from hecate.errors import ConfigError, ShapeError, shorten
+from hecate.nn.state import LayerState
+from hecate.rule import MemoryConfig
+from hecate.tape import Autodiff
+
+if TYPE_CHECKING:
+    from hecate.nn.memory import Memory
+
+
+def check_sizes(
+    d_model: int, heads: int, d_key: int | None, d_value: int | None, conv_kernel: int
+) -> None:
+    """Refuses widths that are no positive integers or that do not fit together."""
+    sizes = {"d_model": d_model, "heads": heads, "d_key": d_key, "d_value": d_value}
+    for name, size in sizes.items():
+        if size is None and name.startswith("d_") and name != "d_model":
+            continue
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"{name} must be an integer >= 1, got {shorten(size)}")
+    if (d_key is None or d_value is None) and d_model % heads:
+        raise ConfigError(
+            f"d_model={d_model} is not divisible by heads={heads}; change one of them or give "
+            "d_key and d_value"
+        )
+    if type(conv_kernel) is not int or conv_kernel < 0 or conv_kernel == 1:
+        raise ConfigError(f"conv_kernel must be 0 (none) or at least 2, got {shorten(conv_kernel)}")
+
+
+def check_engine(config: MemoryConfig, engine: Engine, autodiff: Autodiff) -> None:
+    """Refuses at build what every scan of the layer would refuse."""
+    choose_engine(config, engine)
+    if autodiff not in get_args(Autodiff):
+        raise ConfigError(f"autodiff must be one of {get_args(Autodiff)}, got {shorten(autodiff)}")
+
+
+def check_inputs(
+    layer: Memory,
+    x: Tensor,
+    state: LayerState | None,
+    write_mask: Tensor | None,
+    reset_mask: Tensor | None,
+) -> None:
+    """Refuses tensors that do not fit the layer or each other."""
+    if x.dim() != 3 or x.shape[-1] != layer.d_model:
+        raise ShapeError(f"x must be [B, T, {layer.d_model}], got {list(x.shape)}")
+    weight = layer.qkv.weight
+    if x.device != weight.device:
+        raise ShapeError(f"x is on {x.device}, the layer on {weight.device}; move one of them")
+    if x.dtype != weight.dtype and not _autocast(x):
+        raise ShapeError(
+            f"x is {x.dtype}, the layer {weight.dtype}; convert one of them, or use torch.autocast"
+        )
+    for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
+        if mask is None:
+            continue
+        if mask.shape != x.shape[:2] or mask.dtype != torch.bool or mask.device != x.device:
+            raise ShapeError(
+                f"{name} must be bool [B, T] = {list(x.shape[:2])} on {x.device}, got {mask.dtype} "
+                f"{list(mask.shape)} on {mask.device}"
+            )
+    if state is not None:
+        _check_state(layer, x, state)
+
+
+def _check_state(layer: Memory, x: Tensor, state: LayerState) -> None:
+    if not isinstance(state, LayerState):
+        raise ShapeError(
+            f"state must be the LayerState that this layer returned, got {type(state).__name__}"
+        )
+    batch, conv = x.shape[0], layer.conv
+    reach = 0 if conv is None else conv.kernel - 1
+    shapes = {"conv": (batch, reach, sum(layer.splits)), "conv_segment": (batch, reach)}
+    for name, shape in shapes.items():
+        given = getattr(state, name)
+        if given is None and (conv is None or name == "conv_segment"):
+            continue
+        expected = "None" if conv is None else f"{list(shape)}"
+        if given is None or conv is None or tuple(given.shape) != shape:
+            found = None if given is None else list(given.shape)
+            raise ShapeError(
+                f"state.{name} must be {expected} for this layer and {batch} sequences, got "
+                f"{found}; was it made by another layer or with another batch?"
+            )
+
+
+def _autocast(x: Tensor) -> bool:
+    """Whether torch converts dtypes by itself here."""
+    if not x.is_floating_point() or x.device.type == "meta":
+        return False
+    return torch.is_autocast_enabled(x.device.type)

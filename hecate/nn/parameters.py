@@ -1,0 +1,71 @@
+"""Parameters of layers: creation without drawing, and draws from an explicit generator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hecate.errors import ConfigError, shorten
+
+
+def source_of(generator: torch.Generator | None) -> torch.Generator:
+    """The generator to draw from: the given one, or torch's default."""
+    if generator is None:
+        return torch.default_generator
+    if not isinstance(generator, torch.Generator) or generator.device.type != "cpu":
+        given = generator.device if isinstance(generator, torch.Generator) else shorten(generator)
+        raise ConfigError(
+            "generator must be a torch.Generator on the CPU, where parameters are drawn so that a "
+            f"seed gives the same ones on every device, got {given}"
+        )
+    return generator
+
+
+def draw_normal(weight: Tensor, std: float, generator: torch.Generator) -> None:
+    """Fills a parameter with N(0, std^2): one seed, one draw, whatever its dtype and device."""
+    draw = torch.randn(weight.shape, generator=generator, dtype=torch.float64, device="cpu")
+    with torch.no_grad():
+        weight.copy_(draw * std)
+
+
+def blank(
+    layer: type[nn.Module], *sizes: int, device: torch.device | str | None, **options: Any
+) -> Any:
+    """A torch layer whose creation draws nothing."""
+    # skip_init knows no default device, neither torch.set_default_device nor `with device:`.
+    place = torch.get_default_device() if device is None else device
+    return nn.utils.skip_init(layer, *sizes, device=place, **options)
+
+
+class TensorDict(nn.Module):
+    """Named tensors as parameters or as buffers; names may hold dots, which torch forbids."""
+
+    def __init__(
+        self,
+        like: dict[str, Tensor],
+        *,
+        learned: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.names = {name: name.replace(".", "__") for name in like}
+        for name, tensor in like.items():
+            empty = torch.empty(tensor.shape, device=device, dtype=dtype)
+            if learned:
+                self.register_parameter(self.names[name], nn.Parameter(empty))
+            else:
+                self.register_buffer(self.names[name], empty)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by their own names."""
+        return {name: getattr(self, key) for name, key in self.names.items()}
+
+    def copy_(self, values: dict[str, Tensor]) -> None:
+        """Overwrites the tensors."""
+        with torch.no_grad():
+            for name, value in values.items():
+                getattr(self, self.names[name]).copy_(value)

@@ -1,0 +1,36 @@
+"""What a `Memory` layer carries between calls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.rule import MemoryState
+
+
+class LayerState(NamedTuple):
+    """The state of a `Memory` layer: a pytree of tensors. [NN-MEM-I6]
+
+    Fields:
+        memory: the memory of every sequence and head, in float32 or better.
+        conv: the last inputs of the short convolution, `[B, kernel-1, C]`; None without one.
+        conv_segment: the document of each of those, `[B, kernel-1]` int64, 0 for the present one;
+            None until a `reset_mask` was given.
+    """
+
+    memory: MemoryState
+    conv: Tensor | None
+    conv_segment: Tensor | None
+
+    def detach(self) -> LayerState:
+        """The same state cut off from the graph that produced it."""
+        return torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, self)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors; it does not grow with the number of tokens seen."""
+        return self.memory.bytes + sum(
+            part.numel() * part.element_size() for part in self[1:] if part is not None
+        )
