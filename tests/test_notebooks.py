@@ -26,7 +26,7 @@ def test_notebook_runs(path, monkeypatch):
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     namespace: dict[str, object] = {"__name__": path.stem}
     for index, source in enumerate(code):
-        exec(compile(source, f"{path.name}[{index}]", "exec"), namespace)
+        exec(compile(source, f"{path.name}[{index}]", "exec", dont_inherit=True), namespace)
     import matplotlib.pyplot as plt
 
     plt.close("all")

@@ -1,0 +1,108 @@
+"""What engines cost: blocks or token loop, tape or autograd, linear or softmax attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Row, compare, forward, forward_backward
+from hecate import Gates, MemoryConfig, memory_scan, named_rule, structure
+
+BATCH, HEADS, WIDTH = 2, 4, 64
+
+
+def _inputs(length: int, width: int = WIDTH) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (BATCH, length, HEADS, width)
+    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    q, k = (torch.nn.functional.normalize(item, dim=-1) for item in (q, k))
+    lr, retain = (torch.rand(shape[:3], generator=generator) for _ in range(2))
+    return [q, k, v, lr, 0.9 + 0.1 * retain]
+
+
+def _scan(config: MemoryConfig, **options: str) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor) -> Tensor:
+        kept = retain if config.retention.uses_retain else None
+        y = memory_scan(config, q, k, v, Gates(lr, kept), **options)[0]
+        return y if kept is not None else y + 0 * retain.sum()
+
+    return run
+
+
+def parallel(length: int, repeats: int) -> Iterator[Row]:
+    """Exact blocks against the token loop of the same rule."""
+    length = min(length, 512)
+    for name in ("hebbian", "delta", "gated_delta", "titans_linear"):
+        config = named_rule(name)
+        for label, measure in (("forward", forward), ("forward+backward", forward_backward)):
+            yield compare(
+                "parallel",
+                f"{name}, T={length}, {label}",
+                measure(_scan(config, engine="parallel"), _inputs(length)),
+                "hecate sequential",
+                measure(_scan(config, engine="sequential"), _inputs(length)),
+                repeats=max(3, repeats // 3),
+                tolerance=1e-3,
+            )
+
+
+def tape(length: int, repeats: int) -> Iterator[Row]:
+    """The token loop's backward: hand-written on a recomputing tape against autograd's record."""
+    length = min(length, 256)
+    rules = {
+        "delta": named_rule("delta"),
+        "mlp": MemoryConfig(structure=structure.MLP(expansion=1)),
+    }
+    for name, config in rules.items():
+        yield compare(
+            "tape",
+            f"{name}, T={length}, forward+backward",
+            forward_backward(_scan(config, engine="sequential", autodiff="tape"), _small(length)),
+            "the same loop under autograd",
+            forward_backward(_scan(config, engine="sequential", autodiff="torch"), _small(length)),
+            repeats=max(3, repeats // 3),
+            tolerance=1e-3,
+        )
+
+
+def _small(length: int) -> list[Tensor]:
+    q, k, v, lr, retain = _inputs(length, 32)
+    return [q, k, v, 0.1 * lr, retain]
+
+
+def softmax(length: int, repeats: int) -> Iterator[Row]:
+    """Cost against causal softmax attention, which is another function: only finiteness agrees."""
+    config = named_rule("hebbian")
+    for size in (length // 2, length, 4 * length):
+        inputs = _inputs(size)
+        for label, measure in (("forward", forward), ("forward+backward", forward_backward)):
+            ours = _finite(measure(_scan(config), inputs))
+            theirs = _finite(measure(_sdpa, inputs))
+            yield compare(
+                "softmax",
+                f"linear attention, T={size}, {label}",
+                ours,
+                "torch SDPA, causal",
+                theirs,
+                repeats=repeats,
+                tolerance=0.0,
+            )
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor) -> Tensor:
+    heads = (item.transpose(1, 2) for item in (q, k, v))
+    y = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+    return y + 0 * (lr.sum() + retain.sum())
+
+
+def _finite(case: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+    return lambda: [torch.isfinite(item).all().float() for item in case()]
+
+
+GROUPS: dict[str, Callable[[int, int], Iterator[Row]]] = {
+    "parallel": parallel,
+    "tape": tape,
+    "softmax": softmax,
+}
