@@ -42,9 +42,9 @@ def to_tokens(
     )
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.
-        k, v, lr = (
+        k, v, lr, retain, momentum = (
             one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask"))
-            for tensor in (k, v, lr)
+            for tensor in (k, v, lr, retain, momentum)
         )
     block, tensors = config.feature_map.block(params)
     phi_k = one(run(block, k, *tensors, label="phi(k)"))
