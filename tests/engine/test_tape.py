@@ -1,0 +1,142 @@
+"""A tape handed to a scan: gradients, print, norms, and what it keeps."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from hecate import Gates, MemoryConfig, memory_scan
+from hecate.tape import Tape
+from tests.memories import case_of, close, config_of
+
+FULL = {"retention": "decay", "algorithm": "momentum", "key_norm": "l2"}
+DEEP = {"kind": "mlp", "layers": 2, "expansion": 2, "activation": "silu"}
+CASES = {
+    "titans": FULL,
+    "deep": {**FULL, "structure": DEEP},
+    "linear attention": {"bias": "dot", "feature_map": "elu", "normalizer": "sum"},
+    "chunk": {**FULL, "chunk": 3, "commit": "chunk"},
+}
+
+
+@pytest.mark.spec("ENG-TAPE-D1", "ENG-TAPE-I1")
+@pytest.mark.parametrize("engine", ["sequential", "parallel"])
+@pytest.mark.parametrize("name", CASES)
+def test_backward_of_a_recorded_scan_equals_autograd(name, engine):
+    if engine == "parallel" and name in ("deep", "chunk"):
+        pytest.skip("not a linear memory")
+    case = case_of(config_of(**CASES[name]), masks=True, length=9).fresh()
+    y, _ = case.scan(engine=engine)
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    wanted = [case.q, case.k, case.v, *(gate for gate in case.gates if gate is not None)]
+    expected = torch.autograd.grad(y, wanted, g)
+    plain = case.with_leaves([leaf.detach() for leaf in case.leaves])
+    tape = Tape()
+    again, _ = plain.scan(engine=engine, tape=tape)
+    assert torch.equal(again, y)
+    inputs = [plain.q, plain.k, plain.v, *(gate for gate in plain.gates if gate is not None)]
+    for mine, true in zip(tape.backward([again], [g], inputs), expected, strict=True):
+        close(mine, true, 1e-12)
+
+
+@pytest.mark.spec("ENG-TAPE-I2")
+def test_a_recorded_scan_can_be_read():
+    case = case_of(config_of(**FULL), length=9)
+    tape = Tape(observe=True)
+    y, _ = case.scan(engine="sequential", tape=tape)
+    text = str(tape)
+    for word in (
+        "phi(k)",
+        "phi.identity",
+        "key_norm",
+        "l2_norm",
+        "segment 0",
+        "segment 2",
+        "outputs",
+    ):
+        assert word in text, text
+    assert len(text.splitlines()) < 40
+    tape.backward([y], [torch.ones_like(y)], [case.q, case.k, case.v])
+    norms = tape.norms("segment 1")
+    # Each token's blocks stand under the segment and the token, numbered from the sequence's start.
+    tokens = {key.split("/")[1] for key in norms if "token " in key}
+    assert tokens == {"token 3", "token 4", "token 5"}
+    assert all(bool(torch.isfinite(norm)) for norm in norms.values())
+    assert float(tape.norms("token 4")["segment 1/token 4/bias.l2"]) > 1e-6
+
+
+@pytest.mark.spec("ENG-SEQ-I1")
+def test_backward_memory_grows_with_the_root_of_the_length():
+    """What is alive at once in the backward pass of a large memory with small tokens."""
+
+    def peak(length: int) -> int:
+        structure = {"kind": "mlp", "layers": 2, "expansion": 64, "activation": "tanh"}
+        config = config_of(structure=structure, retention="decay", key_norm="l2")
+        case = case_of(config, batch=1, length=length, heads=1, d=2, width=2)
+        case = case._replace(gates=Gates(0.01, 0.9)).fresh()
+        y, _ = case.scan(autodiff="tape")
+        with Peak() as most:
+            torch.autograd.grad(y.sum(), case.leaves)
+        return most.bytes
+
+    short, middle, long = peak(64), peak(256), peak(1024)
+    # Exactly 2 and 4 for weights alone; tokens themselves, few but linear in T, may add a little.
+    assert 1.6 < middle / short < 2.4
+    assert 3.2 < long / short < 4.8
+
+
+@pytest.mark.spec("ENG-AUTODIFF-I2")
+def test_forward_saves_the_inputs_only():
+    def saved(autodiff: str) -> int:
+        kept: dict[int, int] = {}
+
+        def pack(item: Tensor) -> Tensor:
+            kept[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+            return item
+
+        case = case_of(config_of(**FULL), length=64).fresh()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item):
+            case.scan(engine="sequential", autodiff=autodiff)
+        return sum(kept.values())
+
+    case = case_of(config_of(**FULL), length=64)
+    state = 4 * 2 * 2 * 3 * 8 * 2  # initial and current weights and slots
+    given = sum(leaf.numel() * 8 for leaf in case.leaves)
+    assert saved("tape") <= given + 2 * state
+    assert saved("torch") > 3 * given
+
+
+class Peak(torch.utils._python_dispatch.TorchDispatchMode):
+    """Largest number of bytes held at once by tensors made inside the block."""
+
+    def __enter__(self):
+        self.bytes = self.now = 0
+        self.sizes: dict[int, int] = {}
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for item in torch.utils._pytree.tree_leaves(out):
+            if isinstance(item, Tensor):
+                storage = item.untyped_storage()
+                key = storage._cdata
+                if key not in self.sizes:
+                    self.sizes[key] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    self.bytes = max(self.bytes, self.now)
+                    weakref.finalize(storage, self.freed, key)
+        return out
+
+    def freed(self, key: int) -> None:
+        self.now -= self.sizes.pop(key, 0)
+
+
+def test_gates_of_a_tape_need_not_be_tensors():
+    case = case_of(MemoryConfig(state_dtype="float64"))
+    tape = Tape()
+    y, _ = memory_scan(case.config, case.q, case.k, case.v, Gates(0.3), tape=tape)
+    (grad,) = tape.backward([y], [torch.ones_like(y)], [case.k])
+    assert float(grad.norm()) > 0.01
