@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationErro
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from hecate.errors import ConfigError, did_you_mean, shorten
+from hecate.errors import ConfigError, shorten
+from hecate.errors import did_you_mean as did_you_mean
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass

@@ -29,7 +29,9 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
     if autodiff == "torch" or (autodiff == "auto" and torch.compiler.is_compiling()):
         with _full_precision(inputs):
             return program(execute, *inputs)
-    return _Taped.apply(checkpoint("program", program), *inputs)  # type: ignore[no-any-return, no-untyped-call]
+    block = checkpoint("program", program)
+    outputs: Tensors = _Taped.apply(block, *inputs)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 class _Taped(torch.autograd.Function):
