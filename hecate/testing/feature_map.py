@@ -35,6 +35,7 @@ def check_feature_map(
         _check_features(name, feature_map, params, x)
         _check_heads(name, feature_map, params, x)
         _check_low_precision(name, feature_map, params, x)
+        _check_learned_dtype(name, feature_map, params, x)
         _check_zero(name, feature_map, params, x)
         _check_kernel(name, feature_map, x)
         block, tensors = feature_map.block(params)
@@ -130,6 +131,16 @@ def _check_low_precision(name: str, feature_map: FeatureMap, params: Params, x: 
                 (got.shape, got.dtype) == (item.shape, item.dtype),
                 f"{name}: cotangent of {key!r} is {list(got.shape)} in {got.dtype}",
             )
+
+
+def _check_learned_dtype(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
+    low = _cast(params, torch.bfloat16)
+    features, residuals = feature_map.forward(x.float(), low)
+    for key, got in feature_map.vjp(residuals, torch.ones_like(features))[1].items():
+        require(
+            got.dtype == torch.bfloat16,
+            f"{name}: {key!r} is bfloat16, its cotangent {got.dtype}",
+        )
 
 
 def _check_zero(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:

@@ -51,13 +51,15 @@ def _forward(self, x: Tensor, params: phi.Params) -> tuple[Tensor, Any]:
     return x * self.weight(x, params), (x, params)
 
 
-def _vjp(wrong: float) -> Callable:
+def _vjp(wrong: float, dtype: torch.dtype | None = None) -> Callable:
     def vjp(self, residuals: Any, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x, params = residuals
         gw = (x * g).reshape(-1, *self.weight(x, params).shape).sum(0)
         shape = params["learned"]["w"].shape
         gw = gw.reshape(shape) if gw.numel() == shape.numel() else gw.sum(0).reshape(shape)
-        return wrong * g * self.weight(x, params), {"w": gw.to(params["learned"]["w"].dtype)}
+        return wrong * g * self.weight(x, params), {
+            "w": gw.to(dtype or params["learned"]["w"].dtype)
+        }
 
     return vjp
 
@@ -70,6 +72,10 @@ def _cut_off(self, residuals: Any, g: Tensor) -> tuple[Tensor, dict[str, Tensor]
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "wrong scale of gx": ("VJP of input 0", {"forward": _forward, "vjp": _vjp(1.001)}),
     "detached gx": ("second derivative", {"vjp": _cut_off}),
+    "wrong dtype of a learned cotangent": (
+        "cotangent",
+        {"forward": _forward, "vjp": _vjp(1.0, torch.float32)},
+    ),
     "wrong width": ("d_phi", {"output_dim": lambda self, d: d + 1}),
     "not non-negative": ("non_negative", _trait(non_negative=True)),
     "kernel not non-negative": ("kernel_non_negative", _trait(kernel_non_negative=True)),
@@ -130,12 +136,13 @@ def _forget_the_kinds():
         del phi.FeatureMap._registry[kind]
 
 
-def test_the_plain_map_passes():
+def test_right_maps_pass():
     check_feature_map(Plain())
+    check_feature_map(_made(0, {"forward": _forward, "vjp": _vjp(1.0)}))
 
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_fault_is_found(what):
     message, body = FAULTS[what]
     with pytest.raises((AssertionError, RuntimeError), match=message):
-        check_feature_map(_made(list(FAULTS).index(what), body))
+        check_feature_map(_made(1 + list(FAULTS).index(what), body))

@@ -143,6 +143,46 @@ def test_kernel_is_exact(feature_map, kernel):
     torch.testing.assert_close(feature_map.exact_kernel(x, y), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.spec("PHI-EXP-I1")
+def test_kernel_of_exp():
+    x, y, feature_map = _x(20, 4, seed=1), _x(20, 4, seed=2), phi.Exp(shift=0.5)
+    gram = (feature_map(x, EMPTY) * feature_map(y, EMPTY)).sum(-1)
+    expected = torch.from_numpy(np.exp(x.numpy() + y.numpy() - 1).sum(-1))
+    torch.testing.assert_close(gram, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(feature_map.exact_kernel(x, y), expected, rtol=1e-13, atol=0)
+
+
+@pytest.mark.spec("PHI-FAMILY-I1")
+@pytest.mark.parametrize(
+    "feature_map",
+    [
+        phi.ReLU(shift=0.1),
+        phi.SquaredReLU(),
+        phi.LeakyReLUSquared(),
+        phi.GELUShifted(),
+        phi.Softplus(beta=3.0),
+        phi.Exp(shift=0.3),
+        phi.DPFP(nu=2),
+        phi.Taylor(order=3),
+        phi.Polynomial(degree=3),
+        phi.Linear(d_phi=5),
+        phi.MLP(d_hidden=5),
+    ],
+    ids=str,
+)
+def test_low_precision_is_rounded_once(feature_map):
+    params = feature_map.init(4, dtype=torch.float32)
+    x = _x(50, 4).bfloat16()
+    low, low_residuals = feature_map.forward(x, params)
+    high, high_residuals = feature_map.forward(x.float(), params)
+    assert torch.equal(low, high.bfloat16())
+    g = _x(50, feature_map.output_dim(4), seed=1).bfloat16()
+    assert torch.equal(
+        feature_map.vjp(low_residuals, g)[0],
+        feature_map.vjp(high_residuals, g.float())[0].bfloat16(),
+    )
+
+
 @pytest.mark.spec("PHI-POLY-D3")
 def test_learned_coefficients_start_at_the_exponential_and_stay_positive():
     learned = phi.Polynomial(degree=3, coefficients="learned")
