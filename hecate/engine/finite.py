@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -26,32 +28,60 @@ def all_finite(y: Tensor, carry: Carry) -> bool:
     return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in tensors)
 
 
+class Watched(NamedTuple):
+    """One memory of a scan and what it reads: `Tokens` with its own values."""
+
+    config: MemoryConfig
+    tokens: Tokens
+    carry: Carry
+    initial: Memory
+
+
 @torch.no_grad()
-def finite_writes(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory) -> Tensor:
-    """`[N, T]`: which tokens leave the state finite when every other one is left unwritten."""
-    columns = [None if tensor is None else tensor.unbind(1) for tensor in tokens]
+def finite_writes(memories: list[Watched], *, stop: bool = False) -> Tensor:
+    """`[N, T]`: which tokens leave every state finite when each other one is left unwritten.
+
+    `stop` ends at the first token that does not.
+    """
+    columns = [
+        [None if tensor is None else tensor.unbind(1) for tensor in memory.tokens]
+        for memory in memories
+    ]
+    carries = [memory.carry for memory in memories]
     good: list[Tensor] = []
-    for t in range(tokens.v.shape[1]):
-        token = Tokens(*(None if column is None else column[t] for column in columns))  # type: ignore[arg-type]
-        _, tried = token_step(config, token, carry, initial, run=execute)
-        floats = [item.flatten(1) for item in tried.flat if item.is_floating_point()]
-        ok = torch.stack([torch.isfinite(item).all(1) for item in floats]).all(0)
-        asked = ok if token.write is None else ok & token.write
-        _, skipped = token_step(config, token._replace(write=asked), carry, initial, run=execute)
-        carry = select(ok, tried, skipped, execute)
+    for t in range(memories[0].tokens.v.shape[1]):
+        tokens = [
+            Tokens(*(None if column is None else column[t] for column in own))  # type: ignore[arg-type]
+            for own in columns
+        ]
+        tried = [
+            token_step(memory.config, token, carry, memory.initial, run=execute)[1]
+            for memory, token, carry in zip(memories, tokens, carries, strict=True)
+        ]
+        floats = [item for carry in tried for item in carry.flat if item.is_floating_point()]
+        ok = torch.stack([_rows(torch.isfinite(item)).all(1) for item in floats]).all(0)
         good.append(ok)
+        if stop and not bool(ok.all()):
+            break
+        for index, (memory, token) in enumerate(zip(memories, tokens, strict=True)):
+            asked = ok if token.write is None else ok & token.write
+            own = token._replace(write=asked)
+            _, skipped = token_step(memory.config, own, carries[index], memory.initial, run=execute)
+            carries[index] = select(ok, tried[index], skipped, execute)
     return torch.stack(good, 1)
 
 
-def raise_at_first(
-    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, heads: int, name: str
-) -> None:
-    """Raises `NonFiniteError` for the first token that breaks a memory or an output."""
-    good = finite_writes(config, tokens, carry, initial)
-    where = (~good).nonzero()
+def _rows(item: Tensor) -> Tensor:
+    return item.flatten(1) if item.dim() > 1 else item.unsqueeze(1)
+
+
+def raise_at_first(memories: list[Watched], y: Tensor, name: str) -> None:
+    """Raises `NonFiniteError` for the first token that breaks a memory or an output of y."""
+    config, tokens = memories[0].config, memories[0].tokens
+    heads = y.shape[2]
+    where = (~finite_writes(memories, stop=True)).nonzero()
     if where.numel():
-        first = where[where[:, 1].argmin()]
-        row, token = int(first[0]), int(first[1])
+        row, token = (int(item) for item in where[0])
         size = float(tokens.phi_k[row, token].detach().square().sum())
         lr = float(tokens.lr[row, token].detach())
         raise NonFiniteError(
@@ -60,8 +90,15 @@ def raise_at_first(
             f"(a delta-type memory diverges from {config.algorithm.stable_step:g} on). Set "
             "key_norm='l2' or step='normalized', lower lr, or choose on_nonfinite='skip'"
         )
-    queries = (~torch.isfinite(tokens.phi_q)).any(-1).nonzero()
-    at = f" at token {int(queries[0, 1])}" if queries.numel() else ""
+    # Time first, so that the earliest token comes first.
+    broken = (~torch.isfinite(y.detach())).any(-1).transpose(0, 1).nonzero()
+    if broken.numel():
+        token, row, head = (int(item) for item in broken[0])
+        raise NonFiniteError(
+            f"an output of memory {name!r} is non-finite at batch row {row}, head {head}, token "
+            f"{token}, while the memory itself is finite: the query or its features overflow"
+        )
     raise NonFiniteError(
-        f"memory {name!r} is finite but an output is not{at}: the query or its features overflow"
+        f"memory {name!r} became non-finite in the engine's block products, although token by "
+        "token it stays finite; use engine='sequential'"
     )

@@ -9,12 +9,18 @@ from torch import Tensor
 
 from hecate.bias import Dot
 from hecate.engine.arguments import check_params, complete, complete_initial, complete_state
-from hecate.engine.finite import all_finite, can_inspect, finite_writes, raise_at_first
+from hecate.engine.finite import (
+    Watched,
+    all_finite,
+    can_inspect,
+    finite_writes,
+    raise_at_first,
+)
 from hecate.engine.parallel import parallel
 from hecate.engine.prepare import DIVIDE, Sequence, cast, to_tokens, unfold_heads
 from hecate.engine.select import Engine, choose_engine
 from hecate.engine.sequential import sequential
-from hecate.engine.tokens import Carry, expand_to, flatten_state, unflatten_state
+from hecate.engine.tokens import Carry, Tokens, expand_to, flatten_state, unflatten_state
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.rule import one, several
@@ -50,17 +56,18 @@ def memory_scan(
     Args:
         gates: lr, retain and momentum; None takes the rule's defaults.
         phi_params: parameters from `config.feature_map.init(D, heads=H)`; may be left out without
-        any. state: the state to go on from; None starts at `initial`.
+            any.
+        state: the state to go on from; None starts at `initial`.
         initial: weights `[H, ...]` or `[B, H, ...]` by name, where a memory starts and restarts;
-        None takes
-            the structure's own (zero for a matrix).
+            None takes the structure's own (zero for a matrix).
         write_mask: `[B, T]` bool; at False the token is read but leaves the memory exactly as it
-        was. reset_mask: `[B, T]` bool; at True the memory restarts from `initial` before that
-        token. cu_seqlens: `[documents + 1]` int, borders of documents packed into one row (B = 1);
-        resets at each. engine: `"auto"` picks the fastest exact one; results agree within rounding.
+            was, whatever it carries.
+        reset_mask: `[B, T]` bool; at True the memory restarts from `initial` before that token.
+        cu_seqlens: `[documents + 1]` int, borders of documents packed into one row (B = 1); resets
+            at each.
+        engine: `"auto"` picks the fastest exact one; results agree within rounding.
         autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record;
-        `"auto"`
-            takes the tape for the token loop and autograd for the parallel engine.
+            `"auto"` takes the tape for the token loop and autograd for the parallel engine.
         tape: record the call on this tape instead of autograd; `tape.backward` then takes the
             cotangent of y to q, k, v, tensor gates and phi parameters.
         name: what errors call this memory.
@@ -69,8 +76,8 @@ def memory_scan(
         ConfigError: an engine or gate that the config cannot honour.
         ShapeError: tensors that do not fit together.
         NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token. It cannot be
-        raised
-            while compiling or inside `torch.func` transforms, which forbid looking at values.
+            raised while compiling or inside `torch.func` transforms, which forbid looking at
+            values.
     """
     if not torch.compiler.is_compiling():
         config = config.validated()
@@ -87,18 +94,16 @@ def memory_scan(
     parts = [Part(config, own, start)]
     if config.normalizer == "sum":
         parts.append(normalizer_part(config, own, sequence, dtype))
-    _, length, heads = sequence.lr.shape
-    if length == 0 or sequence.v.numel() == 0:
+    if q.shape[1] == 0 or sequence.v.numel() == 0:
         return torch.zeros_like(v), merged(parts, [part.carry for part in parts])
-    sequence = _leave_out_nonfinite(parts[0], sequence, params, dtype)
+    sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
     program = _program(parts, params, dtype, chosen)
     flat = (*sequence, *_tensors(params), *(tensor for part in parts for tensor in part.flat))
     y, *rest = program(tape, *flat) if tape is not None else differentiate(program, flat, autodiff)
     carries = _split(several(tuple(rest)), parts)
     if config.on_nonfinite == "raise" and can_inspect(one((y,)), *carries[0].flat):
         if not all(all_finite(one((y,)), carry) for carry in carries):
-            tokens = to_tokens(config, sequence, params, dtype, execute)
-            raise_at_first(config, tokens, parts[0].carry, parts[0].initial, heads, name)
+            raise_at_first(_watched(parts, sequence, params, dtype), one((y,)), name)
     return one((y,)), merged(parts, carries)
 
 
@@ -195,7 +200,7 @@ def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str)
             initial, carry = part.rebuilt(flat[at : at + width])
             at += width
             if part is not parts[0]:
-                tokens = tokens._replace(v=torch.ones_like(tokens.v[..., :1]))
+                tokens = _counting(tokens)
             runs = parallel if engine == "parallel" else sequential
             results.append(runs(part.config, tokens, carry, initial, run=run))
         (y, _), *others = results
@@ -209,14 +214,28 @@ def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str)
     return program
 
 
+def _counting(tokens: Tokens) -> Tokens:
+    """The tokens of a sum normaliser: the value is 1."""
+    return tokens._replace(v=torch.ones_like(tokens.v[..., :1]))
+
+
+def _watched(
+    parts: list[Part], sequence: Sequence, params: Params, dtype: torch.dtype
+) -> list[Watched]:
+    tokens = to_tokens(parts[0].config, sequence, params, dtype, execute)
+    return [
+        Watched(part.config, _counting(tokens) if index else tokens, part.carry, part.initial)
+        for index, part in enumerate(parts)
+    ]
+
+
 def _leave_out_nonfinite(
-    part: Part, sequence: Sequence, params: Params, dtype: torch.dtype
+    parts: list[Part], sequence: Sequence, params: Params, dtype: torch.dtype
 ) -> Sequence:
     """Under `on_nonfinite="skip"`, masks the tokens that would break a memory."""
-    if part.config.on_nonfinite != "skip":
+    if parts[0].config.on_nonfinite != "skip":
         return sequence
-    tokens = to_tokens(part.config, sequence, params, dtype, execute)
-    good = finite_writes(part.config, tokens, part.carry, part.initial)
+    good = finite_writes(_watched(parts, sequence, params, dtype))
     heads = sequence.lr.shape[2]
     good = good.unflatten(0, (-1, heads)).transpose(1, 2)
     mask = good if sequence.write is None else good & expand_to(sequence.write, good)

@@ -1,0 +1,200 @@
+"""Non-finite memories and step sizes that would make them so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hecate import Gates, MemoryConfig, NonFiniteError, memory_scan, memory_step
+from hecate.engine.parallel import parallel_refusal
+from hecate.errors import ConfigError
+from tests.memories import DEEP, case_of, close, config_of, flat_state
+
+CONFIGS = {
+    "delta": {},
+    "titans": {"retention": "decay", "algorithm": "momentum"},
+    "linear attention": {"bias": "dot", "feature_map": "elu", "normalizer": "sum"},
+    "chunk": {"chunk": 3, "commit": "chunk"},
+    "deep": {"structure": DEEP},
+}
+
+
+def runs() -> list[tuple[str, str]]:
+    return [
+        (name, engine)
+        for name, fields in CONFIGS.items()
+        for engine in ("sequential", "parallel")
+        if engine == "sequential" or parallel_refusal(config_of(**fields), False) is None
+    ]
+
+
+def spoiled(name: str, where: list[tuple[int, int, int, str, float]], policy: str = "raise"):
+    """A case with junk at (row, token, head) of an input."""
+    case = case_of(config_of(**CONFIGS[name], on_nonfinite=policy), length=9, batch=3)
+    parts = {n: getattr(case, n).clone() for n in ("q", "k", "v")}
+    gates = {n: None if g is None else g.clone() for n, g in case.gates._asdict().items()}
+    for row, token, head, field, junk in where:
+        {**parts, **gates}[field][row, token, head] = junk
+    return case._replace(**parts, gates=Gates(**gates))
+
+
+@pytest.mark.spec("ENG-FINITE-D1")
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
+@pytest.mark.parametrize("field", ["k", "v", "lr"])
+@pytest.mark.parametrize(("name", "engine"), runs())
+def test_raise_names_the_memory_row_head_and_token(name, engine, field, junk):
+    for row, token, head in ((0, 0, 0), (2, 4, 1), (1, 8, 0)):
+        later = [(0, min(token + 1, 8), 1, "v", torch.nan)] if token < 8 else []
+        case = spoiled(name, [(row, token, head, field, junk), *later])
+        place = f"memory 'mine'.* batch row {row}, head {head}, token {token}:"
+        with pytest.raises(NonFiniteError, match=place):
+            case.scan(engine=engine, name="mine")
+
+
+@pytest.mark.spec("ENG-FINITE-D1")
+def test_overflow_is_found_at_the_token_where_it_happens():
+    config = MemoryConfig(on_nonfinite="raise")
+    k = torch.full((1, 200, 1, 1), 2.0, dtype=torch.float32)
+    for engine in ("sequential", "parallel"):
+        # M k - v is (-3)^n after n writes; 3^81 > 3.4e38 is met by the prediction of token 81.
+        with pytest.raises(NonFiniteError, match=r"token 81:.*\* \|phi\(k\)\|\^2=4") as caught:
+            memory_scan(config, k, k, k / 2, Gates(torch.ones(1, 200, 1)), engine=engine)
+        assert "key_norm='l2'" in str(caught.value)
+
+
+@pytest.mark.spec("ENG-FINITE-D1")
+def test_a_query_that_overflows_is_told_apart_and_placed():
+    for engine in ("sequential", "parallel"):
+        case = spoiled("delta", [(1, 5, 1, "q", torch.inf), (2, 3, 0, "q", torch.nan)])
+        with pytest.raises(NonFiniteError, match=r"batch row 2, head 0, token 3.*quer"):
+            case.scan(engine=engine)
+
+
+@pytest.mark.spec("ENG-FINITE-D2")
+@pytest.mark.parametrize("autodiff", ["tape", "torch"])
+@pytest.mark.parametrize(("name", "engine"), runs())
+def test_skip_leaves_exactly_that_token_unwritten(name, engine, autodiff):
+    junk = [(0, 3, 0, "v", torch.nan), (1, 5, 0, "k", torch.inf), (1, 5, 1, "k", torch.nan)]
+    junk += [(2, 0, 1, "lr", torch.inf), (2, 8, 0, "v", -torch.inf)]
+    case = spoiled(name, junk, "skip").fresh()
+    y, state = case.scan(engine=engine, autodiff=autodiff)
+    assert torch.isfinite(y).all()
+    grads = torch.autograd.grad(y.square().sum(), case.leaves)
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads)
+    # Head by head the same as masking that head's token.
+    clean = spoiled(name, [], "propagate")
+    for row, head in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)):
+        mask = torch.ones(1, 9, dtype=torch.bool)
+        for r, token, h, _, _ in junk:
+            if (r, h) == (row, head):
+                mask[0, token] = False
+        alone = clean._replace(
+            **{n: getattr(clean, n)[row : row + 1, :, head : head + 1] for n in ("q", "k", "v")},
+            gates=Gates(
+                *(None if g is None else g[row : row + 1, :, head : head + 1] for g in clean.gates)
+            ),
+            initial={n: w[head : head + 1] for n, w in clean.initial.items()},
+            write=mask,
+        )
+        expected, final = alone.scan(engine=engine)
+        close(y[row, :, head], expected[0, :, 0], 1e-12)
+        for key, item in flat_state(final).items():
+            close(flat_state(state)[key][row, head], item[0, 0], 1e-12, key)
+
+
+@pytest.mark.spec("ENG-FINITE-D3", "ENG-PAR-I3")
+def test_propagate_goes_on_and_spoils_no_other_memory():
+    for engine in ("sequential", "parallel"):
+        case = spoiled("delta", [(1, 4, 0, "v", torch.nan)], "propagate")
+        y, _ = case.scan(engine=engine)
+        bad = torch.zeros(3, 9, 2, dtype=torch.bool)
+        bad[1, 4:, 0] = True
+        seen = torch.isnan(y).any(-1)
+        assert bool(seen[bad].all())
+        if engine == "sequential":
+            assert torch.equal(seen, bad)
+        bad[1, :, 0] = True
+        assert not bool(seen[~bad].any())
+    # Blocks before that of the junk are untouched in the parallel engine, too.
+    long = case_of(config_of(key_norm="l2", on_nonfinite="propagate"), length=130, batch=1)
+    v = long.v.clone()
+    v[:, 70] = torch.nan
+    y, _ = long._replace(v=v).scan(engine="parallel")
+    assert torch.isfinite(y[:, :64]).all() and torch.isnan(y[:, 70:]).all()
+
+
+@pytest.mark.spec("ENG-FINITE-I1")
+def test_a_sum_of_weights_that_overflows_is_found():
+    """The values are tiny, so the memory stays finite while its sum of weights does not."""
+    k = torch.full((1, 3, 1, 1), 3e38, dtype=torch.float32)
+    v = torch.full((1, 3, 1, 1), 1e-30, dtype=torch.float32)
+    q = torch.full((1, 3, 1, 1), 1e-30, dtype=torch.float32)
+    fields = {"bias": "dot", "feature_map": "relu", "normalizer": "sum"}
+    with pytest.raises(NonFiniteError, match=r"batch row 0, head 0, token 1"):
+        memory_scan(MemoryConfig(**fields), q, k, v)
+    y, state = memory_scan(MemoryConfig(**fields, on_nonfinite="skip"), q, k, v)
+    assert all(bool(torch.isfinite(item).all()) for item in (y, *flat_state(state).values()))
+
+
+@pytest.mark.spec("ENG-FINITE-D1")
+def test_a_step_names_its_memory_too():
+    k = torch.full((2, 1, 3), torch.nan)
+    with pytest.raises(NonFiniteError, match=r"memory 'level 2'.*batch row 0, head 0, token 0"):
+        memory_step(MemoryConfig(), k, k, k, name="level 2")
+
+
+# Stability.
+
+
+@pytest.mark.spec("RULE-STABLE-D1")
+def test_step_sizes_beyond_the_bound_are_refused_with_numbers():
+    for fields, limit in (
+        ({"key_norm": "l2"}, 2.0),
+        ({"key_norm": "l2", "bias": "huber"}, 2.0),
+        ({"key_norm": "sum", "feature_map": "elu"}, 2.0),
+        ({"key_norm": "l2", "algorithm": {"kind": "momentum", "momentum": 0.5}}, 3.0),
+    ):
+        algorithm = fields.get("algorithm", {"kind": "gd"})
+        for lr, fine in ((0.99 * limit, True), (limit, False)):
+            own = {**fields, "algorithm": {**algorithm, "lr": lr}}
+            if fine:
+                MemoryConfig(**own)
+                continue
+            with pytest.raises(ConfigError) as caught:
+                MemoryConfig(**own)
+            text = str(caught.value)
+            for word in ("algorithm.lr", f"lr={lr:g}", "feature_map", "key_norm", f"{limit:g}"):
+                assert word in text
+    # The same for a number given at the call, and nothing for rules that no step size can upset.
+    k = torch.ones(1, 2, 1, 2)
+    with pytest.raises(ConfigError, match=r"lr=2\.5.*can reach 2\.5.*below 2 "):
+        memory_scan(MemoryConfig(key_norm="l2"), k, k, k, Gates(2.5))
+    for fields in ({"bias": "dot"}, {"step": "implicit"}, {"step": "normalized"}):
+        MemoryConfig(key_norm="l2", algorithm={"kind": "gd", "lr": 5.0}, **fields)
+
+
+@pytest.mark.spec("RULE-STABLE-I1")
+@pytest.mark.parametrize(
+    "fields", [{}, {"retention": "decay"}, {"retention": "decay", "algorithm": "momentum"}], ids=str
+)
+def test_a_hundred_thousand_tokens_stay_bounded_in_float32(fields):
+    generator = torch.Generator().manual_seed(0)
+    length = 100_000
+    q, k, v = (
+        torch.randn(1, length, 1, 8, generator=generator, dtype=torch.float32) for _ in range(3)
+    )
+    lr = torch.rand(1, length, 1, generator=generator, dtype=torch.float32)
+    if "algorithm" in fields:
+        lr = 0.1 * lr  # momentum 0.9 sums ten steps
+    y, state = memory_scan(
+        MemoryConfig(key_norm="l2", **fields), q, k, v, Gates(lr), engine="parallel"
+    )
+    weight = state.memory["weight"]
+    assert weight.dtype == torch.float32 and float(y.abs().max()) < 100
+    # The end depends on the recent past alone: a scan of the last tokens in float64 finds the same.
+    tail = slice(length - 2000, length)
+    exact = MemoryConfig(key_norm="l2", state_dtype="float64", **fields)
+    late, _ = memory_scan(
+        exact, *(x[:, tail].double() for x in (q, k, v)), Gates(lr[:, tail].double())
+    )
+    close(y[:, -100:], late[:, -100:], 1e-4)
