@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.bias import L2, Dot
+from hecate.bias import L2, Bias, Dot
+from hecate.engine.implicit import implicit_gradients
 from hecate.engine.products import span_products
 from hecate.engine.tokens import Carry, Tokens
 from hecate.rule import MemoryConfig
@@ -39,8 +40,6 @@ def parallel_refusal(config: MemoryConfig, channelwise: bool) -> str | None:
         )
     if not rule.structure.linear:
         return f"structure {rule.structure.kind!r} is not linear in its weights"
-    if not isinstance(rule.bias, Dot | L2):
-        return f"bias {rule.bias.kind!r} needs a nonlinear solve per block"
     if not rule.retention.linear:
         return f"retention {rule.retention.kind!r} is not linear"
     if rule.algorithm.kind not in ("gd", "momentum"):
@@ -110,7 +109,9 @@ def _scan(
     if slot_rows is not None:
         keys.append(_last(slot_rows).unsqueeze(-1) * lr.unsqueeze(-1) * chunks.phi_k)
     attend = (chunks.phi_q @ chunks.phi_k.mT) * read.writes * lr.unsqueeze(-2)
-    fixed, moving = _errors(config, chunks, seen)
+    lower = None if isinstance(config.bias, Dot) else _interactions(chunks, seen)
+    fixed, moving = _errors(config, chunks, seen, lower)
+    solve = None if isinstance(config.bias, Dot | L2) else config.bias
     leaving = [torch.stack([weight[..., -1] for weight in after.bases], -1)]
     if slot_rows is not None:
         leaving.append(slot_rows.bases[0][..., -1])
@@ -119,25 +120,32 @@ def _scan(
     first = initial[0] if tokens.reset is not None else None
     columns = [
         None if tensor is None else tensor.unbind(1)
-        for tensor in (fixed, moving, attend, read.spread(chunks.phi_q), *keys, *leaving)
+        for tensor in (fixed, moving, lower, attend, read.spread(chunks.phi_q), *keys, *leaving)
     ]
     outputs: list[Tensor] = []
     for c in range(lr.shape[1]):
         parts = [None if column is None else column[c] for column in columns]
-        y, memory, slot = _block(parts, memory, slot, first)
+        y, memory, slot = _block(solve, parts, memory, slot, first)
         outputs.append(y)
     y = torch.stack(outputs, 1).flatten(1, 2)[:, :length]
     return y, carry._replace(memory=(memory,), slots=() if slot is None else (slot,))
 
 
 def _block(
-    parts: list[Tensor | None], memory: Tensor, slot: Tensor | None, initial: Tensor | None
+    bias: Bias | None,
+    parts: list[Tensor | None],
+    memory: Tensor,
+    slot: Tensor | None,
+    initial: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Outputs of one block and the states that leave it."""
-    fixed, moving, attend, queries, keys, *rest = parts
+    fixed, moving, lower, attend, queries, keys, *rest = parts
     states = [state for state in (memory, slot, initial) if state is not None]
     bases = torch.cat(states, -1).mT
-    errors = _given(fixed) if moving is None else moving @ bases + _given(fixed)
+    if bias is not None:
+        errors = implicit_gradients(bias, _given(moving) @ bases, _given(lower), _given(fixed))
+    else:
+        errors = _given(fixed) if moving is None else moving @ bases + _given(fixed)
     y = _given(queries) @ bases - _given(attend) @ errors
     weights = _given(rest[-2] if slot is not None else rest[-1]).unsqueeze(-2).unsqueeze(-2)
     memory = (torch.stack(states, -1) * weights).sum(-1) - errors.mT @ _given(keys)
@@ -146,13 +154,25 @@ def _block(
     return y, memory, slot
 
 
-def _errors(config: MemoryConfig, chunks: Tokens, seen: _Rows) -> tuple[Tensor, Tensor | None]:
-    """u, the gradients by the predictions, as `moving @ bases + fixed` for states not yet known."""
-    if isinstance(config.bias, Dot):
-        return -chunks.v, None
+def _interactions(chunks: Tokens, seen: _Rows) -> Tensor:
+    """L[t, i]: how much the write of token i moves the prediction of a later token t."""
     system = (chunks.phi_k @ chunks.phi_k.mT) * seen.writes * chunks.lr.unsqueeze(-2)
+    return system.tril(-1)
+
+
+def _errors(
+    config: MemoryConfig, chunks: Tokens, seen: _Rows, lower: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """u, the gradients by the predictions, as `moving @ bases + fixed` for states not yet known.
+
+    Where no linear system gives u, the values and the rows of the predictions' base instead.
+    """
+    if lower is None:
+        return -chunks.v, None
+    if not isinstance(config.bias, L2):
+        return chunks.v, seen.spread(chunks.phi_k)
     right = torch.cat([-chunks.v, seen.spread(chunks.phi_k)], -1)
-    solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
     width = chunks.v.shape[-1]
     return solved[..., :width], solved[..., width:]
 

@@ -1,0 +1,93 @@
+"""The gradients of a block under any bias: u_t = g(base_t - sum_{i<t} L[t,i] u_i, v_t), exactly.
+
+L is strictly lower triangular, so within a sub-block of b tokens the fixed-point iteration is exact after
+b steps, whatever g is: step s settles row s. Convergence is usually reached earlier and then detected.
+Sub-blocks bound how far the iterates can overshoot while they settle. [ENG-IMP-D1]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hecate.bias import Bias
+from hecate.engine.finite import can_inspect
+from hecate.rule.rule import one
+from hecate.tape import Block, Tensors, differentiate
+
+SUB_BLOCK = 16
+
+
+def implicit_gradients(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:
+    """u `[N, C, V]` from base, v `[N, C, V]` and the strictly lower triangular `[N, C, C]`.
+
+    The derivative comes from the implicit function theorem, not from the iteration: with J the Jacobian
+    of g by its first argument, the cotangent e of the errors' arguments obeys e = J (g_u - L^T e), an
+    upper triangular system solved the same way from the last token back. [ENG-IMP-V1]
+    """
+
+    def forward(base: Tensor, lower: Tensor, v: Tensor) -> tuple[Tensors, Tensors]:
+        u = _solve(bias, base, lower, v)
+        return (u,), (base, lower, v, u)
+
+    def vjp(residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        base, lower, v, u = residuals
+        if torch.is_grad_enabled():
+            # The residual u is a constant to autograd here; one more step of the iteration at the solution
+            # makes it a function of the inputs, with the right derivative through `implicit_gradients`.
+            u = implicit_gradients(bias, base, lower, v)
+        pred = base - lower @ u
+        slope = _adjoint(bias, pred, lower, v, g)
+        _, gv = bias.grad_vjp(pred, v, g - lower.mT @ slope)
+        return slope, -(slope @ u.mT).tril(-1), gv
+
+    block = Block("implicit_gradients", forward, vjp)
+    return one(differentiate(lambda run, *inputs: run(block, *inputs), (base, lower, v), "tape"))
+
+
+def _solve(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:
+    pieces: list[Tensor] = []
+    length = base.shape[-2]
+    for start in range(0, length, SUB_BLOCK):
+        stop = min(start + SUB_BLOCK, length)
+        known = base[..., start:stop, :]
+        if pieces:
+            known = known - lower[..., start:stop, :start] @ torch.cat(pieces, -2)
+        inside, target = lower[..., start:stop, start:stop], v[..., start:stop, :]
+        u = bias.grad(known, target)
+        for _ in range(stop - start - 1):
+            # A row not yet settled may overflow; a zero of L times infinity must not reach other rows.
+            tame = torch.nan_to_num(u, nan=0.0, posinf=0.0, neginf=0.0)
+            before, u = u, bias.grad(known - inside @ tame, target)
+            if _settled(before, u):
+                break
+        pieces.append(u)
+    return torch.cat(pieces, -2)
+
+
+def _adjoint(bias: Bias, pred: Tensor, lower: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    pieces: list[Tensor] = []
+    length = pred.shape[-2]
+    for start in reversed(range(0, length, SUB_BLOCK)):
+        stop = min(start + SUB_BLOCK, length)
+        known = g[..., start:stop, :]
+        if pieces:
+            known = known - lower[..., stop:, start:stop].mT @ torch.cat(pieces, -2)
+        inside = lower[..., start:stop, start:stop].mT
+        at, target = pred[..., start:stop, :], v[..., start:stop, :]
+        slope = bias.grad_jvp(at, target, known)
+        for _ in range(stop - start - 1):
+            before, slope = slope, bias.grad_jvp(at, target, known - inside @ slope)
+            if _settled(before, slope):
+                break
+        pieces.insert(0, slope)
+    return torch.cat(pieces, -2)
+
+
+def _settled(before: Tensor, after: Tensor) -> bool:
+    """Whether a step changed rounding only. Values may not tell while autograd records: an iteration cut
+    short has the right value, but not yet the right derivative."""
+    if after.requires_grad or not can_inspect(before, after):
+        return False
+    step, size = (after - before).abs().amax(), after.abs().amax()
+    return bool(step <= 4 * torch.finfo(after.dtype).eps * size)
