@@ -1,8 +1,8 @@
 """The gradients of a block under any bias: u_t = g(base_t - sum_{i<t} L[t,i] u_i, v_t), exactly.
 
-L is strictly lower triangular, so within a sub-block of b tokens the fixed-point iteration is exact after
-b steps, whatever g is: step s settles row s. Convergence is usually reached earlier and then detected.
-Sub-blocks bound how far the iterates can overshoot while they settle. [ENG-IMP-D1]
+L is strictly lower triangular, so within a sub-block of b tokens the fixed-point iteration is exact
+after b steps, whatever g is: step s settles row s. Convergence is usually reached earlier and then
+detected. Sub-blocks bound how far the iterates can overshoot while they settle. [ENG-IMP-D1]
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SUB_BLOCK = 16
 def implicit_gradients(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:
     """u `[N, C, V]` from base, v `[N, C, V]` and the strictly lower triangular `[N, C, C]`.
 
-    The derivative comes from the implicit function theorem, not from the iteration: with J the Jacobian
-    of g by its first argument, the cotangent e of the errors' arguments obeys e = J (g_u - L^T e), an
-    upper triangular system solved the same way from the last token back. [ENG-IMP-V1]
+    The derivative comes from the implicit function theorem, not from the iteration: with J the
+    Jacobian of g by its first argument, the cotangent e of the errors' arguments obeys e = J (g_u -
+    L^T e), an upper triangular system solved the same way from the last token back. [ENG-IMP-V1]
     """
 
     def forward(base: Tensor, lower: Tensor, v: Tensor) -> tuple[Tensors, Tensors]:
@@ -33,8 +33,7 @@ def implicit_gradients(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Te
     def vjp(residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         base, lower, v, u = residuals
         if torch.is_grad_enabled():
-            # The residual u is a constant to autograd here; one more step of the iteration at the solution
-            # makes it a function of the inputs, with the right derivative through `implicit_gradients`.
+            # As a residual u is a constant; solved again here it is a function of the inputs.
             u = implicit_gradients(bias, base, lower, v)
         pred = base - lower @ u
         slope = _adjoint(bias, pred, lower, v, g)
@@ -56,7 +55,7 @@ def _solve(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:
         inside, target = lower[..., start:stop, start:stop], v[..., start:stop, :]
         u = bias.grad(known, target)
         for _ in range(stop - start - 1):
-            # A row not yet settled may overflow; a zero of L times infinity must not reach other rows.
+            # A row not yet settled may overflow: 0 * inf must not reach the other rows.
             tame = torch.nan_to_num(u, nan=0.0, posinf=0.0, neginf=0.0)
             before, u = u, bias.grad(known - inside @ tame, target)
             if _settled(before, u):
@@ -85,7 +84,8 @@ def _adjoint(bias: Bias, pred: Tensor, lower: Tensor, v: Tensor, g: Tensor) -> T
 
 
 def _settled(before: Tensor, after: Tensor) -> bool:
-    """Whether a step changed rounding only. Values may not tell while autograd records: an iteration cut
+    """Whether a step changed rounding only. Values may not tell while autograd records: an
+    iteration cut
     short has the right value, but not yet the right derivative."""
     if after.requires_grad or not can_inspect(before, after):
         return False

@@ -29,9 +29,10 @@ from hecate.tape import Block, Run, Tensors
 from hecate.tape.ops import over
 
 CHUNK = 64
+CHANNEL_CHUNK = 16  # per-channel products are C x C x P tensors
 
 
-def parallel_refusal(config: MemoryConfig, channelwise: bool) -> str | None:
+def parallel_refusal(config: MemoryConfig) -> str | None:
     """Why the parallel engine cannot run a config exactly; None if it can."""
     rule = config.rule
     if config.chunk > 1 or config.commit == "chunk":
@@ -44,28 +45,38 @@ def parallel_refusal(config: MemoryConfig, channelwise: bool) -> str | None:
         return f"retention {rule.retention.kind!r} is not linear"
     if rule.algorithm.kind not in ("gd", "momentum"):
         return f"algorithm {rule.algorithm.kind!r} is not a linear recurrence of the gates alone"
-    if channelwise:
-        return "retain per phi channel"
     return None
 
 
 class _Rows(NamedTuple):
-    """A state per token as coefficients: of the block's writes `[N, c, C, C]`, and of each base
-    state
-    (first M, first S, initial M, where they exist) `[N, c, C]`."""
+    """A state per token as coefficients: of the block's writes `[N, c, G, C, C]`, and of each
+    base state (first M, first S, initial M, where they exist) `[N, c, G, C]`.
+
+    G is 1, or P where retain differs between phi channels.
+    """
 
     writes: Tensor
     bases: tuple[Tensor, ...]
 
     def scaled(self, gate: Tensor) -> _Rows:
-        """Every row times a gate `[N, c, C]`."""
+        """Every row times a gate `[N, c, G, C]`."""
         return _Rows(
             gate.unsqueeze(-1) * self.writes, tuple(gate * weight for weight in self.bases)
         )
 
     def spread(self, vectors: Tensor) -> Tensor:
         """`[N, c, C, P]` weighted for each base state, side by side: `[N, c, C, bases * P]`."""
-        return torch.cat([weight.unsqueeze(-1) * vectors for weight in self.bases], -1)
+        return torch.cat([weight.mT * vectors for weight in self.bases], -1)
+
+    def pairs(self, a: Tensor, b: Tensor) -> Tensor:
+        """`sum_p a[t, p] writes[t, i, p] b[i, p]`, the writes as seen by vectors: `[N, c, C, C]`."""
+        if self.writes.shape[2] == 1:
+            return (a @ b.mT) * self.writes.squeeze(2)
+        return (a.mT.unsqueeze(-1) * self.writes * b.mT.unsqueeze(-2)).sum(2)
+
+    def leaving(self, vectors: Tensor) -> Tensor:
+        """Vectors weighted as the writes of the state that leaves the block: `[N, c, C, P]`."""
+        return self.writes[..., -1, :].mT * vectors
 
 
 def parallel(
@@ -97,24 +108,26 @@ def _scan(
     config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, size: int
 ) -> tuple[Tensor, Carry]:
     length = tokens.v.shape[1]
+    if tokens.retain.dim() == 3:
+        size = min(size, CHANNEL_CHUNK)
     chunks = _chunked(tokens, min(size, length))
     after, before, slot_rows = _coefficients(config, chunks)
     seen = before
     if config.decay_order == "before_gradient":
-        seen = before.scaled(_neutral(chunks.retain, chunks.write))
+        seen = before.scaled(_retain(chunks))
     read = after if config.read == "after" else before
 
     lr = chunks.lr
-    keys = [_last(after).unsqueeze(-1) * lr.unsqueeze(-1) * chunks.phi_k]
-    if slot_rows is not None:
-        keys.append(_last(slot_rows).unsqueeze(-1) * lr.unsqueeze(-1) * chunks.phi_k)
-    attend = (chunks.phi_q @ chunks.phi_k.mT) * read.writes * lr.unsqueeze(-2)
-    lower = None if isinstance(config.bias, Dot) else _interactions(chunks, seen)
+    stepped = lr.unsqueeze(-1) * chunks.phi_k
+    keys = [rows.leaving(stepped) for rows in (after, slot_rows) if rows is not None]
+    attend = read.pairs(chunks.phi_q, stepped)
+    # L[t, i]: how much the write of token i moves the prediction of a later token t.
+    lower = None if isinstance(config.bias, Dot) else seen.pairs(chunks.phi_k, stepped).tril(-1)
     fixed, moving = _errors(config, chunks, seen, lower)
     solve = None if isinstance(config.bias, Dot | L2) else config.bias
     leaving = [torch.stack([weight[..., -1] for weight in after.bases], -1)]
     if slot_rows is not None:
-        leaving.append(slot_rows.bases[0][..., -1])
+        leaving.append(slot_rows.bases[0][..., 0, -1])
 
     memory, slot = carry.memory[0], carry.slots[0] if carry.slots else None
     first = initial[0] if tokens.reset is not None else None
@@ -147,17 +160,13 @@ def _block(
     else:
         errors = _given(fixed) if moving is None else moving @ bases + _given(fixed)
     y = _given(queries) @ bases - _given(attend) @ errors
-    weights = _given(rest[-2] if slot is not None else rest[-1]).unsqueeze(-2).unsqueeze(-2)
-    memory = (torch.stack(states, -1) * weights).sum(-1) - errors.mT @ _given(keys)
+    weights = _given(rest[-2] if slot is not None else rest[-1]).unsqueeze(1).unbind(-1)
+    memory = -errors.mT @ _given(keys)
+    for state, weight in zip(states, weights, strict=True):
+        memory = memory + weight * state
     if slot is not None:
         slot = over(_given(rest[-1]), slot) * slot - errors.mT @ _given(rest[0])
     return y, memory, slot
-
-
-def _interactions(chunks: Tokens, seen: _Rows) -> Tensor:
-    """L[t, i]: how much the write of token i moves the prediction of a later token t."""
-    system = (chunks.phi_k @ chunks.phi_k.mT) * seen.writes * chunks.lr.unsqueeze(-2)
-    return system.tril(-1)
 
 
 def _errors(
@@ -179,26 +188,25 @@ def _errors(
 
 def _coefficients(config: MemoryConfig, chunks: Tokens) -> tuple[_Rows, _Rows, _Rows | None]:
     """Rows of the state after each token, before it (but after its reset), and of S after it."""
-    shape = chunks.lr.shape
-    size = shape[-1]
+    size = chunks.lr.shape[-1]
     same, alive = _segments(chunks)
     ones = torch.ones(size, size, dtype=chunks.lr.dtype, device=chunks.lr.device).tril()
     decays = config.retention.uses_retain
-    retain = _neutral(chunks.retain, chunks.write)
-    spans = (span_products(retain) if decays else ones.expand(*shape, size)) * same
+    retain = _retain(chunks)
+    spans = (span_products(retain) if decays else ones.expand(*retain.shape, size)) * same
     start = (retain[..., :1] if decays else 1.0) * spans[..., 0] * alive
     writes, bases, slot_rows = spans, [start], None
     if config.algorithm.uses_momentum:
-        momentum = _neutral(chunks.momentum, chunks.write)
+        momentum = _neutral(chunks.momentum, chunks.write).unsqueeze(2)
         carried = span_products(momentum) * same
         first = momentum[..., :1] * carried[..., 0] * alive
         # A masked token adds nothing of S to M.
-        adds = spans if chunks.write is None else spans * chunks.write.unsqueeze(-2)
+        adds = spans if chunks.write is None else spans * chunks.write[:, :, None, None]
         writes = adds @ carried
         bases.append((adds @ first.unsqueeze(-1)).squeeze(-1))
         slot_rows = _Rows(carried, (first,))
     if chunks.reset is not None:
-        restarts = chunks.reset.to(retain.dtype) * (retain if decays else 1.0)
+        restarts = chunks.reset.unsqueeze(2).to(retain.dtype) * (retain if decays else 1.0)
         bases.append((spans @ restarts.unsqueeze(-1)).squeeze(-1))
     after = _Rows(writes, tuple(bases))
 
@@ -206,7 +214,7 @@ def _coefficients(config: MemoryConfig, chunks: Tokens) -> tuple[_Rows, _Rows, _
     if config.algorithm.uses_momentum:
         before.append(_shifted(bases[1], 0.0) * alive)
     if chunks.reset is not None:
-        before.append(torch.where(chunks.reset, 1.0, _shifted(bases[-1], 0.0)))
+        before.append(torch.where(chunks.reset.unsqueeze(2), 1.0, _shifted(bases[-1], 0.0)))
     rows = torch.nn.functional.pad(writes[..., :-1, :], (0, 0, 1, 0)) * same
     return after, _Rows(rows, tuple(before)), slot_rows
 
@@ -215,7 +223,7 @@ def _segments(chunks: Tokens) -> tuple[Tensor | float, Tensor | float]:
     """Masks: [t, i] no reset in i < l <= t; [t] no reset up to and at t."""
     if chunks.reset is None:
         return 1.0, 1.0
-    count = chunks.reset.cumsum(-1)
+    count = chunks.reset.cumsum(-1).unsqueeze(2)
     dtype = chunks.lr.dtype
     return (count.unsqueeze(-1) == count.unsqueeze(-2)).to(dtype), (count == 0).to(dtype)
 
@@ -252,12 +260,14 @@ def _neutral(gate: Tensor, write: Tensor | None) -> Tensor:
     return gate if write is None else torch.where(write, gate, 1.0)
 
 
+def _retain(chunks: Tokens) -> Tensor:
+    """Retain gates `[N, c, G, C]`, 1 at tokens that write nothing."""
+    retain = chunks.retain.unsqueeze(2) if chunks.retain.dim() == 3 else chunks.retain.mT
+    return retain if chunks.write is None else torch.where(chunks.write.unsqueeze(2), retain, 1.0)
+
+
 def _shifted(weight: Tensor, first: float) -> Tensor:
     return torch.nn.functional.pad(weight[..., :-1], (1, 0), value=first)
-
-
-def _last(rows: _Rows) -> Tensor:
-    return rows.writes[..., -1, :]
 
 
 def _given(tensor: Tensor | None) -> Tensor:

@@ -86,9 +86,7 @@ def memory_scan(
     dtype = torch.promote_types(config.dtype, torch.promote_types(q.dtype, v.dtype))
     start = complete_initial(config, initial, sequence, dtype)
     own = complete_state(config, state, start, sequence, dtype)
-    chosen, _ = choose_engine(
-        config, engine, length=q.shape[1], channelwise=sequence.retain.dim() == 4
-    )
+    chosen, _ = choose_engine(config, engine, length=q.shape[1])
     if autodiff == "auto":
         autodiff = "torch" if chosen == "parallel" else "auto"
     parts = [Part(config, own, start)]

@@ -12,12 +12,12 @@ Engine = Literal["auto", "sequential", "parallel"]
 
 
 def choose_engine(
-    config: MemoryConfig, asked: Engine, *, length: int = 2, channelwise: bool = False
+    config: MemoryConfig, asked: Engine, *, length: int = 2
 ) -> tuple[Literal["sequential", "parallel"], str]:
     """The engine to run and why; `ConfigError` if the one asked for is not exact here."""
     if asked not in ("auto", "sequential", "parallel"):
         raise ConfigError(f"engine must be 'auto', 'sequential' or 'parallel', got {asked!r}")
-    refusal = parallel_refusal(config, channelwise)
+    refusal = parallel_refusal(config)
     if asked == "parallel" and refusal is not None:
         raise ConfigError(
             f"engine='parallel' cannot run this memory exactly: {refusal}; "

@@ -43,7 +43,7 @@ def check_rule(
     _same(config, "the tape against autograd", _run(case, autodiff="tape"), whole)
     cuts = (0, 1, 1, length // 2 + 1, length)
     _same(config, "a scan in pieces against the whole", _run(case, cuts=cuts), whole)
-    if parallel_refusal(config, channelwise=False) is None:
+    if parallel_refusal(config) is None:
         for autodiff in ("tape", "torch"):
             got = _run(case, engine="parallel", autodiff=autodiff)
             _same(config, f"engine parallel ({autodiff}) against sequential", got, whole)
