@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Dot
-from hecate.engine.arguments import check_params, complete, complete_initial, complete_state
+from hecate.engine.arguments import (
+    as_wide_as,
+    check_params,
+    complete,
+    complete_initial,
+    complete_state,
+)
 from hecate.engine.finite import (
     Watched,
     all_finite,
@@ -81,9 +87,14 @@ def memory_scan(
     """
     if not torch.compiler.is_compiling():
         config = config.validated()
-    sequence = complete(config, q, k, v, gates, write_mask, reset_mask, cu_seqlens)
+    sequence = complete(
+        config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None
+    )
+    sequence = as_wide_as(state, sequence)
     params = check_params(config, phi_params, k)
-    dtype = torch.promote_types(config.dtype, torch.promote_types(q.dtype, v.dtype))
+    dtype = config.dtype
+    for tensor in (q, k, v):
+        dtype = torch.promote_types(dtype, tensor.dtype)
     start = complete_initial(config, initial, sequence, dtype)
     own = complete_state(config, state, start, sequence, dtype)
     chosen, _ = choose_engine(
@@ -176,7 +187,7 @@ def normalizer_part(
     width = state.memory["weight"].shape[-1]
     zero = torch.zeros(batch, heads, 1, width, dtype=dtype, device=sequence.v.device)
     start = initial_state(own, {"weight": zero}, batch, sequence.retain)
-    return Part(own, start if state.normalizer is None else state.normalizer, start)
+    return Part(own, complete_state(own, state.normalizer, start, sequence, dtype), start)
 
 
 def merged(parts: list[Part], carries: list[Carry]) -> MemoryState:
