@@ -6,7 +6,14 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 
 class Display:
@@ -16,7 +23,7 @@ class Display:
         self.console = console or Console(stderr=True)
         self._quiet = quiet
         self._bar: Progress | None = None
-        self._task = None
+        self._task: TaskID | None = None
         if self.console.is_terminal and not quiet:
             self._bar = Progress(
                 TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
