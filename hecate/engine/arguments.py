@@ -14,6 +14,10 @@ from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.state import initial_state, map_state
 
+# What is drawn to learn a map's parameter names is thrown away; made here, because torch.compile
+# cannot make a generator.
+_UNREAD = torch.Generator()
+
 
 def complete(
     config: MemoryConfig,
@@ -154,7 +158,7 @@ def check_params(config: MemoryConfig, params: Params | None, k: Tensor) -> Para
                         f"phi parameter {name!r} is for {tensor.shape[0]} heads, k has {k.shape[2]}"
                     )
         return params
-    empty = config.feature_map.init(k.shape[-1], generator=torch.Generator())
+    empty = config.feature_map.init(k.shape[-1], generator=_UNREAD)
     if empty["learned"] or empty["frozen"]:
         names = ", ".join([*empty["learned"], *empty["frozen"]])
         raise ConfigError(

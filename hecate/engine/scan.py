@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.bias import Dot
 from hecate.engine.arguments import (
     as_wide_as,
     check_params,
@@ -172,17 +171,12 @@ class Part(NamedTuple):
         """Everything the program takes for this memory."""
         return *self.initial, *self.carry.flat
 
-    def rebuilt(self, flat: tuple[Tensor, ...]) -> tuple[Memory, Carry]:
-        """Initial weights and carry from tensors in the order of `flat`."""
-        count = len(self.start.memory)
-        return flat[:count], self.carry.rebuilt(flat[count:])
-
 
 def normalizer_part(
     config: MemoryConfig, state: MemoryState, sequence: Sequence, dtype: torch.dtype
 ) -> Part:
     """z, the sum of weights: the same memory with bias dot and the value 1 at every token."""
-    own = config.model_copy(update={"bias": Dot(), "normalizer": "none"})
+    own = config.counting
     batch, _, heads = sequence.lr.shape
     width = state.memory["weight"].shape[-1]
     zero = torch.zeros(batch, heads, 1, width, dtype=dtype, device=sequence.v.device)
@@ -200,20 +194,22 @@ def merged(parts: list[Part], carries: list[Carry]) -> MemoryState:
 
 def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str) -> Program:
     config, fields, n_params = parts[0].config, len(Sequence._fields), len(_tensors(params))
+    # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to
+    # another level, so only their number and order are used.
+    layouts = [(part.config, len(part.start.memory), part.carry) for part in parts]
 
     def program(run: Run, *flat: Tensor) -> Tensors:
         at = fields + n_params
         own = _with_tensors(params, flat[fields:at])
         tokens = to_tokens(config, Sequence(*flat[:fields]), own, dtype, run)
         results: list[tuple[Tensor, Carry]] = []
-        for part in parts:
-            width = len(part.flat)
-            initial, carry = part.rebuilt(flat[at : at + width])
-            at += width
-            if part is not parts[0]:
+        for index, (own_config, count, layout) in enumerate(layouts):
+            initial, at = flat[at : at + count], at + count
+            carry, at = layout.rebuilt(flat[at:]), at + len(layout.flat)
+            if index:
                 tokens = _counting(tokens)
             runs = parallel if engine == "parallel" else sequential
-            results.append(runs(part.config, tokens, carry, initial, run=run))
+            results.append(runs(own_config, tokens, carry, initial, run=run))
         (y, _), *others = results
         for z, _ in others:
             y = one(run(DIVIDE, y, z, label="normalizer"))
