@@ -13,9 +13,6 @@ from tests.phi.examples import examples, named
 
 DELTA = {"retention": "decay", "algorithm": "momentum", "key_norm": "l2"}
 ENGINES = ("sequential", "parallel")
-CLOSED_OVER = pytest.mark.xfail(
-    strict=True, reason="the scan's program touches tensors of an outer functorch level"
-)
 every_engine = pytest.mark.parametrize("engine", ENGINES)
 LEARNING = [item for item in examples() if item.init(6, heads=2)["learned"]]
 
@@ -112,7 +109,7 @@ def test_engines_and_ways_to_differentiate_agree(engine):
 
 
 @pytest.mark.spec("NN-MEM-I11")
-@pytest.mark.parametrize("engine", [pytest.param("sequential", marks=CLOSED_OVER), "parallel"])
+@every_engine
 def test_per_sample_gradients(engine):
     layer, x = layer_of(DELTA, engine=engine), inputs(3)
     parameters = dict(layer.named_parameters())
@@ -188,7 +185,6 @@ def test_a_float64_layer_has_a_float64_state():
     assert state.memory.memory["weight"].dtype == torch.float64
 
 
-@pytest.mark.xfail(strict=True, reason="dynamo cannot trace pydantic inside MemoryConfig.rule")
 @every_engine
 @pytest.mark.spec("NN-MEM-I11")
 def test_compile(engine):
