@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -61,13 +62,26 @@ def _complete_family(incomplete: str) -> list[str]:
     return [name for name in FAMILIES if name.startswith(incomplete)]
 
 
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    typer.echo(f"warning: {message}", err=True)
+
+
 @contextmanager
 def _reported(context: typer.Context) -> Iterator[None]:
     """Prints a `HecateError` as one message and exits with 2, or 1 when a run itself failed."""
     from hecate.errors import HecateError, NonFiniteError
 
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            yield
     except HecateError as error:
         if context.find_root().params.get("debug"):
             raise

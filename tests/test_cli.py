@@ -121,6 +121,14 @@ def test_a_diverged_run_exits_with_one(hecate):
     assert code == 1 and "error: step " in err and "Lower optim.lr" in err
 
 
+@pytest.mark.spec("TRAIN-CLI-D2")
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_one_line_without_a_source_file(hecate):
+    code, _, err = hecate("train", "tiny.yaml", "--set", "model.qk_norm=none", "--quiet")
+    assert code == 0 and "warning: memory 'layer 0': lr * |phi(k)|^2 reaches" in err
+    assert ".py" not in err
+
+
 def test_debug_shows_the_traceback():
     with pytest.raises(Exception, match="no preset 'nope'"):
         main(["--debug", "show", "nope"])
