@@ -49,7 +49,7 @@ def test_gradcheck_and_gradgradcheck(name, engine, autodiff):
     case = case_of(config_of(**CONFIGS[name]), batch=1, heads=1, length=4, d=2, masks=True).fresh()
     scan = function_of(case, engine, autodiff)
     assert torch.autograd.gradcheck(scan, case.leaves)
-    assert torch.autograd.gradgradcheck(scan, case.leaves)
+    assert torch.autograd.gradgradcheck(scan, case.leaves, fast_mode=True)
 
 
 @pytest.mark.spec("ENG-FUNC-I2")
@@ -106,7 +106,7 @@ COMPILED = [way for way in WAYS if way[0] == "titans"] + [
 @pytest.mark.parametrize(("name", "engine", "autodiff"), COMPILED)
 def test_compiles_to_one_graph_with_the_same_gradients(name, engine, autodiff):
     torch._dynamo.reset()
-    case = case_of(config_of(**CONFIGS[name]), batch=1, length=4, masks=True)
+    case = case_of(config_of(**CONFIGS[name]), batch=1, length=3, masks=True)
 
     def step(*leaves: Tensor) -> tuple[Tensor, ...]:
         y, state = case.with_leaves(list(leaves)).scan(engine=engine, autodiff=autodiff)
