@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -14,6 +16,8 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
+from rich.text import Text
 
 
 class Display:
@@ -58,3 +62,17 @@ class Display:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A rich table on standard output if that is a terminal, aligned lines elsewhere."""
+    if not sys.stdout.isatty():
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        for row in (header, *rows):
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            print("  ".join(cells).rstrip())
+        return
+    table = Table(*header)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
