@@ -58,7 +58,9 @@ def test_train_evaluate_generate_and_resume(hecate, tmp_path):
     best = min(evals, key=lambda r: r["validation_loss"])
     assert code == 0 and f"{best['bits_per_byte']:.4f}" in out and f"(step {best['step']})" in out
 
-    texts = {hecate("generate", "run", "--prompt", "ab", "--tokens", "5", "--seed", s)[1] for s in "112"}
+    texts = {
+        hecate("generate", "run", "--prompt", "ab", "--tokens", "5", "--seed", s)[1] for s in "112"
+    }
     assert len(texts) == 2 and all(text.startswith("ab") for text in texts)
     greedy = {hecate("generate", "run", "--temperature", "0", "--seed", s)[1] for s in "12"}
     assert len(greedy) == 1 and greedy.pop().startswith("def ")
@@ -94,7 +96,8 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
          "error: budget.steps: must be >= 1, got 0  [--set budget.steps=0]"),
         (("train", "tiny.yaml", "--set", "data.kind=text", "--set", "data.paths=[gone.txt]"), 2,
          "error: no file or folder 'gone.txt'"),
-        (("train", "tiny.yaml", "--resume"), 2, "error: there is no run of 'tiny' in runs/ to resume"),
+        (("train", "tiny.yaml", "--resume"), 2,
+         "error: there is no run of 'tiny' in runs/ to resume"),
         (("train", "--resume", "--out", "gone"), 2, "error: cannot read config gone/config.yaml"),
         (("train", "tiny.yaml", "--resume", "--out", "x"), 2,
          "error: --resume takes its config from x; leave 'tiny.yaml' out"),
@@ -116,6 +119,14 @@ def test_a_diverged_run_exits_with_one(hecate):
     code, _, err = hecate("train", "tiny.yaml", "--set", "optim.lr=1e30", "--set", "clip=null",
                           "--set", "warmup=0", "--quiet")  # fmt: skip
     assert code == 1 and "error: step " in err and "Lower optim.lr" in err
+
+
+@pytest.mark.spec("TRAIN-CLI-D2")
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_one_line_without_a_source_file(hecate):
+    code, _, err = hecate("train", "tiny.yaml", "--set", "model.qk_norm=none", "--quiet")
+    assert code == 0 and "warning: memory 'layer 0': lr * |phi(k)|^2 reaches" in err
+    assert ".py" not in err
 
 
 def test_debug_shows_the_traceback():
@@ -159,7 +170,8 @@ def test_lists(hecate):
         assert code == 0 and len(out.splitlines()) > 2, err
     elu = next(line for line in hecate("list", "phi")[1].splitlines() if line.startswith("elu "))
     for text in (
-        "phi(x) = x + 1 for x > 0, exp(x) otherwise", "non_negative", "hand-written", "arXiv 2006.16236"
+        "phi(x) = x + 1 for x > 0, exp(x) otherwise", "non_negative", "hand-written",
+        "arXiv 2006.16236",
     ):  # fmt: skip
         assert text in elu
     mqar = next(line for line in hecate("list", "data")[1].splitlines() if line.startswith("mqar "))

@@ -7,8 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.bias import Dot
-from hecate.engine.arguments import check_params, complete, complete_initial, complete_state
+from hecate.engine.arguments import (
+    as_wide_as,
+    check_params,
+    complete,
+    complete_initial,
+    complete_state,
+)
 from hecate.engine.finite import (
     Watched,
     all_finite,
@@ -81,9 +86,14 @@ def memory_scan(
     """
     if not torch.compiler.is_compiling():
         config = config.validated()
-    sequence = complete(config, q, k, v, gates, write_mask, reset_mask, cu_seqlens)
+    sequence = complete(
+        config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None
+    )
+    sequence = as_wide_as(state, sequence)
     params = check_params(config, phi_params, k)
-    dtype = torch.promote_types(config.dtype, torch.promote_types(q.dtype, v.dtype))
+    dtype = config.dtype
+    for tensor in (q, k, v):
+        dtype = torch.promote_types(dtype, tensor.dtype)
     start = complete_initial(config, initial, sequence, dtype)
     own = complete_state(config, state, start, sequence, dtype)
     chosen, _ = choose_engine(config, engine, length=q.shape[1])
@@ -159,22 +169,17 @@ class Part(NamedTuple):
         """Everything the program takes for this memory."""
         return *self.initial, *self.carry.flat
 
-    def rebuilt(self, flat: tuple[Tensor, ...]) -> tuple[Memory, Carry]:
-        """Initial weights and carry from tensors in the order of `flat`."""
-        count = len(self.start.memory)
-        return flat[:count], self.carry.rebuilt(flat[count:])
-
 
 def normalizer_part(
     config: MemoryConfig, state: MemoryState, sequence: Sequence, dtype: torch.dtype
 ) -> Part:
     """z, the sum of weights: the same memory with bias dot and the value 1 at every token."""
-    own = config.model_copy(update={"bias": Dot(), "normalizer": "none"})
+    own = config.counting
     batch, _, heads = sequence.lr.shape
     width = state.memory["weight"].shape[-1]
     zero = torch.zeros(batch, heads, 1, width, dtype=dtype, device=sequence.v.device)
     start = initial_state(own, {"weight": zero}, batch, sequence.retain)
-    return Part(own, start if state.normalizer is None else state.normalizer, start)
+    return Part(own, complete_state(own, state.normalizer, start, sequence, dtype), start)
 
 
 def merged(parts: list[Part], carries: list[Carry]) -> MemoryState:
@@ -187,20 +192,22 @@ def merged(parts: list[Part], carries: list[Carry]) -> MemoryState:
 
 def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str) -> Program:
     config, fields, n_params = parts[0].config, len(Sequence._fields), len(_tensors(params))
+    # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to
+    # another level, so only their number and order are used.
+    layouts = [(part.config, len(part.start.memory), part.carry) for part in parts]
 
     def program(run: Run, *flat: Tensor) -> Tensors:
         at = fields + n_params
         own = _with_tensors(params, flat[fields:at])
         tokens = to_tokens(config, Sequence(*flat[:fields]), own, dtype, run)
         results: list[tuple[Tensor, Carry]] = []
-        for part in parts:
-            width = len(part.flat)
-            initial, carry = part.rebuilt(flat[at : at + width])
-            at += width
-            if part is not parts[0]:
+        for index, (own_config, count, layout) in enumerate(layouts):
+            initial, at = flat[at : at + count], at + count
+            carry, at = layout.rebuilt(flat[at:]), at + len(layout.flat)
+            if index:
                 tokens = _counting(tokens)
             runs = parallel if engine == "parallel" else sequential
-            results.append(runs(part.config, tokens, carry, initial, run=run))
+            results.append(runs(own_config, tokens, carry, initial, run=run))
         (y, _), *others = results
         for z, _ in others:
             y = one(run(DIVIDE, y, z, label="normalizer"))

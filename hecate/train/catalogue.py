@@ -70,9 +70,8 @@ def _traits(variant: Any) -> str:
     except ConfigError:
         required = [name for name, field in variant.model_fields.items() if field.is_required()]
         return f"depends on {', '.join(required)}"
-    shown = [name if value is True else f"{name}={value}" for name, value in traits._asdict().items()
-             if value not in (False, None, "none")]  # fmt: skip
-    return ", ".join(shown)
+    declared = {k: v for k, v in traits._asdict().items() if v not in (False, None, "none")}
+    return ", ".join(k if v is True else f"{k}={v}" for k, v in declared.items())
 
 
 def _example(variant: Any) -> Any:
@@ -101,7 +100,16 @@ def _rules() -> Table:
         )
         engine, _ = choose_engine(config, "auto")
         rows.append([name, *(knob.kind for knob in knobs), engine, paper])
-    heads = ["rule", "structure", "bias", "retention", "algorithm", "feature map", "engine", "paper"]
+    heads = [
+        "rule",
+        "structure",
+        "bias",
+        "retention",
+        "algorithm",
+        "feature map",
+        "engine",
+        "paper",
+    ]
     return heads, rows
 
 

@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
             if self.aliases > MAX_ALIASES:
                 raise yaml.MarkedYAMLError(
                     problem=f"more than {MAX_ALIASES} aliases; write the values out",
-                    problem_mark=self.peek_event().start_mark,
+                    problem_mark=self.get_mark(),
                 )
         return super().compose_node(parent, index)
 
@@ -158,7 +158,7 @@ class _Reader:
                 return self._mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
                 return [self.read(item, (*path, i)) for i, item in enumerate(node.value)]
-            raise self._refuse(path, f"is no YAML value: {node.id}", node)
+            raise self._refuse(path, f"is no YAML value: {node.tag}", node)
         finally:
             self._open.discard(id(node))
 

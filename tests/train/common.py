@@ -29,7 +29,7 @@ def tiny(**fields) -> ExperimentConfig:
 
 
 class TiedGRU(nn.Module):
-    """Embedding, GRU and a head that shares the embedding's weight, with dropout from global draws."""
+    """Embedding, GRU and a head that shares the embedding's weight; dropout draws globally."""
 
     def __init__(self, vocab: int = 16, width: int = 8, seed: int = 0) -> None:
         super().__init__()

@@ -58,7 +58,10 @@ def test_round_trip(tmp_path):
 
 @pytest.mark.spec("CKPT-WRITE-D2")
 def test_two_writes_are_the_same_bytes(tmp_path):
-    one, two = save_checkpoint(tmp_path / "a", 1, example()), save_checkpoint(tmp_path / "b", 1, example())
+    one, two = (
+        save_checkpoint(tmp_path / "a", 1, example()),
+        save_checkpoint(tmp_path / "b", 1, example()),
+    )
     for name in ("manifest.json", "tensors.safetensors"):
         assert (one / name).read_bytes() == (two / name).read_bytes()
 
@@ -109,7 +112,8 @@ def _content(path, name):
 
 
 DAMAGE = {
-    "truncated tensors": ("tensors.safetensors", _truncate, "is truncated or not a safetensors file"),
+    "truncated tensors": (
+        "tensors.safetensors", _truncate, "is truncated or not a safetensors file"),
     "missing tensors": ("tensors.safetensors", lambda p, n: (p / n).unlink(), "is missing"),
     "pickle": (
         "tensors.safetensors", lambda p, n: torch.save({"a": 1}, p / n),
@@ -122,8 +126,10 @@ DAMAGE = {
     ),
     "truncated manifest": ("manifest.json", _truncate, "is truncated or not JSON"),
     "missing manifest": ("manifest.json", lambda p, n: (p / n).unlink(), "is missing"),
-    "foreign manifest": ("manifest.json", lambda p, n: (p / n).write_text("[1]"), "is not a hecate-"),
-    "other format": ("manifest.json", _edit(format="elsewhere"), "is not a hecate-checkpoint manifest"),
+    "foreign manifest": (
+        "manifest.json", lambda p, n: (p / n).write_text("[1]"), "is not a hecate-"),
+    "other format": (
+        "manifest.json", _edit(format="elsewhere"), "is not a hecate-checkpoint manifest"),
     "newer version": (
         "manifest.json", _edit(version=2), "format version 2, this hecate reads up to 1: upgrade"
     ),
@@ -185,7 +191,7 @@ def test_a_step_may_be_written_again(tmp_path):
 
 
 @pytest.mark.spec("CKPT-WRITE-D3")
-@pytest.mark.parametrize("failing", ["save_file", "_sync"])
+@pytest.mark.parametrize("failing", ["save_file", "sync"])
 def test_a_failed_write_leaves_the_earlier_ones(tmp_path, monkeypatch, failing):
     save_checkpoint(tmp_path, 1, example())
 

@@ -89,7 +89,8 @@ def test_another_kind_replaces_and_the_same_kind_merges(load):
 def test_overrides(load):
     config = load(
         "data: {kind: mqar, num_pairs: 3}",
-        "optim.lr=1e-2", "data.num_pairs=5", "bias=dot", "optim.betas[0]=0.25", "sample.prompt='no'",
+        "optim.lr=1e-2", "data.num_pairs=5", "bias=dot", "optim.betas[0]=0.25",
+        "sample.prompt='no'",
     )  # fmt: skip
     assert config.optim.lr == 0.01 and config.optim.betas == (0.25, OptimConfig().betas[1])
     assert config.data == MQAR(num_pairs=5)
@@ -112,6 +113,7 @@ def test_an_override_may_repair_a_file(load):
     assert load("optim: {lr: -1}", "optim.lr=1").optim.lr == 1
 
 
+@pytest.mark.spec("TRAIN-LOOP-D1")
 def test_rates():
     optim = OptimConfig(lr=1.0, warmup=4, schedule="linear", final=0.1)
     rates = [optim.rate(step, 14) for step in range(14)]

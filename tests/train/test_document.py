@@ -46,7 +46,8 @@ def test_marks_name_the_line_of_every_key():
 
 _TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Cn"]), max_size=12)
 _TRICKY = st.sampled_from(
-    ["no", "1e-3", "017", "0o17", "~", "", "null", "true", "1_0", "2024-01-02", "- a", "a: b", "=", "<<",
+    ["no", "1e-3", "017", "0o17", "~", "", "null", "true", "1_0", "2024-01-02", "- a", "a: b",
+     "=", "<<",
      " x ", "#", "0x1F", ".5", "5.", "+1", "1:30", "'", '"', "!!str", "&a", "*a", "%", "@", "a\nb"]
 )  # fmt: skip
 _SCALAR = st.one_of(

@@ -47,19 +47,24 @@ def test_what_a_run_leaves(tmp_path, figures):
     folder = result.folder
     assert (result.status, result.step, result.signal) == ("finished", 20, None)
     assert sorted(p.name for p in folder.iterdir()) == [
-        "checkpoints", "config.yaml", "env.json", "figures", "metrics.jsonl", "report.md", "samples.txt",
+        "checkpoints", "config.yaml", "env.json", "figures", "metrics.jsonl",
+        "report.md", "samples.txt",
     ]  # fmt: skip
     assert load_experiment(folder / "config.yaml") == tiny()
     environment = json.loads((folder / "env.json").read_text())
     assert environment["versions"]["torch"] == torch.__version__ and environment["threads"] == 1
-    assert [p.name for p in checkpoints(folder / "checkpoints")] == ["step_00000010", "step_00000020"]
+    assert [p.name for p in checkpoints(folder / "checkpoints")] == [
+        "step_00000010",
+        "step_00000020",
+    ]
     assert sorted(p.name for p in (folder / "figures").iterdir()) == ["accuracy.png", "loss.png"]
     records = read_metrics(folder / "metrics.jsonl")
     assert [r["event"] for r in records].count("train") == 20
     assert [r["step"] for r in records if r["event"] == "eval"] == [10, 20]
     report = (folder / "report.md").read_text()
     for text in (
-        "| a value of the row (baseline) | 0.5000 |", f"| **this model** | **{result.score.accuracy:.4f}",
+        "| a value of the row (baseline) | 0.5000 |",
+        f"| **this model** | **{result.score.accuracy:.4f}",
         "bytes, whatever its length", "![accuracy](figures/accuracy.png)", "kind: identity",
         "hecate train", "torch 2.",
     ):  # fmt: skip
@@ -70,8 +75,14 @@ def test_what_a_run_leaves(tmp_path, figures):
 @pytest.mark.spec("TRAIN-RUN-D1")
 def test_a_text_run(tmp_path):
     result = run(tiny(**TEXT, budget={"steps": 2, "seq_len": 8}), tmp_path / "run")
-    assert result.metric == "bits_per_byte" and set(result.baselines) == {"uniform", "unigram", "bigram"}
-    assert result.score.value(result.metric) == pytest.approx(result.score.loss / 0.6931471805599453)
+    assert result.metric == "bits_per_byte" and set(result.baselines) == {
+        "uniform",
+        "unigram",
+        "bigram",
+    }
+    assert result.score.value(result.metric) == pytest.approx(
+        result.score.loss / 0.6931471805599453
+    )
     assert (result.folder / "samples.txt").read_text().startswith("--- step 2\ndef ")
     assert "| bigram (baseline) |" in (result.folder / "report.md").read_text()
 
@@ -113,7 +124,11 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path):
     assert same_bits(one.tensors, two.tensors) and one.facts == two.facts
     keys = ("step", "loss", "lr", "grad_norm")
     curves = [
-        [tuple(r[k] for k in keys) for r in read_metrics(f / "metrics.jsonl") if r["event"] == "train"]
+        [
+            tuple(r[k] for k in keys)
+            for r in read_metrics(f / "metrics.jsonl")
+            if r["event"] == "train"
+        ]
         for f in (whole.folder, parts.folder)
     ]
     assert curves[0] == curves[1]  # the steps that the crash undid are not counted twice
@@ -184,7 +199,9 @@ def test_a_run_that_diverges_says_where(tmp_path):
             logits, state = super().forward(tokens, state)
             return logits / (int(self.seen) < 12), state
 
-    with pytest.raises(NonFiniteError, match=r"^step 3: the loss is (nan|inf) at learning rate 0.003"):
+    with pytest.raises(
+        NonFiniteError, match=r"^step 3: the loss is (nan|inf) at learning rate 0.003"
+    ):
         run(tiny(), tmp_path / "run", model=Diverges())
 
 
@@ -228,7 +245,9 @@ def test_metrics_survive_a_killed_writer(tmp_path):
 
 def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"tensorboard: needs TensorBoard: install hecate\[track\]"):
+    with pytest.raises(
+        ConfigError, match=r"tensorboard: needs TensorBoard: install hecate\[track\]"
+    ):
         run(tiny(tensorboard=True), tmp_path / "run")
 
 
