@@ -69,7 +69,7 @@ class _Rows(NamedTuple):
         return torch.cat([weight.mT * vectors for weight in self.bases], -1)
 
     def pairs(self, a: Tensor, b: Tensor) -> Tensor:
-        """`sum_p a[t, p] writes[t, i, p] b[i, p]`, the writes as seen by vectors: `[N, c, C, C]`."""
+        """`sum_p a[t, p] writes[t, i, p] b[i, p]`: the writes as vectors see them."""
         if self.writes.shape[2] == 1:
             return (a @ b.mT) * self.writes.squeeze(2)
         return (a.mT.unsqueeze(-1) * self.writes * b.mT.unsqueeze(-2)).sum(2)

@@ -24,7 +24,7 @@ def runs() -> list[tuple[str, str]]:
         (name, engine)
         for name, fields in CONFIGS.items()
         for engine in ("sequential", "parallel")
-        if engine == "sequential" or parallel_refusal(config_of(**fields), False) is None
+        if engine == "sequential" or parallel_refusal(config_of(**fields)) is None
     ]
 
 

@@ -17,7 +17,7 @@ from tests.memories import BIASES, DEEP, Case, case_of, close, flat_state, possi
 
 LINEAR = st.fixed_dictionaries(
     {
-        "bias": st.sampled_from(["dot", "l2"]),
+        "bias": st.sampled_from(BIASES),
         "retention": st.sampled_from(["none", "decay"]),
         "algorithm": st.sampled_from(["gd", "momentum"]),
         "feature_map": st.sampled_from(["identity", "elu", "relu"]),
@@ -137,12 +137,14 @@ def test_sequential_whole_pieces_steps_tape_and_torch(data):
         step_by_step(case).equals(expected)
 
 
-@pytest.mark.spec("ENG-PAR-I1", "ENG-PAR-V1", "ENG-SCAN-I1")
+@pytest.mark.spec(
+    "ENG-PAR-I1", "ENG-PAR-V1", "ENG-PAR-D2", "ENG-IMP-D1", "ENG-IMP-V1", "ENG-SCAN-I1"
+)
 @settings(max_examples=80)
 @given(st.data())
 def test_parallel_whole_and_pieces_against_sequential(data):
-    case = data.draw(cases(LINEAR, channels=False))
-    assert parallel_refusal(case.config, channelwise=False) is None
+    case = data.draw(cases(LINEAR))
+    assert parallel_refusal(case.config) is None
     expected = whole(case, engine="sequential", autodiff="tape")
     autodiff = data.draw(st.sampled_from(["tape", "torch"]))
     whole(case, engine="parallel", autodiff=autodiff).equals(expected)
@@ -153,7 +155,10 @@ def test_parallel_whole_and_pieces_against_sequential(data):
 @pytest.mark.spec("ENG-PAR-I1")
 @settings(max_examples=25)
 @given(
-    cases(LINEAR, channels=False, batch=1, heads=1, d=3, width=2),
+    # A cubic loss has no step that is stable for every error: short sequences hold it.
+    cases(LINEAR, channels=False, batch=1, heads=1, d=3, width=2).filter(
+        lambda case: getattr(case.config.bias, "p", 1) <= 2
+    ),
     st.sampled_from([1, 2, 3, 5, 63, 64, 65, 127, 128, 129, 131, 193]),
 )
 def test_several_blocks(case, length):
@@ -244,8 +249,7 @@ def test_a_later_token_moves_nothing_before_it(data):
         ),
     )
     engines = ["sequential"]
-    channelwise = case.gates.retain is not None and case.gates.retain.dim() == 4
-    if parallel_refusal(case.config, channelwise) is None:
+    if parallel_refusal(case.config) is None:
         engines.append("parallel")
     for engine in engines:
         y, _ = case.scan(engine=engine)

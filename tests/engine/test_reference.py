@@ -81,12 +81,16 @@ def test_every_field_with_every_knob(fields, structure):
             against_numpy(config, seed=seed, masks=masks, batch=1, ends=0.2, length=8)
 
 
+# Over eleven tokens a cubic loss leaves the numbers in the token loop, too.
+TAME = [bias for bias in BIASES if bias != {"kind": "lp", "p": 3.0}]
+
+
 @pytest.mark.spec("ENG-PAR-D1", "ENG-PAR-R1")
 @pytest.mark.parametrize(
     "fields", [f for f in FIELDS if "chunk" not in f and "commit" not in f], ids=id_of
 )
 def test_parallel_engine_with_every_field(fields):
-    for seed, (bias, (retention, algorithm)) in enumerate(product(("dot", "l2"), KNOBS)):
+    for seed, (bias, (retention, algorithm)) in enumerate(product(TAME, KNOBS)):
         if usable(fields, retention, "matrix"):
             config = config_of(bias=bias, retention=retention, algorithm=algorithm, **fields)
             for masks in (False, True):

@@ -28,7 +28,7 @@ WAYS = [
     for name, fields in CONFIGS.items()
     for engine in ("sequential", "parallel")
     for autodiff in ("tape", "torch")
-    if engine == "sequential" or parallel_refusal(config_of(**fields), False) is None
+    if engine == "sequential" or parallel_refusal(config_of(**fields)) is None
 ]
 EVERY = pytest.mark.parametrize(("name", "engine", "autodiff"), WAYS)
 
