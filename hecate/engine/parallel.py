@@ -13,13 +13,11 @@ For bias dot u_t = -v_t; for l2 the errors solve one unit lower triangular syste
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from hecate.bias import L2, Dot
-from hecate.engine.products import span_products
+from hecate.engine.coefficients import Rows, coefficients, last_row, neutral
 from hecate.engine.tokens import Carry, Tokens
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
@@ -48,25 +46,6 @@ def parallel_refusal(config: MemoryConfig, channelwise: bool) -> str | None:
     if channelwise:
         return "retain per phi channel"
     return None
-
-
-class _Rows(NamedTuple):
-    """A state per token as coefficients: of the block's writes `[N, c, C, C]`, and of each base
-    state
-    (first M, first S, initial M, where they exist) `[N, c, C]`."""
-
-    writes: Tensor
-    bases: tuple[Tensor, ...]
-
-    def scaled(self, gate: Tensor) -> _Rows:
-        """Every row times a gate `[N, c, C]`."""
-        return _Rows(
-            gate.unsqueeze(-1) * self.writes, tuple(gate * weight for weight in self.bases)
-        )
-
-    def spread(self, vectors: Tensor) -> Tensor:
-        """`[N, c, C, P]` weighted for each base state, side by side: `[N, c, C, bases * P]`."""
-        return torch.cat([weight.unsqueeze(-1) * vectors for weight in self.bases], -1)
 
 
 def parallel(
@@ -99,16 +78,17 @@ def _scan(
 ) -> tuple[Tensor, Carry]:
     length = tokens.v.shape[1]
     chunks = _chunked(tokens, min(size, length))
-    after, before, slot_rows = _coefficients(config, chunks)
+    gates = (chunks.retain, chunks.momentum, chunks.write, chunks.reset)
+    after, before, slot_rows = coefficients(config, *gates)
     seen = before
     if config.decay_order == "before_gradient":
-        seen = before.scaled(_neutral(chunks.retain, chunks.write))
+        seen = before.scaled(neutral(chunks.retain, chunks.write))
     read = after if config.read == "after" else before
 
     lr = chunks.lr
-    keys = [_last(after).unsqueeze(-1) * lr.unsqueeze(-1) * chunks.phi_k]
+    keys = [last_row(after).unsqueeze(-1) * lr.unsqueeze(-1) * chunks.phi_k]
     if slot_rows is not None:
-        keys.append(_last(slot_rows).unsqueeze(-1) * lr.unsqueeze(-1) * chunks.phi_k)
+        keys.append(last_row(slot_rows).unsqueeze(-1) * lr.unsqueeze(-1) * chunks.phi_k)
     attend = (chunks.phi_q @ chunks.phi_k.mT) * read.writes * lr.unsqueeze(-2)
     fixed, moving = _errors(config, chunks, seen)
     leaving = [torch.stack([weight[..., -1] for weight in after.bases], -1)]
@@ -146,7 +126,7 @@ def _block(
     return y, memory, slot
 
 
-def _errors(config: MemoryConfig, chunks: Tokens, seen: _Rows) -> tuple[Tensor, Tensor | None]:
+def _errors(config: MemoryConfig, chunks: Tokens, seen: Rows) -> tuple[Tensor, Tensor | None]:
     """u, the gradients by the predictions, as `moving @ bases + fixed` for states not yet known."""
     if isinstance(config.bias, Dot):
         return -chunks.v, None
@@ -155,49 +135,6 @@ def _errors(config: MemoryConfig, chunks: Tokens, seen: _Rows) -> tuple[Tensor, 
     solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
     width = chunks.v.shape[-1]
     return solved[..., :width], solved[..., width:]
-
-
-def _coefficients(config: MemoryConfig, chunks: Tokens) -> tuple[_Rows, _Rows, _Rows | None]:
-    """Rows of the state after each token, before it (but after its reset), and of S after it."""
-    shape = chunks.lr.shape
-    size = shape[-1]
-    same, alive = _segments(chunks)
-    ones = torch.ones(size, size, dtype=chunks.lr.dtype, device=chunks.lr.device).tril()
-    decays = config.retention.uses_retain
-    retain = _neutral(chunks.retain, chunks.write)
-    spans = (span_products(retain) if decays else ones.expand(*shape, size)) * same
-    start = (retain[..., :1] if decays else 1.0) * spans[..., 0] * alive
-    writes, bases, slot_rows = spans, [start], None
-    if config.algorithm.uses_momentum:
-        momentum = _neutral(chunks.momentum, chunks.write)
-        carried = span_products(momentum) * same
-        first = momentum[..., :1] * carried[..., 0] * alive
-        # A masked token adds nothing of S to M.
-        adds = spans if chunks.write is None else spans * chunks.write.unsqueeze(-2)
-        writes = adds @ carried
-        bases.append((adds @ first.unsqueeze(-1)).squeeze(-1))
-        slot_rows = _Rows(carried, (first,))
-    if chunks.reset is not None:
-        restarts = chunks.reset.to(retain.dtype) * (retain if decays else 1.0)
-        bases.append((spans @ restarts.unsqueeze(-1)).squeeze(-1))
-    after = _Rows(writes, tuple(bases))
-
-    before = [_shifted(bases[0], 1.0) * alive]
-    if config.algorithm.uses_momentum:
-        before.append(_shifted(bases[1], 0.0) * alive)
-    if chunks.reset is not None:
-        before.append(torch.where(chunks.reset, 1.0, _shifted(bases[-1], 0.0)))
-    rows = torch.nn.functional.pad(writes[..., :-1, :], (0, 0, 1, 0)) * same
-    return after, _Rows(rows, tuple(before)), slot_rows
-
-
-def _segments(chunks: Tokens) -> tuple[Tensor | float, Tensor | float]:
-    """Masks: [t, i] no reset in i < l <= t; [t] no reset up to and at t."""
-    if chunks.reset is None:
-        return 1.0, 1.0
-    count = chunks.reset.cumsum(-1)
-    dtype = chunks.lr.dtype
-    return (count.unsqueeze(-1) == count.unsqueeze(-2)).to(dtype), (count == 0).to(dtype)
 
 
 def _chunked(tokens: Tokens, size: int) -> Tokens:
@@ -225,19 +162,6 @@ def _chunked(tokens: Tokens, size: int) -> Tokens:
         None if write is None else split(write, 0),
         None if tokens.reset is None else split(tokens.reset, 0),
     )
-
-
-def _neutral(gate: Tensor, write: Tensor | None) -> Tensor:
-    """A gate that is 1 at tokens that write nothing."""
-    return gate if write is None else torch.where(write, gate, 1.0)
-
-
-def _shifted(weight: Tensor, first: float) -> Tensor:
-    return torch.nn.functional.pad(weight[..., :-1], (1, 0), value=first)
-
-
-def _last(rows: _Rows) -> Tensor:
-    return rows.writes[..., -1, :]
 
 
 def _given(tensor: Tensor | None) -> Tensor:
