@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from hecate.bias import Dot
 from hecate.engine.arguments import check_params, complete, complete_initial, complete_state
+from hecate.engine.chunk import chunked, known_position
 from hecate.engine.finite import (
     Watched,
     all_finite,
@@ -86,14 +89,20 @@ def memory_scan(
     dtype = torch.promote_types(config.dtype, torch.promote_types(q.dtype, v.dtype))
     start = complete_initial(config, initial, sequence, dtype)
     own = complete_state(config, state, start, sequence, dtype)
+    parts = [Part(config, own, start, _position(config, state))]
+    if config.normalizer == "sum":
+        parts.append(normalizer_part(config, own, sequence, dtype))
+    positions = {part.position for part in parts}
     chosen, _ = choose_engine(
-        config, engine, length=q.shape[1], channelwise=sequence.retain.dim() == 4
+        config,
+        engine,
+        length=q.shape[1],
+        channelwise=sequence.retain.dim() == 4,
+        masked=sequence.write is not None or sequence.reset is not None,
+        position=positions.pop() if len(positions) == 1 else None,
     )
     if autodiff == "auto":
         autodiff = "torch" if chosen == "parallel" else "auto"
-    parts = [Part(config, own, start)]
-    if config.normalizer == "sum":
-        parts.append(normalizer_part(config, own, sequence, dtype))
     if q.shape[1] == 0 or sequence.v.numel() == 0:
         return torch.zeros_like(v), merged(parts, [part.carry for part in parts])
     sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
@@ -145,6 +154,7 @@ class Part(NamedTuple):
     config: MemoryConfig
     state: MemoryState
     start: MemoryState
+    position: int | None = 0  # in its chunk, None if unknown
 
     @property
     def carry(self) -> Carry:
@@ -176,7 +186,13 @@ def normalizer_part(
     width = state.memory["weight"].shape[-1]
     zero = torch.zeros(batch, heads, 1, width, dtype=dtype, device=sequence.v.device)
     start = initial_state(own, {"weight": zero}, batch, sequence.retain)
-    return Part(own, start if state.normalizer is None else state.normalizer, start)
+    carried = start if state.normalizer is None else state.normalizer
+    return Part(own, carried, start, _position(own, state.normalizer))
+
+
+def _position(config: MemoryConfig, state: MemoryState | None) -> int | None:
+    # Looking at values waits for the device: only where there are chunks.
+    return known_position(state) if config.chunk > 1 else 0
 
 
 def merged(parts: list[Part], carries: list[Carry]) -> MemoryState:
@@ -201,8 +217,7 @@ def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str)
             at += width
             if part is not parts[0]:
                 tokens = _counting(tokens)
-            runs = parallel if engine == "parallel" else sequential
-            results.append(runs(part.config, tokens, carry, initial, run=run))
+            results.append(_engine(engine, part)(part.config, tokens, carry, initial, run=run))
         (y, _), *others = results
         for z, _ in others:
             y = one(run(DIVIDE, y, z, label="normalizer"))
@@ -212,6 +227,12 @@ def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str)
         return (y, *(tensor for _, carry in results for tensor in carry.flat))
 
     return program
+
+
+def _engine(name: str, part: Part) -> Callable[..., tuple[Tensor, Carry]]:
+    if name == "chunk":
+        return partial(chunked, position=part.position)
+    return parallel if name == "parallel" else sequential
 
 
 def _counting(tokens: Tokens) -> Tokens:
