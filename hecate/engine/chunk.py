@@ -13,6 +13,7 @@ and takes one step per chunk, whatever algorithm and retention. [ENG-CHUNK-D1]
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -80,21 +81,22 @@ def known_position(state: MemoryState | None) -> int | None:
     return low if low == high and low >= 0 else None
 
 
-class _Layout(NamedTuple):
-    """How many flat tensors of each sort a chunk takes, in this order."""
+class _Piece(NamedTuple):
+    """The tokens of a sequence that fall into one chunk."""
 
-    config: MemoryConfig
-    memory: int
-    slots: int
-    anchor: int
+    size: int
+    continues: bool
+    closes: bool
 
-    def cut(self, flat: Tensors) -> list[Tensors]:
-        """Memory, slots, anchor (or what is pending), and the rest."""
-        parts: list[Tensors] = []
-        for width in (self.memory, self.slots, self.anchor):
-            parts.append(flat[:width])
-            flat = flat[width:]
-        return [*parts, flat]
+
+def _pieces(position: int, length: int, chunk: int) -> list[_Piece]:
+    pieces: list[_Piece] = []
+    at = -position
+    while at < length:
+        begin, end = max(at, 0), min(at + chunk, length)
+        pieces.append(_Piece(end - begin, at < 0, end == at + chunk))
+        at += chunk
+    return pieces
 
 
 def chunked(
@@ -104,108 +106,105 @@ def chunked(
     initial: Memory,
     *,
     run: Run,
-    position: int = 0,
+    position: int | None = 0,
 ) -> tuple[Tensor, Carry]:
     """Runs a sequence chunk by chunk: outputs `[N, T, V]` and the final carry.
 
     `position` is that of every memory in its chunk at the start; the carried chunk is finished
-    first, the last one may stay unfinished. `initial` is not needed, because nothing is reset.
+    first, the last one may stay unfinished. `initial` is not needed, because nothing is reset. A
+    tape keeps one carry per segment of about sqrt(chunks) chunks, which is taped again when its
+    turn comes.
     """
-    length, size = tokens.v.shape[1], config.chunk
-    first = min(size - position, length) if position else 0
-    full, rest = divmod(length - first, size)
-    sizes = [piece for piece in (first, *[size] * full, rest) if piece]
-    runs = _commit_chunks if config.commit == "chunk" else _commit_tokens
-    outputs, carry = runs(config, tokens, carry, run, sizes, position)
-    y = one(run(CONCAT, *outputs, label="outputs"))
-    return y, carry._replace(position=(carry.position + length) % size)
+    pieces = _pieces(position or 0, tokens.v.shape[1], config.chunk)
+    step = _commit_chunk if config.commit == "chunk" else _commit_tokens
+    columns = _columns(config, tokens, [piece.size for piece in pieces], run)
+    width, each = len(carry.flat), len(columns[0])
+
+    def loop(run: Run, *inputs: Tensor, first: int = 0) -> Tensors:
+        own, rows = carry.rebuilt(inputs[:width]), inputs[width:]
+        outputs: list[Tensor] = []
+        for at in range(0, len(rows), each):
+            index = first + at // each
+            row = rows[at : at + each]
+            y, own = step(config, own, row, pieces[index], run, f"chunk {index}")
+            outputs.append(y)
+        return one(run(CONCAT, *outputs, label="outputs")), *own.flat
+
+    size = math.isqrt(len(pieces) - 1) + 1
+    outputs: list[Tensor] = []
+    flat = carry.flat
+    for first in range(0, len(pieces), size):
+        rows = (tensor for column in columns[first : first + size] for tensor in column)
+        block = checkpoint("segment", partial(loop, first=first))
+        y, *rest = several(run(block, *flat, *rows, label=f"segment {first // size}"))
+        outputs.append(y)
+        flat = tuple(rest)
+    carry = carry.rebuilt(flat)
+    moved = (carry.position + tokens.v.shape[1]) % config.chunk
+    return one(run(CONCAT, *outputs, label="outputs")), carry._replace(position=moved)
 
 
 def _commit_tokens(
-    config: MemoryConfig, tokens: Tokens, carry: Carry, run: Run, sizes: list[int], position: int
-) -> tuple[list[Tensor], Carry]:
-    rows = _rows(config, tokens, run, sizes)
-    columns = _columns((tokens.phi_k, tokens.phi_q, tokens.v), run, sizes)
-    memory, slots, anchor = carry.memory, carry.slots, carry.anchor
-    outputs: list[Tensor] = []
-    for index, (column, row) in enumerate(zip(columns, rows, strict=True)):
-        carried = anchor if position and not index else ()
-        anchor = carried or memory
-        layout = _Layout(config, len(memory), len(slots), len(carried))
-        block = checkpoint("chunk", partial(_token_chunk, layout))
-        flat = (*memory, *slots, *carried, *column, *row)
-        y, *new = several(run(block, *flat, label=f"chunk {index}"))
-        memory, slots = tuple(new[: len(memory)]), tuple(new[len(memory) :])
-        outputs.append(y)
-    return outputs, carry._replace(memory=memory, slots=slots, anchor=anchor)
+    config: MemoryConfig, carry: Carry, row: Memory, piece: _Piece, run: Run, label: str
+) -> tuple[Tensor, Carry]:
+    phi_k, phi_q, v, *gates = row
+    memory, slots = carry.memory, carry.slots
+    anchor = carry.anchor if piece.continues else memory
+    grads = gradients(config, anchor, phi_k, v, run=run, label=label)
+    y = read(config, memory, slots, grads, Reads(*gates[:3]), phi_q, run=run, label=label)
+    memory, slots = write(memory, slots, grads, Leaves(*gates[3:]), run=run, label=label)
+    return y, carry._replace(memory=memory, slots=slots, anchor=anchor)
 
 
-def _token_chunk(layout: _Layout, run: Run, *flat: Tensor) -> Tensors:
-    memory, slots, anchor, rest = layout.cut(flat)
-    phi_k, phi_q, v, *row = rest
-    config = layout.config
-    grads = gradients(config, anchor or memory, phi_k, v, run=run, label="write")
-    y = read(config, memory, slots, grads, Reads(*row[:3]), phi_q, run=run, label="read")
-    memory, slots = write(memory, slots, grads, Leaves(*row[3:]), run=run, label="write")
-    return y, *memory, *slots
-
-
-def _commit_chunks(
-    config: MemoryConfig, tokens: Tokens, carry: Carry, run: Run, sizes: list[int], position: int
-) -> tuple[list[Tensor], Carry]:
-    columns = _columns(tokens[:6], run, sizes)
-    memory, slots, pending = carry.memory, carry.slots, (*carry.pending, *carry.pending_retain)
-    layout = _Layout(config, len(memory), len(slots), len(pending))
-    outputs: list[Tensor] = []
-    for index, (column, size) in enumerate(zip(columns, sizes, strict=True)):
-        position += size
-        chunk = partial(_summed_chunk, layout, position % config.chunk == 0)
-        flat = (*memory, *slots, *pending, *column)
-        y, *new = several(run(checkpoint("chunk", chunk), *flat, label=f"chunk {index}"))
-        memory, slots, pending, _ = layout.cut(tuple(new))
-        outputs.append(y)
-    return outputs, carry._replace(
-        memory=memory, slots=slots, pending=pending[:-1], pending_retain=pending[-1:]
-    )
-
-
-def _summed_chunk(layout: _Layout, closes: bool, run: Run, *flat: Tensor) -> Tensors:
-    memory, slots, pending, rest = layout.cut(flat)
-    phi_k, phi_q, v, lr, retain, momentum = rest
-    config, rule = layout.config, layout.config.rule
-    grads = gradients(config, memory, phi_k, v, run=run, label="write")
-    *totals, kept = pending
-    totals = summed(tuple(totals), grads, lr, run=run, label="write")
-    kept = one(run(_PRODUCT, kept, retain, label="write"))
-    if not closes:
-        y = predict(config, memory, phi_q, run=run, label="read")
-        return y, *memory, *slots, *totals, kept
-    last = one(run(_LAST, momentum, label="write"))
+def _commit_chunk(
+    config: MemoryConfig, carry: Carry, row: Memory, piece: _Piece, run: Run, label: str
+) -> tuple[Tensor, Carry]:
+    phi_k, phi_q, v, lr, retain, momentum = row
+    grads = gradients(config, carry.memory, phi_k, v, run=run, label=label)
+    pending = summed(carry.pending, grads, lr, run=run, label=label)
+    kept = one(run(_PRODUCT, carry.pending_retain[0], retain, label=label))
+    if not piece.closes:
+        y = predict(config, carry.memory, phi_q, run=run, label=label)
+        return y, carry._replace(pending=pending, pending_retain=(kept,))
+    last = one(run(_LAST, momentum, label=label))
     gates = TokenGates(torch.ones_like(last), kept, last)
-    committed, carried = rule.apply(memory, slots, totals, gates, run=run, label="commit")
-    waiting = tuple(torch.zeros_like(total) for total in totals)
-    end = (*committed, *carried, *waiting, torch.ones_like(kept))
+    rule = config.rule
+    memory, slots = rule.apply(carry.memory, carry.slots, pending, gates, run=run, label=label)
+    committed = carry._replace(
+        memory=memory,
+        slots=slots,
+        pending=tuple(torch.zeros_like(total) for total in pending),
+        pending_retain=(torch.ones_like(kept),),
+    )
     if config.read == "before":
-        return predict(config, memory, phi_q, run=run, label="read"), *end
-    inside, closing = several(run(split_time([phi_q.shape[1] - 1, 1]), phi_q, label="read"))
+        return predict(config, carry.memory, phi_q, run=run, label=label), committed
+    # The closing token alone sees the commit.
+    queries = several(run(split_time([piece.size - 1, 1]), phi_q, label=label))
     parts = [
-        predict(config, source, queries, run=run, label="read")
-        for source, queries in ((memory, inside), (committed, closing))
-        if queries.shape[1]
+        predict(config, source, asked, run=run, label=label)
+        for source, asked in zip((carry.memory, memory), queries, strict=True)
+        if asked.shape[1]
     ]
-    return one(run(CONCAT, *parts, label="read")), *end
+    return one(run(CONCAT, *parts, label=label)), committed
 
 
-def _columns(
-    tensors: tuple[Tensor | None, ...], run: Run, sizes: list[int]
-) -> list[tuple[Tensor, ...]]:
-    """Tensors `[N, T, ...]` cut into the pieces of each chunk."""
+def _columns(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> list[Tensors]:
+    """What each chunk needs of the tokens, chunk by chunk."""
+    if config.commit == "chunk":
+        return _cut(tokens[:6], sizes, run)
+    vectors = _cut((tokens.phi_k, tokens.phi_q, tokens.v), sizes, run)
+    return [
+        (*own, *row) for own, row in zip(vectors, _rows(config, tokens, sizes, run), strict=True)
+    ]
+
+
+def _cut(tensors: tuple[Tensor | None, ...], sizes: list[int], run: Run) -> list[Tensors]:
     block = split_time(sizes)
-    cut = [several(run(block, one((tensor,)), label="split")) for tensor in tensors]
+    cut = [several(run(block, tensor, label="split")) for tensor in tensors]
     return list(zip(*cut, strict=True))
 
 
-def _rows(config: MemoryConfig, tokens: Tokens, run: Run, sizes: list[int]) -> list[Tensors]:
+def _rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> list[Tensors]:
     """`Reads` and `Leaves` of every chunk; chunks of equal size share one call."""
     groups: list[list[int]] = []
     for size in sizes:
@@ -214,7 +213,7 @@ def _rows(config: MemoryConfig, tokens: Tokens, run: Run, sizes: list[int]) -> l
         else:
             groups.append([size])
     gates = (tokens.lr, tokens.retain, tokens.momentum)
-    spans = _columns(gates, run, [sum(group) for group in groups])
+    spans = _cut(gates, [sum(group) for group in groups], run)
     rows: list[Tensors] = []
     for group, span in zip(groups, spans, strict=True):
         outputs = run(_coefficients(config, group[0]), *span, label="coefficients")
@@ -233,13 +232,13 @@ def _coefficients(config: MemoryConfig, size: int) -> Block:
         lr, retain, momentum = (gate.unflatten(1, (-1, size)) for gate in gates)
         after, before, slot = coefficients(config, retain, momentum)
         seen = after if config.read == "after" else before
-        a = seen.bases[0] if config.retention.uses_retain else None
+        decays = config.retention.uses_retain
+        a, end = (seen.bases[0], after.bases[0][..., -1]) if decays else (None, None)
         weights, into = seen.writes * lr.unsqueeze(-2), last_row(after) * lr
-        ends = [base[..., -1] for base in after.bases]
         if slot is None:
-            return (weights, a, None, into, ends[0], None, None, None), None
-        slots = (last_row(slot) * lr, slot.bases[0][..., -1])
-        return (weights, a, seen.bases[1], into, *ends, *slots), None
+            return (weights, a, None, into, end, None, None, None), None
+        slots = (after.bases[1][..., -1], last_row(slot) * lr, slot.bases[0][..., -1])
+        return (weights, a, seen.bases[1], into, end, *slots), None
 
     return Block("chunk.coefficients", forward)
 

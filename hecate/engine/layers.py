@@ -9,8 +9,9 @@ Shapes: h, d `[N, C, width]`, weights W, M, S `[N, out, in]`, coefficients `[N, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hecate.rule import MemoryConfig
@@ -45,7 +46,7 @@ class Leaves(NamedTuple):
     """The states that leave a chunk: `a M + s S - (into d) h^T` and `e S - (slot d) h^T`."""
 
     into: Tensor
-    a: Tensor
+    a: Tensor | None
     s: Tensor | None
     slot: Tensor | None
     e: Tensor | None
@@ -182,33 +183,30 @@ def _read(
     s: Tensor | None,
     memory: Tensor,
     slot: Tensor | None,
-) -> tuple[Tensors, Tensors]:
+) -> tuple[Tensors, Any]:
     scores = q @ h.mT
     attend = scores * weights
-    base = q @ memory.mT
-    if a is not None:
-        base = a.unsqueeze(-1) * base
+    base = _times(a, q @ memory.mT)
     if s is not None and slot is not None:
-        base = base + s.unsqueeze(-1) * (q @ slot.mT)
-    z = base - attend @ d
+        base = torch.addcmul(base, s.unsqueeze(-1), q @ slot.mT)
+    z = torch.baddbmm(base, attend, d, alpha=-1)
     return (z,), (q, h, d, weights, a, s, memory, slot, scores, attend)
 
 
-def _read_vjp(residuals: Tensors, g: Tensor) -> Tensors:
+def _read_vjp(residuals: Any, g: Tensor) -> Tensors:
     q, h, d, weights, a, s, memory, slot, scores, attend = residuals
     gattend = -g @ d.mT
     gscores = gattend * weights
-    # Through M: z = a (q M^T), so q and a share the product g M.
+    # z = a (q M^T) + ...: the cotangents of q and of a share g M.
     back = g @ memory
-    gq, ga, through = back, None, g
-    if a is not None:
-        ga, gq, through = (back * q).sum(-1), a.unsqueeze(-1) * back, a.unsqueeze(-1) * g
-    gmemory, gs, gslot = through.mT @ q, None, None
-    if s is not None and slot is not None:
+    gq = torch.baddbmm(_times(a, back), gscores, h)
+    ga = None if a is None else (back * q).sum(-1)
+    gmemory = _times(a, g).mT @ q
+    gs = gslot = None
+    if slot is not None:
         back = g @ slot
-        gs, gq = (back * q).sum(-1), gq + s.unsqueeze(-1) * back
-        gslot = (s.unsqueeze(-1) * g).mT @ q
-    gq = gq + gscores @ h
+        gs, gq = (back * q).sum(-1), torch.addcmul(gq, s.unsqueeze(-1), back)
+        gslot = _times(s, g).mT @ q
     return gq, gscores.mT @ q, -attend.mT @ g, gattend * scores, ga, gs, gmemory, gslot
 
 
@@ -218,45 +216,51 @@ def _write(
     d: Tensor,
     h: Tensor,
     into: Tensor,
-    a: Tensor,
+    a: Tensor | None,
     s: Tensor | None,
     slot_into: Tensor | None,
     e: Tensor | None,
-) -> tuple[Tensors, Tensors]:
+) -> tuple[Tensors, Any]:
     inputs = (memory, slot, d, h, into, a, s, slot_into, e)
-    new = over(a, memory) * memory - (into.unsqueeze(-1) * d).mT @ h
+    kept = memory if a is None else over(a, memory) * memory
     if slot is None or s is None or slot_into is None or e is None:
-        return (new,), inputs
-    carried = over(e, slot) * slot - (slot_into.unsqueeze(-1) * d).mT @ h
-    return (new + over(s, slot) * slot, carried), inputs
+        return (torch.baddbmm(kept, _times(into, d).mT, h, alpha=-1),), inputs
+    kept = torch.addcmul(kept, over(s, slot), slot)
+    new = torch.baddbmm(kept, _times(into, d).mT, h, alpha=-1)
+    carried = torch.baddbmm(over(e, slot) * slot, _times(slot_into, d).mT, h, alpha=-1)
+    return (new, carried), inputs
 
 
-def _write_vjp(inputs: Tensors, g: Tensor, gcarried: Tensor | None = None) -> Tensors:
+def _write_vjp(inputs: Any, g: Tensor, gcarried: Tensor | None = None) -> Tensors:
     memory, slot, d, h, into, a, s, slot_into, e = inputs
-    gd, ginto, gh = _sum_vjp_factors(d, h, into, -g)
-    gmemory, ga = over(a, g) * g, sum_to_gate(g * memory, a)
-    if gcarried is None or slot is None:
+    gd, ginto, gh = (-item for item in _sum_pulled(d, h, into, g))
+    gmemory, ga = (g, None) if a is None else (over(a, g) * g, sum_to_gate(g * memory, a))
+    if gcarried is None:
         return gmemory, None, gd, gh, ginto, ga, None, None, None
-    more_d, gslot_into, more_h = _sum_vjp_factors(d, h, slot_into, -gcarried)
-    gslot = over(s, g) * g + over(e, g) * gcarried
+    more_d, gslot_into, more_h = _sum_pulled(d, h, slot_into, gcarried)
+    gslot = torch.addcmul(over(s, g) * g, over(e, g), gcarried)
     gs, ge = sum_to_gate(g * slot, s), sum_to_gate(gcarried * slot, e)
-    return gmemory, gslot, gd + more_d, gh + more_h, ginto, ga, gs, gslot_into, ge
+    return gmemory, gslot, gd - more_d, gh - more_h, ginto, ga, gs, -gslot_into, ge
+
+
+def _times(weight: Tensor | None, rows: Tensor) -> Tensor:
+    """`[N, C]` times `[N, C, width]`; None is 1."""
+    return rows if weight is None else weight.unsqueeze(-1) * rows
 
 
 def _sum(total: Tensor, d: Tensor, h: Tensor, lr: Tensor) -> tuple[Tensors, Tensors]:
-    return (total + (lr.unsqueeze(-1) * d).mT @ h,), (d, h, lr)
+    return (torch.baddbmm(total, _times(lr, d).mT, h),), (d, h, lr)
 
 
 def _sum_vjp(inputs: tuple[Tensor, Tensor, Tensor], g: Tensor) -> Tensors:
-    gd, glr, gh = _sum_vjp_factors(*inputs, g)
+    gd, glr, gh = _sum_pulled(*inputs, g)
     return g, gd, gh, glr
 
 
-def _sum_vjp_factors(d: Tensor, h: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+def _sum_pulled(d: Tensor, h: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """Cotangents of (d, weight, h) from that of sum_i weight_i d_i h_i^T."""
     pulled = h @ g.mT
-    gd, gweight = weight.unsqueeze(-1) * pulled, (d * pulled).sum(-1)
-    return gd, gweight, (weight.unsqueeze(-1) * d) @ g
+    return _times(weight, pulled), (d * pulled).sum(-1), _times(weight, d) @ g
 
 
 def _add(x: Tensor, y: Tensor) -> tuple[Tensors, None]:

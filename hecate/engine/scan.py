@@ -70,7 +70,7 @@ def memory_scan(
             at each.
         engine: `"auto"` picks the fastest exact one; results agree within rounding.
         autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record;
-            `"auto"` takes the tape for the token loop and autograd for the parallel engine.
+            `"auto"` takes autograd for linear memories in blocks or chunks, the tape otherwise.
         tape: record the call on this tape instead of autograd; `tape.backward` then takes the
             cotangent of y to q, k, v, tensor gates and phi parameters.
         name: what errors call this memory.
@@ -101,8 +101,8 @@ def memory_scan(
         masked=sequence.write is not None or sequence.reset is not None,
         position=positions.pop() if len(positions) == 1 else None,
     )
-    if autodiff == "auto":
-        autodiff = "torch" if chosen == "parallel" else "auto"
+    if autodiff == "auto" and chosen != "sequential" and config.structure.linear:
+        autodiff = "torch"
     if q.shape[1] == 0 or sequence.v.numel() == 0:
         return torch.zeros_like(v), merged(parts, [part.carry for part in parts])
     sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
