@@ -171,11 +171,6 @@ class Part(NamedTuple):
         """Everything the program takes for this memory."""
         return *self.initial, *self.carry.flat
 
-    def rebuilt(self, flat: tuple[Tensor, ...]) -> tuple[Memory, Carry]:
-        """Initial weights and carry from tensors in the order of `flat`."""
-        count = len(self.start.memory)
-        return flat[:count], self.carry.rebuilt(flat[count:])
-
 
 def normalizer_part(
     config: MemoryConfig, state: MemoryState, sequence: Sequence, dtype: torch.dtype
@@ -205,16 +200,18 @@ def merged(parts: list[Part], carries: list[Carry]) -> MemoryState:
 
 def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str) -> Program:
     config, fields, n_params = parts[0].config, len(Sequence._fields), len(_tensors(params))
+    # Only their layout: transforms forbid a program to compute with tensors from outside.
+    carries = [part.carry for part in parts]
 
     def program(run: Run, *flat: Tensor) -> Tensors:
         at = fields + n_params
         own = _with_tensors(params, flat[fields:at])
         tokens = to_tokens(config, Sequence(*flat[:fields]), own, dtype, run)
         results: list[tuple[Tensor, Carry]] = []
-        for part in parts:
-            width = len(part.flat)
-            initial, carry = part.rebuilt(flat[at : at + width])
-            at += width
+        for part, layout in zip(parts, carries, strict=True):
+            count, width = len(part.start.memory), len(layout.flat)
+            initial, carry = flat[at : at + count], layout.rebuilt(flat[at + count :][:width])
+            at += count + width
             if part is not parts[0]:
                 tokens = _counting(tokens)
             results.append(_engine(engine, part)(part.config, tokens, carry, initial, run=run))
