@@ -6,11 +6,11 @@ Heavy imports wait until a command needs them, so that help and completion are q
 from __future__ import annotations
 
 import re
-import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -61,13 +61,26 @@ def _complete_family(incomplete: str) -> list[str]:
     return [name for name in FAMILIES if name.startswith(incomplete)]
 
 
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    typer.echo(f"warning: {message}", err=True)
+
+
 @contextmanager
 def _reported(context: typer.Context) -> Iterator[None]:
     """Prints a `HecateError` as one message and exits with 2, or 1 when a run itself failed."""
     from hecate.errors import HecateError, NonFiniteError
 
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            yield
     except HecateError as error:
         if context.find_root().params.get("debug"):
             raise
@@ -132,6 +145,7 @@ def evaluate(
 ) -> None:
     """Score a run's checkpoint on its validation data, beside the baselines."""
     with _reported(context):
+        from hecate.train.display import print_table
         from hecate.train.run import open_run
 
         trainer, step = open_run(run, checkpoint)
@@ -139,7 +153,7 @@ def evaluate(
         score = trainer.evaluate()
         rows = [(name, f"{value:.4f}") for name, value in trainer.baselines().items()]
         rows.append((f"{trainer.config.name} (step {step})", f"{score.value(metric):.4f}"))
-        _table(("predictor", metric.replace("_", " ")), rows)
+        print_table(("predictor", metric.replace("_", " ")), rows)
 
 
 @app.command(epilog="Example: hecate generate runs/quickstart --prompt 'class ' --tokens 300")
@@ -196,9 +210,10 @@ def list_(
     """List the variants of a family: formula, traits, gradient and paper."""
     with _reported(context):
         from hecate.train.catalogue import catalogue
+        from hecate.train.display import print_table
 
         header, rows = catalogue(family)
-        _table(header, rows)
+        print_table(header, rows)
 
 
 @app.command(epilog="Example: hecate show mqar --set data.num_pairs=16")
@@ -270,28 +285,12 @@ def _refuse_other_source(source: str | None, out: Path | None) -> None:
 
 
 def _show_result(result: RunResult, config: ExperimentConfig) -> None:
+    from hecate.train.display import print_table
+
     rows = [(f"{name} (baseline)", f"{value:.4f}") for name, value in result.baselines.items()]
     rows.append((config.name, f"{result.score.value(result.metric):.4f}"))
-    _table(("predictor", result.metric.replace("_", " ")), rows)
+    print_table(("predictor", result.metric.replace("_", " ")), rows)
     typer.echo(f"{result.status} at step {result.step}; report: {result.folder / 'report.md'}")
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A rich table on a terminal, aligned lines elsewhere."""
-    if not sys.stdout.isatty():
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        for row in (header, *rows):
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            typer.echo("  ".join(cells).rstrip())
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*header)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
 
 
 if __name__ == "__main__":

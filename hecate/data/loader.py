@@ -34,7 +34,8 @@ class Loader:
             if state.get(name) != here:
                 raise DataError(
                     f"the saved data cursor has {name}={state.get(name)!r}, this run has {here!r}: "
-                    "the batches would differ; resume with the data, seed and batch of the original run"
+                    "the batches would differ; resume with the data, seed and batch of the "
+                    "original run"
                 )
         self.step = int(state["step"])
 

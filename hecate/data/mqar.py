@@ -44,13 +44,15 @@ class MQAR(Task):
             )
         if 4 * self.num_pairs > self.seq_len:
             raise ConfigError(
-                f"num_pairs={self.num_pairs} needs seq_len >= {4 * self.num_pairs} (two tokens per pair "
+                f"num_pairs={self.num_pairs} needs seq_len >= {4 * self.num_pairs} (two tokens "
+                "per pair "
                 f"and two per query), got seq_len={self.seq_len}",
                 ("num_pairs",),
             )
         if self.num_pairs > self.vocab_size // 2 - 1:
             raise ConfigError(
-                f"num_pairs={self.num_pairs} distinct keys need vocab_size >= {2 * self.num_pairs + 2}"
+                f"num_pairs={self.num_pairs} distinct keys need vocab_size >= "
+                f"{2 * self.num_pairs + 2}"
                 f", got vocab_size={self.vocab_size}",
                 ("num_pairs",),
             )

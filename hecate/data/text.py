@@ -51,7 +51,8 @@ class Text(DataConfig):
                 total += path.stat().st_size
                 if total > self.max_bytes:
                     raise DataError(
-                        f"the corpus exceeds max_bytes={self.max_bytes} at {path}; raise data.max_bytes "
+                        f"the corpus exceeds max_bytes={self.max_bytes} at {path}; raise "
+                        "data.max_bytes "
                         "or name fewer files"
                     )
                 documents.append(path.read_bytes())
@@ -138,7 +139,8 @@ class TextSource(Source):
             if len(part) <= seq_len:
                 raise DataError(
                     f"the {name} split has {len(part)} bytes, a window of seq_len={seq_len} "
-                    f"needs {seq_len + 1}; use more text, another data.validation or a smaller budget.seq_len"
+                    f"needs {seq_len + 1}; use more text, another data.validation or a smaller "
+                    "budget.seq_len"
                 )
 
 

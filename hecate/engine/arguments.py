@@ -7,11 +7,16 @@ import math
 import torch
 from torch import Tensor
 
+from hecate.engine.finite import can_inspect
 from hecate.engine.prepare import Sequence
-from hecate.errors import ConfigError, ShapeError
+from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.state import initial_state, map_state
+
+# What is drawn to learn a map's parameter names is thrown away; made here, because torch.compile
+# cannot make a generator.
+_UNREAD = torch.Generator()
 
 
 def complete(
@@ -23,6 +28,8 @@ def complete(
     write_mask: Tensor | None,
     reset_mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    *,
+    going_on: bool = False,
 ) -> Sequence:
     """The checked inputs with every gate as a tensor."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -38,6 +45,11 @@ def complete(
             f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         )
     if cu_seqlens is not None:
+        if going_on:
+            raise ConfigError(
+                "give cu_seqlens or state, not both: the first border restarts the memory, so the "
+                "state would never be read; mark the later documents with reset_mask"
+            )
         if reset_mask is not None:
             raise ConfigError(
                 "give cu_seqlens or reset_mask, not both: both mark where documents start"
@@ -49,6 +61,8 @@ def complete(
             raise ShapeError(
                 f"{name} must be bool [B, T] = {list(lead)}, got {mask.dtype} {list(mask.shape)}"
             )
+        if mask is not None and mask.device != k.device:
+            raise ShapeError(f"{name} is on {mask.device}, k on {k.device}; move them together")
     lr, retain, momentum = _gates(config, gates or Gates(), k)
     return Sequence(q, k, v, lr, retain, momentum, write_mask, reset_mask)
 
@@ -120,6 +134,13 @@ def _borders(cu_seqlens: Tensor, k: Tensor) -> Tensor:
             f"cu_seqlens must be integer [documents + 1] with B = 1, got {cu_seqlens.dtype} "
             f"{list(cu_seqlens.shape)} and B = {k.shape[0]}"
         )
+    if can_inspect(cu_seqlens):
+        borders = [int(border) for border in cu_seqlens]
+        if borders[:1] != [0] or borders[-1:] != [length] or borders != sorted(borders):
+            raise ShapeError(
+                f"cu_seqlens must rise from 0 to T = {length}, the borders of every document; got "
+                f"{shorten(borders)}"
+            )
     steps = torch.arange(length, device=k.device)
     return torch.isin(steps, cu_seqlens.to(k.device)).unsqueeze(0)
 
@@ -137,7 +158,7 @@ def check_params(config: MemoryConfig, params: Params | None, k: Tensor) -> Para
                         f"phi parameter {name!r} is for {tensor.shape[0]} heads, k has {k.shape[2]}"
                     )
         return params
-    empty = config.feature_map.init(k.shape[-1], generator=torch.Generator())
+    empty = config.feature_map.init(k.shape[-1], generator=_UNREAD)
     if empty["learned"] or empty["frozen"]:
         names = ", ".join([*empty["learned"], *empty["frozen"]])
         raise ConfigError(
@@ -158,9 +179,8 @@ def complete_initial(
         initial = config.structure.init(
             d_phi, d_v, heads=heads, dtype=dtype, device=sequence.k.device
         )
-    _check_tensors(
-        "initial", initial, {name: (heads, *shape) for name, shape in shapes.items()}, batch
-    )
+    wanted = {name: (heads, *shape) for name, shape in shapes.items()}
+    _check_tensors("initial", initial, wanted, sequence.k.device, batch=batch)
     cast = {name: initial[name].to(dtype) for name in shapes}
     return initial_state(config, cast, batch, sequence.retain)
 
@@ -175,14 +195,26 @@ def complete_state(
     """The state to go on from, checked against what this config carries."""
     if state is None:
         return start
+    if (state.normalizer is None) != (config.normalizer == "none"):
+        held = "nothing" if state.normalizer is None else "a state"
+        raise ShapeError(
+            f"state.normalizer holds {held}, but the config has normalizer={config.normalizer!r}; "
+            "was it made with another config?"
+        )
+    if "retain" in state.pending and "retain" in start.pending:
+        kept = state.pending["retain"]
+        if kept.dim() < start.pending["retain"].dim():
+            kept = kept.unsqueeze(-1).expand(*kept.shape, start.pending["retain"].shape[-1])
+            state = state._replace(pending={**state.pending, "retain": kept})
+    device = start.position.device
     for field in ("memory", "slots", "anchor", "pending"):
-        expected, given = getattr(start, field), getattr(state, field)
-        if field == "pending" and "retain" in given and "retain" in expected:
-            wide = torch.broadcast_shapes(given["retain"].shape, expected["retain"].shape)
-            expected = {**expected, "retain": expected["retain"].expand(wide)}
-            given = {**given, "retain": given["retain"].expand(wide)}
-            state = state._replace(pending=given)
-        _check_tensors(f"state.{field}", given, {n: tuple(t.shape) for n, t in expected.items()}, 0)
+        shapes = {name: tuple(item.shape) for name, item in getattr(start, field).items()}
+        _check_tensors(f"state.{field}", getattr(state, field), shapes, device)
+    if state.position.shape != start.position.shape or state.position.device != device:
+        raise ShapeError(
+            f"state.position must be {list(start.position.shape)} on {device}, got "
+            f"{list(state.position.shape)} on {state.position.device}"
+        )
     cast = map_state(lambda t: t.to(dtype) if t.is_floating_point() else t, state)
     order = {
         field: {name: getattr(cast, field)[name] for name in getattr(start, field)}
@@ -191,8 +223,22 @@ def complete_state(
     return cast._replace(**order)  # type: ignore[arg-type]
 
 
+def as_wide_as(state: MemoryState | None, sequence: Sequence) -> Sequence:
+    """The sequence with retain per phi channel where an unfinished chunk has kept it so."""
+    kept = state.pending.get("retain") if state is not None else None
+    if kept is None or kept.dim() < 3 or sequence.retain.dim() == 4:
+        return sequence
+    retain = sequence.retain.unsqueeze(-1)
+    return sequence._replace(retain=retain.expand(*retain.shape[:-1], kept.shape[-1]))
+
+
 def _check_tensors(
-    what: str, given: dict[str, Tensor], expected: dict[str, tuple[int, ...]], batch: int
+    what: str,
+    given: dict[str, Tensor],
+    expected: dict[str, tuple[int, ...]],
+    device: torch.device,
+    *,
+    batch: int | None = None,
 ) -> None:
     if set(given) != set(expected):
         raise ShapeError(
@@ -200,7 +246,12 @@ def _check_tensors(
             "was it made with another config?"
         )
     for name, shape in expected.items():
-        if tuple(given[name].shape) not in (shape, (batch, *shape)):
+        allowed = [shape] if batch is None else [shape, (batch, *shape)]
+        if tuple(given[name].shape) not in allowed:
             raise ShapeError(
                 f"{what}[{name!r}] must be {list(shape)}, got {list(given[name].shape)}"
+            )
+        if given[name].device != device:
+            raise ShapeError(
+                f"{what}[{name!r}] is on {given[name].device}, k on {device}; move them together"
             )

@@ -9,8 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.bias import Dot
-from hecate.engine.arguments import check_params, complete, complete_initial, complete_state
+from hecate.engine.arguments import (
+    as_wide_as,
+    check_params,
+    complete,
+    complete_initial,
+    complete_state,
+)
 from hecate.engine.chunk import chunked, known_position
 from hecate.engine.finite import (
     Watched,
@@ -84,9 +89,14 @@ def memory_scan(
     """
     if not torch.compiler.is_compiling():
         config = config.validated()
-    sequence = complete(config, q, k, v, gates, write_mask, reset_mask, cu_seqlens)
+    sequence = complete(
+        config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None
+    )
+    sequence = as_wide_as(state, sequence)
     params = check_params(config, phi_params, k)
-    dtype = torch.promote_types(config.dtype, torch.promote_types(q.dtype, v.dtype))
+    dtype = config.dtype
+    for tensor in (q, k, v):
+        dtype = torch.promote_types(dtype, tensor.dtype)
     start = complete_initial(config, initial, sequence, dtype)
     own = complete_state(config, state, start, sequence, dtype)
     parts = [Part(config, own, start, _position(config, state))]
@@ -176,12 +186,12 @@ def normalizer_part(
     config: MemoryConfig, state: MemoryState, sequence: Sequence, dtype: torch.dtype
 ) -> Part:
     """z, the sum of weights: the same memory with bias dot and the value 1 at every token."""
-    own = config.model_copy(update={"bias": Dot(), "normalizer": "none"})
+    own = config.counting
     batch, _, heads = sequence.lr.shape
     width = state.memory["weight"].shape[-1]
     zero = torch.zeros(batch, heads, 1, width, dtype=dtype, device=sequence.v.device)
     start = initial_state(own, {"weight": zero}, batch, sequence.retain)
-    carried = start if state.normalizer is None else state.normalizer
+    carried = complete_state(own, state.normalizer, start, sequence, dtype)
     return Part(own, carried, start, _position(own, state.normalizer))
 
 
@@ -200,21 +210,23 @@ def merged(parts: list[Part], carries: list[Carry]) -> MemoryState:
 
 def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str) -> Program:
     config, fields, n_params = parts[0].config, len(Sequence._fields), len(_tensors(params))
-    # Only their layout: transforms forbid a program to compute with tensors from outside.
-    carries = [part.carry for part in parts]
+    # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to
+    # another level, so only their number and order are used.
+    layouts = [
+        (part.config, len(part.start.memory), part.carry, _engine(engine, part)) for part in parts
+    ]
 
     def program(run: Run, *flat: Tensor) -> Tensors:
         at = fields + n_params
         own = _with_tensors(params, flat[fields:at])
         tokens = to_tokens(config, Sequence(*flat[:fields]), own, dtype, run)
         results: list[tuple[Tensor, Carry]] = []
-        for part, layout in zip(parts, carries, strict=True):
-            count, width = len(part.start.memory), len(layout.flat)
-            initial, carry = flat[at : at + count], layout.rebuilt(flat[at + count :][:width])
-            at += count + width
-            if part is not parts[0]:
+        for index, (own_config, count, layout, runs) in enumerate(layouts):
+            initial, at = flat[at : at + count], at + count
+            carry, at = layout.rebuilt(flat[at:]), at + len(layout.flat)
+            if index:
                 tokens = _counting(tokens)
-            results.append(_engine(engine, part)(part.config, tokens, carry, initial, run=run))
+            results.append(runs(own_config, tokens, carry, initial, run=run))
         (y, _), *others = results
         for z, _ in others:
             y = one(run(DIVIDE, y, z, label="normalizer"))

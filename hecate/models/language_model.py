@@ -71,7 +71,7 @@ class LanguageModel(nn.Module):
     """Pre-norm blocks of memory and gated MLP between an embedding and a linear head.
 
     `model(tokens [B, T], state=None) -> (logits [B, T, vocab], state)`: any split of a sequence
-    gives the same logits, and a token costs the same whatever came before it. [LM-D1]
+    gives the same logits, and a token costs the same whatever came before it. [LM-MODEL-D1]
 
     Args:
         config: sizes and memory; `vocab_size` must be set.

@@ -30,9 +30,9 @@ class ShortConv(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Starts as the identity plus a small draw, so that a fresh layer sees its own token."""
-        draw_normal(self.weight, 0.02, source_of(generator))
-        with torch.no_grad():
-            self.weight[0] += 1.0
+        own = torch.zeros(self.kernel, 1, dtype=torch.float64, device="cpu")
+        own[0] = 1.0
+        draw_normal(self.weight, 0.02, source_of(generator), own)
 
     def extra_repr(self) -> str:
         """The sizes."""

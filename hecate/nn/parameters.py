@@ -23,11 +23,13 @@ def source_of(generator: torch.Generator | None) -> torch.Generator:
     return generator
 
 
-def draw_normal(weight: Tensor, std: float, generator: torch.Generator) -> None:
-    """Fills a parameter with N(0, std^2): one seed, one draw, whatever its dtype and device."""
+def draw_normal(
+    weight: Tensor, std: float, generator: torch.Generator, mean: Tensor | float = 0.0
+) -> None:
+    """Fills a parameter with N(mean, std^2): one seed, one draw, whatever its dtype and device."""
     draw = torch.randn(weight.shape, generator=generator, dtype=torch.float64, device="cpu")
     with torch.no_grad():
-        weight.copy_(draw * std)
+        weight.copy_(mean + draw * std)
 
 
 def blank(

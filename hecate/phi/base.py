@@ -90,7 +90,7 @@ class FeatureMap(Variant, family="feature_map"):
         def of(x: Tensor, learned: dict[str, Tensor]) -> Tensor:
             return self.features(x, {"learned": learned, "frozen": params["frozen"]})
 
-        _, pull = torch.func.vjp(of, x, params["learned"])
+        _, pull = torch.func.vjp(of, x, params["learned"])  # type: ignore[misc]
         gx, glearned = pull(g)
         return gx, glearned
 

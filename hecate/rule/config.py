@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 
 from hecate.algorithm import GD, AlgorithmKind
-from hecate.bias import L2, BiasKind
+from hecate.bias import L2, BiasKind, Dot
 from hecate.errors import ConfigError
 from hecate.phi import FeatureMapKind, Identity
 from hecate.retention import NoRetention, RetentionKind
@@ -54,15 +54,37 @@ class MemoryConfig(Config):
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
 
+    # Built beforehand, because torch.compile cannot trace the building of a model; not fields.
+    __slots__ = ("_counting", "_rule")
+
+    def model_post_init(self, context: object) -> None:
+        """Keeps the four knobs as a rule, and the config of the sum normaliser."""
+        fields = {name: getattr(self, name, None) for name in type(self).model_fields}
+        knobs = {name: fields[name] for name in MemoryRule.model_fields}
+        object.__setattr__(self, "_rule", MemoryRule.model_construct(**knobs))
+        if self.normalizer == "sum":
+            fields.update(bias=Dot(), normalizer="none")
+            object.__setattr__(self, "_counting", type(self).model_construct(**fields))
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        super().__setstate__(state)
+        self.model_post_init(None)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return self.model_copy()
+
+    def __copy__(self) -> Self:
+        return self.model_copy()
+
     @property
     def rule(self) -> MemoryRule:
         """The four knobs."""
-        return MemoryRule.model_construct(
-            structure=self.structure,
-            bias=self.bias,
-            retention=self.retention,
-            algorithm=self.algorithm,
-        )
+        return self._rule  # type: ignore[attr-defined]
+
+    @property
+    def counting(self) -> MemoryConfig:
+        """The memory of the sum normaliser: bias dot, to be written with the value 1."""
+        return self._counting  # type: ignore[attr-defined]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -9,10 +9,10 @@ from typing import Any
 
 from hecate import algorithm, bias, phi, retention, structure
 from hecate.data import DataConfig
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, did_you_mean
 from hecate.phi.base import FeatureMap
 from hecate.train.compose import load_experiment, presets
-from hecate.variant import Variant, did_you_mean
+from hecate.variant import Variant
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -70,9 +70,8 @@ def _traits(variant: Any) -> str:
     except ConfigError:
         required = [name for name, field in variant.model_fields.items() if field.is_required()]
         return f"depends on {', '.join(required)}"
-    shown = [name if value is True else f"{name}={value}" for name, value in traits._asdict().items()
-             if value not in (False, None, "none")]  # fmt: skip
-    return ", ".join(shown)
+    declared = {k: v for k, v in traits._asdict().items() if v not in (False, None, "none")}
+    return ", ".join(k if v is True else f"{k}={v}" for k, v in declared.items())
 
 
 def _example(variant: Any) -> Any:
@@ -87,11 +86,11 @@ def _example(variant: Any) -> Any:
 
 
 def _rules() -> Table:
-    from hecate.rule import named_rule, named_rules
+    from hecate.engine import choose_engine
+    from hecate.rule import RULES
 
     rows = []
-    for name in named_rules():
-        config = named_rule(name)
+    for name, (config, paper) in RULES.items():
         knobs = (
             config.structure,
             config.bias,
@@ -99,8 +98,19 @@ def _rules() -> Table:
             config.algorithm,
             config.feature_map,
         )
-        rows.append([name, *(knob.kind for knob in knobs)])
-    return ["rule", "structure", "bias", "retention", "algorithm", "feature map"], rows
+        engine, _ = choose_engine(config, "auto")
+        rows.append([name, *(knob.kind for knob in knobs), engine, paper])
+    heads = [
+        "rule",
+        "structure",
+        "bias",
+        "retention",
+        "algorithm",
+        "feature map",
+        "engine",
+        "paper",
+    ]
+    return heads, rows
 
 
 def _presets() -> Table:

@@ -208,7 +208,7 @@ def _summary(tensor: Tensor) -> dict[str, Any]:
     return {
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
-        "sha256": hashlib.sha256(raw).hexdigest(),
+        "sha256": hashlib.sha256(raw.data).hexdigest(),
     }
 
 

@@ -50,7 +50,8 @@ class BudgetConfig(Config):
     """How long, how often and on what: `minutes` ends a run early and gives up reproducibility.
 
     `seq_len` is for texts (256 when null); a task brings its own. `threads` is applied by the
-    command line alone. `keep` newest checkpoints stay, and the best one.
+    command line alone. `keep` newest checkpoints stay, and the best one. A run resumed with
+    other `steps` follows the schedule of the new number from there on.
     """
 
     steps: int = Field(400, ge=1)

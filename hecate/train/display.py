@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
 
 
 class Display:
@@ -16,7 +27,7 @@ class Display:
         self.console = console or Console(stderr=True)
         self._quiet = quiet
         self._bar: Progress | None = None
-        self._task = None
+        self._task: TaskID | None = None
         if self.console.is_terminal and not quiet:
             self._bar = Progress(
                 TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -51,3 +62,17 @@ class Display:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A rich table on standard output if that is a terminal, aligned lines elsewhere."""
+    if not sys.stdout.isatty():
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        for row in (header, *rows):
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            print("  ".join(cells).rstrip())
+        return
+    table = Table(*header)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)

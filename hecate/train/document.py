@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
             if self.aliases > MAX_ALIASES:
                 raise yaml.MarkedYAMLError(
                     problem=f"more than {MAX_ALIASES} aliases; write the values out",
-                    problem_mark=self.peek_event().start_mark,
+                    problem_mark=self.get_mark(),
                 )
         return super().compose_node(parent, index)
 
@@ -150,24 +150,27 @@ class _Reader:
         self.marks.setdefault(path, _place(self.label, node.start_mark))
         self._open.add(id(node))
         try:
+            if isinstance(node, yaml.ScalarNode):
+                return self._scalar(node, path)
+            if node.tag not in (_TAG + "map", _TAG + "seq"):
+                raise self._refuse(path, f"tag {node.tag!r} is not allowed", node)
             if isinstance(node, yaml.MappingNode):
                 return self._mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
                 return [self.read(item, (*path, i)) for i, item in enumerate(node.value)]
-            return self._scalar(node, path)
+            raise self._refuse(path, f"is no YAML value: {node.tag}", node)
         finally:
             self._open.discard(id(node))
 
     def _mapping(self, node: yaml.MappingNode, path: Location) -> dict[str, Any]:
-        if node.tag != _TAG + "map":
-            raise self._refuse(path, f"tag {node.tag!r} is not allowed", node)
         seen: dict[str, int] = {}
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = key_node.value
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
-                raise self._refuse(path, f"a key must be a text, got {key!r}", key_node)
+                shown = repr(key) if isinstance(key, str) else f"a {key_node.id}"
+                raise self._refuse(path, f"a key must be a text, got {shown}", key_node)
             if key == "<<":
                 raise self._refuse(
                     path, "merge keys (<<) are not supported; use 'extends'", key_node

@@ -76,4 +76,4 @@ def _board(folder: Path) -> Any:
         raise ConfigError(
             "needs TensorBoard: install hecate[track] or leave it false", ("tensorboard",)
         ) from None
-    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder))

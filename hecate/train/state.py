@@ -13,7 +13,8 @@ from hecate.errors import CheckpointError
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Optimiser groups: matrices decay, vectors (scales, biases) do not. [TRAIN-OPTIM-D1]"""
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # By name as well: norm scales and biases kept per head are matrices.

@@ -133,10 +133,16 @@ def test_retrieval_asks_present_keys_uniformly():
     only = rare & ((two == 1).sum(1) == 1)  # exactly one key occurs once, the others more often
     share = (chosen[only] == 1).mean()
     assert abs(share - 1 / 3) < 5 * np.sqrt(2 / 9 / only.sum())
+    everyone = two.min(1) > 0
+    for key in (1, 2, 3):
+        share = (query[everyone] == key).mean()
+        assert abs(share - 1 / 3) < 5 * np.sqrt(2 / 9 / everyone.sum())
 
 
 def test_retrieval_refuses_more_queries_than_keys():
-    with pytest.raises(ConfigError, match="queries=5 distinct keys cannot be asked with num_keys=4"):
+    with pytest.raises(
+        ConfigError, match="queries=5 distinct keys cannot be asked with num_keys=4"
+    ):
         Retrieval(num_keys=4, queries=5)
 
 

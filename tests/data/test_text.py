@@ -105,7 +105,8 @@ def test_the_bundled_corpus_is_the_same_in_every_process():
     text = source.train.tobytes() + source.validation.tobytes()
     assert b"def " in text
     code = (
-        "from hecate.data import Bundled; print(Bundled(max_bytes=1 << 18).load().fingerprint, end='')"
+        "from hecate.data import Bundled\n"
+        "print(Bundled(max_bytes=1 << 18).load().fingerprint, end='')"
     )
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,

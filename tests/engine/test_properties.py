@@ -208,7 +208,7 @@ def test_empty_inputs(shape, engine):
 @settings(max_examples=60)
 @given(st.data())
 def test_a_later_token_moves_nothing_before_it(data):
-    case = data.draw(cases(batch=1, length=8))
+    case = data.draw(cases(batch=1, length=8, d=3))
     at = data.draw(st.integers(1, 7))
     other = case_of(
         case.config,
@@ -242,7 +242,8 @@ def test_a_later_token_moves_nothing_before_it(data):
         if engine == "sequential":
             assert torch.equal(y[:, :at], changed[:, :at])
         close(changed[:, :at], y[:, :at], 1e-12)
-        assert not torch.equal(y[:, at:], changed[:, at:])
+        if case.config.feature_map.kind == "identity":
+            assert not torch.equal(y[:, at:], changed[:, at:])
     # And no gradient flows from an output to a later token.
     fresh = case.fresh()
     y, _ = fresh.scan()

@@ -64,7 +64,7 @@ def usable(fields: dict, retention: str, structure: str | dict) -> bool:
     return structure == "matrix" or "normalizer" not in fields
 
 
-@pytest.mark.spec("RULE-WRITE-D1", "RULE-CHUNK-D1", "RULE-COMMIT-D1", "RULE-READ-D1")
+@pytest.mark.spec("RULE-WRITE-D1", "ALG-MOM-D1", "RULE-CHUNK-D1", "RULE-COMMIT-D1", "RULE-READ-D1")
 @pytest.mark.spec("RULE-ORDER-D1", "RULE-NORM-D1", "RULE-KEY-D1", "RULE-STEP-D1", "RULE-QSCALE-D1")
 @pytest.mark.parametrize("fields", FIELDS, ids=id_of)
 @pytest.mark.parametrize("structure", ["matrix", DEEP], ids=["matrix", "mlp"])

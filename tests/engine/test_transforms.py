@@ -1,0 +1,202 @@
+"""torch.func, gradcheck, compile, checkpoint and autocast around a scan; low precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hecate import Gates, MemoryConfig, memory_scan
+from hecate.engine.parallel import parallel_refusal
+from tests.memories import DEEP, case_of, close, config_of, flat_state
+
+CONFIGS = {
+    "titans": {
+        "retention": "decay",
+        "algorithm": "momentum",
+        "feature_map": "elu",
+        "key_norm": "l2",
+    },
+    "gated delta": {"retention": "decay", "decay_order": "before_gradient", "step": "implicit"},
+    "linear attention": {"bias": "dot", "feature_map": "elu", "normalizer": "sum"},
+    "deep frozen": {"structure": DEEP, "chunk": 2, "bias": {"kind": "lp", "p": 1.5, "eps": 0.3}},
+    "chunk": {"chunk": 3, "commit": "chunk", "retention": "decay", "algorithm": "momentum"},
+}
+WAYS = [
+    (name, engine, autodiff)
+    for name, fields in CONFIGS.items()
+    for engine in ("sequential", "parallel")
+    for autodiff in ("tape", "torch")
+    if engine == "sequential" or parallel_refusal(config_of(**fields), False) is None
+]
+EVERY = pytest.mark.parametrize(("name", "engine", "autodiff"), WAYS)
+
+
+def function_of(case, engine: str, autodiff: str):
+    """A scan as a function of the tensors it takes, returning outputs and one summed state."""
+
+    def scan(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        y, state = case.with_leaves(list(leaves)).scan(engine=engine, autodiff=autodiff)
+        return y, sum(state.memory.values(), torch.zeros(())) if len(state.memory) == 1 else y
+
+    return scan
+
+
+@pytest.mark.spec("ENG-FUNC-I1")
+@EVERY
+def test_gradcheck_and_gradgradcheck(name, engine, autodiff):
+    case = case_of(config_of(**CONFIGS[name]), batch=1, heads=1, length=4, d=2, masks=True).fresh()
+    scan = function_of(case, engine, autodiff)
+    assert torch.autograd.gradcheck(scan, case.leaves)
+    assert torch.autograd.gradgradcheck(scan, case.leaves, fast_mode=True)
+
+
+@pytest.mark.spec("ENG-FUNC-I2")
+@EVERY
+def test_functional_transforms_agree_with_autograd(name, engine, autodiff):
+    case = case_of(config_of(**CONFIGS[name]), batch=1, heads=2, length=4, d=2)
+    scan = function_of(case, engine, autodiff)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        y, state = scan(*leaves)
+        return y.sin().sum() + state.square().sum()
+
+    fresh = case.fresh().leaves
+    expected = torch.autograd.grad(loss(*fresh), fresh)
+    wanted = tuple(range(len(fresh)))
+    grads = torch.func.grad(loss, argnums=wanted)(*case.leaves)
+    for mine, true in zip(grads, expected, strict=True):
+        close(mine, true, 1e-11)
+    # A batch of three by vmap against a loop.
+    batch = [torch.stack([leaf, 0.5 * leaf, 0.9 * leaf]) for leaf in case.leaves]
+    mapped = torch.func.vmap(torch.func.grad(loss, argnums=wanted))(*batch)
+    for row in range(3):
+        single = torch.func.grad(loss, argnums=wanted)(*(leaf[row] for leaf in batch))
+        for mine, true in zip(mapped, single, strict=True):
+            close(mine[row], true, 1e-11)
+
+
+@pytest.mark.spec("ENG-FUNC-I2")
+@EVERY
+def test_jacrev_twice_is_the_hessian(name, engine, autodiff):
+    case = case_of(config_of(**CONFIGS[name]), batch=1, heads=1, length=3, d=2)
+    scan = function_of(case, engine, autodiff)
+
+    def loss(k: Tensor) -> Tensor:
+        leaves = list(case.leaves)
+        leaves[1] = k
+        return scan(*leaves)[0].square().sum()
+
+    hessian = torch.func.jacrev(torch.func.jacrev(loss))(case.k).reshape(6, 6)
+    assert float(hessian.norm()) > 0.01
+    close(hessian, hessian.mT, 1e-10)
+    expected = torch.autograd.functional.hessian(loss, case.k).reshape(6, 6)
+    close(hessian, expected, 1e-10)
+
+
+COMPILED = [way for way in WAYS if way[0] == "titans"] + [
+    ("deep frozen", "sequential", "torch"),
+    ("chunk", "sequential", "tape"),
+    ("linear attention", "parallel", "torch"),
+]
+
+
+@pytest.mark.spec("ENG-COMPILE-I1")
+@pytest.mark.parametrize(("name", "engine", "autodiff"), COMPILED)
+def test_compiles_to_one_graph_with_the_same_gradients(name, engine, autodiff):
+    torch._dynamo.reset()
+    case = case_of(config_of(**CONFIGS[name]), batch=1, length=3, masks=True)
+
+    def step(*leaves: Tensor) -> tuple[Tensor, ...]:
+        y, state = case.with_leaves(list(leaves)).scan(engine=engine, autodiff=autodiff)
+        return y, *(t for t in flat_state(state).values() if t.is_floating_point())
+
+    results = []
+    for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        leaves = case.fresh().leaves
+        outputs = run(*leaves)
+        grads = torch.autograd.grad(
+            [item.square().sum() for item in outputs], leaves, materialize_grads=True
+        )
+        results.append((*outputs, *grads))
+    for mine, true in zip(*results, strict=True):
+        close(mine, true, 1e-12)
+
+
+@pytest.mark.spec("ENG-FUNC-I3")
+@EVERY
+def test_inside_activation_checkpointing(name, engine, autodiff):
+    case = case_of(config_of(**CONFIGS[name]), length=5)
+    scan = function_of(case, engine, autodiff)
+    results = []
+    for around in (lambda *x: scan(*x)[0], lambda *x: checkpoint(scan, *x, use_reentrant=False)[0]):
+        leaves = case.fresh().leaves
+        y = around(*leaves)
+        results.append((y, *torch.autograd.grad(y.sin().sum(), leaves)))
+    assert all(torch.equal(mine, true) for mine, true in zip(*results, strict=True))
+
+
+@pytest.mark.spec("ENG-DTYPE-I1")
+@pytest.mark.parametrize("autodiff", ["tape", "torch"])
+@pytest.mark.parametrize("engine", ["sequential", "parallel"])
+def test_autocast_does_not_reach_the_memory(engine, autodiff):
+    """Under bfloat16 autocast, a float32 scan is the float32 scan, forward and backward."""
+    case = case_of(MemoryConfig(**CONFIGS["titans"]), length=9, dtype=torch.float32)
+    results = []
+    for low in (False, True):
+        own = case.fresh()
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            y, state = own.scan(engine=engine, autodiff=autodiff)
+            total = y.sin().sum()
+        results.append((y, state.memory["weight"], *torch.autograd.grad(total, own.leaves)))
+    assert all(item.dtype == torch.float32 for item in results[1])
+    assert all(torch.equal(mine, true) for mine, true in zip(*results, strict=True))
+
+
+@pytest.mark.spec("ENG-DTYPE-I2")
+@pytest.mark.parametrize("engine", ["sequential", "parallel"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_inputs_lose_only_their_own_rounding(engine, dtype):
+    """The memory runs in float32: the result is that of the rounded inputs, rounded once."""
+    config = MemoryConfig(retention="decay", algorithm="momentum", key_norm="l2")
+    case = case_of(config, length=40, dtype=dtype).fresh()
+    y, state = case.scan(engine=engine)
+    assert y.dtype == dtype and state.memory["weight"].dtype == torch.float32
+    grads = torch.autograd.grad(y.float().sin().sum(), case.leaves)
+    assert all(grad.dtype == dtype for grad in grads)
+    wide = case.with_leaves([leaf.detach().float() for leaf in case.leaves])
+    expected, _ = wide.scan(engine=engine)
+    unit = torch.finfo(dtype).eps
+    assert bool(((y.float() - expected).abs() <= unit / 2 * expected.abs() + 1e-6).all())
+
+
+@pytest.mark.spec("ENG-DTYPE-I3")
+@pytest.mark.parametrize("engine", ["sequential", "parallel"])
+def test_float32_errors_stay_within_the_bound_of_their_operations(engine):
+    """With lr |phi|^2 <= 1 a token adds a few roundings to the state, T of them T times that."""
+    length = 300
+    fields = {"retention": "decay", "decay_order": "before_gradient", "key_norm": "l2"}
+    case = case_of(MemoryConfig(**fields), length=length, d=8, width=4, dtype=torch.float32)
+    y, _ = case.scan(engine=engine)
+    double = case.with_leaves([leaf.double() for leaf in case.leaves])
+    exact, _ = double._replace(config=MemoryConfig(state_dtype="float64", **fields)).scan()
+    unit = torch.finfo(torch.float32).eps / 2
+    # 8 products and 7 sums per prediction, as many per read, 3 operations per write.
+    bound = length * (15 + 15 + 3) * unit * float(exact.abs().max())
+    assert 0 < float((y - exact).abs().max()) <= bound
+    # In practice far below, because errors of a contraction do not add up.
+    assert float((y - exact).norm() / exact.norm()) < 1e-5
+
+
+@pytest.mark.spec("ENG-FUNC-I4")
+def test_vmap_over_sequences_equals_the_batch():
+    case = case_of(config_of(retention="decay"), batch=3)
+
+    def single(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor) -> Tensor:
+        gates = Gates(lr[None], retain[None])
+        y, _ = memory_scan(case.config, q[None], k[None], v[None], gates, initial=case.initial)
+        return y[0]
+
+    y = torch.func.vmap(single)(case.q, case.k, case.v, case.gates.lr, case.gates.retain)
+    close(y, case.scan()[0], 1e-12)

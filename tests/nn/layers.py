@@ -1,0 +1,93 @@
+"""Small layers for tests, and comparisons of what they return."""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hecate import MemoryConfig
+from hecate.nn import LayerState, Memory
+from hecate.rule import RULES
+
+D_MODEL, HEADS, D_KEY, D_VALUE = 12, 2, 6, 4
+
+OTHER_RULES: dict[str, dict[str, Any]] = {
+    "momentum": {"retention": "decay", "algorithm": "momentum", "bias": "dot"},
+    "delta_momentum": {"retention": "decay", "algorithm": "momentum", "key_norm": "l2"},
+    "frozen": {"key_norm": "l2", "chunk": 3, "retention": "decay"},
+    "commit": {"key_norm": "l2", "chunk": 3, "commit": "chunk", "retention": "decay"},
+    "before": {"key_norm": "l2", "read": "before"},
+    "normalized": {"step": "normalized", "feature_map": "elu", "normalizer": "sum"},
+    "sum": {"feature_map": "elu", "key_norm": "sum", "query_scale": "key_dim"},
+    "lp": {"bias": {"kind": "lp", "p": 1.5, "eps": 0.1}, "key_norm": "l2"},
+    "huber": {"bias": {"kind": "huber", "delta": 0.7}, "key_norm": "l2"},
+    "deep": {
+        "structure": {"kind": "mlp", "expansion": 1},
+        "algorithm": {"kind": "momentum", "lr": 0.1},
+        "chunk": 2,
+    },
+}
+
+
+def rules() -> dict[str, MemoryConfig]:
+    """The rules of the literature and the conventions that they leave out."""
+    own = {name: MemoryConfig.model_validate(fields) for name, fields in OTHER_RULES.items()}
+    return {**{name: rule.config for name, rule in RULES.items()}, **own}
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def layer_of(config: Any = None, *, seed: int = 0, shake: float = 0.3, **options: Any) -> Memory:
+    """A layer whose parameters are off their starting values, so that no gate is a constant."""
+    options = {"d_key": D_KEY, "d_value": D_VALUE, **options}
+    layer = Memory(D_MODEL, HEADS, config, generator=seeded(seed), **options)
+    generator = seeded(seed + 1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += shake * noise / parameter.shape[-1] ** 0.5
+    return layer
+
+
+def inputs(batch: int = 2, length: int = 7, *, seed: int = 2, width: int = D_MODEL) -> Tensor:
+    return torch.randn(batch, length, width, generator=seeded(seed))
+
+
+def in_pieces(
+    layer: torch.nn.Module, x: Tensor, cuts: list[int], **masks: Tensor | None
+) -> tuple[Tensor, Any]:
+    """The layer over x cut at the given places, each piece from the state of the last."""
+    state, ys = None, []
+    borders = [0, *sorted(cuts), x.shape[1]]
+    for at, end in pairwise(borders):
+        own = {n: None if mask is None else mask[:, at:end] for n, mask in masks.items()}
+        y, state = layer(x[:, at:end], state, **own)
+        ys.append(y)
+    return torch.cat(ys, 1), state
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def near(got: Any, expected: Any, tolerance: float = 1e-12, what: str = "") -> None:
+    """Trees of tensors agree: the error in norm, relative to the norm of the truth or 1."""
+    mine, layout = pytree.tree_flatten(got)
+    theirs, expected_layout = pytree.tree_flatten(expected)
+    assert layout == expected_layout, what
+    for a, b in zip(mine, theirs, strict=True):
+        if a is None or b is None:
+            assert a is b, what
+            continue
+        assert a.shape == b.shape, f"{what}: {list(a.shape)} against {list(b.shape)}"
+        error, size = float((a - b).detach().double().norm()), float(b.detach().double().norm())
+        assert error <= tolerance * max(size, 1.0), f"{what}: {error:.2e} against {size:.2e}"
+
+
+def same_memory(got: LayerState, expected: LayerState, tolerance: float = 1e-12) -> None:
+    near(got.memory, expected.memory, tolerance, "memory")
+    near(got.conv, expected.conv, tolerance, "conv")

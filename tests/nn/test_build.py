@@ -1,0 +1,283 @@
+"""Building a layer: draws, names, sizes, refusals and warnings."""
+
+import copy
+import inspect
+import warnings
+
+import pytest
+import torch
+
+from hecate.errors import ConfigError, ShapeError, StabilityWarning
+from hecate.nn import Memory
+from tests.nn.layers import inputs, layer_of, leaves, near, seeded
+
+RANDOM = {"kind": "random_fourier", "d_phi": 8}
+MIXED = {
+    "structure": {"kind": "mlp", "expansion": 1},
+    "feature_map": {"kind": "compose", "maps": [{"kind": "linear", "d_phi": 3}, RANDOM]},
+    "algorithm": {"kind": "momentum", "lr": 0.1},
+    "retention": "decay",
+}
+
+
+def built(seed=0, config=MIXED, **options):
+    return Memory(12, 2, config, generator=seeded(seed), **options)
+
+
+def same(a, b):
+    mine, theirs = a.state_dict(), b.state_dict()
+    return list(mine) == list(theirs) and all(torch.equal(mine[n], theirs[n]) for n in mine)
+
+
+@pytest.mark.spec("NN-MEM-I5")
+def test_one_seed_one_layer_and_the_global_state_plays_no_part():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = built()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert same(built(), first)
+    assert not same(built(1), first)
+
+
+@pytest.mark.spec("NN-MEM-I5")
+def test_without_a_generator_torch_s_own_is_used():
+    layers = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        layers.append(Memory(12, 2, MIXED))
+    assert same(layers[0], layers[1])
+    assert not same(layers[1], layers[2])
+    assert same(layers[0], Memory(12, 2, MIXED, generator=torch.Generator().manual_seed(3)))
+
+
+@pytest.mark.spec("NN-MEM-I5")
+def test_two_layers_of_one_generator_differ_in_every_draw():
+    generator = seeded()
+    one, two = (Memory(12, 2, MIXED, generator=generator).state_dict() for _ in range(2))
+    constant = {name for name in one if torch.equal(one[name], two[name])}
+    assert constant == {"norm"} | {name for name in one if name.startswith("gates.")}
+
+
+@pytest.mark.spec("NN-MEM-I5")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_seed_gives_the_same_layer_in_every_dtype(dtype):
+    wide, narrow = built().state_dict(), built(dtype=dtype).state_dict()
+    assert all(torch.equal(narrow[name], wide[name].to(dtype)) for name in wide)
+
+
+@pytest.mark.spec("NN-MEM-I5")
+@pytest.mark.parametrize("context", [False, True], ids=["argument", "context"])
+def test_meta_then_materialised_equals_built(context):
+    if context:
+        with torch.device("meta"):
+            layer = built()
+    else:
+        layer = built(device="meta")
+    assert {item.device.type for item in layer.state_dict().values()} == {"meta"}
+    layer.to_empty(device="cpu")
+    layer.reset_parameters(seeded())
+    assert same(layer, built())
+    near(layer(inputs())[0], built()(inputs())[0], 0.0)
+
+
+@pytest.mark.spec("NN-MEM-I5")
+def test_parameters_may_be_loaded_onto_meta():
+    layer = built(device="meta")
+    layer.load_state_dict(built(5).state_dict(), assign=True)
+    assert same(layer, built(5))
+    near(layer(inputs())[0], built(5)(inputs())[0], 0.0)
+
+
+@pytest.mark.spec("NN-MEM-I7")
+def test_names_of_parameters_and_buffers():
+    layer = built()
+    gates = ["lr", "momentum", "retain"]
+    assert {name for name, _ in layer.named_buffers()} == {"phi_frozen.1__w", "phi_frozen.1__b"}
+    assert sorted(name for name, _ in layer.named_parameters()) == sorted(
+        [
+            "norm",
+            "qkv.weight",
+            "conv.weight",
+            *(f"gates.weight.{name}" for name in gates),
+            *(f"gates.bias.{name}" for name in gates),
+            "output_gate.weight",
+            "out.weight",
+            "phi_learned.0__weight",
+            "initial.w1",
+            "initial.w2",
+        ]
+    )
+    plain = Memory(12, 2, conv_kernel=0, output_gate=False, learned_initial=False)
+    assert sorted(plain.state_dict()) == sorted(
+        ["gates.bias.lr", "gates.weight.lr", "initial.weight", "norm", "out.weight", "qkv.weight"]
+    )
+    assert [name for name, _ in plain.named_buffers()] == ["initial.weight"]
+
+
+@pytest.mark.spec("NN-MEM-I7")
+def test_state_dict_round_trip_keeps_the_frozen_draws():
+    source, target = built(), built(1)
+    assert not torch.equal(target.phi_params["frozen"]["1.w"], source.phi_params["frozen"]["1.w"])
+    target.load_state_dict(source.state_dict(), strict=True)
+    assert same(target, source)
+    near(target(inputs())[0], source(inputs())[0], 0.0)
+    assert not target.phi_params["frozen"]["1.w"].requires_grad
+
+
+@pytest.mark.spec("NN-MEM-I7")
+def test_state_dict_crosses_dtypes():
+    narrow = built(1, dtype=torch.bfloat16)
+    narrow.load_state_dict(built().state_dict(), strict=True)
+    assert {item.dtype for item in narrow.state_dict().values()} == {torch.bfloat16}
+    assert same(narrow, built(dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="phi_frozen"):
+        Memory(12, 2, {"retention": "decay"}).load_state_dict(built().state_dict())
+
+
+@pytest.mark.spec("NN-MEM-I7")
+def test_deepcopy_is_equal_and_independent():
+    layer = built()
+    twin = copy.deepcopy(layer)
+    near(twin(inputs())[0], layer(inputs())[0], 0.0)
+    with torch.no_grad():
+        for item in leaves(twin.state_dict()):
+            item += 1
+    assert same(layer, built())
+
+
+def test_repr_names_the_rule_and_the_sizes():
+    assert built().extra_repr() == (
+        "12, heads=2, d_key=6, d_value=6, structure=mlp, bias=l2, retention=decay, "
+        "algorithm=momentum, feature_map=compose"
+    )
+
+
+def test_mappings_are_configs():
+    assert Memory(12, 2, {"retention": "decay"}).config.retention.kind == "decay"
+
+
+BUILDS = {
+    "heads must be an integer >= 1, got 0": {"heads": 0},
+    "heads must be an integer >= 1, got True": {"heads": True},
+    "heads must be an integer >= 1, got 2.0": {"heads": 2.0},
+    "d_model must be an integer >= 1, got -12": {"d_model": -12},
+    "d_model must be an integer >= 1, got '12'": {"d_model": "12"},
+    "d_key must be an integer >= 1, got 0": {"d_key": 0},
+    "d_value must be an integer >= 1, got -1": {"d_value": -1},
+    "d_model=12 is not divisible by heads=5": {"heads": 5},
+    "conv_kernel must be 0 .none. or at least 2, got 1": {"conv_kernel": 1},
+    "conv_kernel must be .*, got -4": {"conv_kernel": -4},
+    "qk_norm must be one of .*, got 'L2'": {"qk_norm": "L2"},
+    "engine must be .*, got 'fast'": {"engine": "fast"},
+    "autodiff must be one of .*, got 'jax'": {"autodiff": "jax"},
+    "cannot run this memory exactly": {"engine": "parallel", "config": MIXED},
+    "instance of MemoryConfig, got 'delta'": {"config": "delta"},
+    "unknown field": {"config": {"retention_": "decay"}},
+    "generator must be a torch.Generator on the CPU.*got 3": {"generator": 3},
+    "width": {"config": {"structure": {"kind": "mlp", "residual": True}}, "d_value": 5},
+}
+
+
+@pytest.mark.spec("NN-MEM-I8")
+@pytest.mark.parametrize("message", BUILDS)
+def test_builds_that_are_refused(message):
+    with pytest.raises(ConfigError, match=message):
+        Memory(**{"d_model": 12, "heads": 2, **BUILDS[message]})
+
+
+def masks_of(*shape, dtype=torch.bool):
+    return torch.ones(*shape, dtype=dtype)
+
+
+CALLS = {
+    r"x must be \[B, T, 12\], got \[2, 7, 11\]": lambda call: call(inputs(width=11)),
+    r"x must be \[B, T, 12\], got \[7, 12\]": lambda call: call(inputs()[0]),
+    "x is torch.int64, the layer torch.float64": lambda call: call(inputs().long()),
+    "x is torch.float32, the layer torch.float64": lambda call: call(inputs().float()),
+    "x is on meta, the layer on cpu": lambda call: call(inputs().to("meta")),
+    r"write_mask must be bool .*\[2, 7\].*got torch.float32 \[2, 7\]": lambda call: call(
+        inputs(), write_mask=masks_of(2, 7, dtype=torch.float32)
+    ),
+    r"reset_mask must be bool .*\[2, 7\].*got torch.bool \[2, 6\]": lambda call: call(
+        inputs(), reset_mask=masks_of(2, 6)
+    ),
+    "write_mask must be bool .* on cpu, got .* on meta": lambda call: call(
+        inputs(), write_mask=masks_of(2, 7).to("meta")
+    ),
+    r"state.conv must be \[3, 3, 36\].*3 sequences, got \[2, 3, 36\]": lambda call: call(
+        inputs(3), call(inputs())[1]
+    ),
+    r"state.conv must be \[2, 3, 36\].*got \[2, 1, 36\]": lambda call: call(
+        inputs(), built(conv_kernel=2)(inputs())[1]
+    ),
+    r"state.conv must be .*got None": lambda call: call(
+        inputs(), built(conv_kernel=0)(inputs())[1]
+    ),
+    "got MemoryState": lambda call: call(inputs(), call(inputs())[1].memory),
+    r"state.memory must hold \['w1', 'w2'\], got \['weight'\]": lambda call: call(
+        inputs(), built(config={"retention": "decay"})(inputs())[1]
+    ),
+}
+
+
+@pytest.mark.spec("NN-MEM-I8")
+@pytest.mark.parametrize("message", CALLS)
+def test_calls_that_are_refused(message):
+    with pytest.raises(ShapeError, match=message):
+        CALLS[message](built())
+
+
+def test_a_convolution_s_state_is_refused_where_there_is_none():
+    with pytest.raises(ShapeError, match="state.conv must be None"):
+        built(conv_kernel=0)(inputs(), built()(inputs())[1])
+
+
+@pytest.mark.spec("NN-MEM-I9")
+def test_warns_of_a_step_that_may_diverge():
+    with pytest.warns(StabilityWarning) as caught:
+        Memory(64, 2, {"feature_map": "elu"}, generator=seeded(), name="layer 3")
+    text = str(caught[0].message)
+    # phi(k) = 1 + k up to the curve of exp: 32 + 2 sum(k) + 1, and |sum(k)| <= sqrt(32).
+    largest = float(text.split("reaches ")[1].split()[0])
+    assert 33 < largest < 33 + 2 * 32**0.5
+    assert all(part in text for part in ("'layer 3'", "lr=1 ", "'elu'", "from 2 on", "key_norm"))
+    assert caught[0].filename == inspect.getfile(inspect.currentframe())
+    with pytest.warns(StabilityWarning):
+        layer = Memory(64, 2, {"feature_map": "elu"}, device="meta").to_empty(device="cpu")
+        layer.reset_parameters(seeded())
+
+
+@pytest.mark.spec("NN-MEM-I9")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"key_norm": "l2"},
+        {"key_norm": "sum"},
+        {"step": "normalized"},
+        {"step": "implicit"},
+        {"algorithm": {"kind": "gd", "lr": 0.04}},
+        {"bias": "dot"},
+        {"feature_map": "identity"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_is_silent_where_the_step_is_safe(fields):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Memory(64, 2, {"feature_map": "elu", **fields})
+
+
+@pytest.mark.spec("NN-MEM-I9")
+def test_the_warning_tells_the_truth():
+    """One key written again and again at the gate's ceiling grows; with key_norm it does not."""
+    sizes = {}
+    for norm in ("none", "l2"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StabilityWarning)
+            layer = layer_of({"feature_map": "elu", "key_norm": norm}, shake=0.0, d_key=32)
+        with torch.no_grad():
+            layer.gates.bias["lr"].fill_(20.0)
+        _, state = layer(inputs(1, 1).expand(1, 12, 12))
+        sizes[norm] = float(state.memory.memory["weight"].detach().norm())
+    assert sizes["none"] > 1e9 and sizes["l2"] < 100

@@ -1,0 +1,121 @@
+"""Gates start where the documents say, and the memory forgets as fast as they promise."""
+
+import math
+
+import pytest
+import torch
+
+from hecate import MemoryConfig
+from hecate.nn import GateHeads, Memory
+from tests.nn.layers import inputs, near, rules, seeded
+
+
+def gates_of(config, dtype=None):
+    heads = GateHeads(12, 2, MemoryConfig.model_validate(config), dtype=dtype)
+    heads.reset_parameters()
+    return heads
+
+
+@pytest.mark.spec("NN-GATE-D1")
+@pytest.mark.parametrize("rule", rules())
+def test_starting_values(rule):
+    config = rules()[rule]
+    lr, retain, momentum = gates_of(config)(inputs())
+    start = 0.5 * config.algorithm.lr * (1 - config.algorithm.default_momentum)
+    near(lr, torch.full((2, 7, 2), start))
+    expected = (
+        (retain, config.retention.uses_retain, config.retention.default_retain),
+        (momentum, config.algorithm.uses_momentum, config.algorithm.default_momentum),
+    )
+    for gate, used, value in expected:
+        assert (gate is not None) == used
+        if used:
+            near(gate, torch.full((2, 7, 2), value))
+
+
+@pytest.mark.spec("NN-GATE-D1")
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_a_gate_at_its_end_can_still_move(start):
+    gates = gates_of({"retention": {"kind": "decay", "retain": start}})
+    retain = gates(inputs()).retain
+    near(retain, torch.full((2, 7, 2), abs(start - 1e-4)))
+    retain.sum().backward()
+    assert gates.bias["retain"].grad.abs().min() > 1e-5
+
+
+@pytest.mark.spec("NN-GATE-D1")
+def test_formula_per_head():
+    gates = gates_of({"algorithm": {"kind": "momentum", "lr": 3.0}, "retention": "decay"})
+    with torch.no_grad():
+        for parameter in gates.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=seeded()))
+    x = inputs()
+    for name, top in (("lr", 3.0), ("retain", 1.0), ("momentum", 1.0)):
+        expected = torch.zeros(2, 7, 2)
+        for head in range(2):
+            logit = (x * gates.weight[name][head]).sum(-1) + gates.bias[name][head]
+            expected[..., head] = top / (1 + (-logit).exp())
+        near(getattr(gates(x), name), expected)
+
+
+def stored_after(config, tokens):
+    """The answer to a stored key after each of so many empty tokens, `[tokens, B, H, V]`."""
+    layer = Memory(12, 2, config, conv_kernel=0, generator=seeded())
+    x = torch.cat([inputs(2, 1), torch.zeros(2, tokens, 12)], 1)
+    key = layer.qkv(x[:, 0])[:, 12:24].unflatten(-1, (2, 6))
+    key = key / key.norm(dim=-1, keepdim=True)
+    state, found = None, []
+    for t in range(x.shape[1]):
+        _, state = layer(x[:, t : t + 1], state)
+        found.append((state.memory.memory["weight"] @ key.unsqueeze(-1)).squeeze(-1))
+    value = layer.qkv(x[:, 0])[:, 24:].unflatten(-1, (2, 6))
+    return torch.stack(found).detach(), value.detach()
+
+
+@pytest.mark.spec("NN-GATE-I2")
+@pytest.mark.parametrize("bias", ["l2", "dot"])
+@pytest.mark.parametrize("retain", [0.5 ** (1 / 8), 0.99])
+def test_half_life_at_initialisation(bias, retain):
+    config = {"bias": bias, "retention": {"kind": "decay", "retain": retain}}
+    half_life = round(math.log(0.5) / math.log(retain))
+    found, value = stored_after(config, half_life)
+    near(found[0], 0.5 * value, 1e-11)  # lr starts at half of its ceiling 1
+    for n in range(half_life + 1):
+        near(found[n], retain**n * found[0])
+    assert (found[-1] / found[0] - 0.5).abs().max() < 0.5 * (1 - retain)
+
+
+@pytest.mark.spec("NN-GATE-I2")
+def test_momentum_does_not_change_how_much_is_stored():
+    config = {"bias": "dot", "algorithm": {"kind": "momentum", "lr": 0.8}}
+    found, value = stored_after(config, 300)
+    near(found[-1], 0.4 * value, 1e-11)
+
+
+@pytest.mark.spec("NN-GATE-I1")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gates_are_float32_in_low_precision_and_under_autocast(dtype):
+    config = {"retention": {"kind": "decay", "retain": 0.999}}
+    x, gates = inputs().to(dtype), gates_of(config, dtype=dtype)
+    assert {gate.dtype for gate in gates(x) if gate is not None} == {torch.float32}
+    # The bias is stored in 8 (11) bits: an error of half a unit of log(999) = 6.9.
+    unit = 4 * torch.finfo(dtype).eps
+    assert (gates(x).retain - 0.999).abs().max() < 0.001 * unit
+    gates = gates_of(config, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=dtype):
+        assert gates(x.float()).retain.dtype == torch.float32
+        near(gates(x.float()).retain, torch.full((2, 7, 2), 0.999, dtype=torch.float32), 1e-6)
+
+
+@pytest.mark.spec("NN-GATE-I1")
+def test_gates_see_the_token_alone():
+    layer = Memory(12, 2, {"retention": "decay", "feature_map": "elu", "key_norm": "l2"})
+    with torch.no_grad():
+        layer.gates.weight["lr"].normal_(generator=seeded())
+    x = inputs()
+    before = layer.gates(x).lr
+    changed = x.clone()
+    changed[:, 2] += 1
+    after = layer.gates(changed).lr
+    near(after[:, [0, 1, 3, 4, 5, 6]], before[:, [0, 1, 3, 4, 5, 6]], 0.0)
+    assert not torch.equal(after[:, 2], before[:, 2])

@@ -1,0 +1,221 @@
+"""The command line, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from hecate.cli import main
+from hecate.train import ExperimentConfig, checkpoints
+from hecate.train.metrics import read_metrics
+
+TINY = """
+name: tiny
+model: {d_model: 8, layers: 1, heads: 2, mlp_ratio: 1.0, conv_kernel: 2}
+data: {kind: bundled, max_bytes: 65536}
+budget: {steps: 4, batch_size: 2, seq_len: 8, eval_every: 2, eval_batches: 1, checkpoint_every: 2}
+sample: {tokens: 3}
+"""
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch, tmp_path):
+    """A working folder of its own, float32 as on the command line, and no time spent on figures."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    torch.set_default_dtype(torch.float32)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+
+
+@pytest.fixture
+def hecate(capsys):
+    def call(*argv):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        out, err = capsys.readouterr()
+        return caught.value.code or 0, out, err
+
+    return call
+
+
+@pytest.mark.spec("TRAIN-CLI-D1")
+def test_train_evaluate_generate_and_resume(hecate, tmp_path):
+    code, out, err = hecate("train", "tiny.yaml", "--set", "optim.lr=1e-2", "--out", "run")
+    assert code == 0, err
+    assert "bigram (baseline)" in out and "finished at step 4; report: run/report.md" in out
+    assert "step      2/4  validation" in err
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["optim"]["lr"] == 0.01
+
+    code, out, _ = hecate("eval", "run")
+    evals = [r for r in read_metrics(tmp_path / "run/metrics.jsonl") if r["event"] == "eval"]
+    best = min(evals, key=lambda r: r["validation_loss"])
+    assert code == 0 and f"{best['bits_per_byte']:.4f}" in out and f"(step {best['step']})" in out
+
+    texts = {
+        hecate("generate", "run", "--prompt", "ab", "--tokens", "5", "--seed", s)[1] for s in "112"
+    }
+    assert len(texts) == 2 and all(text.startswith("ab") for text in texts)
+    greedy = {hecate("generate", "run", "--temperature", "0", "--seed", s)[1] for s in "12"}
+    assert len(greedy) == 1 and greedy.pop().startswith("def ")
+    assert hecate("generate", "run", "--prompt", "a\u00e9", "--tokens", "0")[1] == "a\u00e9\n"
+
+    code, out, err = hecate("train", "--out", "run", "--resume", "--steps", "6")
+    assert code == 0 and "resumed from run/checkpoints/step_00000004 at step 4" in err
+    assert "finished at step 6" in out
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["optim"]["lr"] == 0.01
+
+
+@pytest.mark.spec("TRAIN-CLI-D1")
+def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
+    (tmp_path / "runs").mkdir()
+    for expected in ("runs/tiny", "runs/tiny-2"):
+        code, out, _ = hecate("train", "tiny.yaml", "--quiet", "--steps", "1")
+        assert code == 0 and f"report: {expected}/report.md" in out
+    (tmp_path / "runs/tiny-other").mkdir()
+    (tmp_path / "runs/tiny-other/config.yaml").write_text("{}")
+    code, out, _ = hecate("train", "tiny.yaml", "--quiet", "--resume", "--steps", "2")
+    assert code == 0 and "finished at step 2; report: runs/tiny-2/report.md" in out
+
+
+@pytest.mark.spec("TRAIN-CLI-D2")
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (("train", "nope"), 2, "error: no preset 'nope'; presets: mqar, quickstart, retrieval."),
+        (("train", "gone.yaml"), 2, "error: cannot read config gone.yaml: No such file"),
+        (("train", "tiny.yaml", "--set", "optim.lr=0"), 2,
+         "error: optim.lr: must be > 0.0, got 0  [--set optim.lr=0]"),
+        (("train", "tiny.yaml", "--steps", "0"), 2,
+         "error: budget.steps: must be >= 1, got 0  [--set budget.steps=0]"),
+        (("train", "tiny.yaml", "--set", "data.kind=text", "--set", "data.paths=[gone.txt]"), 2,
+         "error: no file or folder 'gone.txt'"),
+        (("train", "tiny.yaml", "--resume"), 2,
+         "error: there is no run of 'tiny' in runs/ to resume"),
+        (("train", "--resume", "--out", "gone"), 2, "error: cannot read config gone/config.yaml"),
+        (("train", "tiny.yaml", "--resume", "--out", "x"), 2,
+         "error: --resume takes its config from x; leave 'tiny.yaml' out"),
+        (("eval", "gone"), 2, "error: gone is not a run folder: it has no config.yaml"),
+        (("generate", "gone"), 2, "error: gone is not a run folder"),
+        (("show", "nope"), 2, "error: no preset 'nope'"),
+        (("list", "phy"), 2, "error: no family 'phy'; known: phi, bias, retention, algorithm, "
+         "structure, data, rules, presets. Did you mean 'phi'?"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_message_on_stderr(hecate, argv, code, message):
+    found, out, err = hecate(*argv)
+    assert (found, out) == (code, "")
+    assert err.startswith(message) and "Traceback" not in err and err.count("error:") == 1
+
+
+@pytest.mark.spec("TRAIN-CLI-D2")
+def test_a_diverged_run_exits_with_one(hecate):
+    code, _, err = hecate("train", "tiny.yaml", "--set", "optim.lr=1e30", "--set", "clip=null",
+                          "--set", "warmup=0", "--quiet")  # fmt: skip
+    assert code == 1 and "error: step " in err and "Lower optim.lr" in err
+
+
+@pytest.mark.spec("TRAIN-CLI-D2")
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_one_line_without_a_source_file(hecate):
+    code, _, err = hecate("train", "tiny.yaml", "--set", "model.qk_norm=none", "--quiet")
+    assert code == 0 and "warning: memory 'layer 0': lr * |phi(k)|^2 reaches" in err
+    assert ".py" not in err
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(Exception, match="no preset 'nope'"):
+        main(["--debug", "show", "nope"])
+
+
+def test_generating_from_a_task_is_refused(hecate):
+    fields = ["--set", "data=copy", "--set", "budget.seq_len=null"]
+    assert hecate("train", "tiny.yaml", *fields, "--out", "run", "--quiet")[0] == 0
+    code, _, err = hecate("generate", "run")
+    assert code == 2 and "trained on task 'copy', which has no text to continue" in err
+
+
+@pytest.mark.spec("TRAIN-CLI-D3")
+def test_show_is_what_train_would_use(hecate, tmp_path):
+    code, out, _ = hecate("show", "mqar", "--set", "feature_map=elu")
+    assert code == 0
+    (tmp_path / "shown.yaml").write_text(out)
+    assert hecate("show", "shown.yaml")[1] == out
+    assert yaml.safe_load(out)["model"]["memory"]["feature_map"]["kind"] == "elu"
+
+
+@pytest.mark.spec("TRAIN-CLI-D3")
+def test_the_schema_is_that_of_the_experiment(hecate):
+    code, out, _ = hecate("schema")
+    schema = json.loads(out)
+    assert code == 0 and schema == ExperimentConfig.model_json_schema()
+    assert set(schema["properties"]) == set(ExperimentConfig.model_fields)
+
+
+@pytest.mark.spec("TRAIN-LIST-D1")
+def test_lists(hecate):
+    code, out, _ = hecate("list")
+    assert code == 0
+    families = [line.split()[0] for line in out.splitlines()[1:]]
+    known = ["phi", "bias", "retention", "algorithm", "structure", "data", "rules", "presets"]
+    assert families == known
+    for family in families:
+        code, out, err = hecate("list", family)
+        assert code == 0 and len(out.splitlines()) > 2, err
+    elu = next(line for line in hecate("list", "phi")[1].splitlines() if line.startswith("elu "))
+    for text in (
+        "phi(x) = x + 1 for x > 0, exp(x) otherwise", "non_negative", "hand-written",
+        "arXiv 2006.16236",
+    ):  # fmt: skip
+        assert text in elu
+    mqar = next(line for line in hecate("list", "data")[1].splitlines() if line.startswith("mqar "))
+    assert "2312.04927" in mqar and "hand-written" not in mqar
+
+
+@pytest.mark.spec("TRAIN-CLI-D4")
+def test_help_has_examples_and_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom hecate.cli import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "print('HEAVY', sorted({'hecate.train', 'hecate.models', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True
+    )
+    assert "Example" in done.stdout and "HEAVY []" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "list", "show", "schema"])
+def test_every_command_has_an_example(hecate, command):
+    code, out, _ = hecate(command, "--help")
+    assert code == 0 and f"hecate {command}" in out.split("Example", 1)[1]
+
+
+@pytest.mark.spec("TRAIN-RUN-D2")
+def test_a_terminated_process_saves_and_can_be_resumed(tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hecate.cli", "train"]
+    process = subprocess.Popen(
+        [*command, "tiny.yaml", "--steps", "100000", "--set", "checkpoint_every=100000",
+         "--set", "eval_every=2", "--out", "run"],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert "step      2/100000" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "interrupted at step" in out and "continue with: hecate train --out run --resume" in out
+    assert "Traceback" not in err
+    last = checkpoints(tmp_path / "run/checkpoints")[-1]
+    step = int(last.name.removeprefix("step_"))
+    done = subprocess.run(
+        [*command, "--out", "run", "--resume", "--steps", str(step + 1), "--quiet"],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert f"finished at step {step + 1}" in done.stdout

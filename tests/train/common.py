@@ -1,0 +1,57 @@
+"""Tiny experiments, and a recurrent net with the call of a language model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hecate.train import ExperimentConfig
+
+TINY_MODEL = {"d_model": 8, "layers": 1, "heads": 2, "mlp_ratio": 1.0, "conv_kernel": 2}
+TASK = {"kind": "mqar", "vocab_size": 16, "num_pairs": 2, "seq_len": 8}
+
+
+def tiny(**fields) -> ExperimentConfig:
+    """A few milliseconds per step; `budget` and other mappings are merged into the defaults."""
+    budget = {"steps": 20, "batch_size": 4, "eval_every": 10, "eval_batches": 2} | {
+        "checkpoint_every": 10
+    }
+    return ExperimentConfig.model_validate(
+        {
+            "name": "tiny",
+            "model": TINY_MODEL | fields.pop("model", {}),
+            "data": fields.pop("data", TASK),
+            "budget": budget | fields.pop("budget", {}),
+            "optim": {"warmup": 3} | fields.pop("optim", {}),
+            **fields,
+        }
+    )
+
+
+class TiedGRU(nn.Module):
+    """Embedding, GRU and a head that shares the embedding's weight; dropout draws globally."""
+
+    def __init__(self, vocab: int = 16, width: int = 8, seed: int = 0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.rnn = nn.GRU(width, width, batch_first=True)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(0, 0.3, generator=generator)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens, state=None):
+        if self.training:
+            self.seen += tokens.shape[0]
+        x, state = self.rnn(self.drop(self.embedding(tokens)), state)
+        return self.head(x), state
+
+
+def same_bits(one, two) -> bool:
+    return set(one) == set(two) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in ((one[k], two[k]) for k in one)
+    )

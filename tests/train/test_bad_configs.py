@@ -1,0 +1,277 @@
+"""Every way to get a config wrong gives exactly one clear error before anything is built."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from hecate.errors import ConfigError
+from hecate.train import load_experiment
+
+# name: (YAML text, --set texts, exact message or its start when it ends in "...")
+CASES = {
+    "unknown section": (
+        "optimizer: {lr: 1}", [],
+        "optimizer: unknown field of ExperimentConfig; known fields: name, seed, model, data, "
+        "optim, "
+        "budget, sample, tensorboard. Did you mean 'optim'?  [x.yaml:1]",
+    ),
+    "unknown field": (
+        "optim:\n  lr: 1.0\n  weigth_decay: 0.1\n", [],
+        "optim.weigth_decay: unknown field of OptimConfig; known fields: lr, betas, eps, "
+        "weight_decay, warmup, schedule, final, clip. Did you mean 'weight_decay'?  [x.yaml:3]",
+    ),
+    "negative lr": ("optim:\n  lr: -1e-3", [], "optim.lr: must be > 0.0, got -0.001  [x.yaml:2]"),
+    "zero lr": ("optim: {lr: 0}", [], "optim.lr: must be > 0.0, got 0  [x.yaml:1]"),
+    "lr not finite": (
+        "optim: {lr: .nan}", [], "optim.lr: must be a finite number, got nan  [x.yaml:1]"
+    ),
+    "lr overflows": (
+        "optim: {lr: 1e999}", [], "optim.lr: must be a finite number, got inf  [x.yaml:1]"
+    ),
+    "lr a text": (
+        "optim: {lr: fast}", [], "optim.lr: must be a number, got 'fast' (str)  [x.yaml:1]"
+    ),
+    "lr null": (
+        "optim: {lr: ~}", [], "optim.lr: must be a number, got None (NoneType)  [x.yaml:1]"),
+    "leading zero": (
+        "seed: 017", [], "seed: must be an integer, got '017' (str)  [x.yaml:1]"
+    ),
+    "underscores": (
+        "seed: 1_000", [], "seed: must be an integer, got '1_000' (str)  [x.yaml:1]"
+    ),
+    "quoted number": ('seed: "8"', [], "seed: must be an integer, got '8' (str)  [x.yaml:1]"),
+    "true as a number": (
+        "seed: true", [], "seed: must be an integer, got True (bool)  [x.yaml:1]"
+    ),
+    "float as a count": (
+        "budget: {steps: 1e3}", [],
+        "budget.steps: must be an integer, got 1000.0 (float)  [x.yaml:1]",
+    ),
+    "no as a flag": (
+        "tensorboard: no", [], "tensorboard: must be true or false, got 'no' (str)  [x.yaml:1]"
+    ),
+    "zero steps": ("budget:\n  steps: 0", [], "budget.steps: must be >= 1, got 0  [x.yaml:2]"),
+    "negative batch": (
+        "budget: {batch_size: -4}", [], "budget.batch_size: must be >= 1, got -4  [x.yaml:1]"
+    ),
+    "seed too large": (
+        f"seed: {1 << 63}", [], f"seed: must be < {1 << 63}, got {1 << 63}  [x.yaml:1]"
+    ),
+    "beta of one": (
+        "optim:\n  betas: [0.9,\n    1.0]", [], "optim.betas[1]: must be < 1.0, got 1.0  [x.yaml:3]"
+    ),
+    "one beta": ("optim: {betas: [0.9]}", [], "optim.betas[1]: is required  [x.yaml:1]"),
+    "unknown schedule": (
+        "optim: {schedule: cosin}", [],
+        "optim.schedule: must be 'cosine', 'constant' or 'linear', got 'cosin'  [x.yaml:1]",
+    ),
+    "section a number": ("optim: 3", [], "optim: ..."),
+    "name of a path": ("name: ../../etc", [], "name: ..."),
+    "unknown device": (
+        "budget: {device: tpu}", [],
+        "budget.device: must be 'cpu' or 'cuda', got 'tpu'  [x.yaml:1]",
+    ),
+    "heads do not divide": (
+        "model: {d_model: 10, heads: 3}", [],
+        "model.heads: must divide d_model=10, got 3; or give d_key and d_value  [x.yaml:1]",
+    ),
+    "unknown phi": (
+        "model:\n  memory:\n    feature_map: eluu\n", [],
+        "model.memory.feature_map: unknown feature_map kind 'eluu'; known: ...Did you mean 'elu'?"
+        "  [x.yaml:3]",
+    ),
+    "bad field of a phi": (
+        "model:\n  memory:\n    feature_map:\n      kind: random_fourier\n      d_phi: 64\n"
+        "      sigma: -1\n", [],
+        "model.memory.feature_map.sigma: must be > 0.0, got -1  [x.yaml:6]",
+    ),
+    "missing field of a phi": (
+        "model:\n  memory:\n    feature_map: random_fourier", [],
+        "model.memory.feature_map.d_phi: is required  [x.yaml:3]",
+    ),
+    "mapping without kind": (
+        "data: {num_pairs: 4}", [],
+        "data: needs a 'kind'; known data kinds: bundled, copy, mqar, retrieval, text  [x.yaml:1]",
+    ),
+    "kind a number": (
+        "data: 3", [],
+        "data: must be a data kind, a mapping with a 'kind', or an instance, got 3 (int)  "
+        "[x.yaml:1]",
+    ),
+    "mqar too long": (
+        "data: {kind: mqar, num_pairs: 20}", [],
+        "data.num_pairs: num_pairs=20 needs seq_len >= 80 (two tokens per pair and two per query), "
+        "got seq_len=64  [x.yaml:1]",
+    ),
+    "mqar keys": (
+        "data:\n  kind: mqar\n  num_pairs: 8\n  vocab_size: 10\n", [],
+        "data.num_pairs: num_pairs=8 distinct keys need vocab_size >= 18, got vocab_size=10  "
+        "[x.yaml:3]",
+    ),
+    "retrieval queries": (
+        "data: {kind: retrieval, queries: 50}", [],
+        "data.queries: queries=50 distinct keys cannot be asked with num_keys=20  [x.yaml:1]",
+    ),
+    "no paths": ("data: {kind: text, paths: []}", [], "data.paths: ..."),
+    "vocabulary of other data": (
+        "data: mqar\nmodel: {vocab_size: 10}", [],
+        "model.vocab_size: must equal the vocabulary of data 'mqar', 256, got 10; leave it out "
+        "and it "
+        "is filled in  [x.yaml:2]",
+    ),
+    "length of a task": (
+        "data: mqar\nbudget: {seq_len: 32}", [],
+        "budget.seq_len: data 'mqar' has sequences of length 64, got 32; leave it out  [x.yaml:2]",
+    ),
+    "extends nothing": (
+        "extends: nope", [],
+        "extends: no preset 'nope'; presets: mqar, quickstart, retrieval. A file must end in "
+        ".yaml or "
+        ".yml  [x.yaml:1]",
+    ),
+    "extends typo": (
+        "extends: mqra", [],
+        "extends: no preset 'mqra'; presets: mqar, quickstart, retrieval. Did you mean 'mqar'? A "
+        "file "
+        "must end in .yaml or .yml  [x.yaml:1]",
+    ),
+    "extends outside": (
+        "seed: 1\nextends: ../x.yaml", [],
+        "extends: must name a preset or a file in the folder of the config, got '../x.yaml'  "
+        "[x.yaml:2]",
+    ),
+    "extends absolute": (
+        "extends: /etc/passwd.yaml", [],
+        "extends: must name a preset or a file in the folder of the config, got '/etc/passwd.yaml'"
+        "  [x.yaml:1]",
+    ),
+    "extends itself": (
+        "extends: x.yaml", [],
+        "extends: 'extends' goes in a circle or too deep: x.yaml -> x.yaml  [x.yaml:1]",
+    ),
+    "extends missing": ("extends: gone.yaml", [], "extends: cannot read config ..."),
+    "extends a list": (
+        "extends: [mqar]", [], "extends: must be a preset or a file name, got ['mqar']  [x.yaml:1]"
+    ),
+    "set without value": (
+        "", ["optim.lr"], "--set needs path=value, such as optim.lr=1e-3, got 'optim.lr'"
+    ),
+    "set without path": (
+        "", ["=3"], "--set needs path=value, such as optim.lr=1e-3, got '=3'"
+    ),
+    "set unknown": (
+        "", ["learning_rate=1"],
+        "learning_rate: no such setting. Did you mean 'learned_initial'?  [--set learning_rate=1]",
+    ),
+    "set unknown field": (
+        "", ["optim.learn=1"],
+        "optim.learn: unknown field of OptimConfig; known fields: lr, betas, eps, weight_decay, "
+        "warmup, schedule, final, clip. Did you mean 'lr'?  [--set optim.learn=1]",
+    ),
+    "set ambiguous": ("", ["kind=elu"], "kind: could mean model.memory.structure.kind, ..."),
+    "set out of range": (
+        "", ["optim.betas[2]=0.5"],
+        "optim.betas[2]: there is 2 entries to index  [--set optim.betas[2]=0.5]",
+    ),
+    "set into a number": (
+        "", ["seed.x=3"], "seed: has no fields, it is 0  [--set seed.x=3]"
+    ),
+    "set twice": (
+        "", ["seed=1", "seed=2"], "seed: set twice, --set seed=1 and --set seed=2"
+    ),
+    "set kind twice": (
+        "", ["feature_map=elu", "feature_map.kind=relu"],
+        "model.memory.feature_map: set twice, --set feature_map=elu and --set "
+        "feature_map.kind=relu",
+    ),
+    "set bad value": (
+        "", ["feature_map=eluu"],
+        "model.memory.feature_map: unknown feature_map kind 'eluu'; known: ...Did you mean 'elu'?"
+        "  [--set feature_map=eluu]",
+    ),
+    "set broken YAML": (
+        "", ["optim.lr=[1"],
+        "not valid YAML: expected ',' or ']', but got '<stream end>'  [--set optim.lr=[1]",
+    ),
+    "duplicate": (
+        "seed: 1\noptim: {}\nseed: 2\n", [],
+        "seed: given twice, in lines 1 and 3; keep one  [x.yaml:3]",
+    ),
+    "pickle": (
+        "name: !!python/object/apply:os.system [touch gotcha]", [],
+        "name: tag 'tag:yaml.org,2002:python/object/apply:os.system' is not allowed  [x.yaml:1]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.spec("TRAIN-CONFIG-D1", "TRAIN-COMPOSE-D1")
+@pytest.mark.parametrize("name", CASES)
+def test_one_clear_error(name, tmp_path, monkeypatch):
+    text, overrides, expected = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_experiment("x.yaml", overrides)
+    message = str(caught.value)
+    assert len(caught.value.problems) == 1, message
+    if "..." not in expected:
+        assert message == expected
+    else:
+        start, _, end = expected.partition("...")
+        assert message.startswith(start) and message.endswith(end)
+    assert not list(tmp_path.glob("gotcha"))
+
+
+@pytest.mark.spec("TRAIN-CONFIG-D2")
+def test_all_problems_of_independent_settings_are_listed_at_once(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("seed: -1\noptim:\n  lr: 0\nbudget:\n  steps: 0\n")
+    with pytest.raises(ConfigError) as caught:
+        load_experiment(path)
+    assert str(caught.value).splitlines() == [
+        "seed: must be >= 0, got -1  [x.yaml:1]",
+        "optim.lr: must be > 0.0, got 0  [x.yaml:3]",
+        "budget.steps: must be >= 1, got 0  [x.yaml:5]",
+    ]
+
+
+@pytest.mark.spec("TRAIN-CONFIG-D2")
+def test_a_state_that_would_not_fit_is_refused_without_building_it(tmp_path, monkeypatch):
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "model:\n  d_model: 4096\n  heads: 1\n  memory:\n    feature_map: {kind: polynomial, "
+        "degree: 9}\n"
+    )
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("allocates"))
+    began = time.process_time()
+    with pytest.raises(ConfigError, match=r"model.memory.*\[x.yaml:\d\]"):
+        load_experiment(path)
+    assert time.process_time() - began < 5  # seconds of CPU: far below what building would take
+
+
+def test_problems_in_an_extended_file_name_that_file(tmp_path):
+    (tmp_path / "base.yaml").write_text("seed: 3\noptim:\n  lr: -1\n")
+    (tmp_path / "x.yaml").write_text("extends: base.yaml\nseed: 4\n")
+    with pytest.raises(ConfigError, match=r"^optim.lr: must be > 0.0, got -1  \[base.yaml:3\]$"):
+        load_experiment(tmp_path / "x.yaml")
+    (tmp_path / "base.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match=r"^not valid YAML: .*  \[base.yaml:1\]$"):
+        load_experiment(tmp_path / "x.yaml")
+
+
+def test_a_symbolic_link_does_not_lead_out(tmp_path):
+    (tmp_path / "secret.yaml").write_text("seed: 1")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "link.yaml").symlink_to(tmp_path / "secret.yaml")
+    (inner / "x.yaml").write_text("extends: link.yaml")
+    with pytest.raises(ConfigError, match="must name a preset or a file in the folder"):
+        load_experiment(inner / "x.yaml")
+
+
+def test_an_unknown_preset_on_the_command_line():
+    with pytest.raises(ConfigError, match=r"no preset 'quickstrat'; .*Did you mean 'quickstart'\?"):
+        load_experiment("quickstrat")

@@ -1,0 +1,126 @@
+"""From presets, files and overrides to one experiment."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hecate import bias, phi
+from hecate.data import MQAR, Copy, Retrieval, Text
+from hecate.train import ExperimentConfig, OptimConfig, dump_experiment, load_experiment, presets
+
+from .common import tiny
+
+
+@pytest.fixture
+def load(tmp_path):
+    def loaded(text, *overrides, **others):
+        for name, content in others.items():
+            (tmp_path / f"{name}.yaml").write_text(content)
+        (tmp_path / "x.yaml").write_text(text)
+        return load_experiment(tmp_path / "x.yaml", overrides)
+
+    return loaded
+
+
+@pytest.mark.spec("TRAIN-COMPOSE-I1")
+@pytest.mark.parametrize("name", presets())
+def test_presets_load_and_come_back_from_their_dump(name, load):
+    config = load_experiment(name)
+    assert config.name == name
+    assert load(dump_experiment(config)) == config
+
+
+_MAPS = st.sampled_from(
+    [phi.ELU(), phi.RandomFourier(d_phi=6, sigma=0.3), phi.Compose(maps=(phi.ELU(), phi.Exp()))]
+)
+_DATA = st.sampled_from(
+    [MQAR(power=1e-3), Copy(), Retrieval(), Text(paths=["no", "1e-3", "a b.txt"], validation=0.125)]
+)
+
+
+@pytest.mark.spec("TRAIN-COMPOSE-I1")
+@settings(max_examples=25)
+@given(
+    feature_map=_MAPS, data=_DATA, lr=st.floats(1e-12, 1e6), seed=st.integers(0, (1 << 63) - 1),
+    prompt=st.text(max_size=8), clip=st.none() | st.floats(1e-3, 10),
+)  # fmt: skip
+def test_any_experiment_comes_back_from_its_dump(
+    tmp_path_factory, feature_map, data, lr, seed, prompt, clip
+):
+    config = tiny(data=data, optim={"lr": lr, "clip": clip}, seed=seed, sample={"prompt": prompt})
+    memory = config.model.memory.model_copy(update={"feature_map": feature_map, "key_norm": "l2"})
+    model = config.model.model_copy(update={"memory": memory})
+    config = config.model_copy(update={"model": model})
+    path = tmp_path_factory.mktemp("dump") / "x.yaml"
+    path.write_text(dump_experiment(config), encoding="utf-8")
+    assert load_experiment(path) == config
+
+
+def test_an_empty_file_is_the_default_experiment(load):
+    assert load("") == ExperimentConfig()
+
+
+@pytest.mark.spec("TRAIN-COMPOSE-D2")
+def test_extends_merges_mappings_and_replaces_the_rest(load):
+    config = load(
+        "extends: base\nseed: 5\noptim:\n  betas: [0.5, 0.6]\n".replace("base", "base.yaml"),
+        base="extends: mqar\nname: mine\nseed: 4\noptim:\n  lr: 1e-2\n  betas: [0.1, 0.2]\n",
+    )
+    preset = load_experiment("mqar")
+    assert (config.name, config.seed, config.optim.lr) == ("mine", 5, 0.01)
+    assert config.optim.betas == (0.5, 0.6)
+    assert config.optim.warmup == preset.optim.warmup and config.data == preset.data
+
+
+@pytest.mark.spec("TRAIN-COMPOSE-D2")
+def test_another_kind_replaces_and_the_same_kind_merges(load):
+    base = "data: {kind: mqar, num_pairs: 3, power: 0.5}\n"
+    assert load("extends: b.yaml\ndata: copy", b=base).data == Copy()
+    assert load("extends: b.yaml\ndata: {kind: copy, symbols: 3}", b=base).data == Copy(symbols=3)
+    both = MQAR(num_pairs=4, power=0.5)
+    assert load("extends: b.yaml\ndata: {kind: mqar, num_pairs: 4}", b=base).data == both
+    assert load("extends: b.yaml\ndata: {num_pairs: 4}", b=base).data == both
+    assert load("extends: b.yaml\ndata: {num_pairs: 4}", b="data: mqar").data == MQAR(num_pairs=4)
+
+
+@pytest.mark.spec("TRAIN-COMPOSE-D3")
+def test_overrides(load):
+    config = load(
+        "data: {kind: mqar, num_pairs: 3}",
+        "optim.lr=1e-2", "data.num_pairs=5", "bias=dot", "optim.betas[0]=0.25",
+        "sample.prompt='no'",
+    )  # fmt: skip
+    assert config.optim.lr == 0.01 and config.optim.betas == (0.25, OptimConfig().betas[1])
+    assert config.data == MQAR(num_pairs=5)
+    assert config.model.memory.bias == bias.Dot()
+    assert config.sample.prompt == "no"
+
+
+@pytest.mark.spec("TRAIN-COMPOSE-D3")
+@pytest.mark.parametrize("turn", [1, -1])
+def test_a_kind_and_its_fields_may_be_set_in_any_order(load, turn):
+    texts = ["feature_map.kind=favor", "feature_map.num_features=16"][::turn]
+    found = load("model: {memory: {feature_map: {kind: random_fourier, d_phi: 4}}}", *texts)
+    assert found.model.memory.feature_map == phi.Favor(num_features=16)
+    texts = ["data=retrieval", "data.queries=2"][::turn]
+    assert load("", *texts).data == Retrieval(queries=2)
+
+
+@pytest.mark.spec("TRAIN-COMPOSE-D3")
+def test_an_override_may_repair_a_file(load):
+    assert load("optim: {lr: -1}", "optim.lr=1").optim.lr == 1
+
+
+@pytest.mark.spec("TRAIN-LOOP-D1")
+def test_rates():
+    optim = OptimConfig(lr=1.0, warmup=4, schedule="linear", final=0.1)
+    rates = [optim.rate(step, 14) for step in range(14)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0 and rates[13] == pytest.approx(0.1)
+    assert rates[4] - rates[5] == pytest.approx(0.1)
+    cosine = OptimConfig(lr=1.0, warmup=0, final=0.0)
+    assert cosine.rate(5, 11) == pytest.approx(0.5)
+    assert cosine.rate(0, 11) == 1.0 and cosine.rate(10, 11) == pytest.approx(0.0)
+    assert OptimConfig(lr=2.0, warmup=0, schedule="constant").rate(10, 11) == 2.0

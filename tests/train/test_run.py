@@ -1,0 +1,276 @@
+"""Run folders: what they hold, how they are resumed, and what signals do."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from hecate.errors import CheckpointError, ConfigError, NonFiniteError
+from hecate.train import checkpoints, load_checkpoint, load_experiment, open_run, run_experiment
+from hecate.train.display import Display
+from hecate.train.metrics import MetricsWriter, read_metrics
+from hecate.train.trainer import Trainer
+
+from .common import TiedGRU, same_bits, tiny
+
+TEXT = {"data": {"kind": "bundled", "max_bytes": 1 << 16}, "sample": {"tokens": 5}}
+
+
+@pytest.fixture(autouse=True)
+def no_figures(request, monkeypatch):
+    """Drawing takes a second; only the tests of figures pay for it."""
+    if "figures" not in request.fixturenames:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+
+@pytest.fixture
+def figures():
+    """Asked for by tests that draw."""
+    return pytest.importorskip("matplotlib.figure")
+
+
+def run(config, folder, **options):
+    return run_experiment(config, folder, display=Display(quiet=True), **options)
+
+
+@pytest.mark.spec("TRAIN-RUN-D1")
+def test_what_a_run_leaves(tmp_path, figures):
+    result = run(tiny(), tmp_path / "run")
+    folder = result.folder
+    assert (result.status, result.step, result.signal) == ("finished", 20, None)
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "checkpoints", "config.yaml", "env.json", "figures", "metrics.jsonl",
+        "report.md", "samples.txt",
+    ]  # fmt: skip
+    assert load_experiment(folder / "config.yaml") == tiny()
+    environment = json.loads((folder / "env.json").read_text())
+    assert environment["versions"]["torch"] == torch.__version__ and environment["threads"] == 1
+    assert [p.name for p in checkpoints(folder / "checkpoints")] == [
+        "step_00000010",
+        "step_00000020",
+    ]
+    assert sorted(p.name for p in (folder / "figures").iterdir()) == ["accuracy.png", "loss.png"]
+    records = read_metrics(folder / "metrics.jsonl")
+    assert [r["event"] for r in records].count("train") == 20
+    assert [r["step"] for r in records if r["event"] == "eval"] == [10, 20]
+    report = (folder / "report.md").read_text()
+    for text in (
+        "| a value of the row (baseline) | 0.5000 |",
+        f"| **this model** | **{result.score.accuracy:.4f}",
+        "bytes, whatever its length", "![accuracy](figures/accuracy.png)", "kind: identity",
+        "hecate train", "torch 2.",
+    ):  # fmt: skip
+        assert text in report, text
+    assert "label" in (folder / "samples.txt").read_text()
+
+
+@pytest.mark.spec("TRAIN-RUN-D1")
+def test_a_text_run(tmp_path):
+    result = run(tiny(**TEXT, budget={"steps": 2, "seq_len": 8}), tmp_path / "run")
+    assert result.metric == "bits_per_byte" and set(result.baselines) == {
+        "uniform",
+        "unigram",
+        "bigram",
+    }
+    assert result.score.value(result.metric) == pytest.approx(
+        result.score.loss / 0.6931471805599453
+    )
+    assert (result.folder / "samples.txt").read_text().startswith("--- step 2\ndef ")
+    assert "| bigram (baseline) |" in (result.folder / "report.md").read_text()
+
+
+@pytest.mark.spec("TRAIN-LOOP-I2")
+def test_a_run_leaves_the_global_random_state_alone(tmp_path):
+    model = TiedGRU()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    threads = torch.get_num_threads()
+    run(tiny(budget={"threads": 2, "steps": 2}), tmp_path / "run", model=model)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.spec("CKPT-RESUME-I1")
+def test_a_resumed_run_ends_in_the_same_bits(tmp_path):
+    whole = run(tiny(), tmp_path / "whole", model=TiedGRU())
+
+    class Stops(TiedGRU):
+        calls = 0
+
+        def forward(self, tokens, state=None):
+            if self.training:
+                self.calls += 1
+                if self.calls == 14:
+                    raise KeyboardInterrupt  # stands for a crash between two checkpoints
+            return super().forward(tokens, state)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny(), tmp_path / "parts", model=Stops())
+    parts = run(tiny(), tmp_path / "parts", model=TiedGRU(seed=9), resume=True)
+    assert parts.score == whole.score
+    one, two = (
+        load_checkpoint(folder / "checkpoints" / "step_00000020")
+        for folder in (whole.folder, parts.folder)
+    )
+    assert same_bits(one.tensors, two.tensors) and one.facts == two.facts
+    keys = ("step", "loss", "lr", "grad_norm")
+    curves = [
+        [
+            tuple(r[k] for k in keys)
+            for r in read_metrics(f / "metrics.jsonl")
+            if r["event"] == "train"
+        ]
+        for f in (whole.folder, parts.folder)
+    ]
+    assert curves[0] == curves[1]  # the steps that the crash undid are not counted twice
+
+
+@pytest.mark.spec("CKPT-RESUME-D1")
+def test_resuming_says_what_it_skipped(tmp_path):
+    run(tiny(), tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step_00000020" / "tensors.safetensors").write_bytes(b"x")
+    text = io.StringIO()
+    result = run_experiment(
+        tiny(), tmp_path / "run", resume=True, display=Display(Console(file=text, width=500))
+    )
+    assert result.status == "finished"
+    assert re.search(r"skipped step_00000020: .*is truncated or not a safetensors", text.getvalue())
+    assert re.search(r"resumed from .*step_00000010 at step 10", text.getvalue())
+
+
+@pytest.mark.spec("TRAIN-RUN-D2")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_stops(tmp_path, number):
+    class Signals(TiedGRU):
+        calls = 0
+
+        def forward(self, tokens, state=None):
+            self.calls += self.training
+            if self.training and self.calls == 4:
+                os.kill(os.getpid(), number)
+            return super().forward(tokens, state)
+
+    before = signal.getsignal(number)
+    result = run(tiny(), tmp_path / "run", model=Signals())
+    assert signal.getsignal(number) is before
+    assert (result.status, result.step, result.signal) == ("interrupted", 4, number)
+    assert [p.name for p in checkpoints(result.folder / "checkpoints")] == ["step_00000004"]
+    assert "Run interrupted at step 4 of 20" in (result.folder / "report.md").read_text()
+    resumed = run(tiny(), result.folder, model=TiedGRU(), resume=True)
+    whole = run(tiny(), tmp_path / "whole", model=TiedGRU())
+    assert resumed.score == whole.score
+
+
+def test_minutes_end_a_run(tmp_path):
+    result = run(tiny(budget={"minutes": 1e-9}), tmp_path / "run")
+    assert result.status == "out of time" and result.step == 0
+
+
+@pytest.mark.spec("TRAIN-RUN-D3")
+def test_folders_are_not_overwritten_or_resumed_by_mistake(tmp_path):
+    with pytest.raises(CheckpointError, match="is not a run folder: it has no config.yaml"):
+        run(tiny(), tmp_path / "run", resume=True)
+    assert not (tmp_path / "run").exists()
+    run(tiny(budget={"steps": 1}), tmp_path / "run")
+    with pytest.raises(CheckpointError, match="already holds a run; continue it with --resume"):
+        run(tiny(), tmp_path / "run")
+    other = tiny(seed=4)
+    with pytest.raises(CheckpointError, match="was trained with another 'seed'"):
+        run(other, tmp_path / "run", resume=True)
+    assert load_experiment(tmp_path / "run" / "config.yaml").seed == 0
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write run folder"):
+        run(tiny(), tmp_path / "file" / "run")
+
+
+@pytest.mark.spec("TRAIN-LOOP-D2")
+def test_a_run_that_diverges_says_where(tmp_path):
+    class Diverges(TiedGRU):
+        def forward(self, tokens, state=None):
+            logits, state = super().forward(tokens, state)
+            return logits / (int(self.seen) < 12), state
+
+    with pytest.raises(
+        NonFiniteError, match=r"^step 3: the loss is (nan|inf) at learning rate 0.003"
+    ):
+        run(tiny(), tmp_path / "run", model=Diverges())
+
+
+@pytest.mark.spec("TRAIN-RUN-D4")
+def test_opening_a_run_takes_the_best_or_the_newest(tmp_path):
+    config = tiny(budget={"eval_every": 5, "checkpoint_every": 5}, optim={"lr": 0.5, "warmup": 0})
+    result = run(config, tmp_path / "run")
+    newest, step = open_run(result.folder, "newest")
+    assert step == 20 and newest.evaluate() == result.score
+    best, step = open_run(result.folder)
+    losses = {
+        r["step"]: r["validation_loss"]
+        for r in read_metrics(result.folder / "metrics.jsonl") if r["event"] == "eval"
+    }  # fmt: skip
+    assert best.evaluate().loss == min(losses.values()) == losses[step]
+    for empty in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError, match="is not a run folder"):
+            open_run(empty)
+
+
+@pytest.mark.spec("TRAIN-METRICS-D1")
+def test_metrics_survive_a_killed_writer(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as metrics:
+        metrics.write({"event": "train", "step": 1, "loss": 2.0})
+        metrics.write({"event": "train", "step": 2, "loss": 1.0})
+    with path.open("a") as file:
+        file.write('{"event": "train", "st')
+    assert [r["step"] for r in read_metrics(path)] == [1, 2]
+    with MetricsWriter(path) as metrics:
+        metrics.write({"event": "resume", "step": 1})
+        metrics.write({"event": "train", "step": 2, "loss": 1.5})
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == [
+        "train", "train", "resume", "train",
+    ]  # fmt: skip
+    assert [(r["event"], r["step"]) for r in read_metrics(path)] == [
+        ("train", 1), ("resume", 1), ("train", 2),
+    ]  # fmt: skip
+    assert read_metrics(path)[-1]["loss"] == 1.5
+
+
+def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(
+        ConfigError, match=r"tensorboard: needs TensorBoard: install hecate\[track\]"
+    ):
+        run(tiny(tensorboard=True), tmp_path / "run")
+
+
+@pytest.mark.spec("TRAIN-RUN-D1")
+def test_without_matplotlib_the_report_says_so(tmp_path):
+    result = run(tiny(budget={"steps": 1}), tmp_path / "run")
+    assert "Not drawn: matplotlib is not installed" in (result.folder / "report.md").read_text()
+
+
+def test_plain_lines_off_a_terminal_and_a_bar_on_one(tmp_path):
+    plain, fancy = io.StringIO(), io.StringIO()
+    run_experiment(tiny(), tmp_path / "a", display=Display(Console(file=plain)))
+    assert re.search(r"^step +10/20  validation 0\.\d{4} accuracy", plain.getvalue(), re.MULTILINE)
+    assert "\x1b" not in plain.getvalue() and len(plain.getvalue().splitlines()) == 2
+    run_experiment(
+        tiny(), tmp_path / "b", display=Display(Console(file=fancy, force_terminal=True, width=100))
+    )
+    assert "\x1b" in fancy.getvalue() and "20/20" in fancy.getvalue()
+
+
+def test_the_trainer_alone_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(tiny())
+    trainer.train_step()
+    trainer.evaluate()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,267 @@
+"""The loop in memory: determinism, exact resumption, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hecate.data import IGNORED, Batch
+from hecate.errors import CheckpointError, ConfigError, NonFiniteError
+from hecate.train import Trainer, load_checkpoint, save_checkpoint
+from hecate.train.evaluate import evaluate, state_leaves
+from hecate.train.generate import generate
+from hecate.train.state import parameter_groups
+
+from .common import TiedGRU, same_bits, tiny
+
+TEXT = {"kind": "bundled", "max_bytes": 1 << 16}
+
+
+def trained(trainer, steps):
+    return [trainer.train_step() for _ in range(steps)]
+
+
+def fresh(kind, **fields):
+    torch.manual_seed(1)
+    if kind == "gru":
+        return Trainer(tiny(**fields), model=TiedGRU())
+    data = {"data": TEXT, "budget": {"seq_len": 12}} if kind == "text" else {}
+    return Trainer(tiny(**data, **fields))
+
+
+@pytest.mark.spec("TRAIN-LOOP-I1")
+@pytest.mark.parametrize("kind", ["memory", "text", "gru"])
+def test_the_same_config_gives_the_same_bits(kind):
+    one = fresh(kind)
+    steps = trained(one, 5)
+    two = fresh(kind)
+    assert trained(two, 5) == steps
+    assert same_bits(one.model.state_dict(), two.model.state_dict())
+    other = fresh(kind, seed=1)
+    assert trained(other, 5) != steps
+
+
+@pytest.mark.spec("TRAIN-LOOP-I2")
+def test_the_model_and_batches_do_not_depend_on_global_draws():
+    one = Trainer(tiny())
+    torch.rand(17)
+    two = Trainer(tiny())
+    torch.rand(5)
+    assert same_bits(one.model.state_dict(), two.model.state_dict())
+    assert trained(one, 3) == trained(two, 3)
+
+
+@pytest.mark.spec("CKPT-RESUME-I1")
+@pytest.mark.parametrize("kind", ["memory", "text", "gru"])
+def test_ten_and_ten_steps_are_twenty_to_the_bit(kind, tmp_path):
+    whole = fresh(kind)
+    expected = trained(whole, 20)
+    half = fresh(kind)
+    first = trained(half, 10)
+    path = save_checkpoint(tmp_path, half.step, half.checkpoint())
+    trained(half, 3)  # whatever happens after the checkpoint does not matter
+    torch.manual_seed(99)
+    resumed = Trainer(half.config, model=TiedGRU(seed=5) if kind == "gru" else None)
+    resumed.restore(load_checkpoint(path), str(path))
+    assert resumed.step == 10
+    assert first + trained(resumed, 10) == expected
+    one, two = whole.checkpoint(), resumed.checkpoint()
+    assert one.facts == two.facts
+    assert same_bits(one.tensors, two.tensors)
+    names = set(one.tensors)
+    assert {"rng/torch"} < names and any(n.endswith("/step") for n in names)
+    assert any(n.endswith("/exp_avg_sq") for n in names)
+
+
+def test_tied_weights_stay_tied_and_are_stored_once(tmp_path):
+    trainer = fresh("gru")
+    trained(trainer, 2)
+    path = save_checkpoint(tmp_path, 2, trainer.checkpoint())
+    text = (path / "manifest.json").read_text()
+    assert '"model/head.weight": "model/embedding.weight"' in text
+    resumed = fresh("gru")
+    resumed.restore(load_checkpoint(path), str(path))
+    trained(resumed, 1)
+    assert resumed.model.head.weight is resumed.model.embedding.weight
+    assert int(resumed.model.seen) == 3 * 4
+
+
+@pytest.mark.spec("CKPT-RESUME-D2")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": {"d_model": 16}}, "was trained with another 'model'"),
+        ({"seed": 3}, "was trained with another 'seed'"),
+        ({"optim": {"lr": 1.0}}, "was trained with another 'optim'"),
+        ({"data": {"kind": "copy"}}, "was trained with another 'data'"),
+        ({"budget": {"batch_size": 5}}, "the saved data cursor has batch_size=4, this run has 5"),
+    ],
+)
+def test_a_checkpoint_of_another_experiment_is_refused(fields, message):
+    checkpoint = Trainer(tiny()).checkpoint()
+    other = Trainer(tiny(**fields))
+    before = {k: v.clone() for k, v in other.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=f"^where.*{message}"):
+        other.restore(checkpoint, "where")
+    assert same_bits(before, other.model.state_dict())
+
+
+@pytest.mark.spec("CKPT-RESUME-D2")
+def test_tensors_that_do_not_fit_the_model_are_named():
+    trainer = fresh("gru")
+    checkpoint = trainer.checkpoint()
+    for tensors, message in (
+        ({"model/extra": torch.zeros(1)}, "has an unknown tensor 'extra'"),
+        ({"model/rnn.bias_hh_l0": torch.zeros(3)}, r"'rnn.bias_hh_l0' is \[3\] torch.float64"),
+        (
+            {"model/seen": torch.zeros(())},
+            "'seen' is .* torch.float64, the model has .* torch.int64",
+        ),
+    ):
+        changed = checkpoint._replace(tensors={**checkpoint.tensors, **tensors})
+        with pytest.raises(CheckpointError, match=message):
+            trainer.restore(changed, "where")
+    lacking = {k: v for k, v in checkpoint.tensors.items() if k != "model/seen"}
+    with pytest.raises(CheckpointError, match="lacks tensor 'seen'"):
+        trainer.restore(checkpoint._replace(tensors=lacking), "where")
+
+
+class Fixed(nn.Module):
+    """Logits that ignore the input: a learned row, or a given value."""
+
+    def __init__(self, vocab: int, value: float = 0.0) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.full((vocab,), value))
+
+    def forward(self, tokens, state=None):
+        return self.row.expand(*tokens.shape, -1), None
+
+
+@pytest.mark.spec("TRAIN-LOOP-D2")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_before_the_parameters_change(value):
+    model = Fixed(16, value)
+    trainer = Trainer(tiny(), model=model)
+    before = model.row.detach().clone()
+    with pytest.raises(NonFiniteError, match=r"^step 1: the loss is nan at learning rate .* Lower"):
+        trainer.train_step()
+    assert torch.equal(model.row, before) or math.isnan(value)
+    assert trainer.step == 0
+
+
+@pytest.mark.spec("TRAIN-LOOP-D2")
+def test_a_gradient_that_is_not_finite_stops_before_the_parameters_change():
+    class Explodes(Fixed):
+        def forward(self, tokens, state=None):
+            logits, _ = super().forward(tokens)
+            logits.register_hook(lambda g: g * math.inf)
+            return logits, None
+
+    model = Explodes(16)
+    trainer = Trainer(tiny(), model=model)
+    with pytest.raises(NonFiniteError, match=r"^step 1: the gradient norm is (nan|inf) at"):
+        trainer.train_step()
+    assert torch.equal(model.row, torch.zeros(16))
+
+
+@pytest.mark.spec("TRAIN-EVAL-D1")
+def test_every_label_weighs_the_same():
+    model = Fixed(4)
+    with torch.no_grad():
+        model.row.copy_(torch.tensor([0.0, 1.0, 0.0, 0.0]))
+    batches = [
+        Batch(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[1, 0, 1]])),
+        Batch(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[IGNORED, IGNORED, 2]])),
+        Batch(torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[IGNORED, IGNORED]])),
+    ]
+    score = evaluate(model, batches, torch.device("cpu"))
+    total = math.log(math.e + 3)
+    assert score.labels == 4 and score.accuracy == 0.5
+    assert score.loss == pytest.approx((2 * (total - 1) + 2 * total) / 4)
+    assert score.value("bits_per_byte") == pytest.approx(score.loss / math.log(2))
+    assert score.value("accuracy") == 0.5
+
+
+def test_evaluation_leaves_the_run_as_it_was():
+    plain = fresh("gru")
+    expected = trained(plain, 3)
+    watched = fresh("gru")
+    steps = trained(watched, 2)
+    watched.evaluate()
+    state_leaves(watched.model, watched.source, 8, watched.device)
+    assert watched.model.training
+    assert steps + trained(watched, 1) == expected
+
+
+@pytest.mark.spec("TRAIN-OPTIM-D1")
+def test_only_matrices_decay():
+    trainer = Trainer(tiny())
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    decayed, plain = (
+        {names[id(p)] for p in group["params"]} for group in parameter_groups(trainer.model, 0.1)
+    )
+    assert decayed | plain == set(names.values()) and not decayed & plain
+    assert "embedding.weight" in decayed and "blocks.0.memory.qkv.weight" in decayed
+    assert "norm.weight" in plain and "blocks.0.memory.norm" in plain
+    assert all(p.dim() >= 2 for n, p in trainer.model.named_parameters() if n in decayed)
+    assert [g["weight_decay"] for g in trainer.optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_training_learns():
+    trainer = Trainer(
+        tiny(data={"kind": "copy", "vocab_size": 3, "symbols": 1}, optim={"lr": 0.02})
+    )
+    trained(trainer, 60)
+    assert trainer.evaluate().accuracy == 1.0
+
+
+@pytest.mark.spec("TRAIN-GEN-D1")
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_streaming_generation_equals_reading_everything_again(temperature):
+    model = Trainer(tiny()).model
+    prompt = [3, 1, 4, 1, 5]
+    streamed = list(
+        generate(
+            model, prompt, 12, temperature=temperature,
+            generator=torch.Generator().manual_seed(3), device=None,
+        )
+    )  # fmt: skip
+    generator, whole = torch.Generator().manual_seed(3), list(prompt)
+    with torch.no_grad():
+        for _ in range(12):
+            last = model(torch.tensor([whole]))[0][0, -1].float()
+            if temperature:
+                weights = torch.softmax(last / temperature, -1)
+                whole.append(int(torch.multinomial(weights, 1, generator=generator)))
+            else:
+                whole.append(int(last.argmax()))
+    assert streamed == whole[5:]
+
+
+@pytest.mark.spec("TRAIN-GEN-D1")
+def test_generation_keeps_a_state_of_constant_size_and_one_token_per_call():
+    model, sizes, lengths = TiedGRU(), [], []
+
+    class Watched(nn.Module):
+        def forward(self, tokens, state=None):
+            logits, state = model(tokens, state)
+            sizes.append(state.numel())
+            lengths.append(tokens.shape[1])
+            return logits, state
+
+    list(generate(Watched(), [1, 2, 3], 6, temperature=1.0, generator=torch.Generator()))
+    assert len(set(sizes)) == 1 and lengths == [3, 1, 1, 1, 1, 1]
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ConfigError, match="needs a prompt"):
+        next(generate(TiedGRU(), [], 3, temperature=1.0, generator=torch.Generator()))
+
+
+def test_cuda_without_a_device_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="budget.device: is 'cuda', but no CUDA device"):
+        Trainer(tiny(budget={"device": "cuda"}))
