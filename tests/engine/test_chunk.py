@@ -135,6 +135,21 @@ def test_float32_errs_no_more_than_its_sums(structure, commit):
         close(item, flat_state(state)[name], bound, name)
 
 
+@pytest.mark.spec("ENG-CHUNK-V1")
+def test_relu_at_exactly_zero_has_no_slope_anywhere():
+    """With retain 0 on an empty gradient the layers vanish, and every pre-activation is 0."""
+    deep = {"kind": "mlp", "layers": 3, "expansion": 2, "activation": "relu"}
+    config = config_of(structure=deep, retention="decay", chunk=2, bias="dot")
+    case = case_of(config, length=6)
+    gates = Gates(case.gates.lr, case.gates.retain.clone())
+    gates.retain[:, ::3] = 0
+    case = case._replace(gates=gates, v=torch.zeros_like(case.v))
+    expected = whole(case, engine="sequential", autodiff="tape")
+    for engine in ("sequential", "chunk"):
+        for autodiff in ("tape", "torch"):
+            whole(case, engine=engine, autodiff=autodiff).equals(expected)
+
+
 # Transforms.
 
 
