@@ -29,6 +29,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if unstable:
+        raise pytest.UsageError(
+            f"a test's name holds an address, so workers disagree: {unstable[0]}"
+        )
     for item in items:
         if "gpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs --device cuda"))

@@ -16,8 +16,9 @@ from hecate.tape import execute
 
 
 def can_inspect(*tensors: Tensor) -> bool:
-    """Whether values may steer Python: not while compiling, not inside `torch.func` transforms."""
-    if torch.compiler.is_compiling():
+    """Whether values exist and may steer Python: not on the meta device, not while compiling, not
+    inside `torch.func` transforms."""
+    if torch.compiler.is_compiling() or any(tensor.is_meta for tensor in tensors):
         return False
     return not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
 

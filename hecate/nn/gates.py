@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hecate.rule import Gates, MemoryConfig
+from hecate.tape.bridge import without_autocast
 
 
 class GateHeads(nn.Module):
@@ -61,7 +62,7 @@ class GateHeads(nn.Module):
     def forward(self, x: Tensor) -> Gates:
         """The gates of every token."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             values = {
                 name: torch.sigmoid(
                     nn.functional.linear(

@@ -44,8 +44,7 @@ class Memory(nn.Module):
         learned_initial: whether the memory's starting weights are trained; else they stay as drawn.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call this memory.
-        generator: source of all draws; None uses torch's default generator, like every torch
-        module.
+        generator: source of all draws; None uses torch's default generator, as torch modules do.
 
     Raises:
         ConfigError: sizes that do not fit, or an inner step that provably diverges.

@@ -1,4 +1,4 @@
-"""What a feature map is: `phi: R^d -> R^d_phi`, its parameters, its derivative and its declared traits."""
+"""A feature map `phi: R^d -> R^d_phi`: its parameters, its derivative, its declared traits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hecate.variant import Variant
 
 
 class Params(TypedDict):
-    """Parameters of a feature map: `learned` ones are trained, `frozen` ones are drawn once and kept.
+    """Parameters of a feature map: `learned` ones are trained, `frozen` ones are drawn once and
+    kept.
 
     Every tensor has a leading head axis `[H, ...]`; with `H = 1` it serves any number of heads.
     """
@@ -40,12 +41,12 @@ class Traits(NamedTuple):
 class FeatureMap(Variant, family="feature_map"):
     """A map of keys and queries to phi-space, applied per head and before every update and read.
 
-    A variant gives `output_dim`, `forward` with `vjp` on the next lines, `traits` where they differ from
-    the defaults, and `init` where it has parameters. A map without a hand-written `vjp` gives `features`
-    instead and is differentiated by `torch.func.vjp`; `hecate list` says so.
+    A variant gives `output_dim`, `forward` with `vjp` on the next lines, `traits` where they differ
+    from the defaults, and `init` where it has parameters. A map without a hand-written `vjp` gives
+    `features` instead and is differentiated by `torch.func.vjp`; `hecate list` says so.
 
-    Shapes: x `[..., D]`, or `[..., H, D]` when its parameters are per head; features `[..., d_phi]`.
-    The same instance with the same parameters serves the write and the read.
+    Shapes: x `[..., D]`, or `[..., H, D]` when its parameters are per head; features `[...,
+    d_phi]`. The same instance with the same parameters serves the write and the read.
     """
 
     def output_dim(self, d: int) -> int:
@@ -101,7 +102,7 @@ class FeatureMap(Variant, family="feature_map"):
         return self.forward(x, params)[0]
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """The kernel that phi(x).phi(y) approximates or equals in expectation, `[...]`; None if none."""
+        """The kernel `[...]` that phi(x).phi(y) equals, at least in expectation; None if none."""
         return None
 
     @property
@@ -193,7 +194,9 @@ def project(x: Tensor, w: Tensor) -> Tensor:
     if w.shape[0] == 1:
         return x @ w[0]
     if x.dim() < 2 or x.shape[-2] != w.shape[0]:
-        raise ShapeError(f"expected inputs [..., {w.shape[0]} heads, {w.shape[1]}], got {list(x.shape)}")
+        raise ShapeError(
+            f"expected inputs [..., {w.shape[0]} heads, {w.shape[1]}], got {list(x.shape)}"
+        )
     return (x.unsqueeze(-2) @ w).squeeze(-2)
 
 

@@ -31,8 +31,7 @@ class MemoryState(NamedTuple):
         slots: the algorithm's tensors by `name.weight`, of the weights' shapes.
         anchor: weights at the chunk's start, where gradients are taken; empty unless chunk > 1.
         pending: the unfinished chunk of `commit="chunk"`: summed lr-weighted gradients by weight
-        name and
-            the product of the retain gates as `"retain"`; empty otherwise.
+            name and the product of the retain gates as `"retain"`; empty otherwise.
         position: tokens written since the chunk's start, `[B, H]` int64.
         normalizer: the state of the sum normaliser, or None.
     """

@@ -60,7 +60,7 @@ class MLP(Structure):
         generator = generator or torch.Generator().manual_seed(0)
         return {
             name: (
-                torch.randn(heads, *shape, generator=generator, dtype=torch.float64)
+                torch.randn(heads, *shape, generator=generator, dtype=torch.float64, device="cpu")
                 / math.sqrt(shape[-1])
             ).to(device=device, dtype=dtype)
             for name, shape in self.shapes(d_phi, d_v).items()

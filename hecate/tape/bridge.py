@@ -64,6 +64,11 @@ def _full_precision(inputs: Tensors) -> AbstractContextManager[Any]:
     # Index tensors may stay on the CPU while the work is elsewhere.
     devices = sorted({value.device.type for value in inputs if value is not None}, key="cpu".__eq__)
     device = devices[0] if devices else None
-    if device is None or not torch.is_autocast_enabled(device):
+    return nullcontext() if device is None else without_autocast(device)
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Full precision on a device type, whatever autocast surrounds the call."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)

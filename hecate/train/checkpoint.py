@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hecate.errors import CheckpointError
+from hecate.train.files import sync
 
 FORMAT = "hecate-checkpoint"
 VERSION = 1
@@ -71,14 +72,14 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint) -> Path:
         save_file(stored, temporary / TENSORS)
         (temporary / MANIFEST).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
         for path in (temporary / TENSORS, temporary / MANIFEST, temporary):
-            _sync(path)
+            sync(path)
         if target.exists():  # an older run's or a damaged one; never left half replaced
             target.rename(retired := folder / f"{_TEMPORARY}old-{target.name}-{os.getpid()}")
             temporary.rename(target)
             shutil.rmtree(retired)
         else:
             temporary.rename(target)
-        _sync(folder)
+        sync(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
@@ -215,14 +216,6 @@ def _summary(tensor: Tensor) -> dict[str, Any]:
 def _digest(content: Mapping[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _bad(file: Path, reason: str) -> CheckpointError:

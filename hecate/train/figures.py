@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hecate.train.evaluate import UNIT
+from hecate.train.files import write_file
 
 
 def draw_figures(
@@ -35,7 +37,7 @@ def draw_figures(
         _baselines(axes, baselines)
     axes.set(xlabel="step", ylabel=unit)
     axes.legend()
-    figure.savefig(paths[0], dpi=120)
+    _save(figure, paths[0])
     if not bits:
         paths.append(folder / "accuracy.png")
         figure = Figure(figsize=(6.4, 4), layout="constrained")
@@ -45,8 +47,14 @@ def draw_figures(
         _baselines(axes, baselines)
         axes.set(xlabel="step", ylabel="accuracy", ylim=(-0.02, 1.02))
         axes.legend()
-        figure.savefig(paths[1], dpi=120)
+        _save(figure, paths[1])
     return paths
+
+
+def _save(figure: Any, path: Path) -> None:
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120, format="png")
+    write_file(path, image.getvalue())
 
 
 def _baselines(axes: Any, baselines: Mapping[str, float]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from hecate.train.document import dump_yaml
 from hecate.train.evaluate import UNIT, Score, StateLeaf, state_leaves
 from hecate.train.figures import draw_figures
+from hecate.train.files import write_file
 from hecate.train.metrics import read_metrics
 from hecate.train.trainer import Trainer
 
@@ -38,7 +39,7 @@ def write_report(
         "## Repeat\n\n" + _commands(folder),
     ]
     path = folder / "report.md"
-    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    write_file(path, "\n\n".join(parts) + "\n")
     return path
 
 

@@ -30,6 +30,7 @@ from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display
 from hecate.train.evaluate import UNIT, Score
+from hecate.train.files import write_file
 from hecate.train.metrics import MetricsWriter
 from hecate.train.report import write_report
 from hecate.train.samples import sample_text
@@ -94,9 +95,8 @@ def _describe(config: ExperimentConfig, folder: Path) -> None:
     """Writes config.yaml and env.json, once a resumed config is found to fit its checkpoint."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(dump_experiment(config), encoding="utf-8")
-        text = json.dumps(environment(config), indent=1) + "\n"
-        (folder / "env.json").write_text(text, encoding="utf-8")
+        write_file(folder / "config.yaml", dump_experiment(config))
+        write_file(folder / "env.json", json.dumps(environment(config), indent=1) + "\n")
     except OSError as error:
         raise CheckpointError(
             f"cannot write run folder {folder}: {error}; choose another --out"

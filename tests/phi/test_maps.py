@@ -134,7 +134,7 @@ def test_a_wide_linear_map_has_no_more_rank_than_its_input():
         (phi.Taylor(), lambda z: 1 + z / 2 + z**2 / 8),  # d = 4, so z / sqrt(d) = z / 2
         (phi.Taylor(compact=False), lambda z: 1 + z / 2 + z**2 / 8),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, phi.FeatureMap) else "kernel",
 )
 def test_kernel_is_exact(feature_map, kernel):
     x, y = _x(20, 4, seed=1), _x(20, 4, seed=2)

@@ -191,7 +191,7 @@ def test_a_step_may_be_written_again(tmp_path):
 
 
 @pytest.mark.spec("CKPT-WRITE-D3")
-@pytest.mark.parametrize("failing", ["save_file", "_sync"])
+@pytest.mark.parametrize("failing", ["save_file", "sync"])
 def test_a_failed_write_leaves_the_earlier_ones(tmp_path, monkeypatch, failing):
     save_checkpoint(tmp_path, 1, example())
 

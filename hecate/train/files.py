@@ -1,0 +1,28 @@
+"""Writing files so that a reader finds the old content or the new one, never a part of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Replaces a file atomically and durably; text is UTF-8. Raises OSError."""
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        temporary.write_bytes(data)
+        sync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Forces a file, or the entries of a folder, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
