@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -46,6 +47,34 @@ def parallel(length: int, repeats: int) -> Iterator[Row]:
                 repeats=max(3, repeats // 3),
                 tolerance=1e-3,
             )
+
+
+def chunk(length: int, repeats: int) -> Iterator[Row]:
+    """Gradients frozen at a chunk's start: batched products against the token loop."""
+    length = min(length, 512)
+    titans = structure.MLP(layers=2, expansion=1, activation="silu")
+    rules = {
+        "ttt_linear": named_rule("ttt_linear"),
+        "titans mlp": named_rule("titans").model_copy(update={"structure": titans}),
+    }
+    for name, size in product(rules, (16, 64)):
+        config = rules[name].model_copy(update={"chunk": size}).validated()
+        for label, measure in (("forward", forward), ("forward+backward", forward_backward)):
+            yield compare(
+                "chunk",
+                f"{name}, chunk {size}, T={length}, {label}",
+                measure(_scan(config, engine="chunk"), _gentle(length)),
+                "hecate sequential",
+                measure(_scan(config, engine="sequential"), _gentle(length)),
+                repeats=max(3, repeats // 3),
+                tolerance=1e-3,
+            )
+
+
+def _gentle(length: int) -> list[Tensor]:
+    """Steps small enough for the sum of a chunk's gradients."""
+    q, k, v, lr, retain = _inputs(length)
+    return [q, k, v, 0.02 * lr, retain]
 
 
 def tape(length: int, repeats: int) -> Iterator[Row]:
@@ -103,6 +132,7 @@ def _finite(case: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
 
 GROUPS: dict[str, Callable[[int, int], Iterator[Row]]] = {
     "parallel": parallel,
+    "chunk": chunk,
     "tape": tape,
     "softmax": softmax,
 }

@@ -13,14 +13,12 @@ For bias dot u_t = -v_t; for l2 the errors solve one unit lower triangular syste
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from hecate.bias import L2, Bias, Dot
+from hecate.engine.coefficients import Rows, coefficients, last_row, neutral
 from hecate.engine.implicit import implicit_gradients
-from hecate.engine.products import span_products
 from hecate.engine.tokens import Carry, Tokens
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
@@ -46,37 +44,6 @@ def parallel_refusal(config: MemoryConfig) -> str | None:
     if rule.algorithm.kind not in ("gd", "momentum"):
         return f"algorithm {rule.algorithm.kind!r} is not a linear recurrence of the gates alone"
     return None
-
-
-class _Rows(NamedTuple):
-    """A state per token as coefficients: of the block's writes `[N, c, G, C, C]`, and of each
-    base state (first M, first S, initial M, where they exist) `[N, c, G, C]`.
-
-    G is 1, or P where retain differs between phi channels.
-    """
-
-    writes: Tensor
-    bases: tuple[Tensor, ...]
-
-    def scaled(self, gate: Tensor) -> _Rows:
-        """Every row times a gate `[N, c, G, C]`."""
-        return _Rows(
-            gate.unsqueeze(-1) * self.writes, tuple(gate * weight for weight in self.bases)
-        )
-
-    def spread(self, vectors: Tensor) -> Tensor:
-        """`[N, c, C, P]` weighted for each base state, side by side: `[N, c, C, bases * P]`."""
-        return torch.cat([weight.mT * vectors for weight in self.bases], -1)
-
-    def pairs(self, a: Tensor, b: Tensor) -> Tensor:
-        """`sum_p a[t, p] writes[t, i, p] b[i, p]`: the writes as vectors see them."""
-        if self.writes.shape[2] == 1:
-            return (a @ b.mT) * self.writes.squeeze(2)
-        return (a.mT.unsqueeze(-1) * self.writes * b.mT.unsqueeze(-2)).sum(2)
-
-    def leaving(self, vectors: Tensor) -> Tensor:
-        """Vectors weighted as the writes of the state that leaves the block: `[N, c, C, P]`."""
-        return self.writes[..., -1, :].mT * vectors
 
 
 def parallel(
@@ -111,18 +78,24 @@ def _scan(
     if tokens.retain.dim() == 3:
         size = min(size, CHANNEL_CHUNK)
     chunks = _chunked(tokens, min(size, length))
-    after, before, slot_rows = _coefficients(config, chunks)
+    # An axis G before time: 1, or the P phi channels where retain differs between them.
+    retain = chunks.retain.unsqueeze(2) if chunks.retain.dim() == 3 else chunks.retain.mT
+    write, reset = (
+        None if mask is None else mask.unsqueeze(2) for mask in (chunks.write, chunks.reset)
+    )
+    after, before, slot_rows = coefficients(
+        config, retain, chunks.momentum.unsqueeze(2), write, reset
+    )
     seen = before
     if config.decay_order == "before_gradient":
-        seen = before.scaled(_retain(chunks))
+        seen = before.scaled(neutral(retain, write))
     read = after if config.read == "after" else before
 
-    lr = chunks.lr
-    stepped = lr.unsqueeze(-1) * chunks.phi_k
-    keys = [rows.leaving(stepped) for rows in (after, slot_rows) if rows is not None]
-    attend = read.pairs(chunks.phi_q, stepped)
+    stepped = chunks.lr.unsqueeze(-1) * chunks.phi_k
+    keys = [last_row(rows).mT * stepped for rows in (after, slot_rows) if rows is not None]
+    attend = _pairs(read, chunks.phi_q, stepped)
     # L[t, i]: how much the write of token i moves the prediction of a later token t.
-    lower = None if isinstance(config.bias, Dot) else seen.pairs(chunks.phi_k, stepped).tril(-1)
+    lower = None if isinstance(config.bias, Dot) else _pairs(seen, chunks.phi_k, stepped).tril(-1)
     fixed, moving = _errors(config, chunks, seen, lower)
     solve = None if isinstance(config.bias, Dot | L2) else config.bias
     leaving = [torch.stack([weight[..., -1] for weight in after.bases], -1)]
@@ -133,10 +106,10 @@ def _scan(
     first = initial[0] if tokens.reset is not None else None
     columns = [
         None if tensor is None else tensor.unbind(1)
-        for tensor in (fixed, moving, lower, attend, read.spread(chunks.phi_q), *keys, *leaving)
+        for tensor in (fixed, moving, lower, attend, _spread(read, chunks.phi_q), *keys, *leaving)
     ]
     outputs: list[Tensor] = []
-    for c in range(lr.shape[1]):
+    for c in range(chunks.lr.shape[1]):
         parts = [None if column is None else column[c] for column in columns]
         y, memory, slot = _block(solve, parts, memory, slot, first)
         outputs.append(y)
@@ -169,8 +142,20 @@ def _block(
     return y, memory, slot
 
 
+def _spread(rows: Rows, vectors: Tensor) -> Tensor:
+    """`[N, c, C, P]` weighted for each base state, side by side: `[N, c, C, bases * P]`."""
+    return torch.cat([weight.mT * vectors for weight in rows.bases], -1)
+
+
+def _pairs(rows: Rows, a: Tensor, b: Tensor) -> Tensor:
+    """`sum_p a[t, p] writes[t, i, p] b[i, p]`: the writes as vectors see them, `[N, c, C, C]`."""
+    if rows.writes.shape[2] == 1:
+        return (a @ b.mT) * rows.writes.squeeze(2)
+    return (a.mT.unsqueeze(-1) * rows.writes * b.mT.unsqueeze(-2)).sum(2)
+
+
 def _errors(
-    config: MemoryConfig, chunks: Tokens, seen: _Rows, lower: Tensor | None
+    config: MemoryConfig, chunks: Tokens, seen: Rows, lower: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """u, the gradients by the predictions, as `moving @ bases + fixed` for states not yet known.
 
@@ -179,53 +164,11 @@ def _errors(
     if lower is None:
         return -chunks.v, None
     if not isinstance(config.bias, L2):
-        return chunks.v, seen.spread(chunks.phi_k)
-    right = torch.cat([-chunks.v, seen.spread(chunks.phi_k)], -1)
+        return chunks.v, _spread(seen, chunks.phi_k)
+    right = torch.cat([-chunks.v, _spread(seen, chunks.phi_k)], -1)
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
     width = chunks.v.shape[-1]
     return solved[..., :width], solved[..., width:]
-
-
-def _coefficients(config: MemoryConfig, chunks: Tokens) -> tuple[_Rows, _Rows, _Rows | None]:
-    """Rows of the state after each token, before it (but after its reset), and of S after it."""
-    size = chunks.lr.shape[-1]
-    same, alive = _segments(chunks)
-    ones = torch.ones(size, size, dtype=chunks.lr.dtype, device=chunks.lr.device).tril()
-    decays = config.retention.uses_retain
-    retain = _retain(chunks)
-    spans = (span_products(retain) if decays else ones.expand(*retain.shape, size)) * same
-    start = (retain[..., :1] if decays else 1.0) * spans[..., 0] * alive
-    writes, bases, slot_rows = spans, [start], None
-    if config.algorithm.uses_momentum:
-        momentum = _neutral(chunks.momentum, chunks.write).unsqueeze(2)
-        carried = span_products(momentum) * same
-        first = momentum[..., :1] * carried[..., 0] * alive
-        # A masked token adds nothing of S to M.
-        adds = spans if chunks.write is None else spans * chunks.write[:, :, None, None]
-        writes = adds @ carried
-        bases.append((adds @ first.unsqueeze(-1)).squeeze(-1))
-        slot_rows = _Rows(carried, (first,))
-    if chunks.reset is not None:
-        restarts = chunks.reset.unsqueeze(2).to(retain.dtype) * (retain if decays else 1.0)
-        bases.append((spans @ restarts.unsqueeze(-1)).squeeze(-1))
-    after = _Rows(writes, tuple(bases))
-
-    before = [_shifted(bases[0], 1.0) * alive]
-    if config.algorithm.uses_momentum:
-        before.append(_shifted(bases[1], 0.0) * alive)
-    if chunks.reset is not None:
-        before.append(torch.where(chunks.reset.unsqueeze(2), 1.0, _shifted(bases[-1], 0.0)))
-    rows = torch.nn.functional.pad(writes[..., :-1, :], (0, 0, 1, 0)) * same
-    return after, _Rows(rows, tuple(before)), slot_rows
-
-
-def _segments(chunks: Tokens) -> tuple[Tensor | float, Tensor | float]:
-    """Masks: [t, i] no reset in i < l <= t; [t] no reset up to and at t."""
-    if chunks.reset is None:
-        return 1.0, 1.0
-    count = chunks.reset.cumsum(-1).unsqueeze(2)
-    dtype = chunks.lr.dtype
-    return (count.unsqueeze(-1) == count.unsqueeze(-2)).to(dtype), (count == 0).to(dtype)
 
 
 def _chunked(tokens: Tokens, size: int) -> Tokens:
@@ -253,21 +196,6 @@ def _chunked(tokens: Tokens, size: int) -> Tokens:
         None if write is None else split(write, 0),
         None if tokens.reset is None else split(tokens.reset, 0),
     )
-
-
-def _neutral(gate: Tensor, write: Tensor | None) -> Tensor:
-    """A gate that is 1 at tokens that write nothing."""
-    return gate if write is None else torch.where(write, gate, 1.0)
-
-
-def _retain(chunks: Tokens) -> Tensor:
-    """Retain gates `[N, c, G, C]`, 1 at tokens that write nothing."""
-    retain = chunks.retain.unsqueeze(2) if chunks.retain.dim() == 3 else chunks.retain.mT
-    return retain if chunks.write is None else torch.where(chunks.write.unsqueeze(2), retain, 1.0)
-
-
-def _shifted(weight: Tensor, first: float) -> Tensor:
-    return torch.nn.functional.pad(weight[..., :-1], (1, 0), value=first)
 
 
 def _given(tensor: Tensor | None) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from hecate.engine.arguments import (
     complete_initial,
     complete_state,
 )
+from hecate.engine.chunk import chunked, known_position
 from hecate.engine.finite import (
     Watched,
     all_finite,
@@ -72,7 +75,7 @@ def memory_scan(
             at each.
         engine: `"auto"` picks the fastest exact one; results agree within rounding.
         autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record;
-            `"auto"` takes the tape for the token loop and autograd for the parallel engine.
+            `"auto"` takes autograd for linear memories in blocks or chunks, the tape otherwise.
         tape: record the call on this tape instead of autograd; `tape.backward` then takes the
             cotangent of y to q, k, v, tensor gates and phi parameters.
         name: what errors call this memory.
@@ -96,12 +99,20 @@ def memory_scan(
         dtype = torch.promote_types(dtype, tensor.dtype)
     start = complete_initial(config, initial, sequence, dtype)
     own = complete_state(config, state, start, sequence, dtype)
-    chosen, _ = choose_engine(config, engine, length=q.shape[1])
-    if autodiff == "auto":
-        autodiff = "torch" if chosen == "parallel" else "auto"
-    parts = [Part(config, own, start)]
+    parts = [Part(config, own, start, _position(config, state))]
     if config.normalizer == "sum":
         parts.append(normalizer_part(config, own, sequence, dtype))
+    positions = {part.position for part in parts}
+    chosen, _ = choose_engine(
+        config,
+        engine,
+        length=q.shape[1],
+        channelwise=sequence.retain.dim() == 4,
+        masked=sequence.write is not None or sequence.reset is not None,
+        position=positions.pop() if len(positions) == 1 else None,
+    )
+    if autodiff == "auto" and chosen != "sequential" and config.structure.linear:
+        autodiff = "torch"
     if q.shape[1] == 0 or sequence.v.numel() == 0:
         return torch.zeros_like(v), merged(parts, [part.carry for part in parts])
     sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
@@ -153,6 +164,7 @@ class Part(NamedTuple):
     config: MemoryConfig
     state: MemoryState
     start: MemoryState
+    position: int | None = 0  # in its chunk, None if unknown
 
     @property
     def carry(self) -> Carry:
@@ -179,7 +191,13 @@ def normalizer_part(
     width = state.memory["weight"].shape[-1]
     zero = torch.zeros(batch, heads, 1, width, dtype=dtype, device=sequence.v.device)
     start = initial_state(own, {"weight": zero}, batch, sequence.retain)
-    return Part(own, complete_state(own, state.normalizer, start, sequence, dtype), start)
+    carried = complete_state(own, state.normalizer, start, sequence, dtype)
+    return Part(own, carried, start, _position(own, state.normalizer))
+
+
+def _position(config: MemoryConfig, state: MemoryState | None) -> int | None:
+    # Looking at values waits for the device: only where there are chunks.
+    return known_position(state) if config.chunk > 1 else 0
 
 
 def merged(parts: list[Part], carries: list[Carry]) -> MemoryState:
@@ -194,19 +212,20 @@ def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str)
     config, fields, n_params = parts[0].config, len(Sequence._fields), len(_tensors(params))
     # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to
     # another level, so only their number and order are used.
-    layouts = [(part.config, len(part.start.memory), part.carry) for part in parts]
+    layouts = [
+        (part.config, len(part.start.memory), part.carry, _engine(engine, part)) for part in parts
+    ]
 
     def program(run: Run, *flat: Tensor) -> Tensors:
         at = fields + n_params
         own = _with_tensors(params, flat[fields:at])
         tokens = to_tokens(config, Sequence(*flat[:fields]), own, dtype, run)
         results: list[tuple[Tensor, Carry]] = []
-        for index, (own_config, count, layout) in enumerate(layouts):
+        for index, (own_config, count, layout, runs) in enumerate(layouts):
             initial, at = flat[at : at + count], at + count
             carry, at = layout.rebuilt(flat[at:]), at + len(layout.flat)
             if index:
                 tokens = _counting(tokens)
-            runs = parallel if engine == "parallel" else sequential
             results.append(runs(own_config, tokens, carry, initial, run=run))
         (y, _), *others = results
         for z, _ in others:
@@ -217,6 +236,12 @@ def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str)
         return (y, *(tensor for _, carry in results for tensor in carry.flat))
 
     return program
+
+
+def _engine(name: str, part: Part) -> Callable[..., tuple[Tensor, Carry]]:
+    if name == "chunk":
+        return partial(chunked, position=part.position)
+    return parallel if name == "parallel" else sequential
 
 
 def _counting(tokens: Tokens) -> Tokens:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.tokens import SELECT, Carry, Tokens, restart
+from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, restart, split_time
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.rule import one, several
 from hecate.rule.state import frozen_gradients
@@ -39,7 +39,7 @@ def sequential(
     length = tokens.v.shape[1]
     size = segment or max(1, math.isqrt(max(length - 1, 0)) + 1)
     present = [index for index, tensor in enumerate(tokens) if tensor is not None]
-    pieces = [several(run(_split(size), tokens[index], label="split")) for index in present]
+    pieces = [several(run(split_time(size), tokens[index], label="split")) for index in present]
     width = len(carry.flat)
 
     def loop(run: Run, *inputs: Tensor, first: int = 0) -> Tensors:
@@ -58,14 +58,14 @@ def sequential(
         y, *rest = several(run(block, *flat, *initial, *chunk, label=f"segment {index}"))
         outputs.append(y)
         flat = tuple(rest)
-    return one(run(_CONCAT, *outputs, label="outputs")), carry.rebuilt(flat)
+    return one(run(CONCAT, *outputs, label="outputs")), carry.rebuilt(flat)
 
 
 def _segment(
     config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, run: Run, first: int
 ) -> tuple[Tensor, Carry]:
     columns = [
-        None if tensor is None else several(run(_UNBIND, tensor, label="tokens"))
+        None if tensor is None else several(run(UNBIND, tensor, label="tokens"))
         for tensor in tokens
     ]
     outputs: list[Tensor] = []
@@ -162,38 +162,12 @@ def select(mask: Tensor, yes: Carry, no: Carry, run: Run, label: str = "") -> Ca
     return no.rebuilt(tuple(chosen))
 
 
-def _split(size: int) -> Block:
-    def forward(x: Tensor) -> tuple[Tensors, None]:
-        return x.split(size, 1), None
-
-    def vjp(_: None, *cotangents: Tensor) -> tuple[Tensor]:
-        return (torch.cat(cotangents, 1),)
-
-    return Block("split", forward, vjp)
-
-
-def _unbind(x: Tensor) -> tuple[Tensors, None]:
-    return x.unbind(1), None
-
-
-def _unbind_vjp(_: None, *cotangents: Tensor) -> tuple[Tensor]:
-    return (torch.stack(cotangents, 1),)
-
-
 def _stack(*rows: Tensor) -> tuple[Tensors, None]:
     return (torch.stack(rows, 1),), None
 
 
 def _stack_vjp(_: None, g: Tensor) -> Any:
     return g.unbind(1)
-
-
-def _concat(*pieces: Tensor) -> tuple[Tensors, list[int]]:
-    return (torch.cat(pieces, 1),), [piece.shape[1] for piece in pieces]
-
-
-def _concat_vjp(sizes: list[int], g: Tensor) -> Any:
-    return g.split(sizes, 1)
 
 
 def _accumulate(total: Tensor, lr: Tensor, grad: Tensor) -> tuple[Tensors, Tensors]:
@@ -213,8 +187,6 @@ def _multiply_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Ten
     return g * inputs[1], g * inputs[0]
 
 
-_UNBIND = Block("unbind", _unbind, _unbind_vjp)
 _STACK = Block("stack", _stack, _stack_vjp)
-_CONCAT = Block("concat", _concat, _concat_vjp)
 _ACCUMULATE = Block("accumulate", _accumulate, _accumulate_vjp)
 _MULTIPLY = Block("multiply", _multiply, _multiply_vjp)

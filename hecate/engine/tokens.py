@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,6 +114,34 @@ def expand_to(mask: Tensor, like: Tensor) -> Tensor:
     return mask.reshape(*mask.shape, *[1] * (like.dim() - mask.dim()))
 
 
+def split_time(size: int | list[int]) -> Block:
+    """`[N, T, ...]` cut into pieces of a size, or of the sizes given."""
+
+    def forward(x: Tensor) -> tuple[Tensors, None]:
+        return x.split(size, 1), None
+
+    def vjp(_: None, *cotangents: Tensor) -> tuple[Tensor]:
+        return (torch.cat(cotangents, 1),)
+
+    return Block("split", forward, vjp)
+
+
+def _unbind(x: Tensor) -> tuple[Tensors, None]:
+    return x.unbind(1), None
+
+
+def _unbind_vjp(_: None, *cotangents: Tensor) -> tuple[Tensor]:
+    return (torch.stack(cotangents, 1),)
+
+
+def _concat(*pieces: Tensor) -> tuple[Tensors, list[int]]:
+    return (torch.cat(pieces, 1),), [piece.shape[1] for piece in pieces]
+
+
+def _concat_vjp(sizes: list[int], g: Tensor) -> Any:
+    return g.split(sizes, 1)
+
+
 def _select(mask: Tensor, yes: Tensor, no: Tensor) -> tuple[Tensors, Tensor]:
     return (torch.where(expand_to(mask, yes), yes, no),), mask
 
@@ -124,3 +152,5 @@ def _select_vjp(mask: Tensor, g: Tensor) -> tuple[None, Tensor, Tensor]:
 
 
 SELECT = Block("select", _select, _select_vjp)
+UNBIND = Block("unbind", _unbind, _unbind_vjp)
+CONCAT = Block("concat", _concat, _concat_vjp)

@@ -48,5 +48,5 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
     ),
     "silu": (lambda x: x * x.sigmoid(), _silu_slope, _silu_bend),
     "tanh": (torch.tanh, lambda x: 1 - x.tanh().square(), _tanh_bend),
-    "relu": (lambda x: x.clamp(min=0), lambda x: (x > 0).to(x.dtype), torch.zeros_like),
+    "relu": (torch.relu, lambda x: (x > 0).to(x.dtype), torch.zeros_like),
 }

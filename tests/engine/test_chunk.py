@@ -1,0 +1,358 @@
+"""The chunk engine against the token loop: streaming, transforms, refusals, special cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hecate import Gates, MemoryConfig, memory_scan, named_rule
+from hecate.engine import choose_engine
+from hecate.engine.chunk import chunk_refusal
+from hecate.errors import ConfigError
+from hecate.tape import Tape
+from tests.engine.test_properties import Result, cases, in_pieces, whole
+from tests.memories import BIASES, Case, case_of, close, config_of, flat_state, same_state
+from tests.reference import papers
+
+NO_PARAMS = {"learned": {}, "frozen": {}}
+SMOOTH = {"kind": "mlp", "layers": 3, "expansion": 2, "activation": "tanh", "residual": True}
+STRUCTURES = st.one_of(
+    st.just("matrix"),
+    st.fixed_dictionaries(
+        {
+            "kind": st.just("mlp"),
+            "layers": st.integers(2, 4),
+            "expansion": st.integers(1, 2),
+            "activation": st.sampled_from(["gelu", "silu", "tanh", "relu"]),
+            "residual": st.booleans(),
+        }
+    ),
+)
+FIELDS = st.fixed_dictionaries(
+    {
+        "structure": STRUCTURES,
+        "bias": st.sampled_from(BIASES),
+        "retention": st.sampled_from(["none", "decay"]),
+        "algorithm": st.sampled_from(["gd", "momentum"]),
+        "feature_map": st.sampled_from(["identity", "elu"]),
+        "chunk": st.integers(2, 7),
+        "commit": st.sampled_from(["token", "chunk"]),
+        "read": st.sampled_from(["after", "before"]),
+        "normalizer": st.sampled_from(["none", "none", "sum"]),
+        "key_norm": st.sampled_from(["none", "l2"]),
+        "step": st.sampled_from(["raw", "normalized"]),
+    }
+)
+
+
+@st.composite
+def chunk_cases(draw: Any, **fixed: Any) -> Case:
+    """Unmasked cases with chunk > 1; per-channel retain where the engine takes it."""
+    width = draw(st.integers(1, 3))
+    sizes = {"masks": False, "d": width, "width": width, "length": draw(st.integers(1, 15))}
+    case = draw(cases(FIELDS, channels=False, **{**sizes, **fixed}))
+    linear, wide = case.config.structure.linear, case.config.commit == "chunk"
+    if linear and wide and case.gates.retain is not None and draw(st.booleans()):
+        case = case_of(
+            case.config,
+            batch=2,
+            channels=True,
+            length=case.k.shape[1],
+            d=width,
+            width=width,
+            ends=0.3,
+        )
+    return case
+
+
+@pytest.mark.spec("ENG-CHUNK-D1", "ENG-CHUNK-D2", "ENG-CHUNK-D3", "ENG-CHUNK-V1", "ENG-CHUNK-I1")
+@settings(max_examples=150)
+@given(st.data())
+def test_whole_and_pieces_against_the_token_loop(data):
+    """Outputs, anchor, pending, position, and gradients of every input, gate and initial weight."""
+    case = data.draw(chunk_cases())
+    expected = whole(case, engine="sequential", autodiff="tape")
+    for autodiff in ("tape", "torch"):
+        whole(case, engine="chunk", autodiff=autodiff).equals(expected)
+    cuts = data.draw(st.lists(st.integers(0, case.k.shape[1]), max_size=4))
+    in_pieces(case, cuts, engine="chunk").equals(expected)
+
+
+@pytest.mark.spec("ENG-CHUNK-I1")
+@settings(max_examples=40)
+@given(st.data())
+def test_engines_may_take_turns(data):
+    """A state of one engine goes on in another, in the middle of a chunk."""
+    case = data.draw(chunk_cases())
+    expected = whole(case, engine="sequential", autodiff="tape")
+    at = data.draw(st.integers(0, case.k.shape[1]))
+    for first, second in (("chunk", "sequential"), ("sequential", "chunk")):
+        case = case.fresh()
+        y, state = case.part(0, at).scan(engine=first)
+        z, state = case.part(at, case.k.shape[1]).scan(state, engine=second)
+        Result(case, torch.cat([y, z], 1), state).equals(expected)
+
+
+@pytest.mark.spec("ENG-CHUNK-V1")
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("commit", ["token", "chunk"])
+def test_gates_of_exactly_zero_and_one(which, value, commit):
+    for structure in ("matrix", SMOOTH):
+        config = config_of(
+            structure=structure, chunk=4, commit=commit, retention="decay", algorithm="momentum"
+        )
+        case = case_of(config, length=10, d=2, width=2)
+        for where in (slice(0, 10), slice(4, 5), slice(7, 8), slice(9, 10)):
+            gates = [gate.clone() for gate in case.gates]
+            gates[which][:, where] = value
+            own = case._replace(gates=Gates(*gates))
+            whole(own, engine="chunk").equals(whole(own, engine="sequential"))
+
+
+@pytest.mark.spec("ENG-CHUNK-I2")
+@pytest.mark.parametrize("commit", ["token", "chunk"])
+@pytest.mark.parametrize("structure", ["matrix", SMOOTH], ids=["matrix", "mlp"])
+def test_float32_errs_no_more_than_its_sums(structure, commit):
+    """A token passes through T / C chunks, each of whose sums of C terms errs by C eps at most."""
+    fields = {"structure": structure, "retention": "decay", "algorithm": "momentum"}
+    config = MemoryConfig(**fields, chunk=16, commit=commit, key_norm="l2")
+    case = case_of(config, length=96, d=8, width=8)
+    case = case._replace(gates=case.gates._replace(lr=case.gates.lr / 16))
+    y, state = case.scan(engine="chunk")
+    small = case.with_leaves([leaf.float() for leaf in case.leaves])
+    z, final = small.scan(engine="chunk")
+    assert z.dtype == torch.float32
+    bound = 96 * torch.finfo(torch.float32).eps
+    close(z, y, bound)
+    for name, item in flat_state(final).items():
+        close(item, flat_state(state)[name], bound, name)
+
+
+@pytest.mark.spec("ENG-CHUNK-V1")
+def test_relu_at_exactly_zero_has_no_slope_anywhere():
+    """Where retain is 0 and a gradient too, a layer vanishes and pre-activations are exactly 0."""
+    deep = {"kind": "mlp", "layers": 3, "expansion": 2, "activation": "relu"}
+    config = config_of(structure=deep, retention="decay", chunk=2, bias="dot")
+    case = case_of(config, batch=1, heads=1, d=1, width=1, length=6, ends=0.3, seed=75)
+    expected = whole(case, engine="sequential", autodiff="tape")
+    for engine in ("sequential", "chunk"):
+        for autodiff in ("tape", "torch"):
+            whole(case, engine=engine, autodiff=autodiff).equals(expected)
+
+
+# Transforms.
+
+
+def small(commit: str, structure: Any = SMOOTH, **fields: Any) -> Case:
+    options = {"retention": "decay", "algorithm": "momentum", "chunk": 3, **fields}
+    config = config_of(structure=structure, commit=commit, on_nonfinite="propagate", **options)
+    return case_of(config, batch=1, length=5, heads=1, d=2, width=2)
+
+
+def function(case: Case, autodiff: str) -> Any:
+    def run(*leaves: Tensor) -> Tensor:
+        own = case.with_leaves(list(leaves))
+        return own.scan(engine="chunk", autodiff=autodiff, phi_params=NO_PARAMS)[0]
+
+    return run
+
+
+@pytest.mark.spec("ENG-CHUNK-V2")
+@pytest.mark.parametrize("autodiff", ["tape", "torch"])
+@pytest.mark.parametrize("commit", ["token", "chunk"])
+@pytest.mark.parametrize("structure", ["matrix", SMOOTH], ids=["matrix", "mlp"])
+def test_second_derivatives(structure, commit, autodiff):
+    bias = {"kind": "lp", "p": 1.5, "eps": 0.1}
+    case = small(commit, structure, bias=bias).fresh()
+    assert torch.autograd.gradcheck(function(case, autodiff), case.leaves)
+    assert torch.autograd.gradgradcheck(function(case, autodiff), case.leaves)
+
+
+@pytest.mark.spec("ENG-CHUNK-I3")
+@pytest.mark.parametrize("autodiff", ["tape", "torch"])
+@pytest.mark.parametrize("commit", ["token", "chunk"])
+def test_grad_and_vmap(commit, autodiff):
+    case = small(commit)
+    run = function(case, autodiff)
+    fresh = case.fresh()
+    expected = torch.autograd.grad(run(*fresh.leaves).square().sum(), fresh.leaves)
+    every = tuple(range(len(case.leaves)))
+    got = torch.func.grad(lambda *leaves: run(*leaves).square().sum(), every)(*case.leaves)
+    for mine, true in zip(got, expected, strict=True):
+        close(mine, true, 1e-12)
+    many = [torch.stack([leaf, 0.5 * leaf, leaf.flip(0)]) for leaf in case.leaves]
+    rows = torch.func.vmap(run)(*many)
+    for index in range(3):
+        close(rows[index], run(*(leaf[index] for leaf in many)), 1e-12)
+    both = torch.func.vmap(torch.func.grad(lambda *leaves: run(*leaves).square().sum()))(*many)
+    close(both[0], expected[0], 1e-12)
+
+
+@pytest.mark.spec("ENG-CHUNK-I3")
+@pytest.mark.parametrize("commit", ["token", "chunk"])
+def test_compile(commit):
+    case = small(commit).fresh()
+    run = function(case, "auto")
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    y, expected = compiled(*case.leaves), run(*case.leaves)
+    close(y, expected, 1e-12)
+    grads = torch.autograd.grad(y.square().sum(), case.leaves)
+    trues = torch.autograd.grad(expected.square().sum(), case.leaves)
+    for mine, true in zip(grads, trues, strict=True):
+        close(mine, true, 1e-12)
+
+
+@pytest.mark.spec("ENG-CHUNK-I4")
+def test_the_tape_can_be_read_and_keeps_few_carries():
+    case = case_of(config_of(structure=SMOOTH, chunk=2), length=18, d=2, width=2, batch=1)
+    tape = Tape(observe=True)
+    y, _ = case.scan(engine="chunk", tape=tape)
+    assert "segment 2" in str(tape) and "segment 3" not in str(tape)
+    inputs = [case.q, case.k, case.v, case.gates.lr]
+    grads = tape.backward([y], [torch.ones_like(y)], inputs)
+    assert float(tape.norms("chunk 4")["segment 1/chunk 4/chunk.read"]) > 1e-6
+    fresh = case.fresh()
+    z, _ = fresh.scan(engine="sequential")
+    trues = torch.autograd.grad(z.sum(), [fresh.q, fresh.k, fresh.v, fresh.gates.lr])
+    for mine, true in zip(grads, trues, strict=True):
+        close(mine, true, 1e-12)
+
+
+# Special cases.
+
+
+@pytest.mark.spec("ENG-CHUNK-R1")
+@pytest.mark.parametrize("commit", ["token", "chunk"])
+def test_one_chunk_of_l2_is_linear_attention_on_corrected_values(commit):
+    """Gradients at M_0 alone: M_t = M_0 + sum lr_i (v_i - M_0 k_i) k_i^T."""
+    length = 9
+    case = case_of(config_of(chunk=length, commit=commit), length=length)
+    start = case.initial["weight"]
+    corrected = case.v - torch.einsum("hvp,bthp->bthv", start, case.k)
+    sums = case._replace(config=config_of(bias="dot"), v=corrected)
+    expected, final = sums.scan(engine="parallel")
+    y, state = case.scan(engine="chunk")
+    if commit == "token":
+        close(y, expected, 1e-12)
+    else:  # All but the closing token read the start.
+        close(y[:, -1], expected[:, -1], 1e-12)
+        still = torch.einsum("hvp,bthp->bthv", start, case.q)
+        close(y[:, :-1], still[:, :-1], 1e-12)
+    close(state.memory["weight"], final.memory["weight"], 1e-12)
+
+
+@pytest.mark.spec("ENG-CHUNK-R2")
+@pytest.mark.parametrize("length", [16, 37, 64])
+def test_ttt_linear_against_its_paper(length):
+    config = named_rule("ttt_linear").model_copy(update={"state_dtype": "float64"})
+    assert config.chunk == 16
+    case = case_of(config, batch=1, heads=1, length=length, d=4, width=3)
+    case = case._replace(initial={"weight": torch.zeros(1, 3, 4)})
+    assert choose_engine(config, "auto", length=length)[0] == "chunk"
+    y, state = case.scan()
+    q, k, v, lr = (item[0, :, 0].numpy() for item in (case.q, case.k, case.v, case.gates.lr))
+    q, k = (item / np.linalg.norm(item, axis=1, keepdims=True) for item in (q, k))
+    expected, weight = papers.ttt_linear(q, k, v, lr, 16)
+    close(y[0, :, 0], expected, 1e-12)
+    close(state.memory["weight"][0, 0], weight, 1e-12)
+
+
+@pytest.mark.spec("ENG-CHUNK-I5")
+@pytest.mark.parametrize("commit", ["token", "chunk"])
+@pytest.mark.parametrize("structure", ["matrix", SMOOTH], ids=["matrix", "mlp"])
+def test_a_later_token_moves_nothing_before_it(structure, commit):
+    config = config_of(structure=structure, chunk=4, commit=commit, retention="decay")
+    case = case_of(config, batch=1, length=10, d=2, width=2)
+    other = case_of(config, batch=1, length=10, d=2, width=2, seed=77)
+    for at in range(1, 10):
+        mixed = case.with_leaves(
+            [
+                torch.cat([a[:, :at], b[:, at:]], 1) if a.shape[:2] == (1, 10) else a
+                for a, b in zip(case.leaves, other.leaves, strict=True)
+            ]
+        )
+        y, _ = case.scan(engine="chunk")
+        changed, _ = mixed.scan(engine="chunk")
+        close(changed[:, :at], y[:, :at], 1e-12)
+        assert not torch.equal(y[:, at:], changed[:, at:])
+        fresh = case.fresh()
+        y, _ = fresh.scan(engine="chunk")
+        for grad in torch.autograd.grad(y[:, :at].sum(), [fresh.q, fresh.k, fresh.v]):
+            assert float(grad[:, at:].abs().sum()) == 0
+
+
+# What it refuses.
+
+
+def refused(case: Case, *words: str, **options: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        case.scan(engine="chunk", **options)
+    for word in ("engine='chunk'", "use engine='auto' or 'sequential'", *words):
+        assert word in str(caught.value)
+
+
+@pytest.mark.spec("ENG-CHUNK-I6")
+def test_refusals_name_both_settings_and_auto_runs_the_token_loop():
+    plain = config_of(chunk=3)
+    masked = case_of(plain, masks=True)
+    cases = [
+        (case_of(config_of()), ["chunk=1"]),
+        (masked, ["masks"]),
+        (masked._replace(write=None), ["masks"]),
+        (case_of(config_of(chunk=3, retention="decay"), channels=True), ["per phi channel"]),
+        (case_of(config_of(chunk=3, on_nonfinite="skip")), ["on_nonfinite='skip'"]),
+    ]
+    for case, words in cases:
+        refused(case, *words)
+        y, state = case.scan()
+        expected, final = case.scan(engine="sequential" if case.config.chunk > 1 else "parallel")
+        assert torch.equal(y, expected)
+        same_state(state, final, 0.0)
+
+
+@pytest.mark.spec("ENG-CHUNK-I6")
+def test_memories_at_different_places_of_their_chunk_take_the_token_loop():
+    case = case_of(config_of(chunk=4), length=3)
+    write = torch.ones(2, 3, dtype=torch.bool)
+    write[1, 1] = False
+    _, state = case._replace(write=write).scan()
+    assert state.position.tolist() == [[3, 3], [2, 2]]
+    refused(case, "same place", state=state)
+    expected, _ = case.scan(state, engine="sequential")
+    assert torch.equal(case.scan(state)[0], expected)
+    assert chunk_refusal(case.config, position=4) is not None
+    # A state whose values may not be seen.
+    whole_state = case.scan()[1]
+    y = torch.func.vmap(lambda lr: memory_scan(
+        case.config, case.q, case.k, case.v, Gates(lr), state=whole_state, engine="chunk"
+    )[0])(torch.stack([case.gates.lr] * 2))  # fmt: skip
+    close(y[0], case.scan(whole_state)[0], 1e-12)
+
+    def hidden(position: Tensor) -> Tensor:
+        return case.scan(whole_state._replace(position=position), engine="chunk")[0]
+
+    with pytest.raises(ConfigError, match="same place"):
+        torch.func.vmap(hidden)(torch.stack([whole_state.position] * 2))
+
+
+@pytest.mark.spec("ENG-CHUNK-I6")
+def test_auto():
+    for fields, expected in (
+        ({"chunk": 8}, "chunk"),
+        ({"chunk": 8, "commit": "chunk", "structure": SMOOTH}, "chunk"),
+        ({}, "parallel"),
+        ({"commit": "chunk"}, "sequential"),
+        ({"structure": SMOOTH}, "sequential"),
+    ):
+        assert choose_engine(config_of(**fields), "auto")[0] == expected
+    chosen, reason = choose_engine(config_of(chunk=8), "auto", length=1)
+    assert (chosen, reason) == ("sequential", "a single token")
+    with pytest.raises(ConfigError, match=r"engine must be one of 'auto'.*got 'fast'"):
+        choose_engine(config_of(), "fast")
