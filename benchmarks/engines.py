@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Row, compare, forward, forward_backward
-from hecate import Gates, MemoryConfig, memory_scan, named_rule, structure
+from hecate import Gates, MemoryConfig, bias, memory_scan, named_rule, structure
 
 BATCH, HEADS, WIDTH = 2, 4, 64
 
@@ -34,9 +34,12 @@ def _scan(config: MemoryConfig, **options: str) -> Callable[..., Tensor]:
 
 def parallel(length: int, repeats: int) -> Iterator[Row]:
     """Exact blocks against the token loop of the same rule."""
-    length = min(length, 512)
-    for name in ("hebbian", "delta", "gated_delta", "titans_linear"):
-        config = named_rule(name)
+    length = min(length, 1024)
+    names = ("hebbian", "delta", "gated_delta", "titans_linear")
+    rules = {name: named_rule(name) for name in names}
+    rules["huber"] = MemoryConfig(bias=bias.Huber(delta=0.5), retention="decay")
+    rules["lp 1.5"] = MemoryConfig(bias=bias.Lp(p=1.5, eps=1e-2), retention="decay")
+    for name, config in rules.items():
         for label, measure in (("forward", forward), ("forward+backward", forward_backward)):
             yield compare(
                 "parallel",
