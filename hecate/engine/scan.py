@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hecate.bias import Dot
 from hecate.engine.arguments import check_params, complete, complete_initial, complete_state
+from hecate.engine.compiled import compiled, is_traced
 from hecate.engine.finite import (
     Watched,
     all_finite,
@@ -18,7 +19,7 @@ from hecate.engine.finite import (
 )
 from hecate.engine.parallel import parallel
 from hecate.engine.prepare import DIVIDE, Sequence, cast, to_tokens, unfold_heads
-from hecate.engine.select import Engine, choose_engine
+from hecate.engine.select import Chosen, Engine, choose_engine
 from hecate.engine.sequential import sequential
 from hecate.engine.tokens import Carry, Tokens, expand_to, flatten_state, unflatten_state
 from hecate.phi import Params
@@ -27,6 +28,8 @@ from hecate.rule.rule import one, several
 from hecate.rule.state import initial_state
 from hecate.structure import Memory
 from hecate.tape import Autodiff, Program, Run, Tape, Tensors, differentiate, execute
+
+ENGINES = {"sequential": sequential, "parallel": parallel, "compiled": compiled}
 
 
 def memory_scan(
@@ -67,7 +70,7 @@ def memory_scan(
             at each.
         engine: `"auto"` picks the fastest exact one; results agree within rounding.
         autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record;
-            `"auto"` takes the tape for the token loop and autograd for the parallel engine.
+            `"auto"` takes the tape for the token loop and autograd for the other engines.
         tape: record the call on this tape instead of autograd; `tape.backward` then takes the
             cotangent of y to q, k, v, tensor gates and phi parameters.
         name: what errors call this memory.
@@ -86,14 +89,23 @@ def memory_scan(
     dtype = torch.promote_types(config.dtype, torch.promote_types(q.dtype, v.dtype))
     start = complete_initial(config, initial, sequence, dtype)
     own = complete_state(config, state, start, sequence, dtype)
-    chosen, _ = choose_engine(
-        config, engine, length=q.shape[1], channelwise=sequence.retain.dim() == 4
-    )
-    if autodiff == "auto":
-        autodiff = "torch" if chosen == "parallel" else "auto"
     parts = [Part(config, own, start)]
     if config.normalizer == "sum":
         parts.append(normalizer_part(config, own, sequence, dtype))
+    chosen, _ = choose_engine(
+        config,
+        engine,
+        length=q.shape[1],
+        channelwise=sequence.retain.dim() == 4,
+        cells=own.memory["weight"][0, 0].numel() if config.structure.linear else 0,
+        device=q.device.type,
+        dtype=dtype,
+        traced=is_traced(
+            *sequence[:6], *_tensors(params), *(t for part in parts for t in part.flat)
+        ),
+    )
+    if autodiff == "auto":
+        autodiff = "auto" if chosen == "sequential" else "torch"
     if q.shape[1] == 0 or sequence.v.numel() == 0:
         return torch.zeros_like(v), merged(parts, [part.carry for part in parts])
     sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
@@ -187,7 +199,7 @@ def merged(parts: list[Part], carries: list[Carry]) -> MemoryState:
     return main._replace(normalizer=others[0] if others else None)
 
 
-def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str) -> Program:
+def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: Chosen) -> Program:
     config, fields, n_params = parts[0].config, len(Sequence._fields), len(_tensors(params))
 
     def program(run: Run, *flat: Tensor) -> Tensors:
@@ -201,8 +213,7 @@ def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str)
             at += width
             if part is not parts[0]:
                 tokens = _counting(tokens)
-            runs = parallel if engine == "parallel" else sequential
-            results.append(runs(part.config, tokens, carry, initial, run=run))
+            results.append(ENGINES[engine](part.config, tokens, carry, initial, run=run))
         (y, _), *others = results
         for z, _ in others:
             y = one(run(DIVIDE, y, z, label="normalizer"))
