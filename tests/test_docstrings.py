@@ -17,8 +17,8 @@ def shipped() -> list[type[Variant]]:
     """Every concrete variant that the package defines."""
     for module in pkgutil.walk_packages(hecate.__path__, "hecate."):
         # These import packages that are optional, and define no variants.
-        optional = ("hecate.interop", "hecate.engine.kernels", "hecate.engine.lanes")
-        if not module.name.startswith((*optional, "hecate.__main__")):
+        kernels = (f"hecate.engine.{name}" for name in ("kernels", "lanes", "rows"))
+        if not module.name.startswith(("hecate.interop", "hecate.__main__", *kernels)):
             importlib.import_module(module.name)
 
     def below(cls: type[Variant]) -> Iterator[type[Variant]]:

@@ -66,7 +66,7 @@ def compiled_refusal(
 
 def is_traced(*tensors: Tensor) -> bool:
     """Whether torch has to see every operation: tracing, transforms, forward mode, subclasses."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return True
     if _python_dispatch._get_current_dispatch_mode() is not None or forward_ad._current_level >= 0:
         return True

@@ -153,7 +153,6 @@ def scan_vjp(
     (count, height, width), tokens = call.sizes, call.tokens
     gy, *finals = cotangents
     memory, *slots = (call.padded(g, rows=True, columns=True) for g in finals)
-    like = [call.padded(x[:0], columns=True) for x in (tokens.phi_k, tokens.phi_q)]
     length, v = tokens.v.shape[1:]
     wide = tokens.retain.dim() == 3
     new = call.memory.new_zeros
@@ -166,7 +165,8 @@ def scan_vjp(
         new((count, length, width) if wide else (count, length)),
         new(count, length),
     ]
-    given = (*record, call.fitting(gy, rows=True), memory, *(slots or [None]), initial, *out)
+    slot = slots[0] if slots else None
+    given = (*record, call.fitting(gy, rows=True), memory, slot, initial, *out)
     buffers = [None if item is None else flat(item) for item in given]
     states = (call.segment + 2) * height * width
     scratch = [7 * width, 2 * height, states, states if slots else None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ def memory_scan(
         engine,
         length=q.shape[1],
         channelwise=sequence.retain.dim() == 4,
-        cells=own.memory["weight"][0, 0].numel() if config.structure.linear else 0,
+        cells=math.prod(next(iter(own.memory.values())).shape[2:]),
         device=q.device.type,
         dtype=dtype,
         traced=is_traced(

@@ -193,9 +193,7 @@ def project(x: Tensor, w: Tensor) -> Tensor:
     if w.shape[0] == 1:
         return x @ w[0]
     if x.dim() < 2 or x.shape[-2] != w.shape[0]:
-        raise ShapeError(
-            f"expected inputs [..., {w.shape[0]} heads, {w.shape[1]}], got {list(x.shape)}"
-        )
+        raise ShapeError(f"expected inputs [..., {w.shape[0]} heads, {w.shape[1]}], got {list(x.shape)}")
     return (x.unsqueeze(-2) @ w).squeeze(-2)
 
 

@@ -136,9 +136,7 @@ def test_retrieval_asks_present_keys_uniformly():
 
 
 def test_retrieval_refuses_more_queries_than_keys():
-    with pytest.raises(
-        ConfigError, match="queries=5 distinct keys cannot be asked with num_keys=4"
-    ):
+    with pytest.raises(ConfigError, match="queries=5 distinct keys cannot be asked with num_keys=4"):
         Retrieval(num_keys=4, queries=5)
 
 
