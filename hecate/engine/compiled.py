@@ -26,9 +26,9 @@ from hecate.engine.sequential import sequential
 from hecate.engine.tokens import Carry, Tokens
 from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
-from hecate.rule.rule import several
+from hecate.rule.rule import one, several
 from hecate.structure import Matrix, Memory
-from hecate.tape import Block, Program, Run, Tensors, checkpoint, execute
+from hecate.tape import Block, Program, Run, Tensors, differentiable, execute
 
 
 def compiled_refusal(
@@ -70,8 +70,10 @@ def is_traced(*tensors: Tensor) -> bool:
         return True
     if _python_dispatch._get_current_dispatch_mode() is not None or forward_ad._current_level >= 0:
         return True
+    batched = torch._C._parse_dispatch_key("Batched")  # by `is_grads_batched`
     return any(
         torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or torch._C._dispatch_keys(tensor).has(batched)
         or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
         for tensor in tensors
     )
@@ -133,10 +135,31 @@ def _pullback(
     cotangents: Sequence[Tensor],
 ) -> Tensors:
     if _recorded((*inputs, *cotangents)) or is_traced(*cotangents):
-        return tuple(checkpoint("engine.torch", by_torch).pullback(inputs, cotangents))
+        return _autograd(by_torch, inputs, cotangents)
     if record is None:
         record = scan(config, inputs, keeps=True)[1]
     return scan_vjp(config, inputs, record, cotangents)
+
+
+def _autograd(program: Program, inputs: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+    """Cotangents of inputs by autograd, which records them in turn if asked to."""
+    where = [index for index, value in enumerate(inputs) if differentiable(value)]
+    own = list(inputs)
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        for index in where:
+            value = one((inputs[index],))
+            own[index] = value.view_as(value) if value.requires_grad else value.detach()
+            one((own[index],)).requires_grad_()
+        outputs = several(program(execute, *own))
+        grads = torch.autograd.grad(
+            outputs, [one((own[index],)) for index in where], cotangents,
+            create_graph=create_graph, allow_unused=True,
+        )  # fmt: skip
+    found: list[Tensor | None] = [None] * len(inputs)
+    for index, grad in zip(where, grads, strict=True):
+        found[index] = grad
+    return tuple(found)
 
 
 def _recorded(tensors: Tensors) -> bool:

@@ -155,8 +155,9 @@ def scan_vjp(
     memory, *slots = (call.padded(g, rows=True, columns=True) for g in finals)
     length, v = tokens.v.shape[1:]
     wide = tokens.retain.dim() == 3
-    new = call.memory.new_zeros
-    initial = new(memory.shape if tokens.reset is not None else 0)
+    zeros = call.memory.new_zeros
+    new = zeros if tokens.write is not None else call.memory.new_empty  # masked: left as they are
+    initial = zeros(memory.shape if tokens.reset is not None else 0)
     out = [
         new(count, length, width),
         new(count, length, width),

@@ -14,8 +14,10 @@ from hecate.rule import MemoryConfig
 Engine = Literal["auto", "sequential", "parallel", "compiled"]
 Chosen = Literal["sequential", "parallel", "compiled"]
 
-COMPILED_TOKENS = 16  # from this length on kernels are worth loading
-COMPILED_CELLS = 128 * 128  # up to this state size they beat block products
+# Measured, see benchmarks: from this length on kernels are worth loading, and up to this size of a
+# state (128 x 128 in float32) they beat block products, forward and backward together.
+COMPILED_TOKENS = 32
+COMPILED_BYTES = 1 << 16
 
 
 def choose_engine(
@@ -41,8 +43,8 @@ def choose_engine(
     parallel = parallel_refusal(config, channelwise)
     if asked == "auto" and length < COMPILED_TOKENS:
         compiled: str | None = f"{length} tokens are too few to load kernels for"
-    elif asked == "auto" and parallel is None and cells > COMPILED_CELLS:
-        compiled = f"block products are faster for {cells} cells"
+    elif asked == "auto" and parallel is None and cells * dtype.itemsize > COMPILED_BYTES:
+        compiled = f"block products are faster for states of {cells} numbers"
     else:
         compiled = compiled_refusal(config, device=device, dtype=dtype, traced=traced)
     refused = {"parallel": parallel, "compiled": compiled}.get(asked)
