@@ -39,6 +39,8 @@ def compiled_refusal(
     traced: bool = False,
 ) -> str | None:
     """Why the compiled engine cannot run a config on such tensors exactly; None if it can."""
+    if traced:
+        return "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
     rule = config.rule
     if config.chunk > 1 or config.commit == "chunk":
         return (
@@ -57,8 +59,6 @@ def compiled_refusal(
         return f"its kernels run on the CPU, the tensors are on {device}"
     if dtype not in (torch.float32, torch.float64):
         return f"its kernels are for float32 and float64, the state is {dtype}"
-    if traced:
-        return "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
     if load_kernels() is None:
         return 'it needs numba: pip install "hecate[cpu]"'
     return None

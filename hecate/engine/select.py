@@ -12,6 +12,7 @@ from hecate.errors import ConfigError
 from hecate.rule import MemoryConfig
 
 Engine = Literal["auto", "sequential", "parallel", "compiled"]
+ENGINES = get_args(Engine)
 Chosen = Literal["sequential", "parallel", "compiled"]
 
 # Measured, see benchmarks: from this length on kernels are worth loading, and up to this size of a
@@ -36,8 +37,8 @@ def choose_engine(
     Beside the config: the number of tokens, whether retain is per phi channel, V x P of a state,
     where tensors are and in which dtype the state is, and whether torch has to see every operation.
     """
-    if asked not in get_args(Engine):
-        raise ConfigError(f"engine must be one of {get_args(Engine)}, got {asked!r}")
+    if asked not in ENGINES:
+        raise ConfigError(f"engine must be one of {ENGINES}, got {asked!r}")
     if asked == "sequential":
         return "sequential", "asked for"
     parallel = parallel_refusal(config, channelwise)
