@@ -70,10 +70,9 @@ def is_traced(*tensors: Tensor) -> bool:
         return True
     if _python_dispatch._get_current_dispatch_mode() is not None or forward_ad._current_level >= 0:
         return True
-    batched = torch._C._parse_dispatch_key("Batched")  # by `is_grads_batched`
     return any(
         torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        or torch._C._dispatch_keys(tensor).has(batched)
+        or torch._C._dispatch_keys(tensor).has("Batched")  # by `is_grads_batched`
         or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
         for tensor in tensors
     )
