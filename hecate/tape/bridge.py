@@ -64,6 +64,6 @@ def _full_precision(inputs: Tensors) -> AbstractContextManager[Any]:
     # Index tensors may stay on the CPU while the work is elsewhere.
     devices = sorted({value.device.type for value in inputs if value is not None}, key="cpu".__eq__)
     device = devices[0] if devices else None
-    if device in (None, "meta") or not torch.is_autocast_enabled(device):
+    if device is None or not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)
