@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine import choose_engine, memory_scan
+from hecate.engine.compiled import compiled_refusal
 from hecate.engine.parallel import parallel_refusal
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
@@ -43,10 +44,11 @@ def check_rule(
     _same(config, "the tape against autograd", _run(case, autodiff="tape"), whole)
     cuts = (0, 1, 1, length // 2 + 1, length)
     _same(config, "a scan in pieces against the whole", _run(case, cuts=cuts), whole)
-    if parallel_refusal(config, channelwise=False) is None:
+    refusals = {"parallel": parallel_refusal(config, False), "compiled": compiled_refusal(config)}
+    for engine in (name for name, refusal in refusals.items() if refusal is None):
         for autodiff in ("tape", "torch"):
-            got = _run(case, engine="parallel", autodiff=autodiff)
-            _same(config, f"engine parallel ({autodiff}) against sequential", got, whole)
+            got = _run(case, engine=engine, autodiff=autodiff)
+            _same(config, f"engine {engine} ({autodiff}) against sequential", got, whole)
     _check_masks(case)
     _check_causality(case)
 

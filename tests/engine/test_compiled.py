@@ -22,6 +22,7 @@ from hecate.engine.compiled import compiled_refusal
 from hecate.errors import ConfigError
 from hecate.nn import Memory
 from hecate.tape import Tape
+from hecate.testing import check_rule
 from tests.engine.test_properties import LINEAR, Result, cases, in_pieces, whole
 from tests.memories import BIASES, Case, case_of, close, config_of, flat_state, weighted
 
@@ -253,6 +254,19 @@ class Clipped(ErrorBias):
         return torch.where(error.abs() <= 0.7, tangent, 0.0)
 
 
+class Misnamed(Own):
+    """misnamed: names a form that it is not."""
+
+    kind: Literal["compiled_test_misnamed"] = "compiled_test_misnamed"
+
+    @property
+    def kernel(self):
+        return KernelForm("clip", 0.1)
+
+    def rho(self, error):
+        return 0.5 * error.square().sum(-1)
+
+
 @pytest.mark.spec("ENG-NUM-D2")
 def test_a_bias_of_ones_own():
     assert Huber(norm=True).kernel_form() is None
@@ -264,6 +278,8 @@ def test_a_bias_of_ones_own():
         ):
             scan(config, engine="compiled")
         assert torch.isfinite(scan(config)).all()
+    with pytest.raises(AssertionError, match="engine compiled"):
+        check_rule(config_of(bias=Misnamed(), retention="decay"))
     case = case_of(config_of(bias=Clipped(), **TITANS), length=40)
     assert choose_engine(case.config, "auto", length=40)[0] == "compiled"
     whole(case, engine="compiled").equals(whole(case, engine="sequential"))
