@@ -80,6 +80,33 @@ def _gentle(length: int) -> list[Tensor]:
     return [q, k, v, 0.02 * lr, retain]
 
 
+def compiled(length: int, repeats: int) -> Iterator[Row]:
+    """Kernels against exact blocks, and against the token loop where no blocks are exact."""
+    names = ("hebbian", "delta", "gated_delta", "titans_linear")
+    huber, lp = ({"bias": kind, "retention": "decay", "key_norm": "l2"} for kind in ("huber", "lp"))
+    cases = [
+        *((name, named_rule(name)) for name in names),
+        ("huber", MemoryConfig.model_validate(huber)),
+        ("lp", MemoryConfig.model_validate(lp)),
+    ]
+    for name, config in cases:
+        for peer in ("parallel", "sequential"):
+            # The token loop takes seconds: a shorter sequence will do.
+            size = length if peer == "parallel" else min(length, 512)
+            inputs = _inputs(size)
+            inputs[3] = 0.1 * inputs[3]
+            for label, measure in (("forward", forward), ("forward+backward", forward_backward)):
+                yield compare(
+                    "compiled",
+                    f"{name}, T={size}, {label}",
+                    measure(_scan(config, engine="compiled"), inputs),
+                    f"hecate {peer}",
+                    measure(_scan(config, engine=peer), inputs),
+                    repeats=repeats if peer == "parallel" else max(3, repeats // 3),
+                    tolerance=1e-3,
+                )
+
+
 def tape(length: int, repeats: int) -> Iterator[Row]:
     """The token loop's backward: hand-written on a recomputing tape against autograd's record."""
     length = min(length, 256)
@@ -135,6 +162,7 @@ def _finite(case: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
 
 GROUPS: dict[str, Callable[[int, int], Iterator[Row]]] = {
     "parallel": parallel,
+    "compiled": compiled,
     "chunk": chunk,
     "tape": tape,
     "softmax": softmax,

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
 
 from hecate.tape import Block, Tensors
 from hecate.variant import Variant
+
+
+class KernelForm(NamedTuple):
+    """How the kernels of the compiled engine compute u = grad, coordinate by coordinate.
+
+    With e = pred - target: `"target"`: u = -target; `"error"`: e; `"clip"`: e clipped to [-a, a];
+    `"power"`: s^(a-1) e/r with r = s = |e| for a >= 2, else r = sqrt(e^2 + b^2), s = r - b.
+    [ENG-NUM-D2]
+    """
+
+    name: Literal["target", "error", "clip", "power"]
+    a: float = 0.0
+    b: float = 0.0
 
 
 class Bias(Variant, family="bias"):
@@ -48,6 +63,24 @@ class Bias(Variant, family="bias"):
     def hand_written(cls) -> bool:
         """Whether both derivatives are written by hand."""
         return cls.grad is not Bias.grad and cls.grad_vjp is not Bias.grad_vjp
+
+    @property
+    def kernel(self) -> KernelForm | None:
+        """The form in which kernels compute `grad`; None, the default, leaves it to torch."""
+        return None
+
+    def kernel_form(self) -> KernelForm | None:
+        """`kernel`, unless a subclass redefines the derivative below the class that declared it."""
+        for cls in type(self).__mro__:
+            if "kernel" in vars(cls):
+                return self.kernel
+            if (
+                not vars(cls)
+                .keys()
+                .isdisjoint(("loss", "grad", "grad_vjp", "rho", "psi", "psi_jvp"))
+            ):
+                return None
+        return None
 
     def block(self) -> Block:
         """`grad` as a tape block: (pred, target) -> u."""

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hecate.bias.base import Bias
+from hecate.bias.base import Bias, KernelForm
 
 
 class Dot(Bias):
@@ -29,6 +29,10 @@ class Dot(Bias):
     @property
     def curvature(self) -> float:
         return 0.0
+
+    @property
+    def kernel(self) -> KernelForm:
+        return KernelForm("target")
 
     def loss(self, pred: Tensor, target: Tensor) -> Tensor:
         return -(pred * target).sum(-1)

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.bias.base import ErrorBias
+from hecate.bias.base import ErrorBias, KernelForm
 
 
 class Huber(ErrorBias):
@@ -33,6 +33,10 @@ class Huber(ErrorBias):
     @property
     def curvature(self) -> float:
         return 1.0
+
+    @property
+    def kernel(self) -> KernelForm | None:
+        return None if self.norm else KernelForm("clip", self.delta)
 
     def rho(self, error: Tensor) -> Tensor:
         size = self._norm(error).squeeze(-1) if self.norm else error.abs()

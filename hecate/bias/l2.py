@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from hecate.bias.base import ErrorBias
+from hecate.bias.base import ErrorBias, KernelForm
 
 
 class L2(ErrorBias):
@@ -29,6 +29,10 @@ class L2(ErrorBias):
     @property
     def curvature(self) -> float:
         return 1.0
+
+    @property
+    def kernel(self) -> KernelForm:
+        return KernelForm("error")
 
     def rho(self, error: Tensor) -> Tensor:
         return 0.5 * error.square().sum(-1)

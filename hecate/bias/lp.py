@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.bias.base import ErrorBias
+from hecate.bias.base import ErrorBias, KernelForm
 
 
 class Lp(ErrorBias):
@@ -33,6 +33,10 @@ class Lp(ErrorBias):
     @property
     def curvature(self) -> float | None:
         return 1.0 if self.p == 2 else None
+
+    @property
+    def kernel(self) -> KernelForm:
+        return KernelForm("power", self.p, self.eps)
 
     def rho(self, error: Tensor) -> Tensor:
         size, _, live = self._sizes(error)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from hecate.engine.arguments import (
     complete_initial,
     complete_state,
 )
-from hecate.engine.chunk import chunked, known_position
+from hecate.engine.chunk import chunked
+from hecate.engine.compiled import compiled, is_traced
 from hecate.engine.finite import (
     Watched,
     all_finite,
@@ -25,15 +26,14 @@ from hecate.engine.finite import (
     raise_at_first,
 )
 from hecate.engine.parallel import parallel
+from hecate.engine.parts import Part, merged, normalizer_part, position_of, split_carries
 from hecate.engine.prepare import DIVIDE, Sequence, cast, to_tokens, unfold_heads
 from hecate.engine.select import Engine, choose_engine
 from hecate.engine.sequential import sequential
-from hecate.engine.tokens import Carry, Tokens, expand_to, flatten_state, unflatten_state
+from hecate.engine.tokens import Carry, Tokens, expand_to
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.rule import one, several
-from hecate.rule.state import initial_state
-from hecate.structure import Memory
 from hecate.tape import Autodiff, Program, Run, Tape, Tensors, differentiate, execute
 
 
@@ -75,7 +75,7 @@ def memory_scan(
             at each.
         engine: `"auto"` picks the fastest exact one; results agree within rounding.
         autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record;
-            `"auto"` takes autograd for linear memories in blocks or chunks, the tape otherwise.
+            `"auto"` takes autograd for linear memories beyond the token loop, else the tape.
         tape: record the call on this tape instead of autograd; `tape.backward` then takes the
             cotangent of y to q, k, v, tensor gates and phi parameters.
         name: what errors call this memory.
@@ -99,7 +99,7 @@ def memory_scan(
         dtype = torch.promote_types(dtype, tensor.dtype)
     start = complete_initial(config, initial, sequence, dtype)
     own = complete_state(config, state, start, sequence, dtype)
-    parts = [Part(config, own, start, _position(config, state))]
+    parts = [Part(config, own, start, position_of(config, state))]
     if config.normalizer == "sum":
         parts.append(normalizer_part(config, own, sequence, dtype))
     positions = {part.position for part in parts}
@@ -110,6 +110,12 @@ def memory_scan(
         channelwise=sequence.retain.dim() == 4,
         masked=sequence.write is not None or sequence.reset is not None,
         position=positions.pop() if len(positions) == 1 else None,
+        cells=math.prod(next(iter(own.memory.values())).shape[2:]),
+        device=q.device.type,
+        dtype=dtype,
+        traced=is_traced(
+            *sequence[:6], *_tensors(params), *(t for part in parts for t in part.flat)
+        ),
     )
     if autodiff == "auto" and chosen != "sequential" and config.structure.linear:
         autodiff = "torch"
@@ -119,7 +125,7 @@ def memory_scan(
     program = _program(parts, params, dtype, chosen)
     flat = (*sequence, *_tensors(params), *(tensor for part in parts for tensor in part.flat))
     y, *rest = program(tape, *flat) if tape is not None else differentiate(program, flat, autodiff)
-    carries = _split(several(tuple(rest)), parts)
+    carries = split_carries(several(tuple(rest)), parts)
     if config.on_nonfinite == "raise" and can_inspect(one((y,)), *carries[0].flat):
         if not all(all_finite(one((y,)), carry) for carry in carries):
             raise_at_first(_watched(parts, sequence, params, dtype), one((y,)), name)
@@ -158,56 +164,6 @@ def memory_step(
     return y.squeeze(1), state
 
 
-class Part(NamedTuple):
-    """One memory of a scan: the memory itself, or its sum normaliser."""
-
-    config: MemoryConfig
-    state: MemoryState
-    start: MemoryState
-    position: int | None = 0  # in its chunk, None if unknown
-
-    @property
-    def carry(self) -> Carry:
-        """The state as flat tensors."""
-        return flatten_state(self.state)
-
-    @property
-    def initial(self) -> Memory:
-        """The weights at which memories start."""
-        return flatten_state(self.start).memory
-
-    @property
-    def flat(self) -> tuple[Tensor, ...]:
-        """Everything the program takes for this memory."""
-        return *self.initial, *self.carry.flat
-
-
-def normalizer_part(
-    config: MemoryConfig, state: MemoryState, sequence: Sequence, dtype: torch.dtype
-) -> Part:
-    """z, the sum of weights: the same memory with bias dot and the value 1 at every token."""
-    own = config.counting
-    batch, _, heads = sequence.lr.shape
-    width = state.memory["weight"].shape[-1]
-    zero = torch.zeros(batch, heads, 1, width, dtype=dtype, device=sequence.v.device)
-    start = initial_state(own, {"weight": zero}, batch, sequence.retain)
-    carried = complete_state(own, state.normalizer, start, sequence, dtype)
-    return Part(own, carried, start, _position(own, state.normalizer))
-
-
-def _position(config: MemoryConfig, state: MemoryState | None) -> int | None:
-    # Looking at values waits for the device: only where there are chunks.
-    return known_position(state) if config.chunk > 1 else 0
-
-
-def merged(parts: list[Part], carries: list[Carry]) -> MemoryState:
-    """The new state, with that of the normaliser inside."""
-    main, *others = (
-        unflatten_state(carry, part.state) for part, carry in zip(parts, carries, strict=True)
-    )
-    return main._replace(normalizer=others[0] if others else None)
-
-
 def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str) -> Program:
     config, fields, n_params = parts[0].config, len(Sequence._fields), len(_tensors(params))
     # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to
@@ -241,7 +197,7 @@ def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str)
 def _engine(name: str, part: Part) -> Callable[..., tuple[Tensor, Carry]]:
     if name == "chunk":
         return partial(chunked, position=part.position)
-    return parallel if name == "parallel" else sequential
+    return {"parallel": parallel, "compiled": compiled, "sequential": sequential}[name]
 
 
 def _counting(tokens: Tokens) -> Tokens:
@@ -270,16 +226,6 @@ def _leave_out_nonfinite(
     good = good.unflatten(0, (-1, heads)).transpose(1, 2)
     mask = good if sequence.write is None else good & expand_to(sequence.write, good)
     return sequence._replace(write=mask)
-
-
-def _split(flat: tuple[Tensor, ...], parts: list[Part]) -> list[Carry]:
-    carries: list[Carry] = []
-    at = 0
-    for part in parts:
-        width = len(part.carry.flat)
-        carries.append(part.carry.rebuilt(flat[at : at + width]))
-        at += width
-    return carries
 
 
 def _tensors(params: Params) -> tuple[Tensor, ...]:

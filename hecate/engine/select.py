@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal, get_args
 
+import torch
+
+from hecate.bias import L2, Dot
 from hecate.engine.chunk import chunk_refusal
+from hecate.engine.compiled import compiled_refusal
 from hecate.engine.parallel import parallel_refusal
 from hecate.errors import ConfigError
 from hecate.rule import MemoryConfig
 
-Engine = Literal["auto", "sequential", "parallel", "chunk"]
-Chosen = Literal["sequential", "parallel", "chunk"]
+Engine = Literal["auto", "sequential", "parallel", "chunk", "compiled"]
+Chosen = Literal["sequential", "parallel", "chunk", "compiled"]
+ENGINES = get_args(Engine)
 
+# Why `auto` is content with an engine that refuses nothing.
 REASONS: dict[Chosen, str] = {
+    "compiled": "a kernel keeps the state in cache",
     "parallel": "linear memory with linear retention: exact in blocks",
     "chunk": "gradients of a chunk at one state: exact in chunks",
 }
+
+# Measured, see benchmarks: from this length on kernels are worth loading, and up to this size of a
+# state (128 x 128 in float32) they beat block products, forward and backward together.
+COMPILED_TOKENS = 32
+COMPILED_BYTES = 1 << 16
 
 
 def choose_engine(
@@ -26,24 +40,53 @@ def choose_engine(
     channelwise: bool = False,
     masked: bool = False,
     position: int | None = 0,
+    cells: int = 0,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    traced: bool = False,
 ) -> tuple[Chosen, str]:
-    """The engine to run and why; `ConfigError` if the one asked for is not exact here."""
-    if asked not in get_args(Engine):
-        known = ", ".join(repr(name) for name in get_args(Engine))
+    """The engine to run and why; `ConfigError` if the one asked for is not exact here.
+
+    Beside the config: the number of tokens, whether retain is per phi channel, whether there are
+    masks, where in its chunk the state is (None: unknown), V x P of a state, where tensors are and
+    in which dtype the state is, and whether torch has to see every operation.
+    """
+    if asked not in ENGINES:
+        known = ", ".join(repr(name) for name in ENGINES)
         raise ConfigError(f"engine must be one of {known}, got {asked!r}")
-    refusals: dict[Chosen, str | None] = {
-        "parallel": parallel_refusal(config),
-        "chunk": chunk_refusal(config, channelwise=channelwise, masked=masked, position=position),
+    refusal_of: dict[Chosen, Callable[[], str | None]] = {
+        "compiled": lambda: compiled_refusal(config, device=device, dtype=dtype, traced=traced),
+        "parallel": lambda: parallel_refusal(config),
+        "chunk": lambda: chunk_refusal(
+            config, channelwise=channelwise, masked=masked, position=position
+        ),
     }
     if asked != "auto":
-        refusal = None if asked == "sequential" else refusals[asked]
+        refusal = None if asked == "sequential" else refusal_of[asked]()
         if refusal is not None:
             raise ConfigError(
                 f"engine={asked!r} cannot run this memory exactly: {refusal}; "
                 "use engine='auto' or 'sequential'"
             )
         return asked, "asked for"
-    for name, refusal in refusals.items():
-        if refusal is None:
-            return ("sequential", "a single token") if length == 1 else (name, REASONS[name])
-    return "sequential", refusals["chunk" if config.chunk > 1 else "parallel"] or ""
+    if length == 1:
+        return "sequential", "a single token"
+    # Before anything loads numba: few tokens, or states for which block products are faster.
+    large = isinstance(config.bias, Dot | L2) and cells * dtype.itemsize > COMPILED_BYTES
+    if length < COMPILED_TOKENS or (large and parallel_refusal(config) is None):
+        del refusal_of["compiled"]
+    refused = {}
+    for name, ask in refusal_of.items():
+        refused[name] = ask()
+        if refused[name] is None:
+            return name, REASONS[name]
+    return "sequential", refused["chunk" if config.chunk > 1 else "parallel"] or ""
+
+
+def exact_engines(config: MemoryConfig, *, length: int = 2, masked: bool = False) -> list[Chosen]:
+    """The engines beside the token loop that are exact for a config on the CPU."""
+    found: list[Chosen] = []
+    for engine in REASONS:
+        with suppress(ConfigError):
+            found.append(choose_engine(config, engine, length=length, masked=masked)[0])
+    return found

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine import choose_engine, memory_scan
+from hecate.engine import memory_scan
+from hecate.engine.select import exact_engines
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.testing.vjp import SIGNAL_FLOOR, check_vjp, require
@@ -43,8 +44,7 @@ def check_rule(
     _same(config, "the tape against autograd", taped, whole)
     cuts = (0, 1, 1, length // 2 + 1, length)
     _same(config, "a scan in pieces against the whole", _run(case, cuts=cuts), whole)
-    engine, _ = choose_engine(config, "auto", length=length)
-    if engine != "sequential":
+    for engine in exact_engines(config, length=length):
         for autodiff in ("tape", "torch"):
             got = _run(case, engine=engine, autodiff=autodiff)
             _same(config, f"engine {engine} ({autodiff}) against sequential", got, whole)
@@ -242,8 +242,8 @@ def _check_masks(case: _Case) -> None:
     dirty = dict(case.leaves)
     for name in ("k", "v"):
         dirty[name] = torch.where(write[..., None, None], dirty[name], torch.nan)
-    engines = {"sequential", choose_engine(case.config, "auto", length=length, masked=True)[0]}
-    for engine in sorted(engines):
+    engines = ["sequential", *exact_engines(case.config, length=length, masked=True)]
+    for engine in engines:
         with torch.no_grad():
             y, state = _scan(case, dirty, write_mask=write, engine=engine)
             short = _cut(case.leaves, kept)

@@ -1,0 +1,407 @@
+"""The compiled engine against the token loop, and where it must leave the work to torch."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from hecate import Gates, MemoryConfig, NonFiniteError, memory_scan
+from hecate.bias import L2, Bias, ErrorBias, Huber, KernelForm
+from hecate.engine import choose_engine
+from hecate.engine import compiled as module
+from hecate.engine.compiled import compiled_refusal
+from hecate.errors import ConfigError
+from hecate.nn import Memory
+from hecate.tape import Tape
+from hecate.testing import check_rule
+from tests.engine.test_properties import LINEAR, Result, cases, in_pieces, whole
+from tests.memories import BIASES, Case, case_of, close, config_of, flat_state, weighted
+
+numba = pytest.importorskip("numba")
+
+FORMS = BIASES[:5]  # all but the norm of huber
+FIELDS = st.builds(
+    lambda fields, bias: {**fields, "bias": bias},
+    LINEAR,
+    st.sampled_from([*FORMS, {"kind": "lp", "p": 2.0}]),
+)
+TITANS = {"retention": "decay", "algorithm": "momentum", "key_norm": "l2"}
+LENGTHS = st.sampled_from([0, 1, 2, 3, 5, 7, 31, 32, 33, 61])
+
+
+def shrunk(case: Case) -> Case:
+    """Smaller keys, so that long sequences stay tame under every bias."""
+    return case._replace(k=0.4 * case.k)
+
+
+@pytest.mark.spec("ENG-NUM-I1", "ENG-NUM-V1", "ENG-SCAN-I1")
+@settings(max_examples=60)
+@given(st.data())
+def test_whole_and_pieces_against_sequential(data):
+    """Outputs, final state and the gradients of all inputs, whatever the configuration."""
+    case = shrunk(data.draw(cases(FIELDS, length=data.draw(LENGTHS))))
+    assert compiled_refusal(case.config) is None
+    try:
+        expected = whole(case, engine="sequential")
+    except NonFiniteError:
+        assume(False)
+    # Steps of lp are unbounded: where the memory runs away, so does rounding.
+    assume(
+        all(
+            float(item.detach().abs().max()) < 1e3
+            for item in (expected.y, *expected.grads)
+            if item.numel()
+        )
+    )
+    whole(case, engine="compiled", autodiff="torch").equals(expected)
+    whole(case, engine="compiled", autodiff="tape").equals(expected)
+    cuts = data.draw(st.lists(st.integers(0, case.k.shape[1]), max_size=3))
+    in_pieces(case, cuts, engine="compiled").equals(expected)
+
+
+@pytest.mark.spec("ENG-NUM-I1")
+@pytest.mark.parametrize(
+    ("d", "width"), [(1, 1), (7, 5), (8, 4), (9, 9), (16, 8), (33, 17), (64, 3)]
+)
+def test_widths_around_whole_vectors(d, width):
+    for fields in ({**TITANS, "bias": "huber"}, {"decay_order": "before_gradient", **TITANS}):
+        case = case_of(config_of(**fields), d=d, width=width, length=19, masks=True, ends=0.2)
+        whole(case, engine="compiled").equals(whole(case, engine="sequential"))
+
+
+@pytest.mark.spec("ENG-NUM-I2")
+@pytest.mark.parametrize("bias", FORMS, ids=str)
+@pytest.mark.parametrize("algorithm", ["gd", "momentum"])
+def test_single_precision(bias, algorithm):
+    """Against the token loop in float64, the error may be twice the token loop's own."""
+    config = MemoryConfig(bias=bias, retention="decay", algorithm=algorithm, key_norm="l2")
+    case = case_of(config, d=16, width=8, length=67, masks=True, dtype=torch.float32)
+    exact = case_of(
+        MemoryConfig(**{**config.model_dump(), "state_dtype": "float64"}),
+        d=16, width=8, length=67, masks=True,
+    )  # fmt: skip
+    exact = exact.with_leaves([leaf.double() for leaf in case.leaves])
+    true, ours, theirs = (
+        whole(own, engine=engine)
+        for own, engine in ((exact, "sequential"), (case, "compiled"), (case, "sequential"))
+    )
+    pairs = zip(
+        [ours.y, *ours.grads], [theirs.y, *theirs.grads], [true.y, *true.grads], strict=True
+    )
+    size = max(float(grad.norm()) for grad in true.grads)
+    for got, loop, expected in pairs:
+        assert got.dtype == loop.dtype == torch.float32
+        error, own = (
+            float((item.detach().double() - expected.detach()).norm()) for item in (got, loop)
+        )
+        # Sums go in another order, so rounding of 67 steps may fall out differently.
+        assert error <= 2 * own + 67 * torch.finfo(torch.float32).eps * min(
+            size, float(expected.detach().norm()) + 1
+        )
+
+
+@pytest.mark.spec("ENG-NUM-I3")
+@pytest.mark.parametrize("algorithm", ["gd", "momentum"])
+def test_threads_change_no_bit(algorithm, monkeypatch):
+    monkeypatch.setattr("hecate.engine.launch.SHARE", 1)
+    case = case_of(config_of(**{**TITANS, "algorithm": algorithm}), batch=3, length=40, masks=True)
+    results = []
+    for threads in (1, 2, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        results.append(whole(case, engine="compiled"))
+    for other in results[1:]:
+        for mine, first in zip(
+            [other.y, *other.grads], [results[0].y, *results[0].grads], strict=True
+        ):
+            assert torch.equal(mine, first)
+
+
+@pytest.mark.spec("ENG-NUM-V2")
+@pytest.mark.parametrize("bias", ["l2", BIASES[2]], ids=str)
+@pytest.mark.parametrize("autodiff", ["torch", "tape"])
+def test_second_derivatives(bias, autodiff):
+    config = config_of(bias=bias, retention="decay", algorithm="momentum")
+    case = case_of(config, batch=1, heads=1, length=4, d=2, width=2).fresh()
+
+    def scan(*leaves: Tensor) -> Tensor:
+        return weighted(*case.with_leaves(list(leaves)).scan(engine="compiled", autodiff=autodiff))
+
+    assert torch.autograd.gradcheck(scan, case.leaves)
+    assert torch.autograd.gradgradcheck(scan, case.leaves)
+
+
+@pytest.mark.spec("ENG-NUM-V2")
+def test_batched_cotangents_and_forward_mode():
+    case = case_of(config_of(**TITANS), length=5, batch=1).fresh()
+    y, _ = case.scan(engine="compiled")
+    g = torch.randn(3, *y.shape, generator=torch.Generator().manual_seed(1))
+    batched = torch.autograd.grad(y, case.leaves, g, is_grads_batched=True, retain_graph=True)
+    for index in range(3):
+        one = torch.autograd.grad(y, case.leaves, g[index], retain_graph=True)
+        for mine, true in zip(batched, one, strict=True):
+            close(mine[index], true, 1e-12)
+    long = case_of(config_of(**TITANS), length=40, batch=1)
+    with torch.autograd.forward_ad.dual_level():
+        k = torch.autograd.forward_ad.make_dual(long.k, torch.ones_like(long.k))
+        y, _ = long._replace(k=k).scan(autodiff="torch")
+        assert float(torch.autograd.forward_ad.unpack_dual(y).tangent.norm()) > 1e-3
+
+
+@pytest.mark.spec("ENG-NUM-V1", "ENG-TAPE-I1")
+def test_a_tape_of_it():
+    case = case_of(config_of(**TITANS, bias="huber"), masks=True, length=35).fresh()
+    y, _ = case.scan(engine="sequential")
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    wanted = [case.q, case.k, case.v, *case.gates]
+    expected = torch.autograd.grad(y, wanted, g)
+    plain = case.with_leaves([leaf.detach() for leaf in case.leaves])
+    tape = Tape()
+    again, _ = plain.scan(engine="compiled", tape=tape)
+    assert "engine.compiled" in str(tape) and "torch.func" not in str(tape)
+    inputs = [plain.q, plain.k, plain.v, *plain.gates]
+    for mine, true in zip(tape.backward([again], [g], inputs), expected, strict=True):
+        close(mine, true, 1e-11)
+
+
+@pytest.mark.spec("ENG-SCAN-I3")
+@pytest.mark.parametrize("d", [3, 8])
+def test_inputs_are_never_changed(d):
+    case = case_of(config_of(**TITANS), masks=True, length=35, d=d, width=4).fresh()
+    _, state = case.scan(engine="compiled")
+    given = [*case.leaves, case.write, case.reset, *flat_state(state.detach()).values()]
+    before = [(copy.deepcopy(item.detach()), item._version) for item in given]
+    y, after = case.scan(state.detach(), engine="compiled")
+    g = torch.ones_like(y)
+    torch.autograd.grad(
+        [y, after.memory["weight"]], case.leaves, [g, after.memory["weight"].detach()]
+    )
+    assert torch.equal(g, torch.ones_like(y))
+    for item, (saved, version) in zip(given, before, strict=True):
+        assert torch.equal(item, saved) and item._version == version
+
+
+@pytest.mark.spec("ENG-NUM-I4")
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
+def test_non_finite_values_survive_and_are_placed(junk):
+    case = case_of(config_of(retention="decay"), batch=3, length=40)
+    v = case.v.clone()
+    v[1, 20, 0] = junk
+    bad = case._replace(v=v)
+    with pytest.raises(NonFiniteError, match="batch row 1, head 0, token 20"):
+        bad.scan(engine="compiled")
+    loose = MemoryConfig(**{**case.config.model_dump(), "on_nonfinite": "propagate"})
+    y, state = bad._replace(config=loose).scan(engine="compiled")
+    finite = torch.ones(3, 40, 2, dtype=torch.bool)
+    finite[1, 20:, 0] = False
+    assert torch.equal(torch.isfinite(y).all(-1), finite)
+    assert not torch.isfinite(state.memory["weight"][1, 0]).all()
+
+
+# Where it does not apply.
+
+
+def scan(config: MemoryConfig, length: int = 40, **options: object) -> Tensor:
+    case = case_of(config, batch=1, heads=1, length=length)
+    return case.scan(**options)[0]
+
+
+class Own(ErrorBias):
+    """own: ell = 1/2 e^2, without a kernel."""
+
+    kind: Literal["compiled_test_own"] = "compiled_test_own"
+
+    def psi(self, error):
+        return error
+
+    def psi_jvp(self, error, tangent):
+        return tangent
+
+
+class Doubled(L2):
+    """doubled: another derivative below a class that declares a kernel."""
+
+    kind: Literal["compiled_test_doubled"] = "compiled_test_doubled"
+
+    def psi(self, error):
+        return 2 * error
+
+    def psi_jvp(self, error, tangent):
+        return 2 * tangent
+
+
+class Clipped(ErrorBias):
+    """clipped: huber again, by someone else who names the form."""
+
+    kind: Literal["compiled_test_clipped"] = "compiled_test_clipped"
+
+    @property
+    def kernel(self):
+        return KernelForm("clip", 0.7)
+
+    def psi(self, error):
+        return error.clamp(-0.7, 0.7)
+
+    def psi_jvp(self, error, tangent):
+        return torch.where(error.abs() <= 0.7, tangent, 0.0)
+
+
+class Misnamed(Own):
+    """misnamed: names a form that it is not."""
+
+    kind: Literal["compiled_test_misnamed"] = "compiled_test_misnamed"
+
+    @property
+    def kernel(self):
+        return KernelForm("clip", 0.1)
+
+    def rho(self, error):
+        return 0.5 * error.square().sum(-1)
+
+
+# They are passed as values: tests of all known kinds need not know them.
+for kind in [kind for kind in Bias._registry if kind.startswith("compiled_test_")]:
+    del Bias._registry[kind]
+
+
+@pytest.mark.spec("ENG-NUM-D2")
+def test_a_bias_of_ones_own():
+    assert Huber(norm=True).kernel_form() is None
+    assert Doubled().kernel_form() is None and L2().kernel_form() is not None
+    for bias in (Own(), Doubled(), Huber(norm=True)):
+        config = config_of(bias=bias)
+        with pytest.raises(
+            ConfigError, match=f"engine='compiled'.*{bias.kind!r}.*no kernel.*'auto'"
+        ):
+            scan(config, engine="compiled")
+        assert torch.isfinite(scan(config)).all()
+    with pytest.raises(AssertionError, match="engine compiled"):
+        check_rule(config_of(bias=Misnamed(), retention="decay"))
+    case = case_of(config_of(bias=Clipped(), **TITANS), length=40)
+    assert choose_engine(case.config, "auto", length=40)[0] == "compiled"
+    whole(case, engine="compiled").equals(whole(case, engine="sequential"))
+
+
+@pytest.mark.spec("ENG-NUM-D3")
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"chunk": 2}, "chunk=2"),
+        ({"commit": "chunk"}, "commit='chunk'"),
+        ({"structure": "mlp"}, "structure 'mlp'"),
+    ],
+    ids=str,
+)
+def test_rules_without_a_kernel_are_refused_by_name_and_left_by_auto(fields, reason):
+    config = config_of(**fields)
+    with pytest.raises(ConfigError, match=f"engine='compiled'.*{reason}"):
+        scan(config, engine="compiled")
+    assert choose_engine(config, "auto", length=100)[0] != "compiled"
+    with pytest.raises(ConfigError, match=reason):
+        Memory(8, heads=2, config=config, engine="compiled")
+
+
+@pytest.mark.spec("ENG-NUM-D3")
+def test_tensors_that_kernels_cannot_read():
+    config = config_of()
+    for options, word in (
+        ({"device": "cuda"}, "cuda"),
+        ({"dtype": torch.bfloat16}, "bfloat16"),
+        ({"traced": True}, "torch.compile"),
+    ):
+        assert word in str(compiled_refusal(config, **options))
+        assert choose_engine(config, "auto", length=100, **options)[0] == "parallel"
+    config = config_of(on_nonfinite="propagate")
+    case = case_of(config, length=40)
+    meta = [item.to("meta") for item in (case.q, case.k, case.v)]
+    y, _ = memory_scan(config, *meta, Gates(0.5))
+    assert y.device.type == "meta" and y.shape == case.v.shape
+    with pytest.raises(ConfigError, match="tensors are on meta"):
+        memory_scan(config, *meta, Gates(0.5), engine="compiled")
+
+
+@pytest.mark.spec("ENG-NUM-D3")
+def test_transforms_take_another_engine():
+    case = case_of(config_of(), batch=2, length=40)
+    one = case_of(config_of(), batch=1, length=40)
+
+    def loss(q: Tensor, engine: str = "auto") -> Tensor:
+        return one._replace(q=q[None], k=one.k, v=one.v).scan(engine=engine)[0].square().sum()
+
+    grads = torch.func.vmap(torch.func.grad(loss))(case.q)
+    for row in range(2):
+        q = case.q[row].clone().requires_grad_()
+        (expected,) = torch.autograd.grad(loss(q, "sequential"), q)
+        close(grads[row], expected, 1e-11)
+    with pytest.raises(ConfigError, match=r"torch\.func"):
+        torch.func.grad(lambda q: loss(q, "compiled"))(case.q[0])
+    with FlopCounterMode(display=False) as flops:
+        case.scan()
+    assert flops.get_total_flops() > 0
+
+
+@pytest.mark.spec("ENG-NUM-D3")
+def test_compile_takes_another_engine():
+    torch._dynamo.reset()
+    case = case_of(config_of(), batch=1, length=33)
+
+    def step(*leaves: Tensor) -> Tensor:
+        return case.with_leaves(list(leaves)).scan()[0]
+
+    y = torch.compile(step, backend="aot_eager", fullgraph=True)(*case.leaves)
+    close(y, case.scan(engine="sequential")[0], 1e-11)
+
+
+@pytest.mark.spec("ENG-NUM-D4")
+def test_auto():
+    delta, huber = MemoryConfig(), MemoryConfig(bias="huber")
+    assert choose_engine(delta, "auto", length=2048, cells=64 * 64)[0] == "compiled"
+    assert choose_engine(delta, "auto", length=2048, cells=256 * 256)[0] == "parallel"
+    assert choose_engine(huber, "auto", length=2048, cells=256 * 256)[0] == "compiled"
+    assert choose_engine(delta, "auto", length=31)[0] == "parallel"
+    assert choose_engine(delta, "auto", length=1)[0] == "sequential"
+    with pytest.raises(ConfigError, match=r"must be one of.*'compiled'.*got 'fast'"):
+        choose_engine(delta, "fast")
+
+
+@pytest.mark.spec("ENG-NUM-D3")
+def test_without_numba(monkeypatch):
+    monkeypatch.setattr(module, "load_kernels", lambda: None)
+    config = config_of()
+    assert choose_engine(config, "auto", length=100)[0] == "parallel"
+    assert torch.isfinite(scan(config)).all()
+    with pytest.raises(ConfigError, match=r'pip install "hecate\[cpu\]"'):
+        scan(config, engine="compiled")
+
+
+@pytest.mark.spec("ENG-NUM-D3")
+def test_numba_is_loaded_only_when_a_kernel_runs():
+    code = (
+        "import sys, torch, hecate, hecate.nn, hecate.models; assert 'numba' not in sys.modules\n"
+        "config, x = hecate.MemoryConfig(key_norm='l2'), torch.randn(1, 64, 1, 2)\n"
+        "hecate.memory_scan(config, *[x[:, :4]] * 3)\n"
+        "assert 'numba' not in sys.modules\n"
+        "sys.modules['numba'] = None\n"  # as if it were not installed
+        "hecate.memory_scan(config, x, x, x)\n"
+        "try: hecate.memory_scan(config, x, x, x, engine='compiled')\n"
+        "except hecate.ConfigError as error: assert 'hecate[cpu]' in str(error)\n"
+        "else: raise SystemExit('no error')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_fault_is_seen():
+    """The comparison itself: another rule is told apart."""
+    case = case_of(config_of(**TITANS), length=35)
+    other = case._replace(config=config_of(**{**TITANS, "bias": "huber"}))
+    with pytest.raises(AssertionError):
+        whole(other, engine="compiled").equals(whole(case, engine="sequential"))
+    assert isinstance(whole(case, engine="compiled"), Result)
