@@ -5,7 +5,6 @@ Heavy imports wait until a command needs them, so that help and completion are q
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -118,16 +117,17 @@ def train(
 
         from hecate.train import load_experiment, run_experiment
         from hecate.train.display import Display
+        from hecate.train.folders import fresh_folder, latest_folder
 
         texts = [*(overrides or []), *([] if steps is None else [f"budget.steps={steps}"])]
         if resume:
-            folder = out or _latest(source)
+            folder = out or latest_folder(source)
             base: str | Path = folder / "config.yaml"
             _refuse_other_source(source, out)
         else:
             base = source or "quickstart"
         config = load_experiment(base, texts)
-        folder = folder if resume else out or _fresh(config.name)
+        folder = folder if resume else out or fresh_folder(config.name)
         if config.budget.threads is not None:
             torch.set_num_threads(config.budget.threads)
         result = run_experiment(config, folder, resume=resume, display=Display(quiet=quiet))
@@ -216,7 +216,9 @@ def list_(
         print_table(header, rows)
 
 
-@app.command(epilog="Example: hecate show mqar --set data.num_pairs=16")
+@app.command(
+    epilog="Examples: hecate show mqar --set data.num_pairs=16 | hecate show quickstart --engine"
+)
 def show(
     context: typer.Context,
     source: Annotated[
@@ -227,12 +229,20 @@ def show(
         ),
     ],
     overrides: SetOption = None,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Say which engine runs the memory here, and why.")
+    ] = False,
 ) -> None:  # fmt: skip
     """Print the resolved YAML of an experiment, every default written out."""
     with _reported(context):
         from hecate.train.compose import dump_experiment, load_experiment
 
-        typer.echo(dump_experiment(load_experiment(source, overrides or [])), nl=False)
+        config = load_experiment(source, overrides or [])
+        if engine:
+            chosen, reason = config.engine()
+            typer.echo(f"{chosen}: {reason}")
+        else:
+            typer.echo(dump_experiment(config), nl=False)
 
 
 @app.command(epilog="Example: hecate schema > experiment.schema.json")
@@ -244,34 +254,6 @@ def schema(context: typer.Context) -> None:
         from hecate.train.config import ExperimentConfig
 
         typer.echo(json.dumps(ExperimentConfig.model_json_schema(), indent=1))
-
-
-def _fresh(name: str) -> Path:
-    root, number = Path("runs"), 2
-    folder = root / name
-    while folder.exists():
-        folder = root / f"{name}-{number}"
-        number += 1
-    return folder
-
-
-def _latest(source: str | None) -> Path:
-    """The run of this experiment that was written last."""
-    from hecate.errors import CheckpointError
-    from hecate.train import load_experiment
-
-    name = load_experiment(source or "quickstart").name
-    found = [
-        path
-        for path in Path("runs").glob(f"{name}*")
-        if re.fullmatch(r"(-\d+)?", path.name.removeprefix(name))
-        and (path / "config.yaml").exists()
-    ]
-    if not found:
-        raise CheckpointError(
-            f"there is no run of {name!r} in runs/ to resume; give its folder: --out"
-        )
-    return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)
 
 
 def _refuse_other_source(source: str | None, out: Path | None) -> None:

@@ -151,6 +151,22 @@ def test_show_is_what_train_would_use(hecate, tmp_path):
 
 
 @pytest.mark.spec("TRAIN-CLI-D3")
+@pytest.mark.parametrize(
+    ("settings", "engine", "word"),
+    [
+        (["model.memory.chunk=8"], "chunk", "chunk"),
+        (["structure=mlp", "feature_map=identity"], "sequential", "structure 'mlp'"),
+        (["structure=mlp", "feature_map=identity", "model.memory.chunk=8"], "chunk", "chunk"),
+    ],
+)
+def test_show_says_which_engine_runs_and_why(hecate, settings, engine, word):
+    flags = [part for setting in settings for part in ("--set", setting)]
+    code, out, _ = hecate("show", "mqar", "--engine", *flags)
+    assert code == 0 and len(out.splitlines()) == 1
+    assert out.startswith(f"{engine}: ") and word in out
+
+
+@pytest.mark.spec("TRAIN-CLI-D3")
 def test_the_schema_is_that_of_the_experiment(hecate):
     code, out, _ = hecate("schema")
     schema = json.loads(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -35,6 +36,8 @@ from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.rule import one, several
 from hecate.tape import Autodiff, Program, Run, Tape, Tensors, differentiate, execute
+
+_LOG = logging.getLogger("hecate.engine")
 
 
 def memory_scan(
@@ -103,7 +106,7 @@ def memory_scan(
     if config.normalizer == "sum":
         parts.append(normalizer_part(config, own, sequence, dtype))
     positions = {part.position for part in parts}
-    chosen, _ = choose_engine(
+    chosen, reason = choose_engine(
         config,
         engine,
         length=q.shape[1],
@@ -117,6 +120,8 @@ def memory_scan(
             *sequence[:6], *_tensors(params), *(t for part in parts for t in part.flat)
         ),
     )
+    if not torch.compiler.is_compiling():
+        _LOG.debug("memory %r, %d tokens: engine %s (%s)", name, q.shape[1], chosen, reason)
     if autodiff == "auto" and chosen != "sequential" and config.structure.linear:
         autodiff = "torch"
     if q.shape[1] == 0 or sequence.v.numel() == 0:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from hecate.data import Bundled, DataConfig
+from hecate.engine import choose_engine
 from hecate.errors import ConfigError
 from hecate.models import LanguageModelConfig
 from hecate.variant import Config
@@ -110,6 +111,19 @@ class ExperimentConfig(Config):
     def seq_len(self) -> int:
         """Length of the training sequences."""
         return self.data.length() or self.budget.seq_len or TEXT_LENGTH
+
+    def engine(self) -> tuple[str, str]:
+        """The engine that runs the model's memory on this machine in training, and why."""
+        model = self.model
+        d_phi = model.memory.feature_map.output_dim(model.d_key or model.d_model // model.heads)
+        return choose_engine(
+            model.memory,
+            "auto",
+            length=self.seq_len,
+            cells=d_phi * (model.d_value or model.d_model // model.heads),
+            device=self.budget.device,
+            dtype=model.memory.dtype,
+        )
 
     def model_for_data(self) -> LanguageModelConfig:
         """The model's config with the vocabulary filled in from the data."""

@@ -139,3 +139,11 @@ def test_gates_of_a_tape_need_not_be_tensors():
     y, _ = memory_scan(case.config, case.q, case.k, case.v, Gates(0.3), tape=tape)
     (grad,) = tape.backward([y], [torch.ones_like(y)], [case.k])
     assert float(grad.norm()) > 0.01
+
+
+def test_the_choice_of_engine_is_logged(caplog):
+    case = case_of(config_of(bias="huber"), length=3)
+    with caplog.at_level("DEBUG", logger="hecate.engine"):
+        case.scan(engine="sequential", name="level 1")
+    (record,) = caplog.records
+    assert record.getMessage() == "memory 'level 1', 3 tokens: engine sequential (asked for)"
