@@ -17,8 +17,8 @@ from torch import Tensor
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one, several
 from hecate.structure import MLP, Matrix, Memory
-from hecate.structure.activation import Activation, activate
 from hecate.tape import Block, Run, Tensors
+from hecate.tape.activation import Activation, activate
 from hecate.tape.ops import over, sum_to_gate
 
 STRUCTURES = (Matrix, MLP)

@@ -7,9 +7,9 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from hecate.phi.activation import gelu, gelu_slope
 from hecate.phi.base import Traits
 from hecate.phi.elementwise import Elementwise
+from hecate.tape.activation import activate
 
 _DEPTH = 0.1699712075  # -min of x Phi(x) = 0.16997120747990..., at x = -0.75179, rounded up
 
@@ -38,7 +38,7 @@ class GELUShifted(Elementwise):
         return Traits(non_negative=positive, kernel_non_negative=positive)
 
     def value(self, x: Tensor) -> Tensor:
-        return gelu(x) + self.shift
+        return activate("gelu", x, 0) + self.shift
 
     def derivative(self, x: Tensor) -> Tensor:
-        return gelu_slope(x)
+        return activate("gelu", x, 1)

@@ -9,10 +9,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.phi.activation import ACTIVATIONS, ActivationName
 from hecate.phi.base import FeatureMap, Params, Traits, project_vjp
 from hecate.phi.learned import learned, scaled_normal, seeded
 from hecate.phi.random import project_precisely
+from hecate.tape.activation import Activation, activate
 
 
 class MLP(FeatureMap):
@@ -31,7 +31,7 @@ class MLP(FeatureMap):
 
     kind: Literal["mlp"] = "mlp"
     d_hidden: int = Field(gt=0)
-    activation: ActivationName = "gelu"
+    activation: Activation = "gelu"
     residual: bool = True
     d_phi: int | None = Field(default=None, gt=0)
 
@@ -49,8 +49,10 @@ class MLP(FeatureMap):
         return d if self.d_phi is None else self.d_phi
 
     def traits(self) -> Traits:
-        activation = ACTIVATIONS[self.activation]
-        return Traits(parity=activation.parity, degree=activation.degree)
+        return Traits(
+            parity="odd" if self.activation == "tanh" else "none",
+            degree=1.0 if self.activation == "relu" else None,
+        )
 
     def init(
         self,
@@ -69,17 +71,18 @@ class MLP(FeatureMap):
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
         w_in, w_out = (learned(self.kind, params, name) for name in ("w_in", "w_out"))
         before = project_precisely(x, w_in)
-        features = project_precisely(ACTIVATIONS[self.activation].value(before), w_out)
+        features = project_precisely(activate(self.activation, before, 0), w_out)
         if self.residual:
             features = x.to(features.dtype) + features
         return features.to(x.dtype), (x, before, w_in, w_out)
 
     def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x, before, w_in, w_out = residuals
-        dtype, activation = before.dtype, ACTIVATIONS[self.activation]
+        dtype = before.dtype
         g = g.to(dtype)
-        gafter, gw_out = project_vjp(activation.value(before), w_out.to(dtype), g)
-        gx, gw_in = project_vjp(x.to(dtype), w_in.to(dtype), gafter * activation.slope(before))
+        gafter, gw_out = project_vjp(activate(self.activation, before, 0), w_out.to(dtype), g)
+        gbefore = gafter * activate(self.activation, before, 1)
+        gx, gw_in = project_vjp(x.to(dtype), w_in.to(dtype), gbefore)
         if self.residual:
             gx = gx + g
         grads = {"w_in": gw_in.to(w_in.dtype), "w_out": gw_out.to(w_out.dtype)}

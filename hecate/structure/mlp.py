@@ -10,8 +10,8 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.structure.activation import Activation, activate
 from hecate.structure.base import Memory, Structure, matvec, outer
+from hecate.tape.activation import Activation, activate
 
 
 class MLP(Structure):

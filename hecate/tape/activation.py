@@ -1,4 +1,4 @@
-"""Activations of deep memories with their first and second derivatives."""
+"""Activations with their first and second derivatives, for maps and for deep memories."""
 
 from __future__ import annotations
 
@@ -17,36 +17,33 @@ def activate(name: Activation, x: Tensor, order: Literal[0, 1, 2]) -> Tensor:
     return _ACTIVATIONS[name][order](x)
 
 
+def _gelu_slope(x: Tensor) -> Tensor:
+    # erfc, not 1 + erf, which cancels where x is far below 0.
+    return 0.5 * torch.erfc(-x / math.sqrt(2)) + x * _density(x)
+
+
+def _density(x: Tensor) -> Tensor:
+    return torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)
+
+
 def _silu_slope(x: Tensor) -> Tensor:
-    s = x.sigmoid()
+    s = torch.sigmoid(x)
     return s + x * s * (1 - s)
 
 
 def _silu_bend(x: Tensor) -> Tensor:
-    s = x.sigmoid()
+    s = torch.sigmoid(x)
     return s * (1 - s) * (2 + x * (1 - 2 * s))
 
 
 def _tanh_bend(x: Tensor) -> Tensor:
-    t = x.tanh()
+    t = torch.tanh(x)
     return -2 * t * (1 - t * t)
 
 
-def _cdf(x: Tensor) -> Tensor:
-    return 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-
-
-def _pdf(x: Tensor) -> Tensor:
-    return torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-
-
 _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
-    "gelu": (
-        lambda x: x * _cdf(x),
-        lambda x: _cdf(x) + x * _pdf(x),
-        lambda x: _pdf(x) * (2 - x * x),
-    ),
-    "silu": (lambda x: x * x.sigmoid(), _silu_slope, _silu_bend),
-    "tanh": (torch.tanh, lambda x: 1 - x.tanh().square(), _tanh_bend),
+    "gelu": (torch.nn.functional.gelu, _gelu_slope, lambda x: _density(x) * (2 - x * x)),
+    "silu": (torch.nn.functional.silu, _silu_slope, _silu_bend),
+    "tanh": (torch.tanh, lambda x: 1 - torch.tanh(x).square(), _tanh_bend),
     "relu": (torch.relu, lambda x: (x > 0).to(x.dtype), torch.zeros_like),
 }
