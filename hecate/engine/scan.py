@@ -29,7 +29,7 @@ from hecate.engine.finite import (
 from hecate.engine.parallel import parallel
 from hecate.engine.parts import Part, merged, normalizer_part, position_of, split_carries
 from hecate.engine.prepare import DIVIDE, Sequence, cast, to_tokens, unfold_heads
-from hecate.engine.select import Engine, choose_engine
+from hecate.engine.select import Chosen, Engine, choose_engine
 from hecate.engine.sequential import sequential
 from hecate.engine.tokens import Carry, Tokens, expand_to
 from hecate.phi import Params
@@ -105,36 +105,49 @@ def memory_scan(
     parts = [Part(config, own, start, position_of(config, state))]
     if config.normalizer == "sum":
         parts.append(normalizer_part(config, own, sequence, dtype))
-    positions = {part.position for part in parts}
-    chosen, reason = choose_engine(
-        config,
-        engine,
-        length=q.shape[1],
-        channelwise=sequence.retain.dim() == 4,
-        masked=sequence.write is not None or sequence.reset is not None,
-        position=positions.pop() if len(positions) == 1 else None,
-        cells=math.prod(next(iter(own.memory.values())).shape[2:]),
-        device=q.device.type,
-        dtype=dtype,
-        traced=is_traced(
-            *sequence[:6], *_tensors(params), *(t for part in parts for t in part.flat)
-        ),
-    )
-    if not torch.compiler.is_compiling():
-        _LOG.debug("memory %r, %d tokens: engine %s (%s)", name, q.shape[1], chosen, reason)
+    held = (*_tensors(params), *(tensor for part in parts for tensor in part.flat))
+    chosen = _chosen(engine, sequence, parts, held, dtype, name)
     if autodiff == "auto" and chosen != "sequential" and config.structure.linear:
         autodiff = "torch"
     if q.shape[1] == 0 or sequence.v.numel() == 0:
         return torch.zeros_like(v), merged(parts, [part.carry for part in parts])
     sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
     program = _program(parts, params, dtype, chosen)
-    flat = (*sequence, *_tensors(params), *(tensor for part in parts for tensor in part.flat))
+    flat = (*sequence, *held)
     y, *rest = program(tape, *flat) if tape is not None else differentiate(program, flat, autodiff)
     carries = split_carries(several(tuple(rest)), parts)
     if config.on_nonfinite == "raise" and can_inspect(one((y,)), *carries[0].flat):
         if not all(all_finite(one((y,)), carry) for carry in carries):
             raise_at_first(_watched(parts, sequence, params, dtype), one((y,)), name)
     return one((y,)), merged(parts, carries)
+
+
+def _chosen(
+    asked: Engine,
+    sequence: Sequence,
+    parts: list[Part],
+    held: tuple[Tensor, ...],
+    dtype: torch.dtype,
+    name: str,
+) -> Chosen:
+    """The engine for this call, told to the log."""
+    positions = {part.position for part in parts}
+    length = sequence.v.shape[1]
+    chosen, reason = choose_engine(
+        parts[0].config,
+        asked,
+        length=length,
+        channelwise=sequence.retain.dim() == 4,
+        masked=sequence.write is not None or sequence.reset is not None,
+        position=positions.pop() if len(positions) == 1 else None,
+        cells=math.prod(next(iter(parts[0].state.memory.values())).shape[2:]),
+        device=sequence.v.device.type,
+        dtype=dtype,
+        traced=is_traced(*sequence[:6], *held),
+    )
+    if not torch.compiler.is_compiling():
+        _LOG.debug("memory %r, %d tokens: engine %s (%s)", name, length, chosen, reason)
+    return chosen
 
 
 def memory_step(
