@@ -23,7 +23,7 @@ CHANNELWISE = {"channels", "kda"}
 
 
 def kernel(q, k, v, scale, initial_state, output_final_state, beta=None, g=None):
-    """State `[B, H, K, V]`, logarithmic gates, the gradient after the decay, computed in v's dtype."""
+    """State `[B, H, K, V]`, logarithmic gates, gradient after the decay, all in v's dtype."""
     state, outputs = initial_state.to(v.dtype), []
     for t in range(v.shape[1]):
         if g is not None:
