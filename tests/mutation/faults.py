@@ -1,0 +1,147 @@
+"""Small faults, each of a kind that someone has made: one line replaced by a wrong one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """`old` (which occurs once in the file at `path`) becomes `new`; `tests` should notice."""
+
+    path: str
+    old: str
+    new: str
+    tests: str
+
+    def planted(self, text: str) -> str:
+        """The file's text with the fault."""
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.path}: {self.old!r} occurs {text.count(self.old)} times")
+        return text.replace(self.old, self.new)
+
+
+PHI = "tests/phi"
+KNOBS = "tests/rule tests/engine/test_reference.py"
+ENGINES = (
+    "tests/engine/test_reference.py tests/engine/test_masks.py tests/engine/test_properties.py"
+)
+CHUNK = "tests/engine/test_chunk.py"
+TAPE = "tests/tape tests/engine/test_tape.py"
+NN = "tests/nn"
+
+
+def _of(folder: str, tests: str, *faults: tuple[str, str, str]) -> list[Fault]:
+    return [Fault(f"hecate/{folder}/{name}.py", old, new, tests) for name, old, new in faults]
+
+
+FAULTS = [
+    *_of(
+        "phi",
+        PHI,
+        # Feature maps: definitions.
+        ("random_fourier", "orthogonal=self.orthogonal) / self.sigma", "orthogonal=self.orthogonal) * self.sigma"),
+        ("random_fourier", "features = phase.cos() * math.sqrt(2 / self.d_phi)", "features = phase.cos() * math.sqrt(1 / self.d_phi)"),
+        ("random_fourier", 'return {"w": w, "b": 2 * math.pi * turns}', 'return {"w": w, "b": math.pi * turns}'),
+        ("random_fourier", "/ (2 * self.sigma**2)).exp()", "/ self.sigma**2).exp()"),
+        ("favor", "half = scaled.square().sum(-1, keepdim=True) / 2", "half = scaled.square().sum(-1, keepdim=True)"),
+        ("favor", "features = (both - half - math.log(both.shape[-1]) / 2).exp()", "features = (both - half - math.log(both.shape[-1])).exp()"),
+        ("favor", "float(x.shape[-1] ** -0.25)", "float(x.shape[-1] ** -0.5)"),
+        ("elu", "tail = x.clamp(max=0).exp()", "tail = x.clamp(max=0).expm1() + 1"),
+        ("elu", "return torch.where(x > 0, x + 1, tail), (x, tail)", "return torch.where(x > 0, x, tail), (x, tail)"),
+        ("random", "signed: Tensor = q * torch.where(r.diagonal() < 0, -1.0, 1.0)", "signed: Tensor = q"),
+        ("random", "columns = columns / columns.norm(dim=0)", "columns = columns / columns.norm(dim=1, keepdim=True)"),
+        ("taylor", "return 1 / math.sqrt(math.factorial(i))", "return 1 / math.factorial(i)"),
+        ("dpfp", "products = [y * y.roll(j, -1) for j in range(1, self.nu + 1)]", "products = [y * y.roll(j - 1, -1) for j in range(1, self.nu + 1)]"),
+        ("polynomial", "return [math.sqrt(a) for a in self._fixed()]", "return list(self._fixed())"),
+        ("normalise", "return features.sum(-1, keepdim=True) + self.eps", "return features.mean(-1, keepdim=True) + self.eps"),
+        ("odd_lift", "return (ahead - behind) / 2, (residuals, mirrored)", "return (ahead + behind) / 2, (residuals, mirrored)"),
+        ("performer_relu", "features = (z.clamp(min=0) + self.kernel_epsilon) / math.sqrt(w.shape[-1])", "features = z.clamp(min=0) + self.kernel_epsilon"),
+        ("gelu_shifted", "positive = self.shift >= _DEPTH", "positive = self.shift >= 0.1"),
+        # Feature maps: derivatives.
+        ("random_fourier", "gphase = phase.sin() * g * -math.sqrt(2 / self.d_phi)", "gphase = phase.cos() * g * -math.sqrt(2 / self.d_phi)"),
+        ("random_fourier", "(phase.cos() * gsin - phase.sin() * gcos)", "(phase.cos() * gsin + phase.sin() * gcos)"),
+        ("favor", "gz = plus - minus", "gz = plus + minus"),
+        ("favor", "gz, radial = gsin * cos - gcos * sin, -radial", "gz = gsin * cos - gcos * sin"),
+        ("elu", "return torch.where(x > 0, g, g * tail), {}", "return torch.where(x > 0, g, g), {}"),
+        ("dpfp", "(gj * y).roll(-j, -1)", "(gj * y).roll(j, -1)"),
+        ("mlp", "gbefore = gafter * activate(self.activation, before, 1)", "gbefore = gafter * activate(self.activation, before, 0)"),
+        ("mlp", "gx = gx + g", "gx = gx"),
+        ("normalise", "normalised * along if", "wide * along if"),
+        ("odd_lift", "return (gx + gmirrored) / 2,", "return (gx - gmirrored) / 2,"),
+        ("squared_relu", "return 2 * torch.relu(x)", "return torch.relu(x)"),
+        ("leaky_relu_squared", "return torch.where(x > 0, root, self.slope * root)", "return root"),
+        ("softplus", "return torch.sigmoid(self.beta * x)", "return torch.sigmoid(x)"),
+        ("base", "gx = project(g, w.mT)", "gx = project(g, w.mT) * 0.5"),
+        ("polynomial", "factor = raw.sigmoid() / (2 *", "factor = raw.sigmoid() / (1 *"),
+    ),
+    *_of(
+        "bias",
+        KNOBS,
+        ("dot", "-target", "target"),
+        ("huber", "return error.clamp(-self.delta, self.delta)", "return error.clamp(-self.delta, 2 * self.delta)"),
+        ("huber", "linear = self.delta * size - 0.5 * self.delta**2", "linear = self.delta * size"),
+        ("huber", "(tangent - unit * along)", "tangent"),
+        ("lp", "diagonal = (self.p - 1) * size.pow(self.p - 2)", "diagonal = self.p * size.pow(self.p - 2)"),
+        ("lp", "return torch.where(live, size.pow(self.p), 0.0).sum(-1) / self.p", "return torch.where(live, size.pow(self.p), 0.0).sum(-1)"),
+        ("lp", "diagonal = diagonal + size.pow(self.p - 1) * self.eps**2 / radius.pow(3)", "pass"),
+    ),
+    *_of(
+        "retention",
+        KNOBS,
+        ("decay", "return over(retain, memory) * memory + direction", "return over(1 - retain, memory) * memory + direction"),
+        ("decay", "return over(retain, memory) * g, g, sum_to_gate(g * memory, retain)", "return g, g, sum_to_gate(g * memory, retain)"),
+    ),
+    *_of(
+        "algorithm",
+        KNOBS,
+        ("gd", "return (-over(lr, grad) * grad,)", "return (over(lr, grad) * grad,)"),
+        ("momentum", "carried = over(momentum, grad) * slots[0] - over(lr, grad) * grad", "carried = over(momentum, grad) * (slots[0] - over(lr, grad) * grad)"),
+        ("momentum", "sum_to_gate(slot * g, momentum),", "sum_to_gate(grad * g, momentum),"),
+        ("momentum", "g = cotangents[0] + cotangents[1]", "g = cotangents[0]"),
+    ),
+    *_of(
+        "structure",
+        KNOBS,
+        ("matrix", "return (outer(u, p),), matvec(memory[0].mT, u)", "return (outer(u, p),), matvec(memory[0], u)"),
+        ("matrix", "matvec(c.mT, u), matvec(c, p)", "matvec(c.mT, u), matvec(c, u)"),
+        ("mlp", "gz.append(gd * pushed * activate(self.activation, z[i], 2))", "gz.append(gd * pushed * activate(self.activation, z[i], 1))"),
+    ),
+    *_of(
+        "tape",
+        TAPE,
+        ("activation", "return s * (1 - s) * (2 + x * (1 - 2 * s))", "return s * (1 - s) * (2 + x * (1 - s))"),
+        ("activation", "lambda x: _density(x) * (2 - x * x)", "lambda x: _density(x) * (1 - x * x)"),
+        ("ops", "return product.sum(dim=tuple(range(1, product.dim() - gate.dim() + 1)))", "return product.sum(dim=tuple(range(1, product.dim() - gate.dim() + 1))) * 2"),
+        ("tape", "for call in reversed(self.calls):", "for call in self.calls:"),
+    ),
+    *_of(
+        "engine",
+        ENGINES,
+        ("prepare", "return ((g - unit * (unit * g).sum(-1, keepdim=True)) / norm,)", "return (g / norm,)"),
+        ("prepare", "return ((g - (share * g).sum(-1, keepdim=True)) / total,)", "return (g / total,)"),
+        ("prepare", "return (lr / (1 + lr * phi.square().sum(-1)),), (lr, phi)", "return (lr / (1 + phi.square().sum(-1)),), (lr, phi)"),
+        ("prepare", "return g / total, (-2 * g * lr * lr / total).unsqueeze(-1) * phi", "return g / total, (-2 * g * lr / total).unsqueeze(-1) * phi"),
+        ("prepare", "gsafe = -(g * numerator)", "gsafe = (g * numerator)"),
+        ("prepare", "phi_q = one(run(norm, phi_q, label=\"key_norm\"))", "pass"),
+        ("products", "later = torch.ones(size, size, dtype=torch.bool, device=gates.device).tril(-1)", "later = torch.ones(size, size, dtype=torch.bool, device=gates.device).tril()"),
+        ("coefficients", "return torch.nn.functional.pad(weight[..., :-1], (1, 0), value=first)", "return torch.nn.functional.pad(weight[..., 1:], (0, 1), value=first)"),
+        ("coefficients", "adds = spans if write is None else spans * write.unsqueeze(-2)", "adds = spans"),
+        ("coefficients", "return gate if write is None else torch.where(write, gate, 1.0)", "return gate"),
+        ("coefficients", "same = count.unsqueeze(-1) == count.unsqueeze(-2)", "same = count.unsqueeze(-1) >= count.unsqueeze(-2)"),
+        ("tokens", "return None, torch.where(wide, g, 0.0), torch.where(wide, 0.0, g)", "return None, g, torch.where(wide, 0.0, g)"),
+    ),
+    *_of(
+        "engine",
+        CHUNK,
+        ("chunk", "return g * gates.prod(1), (g * total).unsqueeze(1) * earlier * later", "return g * gates.prod(1), (g * total).unsqueeze(1) * later"),
+        ("layers", "gslot = torch.addcmul(over(s, g) * g, over(e, g), gcarried)", "gslot = over(s, g) * g"),
+    ),
+    *_of(
+        "nn",
+        NN,
+        ("gates", 'starts = {"lr": 0.5 * (1 - momentum)}', 'starts = {"lr": 0.5}'),
+        ("gates", "self.bias[name].fill_(math.log(inside / (1 - inside)))", "self.bias[name].fill_(inside)"),
+        ("conv", "tap = padded[:, reach - j : reach - j + length]", "tap = padded[:, reach - j + 1 : reach - j + 1 + length]"),
+        ("conv", "return nn.functional.silu(total), padded[:, length:]", "return nn.functional.silu(total), padded[:, -reach:] * 0"),
+    ),
+]  # fmt: skip
