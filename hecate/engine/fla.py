@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -212,13 +212,13 @@ def _difference(
     gate = draw(length, width) if channelwise else draw(length)
     retain = torch.nn.functional.logsigmoid(gate + 4.0).exp()
     lr = draw(length).sigmoid().to(dtype).float()
-    inputs = (
+    inputs: Tensors = (
         draw(height, width), draw(height, width), keys, draw(length, width), draw(length, height),
         lr, retain, torch.zeros_like(lr), None, None,
     )  # fmt: skip
     cotangents = (draw(length, height), draw(height, width))
 
-    def truth(run: Run, *inputs: Tensor) -> Tensors:
+    def truth(run: Run, *inputs: Any) -> Tensors:
         carry = Carry((inputs[0],), (), (), (), (), torch.zeros(2, device=device))
         y, new = parallel(config, Tokens(*inputs[2:]), carry, inputs[1:2], run=run)
         return y, *new.memory
@@ -233,10 +233,10 @@ def _difference(
     for name, own, right in zip(names, found, expected, strict=False):
         if own is None or right is None or not right.any():
             continue
-        error = float((own - right).norm() / right.norm())
-        if not error <= PARITY[dtype]:
+        distance = float((own - right).norm() / right.norm())
+        if not distance <= PARITY[dtype]:
             return (
-                f"its kernel differs from the parallel engine by {error:.1e} in {name} "
+                f"its kernel differs from the parallel engine by {distance:.1e} in {name} "
                 f"on {dtype}, more than {PARITY[dtype]:.1e}"
             )
     return None

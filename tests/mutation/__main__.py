@@ -1,7 +1,6 @@
-"""`python -m tests.mutation [NAME ...]`: plants the faults of `faults.py`, one at a time, and counts
-those that the tests notice.
+"""`python -m tests.mutation [NAME ...]`: plants one fault after the other and counts the noticed.
 
-Each fault is planted in a copy of the project; its own tests run there, and a failing test kills
+Each fault of `faults.py` is planted in a copy of the project; its own tests run there, and a failing test kills
 it. A fault that survives is a gap in the tests.
 """
 
