@@ -1,7 +1,7 @@
 """`python -m tests.mutation [NAME ...]`: plants one fault after the other and counts the noticed.
 
-Each fault of `faults.py` is planted in a copy of the project; its own tests run there, and a failing test kills
-it. A fault that survives is a gap in the tests.
+Each fault of `faults.py` is planted in a copy of the project; its own tests run there, and a
+failing test kills it. A fault that survives is a gap in the tests.
 """
 
 from __future__ import annotations
