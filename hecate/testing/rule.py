@@ -84,7 +84,10 @@ def check_knobs(
     check(config.structure.pullback_block(), p, u, *memory)
     _check_structure(config, memory, p, u)
     shape = memory[0].shape
-    slots = [draw(*shape) for _ in config.algorithm.slots]
+    # Slots as writes leave them: not every tensor is one (a mean of squares is not negative).
+    slots = [torch.zeros(shape, dtype=torch.float64) for _ in config.algorithm.slots]
+    for _ in range(2):
+        _, *slots = config.algorithm.direction(draw(*shape), gate(n), gate(n), *slots)
     check(config.algorithm.block(), draw(*shape), gate(n), gate(n), *slots)
     gates = [gate(n)]
     if config.retention.uses_retain and config.structure.linear:
