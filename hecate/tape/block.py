@@ -70,6 +70,19 @@ def execute(block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
     return block.forward(*inputs)[0]
 
 
+def one(outputs: Tensors) -> Tensor:
+    """The only output of a block."""
+    (output,) = outputs
+    if output is None:
+        raise TypeError("a block returned None where a tensor was expected")
+    return output
+
+
+def several(outputs: Tensors) -> tuple[Tensor, ...]:
+    """All outputs of a block, none of them None."""
+    return tuple(one((output,)) for output in outputs)
+
+
 def differentiable(tensor: Tensor | None) -> bool:
     """Whether gradients can flow to a tensor: floating point or complex, not None."""
     return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
