@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from hecate.algorithm import GD, AlgorithmKind
 from hecate.bias import L2, BiasKind
 from hecate.retention import NoRetention, RetentionKind
 from hecate.structure import Matrix, Memory, StructureKind
-from hecate.tape import Block, Run, execute
+from hecate.tape import Block, Run, Tensors, execute
+from hecate.tape import one as one
+from hecate.tape import several as several
 from hecate.variant import Config
 
 
@@ -47,9 +49,8 @@ class MemoryRule(Config):
         self, anchor: Memory, phi_k: Tensor, v: Tensor, *, run: Run = execute, label: str = ""
     ) -> Memory:
         """Gradient of the inner loss by the weights, taken at `anchor`."""
-        pred = one(run(self.structure.predict_block(), phi_k, *anchor, label=label))
-        u = one(run(self.bias.block(), pred, v, label=label))
-        return several(run(self.structure.pullback_block(), phi_k, u, *anchor, label=label))
+        block = self.structure.gradient_block(self.bias.block())
+        return several(run(block, phi_k, v, *anchor, label=label))
 
     def apply(
         self,
@@ -62,18 +63,63 @@ class MemoryRule(Config):
         label: str = "",
     ) -> tuple[Memory, Memory]:
         """One step of the algorithm followed by retention: the new weights and slots."""
+        new = several(run(self.step_block(), *gates, *gradient, *memory, *slots, label=label))
+        return new[: len(memory)], new[len(memory) :]
+
+    def step_block(self) -> Block:
+        """`apply` as one block: (lr, retain, momentum, *gradient, *memory, *slots) -> (*memory,
+        *slots).
+
+        Its derivative is the chain rule over those of the algorithm and of the retention.
+        """
+        algorithm, retention = self.algorithm.block(), self.retention.block()
         count = len(self.algorithm.slots)
-        new_memory: list[Tensor] = []
-        new_slots: list[Tensor] = []
-        for index, (weight, grad) in enumerate(zip(memory, gradient, strict=True)):
-            own = slots[index * count : (index + 1) * count]
-            direction, *carried = several(
-                run(self.algorithm.block(), grad, gates.lr, gates.momentum, *own, label=label)
-            )
-            stepped = run(self.retention.block(), weight, direction, gates.retain, label=label)
-            new_memory.append(one(stepped))
-            new_slots += carried
-        return tuple(new_memory), tuple(new_slots)
+
+        def forward(*inputs: Tensor) -> tuple[Tensors, Any]:
+            kept: list[Any] = []
+
+            def run(block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
+                outputs, residuals = block.apply(inputs)
+                kept.append(residuals)
+                return outputs
+
+            return program(run, *inputs), kept
+
+        def vjp(kept: list[Any], *cotangents: Tensor) -> Tensors:
+            of_memory = cotangents[: len(kept) // 2]
+            of_slots = cotangents[len(of_memory) :]
+            glr = gretain = gmomentum = None
+            ggradient: list[Tensor | None] = []
+            gmemory: list[Tensor | None] = []
+            gslots: list[Tensor | None] = []
+            for index, g in enumerate(of_memory):
+                gweight, gdirection, more = retention.pullback(kept[2 * index + 1], [g])
+                if gdirection is None:
+                    gdirection = torch.zeros_like(g)
+                gretain = _added(gretain, more)
+                into = of_slots[index * count : (index + 1) * count]
+                pulled = algorithm.pullback(kept[2 * index], [gdirection, *into])
+                glr, gmomentum = _added(glr, pulled[1]), _added(gmomentum, pulled[2])
+                ggradient.append(pulled[0])
+                gmemory.append(gweight)
+                gslots += pulled[3:]
+            return glr, gretain, gmomentum, *ggradient, *gmemory, *gslots
+
+        def program(
+            run: Run, lr: Tensor, retain: Tensor, momentum: Tensor, *rest: Tensor
+        ) -> Tensors:
+            weights = len(rest) // (2 + count)
+            gradient, memory, slots = rest[:weights], rest[weights : 2 * weights], rest[2 * weights :]
+            new: list[Tensor | None] = []
+            carried: list[Tensor | None] = []
+            for index, (grad, weight) in enumerate(zip(gradient, memory, strict=True)):
+                own = slots[index * count : (index + 1) * count]
+                direction, *more = run(algorithm, grad, lr, momentum, *own)
+                new += run(retention, weight, direction, retain)
+                carried += more
+            return *new, *carried
+
+        return Block(f"step.{self.algorithm.kind}.{self.retention.kind}", forward, vjp, program)
 
     def write(
         self,
@@ -112,14 +158,5 @@ class MemoryRule(Config):
         )
 
 
-def one(outputs: tuple[Tensor | None, ...]) -> Tensor:
-    """The only output of a block."""
-    (output,) = outputs
-    if output is None:
-        raise TypeError("a block returned None where a tensor was expected")
-    return output
-
-
-def several(outputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """All outputs of a block, none of them None."""
-    return tuple(one((output,)) for output in outputs)
+def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    return more if total is None else total if more is None else total + more

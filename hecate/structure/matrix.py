@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hecate.structure.base import Memory, Structure, matvec, outer
+from hecate.tape import Tensors
 
 
 class Matrix(Structure):
@@ -57,6 +58,6 @@ class Matrix(Structure):
 
     def pullback_vjp(
         self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory
-    ) -> tuple[Memory, Tensor, Tensor]:
+    ) -> tuple[Tensors, Tensor, Tensor]:
         (c,) = cotangents
-        return (torch.zeros_like(c),), matvec(c.mT, u), matvec(c, p)
+        return (None,), matvec(c.mT, u), matvec(c, p)

@@ -23,7 +23,8 @@ class Block(NamedTuple):
     integers, arrives as zeros. Without a `vjp` the block is differentiated by `torch.func.vjp`;
     `hand_written` tells which.
 
-    `program` is set on blocks that are programs themselves, so that a tape can look inside.
+    `program` is set on blocks that are programs themselves, so that a tape can look inside. A block
+    that `recomputes` has its inputs as residuals and runs its program again in the VJP.
 
     Neither function may change its arguments in place: tapes and `torch.func` both rely on that. A
     tensor that reaches a block by closure rather than as an input is a constant: no gradient flows
@@ -34,6 +35,7 @@ class Block(NamedTuple):
     forward: Callable[..., tuple[Tensors, Any]]
     vjp: Callable[..., Sequence[Tensor | None]] | None = None
     program: Program | None = None
+    recomputes: bool = False
 
     @property
     def hand_written(self) -> bool:
@@ -70,6 +72,19 @@ def execute(block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
     return block.forward(*inputs)[0]
 
 
+def one(outputs: Tensors) -> Tensor:
+    """The only output of a block."""
+    (output,) = outputs
+    if output is None:
+        raise TypeError("a block returned None where a tensor was expected")
+    return output
+
+
+def several(outputs: Tensors) -> tuple[Tensor, ...]:
+    """All outputs of a block, none of them None."""
+    return tuple(one((output,)) for output in outputs)
+
+
 def differentiable(tensor: Tensor | None) -> bool:
     """Whether gradients can flow to a tensor: floating point or complex, not None."""
     return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
@@ -80,6 +95,9 @@ def distinct(outputs: Tensors, known: set[int]) -> Tensors:
 
     A block may return an input as it is; told apart by identity, the two would share one cotangent.
     """
+    ids = set(map(id, outputs))
+    if len(ids) == len(outputs) and known.isdisjoint(ids):
+        return outputs
     given: set[int] = set()
     own: list[Tensor | None] = []
     for out in outputs:

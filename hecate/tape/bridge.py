@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.tape.block import Block, Program, Tensors, differentiable, distinct, execute
-from hecate.tape.tape import checkpoint
+from hecate.tape.block import Program, Tensors, differentiable, distinct, execute
+from hecate.tape.tape import Tape, remembering, replay
 
 Autodiff = Literal["auto", "tape", "torch"]
 
@@ -18,19 +19,21 @@ Autodiff = Literal["auto", "tape", "torch"]
 def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto") -> Tensors:
     """Runs `program(run, *inputs)` so that torch can differentiate it.
 
-    `"tape"` saves the inputs only and tapes the program again in the backward pass, which is plain
-    torch: second derivatives, `torch.func.grad` and `vmap` pass through. `"torch"` leaves the
-    recording to autograd (more memory, forward-mode AD). `"auto"` is the tape, except while
-    `torch.compile` traces: there the compiler plans its own recomputation and a Python-side tape
-    would only hide the graph from it.
+    `"tape"` saves the inputs and what the program's checkpoints return; the backward pass tapes the
+    rest again and each checkpoint in its turn. Where torch has to see every operation (second
+    derivatives, `torch.func`, `torch.compile`), it saves the inputs alone and everything runs
+    again, as plain torch. `"torch"` leaves the recording to autograd (more memory, forward-mode
+    AD). `"auto"` is the tape, except while `torch.compile` traces: there the compiler plans its own
+    recomputation and a Python-side tape would only hide the graph from it.
     """
     if autodiff not in get_args(Autodiff):
         raise ConfigError(f"autodiff must be one of {get_args(Autodiff)}, got {autodiff!r}")
-    if autodiff == "torch" or (autodiff == "auto" and torch.compiler.is_compiling()):
+    compiling = torch.compiler.is_compiling()
+    if autodiff == "torch" or (autodiff == "auto" and compiling):
         with _full_precision(inputs):
             return program(execute, *inputs)
-    block = checkpoint("program", program)
-    outputs: Tensors = _Taped.apply(block, *inputs)  # type: ignore[no-untyped-call]
+    seen = compiling or torch._C._are_functorch_transforms_active()
+    outputs: Tensors = _Taped.apply(program, None if seen else [], *inputs)  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -38,17 +41,20 @@ class _Taped(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(block: Block, *inputs: Tensor | None) -> Tensors:
+    def forward(
+        program: Program, made: list[Tensors] | None, *inputs: Tensor | None
+    ) -> Tensors:
+        run = execute if made is None else remembering(made)
         with _full_precision(inputs):
-            outputs = block.forward(*inputs)[0]
+            outputs = program(run, *inputs)
         # torch refuses to save an input that is an output as well.
         return distinct(outputs, {id(value) for value in inputs})
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        block, *tensors = inputs
-        ctx.block = block
-        ctx.save_for_backward(*tensors)
+        ctx.program, made, *tensors = inputs
+        ctx.sizes = [len(tensors), *(len(outputs) for outputs in made or ())]
+        ctx.save_for_backward(*tensors, *(item for outputs in made or () for item in outputs))
         ctx.mark_non_differentiable(
             *(out for out in output if out is not None and not differentiable(out))
         )
@@ -56,8 +62,12 @@ class _Taped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [cotangent for cotangent in cotangents if cotangent is not None]
+        saved = iter(ctx.saved_tensors)
+        inputs, *made = (tuple(islice(saved, size)) for size in ctx.sizes)
+        if torch.is_grad_enabled():
+            made = []  # they are constants to what differentiates this in turn
         with _full_precision(tuple(given)):
-            return None, *ctx.block.pullback(ctx.saved_tensors, given)
+            return None, None, *replay(Tape(), ctx.program, inputs, given, made)
 
 
 def _full_precision(inputs: Tensors) -> AbstractContextManager[Any]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.tape.block import Block, Program, Tensors, differentiable, distinct, execute
+from hecate.tape.block import (
+    Block,
+    Program,
+    Run,
+    Tensors,
+    differentiable,
+    distinct,
+    execute,
+)
 
 
 class Call(NamedTuple):
@@ -50,13 +58,17 @@ class Tape:
         self.observed: list[CotangentNorm] = []
         self.observe = observe
         self._known: set[int] = set()
+        self._remembered: list[Tensors] = []  # of the checkpoints to come, the last one first
 
     def __call__(self, block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
         """Runs a block, records the call and returns its outputs."""
-        outputs, residuals = block.apply(inputs)
-        self._known.update(id(value) for value in inputs)
+        if self._remembered and block.recomputes:
+            outputs, residuals = self._remembered.pop(), inputs
+        else:
+            outputs, residuals = block.apply(inputs)
+        self._known.update(map(id, inputs))
         outputs = distinct(outputs, self._known)
-        self._known.update(id(value) for value in outputs)
+        self._known.update(map(id, outputs))
         self.calls.append(Call(block, label, inputs, outputs, residuals))
         return outputs
 
@@ -71,11 +83,20 @@ class Tape:
         A cotangent has the shape of its tensor, or it is a `ShapeError`, and takes its dtype.
         """
         self.observed = []
+        return self._walk(reversed(self.calls), outputs, cotangents, inputs)
+
+    def _walk(
+        self,
+        calls: Iterator[Call],
+        outputs: Sequence[Tensor | None],
+        cotangents: Sequence[Tensor | None],
+        inputs: Sequence[Tensor | None],
+    ) -> tuple[Tensor | None, ...]:
         flowing: dict[int, Tensor] = {}
-        _accumulate(flowing, outputs, cotangents, "backward")
-        for call in reversed(self.calls):
-            received = [None if out is None else flowing.pop(id(out), None) for out in call.outputs]
-            if all(item is None for item in received):
+        _accumulate(flowing, outputs, cotangents, None)
+        for call in calls:
+            received = [flowing.pop(id(out), None) for out in call.outputs]
+            if not any(item is not None for item in received):
                 continue
             filled = [
                 torch.zeros_like(out) if got is None else got
@@ -84,16 +105,14 @@ class Tape:
             ]
             if self.observe:
                 self.observed.append(CotangentNorm(call.label, call.block.name, _norm(filled)))
-            _accumulate(
-                flowing, call.inputs, self._pull(call, filled), f"the VJP of {call.block.name!r}"
-            )
+            _accumulate(flowing, call.inputs, self._pull(call, filled), call.block)
         return tuple(None if value is None else flowing.get(id(value)) for value in inputs)
 
     def _pull(self, call: Call, cotangents: list[Tensor]) -> Sequence[Tensor | None]:
         if call.block.program is None or not self.observe:
             return call.block.pullback(call.residuals, cotangents)
         inner = Tape(observe=True)
-        grads = _replay(inner, call.block.program, call.inputs, cotangents)
+        grads = replay(inner, call.block.program, call.inputs, cotangents)
         self.observed += [
             item._replace(label=_join(call.label, item.label)) for item in inner.observed
         ]
@@ -149,41 +168,69 @@ def checkpoint(name: str, program: Program) -> Block:
         return program(execute, *inputs), inputs
 
     def vjp(inputs: Tensors, *cotangents: Tensor) -> Sequence[Tensor | None]:
-        return _replay(Tape(), program, inputs, cotangents)
+        return replay(Tape(), program, inputs, cotangents)
 
-    return Block(name, forward, vjp, program)
+    return Block(name, forward, vjp, program, recomputes=True)
 
 
-def _replay(
-    tape: Tape, program: Program, inputs: Tensors, cotangents: Sequence[Tensor]
+def remembering(outputs: list[Tensors]) -> Run:
+    """`execute` that appends to a list what checkpoints return."""
+
+    def run(block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
+        made = block.forward(*inputs)[0]
+        if block.recomputes:
+            outputs.append(made)
+        return made
+
+    return run
+
+
+def replay(
+    tape: Tape,
+    program: Program,
+    inputs: Tensors,
+    cotangents: Sequence[Tensor],
+    remembered: Sequence[Tensors] = (),
 ) -> tuple[Tensor | None, ...]:
+    """Tapes a program and walks back, letting go of each call behind it.
+
+    `remembered` are the outputs of the program's checkpoints, which then need not run.
+    """
     # Fresh views: one tensor passed as two inputs must stay two variables.
     own = tuple(None if value is None else value.view_as(value) for value in inputs)
+    tape._remembered = list(reversed(remembered))
     outputs = [out for out in program(tape, *own) if out is not None]
-    return tape.backward(outputs, cotangents, own)
+    calls = (tape.calls.pop() for _ in range(len(tape.calls)))
+    return tape._walk(calls, outputs, cotangents, own)
 
 
 def _accumulate(
     flowing: dict[int, Tensor],
     values: Sequence[Tensor | None],
     cotangents: Sequence[Tensor | None],
-    source: str,
+    block: Block | None,
 ) -> None:
     if len(values) != len(cotangents):
-        raise ShapeError(f"{source}: expected {len(values)} cotangents, got {len(cotangents)}")
+        raise ShapeError(
+            f"{_source(block)}: expected {len(values)} cotangents, got {len(cotangents)}"
+        )
     for index, (value, cotangent) in enumerate(zip(values, cotangents, strict=True)):
         if value is None or cotangent is None or not differentiable(value):
             continue
         if cotangent.shape != value.shape:
             raise ShapeError(
-                f"{source}: cotangent {index} must have the shape of its tensor, "
+                f"{_source(block)}: cotangent {index} must have the shape of its tensor, "
                 f"{list(value.shape)}, got {list(cotangent.shape)}"
             )
-        if cotangent.is_complex() and not value.is_complex():
-            cotangent = cotangent.real
-        cotangent = cotangent.to(value.dtype)
+        if cotangent.dtype != value.dtype:
+            real = cotangent.is_complex() and not value.is_complex()
+            cotangent = (cotangent.real if real else cotangent).to(value.dtype)
         present = flowing.get(id(value))
         flowing[id(value)] = cotangent if present is None else present + cotangent
+
+
+def _source(block: Block | None) -> str:
+    return "backward" if block is None else f"the VJP of {block.name!r}"
 
 
 def _norm(cotangents: list[Tensor]) -> Tensor:
