@@ -202,17 +202,6 @@ class Variant(Config):
         return " ".join(first.split()).partition(": ")[2]
 
     @classmethod
-    def example(cls) -> Self:
-        """An instance for listings and checks: defaults, and something small where none is given.
-
-        A required variant becomes the first of its family that needs nothing itself.
-        """
-        required = {
-            n: field.annotation for n, field in cls.model_fields.items() if field.is_required()
-        }
-        return cls(**{name: _small(annotation) for name, annotation in required.items()})
-
-    @classmethod
     def _parse(cls, value: Any) -> Any:
         if isinstance(value, cls) and not value.is_family():
             return type(value).model_validate(value)
@@ -266,16 +255,6 @@ class Variant(Config):
                 {"type": "string", "enum": list(known)},
             ],
         }
-
-
-def _small(annotation: Any) -> Any:
-    if get_origin(annotation) is tuple:
-        return (_small(get_args(annotation)[0]),)
-    if isinstance(annotation, type) and issubclass(annotation, Variant):
-        for variant in annotation.variants().values():
-            if not any(field.is_required() for field in variant.model_fields.values()):
-                return variant()
-    return {int: 2, float: 1.0}.get(annotation)
 
 
 def _resolve_families(schema: JsonSchemaValue) -> JsonSchemaValue:

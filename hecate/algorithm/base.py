@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from hecate.tape import Block, Tensors
+from hecate.tape.ops import over, sum_to_gate
 from hecate.variant import Variant
+
+
+class Token(NamedTuple):
+    """What one token brings to a write: phi_k `[N, P]`, v `[N, V]` and the lr gate `[N]`."""
+
+    phi_k: Tensor
+    v: Tensor
+    lr: Tensor
+
+
+class InnerLoss(Protocol):
+    """The inner loss at one state of the memory, as an algorithm may ask for it."""
+
+    @property
+    def curvature(self) -> float | None:
+        """The bias' bound of its Hessian's eigenvalues."""
+        ...
+
+    def gradient(self, phi_k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Its gradient by the weights for one key and value per memory."""
+        ...
+
+    def error(self, phi_k: Tensor, v: Tensor) -> Tensor:
+        """Its gradient by the prediction, `[N, V]`."""
+        ...
+
+    def pullback(self, phi_k: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+        """The weights' cotangents from that of a prediction."""
+        ...
+
+    def run(self, block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Runs a block of the algorithm's own."""
+        ...
 
 
 class Algorithm(Variant, family="algorithm"):
     """The direction D (sign included) from a gradient G, for one weight tensor at a time.
 
-    State beside the weights lives in `slots`: one tensor of the weight's shape for each name, zero
-    at the start. A variant gives `direction` and `direction_vjp`; the latter falls back to
-    `torch.func`.
+    State beside the weights lives in `slots`: one tensor for each name, of the weight's shape
+    unless `slot_shapes` says otherwise, zero at the start. A variant gives `direction` and
+    `direction_vjp`; the latter falls back to `torch.func`. One that wants more than the token's own
+    gradient also gives `gradient`, and what it has to remember for that in `context_shapes`, once
+    per memory and zero at the start.
 
     Shapes: G, D and slots `[N, ...]`; lr and momentum `[N]`.
     """
@@ -25,6 +61,7 @@ class Algorithm(Variant, family="algorithm"):
     lr: float = Field(1.0, ge=0)
     slots: ClassVar[tuple[str, ...]] = ()
     uses_momentum: ClassVar[bool] = False
+    linear: ClassVar[bool] = False  # whether D is linear in gradients and slots, given the gates
 
     @property
     def default_momentum(self) -> float:
@@ -35,6 +72,24 @@ class Algorithm(Variant, family="algorithm"):
     def stable_step(self) -> float:
         """Largest lr times curvature at which repeated writes of one item still contract."""
         return 2.0
+
+    def refusal(self, *, linear: bool, curvature: float | None) -> str | None:
+        """Why it cannot step a structure (`linear` or not) under a bias; None if it can."""
+        return None
+
+    def slot_shapes(self, weight: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the slots beside one weight, in the order of `slots`; by default its own."""
+        return dict.fromkeys(self.slots, weight)
+
+    def context_shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what `gradient` remembers of one memory's past, by name."""
+        return {}
+
+    def gradient(
+        self, loss: InnerLoss, token: Token, context: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The gradient that `direction` gets, by default the token's own, and the new context."""
+        return loss.gradient(token.phi_k, token.v), context
 
     def direction(
         self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor
@@ -50,6 +105,11 @@ class Algorithm(Variant, family="algorithm"):
         return tuple(pull(cotangents))
 
     @classmethod
+    def takes_any_gradient(cls) -> bool:
+        """Whether `direction` gets the token's own gradient, unchanged and without a context."""
+        return cls.gradient is Algorithm.gradient
+
+    @classmethod
     def hand_written(cls) -> bool:
         """Whether the derivative is written by hand."""
         return cls.direction_vjp is not Algorithm.direction_vjp
@@ -63,6 +123,21 @@ class Algorithm(Variant, family="algorithm"):
         return Block(
             f"algorithm.{self.kind}", forward, self.direction_vjp if self.hand_written() else None
         )
+
+
+class Descent(Algorithm):
+    """An algorithm whose direction is D = -lr G; variants choose the gradient."""
+
+    def direction(
+        self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        return (-over(lr, grad) * grad,)
+
+    def direction_vjp(
+        self, inputs: tuple[Tensor, ...], *cotangents: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (grad, lr, _), (g,) = inputs, cotangents
+        return -over(lr, grad) * g, -sum_to_gate(grad * g, lr), None
 
 
 AlgorithmKind = Algorithm

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from torch import Tensor
-
-from hecate.algorithm.base import Algorithm
-from hecate.tape.ops import over, sum_to_gate
+from hecate.algorithm.base import Descent
 
 
-class GD(Algorithm):
+class GD(Descent):
     """gd: D = -lr G.
 
     One step of plain gradient descent per write.
@@ -23,14 +20,4 @@ class GD(Algorithm):
     """
 
     kind: Literal["gd"] = "gd"
-
-    def direction(
-        self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor
-    ) -> tuple[Tensor, ...]:
-        return (-over(lr, grad) * grad,)
-
-    def direction_vjp(
-        self, inputs: tuple[Tensor, ...], *cotangents: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        (grad, lr, _), (g,) = inputs, cotangents
-        return -over(lr, grad) * g, -sum_to_gate(grad * g, lr), None
+    linear: ClassVar[bool] = True

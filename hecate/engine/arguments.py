@@ -182,7 +182,7 @@ def complete_initial(
     wanted = {name: (heads, *shape) for name, shape in shapes.items()}
     _check_tensors("initial", initial, wanted, sequence.k.device, batch=batch)
     cast = {name: initial[name].to(dtype) for name in shapes}
-    return initial_state(config, cast, batch, sequence.retain)
+    return initial_state(config, cast, batch, sequence.retain, d_phi=d_phi, d_v=d_v)
 
 
 def complete_state(

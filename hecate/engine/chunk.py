@@ -52,6 +52,8 @@ def chunk_refusal(
         return "chunk=1 takes each gradient at the state before its token, not at a chunk's start"
     if type(rule.structure) not in STRUCTURES:
         return f"structure {rule.structure.kind!r} is not known to be made of linear layers"
+    if not rule.algorithm.takes_any_gradient():
+        return f"algorithm {rule.algorithm.kind!r} has a gradient of its own"
     if commit == "token":
         if not rule.retention.linear:
             return f"retention {rule.retention.kind!r} is not linear, and commit='token' applies it"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hecate.algorithm import Momentum
 from hecate.engine.products import span_products
 from hecate.rule import MemoryConfig
 
@@ -57,8 +58,12 @@ def coefficients(
         first = momentum[..., :1] * carried[..., 0] * alive
         # A masked token adds nothing of S to M.
         adds = spans if write is None else spans * write.unsqueeze(-2)
-        writes = adds @ carried
-        bases.append((adds @ first.unsqueeze(-1)).squeeze(-1))
+        slots, start = carried, first
+        if isinstance(config.algorithm, Momentum) and config.algorithm.nesterov:
+            own = torch.eye(size, dtype=retain.dtype, device=retain.device)
+            slots, start = momentum.unsqueeze(-1) * carried + own, momentum * first
+        writes = adds @ slots
+        bases.append((adds @ start.unsqueeze(-1)).squeeze(-1))
         slot_rows = Rows(carried, (first,))
     if reset is not None:
         restarts = reset.to(retain.dtype) * (retain if decays else 1.0)

@@ -48,6 +48,8 @@ def compiled_refusal(
     ):
         if type(knob) not in known:
             return f"{name} {knob.kind!r} has no kernel"
+    if isinstance(rule.algorithm, Momentum) and rule.algorithm.nesterov:
+        return "its kernels know momentum without nesterov"
     if rule.bias.kernel_form() is None:
         return f"bias {rule.bias.kind!r} as configured has no kernel"
     if device != "cpu":

@@ -48,7 +48,7 @@ def normalizer_part(
     batch, _, heads = sequence.lr.shape
     width = state.memory["weight"].shape[-1]
     zero = torch.zeros(batch, heads, 1, width, dtype=dtype, device=sequence.v.device)
-    start = initial_state(own, {"weight": zero}, batch, sequence.retain)
+    start = initial_state(own, {"weight": zero}, batch, sequence.retain, d_phi=width, d_v=1)
     carried = complete_state(own, state.normalizer, start, sequence, dtype)
     return Part(own, carried, start, position_of(own, state.normalizer))
 

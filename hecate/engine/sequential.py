@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hecate.algorithm import Token
 from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, restart, split_time
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.rule import one, several
@@ -133,7 +134,9 @@ def _commit_chunk(config: MemoryConfig, token: Tokens, carry: Carry, run: Run, l
     anchor: Memory = carry.memory
     if config.decay_order == "before_gradient":
         anchor = rule.decayed(carry.memory, token.retain, run=run, label=label)
-    grads = rule.gradient(anchor, token.phi_k, token.v, run=run, label=label)
+    own = Token(token.phi_k, token.v, token.lr)
+    grads, slots = rule.gradient(anchor, own, carry.slots, run=run, label=label)
+    carry = carry._replace(slots=slots)
     pending = tuple(
         one(run(_ACCUMULATE, total, token.lr, grad, label=label))
         for total, grad in zip(carry.pending, grads, strict=True)

@@ -129,6 +129,15 @@ class MemoryConfig(Config):
                     "decay_order='with_step'",
                     path=("decay_order",),
                 )
+        refusal = self.algorithm.refusal(
+            linear=self.structure.linear, curvature=self.bias.curvature
+        )
+        if refusal is not None:
+            raise ConfigError(
+                f"algorithm {self.algorithm.kind!r} with structure {self.structure.kind!r} and "
+                f"bias {self.bias.kind!r}: {refusal}",
+                path=("algorithm",),
+            )
         if self.normalizer == "sum":
             self._check_normalizer()
         if self.key_norm == "sum" and not self.feature_map.non_negative:
@@ -156,6 +165,11 @@ class MemoryConfig(Config):
             reason = (
                 f"retention {self.retention.kind!r} is not linear, so the read is not a weighted "
                 "sum of values; it needs retention none or decay"
+            )
+        elif not self.algorithm.linear:
+            reason = (
+                f"algorithm {self.algorithm.kind!r} is not linear in the gradients, so the read is "
+                "not a weighted sum of values; it needs algorithm gd or momentum"
             )
         elif self.query_scale != "none":
             reason = f"query_scale={self.query_scale!r} cancels in the quotient; set it to 'none'"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.algorithm import GD, AlgorithmKind
+from hecate.algorithm import GD, AlgorithmKind, Token
 from hecate.bias import L2, BiasKind
 from hecate.retention import NoRetention, RetentionKind
 from hecate.structure import Matrix, Memory, StructureKind
@@ -46,11 +46,19 @@ class MemoryRule(Config):
         return one(run(self.structure.predict_block(), phi_q, *memory, label=label))
 
     def gradient(
-        self, anchor: Memory, phi_k: Tensor, v: Tensor, *, run: Run = execute, label: str = ""
-    ) -> Memory:
-        """Gradient of the inner loss by the weights, taken at `anchor`."""
-        block = self.structure.gradient_block(self.bias.block())
-        return several(run(block, phi_k, v, *anchor, label=label))
+        self,
+        anchor: Memory,
+        token: Token,
+        slots: Memory = (),
+        *,
+        run: Run = execute,
+        label: str = "",
+    ) -> tuple[Memory, Memory]:
+        """What the algorithm descends, taken at `anchor`, and the slots with its new context."""
+        context = len(self.algorithm.slots) * len(anchor)
+        loss = _Loss(self, anchor, run, label)
+        grads, kept = self.algorithm.gradient(loss, token, slots[context:])
+        return grads, (*slots[:context], *kept)
 
     def apply(
         self,
@@ -63,8 +71,10 @@ class MemoryRule(Config):
         label: str = "",
     ) -> tuple[Memory, Memory]:
         """One step of the algorithm followed by retention: the new weights and slots."""
-        new = several(run(self.step_block(), *gates, *gradient, *memory, *slots, label=label))
-        return new[: len(memory)], new[len(memory) :]
+        context = len(self.algorithm.slots) * len(memory)
+        own = slots[:context]
+        new = several(run(self.step_block(), *gates, *gradient, *memory, *own, label=label))
+        return new[: len(memory)], (*new[len(memory) :], *slots[context:])
 
     def step_block(self) -> Block:
         """`apply` as one block: (lr, retain, momentum, *gradient, *memory, *slots) -> (*memory,
@@ -109,7 +119,11 @@ class MemoryRule(Config):
             run: Run, lr: Tensor, retain: Tensor, momentum: Tensor, *rest: Tensor
         ) -> Tensors:
             weights = len(rest) // (2 + count)
-            gradient, memory, slots = rest[:weights], rest[weights : 2 * weights], rest[2 * weights :]
+            gradient, memory, slots = (
+                rest[:weights],
+                rest[weights : 2 * weights],
+                rest[2 * weights :],
+            )
             new: list[Tensor | None] = []
             carried: list[Tensor | None] = []
             for index, (grad, weight) in enumerate(zip(gradient, memory, strict=True)):
@@ -134,7 +148,9 @@ class MemoryRule(Config):
         label: str = "",
     ) -> tuple[Memory, Memory]:
         """One token's write; the gradient is taken at `anchor`, by default at the memory itself."""
-        grads = self.gradient(memory if anchor is None else anchor, phi_k, v, run=run, label=label)
+        anchor = memory if anchor is None else anchor
+        token = Token(phi_k, v, gates.lr)
+        grads, slots = self.gradient(anchor, token, slots, run=run, label=label)
         return self.apply(memory, slots, grads, gates, run=run, label=label)
 
     def decayed(
@@ -156,6 +172,33 @@ class MemoryRule(Config):
             self.algorithm.block(),
             self.retention.block(),
         )
+
+
+class _Loss(NamedTuple):
+    """The inner loss of a rule at one state. [RULE-LOSS-D1]"""
+
+    rule: MemoryRule
+    anchor: Memory
+    runner: Run
+    label: str
+
+    @property
+    def curvature(self) -> float | None:
+        return self.rule.bias.curvature
+
+    def gradient(self, phi_k: Tensor, v: Tensor) -> Memory:
+        block = self.rule.structure.gradient_block(self.rule.bias.block())
+        return self.run(block, phi_k, v, *self.anchor)
+
+    def error(self, phi_k: Tensor, v: Tensor) -> Tensor:
+        pred = one(self.run(self.rule.structure.predict_block(), phi_k, *self.anchor))
+        return one(self.run(self.rule.bias.block(), pred, v))
+
+    def pullback(self, phi_k: Tensor, u: Tensor) -> Memory:
+        return self.run(self.rule.structure.pullback_block(), phi_k, u, *self.anchor)
+
+    def run(self, block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return several(self.runner(block, *inputs, label=self.label))
 
 
 def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:

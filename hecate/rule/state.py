@@ -28,7 +28,8 @@ class MemoryState(NamedTuple):
 
     Fields:
         memory: weights by name, `[B, H, ...]`; `{"weight": [B, H, V, P]}` for a matrix.
-        slots: the algorithm's tensors by `name.weight`, of the weights' shapes.
+        slots: the algorithm's tensors by `name.weight`, of the weights' shapes, and those of its
+            context by name.
         anchor: weights at the chunk's start, where gradients are taken; empty unless chunk > 1.
         pending: the unfinished chunk of `commit="chunk"`: summed lr-weighted gradients by weight
             name and the product of the retain gates as `"retain"`; empty otherwise.
@@ -68,7 +69,13 @@ def frozen_gradients(config: MemoryConfig) -> bool:
 
 
 def initial_state(
-    config: MemoryConfig, initial: dict[str, Tensor], batch: int, retain: Tensor
+    config: MemoryConfig,
+    initial: dict[str, Tensor],
+    batch: int,
+    retain: Tensor,
+    *,
+    d_phi: int,
+    d_v: int,
 ) -> MemoryState:
     """The state before any token, from initial weights `[H, ...]` (shared) or `[B, H, ...]`.
 
@@ -85,13 +92,16 @@ def initial_state(
     if config.commit == "chunk":
         pending = {name: torch.zeros_like(weight) for name, weight in memory.items()}
         pending["retain"] = first.new_ones(batch, *retain.shape[2:])
+    shapes = {
+        f"{slot}.{name}": shape
+        for name, weight in memory.items()
+        for slot, shape in config.algorithm.slot_shapes(tuple(weight.shape[2:])).items()
+    }
+    shapes |= config.algorithm.context_shapes(d_phi, d_v)
+    slots = {name: first.new_zeros(*first.shape[:2], *shape) for name, shape in shapes.items()}
     return MemoryState(
         memory=memory,
-        slots={
-            f"{slot}.{name}": torch.zeros_like(weight)
-            for name, weight in memory.items()
-            for slot in config.algorithm.slots
-        },
+        slots=slots,
         anchor=dict(memory) if frozen_gradients(config) else {},
         pending=pending,
         position=torch.zeros(batch, first.shape[1], dtype=torch.int64, device=first.device),

@@ -41,9 +41,7 @@ class _Taped(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        program: Program, made: list[Tensors] | None, *inputs: Tensor | None
-    ) -> Tensors:
+    def forward(program: Program, made: list[Tensors] | None, *inputs: Tensor | None) -> Tensors:
         run = execute if made is None else remembering(made)
         with _full_precision(inputs):
             outputs = program(run, *inputs)

@@ -24,6 +24,7 @@ from hecate.phi import FeatureMapKind
 from hecate.retention import RetentionKind
 from hecate.rule import MemoryConfig
 from hecate.structure import StructureKind
+from hecate.testing.examples import example
 from hecate.testing.rule import _floats, _inputs, _run, _same
 from hecate.testing.vjp import SIGNAL_FLOOR, require
 from hecate.variant import Variant
@@ -57,7 +58,7 @@ class Cell(NamedTuple):
     def fields(self) -> dict[str, Any]:
         """The fields of its `MemoryConfig`."""
         knobs = {name: FAMILIES[name].variants()[getattr(self, name)] for name in FAMILIES}
-        examples = {name: variant.example() for name, variant in knobs.items()}
+        examples = {name: example(variant) for name, variant in knobs.items()}
         lr = examples["algorithm"].model_copy(update={"lr": 0.2})
         return {
             **examples,

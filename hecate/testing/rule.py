@@ -85,7 +85,8 @@ def check_knobs(
     _check_structure(config, memory, p, u)
     shape = memory[0].shape
     # Slots as writes leave them: not every tensor is one (a mean of squares is not negative).
-    slots = [torch.zeros(shape, dtype=torch.float64) for _ in config.algorithm.slots]
+    sizes = config.algorithm.slot_shapes(tuple(shape[1:])).values()
+    slots = [torch.zeros(n, *size, dtype=torch.float64) for size in sizes]
     for _ in range(2):
         _, *slots = config.algorithm.direction(draw(*shape), gate(n), gate(n), *slots)
     check(config.algorithm.block(), draw(*shape), gate(n), gate(n), *slots)

@@ -11,6 +11,7 @@ from hecate import algorithm, bias, phi, retention, structure
 from hecate.data import DataConfig
 from hecate.errors import ConfigError, did_you_mean
 from hecate.phi.base import FeatureMap
+from hecate.testing.examples import example
 from hecate.train.compose import load_experiment, presets
 from hecate.variant import Variant
 
@@ -66,7 +67,7 @@ def _gradient(variant: Any) -> str:
 def _traits(variant: Any) -> str:
     """Declared traits at the default settings, or which settings they wait for."""
     try:
-        traits = variant.example().traits()
+        traits = example(variant).traits()
     except ConfigError:
         required = [name for name, field in variant.model_fields.items() if field.is_required()]
         return f"depends on {', '.join(required)}"

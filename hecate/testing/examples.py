@@ -1,0 +1,27 @@
+"""One small instance of a variant."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_origin
+
+from hecate.variant import Variant
+
+
+def example(variant: type[Variant]) -> Any:
+    """An instance at its defaults, with something small where none is given.
+
+    A required variant becomes the first of its family that needs nothing itself.
+    """
+    fields = variant.model_fields
+    required = {name: field.annotation for name, field in fields.items() if field.is_required()}
+    return variant(**{name: _small(annotation) for name, annotation in required.items()})
+
+
+def _small(annotation: Any) -> Any:
+    if get_origin(annotation) is tuple:
+        return (_small(get_args(annotation)[0]),)
+    if isinstance(annotation, type) and issubclass(annotation, Variant):
+        for variant in annotation.variants().values():
+            if not any(field.is_required() for field in variant.model_fields.values()):
+                return variant()
+    return {int: 2, float: 1.0}.get(annotation)

@@ -1,0 +1,150 @@
+"""Every algorithm as a whole scan against numpy, and what its docstring promises."""
+
+import numpy as np
+import pytest
+import torch
+
+from hecate import Gates, MemoryConfig, algorithm, memory_scan
+from hecate.errors import ConfigError
+from hecate.testing import check_rule
+from tests.reference import algorithms as reference
+
+T, P, V = 50, 4, 3
+START = algorithm.DeepMomentum(width=5)._start(torch.zeros(1, V, P, dtype=torch.float64)).numpy()
+CASES = {
+    "nesterov": (algorithm.Momentum(nesterov=True), lambda: reference.nesterov()),
+    "newton_schulz": (
+        algorithm.NewtonSchulz(),
+        lambda: reference.newton_schulz("quintic", 5, False),
+    ),
+    "newton_schulz-cubic": (
+        algorithm.NewtonSchulz(polynomial="cubic", steps=8, rescale=True),
+        lambda: reference.newton_schulz("cubic", 8, True),
+    ),
+    "adaptive": (algorithm.Adaptive(), lambda: reference.adaptive(0.99, 1e-3)),
+    "delta_momentum": (
+        algorithm.DeltaMomentum(erase=2.0),
+        lambda: reference.delta_momentum("stable", 2.0),
+    ),
+    "delta_momentum-paper": (
+        algorithm.DeltaMomentum(form="paper"),
+        lambda: reference.delta_momentum("paper", 1.0),
+    ),
+    "ftrl": (algorithm.FTRL(l1=0.05, l2=0.1), lambda: reference.ftrl(0.05, 0.1)),
+    "implicit": (algorithm.Implicit(), lambda: reference.implicit()),
+    "rls": (algorithm.RLS(lr=1.0), lambda: reference.rls(1.0, 1.0)),
+    "rls-discount": (
+        algorithm.RLS(lr=1.0, ridge=0.5, discount=0.9),
+        lambda: reference.rls(0.5, 0.9),
+    ),
+    "omega": (algorithm.Omega(window=4), lambda: reference.omega(4, 1.0, False)),
+    "omega-momentum": (
+        algorithm.Omega(window=3, decay=0.7, inner=algorithm.Momentum()),
+        lambda: reference.omega(3, 0.7, True),
+    ),
+    "deep_momentum": (
+        algorithm.DeepMomentum(width=5),
+        lambda: reference.deep_momentum(START, 0.1, "descent"),
+    ),
+    "deep_momentum-paper": (
+        algorithm.DeepMomentum(width=5, objective="paper"),
+        lambda: reference.deep_momentum(START, 0.1, "paper"),
+    ),
+}
+EVERY = pytest.mark.parametrize("name", CASES)
+
+
+def config_of(own: algorithm.Algorithm, **fields) -> MemoryConfig:
+    return MemoryConfig(algorithm=own, state_dtype="float64", **fields)
+
+
+def inputs(seed: int = 0) -> tuple[np.ndarray, ...]:
+    generator = np.random.default_rng(seed)
+    k = generator.standard_normal((T, P)) / np.sqrt(P)
+    v = generator.standard_normal((T, V))
+    return k, v, 0.1 + 0.2 * generator.random(T), 0.3 + 0.4 * generator.random(T)
+
+
+@pytest.mark.spec("ALG-NEST-D1", "ALG-NS-D1", "ALG-ADAPT-D1", "ALG-DMOM-D1", "ALG-FTRL-D1")
+@pytest.mark.spec("ALG-IMPL-D1", "ALG-RLS-D1", "ALG-OMEGA-D1", "ALG-DEEP-D1", "RULE-LOSS-D1")
+@EVERY
+def test_a_scan_equals_the_paper_in_numpy(name):
+    own, step = CASES[name]
+    k, v, lr, momentum = inputs()
+    if own.kind == "rls":
+        lr = np.ones(T)
+    if name == "delta_momentum-paper":
+        v = 0.2 * v  # its form diverges where |G|^2 > 1 + momentum
+    expected = reference.scan(step(), k, v, lr, momentum)
+
+    def batched(x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(x)[None, :, None]
+
+    gates = Gates(batched(lr), None, batched(momentum) if own.uses_momentum else None)
+    probes = torch.eye(P, dtype=torch.float64)
+    for column in range(P):  # reading with unit queries shows the whole state at every token
+        q = probes[column].expand(1, T, 1, P)
+        y, _ = memory_scan(config_of(own), q, batched(k), batched(v), gates)
+        error = np.abs(y[0, :, 0].numpy() - expected[:, :, column]).max()
+        assert error <= 1e-10 * np.abs(expected).max()
+
+
+@EVERY
+def test_engines_tape_pieces_and_masks_agree(name):
+    own = CASES[name][0].model_copy(update={"lr": 0.1})
+    for fields in ({}, {"retention": "decay", "chunk": 3}, {"chunk": 3, "commit": "chunk"}):
+        check_rule(config_of(own, **fields), smooth=own.kind != "ftrl")
+
+
+@pytest.mark.spec("ALG-NS-I1")
+def test_newton_schulz_brings_singular_values_near_one():
+    generator = torch.Generator().manual_seed(0)
+    s = torch.randn(20, 6, 9, generator=generator, dtype=torch.float64)
+    one = torch.ones(20, dtype=torch.float64)
+    direction, _ = algorithm.NewtonSchulz().direction(s, one, 0 * one, 0 * s)
+    sigma = torch.linalg.svdvals(direction)
+    assert float(sigma.max()) < 1.21 and float(sigma.median()) > 0.68
+    cubic = algorithm.NewtonSchulz(polynomial="cubic", steps=40)
+    direction, _ = cubic.direction(s, one, 0 * one, 0 * s)
+    u, _, w = torch.linalg.svd(s, full_matrices=False)
+    assert float((direction + u @ w).norm()) < 1e-9
+    tall = algorithm.NewtonSchulz().direction(s.mT, one, 0 * one, 0 * s.mT)[0]
+    torch.testing.assert_close(
+        tall.mT, algorithm.NewtonSchulz().direction(s, one, 0 * one, 0 * s)[0]
+    )
+
+
+@pytest.mark.spec("ALG-NS-I2")
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("deep_momentum-paper",)])
+def test_one_repeated_item_is_learned(name):
+    """The inner loss falls: no variant ascends."""
+    own, _ = CASES[name]
+    k = torch.tensor([0.6, 0.8, 0.0, 0.0], dtype=torch.float64).expand(1, 60, 1, P)
+    v = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64).expand(1, 60, 1, V)
+    y, _ = memory_scan(config_of(own), k, k, v, Gates(lr=1.0 if own.kind == "rls" else 0.05))
+    errors = (y - v).norm(dim=-1).flatten()
+    assert float(errors[-1]) < 0.6 * float(v[0, 0, 0].norm())
+
+
+@pytest.mark.spec("ALG-FTRL-I1")
+def test_lazy_thresholds_add_up_small_steps_and_eager_ones_lose_them():
+    grad = torch.full((1, 1, 1), -0.02, dtype=torch.float64)
+    one = torch.ones(1, dtype=torch.float64)
+    lazy, total = torch.zeros_like(grad), torch.zeros_like(grad)
+    for _ in range(10):
+        direction, total = algorithm.FTRL(l1=0.05).direction(grad, one, one, total)
+        lazy = lazy + direction
+    assert float(lazy) == pytest.approx(10 * 0.02 - 0.05)
+
+
+@pytest.mark.parametrize("own", [algorithm.Implicit(), algorithm.RLS()])
+def test_linear_algorithms_refuse_deep_memories(own):
+    with pytest.raises(ConfigError, match=f"algorithm '{own.kind}' with structure 'mlp'"):
+        MemoryConfig(algorithm=own, structure="mlp")
+
+
+def test_omega_refuses_what_it_would_ignore():
+    with pytest.raises(ConfigError, match=r"inner.lr=0.5 would not be used"):
+        algorithm.Omega(inner=algorithm.GD(lr=0.5))
+    with pytest.raises(ConfigError, match="inner algorithm 'rls'"):
+        algorithm.Omega(inner=algorithm.RLS())
