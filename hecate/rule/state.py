@@ -82,7 +82,7 @@ def initial_state(
     `retain` is the sequence's gate `[B, T, H]` or `[B, T, H, P]`; an unfinished chunk keeps its
     product.
     """
-    ranks = {name: len(shape) for name, shape in config.structure.shapes(1, 1).items()}
+    ranks = {name: len(shape) for name, shape in config.structure.shapes(d_phi, d_v).items()}
     memory = {
         name: weight if weight.dim() == ranks[name] + 2 else weight.expand(batch, *weight.shape)
         for name, weight in initial.items()

@@ -3,5 +3,7 @@
 from hecate.structure.base import Memory, Structure, StructureKind
 from hecate.structure.matrix import Matrix
 from hecate.structure.mlp import MLP
+from hecate.structure.slots import Slots
+from hecate.structure.two_pass import TwoPass
 
-__all__ = ["MLP", "Matrix", "Memory", "Structure", "StructureKind"]
+__all__ = ["MLP", "Matrix", "Memory", "Slots", "Structure", "StructureKind", "TwoPass"]

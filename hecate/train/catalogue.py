@@ -11,7 +11,6 @@ from hecate import algorithm, bias, phi, retention, structure
 from hecate.data import DataConfig
 from hecate.errors import ConfigError, did_you_mean
 from hecate.phi.base import FeatureMap
-from hecate.testing.examples import example
 from hecate.train.compose import load_experiment, presets
 from hecate.variant import Variant
 
@@ -67,12 +66,23 @@ def _gradient(variant: Any) -> str:
 def _traits(variant: Any) -> str:
     """Declared traits at the default settings, or which settings they wait for."""
     try:
-        traits = example(variant).traits()
+        traits = _example(variant).traits()
     except ConfigError:
         required = [name for name, field in variant.model_fields.items() if field.is_required()]
         return f"depends on {', '.join(required)}"
     declared = {k: v for k, v in traits._asdict().items() if v not in (False, None, "none")}
     return ", ".join(k if v is True else f"{k}={v}" for k, v in declared.items())
+
+
+def _example(variant: Any) -> Any:
+    """An instance with the smallest value that each required field accepts."""
+    fields: dict[str, Any] = {}
+    for name, field in variant.model_fields.items():
+        if field.is_required():
+            fields[name] = (
+                2 if field.annotation is int else 1.0 if field.annotation is float else "elu"
+            )
+    return variant(**fields)
 
 
 def _rules() -> Table:

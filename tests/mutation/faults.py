@@ -94,10 +94,10 @@ FAULTS = [
     *_of(
         "algorithm",
         KNOBS,
-        ("gd", "return (-over(lr, grad) * grad,)", "return (over(lr, grad) * grad,)"),
-        ("momentum", "carried = over(momentum, grad) * slots[0] - over(lr, grad) * grad", "carried = over(momentum, grad) * (slots[0] - over(lr, grad) * grad)"),
-        ("momentum", "sum_to_gate(slot * g, momentum),", "sum_to_gate(grad * g, momentum),"),
-        ("momentum", "g = cotangents[0] + cotangents[1]", "g = cotangents[0]"),
+        ("base", "return (-over(lr, grad) * grad,)", "return (over(lr, grad) * grad,)"),
+        ("momentum", "carried = keep * slots[0] - step", "carried = keep * (slots[0] - step)"),
+        ("momentum", "sum_to_gate(slot * g, momentum) + look", "sum_to_gate(grad * g, momentum) + look"),
+        ("momentum", "g = gstep = carried + ahead", "g = gstep = ahead"),
     ),
     *_of(
         "structure",

@@ -24,10 +24,10 @@ from hecate.phi import FeatureMapKind
 from hecate.retention import RetentionKind
 from hecate.rule import MemoryConfig
 from hecate.structure import StructureKind
-from hecate.testing.examples import example
 from hecate.testing.rule import _floats, _inputs, _run, _same
 from hecate.testing.vjp import SIGNAL_FLOOR, require
 from hecate.variant import Variant
+from tests.product.examples import example
 
 FAMILIES: dict[str, type[Variant]] = {
     "structure": StructureKind,
