@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import torch
@@ -20,7 +21,9 @@ from hecate.variant import Config
 class MemoryConfig(Config):
     """A memory rule, its feature map, and the conventions on which papers differ.
 
-    The default is the delta rule: matrix, l2, no retention, gd with lr 1, identity.
+    The default is the delta rule: matrix, l2, no retention, gd with lr 1, identity. Where a config
+    is read, the name of a rule stands for its fields: `titans`, or `{kind: titans, chunk: 16}` to
+    change some.
 
     Fields beside the knobs:
         chunk: gradients are taken at the state of the chunk's start; 1 means at the previous token.
@@ -112,6 +115,19 @@ class MemoryConfig(Config):
                 "step='normalized' or 'implicit'",
                 path=("algorithm", "lr"),
             )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_rule(cls, data: Any) -> Any:
+        """A rule's name, or a mapping with one under `kind`, stands for its fields."""
+        if isinstance(data, str):
+            data = {"kind": data}
+        if not isinstance(data, Mapping) or "kind" not in data:
+            return data
+        from hecate.rule.named import named_rule  # the rules are values of this class
+
+        rule, own = named_rule(data["kind"]), {k: v for k, v in data.items() if k != "kind"}
+        return {**{name: getattr(rule, name) for name in rule.model_fields_set}, **own}
 
     @model_validator(mode="after")
     def _possible(self) -> MemoryConfig:

@@ -85,7 +85,7 @@ def named_rule(name: str) -> MemoryConfig:
     Raises:
         ConfigError: an unknown name, with the known ones and the nearest.
     """
-    if name not in RULES:
+    if not isinstance(name, str) or name not in RULES:
         raise ConfigError(
             f"unknown rule {name!r}; known: {', '.join(RULES)}.{did_you_mean(name, RULES)}"
         )

@@ -11,7 +11,7 @@ from hecate import algorithm, bias, phi, retention, structure
 from hecate.data import DataConfig
 from hecate.errors import ConfigError, did_you_mean
 from hecate.phi.base import FeatureMap
-from hecate.train.compose import load_experiment, presets
+from hecate.train.compose import BY_RULE, load_experiment, presets
 from hecate.variant import Variant
 
 Table = tuple[list[str], list[list[str]]]
@@ -116,8 +116,14 @@ def _rules() -> Table:
 def _presets() -> Table:
     rows = []
     for name in presets():
+        if "-" in name:
+            continue
         config = load_experiment(name)
         rows.append([name, config.data.kind, config.data.formula(), str(config.budget.steps)])
+    for name in BY_RULE:
+        rows.append(
+            [f"{name}-RULE", "", f"{name} with the memory of a rule (hecate list rules)", ""]
+        )
     return ["preset", "data", "what it is", "steps"], rows
 
 

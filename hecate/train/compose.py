@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hecate.errors import ConfigError, Problem, format_path
+from hecate.rule import RULES
 from hecate.train.config import ExperimentConfig
 from hecate.train.document import Document, Location, dump_yaml, parse_value, read_yaml
 from hecate.variant import did_you_mean
 
 MAX_EXTENDS = 8
+BY_RULE = ("mqar", "quickstart")
 _PRESETS = Path(__file__).resolve().parent.parent / "presets"
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _PATH = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d+\])*")
 
 
 def presets() -> list[str]:
-    """Names of the presets that ship with hecate."""
-    return sorted(path.stem for path in _PRESETS.glob("*.yaml"))
+    """Names of the presets that ship with hecate; those of `BY_RULE` also as `PRESET-RULE`."""
+    files = sorted(path.stem for path in _PRESETS.glob("*.yaml"))
+    return [*files, *(f"{name}-{rule}" for name in BY_RULE for rule in RULES)]
 
 
 def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -59,20 +62,33 @@ def _mark(document: Document, path: Location) -> str:
 def _open(name: str, folder: Path | None) -> tuple[Document, Path]:
     """Reads a preset by name or a file; `folder` confines what `extends` may name."""
     if not name.endswith((".yaml", ".yml")) and (folder is not None or not Path(name).is_file()):
-        path = _PRESETS / f"{name}.yaml"
-        if name not in presets():
-            raise ConfigError(
-                f"no preset {name!r}; presets: "
-                f"{', '.join(presets())}.{did_you_mean(name, presets())} "
-                "A file must end in .yaml or .yml"
-            )
-        return read_yaml(path), path
+        return _preset(name)
     path = Path(name) if folder is None else folder / name
     if folder is not None and not path.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(
             f"must name a preset or a file in the folder of the config, got {name!r}", ("extends",)
         )
     return read_yaml(path), path
+
+
+def _preset(name: str) -> tuple[Document, Path]:
+    path = _PRESETS / f"{name}.yaml"
+    if path.is_file():
+        return read_yaml(path), path
+    stem, _, rule = name.partition("-")
+    if stem not in BY_RULE or rule not in RULES:
+        known = [*(name for name in presets() if "-" not in name), *(f"{n}-RULE" for n in BY_RULE)]
+        raise ConfigError(
+            f"no preset {name!r}; presets: {', '.join(known)}.{did_you_mean(name, presets())} "
+            "A file must end in .yaml or .yml"
+        )
+    path = _PRESETS / f"{stem}.yaml"
+    document, mark = read_yaml(path), f"preset {name}"
+    own = {"name": name, "model": {"memory": rule}}
+    marks = {("name",): mark, ("model",): mark, ("model", "memory"): mark}
+    merged = dict(document.marks)
+    value = _merge(document.value, own, (), merged, marks)
+    return Document(value, merged, document.label), path
 
 
 def _extended(opened: tuple[Document, Path], chain: list[Path]) -> Document:

@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hecate import bias, phi
+from hecate import MemoryConfig, bias, named_rule, phi
 from hecate.data import MQAR, Copy, Retrieval, Text
+from hecate.errors import ConfigError
+from hecate.rule import RULES
 from hecate.train import ExperimentConfig, OptimConfig, dump_experiment, load_experiment, presets
+from hecate.train.compose import BY_RULE
 
 from .common import tiny
 
@@ -124,3 +127,27 @@ def test_rates():
     assert cosine.rate(5, 11) == pytest.approx(0.5)
     assert cosine.rate(0, 11) == 1.0 and cosine.rate(10, 11) == pytest.approx(0.0)
     assert OptimConfig(lr=2.0, warmup=0, schedule="constant").rate(10, 11) == 2.0
+
+
+@pytest.mark.parametrize("stem", BY_RULE)
+def test_every_rule_has_a_preset(stem):
+    for rule in RULES:
+        config = load_experiment(f"{stem}-{rule}")
+        assert config.name == f"{stem}-{rule}"
+        assert config.model.memory == named_rule(rule)
+        assert f"{stem}-{rule}" in presets()
+    changed = load_experiment(f"{stem}-titans", ["model.memory.chunk=4"])
+    assert changed.model.memory == named_rule("titans").model_copy(update={"chunk": 4})
+    assert changed.data == load_experiment(stem).data
+    with pytest.raises(
+        ConfigError, match=rf"no preset '{stem}-titan'.*Did you mean '{stem}-titans'"
+    ):
+        load_experiment(f"{stem}-titan")
+
+
+def test_a_rule_s_name_stands_for_its_fields():
+    assert MemoryConfig.model_validate("gla") == named_rule("gla")
+    tiny = MemoryConfig.model_validate({"kind": "delta", "chunk": 2})
+    assert tiny == named_rule("delta").model_copy(update={"chunk": 2})
+    with pytest.raises(ConfigError, match="unknown rule 'delt'.*Did you mean 'delta'"):
+        MemoryConfig.model_validate("delt")
