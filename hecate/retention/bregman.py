@@ -9,7 +9,8 @@ from hecate.retention.mirror import MirrorRetention
 
 
 class Bregman(MirrorRetention):
-    """bregman: M' = link(retain dual(M) + D), link identity, softmax, signed_softmax, sigmoid or lq.
+    """bregman: M' = link(retain dual(M) + D), link identity, softmax, signed_softmax, sigmoid or
+    lq.
 
     The general form behind `kl`, `bounded` and `lq`: a Bregman divergence pulls the memory towards
     its past, and the link is the inverse of its potential's gradient. A subclass of `Link` is a

@@ -15,8 +15,9 @@ class KL(MirrorRetention):
 
     Every row of every weight stays a distribution times `scale`: what one feature gains the others
     lose, and the pull towards the past is a Kullback-Leibler divergence. Rows relax towards uniform
-    as retain falls. Non-negative rows cannot answer an arbitrary value: `signed=True` gives each row
-    a positive and a negative bank that share the scale, M = P - Q.
+    as retain falls. Non-negative rows cannot answer an arbitrary value: `signed=True` gives each
+    row a positive and a negative bank that share the scale, M = P - Q. eps is the link's own unless
+    given.
 
     Shapes: M, D `[N, ..., P]`; retain `[N]` or `[N, P]`.
     VJP: the softmax's, then that of the logarithm, which is cut off below eps.
@@ -31,6 +32,9 @@ class KL(MirrorRetention):
     kind: Literal["kl"] = "kl"
     scale: float = Field(1.0, gt=0)
     signed: bool = False
+    eps: float | None = Field(None, gt=0, lt=1)
 
     def build_link(self) -> Link:
-        return SignedSoftmaxLink(scale=self.scale) if self.signed else SoftmaxLink(scale=self.scale)
+        link = SignedSoftmaxLink if self.signed else SoftmaxLink
+        eps = {} if self.eps is None else {"eps": self.eps}
+        return link(scale=self.scale, **eps)

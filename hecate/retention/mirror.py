@@ -32,7 +32,7 @@ class MirrorRetention(Retention):
     @property
     def through(self) -> Link:
         """The link: its `dual` turns a memory into logits or their like, its `memory` back."""
-        return self._link  # type: ignore[attr-defined, no-any-return]
+        return self._link  # type: ignore[attr-defined]
 
     @property
     def linear(self) -> bool:
