@@ -29,6 +29,12 @@ class Retention(Variant, family="retention"):
         return False
 
     @property
+    def weighted_sum(self) -> bool:
+        """Whether memories stay weighted sums of what was written, with weights fixed by the gates:
+        what a sum of weights can normalise."""
+        return self.linear
+
+    @property
     def default_retain(self) -> float:
         """The retain gate used when none is given."""
         return 1.0

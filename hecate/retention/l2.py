@@ -21,7 +21,8 @@ class L2(Retention):
 
     Shapes: M, D `[N, ...]`; retain `[N]` or `[N, P]`.
     VJP: coupled: g_M = g_D = retain g, g_retain = <g, M + D>; decoupled: as `decay`.
-    Traits: linear if decoupled; coupled it scales D too, which the parallel form does not know.
+    Traits: linear if decoupled; coupled it scales D too, which the parallel form does not know; a
+    weighted sum either way.
     Cost: one multiply-add.
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad. [RET-L2-D1]
     """
@@ -34,6 +35,10 @@ class L2(Retention):
     @property
     def linear(self) -> bool:
         return self.decoupled
+
+    @property
+    def weighted_sum(self) -> bool:
+        return True
 
     @property
     def default_retain(self) -> float:

@@ -162,7 +162,6 @@ def test_a_temperature_without_a_softmax_is_refused():
         bias.KL(target="distribution", temperature=0.5)
 
 
-@pytest.mark.spec("BIAS-ANY-D1")
 def test_no_kernel_claims_the_losses_that_it_cannot_compute():
     assert all(knob.kernel_form() is None for knob in KNOBS)
     assert bias.Lp(p=1.5).kernel_form() is not None

@@ -146,6 +146,7 @@ def smooth(knob: dict[str, dict]) -> bool:
 
 @pytest.mark.spec("BIAS-ANY-V1", "RET-ANY-V1", "ALG-ANY-V1", "STR-ANY-V1")
 @pytest.mark.spec("BIAS-DOT-V1", "BIAS-L2-V1", "BIAS-LP-V1", "BIAS-HUBER-V1", "RET-NONE-V1")
+@pytest.mark.spec("BIAS-L1-V1", "BIAS-YAAD-V1", "BIAS-ROBUST-V1", "BIAS-KL-V1")
 @pytest.mark.spec("RET-DECAY-V1", "ALG-GD-V1", "ALG-MOM-V1", "STR-MATRIX-V1", "STR-MLP-V1")
 @pytest.mark.parametrize("knob", every_variant(), ids=name_of)
 def test_derivatives_and_traits(knob):

@@ -1,53 +1,20 @@
-"""Retentions against numpy over fifty tokens, where they start, and what they keep true."""
+"""Each retention and link by itself: what it minimises, keeps and forgets, and its kinks."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
 from hecate import ConfigError, Gates, MemoryConfig, memory_scan, retention
-from tests.knob_scans import worst_error
+from hecate.retention.powers import power_vjp
+from hecate.testing import check_rule
 from tests.memories import case_of, config_of
 from tests.reference import knobs as reference
+from tests.retention.examples import draw, stepped
 
-# Each retention beside the numpy class that carries its own state.
-PAIRS: list[tuple[Any, Any]] = [
-    (retention.L2(), reference.Coupled()),
-    (retention.L2(decoupled=True), reference.Decayed()),
-    (retention.ElasticNet(threshold=0.003), reference.ElasticNet(0.003)),
-    (retention.KL(), reference.Softmax()),
-    (retention.KL(scale=3.0), reference.Softmax(3.0)),
-    (retention.KL(signed=True), reference.Banks()),
-    (retention.KL(signed=True, scale=3.0), reference.Banks(3.0)),
-    (retention.Bounded(), reference.Sigmoid()),
-    (retention.Bounded(low=-1.0, high=2.0), reference.Sigmoid(-1.0, 2.0)),
-    # The numpy form has no chord near 0, where initial weights of the deep memory fall.
-    (retention.Lq(eps=1e-12), reference.Lq()),
-    (retention.Lq(q=1.5), reference.Lq(1.5)),
-    (retention.Lq(form="paper"), reference.Lq(4.0, "paper")),
-    (retention.Lq(q=2.5, form="paper"), reference.Lq(2.5, "paper")),
-    (retention.Sphere(), reference.Sphere()),
-    (retention.Sphere(slot="row"), reference.Sphere("row")),
-    (retention.Bregman(), reference.Decayed()),
-    (retention.Bregman(link="softmax"), reference.Softmax()),
-    (retention.Bregman(link="signed_softmax"), reference.Banks()),
-    (retention.Bregman(link="sigmoid"), reference.Sigmoid()),
-    (retention.Bregman(link=retention.LqLink(q=3.0)), reference.Lq(3.0)),
-    (retention.NormCap(norm=0.8), reference.Capped(0.8, reference.Decayed())),
-    (
-        retention.NormCap(norm=0.8, retention=retention.ElasticNet(threshold=0.003)),
-        reference.Capped(0.8, reference.ElasticNet(0.003)),
-    ),
-    (
-        retention.NormCap(norm=1.5, retention="sphere"),
-        reference.Capped(1.5, reference.Sphere()),
-    ),
-]
-KNOBS = [knob for knob, _ in PAIRS]
-every_knob = pytest.mark.parametrize("knob", KNOBS, ids=repr)
 LINKS = [
     retention.IdentityLink(),
     retention.SoftmaxLink(scale=2.0),
@@ -59,21 +26,6 @@ LINKS = [
     retention.LqLink(form="paper"),
     retention.LqLink(q=2.5, form="paper"),
 ]
-
-
-def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator)
-
-
-@pytest.mark.spec("RET-L2-D1", "RET-ELASTIC-D1", "RET-KL-D1", "RET-BOUNDED-D1", "RET-LQ-D1")
-@pytest.mark.spec("RET-SPHERE-D1", "RET-BREGMAN-D1", "RET-CAP-D1", "RET-MIRROR-D1")
-@pytest.mark.parametrize("structure", ["matrix", "mlp"])
-@pytest.mark.parametrize(("knob", "kept"), PAIRS, ids=map(repr, KNOBS))
-def test_fifty_tokens_against_numpy(knob, kept, structure):
-    """The reference carries dual states and banks: that nothing is lost by carrying the memory
-    instead is part of what is compared."""
-    lr = 0.3 if structure == "matrix" else 0.03  # exact lq lengthens steps by sqrt(weights)
-    assert worst_error(structure, "l2", knob, reference.l2, kept, lr=lr) <= 1e-12
 
 
 @pytest.mark.spec("RET-MIRROR-I1", "RET-LINK-D1", "RET-LINK-D2", "RET-LINK-D3")
@@ -103,90 +55,6 @@ def test_links_are_differentiated_as_computed(link, generator):
         (true,) = torch.autograd.grad(out, point, g)
         assert torch.isfinite(true).all()
         torch.testing.assert_close(vjp(edge, g), true, rtol=1e-9, atol=1e-12 * float(true.norm()))
-
-
-@pytest.mark.spec("RET-START-D1")
-@pytest.mark.parametrize("structure", ["matrix", {"kind": "mlp", "layers": 2}], ids=["m", "mlp"])
-@every_knob
-def test_gradients_flow_from_the_start(knob, structure):
-    """From the structure's own start, the zero matrix included, to weights, values and keys."""
-    config = config_of(retention=knob, structure=structure)
-    case = case_of(config, d=3, width=3, length=3)
-    own = config.structure.init(3, 3, heads=2, dtype=torch.float64)
-    case = case._replace(initial=own).fresh()
-    y, _ = case.scan(autodiff="torch")
-    grads = torch.autograd.grad(y.square().sum(), [*case.initial.values(), case.v, case.k])
-    for grad in grads:
-        assert torch.isfinite(grad).all() and 1e-6 < float(grad.norm()) < 1e6
-
-
-@pytest.mark.spec("RET-START-D1", "RET-START-I1")
-@every_knob
-def test_starts_are_mapped_once_and_states_go_on_as_they_are(knob):
-    case = case_of(config_of(retention=knob), d=3, width=3, masks=True)
-    silent = case._replace(write=torch.zeros_like(case.write))
-    _, start = silent.scan()
-    expected = knob.start(case.initial["weight"])
-    assert torch.equal(start.memory["weight"][1], expected)
-    _, again = silent._replace(reset=None).scan(start)
-    assert torch.equal(again.memory["weight"], start.memory["weight"])  # a mask is a no-op
-    _, moved = case._replace(write=None, reset=None).scan()
-    restart = torch.ones_like(case.reset)
-    _, back = silent._replace(reset=restart).scan(moved)
-    assert torch.equal(back.memory["weight"], start.memory["weight"])
-
-
-@pytest.mark.spec("RET-START-D1")
-def test_constants_of_the_start():
-    zero = torch.zeros(1, 2, 3)
-    assert torch.allclose(retention.KL(scale=3.0).start(zero), torch.ones(1, 2, 3))
-    assert torch.equal(retention.KL(signed=True).start(zero), zero)
-    assert torch.equal(retention.Bounded(low=-1.0, high=2.0).start(zero), zero + 0.5)
-    assert torch.equal(retention.Lq().start(zero), zero)
-    assert torch.allclose(retention.Lq(form="paper").start(zero), zero + 6**-0.25)
-    columns = torch.tensor([[[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]])
-    assert torch.equal(retention.Sphere().start(zero), columns)
-    rows = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
-    assert torch.equal(retention.Sphere(slot="row").start(zero), rows)
-    assert torch.equal(retention.Sphere().start(zero[:, 0]), rows[:, 0])  # one axis, one slot
-    for knob in (retention.L2(), retention.ElasticNet(), retention.NormCap()):
-        assert torch.equal(knob.start(zero), zero)
-
-
-@pytest.mark.spec("RET-FLOAT-I1")
-@every_knob
-def test_float32_survives_violent_writes(knob):
-    """Steps of hundreds drive links against their borders: still finite, backwards too."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 60, 1, 4, generator=generator).float() for _ in range(3))
-    v = v.mul(300).requires_grad_()
-    config = MemoryConfig(retention=knob, bias={"kind": "huber", "delta": 300.0})
-    retain = torch.rand(2, 60, 1, generator=generator).float() if knob.uses_retain else None
-    if retain is not None:
-        retain[:, ::7] = 0.0
-    y, state = memory_scan(config, q, k, v, Gates(0.2, retain))
-    (grad,) = torch.autograd.grad(y.square().mean(), v)
-    assert torch.isfinite(y).all() and torch.isfinite(state.memory["weight"]).all()
-    assert torch.isfinite(grad).all()
-
-
-@pytest.mark.spec("RET-NORMALIZER-I1")
-@every_knob
-def test_sum_normaliser_is_exact_or_refused(knob):
-    fields = {"retention": knob, "normalizer": "sum", "feature_map": "elu", "bias": "dot"}
-    if not knob.linear:
-        with pytest.raises(ConfigError, match=f"'sum': retention '{knob.kind}' is not linear"):
-            config_of(**fields)
-        return
-    same = case_of(config_of(**fields))
-    plain = same._replace(config=config_of(**{**fields, "retention": "decay"}))
-    torch.testing.assert_close(same.scan()[0], plain.scan()[0], rtol=1e-13, atol=1e-14)
-
-
-def stepped(knob: Any, generator: torch.Generator, **options: Any) -> tuple[torch.Tensor, ...]:
-    memory = knob.start(draw(generator, 8, 4, 5))
-    direction, retain = draw(generator, 8, 4, 5), torch.rand(8, generator=generator)
-    return memory, direction, retain, knob.step(memory, direction, retain)
 
 
 @pytest.mark.spec("RET-L2-R1")
@@ -315,9 +183,7 @@ def test_lq_at_zero_and_at_the_edge_of_its_chord(q):
     point = one.clone().requires_grad_()
     (auto,) = torch.autograd.grad(link.memory(point), point, torch.ones_like(point))
     assert float(link.memory_vjp(one, torch.ones_like(one))) == pytest.approx(float(auto))
-    assert float(retention.powers.power_vjp(one, r - 1, 1e-3, one / one)) == pytest.approx(
-        r * 1e-3 ** (r - 1)
-    )
+    assert float(power_vjp(one, r - 1, 1e-3, one / one)) == pytest.approx(r * 1e-3 ** (r - 1))
 
 
 @pytest.mark.spec("RET-SPHERE-I1", "RET-SPHERE-R1")
@@ -373,6 +239,25 @@ def test_norm_cap_projects_each_weight(generator):
     with pytest.raises(ConfigError, match="retention 'norm_cap' takes no retain gate"):
         case = case_of(config_of(retention="norm_cap"))
         case._replace(gates=Gates(0.1, 0.5)).scan()
+
+
+def test_a_link_of_a_user(generator):
+    class Sinh(retention.Link):
+        """sinh_of_a_user: M = sinh(A)."""
+
+        kind: Literal["sinh_of_a_user"] = "sinh_of_a_user"
+
+        def memory(self, dual: torch.Tensor) -> torch.Tensor:
+            return dual.sinh()
+
+        def dual(self, memory: torch.Tensor) -> torch.Tensor:
+            return memory.asinh()
+
+    try:
+        config = MemoryConfig(retention={"kind": "bregman", "link": "sinh_of_a_user"})
+        check_rule(config)
+    finally:
+        del retention.Link._registry["sinh_of_a_user"]
 
 
 @pytest.mark.spec("RET-KL-R1", "RET-BREGMAN-R1")
