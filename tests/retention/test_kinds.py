@@ -278,10 +278,17 @@ def test_bregman_is_the_retention_of_its_link(generator):
 
 @pytest.mark.spec("RET-MIRROR-I2")
 def test_per_channel_gates_act_on_the_dual_state(generator):
+    gate = torch.rand(8, 5, generator=generator)
     knob = retention.Bounded()
     memory, direction, _, _ = stepped(knob, generator)
-    gate = torch.rand(8, 5, generator=generator)
     moved = knob.step(memory, direction, gate)
     for column in range(5):
         alone = knob.step(memory, direction, gate[:, column])[..., column]
         torch.testing.assert_close(moved[..., column], alone, rtol=1e-14, atol=0)
+    # The logarithm is of shares: under gates that differ along a row the scale would not cancel.
+    for scale in (1.0, 3.0):
+        knob = retention.KL(scale=scale)
+        share = knob.start(memory) / scale
+        moved = knob.step(scale * share, direction, gate)
+        expected = scale * (gate.unsqueeze(1) * share.log() + direction).softmax(-1)
+        torch.testing.assert_close(moved, expected, rtol=1e-13, atol=0)
