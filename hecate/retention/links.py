@@ -274,7 +274,7 @@ class LqLink(Link):
         """Every memory but a zero one under `paper` is feasible."""
         if self.form == "exact":
             return weights
-        return weights + weights[0].numel() ** (-1 / self.q)
+        return weights + max(weights.shape[1:].numel(), 1) ** (-1 / self.q)
 
     @property
     def _power(self) -> tuple[float, float]:

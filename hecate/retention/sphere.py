@@ -45,7 +45,7 @@ class Sphere(Retention):
         width = weights.shape[axis]
         count = weights.shape[-1] if axis == -2 else weights.shape[-2] if weights.dim() > 2 else 1
         pattern = torch.arange(width, device=weights.device) == (
-            torch.arange(count, device=weights.device).unsqueeze(-1) % width
+            torch.arange(count, device=weights.device).unsqueeze(-1) % max(width, 1)
         )
         if weights.dim() == 2:
             pattern = pattern[0]

@@ -79,7 +79,7 @@ def initial_state(
     memory: dict[str, Tensor] = {}
     for name, weight in initial.items():
         lead = weight.shape[: weight.dim() - ranks[name]]
-        flat = weight.reshape(-1, *weight.shape[len(lead) :])
+        flat = weight.reshape(lead.numel(), *weight.shape[len(lead) :])
         weight = config.retention.start(flat).reshape(weight.shape)
         memory[name] = weight if len(lead) == 2 else weight.expand(batch, *weight.shape)
     first = next(iter(memory.values()))

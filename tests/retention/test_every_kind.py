@@ -174,3 +174,12 @@ def test_copies_transforms_and_layers(knob, generator):
     y.square().sum().backward()
     for name, parameter in layer.named_parameters():
         assert float(parameter.grad.norm()) > 1e-9, name
+
+
+@every_knob
+@pytest.mark.parametrize("empty", ["batch", "tokens", "values"])
+def test_nothing_to_do(knob, empty):
+    batch, length, width = (0 if empty == name else 2 for name in ("batch", "tokens", "values"))
+    q, v = torch.zeros(batch, length, 2, 3), torch.zeros(batch, length, 2, width)
+    y, _ = memory_scan(MemoryConfig(retention=knob), q, q, v)
+    assert y.shape == v.shape
