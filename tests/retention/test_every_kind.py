@@ -82,6 +82,8 @@ def test_constants_of_the_start():
     assert torch.equal(retention.Sphere().start(zero[:, 0]), rows[:, 0])  # one axis, one slot
     for knob in (retention.L2(), retention.ElasticNet(), retention.NormCap()):
         assert torch.equal(knob.start(zero), zero)
+    capped = retention.NormCap(norm=0.5).start(zero + 1).flatten(1)
+    assert torch.allclose(capped, torch.tensor(0.5 / 6**0.5))
 
 
 @pytest.mark.spec("RET-FLOAT-I1")
@@ -105,7 +107,9 @@ def test_float32_survives_violent_writes(knob):
 @every_knob
 def test_sum_normaliser_is_exact_or_refused(knob):
     fields = {"retention": knob, "normalizer": "sum", "feature_map": "elu", "bias": "dot"}
-    if not knob.weighted_sum:
+    accepted = knob.kind == "l2" or "identity" in repr(knob)
+    assert knob.weighted_sum == accepted
+    if not accepted:
         with pytest.raises(ConfigError, match=f"'sum': retention '{knob.kind}' is not linear"):
             config_of(**fields)
         return
