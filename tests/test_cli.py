@@ -190,6 +190,12 @@ def test_lists(hecate):
         "arXiv 2006.16236",
     ):  # fmt: skip
         assert text in elu
+    for family, kind, texts in (
+        ("bias", "kl", ("log sum exp(pred)", "curvature 1/2", "hand-written", "2504.13173")),
+        ("retention", "sphere", ("X / |X|", "not linear; starts at the identity", "2504.05646")),
+    ):
+        line = next(x for x in hecate("list", family)[1].splitlines() if x.startswith(f"{kind} "))
+        assert all(text in line for text in texts), line
     mqar = next(line for line in hecate("list", "data")[1].splitlines() if line.startswith("mqar "))
     assert "2312.04927" in mqar and "hand-written" not in mqar
 

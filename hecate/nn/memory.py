@@ -205,7 +205,8 @@ class Memory(nn.Module):
     def _warn_if_unstable(self) -> None:
         """Measures lr |phi(k)|^2 on random keys at the lr gate's ceiling."""
         config, curvature = self.config, self.config.bias.curvature
-        if config.step != "raw" or not config.structure.linear or curvature == 0:
+        linear = config.structure.linear and config.retention.linear
+        if config.step != "raw" or not linear or curvature == 0:
             return
         if config.key_norm != "none":
             return

@@ -29,9 +29,24 @@ class Retention(Variant, family="retention"):
         return False
 
     @property
+    def weighted_sum(self) -> bool:
+        """Whether memories stay weighted sums of what was written, with weights fixed by the gates:
+        what a sum of weights can normalise."""
+        return self.linear
+
+    @property
     def default_retain(self) -> float:
         """The retain gate used when none is given."""
         return 1.0
+
+    def start(self, weights: Tensor) -> Tensor:
+        """Where a memory starts whose initial weights `[N, ...]` are these: themselves by default.
+
+        A retention that keeps memories in a set maps every tensor into it, smoothly, and zero to a
+        constant from which gradients flow. It sees initial weights, never a state that goes on.
+        [RET-START-D1]
+        """
+        return weights
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         """The new memory."""

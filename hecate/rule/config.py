@@ -103,7 +103,8 @@ class MemoryConfig(Config):
     def check_step(self, lr: float) -> None:
         """Refuses an inner learning rate at which repeated writes of one key provably diverge."""
         curvature, bound = self.bias.curvature, self.key_bound
-        if self.step != "raw" or not self.structure.linear or curvature is None or bound is None:
+        linear = self.structure.linear and self.retention.linear
+        if self.step != "raw" or not linear or curvature is None or bound is None:
             return
         largest, limit = lr * bound * curvature, self.algorithm.stable_step
         if curvature > 0 and largest >= limit:
@@ -177,10 +178,10 @@ class MemoryConfig(Config):
                 f"structure {self.structure.kind!r} is not a weighted sum of values, so there is "
                 "no sum of weights to divide by; it needs structure matrix"
             )
-        elif not self.retention.linear:
+        elif not self.retention.weighted_sum:
             reason = (
                 f"retention {self.retention.kind!r} is not linear, so the read is not a weighted "
-                "sum of values; it needs retention none or decay"
+                "sum of values; it needs retention none, decay or l2"
             )
         elif not self.algorithm.linear:
             reason = (

@@ -80,13 +80,15 @@ def initial_state(
     """The state before any token, from initial weights `[H, ...]` (shared) or `[B, H, ...]`.
 
     `retain` is the sequence's gate `[B, T, H]` or `[B, T, H, P]`; an unfinished chunk keeps its
-    product.
+    product. The retention has the last word on where a memory starts.
     """
     ranks = {name: len(shape) for name, shape in config.structure.shapes(d_phi, d_v).items()}
-    memory = {
-        name: weight if weight.dim() == ranks[name] + 2 else weight.expand(batch, *weight.shape)
-        for name, weight in initial.items()
-    }
+    memory: dict[str, Tensor] = {}
+    for name, weight in initial.items():
+        lead = weight.shape[: weight.dim() - ranks[name]]
+        flat = weight.reshape(lead.numel(), *weight.shape[len(lead) :])
+        weight = config.retention.start(flat).reshape(weight.shape)
+        memory[name] = weight if len(lead) == 2 else weight.expand(batch, *weight.shape)
     first = next(iter(memory.values()))
     pending: dict[str, Tensor] = {}
     if config.commit == "chunk":

@@ -94,7 +94,7 @@ def check_knobs(
     if config.retention.uses_retain and config.structure.linear:
         gates.append(gate(n, shape[-1]))
     for retain in gates:
-        check(config.retention.block(), draw(*shape), draw(*shape), retain)
+        check(config.retention.block(), config.retention.start(draw(*shape)), draw(*shape), retain)
         _check_retention(config, draw(*shape), draw(*shape), retain)
 
 

@@ -24,6 +24,7 @@ _VARIANTS: dict[str, type[Variant]] = {
     "structure": structure.Structure,
     "data": DataConfig,
 }
+_TRAITS = re.compile(r"^Traits: (.+?)(?=\n[A-Z]\w*: |\Z)", re.DOTALL | re.MULTILINE)
 _REFERENCE = re.compile(r"References?: (.+?)(?=\n\s*\n|\[[A-Z]+-|\Z)", re.DOTALL)
 
 
@@ -39,10 +40,10 @@ def catalogue(family: str | None = None) -> Table:
 
 
 def variant_rows(root: type[Variant]) -> Table:
-    """Kind, formula, traits (feature maps), gradient status and paper of every variant."""
+    """Kind, formula, traits, gradient status and paper of every variant."""
     columns: dict[str, Callable[[type[Variant]], str]] = {
         "formula": lambda variant: variant.formula(),
-        **({"traits": _traits} if issubclass(root, FeatureMap) else {}),
+        **({} if root is DataConfig else {"traits": _traits}),
         **({} if root is DataConfig else {"gradient": _gradient}),
         "paper": paper,
     }
@@ -64,7 +65,11 @@ def _gradient(variant: Any) -> str:
 
 
 def _traits(variant: Any) -> str:
-    """Declared traits at the default settings, or which settings they wait for."""
+    """Declared traits at the default settings, or which settings they wait for; what the docstring
+    says where a family declares none."""
+    if not issubclass(variant, FeatureMap):
+        match = _TRAITS.search(inspect.getdoc(variant) or "")
+        return " ".join(match[1].split()).rstrip(".") if match else ""
     try:
         traits = _example(variant).traits()
     except ConfigError:
@@ -121,9 +126,7 @@ def _presets() -> Table:
         config = load_experiment(name)
         rows.append([name, config.data.kind, config.data.formula(), str(config.budget.steps)])
     for name in BY_RULE:
-        rows.append(
-            [f"{name}-RULE", "", f"{name} with the memory of a rule (hecate list rules)", ""]
-        )
+        rows.append([f"{name}-RULE", "", f"{name} with the memory of that rule", ""])
     return ["preset", "data", "what it is", "steps"], rows
 
 

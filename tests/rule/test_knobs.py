@@ -67,7 +67,42 @@ class Diagonal(structure.Structure):
         return scale * torch.tanh(p @ mixing) + shift
 
 
-EXAMPLES = {
+EXAMPLES = {  # by kind, or by family.kind where two families share a name
+    "l1": [{"eps": 0.1}, {"eps": 1.0}],
+    "yaad": [{"delta": 1.5, "eps": 0.1}, {"delta": 0.1, "eps": 0.1}, {"delta": 9.0}],
+    "robust": [{"radius": 0.5, "eps": 0.1}, {"radius": 0.5}, {"radius": 0.0}],
+    "bias.kl": [
+        {},
+        {"temperature": 0.5},
+        {"target": "distribution"},
+    ],
+    "retention.kl": [{}, {"scale": 3.0}, {"signed": True}, {"signed": True, "scale": 3.0}],
+    "retention.l2": [{}, {"decoupled": True}],
+    "lq": [
+        {"q": 4.0, "form": "exact"},
+        {"q": 1.5, "form": "exact"},
+        {"q": 2.0, "form": "exact"},
+        {"q": 4.0, "form": "paper"},
+        {"q": 2.5, "form": "paper"},
+    ],
+    "bounded": [{}, {"low": -2.0, "high": 1.5}],
+    "elastic_net": [{"threshold": 0.0}, {"threshold": 0.1}],
+    "sphere": [{"slot": "column"}, {"slot": "row", "retain": 0.9}],
+    "bregman": [
+        {"link": "identity"},
+        {"link": {"kind": "softmax", "scale": 2.0}},
+        {"link": "signed_softmax"},
+        {"link": "sigmoid"},
+        {"link": {"kind": "lq", "q": 3.0}},
+    ],
+    "norm_cap": [
+        {"norm": 0.5},
+        {"norm": 50.0, "retention": "decay"},
+        {"norm": 0.5, "retention": {"kind": "kl", "signed": True}},
+        {"norm": 0.5, "retention": "lq"},
+        {"norm": 1.0, "retention": "sphere"},
+        {"norm": 0.5, "retention": {"kind": "norm_cap", "norm": 1.0, "retention": "bounded"}},
+    ],
     "lp": [{"p": 3.0}, {"p": 2.0}, {"p": 4.5}, {"p": 1.5, "eps": 0.1}, {"p": 1.1, "eps": 0.5}],
     "huber": [{"delta": 0.7}, {"delta": 0.7, "norm": True}],
     "mlp": [
@@ -96,7 +131,7 @@ def every_variant() -> list[dict[str, dict]]:
         {family: {"kind": kind, **fields}}
         for family, root in FAMILIES.items()
         for kind in root.variants()
-        for fields in EXAMPLES.get(kind, [{}])
+        for fields in EXAMPLES.get(f"{family}.{kind}", EXAMPLES.get(kind, [{}]))
     ]
 
 
@@ -111,6 +146,7 @@ def smooth(knob: dict[str, dict]) -> bool:
 
 @pytest.mark.spec("BIAS-ANY-V1", "RET-ANY-V1", "ALG-ANY-V1", "STR-ANY-V1")
 @pytest.mark.spec("BIAS-DOT-V1", "BIAS-L2-V1", "BIAS-LP-V1", "BIAS-HUBER-V1", "RET-NONE-V1")
+@pytest.mark.spec("BIAS-L1-V1", "BIAS-YAAD-V1", "BIAS-ROBUST-V1", "BIAS-KL-V1")
 @pytest.mark.spec("RET-DECAY-V1", "ALG-GD-V1", "ALG-MOM-V1", "STR-MATRIX-V1", "STR-MLP-V1")
 @pytest.mark.parametrize("knob", every_variant(), ids=name_of)
 def test_derivatives_and_traits(knob):

@@ -1,0 +1,30 @@
+"""Mirror descent by a link of one's choice."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hecate.retention.links import IdentityLink, Link
+from hecate.retention.mirror import MirrorRetention
+
+
+class Bregman(MirrorRetention):
+    """bregman: M' = link(retain dual(M) + D), link identity, softmax, signed_softmax, sigmoid or
+    lq.
+
+    The general form behind `kl`, `bounded` and `lq`: a Bregman divergence pulls the memory towards
+    its past, and the link is the inverse of its potential's gradient. A subclass of `Link` is a
+    link too.
+
+    Shapes: M, D `[N, ...]`; retain `[N]` or `[N, P]`.
+    VJP: the link's both ways.
+    Traits: linear for the identity, which is `decay`; starts where the link says.
+    Cost: the link's both ways.
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173). [RET-BREGMAN-D1]
+    """
+
+    kind: Literal["bregman"] = "bregman"
+    link: Link = IdentityLink()
+
+    def build_link(self) -> Link:
+        return self.link
