@@ -18,17 +18,18 @@ def sequence(
     """q and k of unit length, v of unit variance: `[B, T, H, D]` in float32."""
     generator = torch.Generator().manual_seed(0)
     shape = (batch, length, heads, width)
-    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float32) for _ in range(3))
     return torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1), v
 
 
 def gates(length: int, *, largest: float = 1.0, batch: int = BATCH) -> tuple[Tensor, ...]:
-    """lr in (0, largest), retain in (0.9, 1) and momentum in (0.4, 0.9), `[B, T, H]`."""
+    """lr in (0, largest), retain in (0.9, 0.999) and momentum in (0.4, 0.9), `[B, T, H]`."""
     generator = torch.Generator().manual_seed(1)
     lr, retain, momentum = (
-        torch.rand((batch, length, HEADS), generator=generator).clamp(0.01, 0.99) for _ in range(3)
+        torch.rand((batch, length, HEADS), generator=generator, dtype=torch.float32)
+        for _ in range(3)
     )
-    return largest * lr, 0.9 + 0.1 * retain, 0.4 + 0.5 * momentum
+    return largest * lr, 0.9 + 0.099 * retain, 0.4 + 0.5 * momentum
 
 
 def scan(config: MemoryConfig, **options: object) -> Callable[..., Tensor]:

@@ -79,9 +79,10 @@ def _layer(context: int) -> Steps:
         HEADS,
         MemoryConfig(retention="decay", decay_order="before_gradient"),
         generator=torch.Generator().manual_seed(0),
+        dtype=torch.float32,
     )
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(BATCH, context, HEADS * WIDTH, generator=generator)
+    x = torch.randn(BATCH, context, HEADS * WIDTH, generator=generator, dtype=torch.float32)
     _, state = layer(x)
 
     def run() -> None:

@@ -152,7 +152,7 @@ def forward_backward(function: Function, inputs: Sequence[Tensor]) -> Callable[[
         y = function(*leaves)
         if not cotangent:
             generator = torch.Generator().manual_seed(1)
-            cotangent.append(torch.randn(y.shape, generator=generator).to(y.dtype))
+            cotangent.append(torch.randn(y.shape, generator=generator, dtype=y.dtype))
         found = torch.autograd.grad(y, leaves, cotangent[0], allow_unused=True)
         grads = [grad for grad in found if grad is not None]
         return [y, *grads]
@@ -166,7 +166,8 @@ _GFLOPS: list[float] = []
 def matmul_gflops(size: int = 1024) -> float:
     """The best rate of a float32 matrix product in this run, in GFLOP per second of CPU time."""
     if not _GFLOPS:
-        a = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        a = torch.randn(size, size, generator=generator, dtype=torch.float32)
         spent = []
         for _ in range(10):
             start = time.process_time()

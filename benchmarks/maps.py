@@ -18,7 +18,7 @@ TOKENS = 4096
 def maps(size: Size) -> Iterator[Row]:
     """Each map: forward, and forward with `vjp`, relative to autograd through the same formula."""
     tokens = size.short(TOKENS)
-    x = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     chosen: list[tuple[phi.FeatureMap, Tensor]] = []
     for feature_map in _instances():
         # Widths of second order grow with the square: such maps are used on narrow keys.

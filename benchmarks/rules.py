@@ -86,7 +86,7 @@ def titans(size: Size) -> Iterator[Row]:
             f"Titans linear with momentum, {case}, T={length}",
             scan(config),
             name,
-            _titans(peer, weight=torch.zeros(4, WIDTH, WIDTH)),
+            _titans(peer, weight=torch.zeros(4, WIDTH, WIDTH, dtype=torch.float32)),
             (*sequence(length), *gates(length, largest=0.1)),
             repeats=size.repeats if not same else 2,
             tolerance=1e-3 if same else None,
