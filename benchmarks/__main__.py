@@ -42,9 +42,7 @@ NOTE = (
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("groups", nargs="*", help=f"any of {', '.join(GROUPS)}; default: all")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="with 2 or more, read the wall clock"
-    )
+    parser.add_argument("--threads", type=int, default=1, help="beyond 1 also by the clock")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="short sequences, to try the script")
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks.json"))
@@ -54,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unknown group {', '.join(sorted(unknown))}; known: {', '.join(GROUPS)}")
     torch.set_num_threads(options.threads)
     torch.set_flush_denormal(True)  # a decayed state drifts into them, on either side
-    size = Size(128, 1, quick=True) if options.quick else Size(repeats=options.repeats)
+    size = Size(64, 1, quick=True) if options.quick else Size(repeats=options.repeats)
     print(
         f"{NOTE}\nOne matrix product: {matmul_gflops():.0f} GFLOP/s on {options.threads} thread(s)"
     )
@@ -62,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.groups or GROUPS:
         for row in GROUPS[name](size):
             rows.append(row)
-            print(tables.line(row), flush=True)
+            print(tables.line(row, wall=options.threads > 1), flush=True)
     print(f"\n{tables.speed(rows)}\n\n{tables.memory(rows)}")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     record = {

@@ -35,8 +35,8 @@ def linear(size: Size) -> Iterator[Row]:
         note="" if chunked else peers.absent("fla-core einops"),
     )
     for length, repeats, floor, goal in (
-        (size.length, size.repeats, (0.22, 0.22), (0.08, 0.08)),
-        (size.short(16384), 2, (None, 0.04), (None, 0.02)),
+        (size.length, size.repeats, (None, 0.22), (None, 0.08)),
+        (size.short(16384), size.fewer(9), (None, 0.04), (None, 0.02)),
     ):
         yield compare(
             "linear",
@@ -97,7 +97,7 @@ def _performer(size: Size) -> Row:
         "performer-pytorch on a CPU",
         theirs,
         sequence(size.length),
-        repeats=max(2, size.repeats // 3),
+        repeats=size.fewer(3),
         floor=(0.06, 0.06),
         goal=(0.03, 0.03),
         note="" if here else peers.absent("performer-pytorch"),

@@ -39,5 +39,5 @@ def engines(size: Size) -> Iterator[Row]:
                 "engine sequential",
                 scan(config, engine="sequential"),
                 (*sequence(length), *given[:count]),
-                repeats=max(2, size.repeats // 4),
+                repeats=size.fewer(4),
             )

@@ -27,6 +27,10 @@ class Size(NamedTuple):
         """A length of one's own, cut in a quick run."""
         return min(length, self.length) if self.quick else length
 
+    def fewer(self, share: int) -> int:
+        """Repeats of what takes long."""
+        return max(1 if self.quick else 2, self.repeats // share)
+
 
 class Cost(NamedTuple):
     """Two sides of one quantity: ms of CPU time, or MiB; wall clock beside a time."""

@@ -20,8 +20,8 @@ LIMIT = 1.05
 
 def lengths(size: Size) -> Iterator[Row]:
     """Forward and backward of memories from 1k to 64k tokens; softmax attention to 8k."""
-    longest = 1024 if size.quick else 65536
-    points = [longest >> shift for shift in range(6, -1, -2)]
+    longest = 256 if size.quick else 65536
+    points = [longest >> shift for shift in (6, 4, 2, 0)]
     momentum = MemoryConfig(retention="decay", algorithm="momentum")
     sides: dict[str, tuple[Function, int, int]] = {
         "linear attention": (scan(named_rule("hebbian")), 0, longest),
@@ -41,7 +41,7 @@ def lengths(size: Size) -> Iterator[Row]:
             "lengths",
             f"{name}, T = {fitting[0]} ... {fitting[-1]}",
             "slope of log time over log T",
-            floor=(LIMIT, LIMIT) if top == longest else (None, None),
+            goal=(LIMIT, LIMIT) if top == longest else (None, None),
             slopes=(slopes[0], slopes[1]),
         )
     draw(curves)
@@ -57,7 +57,7 @@ def _seconds(measure: object, function: Function, length: int, count: int, size:
     inputs: tuple[Tensor, ...] = sequence(length, batch=1)
     inputs = (*inputs, *gates(length, largest=0.1, batch=1)[:count])
     run = measure(function, inputs)  # type: ignore[operator]
-    return timed(run, _nothing, 2 if length > 8192 else max(3, size.repeats // 2)).ours
+    return timed(run, _nothing, size.fewer(4 if length > 8192 else 2)).ours
 
 
 def _nothing() -> None:

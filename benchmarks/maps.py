@@ -80,7 +80,7 @@ def _derivative(feature_map: phi.FeatureMap, keys: Tensor, size: Size) -> Row:
         "autograd through the same forward",
         lambda x, *learned: feature_map(x, with_learned(learned)),
         [keys.unsqueeze(1), *params["learned"].values()],  # tokens of one head
-        repeats=max(5, size.repeats),
+        repeats=size.repeats,
         directions="b",
         tolerance=1e-4,
     )
@@ -94,11 +94,11 @@ def _price(feature_map: phi.FeatureMap, keys: Tensor, x: Tensor, size: Size) -> 
         return feature_map(x, params)
 
     with torch.no_grad():
-        alone = timed(lambda: features(ours), lambda: torch.relu(plain), max(5, size.repeats))
+        alone = timed(lambda: features(ours), lambda: torch.relu(plain), size.repeats)
     trained = timed(
         forward_backward(features, [ours]),
         forward_backward(torch.relu, [plain]),
-        max(5, size.repeats),
+        size.repeats,
     )
     each = 1e6 / len(keys)
     return Row(

@@ -53,7 +53,8 @@ def causal_product(folder: Path | None = None) -> Callable[..., Tensor]:
         found = importlib.metadata.distribution("pytorch-fast-transformers")
         folder = Path(str(found.locate_file("")))
     (path,) = folder.glob("fast_transformers/causal_product/causal_product_cpu*.so")
-    kernel = load(path, "causal_product_cpu")
+    # A name of its own for each build: a second module of one name would be the first again.
+    kernel = load(path, f"{folder.name}.causal_product_cpu")
 
     class Product(torch.autograd.Function):
         @staticmethod

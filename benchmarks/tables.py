@@ -8,12 +8,14 @@ from typing import Any
 from benchmarks.harness import NONE, Cost, Pair, Row
 
 
-def line(row: Row) -> str:
-    """One row as printed."""
+def line(row: Row, *, wall: bool = False) -> str:
+    """One row as printed; `wall` adds the ratio by the clock."""
     parts = [f"{row.group:<11} {row.case:<46} / {row.peer:<44}"]
     for label, cost in (("f", row.forward), ("f+b", row.both)):
         if cost is not None:
             parts.append(f"{label} {cost.ours:.4g} / {cost.theirs:.4g} ms = {cost.ratio:.3f}")
+            if wall and cost.wall_ratio is not None:
+                parts[-1] += f" (wall {cost.wall_ratio:.3f})"
     if row.slopes != NONE:
         parts.append("slopes {:.3f}, {:.3f}".format(*row.slopes))
     if row.memory is not None:

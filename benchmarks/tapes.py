@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.cases import WIDTH, gates, scan, sequence
-from benchmarks.harness import Cost, Function, Row, Size, compare, forward_backward, peak_mib
+from benchmarks.harness import NONE, Cost, Function, Row, Size, compare, forward_backward, peak_mib
 from benchmarks.loops import matrix_loop, mlp_loop
 from hecate import Gates, MemoryConfig, memory_scan, structure
 
@@ -47,13 +47,13 @@ def tape(size: Size) -> Iterator[Row]:
                 "plain torch loop under autograd",
                 theirs,
                 given,
-                repeats=max(2, size.repeats // 3),
+                repeats=size.fewer(3),
                 directions="b",
-                floor=(None, 0.70) if taped else (None, None),
-                goal=(None, 0.50) if taped else (None, None),
+                floor=(None, 0.70) if taped else NONE,
+                goal=(None, 0.50) if taped else NONE,
             )
             peaks = [_peak(function, given) for function in (ours(autodiff), theirs)]
-            goal = (0.04, 0.03) if taped else (0.30, 0.25)
+            goal = (0.04, 0.03) if taped else NONE
             yield row._replace(memory=Cost(*peaks), memory_goal=goal)
 
 
