@@ -32,7 +32,7 @@ def linear(size: Size) -> Iterator[Row]:
         chunked,
         inputs,
         repeats=size.repeats,
-        note="" if chunked else peers.absent("fla-core einops"),
+        package="fla-core einops",
     )
     for length, repeats, floor, goal in (
         (size.length, size.repeats, (None, 0.22), (None, 0.08)),
@@ -58,9 +58,9 @@ def _kernels(size: Size) -> Iterator[Row]:
     package = "pytorch-fast-transformers"
     stock = peers.causal_product() if peers.installed(package) else None
     native = peers.causal_product(NATIVE) if NATIVE.exists() else None
-    flags = f"absent: CFLAGS='-O3 -march=native' pip install --target {NATIVE} {package}"
-    for name, kernel, floor, goal, note in (
-        ("stock build", stock, (0.40, 0.32), (0.15, 0.17), peers.absent(package)),
+    flags = f"--target {NATIVE} {package} with CFLAGS='-O3 -march=native'"
+    for name, kernel, floor, goal, install in (
+        ("stock build", stock, (0.40, 0.32), (0.15, 0.17), package),
         ("native build", native, (0.95, 0.75), (0.35, 0.40), flags),
     ):
         yield compare(
@@ -74,7 +74,7 @@ def _kernels(size: Size) -> Iterator[Row]:
             flops=work(size.length, 2),
             floor=floor,
             goal=goal,
-            note="" if kernel else note,
+            package=install,
         )
 
 
@@ -82,13 +82,12 @@ def _performer(size: Size) -> Row:
     features = phi.PerformerReLU(kernel_epsilon=1e-3 * WIDTH**0.25)
     params = features.init(WIDTH)
     config = MemoryConfig(bias="dot", feature_map=features, normalizer="sum")
-    here = peers.installed("performer-pytorch")
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return memory_scan(config, q, k, v, phi_params=params)[0]
 
     theirs: Callable[..., Tensor] | None = None
-    if here:
+    if peers.installed("performer-pytorch"):
         theirs = peers.performer(params["frozen"]["w"][0].mT.contiguous())
     return compare(
         "linear",
@@ -100,7 +99,7 @@ def _performer(size: Size) -> Row:
         repeats=size.fewer(3),
         floor=(0.06, 0.06),
         goal=(0.03, 0.03),
-        note="" if here else peers.absent("performer-pytorch"),
+        package="performer-pytorch",
     )
 
 

@@ -53,7 +53,7 @@ def decode(size: Size) -> Iterator[Row]:
 
 def _per_token(cost: Cost) -> Cost:
     walls = tuple(None if wall is None else wall / TOKENS for wall in cost.wall)
-    return Cost(cost.ours / TOKENS, cost.theirs / TOKENS, walls)  # type: ignore[arg-type]
+    return Cost(cost.ours / TOKENS, cost.theirs / TOKENS, walls)
 
 
 def _step(config: MemoryConfig, context: int, reader: MemoryConfig | None = None) -> Steps:

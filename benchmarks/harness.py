@@ -81,17 +81,17 @@ def compare(
     flops: float | None = None,
     floor: Pair = NONE,
     goal: Pair = NONE,
-    note: str = "",
+    package: str = "",
 ) -> Row:
     """Both sides, forward (`f`) and forward with backward (`b`), on the same inputs.
 
     Refuses to time results, gradients included, that differ by more than `tolerance` of their
-    norm; None says that the peer computes another function. A peer of None is absent: `note` says
-    which, and nothing is timed.
+    norm; None says that the peer computes another function. Where the peer is None its package is
+    not installed, and the row says so.
     """
-    row = Row(group, case, peer, floor=floor, goal=goal, note=note)
+    row = Row(group, case, peer, floor=floor, goal=goal)
     if theirs is None:
-        return row
+        return row._replace(note=f"absent: pip install {package}")
     errors, costs = [], {}
     for name, measure in (("f", forward), ("b", forward_backward)):
         if name in directions:

@@ -26,11 +26,6 @@ def installed(package: str) -> bool:
     return False
 
 
-def absent(package: str) -> str:
-    """What a row says in place of figures."""
-    return f"absent: pip install {package}"
-
-
 def load(path: Path, name: str) -> ModuleType:
     """A module by its file, without importing the package around it."""
     spec = importlib.util.spec_from_file_location(name, path)

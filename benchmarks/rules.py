@@ -15,6 +15,7 @@ from benchmarks.loops import matrix_loop
 from hecate import Gates, MemoryConfig, algorithm, bias, memory_scan, named_rule, structure
 
 FLA = "fla-core einops"
+TITANS = "titans-pytorch"
 
 
 def delta(size: Size) -> Iterator[Row]:
@@ -37,7 +38,7 @@ def delta(size: Size) -> Iterator[Row]:
         flops=work(size.length, 3),
         floor=(0.70, 0.20),
         goal=(0.15, 0.07),
-        note="" if theirs else peers.absent(FLA),
+        package=FLA,
     )
 
 
@@ -64,7 +65,7 @@ def gated_delta(size: Size) -> Iterator[Row]:
         flops=work(size.length, 3),
         floor=(0.70, 0.20),
         goal=(0.15, 0.07),
-        note="" if theirs else peers.absent(FLA),
+        package=FLA,
     )
 
 
@@ -93,7 +94,7 @@ def titans(size: Size) -> Iterator[Row]:
             flops=work(length, 3),
             floor=(None, None) if same else (0.55, 1.06),
             goal=(None, None) if same else (0.35, 0.45),
-            note="" if peers.installed("titans-pytorch") else peers.absent("titans-pytorch"),
+            package=TITANS,
         )
 
 
@@ -126,7 +127,7 @@ def mlp(size: Size) -> Iterator[Row]:
             repeats=size.fewer(2),
             floor=(0.35, 0.55),
             goal=(0.25, 0.30),
-            note="" if peers.installed("titans-pytorch") else peers.absent("titans-pytorch"),
+            package=TITANS,
         )
 
 
@@ -146,7 +147,7 @@ def _mlp(
 
 
 def _titans(peer: peers.Titans, **initial: Tensor) -> Callable[..., Tensor] | None:
-    if not peers.installed("titans-pytorch"):
+    if not peers.installed(TITANS):
         return None
     module = peer.build(WIDTH)
     return lambda *inputs: peer.run(module, *inputs, **initial)[0]
