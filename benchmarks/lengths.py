@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from benchmarks.attention import softmax
@@ -78,7 +79,8 @@ def draw(curves: dict[str, list[tuple[int, float]]]) -> None:
         axes.loglog(x, y, f"o{style}", label=f"{name} (slope {slope(curve):.2f})")
     axes.set_xlabel("tokens T")
     axes.set_ylabel("forward and backward, ms of CPU time")
-    axes.set_title("B = 1, H = 4, D = 64, float32, one thread", fontsize=10)
+    threads = torch.get_num_threads()
+    axes.set_title(f"B = 1, H = 4, D = 64, float32, threads: {threads}", fontsize=10)
     axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False)
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
