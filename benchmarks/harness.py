@@ -1,4 +1,4 @@
-"""Equal results first, then process CPU time of interleaved runs, medians, their ratio."""
+"""Equal results first, then medians of interleaved runs in process CPU time, and their ratio."""
 
 from __future__ import annotations
 
@@ -10,66 +10,134 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Case = Callable[[], Sequence[Tensor]]
+Function = Callable[..., Tensor]
+Run = Callable[[], object]
+Pair = tuple[float | None, float | None]
+NONE: Pair = (None, None)
+
+
+class Size(NamedTuple):
+    """How much of everything: the reference case, or a quick look whether the scripts run."""
+
+    length: int = 2048
+    repeats: int = 9
+    quick: bool = False
+
+    def short(self, length: int) -> int:
+        """A length of one's own, cut in a quick run."""
+        return min(length, self.length) if self.quick else length
+
+    def fewer(self, share: int) -> int:
+        """Repeats of what takes long."""
+        return max(1 if self.quick else 2, self.repeats // share)
+
+
+class Cost(NamedTuple):
+    """Two sides of one quantity: ms of CPU time, or MiB; wall clock beside a time."""
+
+    ours: float
+    theirs: float
+    wall: Pair = NONE
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs
+
+    @property
+    def wall_ratio(self) -> float | None:
+        ours, theirs = self.wall
+        return None if ours is None or theirs is None else ours / theirs
 
 
 class Row(NamedTuple):
-    """One comparison; times in milliseconds of process CPU time."""
+    """One comparison. `floor` and `goal` are ratios: forward, forward with backward."""
 
     group: str
     case: str
     peer: str
-    ours_ms: float
-    peer_ms: float
-    error: float
-
-    @property
-    def ratio(self) -> float:
-        return self.ours_ms / self.peer_ms
-
-    @property
-    def line(self) -> str:
-        return (
-            f"{self.group:<14} {self.case:<34} {self.ours_ms:9.2f} ms  vs {self.peer:<28} "
-            f"{self.peer_ms:9.2f} ms  ratio {self.ratio:6.3f}  error {self.error:.1e}"
-        )
+    forward: Cost | None = None
+    both: Cost | None = None
+    memory: Cost | None = None
+    error: float | None = None
+    floor: Pair = NONE
+    goal: Pair = NONE
+    memory_goal: Pair = NONE  # floor, goal
+    slopes: Pair = NONE  # of log time over log T, in place of ratios
+    ceiling: float | None = None  # achieved GFLOP/s of the forward over those of a matrix product
+    note: str = ""
 
 
 def compare(
-    group: str, case: str, ours: Case, peer: str, theirs: Case, *, repeats: int, tolerance: float
+    group: str,
+    case: str,
+    ours: Function,
+    peer: str,
+    theirs: Function | None,
+    inputs: Sequence[Tensor],
+    *,
+    repeats: int,
+    tolerance: float | None = 1e-3,
+    directions: str = "fb",
+    flops: float | None = None,
+    floor: Pair = NONE,
+    goal: Pair = NONE,
+    package: str = "",
 ) -> Row:
-    """Runs both sides in turn; refuses to time results that differ by more than `tolerance`."""
-    error = max(
-        float((a - b).detach().norm() / b.detach().norm().clamp(min=1e-30))
-        for a, b in zip(ours(), theirs(), strict=True)
+    """Both sides, forward (`f`) and forward with backward (`b`), on the same inputs.
+
+    Refuses to time results, gradients included, that differ by more than `tolerance` of their
+    norm; None says that the peer computes another function. Where the peer is None its package is
+    not installed, and the row says so.
+    """
+    row = Row(group, case, peer, floor=floor, goal=goal)
+    if theirs is None:
+        return row._replace(note=f"absent: pip install {package}")
+    errors, costs = [], {}
+    for name, measure in (("f", forward), ("b", forward_backward)):
+        if name in directions:
+            sides = measure(ours, inputs), measure(theirs, inputs)
+            if tolerance is not None:
+                errors.append(difference(*(side() for side in sides)))
+                if not errors[-1] <= tolerance:
+                    raise AssertionError(
+                        f"{group}, {case}: results differ by {errors[-1]:.2e} from {peer}"
+                    )
+            costs[name] = timed(*sides, repeats)
+    share = None
+    if flops is not None and "f" in costs:
+        share = flops / (1e6 * costs["f"].ours) / matmul_gflops()
+    return row._replace(
+        forward=costs.get("f"),
+        both=costs.get("b"),
+        error=max(errors, default=None),
+        ceiling=share,
     )
-    if not error <= tolerance:
-        raise AssertionError(f"{group} {case}: results differ by {error:.2e} from {peer}")
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(repeats):
+
+
+def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest relative distance between two lists of tensors."""
+    return max(
+        float((a - b).detach().norm() / b.detach().norm().clamp(min=1e-30))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def timed(ours: Run, theirs: Run, repeats: int) -> Cost:
+    """Medians of both sides, run in turn after one round to warm up."""
+    cpu: tuple[list[float], list[float]] = ([], [])
+    wall: tuple[list[float], list[float]] = ([], [])
+    for repeat in range(repeats + 1):
         for side, run in enumerate((ours, theirs)):
-            start = time.process_time()
+            start = time.process_time(), time.perf_counter()
             run()
-            times[side].append(1e3 * (time.process_time() - start))
-    return Row(group, case, peer, *(statistics.median(side) for side in times), error)
+            if repeat:
+                cpu[side].append(1e3 * (time.process_time() - start[0]))
+                wall[side].append(1e3 * (time.perf_counter() - start[1]))
+    ours_ms, theirs_ms = (statistics.median(side) for side in cpu)
+    return Cost(ours_ms, theirs_ms, (statistics.median(wall[0]), statistics.median(wall[1])))
 
 
-def forward_backward(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Case:
-    """The output and the gradients of all inputs for one fixed cotangent."""
-    generator = torch.Generator().manual_seed(1)
-    cotangent: list[Tensor] = []
-
-    def run() -> list[Tensor]:
-        leaves = [item.detach().requires_grad_() for item in inputs]
-        y = function(*leaves)
-        if not cotangent:
-            cotangent.append(torch.randn(y.shape, generator=generator))
-        return [y, *torch.autograd.grad(y, leaves, cotangent[0].to(y.dtype))]
-
-    return run
-
-
-def forward(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Case:
+def forward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
     """The output alone, without recording."""
 
     def run() -> list[Tensor]:
@@ -79,15 +147,57 @@ def forward(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Case:
     return run
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """A table for the README."""
-    lines = [
-        "| group | case | peer | ours, ms | peer, ms | ratio | error |",
-        "|---|---|---|---|---|---|---|",
+def forward_backward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """The output and the gradients of all inputs for one fixed cotangent; 0 where unused."""
+    cotangent: list[Tensor] = []
+
+    def run() -> list[Tensor]:
+        leaves = [item.detach().requires_grad_() for item in inputs]
+        y = function(*leaves)
+        if not cotangent:
+            generator = torch.Generator().manual_seed(1)
+            cotangent.append(torch.randn(y.shape, generator=generator, dtype=y.dtype))
+        found = torch.autograd.grad(y, leaves, cotangent[0], allow_unused=True)
+        grads = [grad for grad in found if grad is not None]
+        return [y, *grads]
+
+    return run
+
+
+_GFLOPS: list[float] = []
+
+
+def matmul_gflops(size: int = 1024) -> float:
+    """The best rate of a float32 matrix product in this run, in GFLOP per second of CPU time."""
+    if not _GFLOPS:
+        generator = torch.Generator().manual_seed(0)
+        a = torch.randn(size, size, generator=generator, dtype=torch.float32)
+        spent = []
+        for _ in range(10):
+            start = time.process_time()
+            a @ a
+            spent.append(time.process_time() - start)
+        _GFLOPS.append(2 * size**3 / min(spent) / 1e9)
+    return _GFLOPS[0]
+
+
+def peak_mib(run: Run) -> float:
+    """Most memory that torch's CPU allocator holds at once during a run, beyond what it held.
+
+    The profiler's record of every allocation, temporaries inside operators and the backward pass
+    included; memory that does not come from torch is not seen.
+    """
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
+    changes = [
+        (event.start_ns(), event.nbytes())
+        for event in profile.profiler.kineto_results.events()
+        if event.name() == "[memory]"
     ]
-    lines += [
-        f"| {r.group} | {r.case} | {r.peer} | {r.ours_ms:.1f} | {r.peer_ms:.1f} | {r.ratio:.3f} | "
-        f"{r.error:.0e} |"
-        for r in rows
-    ]
-    return "\n".join(lines)
+    held = peak = 0
+    for _, change in sorted(changes, key=lambda item: item[0]):
+        held += change
+        peak = max(peak, held)
+    return peak / 2**20
