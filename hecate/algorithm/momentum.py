@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class Momentum(Algorithm):
     def direction(
         self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor
     ) -> tuple[Tensor, ...]:
-        carried = over(momentum, grad) * slots[0] - over(lr, grad) * grad
+        carried = torch.addcmul(over(momentum, grad) * slots[0], over(lr, grad), grad, value=-1)
         return carried, carried
 
     def direction_vjp(
