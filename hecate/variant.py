@@ -76,6 +76,9 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         revalidate_instances="always",
     )
 
+    # True, or what `validated` made of this object; a slot is no field and is not copied.
+    __slots__ = ("_checked",)
+
     @model_validator(mode="before")
     @classmethod
     def _known_fields_only(cls, data: Any) -> Any:
@@ -137,8 +140,16 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         return _resolve_families(super().model_json_schema(*args, **options))
 
     def validated(self) -> Self:
-        """The same value, checked again: closes the hole that `model_construct` leaves."""
-        return type(self).model_validate(self)
+        """The same value, checked: closes the hole that `model_construct` leaves.
+
+        A value cannot change, so each object is checked once.
+        """
+        checked: Self | Literal[True] | None = getattr(self, "_checked", None)
+        if checked is None:
+            checked = type(self).model_validate(self)
+            object.__setattr__(checked, "_checked", True)
+            object.__setattr__(self, "_checked", checked)
+        return self if checked is True else checked
 
 
 class Variant(Config):

@@ -109,7 +109,11 @@ class MemoryRule(Config):
             run: Run, lr: Tensor, retain: Tensor, momentum: Tensor, *rest: Tensor
         ) -> Tensors:
             weights = len(rest) // (2 + count)
-            gradient, memory, slots = rest[:weights], rest[weights : 2 * weights], rest[2 * weights :]
+            gradient, memory, slots = (
+                rest[:weights],
+                rest[weights : 2 * weights],
+                rest[2 * weights :],
+            )
             new: list[Tensor | None] = []
             carried: list[Tensor | None] = []
             for index, (grad, weight) in enumerate(zip(gradient, memory, strict=True)):

@@ -82,6 +82,7 @@ def check_knobs(
     p, u = draw(n, d_phi), draw(n, width)
     check(config.structure.predict_block(), p, *memory)
     check(config.structure.pullback_block(), p, u, *memory)
+    check(config.structure.gradient_block(config.bias.block()), p, draw(n, width), *memory)
     _check_structure(config, memory, p, u)
     shape = memory[0].shape
     slots = [draw(*shape) for _ in config.algorithm.slots]
@@ -91,6 +92,9 @@ def check_knobs(
         gates.append(gate(n, shape[-1]))
     for retain in gates:
         check(config.retention.block(), draw(*shape), draw(*shape), retain)
+        grads, weights = ([draw(*item.shape) for item in memory] for _ in range(2))
+        each = [draw(*item.shape) for item in memory for _ in slots]
+        check(config.rule.step_block(), gate(n), retain, gate(n), *grads, *weights, *each)
         _check_retention(config, draw(*shape), draw(*shape), retain)
 
 
