@@ -76,8 +76,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         revalidate_instances="always",
     )
 
-    # True, or what `validated` made of this object; a slot is no field and is not copied.
-    __slots__ = ("_checked",)
+    __slots__ = ("_checked",)  # what `validated` returns, None for the object itself; never copied
 
     @model_validator(mode="before")
     @classmethod
@@ -140,16 +139,13 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         return _resolve_families(super().model_json_schema(*args, **options))
 
     def validated(self) -> Self:
-        """The same value, checked: closes the hole that `model_construct` leaves.
-
-        A value cannot change, so each object is checked once.
-        """
-        checked: Self | Literal[True] | None = getattr(self, "_checked", None)
-        if checked is None:
+        """The same value, checked once per object: closes the hole of `model_construct`."""
+        checked: Self | None = getattr(self, "_checked", self)
+        if checked is self:
             checked = type(self).model_validate(self)
-            object.__setattr__(checked, "_checked", True)
+            object.__setattr__(checked, "_checked", None)
             object.__setattr__(self, "_checked", checked)
-        return self if checked is True else checked
+        return self if checked is None else checked
 
 
 class Variant(Config):

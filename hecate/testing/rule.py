@@ -92,9 +92,8 @@ def check_knobs(
         gates.append(gate(n, shape[-1]))
     for retain in gates:
         check(config.retention.block(), draw(*shape), draw(*shape), retain)
-        grads, weights = ([draw(*item.shape) for item in memory] for _ in range(2))
-        each = [draw(*item.shape) for item in memory for _ in slots]
-        check(config.rule.step_block(), gate(n), retain, gate(n), *grads, *weights, *each)
+        tensors = [draw(*item.shape) for _ in range(2 + len(slots)) for item in memory]
+        check(config.rule.step_block(), gate(n), retain, gate(n), *tensors)
         _check_retention(config, draw(*shape), draw(*shape), retain)
 
 
@@ -233,7 +232,7 @@ def _run(
 
 
 def _cut(leaves: dict[str, Tensor], tokens: slice | list[int]) -> dict[str, Tensor]:
-    """The leaves with a time axis, cut to some tokens; the others as they are."""
+    """The leaves, those with a time axis cut to some tokens."""
     return {name: item if "." in name else item[:, tokens] for name, item in leaves.items()}
 
 
@@ -246,12 +245,10 @@ def _check_masks(case: _Case) -> None:
     dirty = dict(case.leaves)
     for name in ("k", "v"):
         dirty[name] = torch.where(write[..., None, None], dirty[name], torch.nan)
-    engines = ["sequential", *exact_engines(case.config, length=length, masked=True)]
-    for engine in engines:
+    for engine in ["sequential", *exact_engines(case.config, length=length, masked=True)]:
         with torch.no_grad():
             y, state = _scan(case, dirty, write_mask=write, engine=engine)
-            short = _cut(case.leaves, kept)
-            expected, final = _scan(case, short, engine=engine)
+            expected, final = _scan(case, _cut(case.leaves, kept), engine=engine)
         what = f"{_name(case.config)}: masked tokens on engine {engine} against none"
         _close(f"{what}: outputs", y[:, kept], expected)
         for got, true in zip(_floats(state), _floats(final), strict=True):

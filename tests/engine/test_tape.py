@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hecate import Gates, MemoryConfig, memory_scan
-from hecate.structure import Matrix, Structure
+from hecate import Gates, MemoryConfig, memory_scan, memory_step
+from hecate.structure import MLP, Matrix, Structure
 from hecate.tape import Tape
 from tests.memories import case_of, close, config_of
 
@@ -166,6 +166,20 @@ def test_forward_and_backward_run_every_token_forward_twice(length):
         Counted.calls.clear()
         case.scan(engine="sequential", autodiff="tape")
     assert Counted.calls == {"predict": 2 * length, "pullback": length}
+
+
+@pytest.mark.spec("ENG-STEP-I1")
+def test_a_step_from_a_state_draws_no_initial_weights(monkeypatch):
+    case = case_of(config_of(structure=DEEP), length=2)
+    drawn = []
+    draw = MLP.init
+    monkeypatch.setattr(MLP, "init", lambda *a, **b: drawn.append(1) or draw(*a, **b))
+    _, state = memory_scan(case.config, case.q, case.k, case.v)
+    memory_step(case.config, case.q[:, 0], case.k[:, 0], case.v[:, 0], state=state)
+    assert len(drawn) == 1
+    reset = torch.tensor([[False, True]] * 2)
+    memory_scan(case.config, case.q, case.k, case.v, state=state, reset_mask=reset)
+    assert len(drawn) == 2
 
 
 @pytest.mark.spec("ENG-SEQ-I2")
