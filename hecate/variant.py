@@ -67,6 +67,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     Copies are validated as well: `model_copy(update=...)` and instances nested in other configs.
     """
 
+    __slots__ = ("_checked",)  # what `validated` returns, None for the object itself; never copied
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -75,8 +76,6 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         validate_default=True,
         revalidate_instances="always",
     )
-
-    __slots__ = ("_checked",)  # what `validated` returns, None for the object itself; never copied
 
     @model_validator(mode="before")
     @classmethod
