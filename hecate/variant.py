@@ -67,6 +67,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     Copies are validated as well: `model_copy(update=...)` and instances nested in other configs.
     """
 
+    __slots__ = ("_checked",)  # what `validated` returns, None for the object itself; never copied
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -137,8 +138,13 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         return _resolve_families(super().model_json_schema(*args, **options))
 
     def validated(self) -> Self:
-        """The same value, checked again: closes the hole that `model_construct` leaves."""
-        return type(self).model_validate(self)
+        """The same value, checked once per object: closes the hole of `model_construct`."""
+        checked: Self | None = getattr(self, "_checked", self)
+        if checked is self:
+            checked = type(self).model_validate(self)
+            object.__setattr__(checked, "_checked", None)
+            object.__setattr__(self, "_checked", checked)
+        return self if checked is None else checked
 
 
 class Variant(Config):

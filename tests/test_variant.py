@@ -349,6 +349,23 @@ def test_model_construct_is_found_where_it_is_used():
 
 
 @pytest.mark.spec("VAR-HOLES-I1")
+def test_an_object_is_validated_once(monkeypatch):
+    counted = []
+    check = Drawing.model_validate.__func__
+    monkeypatch.setattr(
+        Drawing, "model_validate", classmethod(lambda cls, o: counted.append(o) or check(cls, o))
+    )
+    drawing = Drawing(shape="round", copies=1)
+    first = drawing.validated()
+    assert first == drawing and first.validated() is first and drawing.validated() is first
+    assert counted == [drawing]
+    # What a checked value says holds for no other object: neither copies nor forged ones.
+    forged = Drawing.model_construct(**{**first.__dict__, "copies": -1})
+    assert message(forged.validated) and message(forged.validated)
+    for other in (copy.copy(first), copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        assert other == first and other.validated() is not other
+
+
 def test_model_copy_is_validated():
     drawing = Drawing(shape="square", copies=2)
     assert (

@@ -48,9 +48,11 @@ class Momentum(Algorithm):
     def direction(
         self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor
     ) -> tuple[Tensor, ...]:
-        keep, step = over(momentum, grad), over(lr, grad) * grad
-        carried = keep * slots[0] - step
-        return keep * carried - step if self.nesterov else carried, carried
+        keep = over(momentum, grad)
+        carried = torch.addcmul(keep * slots[0], over(lr, grad), grad, value=-1)
+        if not self.nesterov:
+            return carried, carried
+        return torch.addcmul(keep * carried, over(lr, grad), grad, value=-1), carried
 
     def direction_vjp(
         self, inputs: tuple[Tensor, ...], *cotangents: Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,16 +170,22 @@ def check_params(config: MemoryConfig, params: Params | None, k: Tensor) -> Para
 
 
 def complete_initial(
-    config: MemoryConfig, initial: dict[str, Tensor] | None, sequence: Sequence, dtype: torch.dtype
+    config: MemoryConfig,
+    initial: dict[str, Tensor] | None,
+    sequence: Sequence,
+    dtype: torch.dtype,
+    *,
+    unread: bool = False,
 ) -> MemoryState:
-    """The state at which memories start and restart."""
+    """The state at which memories start and restart; zeros for the structure's own if `unread`."""
     batch, _, heads, d = sequence.k.shape
     d_phi, d_v = config.feature_map.output_dim(d), sequence.v.shape[-1]
     shapes = config.structure.shapes(d_phi, d_v)
-    if initial is None:
-        initial = config.structure.init(
-            d_phi, d_v, heads=heads, dtype=dtype, device=sequence.k.device
-        )
+    place: dict[str, Any] = {"dtype": dtype, "device": sequence.k.device}
+    if initial is None and unread:
+        initial = {name: torch.zeros(heads, *shape, **place) for name, shape in shapes.items()}
+    elif initial is None:
+        initial = config.structure.init(d_phi, d_v, heads=heads, **place)
     wanted = {name: (heads, *shape) for name, shape in shapes.items()}
     _check_tensors("initial", initial, wanted, sequence.k.device, batch=batch)
     cast = {name: initial[name].to(dtype) for name in shapes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,10 @@ def can_inspect(*tensors: Tensor) -> bool:
 
 def all_finite(y: Tensor, carry: Carry) -> bool:
     """Whether outputs and state are finite."""
-    tensors = [y, *(tensor for tensor in carry.flat if tensor.is_floating_point())]
-    return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in tensors)
+    tensors = [tensor.detach() for tensor in (y, *carry.flat) if tensor.is_floating_point()]
+    # A sum over anything non-finite is non-finite, and costs one pass; the converse needs a look.
+    total = torch.stack([tensor.sum() for tensor in tensors]).sum()
+    return math.isfinite(float(total)) or all(bool(item.isfinite().all()) for item in tensors)
 
 
 class Watched(NamedTuple):

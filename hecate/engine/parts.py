@@ -10,7 +10,7 @@ from torch import Tensor
 from hecate.engine.arguments import complete_state
 from hecate.engine.chunk import known_position
 from hecate.engine.prepare import Sequence
-from hecate.engine.tokens import Carry, flatten_state, unflatten_state
+from hecate.engine.tokens import Carry, flatten_memory, flatten_state, unflatten_state
 from hecate.rule import MemoryConfig, MemoryState
 from hecate.rule.state import initial_state
 from hecate.structure import Memory
@@ -21,23 +21,23 @@ class Part(NamedTuple):
 
     config: MemoryConfig
     state: MemoryState
-    start: MemoryState
+    carry: Carry  # the state as flat tensors
+    initial: Memory  # the weights at which memories start
     position: int | None = 0  # in its chunk, None if unknown
-
-    @property
-    def carry(self) -> Carry:
-        """The state as flat tensors."""
-        return flatten_state(self.state)
-
-    @property
-    def initial(self) -> Memory:
-        """The weights at which memories start."""
-        return flatten_state(self.start).memory
 
     @property
     def flat(self) -> tuple[Tensor, ...]:
         """Everything the program takes for this memory."""
         return *self.initial, *self.carry.flat
+
+
+def part_of(
+    config: MemoryConfig, own: MemoryState, start: MemoryState, given: MemoryState | None
+) -> Part:
+    """A memory that goes on from `own`, the complete form of the state given, and restarts at
+    `start`."""
+    # Flattened apart even where they are one state: to a program they are two inputs.
+    return Part(config, own, flatten_state(own), flatten_memory(start), position_of(config, given))
 
 
 def normalizer_part(
@@ -50,7 +50,7 @@ def normalizer_part(
     zero = torch.zeros(batch, heads, 1, width, dtype=dtype, device=sequence.v.device)
     start = initial_state(own, {"weight": zero}, batch, sequence.retain, d_phi=width, d_v=1)
     carried = complete_state(own, state.normalizer, start, sequence, dtype)
-    return Part(own, carried, start, position_of(own, state.normalizer))
+    return part_of(own, carried, start, state.normalizer)
 
 
 def position_of(config: MemoryConfig, state: MemoryState | None) -> int | None:

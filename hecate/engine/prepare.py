@@ -38,7 +38,8 @@ def to_tokens(
     """phi, key_norm, query_scale and the step rule, then heads folded into the batch."""
     heads = inputs.lr.shape[2]
     q, k, v, lr, retain, momentum = (
-        one(run(cast(dtype), tensor, label="inputs")) for tensor in inputs[:6]
+        tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs"))
+        for tensor in inputs[:6]
     )
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.

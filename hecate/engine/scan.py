@@ -28,7 +28,7 @@ from hecate.engine.finite import (
 )
 from hecate.engine.opaque import is_traced
 from hecate.engine.parallel import parallel
-from hecate.engine.parts import Part, merged, normalizer_part, position_of, split_carries
+from hecate.engine.parts import Part, merged, normalizer_part, part_of, split_carries
 from hecate.engine.prepare import DIVIDE, Sequence, cast, to_tokens, unfold_heads
 from hecate.engine.select import Chosen, Engine, choose_engine
 from hecate.engine.sequential import sequential
@@ -101,9 +101,11 @@ def memory_scan(
     dtype = config.dtype
     for tensor in (q, k, v):
         dtype = torch.promote_types(dtype, tensor.dtype)
-    start = complete_initial(config, initial, sequence, dtype)
+    start = complete_initial(
+        config, initial, sequence, dtype, unread=state is not None and sequence.reset is None
+    )
     own = complete_state(config, state, start, sequence, dtype)
-    parts = [Part(config, own, start, position_of(config, state))]
+    parts = [part_of(config, own, start, state)]
     if config.normalizer == "sum":
         parts.append(normalizer_part(config, own, sequence, dtype))
     held = (*_tensors(params), *(tensor for part in parts for tensor in part.flat))
@@ -144,7 +146,8 @@ def _chosen(
         cells=math.prod(next(iter(parts[0].state.memory.values())).shape[2:]),
         device=sequence.v.device.type,
         dtype=dtype,
-        traced=is_traced(*sequence[:6], *held),
+        # `auto` takes a single token through the loop, whoever looks on.
+        traced=(asked != "auto" or length > 1) and is_traced(*sequence[:6], *held),
     )
     if not torch.compiler.is_compiling():
         _LOG.debug("memory %r, %d tokens: engine %s (%s)", name, length, chosen, reason)
@@ -188,7 +191,7 @@ def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str)
     # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to
     # another level, so only their number and order are used.
     layouts = [
-        (part.config, len(part.start.memory), part.carry, _engine(engine, part)) for part in parts
+        (part.config, len(part.initial), part.carry, _engine(engine, part)) for part in parts
     ]
 
     def program(run: Run, *flat: Tensor) -> Tensors:
@@ -207,7 +210,8 @@ def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str)
             y = one(run(DIVIDE, y, z, label="normalizer"))
         heads = flat[Sequence._fields.index("lr")].shape[2]
         y = one(run(unfold_heads(heads), y, label="heads"))
-        y = one(run(cast(flat[Sequence._fields.index("v")].dtype), y, label="outputs"))
+        if y.dtype != (given := flat[Sequence._fields.index("v")].dtype):
+            y = one(run(cast(given), y, label="outputs"))
         return (y, *(tensor for _, carry in results for tensor in carry.flat))
 
     return program

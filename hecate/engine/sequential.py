@@ -17,10 +17,9 @@ from torch import Tensor
 from hecate.algorithm import Token
 from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, restart, split_time
 from hecate.rule import MemoryConfig, TokenGates
-from hecate.rule.rule import one, several
 from hecate.rule.state import frozen_gradients
 from hecate.structure import Memory
-from hecate.tape import Block, Run, Tensors, checkpoint
+from hecate.tape import Block, Run, Tensors, checkpoint, execute, one, several
 from hecate.tape.ops import over, sum_to_gate
 
 
@@ -35,8 +34,11 @@ def sequential(
 ) -> tuple[Tensor, Carry]:
     """Runs the token loop: outputs `[N, T, V]` and the final carry.
 
-    `segment` is the number of tokens between checkpoints, by default ceil(sqrt(T)).
+    `segment` is the number of tokens between checkpoints, by default ceil(sqrt(T)); there are none
+    where nothing is kept.
     """
+    if run is execute:
+        return _segment(config, tokens, carry, initial, run, 0)
     length = tokens.v.shape[1]
     size = segment or max(1, math.isqrt(max(length - 1, 0)) + 1)
     present = [index for index, tensor in enumerate(tokens) if tensor is not None]

@@ -58,20 +58,25 @@ class Carry(NamedTuple):
 
 def flatten_state(state: MemoryState) -> Carry:
     """`[B, H, ...]` by name -> `[B*H, ...]` in order."""
-
-    def flat(tensors: dict[str, Tensor]) -> Memory:
-        return tuple(tensor.flatten(0, 1) for tensor in tensors.values())
-
     gradients = {name: tensor for name, tensor in state.pending.items() if name != "retain"}
     retain = {name: tensor for name, tensor in state.pending.items() if name == "retain"}
     return Carry(
-        flat(state.memory),
-        flat(state.slots),
-        flat(state.anchor),
-        flat(gradients),
-        flat(retain),
+        _flat(state.memory),
+        _flat(state.slots),
+        _flat(state.anchor),
+        _flat(gradients),
+        _flat(retain),
         state.position.flatten(),
     )
+
+
+def flatten_memory(state: MemoryState) -> Memory:
+    """The weights alone."""
+    return _flat(state.memory)
+
+
+def _flat(tensors: dict[str, Tensor]) -> Memory:
+    return tuple(tensor.flatten(0, 1) for tensor in tensors.values())
 
 
 def unflatten_state(carry: Carry, like: MemoryState) -> MemoryState:

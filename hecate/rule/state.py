@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,9 +59,16 @@ class MemoryState(NamedTuple):
         )
 
 
-def map_state(function: Any, state: MemoryState) -> MemoryState:
+def map_state(function: Callable[[Tensor], Tensor], state: MemoryState) -> MemoryState:
     """Applies a function to every tensor of a state."""
-    return torch.utils._pytree.tree_map_only(Tensor, function, state)
+
+    def each(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: function(tensor) for name, tensor in tensors.items()}
+
+    memory, slots, anchor, pending, position, normalizer = state
+    nested = None if normalizer is None else map_state(function, normalizer)
+    named = (each(memory), each(slots), each(anchor), each(pending))
+    return MemoryState(*named, function(position), nested)
 
 
 def frozen_gradients(config: MemoryConfig) -> bool:

@@ -153,7 +153,7 @@ StructureKind = Structure
 
 def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
     """`[N, V, P] , [N, P] -> [N, V]`, as a row: on a CPU up to ten times faster than a column."""
-    return (vector.unsqueeze(-2) @ matrix.mT).squeeze(-2)
+    return torch.bmm(vector.unsqueeze(1), matrix.mT).squeeze(1)
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:

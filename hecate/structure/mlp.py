@@ -93,7 +93,8 @@ class MLP(Structure):
             return (pred,), (memory, past)
 
         def vjp(kept: Any, g: Tensor) -> Tensors:
-            gmemory, gp = self._predict_vjp(*kept, g)
+            memory, past = kept
+            gmemory, gp = self._predict_vjp(memory, past, g)
             return gp, *gmemory
 
         return Block(f"structure.{self.kind}.predict", forward, vjp)
@@ -194,7 +195,7 @@ class _Passed(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """What gradients take from a forward pass: cotangents of z and h, and W_(i+1) gets d scaled^T."""
+    """What gradients take from a forward pass: cotangents of z, h; W_(i+1) gets d scaled^T."""
 
     z: list[Tensor]
     h: list[Tensor]

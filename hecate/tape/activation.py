@@ -19,11 +19,11 @@ def activate(name: Activation, x: Tensor, order: Literal[0, 1, 2]) -> Tensor:
 
 def _gelu_slope(x: Tensor) -> Tensor:
     # erfc, not 1 + erf, which cancels where x is far below 0.
-    return 0.5 * torch.erfc(-x / math.sqrt(2)) + x * _density(x)
+    return torch.addcmul(0.5 * torch.erfc(x * -math.sqrt(0.5)), x, _density(x))
 
 
 def _density(x: Tensor) -> Tensor:
-    return torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)
+    return torch.exp(-0.5 * x.square() - 0.5 * math.log(2 * math.pi))
 
 
 def _silu_slope(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hecate.errors import ConfigError
 from hecate.tape.block import Program, Tensors, differentiable, distinct, execute
@@ -33,6 +34,9 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
         with _full_precision(inputs):
             return program(execute, *inputs)
     seen = compiling or torch._C._are_functorch_transforms_active()
+    if not seen and forward_ad._current_level < 0 and not _recorded(inputs):
+        with _full_precision(inputs):
+            return program(execute, *inputs)
     outputs: Tensors = _Taped.apply(program, None if seen else [], *inputs)  # type: ignore[no-untyped-call]
     return outputs
 
@@ -68,11 +72,18 @@ class _Taped(torch.autograd.Function):
             return None, None, *replay(Tape(), ctx.program, inputs, given, made)
 
 
+def _recorded(inputs: Tensors) -> bool:
+    """Whether autograd records what is done with these tensors."""
+    return torch.is_grad_enabled() and any(
+        value is not None and value.requires_grad for value in inputs
+    )
+
+
 def _full_precision(inputs: Tensors) -> AbstractContextManager[Any]:
     # Index tensors may stay on the CPU while the work is elsewhere.
-    devices = sorted({value.device.type for value in inputs if value is not None}, key="cpu".__eq__)
-    device = devices[0] if devices else None
-    return nullcontext() if device is None else without_autocast(device)
+    away = (value for value in inputs if value is not None and not value.is_cpu)
+    worker = next(away, None)
+    return without_autocast("cpu" if worker is None else worker.device.type)
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:

@@ -82,19 +82,28 @@ def check_knobs(
     p, u = draw(n, d_phi), draw(n, width)
     check(config.structure.predict_block(), p, *memory)
     check(config.structure.pullback_block(), p, u, *memory)
+    check(config.structure.gradient_block(config.bias.block()), p, draw(n, width), *memory)
     _check_structure(config, memory, p, u)
+
+    def slots_of(weight: Tensor) -> list[Tensor]:
+        """Slots as writes leave them: not every tensor is one (a mean of squares is >= 0)."""
+        sizes = config.algorithm.slot_shapes(tuple(weight.shape[1:])).values()
+        slots = [torch.zeros(n, *size, dtype=torch.float64) for size in sizes]
+        for _ in range(2):
+            _, *slots = config.algorithm.direction(draw(*weight.shape), gate(n), gate(n), *slots)
+        return slots
+
     shape = memory[0].shape
-    # Slots as writes leave them: not every tensor is one (a mean of squares is not negative).
-    sizes = config.algorithm.slot_shapes(tuple(shape[1:])).values()
-    slots = [torch.zeros(n, *size, dtype=torch.float64) for size in sizes]
-    for _ in range(2):
-        _, *slots = config.algorithm.direction(draw(*shape), gate(n), gate(n), *slots)
-    check(config.algorithm.block(), draw(*shape), gate(n), gate(n), *slots)
+    check(config.algorithm.block(), draw(*shape), gate(n), gate(n), *slots_of(memory[0]))
     gates = [gate(n)]
     if config.retention.uses_retain and config.structure.linear:
         gates.append(gate(n, shape[-1]))
+    start, grads = config.retention.start, [draw(*weight.shape) for weight in memory]
+    slots = [slot for weight in memory for slot in slots_of(weight)]
     for retain in gates:
-        check(config.retention.block(), config.retention.start(draw(*shape)), draw(*shape), retain)
+        check(config.retention.block(), start(draw(*shape)), draw(*shape), retain)
+        states = [start(draw(*weight.shape)) for weight in memory]
+        check(config.rule.step_block(), gate(n), retain, gate(n), *grads, *states, *slots)
         _check_retention(config, draw(*shape), draw(*shape), retain)
 
 
@@ -233,7 +242,7 @@ def _run(
 
 
 def _cut(leaves: dict[str, Tensor], tokens: slice | list[int]) -> dict[str, Tensor]:
-    """The leaves with a time axis, cut to some tokens; the others as they are."""
+    """The leaves, those with a time axis cut to some tokens."""
     return {name: item if "." in name else item[:, tokens] for name, item in leaves.items()}
 
 
@@ -246,12 +255,10 @@ def _check_masks(case: _Case) -> None:
     dirty = dict(case.leaves)
     for name in ("k", "v"):
         dirty[name] = torch.where(write[..., None, None], dirty[name], torch.nan)
-    engines = ["sequential", *exact_engines(case.config, length=length, masked=True)]
-    for engine in engines:
+    for engine in ["sequential", *exact_engines(case.config, length=length, masked=True)]:
         with torch.no_grad():
             y, state = _scan(case, dirty, write_mask=write, engine=engine)
-            short = _cut(case.leaves, kept)
-            expected, final = _scan(case, short, engine=engine)
+            expected, final = _scan(case, _cut(case.leaves, kept), engine=engine)
         what = f"{_name(case.config)}: masked tokens on engine {engine} against none"
         _close(f"{what}: outputs", y[:, kept], expected)
         for got, true in zip(_floats(state), _floats(final), strict=True):

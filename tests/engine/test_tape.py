@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from typing import ClassVar, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from hecate import Gates, MemoryConfig, memory_scan
+from hecate import Gates, MemoryConfig, memory_scan, memory_step
+from hecate.structure import MLP, Matrix, Structure
 from hecate.tape import Tape
 from tests.memories import case_of, close, config_of
 
@@ -88,24 +91,107 @@ def test_backward_memory_grows_with_the_root_of_the_length():
 
 
 @pytest.mark.spec("ENG-AUTODIFF-I2")
-def test_forward_saves_the_inputs_only():
-    def saved(autodiff: str) -> int:
+def test_forward_saves_the_inputs_and_one_state_per_segment():
+    def saved(length: int, autodiff: str = "tape") -> int:
         kept: dict[int, int] = {}
 
         def pack(item: Tensor) -> Tensor:
             kept[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
             return item
 
-        case = case_of(config_of(**FULL), length=64).fresh()
+        case = case_of(config_of(**FULL), length=length).fresh()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item):
             case.scan(engine="sequential", autodiff=autodiff)
-        return sum(kept.values())
+        tokens = (case.q, case.k, case.v, case.v, *case.gates)  # v for the outputs
+        return sum(kept.values()) - 8 * sum(item.numel() for item in tokens)
 
-    case = case_of(config_of(**FULL), length=64)
-    state = 4 * 2 * 2 * 3 * 8 * 2  # initial and current weights and slots
-    given = sum(leaf.numel() * 8 for leaf in case.leaves)
-    assert saved("tape") <= given + 2 * state
-    assert saved("torch") > 3 * given
+    state = 8 * 4 * (2 * 3 + 2 * 3)  # weights and slots of four memories
+    # 4, 8 and 16 segments.
+    assert [saved(length) - saved(16) for length in (64, 256)] == [4 * state, 12 * state]
+    assert saved(64, "torch") > 64 * state
+
+
+class Counted(Structure):
+    """counted: pred = M p, counting how often each method is asked."""
+
+    kind: Literal["counted_of_a_test"] = "counted_of_a_test"
+    calls: ClassVar[Counter[str]] = Counter()
+
+    def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
+        return {"weight": (d_v, d_phi)}
+
+    def init(self, d_phi, d_v, *, heads=1, generator=None, dtype=torch.float32, device=None):
+        return {"weight": torch.zeros(heads, d_v, d_phi, dtype=dtype, device=device)}
+
+    def predict(self, memory, p):
+        self.calls["predict"] += 1
+        return Matrix().predict(memory, p)
+
+    def predict_vjp(self, memory, p, u):
+        self.calls["predict_vjp"] += 1
+        return Matrix().predict_vjp(memory, p, u)
+
+    def pullback(self, memory, p, u):
+        self.calls["pullback"] += 1
+        return Matrix().pullback(memory, p, u)
+
+    def pullback_vjp(self, memory, p, u, cotangents):
+        self.calls["pullback_vjp"] += 1
+        return Matrix().pullback_vjp(memory, p, u, cotangents)
+
+
+del Structure._registry["counted_of_a_test"]  # other tests go through all that are registered
+
+
+@pytest.mark.spec("ENG-SEQ-I2")
+@pytest.mark.parametrize("length", [1, 9, 10])
+def test_forward_and_backward_run_every_token_forward_twice(length):
+    case = case_of(config_of(structure=Counted()), length=length).fresh()
+
+    def counts(autodiff: str, *, twice: bool = False) -> dict[str, int]:
+        Counted.calls.clear()
+        y, _ = case.scan(engine="sequential", autodiff=autodiff)
+        first = torch.autograd.grad(y.square().sum(), case.leaves, create_graph=twice)
+        assert not twice or all(item.requires_grad for item in first[1:4])
+        return dict(Counted.calls)
+
+    backward = {"predict_vjp": 2 * length, "pullback_vjp": length}
+    # A key and a query are predicted in each pass: one pass forward, one more per segment.
+    assert counts("tape") == {"predict": 4 * length, "pullback": 2 * length, **backward}
+    # To be differentiated in turn, the states between the segments are computed once more.
+    again = {"predict": 6 * length, "pullback": 3 * length, **backward}
+    assert counts("tape", twice=True) == again
+    assert counts("torch") == {"predict": 2 * length, "pullback": length}
+    with torch.no_grad():
+        Counted.calls.clear()
+        case.scan(engine="sequential", autodiff="tape")
+    assert Counted.calls == {"predict": 2 * length, "pullback": length}
+
+
+@pytest.mark.spec("ENG-STEP-I1")
+def test_a_step_from_a_state_draws_no_initial_weights(monkeypatch):
+    case = case_of(config_of(structure=DEEP), length=2)
+    drawn = []
+    draw = MLP.init
+    monkeypatch.setattr(MLP, "init", lambda *a, **b: drawn.append(1) or draw(*a, **b))
+    _, state = memory_scan(case.config, case.q, case.k, case.v)
+    memory_step(case.config, case.q[:, 0], case.k[:, 0], case.v[:, 0], state=state)
+    assert len(drawn) == 1
+    reset = torch.tensor([[False, True]] * 2)
+    memory_scan(case.config, case.q, case.k, case.v, state=state, reset_mask=reset)
+    assert len(drawn) == 2
+
+
+@pytest.mark.spec("ENG-SEQ-I2")
+def test_states_kept_by_the_forward_pass_give_the_gradients_of_running_it_again():
+    case = case_of(config_of(**FULL, structure=DEEP), length=10, masks=True)
+    results = []
+    for twice in (False, True):
+        own = case.fresh()
+        y, state = own.scan(autodiff="tape")
+        total = y.sin().sum() + state.memory["w1"].square().sum()
+        results.append(torch.autograd.grad(total, own.leaves, create_graph=twice))
+    assert all(torch.equal(mine, true) for mine, true in zip(*results, strict=True))
 
 
 class Peak(torch.utils._python_dispatch.TorchDispatchMode):

@@ -123,3 +123,33 @@ def test_bridge_saves_its_inputs_only(point):
 
     assert saved("tape") == sum(item.untyped_storage().nbytes() for item in point)
     assert saved("torch") > 2 * saved("tape")
+
+
+@pytest.mark.spec("TAPE-BRIDGE-I3")
+def test_bridge_saves_what_checkpoints_return_and_runs_them_once(point):
+    runs = []
+
+    def counting(x: Tensor) -> tuple[Tensors, Tensor]:
+        runs.append(x)
+        return (x.sin(),), x
+
+    sine = Block("sine", counting, lambda x, g: (g * x.cos(),))
+
+    def program(run: Run, x: Tensor) -> Tensors:
+        for _ in range(4):
+            (x,) = run(checkpoint("step", lambda run, x: run(sine, x)), x)
+        return (x,)
+
+    f, x = through(program), point[1]
+    for twice, forwards in ((False, 4 + 4), (True, 4 + 4 + 4)):
+        runs.clear()
+        (grad,) = torch.autograd.grad(f(x).sum(), x, create_graph=twice)
+        assert len(runs) == forwards and grad.requires_grad == twice
+    runs.clear()
+    with torch.no_grad():
+        f(x)
+    assert len(runs) == 4
+    y = f(x)
+    y.detach().mul_(2)  # the last checkpoint's output, saved
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.sum(), x)
