@@ -17,8 +17,9 @@ from hecate.engine.arguments import (
     complete_initial,
     complete_state,
 )
+from hecate.engine.by_hand import is_traced
 from hecate.engine.chunk import chunked
-from hecate.engine.compiled import compiled, is_traced
+from hecate.engine.compiled import compiled
 from hecate.engine.finite import (
     Watched,
     all_finite,
