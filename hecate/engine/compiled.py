@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hecate.algorithm import GD, Momentum
 from hecate.engine.by_hand import ByHand
+from hecate.engine.coordinates import by_coordinate
 from hecate.engine.launch import load_kernels, scan, scan_vjp
 from hecate.engine.parallel import parallel, parallel_refusal
 from hecate.engine.sequential import sequential
@@ -25,7 +26,7 @@ from hecate.engine.tokens import Carry, Tokens
 from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
-from hecate.structure import Matrix, Memory
+from hecate.structure import Matrix, Memory, Vector
 from hecate.tape import Run, Tensors, execute
 
 
@@ -45,7 +46,7 @@ def compiled_refusal(
             f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
         )
     for name, knob, known in (
-        ("structure", rule.structure, (Matrix,)),
+        ("structure", rule.structure, (Matrix, Vector)),
         ("retention", rule.retention, (NoRetention, Decay)),
         ("algorithm", rule.algorithm, (GD, Momentum)),
     ):
@@ -66,6 +67,8 @@ def compiled(
     config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
     """Runs a sequence in the kernels: outputs `[N, T, V]` and the final carry."""
+    if carry.memory[0].dim() == 2:
+        return by_coordinate(compiled, config, tokens, carry, initial, run=run)
     states = 1 + len(carry.slots)
 
     def plain(*inputs: Tensor | None) -> Tensors:

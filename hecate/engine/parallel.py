@@ -17,6 +17,7 @@ hand, so that memory grows with T / C states, not with T C. [ENG-PAR-D1]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 from hecate.bias import Dot
 from hecate.engine.blocks import Parts, States, parts_of, walk, walk_vjp
 from hecate.engine.by_hand import ByHand
+from hecate.engine.coordinates import by_coordinate, coordinate_refusal
 from hecate.engine.tokens import Carry, Tokens
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one, several
@@ -32,8 +34,9 @@ from hecate.tape import Run, Tensors, execute
 
 CHUNK = 64
 CHANNEL_CHUNK = 16  # per-channel products are C x C x P tensors
-GROUP = 2048  # tokens of all memories that are worked on at once: their matrices stay in cache
-DEVICE_GROUP = 1 << 18  # the same where batches must be large to fill the device
+DIAGONAL_CHUNK = 8  # a memory of one number has C x C coefficients and nothing to multiply
+GROUP = 1 << 17  # numbers per tensor of a group: what is worked on at once stays in cache
+DEVICE_GROUP = 1 << 24  # the same where batches must be large to fill the device
 
 
 def parallel_refusal(config: MemoryConfig) -> str | None:
@@ -49,7 +52,7 @@ def parallel_refusal(config: MemoryConfig) -> str | None:
         return f"retention {rule.retention.kind!r} is not linear"
     if rule.algorithm.kind not in ("gd", "momentum"):
         return f"algorithm {rule.algorithm.kind!r} is not a linear recurrence of the gates alone"
-    return None
+    return coordinate_refusal(config)
 
 
 def parallel(
@@ -65,6 +68,9 @@ def parallel(
 
     The backward pass is by hand, torch's own where it has to see every operation; see `ByHand`.
     """
+    if carry.memory[0].dim() == 2:
+        engine = partial(parallel, size=min(size, DIAGONAL_CHUNK))
+        return by_coordinate(engine, config, tokens, carry, initial, run=run)
     states = len(carry.memory) + len(carry.slots)
 
     def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
@@ -172,7 +178,8 @@ def _groups(tokens: Tokens, size: int) -> Iterator[tuple[int, int, int]]:
         size = min(size, CHANNEL_CHUNK)
     size = min(size, length)
     most = GROUP if tokens.v.device.type == "cpu" else DEVICE_GROUP
-    step = size * max(1, most // (count * size))
+    numbers = count * size * max(tokens.phi_k.shape[-1], tokens.v.shape[-1])
+    step = size * max(1, most // max(1, numbers))
     for start in range(0, length, step):
         yield start, min(start + step, length), size
 

@@ -152,6 +152,11 @@ class MemoryConfig(Config):
                 f"structure {self.structure.kind!r} is not a weighted sum of values, so there is "
                 "no sum of weights to divide by; it needs structure matrix"
             )
+        elif self.structure.diagonal:
+            reason = (
+                f"structure {self.structure.kind!r} reads coordinate by coordinate, where phi(q) "
+                "cancels in the quotient and nothing could be looked up; it needs structure matrix"
+            )
         elif not self.retention.linear:
             reason = (
                 f"retention {self.retention.kind!r} is not linear, so the read is not a weighted "

@@ -3,5 +3,6 @@
 from hecate.structure.base import Memory, Structure, StructureKind
 from hecate.structure.matrix import Matrix
 from hecate.structure.mlp import MLP
+from hecate.structure.vector import Vector
 
-__all__ = ["MLP", "Matrix", "Memory", "Structure", "StructureKind"]
+__all__ = ["MLP", "Matrix", "Memory", "Structure", "StructureKind", "Vector"]
