@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Bias
+from hecate.engine.by_hand import is_traced
 from hecate.engine.finite import can_inspect
 from hecate.rule.rule import one
 from hecate.tape import Block, Tensors, differentiate
@@ -72,7 +73,7 @@ def adjoint(bias: Bias, pred: Tensor, lower: Tensor, v: Tensor, g: Tensor) -> Te
     length = pred.shape[-2]
     for start in reversed(range(0, length, SUB_BLOCK)):
         stop = min(start + SUB_BLOCK, length)
-        known = g[..., start:stop, :]
+        known = g.narrow(-2, start, stop - start)  # `...` has no rule for batched cotangents
         if pieces:
             known = known - lower[..., stop:, start:stop].mT @ torch.cat(pieces, -2)
         inside = lower[..., start:stop, start:stop].mT
@@ -94,7 +95,7 @@ def _settled(before: Tensor, after: Tensor, step: int) -> bool:
     """
     if after.requires_grad or (step % LOOK and after.device.type != "cpu"):
         return False
-    if not can_inspect(before, after):
+    if is_traced(before, after) or not can_inspect(before, after):
         return False
     change, size = (after - before).abs().amax(), after.abs().amax()
     return bool(change <= 4 * torch.finfo(after.dtype).eps * size)
