@@ -127,13 +127,8 @@ def walk_vjp(
     pieces = zip(_split(parts), *(x.unbind(0) for x in (pulled, drawn, pred, v)), strict=True)
     for part, gw, gbase, at, target in reversed(list(pieces)):
         received.append(later)
-        gw = torch.baddbmm(gw, part.keys, later.memory.mT)
-        if later.slot is not None and part.slot_keys is not None:
-            gw = torch.baddbmm(gw, part.slot_keys, later.slot.mT)
-        if part.seen is None:
-            values.append(gw)
-        else:
-            slope, gv = _writes_vjp(bias, part, at, target, gw)
+        if part.seen is not None:
+            slope, gv = _writes_vjp(bias, part, at, target, _pulled(gw, part, later))
             gbase = torch.baddbmm(gbase, slope.mT, part.seen)
             slopes.append(slope)
             values.append(gv)
@@ -153,7 +148,9 @@ def walk_vjp(
         slot_keys=None if gslot is None else writes @ gslot,
         slot_leaving=None if gslot is None else (gslot * held[1]).sum((-2, -1)),
     )
-    return cotangents, torch.stack(values[::-1]), later
+    if values:
+        return cotangents, torch.stack(values[::-1]), later
+    return cotangents, _pulled(pulled, parts, States(gmemory, gslot, None)), later
 
 
 def _split(parts: Parts) -> list[Parts]:
@@ -199,6 +196,14 @@ def _earlier(part: Parts, drawn: tuple[Tensor, ...], later: States) -> States:
     if initial is not None:
         initial = initial + pulled[-1]
     return States(pulled[0], slot, initial)
+
+
+def _pulled(gw: Tensor, part: Parts, later: States) -> Tensor:
+    """The cotangent of writes: what their own block drew of them and what the states after it."""
+    gw = _plus(gw, part.keys, later.memory.mT)
+    if later.slot is not None and part.slot_keys is not None:
+        gw = _plus(gw, part.slot_keys, later.slot.mT)
+    return gw
 
 
 def _overlap(gmemory: Tensor, bases: tuple[Tensor, ...], leaving: Tensor) -> Tensor:

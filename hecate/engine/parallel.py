@@ -140,7 +140,7 @@ def _scan_vjp(
         )
         for whole, piece in zip(found, own, strict=False):
             if whole is not None and piece is not None:
-                whole[:, start:stop] = piece.transpose(0, 1).flatten(1, 2)[:, : stop - start]
+                _put(piece.transpose(0, 1), whole[:, start:stop])
     return (*(g for g in later[:2] if g is not None), later.initial, *found, None, None)
 
 
@@ -169,6 +169,14 @@ def _group_vjp(
         [part for part, _ in used], leaves, [g for _, g in used], allow_unused=True
     )
     return Tokens(gk, gq, gv, *gates), later
+
+
+def _put(blocks: Tensor, tokens: Tensor) -> None:
+    """Writes blocks `[N, g, C, ...]` into tokens `[N, t, ...]`, without the padding."""
+    if tokens.shape[1] < blocks.shape[1] * blocks.shape[2]:
+        tokens.copy_(blocks.flatten(1, 2)[:, : tokens.shape[1]])
+    else:
+        tokens.unflatten(1, blocks.shape[1:3]).copy_(blocks)
 
 
 def _groups(tokens: Tokens, size: int) -> Iterator[tuple[int, int, int]]:
