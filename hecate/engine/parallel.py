@@ -9,9 +9,15 @@ writes, with coefficients that depend on the gates alone. With R[t, j] the produ
 For bias dot u_t = -v_t; for l2 the errors solve one unit lower triangular system. gd is the case P
 = I. A masked token multiplies by one and adds nothing; a reset cuts every product that crosses it.
 
-Groups of blocks are walked one after the other. The forward keeps the state of every block and u;
-the backward goes through the groups in reverse, makes each group's matrices again and pulls back by
-hand, so that memory grows with T / C states, not with T C. [ENG-PAR-D1]
+Groups of blocks are walked one after the other. The forward keeps the state of every block and the
+writes; the backward goes through the groups in reverse. The walk over states and the solves are
+pulled back by hand; what depends on gates and keys alone is made again and recorded by autograd for
+one group at a time. So memory grows with T / C states and the work stays in cache.
+
+Measured against autograd recording it all (8 memories of 64 x 64, float32, one thread, processor
+time of forward and backward): 0.6 to 0.8 of the time at T = 2048, 0.3 to 0.45 at T = 16384, where
+the peak falls from 600 to 220 MiB without gates and from 1030 to 260 MiB for gated delta.
+[ENG-PAR-D1, ENG-PAR-D3]
 """
 
 from __future__ import annotations
