@@ -15,7 +15,7 @@ pulled back by hand; what depends on gates and keys alone is made again and reco
 one group at a time. So memory grows with T / C states and the work stays in cache.
 
 Measured against autograd recording it all (8 memories of 64 x 64, float32, one thread, processor
-time of forward and backward): 0.6 to 0.8 of the time at T = 2048, 0.3 to 0.45 at T = 16384, where
+time of forward and backward): 0.6 to 0.8 of the time at T = 2048, 0.33 to 0.6 at T = 16384, where
 the peak falls from 600 to 220 MiB without gates and from 1030 to 260 MiB for gated delta.
 [ENG-PAR-D1, ENG-PAR-D3]
 """
