@@ -29,6 +29,11 @@ class InnerLoss(Protocol):
         """The bias' bound of its Hessian's eigenvalues."""
         ...
 
+    @property
+    def diagonal(self) -> bool:
+        """Whether every weight meets one coordinate of phi alone."""
+        ...
+
     def gradient(self, phi_k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Its gradient by the weights for one key and value per memory."""
         ...
@@ -73,8 +78,8 @@ class Algorithm(Variant, family="algorithm"):
         """Largest lr times curvature at which repeated writes of one item still contract."""
         return 2.0
 
-    def refusal(self, *, linear: bool, curvature: float | None) -> str | None:
-        """Why it cannot step a structure (`linear` or not) under a bias; None if it can."""
+    def refusal(self, *, linear: bool, diagonal: bool, curvature: float | None) -> str | None:
+        """Why it cannot step a structure (linear, diagonal or not) under a bias; None if it can."""
         return None
 
     def slot_shapes(self, weight: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

@@ -17,8 +17,9 @@ class Implicit(Descent):
 
     For l2 (c = 1) the exact proximal step argmin |M' - M|^2 / 2 + lr ell(M'): the error shrinks by
     1 / (1 + lr |phi|^2), so no lr diverges. For dot (c = 0) the proximal step is that of gd. For
-    another bias it minimises the quadratic of curvature c that bounds the loss from above. The
-    same numbers as `step="implicit"` where c = 1.
+    another bias it minimises the quadratic of curvature c that bounds the loss from above. In a
+    diagonal memory every coordinate has its own phi_j^2. The same numbers as `step="implicit"`
+    where c = 1 for a matrix.
 
     Shapes: G `[N, V, P]`, lr `[N]`, phi_k `[N, P]`.
     VJP: with s = c |phi|^2 and f = 1 / (1 + lr s), G' = f G: g_G = f g, g_lr = -s f^2 <G, g>,
@@ -37,7 +38,7 @@ class Implicit(Descent):
     def stable_step(self) -> float:
         return math.inf
 
-    def refusal(self, *, linear: bool, curvature: float | None) -> str | None:
+    def refusal(self, *, linear: bool, diagonal: bool, curvature: float | None) -> str | None:
         if not linear:
             return "the implicit step has no closed form for weights that act non-linearly"
         if curvature is None:
@@ -48,22 +49,27 @@ class Implicit(Descent):
         self, loss: InnerLoss, token: Token, context: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         (grad,) = loss.gradient(token.phi_k, token.v)
-        return loss.run(_shortened(loss.curvature or 0.0), grad, token.lr, token.phi_k), context
+        block = _shortened(loss.curvature or 0.0, loss.diagonal)
+        return loss.run(block, grad, token.lr, token.phi_k), context
 
 
-def _shortened(curvature: float) -> Block:
-    """G / (1 + lr c |phi|^2)."""
+def _shortened(curvature: float, diagonal: bool) -> Block:
+    """G / (1 + lr c |phi|^2), coordinate by coordinate if diagonal."""
+
+    def squares(phi: Tensor) -> Tensor:
+        return curvature * (phi.square() if diagonal else phi.square().sum(-1, keepdim=True))
 
     def forward(grad: Tensor, lr: Tensor, phi: Tensor) -> tuple[Tensors, Tensors]:
-        factor = 1 / (1 + curvature * lr * phi.square().sum(-1))
+        factor = 1 / (1 + lr.unsqueeze(-1) * squares(phi))
         return (over(factor, grad) * grad,), (grad, lr, phi)
 
     def vjp(inputs: tuple[Tensor, Tensor, Tensor], g: Tensor) -> Tensors:
         grad, lr, phi = inputs
-        square = curvature * phi.square().sum(-1)
-        factor = 1 / (1 + lr * square)
-        along = sum_to_gate(grad * g, lr) * factor.square()
-        gphi = (-2 * curvature * lr * along).unsqueeze(-1) * phi
-        return over(factor, grad) * g, -square * along, gphi
+        square = squares(phi)
+        factor = 1 / (1 + lr.unsqueeze(-1) * square)
+        inner = grad * g if diagonal else sum_to_gate(grad * g, lr).unsqueeze(-1)
+        along = inner * factor.square()
+        gphi = -2 * curvature * lr.unsqueeze(-1) * along * phi
+        return over(factor, grad) * g, -(square * along).sum(-1), gphi
 
     return Block("algorithm.implicit.shorten", forward, vjp)

@@ -70,8 +70,8 @@ class Omega(Algorithm):
     def stable_step(self) -> float:
         return self.inner.stable_step / sum(self.decay**age for age in range(self.window))
 
-    def refusal(self, *, linear: bool, curvature: float | None) -> str | None:
-        return self.inner.refusal(linear=linear, curvature=curvature)
+    def refusal(self, *, linear: bool, diagonal: bool, curvature: float | None) -> str | None:
+        return self.inner.refusal(linear=linear, diagonal=diagonal, curvature=curvature)
 
     def slot_shapes(self, weight: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         return self.inner.slot_shapes(weight)

@@ -39,7 +39,9 @@ class RLS(Descent):
     def stable_step(self) -> float:
         return math.inf
 
-    def refusal(self, *, linear: bool, curvature: float | None) -> str | None:
+    def refusal(self, *, linear: bool, diagonal: bool, curvature: float | None) -> str | None:
+        if diagonal:
+            return "each coordinate is a regression of its own, with no inverse to share"
         return None if linear else "least squares has a recursive solution for linear models only"
 
     def context_shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:

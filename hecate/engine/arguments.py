@@ -120,7 +120,7 @@ def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
         raise ConfigError(
             "gates.retain has one value per phi channel, but structure "
             f"{config.structure.kind!r} has weights without a phi axis; pass [B, T, H] or use "
-            "structure 'matrix'"
+            "structure 'matrix' or 'vector'"
         )
     if retain.shape[-1] != width:
         raise ShapeError(

@@ -45,17 +45,17 @@ def coefficients(
     """
     shape = retain.shape
     size = shape[-1]
-    same, alive = _segments(reset, retain)
+    segments = _segments(reset, retain)
     decays = config.retention.uses_retain
     retain = neutral(retain, write)
     ones = torch.ones(size, size, dtype=retain.dtype, device=retain.device).tril()
-    spans = (span_products(retain) if decays else ones.expand(*shape, size)) * same
-    start = (retain[..., :1] if decays else 1.0) * spans[..., 0] * alive
+    spans = _within(segments, span_products(retain) if decays else ones.expand(*shape, size))
+    start = _alive(segments, (retain[..., :1] if decays else 1.0) * spans[..., 0])
     writes, bases, slot_rows = spans, [start], None
     if config.algorithm.uses_momentum:
         momentum = neutral(momentum, write)
-        carried = span_products(momentum) * same
-        first = momentum[..., :1] * carried[..., 0] * alive
+        carried = _within(segments, span_products(momentum))
+        first = _alive(segments, momentum[..., :1] * carried[..., 0])
         # A masked token adds nothing of S to M.
         adds = spans if write is None else spans * write.unsqueeze(-2)
         slots, start = carried, first
@@ -70,22 +70,30 @@ def coefficients(
         bases.append((spans @ restarts.unsqueeze(-1)).squeeze(-1))
     after = Rows(writes, tuple(bases))
 
-    before = [_shifted(bases[0], 1.0) * alive]
+    before = [_alive(segments, _shifted(bases[0], 1.0))]
     if config.algorithm.uses_momentum:
-        before.append(_shifted(bases[1], 0.0) * alive)
+        before.append(_alive(segments, _shifted(bases[1], 0.0)))
     if reset is not None:
         before.append(torch.where(reset, 1.0, _shifted(bases[-1], 0.0)))
-    rows = torch.nn.functional.pad(writes[..., :-1, :], (0, 0, 1, 0)) * same
+    rows = _within(segments, torch.nn.functional.pad(writes[..., :-1, :], (0, 0, 1, 0)))
     return after, Rows(rows, tuple(before)), slot_rows
 
 
-def _segments(reset: Tensor | None, like: Tensor) -> tuple[Tensor | float, Tensor | float]:
-    """Masks: [t, i] no reset in i < l <= t; [t] no reset up to and at t."""
+def _segments(reset: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Masks: [t, i] no reset in i < l <= t; [t] no reset up to and at t; None without resets."""
     if reset is None:
-        return 1.0, 1.0
+        return None
     count = reset.cumsum(-1)
     same = count.unsqueeze(-1) == count.unsqueeze(-2)
     return same.to(like.dtype), (count == 0).to(like.dtype)
+
+
+def _within(segments: tuple[Tensor, Tensor] | None, pairs: Tensor) -> Tensor:
+    return pairs if segments is None else pairs * segments[0]
+
+
+def _alive(segments: tuple[Tensor, Tensor] | None, weight: Tensor) -> Tensor:
+    return weight if segments is None else weight * segments[1]
 
 
 def neutral(gate: Tensor, write: Tensor | None) -> Tensor:

@@ -11,19 +11,23 @@ Second derivatives and batched cotangents go through the torch engines instead. 
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from hecate.algorithm import GD, Momentum
+from hecate.engine.by_hand import ByHand
+from hecate.engine.coordinates import by_coordinate
 from hecate.engine.launch import load_kernels, scan, scan_vjp
-from hecate.engine.opaque import Kernel, run_kernel
+from hecate.engine.parallel import parallel, parallel_refusal
+from hecate.engine.sequential import sequential
 from hecate.engine.tokens import Carry, Tokens
 from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
-from hecate.structure import Matrix, Memory
-from hecate.tape import Run
+from hecate.rule.rule import several
+from hecate.structure import Matrix, Memory, Vector
+from hecate.tape import Run, Tensors, execute
 
 
 def compiled_refusal(
@@ -42,7 +46,7 @@ def compiled_refusal(
             f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
         )
     for name, knob, known in (
-        ("structure", rule.structure, (Matrix,)),
+        ("structure", rule.structure, (Matrix, Vector)),
         ("retention", rule.retention, (NoRetention, Decay)),
         ("algorithm", rule.algorithm, (GD, Momentum)),
     ):
@@ -65,5 +69,40 @@ def compiled(
     config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
     """Runs a sequence in the kernels: outputs `[N, T, V]` and the final carry."""
-    kernel = Kernel("engine.compiled", partial(scan, config), partial(scan_vjp, config))
-    return run_kernel(kernel, config, tokens, carry, initial, run=run)
+    if carry.memory[0].dim() == 2:
+        return by_coordinate(compiled, config, tokens, carry, initial, run=run)
+
+    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+        return scan(config, inputs, keeps=keeps)
+
+    def vjp(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+        return scan_vjp(config, inputs, record, cotangents)
+
+    kernel = ByHand("engine.compiled", forward, vjp, by_torch(config, carry))
+    return run_kernel(kernel, tokens, carry, initial, run=run)
+
+
+def by_torch(config: MemoryConfig, like: Carry) -> Callable[..., Tensors]:
+    """What a kernel computes of (memory, *slots, initial, *tokens), in plain torch."""
+    states = 1 + len(like.slots)
+
+    def plain(*inputs: Tensor | None) -> Tensors:
+        engine = sequential if parallel_refusal(config) else parallel
+        memory, *slots = several(inputs[:states])
+        own = like._replace(memory=(memory,), slots=tuple(slots))
+        rest = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
+        y, new = engine(config, rest, own, several(inputs[states : states + 1]), run=execute)
+        return (y, *new.memory, *new.slots)
+
+    return plain
+
+
+def run_kernel(
+    kernel: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
+) -> tuple[Tensor, Carry]:
+    """Runs a sequence in a kernel: outputs `[N, T, V]` and the final carry."""
+    block = kernel.block(keeps=run is not execute)
+    y, memory, *slots = several(
+        run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens")
+    )
+    return y, carry._replace(memory=(memory,), slots=tuple(slots))

@@ -17,22 +17,22 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hecate.algorithm import GD
 from hecate.bias import L2, Dot
-from hecate.engine.opaque import Kernel, autograd, leaves, run_kernel
-from hecate.engine.parallel import parallel
+from hecate.engine.by_hand import ByHand
+from hecate.engine.compiled import by_torch, run_kernel
 from hecate.engine.tokens import Carry, Tokens
 from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
 from hecate.structure import Matrix, Memory
-from hecate.tape import Run, Tensors, execute
+from hecate.tape import Run, Tensors, differentiable
 
 # Largest relative difference from the parallel engine: rounding of the inputs' dtype.
 PARITY = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-18}
@@ -130,8 +130,26 @@ def by_fla(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Carry]:
     """Runs a sequence in a kernel: outputs `[N, T, V]` and the final carry."""
-    kernel = Kernel("engine.fla", partial(_scan, config, dtype), _scan_vjp)
-    return run_kernel(kernel, config, tokens, carry, initial, run=run)
+    return run_kernel(_kernel(config, carry, dtype), tokens, carry, initial, run=run)
+
+
+def _kernel(config: MemoryConfig, carry: Carry, dtype: torch.dtype) -> ByHand:
+    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+        if not keeps:
+            with torch.no_grad():
+                return _outputs(config, dtype, inputs), ()
+        with torch.enable_grad():
+            own = tuple(map(_leaf, inputs))
+            outputs = several(_outputs(config, dtype, own))
+        return tuple(item.detach() for item in outputs), (*own, *outputs)
+
+    return ByHand("engine.fla", forward, _pulled, by_torch(config, carry))
+
+
+def _leaf(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or not differentiable(tensor):
+        return tensor
+    return tensor.detach().requires_grad_()
 
 
 def _outputs(config: MemoryConfig, dtype: torch.dtype, inputs: Tensors) -> Tensors:
@@ -163,19 +181,7 @@ def _outputs(config: MemoryConfig, dtype: torch.dtype, inputs: Tensors) -> Tenso
     return y.squeeze(2).to(memory.dtype), state.squeeze(1).mT.to(memory.dtype)
 
 
-def _scan(
-    config: MemoryConfig, dtype: torch.dtype, inputs: Tensors, *, keeps: bool
-) -> tuple[Tensors, Tensors]:
-    if not keeps:
-        with torch.no_grad():
-            return _outputs(config, dtype, inputs), ()
-    with torch.enable_grad():
-        own = leaves(tuple(None if item is None else item.detach() for item in inputs))
-        outputs = several(_outputs(config, dtype, own))
-    return tuple(item.detach() for item in outputs), (*own, *outputs)
-
-
-def _scan_vjp(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+def _pulled(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
     """The kernels' own derivatives, by the graph that the forward kept."""
     own, outputs = record[: len(inputs)], record[len(inputs) :]
     where = [index for index, item in enumerate(own) if item is not None and item.requires_grad]
@@ -218,18 +224,14 @@ def _difference(
     )  # fmt: skip
     cotangents = (draw(length, height), draw(height, width))
 
-    def truth(run: Run, *inputs: Any) -> Tensors:
-        carry = Carry((inputs[0],), (), (), (), (), torch.zeros(2, device=device))
-        y, new = parallel(config, Tokens(*inputs[2:]), carry, inputs[1:2], run=run)
-        return y, *new.memory
-
+    kernel = _kernel(config, Carry((), (), (), (), (), torch.zeros(2, device=device)), dtype)
     try:
-        outputs, record = _scan(config, dtype, inputs, keeps=True)
-        found = (*outputs, *_scan_vjp(inputs, record, cotangents))
+        outputs, record = kernel.forward(inputs, True)
+        found = (*outputs, *kernel.vjp(inputs, record, cotangents))
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         return f"its kernel fails on {dtype} with widths {shape}: {error}"
     with torch.no_grad():  # no second derivatives
-        expected = (*truth(execute, *inputs), *autograd(truth, inputs, cotangents))
+        expected = (*kernel.plain(*inputs), *kernel.by_autograd(inputs, cotangents))
     names = ("y", "state", "memory", "initial", "phi_k", "phi_q", "v", "lr", "retain", "momentum")
     for name, own, right in zip(names, found, expected, strict=False):
         if own is None or right is None or not right.any():

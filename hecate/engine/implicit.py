@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Bias
+from hecate.engine.by_hand import is_traced
 from hecate.engine.finite import can_inspect
 from hecate.rule.rule import one
 from hecate.tape import Block, Tensors, differentiate
 
 SUB_BLOCK = 16
+LOOK = 4  # steps between looks at whether an iteration has settled, on devices
 
 
 def implicit_gradients(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:
@@ -27,7 +29,7 @@ def implicit_gradients(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Te
     """
 
     def forward(base: Tensor, lower: Tensor, v: Tensor) -> tuple[Tensors, Tensors]:
-        u = _solve(bias, base, lower, v)
+        u = solve(bias, base, lower, v)
         return (u,), (base, lower, v, u)
 
     def vjp(residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,7 +38,7 @@ def implicit_gradients(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Te
             # As a residual u is a constant; solved again here it is a function of the inputs.
             u = implicit_gradients(bias, base, lower, v)
         pred = base - lower @ u
-        slope = _adjoint(bias, pred, lower, v, g)
+        slope = adjoint(bias, pred, lower, v, g)
         _, gv = bias.grad_vjp(pred, v, g - lower.mT @ slope)
         return slope, -(slope @ u.mT).tril(-1), gv
 
@@ -44,7 +46,8 @@ def implicit_gradients(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Te
     return one(differentiate(lambda run, *inputs: run(block, *inputs), (base, lower, v), "tape"))
 
 
-def _solve(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:
+def solve(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:
+    """u alone, by operations whose derivative is not that of u."""
     pieces: list[Tensor] = []
     length = base.shape[-2]
     for start in range(0, length, SUB_BLOCK):
@@ -54,40 +57,45 @@ def _solve(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:
             known = known - lower[..., start:stop, :start] @ torch.cat(pieces, -2)
         inside, target = lower[..., start:stop, start:stop], v[..., start:stop, :]
         u = bias.grad(known, target)
-        for _ in range(stop - start - 1):
+        for step in range(1, stop - start):
             # A row not yet settled may overflow: 0 * inf must not reach the other rows.
             tame = torch.nan_to_num(u, nan=0.0, posinf=0.0, neginf=0.0)
             before, u = u, bias.grad(known - inside @ tame, target)
-            if _settled(before, u):
+            if _settled(before, u, step):
                 break
         pieces.append(u)
     return torch.cat(pieces, -2)
 
 
-def _adjoint(bias: Bias, pred: Tensor, lower: Tensor, v: Tensor, g: Tensor) -> Tensor:
+def adjoint(bias: Bias, pred: Tensor, lower: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """Cotangent e of `base`, from that of u and from the solution `pred = base - L u`."""
     pieces: list[Tensor] = []
     length = pred.shape[-2]
     for start in reversed(range(0, length, SUB_BLOCK)):
         stop = min(start + SUB_BLOCK, length)
-        known = g[..., start:stop, :]
+        known = g.narrow(-2, start, stop - start)  # `...` has no rule for batched cotangents
         if pieces:
             known = known - lower[..., stop:, start:stop].mT @ torch.cat(pieces, -2)
         inside = lower[..., start:stop, start:stop].mT
         at, target = pred[..., start:stop, :], v[..., start:stop, :]
         slope = bias.grad_jvp(at, target, known)
-        for _ in range(stop - start - 1):
+        for step in range(1, stop - start):
             before, slope = slope, bias.grad_jvp(at, target, known - inside @ slope)
-            if _settled(before, slope):
+            if _settled(before, slope, step):
                 break
         pieces.insert(0, slope)
     return torch.cat(pieces, -2)
 
 
-def _settled(before: Tensor, after: Tensor) -> bool:
+def _settled(before: Tensor, after: Tensor, step: int) -> bool:
     """Whether a step changed rounding only. Values may not tell while autograd records: an
-    iteration cut
-    short has the right value, but not yet the right derivative."""
-    if after.requires_grad or not can_inspect(before, after):
+    iteration cut short has the right value, but not yet the right derivative.
+
+    Off the CPU a look makes the host wait for the device, so only every few steps are looked at.
+    """
+    if after.requires_grad or (step % LOOK and after.device.type != "cpu"):
         return False
-    step, size = (after - before).abs().amax(), after.abs().amax()
-    return bool(step <= 4 * torch.finfo(after.dtype).eps * size)
+    if is_traced(before, after) or not can_inspect(before, after):
+        return False
+    change, size = (after - before).abs().amax(), after.abs().amax()
+    return bool(change <= 4 * torch.finfo(after.dtype).eps * size)

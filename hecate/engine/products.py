@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from hecate.engine.by_hand import ByHand
 from hecate.rule.rule import one
-from hecate.tape import Block, Tensors, differentiate
+from hecate.tape import Block, Tensors, differentiate, execute
 
 
 def span_products(gates: Tensor) -> Tensor:
@@ -15,7 +18,7 @@ def span_products(gates: Tensor) -> Tensor:
     Its derivative needs no division, so gates of exactly 0 get their true gradient:
     g_l = sum_(j < l) (R^T g)[l, j] R[l-1, j]. [ENG-PAR-V1]
     """
-    return one(differentiate(lambda run, gates: run(_SPANS, gates), (gates,), "tape"))
+    return one(execute(_BY_HAND.block(keeps=False), gates))
 
 
 def _spans(gates: Tensor) -> Tensor:
@@ -25,14 +28,25 @@ def _spans(gates: Tensor) -> Tensor:
     return factors.cumprod(-2).tril()
 
 
-def _forward(gates: Tensor) -> tuple[Tensors, Tensor]:
-    spans = _spans(gates)
-    return (spans,), spans
+def _forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+    spans = _spans(one(inputs))
+    return (spans,), (spans,)
 
 
-def _vjp(spans: Tensor, g: Tensor) -> tuple[Tensor]:
+def _vjp(_: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+    spans, (g,) = one(record), cotangents
     previous = torch.nn.functional.pad(spans[..., :-1, :], (0, 0, 1, 0))
     return (((spans.mT @ g.tril()) * previous).sum(-1),)
 
 
-_SPANS = Block("span_products", _forward, _vjp)
+def _plain(*inputs: Tensor | None) -> Tensors:
+    """The same formula as torch operations, for derivatives of any order."""
+    block = Block(
+        "span_products",
+        lambda gates: _forward((gates,), True),
+        lambda record, g: _vjp((), record, (g,)),
+    )
+    return differentiate(lambda run, gates: run(block, gates), inputs, "tape")
+
+
+_BY_HAND = ByHand("span_products", _forward, _vjp, _plain)

@@ -17,6 +17,7 @@ from hecate.engine.arguments import (
     complete_initial,
     complete_state,
 )
+from hecate.engine.by_hand import is_traced
 from hecate.engine.chunk import chunked
 from hecate.engine.compiled import compiled
 from hecate.engine.finite import (
@@ -26,7 +27,6 @@ from hecate.engine.finite import (
     finite_writes,
     raise_at_first,
 )
-from hecate.engine.opaque import is_traced
 from hecate.engine.parallel import parallel
 from hecate.engine.parts import Part, merged, normalizer_part, part_of, split_carries
 from hecate.engine.prepare import DIVIDE, Sequence, cast, to_tokens, unfold_heads

@@ -147,7 +147,9 @@ class MemoryConfig(Config):
                     path=("decay_order",),
                 )
         refusal = self.algorithm.refusal(
-            linear=self.structure.linear, curvature=self.bias.curvature
+            linear=self.structure.linear,
+            diagonal=self.structure.diagonal,
+            curvature=self.bias.curvature,
         )
         if refusal is not None:
             raise ConfigError(
@@ -177,6 +179,11 @@ class MemoryConfig(Config):
             reason = (
                 f"structure {self.structure.kind!r} is not a weighted sum of values, so there is "
                 "no sum of weights to divide by; it needs structure matrix"
+            )
+        elif self.structure.diagonal:
+            reason = (
+                f"structure {self.structure.kind!r} reads coordinate by coordinate, where phi(q) "
+                "cancels in the quotient and nothing could be looked up; it needs structure matrix"
             )
         elif not self.retention.weighted_sum:
             reason = (

@@ -186,6 +186,10 @@ class _Loss(NamedTuple):
     def curvature(self) -> float | None:
         return self.rule.bias.curvature
 
+    @property
+    def diagonal(self) -> bool:
+        return self.rule.structure.diagonal
+
     def gradient(self, phi_k: Tensor, v: Tensor) -> Memory:
         block = self.rule.structure.gradient_block(self.rule.bias.block())
         return self.run(block, phi_k, v, *self.anchor)

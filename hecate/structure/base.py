@@ -49,7 +49,13 @@ class Structure(Variant, family="structure"):
 
     @property
     def linear(self) -> bool:
-        """Whether pred is linear in the weights and in p, with one weight `[V, P]`."""
+        """Whether pred is linear in the weights and in p, with one weight: `[V, P]`, or `[P]` if
+        diagonal."""
+        return False
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether coordinate c of pred depends on coordinate c of the weight and of p alone."""
         return False
 
     def predict(self, memory: Memory, p: Tensor) -> Tensor:

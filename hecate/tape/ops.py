@@ -13,4 +13,6 @@ def over(gate: Tensor, weight: Tensor) -> Tensor:
 
 def sum_to_gate(product: Tensor, gate: Tensor) -> Tensor:
     """The adjoint of `over`: sums `[N, ..., P]` to the shape of a gate `[N]` or `[N, P]`."""
-    return product.sum(dim=tuple(range(1, product.dim() - gate.dim() + 1)))
+    axes = tuple(range(1, product.dim() - gate.dim() + 1))
+    # To torch, a sum over no axes is one over all.
+    return product.sum(dim=axes) if axes else product

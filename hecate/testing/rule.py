@@ -1,4 +1,4 @@
-"""Checks of a memory configuration and of the knobs that it is made of."""
+"""Checks of a memory configuration: its knobs, then whole scans on every engine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from hecate.engine import memory_scan
 from hecate.engine.select import exact_engines
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.testing.vjp import SIGNAL_FLOOR, check_vjp, require
-
-RTOL = 1e-10
+from hecate.testing.knobs import check_knobs, close
+from hecate.testing.vjp import SIGNAL_FLOOR, require
 
 
 def check_rule(
@@ -50,107 +49,6 @@ def check_rule(
             _same(config, f"engine {engine} ({autodiff}) against sequential", got, whole)
     _check_masks(case)
     _check_causality(case)
-
-
-def check_knobs(
-    config: MemoryConfig,
-    *,
-    d: int = 3,
-    width: int = 3,
-    smooth: bool = True,
-    generator: torch.Generator | None = None,
-) -> None:
-    """Checks the derivatives and declared traits of bias, retention, algorithm and structure."""
-    generator = generator or torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator)
-
-    def gate(*shape: int) -> Tensor:
-        return 0.2 + 0.7 * torch.rand(*shape, dtype=torch.float64, generator=generator)
-
-    def check(block: Any, *inputs: Tensor) -> None:
-        check_vjp(block, inputs, second_order=smooth, generator=generator)
-
-    n, d_phi = 4, config.feature_map.output_dim(d)
-    _check_bias(config, draw(64, width), draw(64, width), draw(64, width))
-    check(config.bias.block(), draw(n, width), draw(n, width))
-    memory = tuple(
-        draw(n, *shape) / shape[-1] ** 0.5
-        for shape in config.structure.shapes(d_phi, width).values()
-    )
-    p, u = draw(n, d_phi), draw(n, width)
-    check(config.structure.predict_block(), p, *memory)
-    check(config.structure.pullback_block(), p, u, *memory)
-    check(config.structure.gradient_block(config.bias.block()), p, draw(n, width), *memory)
-    _check_structure(config, memory, p, u)
-
-    def slots_of(weight: Tensor) -> list[Tensor]:
-        """Slots as writes leave them: not every tensor is one (a mean of squares is >= 0)."""
-        sizes = config.algorithm.slot_shapes(tuple(weight.shape[1:])).values()
-        slots = [torch.zeros(n, *size, dtype=torch.float64) for size in sizes]
-        for _ in range(2):
-            _, *slots = config.algorithm.direction(draw(*weight.shape), gate(n), gate(n), *slots)
-        return slots
-
-    shape = memory[0].shape
-    check(config.algorithm.block(), draw(*shape), gate(n), gate(n), *slots_of(memory[0]))
-    gates = [gate(n)]
-    if config.retention.uses_retain and config.structure.linear:
-        gates.append(gate(n, shape[-1]))
-    start, grads = config.retention.start, [draw(*weight.shape) for weight in memory]
-    slots = [slot for weight in memory for slot in slots_of(weight)]
-    for retain in gates:
-        check(config.retention.block(), start(draw(*shape)), draw(*shape), retain)
-        states = [start(draw(*weight.shape)) for weight in memory]
-        check(config.rule.step_block(), gate(n), retain, gate(n), *grads, *states, *slots)
-        _check_retention(config, draw(*shape), draw(*shape), retain)
-
-
-def _check_bias(config: MemoryConfig, pred: Tensor, target: Tensor, way: Tensor) -> None:
-    bias, name = config.bias, f"bias.{config.bias.kind}"
-    point = pred.clone().requires_grad_()
-    loss = bias.loss(point, target)
-    require(loss.shape == pred.shape[:-1], f"{name}: loss of shape {list(loss.shape)}")
-    (true,) = torch.autograd.grad(loss.sum(), point)
-    _close(f"{name}: grad against autograd of loss", bias.grad(pred, target), true)
-    other = way.roll(1, 0)
-    left = (bias.grad_jvp(pred, target, way) * other).sum(-1)
-    right = (bias.grad_jvp(pred, target, other) * way).sum(-1)
-    _close(f"{name}: the Hessian is not symmetric", left, right)
-    if bias.curvature is not None:
-        most = (bias.grad_jvp(pred, target, way) * way).sum(-1) / way.square().sum(-1)
-        require(
-            bool((most <= bias.curvature + 1e-12).all()),
-            f"{name}: declared curvature {bias.curvature:g}, found {float(most.max()):g}",
-        )
-
-
-def _check_structure(
-    config: MemoryConfig, memory: tuple[Tensor, ...], p: Tensor, u: Tensor
-) -> None:
-    structure, name = config.structure, f"structure.{config.structure.kind}"
-    whole, _ = structure.predict_vjp(memory, p, u)
-    for got, expected in zip(structure.pullback(memory, p, u), whole, strict=True):
-        _close(f"{name}: pullback against predict_vjp", got, expected)
-    if structure.linear:
-        doubled = structure.predict(tuple(2 * weight for weight in memory), p)
-        _close(f"{name}: declared linear in the weights", doubled, 2 * structure.predict(memory, p))
-        require(
-            [tuple(weight.shape[1:]) for weight in memory] == [(u.shape[-1], p.shape[-1])],
-            f"{name}: declared linear, needs one weight [V, P]",
-        )
-
-
-def _check_retention(
-    config: MemoryConfig, memory: Tensor, direction: Tensor, retain: Tensor
-) -> None:
-    retention, name = config.retention, f"retention.{config.retention.kind}"
-    if not retention.linear:
-        return
-    kept = retention.step(memory, torch.zeros_like(direction), retain)
-    both = retention.step(2 * memory, direction, retain)
-    _close(f"{name}: declared linear, so a M + D", both, 2 * kept + direction)
 
 
 class _Case(NamedTuple):
@@ -242,7 +140,7 @@ def _run(
 
 
 def _cut(leaves: dict[str, Tensor], tokens: slice | list[int]) -> dict[str, Tensor]:
-    """The leaves, those with a time axis cut to some tokens."""
+    """The leaves with a time axis, cut to some tokens; the others as they are."""
     return {name: item if "." in name else item[:, tokens] for name, item in leaves.items()}
 
 
@@ -255,14 +153,16 @@ def _check_masks(case: _Case) -> None:
     dirty = dict(case.leaves)
     for name in ("k", "v"):
         dirty[name] = torch.where(write[..., None, None], dirty[name], torch.nan)
-    for engine in ["sequential", *exact_engines(case.config, length=length, masked=True)]:
+    engines = ["sequential", *exact_engines(case.config, length=length, masked=True)]
+    for engine in engines:
         with torch.no_grad():
             y, state = _scan(case, dirty, write_mask=write, engine=engine)
-            expected, final = _scan(case, _cut(case.leaves, kept), engine=engine)
+            short = _cut(case.leaves, kept)
+            expected, final = _scan(case, short, engine=engine)
         what = f"{_name(case.config)}: masked tokens on engine {engine} against none"
-        _close(f"{what}: outputs", y[:, kept], expected)
+        close(f"{what}: outputs", y[:, kept], expected)
         for got, true in zip(_floats(state), _floats(final), strict=True):
-            _close(f"{what}: state", got, true)
+            close(f"{what}: state", got, true)
 
 
 def _check_causality(case: _Case) -> None:
@@ -282,27 +182,20 @@ def _check_causality(case: _Case) -> None:
 
 def _same(config: MemoryConfig, what: str, got: _Result, expected: _Result) -> None:
     what = f"{_name(config)}: {what}"
-    _close(f"{what}: outputs", got.y, expected.y)
+    close(f"{what}: outputs", got.y, expected.y)
     for mine, theirs in zip(_floats(got.state), _floats(expected.state), strict=True):
-        _close(f"{what}: final state", mine, theirs)
+        close(f"{what}: final state", mine, theirs)
     require(
         torch.equal(got.state.position, expected.state.position), f"{what}: position in the chunk"
     )
     signal = max(float(grad.norm()) for grad in expected.grads)
     for name, mine, theirs in zip(got.names, got.grads, expected.grads, strict=True):
-        _close(f"{what}: gradient of {name}", mine, theirs, signal)
+        close(f"{what}: gradient of {name}", mine, theirs, signal)
 
 
 def _floats(state: MemoryState) -> list[Tensor]:
     leaves = torch.utils._pytree.tree_leaves(state)
     return [item for item in leaves if isinstance(item, Tensor) and item.is_floating_point()]
-
-
-def _close(what: str, got: Tensor, expected: Tensor, signal: float = 1.0) -> None:
-    error = float((got - expected).detach().norm())
-    scale = max(float(expected.detach().norm()), 1e-3 * signal)
-    if not error <= RTOL * scale:
-        raise AssertionError(f"{what}: error {error:.3e} against a norm of {scale:.3e}")
 
 
 def _name(config: MemoryConfig) -> str:

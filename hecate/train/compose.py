@@ -85,7 +85,7 @@ def _preset(name: str) -> tuple[Document, Path]:
     path = _PRESETS / f"{stem}.yaml"
     document, mark = read_yaml(path), f"preset {name}"
     own = {"name": name, "model": {"memory": rule}}
-    marks = {("name",): mark, ("model",): mark, ("model", "memory"): mark}
+    marks: dict[Location, str] = {("name",): mark, ("model",): mark, ("model", "memory"): mark}
     merged = dict(document.marks)
     value = _merge(document.value, own, (), merged, marks)
     return Document(value, merged, document.label), path
