@@ -57,9 +57,7 @@ def choose_engine(
     refusal_of: dict[Chosen, Callable[[], str | None]] = {
         "compiled": lambda: compiled_refusal(config, device=device, dtype=dtype, traced=traced),
         "parallel": lambda: parallel_refusal(config),
-        "chunk": lambda: chunk_refusal(
-            config, channelwise=channelwise, masked=masked, position=position
-        ),
+        "chunk": lambda: chunk_refusal(config),
     }
     if asked != "auto":
         refusal = None if asked == "sequential" else refusal_of[asked]()

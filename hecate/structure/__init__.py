@@ -1,7 +1,9 @@
 """Structures: what a memory is."""
 
 from hecate.structure.base import Memory, Structure, StructureKind
+from hecate.structure.gated_mlp import GatedMLP
+from hecate.structure.layered import Layered
 from hecate.structure.matrix import Matrix
 from hecate.structure.mlp import MLP
 
-__all__ = ["MLP", "Matrix", "Memory", "Structure", "StructureKind"]
+__all__ = ["MLP", "GatedMLP", "Layered", "Matrix", "Memory", "Structure", "StructureKind"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -10,31 +9,39 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.structure.base import Memory, Structure, matvec, outer
-from hecate.tape.activation import Activation, activate
+from hecate.structure.graph import INPUT, ONE, Apply, Graph, Linear
+from hecate.structure.layered import Layered
+from hecate.structure.ops import Act, Add, Normalise
+from hecate.tape.activation import Activation
 
 
-class MLP(Structure):
-    """mlp: pred = W_L act(W_(L-1) ... act(W_1 p)), plus p if residual.
+class MLP(Layered):
+    """mlp: pred = W_L act(W_(L-1) ... act(W_1 p)), normalised if norm, plus p if residual.
 
-    The deep memory of Titans (at least two layers). Hidden width is `expansion` times the larger of
-    the input and output widths. The inner gradient is backpropagation, so the outer gradient is of
-    second order: the activation's second derivative is kept.
+    The deep memory of Titans, and with `residual` and `norm="layer"` the p + LN(f(p)) of TTT, one
+    layer for TTT-linear. The norm has no gain and no offset; the gradient goes through it. `bias`
+    adds b_i to every layer. Hidden width is `expansion` times the larger of the input and output
+    widths.
 
-    Shapes: W_1 `[N, E, P]`, W_i `[N, E, E]`, W_L `[N, V, E]`, p `[N, P]`, u `[N, V]`.
+    Shapes: W_1 `[N, E, P]`, W_i `[N, E, E]`, W_L `[N, V, E]`, b_i `[N, width, 1]`, p `[N, P]`, u
+    `[N, V]`.
     VJP: predict: backpropagation. Pullback G_i = d_i h_(i-1)^T with d_(i-1) = act'(z_(i-1)) W_i^T
-    d_i: the reverse of both passes, written out in the code's two loops.
+    d_i: the reverse of both passes, with the activation's second derivative.
     Cost: 2 (E P + (L-2) E^2 + V E) per read, three times that per write.
-    Warning: all-zero weights are a point where no gradient flows; `init` draws N(0, 1/fan_in).
+    Warning: all-zero weights are a point where no gradient flows; `init` draws N(0, 1/fan_in), and
+    zero for the b_i. Values of width 1 have no layer norm: it is 0 whatever they are.
     References: Titans (Behrouz et al., 2025, arXiv 2501.00663); Learning to (Learn at Test Time)
     (Sun et al., 2024, arXiv 2407.04620). [STR-MLP-D1]
     """
 
     kind: Literal["mlp"] = "mlp"
-    layers: int = Field(2, ge=2)
+    layers: int = Field(2, ge=1)
     expansion: int = Field(4, ge=1)
     activation: Activation = "gelu"
     residual: bool = False
+    norm: Literal["none", "layer"] = "none"
+    norm_eps: float = Field(1e-6, gt=0)
+    bias: bool = False
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         if self.residual and d_phi != d_v:
@@ -45,7 +52,12 @@ class MLP(Structure):
             )
         hidden = self.expansion * max(d_phi, d_v)
         widths = [d_phi, *[hidden] * (self.layers - 1), d_v]
-        return {f"w{i + 1}": (widths[i + 1], widths[i]) for i in range(self.layers)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for i in range(self.layers):
+            shapes[f"w{i + 1}"] = (widths[i + 1], widths[i])
+            if self.bias:
+                shapes[f"b{i + 1}"] = (widths[i + 1], 1)
+        return shapes
 
     def init(
         self,
@@ -57,70 +69,26 @@ class MLP(Structure):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> dict[str, Tensor]:
-        generator = generator or torch.Generator().manual_seed(0)
+        drawn = super().init(
+            d_phi, d_v, heads=heads, generator=generator, dtype=dtype, device=device
+        )
         return {
-            name: (
-                torch.randn(heads, *shape, generator=generator, dtype=torch.float64, device="cpu")
-                / math.sqrt(shape[-1])
-            ).to(device=device, dtype=dtype)
-            for name, shape in self.shapes(d_phi, d_v).items()
+            name: torch.zeros_like(item) if name.startswith("b") else item
+            for name, item in drawn.items()
         }
 
-    def predict(self, memory: Memory, p: Tensor) -> Tensor:
-        z, _ = self._forward(memory, p)
-        return z[-1] + p if self.residual else z[-1]
-
-    def predict_vjp(self, memory: Memory, p: Tensor, u: Tensor) -> tuple[Memory, Tensor]:
-        z, h = self._forward(memory, p)
-        grads, d = self._backward(memory, z, h, u)
-        gp = matvec(memory[0].mT, d[0])
-        return grads, gp + u if self.residual else gp
-
-    def pullback(self, memory: Memory, p: Tensor, u: Tensor) -> Memory:
-        z, h = self._forward(memory, p)
-        return self._backward(memory, z, h, u)[0]
-
-    def pullback_vjp(
-        self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory
-    ) -> tuple[Memory, Tensor, Tensor]:
-        z, h = self._forward(memory, p)
-        _, d = self._backward(memory, z, h, u)
-        last = self.layers - 1
-        gmemory = [torch.zeros_like(w) for w in memory]
-        gh = [matvec(cotangents[i].mT, d[i]) for i in range(self.layers)]
-        gz: list[Tensor] = []
-        # Reverse of the backward pass: d_i is built from d_(i+1), so its cotangent travels upward.
-        gd = matvec(cotangents[0], h[0])
-        for i in range(last):
-            pushed = matvec(memory[i + 1].mT, d[i + 1])
-            gz.append(gd * pushed * activate(self.activation, z[i], 2))
-            scaled = gd * activate(self.activation, z[i], 1)
-            gmemory[i + 1] = gmemory[i + 1] + outer(d[i + 1], scaled)
-            gd = matvec(cotangents[i + 1], h[i + 1]) + matvec(memory[i + 1], scaled)
-        # Reverse of the forward pass: z_i and h_(i+1) carry what the gradients took from them.
-        back = torch.zeros_like(h[last])
-        for i in reversed(range(last)):
-            gzi = gz[i] + (gh[i + 1] + back) * activate(self.activation, z[i], 1)
-            gmemory[i] = gmemory[i] + outer(gzi, h[i])
-            back = matvec(memory[i].mT, gzi)
-        return tuple(gmemory), gh[0] + back, gd
-
-    def _forward(self, memory: Memory, p: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Pre-activations z_1..z_L and the inputs h_0..h_(L-1) of the layers."""
-        z: list[Tensor] = []
-        h = [p]
-        for index, weight in enumerate(memory):
-            z.append(matvec(weight, h[-1]))
-            if index < self.layers - 1:
-                h.append(activate(self.activation, z[-1], 0))
-        return z, h
-
-    def _backward(
-        self, memory: Memory, z: list[Tensor], h: list[Tensor], u: Tensor
-    ) -> tuple[Memory, list[Tensor]]:
-        """Weight gradients and the cotangents d_1..d_L of the pre-activations."""
-        d = [u]
-        for index in reversed(range(1, self.layers)):
-            pushed = matvec(memory[index].mT, d[0])
-            d.insert(0, pushed * activate(self.activation, z[index - 1], 1))
-        return tuple(outer(di, hi) for di, hi in zip(d, h, strict=True)), d
+    def graph(self) -> Graph:
+        nodes: list[Linear | Apply] = []
+        for i in range(self.layers):
+            if i:
+                nodes.append(Apply(Act(self.activation), (len(nodes),)))
+            weight = 2 * i if self.bias else i
+            nodes.append(Linear(weight, len(nodes)))
+            if self.bias:
+                nodes.append(Linear(weight + 1, ONE))
+                nodes.append(Apply(Add(), (len(nodes) - 1, len(nodes))))
+        if self.norm == "layer":
+            nodes.append(Apply(Normalise(self.norm_eps), (len(nodes),)))
+        if self.residual:
+            nodes.append(Apply(Add(), (len(nodes), INPUT)))
+        return Graph(tuple(nodes))

@@ -1,0 +1,85 @@
+"""Structures made of linear layers: what they share."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from hecate.structure.base import Memory, Structure
+from hecate.structure.graph import (
+    Cotangents,
+    Graph,
+    evaluate,
+    factors,
+    factors_vjp,
+    through,
+    trace,
+)
+
+
+class Layered(Structure):
+    """Helper for structures of linear layers: a variant gives `graph` and `shapes`.
+
+    Both derivatives follow from the graph, and so does the dual form of the chunk engine, which
+    reads the state of every token without building its weights. Not a variant itself: it has no
+    kind.
+    """
+
+    @abstractmethod
+    def graph(self) -> Graph:
+        """The layers and what lies between them."""
+
+    def init(
+        self,
+        d_phi: int,
+        d_v: int,
+        *,
+        heads: int = 1,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> dict[str, Tensor]:
+        """N(0, 1/fan_in) for every weight."""
+        generator = generator or torch.Generator().manual_seed(0)
+        return {
+            name: (
+                torch.randn(heads, *shape, generator=generator, dtype=torch.float64, device="cpu")
+                / math.sqrt(shape[-1])
+            ).to(device=device, dtype=dtype)
+            for name, shape in self.shapes(d_phi, d_v).items()
+        }
+
+    def predict(self, memory: Memory, p: Tensor) -> Tensor:
+        return evaluate(self.graph(), memory, p.unsqueeze(1))[-1].squeeze(1)
+
+    def predict_vjp(self, memory: Memory, p: Tensor, u: Tensor) -> tuple[Memory, Tensor]:
+        graph = self.graph()
+        past = trace(graph, memory, p.unsqueeze(1))
+        flowing = Cotangents(len(past.values))
+        flowing.add(len(graph.nodes), u.unsqueeze(1))
+        gmemory, gp = through(graph, memory, past, flowing)
+        return tuple(gmemory), gp.squeeze(1)
+
+    def pullback(self, memory: Memory, p: Tensor, u: Tensor) -> Memory:
+        graph = self.graph()
+        past = trace(graph, memory, p.unsqueeze(1))
+        d, h, _ = factors(graph, memory, past, u.unsqueeze(1))
+        return tuple(di.mT * hi for di, hi in zip(d, h, strict=True))
+
+    def pullback_vjp(
+        self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory
+    ) -> tuple[Memory, Tensor, Tensor]:
+        graph = self.graph()
+        past = trace(graph, memory, p.unsqueeze(1))
+        d, h, flowed = factors(graph, memory, past, u.unsqueeze(1))
+        gd = [hi @ c.mT for hi, c in zip(h, cotangents, strict=True)]
+        gh = [di @ c for di, c in zip(d, cotangents, strict=True)]
+        above, gu, values = factors_vjp(graph, memory, past, flowed, gd, gh)
+        gmemory, gp = through(graph, memory, past, values)
+        both = zip(gmemory, above, strict=True)
+        gmemory = [own if more is None else own + more for own, more in both]
+        gu = torch.zeros_like(u) if gu is None else gu.squeeze(1)
+        return tuple(gmemory), gp.squeeze(1), gu
