@@ -23,19 +23,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hecate.engine import layers
-from hecate.engine.anchored import graph_of, predict, predict_states, summed, token_gradients
+from hecate.engine.anchored import graph_of
+from hecate.engine.commits import commit_built, commit_chunk, commit_dual
 from hecate.engine.finite import can_inspect
-from hecate.engine.grid import Grid, grid_of
-from hecate.engine.layers import Leaves, Reads
+from hecate.engine.grid import Grid, grid_of, steps_of
 from hecate.engine.pieces import Piece, coefficient_rows, cut, pieces_of
+from hecate.engine.prepare import Sequence, fold_mask
 from hecate.engine.sequential import select
-from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, restart, split_time
-from hecate.rule import MemoryConfig, MemoryState, TokenGates
+from hecate.engine.tokens import CONCAT, SELECT, Carry, Tokens, restart
+from hecate.rule import MemoryConfig, MemoryState
 from hecate.rule.rule import one, several
 from hecate.structure import Memory
-from hecate.structure.graph import Graph
-from hecate.tape import Block, Run, Tensors, checkpoint
+from hecate.tape import Run, Tensors, checkpoint
 
 DUAL = 128  # tokens whose pairs are held at once in the dual form
 BUILT = 16  # tokens whose states are built at once
@@ -57,6 +56,30 @@ def known_position(state: MemoryState | None) -> int | None:
         return None
     low, high = (int(end) for end in state.position.aminmax())
     return low if low == high and low >= 0 else None
+
+
+def chunk_steps(
+    config: MemoryConfig, sequence: Sequence, state: MemoryState, position: int | None
+) -> int:
+    """How many steps a sequence takes; 0 without chunks."""
+    length, heads = sequence.lr.shape[1:]
+    if config.chunk == 1 or sequence.lr.numel() == 0:
+        return 0
+    size = min(cell_size(config, channelwise=sequence.retain.dim() == 4), length)
+    write, reset = (
+        None if mask is None else fold_mask(mask, heads)
+        for mask in (sequence.write, sequence.reset)
+    )
+    if aligned(config, write, reset, position):
+        return len(pieces_of(position or 0, length, config.chunk, size))
+    return steps_of(write, reset, state.position.flatten(), length, config.chunk, size)
+
+
+def aligned(
+    config: MemoryConfig, write: Tensor | None, reset: Tensor | None, position: int | None
+) -> bool:
+    """Whether all memories stand at one known place of their chunk and stay together."""
+    return write is None and reset is None and position is not None and position < config.chunk
 
 
 Step = Callable[[MemoryConfig, Carry, Tensors, Piece, Run, str], tuple[Tensor, Carry]]
@@ -94,14 +117,13 @@ def chunked(
     size = min(cell_size(config, channelwise=channelwise), length)
     grid: Grid | None = None
     moved = (carry.position + length) % config.chunk
-    masked = tokens.write is not None or tokens.reset is not None
-    if masked or position is None or position >= config.chunk:
+    if aligned(config, tokens.write, tokens.reset, position):
+        pieces = pieces_of(position or 0, length, config.chunk, size)
+    else:
         start = carry.position
         grid = grid_of(tokens.write, tokens.reset, start, length, config.chunk, size)
         tokens, moved = _laid(grid, tokens, run), grid.position
         pieces = [Piece(size, True, True)] * grid.cells
-    else:
-        pieces = pieces_of(position, length, config.chunk, size)
     step, columns = _columns(config, tokens, [piece.size for piece in pieces], run)
     rows = [_borders(grid, at) + column for at, column in enumerate(columns)]
     y, carry = _loop(config, step, rows, pieces, carry, initial, run)
@@ -150,83 +172,6 @@ def _loop(
     return one(run(CONCAT, *outputs, label="outputs")), carry.rebuilt(flat)
 
 
-def _commit_dual(
-    config: MemoryConfig, carry: Carry, row: Tensors, piece: Piece, run: Run, label: str
-) -> tuple[Tensor, Carry]:
-    phi_k, phi_q, v = several(row[:3])
-    seen, left = Reads(*row[3:6]), Leaves(*row[6:])  # type: ignore[arg-type]
-    graph = _given(graph_of(config))
-    anchor = _anchor(carry, piece, run, label)
-    memory, slots = carry.memory, carry.slots
-    grads = layers.gradients(graph, config.bias, anchor, phi_k, v, run=run, label=label)
-    y = layers.read(graph, memory, slots, grads, seen, phi_q, run=run, label=label)
-    memory, slots = layers.write(memory, slots, grads, left, run=run, label=label)
-    return y, carry._replace(memory=memory, slots=slots, anchor=anchor)
-
-
-def _commit_built(
-    config: MemoryConfig, carry: Carry, row: Tensors, piece: Piece, run: Run, label: str
-) -> tuple[Tensor, Carry]:
-    phi_k, phi_q, v, *gates = several(row[:6])
-    written = row[6]
-    anchor = _anchor(carry, piece, run, label)
-    built = token_gradients(config, anchor, phi_k, v, run=run, label=label)
-    columns = [several(run(UNBIND, item, label=label)) for item in (*gates, *built)]
-    masks = [None] * piece.size if written is None else written.unbind(1)
-    states: list[Memory] = []
-    for mask, *each in zip(masks, *columns, strict=True):
-        before, own, grads = carry.memory, TokenGates(*each[:3]), tuple(each[3:])
-        memory, slots = config.rule.apply(
-            carry.memory, carry.slots, grads, own, run=run, label=label
-        )
-        stepped = carry._replace(memory=memory, slots=slots)
-        carry = stepped if mask is None else select(mask, stepped, carry, run, label)
-        states.append(carry.memory if config.read == "after" else before)
-    y = predict_states(config, states, phi_q, run=run, label=label)
-    return y, carry._replace(anchor=anchor)
-
-
-def _anchor(carry: Carry, piece: Piece, run: Run, label: str) -> Memory:
-    """Where gradients are taken: the memory where a chunk opens, else as before."""
-    if isinstance(piece.opens, bool):
-        return carry.memory if piece.opens else carry.anchor
-    pairs = zip(carry.memory, carry.anchor, strict=True)
-    return tuple(one(run(SELECT, piece.opens, now, then, label=label)) for now, then in pairs)
-
-
-def _commit_chunk(
-    config: MemoryConfig, carry: Carry, row: Tensors, piece: Piece, run: Run, label: str
-) -> tuple[Tensor, Carry]:
-    phi_k, phi_q, v, lr, retain, momentum = several(row)
-    pending = summed(config, carry.memory, carry.pending, (phi_k, v, lr), run=run, label=label)
-    kept = one(run(_PRODUCT, carry.pending_retain[0], retain, label=label))
-    waiting = carry._replace(pending=pending, pending_retain=(kept,))
-    if piece.closes is False:
-        return predict(config, carry.memory, phi_q, run=run, label=label), waiting
-    last = one(run(_LAST, momentum, label=label))
-    gates = TokenGates(torch.ones_like(last), kept, last)
-    rule = config.rule
-    memory, slots = rule.apply(carry.memory, carry.slots, pending, gates, run=run, label=label)
-    new = carry._replace(
-        memory=memory,
-        slots=slots,
-        pending=tuple(torch.zeros_like(total) for total in pending),
-        pending_retain=(torch.ones_like(kept),),
-    )
-    if isinstance(piece.closes, Tensor):
-        new = select(piece.closes, new, waiting, run, label)
-    if config.read == "before":
-        return predict(config, carry.memory, phi_q, run=run, label=label), new
-    # The closing token alone sees the commit.
-    queries = several(run(split_time([piece.size - 1, 1]), phi_q, label=label))
-    parts = [
-        predict(config, source, asked, run=run, label=label)
-        for source, asked in zip((carry.memory, new.memory), queries, strict=True)
-        if asked.shape[1]
-    ]
-    return one(run(CONCAT, *parts, label=label)), new
-
-
 def _laid(grid: Grid, tokens: Tokens, run: Run) -> Tokens:
     """The tokens in their cells."""
     lay = grid.lay()
@@ -249,40 +194,9 @@ def _columns(
 ) -> tuple[Step, list[Tensors]]:
     """The step to take, and what each needs of its tokens."""
     if config.commit == "chunk":
-        return _commit_chunk, cut(tokens[:6], sizes, run)
+        return commit_chunk, cut(tokens[:6], sizes, run)
     if not _dual(config, tokens.retain.dim() == 3):
-        return _commit_built, cut(tokens[:7], sizes, run)
+        return commit_built, cut(tokens[:7], sizes, run)
     vectors = cut(tokens[:3], sizes, run)
     rows = coefficient_rows(config, tokens, sizes, run)
-    return _commit_dual, [(*own, *row) for own, row in zip(vectors, rows, strict=True)]
-
-
-def _given(graph: Graph | None) -> Graph:
-    if graph is None:
-        raise TypeError("the dual form needs a structure of linear layers")
-    return graph
-
-
-def _product(total: Tensor, gates: Tensor) -> tuple[Tensors, Tensors]:
-    return (total * gates.prod(1),), (total, gates)
-
-
-def _product_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
-    # Products of all gates but one, without division: a gate of 0 has its true gradient.
-    total, gates = inputs
-    ones = torch.ones_like(gates[:, :1])
-    earlier = torch.cat([ones, gates[:, :-1]], 1).cumprod(1)
-    later = torch.cat([ones, gates[:, 1:].flip(1)], 1).cumprod(1).flip(1)
-    return g * gates.prod(1), (g * total).unsqueeze(1) * earlier * later
-
-
-def _last(gates: Tensor) -> tuple[Tensors, Tensor]:
-    return (gates[:, -1],), gates
-
-
-def _last_vjp(gates: Tensor, g: Tensor) -> tuple[Tensor]:
-    return (torch.cat([torch.zeros_like(gates[:, :-1]), g.unsqueeze(1)], 1),)
-
-
-_PRODUCT = Block("chunk.product", _product, _product_vjp)
-_LAST = Block("chunk.last", _last, _last_vjp)
+    return commit_dual, [(*own, *row) for own, row in zip(vectors, rows, strict=True)]
