@@ -19,6 +19,7 @@ from hecate.tape import Tape
 from tests.engine.test_properties import Result, cases, in_pieces, whole
 from tests.memories import BIASES, Case, case_of, close, config_of, flat_state, same_state
 from tests.reference import papers
+from tests.reference.memory import ACTIVATIONS
 from tests.rule import test_knobs as users  # registers variants of a user
 
 NO_PARAMS = {"learned": {}, "frozen": {}}
@@ -261,6 +262,25 @@ def test_ttt_linear_against_its_paper(length):
     expected, weight = papers.ttt_linear(q, k, v, lr, 16)
     close(y[0, :, 0], expected, 1e-12)
     close(state.memory["weight"][0, 0], weight, 1e-12)
+
+
+@pytest.mark.spec("ENG-CHUNK-R3", "STR-MLP-R2")
+@pytest.mark.parametrize("name", ["ttt_linear_norm", "ttt_mlp"])
+@pytest.mark.parametrize("length", [16, 37])
+def test_ttt_with_its_norm_inside_against_its_released_form(name, length):
+    config = named_rule(name).model_copy(update={"state_dtype": "float64"})
+    case = case_of(config, batch=1, heads=1, length=length, d=4, width=4)
+    y, state = case.scan(engine="chunk")
+    q, k, v, lr = (item[0, :, 0].numpy() for item in (case.q, case.k, case.v, case.gates.lr))
+    params = [
+        item[0].squeeze(-1).numpy() if key.startswith("b") else item[0].numpy()
+        for key, item in case.initial.items()
+    ]
+    gelu = tuple(np.vectorize(item) for item in ACTIVATIONS["gelu"])
+    expected, final = papers.ttt(q, k, v, lr, 16, params, gelu if name == "ttt_mlp" else None)
+    close(y[0, :, 0], expected, 1e-10)
+    for got, true in zip(state.memory.values(), final, strict=True):
+        close(got[0, 0].reshape(true.shape), true, 1e-10)
 
 
 @pytest.mark.spec("ENG-CHUNK-I5")
