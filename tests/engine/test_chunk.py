@@ -69,6 +69,7 @@ def chunk_cases(draw: Any, **fixed: Any) -> Case:
 
 
 @pytest.mark.spec("ENG-CHUNK-D1", "ENG-CHUNK-D2", "ENG-CHUNK-D3", "ENG-CHUNK-V1", "ENG-CHUNK-I1")
+@pytest.mark.spec("ENG-CHUNK-D4", "ENG-CHUNK-D5", "ENG-CHUNK-D6")
 @settings(max_examples=150)
 @given(st.data())
 def test_whole_and_pieces_against_the_token_loop(data):
