@@ -165,9 +165,8 @@ def _gradients(graph: Graph, bias: Bias) -> Block:
         above, gu, values = factors_vjp(graph, weights, past, flowed, gd, gh)
         gpred, gv = loss.pullback(kept, [one((gu,))])
         values.add(len(graph.nodes), gpred)
-        gweights, gp = through(graph, weights, past, values)
-        both = zip(gweights, above, strict=True)
-        return gp, gv, *(own if more is None else own + more for own, more in both)
+        gweights, gp = through(graph, weights, past, values, above)
+        return gp, gv, *gweights
 
     return Block("chunk.gradients", forward, vjp if loss.hand_written else None)
 

@@ -194,14 +194,24 @@ def factors_vjp(
 
 
 def through(
-    graph: Graph, weights: Sequence[Tensor], past: Trace, flowing: Cotangents
+    graph: Graph,
+    weights: Sequence[Tensor],
+    past: Trace,
+    flowing: Cotangents,
+    known: Sequence[Tensor | None] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Cotangents of the weights and of p from those that arrived at the values."""
+    """Cotangents of the weights, added to those known, and of p, from those of the values."""
     backward(graph, weights, past, flowing)
-    gweights = [torch.zeros_like(weight) for weight in weights]
+    sums = list(known) if known is not None else [None] * len(weights)
     for index, node in enumerate(graph.nodes):
         g = flowing[index + 1]
         if isinstance(node, Linear) and g is not None:
-            gweights[node.weight] = g.mT @ source(past.values, node.source)
+            h, more = source(past.values, node.source), sums[node.weight]
+            own = g.mT @ h if more is None else torch.baddbmm(more, g.mT, h)
+            sums[node.weight] = own
+    pairs = zip(sums, weights, strict=True)
     gp = flowing[INPUT]
-    return gweights, torch.zeros_like(past.values[INPUT]) if gp is None else gp
+    return (
+        [torch.zeros_like(weight) if own is None else own for own, weight in pairs],
+        torch.zeros_like(past.values[INPUT]) if gp is None else gp,
+    )

@@ -78,8 +78,6 @@ class Layered(Structure):
         gd = [hi @ c.mT for hi, c in zip(h, cotangents, strict=True)]
         gh = [di @ c for di, c in zip(d, cotangents, strict=True)]
         above, gu, values = factors_vjp(graph, memory, past, flowed, gd, gh)
-        gmemory, gp = through(graph, memory, past, values)
-        both = zip(gmemory, above, strict=True)
-        gmemory = [own if more is None else own + more for own, more in both]
+        gmemory, gp = through(graph, memory, past, values, above)
         gu = torch.zeros_like(u) if gu is None else gu.squeeze(1)
         return tuple(gmemory), gp.squeeze(1), gu
