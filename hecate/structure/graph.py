@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hecate.errors import ConfigError
+
 INPUT = 0  # the value p
 ONE = -1  # the constant 1 of width 1: a layer of it is a bias
 
@@ -143,15 +145,21 @@ def factors(
     flowing = Cotangents(len(past.values))
     flowing.add(len(graph.nodes), u)
     backward(graph, weights, past, flowing)
-    d: list[Tensor] = [u] * len(weights)
-    h: list[Tensor] = [u] * len(weights)
-    for index, node in enumerate(graph.nodes):
-        if isinstance(node, Linear):
-            g = flowing[index + 1]
-            out = past.values[index + 1]
-            d[node.weight] = torch.zeros_like(out) if g is None else g
-            h[node.weight] = source(past.values, node.source)
-    return tuple(d), tuple(h), flowing
+    d: dict[int, Tensor] = {}
+    h: dict[int, Tensor] = {}
+    layers = [(at, node) for at, node in enumerate(graph.nodes, 1) if isinstance(node, Linear)]
+    for at, node in layers:
+        g = flowing[at]
+        d[node.weight] = torch.zeros_like(past.values[at]) if g is None else g
+        h[node.weight] = source(past.values, node.source)
+    if not len(layers) == len(d) == len(weights):
+        raise ConfigError(
+            f"a graph must use each of its {len(weights)} weights in one layer, got layers of the "
+            f"weights {[node.weight for _, node in layers]}; a weight used twice has no gradient "
+            "of rank one: derive from Structure instead of Layered"
+        )
+    order = range(len(weights))
+    return tuple(d[at] for at in order), tuple(h[at] for at in order), flowing
 
 
 def factors_vjp(
@@ -202,7 +210,7 @@ def through(
 ) -> tuple[list[Tensor], Tensor]:
     """Cotangents of the weights, added to those known, and of p, from those of the values."""
     backward(graph, weights, past, flowing)
-    sums = list(known) if known is not None else [None] * len(weights)
+    sums: list[Tensor | None] = [None] * len(weights) if known is None else list(known)
     for index, node in enumerate(graph.nodes):
         g = flowing[index + 1]
         if isinstance(node, Linear) and g is not None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hecate import MemoryConfig, structure
 from hecate.engine import choose_engine
-from hecate.structure.graph import INPUT, ONE, Apply, Graph, Linear
+from hecate.errors import ConfigError
+from hecate.structure.graph import INPUT, ONE, Apply, Graph, Linear, factors, trace
 from hecate.structure.ops import Act, Add, Multiply, Normalise
 from hecate.testing import check_rule
 from tests.memories import close
@@ -23,7 +24,7 @@ def draw(*shape: int) -> Tensor:
 
 
 class Bilinear(structure.Layered):
-    """bilinear_of_a_user: pred = W_1 p * tanh(W_2 p) + W_2 p + b, one weight used twice over."""
+    """bilinear_of_a_user: pred = W_1 p * tanh(W_2 p) + W_2 p + b, one value used twice."""
 
     kind: Literal["bilinear_of_a_user"] = "bilinear_of_a_user"
 
@@ -59,6 +60,17 @@ def test_a_users_layers_take_part_in_everything(fields):
     check_rule(config)
     expected = "chunk" if config.chunk > 1 else "sequential"
     assert choose_engine(config, "auto", length=40)[0] == expected
+
+
+@pytest.mark.spec("STR-GRAPH-D1")
+def test_a_weight_used_twice_is_refused():
+    tied, weight, p = Graph((Linear(0, INPUT), Linear(0, 1))), draw(1, 3, 3), draw(1, 2, 3)
+    past = trace(tied, [weight], p)
+    close(past.values[-1], p @ weight.mT @ weight.mT, 1e-12)
+    with pytest.raises(
+        ConfigError, match=r"each of its 1 weights in one layer.*\[0, 0\].*Structure"
+    ):
+        factors(tied, [weight], past, p)
 
 
 @pytest.mark.spec("STR-GRAPH-V1")
