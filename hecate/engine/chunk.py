@@ -36,7 +36,7 @@ from hecate.rule.rule import one, several
 from hecate.structure import Memory
 from hecate.tape import Run, Tensors, checkpoint
 
-DUAL = 128  # tokens whose pairs are held at once in the dual form
+DUAL = 64  # tokens whose pairs are held at once in the dual form
 BUILT = 16  # tokens whose states are built at once
 
 
