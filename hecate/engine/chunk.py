@@ -93,7 +93,8 @@ def cell_size(config: MemoryConfig, *, channelwise: bool) -> int:
 
 
 def _dual(config: MemoryConfig, channelwise: bool) -> bool:
-    """Whether states can be read without being built."""
+    """Whether states are read without being built."""
+    # Per channel too, but there the coefficients of all pairs cost more than the states (measured).
     linear = config.retention.linear and config.algorithm.kind in ("gd", "momentum")
     return linear and graph_of(config) is not None and not channelwise
 
