@@ -131,6 +131,10 @@ def reference_of(config: MemoryConfig) -> reference.Rule:
     """The same choices by the names of the numpy reference."""
     bias = config.bias.model_dump(exclude={"kind"})
     structure = config.structure.model_dump(include={"activation", "residual"})
+    if getattr(config.structure, "norm", "none") == "layer":
+        structure["norm_eps"] = config.structure.norm_eps
+    structure["biased"] = getattr(config.structure, "bias", False)
+    structure["gated"] = config.structure.kind == "gated_mlp"
     names = ("chunk", "commit", "read", "decay_order", "normalizer")
     names += ("key_norm", "query_scale", "step")
     maps = {"identity": lambda x: x, "elu": reference.elu, "relu": lambda x: np.maximum(x, 0)}

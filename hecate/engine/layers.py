@@ -2,7 +2,8 @@
 
 Gradients of all tokens are taken at one anchor, where each is rank one per layer, G_i = d_i h_i^T:
 h_i the layer's input, d_i the cotangent of its output. States between the tokens are read through
-their coefficients (`hecate.engine.coefficients`) and never built. [ENG-CHUNK-D2]
+their coefficients (`hecate.engine.coefficients`) and never built. The structure's own graph says
+which layers there are and what lies between them. [ENG-CHUNK-D2]
 
 Shapes: h, d `[N, C, width]`, weights W, M, S `[N, out, in]`, coefficients `[N, C]` or `[N, C, C]`.
 """
@@ -14,14 +15,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.rule import MemoryConfig
+from hecate.bias import Bias
 from hecate.rule.rule import one, several
-from hecate.structure import MLP, Matrix, Memory
+from hecate.structure import Memory
+from hecate.structure.graph import (
+    Cotangents,
+    Graph,
+    Linear,
+    Op,
+    evaluate,
+    factors,
+    factors_vjp,
+    source,
+    through,
+    trace,
+)
 from hecate.tape import Block, Run, Tensors
-from hecate.tape.activation import Activation, activate
 from hecate.tape.ops import over, sum_to_gate
-
-STRUCTURES = (Matrix, MLP)
 
 
 class Gradients(NamedTuple):
@@ -52,26 +62,21 @@ class Leaves(NamedTuple):
     e: Tensor | None
 
 
-def predict(config: MemoryConfig, weights: Memory, p: Tensor, *, run: Run, label: str) -> Tensor:
+def predict(graph: Graph, weights: Memory, p: Tensor, *, run: Run, label: str) -> Tensor:
     """The answers of one memory to many keys or queries."""
-    return _forward(config, weights, p, run, label)[-1]
+    return one(run(_predict(graph), p, *weights, label=label))
 
 
 def gradients(
-    config: MemoryConfig, weights: Memory, p: Tensor, v: Tensor, *, run: Run, label: str
+    graph: Graph, bias: Bias, weights: Memory, p: Tensor, v: Tensor, *, run: Run, label: str
 ) -> Gradients:
     """The inner gradients of all tokens at one anchor."""
-    *h, pred = _forward(config, weights, p, run, label)
-    d = [one(run(config.bias.block(), pred, v, label=label))]
-    inputs = h[::2]
-    for index in reversed(range(1, len(weights))):
-        block = _pull(_activation(config))
-        d.insert(0, one(run(block, d[0], weights[index], h[2 * index - 1], label=label)))
-    return Gradients(tuple(d), tuple(inputs))
+    both = several(run(_gradients(graph, bias), p, v, *weights, label=label))
+    return Gradients(both[: len(weights)], both[len(weights) :])
 
 
 def read(
-    config: MemoryConfig,
+    graph: Graph,
     memory: Memory,
     slots: Memory,
     grads: Gradients,
@@ -82,13 +87,18 @@ def read(
     label: str,
 ) -> Tensor:
     """Each query through the layers of its own token's state."""
-    h = q
-    for index, weight in enumerate(memory):
-        if index:
-            h = one(run(_act(_activation(config)), h, label=label))
-        slot = slots[index] if slots else None
-        h = one(run(_READ, h, grads.h[index], grads.d[index], *reads, weight, slot, label=label))
-    return _residual(config, h, q, run, label)
+    values = [q]
+    for node in graph.nodes:
+        if isinstance(node, Linear):
+            at = node.weight
+            slot = slots[at] if slots else None
+            h = source(values, node.source)
+            layer = (h, grads.h[at], grads.d[at], *reads, memory[at], slot)
+            values.append(one(run(_READ, *layer, label=label)))
+        else:
+            inputs = (values[at] for at in node.sources)
+            values.append(one(run(_apply(node.op), *inputs, label=label)))
+    return values[-1]
 
 
 def write(
@@ -115,63 +125,69 @@ def summed(pending: Memory, grads: Gradients, lr: Tensor, *, run: Run, label: st
     )
 
 
-def _forward(
-    config: MemoryConfig, weights: Memory, p: Tensor, run: Run, label: str
-) -> list[Tensor]:
-    """h_0, z_1, h_1, z_2, ..., the last of them the prediction."""
-    out = [p]
-    for index, weight in enumerate(weights):
-        if index:
-            out.append(one(run(_act(_activation(config)), out[-1], label=label)))
-        out.append(one(run(_LINEAR, out[-1], weight, label=label)))
-    out[-1] = _residual(config, out[-1], p, run, label)
-    return out
+def spread(grads: Gradients, *, run: Run, label: str) -> Memory:
+    """The gradient of every token, built: `[N, C, out, in]` for each weight."""
+    return tuple(
+        one(run(_SPREAD, d, h, label=label)) for d, h in zip(grads.d, grads.h, strict=True)
+    )
 
 
-def _residual(config: MemoryConfig, z: Tensor, p: Tensor, run: Run, label: str) -> Tensor:
-    if isinstance(config.structure, MLP) and config.structure.residual:
-        return one(run(_ADD, z, p, label=label))
-    return z
+def _predict(graph: Graph) -> Block:
+    """(p, *weights) -> predictions."""
+
+    def forward(p: Tensor, *weights: Tensor) -> tuple[Tensors, Memory]:
+        return (evaluate(graph, weights, p)[-1],), (p, *weights)
+
+    def vjp(inputs: Memory, g: Tensor) -> Tensors:
+        p, *weights = inputs
+        past = trace(graph, weights, p)
+        flowing = Cotangents(len(past.values))
+        flowing.add(len(graph.nodes), g)
+        gweights, gp = through(graph, weights, past, flowing)
+        return gp, *gweights
+
+    return Block("chunk.predict", forward, vjp)
 
 
-def _activation(config: MemoryConfig) -> Activation:
-    if not isinstance(config.structure, MLP):
-        raise TypeError(f"structure {config.structure.kind!r} has no activation")
-    return config.structure.activation
+def _gradients(graph: Graph, bias: Bias) -> Block:
+    """(p, v, *weights) -> d and h of every weight."""
+    loss = bias.block()
+
+    def forward(p: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensors, Any]:
+        past = trace(graph, weights, p)
+        (u,), kept = loss.apply((past.values[-1], v))
+        d, h, flowed = factors(graph, weights, past, one((u,)))
+        return (*d, *h), (weights, past, flowed, kept)
+
+    def vjp(residuals: Any, *cotangents: Tensor) -> Tensors:
+        weights, past, flowed, kept = residuals
+        gd, gh = cotangents[: len(weights)], cotangents[len(weights) :]
+        above, gu, values = factors_vjp(graph, weights, past, flowed, gd, gh)
+        gpred, gv = loss.pullback(kept, [one((gu,))])
+        values.add(len(graph.nodes), gpred)
+        gweights, gp = through(graph, weights, past, values, above)
+        return gp, gv, *gweights
+
+    return Block("chunk.gradients", forward, vjp if loss.hand_written else None)
 
 
-def _linear(h: Tensor, weight: Tensor) -> tuple[Tensors, Tensors]:
-    return (h @ weight.mT,), (h, weight)
+def _apply(op: Op) -> Block:
+    def forward(*inputs: Tensor) -> tuple[Tensors, Memory]:
+        return (op.forward(*inputs),), inputs
+
+    def vjp(inputs: Memory, g: Tensor) -> Tensors:
+        return op.vjp(op.slopes(*inputs), g)
+
+    return Block(f"chunk.{op.name}", forward, vjp)
 
 
-def _linear_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
-    h, weight = inputs
-    return g @ weight, g.mT @ h
+def _spread(d: Tensor, h: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
+    return (d.unsqueeze(-1) * h.unsqueeze(-2),), (d, h)
 
 
-def _act(name: Activation) -> Block:
-    def forward(z: Tensor) -> tuple[Tensors, Tensor]:
-        return (activate(name, z, 0),), z
-
-    def vjp(z: Tensor, g: Tensor) -> tuple[Tensor]:
-        return (g * activate(name, z, 1),)
-
-    return Block(f"chunk.{name}", forward, vjp)
-
-
-def _pull(name: Activation) -> Block:
-    """d below a layer: (d W) act'(z)."""
-
-    def forward(d: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensors, Tensors]:
-        pushed, slope = d @ weight, activate(name, z, 1)
-        return (pushed * slope,), (d, weight, z, pushed, slope)
-
-    def vjp(residuals: Memory, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        d, weight, z, pushed, slope = residuals
-        scaled = g * slope
-        return scaled @ weight.mT, d.mT @ scaled, g * pushed * activate(name, z, 2)
-
-    return Block(f"chunk.{name}.pull", forward, vjp)
+def _spread_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
+    d, h = inputs
+    return (g @ h.unsqueeze(-1)).squeeze(-1), (d.unsqueeze(-2) @ g).squeeze(-2)
 
 
 def _read(
@@ -263,16 +279,7 @@ def _sum_pulled(d: Tensor, h: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor
     return _times(weight, pulled), (d * pulled).sum(-1), _times(weight, d) @ g
 
 
-def _add(x: Tensor, y: Tensor) -> tuple[Tensors, None]:
-    return (x + y,), None
-
-
-def _add_vjp(_: None, g: Tensor) -> tuple[Tensor, Tensor]:
-    return g, g
-
-
-_LINEAR = Block("chunk.linear", _linear, _linear_vjp)
 _READ = Block("chunk.read", _read, _read_vjp)
 _WRITE = Block("chunk.write", _write, _write_vjp)
 _SUM = Block("chunk.sum", _sum, _sum_vjp)
-_ADD = Block("chunk.residual", _add, _add_vjp)
+_SPREAD = Block("chunk.spread", _spread, _spread_vjp)

@@ -18,7 +18,7 @@ from hecate.engine.arguments import (
     complete_state,
 )
 from hecate.engine.by_hand import is_traced
-from hecate.engine.chunk import chunked
+from hecate.engine.chunk import chunk_steps, chunked
 from hecate.engine.compiled import compiled
 from hecate.engine.finite import (
     Watched,
@@ -134,15 +134,12 @@ def _chosen(
     name: str,
 ) -> Chosen:
     """The engine for this call, told to the log."""
-    positions = {part.position for part in parts}
     length = sequence.v.shape[1]
     chosen, reason = choose_engine(
         parts[0].config,
         asked,
         length=length,
-        channelwise=sequence.retain.dim() == 4,
-        masked=sequence.write is not None or sequence.reset is not None,
-        position=positions.pop() if len(positions) == 1 else None,
+        steps=chunk_steps(parts[0].config, sequence, parts[0].state, parts[0].position),
         cells=math.prod(next(iter(parts[0].state.memory.values())).shape[2:]),
         device=sequence.v.device.type,
         dtype=dtype,

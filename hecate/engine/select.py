@@ -30,6 +30,8 @@ REASONS: dict[Chosen, str] = {
 # state (128 x 128 in float32) they beat block products, forward and backward together.
 COMPILED_TOKENS = 32
 COMPILED_BYTES = 1 << 16
+# Tokens that a step of the chunk engine has to take on average to beat as many of the token loop.
+CHUNK_TOKENS = 2
 
 
 def choose_engine(
@@ -37,9 +39,7 @@ def choose_engine(
     asked: Engine,
     *,
     length: int = 2,
-    channelwise: bool = False,
-    masked: bool = False,
-    position: int | None = 0,
+    steps: int = 0,
     cells: int = 0,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -47,9 +47,9 @@ def choose_engine(
 ) -> tuple[Chosen, str]:
     """The engine to run and why; `ConfigError` if the one asked for is not exact here.
 
-    Beside the config: the number of tokens, whether retain is per phi channel, whether there are
-    masks, where in its chunk the state is (None: unknown), V x P of a state, where tensors are and
-    in which dtype the state is, and whether torch has to see every operation.
+    Beside the config: the number of tokens, in how many steps the chunk engine takes them, V x P of
+    a state, where tensors are and in which dtype the state is, and whether torch has to see every
+    operation.
     """
     if asked not in ENGINES:
         known = ", ".join(repr(name) for name in ENGINES)
@@ -57,9 +57,7 @@ def choose_engine(
     refusal_of: dict[Chosen, Callable[[], str | None]] = {
         "compiled": lambda: compiled_refusal(config, device=device, dtype=dtype, traced=traced),
         "parallel": lambda: parallel_refusal(config),
-        "chunk": lambda: chunk_refusal(
-            config, channelwise=channelwise, masked=masked, position=position
-        ),
+        "chunk": lambda: chunk_refusal(config),
     }
     if asked != "auto":
         refusal = None if asked == "sequential" else refusal_of[asked]()
@@ -71,6 +69,8 @@ def choose_engine(
         return asked, "asked for"
     if length == 1:
         return "sequential", "a single token"
+    if CHUNK_TOKENS * steps > length and config.chunk > 1:
+        return "sequential", f"{steps} chunks for {length} tokens: resets leave too little in each"
     # Before anything loads numba: few tokens, or states for which block products are faster.
     large = isinstance(config.bias, Dot | L2) and cells * dtype.itemsize > COMPILED_BYTES
     if length < COMPILED_TOKENS or (large and parallel_refusal(config) is None):
@@ -83,10 +83,10 @@ def choose_engine(
     return "sequential", refused["chunk" if config.chunk > 1 else "parallel"] or ""
 
 
-def exact_engines(config: MemoryConfig, *, length: int = 2, masked: bool = False) -> list[Chosen]:
+def exact_engines(config: MemoryConfig, *, length: int = 2) -> list[Chosen]:
     """The engines beside the token loop that are exact for a config on the CPU."""
     found: list[Chosen] = []
     for engine in REASONS:
         with suppress(ConfigError):
-            found.append(choose_engine(config, engine, length=length, masked=masked)[0])
+            found.append(choose_engine(config, engine, length=length)[0])
     return found

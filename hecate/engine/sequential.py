@@ -137,7 +137,7 @@ def _commit_chunk(config: MemoryConfig, token: Tokens, carry: Carry, run: Run, l
     if config.decay_order == "before_gradient":
         anchor = rule.decayed(carry.memory, token.retain, run=run, label=label)
     own = Token(token.phi_k, token.v, token.lr)
-    grads, slots = rule.gradient(anchor, own, carry.slots, run=run, label=label)
+    grads, slots = rule.descended(anchor, own, carry.slots, run=run, label=label)
     carry = carry._replace(slots=slots)
     pending = tuple(
         one(run(_ACCUMULATE, total, token.lr, grad, label=label))

@@ -74,6 +74,29 @@ RULES: dict[str, NamedRule] = {
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): gradients at the "
         "start of blocks of 16, without the paper's residual and layer norm inside the memory",
     ),
+    "ttt_linear_norm": NamedRule(
+        MemoryConfig(
+            structure=MLP(layers=1, residual=True, norm="layer", bias=True),
+            bias=L2(),
+            algorithm=GD(lr=1.0),
+            chunk=16,
+        ),
+        "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(W x + b), "
+        "without gain and offset of the norm; lr is eta of the released code, whose gate also "
+        "divides by the head's width",
+    ),
+    "ttt_mlp": NamedRule(
+        MemoryConfig(
+            structure=MLP(
+                layers=2, expansion=4, activation="gelu", residual=True, norm="layer", bias=True
+            ),
+            bias=L2(),
+            algorithm=GD(lr=0.1),
+            chunk=16,
+        ),
+        "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(f(x)), f of "
+        "two layers with gelu; norm and lr as in ttt_linear_norm",
+    ),
 }
 
 

@@ -46,6 +46,12 @@ class MemoryRule(Config):
         return one(run(self.structure.predict_block(), phi_q, *memory, label=label))
 
     def gradient(
+        self, anchor: Memory, phi_k: Tensor, v: Tensor, *, run: Run = execute, label: str = ""
+    ) -> Memory:
+        """Gradient of the inner loss by the weights, taken at `anchor`."""
+        return _Loss(self, anchor, run, label).gradient(phi_k, v)
+
+    def descended(
         self,
         anchor: Memory,
         token: Token,
@@ -54,7 +60,7 @@ class MemoryRule(Config):
         run: Run = execute,
         label: str = "",
     ) -> tuple[Memory, Memory]:
-        """What the algorithm descends, taken at `anchor`, and the slots with its new context."""
+        """The gradient that the algorithm descends at `anchor`, and the slots with its context."""
         context = len(self.algorithm.slots) * len(anchor)
         loss = _Loss(self, anchor, run, label)
         grads, kept = self.algorithm.gradient(loss, token, slots[context:])
@@ -150,7 +156,7 @@ class MemoryRule(Config):
         """One token's write; the gradient is taken at `anchor`, by default at the memory itself."""
         anchor = memory if anchor is None else anchor
         token = Token(phi_k, v, gates.lr)
-        grads, slots = self.gradient(anchor, token, slots, run=run, label=label)
+        grads, slots = self.descended(anchor, token, slots, run=run, label=label)
         return self.apply(memory, slots, grads, gates, run=run, label=label)
 
     def decayed(

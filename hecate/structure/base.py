@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ class Structure(Variant, family="structure"):
     Shapes: weights `[N, ...]` in the order of `shapes`, p `[N, P]`, pred and u `[N, V]`; N = batch
     x heads.
     """
-
-    writes_as_it_reads: ClassVar[bool] = True  # whether `gradient` is that of the loss of `predict`
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         """Shape of each weight of one memory, by name."""

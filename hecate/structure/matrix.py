@@ -7,11 +7,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hecate.structure.base import Memory, Structure, matvec, outer
+from hecate.structure.base import Memory, matvec, outer
+from hecate.structure.graph import INPUT, Graph, Linear
+from hecate.structure.layered import Layered
 from hecate.tape import Tensors
 
 
-class Matrix(Structure):
+class Matrix(Layered):
     """matrix: pred = M p, M in R^(V x P).
 
     The linear associative memory of linear attention, DeltaNet and Titans with one layer. It starts
@@ -31,6 +33,9 @@ class Matrix(Structure):
     @property
     def linear(self) -> bool:
         return True
+
+    def graph(self) -> Graph:
+        return Graph((Linear(0, INPUT),))
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d_v, d_phi)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -32,7 +32,6 @@ class TwoPass(Structure):
 
     kind: Literal["two_pass"] = "two_pass"
     codes: int = Field(2, ge=1, description="slots: width of a code")
-    writes_as_it_reads: ClassVar[bool] = False
     link: Literal["silu", "softmax", "identity"] = "silu"
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:

@@ -153,7 +153,7 @@ def _check_masks(case: _Case) -> None:
     dirty = dict(case.leaves)
     for name in ("k", "v"):
         dirty[name] = torch.where(write[..., None, None], dirty[name], torch.nan)
-    engines = ["sequential", *exact_engines(case.config, length=length, masked=True)]
+    engines = ["sequential", *exact_engines(case.config, length=length)]
     for engine in engines:
         with torch.no_grad():
             y, state = _scan(case, dirty, write_mask=write, engine=engine)

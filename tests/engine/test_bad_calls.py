@@ -104,7 +104,7 @@ def test_impossible_combinations_name_both_settings(fields, words):
         ({"retention": {"kind": "decay", "retain": 1.5}}, "retention.retain: must be <= 1"),
         ({"algorithm": {"kind": "momentum", "momentum": 1.0}}, "algorithm.momentum: must be < 1"),
         ({"algorithm": {"kind": "gd", "lr": -0.1}}, "algorithm.lr: must be >= 0"),
-        ({"structure": {"kind": "mlp", "layers": 1}}, "structure.layers: must be >= 2"),
+        ({"structure": {"kind": "mlp", "layers": 0}}, "structure.layers: must be >= 1"),
         ({"bias": "hubber"}, "Did you mean 'huber'?"),
         ({"comit": "chunk"}, "Did you mean 'commit'?"),
     ],

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hecate import Gates, MemoryConfig, memory_scan, named_rule
+from hecate import Gates, MemoryConfig, named_rule
 from hecate.engine import choose_engine
 from hecate.engine.chunk import chunk_refusal
 from hecate.errors import ConfigError
@@ -19,27 +19,36 @@ from hecate.tape import Tape
 from tests.engine.test_properties import Result, cases, in_pieces, whole
 from tests.memories import BIASES, Case, case_of, close, config_of, flat_state, same_state
 from tests.reference import papers
+from tests.reference.memory import ACTIVATIONS
+from tests.rule import test_knobs as users  # registers variants of a user
 
 NO_PARAMS = {"learned": {}, "frozen": {}}
+OWN = (users.SoftClip, users.SmoothSign, users.Diagonal)
 SMOOTH = {"kind": "mlp", "layers": 3, "expansion": 2, "activation": "tanh", "residual": True}
+NORMED = {"kind": "mlp", "layers": 1, "residual": True, "norm": "layer", "bias": True}
 STRUCTURES = st.one_of(
     st.just("matrix"),
     st.fixed_dictionaries(
         {
             "kind": st.just("mlp"),
-            "layers": st.integers(2, 4),
+            "layers": st.integers(1, 4),
             "expansion": st.integers(1, 2),
             "activation": st.sampled_from(["gelu", "silu", "tanh", "relu"]),
             "residual": st.booleans(),
+            "norm": st.sampled_from(["none", "none", "layer"]),
+            "norm_eps": st.just(0.1),
+            "bias": st.booleans(),
         }
     ),
+    st.fixed_dictionaries({"kind": st.just("gated_mlp"), "expansion": st.integers(1, 2)}),
+    st.just("diagonal_of_a_user"),
 )
 FIELDS = st.fixed_dictionaries(
     {
         "structure": STRUCTURES,
         "bias": st.sampled_from(BIASES),
-        "retention": st.sampled_from(["none", "decay"]),
-        "algorithm": st.sampled_from(["gd", "momentum"]),
+        "retention": st.sampled_from(["none", "decay", "decay", "soft_clip_of_a_user"]),
+        "algorithm": st.sampled_from(["gd", "momentum", "momentum", "smooth_sign_of_a_user"]),
         "feature_map": st.sampled_from(["identity", "elu"]),
         "chunk": st.integers(2, 7),
         "commit": st.sampled_from(["token", "chunk"]),
@@ -53,29 +62,21 @@ FIELDS = st.fixed_dictionaries(
 
 @st.composite
 def chunk_cases(draw: Any, **fixed: Any) -> Case:
-    """Unmasked cases with chunk > 1; per-channel retain where the engine takes it."""
+    """Cases with chunk > 1: masks, resets, and per-channel retain where a matrix takes it."""
     width = draw(st.integers(1, 3))
-    sizes = {"masks": False, "d": width, "width": width, "length": draw(st.integers(1, 15))}
-    case = draw(cases(FIELDS, channels=False, **{**sizes, **fixed}))
-    linear, wide = case.config.structure.linear, case.config.commit == "chunk"
-    if linear and wide and case.gates.retain is not None and draw(st.booleans()):
-        case = case_of(
-            case.config,
-            batch=2,
-            channels=True,
-            length=case.k.shape[1],
-            d=width,
-            width=width,
-            ends=0.3,
-        )
-    return case
+    sizes = {"d": width, "width": width, "length": draw(st.integers(1, 15))}
+    return draw(cases(FIELDS, **{**sizes, **fixed}))
 
 
 @pytest.mark.spec("ENG-CHUNK-D1", "ENG-CHUNK-D2", "ENG-CHUNK-D3", "ENG-CHUNK-V1", "ENG-CHUNK-I1")
+@pytest.mark.spec("ENG-CHUNK-D4", "ENG-CHUNK-D5", "ENG-CHUNK-D6")
 @settings(max_examples=150)
 @given(st.data())
 def test_whole_and_pieces_against_the_token_loop(data):
-    """Outputs, anchor, pending, position, and gradients of every input, gate and initial weight."""
+    """Outputs, anchor, pending, position, and gradients of every input, gate and initial weight.
+
+    Whatever structure, bias, retention and algorithm, those of a user included.
+    """
     case = data.draw(chunk_cases())
     expected = whole(case, engine="sequential", autodiff="tape")
     for autodiff in ("tape", "torch"):
@@ -264,6 +265,25 @@ def test_ttt_linear_against_its_paper(length):
     close(state.memory["weight"][0, 0], weight, 1e-12)
 
 
+@pytest.mark.spec("ENG-CHUNK-R3", "STR-MLP-R2")
+@pytest.mark.parametrize("name", ["ttt_linear_norm", "ttt_mlp"])
+@pytest.mark.parametrize("length", [16, 37])
+def test_ttt_with_its_norm_inside_against_its_released_form(name, length):
+    config = named_rule(name).model_copy(update={"state_dtype": "float64"})
+    case = case_of(config, batch=1, heads=1, length=length, d=4, width=4)
+    y, state = case.scan(engine="chunk")
+    q, k, v, lr = (item[0, :, 0].numpy() for item in (case.q, case.k, case.v, case.gates.lr))
+    params = [
+        item[0].squeeze(-1).numpy() if key.startswith("b") else item[0].numpy()
+        for key, item in case.initial.items()
+    ]
+    gelu = tuple(np.vectorize(item) for item in ACTIVATIONS["gelu"])
+    expected, final = papers.ttt(q, k, v, lr, 16, params, gelu if name == "ttt_mlp" else None)
+    close(y[0, :, 0], expected, 1e-10)
+    for got, true in zip(state.memory.values(), final, strict=True):
+        close(got[0, 0].reshape(true.shape), true, 1e-10)
+
+
 @pytest.mark.spec("ENG-CHUNK-I5")
 @pytest.mark.parametrize("commit", ["token", "chunk"])
 @pytest.mark.parametrize("structure", ["matrix", SMOOTH], ids=["matrix", "mlp"])
@@ -288,58 +308,160 @@ def test_a_later_token_moves_nothing_before_it(structure, commit):
             assert float(grad[:, at:].abs().sum()) == 0
 
 
+# Masks and resets, and memories at different places of their chunk.
+
+
+def marked(*rows: list[int], length: int) -> Tensor:
+    """A mask that is True at the tokens named for each batch row."""
+    mask = torch.zeros(len(rows), length, dtype=torch.bool)
+    for row, tokens in zip(mask, rows, strict=True):
+        row[tokens] = True
+    return mask
+
+
+PLACES = [
+    ({}, {}),
+    ({"write": ([0, 1, 2], [])}, {}),  # a row begins masked
+    ({"write": ([7, 8, 9, 10], [3])}, {}),  # more masked tokens than a chunk holds
+    ({"write": (list(range(11)), [10])}, {}),  # nothing written at all
+    ({}, {"reset": ([0], [5])}),
+    ({}, {"reset": ([3, 4, 5], [10])}),
+    ({"write": ([2, 3], [9, 10])}, {"reset": ([3], [9])}),  # restarts at masked tokens
+]
+
+
+@pytest.mark.spec("ENG-CHUNK-D4")
+@pytest.mark.parametrize("place", range(len(PLACES)))
+@pytest.mark.parametrize("commit", ["token", "chunk"])
+@pytest.mark.parametrize("read", ["after", "before"])
+def test_masks_and_resets_where_chunks_begin_and_end(place, commit, read):
+    holes, resets = PLACES[place]
+    for structure in ("matrix", SMOOTH, "diagonal_of_a_user"):
+        config = config_of(
+            structure=structure,
+            retention="decay",
+            algorithm="momentum",
+            chunk=3,
+            commit=commit,
+            read=read,
+        )
+        case = case_of(config, length=11, d=2, width=2)
+        write = ~marked(*holes["write"], length=11) if holes else None
+        reset = marked(*resets["reset"], length=11) if resets else None
+        case = case._replace(write=write, reset=reset)
+        expected = whole(case, engine="sequential")
+        whole(case, engine="chunk").equals(expected)
+        in_pieces(case, [4, 8], engine="chunk").equals(expected)
+
+
+@pytest.mark.spec("ENG-CHUNK-D4")
+@pytest.mark.parametrize("commit", ["token", "chunk"])
+def test_masked_tokens_may_carry_anything(commit):
+    case = case_of(config_of(chunk=3, commit=commit, structure=SMOOTH), length=8, d=2, width=2)
+    case = case._replace(write=~marked([1, 4], [0, 7], length=8))
+    dirty = torch.where(case.write[..., None, None], case.k, torch.nan)
+    y, state = case.scan(engine="chunk")
+    z, final = case._replace(k=dirty).scan(engine="chunk")
+    assert torch.equal(y, z)
+    same_state(final, state, 0.0)
+
+
+@pytest.mark.spec("ENG-CHUNK-D4")
+@pytest.mark.parametrize("commit", ["token", "chunk"])
+def test_memories_at_different_places_of_their_chunk(commit):
+    case = case_of(config_of(chunk=4, commit=commit, structure=SMOOTH), length=7, d=2, width=2)
+    _, state = case._replace(write=~marked([], [1], length=7)).scan(engine="chunk")
+    assert state.position.tolist() == [[3, 3], [2, 2]]
+    y, final = case.scan(state, engine="chunk")
+    expected, true = case.scan(state, engine="sequential")
+    close(y, expected, 1e-12)
+    same_state(final, true, 1e-12)
+    # Places beyond the chunk, which a state of longer chunks may name.
+    far = state._replace(position=state.position + 2)
+    y, final = case.scan(far, engine="chunk")
+    expected, true = case.scan(far, engine="sequential")
+    close(y, expected, 1e-12)
+    same_state(final, true, 1e-12)
+
+
+@pytest.mark.spec("ENG-CHUNK-D4", "ENG-CHUNK-I3")
+@pytest.mark.parametrize("commit", ["token", "chunk"])
+def test_places_that_may_not_be_seen(commit):
+    """Under vmap the number of cells is a bound, not what the masks need."""
+    config = config_of(chunk=3, commit=commit, structure=SMOOTH, on_nonfinite="propagate")
+    case = case_of(config, length=8, d=2, width=2)
+    state = case._replace(write=~marked([], [1], length=8)).scan()[1]
+    masks = torch.stack([marked([1, 2], [5], length=8), marked([], [0, 6], length=8)])
+
+    def scan(engine: str, own: Case, state: Any) -> Tensor:
+        return own.scan(state, engine=engine, phi_params=NO_PARAMS)[0]
+
+    ways = {
+        "position": lambda engine: (
+            lambda shift: scan(engine, case, state._replace(position=(state.position + shift) % 3))
+        ),
+        "write": lambda engine: lambda mask: scan(engine, case._replace(write=~mask), None),
+        "reset": lambda engine: lambda mask: scan(engine, case._replace(reset=mask), None),
+    }
+    for name, way in ways.items():
+        points = torch.arange(2) if name == "position" else masks
+        got = torch.func.vmap(way("chunk"))(points)
+        for index, point in enumerate(points):
+            close(got[index], way("sequential")(point), 1e-12, name)
+
+
+@pytest.mark.spec("ENG-CHUNK-D4")
+def test_skipped_tokens_are_masked_tokens():
+    case = case_of(config_of(chunk=3, on_nonfinite="skip", structure=SMOOTH), d=2, width=2)
+    v = case.v.clone()
+    v[0, 2, 0], v[1, 4, 1] = torch.inf, torch.nan
+    case = case._replace(v=v)
+    y, state = case.scan(engine="chunk")
+    expected, final = case.scan(engine="sequential")
+    assert final.position.tolist() == [[0, 1], [1, 0]] and bool(torch.isfinite(y).all())
+    close(y, expected, 1e-12)
+    same_state(state, final, 1e-12)
+
+
+@pytest.mark.spec("ENG-CHUNK-D2")
+@pytest.mark.parametrize(
+    "fields", [{}, {"retention": "soft_clip_of_a_user"}], ids=["dual", "built"]
+)
+def test_chunks_longer_than_a_step(fields, monkeypatch):
+    """A chunk may be taken in several steps, whose gradients share its anchor."""
+    monkeypatch.setattr("hecate.engine.chunk.DUAL", 3)
+    monkeypatch.setattr("hecate.engine.chunk.BUILT", 3)
+    config = config_of(structure=SMOOTH, algorithm="momentum", chunk=8, **fields)
+    for masks in (False, True):
+        case = case_of(config, length=19, d=2, width=2, masks=masks)
+        expected = whole(case, engine="sequential")
+        whole(case, engine="chunk").equals(expected)
+        in_pieces(case, [2, 5, 13], engine="chunk").equals(expected)
+
+
 # What it refuses.
 
 
-def refused(case: Case, *words: str, **options: Any) -> None:
+@pytest.mark.spec("ENG-CHUNK-I6")
+def test_a_chunk_of_one_token_is_refused():
+    case = case_of(config_of())
+    assert chunk_refusal(config_of(chunk=2)) is None
     with pytest.raises(ConfigError) as caught:
-        case.scan(engine="chunk", **options)
-    for word in ("engine='chunk'", "use engine='auto' or 'sequential'", *words):
+        case.scan(engine="chunk")
+    for word in ("engine='chunk'", "use engine='auto' or 'sequential'", "chunk=1"):
         assert word in str(caught.value)
 
 
 @pytest.mark.spec("ENG-CHUNK-I6")
-def test_refusals_name_both_settings_and_auto_runs_the_token_loop():
-    plain = config_of(chunk=3)
-    masked = case_of(plain, masks=True)
-    cases = [
-        (case_of(config_of()), ["chunk=1"]),
-        (masked, ["masks"]),
-        (masked._replace(write=None), ["masks"]),
-        (case_of(config_of(chunk=3, retention="decay"), channels=True), ["per phi channel"]),
-        (case_of(config_of(chunk=3, on_nonfinite="skip")), ["on_nonfinite='skip'"]),
-    ]
-    for case, words in cases:
-        refused(case, *words)
-        y, state = case.scan()
-        expected, final = case.scan(engine="sequential" if case.config.chunk > 1 else "parallel")
-        assert torch.equal(y, expected)
-        same_state(state, final, 0.0)
-
-
-@pytest.mark.spec("ENG-CHUNK-I6")
-def test_memories_at_different_places_of_their_chunk_take_the_token_loop():
-    case = case_of(config_of(chunk=4), length=3)
-    write = torch.ones(2, 3, dtype=torch.bool)
-    write[1, 1] = False
-    _, state = case._replace(write=write).scan()
-    assert state.position.tolist() == [[3, 3], [2, 2]]
-    refused(case, "same place", state=state)
-    expected, _ = case.scan(state, engine="sequential")
-    assert torch.equal(case.scan(state)[0], expected)
-    assert chunk_refusal(case.config, position=4) is not None
-    # A state whose values may not be seen.
-    whole_state = case.scan()[1]
-    y = torch.func.vmap(lambda lr: memory_scan(
-        case.config, case.q, case.k, case.v, Gates(lr), state=whole_state, engine="chunk"
-    )[0])(torch.stack([case.gates.lr] * 2))  # fmt: skip
-    close(y[0], case.scan(whole_state)[0], 1e-12)
-
-    def hidden(position: Tensor) -> Tensor:
-        return case.scan(whole_state._replace(position=position), engine="chunk")[0]
-
-    with pytest.raises(ConfigError, match="same place"):
-        torch.func.vmap(hidden)(torch.stack([whole_state.position] * 2))
+def test_auto_takes_the_token_loop_where_resets_leave_too_little_in_a_chunk(caplog):
+    case = case_of(config_of(chunk=4, structure=SMOOTH), length=12, d=2, width=2)
+    for every, expected in ((1, "sequential"), (2, "chunk"), (4, "chunk")):
+        reset = marked(*[list(range(0, 12, every))] * 2, length=12)
+        with caplog.at_level("DEBUG", logger="hecate.engine"):
+            case._replace(reset=reset).scan()
+        assert f"engine {expected}" in caplog.messages[-1]
+    chosen, reason = choose_engine(case.config, "auto", length=12, steps=12)
+    assert chosen == "sequential" and "12 chunks for 12 tokens" in reason
 
 
 @pytest.mark.spec("ENG-CHUNK-I6")
@@ -352,6 +474,8 @@ def test_auto():
         ({"structure": SMOOTH}, "sequential"),
     ):
         assert choose_engine(config_of(**fields), "auto")[0] == expected
+    for fields in ({"retention": "soft_clip_of_a_user"}, {"structure": "diagonal_of_a_user"}):
+        assert choose_engine(config_of(chunk=8, **fields), "auto")[0] == "chunk"
     chosen, reason = choose_engine(config_of(chunk=8), "auto", length=1)
     assert (chosen, reason) == ("sequential", "a single token")
     with pytest.raises(ConfigError, match=r"engine must be one of 'auto'.*got 'fast'"):

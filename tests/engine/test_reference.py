@@ -119,6 +119,25 @@ def test_deep_memories(activation, layers, residual):
     against_numpy(config, d=3, width=3, batch=1, heads=1)
 
 
+@pytest.mark.spec("STR-MLP-D1", "STR-GATED-D1")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "mlp", "layers": 1},
+        {"kind": "mlp", "layers": 1, "residual": True, "norm": "layer", "bias": True},
+        {"kind": "mlp", "layers": 3, "norm": "layer", "activation": "tanh"},
+        {"kind": "mlp", "layers": 2, "residual": True, "norm": "layer", "bias": True},
+        {"kind": "gated_mlp", "activation": "silu"},
+        {"kind": "gated_mlp", "activation": "gelu"},
+    ],
+    ids=lambda fields: "-".join(str(value) for value in fields.values()),
+)
+def test_norms_biases_and_gates_inside_a_memory(fields):
+    structure = {"expansion": 2, **fields}
+    config = config_of(structure=structure, retention="decay", algorithm="momentum")
+    against_numpy(config, d=3, width=3, batch=1, heads=1)
+
+
 @pytest.mark.spec("RULE-WRITE-V1")
 @pytest.mark.parametrize(
     ("structure", "fields"),

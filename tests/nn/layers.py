@@ -43,7 +43,8 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def layer_of(config: Any = None, *, seed: int = 0, shake: float = 0.3, **options: Any) -> Memory:
     """A layer whose parameters are off their starting values, so that no gate is a constant."""
-    options = {"d_key": D_KEY, "d_value": D_VALUE, **options}
+    adds = isinstance(config, MemoryConfig) and getattr(config.structure, "residual", False)
+    options = {"d_key": D_KEY, "d_value": D_KEY if adds else D_VALUE, **options}
     layer = Memory(D_MODEL, HEADS, config, generator=seeded(seed), **options)
     generator = seeded(seed + 1)
     with torch.no_grad():

@@ -23,6 +23,9 @@ class Rule:
     momentum: bool = False
     activation: str = "gelu"
     residual: bool = False
+    gated: bool = False
+    norm_eps: float | None = None
+    biased: bool = False
     chunk: int = 1
     commit: str = "token"
     read: str = "after"
@@ -66,7 +69,7 @@ def scan(rule, q, k, v, lr, retain, momentum, weights, write=None, reset=None):
             gates = rate, retain[t], momentum[t]
             state = written(rule, state, p, v[t], *gates)
             # The sum of weights is a memory of the value 1 under the Hebbian bias.
-            sums = written(changed(rule, bias="dot"), sums, p, np.ones(1), *gates)
+            sums = written(counting(rule), sums, p, np.ones(1), *gates)
         p = normalised(rule.key_norm, rule.phi(q[t]))
         if rule.query_scale == "key_dim":
             p = p / sqrt(len(q[t]))
@@ -106,23 +109,60 @@ def written(rule, state, p, v, lr, retain, momentum):
 
 def predict(rule, weights, p):
     """Pre-activations of every layer; the last one is the prediction."""
+    if rule.gated:
+        return [gated(rule, weights, p)]
     z, h = [], p
-    for w in weights:
-        z.append(w @ h)
+    for w, b in layers(rule, weights):
+        z.append(w @ h + b)
         h = np.array([ACTIVATIONS[rule.activation][0](x) for x in z[-1]])
-    if rule.residual and len(weights) > 1:
+    if rule.norm_eps is not None:
+        z[-1] = (z[-1] - z[-1].mean()) / sqrt(z[-1].var() + rule.norm_eps)
+    if rule.residual:
         z[-1] = z[-1] + p
     return z
 
 
+def layers(rule, weights):
+    """Matrix and bias of each layer; a bias is a column."""
+    if rule.biased:
+        return [(w, b[:, 0]) for w, b in zip(weights[::2], weights[1::2], strict=True)]
+    return [(w, 0.0) for w in weights]
+
+
+def gated(rule, weights, p):
+    """W2 (act(W1 p) * (W3 p))."""
+    value = np.vectorize(ACTIVATIONS[rule.activation][0])
+    w1, w2, w3 = weights
+    return w2 @ (value(w1 @ p) * (w3 @ p))
+
+
+def gated_gradients(rule, weights, p, u):
+    value, slope = (np.vectorize(item) for item in ACTIVATIONS[rule.activation])
+    w1, w2, w3 = weights
+    a, b, e = w1 @ p, w3 @ p, w2.T @ u
+    return [np.outer(e * b * slope(a), p), np.outer(u, value(a) * b), np.outer(e * value(a), p)]
+
+
+def norm_gradient(rule, weights, p, u):
+    """The cotangent below the norm, through its Jacobian written out."""
+    bare = predict(changed(rule, norm_eps=None, residual=False), weights, p)[-1]
+    n, std = len(bare), sqrt(bare.var() + rule.norm_eps)
+    y = (bare - bare.mean()) / std
+    jacobian = (np.eye(n) - 1 / n - np.outer(y, y) / n) / std
+    return jacobian.T @ u
+
+
 def backprop(rule, weights, p, z, u):
+    if rule.gated:
+        return gated_gradients(rule, weights, p, u)
     value, slope = ACTIVATIONS[rule.activation]
-    grads, d = [], u
-    for index in reversed(range(len(weights))):
+    grads, d = [], u if rule.norm_eps is None else norm_gradient(rule, weights, p, u)
+    matrices = [w for w, _ in layers(rule, weights)]
+    for index in reversed(range(len(matrices))):
         below = p if index == 0 else np.array([value(x) for x in z[index - 1]])
-        grads.insert(0, np.outer(d, below))
+        grads = [np.outer(d, below), *([d[:, None]] if rule.biased else []), *grads]
         if index:
-            d = (weights[index].T @ d) * np.array([slope(x) for x in z[index - 1]])
+            d = (matrices[index].T @ d) * np.array([slope(x) for x in z[index - 1]])
     return grads
 
 
@@ -162,6 +202,12 @@ def normalised(kind, p):
 
 def step_size(kind, lr, p):
     return lr / {"raw": 1.0, "normalized": EPS + p @ p, "implicit": 1 + lr * (p @ p)}[kind]
+
+
+def counting(rule):
+    """A matrix under the Hebbian bias, with the same conventions."""
+    plain = {"residual": False, "gated": False, "norm_eps": None, "biased": False}
+    return changed(rule, bias="dot", **plain)
 
 
 def changed(rule, **fields):

@@ -111,3 +111,32 @@ def ttt_linear(q, k, v, eta, b):
         w = w - eta[t] * np.outer(w0 @ k[t] - v[t], k[t])
         out.append(w @ q[t])
     return np.array(out), w
+
+
+def ttt(q, k, v, eta, b, params, gelu=None, eps=1e-6):
+    """Sun et al. 2024: f(x) = x + LN(f_res(x)), the mini-batch form of its released code.
+
+    params W1, b1 for f_res = W1 x + b1, or W1, b1, W2, b2 with gelu (value, slope) between. The
+    code trains LN(z) towards v - k and differentiates the norm in closed form.
+    """
+    params, out = [np.array(item) for item in params], []
+    for t in range(len(v)):
+        if t % b == 0:
+            w = [item.copy() for item in params]
+        z1 = w[0] @ k[t] + w[1]
+        x2 = gelu[0](z1) if gelu else None
+        z2 = w[2] @ x2 + w[3] if gelu else z1
+        width, std = len(z2), np.sqrt(z2.var() + eps)
+        hat = (z2 - z2.mean()) / std
+        e = hat - (v[t] - k[t])
+        gz2 = (width * e - e.sum() - hat * (e * hat).sum()) / (width * std)
+        grads = [np.outer(gz2, k[t]), gz2]
+        if gelu:
+            gz1 = (w[2].T @ gz2) * gelu[1](z1)
+            grads = [np.outer(gz1, k[t]), gz1, np.outer(gz2, x2), gz2]
+        params = [item - eta[t] * grad for item, grad in zip(params, grads, strict=True)]
+        z = params[0] @ q[t] + params[1]
+        if gelu:
+            z = params[2] @ gelu[0](z) + params[3]
+        out.append(q[t] + (z - z.mean()) / np.sqrt(z.var() + eps))
+    return np.array(out), params

@@ -116,7 +116,13 @@ EXAMPLES = {  # by kind, or by family.kind where two families share a name
             (4, "tanh", True),
             (3, "relu", False),
         ]
+    ]
+    + [
+        {"layers": 1, "residual": True, "norm": "layer", "bias": True},
+        {"layers": 3, "expansion": 1, "norm": "layer", "activation": "tanh"},
+        {"layers": 2, "expansion": 1, "residual": True, "norm": "layer", "bias": True},
     ],
+    "gated_mlp": [{"expansion": 1}, {"activation": "gelu"}, {"activation": "relu"}],
 }
 FAMILIES = {
     "bias": bias.BiasKind,

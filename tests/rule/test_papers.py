@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hecate import Gates, MemoryConfig, algorithm, memory_scan
+from hecate import Gates, MemoryConfig, memory_scan
 from tests.memories import case_of, close, config_of
 from tests.reference import papers
 from tests.reference.memory import elu
@@ -281,8 +281,7 @@ def test_the_factor_two_of_papers_is_a_doubled_learning_rate():
     weight = torch.tensor([[[0.5, -1.0]]], requires_grad=True)
     loss = (weight[0] @ k[0] - v[0]).square().sum()
     (true,) = torch.autograd.grad(loss, weight)
-    token = algorithm.Token(k, v, torch.ones(len(k)))
-    (ours,), _ = MemoryConfig().rule.gradient((weight.detach(),), token)
+    (ours,) = MemoryConfig().rule.gradient((weight.detach(),), k, v)
     assert torch.equal(true, 2 * ours)
 
 

@@ -1,0 +1,137 @@
+"""Many tokens at one state, and one token at each of many states, whatever the structure.
+
+Structures of linear layers take batched products; any other is asked as if every token had a
+memory of its own. [ENG-CHUNK-D5]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hecate.engine import layers
+from hecate.rule import MemoryConfig
+from hecate.rule.rule import one, several
+from hecate.structure import Layered, Memory
+from hecate.structure.graph import Graph
+from hecate.tape import Block, Run, Tensors
+
+
+def graph_of(config: MemoryConfig) -> Graph | None:
+    """The structure's layers, if it is made of such."""
+    structure = config.structure
+    return structure.graph() if isinstance(structure, Layered) else None
+
+
+def predict(config: MemoryConfig, memory: Memory, p: Tensor, *, run: Run, label: str) -> Tensor:
+    """The answers of one memory to many keys or queries `[N, C, P]`."""
+    graph = graph_of(config)
+    if graph is not None:
+        return layers.predict(graph, memory, p, run=run, label=label)
+    return _each(config, _repeated(memory, p.shape[1], run, label), p, run, label)
+
+
+def predict_states(
+    config: MemoryConfig, states: list[Memory], p: Tensor, *, run: Run, label: str
+) -> Tensor:
+    """The answer of the t-th state to the t-th query."""
+    memory = tuple(one(run(_STACK, *weights, label=label)) for weights in zip(*states, strict=True))
+    return _each(config, memory, p, run, label)
+
+
+def token_gradients(
+    config: MemoryConfig, anchor: Memory, p: Tensor, v: Tensor, *, run: Run, label: str
+) -> Memory:
+    """The gradient of every token at one anchor: `[N, C, ...]` for each weight."""
+    graph = graph_of(config)
+    if graph is not None:
+        grads = layers.gradients(graph, config.bias, anchor, p, v, run=run, label=label)
+        return layers.spread(grads, run=run, label=label)
+    size = p.shape[1]
+    memory = _repeated(anchor, size, run, label)
+    keys, values = (one(run(_FOLD, item, label=label)) for item in (p, v))
+    flat = config.rule.gradient(memory, keys, values, run=run, label=label)
+    return tuple(one(run(_unfold(size), grad, label=label)) for grad in flat)
+
+
+def summed(
+    config: MemoryConfig,
+    anchor: Memory,
+    pending: Memory,
+    row: tuple[Tensor, Tensor, Tensor],
+    *,
+    run: Run,
+    label: str,
+) -> Memory:
+    """The lr-weighted gradients of (p, v, lr) at one anchor, added to those of the chunk so far."""
+    p, v, lr = row
+    graph = graph_of(config)
+    if graph is not None:
+        grads = layers.gradients(graph, config.bias, anchor, p, v, run=run, label=label)
+        return layers.summed(pending, grads, lr, run=run, label=label)
+    each = token_gradients(config, anchor, p, v, run=run, label=label)
+    pairs = zip(pending, each, strict=True)
+    return tuple(one(run(_SUM, total, grad, lr, label=label)) for total, grad in pairs)
+
+
+def _each(config: MemoryConfig, memory: Memory, p: Tensor, run: Run, label: str) -> Tensor:
+    queries = one(run(_FOLD, p, label=label))
+    flat = config.rule.read(memory, queries, run=run, label=label)
+    return one(run(_unfold(p.shape[1]), flat, label=label))
+
+
+def _repeated(memory: Memory, size: int, run: Run, label: str) -> Memory:
+    def forward(weight: Tensor) -> tuple[Tensors, None]:
+        wide = weight.unsqueeze(1).expand(weight.shape[0], size, *weight.shape[1:])
+        return (wide.flatten(0, 1),), None
+
+    def vjp(_: None, g: Tensor) -> tuple[Tensor]:
+        return (g.unflatten(0, (-1, size)).sum(1),)
+
+    block = Block("chunk.repeat", forward, vjp)
+    return several(tuple(one(run(block, weight, label=label)) for weight in memory))
+
+
+def _fold(x: Tensor) -> tuple[Tensors, int]:
+    return (x.flatten(0, 1),), x.shape[1]
+
+
+def _fold_vjp(size: int, g: Tensor) -> tuple[Tensor]:
+    return (g.unflatten(0, (-1, size)),)
+
+
+def _unfold(size: int) -> Block:
+    def forward(x: Tensor) -> tuple[Tensors, None]:
+        return (x.unflatten(0, (-1, size)),), None
+
+    def vjp(_: None, g: Tensor) -> tuple[Tensor]:
+        return (g.flatten(0, 1),)
+
+    return Block("chunk.unfold", forward, vjp)
+
+
+def _stack(*states: Tensor) -> tuple[Tensors, int]:
+    return (torch.stack(states, 1).flatten(0, 1),), len(states)
+
+
+def _stack_vjp(size: int, g: Tensor) -> tuple[Tensor, ...]:
+    return g.unflatten(0, (-1, size)).unbind(1)
+
+
+def _sum(total: Tensor, grads: Tensor, lr: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
+    return (total + (_wide(lr, grads) * grads).sum(1),), (grads, lr)
+
+
+def _sum_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    grads, lr = inputs
+    spread = g.unsqueeze(1)
+    return g, _wide(lr, grads) * spread, (grads * spread).flatten(2).sum(-1)
+
+
+def _wide(lr: Tensor, grads: Tensor) -> Tensor:
+    return lr.reshape(*lr.shape, *[1] * (grads.dim() - 2))
+
+
+_FOLD = Block("chunk.fold", _fold, _fold_vjp)
+_STACK = Block("chunk.states", _stack, _stack_vjp)
+_SUM = Block("chunk.sum", _sum, _sum_vjp)

@@ -1,0 +1,133 @@
+"""What the chunk engine does with the tokens of one piece, by the way they are committed.
+
+Each takes the carry and the row of its piece, and returns the outputs `[N, C, V]` and the new
+carry.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hecate.engine import layers
+from hecate.engine.anchored import graph_of, predict, predict_states, summed, token_gradients
+from hecate.engine.layers import Leaves, Reads
+from hecate.engine.pieces import Piece
+from hecate.engine.sequential import select
+from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, split_time
+from hecate.rule import MemoryConfig, TokenGates
+from hecate.rule.rule import one, several
+from hecate.structure import Memory
+from hecate.structure.graph import Graph
+from hecate.tape import Block, Run, Tensors
+
+
+def commit_dual(
+    config: MemoryConfig, carry: Carry, row: Tensors, piece: Piece, run: Run, label: str
+) -> tuple[Tensor, Carry]:
+    """A step at each token, read in the dual form: phi_k, phi_q, v and the coefficients."""
+    phi_k, phi_q, v = several(row[:3])
+    seen, left = Reads(*row[3:6]), Leaves(*row[6:])  # type: ignore[arg-type]
+    graph = _given(graph_of(config))
+    anchor = _anchor(carry, piece, run, label)
+    memory, slots = carry.memory, carry.slots
+    grads = layers.gradients(graph, config.bias, anchor, phi_k, v, run=run, label=label)
+    y = layers.read(graph, memory, slots, grads, seen, phi_q, run=run, label=label)
+    memory, slots = layers.write(memory, slots, grads, left, run=run, label=label)
+    return y, carry._replace(memory=memory, slots=slots, anchor=anchor)
+
+
+def commit_built(
+    config: MemoryConfig, carry: Carry, row: Tensors, piece: Piece, run: Run, label: str
+) -> tuple[Tensor, Carry]:
+    """A step at each token, built one after the other: phi_k, phi_q, v, the gates and the mask."""
+    phi_k, phi_q, v, *gates = several(row[:6])
+    written = row[6]
+    anchor = _anchor(carry, piece, run, label)
+    built = token_gradients(config, anchor, phi_k, v, run=run, label=label)
+    columns = [several(run(UNBIND, item, label=label)) for item in (*gates, *built)]
+    masks = [None] * piece.size if written is None else written.unbind(1)
+    states: list[Memory] = []
+    for mask, *each in zip(masks, *columns, strict=True):
+        before, own, grads = carry.memory, TokenGates(*each[:3]), tuple(each[3:])
+        memory, slots = config.rule.apply(
+            carry.memory, carry.slots, grads, own, run=run, label=label
+        )
+        stepped = carry._replace(memory=memory, slots=slots)
+        carry = stepped if mask is None else select(mask, stepped, carry, run, label)
+        states.append(carry.memory if config.read == "after" else before)
+    y = predict_states(config, states, phi_q, run=run, label=label)
+    return y, carry._replace(anchor=anchor)
+
+
+def _anchor(carry: Carry, piece: Piece, run: Run, label: str) -> Memory:
+    """Where gradients are taken: the memory where a chunk opens, else as before."""
+    if isinstance(piece.opens, bool):
+        return carry.memory if piece.opens else carry.anchor
+    pairs = zip(carry.memory, carry.anchor, strict=True)
+    return tuple(one(run(SELECT, piece.opens, now, then, label=label)) for now, then in pairs)
+
+
+def commit_chunk(
+    config: MemoryConfig, carry: Carry, row: Tensors, piece: Piece, run: Run, label: str
+) -> tuple[Tensor, Carry]:
+    """One step where a chunk closes: phi_k, phi_q, v and the gates."""
+    phi_k, phi_q, v, lr, retain, momentum = several(row)
+    pending = summed(config, carry.memory, carry.pending, (phi_k, v, lr), run=run, label=label)
+    kept = one(run(_PRODUCT, carry.pending_retain[0], retain, label=label))
+    waiting = carry._replace(pending=pending, pending_retain=(kept,))
+    if piece.closes is False:
+        return predict(config, carry.memory, phi_q, run=run, label=label), waiting
+    last = one(run(_LAST, momentum, label=label))
+    gates = TokenGates(torch.ones_like(last), kept, last)
+    rule = config.rule
+    memory, slots = rule.apply(carry.memory, carry.slots, pending, gates, run=run, label=label)
+    new = carry._replace(
+        memory=memory,
+        slots=slots,
+        pending=tuple(torch.zeros_like(total) for total in pending),
+        pending_retain=(torch.ones_like(kept),),
+    )
+    if isinstance(piece.closes, Tensor):
+        new = select(piece.closes, new, waiting, run, label)
+    if config.read == "before":
+        return predict(config, carry.memory, phi_q, run=run, label=label), new
+    # The closing token alone sees the commit.
+    queries = several(run(split_time([piece.size - 1, 1]), phi_q, label=label))
+    parts = [
+        predict(config, source, asked, run=run, label=label)
+        for source, asked in zip((carry.memory, new.memory), queries, strict=True)
+        if asked.shape[1]
+    ]
+    return one(run(CONCAT, *parts, label=label)), new
+
+
+def _given(graph: Graph | None) -> Graph:
+    if graph is None:
+        raise TypeError("the dual form needs a structure of linear layers")
+    return graph
+
+
+def _product(total: Tensor, gates: Tensor) -> tuple[Tensors, Tensors]:
+    return (total * gates.prod(1),), (total, gates)
+
+
+def _product_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
+    # Products of all gates but one, without division: a gate of 0 has its true gradient.
+    total, gates = inputs
+    ones = torch.ones_like(gates[:, :1])
+    earlier = torch.cat([ones, gates[:, :-1]], 1).cumprod(1)
+    later = torch.cat([ones, gates[:, 1:].flip(1)], 1).cumprod(1).flip(1)
+    return g * gates.prod(1), (g * total).unsqueeze(1) * earlier * later
+
+
+def _last(gates: Tensor) -> tuple[Tensors, Tensor]:
+    return (gates[:, -1],), gates
+
+
+def _last_vjp(gates: Tensor, g: Tensor) -> tuple[Tensor]:
+    return (torch.cat([torch.zeros_like(gates[:, :-1]), g.unsqueeze(1)], 1),)
+
+
+_PRODUCT = Block("chunk.product", _product, _product_vjp)
+_LAST = Block("chunk.last", _last, _last_vjp)

@@ -1,0 +1,90 @@
+"""The pieces of a sequence that the chunk engine takes in one step, and what each needs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hecate.engine.coefficients import coefficients, last_row
+from hecate.engine.tokens import UNBIND, Tokens, split_time
+from hecate.rule import MemoryConfig
+from hecate.rule.rule import several
+from hecate.tape import Block, Run, Tensors
+
+
+class Piece(NamedTuple):
+    """Tokens of one chunk, taken in one step.
+
+    Whether they hold the token that opens and the one that closes the chunk: known for all
+    memories, or told by a mask `[N]`.
+    """
+
+    size: int
+    opens: bool | Tensor
+    closes: bool | Tensor
+
+
+def pieces_of(position: int, length: int, chunk: int, size: int) -> list[Piece]:
+    """The pieces of at most `size` tokens where all memories stand at `position`."""
+    pieces: list[Piece] = []
+    at = 0
+    while at < length:
+        place = (position + at) % chunk
+        end = min(at + size, at + chunk - place, length)
+        pieces.append(Piece(end - at, place == 0, (position + end) % chunk == 0))
+        at = end
+    return pieces
+
+
+def cut(tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:
+    """Pieces of each tensor `[N, T, ...]`, piece by piece."""
+    block = split_time(sizes)
+    cut = [
+        (None,) * len(sizes) if tensor is None else several(run(block, tensor, label="split"))
+        for tensor in tensors
+    ]
+    return list(zip(*cut, strict=True))
+
+
+def coefficient_rows(
+    config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run
+) -> list[Tensors]:
+    """`Reads` and `Leaves` of every step; steps of equal size share one call."""
+    groups: list[list[int]] = []
+    for size in sizes:
+        if groups and groups[-1][-1] == size:
+            groups[-1].append(size)
+        else:
+            groups.append([size])
+    spans = cut(tokens[3:7], [sum(group) for group in groups], run)
+    rows: list[Tensors] = []
+    for group, span in zip(groups, spans, strict=True):
+        outputs = run(_coefficients(config, group[0]), *span, label="coefficients")
+        each = [
+            [None] * len(group) if out is None else several(run(UNBIND, out, label="coefficients"))
+            for out in outputs
+        ]
+        rows += zip(*each, strict=True)
+    return rows
+
+
+def _coefficients(config: MemoryConfig, size: int) -> Block:
+    """Gates and the write mask `[N, c C]` -> `Reads` and `Leaves`, with the steps on axis 1."""
+
+    def forward(*given: Tensor | None) -> tuple[Tensors, None]:
+        lr, retain, momentum, write = (
+            None if item is None else item.unflatten(1, (-1, size)) for item in given
+        )
+        lr, retain, momentum = several((lr, retain, momentum))
+        after, before, slot = coefficients(config, retain, momentum, write)
+        seen = after if config.read == "after" else before
+        decays = config.retention.uses_retain
+        a, end = (seen.bases[0], after.bases[0][..., -1]) if decays else (None, None)
+        weights, into = seen.writes * lr.unsqueeze(-2), last_row(after) * lr
+        if slot is None:
+            return (weights, a, None, into, end, None, None, None), None
+        slots = (after.bases[1][..., -1], last_row(slot) * lr, slot.bases[0][..., -1])
+        return (weights, a, seen.bases[1], into, end, *slots), None
+
+    return Block("chunk.coefficients", forward)

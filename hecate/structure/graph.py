@@ -1,0 +1,225 @@
+"""Models of linear layers, written down once and walked in every direction.
+
+A graph lists its nodes in the order of evaluation: a linear layer `W h`, or an operation without
+weights. From the list come the prediction, the factors of the inner gradient, which is rank one
+per layer, G_i = d_i h_i^T, and the derivatives of both, the second order included. [STR-GRAPH-D1]
+
+Shapes: p and every value `[N, C, width]`, C tokens that meet the same weights `[N, out, in]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hecate.errors import ConfigError
+
+INPUT = 0  # the value p
+ONE = -1  # the constant 1 of width 1: a layer of it is a bias
+
+
+class Op(Protocol):
+    """An operation between layers, on the last axis alone.
+
+    Its derivatives share what `slopes` keeps of the inputs.
+    """
+
+    @property
+    def name(self) -> str:
+        """What a tape calls it."""
+        ...
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The value."""
+        ...
+
+    def slopes(self, *inputs: Tensor) -> Any:
+        """What the derivatives need."""
+        ...
+
+    def vjp(self, slopes: Any, g: Tensor) -> tuple[Tensor, ...]:
+        """Cotangents of the inputs, linear in g."""
+        ...
+
+    def vjp_vjp(
+        self, slopes: Any, g: Tensor, cotangents: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor | None, ...], Tensor]:
+        """Cotangents of (inputs, g) from those of `vjp`'s result."""
+        ...
+
+
+class Linear(NamedTuple):
+    """The layer `W h` of the weight with this index; `source` is the value h."""
+
+    weight: int
+    source: int
+
+
+class Apply(NamedTuple):
+    """An operation on earlier values."""
+
+    op: Op
+    sources: tuple[int, ...]
+
+
+class Graph(NamedTuple):
+    """Nodes in order. Value 0 is the input p, value i that of the i-th node; the last is pred."""
+
+    nodes: tuple[Linear | Apply, ...]
+
+
+class Trace(NamedTuple):
+    """The values of one evaluation, and the slopes of its operations."""
+
+    values: list[Tensor]
+    slopes: list[Any]
+
+
+class Cotangents:
+    """A sum of cotangents for every value; None where nothing arrived."""
+
+    def __init__(self, count: int) -> None:
+        self.sums: list[Tensor | None] = [None] * count
+
+    def add(self, index: int, g: Tensor | None) -> None:
+        """Adds to one value's; the constant takes none."""
+        if index == ONE or g is None:
+            return
+        known = self.sums[index]
+        self.sums[index] = g if known is None else known + g
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.sums[index] if index != ONE else None
+
+
+def source(values: Sequence[Tensor], index: int) -> Tensor:
+    """A value by its number, the constant included."""
+    return torch.ones_like(values[INPUT][..., :1]) if index == ONE else values[index]
+
+
+def evaluate(graph: Graph, weights: Sequence[Tensor], p: Tensor) -> list[Tensor]:
+    """p and the value of every node."""
+    values = [p]
+    for node in graph.nodes:
+        if isinstance(node, Linear):
+            values.append(source(values, node.source) @ weights[node.weight].mT)
+        else:
+            values.append(node.op.forward(*(values[at] for at in node.sources)))
+    return values
+
+
+def trace(graph: Graph, weights: Sequence[Tensor], p: Tensor) -> Trace:
+    """One evaluation with what its derivatives need."""
+    values = evaluate(graph, weights, p)
+    slopes = [
+        node.op.slopes(*(values[at] for at in node.sources)) if isinstance(node, Apply) else None
+        for node in graph.nodes
+    ]
+    return Trace(values, slopes)
+
+
+def backward(
+    graph: Graph, weights: Sequence[Tensor], past: Trace, flowing: Cotangents
+) -> Cotangents:
+    """Backpropagation: completes the cotangents of all values, in place."""
+    for index in reversed(range(len(graph.nodes))):
+        node, g = graph.nodes[index], flowing[index + 1]
+        if g is None:
+            continue
+        if isinstance(node, Linear):
+            if node.source != ONE:
+                flowing.add(node.source, g @ weights[node.weight])
+        else:
+            for at, share in zip(node.sources, node.op.vjp(past.slopes[index], g), strict=True):
+                flowing.add(at, share)
+    return flowing
+
+
+def factors(
+    graph: Graph, weights: Sequence[Tensor], past: Trace, u: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Cotangents]:
+    """d and h of every weight from the cotangent u of the prediction, and all cotangents."""
+    flowing = Cotangents(len(past.values))
+    flowing.add(len(graph.nodes), u)
+    backward(graph, weights, past, flowing)
+    d: dict[int, Tensor] = {}
+    h: dict[int, Tensor] = {}
+    layers = [(at, node) for at, node in enumerate(graph.nodes, 1) if isinstance(node, Linear)]
+    for at, node in layers:
+        g = flowing[at]
+        d[node.weight] = torch.zeros_like(past.values[at]) if g is None else g
+        h[node.weight] = source(past.values, node.source)
+    if not len(layers) == len(d) == len(weights):
+        raise ConfigError(
+            f"a graph must use each of its {len(weights)} weights in one layer, got layers of the "
+            f"weights {[node.weight for _, node in layers]}; a weight used twice has no gradient "
+            "of rank one: derive from Structure instead of Layered"
+        )
+    order = range(len(weights))
+    return tuple(d[at] for at in order), tuple(h[at] for at in order), flowing
+
+
+def factors_vjp(
+    graph: Graph,
+    weights: Sequence[Tensor],
+    past: Trace,
+    flowed: Cotangents,
+    gd: Sequence[Tensor],
+    gh: Sequence[Tensor],
+) -> tuple[list[Tensor | None], Tensor | None, Cotangents]:
+    """The reverse of `factors`: (weight cotangents, cotangent of u, those of the values).
+
+    Backpropagation went down from the prediction, so its reverse goes up from the input. What the
+    values received still has to pass the layers below them: `through`.
+    """
+    gweights: list[Tensor | None] = [None] * len(weights)
+    up, values = Cotangents(len(past.values)), Cotangents(len(past.values))
+    for index, node in enumerate(graph.nodes):
+        g = flowed[index + 1]
+        if isinstance(node, Linear):
+            up.add(index + 1, gd[node.weight])
+            values.add(node.source, gh[node.weight])
+            c = up[node.source]
+            if c is not None and g is not None:
+                up.add(index + 1, c @ weights[node.weight].mT)
+                gweights[node.weight] = g.mT @ c
+        elif g is not None:
+            arrived = [up[at] for at in node.sources]
+            if all(item is None for item in arrived):
+                continue
+            given = tuple(
+                torch.zeros_like(past.values[at]) if item is None else item
+                for at, item in zip(node.sources, arrived, strict=True)
+            )
+            shares, share = node.op.vjp_vjp(past.slopes[index], g, given)
+            up.add(index + 1, share)
+            for at, own in zip(node.sources, shares, strict=True):
+                values.add(at, own)
+    return gweights, up[len(graph.nodes)], values
+
+
+def through(
+    graph: Graph,
+    weights: Sequence[Tensor],
+    past: Trace,
+    flowing: Cotangents,
+    known: Sequence[Tensor | None] | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """Cotangents of the weights, added to those known, and of p, from those of the values."""
+    backward(graph, weights, past, flowing)
+    sums: list[Tensor | None] = [None] * len(weights) if known is None else list(known)
+    for index, node in enumerate(graph.nodes):
+        g = flowing[index + 1]
+        if isinstance(node, Linear) and g is not None:
+            h, more = source(past.values, node.source), sums[node.weight]
+            own = g.mT @ h if more is None else torch.baddbmm(more, g.mT, h)
+            sums[node.weight] = own
+    pairs = zip(sums, weights, strict=True)
+    gp = flowing[INPUT]
+    return (
+        [torch.zeros_like(weight) if own is None else own for own, weight in pairs],
+        torch.zeros_like(past.values[INPUT]) if gp is None else gp,
+    )

@@ -1,0 +1,134 @@
+"""Structures made of linear layers: what they share."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hecate.structure.base import Memory, Structure
+from hecate.structure.graph import (
+    Cotangents,
+    Graph,
+    evaluate,
+    factors,
+    factors_vjp,
+    through,
+    trace,
+)
+from hecate.tape import Block, Tensors, one
+
+
+class Layered(Structure):
+    """Helper for structures of linear layers: a variant gives `graph` and `shapes`.
+
+    Both derivatives follow from the graph, and so does the dual form of the chunk engine, which
+    reads the state of every token without building its weights. Not a variant itself: it has no
+    kind.
+    """
+
+    @abstractmethod
+    def graph(self) -> Graph:
+        """The layers and what lies between them."""
+
+    def init(
+        self,
+        d_phi: int,
+        d_v: int,
+        *,
+        heads: int = 1,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> dict[str, Tensor]:
+        """N(0, 1/fan_in) for every weight."""
+        generator = generator or torch.Generator().manual_seed(0)
+        return {
+            name: (
+                torch.randn(heads, *shape, generator=generator, dtype=torch.float64, device="cpu")
+                / math.sqrt(shape[-1])
+            ).to(device=device, dtype=dtype)
+            for name, shape in self.shapes(d_phi, d_v).items()
+        }
+
+    def predict(self, memory: Memory, p: Tensor) -> Tensor:
+        return evaluate(self.graph(), memory, p.unsqueeze(1))[-1].squeeze(1)
+
+    def predict_vjp(self, memory: Memory, p: Tensor, u: Tensor) -> tuple[Memory, Tensor]:
+        graph = self.graph()
+        past = trace(graph, memory, p.unsqueeze(1))
+        flowing = Cotangents(len(past.values))
+        flowing.add(len(graph.nodes), u.unsqueeze(1))
+        gmemory, gp = through(graph, memory, past, flowing)
+        return tuple(gmemory), gp.squeeze(1)
+
+    def pullback(self, memory: Memory, p: Tensor, u: Tensor) -> Memory:
+        graph = self.graph()
+        past = trace(graph, memory, p.unsqueeze(1))
+        d, h, _ = factors(graph, memory, past, u.unsqueeze(1))
+        return tuple(di.mT * hi for di, hi in zip(d, h, strict=True))
+
+    def pullback_vjp(
+        self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory
+    ) -> tuple[Tensors, Tensor, Tensor]:
+        graph = self.graph()
+        past = trace(graph, memory, p.unsqueeze(1))
+        d, h, flowed = factors(graph, memory, past, u.unsqueeze(1))
+        gd = [hi @ c.mT for hi, c in zip(h, cotangents, strict=True)]
+        gh = [di @ c for di, c in zip(d, cotangents, strict=True)]
+        above, gu, values = factors_vjp(graph, memory, past, flowed, gd, gh)
+        gmemory, gp = through(graph, memory, past, values, above)
+        gu = torch.zeros_like(u) if gu is None else gu.squeeze(1)
+        return tuple(gmemory), gp.squeeze(1), gu
+
+    def predict_block(self) -> Block:
+        if not self._follows_its_graph():
+            return super().predict_block()
+        graph = self.graph()
+
+        def forward(p: Tensor, *memory: Tensor) -> tuple[Tensors, Any]:
+            past = trace(graph, memory, p.unsqueeze(1))
+            return (past.values[-1].squeeze(1),), (memory, past)
+
+        def vjp(kept: Any, g: Tensor) -> Tensors:
+            memory, past = kept
+            flowing = Cotangents(len(past.values))
+            flowing.add(len(graph.nodes), g.unsqueeze(1))
+            gmemory, gp = through(graph, memory, past, flowing)
+            return gp.squeeze(1), *gmemory
+
+        return Block(f"structure.{self.kind}.predict", forward, vjp)
+
+    def gradient(
+        self, bias: Block, memory: Memory, p: Tensor, target: Tensor
+    ) -> tuple[Memory, Any]:
+        if not self._follows_its_graph():
+            return super().gradient(bias, memory, p, target)
+        graph = self.graph()
+        past = trace(graph, memory, p.unsqueeze(1))
+        outputs, of_bias = bias.apply((past.values[-1].squeeze(1), target))
+        d, h, flowed = factors(graph, memory, past, one(outputs).unsqueeze(1))
+        grads = tuple(di.mT * hi for di, hi in zip(d, h, strict=True))
+        return grads, (graph, memory, past, d, h, flowed, of_bias)
+
+    def gradient_vjp(self, bias: Block, kept: Any, cotangents: Memory) -> tuple[Tensors, Tensors]:
+        if not self._follows_its_graph():
+            return super().gradient_vjp(bias, kept, cotangents)
+        graph, memory, past, d, h, flowed, of_bias = kept
+        gd = [hi @ c.mT for hi, c in zip(h, cotangents, strict=True)]
+        gh = [di @ c for di, c in zip(d, cotangents, strict=True)]
+        above, gu, values = factors_vjp(graph, memory, past, flowed, gd, gh)
+        if gu is None:
+            gu = torch.zeros_like(past.values[-1])
+        gpred, gtarget = bias.pullback(of_bias, [gu.squeeze(1)])
+        values.add(len(graph.nodes), None if gpred is None else gpred.unsqueeze(1))
+        gmemory, gp = through(graph, memory, past, values, above)
+        return tuple(gmemory), (gp.squeeze(1), gtarget)
+
+    def _follows_its_graph(self) -> bool:
+        """Whether no subclass has replaced what the graph gives."""
+        names = ("predict", "predict_vjp", "pullback", "pullback_vjp")
+        return all(getattr(type(self), name) is getattr(Layered, name) for name in names)
