@@ -12,6 +12,7 @@ from torch import Tensor
 from hecate.errors import ShapeError
 from hecate.phi.base import Params, Traits, compute_dtype, per_head
 from hecate.phi.random import RandomMap
+from hecate.tape.bridge import without_autocast
 
 
 class SORF(RandomMap):
@@ -25,7 +26,7 @@ class SORF(RandomMap):
     The kernel approximates exp(-|x - y|^2 / (2 sigma^2)) and, unlike those of the other random
     maps, not without bias, as rows are only nearly uniform on the sphere: `exact_kernel` is None.
 
-    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`, d_phi = 2 m; frozen w `[H, blocks, D]`
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`, d_phi = 2 m; frozen w `[H, D, blocks]`
     (S_1, padding needs no sign) and signs `[H, blocks, 2, P]`.
     VJP: gz = (cos(Wx) g_sin - sin(Wx) g_cos) / sqrt(m); gx = W^T gz, the same steps backwards.
     Traits: is_random, norm_bound 1. Neither features nor kernel are non-negative.
@@ -53,15 +54,15 @@ class SORF(RandomMap):
             drawn = torch.randint(0, 2, shape, device="cpu", generator=generator)
             return 2.0 * drawn.double() - 1
 
-        return {"w": signs(blocks, d), "signs": signs(blocks, 2, padded)}
+        return {"w": signs(d, blocks), "signs": signs(blocks, 2, padded)}
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
         w, signs = self.drawn(params, "w"), self.drawn(params, "signs")
-        d, padded = w.shape[-1], signs.shape[-1]
+        d, padded = w.shape[-2], signs.shape[-1]
         if x.shape[-1] != d:
             raise ShapeError(f"expected inputs of width {d}, got {list(x.shape)}")
         dtype = torch.promote_types(compute_dtype(x), w.dtype)
-        first, later = (per_head(item, x).to(dtype) for item in (w, signs))
+        first, later = (per_head(item, x).to(dtype) for item in (w.mT, signs))
         z = torch.nn.functional.pad(x.to(dtype).unsqueeze(-2) * first, (0, padded - d))
         for step in range(2):
             z = walsh_hadamard(z) * later[..., step, :]
@@ -72,7 +73,7 @@ class SORF(RandomMap):
     def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         phase, w, signs = residuals
         blocks, padded = signs.shape[1], signs.shape[-1]
-        first, later = (per_head(item, g).to(phase) for item in (w, signs))
+        first, later = (per_head(item, g).to(phase) for item in (w.mT, signs))
         gcos, gsin = g.chunk(2, -1)
         gphase = (phase.cos() * gsin - phase.sin() * gcos) / math.sqrt(self.d_phi // 2)
         cut = blocks * padded - gphase.shape[-1]
@@ -80,20 +81,33 @@ class SORF(RandomMap):
         gz = walsh_hadamard(gz.unflatten(-1, (blocks, padded)))
         for step in (1, 0):
             gz = walsh_hadamard(gz * later[..., step, :])
-        return (gz[..., : w.shape[-1]] * first).sum(-2).to(g.dtype), {}
+        return (gz[..., : w.shape[-2]] * first).sum(-2).to(g.dtype), {}
 
     def _length(self, padded: int) -> float:
         return math.sqrt(padded) / self.sigma
 
 
 def walsh_hadamard(x: Tensor) -> Tensor:
-    """The orthonormal Walsh-Hadamard transform of `[..., P]`, P a power of two; its own inverse."""
-    size, half = x.shape[-1], 1
-    while half < size:
-        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
-        x = torch.stack([a + b, a - b], -2).flatten(-3)
-        half *= 2
-    return x / math.sqrt(size)
+    """The orthonormal Walsh-Hadamard transform of `[..., P]`, P a power of two; its own inverse.
+
+    H_P is a Kronecker product of small H: each one transforms the leading digits of the index and
+    moves them to the end. Products of 16 x 16 take fewer passes over memory than single sums.
+    """
+    left = x.shape[-1]
+    with without_autocast(x.device.type):
+        while left > 1:
+            digit = min(left, 16)
+            left //= digit
+            x = (x.unflatten(-1, (digit, -1)).mT @ _small(digit, x)).flatten(-2)
+    return x / math.sqrt(x.shape[-1])
+
+
+def _small(size: int, like: Tensor) -> Tensor:
+    """Sylvester's matrix of 1 and -1, built by doubling."""
+    h = torch.ones(1, 1, dtype=like.dtype, device=like.device)
+    while h.shape[0] < size:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+    return h
 
 
 def _padded(d: int) -> int:

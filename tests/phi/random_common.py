@@ -36,7 +36,7 @@ MAPS = [
     RandomMaclaurin(d_phi=9, coefficients="binomial", degree=3),
     Polysketch(sketch=4),
     Polysketch(sketch=4, degree=16),
-    SORF(d_phi=12, sigma=0.7),
+    SORF(d_phi=24, sigma=0.7),
     SORF(d_phi=40),
     Nystrom(num_centres=7, sigma=2.0),
 ]

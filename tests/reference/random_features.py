@@ -121,7 +121,7 @@ def maclaurin(x, signs, probabilities, coefficients):
 
 def maclaurin_variance(x, y, probabilities, coefficients, width):
     m = (x @ x) * (y @ y) + 2 * (x @ y) ** 2 - 2 * (x**2) @ (y**2)
-    terms = [a**2 / p * m**n for n, (a, p) in enumerate(zip(coefficients, probabilities)) if p > 0]
+    terms = [a**2 / probabilities[n] * m**n for n, a in enumerate(coefficients) if a > 0]
     kernel = sum(a * (x @ y) ** n for n, a in enumerate(coefficients))
     return (sum(terms) - kernel**2) / width
 
@@ -146,21 +146,19 @@ def polysketch(x, degree, matrices):
     )
 
 
-def polysketch_mean(x, y, degree, width, replicas, rng):
-    """E (s(x).s(y))^2 by simulation."""
+def polysketch_draws(x, y, degree, width, replicas, rng):
+    """Draws of (s(x).s(y))^2."""
     values = []
     for _ in range(replicas):
-        drawn, levels = [], degree // 2
-        order = _walk(levels)
-        for is_leaf in order:
-            rows = len(x) if is_leaf else width
-            drawn.append(tuple(rng.standard_normal((rows, width)) for _ in range(2)))
+        rows = [len(x) if is_leaf else width for is_leaf in _walk(degree // 2)]
+        drawn = [tuple(rng.standard_normal((n, width)) for _ in range(2)) for n in rows]
         sx, sy = (sketch(v, degree // 2, iter(drawn)) for v in (x, y))
         values.append((sx @ sy) ** 2)
     return np.array(values)
 
 
 def _walk(degree):
+    """Whether each pair of matrices of `sketch` meets x itself, in the order it takes them."""
     if degree == 1:
         return []
     half = _walk(degree // 2)
@@ -176,7 +174,7 @@ def hadamard_matrix(size):
 def sorf_projections(d, first, signs, sigma, count):
     """Rows of sqrt(P) / sigma H S3 H S2 H S1, block under block, cut to the width of x."""
     rows = []
-    for one, (two, three) in zip(first, signs):
+    for one, (two, three) in zip(first, signs, strict=True):
         size = len(two)
         h = hadamard_matrix(size)
         padded = np.zeros(size)
