@@ -32,7 +32,7 @@ class Nystrom(RandomMap):
     Traits: is_random unless centres are learned; norm_bound 1. The kernel has either sign.
     Cost: O(D num_centres + num_centres^2), and O(num_centres^3) once per call, in float64.
     Warning: eps bounds how far rounding errors grow, by 1 / sqrt(eps): lower it in float64 only.
-    Beside a centre the kernel is off by up to eps.
+    At a centre the kernel is too small by up to sqrt(eps) / 2.
     References: Using the Nystrom Method to Speed Up Kernel Machines (Williams and Seeger, 2001).
     [PHI-NYSTROM-D1]
     """
