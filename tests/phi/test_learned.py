@@ -116,7 +116,7 @@ def test_the_kernel_of_rebased_is_a_square():
     assert float((unscaled - expected).abs().max()) > 0.1
 
 
-@pytest.mark.spec("PHI-REBASED-D2", "PHI-TENSOR-D2", "PHI-PSKETCH-D2")
+@pytest.mark.spec("PHI-POLY-D4")
 @pytest.mark.parametrize(
     ("feature_map", "path", "hint"),
     [
@@ -156,7 +156,7 @@ def test_softmax_does_not_see_a_constant(half_space):
     assert torch.equal(low, feature_map((x * 4).bfloat16().float()).bfloat16())
 
 
-@pytest.mark.spec("PHI-CRELU-I1")
+@pytest.mark.spec("PHI-CRELU-D1")
 def test_crelu_keeps_lengths_and_loses_nothing():
     x = _x(50, 4)
     features = phi.CReLU()(x)
@@ -168,7 +168,7 @@ def test_crelu_keeps_lengths_and_loses_nothing():
     assert not bool(phi.CReLU().vjp(zero, torch.ones(6))[0].any())
 
 
-@pytest.mark.spec("PHI-TANH-I1", "PHI-SIGMOID-I1")
+@pytest.mark.spec("PHI-TANH-D1", "PHI-SIGMOID-I1")
 def test_bounded_activations():
     x = torch.tensor([-100.0, -40.0, 0.0, 40.0], dtype=torch.float64)
     assert float(phi.Sigmoid()(x)[0]) == pytest.approx(3.720075976020836e-44, rel=1e-13)
@@ -214,9 +214,7 @@ def _wrong_softmax(feature_map, residuals, g):
     return feature_map.vjp(residuals, g)[0] * feature_map.temperature, {}
 
 
-@pytest.mark.spec(
-    "PHI-HEDGEHOG-V1", "PHI-T2R-V1", "PHI-HADA-V1", "PHI-REBASED-V1", "PHI-SOFTMAX-V1"
-)
+@pytest.mark.spec("PHI-HEDGEHOG-V1", "PHI-REBASED-V1", "PHI-SOFTMAX-V1")
 @pytest.mark.parametrize(
     ("feature_map", "planted"),
     [

@@ -62,7 +62,7 @@ def test_rectified_powers_estimate_the_arc_cosine_kernels(order, length):
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])
-@pytest.mark.spec("PHI-ARCCOS-I2", "PHI-ARCCOS-I1")
+@pytest.mark.spec("PHI-ARCCOS-I1")
 def test_norms_and_blocks_of_arc_cosine(order):
     x, y = pair(1.3, 0.4, 4)
     exact = reference.arc_cosine_of_order(x.numpy(), y.numpy(), order)
@@ -85,7 +85,7 @@ def test_order_1_is_performer_relu_without_epsilon():
     assert torch.equal(ours.exact_kernel(x, x.flip(0)), theirs.exact_kernel(x, x.flip(0)))
 
 
-@pytest.mark.spec("PHI-ARCCOS-I3", "PHI-ARCCOS-V1")
+@pytest.mark.spec("PHI-ARCCOS-I2", "PHI-ARCCOS-V1")
 def test_steps_see_directions_only_and_pass_no_gradient():
     feature_map = ArcCosine(order=0, num_features=16)
     params = feature_map.init(5, heads=2, dtype=F64)
@@ -101,7 +101,10 @@ def test_steps_see_directions_only_and_pass_no_gradient():
     traits = feature_map.traits()
     assert traits.non_negative and traits.is_random and traits.degree == 0
     zero = feature_map(torch.zeros(1, 2, 5, dtype=F64), params)
-    assert not bool(zero.any()) and float(feature_map.exact_kernel(x[0, 0], 0 * x[0, 0])) == 0
+    assert (
+        not bool(zero.any())
+        and float(feature_map.exact_kernel(x[0, 0].detach(), 0 * x[0, 0].detach())) == 0
+    )
     low = feature_map.init(5, heads=2)
     assert feature_map(x.detach().bfloat16(), low).dtype == torch.bfloat16
 
@@ -133,7 +136,7 @@ def test_maclaurin_features_estimate_their_series(case, length):
     assert deviation(errors, variance * WIDTH / 8) < SIGMAS
 
 
-@pytest.mark.spec("PHI-MACL-I2")
+@pytest.mark.spec("PHI-MACL-D2")
 @pytest.mark.parametrize(
     ("coefficients", "parity", "degree"),
     [
@@ -162,7 +165,7 @@ def test_polysketch_estimates_its_mean(degree, sketch, length):
     assert bool((samples >= 0).all())
 
 
-@pytest.mark.spec("PHI-PSKETCH-I1", "PHI-PSKETCH-E1", "PHI-PSKETCH-E2")
+@pytest.mark.spec("PHI-PSKETCH-I1", "PHI-PSKETCH-E1")
 def test_the_square_of_a_sketch_is_biased_and_its_formula_right():
     x, y = pair(1.0, 0.8, 5)
     feature_map = Polysketch(sketch=4)
@@ -202,7 +205,7 @@ def test_structured_projections_approximate_the_gaussian_kernel(sigma):
     assert feature_map.exact_kernel(x, y) is None
 
 
-@pytest.mark.spec("PHI-SORF-I2", "PHI-SORF-E1")
+@pytest.mark.spec("PHI-SORF-I1")
 def test_structured_projections_are_biased():
     for d, low, high in ((1, 0.06, 0.07), (8, 0.015, 0.025), (64, 0.001, 0.004)):
         x = torch.zeros(d, dtype=F64)
@@ -369,7 +372,7 @@ def without_the_norm_of_x(feature_map, residuals, g):
     ],
     ids=lambda value: value.kind if isinstance(value, FeatureMap) else value.__name__,
 )
-@pytest.mark.spec("PHI-ARCCOS-V1", "PHI-MACL-V1", "PHI-PSKETCH-V1", "PHI-SORF-V1", "PHI-NYSTROM-V1")
+@pytest.mark.spec("PHI-ARCCOS-V1", "PHI-MACL-V1", "PHI-NYSTROM-V1")
 def test_the_check_fails_on_planted_faults(feature_map, planted):
     sound = bound_block(feature_map, feature_map.init(5, dtype=F64))
     broken = sound._replace(vjp=lambda residuals, g: (planted(feature_map, residuals, g),))
