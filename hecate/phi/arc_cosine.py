@@ -60,14 +60,12 @@ class ArcCosine(RandomMap):
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         w = self.drawn(params, "w")
         z = project_precisely(x, w)
-        # The sign has the derivative 0 everywhere; a comparison would cut the graph instead.
-        powers = (z.sign().relu(), z.relu(), z.relu().square())
-        features = powers[self.order] / math.sqrt(w.shape[-1])
+        features = _rectified(z, self.order) / math.sqrt(w.shape[-1])
         return features.to(x.dtype), (w, z)
 
     def vjp(self, residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         w, z = residuals
-        slope = (torch.zeros_like(z), z.sign().relu(), 2 * z.relu())[self.order]
+        slope = self.order * _rectified(z, self.order - 1) if self.order else torch.zeros_like(z)
         gz = slope * g / math.sqrt(w.shape[-1])
         return project_precisely(gz, w.mT).to(g.dtype), {}
 
@@ -75,6 +73,13 @@ class ArcCosine(RandomMap):
         d = x.shape[-1]
         shrunk = self.order == 2 and self.norms == "sqrt"
         return arc_cosine(x, y, self.order) * (d / (d + 2) if shrunk else 1.0)
+
+
+def _rectified(z: Tensor, order: int) -> Tensor:
+    if order == 0:
+        # The sign has the derivative 0 everywhere; a comparison would cut the graph instead.
+        return z.sign().relu()
+    return z.relu() if order == 1 else z.relu().square()
 
 
 def arc_cosine(x: Tensor, y: Tensor, order: Order) -> Tensor:

@@ -20,10 +20,10 @@ class PerformerReLU(RandomMap):
     With W ~ N(0, I) and m = num_features, the arc-cosine kernel of order 1, |x| |y| (sin t + (pi -
     t) cos t) / (2 pi) with the angle t, in expectation, plus a small term of kernel_epsilon that
     keeps a normaliser off zero: without it a query has no feature at all with probability 2^-m.
-    The factor 1/sqrt(m), absent in the reference code, makes the kernel independent of m; it
-    cancels in a normalised read and matters in every other. Both norms are unbiased up to
-    kernel_epsilon, and `"sqrt"` (all rows of length sqrt(d)) has the lower variance. The reference
-    scales x by d^(-1/4) first, which is kernel_epsilon * d^(1/4) here.
+    `arc_cosine` has the other orders. The factor 1/sqrt(m), absent in the reference code, makes the
+    kernel independent of m; it cancels in a normalised read and matters in every other. Both norms
+    are unbiased up to kernel_epsilon, and `"sqrt"` (all rows of length sqrt(d)) has the lower
+    variance. The reference scales x by d^(-1/4) first, which is kernel_epsilon * d^(1/4) here.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D)));
     frozen w `[H, D, num_features]`.
