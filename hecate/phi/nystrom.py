@@ -32,7 +32,8 @@ class Nystrom(RandomMap):
     Traits: is_random unless centres are learned; norm_bound 1. The kernel has either sign.
     Cost: O(D num_centres + num_centres^2), and O(num_centres^3) once per call, in float64.
     Warning: eps bounds how far rounding errors grow, by 1 / sqrt(eps): lower it in float64 only.
-    At a centre the kernel is too small by up to sqrt(eps) / 2.
+    At a centre the kernel is too small by up to sqrt(eps) / 2. In float32 kernel values are off by
+    about 1e-7 |x|^2 / sigma^2.
     References: Using the Nystrom Method to Speed Up Kernel Machines (Williams and Seeger, 2001).
     [PHI-NYSTROM-D1]
     """

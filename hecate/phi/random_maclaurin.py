@@ -95,9 +95,10 @@ class RandomMaclaurin(RandomMap):
         return [share / sum(shares) for share in shares]
 
     def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
-        a, p = (torch.tensor(v, dtype=torch.float64) for v in (self.series, self.probabilities))
+        both = [self.series, self.probabilities]
+        a, p = torch.tensor(both, dtype=torch.float64, device="cpu")
         n = torch.multinomial(p, self.d_phi, replacement=True, generator=generator)
-        unused = torch.arange(1, len(a)).unsqueeze(-1) > n  # [degree, d_phi]
+        unused = torch.arange(1, len(a), device="cpu").unsqueeze(-1) > n  # [degree, d_phi]
         shape = (d, unused.numel())
         signs = 2.0 * torch.randint(0, 2, shape, device="cpu", generator=generator) - 1
         offset = unused.flatten().double()

@@ -281,14 +281,17 @@ def test_draws_do_not_depend_on_the_number_of_threads():
     assert torch.equal(*draws)
 
 
-def test_a_default_device_does_not_move_the_draws():
-    feature_map = RandomFourier(d_phi=8, orthogonal=True)
+@each_map
+def test_a_default_device_does_not_move_the_draws(feature_map):
     expected = feature_map.init(3)["frozen"]
     with torch.device("meta"):
         got = feature_map.init(3)["frozen"]
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     away = feature_map.init(3, device="meta")
-    assert feature_map(torch.zeros(4, 3, device="meta"), away).shape == (4, 8)
+    assert feature_map(torch.zeros(4, 3, device="meta"), away).shape == (
+        4,
+        feature_map.output_dim(3),
+    )
 
 
 @each_map
