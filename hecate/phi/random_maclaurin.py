@@ -6,7 +6,7 @@ import math
 from functools import reduce
 from itertools import accumulate
 from operator import mul
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -22,9 +22,9 @@ class RandomMaclaurin(RandomMap):
 
     Any kernel sum_n a_n (x.y)^n with a_n >= 0 in expectation: rows w_ij are random signs, and
     feature i is a product of n_i of them, n_i drawn with probability p_n in proportion to 2^-n
-    among the n with a_n > 0. `coefficients` is `"exponential"`, a_n = 1 / n! up to degree (the
-    series is cut there, and the kernel is the cut series), `"binomial"` for (1 + x.y)^degree, or
-    the list of a_0, a_1, ..., which sets the degree itself.
+    among the n with a_n > 0. The series is `"exponential"`, a_n = 1 / n! up to degree (it is cut
+    there, and the kernel is the cut series), `"binomial"` for (1 + x.y)^degree, or given by the
+    coefficients a_0, a_1, ... themselves.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`; frozen w `[H, D, degree d_phi]` with
     columns of 0 where n_i < j, offset `[H, degree d_phi]` with 1 there, so that the factor is 1,
@@ -41,22 +41,25 @@ class RandomMaclaurin(RandomMap):
 
     kind: Literal["random_maclaurin"] = "random_maclaurin"
     d_phi: int = Field(gt=0, description="number of features")
-    coefficients: (
-        Literal["exponential", "binomial"] | Annotated[tuple[float, ...], Field(strict=False)]
-    ) = Field(default="exponential", description="or a_0, a_1, ..., none negative")
+    series: Literal["exponential", "binomial"] | None = Field(
+        default=None, description="null: exponential, unless coefficients are given"
+    )
     degree: int | None = Field(
-        default=None, ge=1, le=64, description="last power; null: 8, or that of the list"
+        default=None, ge=1, le=64, description="last power of the series; null: 8"
+    )
+    coefficients: tuple[float, ...] | None = Field(
+        default=None, description="a_0, a_1, ... in place of a series, none negative"
     )
 
     @model_validator(mode="after")
     def _a_series(self) -> Self:
-        if isinstance(self.coefficients, str):
+        if self.coefficients is None:
             return self
-        if self.degree is not None:
-            raise ConfigError(
-                f"follows from the list of coefficients, got {self.degree}; leave it out",
-                ("degree",),
-            )
+        for name in ("series", "degree"):
+            if (given := getattr(self, name)) is not None:
+                raise ConfigError(
+                    f"must be left out when coefficients are given, got {given!r}", (name,)
+                )
         if min(self.coefficients, default=0.0) < 0 or not any(self.coefficients[1:]):
             raise ConfigError(
                 "must be a_0, a_1, ... without a negative one, as their square roots scale the "
@@ -69,7 +72,7 @@ class RandomMaclaurin(RandomMap):
         return self.d_phi
 
     def traits(self) -> Traits:
-        used = [n for n, a in enumerate(self.series) if a > 0]
+        used = [n for n, a in enumerate(self.terms) if a > 0]
         even = {n % 2 == 0 for n in used}
         parity: Literal["even", "odd"] = "even" if True in even else "odd"
         return Traits(
@@ -79,23 +82,23 @@ class RandomMaclaurin(RandomMap):
         )
 
     @property
-    def series(self) -> list[float]:
-        """a_0, a_1, ..., a_degree."""
-        if not isinstance(self.coefficients, str):
+    def terms(self) -> list[float]:
+        """a_0, a_1, ..., up to the last power."""
+        if self.coefficients is not None:
             return list(self.coefficients)
-        degree = 8 if self.degree is None else self.degree
-        if self.coefficients == "binomial":
-            return [float(math.comb(degree, n)) for n in range(degree + 1)]
-        return [1 / math.factorial(n) for n in range(degree + 1)]
+        powers = range(1 + (8 if self.degree is None else self.degree))
+        if self.series == "binomial":
+            return [float(math.comb(powers[-1], n)) for n in powers]
+        return [1 / math.factorial(n) for n in powers]
 
     @property
     def probabilities(self) -> list[float]:
         """p_0, p_1, ..., p_degree: how often a feature has n factors."""
-        shares = [2.0**-n if a > 0 else 0.0 for n, a in enumerate(self.series)]
+        shares = [2.0**-n if a > 0 else 0.0 for n, a in enumerate(self.terms)]
         return [share / sum(shares) for share in shares]
 
     def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
-        both = [self.series, self.probabilities]
+        both = [self.terms, self.probabilities]
         a, p = torch.tensor(both, dtype=torch.float64, device="cpu")
         n = torch.multinomial(p, self.d_phi, replacement=True, generator=generator)
         unused = torch.arange(1, len(a), device="cpu").unsqueeze(-1) > n  # [degree, d_phi]
@@ -127,7 +130,7 @@ class RandomMaclaurin(RandomMap):
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
         """The series up to its degree, sum_n a_n (x.y)^n."""
         z = (x * y).sum(-1)
-        return torch.stack([a * z**n for n, a in enumerate(self.series)]).sum(0)
+        return torch.stack([a * z**n for n, a in enumerate(self.terms)]).sum(0)
 
 
 def _running(factors: tuple[Tensor, ...]) -> list[Tensor]:

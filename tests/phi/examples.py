@@ -76,7 +76,7 @@ EXAMPLES: dict[str, list[phi.FeatureMap]] = {
     "polysketch": [phi.Polysketch(sketch=4), phi.Polysketch(sketch=3, degree=16)],
     "random_maclaurin": [
         phi.RandomMaclaurin(d_phi=12),
-        phi.RandomMaclaurin(d_phi=12, coefficients="binomial", degree=3),
+        phi.RandomMaclaurin(d_phi=12, series="binomial", degree=3),
         phi.RandomMaclaurin(d_phi=8, coefficients=(0.0, 1.0, 0.0, 0.5)),
         phi.RandomMaclaurin(d_phi=8, coefficients=(0.0, 0.0, 1.0)),
     ],

@@ -33,7 +33,7 @@ MAPS = [
     ArcCosine(num_features=9),
     ArcCosine(order=2, num_features=9, norms="chi"),
     RandomMaclaurin(d_phi=9),
-    RandomMaclaurin(d_phi=9, coefficients="binomial", degree=3),
+    RandomMaclaurin(d_phi=9, series="binomial", degree=3),
     Polysketch(sketch=4),
     Polysketch(sketch=4, degree=16),
     SORF(d_phi=24, sigma=0.7),

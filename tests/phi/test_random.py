@@ -64,7 +64,7 @@ def reference_features(feature_map: FeatureMap, x: np.ndarray, params) -> np.nda
         used = frozen["offset"].reshape(-1, feature_map.d_phi).T == 0
         rows = w.reshape(-1, feature_map.d_phi, len(x)).transpose(1, 0, 2)
         chosen = [list(each[mask]) for each, mask in zip(rows, used, strict=True)]
-        return reference.maclaurin(x, chosen, feature_map.probabilities, feature_map.series)
+        return reference.maclaurin(x, chosen, feature_map.probabilities, feature_map.terms)
     if isinstance(feature_map, Polysketch):
         return reference.polysketch(x, feature_map.degree, walked(frozen, feature_map))
     if isinstance(feature_map, RandomFourier):

@@ -112,7 +112,7 @@ def test_steps_see_directions_only_and_pass_no_gradient():
 SERIES = [
     ({}, lambda z: sum(z**n / math.factorial(n) for n in range(9))),
     ({"degree": 3}, lambda z: 1 + z + z**2 / 2 + z**3 / 6),
-    ({"coefficients": "binomial", "degree": 3}, lambda z: (1 + z) ** 3),
+    ({"series": "binomial", "degree": 3}, lambda z: (1 + z) ** 3),
     ({"coefficients": [0.5, 0.0, 2.0]}, lambda z: 0.5 + 2 * z**2),
 ]
 
@@ -127,7 +127,7 @@ def test_maclaurin_features_estimate_their_series(case, length):
     wide = RandomMaclaurin(d_phi=WIDTH, **fields)
     exact = series(float(x @ y))
     assert float(wide.exact_kernel(x, y)) == pytest.approx(exact, rel=1e-12)
-    p, a = wide.probabilities, wide.series
+    p, a = wide.probabilities, wide.terms
     assert sum(p) == pytest.approx(1) and all((q > 0) == (c > 0) for q, c in zip(p, a, strict=True))
     variance = reference.maclaurin_variance(x.numpy(), y.numpy(), p, a, WIDTH)
     assert abs(one_estimate(wide, x, y) - exact) < SIGMAS * math.sqrt(variance)
@@ -322,7 +322,12 @@ def test_the_kernel_of_a_product_of_random_maps_is_the_product():
         (
             lambda: RandomMaclaurin(d_phi=4, coefficients=[0.0, 1.0], degree=1),
             ("degree",),
-            "leave it out",
+            "left out when coefficients are given, got 1",
+        ),
+        (
+            lambda: RandomMaclaurin(d_phi=4, coefficients=[0.0, 1.0], series="binomial"),
+            ("series",),
+            "left out when coefficients are given, got 'binomial'",
         ),
         (lambda: Polysketch(sketch=4, degree=6), ("degree",), "power of two from 4 on, got 6"),
         (lambda: Polysketch(sketch=4, degree=2), ("degree",), "4"),
