@@ -173,7 +173,8 @@ def test_traits_of_tensor_product(maps, parity, degree):
     traits = phi.TensorProduct(maps=maps).traits()
     assert (traits.parity, traits.degree) == (parity, degree)
     assert not traits.non_negative and traits.norm_bound is None
-    bounded = phi.TensorProduct(maps=(phi.Softmax(half_space=True), phi.Hedgehog())).traits()
+    bounds = (phi.Softmax(), phi.Hedgehog(), phi.Softmax(half_space=True))  # 1, 2, 2
+    bounded = phi.TensorProduct(maps=bounds).traits()
     assert bounded.norm_bound == 4.0 and bounded.non_negative and bounded.kernel_non_negative
 
 
