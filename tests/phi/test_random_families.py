@@ -136,6 +136,21 @@ def test_maclaurin_features_estimate_their_series(case, length):
     assert deviation(errors, variance * WIDTH / 8) < SIGMAS
 
 
+@pytest.mark.spec("PHI-MACL-D1")
+def test_the_number_of_factors_halves_from_power_to_power():
+    for fields, shares in (
+        ({"degree": 2}, [4 / 7, 2 / 7, 1 / 7]),
+        ({"coefficients": (0.0, 3.0, 0.0, 0.5)}, [0, 4 / 5, 0, 1 / 5]),
+    ):
+        feature_map = RandomMaclaurin(d_phi=8000, **fields)
+        assert feature_map.probabilities == pytest.approx(shares, rel=1e-12)
+        offset = feature_map.init(1, dtype=F64)["frozen"]["offset"][0].unflatten(-1, (-1, 8000))
+        factors = (1 - offset).sum(0)
+        for n, share in enumerate(shares):
+            got = float((factors == n).double().mean())
+            assert abs(got - share) <= SIGMAS * math.sqrt(share * (1 - share) / 8000)
+
+
 @pytest.mark.spec("PHI-MACL-D2")
 @pytest.mark.parametrize(
     ("coefficients", "parity", "degree"),
