@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.tape import Block, Tensors
+from hecate.tape.bridge import without_autocast
 from hecate.variant import Variant
 
 
@@ -202,13 +203,20 @@ def project(x: Tensor, w: Tensor) -> Tensor:
 
 def project_vjp(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Cotangents of x and w from the cotangent g `[..., P]` of `project(x, w)`."""
-    gx = project(g, w.mT)
-    if w.shape[0] == 1:
-        return gx, (x.reshape(-1, x.shape[-1]).mT @ g.reshape(-1, g.shape[-1])).unsqueeze(0)
-    heads = x.shape[-2]
+    heads = w.shape[0]
     xs = x.reshape(-1, heads, x.shape[-1]).transpose(0, 1)
     gs = g.reshape(-1, heads, g.shape[-1]).transpose(0, 1)
-    return gx, xs.mT @ gs
+    with without_autocast(x.device.type):
+        return project(g, w.mT), xs.mT @ gs
+
+
+def per_head(value: Tensor, x: Tensor) -> Tensor:
+    """A parameter `[H, ...]` ready to meet x `[..., H, D]`; one head's serves every head."""
+    if value.shape[0] == 1:
+        return value[0]
+    if x.dim() < 2 or x.shape[-2] != value.shape[0]:
+        raise ShapeError(f"expected inputs [..., {value.shape[0]} heads, D], got {list(x.shape)}")
+    return value
 
 
 def sum_to_heads(value: Tensor, heads: int) -> Tensor:

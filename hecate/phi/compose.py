@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
-from pydantic import Field
 from torch import Tensor
 
-from hecate.phi.base import FeatureMap, Params, Parity, Traits
-from hecate.phi.nested import nested_init, nested_redraw, own, prefixed
+from hecate.phi.base import Params, Parity, Traits
+from hecate.phi.nested import Several, own, prefixed
 
 
-class Compose(FeatureMap):
+class Compose(Several):
     """compose: phi(x) = phi_n(... phi_2(phi_1(x))), the maps applied from left to right.
 
     For instance a narrowing `linear` before `taylor`, or unit keys before `random_fourier`.
@@ -28,10 +26,12 @@ class Compose(FeatureMap):
     """
 
     kind: Literal["compose"] = "compose"
-    maps: tuple[FeatureMap, ...] = Field(min_length=1, strict=False)
 
     def output_dim(self, d: int) -> int:
         return self._widths(d)[-1]
+
+    def input_dims(self, d: int) -> list[int]:
+        return self._widths(d)[:-1]
 
     def traits(self) -> Traits:
         each = [map_.traits() for map_ in self.maps]
@@ -47,29 +47,6 @@ class Compose(FeatureMap):
             is_random=any(t.is_random for t in each),
             needs_position=any(t.needs_position for t in each),
         )
-
-    def init(
-        self,
-        d: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
-        return nested_init(
-            self.maps,
-            self._widths(d)[:-1],
-            heads=heads,
-            generator=generator,
-            dtype=dtype,
-            device=device,
-        )
-
-    def redraw(self, params: Params, generator: torch.Generator) -> Params:
-        if not self.is_random:
-            return super().redraw(params, generator)
-        return nested_redraw(self.maps, params, generator)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
         residuals = []

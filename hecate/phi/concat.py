@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype
-from hecate.phi.nested import nested_init, nested_redraw, own, prefixed
+from hecate.phi.base import Params, Traits, compute_dtype
+from hecate.phi.nested import Several, own, prefixed
 
 
-class Concat(FeatureMap):
+class Concat(Several):
     """concat: phi(x) = [phi_1(x), ..., phi_n(x)].
 
     The kernel of the result is the sum of the kernels. Parameters are named by position:
@@ -28,7 +27,6 @@ class Concat(FeatureMap):
     """
 
     kind: Literal["concat"] = "concat"
-    maps: tuple[FeatureMap, ...] = Field(min_length=1, strict=False)
 
     def output_dim(self, d: int) -> int:
         return sum(map_.output_dim(d) for map_ in self.maps)
@@ -46,29 +44,6 @@ class Concat(FeatureMap):
             is_random=any(t.is_random for t in each),
             needs_position=any(t.needs_position for t in each),
         )
-
-    def init(
-        self,
-        d: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
-        return nested_init(
-            self.maps,
-            [d] * len(self.maps),
-            heads=heads,
-            generator=generator,
-            dtype=dtype,
-            device=device,
-        )
-
-    def redraw(self, params: Params, generator: torch.Generator) -> Params:
-        if not self.is_random:
-            return super().redraw(params, generator)
-        return nested_redraw(self.maps, params, generator)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Any]:
         parts, residuals = [], []

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype
+from hecate.phi.crelu import halves, halves_vjp
 
 
 class DPFP(FeatureMap):
@@ -48,20 +49,14 @@ class DPFP(FeatureMap):
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         self.output_dim(x.shape[-1])
-        y = _halves(x.to(compute_dtype(x)))
+        y = halves(x.to(compute_dtype(x)))
         products = [y * y.roll(j, -1) for j in range(1, self.nu + 1)]
         return torch.cat(products, -1).to(x.dtype), x
 
     def vjp(self, residuals: Tensor, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x = residuals
-        y = _halves(x.to(compute_dtype(x)))
+        y = halves(x.to(compute_dtype(x)))
         gy = torch.zeros_like(y)
         for j, gj in enumerate(g.to(y.dtype).chunk(self.nu, -1), start=1):
             gy = gy + gj * y.roll(j, -1) + (gj * y).roll(-j, -1)
-        up, down = gy.chunk(2, -1)
-        zero = torch.zeros_like(up)
-        return torch.where(x > 0, up, torch.where(x < 0, -down, zero)).to(x.dtype), {}
-
-
-def _halves(x: Tensor) -> Tensor:
-    return torch.cat([torch.relu(x), torch.relu(-x)], -1)
+        return halves_vjp(x, gy).to(x.dtype), {}

@@ -1,4 +1,4 @@
-"""Initial values of learned projections."""
+"""Learned projections: initial values, and the affine map with its derivative."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.phi.base import Params
+from hecate.phi.base import Params, per_head, project_vjp, sum_to_heads
+from hecate.phi.random import project_precisely
 
 
 def seeded(generator: torch.Generator | None) -> torch.Generator:
@@ -42,3 +43,18 @@ def learned(kind: str, params: Params, name: str) -> Tensor:
             f"{sorted(params['learned'])}; pass params=feature_map.init(d, generator=...)"
         )
     return params["learned"][name]
+
+
+def affine(kind: str, x: Tensor, params: Params) -> Tensor:
+    """x weight + bias per head, from the learned parameters of those names; float32 or better."""
+    weight, bias = (learned(kind, params, name) for name in ("weight", "bias"))
+    product = project_precisely(x, weight)
+    return product + per_head(bias, x).to(product)
+
+
+def affine_vjp(x: Tensor, params: Params, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cotangents of x, weight and bias from the cotangent g of `affine`."""
+    weight, bias = (params["learned"][name] for name in ("weight", "bias"))
+    gx, gweight = project_vjp(x.to(g.dtype), weight.to(g.dtype), g)
+    gbias = sum_to_heads(g, bias.shape[0])
+    return gx.to(x.dtype), {"weight": gweight.to(weight.dtype), "bias": gbias.to(bias.dtype)}

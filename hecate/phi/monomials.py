@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError
+from hecate.tape.bridge import without_autocast
 
 
 class _Step(NamedTuple):
@@ -34,12 +35,13 @@ def widths(d: int, degree: int, symmetric: bool) -> list[int]:
     return [comb(d + i - 1, i) if symmetric else d**i for i in range(degree + 1)]
 
 
-def bounded(width: int, limit: int, d: int, knob: str) -> int:
-    """`width`, refused when the state would be wider than `limit`."""
+def bounded(width: int, limit: int, d: int, knob: str, cure: str | None = None) -> int:
+    """`width`, refused when the state would be wider than `limit`; `cure`: what else helps."""
     if width > limit:
+        first = f"lower {knob}, " if cure is None else cure
         raise ConfigError(
             f"gives d_phi = {width:,} for inputs of width {d}, more than max_d_phi = {limit:,}; "
-            f"lower {knob}, put a narrower `linear` before it with `compose`, or raise max_d_phi",
+            f"{first}put a narrower `linear` before it with `compose`, or raise max_d_phi",
             (knob,),
         )
     return width
@@ -71,8 +73,9 @@ def powers_vjp(
             spread = g.reshape(*g.shape[:-1], before.shape[-1], x.shape[-1]).mT
         else:
             spread = _spread(g * step.scale, step, before.shape[-1])
-        gx = gx + (spread @ before.unsqueeze(-1)).squeeze(-1)
-        carried = (x.unsqueeze(-2) @ spread).squeeze(-2)
+        with without_autocast(x.device.type):
+            gx = gx + (spread @ before.unsqueeze(-1)).squeeze(-1)
+            carried = (x.unsqueeze(-2) @ spread).squeeze(-2)
     return gx
 
 

@@ -1,39 +1,79 @@
-"""What maps made of maps share: one flat dictionary of parameters, prefixed by position."""
+"""What maps made of maps share: their parameters, drawn in order and kept in one flat dictionary.
+
+Maps of several name parameters by position, `0.weight`; maps around one keep its names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from hecate.phi.base import FeatureMap, Params
 from hecate.phi.learned import seeded
 
 
-def nested_init(
-    maps: Sequence[FeatureMap],
-    widths: Sequence[int],
-    *,
-    heads: int,
-    generator: torch.Generator | None,
-    dtype: torch.dtype,
-    device: torch.device | str | None,
-) -> Params:
-    """Parameters of all maps, drawn in order from one generator: no two share their draws."""
-    source = seeded(generator)
-    return _merged(
-        map_.init(d, heads=heads, generator=source, dtype=dtype, device=device)
-        for map_, d in zip(maps, widths, strict=True)
-    )
+class Wrapper(FeatureMap):
+    """Helper for maps around one map of the same width. Not a variant itself: it has no kind."""
+
+    inner: FeatureMap
+
+    def output_dim(self, d: int) -> int:
+        return self.inner.output_dim(d)
+
+    def init(
+        self,
+        d: int,
+        *,
+        heads: int = 1,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Params:
+        """Parameters of the inner map, under its own names."""
+        return self.inner.init(d, heads=heads, generator=generator, dtype=dtype, device=device)
+
+    def redraw(self, params: Params, generator: torch.Generator) -> Params:
+        """The inner map's."""
+        return self.inner.redraw(params, generator)
 
 
-def nested_redraw(maps: Sequence[FeatureMap], params: Params, generator: torch.Generator) -> Params:
-    """Fresh draws for the random maps; the parameters of the others stay."""
-    return _merged(
-        map_.redraw(own(params, i), generator) if map_.is_random else own(params, i)
-        for i, map_ in enumerate(maps)
-    )
+class Several(FeatureMap):
+    """Helper for maps made of several. Not a variant itself: it has no kind."""
+
+    maps: tuple[FeatureMap, ...] = Field(min_length=1, strict=False)
+
+    def input_dims(self, d: int) -> list[int]:
+        """The width that each map is given."""
+        return [d] * len(self.maps)
+
+    def init(
+        self,
+        d: int,
+        *,
+        heads: int = 1,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Params:
+        """Parameters of all maps, drawn in order from one generator: no two share their draws."""
+        self.output_dim(d)
+        source = seeded(generator)
+        return _merged(
+            map_.init(width, heads=heads, generator=source, dtype=dtype, device=device)
+            for map_, width in zip(self.maps, self.input_dims(d), strict=True)
+        )
+
+    def redraw(self, params: Params, generator: torch.Generator) -> Params:
+        """Fresh draws for the random maps; the parameters of the others stay."""
+        if not self.is_random:
+            return super().redraw(params, generator)
+        return _merged(
+            map_.redraw(own(params, i), generator) if map_.is_random else own(params, i)
+            for i, map_ in enumerate(self.maps)
+        )
 
 
 def own(params: Params, index: int) -> Params:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype
+from hecate.phi.base import Params, Traits, compute_dtype
+from hecate.phi.nested import Wrapper
 
 
-class Normalise(FeatureMap):
+class Normalise(Wrapper):
     """normalise: phi(x) = f / sqrt(|f|^2 + eps^2), or f / (sum f + eps), with f = inner(x).
 
     Bounds |phi(x)|^2 by 1 whatever the keys are, so that a delta-type rule is stable for every lr <
@@ -33,7 +33,6 @@ class Normalise(FeatureMap):
     """
 
     kind: Literal["normalise"] = "normalise"
-    inner: FeatureMap
     norm: Literal["l2", "sum"] = "l2"
     eps: float = Field(default=1e-6, gt=0)
 
@@ -47,25 +46,8 @@ class Normalise(FeatureMap):
             )
         return self
 
-    def output_dim(self, d: int) -> int:
-        return self.inner.output_dim(d)
-
     def traits(self) -> Traits:
         return self.inner.traits()._replace(degree=None, norm_bound=1.0)
-
-    def init(
-        self,
-        d: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
-        return self.inner.init(d, heads=heads, generator=generator, dtype=dtype, device=device)
-
-    def redraw(self, params: Params, generator: torch.Generator) -> Params:
-        return self.inner.redraw(params, generator)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Any]]:
         features, residuals = self.inner.forward(x, params)

@@ -9,10 +9,11 @@ from pydantic import model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.phi.base import FeatureMap, Params, Traits
+from hecate.phi.base import Params, Traits
+from hecate.phi.nested import Wrapper
 
 
-class OddLift(FeatureMap):
+class OddLift(Wrapper):
     """odd_lift: phi(x) = (inner(x) - inner(-x)) / 2.
 
     Makes any map admissible where signs must survive, above all for gradients in an optimiser:
@@ -28,7 +29,6 @@ class OddLift(FeatureMap):
     """
 
     kind: Literal["odd_lift"] = "odd_lift"
-    inner: FeatureMap
 
     @model_validator(mode="after")
     def _something_left(self) -> Self:
@@ -39,9 +39,6 @@ class OddLift(FeatureMap):
             )
         return self
 
-    def output_dim(self, d: int) -> int:
-        return self.inner.output_dim(d)
-
     def traits(self) -> Traits:
         inner = self.inner.traits()
         return Traits(
@@ -51,20 +48,6 @@ class OddLift(FeatureMap):
             is_random=inner.is_random,
             needs_position=inner.needs_position,
         )
-
-    def init(
-        self,
-        d: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
-        return self.inner.init(d, heads=heads, generator=generator, dtype=dtype, device=device)
-
-    def redraw(self, params: Params, generator: torch.Generator) -> Params:
-        return self.inner.redraw(params, generator)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, Any]]:
         ahead, residuals = self.inner.forward(x, params)

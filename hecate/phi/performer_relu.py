@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hecate.phi.arc_cosine import arc_cosine
 from hecate.phi.base import Params, Traits, compute_dtype
 from hecate.phi.random import Norms, RandomMap, default_width, project_precisely, projections
 
@@ -19,10 +20,10 @@ class PerformerReLU(RandomMap):
     With W ~ N(0, I) and m = num_features, the arc-cosine kernel of order 1, |x| |y| (sin t + (pi -
     t) cos t) / (2 pi) with the angle t, in expectation, plus a small term of kernel_epsilon that
     keeps a normaliser off zero: without it a query has no feature at all with probability 2^-m.
-    The factor 1/sqrt(m), absent in the reference code, makes the kernel independent of m; it
-    cancels in a normalised read and matters in every other. Both norms are unbiased up to
-    kernel_epsilon, and `"sqrt"` (all rows of length sqrt(d)) has the lower variance. The reference
-    scales x by d^(-1/4) first, which is kernel_epsilon * d^(1/4) here.
+    `arc_cosine` has the other orders. The factor 1/sqrt(m), absent in the reference code, makes the
+    kernel independent of m; it cancels in a normalised read and matters in every other. Both norms
+    are unbiased up to kernel_epsilon, and `"sqrt"` (all rows of length sqrt(d)) has the lower
+    variance. The reference scales x by d^(-1/4) first, which is kernel_epsilon * d^(1/4) here.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D)));
     frozen w `[H, D, num_features]`.
@@ -64,13 +65,9 @@ class PerformerReLU(RandomMap):
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
         x, y = x.to(compute_dtype(x)), y.to(compute_dtype(y))
         a, b = x.norm(dim=-1), y.norm(dim=-1)
-        # Kahan's angle: accurate for nearly parallel vectors, 0 for a zero vector.
-        u, v = x * b.unsqueeze(-1), y * a.unsqueeze(-1)
-        angle = 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))
-        arc_cosine: Tensor = a * b * (angle.sin() + (math.pi - angle) * angle.cos()) / (2 * math.pi)
         eps, length = self.kernel_epsilon, self._mean_norm(x.shape[-1])
         mean_relu: Tensor = length * (a + b) / math.sqrt(2 * math.pi)
-        return arc_cosine + mean_relu * eps + eps**2
+        return arc_cosine(x, y, 1) + mean_relu * eps + eps**2
 
     def _mean_norm(self, d: int) -> float:
         # Mean length of a row of W relative to that of a Gaussian vector.

@@ -9,8 +9,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hecate.errors import ConfigError, ShapeError
-from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, sum_to_heads
+from hecate.errors import ConfigError
+from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, per_head, sum_to_heads
 from hecate.phi.learned import learned
 from hecate.phi.monomials import bounded, powers, powers_vjp, widths
 
@@ -140,9 +140,5 @@ class Polynomial(FeatureMap):
         """sqrt(a_i) by degree: numbers, or `[..., 1]` tensors when they are learned."""
         if raw is None:
             return [math.sqrt(a) for a in self._fixed()]
-        if raw.shape[0] > 1 and (x.dim() < 2 or x.shape[-2] != raw.shape[0]):
-            raise ShapeError(
-                f"polynomial: expected inputs [..., {raw.shape[0]} heads, D], got {list(x.shape)}"
-            )
-        roots = torch.nn.functional.softplus(raw.to(compute_dtype(x))).sqrt()
-        return list(torch.split(roots[0] if raw.shape[0] == 1 else roots, 1, -1))
+        roots = torch.nn.functional.softplus(per_head(raw, x).to(compute_dtype(x))).sqrt()
+        return list(torch.split(roots, 1, -1))

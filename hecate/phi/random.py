@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.phi.base import FeatureMap, Params, compute_dtype, project
+from hecate.tape.bridge import without_autocast
 
 Norms = Literal["chi", "sqrt"]
 
@@ -118,7 +119,7 @@ def default_width(d: int) -> int:
 def project_precisely(x: Tensor, w: Tensor) -> Tensor:
     """`project` in float32 or better, autocast or not; float64 draws make it float64."""
     dtype = torch.promote_types(compute_dtype(x), w.dtype)
-    with _without_autocast(x.device.type):
+    with without_autocast(x.device.type):
         return project(x.to(dtype), w.to(dtype))
 
 
@@ -131,12 +132,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _without_autocast(device: str) -> Iterator[None]:
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        yield
-    else:
-        with torch.autocast(device, enabled=False):
-            yield

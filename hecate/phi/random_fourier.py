@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.phi.base import Params, Traits, compute_dtype
+from hecate.phi.base import Params, Traits, compute_dtype, per_head
 from hecate.phi.random import RandomMap, project_precisely, projections
 
 
@@ -71,7 +71,7 @@ class RandomFourier(RandomMap):
         phase = project_precisely(x, w)
         if self.form == "phased":
             b = self.drawn(params, "b").to(phase)
-            phase = phase + (b if b.shape[0] > 1 else b[0])
+            phase = phase + per_head(b, x)
             features = phase.cos() * math.sqrt(2 / self.d_phi)
         else:
             features = torch.cat([phase.cos(), phase.sin()], -1) / math.sqrt(self.d_phi // 2)

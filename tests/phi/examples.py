@@ -52,7 +52,35 @@ EXAMPLES: dict[str, list[phi.FeatureMap]] = {
     "relu": [phi.ReLU(), phi.ReLU(shift=0.001)],
     "softplus": [phi.Softplus(), phi.Softplus(beta=3.0)],
     "taylor": [phi.Taylor(), phi.Taylor(compact=False), phi.Taylor(order=3), phi.Taylor(order=4)],
-    # Random maps.
+    "hadamard": [phi.Hadamard(d_phi=6)],
+    "rebased": [phi.Rebased(), phi.Rebased(eps=0.5)],
+    "softmax": [phi.Softmax(), phi.Softmax(half_space=True, temperature=0.5)],
+    "t2r": [phi.T2R(d_phi=7)],
+    "tensor_product": [
+        phi.TensorProduct(maps=(phi.Identity(), phi.ELU())),
+        phi.TensorProduct(maps=(phi.Linear(d_phi=3), phi.CReLU())),
+        phi.TensorProduct(
+            maps=(phi.Linear(d_phi=3), phi.RandomFourier(d_phi=4), phi.Linear(d_phi=2))
+        ),
+    ],
+    # Random maps. The derivative of arc_cosine at order 0 is 0, which no check can tell from wrong.
+    "arc_cosine": [
+        phi.ArcCosine(),
+        phi.ArcCosine(order=2, num_features=8),
+        phi.ArcCosine(order=2, num_features=8, norms="chi", orthogonal=False),
+    ],
+    "nystrom": [
+        phi.Nystrom(num_centres=6, sigma=2.0),
+        phi.Nystrom(num_centres=6, sigma=2.0, centres="learned"),
+    ],
+    "polysketch": [phi.Polysketch(sketch=4), phi.Polysketch(sketch=3, degree=16)],
+    "random_maclaurin": [
+        phi.RandomMaclaurin(d_phi=12),
+        phi.RandomMaclaurin(d_phi=12, series="binomial", degree=3),
+        phi.RandomMaclaurin(d_phi=8, coefficients=(0.0, 1.0, 0.0, 0.5)),
+        phi.RandomMaclaurin(d_phi=8, coefficients=(0.0, 0.0, 1.0)),
+    ],
+    "sorf": [phi.SORF(d_phi=10), phi.SORF(d_phi=40, sigma=2.0)],
     "favor": [
         phi.Favor(),
         phi.Favor(num_features=7, norms="sqrt", orthogonal=False),

@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from hecate.phi import Favor, FeatureMap, PerformerReLU, RandomFourier
+from hecate.phi import (
+    SORF,
+    ArcCosine,
+    Favor,
+    FeatureMap,
+    Nystrom,
+    PerformerReLU,
+    Polysketch,
+    RandomFourier,
+    RandomMaclaurin,
+)
 from hecate.tape import Block
 
 F64 = torch.float64
@@ -20,6 +30,15 @@ MAPS = [
     Favor(num_features=12, variant="trigonometric"),
     PerformerReLU(),
     PerformerReLU(num_features=9, kernel_epsilon=0, norms="chi"),
+    ArcCosine(num_features=9),
+    ArcCosine(order=2, num_features=9, norms="chi"),
+    RandomMaclaurin(d_phi=9),
+    RandomMaclaurin(d_phi=9, series="binomial", degree=3),
+    Polysketch(sketch=4),
+    Polysketch(sketch=4, degree=16),
+    SORF(d_phi=24, sigma=0.7),
+    SORF(d_phi=40),
+    Nystrom(num_centres=7, sigma=2.0),
 ]
 each_map = pytest.mark.parametrize("feature_map", MAPS, ids=repr)
 

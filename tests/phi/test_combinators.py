@@ -49,12 +49,13 @@ def test_nested_parameters_carry_their_path_and_never_share_draws():
 
 
 @pytest.mark.spec("PHI-FAMILY-D3")
-@pytest.mark.parametrize("wrap", ["concat", "compose", "normalise", "odd_lift"])
+@pytest.mark.parametrize("wrap", ["concat", "compose", "tensor_product", "normalise", "odd_lift"])
 def test_redraw_reaches_the_random_maps_inside(wrap):
     random, fixed = phi.RandomFourier(d_phi=6), phi.Linear(d_phi=4)
     made = {
         "concat": phi.Concat(maps=(fixed, random)),
         "compose": phi.Compose(maps=(fixed, random)),
+        "tensor_product": phi.TensorProduct(maps=(fixed, random)),
         "normalise": phi.Normalise(inner=random),
         "odd_lift": phi.OddLift(inner=random),
     }[wrap]
@@ -144,11 +145,45 @@ def test_traits_of_concat():
     assert bounded.norm_bound == 3.0 and bounded.is_random
 
 
-@pytest.mark.spec("PHI-CONCAT-I2", "PHI-NORM-I2", "PHI-ODD-I1", "PHI-COMPOSE-I2")
+@pytest.mark.spec("PHI-TENSOR-D1")
+def test_tensor_product_multiplies_every_feature_with_every_other():
+    feature_map = phi.TensorProduct(maps=["identity", "crelu", phi.Linear(d_phi=2)])
+    params, x = _params(feature_map, 3), _x(5, 3)
+    assert list(params["learned"]) == ["2.weight"] and feature_map.output_dim(3) == 3 * 6 * 2
+    weight = params["learned"]["2.weight"][0].numpy()
+    rows = [
+        reference.tensor_product(row, reference.crelu(row), reference.linear(row, weight))
+        for row in x.numpy()
+    ]
+    torch.testing.assert_close(feature_map(x, params), torch.tensor(np.stack(rows)), **EXACT)
+
+
+@pytest.mark.spec("PHI-TENSOR-I1")
+@pytest.mark.parametrize(
+    ("maps", "parity", "degree"),
+    [
+        (("identity", "identity"), "even", 2.0),
+        (("identity", "identity", "tanh"), "odd", None),
+        ((phi.Hadamard(d_phi=2), "identity"), "odd", 3.0),
+        (("identity", "relu"), "none", 2.0),
+    ],
+    ids=["two odd", "three odd", "even and odd", "neither"],
+)
+def test_traits_of_tensor_product(maps, parity, degree):
+    traits = phi.TensorProduct(maps=maps).traits()
+    assert (traits.parity, traits.degree) == (parity, degree)
+    assert not traits.non_negative and traits.norm_bound is None
+    bounds = (phi.Softmax(), phi.Hedgehog(), phi.Softmax(half_space=True))  # 1, 2, 2
+    bounded = phi.TensorProduct(maps=bounds).traits()
+    assert bounded.norm_bound == 4.0 and bounded.non_negative and bounded.kernel_non_negative
+
+
+@pytest.mark.spec("PHI-CONCAT-I2", "PHI-NORM-I2", "PHI-ODD-I1", "PHI-COMPOSE-I2", "PHI-TENSOR-I2")
 @pytest.mark.parametrize(
     "feature_map",
     [
         phi.Concat(maps=("identity", phi.Polynomial(degree=2), phi.Taylor())),
+        phi.TensorProduct(maps=("identity", "exp", phi.Taylor())),
         phi.Normalise(inner=phi.Polynomial(degree=2)),
         phi.Normalise(inner="identity", eps=0.5),
         phi.OddLift(inner=phi.Polynomial(degree=3)),
@@ -168,6 +203,7 @@ def test_kernels_that_do_not_exist_are_none():
     x = _x(2, 4)
     without = [
         phi.Concat(maps=("identity", "elu")),
+        phi.TensorProduct(maps=("identity", "elu")),
         phi.Compose(maps=(phi.Linear(d_phi=2), "identity")),
         phi.Compose(maps=("identity", "elu")),
         phi.Normalise(inner="exp", norm="sum"),
@@ -226,6 +262,8 @@ def _by_hand(name: str, x: Tensor, w: Tensor) -> Tensor:
         return torch.cat([h, x.exp(), h.square()], -1)
     if name == "compose":
         return h.exp().square()
+    if name == "tensor_product":
+        return torch.einsum("bi,bj,bk->bijk", h, x.exp(), h).flatten(1)
     if name == "normalise":
         return h / (h.square().sum(-1, keepdim=True) + 0.25).sqrt()
     if name == "normalise by sum":
@@ -233,7 +271,7 @@ def _by_hand(name: str, x: Tensor, w: Tensor) -> Tensor:
     return ((h.exp() + x) - ((-h).exp() - x)) / 2
 
 
-@pytest.mark.spec("PHI-CONCAT-V1", "PHI-COMPOSE-V1", "PHI-NORM-V1", "PHI-ODD-V1")
+@pytest.mark.spec("PHI-CONCAT-V1", "PHI-COMPOSE-V1", "PHI-NORM-V1", "PHI-ODD-V1", "PHI-TENSOR-V1")
 @pytest.mark.parametrize(
     ("name", "feature_map"),
     [
@@ -244,6 +282,10 @@ def _by_hand(name: str, x: Tensor, w: Tensor) -> Tensor:
             ),
         ),
         ("compose", phi.Compose(maps=(phi.Linear(d_phi=3), "exp", Square()))),
+        (
+            "tensor_product",
+            phi.TensorProduct(maps=(phi.Linear(d_phi=3), "exp", phi.Linear(d_phi=3))),
+        ),
         ("normalise", phi.Normalise(inner=phi.Linear(d_phi=3), eps=0.5)),
         (
             "normalise by sum",

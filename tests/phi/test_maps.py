@@ -32,6 +32,7 @@ def _rows(function, x: Tensor) -> Tensor:
 @pytest.mark.spec(
     "PHI-ELU-D1", "PHI-RELU-D1", "PHI-SQRELU-D1", "PHI-LEAKY2-D1", "PHI-GELU-D1",
     "PHI-SOFTPLUS-D1", "PHI-EXP-D1", "PHI-DPFP-D1", "PHI-TAYLOR-D1", "PHI-POLY-D1", "PHI-POLY-D2",
+    "PHI-TANH-D1", "PHI-SIGMOID-D1", "PHI-CRELU-D1", "PHI-SOFTMAX-D1",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("feature_map", "function"),
@@ -61,6 +62,15 @@ def _rows(function, x: Tensor) -> Tensor:
             lambda x: reference.polynomial(x, [1] * 5),
         ),
         (phi.Polynomial(degree=2, form="raw"), reference.polynomial_raw),
+        (phi.Tanh(), np.tanh),
+        (phi.Sigmoid(), reference.sigmoid),
+        (phi.CReLU(), reference.crelu),
+        (phi.Softmax(), reference.softmax),
+        (phi.Softmax(temperature=0.3), lambda x: reference.softmax(x, 0.3)),
+        (
+            phi.Softmax(temperature=2.0, half_space=True),
+            lambda x: np.concatenate([reference.softmax(x, 2.0), reference.softmax(-x, 2.0)]),
+        ),
     ],
     # The address in a function's name differs between workers.
     ids=lambda value: str(value) if isinstance(value, phi.FeatureMap) else "reference",
@@ -168,6 +178,14 @@ def test_kernel_of_exp():
         phi.Polynomial(degree=3),
         phi.Linear(d_phi=5),
         phi.MLP(d_hidden=5),
+        phi.Tanh(),
+        phi.Sigmoid(),
+        phi.CReLU(),
+        phi.Softmax(temperature=0.3, half_space=True),
+        phi.Hedgehog(),
+        phi.T2R(d_phi=5),
+        phi.Hadamard(d_phi=5),
+        phi.Rebased(),
     ],
     ids=str,
 )

@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.phi import ELU, Favor, FeatureMap, PerformerReLU, RandomFourier
+from hecate.phi import (
+    ELU,
+    SORF,
+    ArcCosine,
+    Favor,
+    FeatureMap,
+    Nystrom,
+    PerformerReLU,
+    Polysketch,
+    RandomFourier,
+    RandomMaclaurin,
+)
 from hecate.phi.random import default_width, haar, projections
 from tests.phi.random_common import (
     F64,
@@ -22,8 +33,40 @@ from tests.phi.random_common import (
 from tests.reference import random_features as reference
 
 
+def walked(frozen: dict[str, np.ndarray], feature_map: Polysketch) -> list:
+    """The mixing matrices in the order in which the recursion of the paper asks for them."""
+    width, levels = feature_map.sketch, [np.split(frozen["w"], feature_map.degree // 2, axis=1)]
+    levels += [list(frozen[f"v{level}"]) for level in range(1, len(frozen))]
+    assert all(matrix.shape[1] == width for level in levels for matrix in level)
+
+    def below(level: int, node: int) -> list:
+        own = (levels[level][2 * node], levels[level][2 * node + 1])
+        if level == 0:
+            return [own]
+        return [*below(level - 1, 2 * node), *below(level - 1, 2 * node + 1), own]
+
+    return below(len(levels) - 1, 0)
+
+
 def reference_features(feature_map: FeatureMap, x: np.ndarray, params) -> np.ndarray:
-    w = params["frozen"]["w"][0].numpy().T
+    frozen = {name: value[0].numpy() for name, value in params["frozen"].items()}
+    w = frozen["w"].T
+    if isinstance(feature_map, ArcCosine):
+        return reference.rectified_powers(x, w, feature_map.order)
+    if isinstance(feature_map, Nystrom):
+        return reference.nystrom(x, w, feature_map.sigma, feature_map.eps)
+    if isinstance(feature_map, SORF):
+        rows = reference.sorf_projections(
+            len(x), w, frozen["signs"], feature_map.sigma, feature_map.d_phi // 2
+        )
+        return reference.fourier_paired(x, rows)
+    if isinstance(feature_map, RandomMaclaurin):
+        used = frozen["offset"].reshape(-1, feature_map.d_phi).T == 0
+        rows = w.reshape(-1, feature_map.d_phi, len(x)).transpose(1, 0, 2)
+        chosen = [list(each[mask]) for each, mask in zip(rows, used, strict=True)]
+        return reference.maclaurin(x, chosen, feature_map.probabilities, feature_map.terms)
+    if isinstance(feature_map, Polysketch):
+        return reference.polysketch(x, feature_map.degree, walked(frozen, feature_map))
     if isinstance(feature_map, RandomFourier):
         if feature_map.form == "paired":
             return reference.fourier_paired(x, w)
@@ -35,7 +78,10 @@ def reference_features(feature_map: FeatureMap, x: np.ndarray, params) -> np.nda
 
 
 @each_map
-@pytest.mark.spec("PHI-RFF-D1", "PHI-RFF-D2", "PHI-FAVOR-D1", "PHI-FAVOR-D2", "PHI-PRELU-D1")
+@pytest.mark.spec(
+    "PHI-RFF-D1", "PHI-RFF-D2", "PHI-FAVOR-D1", "PHI-FAVOR-D2", "PHI-PRELU-D1", "PHI-ARCCOS-D1",
+    "PHI-MACL-D1", "PHI-PSKETCH-D1", "PHI-SORF-D1", "PHI-NYSTROM-D1",
+)  # fmt: skip
 def test_features_match_the_formula(feature_map):
     params = feature_map.init(5, dtype=F64)
     for row in gaussian(20, 5, seed=3):
@@ -235,14 +281,17 @@ def test_draws_do_not_depend_on_the_number_of_threads():
     assert torch.equal(*draws)
 
 
-def test_a_default_device_does_not_move_the_draws():
-    feature_map = RandomFourier(d_phi=8, orthogonal=True)
+@each_map
+def test_a_default_device_does_not_move_the_draws(feature_map):
     expected = feature_map.init(3)["frozen"]
     with torch.device("meta"):
         got = feature_map.init(3)["frozen"]
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     away = feature_map.init(3, device="meta")
-    assert feature_map(torch.zeros(4, 3, device="meta"), away).shape == (4, 8)
+    assert feature_map(torch.zeros(4, 3, device="meta"), away).shape == (
+        4,
+        feature_map.output_dim(3),
+    )
 
 
 @each_map

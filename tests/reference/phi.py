@@ -104,3 +104,49 @@ def normalise_l2(f, eps):
 
 def normalise_sum(f, eps):
     return f / (f.sum() + eps)
+
+
+def sigmoid(x):
+    return np.array([1 / (1 + np.exp(-v)) for v in x])
+
+
+def crelu(x):
+    return np.concatenate([relu(x), relu(-x)])
+
+
+def softmax(x, temperature=1.0):
+    powers = [np.exp(v / temperature) for v in x]
+    return np.array([p / sum(powers) for p in powers])
+
+
+def hedgehog(x, weight, bias):
+    z = linear(x, weight) + bias
+    return np.concatenate([softmax(z), softmax(-z)])
+
+
+def hedgehog_fused(x, weight, bias):
+    """One softmax over both halves, as at least one library has it."""
+    z = linear(x, weight) + bias
+    return softmax(np.concatenate([2 * z, -2 * z]))
+
+
+def t2r(x, weight, bias):
+    return relu(linear(x, weight) + bias)
+
+
+def hadamard(x, w_1, w_2):
+    return linear(x, w_1) * linear(x, w_2)
+
+
+def layer_norm(x, eps):
+    mean = sum(x) / len(x)
+    variance = sum((v - mean) ** 2 for v in x) / len(x)
+    return (x - mean) / np.sqrt(variance + eps)
+
+
+def rebased(x, scale, shift, eps=1e-5):
+    return monomials(scale * layer_norm(x, eps) + shift, 2) / np.sqrt(len(x))
+
+
+def tensor_product(*features):
+    return np.array([prod(chosen) for chosen in product(*features)])

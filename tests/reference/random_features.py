@@ -88,3 +88,113 @@ def raw_qr_projections(d, rng):
     """The mistake: rows of Q as LAPACK returns it, with independent chi norms."""
     q = np.linalg.qr(rng.standard_normal((d, d)))[0]
     return q.T * np.linalg.norm(rng.standard_normal((d, d)), axis=1, keepdims=True)
+
+
+def rectified_powers(x, w, order):
+    active = [float(row @ x > 0) * (row @ x) ** order for row in w]
+    return np.array(active) / math.sqrt(len(w))
+
+
+def arc_cosine_of_order(x, y, order, points=20001):
+    """E of the product of two rectified powers, by quadrature in the plane of x and y.
+
+    A Gaussian vector has a uniform angle and E radius^(2 order) = 2^order order! in a plane.
+    """
+    lengths = math.sqrt(x @ x) * math.sqrt(y @ y)
+    between = math.acos(max(-1.0, min(1.0, x @ y / lengths)))
+    # Both are active on an arc of width pi - between, where the cosines are positive.
+    angle = np.linspace(between - math.pi / 2, math.pi / 2, points)
+    values = (np.cos(angle) * np.cos(angle - between)) ** order
+    mean = np.trapezoid(values, angle) / (2 * math.pi)
+    return lengths**order * 2**order * math.factorial(order) * mean
+
+
+def maclaurin(x, signs, probabilities, coefficients):
+    """`signs` holds a list of rows per feature: as many as its power."""
+    out = []
+    for rows in signs:
+        n = len(rows)
+        weight = math.sqrt(coefficients[n] / probabilities[n])
+        out.append(weight * math.prod(row @ x for row in rows))
+    return np.array(out) / math.sqrt(len(signs))
+
+
+def maclaurin_variance(x, y, probabilities, coefficients, width):
+    m = (x @ x) * (y @ y) + 2 * (x @ y) ** 2 - 2 * (x**2) @ (y**2)
+    terms = [a**2 / probabilities[n] * m**n for n, a in enumerate(coefficients) if a > 0]
+    kernel = sum(a * (x @ y) ** n for n, a in enumerate(coefficients))
+    return (sum(terms) - kernel**2) / width
+
+
+def sketch(x, degree, matrices):
+    """The recursion of the paper: a sketch of degree n multiplies two of degree n / 2.
+
+    `matrices` yields the pairs of mixing matrices in the order of a walk from left to right: for a
+    node, its children first.
+    """
+    if degree == 1:
+        return x
+    left, right = sketch(x, degree // 2, matrices), sketch(x, degree // 2, matrices)
+    a, b = next(matrices)
+    return (left @ a) * (right @ b) / math.sqrt(a.shape[1])
+
+
+def polysketch(x, degree, matrices):
+    s = sketch(x, degree // 2, iter(matrices))
+    return np.array(
+        [s[i] * s[j] * (1 if i == j else math.sqrt(2)) for j in range(len(s)) for i in range(j + 1)]
+    )
+
+
+def polysketch_draws(x, y, degree, width, replicas, rng):
+    """Draws of (s(x).s(y))^2."""
+    values = []
+    for _ in range(replicas):
+        rows = [len(x) if is_leaf else width for is_leaf in _walk(degree // 2)]
+        drawn = [tuple(rng.standard_normal((n, width)) for _ in range(2)) for n in rows]
+        sx, sy = (sketch(v, degree // 2, iter(drawn)) for v in (x, y))
+        values.append((sx @ sy) ** 2)
+    return np.array(values)
+
+
+def _walk(degree):
+    """Whether each pair of matrices of `sketch` meets x itself, in the order it takes them."""
+    if degree == 1:
+        return []
+    half = _walk(degree // 2)
+    return [*half, *half, degree == 2]
+
+
+def hadamard_matrix(size):
+    """Sylvester's, orthonormal: entry (i, j) is (-1)^(number of common bits of i and j)."""
+    signs = [[(-1.0) ** bin(i & j).count("1") for j in range(size)] for i in range(size)]
+    return np.array(signs) / math.sqrt(size)
+
+
+def sorf_projections(d, first, signs, sigma, count):
+    """Rows of sqrt(P) / sigma H S3 H S2 H S1, block under block, cut to the width of x."""
+    rows = []
+    for one, (two, three) in zip(first, signs, strict=True):
+        size = len(two)
+        h = hadamard_matrix(size)
+        padded = np.zeros(size)
+        padded[:d] = one
+        rows.append(h @ np.diag(three) @ h @ np.diag(two) @ h @ np.diag(padded))
+    return math.sqrt(len(signs[0][0])) / sigma * np.concatenate(rows)[:count, :d]
+
+
+def nystrom_kernel(x, y, centres, sigma, eps):
+    """k(x, C) (K_CC + eps I)^-1 k(C, y), with the inverse and no root."""
+
+    def gram(a, b):
+        return np.array([[gaussian_kernel(u, v, sigma) for v in b] for u in a])
+
+    middle = np.linalg.inv(gram(centres, centres) + eps * np.eye(len(centres)))
+    return float((gram([x], centres) @ middle @ gram(centres, [y]))[0, 0])
+
+
+def nystrom(x, centres, sigma, eps):
+    """Features by the Cholesky root: forward substitution of k(C, x)."""
+    middle = np.array([[gaussian_kernel(u, v, sigma) for v in centres] for u in centres])
+    lower = np.linalg.cholesky(middle + eps * np.eye(len(centres)))
+    return np.linalg.solve(lower, np.array([gaussian_kernel(u, x, sigma) for u in centres]))

@@ -1,0 +1,138 @@
+"""Random features of a power series in the dot product."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from itertools import accumulate
+from operator import mul
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from hecate.errors import ConfigError
+from hecate.phi.base import Params, Traits, per_head
+from hecate.phi.random import RandomMap, project_precisely
+
+
+class RandomMaclaurin(RandomMap):
+    """random_maclaurin: phi_i(x) = sqrt(a_n / (p_n d_phi)) prod_(j <= n) w_ij.x, n = n_i random.
+
+    Any kernel sum_n a_n (x.y)^n with a_n >= 0 in expectation: rows w_ij are random signs, and
+    feature i is a product of n_i of them, n_i drawn with probability p_n in proportion to 2^-n
+    among the n with a_n > 0. The series is `"exponential"`, a_n = 1 / n! up to degree (it is cut
+    there, and the kernel is the cut series), `"binomial"` for (1 + x.y)^degree, or given by the
+    coefficients a_0, a_1, ... themselves.
+
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`; frozen w `[H, D, degree d_phi]` with
+    columns of 0 where n_i < j, offset `[H, degree d_phi]` with 1 there, so that the factor is 1,
+    and scale `[H, d_phi]`.
+    VJP: with the factors z_ij: gz_ij = scale_i g_i prod_(l != j) z_il, gx = W^T gz.
+    Traits: is_random; even or odd if all n with a_n > 0 are, degree n if there is only one.
+    Cost: O(D d_phi degree).
+    Warning: the variance of a kernel value is (sum_n a_n^2 m^n / p_n - k^2) / d_phi with m = |x|^2
+    |y|^2 + 2 (x.y)^2 - 2 sum_i x_i^2 y_i^2: keep keys at or below length 1. Features and kernel
+    have either sign: no sum normaliser.
+    References: Random Feature Maps for Dot Product Kernels (Kar and Karnick, 2012, arXiv
+    1201.6530). [PHI-MACL-D1]
+    """
+
+    kind: Literal["random_maclaurin"] = "random_maclaurin"
+    d_phi: int = Field(gt=0, description="number of features")
+    series: Literal["exponential", "binomial"] | None = Field(
+        default=None, description="null: exponential, unless coefficients are given"
+    )
+    degree: int | None = Field(
+        default=None, ge=1, le=64, description="last power of the series; null: 8"
+    )
+    coefficients: tuple[float, ...] | None = Field(
+        default=None, description="a_0, a_1, ... in place of a series, none negative"
+    )
+
+    @model_validator(mode="after")
+    def _a_series(self) -> Self:
+        if self.coefficients is None:
+            return self
+        for name in ("series", "degree"):
+            if (given := getattr(self, name)) is not None:
+                raise ConfigError(
+                    f"must be left out when coefficients are given, got {given!r}", (name,)
+                )
+        if min(self.coefficients, default=0.0) < 0 or not any(self.coefficients[1:]):
+            raise ConfigError(
+                "must be a_0, a_1, ... without a negative one, as their square roots scale the "
+                f"features, and with an a_n > 0 beyond a_0, got {list(self.coefficients)}",
+                ("coefficients",),
+            )
+        return self
+
+    def output_dim(self, d: int) -> int:
+        return self.d_phi
+
+    def traits(self) -> Traits:
+        used = [n for n, a in enumerate(self.terms) if a > 0]
+        even = {n % 2 == 0 for n in used}
+        parity: Literal["even", "odd"] = "even" if True in even else "odd"
+        return Traits(
+            is_random=True,
+            parity=parity if len(even) == 1 else "none",
+            degree=float(used[0]) if len(used) == 1 else None,
+        )
+
+    @property
+    def terms(self) -> list[float]:
+        """a_0, a_1, ..., up to the last power."""
+        if self.coefficients is not None:
+            return list(self.coefficients)
+        powers = range(1 + (8 if self.degree is None else self.degree))
+        if self.series == "binomial":
+            return [float(math.comb(powers[-1], n)) for n in powers]
+        return [1 / math.factorial(n) for n in powers]
+
+    @property
+    def probabilities(self) -> list[float]:
+        """p_0, p_1, ..., p_degree: how often a feature has n factors."""
+        shares = [2.0**-n if a > 0 else 0.0 for n, a in enumerate(self.terms)]
+        return [share / sum(shares) for share in shares]
+
+    def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
+        both = [self.terms, self.probabilities]
+        a, p = torch.tensor(both, dtype=torch.float64, device="cpu")
+        n = torch.multinomial(p, self.d_phi, replacement=True, generator=generator)
+        unused = torch.arange(1, len(a), device="cpu").unsqueeze(-1) > n  # [degree, d_phi]
+        shape = (d, unused.numel())
+        signs = 2.0 * torch.randint(0, 2, shape, device="cpu", generator=generator) - 1
+        offset = unused.flatten().double()
+        return {
+            "w": signs.double() * (1 - offset),
+            "offset": offset,
+            "scale": (a[n] / (p[n] * self.d_phi)).sqrt(),
+        }
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
+        w, offset, scale = (self.drawn(params, name) for name in ("w", "offset", "scale"))
+        z = project_precisely(x, w)
+        z = (z + per_head(offset, x).to(z)).unflatten(-1, (-1, scale.shape[-1]))
+        features = reduce(mul, z.unbind(-2)) * per_head(scale, x).to(z)
+        return features.to(x.dtype), (z, w, scale)
+
+    def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        z, w, scale = residuals
+        factors = z.unbind(-2)
+        # No division by a factor, which may be 0.
+        before, after = _running(factors), _running(factors[::-1])[::-1]
+        given = g.to(z) * per_head(scale, g).to(z)
+        gz = torch.stack([given * b * a for b, a in zip(before, after, strict=True)], -2)
+        return project_precisely(gz.flatten(-2), w.mT).to(g.dtype), {}
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        """The series up to its degree, sum_n a_n (x.y)^n."""
+        z = (x * y).sum(-1)
+        return torch.stack([a * z**n for n, a in enumerate(self.terms)]).sum(0)
+
+
+def _running(factors: tuple[Tensor, ...]) -> list[Tensor]:
+    """The products of all factors before each."""
+    return list(accumulate(factors[:-1], mul, initial=torch.ones_like(factors[0])))

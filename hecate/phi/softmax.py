@@ -1,0 +1,66 @@
+"""Softmax over the features of one key."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype
+
+
+class Softmax(FeatureMap):
+    """softmax: phi(x) = softmax(x / temperature) over the components of x.
+
+    Positive features that sum to 1: a soft choice of a slot. `half_space` appends softmax(-x /
+    temperature), so that the smallest components are seen as sharply as the largest. It is not the
+    softmax of attention, which runs over keys.
+
+    Shapes: x `[..., D]` -> `[..., D]`, with half_space `[..., 2 D]`.
+    VJP: with f = phi(x): gx = f (g - f.g) / temperature, minus the same of the other half.
+    Traits: non_negative, kernel_non_negative, norm_bound 1 (half_space 2).
+    Cost: O(D).
+    Warning: a constant added to all components of x changes nothing, in either form.
+    References: Efficient Attention: Attention with Linear Complexities (Shen et al., 2018, arXiv
+    1812.01243) for one half; The Hedgehog & the Porcupine (Zhang et al., 2024, arXiv 2402.04347)
+    for both. [PHI-SOFTMAX-D1]
+    """
+
+    kind: Literal["softmax"] = "softmax"
+    temperature: float = Field(default=1.0, gt=0, description="small: close to an argmax")
+    half_space: bool = Field(default=False, description="append softmax(-x / temperature)")
+
+    def output_dim(self, d: int) -> int:
+        return 2 * d if self.half_space else d
+
+    def traits(self) -> Traits:
+        bound = 2.0 if self.half_space else 1.0
+        return Traits(non_negative=True, kernel_non_negative=True, norm_bound=bound)
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        z = x.to(compute_dtype(x)) / self.temperature
+        features = both_softmax(z) if self.half_space else z.softmax(-1)
+        return features.to(x.dtype), features
+
+    def vjp(self, residuals: Tensor, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        pull = both_softmax_vjp if self.half_space else softmax_vjp
+        return (pull(residuals, g.to(residuals.dtype)) / self.temperature).to(g.dtype), {}
+
+
+def softmax_vjp(features: Tensor, g: Tensor) -> Tensor:
+    """Cotangent of z from that of `features = z.softmax(-1)`."""
+    weighted = g * features
+    return weighted - features * weighted.sum(-1, keepdim=True)
+
+
+def both_softmax(z: Tensor) -> Tensor:
+    """`[softmax(z), softmax(-z)]`, each with a sum of 1: `[..., 2 D]`."""
+    return torch.cat([z.softmax(-1), (-z).softmax(-1)], -1)
+
+
+def both_softmax_vjp(features: Tensor, g: Tensor) -> Tensor:
+    """Cotangent of z from that of `features = both_softmax(z)`."""
+    (up, down), (gup, gdown) = features.chunk(2, -1), g.chunk(2, -1)
+    return softmax_vjp(up, gup) - softmax_vjp(down, gdown)
