@@ -35,6 +35,7 @@ from hecate.structure import Matrix, Memory
 from hecate.tape import Run, Tensors, differentiable
 
 # Largest relative difference from the parallel engine: rounding of the inputs' dtype.
+SMALLEST = 2.0**-40  # retain gates whose logarithms add up without losing float32's digits
 PARITY = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-18}
 
 
@@ -54,6 +55,8 @@ def kernel_call(config: MemoryConfig, channelwise: bool) -> Call | str:
         return (
             f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
         )
+    if config.normalizer == "sum":
+        return "its kernels have no sum normaliser that can be carried on"
     if config.read == "before":
         return "its kernels read after the write, not read='before'"
     for name, knob, known in (
@@ -76,36 +79,39 @@ def kernel_call(config: MemoryConfig, channelwise: bool) -> Call | str:
     return Call(f"fla.ops.{name}", f"chunk_{name}", True, True)
 
 
-def fla_refusal(
-    config: MemoryConfig,
-    *,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    channelwise: bool = False,
-    masked: bool = False,
-    traced: bool = False,
-    shape: tuple[int, int] = (64, 64),
-) -> str | None:
-    """Why its kernels cannot run a config on such tensors exactly; None if they can.
+class FlaScan(NamedTuple):
+    """What decides over a kernel beside the config: the values' dtype, the retain gates `[B, T, H]`
+    or `[B, T, H, P]`, masks, and the state's shape `(V, P)`."""
 
-    `dtype` is that of the values, `shape` the state's `(V, P)`.
-    """
+    values: torch.dtype = torch.float32
+    retain: Tensor | None = None
+    masked: bool = False
+    shape: tuple[int, ...] = (64, 64)
+
+
+def fla_refusal(
+    config: MemoryConfig, scan: FlaScan, *, device: str = "cpu", traced: bool = False
+) -> str | None:
+    """Why its kernels cannot run a config on such tensors exactly; None if they can."""
+    channelwise = scan.retain is not None and scan.retain.dim() == 4
     call = kernel_call(config, channelwise)
     if isinstance(call, str):
         return call
-    if masked:
+    if scan.masked:
         return "its kernels take neither write nor reset masks"
     if traced:
         return "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
-    if dtype not in PARITY:
-        return f"its kernels are for {', '.join(map(str, PARITY))}, the values are {dtype}"
+    if scan.values not in PARITY:
+        return f"its kernels are for {', '.join(map(str, PARITY))}, the values are {scan.values}"
     if device != "cuda":
         return f"its kernels run on a GPU, the tensors are on {device}"
     if config.dtype == torch.float64:
         return "its kernels keep a float32 state, not state_dtype='float64'"
     if load_kernel(call) is None:
         return f'it needs {call.module}.{call.function}: pip install "hecate[cuda]"'
-    return _difference(config, channelwise, dtype, device, shape)
+    if call.takes_gate and scan.retain is not None and bool((scan.retain < SMALLEST).any()):
+        return f"its gates are logarithms, and a retain gate is below {SMALLEST:.0e}"
+    return _difference(config, channelwise, scan.values, device, scan.shape)
 
 
 @cache
@@ -204,7 +210,7 @@ def _difference(
     channelwise: bool,
     dtype: torch.dtype,
     device: str,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
 ) -> str | None:
     """Why a kernel is not trusted: what it computes beside the parallel engine."""
     height, width = shape

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from hecate.engine.finite import (
     finite_writes,
     raise_at_first,
 )
+from hecate.engine.fla import FlaScan, by_fla
 from hecate.engine.parallel import parallel
 from hecate.engine.parts import Part, merged, normalizer_part, part_of, split_carries
 from hecate.engine.prepare import DIVIDE, Sequence, cast, to_tokens, unfold_heads
@@ -115,7 +117,8 @@ def memory_scan(
     if q.shape[1] == 0 or sequence.v.numel() == 0:
         return torch.zeros_like(v), merged(parts, [part.carry for part in parts])
     sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
-    program = _program(parts, params, dtype, chosen)
+    runs = [_engine(chosen, part, sequence.v.dtype) for part in parts]
+    program = _program(parts, params, dtype, runs)
     flat = (*sequence, *held)
     y, *rest = program(tape, *flat) if tape is not None else differentiate(program, flat, autodiff)
     carries = split_carries(several(tuple(rest)), parts)
@@ -144,6 +147,12 @@ def _chosen(
         device=sequence.v.device.type,
         dtype=dtype,
         # `auto` takes a single token through the loop, whoever looks on.
+        scan=FlaScan(
+            sequence.v.dtype,
+            sequence.retain,
+            sequence.write is not None or sequence.reset is not None,
+            tuple(next(iter(parts[0].state.memory.values())).shape[2:]),
+        ),
         traced=(asked != "auto" or length > 1) and is_traced(*sequence[:6], *held),
     )
     if not torch.compiler.is_compiling():
@@ -183,12 +192,15 @@ def memory_step(
     return y.squeeze(1), state
 
 
-def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str) -> Program:
+def _program(
+    parts: list[Part], params: Params, dtype: torch.dtype, engines: list[Callable[..., Any]]
+) -> Program:
     config, fields, n_params = parts[0].config, len(Sequence._fields), len(_tensors(params))
     # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to
     # another level, so only their number and order are used.
     layouts = [
-        (part.config, len(part.initial), part.carry, _engine(engine, part)) for part in parts
+        (part.config, len(part.initial), part.carry, runs)
+        for part, runs in zip(parts, engines, strict=True)
     ]
 
     def program(run: Run, *flat: Tensor) -> Tensors:
@@ -214,9 +226,11 @@ def _program(parts: list[Part], params: Params, dtype: torch.dtype, engine: str)
     return program
 
 
-def _engine(name: str, part: Part) -> Callable[..., tuple[Tensor, Carry]]:
+def _engine(name: str, part: Part, values: torch.dtype) -> Callable[..., tuple[Tensor, Carry]]:
     if name == "chunk":
         return partial(chunked, position=part.position)
+    if name == "fla":
+        return partial(by_fla, dtype=values)
     return {"parallel": parallel, "compiled": compiled, "sequential": sequential}[name]
 
 

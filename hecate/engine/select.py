@@ -11,16 +11,18 @@ import torch
 from hecate.bias import L2, Dot
 from hecate.engine.chunk import chunk_refusal
 from hecate.engine.compiled import compiled_refusal
+from hecate.engine.fla import FlaScan, fla_refusal
 from hecate.engine.parallel import parallel_refusal
 from hecate.errors import ConfigError
 from hecate.rule import MemoryConfig
 
-Engine = Literal["auto", "sequential", "parallel", "chunk", "compiled"]
-Chosen = Literal["sequential", "parallel", "chunk", "compiled"]
+Engine = Literal["auto", "sequential", "parallel", "chunk", "compiled", "fla"]
+Chosen = Literal["sequential", "parallel", "chunk", "compiled", "fla"]
 ENGINES = get_args(Engine)
 
 # Why `auto` is content with an engine that refuses nothing.
 REASONS: dict[Chosen, str] = {
+    "fla": "a kernel of flash-linear-attention that has passed its parity test",
     "compiled": "a kernel keeps the state in cache",
     "parallel": "linear memory with linear retention: exact in blocks",
     "chunk": "gradients of a chunk at one state: exact in chunks",
@@ -44,17 +46,19 @@ def choose_engine(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     traced: bool = False,
+    scan: FlaScan | None = None,
 ) -> tuple[Chosen, str]:
     """The engine to run and why; `ConfigError` if the one asked for is not exact here.
 
     Beside the config: the number of tokens, in how many steps the chunk engine takes them, V x P of
-    a state, where tensors are and in which dtype the state is, and whether torch has to see every
-    operation.
+    a state, where tensors are and in which dtype the state is, whether torch has to see every
+    operation, and what flash-linear-attention has to know of the inputs.
     """
     if asked not in ENGINES:
         known = ", ".join(repr(name) for name in ENGINES)
         raise ConfigError(f"engine must be one of {known}, got {asked!r}")
     refusal_of: dict[Chosen, Callable[[], str | None]] = {
+        "fla": lambda: fla_refusal(config, scan or FlaScan(), device=device, traced=traced),
         "compiled": lambda: compiled_refusal(config, device=device, dtype=dtype, traced=traced),
         "parallel": lambda: parallel_refusal(config),
         "chunk": lambda: chunk_refusal(config),
@@ -75,6 +79,8 @@ def choose_engine(
     large = isinstance(config.bias, Dot | L2) and cells * dtype.itemsize > COMPILED_BYTES
     if length < COMPILED_TOKENS or (large and parallel_refusal(config) is None):
         del refusal_of["compiled"]
+    if scan is None or scan.values == torch.float32:
+        del refusal_of["fla"]  # its products of float32 are rounded more than ours
     refused = {}
     for name, ask in refusal_of.items():
         refused[name] = ask()

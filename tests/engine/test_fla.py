@@ -7,6 +7,7 @@ from torch import Tensor
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.engine import fla
 from hecate.engine.parallel import parallel
+from hecate.engine.select import choose_engine
 from hecate.engine.tokens import Carry, Tokens
 from hecate.errors import ConfigError
 from hecate.tape import execute
@@ -160,10 +161,34 @@ def test_a_kernel_is_trusted_only_after_it_agrees(name, stand_in):
     ],
 )
 def test_refusals_say_why(fields, reason):
-    assert reason in fla.fla_refusal(MemoryConfig.model_validate(fields))
+    assert reason in fla.fla_refusal(MemoryConfig.model_validate(fields), fla.FlaScan())
 
 
 def test_asking_for_it_where_it_cannot_run_is_an_error():
     q = torch.randn(1, 3, 1, 4)
     with pytest.raises(ConfigError, match="engine='fla' cannot run this memory exactly"):
         memory_scan(MemoryConfig(), q, q, q, Gates(), engine="fla")
+
+
+@pytest.mark.spec("ENG-FLA-I2")
+def test_auto_takes_a_trusted_kernel_for_half_precision_on_a_gpu(stand_in):
+    config = MemoryConfig(bias="dot", retention="decay", state_dtype="float32")
+    gates = torch.full((2, 5, 1), 0.9)
+    half = fla.FlaScan(torch.bfloat16, gates, False, (8, 8))
+
+    def chosen(scan: fla.FlaScan, **options) -> str:
+        return choose_engine(config, "auto", length=100, device="cuda", scan=scan, **options)[0]
+
+    assert chosen(half) == "parallel"  # no kernel to be found
+    stand_in(kernel)
+    fla._difference.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fla, "_difference", lambda *ask: None)
+        assert chosen(half) == "fla"
+        assert chosen(half._replace(values=torch.float32)) == "parallel"
+        assert chosen(half._replace(masked=True)) == "parallel"
+        assert chosen(half._replace(retain=gates * (torch.arange(5) != 2)[:, None])) == "parallel"
+        assert chosen(half, traced=True) == "parallel"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fla, "_difference", lambda *ask: "differs")
+        assert chosen(half) == "parallel"
