@@ -35,12 +35,19 @@ def _instances() -> list[phi.FeatureMap]:
     arguments = {
         "compose": {"maps": (phi.Linear(d_phi=WIDTH), phi.ELU())},
         "concat": {"maps": (phi.ELU(), phi.ReLU())},
+        "hadamard": {"d_phi": WIDTH},
         "linear": {"d_phi": WIDTH},
         "mlp": {"d_hidden": WIDTH},
         "normalise": {"inner": phi.ELU()},
+        "nystrom": {"num_centres": WIDTH},
         "odd_lift": {"inner": phi.ELU()},
         "polynomial": {"degree": 2},
+        "polysketch": {"sketch": 16},
         "random_fourier": {"d_phi": 2 * WIDTH},
+        "random_maclaurin": {"d_phi": 2 * WIDTH},
+        "sorf": {"d_phi": 2 * WIDTH},
+        "t2r": {"d_phi": WIDTH},
+        "tensor_product": {"maps": (phi.Linear(d_phi=8), phi.Linear(d_phi=8))},
     }
     known = phi.FeatureMap.variants().items()
     return [

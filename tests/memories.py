@@ -114,8 +114,10 @@ def case_of(
         for name, shape in config.structure.shapes(d_phi, width).items()
     }
     wide = (*lead, d_phi) if channels else lead
+    # A deep memory's curvature grows with its weights: steps that a matrix bears blow it up.
+    top = 0.5 if config.structure.linear else 0.1
     gates = Gates(
-        gate(0.05, 0.5, *lead),
+        gate(0.1 * top, top, *lead),
         gate(0.5, 1.0, *wide) if config.retention.uses_retain else None,
         gate(0.1, 0.9, *lead) if config.algorithm.uses_momentum else None,
     )

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, named_rule
 from hecate.engine import choose_engine
 from hecate.engine.chunk import chunk_refusal
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, NonFiniteError
 from hecate.tape import Tape
 from tests.engine.test_properties import Result, cases, in_pieces, whole
 from tests.memories import BIASES, Case, case_of, close, config_of, flat_state, same_state
@@ -78,7 +78,10 @@ def test_whole_and_pieces_against_the_token_loop(data):
     Whatever structure, bias, retention and algorithm, those of a user included.
     """
     case = data.draw(chunk_cases())
-    expected = whole(case, engine="sequential", autodiff="tape")
+    try:
+        expected = whole(case, engine="sequential", autodiff="tape")
+    except NonFiniteError:  # a deep memory that blows up by itself leaves nothing to compare
+        reject()
     for autodiff in ("tape", "torch"):
         whole(case, engine="chunk", autodiff=autodiff).equals(expected)
     cuts = data.draw(st.lists(st.integers(0, case.k.shape[1]), max_size=4))

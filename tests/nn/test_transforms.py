@@ -27,13 +27,13 @@ def test_the_formula(rule):
     mixed = torch.nn.functional.conv1d(
         torch.nn.functional.pad(mixed, (3, 0)), taps, groups=mixed.shape[1]
     )
-    q, k, v = torch.nn.functional.silu(mixed).mT.split([12, 12, 8], -1)
+    q, k, v = torch.nn.functional.silu(mixed).mT.split([12, 12, 2 * layer.d_value], -1)
     q, k = (normalise_qk(item.unflatten(-1, (2, 6)), "l2") for item in (q, k))
     y, state = memory_scan(
         config,
         q,
         k,
-        v.unflatten(-1, (2, 4)),
+        v.unflatten(-1, (2, layer.d_value)),
         layer.gates(x),
         phi_params=layer.phi_params,
         initial=layer.initial.tensors,

@@ -27,7 +27,7 @@ from hecate.structure import StructureKind
 from hecate.testing.rule import _floats, _inputs, _run, _same
 from hecate.testing.vjp import SIGNAL_FLOOR, require
 from hecate.variant import Variant
-from tests.product.examples import example
+from tests.product.examples import example, shipped
 
 FAMILIES: dict[str, type[Variant]] = {
     "structure": StructureKind,
@@ -79,7 +79,7 @@ class Verdict(NamedTuple):
 
 def axes() -> dict[str, list[str]]:
     """The kinds along each axis of the product."""
-    return {**{name: list(root.variants()) for name, root in FAMILIES.items()}, "way": list(WAYS)}
+    return {**{name: list(shipped(root)) for name, root in FAMILIES.items()}, "way": list(WAYS)}
 
 
 def every_cell() -> Iterator[Cell]:
@@ -174,7 +174,9 @@ def check_cell(cell: Cell) -> Verdict:
 
 def _check(config: MemoryConfig) -> None:
     length, d = 5, 4
-    case = _inputs(config, d, d, 1, length, torch.Generator().manual_seed(0))
+    # Values as wide as phi, which vectors and residuals ask for.
+    width = config.feature_map.output_dim(d)
+    case = _inputs(config, d, width, 1, length, torch.Generator().manual_seed(0))
     whole = _run(case, autodiff="torch")
     for item in (whole.y, *_floats(whole.state), *whole.grads):
         require(bool(torch.isfinite(item).all()), "something is not finite")

@@ -128,15 +128,13 @@ CASES = {
     ),
     "extends nothing": (
         "extends: nope", [],
-        "extends: no preset 'nope'; presets: mqar, quickstart, retrieval. A file must end in "
-        ".yaml or "
-        ".yml  [x.yaml:1]",
+        "extends: no preset 'nope'; presets: mqar, quickstart, retrieval, mqar-RULE, "
+        "quickstart-RULE. A file must end in .yaml or .yml  [x.yaml:1]",
     ),
     "extends typo": (
         "extends: mqra", [],
-        "extends: no preset 'mqra'; presets: mqar, quickstart, retrieval. Did you mean 'mqar'? A "
-        "file "
-        "must end in .yaml or .yml  [x.yaml:1]",
+        "extends: no preset 'mqra'; presets: mqar, quickstart, retrieval, mqar-RULE, "
+        "quickstart-RULE. Did you mean 'mqar'? A file must end in .yaml or .yml  [x.yaml:1]",
     ),
     "extends outside": (
         "seed: 1\nextends: ../x.yaml", [],
