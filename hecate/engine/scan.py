@@ -146,13 +146,13 @@ def _chosen(
         cells=math.prod(next(iter(parts[0].state.memory.values())).shape[2:]),
         device=sequence.v.device.type,
         dtype=dtype,
-        # `auto` takes a single token through the loop, whoever looks on.
         scan=FlaScan(
             sequence.v.dtype,
             sequence.retain,
             sequence.write is not None or sequence.reset is not None,
             tuple(next(iter(parts[0].state.memory.values())).shape[2:]),
         ),
+        # `auto` takes a single token through the loop, whoever looks on.
         traced=(asked != "auto" or length > 1) and is_traced(*sequence[:6], *held),
     )
     if not torch.compiler.is_compiling():
