@@ -20,7 +20,9 @@ def power(x: Tensor, m: float, floor: float) -> Tensor:
 def power_vjp(x: Tensor, m: float, floor: float, g: Tensor) -> Tensor:
     """Cotangent of x."""
     size = x.abs()
-    return torch.where(size >= floor, 1 + m, 1.0) * size.clamp(min=floor).pow(m) * g
+    # Not a choice between two Python numbers, which would be of torch's default dtype.
+    slope = 1 + m * (size >= floor).to(x.dtype)
+    return slope * size.clamp(min=floor).pow(m) * g
 
 
 def radial(x: Tensor, m: float, floor: float, q: float) -> Tensor:

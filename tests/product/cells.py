@@ -59,6 +59,9 @@ class Cell(NamedTuple):
         """The fields of its `MemoryConfig`."""
         knobs = {name: FAMILIES[name].variants()[getattr(self, name)] for name in FAMILIES}
         examples = {name: example(variant) for name, variant in knobs.items()}
+        if self.retention == "lq":
+            # The root has its chord below eps: one this wide leaves no slope near infinity.
+            examples["retention"] = examples["retention"].model_copy(update={"eps": 0.05})
         lr = examples["algorithm"].model_copy(update={"lr": 0.2})
         return {
             **examples,
@@ -177,6 +180,9 @@ def _check(config: MemoryConfig) -> None:
     # Values as wide as phi, which vectors and residuals ask for.
     width = config.feature_map.output_dim(d)
     case = _inputs(config, d, width, 1, length, torch.Generator().manual_seed(0))
+    if not config.structure.linear:
+        # The curvature of a deep memory grows with its weights: smaller steps stay in range.
+        case.leaves["lr"] = 0.2 * case.leaves["lr"]
     whole = _run(case, autodiff="torch")
     for item in (whole.y, *_floats(whole.state), *whole.grads):
         require(bool(torch.isfinite(item).all()), "something is not finite")

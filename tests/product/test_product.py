@@ -1,10 +1,20 @@
 """No cell of the product of all knobs is neither right nor refused."""
 
 import pytest
+import torch
 
 from tests.product.cells import Cell, check_cell, every_rule, pairwise
 
 PAIRS = pairwise()
+
+
+@pytest.fixture(autouse=True)
+def users_default_dtype():
+    """float32, as users have it: a scalar that takes it over spoils a state in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(before)
 
 
 def name(cell: Cell) -> str:
