@@ -94,7 +94,7 @@ class FeatureMap(Variant, family="feature_map"):
         x, params = residuals
 
         def of(x: Tensor, learned: dict[str, Tensor]) -> Tensor:
-            return self.features(x, {**params, "learned": learned})
+            return self.features(x, params | {"learned": learned})
 
         _, pull = torch.func.vjp(of, x, params["learned"])  # type: ignore[misc]
         gx, glearned = pull(g)

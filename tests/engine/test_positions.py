@@ -144,6 +144,18 @@ def test_masked_tokens_do_not_count():
     close(shown[:, 2], alone[:, 2], 1e-12, "masked read")
 
 
+@pytest.mark.spec("ENG-POS-D1")
+def test_a_token_left_out_as_non_finite_counts():
+    config, (q, k, v, lr) = config_of(on_nonfinite="skip"), drawn()
+    v[0, 3, 1, 0] = torch.inf
+    y, state = memory_scan(config, q, k, v, Gates(lr))
+    assert state.seen.tolist() == [T] * B
+    lr = lr.clone()
+    lr[0, 3, 1] = 0.0
+    expected, _ = memory_scan(config, q, k, v.nan_to_num(posinf=0.0), Gates(lr))
+    close(y, expected, 1e-12, "y")
+
+
 @pytest.mark.spec("ENG-POS-I1")
 @pytest.mark.parametrize("name", RULES)
 def test_rule_conforms_with_positions(name):

@@ -37,6 +37,23 @@ def _of(folder: str, tests: str, *faults: tuple[str, str, str]) -> list[Fault]:
 FAULTS = [
     *_of(
         "engine",
+        "tests/engine/test_features.py",
+        ("features", "return x + y, after", "return y, after"),
+        ("features", "k = torch.where(write_mask[..., None, None], k, 0.0)", "pass"),
+        ("features", "reset_mask=reset_mask", "reset_mask=None"),
+        ("features", "state=state", "state=None"),
+        ("features", "answer(q), answer(k)", "answer(k), answer(k)"),
+        ("features", "            k,\n            v,", "            x,\n            v,"),
+    ),
+    *_of(
+        "nn",
+        "tests/nn/test_feature_memory.py",
+        ("memory", "None if state is None else state.features", "None"),
+        ("rule", "            k,\n            k,", "            k,\n            q,"),
+        ("rule", "initial=self.initial.tensors,\n            write_mask=write_mask", "write_mask=write_mask"),
+    ),
+    *_of(
+        "engine",
         "tests/engine/test_positions.py",
         ("positions", "before = written.cumsum(1) - written.long()", "before = written.cumsum(1)"),
         ("positions", "(position + written)[:, -1]", "position[:, -1]"),
