@@ -115,9 +115,9 @@ class Memory(RuleParameters):
         if self.conv is not None:
             self.conv.reset_parameters(source)
         nn.init.ones_(self.norm)
-        self.draw(source, self.qkv.weight)
+        self.draw_rule(source, self.qkv.weight)
         if self.feature_memory is not None:
-            self.feature_memory.draw(source, self.qkv.weight)
+            self.feature_memory.draw_rule(source, self.qkv.weight)
 
     def _warn(self) -> None:
         self.warn_if_unstable(self.name, self.qk_norm)

@@ -42,7 +42,7 @@ class RuleParameters(nn.Module):
         self.config, self.heads, self.d_key, self.d_value = config, heads, d_key, d_value
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gates = GateHeads(d_model, heads, config, **place)
-        # Shapes first, on no device; the draws follow in `draw`.
+        # Shapes first, on no device; the draws follow in `draw_rule`.
         shapes: dict[str, Any] = {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
         params = config.feature_map.init(d_key, heads=heads, **shapes)
         d_phi = config.feature_map.output_dim(d_key)
@@ -51,9 +51,9 @@ class RuleParameters(nn.Module):
         self.phi_frozen = TensorDict(params["frozen"], learned=False, **place)
         self.initial = TensorDict(start, learned=learned_initial, **place)
 
-    def draw(self, source: torch.Generator, like: Tensor) -> None:
+    def draw_rule(self, source: torch.Generator, like: Tensor) -> None:
         """Everything anew from a generator, in the dtype and on the device of `like`."""
-        place = {"dtype": like.dtype, "device": like.device, "generator": source}
+        place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
         self.gates.reset_parameters(source)
         params = self.config.feature_map.init(self.d_key, heads=self.heads, **place)
         self.phi_learned.copy_(params["learned"])
