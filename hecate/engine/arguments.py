@@ -106,7 +106,8 @@ def _gate(name: str, given: Tensor | float | None, default: float, k: Tensor, to
             )
         return given
     value = default if given is None else float(given)
-    if not 0 <= value <= top or math.isinf(value):
+    # No math.isinf: to torch.compile the defaults of a second config are symbols.
+    if not 0 <= value <= top or value == math.inf:
         limit = "a finite number >= 0" if top == math.inf else "in [0, 1]"
         raise ConfigError(f"gates.{name} must be {limit}, got {value:g}")
     return torch.full(
@@ -149,9 +150,9 @@ def _borders(cu_seqlens: Tensor, k: Tensor) -> Tensor:
 def check_params(config: MemoryConfig, params: Params | None, k: Tensor) -> Params:
     """The feature map's parameters; an error when it needs some and none are given."""
     kind = config.feature_map.kind
-    if config.feature_map.needs_position:
-        raise ConfigError(f"feature_map {kind!r} needs positions, which a scan does not have")
     if params is not None:
+        if "position" in params:
+            raise ConfigError("leave 'position' out of phi_params: a scan counts its tokens itself")
         for group in ("learned", "frozen"):
             for name, tensor in params[group].items():
                 if tensor.shape[0] not in (1, k.shape[2]):

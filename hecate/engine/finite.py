@@ -14,14 +14,7 @@ from hecate.errors import NonFiniteError
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import execute
-
-
-def can_inspect(*tensors: Tensor) -> bool:
-    """Whether values exist and may steer Python: not on the meta device, not while compiling, not
-    inside `torch.func` transforms."""
-    if torch.compiler.is_compiling() or any(tensor.is_meta for tensor in tensors):
-        return False
-    return not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
+from hecate.tape.bridge import can_inspect as can_inspect
 
 
 def all_finite(y: Tensor, carry: Carry) -> bool:

@@ -19,8 +19,7 @@ NORMALIZED_EPS = 1e-6
 
 class Sequence(NamedTuple):
     """Inputs of a scan, checked and complete: `[B, T, H, *]`, gates `[B, T, H]` (retain also per
-    channel),
-    masks `[B, T]` or None."""
+    channel), masks `[B, T]` or None, positions `[B, T]` or None where phi needs none."""
 
     q: Tensor
     k: Tensor
@@ -30,6 +29,7 @@ class Sequence(NamedTuple):
     momentum: Tensor
     write: Tensor | None = None
     reset: Tensor | None = None
+    position: Tensor | None = None
 
 
 def to_tokens(
@@ -47,6 +47,8 @@ def to_tokens(
             one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask"))
             for tensor in (k, v, lr, retain, momentum)
         )
+    if inputs.position is not None:
+        params = {**params, "position": inputs.position.unsqueeze(-1)}
     block, tensors = config.feature_map.block(params)
     phi_k = one(run(block, k, *tensors, label="phi(k)"))
     phi_q = one(run(block, q, *tensors, label="phi(q)"))
@@ -62,7 +64,7 @@ def to_tokens(
     folded = [
         one(run(_FOLD, tensor, label="heads")) for tensor in (phi_k, phi_q, v, lr, retain, momentum)
     ]
-    masks = (None if mask is None else fold_mask(mask, heads) for mask in inputs[6:])
+    masks = (None if mask is None else fold_mask(mask, heads) for mask in inputs[6:8])
     return Tokens(*folded, *masks)
 
 

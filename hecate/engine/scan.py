@@ -31,6 +31,7 @@ from hecate.engine.finite import (
 from hecate.engine.fla import FlaScan, by_fla
 from hecate.engine.parallel import parallel
 from hecate.engine.parts import Part, merged, normalizer_part, part_of, split_carries
+from hecate.engine.positions import numbered
 from hecate.engine.prepare import DIVIDE, Sequence, cast, to_tokens, unfold_heads
 from hecate.engine.select import Chosen, Engine, choose_engine
 from hecate.engine.sequential import sequential
@@ -73,7 +74,8 @@ def memory_scan(
             any.
         state: the state to go on from; None starts at `initial`.
         initial: weights `[H, ...]` or `[B, H, ...]` by name, where a memory starts and restarts;
-            None takes the structure's own (zero for a matrix).
+            None takes the structure's own (zero for a matrix). The retention has the last word on
+            where that is: `Retention.start`.
         write_mask: `[B, T]` bool; at False the token is read but leaves the memory exactly as it
             was, whatever it carries.
         reset_mask: `[B, T]` bool; at True the memory restarts from `initial` before that token.
@@ -99,6 +101,7 @@ def memory_scan(
         config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None
     )
     sequence = as_wide_as(state, sequence)
+    sequence, seen = numbered(config, state, sequence)
     params = check_params(config, phi_params, k)
     dtype = config.dtype
     for tensor in (q, k, v):
@@ -115,7 +118,8 @@ def memory_scan(
     if autodiff == "auto" and chosen != "sequential" and config.structure.linear:
         autodiff = "torch"
     if q.shape[1] == 0 or sequence.v.numel() == 0:
-        return torch.zeros_like(v), merged(parts, [part.carry for part in parts])
+        empty = merged(parts, [part.carry for part in parts])
+        return torch.zeros_like(v), empty._replace(seen=seen)
     sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
     runs = [_engine(chosen, part, sequence.v.dtype) for part in parts]
     program = _program(parts, params, dtype, runs)
@@ -125,7 +129,7 @@ def memory_scan(
     if config.on_nonfinite == "raise" and can_inspect(one((y,)), *carries[0].flat):
         if not all(all_finite(one((y,)), carry) for carry in carries):
             raise_at_first(_watched(parts, sequence, params, dtype), one((y,)), name)
-    return one((y,)), merged(parts, carries)
+    return one((y,)), merged(parts, carries)._replace(seen=seen)
 
 
 def _chosen(

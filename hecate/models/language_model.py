@@ -23,7 +23,8 @@ class LanguageModelConfig(Config):
         d_model, layers, heads: width, depth, memories per layer.
         d_key, d_value: widths per head; None means d_model // heads.
         memory: rule and conventions of every layer's memory.
-        conv_kernel, qk_norm, output_gate, learned_initial: as in `hecate.nn.Memory`.
+        conv_kernel, qk_norm, output_gate, learned_initial, feature_memory: as in
+            `hecate.nn.Memory`.
         mlp_ratio: hidden width of the gated MLP over d_model; 0 leaves it out.
         tie_embeddings: whether the output layer shares the embedding's weights.
     """
@@ -39,6 +40,7 @@ class LanguageModelConfig(Config):
     qk_norm: Literal["none", "l2", "rms"] = "l2"
     output_gate: bool = True
     learned_initial: bool = True
+    feature_memory: MemoryConfig | None = None
     mlp_ratio: float = Field(2.0, ge=0)
     tie_embeddings: bool = True
 
@@ -59,11 +61,13 @@ class LanguageModelConfig(Config):
             )
         d_key = self.d_key or self.d_model // self.heads
         d_value = self.d_value or self.d_model // self.heads
-        try:
-            d_phi = self.memory.feature_map.output_dim(d_key)
-            self.memory.structure.shapes(d_phi, d_value)
-        except ConfigError as error:
-            raise ConfigError(f"{error} (keys have width {d_key})", path=("memory",)) from None
+        own = {"memory": (self.memory, d_value), "feature_memory": (self.feature_memory, d_key)}
+        for field, (memory, width) in own.items():
+            try:
+                if memory is not None:
+                    memory.structure.shapes(memory.feature_map.output_dim(d_key), width)
+            except ConfigError as error:
+                raise ConfigError(f"{error} (keys have width {d_key})", path=(field,)) from None
         return self
 
 
@@ -178,6 +182,7 @@ class _Block(nn.Module):
             qk_norm=config.qk_norm,
             output_gate=config.output_gate,
             learned_initial=config.learned_initial,
+            feature_memory=config.feature_memory,
             name=name,
             generator=generator,
             **place,

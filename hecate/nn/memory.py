@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hecate.engine import Engine, memory_scan
-from hecate.errors import StabilityWarning
 from hecate.nn.arguments import check_engine, check_inputs, check_sizes
 from hecate.nn.conv import ShortConv
-from hecate.nn.gates import GateHeads
 from hecate.nn.norm import QKNorm, check_norm, normalise_qk
-from hecate.nn.parameters import TensorDict, blank, draw_normal, source_of
+from hecate.nn.parameters import blank, draw_normal, source_of
+from hecate.nn.rule import FeatureMemory, RuleParameters
 from hecate.nn.state import LayerState
-from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.tape import Autodiff
 
 
-class Memory(nn.Module):
+class Memory(RuleParameters):
     """A memory layer: `(x [B, T, d_model], state=None) -> (y [B, T, d_model], state)`. [NN-MEM-D1]
 
         layer = Memory(256, heads=4, config=MemoryConfig(retention="decay"))
@@ -42,6 +39,8 @@ class Memory(nn.Module):
         qk_norm: normalisation of q and k before phi (`config.key_norm` acts after it).
         output_gate: whether the output is multiplied by silu(W x).
         learned_initial: whether the memory's starting weights are trained; else they stay as drawn.
+        feature_memory: a second memory, whose answers are added to q and k before phi (and
+            normalised again); None for none. See `FeatureMemory`.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call this memory.
         generator: source of all draws; None uses torch's default generator, as torch modules do.
@@ -64,6 +63,7 @@ class Memory(nn.Module):
         qk_norm: QKNorm = "l2",
         output_gate: bool = True,
         learned_initial: bool = True,
+        feature_memory: MemoryConfig | None = None,
         engine: Engine = "auto",
         autodiff: Autodiff = "auto",
         name: str = "memory",
@@ -71,69 +71,58 @@ class Memory(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.config = MemoryConfig.model_validate(MemoryConfig() if config is None else config)
+        config = MemoryConfig.model_validate(MemoryConfig() if config is None else config)
         check_sizes(d_model, heads, d_key, d_value, conv_kernel)
         check_norm(qk_norm)
-        check_engine(self.config, engine, autodiff)
-        self.d_model, self.heads = d_model, heads
-        self.d_key = d_model // heads if d_key is None else d_key
-        self.d_value = d_model // heads if d_value is None else d_value
-        self.qk_norm: QKNorm = qk_norm
-        self.engine, self.autodiff, self.name = engine, autodiff, name
-        d_phi = self.config.feature_map.output_dim(self.d_key)
+        check_engine(config, engine, autodiff)
+        d_key = d_model // heads if d_key is None else d_key
+        d_value = d_model // heads if d_value is None else d_value
+        start: dict[str, Any] = {"learned_initial": learned_initial}
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-
+        super().__init__(d_model, heads, config, d_key=d_key, d_value=d_value, **start, **place)
+        self.d_model, self.qk_norm = d_model, qk_norm
+        self.engine, self.autodiff, self.name = engine, autodiff, name
+        self.feature_memory = None
+        if feature_memory is not None:
+            inner = MemoryConfig.model_validate(feature_memory)
+            check_engine(inner, engine, autodiff)
+            self.feature_memory = FeatureMemory(
+                d_model, heads, inner, d_key=d_key, d_value=d_key, **start, **place
+            )
         keys, values = heads * self.d_key, heads * self.d_value
         self.splits = [keys, keys, values]
         self.qkv = blank(nn.Linear, d_model, sum(self.splits), bias=False, **place)
         self.conv = ShortConv(sum(self.splits), conv_kernel, **place) if conv_kernel else None
-        self.gates = GateHeads(d_model, heads, self.config, **place)
         self.output_gate = None
         if output_gate:
             self.output_gate = blank(nn.Linear, d_model, values, bias=False, **place)
         self.norm = nn.Parameter(torch.empty(heads, self.d_value, **place))
         self.out = blank(nn.Linear, values, d_model, bias=False, **place)
-
-        # Shapes first, on no device; the draws follow in reset_parameters.
-        shapes: dict[str, Any] = {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
-        params = self.config.feature_map.init(self.d_key, heads=heads, **shapes)
-        start = self.config.structure.init(d_phi, self.d_value, heads=heads, **shapes)
-        self.phi_learned = TensorDict(params["learned"], learned=True, **place)
-        self.phi_frozen = TensorDict(params["frozen"], learned=False, **place)
-        self.initial = TensorDict(start, learned=learned_initial, **place)
         if self.qkv.weight.device.type != "meta":
             self._draw(generator)
-            self._warn_if_unstable()
+            self._warn()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
         self._draw(generator)
-        self._warn_if_unstable()
+        self._warn()
 
     def _draw(self, generator: torch.Generator | None) -> None:
         source = source_of(generator)
-        like = self.qkv.weight
-        place = {"dtype": like.dtype, "device": like.device, "generator": source}
         for linear in (self.qkv, self.output_gate, self.out):
             if linear is not None:
                 draw_normal(linear.weight, linear.in_features**-0.5, source)
         if self.conv is not None:
             self.conv.reset_parameters(source)
-        self.gates.reset_parameters(source)
         nn.init.ones_(self.norm)
-        params = self.config.feature_map.init(self.d_key, heads=self.heads, **place)
-        self.phi_learned.copy_(params["learned"])
-        self.phi_frozen.copy_(params["frozen"])
-        d_phi = self.config.feature_map.output_dim(self.d_key)
-        self.initial.copy_(
-            self.config.structure.init(d_phi, self.d_value, heads=self.heads, **place)
-        )
+        self.draw_rule(source, self.qkv.weight)
+        if self.feature_memory is not None:
+            self.feature_memory.draw_rule(source, self.qkv.weight)
 
-    @property
-    def phi_params(self) -> Params:
-        """Parameters of the feature map, as `memory_scan` takes them."""
-        return {"learned": self.phi_learned.tensors, "frozen": self.phi_frozen.tensors}
+    def _warn(self) -> None:
+        self.warn_if_unstable(self.name, self.qk_norm)
+        if self.feature_memory is not None:
+            self.feature_memory.warn_if_unstable(f"{self.name} (features)", self.qk_norm)
 
     def forward(
         self,
@@ -154,26 +143,33 @@ class Memory(nn.Module):
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)) for part in mixed.split(self.splits, dim=-1)
         )
+        q, k = (normalise_qk(part, self.qk_norm) for part in (q, k))
+        how: dict[str, Any] = {"write_mask": write_mask, "reset_mask": reset_mask}
+        how |= {"engine": self.engine, "autodiff": self.autodiff}
+        features = None
+        if self.feature_memory is not None:
+            features = None if state is None else state.features
+            q, k, features = self.feature_memory(
+                x, q, k, features, **how, name=f"{self.name} (features)"
+            )
+            q, k = (normalise_qk(part, self.qk_norm) for part in (q, k))
         y, memory = memory_scan(
             self.config,
-            normalise_qk(q, self.qk_norm),
-            normalise_qk(k, self.qk_norm),
+            q,
+            k,
             v,
             self.gates(x),
             phi_params=self.phi_params,
             state=None if state is None else state.memory,
             initial=self.initial.tensors,
-            write_mask=write_mask,
-            reset_mask=reset_mask,
-            engine=self.engine,
-            autodiff=self.autodiff,
+            **how,
             name=self.name,
         )
         y = nn.functional.rms_norm(y, (self.d_value,), eps=1e-6) * self.norm
         y = y.flatten(-2)
         if self.output_gate is not None:
             y = y * nn.functional.silu(self.output_gate(x))
-        return self.out(y), LayerState(memory, conv, segment)
+        return self.out(y), LayerState(memory, conv, segment, features)
 
     def _mix(
         self,
@@ -201,37 +197,6 @@ class Memory(nn.Module):
         mixed, conv = self.conv(x, None if state is None else state.conv, segment)
         kept = segment[:, length:]
         return mixed, conv, kept - kept[:, -1:]
-
-    def _warn_if_unstable(self) -> None:
-        """Measures lr |phi(k)|^2 on random keys at the lr gate's ceiling."""
-        config, curvature = self.config, self.config.bias.curvature
-        linear = config.structure.linear and config.retention.linear
-        if config.step != "raw" or not linear or curvature == 0:
-            return
-        if config.key_norm != "none":
-            return
-        generator = torch.Generator().manual_seed(0)
-        # 256 keys, fewer where phi is wide.
-        width = config.feature_map.output_dim(self.d_key)
-        count = max(8, min(256, 2**22 // (self.heads * width)))
-        keys = torch.randn(count, self.heads, self.d_key, generator=generator, device="cpu")
-        params: Params = {
-            "learned": {n: t.detach().cpu().float() for n, t in self.phi_learned.tensors.items()},
-            "frozen": {n: t.detach().cpu().float() for n, t in self.phi_frozen.tensors.items()},
-        }
-        with torch.no_grad():
-            phi = config.feature_map(normalise_qk(keys, self.qk_norm), params)
-        largest = float(phi.square().sum(-1).max()) * config.algorithm.lr * (curvature or 1.0)
-        if largest >= config.algorithm.stable_step:
-            warnings.warn(
-                f"memory {self.name!r}: lr * |phi(k)|^2 reaches {largest:.3g} at the ceiling "
-                f"lr={config.algorithm.lr:g} of its gate (feature_map {config.feature_map.kind!r}, "
-                f"qk_norm {self.qk_norm!r}, key_norm 'none'), and bias {config.bias.kind!r} may "
-                f"diverge from {config.algorithm.stable_step:g} on; set key_norm='l2', "
-                "step='normalized' or a lower algorithm.lr",
-                StabilityWarning,
-                stacklevel=3,
-            )
 
     def extra_repr(self) -> str:
         """The rule and sizes."""

@@ -18,11 +18,13 @@ class LayerState(NamedTuple):
         conv: the last inputs of the short convolution, `[B, kernel-1, C]`; None without one.
         conv_segment: the document of each of those, `[B, kernel-1]` int64, 0 for the present one;
             None until a `reset_mask` was given.
+        features: the state of the feature memory; None without one.
     """
 
     memory: MemoryState
     conv: Tensor | None
     conv_segment: Tensor | None
+    features: MemoryState | None = None
 
     def detach(self) -> LayerState:
         """The same state cut off from the graph that produced it."""
@@ -31,6 +33,8 @@ class LayerState(NamedTuple):
     @property
     def bytes(self) -> int:
         """Size of all tensors; it does not grow with the number of tokens seen."""
-        return self.memory.bytes + sum(
-            part.numel() * part.element_size() for part in self[1:] if part is not None
+        memories = [memory for memory in (self.memory, self.features) if memory is not None]
+        convolution = [part for part in (self.conv, self.conv_segment) if part is not None]
+        return sum(memory.bytes for memory in memories) + sum(
+            part.numel() * part.element_size() for part in convolution
         )

@@ -4,6 +4,7 @@ from hecate.phi.arc_cosine import ArcCosine
 from hecate.phi.base import FeatureMap, FeatureMapKind, Params, Traits
 from hecate.phi.compose import Compose
 from hecate.phi.concat import Concat
+from hecate.phi.cosformer import CosFormer
 from hecate.phi.crelu import CReLU
 from hecate.phi.dpfp import DPFP
 from hecate.phi.elu import ELU
@@ -46,6 +47,7 @@ __all__ = [
     "CReLU",
     "Compose",
     "Concat",
+    "CosFormer",
     "Exp",
     "Favor",
     "FeatureMap",

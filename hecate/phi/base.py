@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,10 +18,14 @@ class Params(TypedDict):
     kept.
 
     Every tensor has a leading head axis `[H, ...]`; with `H = 1` it serves any number of heads.
+
+    `position` is no parameter but travels with them, so that combinators hand it on unread: whole
+    numbers that broadcast with x's shape without its last axis, there for maps that need it.
     """
 
     learned: dict[str, Tensor]
     frozen: dict[str, Tensor]
+    position: NotRequired[Tensor]
 
 
 Parity = Literal["even", "odd", "none"]
@@ -90,16 +94,24 @@ class FeatureMap(Variant, family="feature_map"):
         x, params = residuals
 
         def of(x: Tensor, learned: dict[str, Tensor]) -> Tensor:
-            return self.features(x, {"learned": learned, "frozen": params["frozen"]})
+            return self.features(x, params | {"learned": learned})
 
         _, pull = torch.func.vjp(of, x, params["learned"])  # type: ignore[misc]
         gx, glearned = pull(g)
         return gx, glearned
 
-    def __call__(self, x: Tensor, params: Params | None = None) -> Tensor:
-        """phi(x) `[..., d_phi]`; `params` may be left out for maps without parameters."""
+    def __call__(
+        self, x: Tensor, params: Params | None = None, *, position: Tensor | None = None
+    ) -> Tensor:
+        """phi(x) `[..., d_phi]`; `params` may be left out for maps without parameters.
+
+        Maps that need positions take them here, for x `[B, T, H, D]` as `[T, 1]` or `[B, T, 1]`:
+        which axis is time only the caller knows. A scan counts them itself.
+        """
         if params is None:
             params = {"learned": {}, "frozen": {}}
+        if position is not None:
+            params = {**params, "position": position}
         return self.forward(x, params)[0]
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
@@ -144,13 +156,15 @@ class FeatureMap(Variant, family="feature_map"):
     def block(self, params: Params) -> tuple[Block, tuple[Tensor, ...]]:
         """This map as a tape block, and the parameter tensors to pass after x."""
         names = (*params["learned"],), (*params["frozen"],)
-        split = len(names[0])
+        split, end = len(names[0]), len(names[0]) + len(names[1])
+        position = () if "position" not in params else (params["position"],)
 
         def rebuilt(tensors: tuple[Tensor, ...]) -> Params:
-            return {
+            own: Params = {
                 "learned": dict(zip(names[0], tensors[:split], strict=True)),
-                "frozen": dict(zip(names[1], tensors[split:], strict=True)),
+                "frozen": dict(zip(names[1], tensors[split:end], strict=True)),
             }
+            return {**own, "position": tensors[end]} if position else own
 
         def forward(x: Tensor, *tensors: Tensor) -> tuple[Tensors, Any]:
             features, residuals = self.forward(x, rebuilt(tensors))
@@ -158,9 +172,10 @@ class FeatureMap(Variant, family="feature_map"):
 
         def vjp(residuals: Any, g: Tensor) -> tuple[Tensor | None, ...]:
             gx, glearned = self.vjp(residuals, g)
-            return (gx, *(glearned[name] for name in names[0]), *(None for _ in names[1]))
+            constants = (None for _ in (*names[1], *position))
+            return (gx, *(glearned[name] for name in names[0]), *constants)
 
-        tensors = (*params["learned"].values(), *params["frozen"].values())
+        tensors = (*params["learned"].values(), *params["frozen"].values(), *position)
         return Block(f"phi.{self.kind}", forward, vjp if self.hand_written() else None), tensors
 
 
@@ -183,6 +198,23 @@ FeatureMapKind = FeatureMap
 def compute_dtype(x: Tensor) -> torch.dtype:
     """float32 or better: the dtype in which phases, norms and exponentials are evaluated."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def position_of(kind: str, x: Tensor, params: Params) -> Tensor:
+    """The positions of x's tokens, checked against its shape; an error says where they go."""
+    if "position" not in params:
+        raise ConfigError(
+            f"feature map {kind!r} needs every token's position; outside a scan pass position=..., "
+            "for x [T, D] torch.arange(T)"
+        )
+    position, lead = params["position"], x.shape[:-1]
+    fits = all(a in (1, b) for a, b in zip(position.shape[::-1], lead[::-1], strict=False))
+    if position.is_floating_point() or position.dim() > len(lead) or not fits:
+        raise ShapeError(
+            f"position must be whole numbers that broadcast to {list(lead)}, x's shape without its "
+            f"last axis, got {position.dtype} {list(position.shape)}"
+        )
+    return position
 
 
 def project(x: Tensor, w: Tensor) -> Tensor:

@@ -63,10 +63,11 @@ class Compose(Several):
         return g, grads
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """The last map's kernel of the images under the others, None if those have parameters."""
+        """The last map's kernel of the images under the others, None if those have parameters
+        or need positions."""
         for map_ in self.maps[:-1]:
             params = map_.init(x.shape[-1], dtype=x.dtype, device=x.device)
-            if params["learned"] or params["frozen"]:
+            if params["learned"] or params["frozen"] or map_.needs_position:
                 return None
             x, y = map_(x), map_(y)
         return self.maps[-1].exact_kernel(x, y)

@@ -77,13 +77,17 @@ class Several(FeatureMap):
 
 
 def own(params: Params, index: int) -> Params:
-    """The parameters of the map at a position, without their prefix."""
+    """The parameters of the map at an index, without their prefix; all share the position."""
     mark = f"{index}."
 
     def stripped(group: dict[str, Tensor]) -> dict[str, Tensor]:
         return {k.removeprefix(mark): t for k, t in group.items() if k.startswith(mark)}
 
-    return {"learned": stripped(params["learned"]), "frozen": stripped(params["frozen"])}
+    return {
+        **params,
+        "learned": stripped(params["learned"]),
+        "frozen": stripped(params["frozen"]),
+    }
 
 
 def prefixed(tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:

@@ -36,6 +36,8 @@ class MemoryState(NamedTuple):
             name and the product of the retain gates as `"retain"`; empty otherwise.
         position: tokens written since the chunk's start, `[B, H]` int64.
         normalizer: the state of the sum normaliser, or None.
+        seen: tokens written since the start or the last reset, `[B]` int64, where the feature map
+            needs positions; else None.
     """
 
     memory: dict[str, Tensor]
@@ -44,6 +46,7 @@ class MemoryState(NamedTuple):
     pending: dict[str, Tensor]
     position: Tensor
     normalizer: MemoryState | None = None
+    seen: Tensor | None = None
 
     def detach(self) -> MemoryState:
         """The same state cut off from the graph that produced it."""
@@ -65,10 +68,11 @@ def map_state(function: Callable[[Tensor], Tensor], state: MemoryState) -> Memor
     def each(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: function(tensor) for name, tensor in tensors.items()}
 
-    memory, slots, anchor, pending, position, normalizer = state
+    memory, slots, anchor, pending, position, normalizer, seen = state
     nested = None if normalizer is None else map_state(function, normalizer)
     named = (each(memory), each(slots), each(anchor), each(pending))
-    return MemoryState(*named, function(position), nested)
+    counted = None if seen is None else function(seen)
+    return MemoryState(*named, function(position), nested, counted)
 
 
 def frozen_gradients(config: MemoryConfig) -> bool:

@@ -91,3 +91,11 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)
+
+
+def can_inspect(*tensors: Tensor) -> bool:
+    """Whether values exist and may steer Python: not on the meta device, not while compiling, not
+    inside `torch.func` transforms."""
+    if torch.compiler.is_compiling() or any(tensor.is_meta for tensor in tensors):
+        return False
+    return not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)

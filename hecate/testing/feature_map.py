@@ -18,6 +18,7 @@ def check_feature_map(
     *,
     heads: int = 3,
     smooth: bool = True,
+    positions: int = 256,
     generator: torch.Generator | None = None,
 ) -> None:
     """Checks a feature map: draws, shapes, dtypes, heads, the VJP and every declared trait.
@@ -25,13 +26,17 @@ def check_feature_map(
     All of it with parameters per head and with one set for all heads, learned ones moved away from
     their initial values, where gradients may vanish. Inputs are sampled at random, so kinks (where
     a map is not differentiable) have probability zero; at x = 0 features and cotangents must be
-    finite. `smooth=False` skips the second derivatives. Raises AssertionError naming what failed.
+    finite. `smooth=False` skips the second derivatives. Maps that need positions are given ones
+    spread over 0..positions - 1. Raises AssertionError naming what failed.
     """
     generator = generator or torch.Generator().manual_seed(0)
     name = f"phi.{feature_map.kind}"
     for count in (heads, 1):
         params = _moved(_check_init(name, feature_map, d, count), generator)
         x = torch.randn(4, heads, d, dtype=torch.float64, generator=generator)
+        if feature_map.needs_position:
+            params = _placed(params, len(x), positions)
+            _check_positions(name, feature_map, params, x)
         _check_features(name, feature_map, params, x)
         _check_heads(name, feature_map, params, x)
         _check_low_precision(name, feature_map, params, x)
@@ -40,10 +45,23 @@ def check_feature_map(
         _check_kernel(name, feature_map, x)
         block, tensors = feature_map.block(params)
         learned = len(params["learned"])
-        frozen = range(1 + learned, 1 + len(tensors))
+        frozen = range(1 + learned, 1 + len(tensors))  # and the positions
         check_vjp(block, [x, *tensors], constants=frozen, second_order=smooth, generator=generator)
         _check_parameters_matter(name, feature_map, params, x)
+        if feature_map.needs_position:
+            params = _placed(params, 256, positions)
         _check_traits(name, feature_map, params, heads, d, generator)
+
+
+def _placed(params: Params, tokens: int, positions: int) -> Params:
+    steps = torch.linspace(0, positions - 1, tokens).round().long()
+    return {**params, "position": steps.unsqueeze(-1)}
+
+
+def _check_positions(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
+    same = feature_map(x[:1].expand_as(x), params)
+    spread = float((same - same[:1]).abs().max())
+    require(spread > SIGNAL_FLOOR, f"{name}: declared needs_position, but no position matters")
 
 
 def _check_init(name: str, feature_map: FeatureMap, d: int, heads: int) -> Params:
@@ -79,7 +97,7 @@ def _moved(params: Params, generator: torch.Generator) -> Params:
         key: t + 0.3 * torch.randn(t.shape, dtype=t.dtype, generator=generator)
         for key, t in params["learned"].items()
     }
-    return {"learned": learned, "frozen": params["frozen"]}
+    return {**params, "learned": learned}
 
 
 def _check_features(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
@@ -102,6 +120,8 @@ def _check_heads(name: str, feature_map: FeatureMap, params: Params, x: Tensor) 
             "learned": _one_head(params["learned"], head),
             "frozen": _one_head(params["frozen"], head),
         }
+        if "position" in params:
+            one["position"] = params["position"][:, 0]
         alone = feature_map(x[:, head], one)
         error = float((features[:, head] - alone).abs().max())
         require(
@@ -228,4 +248,4 @@ def _cast(params: Params, dtype: torch.dtype) -> Params:
     def cast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key: t.to(dtype) if t.is_floating_point() else t for key, t in tensors.items()}
 
-    return {"learned": cast(params["learned"]), "frozen": cast(params["frozen"])}
+    return {**params, "learned": cast(params["learned"]), "frozen": cast(params["frozen"])}

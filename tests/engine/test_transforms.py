@@ -125,6 +125,29 @@ def test_compiles_to_one_graph_with_the_same_gradients(name, engine, autodiff):
 
 
 @pytest.mark.spec("ENG-FUNC-I3")
+@pytest.mark.spec("ENG-COMPILE-I1")
+@pytest.mark.parametrize("gate", [None, 0.5])
+def test_one_process_compiles_configs_and_gates_of_other_numbers(gate):
+    """From the second number on, the compiler takes a config's floats and gates for symbols."""
+
+    def scan(config, gates, *inputs):
+        return memory_scan(config, *inputs, gates)[0]
+
+    q, k, v = (
+        torch.randn(1, 4, 1, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)
+    )
+    compiled = torch.compile(scan, backend="aot_eager", fullgraph=True)
+    for number in (0.9, 0.7, 0.6):
+        config = MemoryConfig(
+            retention={"kind": "decay", "retain": number},
+            algorithm={"kind": "momentum", "lr": number / 2, "momentum": number / 3},
+            key_norm="l2",
+            state_dtype="float64",
+        )
+        gates = None if gate is None else Gates(gate * number, number**2, number / 4)
+        close(compiled(config, gates, q, k, v), scan(config, gates, q, k, v), 1e-12, f"{number}")
+
+
 @EVERY
 def test_inside_activation_checkpointing(name, engine, autodiff):
     case = case_of(config_of(**CONFIGS[name]), length=5)

@@ -36,6 +36,33 @@ def _of(folder: str, tests: str, *faults: tuple[str, str, str]) -> list[Fault]:
 
 FAULTS = [
     *_of(
+        "engine",
+        "tests/engine/test_features.py",
+        ("features", "return x + y, after", "return y, after"),
+        ("features", "k = torch.where(write_mask[..., None, None], k, 0.0)", "pass"),
+        ("features", "reset_mask=reset_mask", "reset_mask=None"),
+        ("features", "state=state", "state=None"),
+        ("features", "answer(q), answer(k)", "answer(k), answer(k)"),
+        ("features", "            k,\n            v,", "            x,\n            v,"),
+    ),
+    *_of(
+        "nn",
+        "tests/nn/test_feature_memory.py",
+        ("memory", "None if state is None else state.features", "None"),
+        ("rule", "            k,\n            k,", "            k,\n            q,"),
+        ("rule", "initial=self.initial.tensors,\n            write_mask=write_mask", "write_mask=write_mask"),
+    ),
+    *_of(
+        "engine",
+        "tests/engine/test_positions.py",
+        ("positions", "before = written.cumsum(1) - written.long()", "before = written.cumsum(1)"),
+        ("positions", "(position + written)[:, -1]", "position[:, -1]"),
+        ("positions", "start = -seen.unsqueeze(1)", "start = 0 * seen.unsqueeze(1)"),
+        ("positions", "start).cummax(1).values", "start)"),
+        ("positions", "if written is None:", "if True:"),
+        ("prepare", "inputs.position.unsqueeze(-1)", "inputs.position.flip(1).unsqueeze(-1)"),
+    ),
+    *_of(
         "phi",
         PHI,
         # Feature maps: definitions.
@@ -57,6 +84,11 @@ FAULTS = [
         ("odd_lift", "return (ahead - behind) / 2, (residuals, mirrored)", "return (ahead + behind) / 2, (residuals, mirrored)"),
         ("performer_relu", "features = (z.clamp(min=0) + self.kernel_epsilon) / math.sqrt(w.shape[-1])", "features = z.clamp(min=0) + self.kernel_epsilon"),
         ("gelu_shifted", "positive = self.shift >= _DEPTH", "positive = self.shift >= 0.1"),
+        ("cosformer", "return behind.sin(), ahead.sin()", "return ahead.sin(), behind.sin()"),
+        ("cosformer", "(position <= self.max_length)", "(position <= 2 * self.max_length)"),
+        ("cosformer", "return behind.sin(), ahead.sin()", "return ahead.cos(), ahead.sin()"),
+        ("cosformer", "g_cos * cos + g_sin * sin, 0", "g_cos * cos - g_sin * sin, 0"),
+        ("nested", "        **params,\n", ""),
         # Feature maps: derivatives.
         ("random_fourier", "gphase = phase.sin() * g * -math.sqrt(2 / self.d_phi)", "gphase = phase.cos() * g * -math.sqrt(2 / self.d_phi)"),
         ("random_fourier", "(phase.cos() * gsin - phase.sin() * gcos)", "(phase.cos() * gsin + phase.sin() * gcos)"),

@@ -173,7 +173,7 @@ BUILDS = {
     "autodiff must be one of .*, got 'jax'": {"autodiff": "jax"},
     "cannot run this memory exactly": {"engine": "parallel", "config": MIXED},
     "unknown rule 'delt'": {"config": "delt"},
-    "instance of MemoryConfig": {"config": 3},
+    "instance of MemoryConfig, got 7": {"config": 7},
     "unknown field": {"config": {"retention_": "decay"}},
     "generator must be a torch.Generator on the CPU.*got 3": {"generator": 3},
     "width": {"config": {"structure": {"kind": "mlp", "residual": True}}, "d_value": 5},

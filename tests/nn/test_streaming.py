@@ -13,7 +13,7 @@ from tests.phi.examples import examples, named
 
 RULES = rules()
 LENGTH = 7
-MAPS = [item for item in examples() if not item.needs_position]
+MAPS = examples()
 
 every_rule = pytest.mark.parametrize("rule", RULES)
 every_map = pytest.mark.parametrize("feature_map", MAPS, ids=named)

@@ -8,13 +8,16 @@ EXAMPLES: dict[str, list[phi.FeatureMap]] = {
         phi.Compose(maps=(phi.Normalise(inner=phi.Identity()), phi.RandomFourier(d_phi=8))),
         phi.Compose(maps=(phi.Linear(d_phi=4), phi.MLP(d_hidden=3, activation="tanh"))),
         phi.Compose(maps=(phi.ReLU(), phi.SquaredReLU())),
+        phi.Compose(maps=(phi.CosFormer(max_length=300), phi.ELU())),
     ],
     "concat": [
         phi.Concat(maps=(phi.Linear(d_phi=3), phi.ELU(), phi.Linear(d_phi=2))),
         phi.Concat(maps=(phi.RandomFourier(d_phi=4), phi.RandomFourier(d_phi=6, form="paired"))),
         phi.Concat(maps=(phi.DPFP(), phi.SquaredReLU())),
         phi.Concat(maps=(phi.Identity(), phi.OddLift(inner=phi.ReLU()))),
+        phi.Concat(maps=(phi.CosFormer(), phi.Linear(d_phi=2))),
     ],
+    "cosformer": [phi.CosFormer(), phi.CosFormer(max_length=255)],
     "dpfp": [phi.DPFP(), phi.DPFP(nu=3), phi.DPFP(nu=9)],
     "exp": [phi.Exp(), phi.Exp(shift=2.0)],
     "gelu_shifted": [phi.GELUShifted(), phi.GELUShifted(shift=0.0)],
@@ -35,11 +38,13 @@ EXAMPLES: dict[str, list[phi.FeatureMap]] = {
         phi.Normalise(inner=phi.Linear(d_phi=3), eps=0.1),
         phi.Normalise(inner=phi.DPFP(), norm="sum"),
         phi.Normalise(inner=phi.Exp(), norm="sum"),
+        phi.Normalise(inner=phi.CosFormer()),
     ],
     "odd_lift": [
         phi.OddLift(inner=phi.ELU()),
         phi.OddLift(inner=phi.MLP(d_hidden=3)),
         phi.OddLift(inner=phi.RandomFourier(d_phi=8)),
+        phi.OddLift(inner=phi.CosFormer()),
     ],
     "polynomial": [
         phi.Polynomial(degree=1),
@@ -58,6 +63,7 @@ EXAMPLES: dict[str, list[phi.FeatureMap]] = {
     "t2r": [phi.T2R(d_phi=7)],
     "tensor_product": [
         phi.TensorProduct(maps=(phi.Identity(), phi.ELU())),
+        phi.TensorProduct(maps=(phi.CosFormer(), phi.ELU())),
         phi.TensorProduct(maps=(phi.Linear(d_phi=3), phi.CReLU())),
         phi.TensorProduct(
             maps=(phi.Linear(d_phi=3), phi.RandomFourier(d_phi=4), phi.Linear(d_phi=2))

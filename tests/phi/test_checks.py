@@ -82,6 +82,18 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "not even": ("not even", _trait(parity="even")),
     "not of degree 2": ("degree 2", _trait(degree=2)),
     "not bounded": (r"\|phi\|\^2 reached", _trait(norm_bound=1.0)),
+    "positions ignored": ("no position matters", _trait(needs_position=True)),
+    "positions unseen by the kernel check": (
+        "kernel_non_negative",
+        {
+            "features": lambda self, x, params: (
+                self.weight(x, params).abs()
+                * x.abs()
+                * (params["position"].unsqueeze(-1) / 50).cos().to(x.dtype)
+            ),
+            **_trait(needs_position=True, kernel_non_negative=True),
+        },
+    ),
     "nothing drawn": ("no seed changes", _trait(is_random=True)),
     "drawn without a word": ("declare is_random", {"init": _frozen_draw}),
     "global generator": ("global generator", {"init": _global_draw}),

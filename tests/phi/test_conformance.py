@@ -48,7 +48,9 @@ class Holder(Config):
 
 def _params(instance, d=5, heads=1, dtype=torch.float64):
     generator = torch.Generator().manual_seed(3)
-    return instance.init(d, heads=heads, generator=generator, dtype=dtype)
+    params = instance.init(d, heads=heads, generator=generator, dtype=dtype)
+    # One position for all tokens fits every shape.
+    return {**params, "position": torch.tensor(7)} if instance.needs_position else params
 
 
 def _x(*shape, dtype=torch.float64, seed=0):
@@ -137,7 +139,7 @@ def test_a_wrong_number_of_heads_or_a_missing_parameter_is_named(instance):
     with pytest.raises(ShapeError, match="3 heads"):
         instance(_x(2, 4, 5), params)
     with pytest.raises(ConfigError, match=r"init\(d"):
-        instance(_x(2, 5))
+        instance(_x(2, 5), position=params.get("position"))
 
 
 @pytest.mark.spec("PHI-FAMILY-V2")

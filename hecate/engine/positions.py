@@ -1,0 +1,48 @@
+"""Positions of tokens, counted across calls, for feature maps that depend on them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hecate.engine.prepare import Sequence
+from hecate.errors import ShapeError
+from hecate.rule import MemoryConfig, MemoryState
+
+
+def numbered(
+    config: MemoryConfig, state: MemoryState | None, sequence: Sequence
+) -> tuple[Sequence, Tensor | None]:
+    """The sequence with its tokens' positions, and the count of tokens at its end.
+
+    A position is the number of tokens written since the start or the last reset; both are None
+    where phi needs none. [ENG-POS-D1]
+    """
+    needed, seen = config.feature_map.needs_position, None if state is None else state.seen
+    if state is not None and (seen is not None) != needed:
+        raise ShapeError(
+            f"state.seen is {'a count' if seen is not None else 'None'}, but feature_map "
+            f"{config.feature_map.kind!r} needs {'one' if needed else 'none'}; was the state made "
+            "with another config?"
+        )
+    if not needed:
+        return sequence, None
+    k, written = sequence.k, sequence.write
+    if seen is None:
+        seen = torch.zeros(k.shape[:1], dtype=torch.int64, device=k.device)
+    if seen.shape != k.shape[:1] or seen.dtype != torch.int64 or seen.device != k.device:
+        raise ShapeError(
+            f"state.seen must be int64 {list(k.shape[:1])} on {k.device}, got {seen.dtype} "
+            f"{list(seen.shape)} on {seen.device}"
+        )
+    if written is None:
+        written = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
+    before = written.cumsum(1) - written.long()
+    start = -seen.unsqueeze(1)
+    if sequence.reset is not None:
+        # Counts only grow, so the largest one at a reset so far is that of the last reset.
+        start = torch.where(sequence.reset, before, start).cummax(1).values
+    position = before - start
+    if k.shape[1]:
+        seen = (position + written)[:, -1]
+    return sequence._replace(position=position), seen

@@ -1,0 +1,142 @@
+"""What a layer holds for one memory: gates, parameters of phi, starting weights."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hecate.engine import memory_features
+from hecate.engine.select import Engine
+from hecate.errors import StabilityWarning
+from hecate.nn.gates import GateHeads
+from hecate.nn.norm import QKNorm, normalise_qk
+from hecate.nn.parameters import TensorDict
+from hecate.phi import Params
+from hecate.rule import MemoryConfig, MemoryState
+from hecate.tape import Autodiff
+
+
+class RuleParameters(nn.Module):
+    """The learned side of a `MemoryConfig` for H heads with keys D and values V.
+
+    `gates` come from x `[B, T, d_model]`; `phi_learned` and `phi_frozen` are the feature map's,
+    `initial` the starting weights, trained or not.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        config: MemoryConfig,
+        *,
+        d_key: int,
+        d_value: int,
+        learned_initial: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.config, self.heads, self.d_key, self.d_value = config, heads, d_key, d_value
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gates = GateHeads(d_model, heads, config, **place)
+        # Shapes first, on no device; the draws follow in `draw_rule`.
+        shapes: dict[str, Any] = {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
+        params = config.feature_map.init(d_key, heads=heads, **shapes)
+        d_phi = config.feature_map.output_dim(d_key)
+        start = config.structure.init(d_phi, d_value, heads=heads, **shapes)
+        self.phi_learned = TensorDict(params["learned"], learned=True, **place)
+        self.phi_frozen = TensorDict(params["frozen"], learned=False, **place)
+        self.initial = TensorDict(start, learned=learned_initial, **place)
+
+    def draw_rule(self, source: torch.Generator, like: Tensor) -> None:
+        """Everything anew from a generator, in the dtype and on the device of `like`."""
+        place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
+        self.gates.reset_parameters(source)
+        params = self.config.feature_map.init(self.d_key, heads=self.heads, **place)
+        self.phi_learned.copy_(params["learned"])
+        self.phi_frozen.copy_(params["frozen"])
+        d_phi = self.config.feature_map.output_dim(self.d_key)
+        self.initial.copy_(
+            self.config.structure.init(d_phi, self.d_value, heads=self.heads, **place)
+        )
+
+    @property
+    def phi_params(self) -> Params:
+        """Parameters of the feature map, as `memory_scan` takes them."""
+        return {"learned": self.phi_learned.tensors, "frozen": self.phi_frozen.tensors}
+
+    def warn_if_unstable(self, name: str, qk_norm: QKNorm) -> None:
+        """Measures lr |phi(k)|^2 on random keys at the lr gate's ceiling."""
+        config, curvature = self.config, self.config.bias.curvature
+        linear = config.structure.linear and config.retention.linear
+        if config.step != "raw" or not linear or curvature == 0:
+            return
+        if config.key_norm != "none":
+            return
+        generator = torch.Generator().manual_seed(0)
+        # 256 keys, fewer where phi is wide.
+        width = config.feature_map.output_dim(self.d_key)
+        count = max(8, min(256, 2**22 // (self.heads * width)))
+        keys = torch.randn(count, self.heads, self.d_key, generator=generator, device="cpu")
+        params: Params = {
+            "learned": {n: t.detach().cpu().float() for n, t in self.phi_learned.tensors.items()},
+            "frozen": {n: t.detach().cpu().float() for n, t in self.phi_frozen.tensors.items()},
+        }
+        start = torch.zeros((), dtype=torch.int64, device="cpu")
+        position = start if config.feature_map.needs_position else None
+        with torch.no_grad():
+            phi = config.feature_map(normalise_qk(keys, qk_norm), params, position=position)
+        largest = float(phi.square().sum(-1).max()) * config.algorithm.lr * (curvature or 1.0)
+        if largest >= config.algorithm.stable_step:
+            warnings.warn(
+                f"memory {name!r}: lr * |phi(k)|^2 reaches {largest:.3g} at the ceiling "
+                f"lr={config.algorithm.lr:g} of its gate (feature_map {config.feature_map.kind!r}, "
+                f"qk_norm {qk_norm!r}, key_norm 'none'), and bias {config.bias.kind!r} may "
+                f"diverge from {config.algorithm.stable_step:g} on; set key_norm='l2', "
+                "step='normalized' or a lower algorithm.lr",
+                StabilityWarning,
+                stacklevel=4,
+            )
+
+
+class FeatureMemory(RuleParameters):
+    """A memory before phi: q and k become x + M_t(x), M written with (k, k) and gates of its own.
+
+    It learns as the sequence goes by which directions keys take. With M empty, as it starts, q and
+    k stay as they are. [NN-FEAT-D1]
+
+    Shapes: x `[B, T, d_model]`, q and k `[B, T, H, D]` in and out.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        state: MemoryState | None,
+        *,
+        write_mask: Tensor | None,
+        reset_mask: Tensor | None,
+        engine: Engine,
+        autodiff: Autodiff,
+        name: str,
+    ) -> tuple[Tensor, Tensor, MemoryState]:
+        """q, k and the state after the last token."""
+        return memory_features(
+            self.config,
+            q,
+            k,
+            k,
+            self.gates(x),
+            phi_params=self.phi_params,
+            state=state,
+            initial=self.initial.tensors,
+            write_mask=write_mask,
+            reset_mask=reset_mask,
+            engine=engine,
+            autodiff=autodiff,
+            name=name,
+        )

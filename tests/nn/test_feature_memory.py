@@ -1,0 +1,197 @@
+"""A layer whose features are a memory: the layer's promises, and that it learns."""
+
+import warnings
+
+import pytest
+import torch
+import yaml
+
+from hecate.engine import memory_features, memory_scan
+from hecate.errors import ConfigError, ShapeError, StabilityWarning
+from hecate.models import LanguageModel, LanguageModelConfig
+from hecate.nn import Memory, normalise_qk
+from tests.nn.layers import in_pieces, inputs, layer_of, leaves, near, same_memory, seeded
+
+OUTER = {"retention": "decay", "key_norm": "l2"}
+INNERS = {
+    "delta": {"retention": "decay"},
+    "momentum": {"bias": "dot", "algorithm": "momentum", "key_norm": "l2"},
+    "deep": {
+        "structure": {"kind": "mlp", "expansion": 1},
+        "algorithm": {"kind": "gd", "lr": 0.1},
+        "chunk": 2,
+        "feature_map": {"kind": "linear", "d_phi": 4},
+    },
+    "placed": {"feature_map": {"kind": "cosformer", "max_length": 50}, "key_norm": "l2"},
+}
+LENGTH = 7
+every = pytest.mark.parametrize("inner", INNERS)
+
+
+def built(inner, **options):
+    return layer_of(OUTER, feature_memory=INNERS[inner], **options)
+
+
+def masks():
+    source = seeded(4)
+    write, reset = (torch.rand(2, LENGTH, generator=source) < p for p in (0.7, 0.3))
+    return {"write_mask": write, "reset_mask": reset}
+
+
+def same(got, expected):
+    same_memory(got, expected)
+    near(got.features, expected.features, 1e-12, "features")
+
+
+@pytest.mark.spec("NN-FEAT-D1")
+@every
+def test_is_two_scans_written_out(inner):
+    layer, x = built(inner, conv_kernel=0, output_gate=False), inputs()
+    q, k, v = (part.unflatten(-1, (2, -1)) for part in layer.qkv(x).split(layer.splits, -1))
+    q, k = normalise_qk(q, "l2"), normalise_qk(k, "l2")
+    part = layer.feature_memory
+    own = {"phi_params": part.phi_params, "initial": part.initial.tensors}
+    phi_q, phi_k, state = memory_features(part.config, q, k, k, part.gates(x), **own)
+    phi_q, phi_k = normalise_qk(phi_q, "l2"), normalise_qk(phi_k, "l2")
+    y, memory = memory_scan(
+        layer.config, phi_q, phi_k, v, layer.gates(x), initial=layer.initial.tensors
+    )
+    y = torch.nn.functional.rms_norm(y, (y.shape[-1],), eps=1e-6) * layer.norm
+    expected, after = layer(x)
+    near(layer.out(y.flatten(-2)), expected)
+    near(after.features, state)
+    near(after.memory, memory)
+
+
+@pytest.mark.spec("NN-FEAT-I1")
+@every
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("cuts", [[3], [0, 2, 2, 5], list(range(1, LENGTH))], ids=len)
+def test_any_split(inner, masked, cuts):
+    layer, x, given = built(inner), inputs(length=LENGTH), masks() if masked else {}
+    y, state = layer(x, **given)
+    pieces, last = in_pieces(layer, x, cuts, **given)
+    near(pieces, y, what="y")
+    same(last, state)
+
+
+@pytest.mark.spec("NN-FEAT-I1")
+@every
+def test_padding_documents_and_causality(inner):
+    layer, x = built(inner), inputs()
+    expected, last = layer(x)
+    write = torch.ones(2, 3 + LENGTH, dtype=torch.bool)
+    write[:, :3] = False
+    y, state = layer(torch.cat([inputs(length=3, seed=5), x], 1), write_mask=write)
+    near(y[:, 3:], expected)
+    same(state, last)
+    reset = torch.zeros(2, LENGTH, dtype=torch.bool)
+    reset[:, 3] = True
+    packed, _ = layer(x, reset_mask=reset)
+    near(packed, torch.cat([layer(x[:, :3])[0], layer(x[:, 3:])[0]], 1))
+    changed = x.clone()
+    changed[:, 4] += 1
+    other, _ = layer(changed)
+    near(other[:, :4], expected[:, :4], 1e-13)
+    assert (other[:, 4] - expected[:, 4]).abs().max() > 1e-3
+
+
+@pytest.mark.spec("NN-FEAT-I1")
+@every
+def test_it_starts_as_the_identity_and_every_parameter_learns(inner):
+    plain, layer = (layer_of(OUTER, feature_memory=f, shake=0.0) for f in (None, INNERS[inner]))
+    if inner in ("delta", "momentum"):  # matrices start at 0: the first token finds q, k unchanged
+        start = {**INNERS[inner], "read": "before"}
+        layer = layer_of(OUTER, feature_memory=start, shake=0.0)
+        near(layer(inputs())[0][:, :1], plain(inputs())[0][:, :1], 1e-10)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    moved = {name: torch.zeros(()) for name, _ in layer.named_parameters()}
+    for seed in range(2):
+        optimizer.zero_grad()
+        layer(inputs(seed=seed))[0].square().sum().backward()
+        for name, parameter in layer.named_parameters():
+            moved[name] = moved[name] + parameter.grad.norm()
+        optimizer.step()
+    assert {name for name, size in moved.items() if size < 1e-4} == set(), moved
+    assert sum(name.startswith("feature_memory.") for name in moved) >= 3
+
+
+@pytest.mark.spec("NN-FEAT-I1")
+def test_state_bytes_names_and_draws():
+    layer = built("delta")
+    _, state = layer(inputs(length=1))
+    _, long = layer(inputs(length=20))
+    assert state.bytes == long.bytes == state._replace(features=None).bytes + state.features.bytes
+    assert not any(leaf.requires_grad for leaf in leaves(state.detach()))
+    own = [name for name, _ in layer.named_parameters() if name.startswith("feature_memory.")]
+    ends = ["gates.bias.lr", "gates.bias.retain", "gates.weight.lr", "gates.weight.retain"]
+    assert sorted(own) == [f"feature_memory.{name}" for name in (*ends, "initial.weight")]
+    deep = {"feature_memory": INNERS["deep"]}
+    one, two = (Memory(12, 2, OUTER, generator=seeded(), **deep) for _ in range(2))
+    near(dict(one.state_dict()), dict(two.state_dict()), 0.0)
+    late = Memory(12, 2, OUTER, device="meta", **deep).to_empty(device="cpu")
+    late.reset_parameters(seeded())
+    near(dict(late.state_dict()), dict(one.state_dict()), 0.0)
+
+
+@pytest.mark.spec("NN-FEAT-I1")
+def test_what_does_not_fit_is_refused():
+    with_it, without = built("delta"), layer_of(OUTER)
+    _, state = with_it(inputs())
+    with pytest.raises(ShapeError, match=r"state\.features is a state, but this layer has no"):
+        without(inputs(), state)
+    with pytest.raises(ShapeError, match=r"state\.features is None, but this layer has a feature"):
+        with_it(inputs(), without(inputs())[1])
+    with pytest.raises(ConfigError, match="cannot run this memory exactly"):
+        Memory(12, 2, OUTER, feature_memory=INNERS["deep"], engine="parallel")
+    with pytest.warns(StabilityWarning, match=r"'m \(features\)'.*'elu'"):
+        Memory(64, 2, OUTER, feature_memory={"feature_map": "elu"}, name="m", generator=seeded())
+    with warnings.catch_warnings():  # an outer delta rule without key_norm stays safe behind it
+        warnings.simplefilter("error")
+        Memory(12, 2, {}, feature_memory={}, generator=seeded())
+
+
+@pytest.mark.spec("NN-FEAT-I1")
+def test_compile():
+    layer, x = built("delta"), inputs()
+    expected, _ = layer(x)
+    y, state = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    near(y, expected, 1e-10)
+    state = state.detach()
+    y, _ = torch.compile(layer, backend="aot_eager", fullgraph=True)(x, state)
+    near(y, layer(x, state)[0], 1e-10)
+
+
+@pytest.mark.spec("NN-FEAT-I1", "LM-MODEL-I6")
+def test_a_language_model_from_yaml_learns_and_trains_its_features():
+    text = """
+    vocab_size: 8
+    d_model: 16
+    layers: 1
+    heads: 2
+    memory: {kind: gated_delta}
+    feature_memory: delta
+    """
+    config = LanguageModelConfig.model_validate(yaml.safe_load(text))
+    assert LanguageModelConfig.model_validate(config.model_dump(mode="json")) == config
+    model = LanguageModel(config, generator=seeded())
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if "feature_memory" in n}
+    pattern = torch.randint(8, (4, 8), generator=seeded(1)).repeat(1, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        logits, _ = model(pattern[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), pattern[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert float(loss.detach()) < 1.0
+    after = dict(model.named_parameters())
+    assert before and all(float((after[n] - p).detach().norm()) > 1e-2 for n, p in before.items())
+    tokens, state, rows = pattern[:, :5], None, []
+    for token in tokens.unbind(1):
+        y, state = model(token.unsqueeze(1), state)
+        rows.append(y)
+    near(torch.cat(rows, 1), model(tokens)[0], 1e-10)
+    with pytest.raises(ConfigError, match="feature_memory"):
+        LanguageModelConfig(feature_memory={"feature_map": {"kind": "tensor_product", "maps": [
+            "identity", "identity", "identity", "identity"]}})  # fmt: skip
