@@ -227,7 +227,7 @@ def delta_momentum(config: MemoryConfig, length: int) -> Trial:
 def deep_momentum(config: MemoryConfig, length: int) -> Trial:
     x, algorithm = Inputs(length), config.algorithm
     # The rule's own constant draw, which no other program can repeat.
-    start = algorithm._start(torch.zeros(1, 3, 4)).numpy()
+    start = algorithm._start(torch.zeros(1, 3, 4, dtype=torch.float64)).numpy()
     y, weight, *slots = papers_steps.deep_momentum(
         x.unit_q, x.unit_k, x.v, *gates(x).values(), start, algorithm.rate
     )
