@@ -1,16 +1,20 @@
-"""`python -m benchmarks [GROUP ...]`: hecate against its peers, ratios of one run."""
+"""`python -m benchmarks [GROUP ...]`: hecate against its peers, ratios of one run.
+
+`python -m benchmarks rules` trains every named rule instead.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks import tables
+from benchmarks import learning, tables
 from benchmarks.attention import linear
 from benchmarks.decoding import decode
 from benchmarks.engines import engines
@@ -40,13 +44,16 @@ NOTE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["rules"]:
+        return learning.main(given[1:])
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("groups", nargs="*", help=f"any of {', '.join(GROUPS)}; default: all")
     parser.add_argument("--threads", type=int, default=1, help="beyond 1 also by the clock")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="short sequences, to try the script")
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks.json"))
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     unknown = set(options.groups) - set(GROUPS)
     if unknown:
         parser.error(f"unknown group {', '.join(sorted(unknown))}; known: {', '.join(GROUPS)}")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import lengths, peers, tables
+from benchmarks import learning, lengths, peers, tables
 from benchmarks.__main__ import GROUPS, main
 from benchmarks.harness import Cost, Row, Size, compare, forward_backward, peak_mib
+from hecate.errors import NonFiniteError
+from hecate.rule import RULES
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +91,68 @@ def test_slopes_and_ratios() -> None:
     assert lengths.slope([(n, 3.0 * n**2) for n in (1, 2, 8)]) == pytest.approx(2.0)
     row = Row("group", "case", "peer", forward=Cost(1.0, 4.0), goal=(0.5, None))
     assert "| case | peer | 0.25 | - | - | 0.5, - |" in tables.speed([row])
+
+
+def test_rules_are_trained_row_by_row_and_never_twice(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(learning, "ProcessPoolExecutor", Here)
+    path = tmp_path / "rows.jsonl"
+    given = ["rules", "delta", "atlas", "--steps", "1", "--json", str(path)]
+    main(given)
+    written = path.read_text()
+    records = [json.loads(line) for line in written.splitlines()]
+    jobs = [(record["rule"], record["task"]) for record in records]
+    tasks = ("mqar", "quickstart")
+    assert sorted(jobs) == [(rule, task) for rule in ("atlas", "delta") for task in tasks]
+    assert all(0 <= record["value"] < 9 and record["loss"] > 0 for record in records)
+    narrow, matrix = (
+        next(record["state_bytes"] for record in records if record["rule"] == rule)
+        for rule in ("atlas", "delta")
+    )
+    # Two heads of 16 x 16 floats and a position; 16 x 21 twice, and a window of 4 tokens.
+    assert matrix == 2 * (4 * 16 * 16 + 8)
+    assert narrow == 2 * (4 * (2 * 16 * 21 + 4 * (21 + 16 + 1)) + 8)
+    path.write_text(written[:-20])  # a crash while the last line was written
+    main(given)
+    again = path.read_text().splitlines()
+    assert len(again) == len(records) + 1 and written.startswith("\n".join(again[:3]))
+    assert json.loads(again[-1])["value"] == records[-1]["value"]
+    capsys.readouterr()
+    monkeypatch.setattr(learning, "train", None)
+    main(given)
+    printed = capsys.readouterr().out
+    assert re.search(r"\| delta \| \w+ \| \de-1\d \| 2064 \| \d\.\d{3} \| \d\.\d{3} \|", printed)
+
+
+class Here:
+    """Runs jobs in this process."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, function, job):
+        future: Future[object] = Future()
+        future.set_result(function(job))
+        return future
+
+
+def test_a_rule_that_fails_is_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: object) -> None:
+        raise NonFiniteError("memory 'layer 0' holds NaN")
+
+    monkeypatch.setattr(learning.Trainer, "train_step", refused)
+    record = learning.train(learning.Job("delta", "mqar", 1))
+    assert record["failed"] == "NonFiniteError: memory 'layer 0' holds NaN"
+    assert "| failed |" in learning.table([record], {"delta": 0.0})
+
+
+def test_every_rule_has_an_experiment_for_every_task() -> None:
+    for task in learning.SETTINGS:
+        for rule in RULES:
+            config = learning.Job(rule, task, 7).experiment()
+            assert config.budget.steps == 7 and config.model.d_model == 32

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hecate.algorithm import GD, Momentum
-from hecate.bias import L2, Dot
+from hecate import retention
+from hecate.algorithm import (
+    GD,
+    RLS,
+    DeepMomentum,
+    DeltaMomentum,
+    Momentum,
+    NewtonSchulz,
+    Omega,
+)
+from hecate.bias import L2, Dot, Lp, Yaad
 from hecate.errors import ConfigError, did_you_mean
-from hecate.phi import ELU, Identity
-from hecate.retention import Decay, NoRetention
+from hecate.phi import ELU, Concat, Identity, Linear, Normalise, Polynomial
+from hecate.retention import KL, Decay, Lq, NoRetention, Sphere
 from hecate.rule.config import MemoryConfig
-from hecate.structure import MLP, Matrix
+from hecate.structure import MLP, GatedMLP, Matrix, Slots, TwoPass
 
 
 class NamedRule(NamedTuple):
@@ -19,6 +28,9 @@ class NamedRule(NamedTuple):
     config: MemoryConfig
     paper: str
 
+
+_MIRAS = MLP(layers=2, expansion=4, activation="gelu", residual=True, norm="layer")
+_CODES = 16
 
 RULES: dict[str, NamedRule] = {
     "hebbian": NamedRule(
@@ -40,6 +52,11 @@ RULES: dict[str, NamedRule] = {
         "Gated Linear Attention (Yang et al., 2024, arXiv 2312.06635): retain per phi channel, "
         "gates.retain [B, T, H, P]",
     ),
+    "mamba2": NamedRule(
+        MemoryConfig(bias=Dot(), retention=Decay(retain=0.95)),
+        "Transformers are SSMs (Dao and Gu, 2024, arXiv 2405.21060), the recurrence: dt is lr and "
+        "exp(-A dt) retain, as gates of their own; without the skip D x",
+    ),
     "delta": NamedRule(
         MemoryConfig(bias=L2(), key_norm="l2"),
         "Parallelizing Linear Transformers with the Delta Rule (Yang et al., 2024, arXiv "
@@ -49,10 +66,26 @@ RULES: dict[str, NamedRule] = {
         MemoryConfig(bias=L2(), retention=Decay(), decay_order="before_gradient", key_norm="l2"),
         "Gated Delta Networks (Yang et al., 2024, arXiv 2412.06464)",
     ),
+    "kda": NamedRule(
+        MemoryConfig(bias=L2(), retention=Decay(), decay_order="before_gradient", key_norm="l2"),
+        "Kimi Linear (Kimi Team, 2025, arXiv 2510.26692): the gated delta rule with retain per phi "
+        "channel, gates.retain [B, T, H, P]",
+    ),
     "longhorn": NamedRule(
         MemoryConfig(bias=L2(), step="implicit"),
         "Longhorn (Liu et al., 2024, arXiv 2407.14207): the exact proximal step, not its diagonal "
         "approximation",
+    ),
+    "dgd": NamedRule(
+        MemoryConfig(bias=L2(), retention=Decay(), step="implicit"),
+        "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 57 for the dot loss, whose "
+        "descent direction is v, with the retain of Eq 88; the constant is lr/(1 + lr |k|^2), the "
+        "printed lr/(1 + lr) holds for |k| = 1",
+    ),
+    "mesa": NamedRule(
+        MemoryConfig(bias=L2(), algorithm=RLS(), key_norm="l2"),
+        "MesaNet (von Oswald et al., 2025, arXiv 2506.05233): the ridge optimum at lr = 1, with "
+        "the paper's gates gamma and beta at 1 and one ridge for all channels",
     ),
     "titans_linear": NamedRule(
         MemoryConfig(bias=L2(), retention=Decay(), algorithm=Momentum(), key_norm="l2"),
@@ -96,6 +129,106 @@ RULES: dict[str, NamedRule] = {
         ),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(f(x)), f of "
         "two layers with gelu; norm and lr as in ttt_linear_norm",
+    ),
+    "large_chunk_ttt": NamedRule(
+        MemoryConfig(
+            structure=GatedMLP(expansion=2, activation="silu"),
+            bias=Dot(),
+            retention=Sphere(slot="row"),
+            algorithm=NewtonSchulz(momentum=0.5),
+            key_norm="l2",
+            chunk=32,
+            commit="chunk",
+            read="before",
+        ),
+        "Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884): rows are kept at "
+        "length 1, by a step along the sphere instead of a division after it; chunks of 32, not "
+        "2048 and more; lr weighs the tokens of a chunk",
+    ),
+    "moneta": NamedRule(
+        MemoryConfig(
+            structure=_MIRAS,
+            bias=Lp(p=3.0),
+            retention=Lq(q=4.0, eps=1e-4),
+            algorithm=GD(lr=1e-3),
+            key_norm="l2",
+        ),
+        "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Moneta, with the exact map "
+        "of q = 4; the printed one, retention.form='paper', lacks the power of the coordinates",
+    ),
+    "yaad": NamedRule(
+        MemoryConfig(
+            structure=_MIRAS,
+            bias=Yaad(eps=1e-3),
+            retention=retention.L2(decoupled=True),
+            algorithm=GD(lr=0.01),
+            key_norm="l2",
+        ),
+        "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad, with one delta for all "
+        "channels",
+    ),
+    "memora": NamedRule(
+        MemoryConfig(
+            structure=_MIRAS,
+            bias=L2(),
+            retention=KL(scale=4.0),
+            algorithm=GD(lr=0.02),
+            key_norm="l2",
+        ),
+        "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora: rows of weights are "
+        "distributions",
+    ),
+    "omeganet": NamedRule(
+        MemoryConfig(
+            bias=L2(),
+            retention=Decay(),
+            algorithm=Omega(lr=0.4, window=4, decay=0.9),
+            feature_map=Polynomial(degree=2),
+            key_norm="l2",
+        ),
+        "ATLAS (Behrouz et al., 2025, arXiv 2505.23735), OmegaNet with one linear layer; the "
+        "window's weights are powers of a constant",
+    ),
+    "atlas": NamedRule(
+        MemoryConfig(
+            bias=L2(),
+            retention=Decay(),
+            algorithm=Omega(lr=1.0, window=4, decay=0.9, inner=NewtonSchulz()),
+            feature_map=Polynomial(degree=2),
+            key_norm="l2",
+        ),
+        "ATLAS (Behrouz et al., 2025, arXiv 2505.23735) with one linear layer, as omeganet; it "
+        "descends along NS(S)",
+    ),
+    "lattice": NamedRule(
+        MemoryConfig(structure=Slots(), bias=L2(), retention=Sphere(), key_norm="l2"),
+        "Lattice (Karami and Mirrokni, 2025, arXiv 2504.05646): a slot for each coordinate of the "
+        "key, each of unit length by itself",
+    ),
+    "trellis": NamedRule(
+        MemoryConfig(
+            structure=TwoPass(codes=_CODES),
+            bias=L2(),
+            retention=Decay(),
+            feature_map=Concat(
+                maps=[
+                    Normalise(inner=Identity()),
+                    Normalise(inner=Linear(d_phi=_CODES)),
+                ]
+            ),
+        ),
+        "Trellis (2025, arXiv 2512.23852): codes are a learned linear map of the key, of length 1; "
+        "both passes share lr and retain",
+    ),
+    "delta_momentum": NamedRule(
+        MemoryConfig(bias=L2(), retention=Decay(), algorithm=DeltaMomentum(lr=0.5), key_norm="l2"),
+        "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 49 as the algorithm of a "
+        "linear memory, in its contracting form; the printed one lacks a factor",
+    ),
+    "deep_momentum": NamedRule(
+        MemoryConfig(bias=L2(), retention=Decay(), algorithm=DeepMomentum(), key_norm="l2"),
+        "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 50 as the algorithm of a "
+        "linear memory, taught descent; the printed objective ignores the gradient's sign",
     ),
 }
 

@@ -15,7 +15,7 @@ D_MODEL, HEADS, D_KEY, D_VALUE = 12, 2, 6, 4
 
 OTHER_RULES: dict[str, dict[str, Any]] = {
     "momentum": {"retention": "decay", "algorithm": "momentum", "bias": "dot"},
-    "delta_momentum": {"retention": "decay", "algorithm": "momentum", "key_norm": "l2"},
+    "l2_momentum": {"retention": "decay", "algorithm": "momentum", "key_norm": "l2"},
     "frozen": {"key_norm": "l2", "chunk": 3, "retention": "decay"},
     "commit": {"key_norm": "l2", "chunk": 3, "commit": "chunk", "retention": "decay"},
     "before": {"key_norm": "l2", "read": "before"},

@@ -88,7 +88,7 @@ def titans_mlp(q, k, v, theta, alpha, eta, w1, w2):
         w1, w2 = (1 - alpha[t]) * w1 + s1, (1 - alpha[t]) * w2 + s2
         z = w1 @ q[t]
         out.append(w2 @ (z / (1 + np.exp(-z))))
-    return np.array(out), w1, w2
+    return np.array(out), w1, w2, s1, s2
 
 
 def longhorn(q, k, v, b):
@@ -140,3 +140,75 @@ def ttt(q, k, v, eta, b, params, gelu=None, eps=1e-6):
             z = params[2] @ gelu[0](z) + params[3]
         out.append(q[t] + (z - z.mean()) / np.sqrt(z.var() + eps))
     return np.array(out), params
+
+
+def sum_rule(q, k, v):
+    """Schlag et al. 2021: W += v phi(k)^T, y = W phi(q)."""
+    w, out = np.zeros((v.shape[1], k.shape[1])), []
+    for t in range(len(v)):
+        w = w + np.outer(v[t], k[t])
+        out.append(w @ q[t])
+    return np.array(out), w
+
+
+def retnet(q, k, v, gamma):
+    """Sun et al. 2023 (2307.08621), the parallel form of one head: (Q K^T / sqrt(d) * D) V."""
+    steps = np.arange(len(v))
+    decay = np.tril(gamma ** np.maximum(steps[:, None] - steps[None, :], 0))
+    out = (q @ k.T / np.sqrt(k.shape[1]) * decay) @ v
+    return out, (v * gamma ** (len(v) - 1 - steps)[:, None]).T @ k
+
+
+def mamba2(x, b, c, dt, a):
+    """Dao and Gu 2024 (2405.21060), one head: h = exp(-a dt) h + dt x B^T, y = h C."""
+    h, out = np.zeros((x.shape[1], b.shape[1])), []
+    for t in range(len(x)):
+        h = np.exp(-a * dt[t]) * h + dt[t] * np.outer(x[t], b[t])
+        out.append(h @ c[t])
+    return np.array(out), h
+
+
+def kda(q, k, v, alpha, beta):
+    """Kimi Team 2025 (2510.26692): S = (I - beta k k^T) Diag(alpha) S + beta k v^T, y = S^T q."""
+    s, out = np.zeros((k.shape[1], v.shape[1])), []
+    for t in range(len(v)):
+        s = (np.eye(k.shape[1]) - beta[t] * np.outer(k[t], k[t])) @ np.diag(alpha[t]) @ s
+        s = s + beta[t] * np.outer(k[t], v[t])
+        out.append(s.T @ q[t])
+    return np.array(out), s.T
+
+
+def dgd(q, k, v, eta, alpha):
+    """Behrouz et al. 2025 (2512.24695), Eq 57: W = W (alpha I - c x x^T) - c grad_y L x^T.
+
+    L = -<W x, v>. Printed c = eta / (1 + eta) holds for |x| = 1; in general |x|^2 joins eta.
+    """
+    w, out = np.zeros((v.shape[1], k.shape[1])), []
+    for t in range(len(v)):
+        c = eta[t] / (1 + eta[t] * k[t] @ k[t])
+        surprise = -v[t]
+        w = w @ (alpha[t] * np.eye(k.shape[1]) - c * np.outer(k[t], k[t]))
+        w = w - c * np.outer(surprise, k[t])
+        out.append(w @ q[t])
+    return np.array(out), w
+
+
+def mesa(q, k, v, ridge):
+    """von Oswald et al. 2025 (2506.05233) with gates of 1: y = G (H + Lambda)^-1 q."""
+    g, h = np.zeros((v.shape[1], k.shape[1])), np.zeros((k.shape[1], k.shape[1]))
+    out, penalty = [], ridge * np.eye(k.shape[1])
+    for t in range(len(v)):
+        g, h = g + np.outer(v[t], k[t]), h + np.outer(k[t], k[t])
+        out.append(g @ np.linalg.solve(h + penalty, q[t]))
+    inverse = np.linalg.inv(h + penalty)
+    return np.array(out), g @ inverse, inverse
+
+
+def mesa_relaxed(q, k, v, ridge, share):
+    """The same solve as a Newton step of the summed loss, of which each token takes a share."""
+    m, h, out = np.zeros((v.shape[1], k.shape[1])), ridge * np.eye(k.shape[1]), []
+    for t in range(len(v)):
+        h = h + np.outer(k[t], k[t])
+        m = m - share[t] * np.outer(m @ k[t] - v[t], np.linalg.solve(h, k[t]))
+        out.append(m @ q[t])
+    return np.array(out), m, np.linalg.inv(h)

@@ -140,7 +140,7 @@ def test_titans_deep():
     expected = papers.titans_mlp(
         draw.q, draw.unit, draw.v, gates[0], 0.3 * draw.keep, gates[2], draw.w1, draw.w2
     )
-    agree(got, *expected)
+    agree(got, *expected[:3])
 
 
 @pytest.mark.spec("RULE-STEP-R1")

@@ -1,0 +1,176 @@
+"""`python -m benchmarks rules`: every named rule trained for the same short budget, in a table.
+
+Associative recall (MQAR) and bytes of text, through the presets `mqar-RULE` and `quickstart-RULE`
+made small. States are of equal size as far as structures allow: multilayer memories are as wide as
+their keys, and keys of polynomial features are narrow. Each result is appended to a file of JSON
+lines as it comes; what the file already holds is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hecate.errors import HecateError
+from hecate.rule import RULES
+from hecate.train import ExperimentConfig, Trainer, load_experiment
+
+Record = dict[str, Any]
+
+SETTINGS = {
+    "mqar": (
+        "data.num_pairs=8",
+        "data.seq_len=32",
+        "data.vocab_size=48",
+        "model.qk_norm=l2",
+        "budget.batch_size=32",
+    ),
+    "quickstart": ("model.layers=1", "budget.batch_size=8", "budget.seq_len=64"),
+}
+SHARED = ("model.d_model=32", "model.heads=2", "optim.lr=1e-2", "optim.warmup=20")
+EVALUATION = "budget.eval_batches=16"
+NARROW_KEYS = 5  # C(5 + 2, 2) = 21 polynomial features of degree 2
+HEAD = ("rule", "engine", "error", "state bytes", "MQAR accuracy", "bits per byte", "seconds")
+
+
+class Job(NamedTuple):
+    """One rule on one task for some steps."""
+
+    rule: str
+    task: str
+    steps: int
+
+    def experiment(self) -> ExperimentConfig:
+        """The preset made small."""
+        memory = RULES[self.rule].config
+        own = [f"budget.steps={self.steps}", EVALUATION, *SHARED, *SETTINGS[self.task]]
+        if hasattr(memory.structure, "expansion"):
+            own.append("model.memory.structure.expansion=1")
+        if memory.feature_map.kind == "polynomial":
+            own.append(f"model.d_key={NARROW_KEYS}")
+        return load_experiment(f"{self.task}-{self.rule}", own)
+
+
+def train(job: Job) -> Record:
+    """Trains and evaluates; what went wrong is a record too."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    record: Record = job._asdict()
+    began = time.process_time()
+    try:
+        config = job.experiment()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            trainer = Trainer(config)
+            loss = math.nan
+            for _ in range(job.steps):
+                loss = trainer.train_step().loss
+            record |= {"engine": config.engine()[0], "state_bytes": state_bytes(trainer)}
+            record |= {"loss": loss, "value": trainer.evaluate().value(trainer.source.metric)}
+    except HecateError as error:
+        record["failed"] = f"{type(error).__name__}: {error}"
+    return record | {"seconds": time.process_time() - began}
+
+
+@torch.no_grad()
+def state_bytes(trainer: Trainer) -> int:
+    """What the memories of one sequence hold."""
+    batch = next(iter(trainer.source.validation_batches(1, trainer.config.seq_len, 1)))
+    _, state = trainer.model(batch.tokens[:1])
+    return sum(layer.memory.bytes for layer in state)
+
+
+def reference_errors(rules: Iterable[str]) -> dict[str, float]:
+    """Largest relative error of each rule against the numpy transcription of its paper."""
+    from tests.rule.trials import errors
+
+    return {rule: max(errors(rule).values()) for rule in rules}
+
+
+def results(jobs: Sequence[Job], path: Path, workers: int) -> Iterator[Record]:
+    """Records of all jobs: first those of the file, then new ones, appended one by one."""
+    done = {Job(*(item[name] for name in Job._fields)): item for item in read(path)}
+    left = [job for job in jobs if job not in done]
+    yield from (done[job] for job in jobs if job in done)
+    if not left:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures: list[Future[Record]] = [pool.submit(train, job) for job in left]
+        with path.open("a") as file:
+            if path.stat().st_size and not path.read_text().endswith("\n"):
+                file.write("\n")  # a crash has cut the last line short
+            for future in as_completed(futures):
+                record = future.result()
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                yield record
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a file; a last line cut short by a crash is left out."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def table(records: Sequence[Record], errors: dict[str, float]) -> str:
+    """The records by rule, as markdown."""
+    by = {(record["rule"], record["task"]): record for record in records}
+    lines = [HEAD, ("---",) * len(HEAD)]
+    for rule, error in errors.items():
+        of = [by.get((rule, task), {}) for task in SETTINGS]
+        some: Record = next((item for item in of if "engine" in item), {})
+        lines.append((
+            rule,
+            some.get("engine", "-"),
+            f"{error:.0e}",
+            str(some.get("state_bytes", "-")),
+            *(_value(item) for item in of),
+            f"{sum(item.get('seconds', 0.0) for item in of):.0f}",
+        ))  # fmt: skip
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks rules", description=__doc__)
+    parser.add_argument("rules", nargs="*", help="default: all")
+    parser.add_argument("--steps", type=int, default=400, help="of each rule on each task")
+    parser.add_argument("--workers", type=int, default=2, help="processes of one thread")
+    parser.add_argument("--json", type=Path, default=Path("runs/rules.jsonl"))
+    options = parser.parse_args(arguments)
+    unknown = set(options.rules) - set(RULES)
+    if unknown:
+        parser.error(f"unknown rule {', '.join(sorted(unknown))}; known: {', '.join(RULES)}")
+    rules = options.rules or list(RULES)
+    print(f"{options.steps} steps each; " + " ".join(SHARED))
+    for task, settings in SETTINGS.items():
+        print(f"{task}: " + " ".join(settings))
+    jobs = [Job(rule, task, options.steps) for task in SETTINGS for rule in rules]
+    records = []
+    for record in results(jobs, options.json, options.workers):
+        records.append(record)
+        print(f"{record['rule']:<18} {record['task']:<11} {_value(record)}", flush=True)
+    print(f"\n{table(records, reference_errors(rules))}")
+    for record in records:
+        if "failed" in record:
+            print(f"{record['rule']}, {record['task']}: {record['failed']}")
+
+
+def _value(record: Record) -> str:
+    if "failed" in record:
+        return "failed"
+    return f"{record['value']:.3f}" if "value" in record else "-"

@@ -1,0 +1,151 @@
+"""Deep memories in the forms their papers print, one head, numpy float64.
+
+k, q `[T, D]` are already normalised, v `[T, V]`, gates `[T]`; letters are each paper's own.
+"""
+
+from math import erf, exp, pi, sqrt
+
+import numpy as np
+
+# MIRAS (Behrouz et al. 2025, 2504.13173): M(x) = x + LN(W2 gelu(W1 x)), V = D.
+
+
+@np.vectorize
+def gelu(x):
+    return x * (1 + erf(x / sqrt(2))) / 2
+
+
+@np.vectorize
+def gelu_slope(x):
+    return (1 + erf(x / sqrt(2))) / 2 + x * exp(-x * x / 2) / sqrt(2 * pi)
+
+
+def miras_read(w1, w2, x, eps=1e-6):
+    z = w2 @ gelu(w1 @ x)
+    return x + (z - z.mean()) / np.sqrt(z.var() + eps)
+
+
+def miras_gradients(w1, w2, x, u, eps=1e-6):
+    """Gradients by W1 and W2 from that by the prediction, through the norm."""
+    z1 = w1 @ x
+    h = gelu(z1)
+    z2 = w2 @ h
+    std = np.sqrt(z2.var() + eps)
+    hat = (z2 - z2.mean()) / std
+    g2 = (u - u.mean() - hat * (u * hat).mean()) / std
+    return np.outer((w2.T @ g2) * gelu_slope(z1), x), np.outer(g2, h)
+
+
+def cube_root(a, eps):
+    """sign(a) |a|^(1/3), with its chord below eps, where its slope would be infinite."""
+    return a * np.maximum(np.abs(a), eps) ** (-2 / 3)
+
+
+def moneta(q, k, v, eta, alpha, w1, w2, eps):
+    """A = alpha A - eta grad 1/3 |M(k) - v|_3^3, W = argmax of <A, W> - |W|_4^2 / 2.
+
+    That is W = sign(A) |A|^(p-1) / |A|_p^(p-2) with p = 4/3, and with B = A^(1/3) B |B|_4^2. The
+    paper prints A / |A|_4^2, which is no such argmax.
+    """
+    duals, out = [], []
+    for w in (w1, w2):
+        b = w / np.sum(w**4) ** (1 / 6)
+        duals.append(b * np.maximum(np.abs(b), eps ** (1 / 3)) ** 2)
+    for t in range(len(v)):
+        e = miras_read(w1, w2, k[t]) - v[t]
+        grads = miras_gradients(w1, w2, k[t], np.sign(e) * e**2)
+        duals = [alpha[t] * a - eta[t] * g for a, g in zip(duals, grads, strict=True)]
+        roots = [cube_root(a, eps) for a in duals]
+        w1, w2 = (b * np.sum(b**4) ** (1 / 2) for b in roots)
+        out.append(miras_read(w1, w2, q[t]))
+    return np.array(out), w1, w2
+
+
+def yaad(q, k, v, eta, alpha, w1, w2, delta, eps):
+    """W = alpha W - eta grad: of |e|^2 / 2 if |e| <= delta, of delta |e|_1 beyond.
+
+    |x| is sqrt(x^2 + eps^2), as the paper smooths it.
+    """
+    out = []
+    for t in range(len(v)):
+        e = miras_read(w1, w2, k[t]) - v[t]
+        u = e if np.linalg.norm(e) <= delta else delta * e / np.sqrt(e * e + eps**2)
+        g1, g2 = miras_gradients(w1, w2, k[t], u)
+        w1, w2 = alpha[t] * w1 - eta[t] * g1, alpha[t] * w2 - eta[t] * g2
+        out.append(miras_read(w1, w2, q[t]))
+    return np.array(out), w1, w2
+
+
+def simplex(logits, scale):
+    e = np.exp(logits - logits.max(1, keepdims=True))
+    return scale * e / e.sum(1, keepdims=True)
+
+
+def memora(q, k, v, eta, alpha, w1, w2, scale):
+    """W = c softmax(alpha log(W / c) - eta grad) by rows, from softmax(W_0)."""
+    w1, w2, out = simplex(w1, scale), simplex(w2, scale), []
+    for t in range(len(v)):
+        u = miras_read(w1, w2, k[t]) - v[t]
+        g1, g2 = miras_gradients(w1, w2, k[t], u)
+        w1 = simplex(alpha[t] * np.log(w1 / scale) - eta[t] * g1, scale)
+        w2 = simplex(alpha[t] * np.log(w2 / scale) - eta[t] * g2, scale)
+        out.append(miras_read(w1, w2, q[t]))
+    return np.array(out), w1, w2
+
+
+# Test-Time Training Done Right (Zhang et al. 2025, 2505.23884).
+
+
+def newton_schulz(s, steps=5, eps=1e-7):
+    """Muon's quintic iteration, which acts on singular values alone."""
+    u, sigma, w = np.linalg.svd(s, full_matrices=False)
+    x = sigma / np.sqrt(np.sum(s * s) + eps**2)
+    for _ in range(steps):
+        x = 3.4445 * x - 4.7750 * x**3 + 2.0315 * x**5
+    return (u * x) @ w
+
+
+def swiglu(weights, x):
+    w1, w2, w3 = weights
+    a = w1 @ x
+    return w2 @ (a / (1 + np.exp(-a)) * (w3 @ x))
+
+
+def swiglu_gradients(weights, x, u):
+    w1, w2, w3 = weights
+    a, b = w1 @ x, w3 @ x
+    s = 1 / (1 + np.exp(-a))
+    e = w2.T @ u
+    return [
+        np.outer(e * b * (s + a * s * (1 - s)), x),
+        np.outer(u, a * s * b),
+        np.outer(e * a * s, x),
+    ]
+
+
+def rows(w):
+    return w / np.linalg.norm(w, axis=1, keepdims=True)
+
+
+def large_chunk(q, k, v, eta, beta, weights, chunk):
+    """Apply, then update: G = sum eta_i grad -<f(k_i), v_i>, S = beta S + G, W = W - NS(S) by rows.
+
+    Rows have length 1. The step is along their sphere (no part along the row), where the paper
+    only divides after it. beta is the last token's.
+    """
+    weights = [rows(w + np.eye(*w.shape)[np.arange(len(w)) % w.shape[1]]) for w in weights]
+    slots, out = [0 * w for w in weights], []
+    sums = [0 * w for w in weights]
+    for t in range(len(v)):
+        out.append(swiglu(weights, q[t]))
+        grads = swiglu_gradients(weights, k[t], -v[t])
+        sums = [a + eta[t] * g for a, g in zip(sums, grads, strict=True)]
+        if (t + 1) % chunk == 0:
+            slots = [beta[t] * s + g for s, g in zip(slots, sums, strict=True)]
+            steps = [-newton_schulz(s) for s in slots]
+            turned = [
+                d - w * (w * d).sum(1, keepdims=True) for w, d in zip(weights, steps, strict=True)
+            ]
+            weights = [rows(w + d) for w, d in zip(weights, turned, strict=True)]
+            sums = [0 * w for w in weights]
+    return np.array(out), weights, slots, sums

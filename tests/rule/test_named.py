@@ -1,0 +1,174 @@
+"""Every named rule: its paper, its derivatives, what it forgets and how it starts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hecate import Gates, MemoryState, memory_scan, named_rule
+from hecate.engine.select import exact_engines
+from hecate.nn import GateHeads, Memory
+from hecate.retention import KL, Lq, Sphere
+from hecate.rule import RULES
+from hecate.testing import check_rule
+from tests.memories import close
+from tests.reference import papers
+from tests.rule.trials import TRIALS, Inputs, errors
+
+LENGTH = 70  # four chunks of 16 and two of 32, both with a rest
+EVERY = pytest.mark.parametrize("name", RULES)
+FORGETTING = [name for name, rule in RULES.items() if rule.config.retention.uses_retain]
+
+# A factor common to the lr of all tokens cancels: in the quotient, and under Newton-Schulz.
+SCALE_FREE = {"linear_attention", "large_chunk_ttt"}
+
+
+def test_every_rule_has_a_transcription():
+    assert set(TRIALS) == set(RULES)
+
+
+@pytest.mark.spec("RULE-NAMED-R1")
+@EVERY
+def test_a_rule_is_that_of_its_paper(name):
+    config = named_rule(name).model_copy(update={"state_dtype": "float64"})
+    for engine in ("sequential", *exact_engines(config, length=LENGTH)):
+        try:
+            found = errors(name, LENGTH, engine=engine)
+        except Exception as error:
+            raise AssertionError(f"{name} on engine {engine}") from error
+        wrong = {part: error for part, error in found.items() if not error <= 1e-10}
+        assert not wrong, f"{name} on engine {engine}: {wrong}"
+
+
+def test_a_full_step_of_mesa_is_the_ridge_optimum():
+    x = Inputs(LENGTH)
+    y, weight, _ = papers.mesa(x.unit_q, x.unit_k, x.v, named_rule("mesa").algorithm.ridge)
+    q, k, v = (torch.as_tensor(item)[None, :, None] for item in (x.q, x.k, x.v))
+    got, state = memory_scan(named_rule("mesa"), q, k, v, Gates(1.0))
+    close(got[0, :, 0], y, 1e-10)
+    close(state.memory["weight"][0, 0], weight, 1e-10)
+
+
+@EVERY
+def test_derivatives_of_a_rule(name):
+    config = named_rule(name)
+    config = config.model_copy(update={"chunk": min(config.chunk, 2)})
+    smooth = config.bias.kind != "yaad"  # its loss jumps where the error leaves the ball
+    check_rule(config, smooth=smooth)
+
+
+def stored_and_left(name: str, length: int) -> tuple[Tensor, list[MemoryState], float]:
+    """Reads of an item written once with the starting gates, states after it and after `length`
+    tokens of orthogonal keys that write nothing, and retain."""
+    config = named_rule(name)
+    d = 4
+    heads = GateHeads(3, 1, config)
+    heads.reset_parameters()
+    gates = cut(heads(torch.zeros(1, 1 + length, 3)), slice(None))
+    lr, retain, momentum = gates
+    # Nothing but retention may act: an item's key may meet others in phi, and momentum may go on.
+    for gate in (lr, momentum):
+        if gate is not None:
+            gate[:, 1:] = 0
+    k = torch.zeros(1, 1 + length, 1, d)
+    k[:, 0, :, 0], k[:, 1:, :, 1] = 1, 1
+    q = torch.zeros_like(k)
+    q[..., 0] = 1
+    v = torch.tensor([0.7, -1.3, 0.4, 0.2]).expand(1, 1 + length, 1, d)
+    phi = config.feature_map.init(d, generator=torch.Generator().manual_seed(0), dtype=v.dtype)
+    first, rest = ([item[:, part] for item in (q, k, v)] for part in (slice(1), slice(1, None)))
+    y, one = memory_scan(config, *first, gates=cut(gates, slice(1)), phi_params=phi)
+    more, last = memory_scan(
+        config, *rest, gates=cut(gates, slice(1, None)), state=one, phi_params=phi
+    )
+    return torch.cat([y, more], 1)[0, :, 0].detach(), [one, last], float(retain[0, 0, 0])
+
+
+def cut(gates: Gates, tokens: slice) -> Gates:
+    return Gates(*(None if gate is None else gate[:, tokens].detach() for gate in gates))
+
+
+@pytest.mark.spec("RULE-NAMED-I2")
+@pytest.mark.parametrize("name", FORGETTING)
+def test_half_life_at_the_starting_gates(name):
+    """After log(1/2) / log(retain) tokens: half of what a linear memory answers, of every weight
+    of a deep one, of the logits of a distribution; directions forget by new writes alone."""
+    config = named_rule(name)
+    retain = config.retention.default_retain
+    half_life = round(math.log(0.5) / math.log(retain)) if retain < 1 else 20
+    y, states, started = stored_and_left(name, half_life)
+    one, last = (dict(state.memory) for state in states)
+    assert started == pytest.approx(min(retain, 1 - 1e-4), abs=1e-12)
+    kept = started**half_life
+    if retain < 1:  # a whole number of tokens is at most half a token off
+        assert abs(math.log(2 * kept)) <= -0.5 * math.log(retain) + 1e-12
+    rounding = 1e-14 * half_life
+    for key, weight in one.items():
+        if isinstance(config.retention, Sphere):
+            close(last[key], weight, rounding, key)
+        elif isinstance(config.retention, KL):
+            logits, final = (w.log() - w.log().mean(-1, True) for w in (weight, last[key]))
+            close(final, kept * logits, rounding, key)
+        elif isinstance(config.retention, Lq):  # the weights themselves too, where none is tiny
+            dual, final = (config.retention.through.dual(w) for w in (weight, last[key]))
+            close(final, kept * dual, 10 * rounding, key)
+        else:
+            close(last[key], kept * weight, rounding, key)
+    assert y[0].norm() > 1e-3, "the item was stored"
+    if config.structure.linear:
+        close(y, started ** torch.arange(1.0 + half_life)[:, None] * y[0], rounding)
+
+
+def test_momentum_goes_on_with_an_item_then_forgets_it_at_the_same_pace():
+    """titans_linear: lr sum_j momentum^j retain^(n-j) of the value after n tokens."""
+    n, lr, retain, momentum = 200, 0.05, 0.99, 0.9
+    k = torch.eye(4)[[0] + [1] * n][None, :, None]
+    q, v = torch.eye(4)[[0] * (n + 1)][None, :, None], torch.zeros(1, n + 1, 1, 4)
+    v[:, 0] = 1
+    y, _ = memory_scan(named_rule("titans_linear"), q, k, v, Gates(lr, retain, momentum))
+    powers = np.arange(1.0, n + 2)
+    expected = lr * (retain**powers - momentum**powers) / (retain - momentum)
+    close(y[0, :, 0], np.repeat(expected[:, None], 4, 1), 1e-12)
+
+
+@pytest.mark.spec("RULE-NAMED-I1")
+@EVERY
+def test_no_rule_starts_where_no_gradient_flows(name):
+    """Every parameter of a layer as it is built moves the outputs of its first two chunks."""
+    config = named_rule(name)
+    layer = Memory(16, 2, config, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 2 * config.chunk + 6, 16, generator=generator)
+    y, _ = layer(x)
+    loss = (y * torch.randn(y.shape, generator=generator)).sum() / y[0].numel() ** 0.5
+    loss.backward()
+    for path, parameter in layer.named_parameters():
+        assert parameter.grad is not None, path
+        norm = float(parameter.grad.norm())
+        if path == "gates.bias.lr" and name in SCALE_FREE:
+            assert norm < 1e-12, f"{name} is not free of the scale of lr any more"
+            continue
+        # A gate that starts at 1 - 1e-4 or 1e-4 has that slope, whatever the rule.
+        floor = 1e-3 * 1e-4 if "gates" in path else 1e-3
+        assert floor < norm < 1e3, f"{name}: the gradient of {path} has norm {norm:.1e}"
+
+
+@pytest.mark.spec("RULE-NAMED-I1")
+@EVERY
+def test_the_first_token_moves_what_writes_and_reads(name):
+    """After one token and its write: projections, step size and starting weights."""
+    config = named_rule(name).model_copy(update={"chunk": 1, "read": "after"})
+    layer = Memory(16, 2, config, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(1))
+    y, _ = layer(x)
+    y.square().sum().backward()
+    for path in ("qkv.weight", "out.weight", "norm", "output_gate.weight"):
+        norm = float(layer.get_parameter(path).grad.norm())
+        assert norm > 1e-3, f"{name}: the gradient of {path} has norm {norm:.1e}"
+    for path, parameter in layer.named_parameters():
+        if path.startswith("initial."):
+            assert float(parameter.grad.norm()) > 1e-6, f"{name}: {path}"

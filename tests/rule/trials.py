@@ -1,0 +1,328 @@
+"""Every named rule on random inputs beside the transcription of its paper, in float64.
+
+A trial is what `memory_scan` is given, in numpy for one sequence and head, and what it has to
+return: outputs and the final state by name. Raw keys and queries go in; the transcription gets
+them as the paper prepares them. Settings of a rule are read from its configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hecate import Gates, MemoryConfig, MemoryState, memory_scan, named_rule
+from tests.reference import bounded, papers, papers_deep, papers_steps
+from tests.reference.memory import elu
+from tests.reference.phi import polynomial
+
+Array = np.ndarray
+
+
+class Inputs:
+    """Random q, k, v and gates, and weights to start from."""
+
+    def __init__(self, length: int, width: int = 3, d: int = 4, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.q, self.k, self.v = (self.rng.normal(size=(length, n)) for n in (d, d, width))
+        self.lr, self.momentum = self.rng.uniform(0.1, 0.95, size=(2, length))
+        self.retain = self.rng.uniform(0.8, 1.0, size=length)
+        self.channels = self.rng.uniform(0.7, 1.0, size=(length, d))
+        self.unit_q, self.unit_k = unit(self.q), unit(self.k)
+
+    def weights(self, *shape: int) -> Array:
+        return self.rng.normal(size=shape) / np.sqrt(shape[-1])
+
+
+class Trial(NamedTuple):
+    """Inputs beside q, k, v, and the truth; states by `part.name`, of the memory without."""
+
+    inputs: Inputs
+    y: Array
+    state: dict[str, Array]
+    gates: dict[str, Array | float] = {}  # noqa: RUF012 - never written to
+    initial: dict[str, Array] | None = None
+    learned: dict[str, Array] | None = None
+
+
+def unit(x: Array) -> Array:
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def matrix(function: Callable[..., Any], *, normalise: bool, **gates: str) -> Any:
+    """A rule of one matrix: `function(q, k, v, gates...)` returns outputs and the weight."""
+
+    def trial(config: MemoryConfig, length: int) -> Trial:
+        x = Inputs(length)
+        given = {gate: getattr(x, name) for gate, name in gates.items()}
+        q, k = (x.unit_q, x.unit_k) if normalise else (x.q, x.k)
+        y, weight = function(q, k, x.v, *given.values())
+        return Trial(x, y, {"weight": weight}, {"lr": 1.0, **given})
+
+    return trial
+
+
+def linear_attention(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    k = elu(x.k)
+    y = papers.linear_attention(elu(x.q), k, x.v)
+    state = {"weight": x.v.T @ k, "normalizer.weight": k.sum(0)[None]}
+    return Trial(x, y, state, {"lr": 1.0})
+
+
+def retnet(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    y, weight = papers.retnet(x.q, x.k, x.v, 1 - 2**-5)
+    return Trial(x, y, {"weight": weight}, {"lr": 1.0})
+
+
+def mamba2(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    y, weight = papers.mamba2(x.v, x.k, x.q, x.lr, 0.3)
+    return Trial(x, y, {"weight": weight}, {"lr": x.lr, "retain": np.exp(-0.3 * x.lr)})
+
+
+def mesa(config: MemoryConfig, length: int) -> Trial:
+    x, ridge = Inputs(length), config.algorithm.ridge
+    y, weight, inverse = papers.mesa_relaxed(x.unit_q, x.unit_k, x.v, ridge, x.lr)
+    state = {"weight": weight, "slots.inverse": inverse - np.eye(len(inverse)) / ridge}
+    return Trial(x, y, state, {"lr": x.lr})
+
+
+def titans_linear(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    y, weight, slot = papers.titans_linear(x.unit_q, x.unit_k, x.v, x.lr, 1 - x.retain, x.momentum)
+    return Trial(x, y, {"weight": weight, "slots.momentum.weight": slot}, gates(x))
+
+
+def titans(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    w1, w2 = x.weights(16, 4), x.weights(3, 16)
+    given = gates(x, lr=0.2)
+    y, *state = papers.titans_mlp(
+        x.unit_q, x.unit_k, x.v, given["lr"], 1 - x.retain, x.momentum, w1, w2
+    )
+    names = ("w1", "w2", "slots.momentum.w1", "slots.momentum.w2")
+    return Trial(x, y, dict(zip(names, state, strict=True)), given, {"w1": w1, "w2": w2})
+
+
+def ttt_linear(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    lr = 0.3 * x.lr
+    y, weight = papers.ttt_linear(x.unit_q, x.unit_k, x.v, lr, config.chunk)
+    return Trial(x, y, {"weight": weight}, {"lr": lr})
+
+
+def ttt(shapes: dict[str, tuple[int, ...]], gelu: Any) -> Any:
+    """A column of biases is a vector in the paper."""
+
+    def trial(config: MemoryConfig, length: int) -> Trial:
+        x = Inputs(length, width=4)
+        initial = {name: x.weights(*shape) for name, shape in shapes.items()}
+        lr = 0.1 * x.lr
+        params = [w[:, 0] if w.shape[1] == 1 else w for w in initial.values()]
+        y, final = papers.ttt(x.q, x.k, x.v, lr, config.chunk, params, gelu)
+        state = {
+            name: item.reshape(initial[name].shape)
+            for name, item in zip(shapes, final, strict=True)
+        }
+        return Trial(x, y, state, {"lr": lr}, initial)
+
+    return trial
+
+
+def miras(function: Callable[..., Any], **settings: str) -> Any:
+    """A rule of MIRAS: two layers, and settings read from the configuration."""
+
+    def trial(config: MemoryConfig, length: int) -> Trial:
+        x = Inputs(length, width=4)
+        w1, w2 = x.weights(16, 4), x.weights(4, 16)
+        # Near 1: the norm has nothing to divide by in a memory that has forgotten everything.
+        lr, retain = config.algorithm.lr * x.lr, 0.9 + 0.1 * x.retain
+        own = {name: attrgetter(path)(config) for name, path in settings.items()}
+        y, *final = function(x.unit_q, x.unit_k, x.v, lr, retain, w1, w2, **own)
+        state = dict(zip(("w1", "w2"), final, strict=True))
+        return Trial(x, y, state, {"lr": lr, "retain": retain}, {"w1": w1, "w2": w2})
+
+    return trial
+
+
+def large_chunk(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    shapes = {"w1": (8, 4), "w2": (3, 8), "w3": (8, 4)}
+    initial = {name: x.weights(*shape) for name, shape in shapes.items()}
+    y, *final = papers_deep.large_chunk(
+        x.unit_q, x.unit_k, x.v, x.lr, x.momentum, list(initial.values()), config.chunk
+    )
+    state = {
+        prefix + name: item
+        for prefix, items in zip(("", "slots.momentum.", "pending."), final, strict=True)
+        for name, item in zip(shapes, items, strict=True)
+    }
+    return Trial(x, y, state, {"lr": x.lr, "momentum": x.momentum}, initial)
+
+
+def features(x: Inputs) -> tuple[Array, Array]:
+    """1, x and the products of pairs, scaled to the kernel 1 + z + z^2 / 2, of length 1."""
+    q, k = (unit(np.stack([polynomial(row, [1, 1, 0.5]) for row in item])) for item in (x.q, x.k))
+    return q, k
+
+
+def window(config: MemoryConfig, x: Inputs, k: Array) -> dict[str, Array]:
+    size = config.algorithm.window
+    return {"slots.keys": k[-size:], "slots.values": x.v[-size:]}
+
+
+def omeganet(config: MemoryConfig, length: int) -> Trial:
+    x, omega = Inputs(length), config.algorithm
+    q, k = features(x)
+    lr = omega.lr * x.lr
+    y, weight = papers_steps.omeganet(q, k, x.v, lr, x.retain, omega.window, omega.decay)
+    return Trial(x, y, {"weight": weight, **window(config, x, k)}, {"lr": lr, "retain": x.retain})
+
+
+def atlas(config: MemoryConfig, length: int) -> Trial:
+    x, omega = Inputs(length), config.algorithm
+    q, k = features(x)
+    given = gates(x, lr=0.1)
+    y, weight, slot = papers_steps.atlas(q, k, x.v, *given.values(), omega.window, omega.decay)
+    state = {"weight": weight, "slots.momentum.weight": slot, **window(config, x, k)}
+    return Trial(x, y, state, given)
+
+
+def lattice(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    weight = x.weights(3, 4)
+    start = unit(weight.T + np.eye(3)[np.arange(4) % 3])
+    lr = 0.5 * x.lr
+    y, slots = bounded.lattice(start, x.unit_k, x.unit_q, x.v, lr, x.retain, True)
+    return Trial(x, y, {"weight": slots.T}, {"lr": lr, "retain": x.retain}, {"weight": weight})
+
+
+def trellis(config: MemoryConfig, length: int) -> Trial:
+    x, codes = Inputs(length), config.structure.codes
+    keys, values, to_code = x.weights(codes, 4), x.weights(3, codes), x.weights(4, codes)
+    q, k, a = (
+        item / np.sqrt((item**2).sum(1) + 1e-12)[:, None] for item in (x.q, x.k, x.k @ to_code)
+    )
+    y, *final = bounded.trellis("silu", keys, values, k, a, q, x.v, x.lr, x.retain)
+    state = dict(zip(("w_key", "w_value"), final, strict=True))
+    initial = {"w_key": keys, "w_value": values}
+    given = {"lr": x.lr, "retain": x.retain}
+    return Trial(x, y, state, given, initial, {"1.weight": to_code})
+
+
+def delta_momentum(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    given = gates(x, lr=0.5)
+    y, weight, slot = papers_steps.delta_momentum(
+        x.unit_q, x.unit_k, x.v, *given.values(), config.algorithm.erase
+    )
+    return Trial(x, y, {"weight": weight, "slots.momentum.weight": slot}, given)
+
+
+def deep_momentum(config: MemoryConfig, length: int) -> Trial:
+    x, algorithm = Inputs(length), config.algorithm
+    # The rule's own constant draw, which no other program can repeat.
+    start = algorithm._start(torch.zeros(1, 3, 4, dtype=torch.float64)).numpy()
+    y, weight, *slots = papers_steps.deep_momentum(
+        x.unit_q, x.unit_k, x.v, *gates(x).values(), start, algorithm.rate
+    )
+    names = ("slots.w_in.weight", "slots.w_out.weight")
+    return Trial(x, y, {"weight": weight, **dict(zip(names, slots, strict=True))}, gates(x))
+
+
+def gates(x: Inputs, lr: float = 1.0) -> dict[str, Any]:
+    return {"lr": lr * x.lr, "retain": x.retain, "momentum": x.momentum}
+
+
+def _scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same on queries divided by the root of their width."""
+    return lambda q, *rest: function(q / np.sqrt(q.shape[1]), *rest)
+
+
+def _gated(q: Array, k: Array, v: Array, beta: Array, alpha: Array) -> Any:
+    return papers.gated_delta(q, k, v, alpha, beta)
+
+
+def _kda(q: Array, k: Array, v: Array, beta: Array, alpha: Array) -> Any:
+    return papers.kda(q, k, v, alpha, beta)
+
+
+TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
+    "hebbian": matrix(papers.sum_rule, normalise=False),
+    "linear_attention": linear_attention,
+    "retnet": retnet,
+    "gla": matrix(_scaled(papers.gla), normalise=False, retain="channels"),
+    "mamba2": mamba2,
+    "delta": matrix(papers.fast_weights, normalise=True, lr="lr"),
+    "gated_delta": matrix(_gated, normalise=True, lr="lr", retain="retain"),
+    "kda": matrix(_kda, normalise=True, lr="lr", retain="channels"),
+    "longhorn": matrix(papers.longhorn, normalise=False, lr="lr"),
+    "dgd": matrix(papers.dgd, normalise=False, lr="lr", retain="retain"),
+    "mesa": mesa,
+    "titans_linear": titans_linear,
+    "titans": titans,
+    "ttt_linear": ttt_linear,
+    "ttt_linear_norm": ttt({"w1": (4, 4), "b1": (4, 1)}, None),
+    "ttt_mlp": ttt(
+        {"w1": (16, 4), "b1": (16, 1), "w2": (4, 16), "b2": (4, 1)},
+        (papers_deep.gelu, papers_deep.gelu_slope),
+    ),
+    "large_chunk_ttt": large_chunk,
+    "moneta": miras(papers_deep.moneta, eps="retention.eps"),
+    "yaad": miras(papers_deep.yaad, delta="bias.delta", eps="bias.eps"),
+    "memora": miras(papers_deep.memora, scale="retention.scale"),
+    "omeganet": omeganet,
+    "atlas": atlas,
+    "lattice": lattice,
+    "trellis": trellis,
+    "delta_momentum": delta_momentum,
+    "deep_momentum": deep_momentum,
+}
+"""The trial of each named rule."""
+
+
+def run(name: str, trial: Trial, **options: Any) -> tuple[Array, MemoryState]:
+    """The rule's own scan of a trial."""
+    x = trial.inputs
+    learned = {n: torch.as_tensor(w)[None] for n, w in (trial.learned or {}).items()}
+    initial = trial.initial and {n: torch.as_tensor(w)[None] for n, w in trial.initial.items()}
+    y, state = memory_scan(
+        named_rule(name),
+        *(torch.as_tensor(item)[None, :, None] for item in (x.q, x.k, x.v)),
+        Gates(
+            **{
+                gate: torch.as_tensor(value)[None, :, None] if isinstance(value, Array) else value
+                for gate, value in trial.gates.items()
+            }
+        ),  # type: ignore[arg-type]
+        phi_params={"learned": learned, "frozen": {}},
+        initial=initial,
+        **options,
+    )
+    return y[0, :, 0].numpy(), state
+
+
+def errors(name: str, length: int = 70, **options: Any) -> dict[str, float]:
+    """Relative errors in norm of the outputs and of every tensor of the final state."""
+    trial = TRIALS[name](named_rule(name), length)
+    y, state = run(name, trial, **options)
+    found = {"y": _error(y, trial.y)}
+    for path, expected in trial.state.items():
+        *part, key = path.split(".", 1) if path.split(".")[0] in _PARTS else ("memory", path)
+        tensors = state.normalizer.memory if part == ["normalizer"] else getattr(state, part[0])
+        found[path] = _error(tensors[key][0, 0].numpy(), expected)
+    return found
+
+
+_PARTS = ("slots", "pending", "normalizer")
+
+
+def _error(got: Array, expected: Array) -> float:
+    if got.shape != expected.shape:
+        raise AssertionError(f"shape {got.shape} against {expected.shape}")
+    return float(np.linalg.norm(got - expected) / max(float(np.linalg.norm(expected)), 1e-3))
