@@ -19,16 +19,17 @@ from hecate.rule import MemoryConfig
 from hecate.tape import Tensors
 
 BYTES, ROWS = 64, 4  # of a vector, and rows that go together: widths are padded to these
-FORMS = {"target": 0, "error": 1, "clip": 2, "power": 3}  # as psi and slope know them
+FORMS = {"target": None, "error": 1, "clip": 2, "power": 3, "sign": 4}  # as psi and slope know them
+VECTORS = 8  # of the widest row that stays in registers
 SEGMENT = 32  # least number of tokens between kept states
 SHARE = 1 << 20  # tokens x cells that are worth a thread of their own
 
 
 @cache
-def load_kernels() -> ModuleType | None:
-    """The module of kernels; None without numba."""
+def load_kernels(name: str = "kernels") -> ModuleType | None:
+    """A module of kernels; None without numba."""
     try:
-        return importlib.import_module("hecate.engine.kernels")
+        return importlib.import_module(f"hecate.engine.{name}")
     except ImportError:
         return None
 
@@ -51,10 +52,19 @@ class Scan(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """N, and V and P in whole fours and vectors."""
+        """N, and V and P in whole fours and vectors: 1, 2, 4 or 8 of them where these suffice."""
         count, height, width = self.memory.shape
         lanes = BYTES // self.memory.element_size()
-        return count, -(-height // ROWS) * ROWS, -(-width // lanes) * lanes
+        vectors = -(-width // lanes)
+        if vectors <= VECTORS:
+            vectors = 1 << (vectors - 1).bit_length()
+        return count, -(-height // ROWS) * ROWS, vectors * lanes
+
+    @property
+    def vectors(self) -> int | None:
+        """Vectors of a row that fits into registers, None if it does not."""
+        vectors = self.sizes[2] * self.memory.element_size() // BYTES
+        return vectors if vectors <= VECTORS else None
 
     @property
     def segment(self) -> int:
@@ -89,13 +99,15 @@ class Scan(NamedTuple):
             self.fitting(tokens.phi_q, columns=True),
             self.fitting(tokens.v, rows=True),
             tokens.lr,
-            self.fitting(tokens.retain, columns=tokens.retain.dim() == 3),
+            self.fitting(tokens.retain, columns=tokens.retain.dim() == 3)
+            if self.config.retention.uses_retain
+            else None,
             tokens.momentum,
             none.bool() if tokens.write is None else tokens.write,
             none.bool() if tokens.reset is None else tokens.reset,
             none if tokens.reset is None else self.padded(self.initial, rows=True, columns=True),
         )
-        return [tokens.v.shape[1], *self.sizes[1:], *map(flat, given)]
+        return [tokens.v.shape[1], *self.sizes[1:], *(item if item is None else flat(item) for item in given)]
 
     def choices(self) -> list[Any]:
         """What both kernels take last, before their scratch space."""
@@ -108,8 +120,7 @@ class Scan(NamedTuple):
             FORMS[form.name],
             number(form.a),
             number(form.b),
-            config.retention.uses_retain,
-            self.tokens.retain.dim() == 3,
+            self.tokens.retain.dim() == 3 or (None if self.vectors else False),
             config.decay_order == "before_gradient",
             config.read == "before",
         ]
@@ -117,7 +128,9 @@ class Scan(NamedTuple):
     def launch(self, kernel: str, arguments: Sequence[Any], scratch: Sequence[int | None]) -> None:
         """Runs a kernel over all memories, each worker with scratch space of its own."""
         (count, height, width), length = self.sizes, self.tokens.v.shape[1]
-        run = getattr(load_kernels(), kernel)
+        run = getattr(load_kernels("narrow" if self.vectors else "kernels"), kernel)
+        if self.vectors:
+            arguments = [*arguments, (0,) * self.vectors]
         workers = min(torch.get_num_threads(), count, 1 + count * length * height * width // SHARE)
         borders = [count * index // workers for index in range(workers + 1)]
 
@@ -138,9 +151,9 @@ def scan(config: MemoryConfig, inputs: Tensors, *, keeps: bool) -> tuple[Tensors
     y = new(count, length, height)
     pieces = -(-length // call.segment)
     kept = new(count, pieces, height, width) if keeps else new(0)
-    record = (new(y.shape if keeps else 0), kept, kept[:0] if slot is None else kept.clone())
+    record = (new(y.shape if keeps else 0), kept, None if slot is None else kept.clone())
     buffers = [None if item is None else flat(item) for item in (memory, slot, y, *record)]
-    call.launch("forward", [*call.arguments(), *buffers, *call.choices()], [2 * width])
+    call.launch("forward", [*call.arguments(), *buffers, *call.choices()], [] if call.vectors else [2 * width])
     states = [item for item in (memory, slot) if item is not None]
     return (y[..., :v], *(_cut(state, call.memory) for state in states)), record
 
@@ -156,7 +169,8 @@ def scan_vjp(
     length, v = tokens.v.shape[1:]
     wide = tokens.retain.dim() == 3
     zeros = call.memory.new_zeros
-    new = zeros if tokens.write is not None else call.memory.new_empty  # masked: left as they are
+    # Added to, or left as they are where masked.
+    new = zeros if call.vectors or tokens.write is not None else call.memory.new_empty
     initial = zeros(memory.shape if tokens.reset is not None else 0)
     out = [
         new(count, length, width),
@@ -171,6 +185,10 @@ def scan_vjp(
     buffers = [None if item is None else flat(item) for item in given]
     states = (call.segment + 2) * height * width
     scratch = [7 * width, 2 * height, states, states if slots else None]
+    if call.vectors:
+        lanes = BYTES // call.memory.element_size()
+        states = call.segment * ROWS * width
+        scratch = [states, states if slots else None, ROWS * call.segment, *[lanes * call.segment] * 2]
     call.launch("backward", [*call.arguments(), *buffers, *call.choices()], scratch)
     own = [_cut(state, call.memory) for state in (memory, *slots)]
     first = _cut(initial, call.memory) if tokens.reset is not None else None
