@@ -27,6 +27,7 @@ from hecate.engine.rows import (
     write_rows,
 )
 
+
 @helper
 def _gates(rows, k, ko, retain, at, P, channels, order):
     """Into rows: retain per channel, and the key that predicts, decayed if the gradient sees it."""

@@ -179,9 +179,7 @@ def along(_: Any, a: Any, b: Any) -> Any:
             mask = ir.Constant(ir.VectorType(ir.IntType(32), size), [*range(start, start + size)])
             x, y = (builder.shuffle_vector(item, item, mask) for item in args)
             product = builder.fmul(x, y, flags=("contract",))
-            total = (
-                product if total is None else builder.fadd(product, total, flags=("contract",))
-            )
+            total = product if total is None else builder.fadd(product, total, flags=("contract",))
         return total
 
     return Lanes(a.scalar)(a, a), code

@@ -21,7 +21,7 @@ from hecate.tape import Tensors
 BYTES, ROWS = 64, 4  # of a vector, and rows that go together: widths are padded to these
 FORMS = {"target": None, "error": 1, "clip": 2, "power": 3, "sign": 4}  # as psi and slope know them
 VECTORS = 8  # of the widest row that stays in registers
-SEGMENT = 32  # least number of tokens between kept states
+SEGMENT = 64  # least number of tokens between kept states
 SHARE = 1 << 20  # tokens x cells that are worth a thread of their own
 
 
@@ -107,7 +107,11 @@ class Scan(NamedTuple):
             none.bool() if tokens.reset is None else tokens.reset,
             none if tokens.reset is None else self.padded(self.initial, rows=True, columns=True),
         )
-        return [tokens.v.shape[1], *self.sizes[1:], *(item if item is None else flat(item) for item in given)]
+        return [
+            tokens.v.shape[1],
+            *self.sizes[1:],
+            *(item if item is None else flat(item) for item in given),
+        ]
 
     def choices(self) -> list[Any]:
         """What both kernels take last, before their scratch space."""
@@ -153,7 +157,11 @@ def scan(config: MemoryConfig, inputs: Tensors, *, keeps: bool) -> tuple[Tensors
     kept = new(count, pieces, height, width) if keeps else new(0)
     record = (new(y.shape if keeps else 0), kept, None if slot is None else kept.clone())
     buffers = [None if item is None else flat(item) for item in (memory, slot, y, *record)]
-    call.launch("forward", [*call.arguments(), *buffers, *call.choices()], [] if call.vectors else [2 * width])
+    call.launch(
+        "forward",
+        [*call.arguments(), *buffers, *call.choices()],
+        [] if call.vectors else [2 * width],
+    )
     states = [item for item in (memory, slot) if item is not None]
     return (y[..., :v], *(_cut(state, call.memory) for state in states)), record
 
@@ -188,7 +196,12 @@ def scan_vjp(
     if call.vectors:
         lanes = BYTES // call.memory.element_size()
         states = call.segment * ROWS * width
-        scratch = [states, states if slots else None, ROWS * call.segment, *[lanes * call.segment] * 2]
+        scratch = [
+            states,
+            states if slots else None,
+            ROWS * call.segment,
+            *[lanes * call.segment] * 2,
+        ]
     call.launch("backward", [*call.arguments(), *buffers, *call.choices()], scratch)
     own = [_cut(state, call.memory) for state in (memory, *slots)]
     first = _cut(initial, call.memory) if tokens.reset is not None else None

@@ -9,7 +9,19 @@ from __future__ import annotations
 
 import math
 
-from hecate.engine.lanes import add, helper, inline, lanes, load, mad, mul, number, splat, store, sums
+from hecate.engine.lanes import (
+    add,
+    helper,
+    inline,
+    lanes,
+    load,
+    mad,
+    mul,
+    number,
+    splat,
+    store,
+    sums,
+)
 
 ROWS = 4
 
