@@ -23,7 +23,7 @@ BYTES = 64
 _DIGEST = hashlib.sha256(
     b"".join(
         Path(__file__).with_name(f"{name}.py").read_bytes()
-        for name in ("lanes", "rows", "kernels", "narrow")
+        for name in ("lanes", "rows", "kernels", "fours", "narrow")
     )
 ).hexdigest()[:12]
 

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hecate.bias import Dot
 from hecate.engine.tokens import Tokens
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors
 
 BYTES, ROWS = 64, 4  # of a vector, and rows that go together: widths are padded to these
 FORMS = {"target": None, "error": 1, "clip": 2, "power": 3, "sign": 4}  # as psi and slope know them
-VECTORS = 8  # of the widest row that stays in registers
+VECTORS, TILE = 8, 4  # of the widest row that stays in registers, and of a tile of a wider one
 SEGMENT = 64  # least number of tokens between kept states
 SHARE = 1 << 20  # tokens x cells that are worth a thread of their own
 
@@ -51,20 +52,20 @@ class Scan(NamedTuple):
         return cls(config, inputs[0], slot, inputs[states], Tokens(*inputs[states + 1 :]))  # type: ignore[arg-type]
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """N, and V and P in whole fours and vectors: 1, 2, 4 or 8 of them where these suffice."""
-        count, height, width = self.memory.shape
-        lanes = BYTES // self.memory.element_size()
-        vectors = -(-width // lanes)
-        if vectors <= VECTORS:
-            vectors = 1 << (vectors - 1).bit_length()
-        return count, -(-height // ROWS) * ROWS, vectors * lanes
+    def vectors(self) -> int | None:
+        """Vectors of what stays in registers, None if nothing does: a row or, where u does not look
+        at the memory, a tile of it."""
+        vectors = -(-self.memory.shape[2] * self.memory.element_size() // BYTES)
+        if isinstance(self.config.bias, Dot):
+            vectors = min(vectors, TILE)
+        return 1 << (vectors - 1).bit_length() if vectors <= VECTORS else None
 
     @property
-    def vectors(self) -> int | None:
-        """Vectors of a row that fits into registers, None if it does not."""
-        vectors = self.sizes[2] * self.memory.element_size() // BYTES
-        return vectors if vectors <= VECTORS else None
+    def sizes(self) -> tuple[int, int, int]:
+        """N, and V and P in whole fours and tiles."""
+        count, height, width = self.memory.shape
+        tile = (self.vectors or 1) * BYTES // self.memory.element_size()
+        return count, -(-height // ROWS) * ROWS, -(-width // tile) * tile
 
     @property
     def segment(self) -> int:
@@ -195,7 +196,7 @@ def scan_vjp(
     scratch = [7 * width, 2 * height, states, states if slots else None]
     if call.vectors:
         lanes = BYTES // call.memory.element_size()
-        states = call.segment * ROWS * width
+        states = call.segment * ROWS * call.vectors * lanes
         scratch = [
             states,
             states if slots else None,

@@ -10,152 +10,64 @@ vectors. Rows after a segment's last token are never needed: reads are pulled ba
 
 from __future__ import annotations
 
+from hecate.engine.fours import (
+    accumulate, added, combined, four, gate, inner, keep, learned, meeting, minus, note, plus, pull,
+    quartet, scaled, tally, times, zeros,
+)  # fmt: skip
 from hecate.engine.lanes import (
-    add,
-    along,
-    helper,
-    inline,
-    kernel,
-    lanes,
-    load,
-    load_row,
-    mad,
-    mul,
-    splat,
-    splat_row,
-    store,
-    sums,
-)
-from hecate.engine.rows import ROWS, psi, pulled, put, slope
+    add, along, helper, kernel, lanes, load, load_row, mul, splat, splat_row, store, sums,
+)  # fmt: skip
+from hecate.engine.rows import ROWS
 
 
-@inline
-def four(A, o, P, width):
-    """Four rows of an array."""
-    return (
-        load_row(A, o, width),
-        load_row(A, o + P, width),
-        load_row(A, o + 2 * P, width),
-        load_row(A, o + 3 * P, width),
-    )
-
-
-@inline
-def inner(a, x):
-    """Four rows times one."""
-    a0, a1, a2, a3 = a
-    return sums(along(a0, x), along(a1, x), along(a2, x), along(a3, x))
-
-
-@inline
-def plus(a, w, x):
-    """Four rows, each plus a number times x."""
-    (a0, a1, a2, a3), (w0, w1, w2, w3) = a, w
-    return (
-        mad(splat_row(x, w0), x, a0),
-        mad(splat_row(x, w1), x, a1),
-        mad(splat_row(x, w2), x, a2),
-        mad(splat_row(x, w3), x, a3),
-    )
-
-
-@inline
-def scaled(a, x):
-    """Four rows times one, number by number."""
-    a0, a1, a2, a3 = a
-    return mul(a0, x), mul(a1, x), mul(a2, x), mul(a3, x)
-
-
-@inline
-def added(a, b):
-    """Four rows plus four."""
-    (a0, a1, a2, a3), (b0, b1, b2, b3) = a, b
-    return add(a0, b0), add(a1, b1), add(a2, b2), add(a3, b3)
-
-
-@inline
-def combined(w, a):
-    """The sum of four rows, each times a number."""
-    (w0, w1, w2, w3), (a0, a1, a2, a3) = w, a
-    total = mad(splat_row(a1, w1), a1, mul(splat_row(a0, w0), a0))
-    return mad(splat_row(a3, w3), a3, mad(splat_row(a2, w2), a2, total))
-
-
-@inline
-def meeting(a, b):
-    """Four rows times four, number by number, summed over the four."""
-    (a0, a1, a2, a3), (b0, b1, b2, b3) = a, b
-    return mad(a3, b3, mad(a2, b2, mad(a1, b1, mul(a0, b0))))
-
-
-@inline
-def zeros(like):
-    """Four rows of zeros."""
-    zero = splat_row(like[0], 0.0)
-    return zero, zero, zero, zero
-
-
-@inline
-def minus(u):
-    """Four numbers, negated."""
-    u0, u1, u2, u3 = u
-    return -u0, -u1, -u2, -u3
-
-
-@inline
-def keep(A, o, P, a):
-    """Four rows into an array."""
-    a0, a1, a2, a3 = a
-    put(A, o, P, a0, a1, a2, a3)
-
-
-@inline
-def gate(retain, at, P, channels, like, width):
-    """Retain of a token, in every place of a row."""
-    return load_row(retain, at * P, width) if channels is not None else splat_row(like, retain[at])
-
-
-@inline
-def quartet(x, at):
-    """Four numbers."""
-    return x[at], x[at + 1], x[at + 2], x[at + 3]
-
-
-@inline
-def learned(form, a, b, preds, v):
-    """u of four coordinates."""
-    (p0, p1, p2, p3), (v0, v1, v2, v3) = preds, v
-    return (
-        psi(form, a, b, p0, v0), psi(form, a, b, p1, v1),
-        psi(form, a, b, p2, v2), psi(form, a, b, p3, v3),
-    )  # fmt: skip
-
-
-@inline
-def times(w, u):
-    """Four numbers times one."""
-    u0, u1, u2, u3 = u
-    return w * u0, w * u1, w * u2, w * u3
-
-
-@inline
-def note(x, at, u):
-    """Four numbers into an array."""
-    x[at], x[at + 1], x[at + 2], x[at + 3] = u
-
-
-@inline
-def accumulate(x, at, row, width):
-    """Adds a row to an array."""
-    store(x, at, add(load_row(x, at, width), row))
-
-
-@inline
-def tally(x, at, a, b):
-    """Adds the products of four rows with four to a vector of sums."""
-    (a0, a1, a2, a3), (b0, b1, b2, b3) = a, b
-    first = add(along(a0, b0), along(a1, b1))
-    store(x, at, add(load(x, at), add(first, add(along(a2, b2), along(a3, b3)))))
+@helper
+def _write(
+    n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y,
+    preds, kept, kept_S, place, form, a, b, channels, order, before, width,
+):  # fmt: skip
+    """Four rows, from column j, through a segment of tokens."""
+    o = (n * V + c) * P + j
+    M4 = four(M, o, P, width)
+    if S is not None:
+        S4 = four(S, o, P, width)
+    if kept.size > 0:
+        keep(kept, place, P, M4)
+        if S is not None:
+            keep(kept_S, place, P, S4)
+    for at in range(start, end):
+        if reset.size > 0 and reset[at]:
+            M4 = four(initial, o, P, width)
+            if S is not None:
+                S4 = zeros(S4)
+        row, to, writes = at * P + j, at * V + c, write.size == 0 or write[at]
+        qt = load_row(q, row, width)
+        if before or not writes:
+            note(y, to, inner(M4, qt), j)
+        if not writes:
+            continue
+        kt, u = load_row(k, row, width), quartet(v, to)
+        if form is not None:
+            seen = kt
+            if retain is not None and order:
+                seen = mul(gate(retain, at, row, channels, kt, width), kt)
+            pred = inner(M4, seen)
+            if preds.size > 0:
+                note(preds, to, pred, 0)
+            u = times(-lr[at], learned(form, a, b, pred, u))
+        else:
+            u = times(lr[at], u)
+        if retain is not None:
+            M4 = scaled(M4, gate(retain, at, row, channels, kt, width))
+        if S is not None:
+            S4 = plus(scaled(S4, splat_row(kt, momentum[at])), u, kt)
+            M4 = added(M4, S4)
+        else:
+            M4 = plus(M4, u, kt)
+        if not before:
+            note(y, to, inner(M4, qt), j)
+    keep(M, o, P, M4)
+    if S is not None:
+        keep(S, o, P, S4)
 
 
 @kernel
@@ -166,129 +78,86 @@ def forward(
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     pieces = (T + segment - 1) // segment
     for job in range(lo * pieces, hi * pieces):
-        n, piece = job // pieces, job % pieces
+        n, first = job // pieces, job % pieces * segment
+        start, end = n * T + first, n * T + min(T, first + segment)
         for c in range(0, V, ROWS):
-            o = (n * V + c) * P
-            M4 = four(M, o, P, width)
-            if S is not None:
-                S4 = four(S, o, P, width)
-            if kept.size > 0:
-                keep(kept, (job * V + c) * P, P, M4)
-                if S is not None:
-                    keep(kept_S, (job * V + c) * P, P, S4)
-            for at in range(n * T + piece * segment, n * T + min(T, (piece + 1) * segment)):
-                if reset.size > 0 and reset[at]:
-                    M4 = four(initial, o, P, width)
-                    if S is not None:
-                        S4 = zeros(S4)
-                qt = load_row(q, at * P, width)
-                writes = write.size == 0 or write[at]
-                if before or not writes:
-                    note(y, at * V + c, inner(M4, qt))
-                if not writes:
-                    continue
-                kt, u = load_row(k, at * P, width), quartet(v, at * V + c)
-                if form is not None:
-                    seen = kt
-                    if retain is not None and order:
-                        seen = mul(gate(retain, at, P, channels, kt, width), kt)
-                    pred = inner(M4, seen)
-                    if preds.size > 0:
-                        note(preds, at * V + c, pred)
-                    u = learned(form, a, b, pred, u)
-                    u = times(-lr[at], u)
-                else:
-                    u = times(lr[at], u)
-                if retain is not None:
-                    M4 = scaled(M4, gate(retain, at, P, channels, kt, width))
-                if S is not None:
-                    S4 = plus(scaled(S4, splat_row(kt, momentum[at])), u, kt)
-                    M4 = added(M4, S4)
-                else:
-                    M4 = plus(M4, u, kt)
-                if not before:
-                    note(y, at * V + c, inner(M4, qt))
-            keep(M, o, P, M4)
-            if S is not None:
-                keep(S, o, P, S4)
+            for j in range(0, P, len(width) * lanes(k)):
+                _write(
+                    n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset,
+                    initial, M, S, y, preds, kept, kept_S, (job * V + c) * P + j, form, a, b,
+                    channels, order, before, width,
+                )  # fmt: skip
 
 
 @helper
 def _replay(
-    n, start, end, c, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
+    n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
     kept_S, place, gy, gq, form, a, b, channels, order, before, width, states, states_S, us,
 ):  # fmt: skip
     """Four rows once more: their state and u at every token of a segment; what reads send to q."""
-    M4 = four(kept, place, P, width)
+    M4, W = four(kept, place, P, width), len(width) * lanes(k)
     if kept_S is not None:
         S4 = four(kept_S, place, P, width)
     for at in range(start, end):
         i = (at - start) * ROWS
         if reset.size > 0 and reset[at]:
-            M4 = four(initial, (n * V + c) * P, P, width)
+            M4 = four(initial, (n * V + c) * P + j, P, width)
             if kept_S is not None:
                 S4 = zeros(S4)
         if form is not None or retain is not None:
-            keep(states, i * P, P, M4)
+            keep(states, i * W, W, M4)
         if kept_S is not None:
-            keep(states_S, i * P, P, S4)
+            keep(states_S, i * W, W, S4)
         g, writes = quartet(gy, at * V + c), write.size == 0 or write[at]
         if before or not writes:
-            accumulate(gq, at * P, combined(g, M4), width)
+            accumulate(gq, at * P + j, combined(g, M4), width)
         if not writes:
             continue
-        kt, u = load_row(k, at * P, width), quartet(v, at * V + c)
+        kt, u = load_row(k, at * P + j, width), quartet(v, at * V + c)
         u = learned(form, a, b, quartet(preds, at * V + c), u) if form is not None else minus(u)
-        note(us, i, u)
+        note(us, i, u, 0)
         if retain is not None:
-            M4 = scaled(M4, gate(retain, at, P, channels, kt, width))
+            M4 = scaled(M4, gate(retain, at, at * P + j, channels, kt, width))
         if kept_S is not None:
             S4 = plus(scaled(S4, splat_row(kt, momentum[at])), times(-lr[at], u), kt)
             M4 = added(M4, S4)
         else:
             M4 = plus(M4, times(-lr[at], u), kt)
         if not before:
-            accumulate(gq, at * P, combined(g, M4), width)
-
-
-@inline
-def _pull(form, a, b, l, d, preds, v, u):
-    """Cotangents of four predictions, and of v, from those of the steps."""
-    (d0, d1, d2, d3), (p0, p1, p2, p3), (v0, v1, v2, v3), (u0, u1, u2, u3) = d, preds, v, u
-    e0, t0 = pulled(form, -l * d0, slope(form, a, b, p0, v0, u0))
-    e1, t1 = pulled(form, -l * d1, slope(form, a, b, p1, v1, u1))
-    e2, t2 = pulled(form, -l * d2, slope(form, a, b, p2, v2, u2))
-    e3, t3 = pulled(form, -l * d3, slope(form, a, b, p3, v3, u3))
-    return (e0, e1, e2, e3), (t0, t1, t2, t3)
+            accumulate(gq, at * P + j, combined(g, M4), width)
 
 
 @helper
 def _walk(
-    n, start, end, c, T, V, P, k, q, v, lr, retain, momentum, write, reset, preds, gy, G, H,
+    n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, preds, gy, G, H,
     g_initial, gk, gv, glr, gr, gm, form, a, b, channels, order, before, width, states, states_S,
     us, sums_r, sums_m,
 ):  # fmt: skip
     """Four rows backwards through a segment, their cotangents in registers."""
-    o = (n * V + c) * P
+    o = (n * V + c) * P + j
+    W = len(width) * lanes(k)
     G4 = four(G, o, P, width)
     if H is not None:
         H4 = four(H, o, P, width)
     for at in range(end - 1, start - 1, -1):
-        i, qt, g = (at - start) * ROWS, load_row(q, at * P, width), quartet(gy, at * V + c)
+        i, qt, g = (at - start) * ROWS, load_row(q, at * P + j, width), quartet(gy, at * V + c)
         writes = write.size == 0 or write[at]
         if not before or not writes:
             G4 = plus(G4, g, qt)
         if writes:
-            kt, l, u = load_row(k, at * P, width), lr[at], quartet(us, i)
+            kt, l, u = load_row(k, at * P + j, width), lr[at], quartet(us, i)
             if retain is not None:
-                rt, M4 = gate(retain, at, P, channels, kt, width), four(states, i * P, P, width)
+                rt, M4 = (
+                    gate(retain, at, at * P + j, channels, kt, width),
+                    four(states, i * W, W, width),
+                )
                 if channels is not None:
-                    accumulate(gr, at * P, meeting(G4, M4), width)
+                    accumulate(gr, at * P + j, meeting(G4, M4), width)
                 else:
                     tally(sums_r, (at - start) * lanes(k), G4, M4)
             if H is not None:
                 H4 = added(H4, G4)
-                tally(sums_m, (at - start) * lanes(k), H4, four(states_S, i * P, P, width))
+                tally(sums_m, (at - start) * lanes(k), H4, four(states_S, i * W, W, width))
                 X4 = H4
             else:
                 X4 = G4
@@ -298,16 +167,16 @@ def _walk(
             if retain is not None:
                 G4 = scaled(G4, rt)
             if form is None:
-                note(gv, at * V + c, times(l, d))
+                note(gv, at * V + c, times(l, d), j)
             else:
                 place = at * V + c
-                e, gvs = _pull(form, a, b, l, d, quartet(preds, place), quartet(v, place), u)
-                note(gv, place, gvs)
-                gp, seen = combined(e, four(states, i * P, P, width)), kt
+                e, gvs = pull(form, a, b, l, d, quartet(preds, place), quartet(v, place), u)
+                note(gv, place, gvs, 0)
+                gp, seen = combined(e, four(states, i * W, W, width)), kt
                 if retain is not None and order:
                     seen = mul(rt, kt)
                     if channels is not None:
-                        accumulate(gr, at * P, mul(gp, kt), width)
+                        accumulate(gr, at * P + j, mul(gp, kt), width)
                     else:
                         store(
                             sums_r, (at - start) * lanes(k),
@@ -316,7 +185,7 @@ def _walk(
                     gp = mul(rt, gp)
                 gkt = add(gkt, gp)
                 G4 = plus(G4, e, seen)
-            accumulate(gk, at * P, gkt, width)
+            accumulate(gk, at * P + j, gkt, width)
             if H is not None:
                 H4 = scaled(H4, splat_row(kt, momentum[at]))
         if before and writes:
@@ -346,17 +215,18 @@ def backward(
             sums_r[:] = 0
             sums_m[:] = 0
             for c in range(0, V, ROWS):
-                place = ((n * pieces + piece) * V + c) * P
-                _replay(
-                    n, start, end, c, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial,
-                    preds, kept, kept_S, place, gy, gq, form, a, b, channels, order, before, width,
-                    states, states_S, us,
-                )  # fmt: skip
-                _walk(
-                    n, start, end, c, T, V, P, k, q, v, lr, retain, momentum, write, reset, preds,
-                    gy, G, H, g_initial, gk, gv, glr, gr, gm, form, a, b, channels, order, before,
-                    width, states, states_S, us, sums_r, sums_m,
-                )  # fmt: skip
+                for j in range(0, P, len(width) * lanes(k)):
+                    place = ((n * pieces + piece) * V + c) * P + j
+                    _replay(
+                        n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial,
+                        preds, kept, kept_S, place, gy, gq, form, a, b, channels, order, before, width,
+                        states, states_S, us,
+                    )  # fmt: skip
+                    _walk(
+                        n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, preds,
+                        gy, G, H, g_initial, gk, gv, glr, gr, gm, form, a, b, channels, order, before,
+                        width, states, states_S, us, sums_r, sums_m,
+                    )  # fmt: skip
             for at in range(start, end):
                 i = (at - start) * lanes(k)
                 first, second, _, _ = sums(load(sums_r, i), load(sums_m, i), none, none)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from hecate.bias import L2, Dot
+from hecate.bias import L2
 from hecate.engine.chunk import chunk_refusal
 from hecate.engine.compiled import compiled_refusal
 from hecate.engine.fla import FlaScan, fla_refusal
@@ -76,7 +76,7 @@ def choose_engine(
     if CHUNK_TOKENS * steps > length and config.chunk > 1:
         return "sequential", f"{steps} chunks for {length} tokens: resets leave too little in each"
     # Before anything loads numba: few tokens, or states for which block products are faster.
-    large = isinstance(config.bias, Dot | L2) and cells * dtype.itemsize > COMPILED_BYTES
+    large = isinstance(config.bias, L2) and cells * dtype.itemsize > COMPILED_BYTES
     if length < COMPILED_TOKENS or (large and parallel_refusal(config) is None):
         del refusal_of["compiled"]
     if scan is None or scan.values == torch.float32:
