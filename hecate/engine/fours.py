@@ -6,7 +6,9 @@ from hecate.engine.lanes import (
     add,
     along,
     inline,
+    lanes,
     load,
+    load_like,
     load_row,
     mad,
     mul,
@@ -136,15 +138,25 @@ def note(x, at, u, j):
 
 
 @inline
-def accumulate(x, at, row, width):
-    """Adds a row to an array."""
-    store(x, at, add(load_row(x, at, width), row))
+def accumulate(x, at, row, c):
+    """A row into an array, added to those of the rows before c."""
+    if c > 0:
+        row = add(load_like(x, at, row), row)
+    store(x, at, row)
 
 
 @inline
-def tally(x, at, a, b):
-    """Adds the products of four rows with four to a vector of sums."""
+def tally_row(x, i, a, b):
+    """Adds the products of two rows to the vector of sums of a token."""
+    at = i * lanes(x)
+    store(x, at, add(load(x, at), along(a, b)))
+
+
+@inline
+def tally(x, i, a, b):
+    """The same for four rows with four."""
     (a0, a1, a2, a3), (b0, b1, b2, b3) = a, b
+    at = i * lanes(x)
     first = add(along(a0, b0), along(a1, b1))
     store(x, at, add(load(x, at), add(first, add(along(a2, b2), along(a3, b3)))))
 

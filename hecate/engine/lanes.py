@@ -100,6 +100,17 @@ def load_row(_: Any, array: Any, at: Any, width: Any) -> Any:
 
 
 @intrinsic
+def load_like(_: Any, array: Any, at: Any, row: Any) -> Any:
+    """As many vectors from an array as another row has."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, array, row, *args[:2])
+        return builder.load(pointer, align=array.dtype.bitwidth // 8)
+
+    return row(array, types.intp, row), code
+
+
+@intrinsic
 def store(_: Any, array: Any, at: Any, value: Any) -> Any:
     """A vector or a row into an array."""
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hecate.bias import Dot
+from hecate.bias import KernelForm
 from hecate.engine.tokens import Tokens
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors
@@ -52,11 +52,19 @@ class Scan(NamedTuple):
         return cls(config, inputs[0], slot, inputs[states], Tokens(*inputs[states + 1 :]))  # type: ignore[arg-type]
 
     @property
+    def form(self) -> KernelForm:
+        """What the kernels know of the bias."""
+        form = self.config.bias.kernel_form()
+        if form is None:
+            raise TypeError(f"bias {self.config.bias.kind!r} has no kernel")
+        return form
+
+    @property
     def vectors(self) -> int | None:
         """Vectors of what stays in registers, None if nothing does: a row or, where u does not look
         at the memory, a tile of it."""
         vectors = -(-self.memory.shape[2] * self.memory.element_size() // BYTES)
-        if isinstance(self.config.bias, Dot):
+        if self.form.name == "target":
             vectors = min(vectors, TILE)
         return 1 << (vectors - 1).bit_length() if vectors <= VECTORS else None
 
@@ -117,14 +125,11 @@ class Scan(NamedTuple):
     def choices(self) -> list[Any]:
         """What both kernels take last, before their scratch space."""
         config, number = self.config, flat(self.memory[:0]).dtype.type
-        form = config.bias.kernel_form()
-        if form is None:
-            raise TypeError(f"bias {config.bias.kind!r} has no kernel")
         return [
             self.segment,
-            FORMS[form.name],
-            number(form.a),
-            number(form.b),
+            FORMS[self.form.name],
+            number(self.form.a),
+            number(self.form.b),
             self.tokens.retain.dim() == 3 or (None if self.vectors else False),
             config.decay_order == "before_gradient",
             config.read == "before",
@@ -178,14 +183,13 @@ def scan_vjp(
     length, v = tokens.v.shape[1:]
     wide = tokens.retain.dim() == 3
     zeros = call.memory.new_zeros
-    # Added to, or left as they are where masked.
-    new = zeros if call.vectors or tokens.write is not None else call.memory.new_empty
+    new = zeros if tokens.write is not None else call.memory.new_empty  # masked: left as they are
     initial = zeros(memory.shape if tokens.reset is not None else 0)
     out = [
         new(count, length, width),
         new(count, length, width),
         new(count, length, height),
-        new(count, length),
+        zeros(count, length),
         new((count, length, width) if wide else (count, length)),
         new(count, length),
     ]

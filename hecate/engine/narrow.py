@@ -11,11 +11,37 @@ vectors. Rows after a segment's last token are never needed: reads are pulled ba
 from __future__ import annotations
 
 from hecate.engine.fours import (
-    accumulate, added, combined, four, gate, inner, keep, learned, meeting, minus, note, plus, pull,
-    quartet, scaled, tally, times, zeros,
+    accumulate,
+    added,
+    combined,
+    four,
+    gate,
+    inner,
+    keep,
+    learned,
+    meeting,
+    minus,
+    note,
+    plus,
+    pull,
+    quartet,
+    scaled,
+    tally,
+    tally_row,
+    times,
+    zeros,
 )  # fmt: skip
 from hecate.engine.lanes import (
-    add, along, helper, kernel, lanes, load, load_row, mul, splat, splat_row, store, sums,
+    add,
+    helper,
+    kernel,
+    lanes,
+    load,
+    load_row,
+    mul,
+    splat,
+    splat_row,
+    sums,
 )  # fmt: skip
 from hecate.engine.rows import ROWS
 
@@ -99,7 +125,7 @@ def _replay(
     if kept_S is not None:
         S4 = four(kept_S, place, P, width)
     for at in range(start, end):
-        i = (at - start) * ROWS
+        i, row, to = (at - start) * ROWS, at * P + j, at * V + c
         if reset.size > 0 and reset[at]:
             M4 = four(initial, (n * V + c) * P + j, P, width)
             if kept_S is not None:
@@ -108,23 +134,23 @@ def _replay(
             keep(states, i * W, W, M4)
         if kept_S is not None:
             keep(states_S, i * W, W, S4)
-        g, writes = quartet(gy, at * V + c), write.size == 0 or write[at]
+        g, writes = quartet(gy, to), write.size == 0 or write[at]
         if before or not writes:
-            accumulate(gq, at * P + j, combined(g, M4), width)
+            accumulate(gq, row, combined(g, M4), c)
         if not writes:
             continue
-        kt, u = load_row(k, at * P + j, width), quartet(v, at * V + c)
-        u = learned(form, a, b, quartet(preds, at * V + c), u) if form is not None else minus(u)
+        kt, u = load_row(k, row, width), quartet(v, to)
+        u = learned(form, a, b, quartet(preds, to), u) if form is not None else minus(u)
         note(us, i, u, 0)
         if retain is not None:
-            M4 = scaled(M4, gate(retain, at, at * P + j, channels, kt, width))
+            M4 = scaled(M4, gate(retain, at, row, channels, kt, width))
         if kept_S is not None:
             S4 = plus(scaled(S4, splat_row(kt, momentum[at])), times(-lr[at], u), kt)
             M4 = added(M4, S4)
         else:
             M4 = plus(M4, times(-lr[at], u), kt)
         if not before:
-            accumulate(gq, at * P + j, combined(g, M4), width)
+            accumulate(gq, row, combined(g, M4), c)
 
 
 @helper
@@ -140,24 +166,22 @@ def _walk(
     if H is not None:
         H4 = four(H, o, P, width)
     for at in range(end - 1, start - 1, -1):
-        i, qt, g = (at - start) * ROWS, load_row(q, at * P + j, width), quartet(gy, at * V + c)
+        i, row, to = at - start, at * P + j, at * V + c
+        qt, g = load_row(q, row, width), quartet(gy, to)
         writes = write.size == 0 or write[at]
         if not before or not writes:
             G4 = plus(G4, g, qt)
         if writes:
-            kt, l, u = load_row(k, at * P + j, width), lr[at], quartet(us, i)
+            kt, l, u = load_row(k, row, width), lr[at], quartet(us, i * ROWS)
             if retain is not None:
-                rt, M4 = (
-                    gate(retain, at, at * P + j, channels, kt, width),
-                    four(states, i * W, W, width),
-                )
+                rt = gate(retain, at, row, channels, kt, width)
                 if channels is not None:
-                    accumulate(gr, at * P + j, meeting(G4, M4), width)
+                    accumulate(gr, row, meeting(G4, four(states, i * ROWS * W, W, width)), c)
                 else:
-                    tally(sums_r, (at - start) * lanes(k), G4, M4)
+                    tally(sums_r, i, G4, four(states, i * ROWS * W, W, width))
             if H is not None:
                 H4 = added(H4, G4)
-                tally(sums_m, (at - start) * lanes(k), H4, four(states_S, i * W, W, width))
+                tally(sums_m, i, H4, four(states_S, i * ROWS * W, W, width))
                 X4 = H4
             else:
                 X4 = G4
@@ -167,25 +191,21 @@ def _walk(
             if retain is not None:
                 G4 = scaled(G4, rt)
             if form is None:
-                note(gv, at * V + c, times(l, d), j)
+                note(gv, to, times(l, d), j)
             else:
-                place = at * V + c
-                e, gvs = pull(form, a, b, l, d, quartet(preds, place), quartet(v, place), u)
-                note(gv, place, gvs, 0)
-                gp, seen = combined(e, four(states, i * W, W, width)), kt
+                e, gvs = pull(form, a, b, l, d, quartet(preds, to), quartet(v, to), u)
+                note(gv, to, gvs, 0)
+                # From memory again: there is no room for it beside the cotangents.
+                gp, seen = combined(e, four(states, i * ROWS * W, W, width)), kt
                 if retain is not None and order:
-                    seen = mul(rt, kt)
                     if channels is not None:
-                        accumulate(gr, at * P + j, mul(gp, kt), width)
+                        accumulate(gr, row, mul(gp, kt), ROWS)
                     else:
-                        store(
-                            sums_r, (at - start) * lanes(k),
-                            add(load(sums_r, (at - start) * lanes(k)), along(gp, kt)),
-                        )  # fmt: skip
-                    gp = mul(rt, gp)
+                        tally_row(sums_r, i, gp, kt)
+                    gp, seen = mul(rt, gp), mul(rt, kt)
                 gkt = add(gkt, gp)
                 G4 = plus(G4, e, seen)
-            accumulate(gk, at * P + j, gkt, width)
+            accumulate(gk, row, gkt, c)
             if H is not None:
                 H4 = scaled(H4, splat_row(kt, momentum[at]))
         if before and writes:
@@ -218,18 +238,17 @@ def backward(
                 for j in range(0, P, len(width) * lanes(k)):
                     place = ((n * pieces + piece) * V + c) * P + j
                     _replay(
-                        n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial,
-                        preds, kept, kept_S, place, gy, gq, form, a, b, channels, order, before, width,
-                        states, states_S, us,
+                        n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset,
+                        initial, preds, kept, kept_S, place, gy, gq, form, a, b, channels, order,
+                        before, width, states, states_S, us,
                     )  # fmt: skip
                     _walk(
-                        n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, preds,
-                        gy, G, H, g_initial, gk, gv, glr, gr, gm, form, a, b, channels, order, before,
-                        width, states, states_S, us, sums_r, sums_m,
+                        n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset,
+                        preds, gy, G, H, g_initial, gk, gv, glr, gr, gm, form, a, b, channels,
+                        order, before, width, states, states_S, us, sums_r, sums_m,
                     )  # fmt: skip
             for at in range(start, end):
                 i = (at - start) * lanes(k)
-                first, second, _, _ = sums(load(sums_r, i), load(sums_m, i), none, none)
+                first, gm[at], _, _ = sums(load(sums_r, i), load(sums_m, i), none, none)
                 if channels is None:
                     gr[at] = first
-                gm[at] = second
