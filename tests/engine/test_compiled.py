@@ -105,7 +105,7 @@ def test_one_scan_for_memory_and_normaliser(engine, bias, monkeypatch):
         return kernel(config, tokens, *rest, **options)
 
     monkeypatch.setattr(scans, engine, counted)
-    config = config_of(**TITANS, bias=bias, normalizer="sum", feature_map="elu_plus_one")
+    config = config_of(**TITANS, bias=bias, normalizer="sum", feature_map="elu")
     case = case_of(config, length=37, masks=True, ends=0.2)
     ours, expected = (whole(case, engine=name) for name in (engine, "sequential"))
     ours.equals(expected)
