@@ -15,11 +15,11 @@ class KernelForm(NamedTuple):
     """How the kernels of the compiled engine compute u = grad, coordinate by coordinate.
 
     With e = pred - target: `"target"`: u = -target; `"error"`: e; `"clip"`: e clipped to [-a, a];
-    `"power"`: s^(a-1) e/r with r = s = |e| for a >= 2, else r = sqrt(e^2 + b^2), s = r - b.
-    [ENG-NUM-D2]
+    `"power"`: s^(a-1) e/r with r = s = |e| for a >= 2, else r = sqrt(e^2 + b^2), s = r - b;
+    `"sign"`: e / sqrt(e^2 + b^2). [ENG-NUM-D2]
     """
 
-    name: Literal["target", "error", "clip", "power"]
+    name: Literal["target", "error", "clip", "power", "sign"]
     a: float = 0.0
     b: float = 0.0
 

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from hecate.bias.base import ErrorBias
+from hecate.bias.base import ErrorBias, KernelForm
 
 
 class L1(ErrorBias):
@@ -19,7 +19,7 @@ class L1(ErrorBias):
 
     Shapes: e `[..., V]`.
     VJP: u = e/r, J = diag(eps^2 / r^3); at e = 0: u = 0, J = 1/eps.
-    Traits: curvature 1/eps at e = 0, which bounds no useful step: declared unbounded. No kernel.
+    Traits: curvature 1/eps at e = 0, which bounds no useful step: declared unbounded.
     Cost: O(V).
     Warning: steps of lr |phi|^2 do not shrink near the target; the memory ends within that of it.
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), value-less memory.
@@ -28,6 +28,10 @@ class L1(ErrorBias):
 
     kind: Literal["l1"] = "l1"
     eps: float = Field(1e-6, gt=0)
+
+    @property
+    def kernel(self) -> KernelForm:
+        return KernelForm("sign", b=self.eps)
 
     def rho(self, error: Tensor) -> Tensor:
         # r - eps without its cancellation.

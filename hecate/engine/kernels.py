@@ -12,20 +12,12 @@ S = None compiles gradient descent. [ENG-NUM-D1]
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-from numba import njit
-
-from hecate.engine.lanes import add, lanes, load, mad, mul, splat, store, sums
+from hecate.engine.lanes import add, helper, kernel, lanes, load, mad, mul, splat, store, sums
 from hecate.engine.rows import (
     ROWS,
     collect,
     copy,
     fill,
-    helper,
     products,
     psi,
     pulled,
@@ -35,29 +27,15 @@ from hecate.engine.rows import (
     write_rows,
 )
 
-# numba's cache on disk watches the file of a function alone, hence the name after all three.
-_DIGEST = hashlib.sha256(
-    b"".join(Path(__file__).with_name(f"{n}.py").read_bytes() for n in ("lanes", "rows", "kernels"))
-).hexdigest()[:12]
-
-
-def _kernel(function: Callable[..., Any]) -> Any:
-    """Compiled when first called; kept on disk where there is a place for it."""
-    function.__qualname__ = f"{function.__name__}_{_DIGEST}"
-    options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder to write to
-        return njit(**options)(function)
-
 
 @helper
-def _gates(rows, k, ko, retain, at, P, decays, channels, order):
+def _gates(rows, k, ko, retain, at, P, channels, order):
     """Into rows: retain per channel, and the key that predicts, decayed if the gradient sees it."""
-    if channels:
-        copy(retain, at * P, rows, 0, P)
-    elif decays:
-        fill(rows, 0, P, retain[at])
+    if retain is not None:
+        if channels:
+            copy(retain, at * P, rows, 0, P)
+        else:
+            fill(rows, 0, P, retain[at])
     if order:
         for j in range(0, P, lanes(k)):
             store(rows, P + j, mul(load(rows, j), load(k, ko + j)))
@@ -65,10 +43,10 @@ def _gates(rows, k, ko, retain, at, P, decays, channels, order):
         copy(k, ko, rows, P, P)
 
 
-@_kernel
+@kernel
 def forward(
     lo, hi, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds, kept,
-    kept_S, segment, form, a, b, decays, channels, order, before, rows,
+    kept_S, segment, form, a, b, channels, order, before, rows,
 ):  # fmt: skip
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     size, records, pieces = V * P, preds.size > 0, (T + segment - 1) // segment
@@ -92,11 +70,11 @@ def forward(
                     o = base + (c - vo) * P
                     y[c], y[c + 1], y[c + 2], y[c + 3] = products(M, o, q, ko, P)
                 continue
-            _gates(rows, k, ko, retain, at, P, decays, channels, order)
+            _gates(rows, k, ko, retain, at, P, channels, order)
             for c in range(vo, vo + V, ROWS):
                 o = base + (c - vo) * P
                 p0, p1, p2, p3 = l, l, l, l  # unread where the prediction does not matter
-                if form > 0:
+                if form is not None:
                     p0, p1, p2, p3 = products(M, o, rows, P, P)
                 if records:
                     preds[c], preds[c + 1], preds[c + 2], preds[c + 3] = p0, p1, p2, p3
@@ -112,13 +90,13 @@ def _learn(form, a, b, preds, v, vo, V, cols):
     """u and its slope at every coordinate of a token, side by side."""
     for c in range(V):
         cols[c] = psi(form, a, b, preds[vo + c], v[vo + c])
-        cols[V + c] = slope(form, a, b, preds[vo + c], v[vo + c])
+        cols[V + c] = slope(form, a, b, preds[vo + c], v[vo + c], cols[c])
 
 
 @helper
 def _replay(
     n, start, end, T, V, P, k, q, v, lr, retain, momentum, write, reset, preds, states, states_S,
-    segment, form, a, b, decays, channels, order, rows, cols,
+    segment, form, a, b, channels, order, rows, cols,
 ):  # fmt: skip
     """The states before every token of a segment, from the first of them and the predictions."""
     size = V * P
@@ -131,7 +109,7 @@ def _replay(
                 copy(states_S, o, states_S, to, size)
             continue
         ko, l, m = at * P, lr[at], momentum[at]
-        _gates(rows, k, ko, retain, at, P, decays, channels, order)
+        _gates(rows, k, ko, retain, at, P, channels, order)
         _learn(form, a, b, preds, v, at * V, V, cols)
         for c in range(0, V, ROWS):
             w0, w1, w2, w3 = l * cols[c], l * cols[c + 1], l * cols[c + 2], l * cols[c + 3]
@@ -165,7 +143,7 @@ def _finish(k, ko, gk, gq, gr, sw, m, sm, P, moves, channels, order, before, row
     return first, second
 
 
-@_kernel
+@kernel
 def _keep_initial(initial, base, states, states_S, last, size):
     """The initial M, and S = 0, behind the states of a segment, where restarted tokens look."""
     copy(initial, base, states, last, size)
@@ -173,7 +151,7 @@ def _keep_initial(initial, base, states, states_S, last, size):
         fill(states_S, last, size, 0.0)
 
 
-@_kernel
+@kernel
 def _to_initial(G, H, g_initial, base, size):
     """Hands the cotangent of a state before a restart to the initial weights."""
     for j in range(base, base + size, lanes(G)):
@@ -183,10 +161,10 @@ def _to_initial(G, H, g_initial, base, size):
         fill(H, base, size, 0.0)
 
 
-@_kernel
+@kernel
 def backward(
     lo, hi, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept, kept_S, gy,
-    G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, decays, channels, order, before,
+    G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, channels, order, before,
     rows, cols, states, states_S,
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final M and S (G, H)."""
@@ -203,7 +181,7 @@ def backward(
                 copy(kept_S, (n * pieces + piece) * size, states_S, 0, size)
             _replay(
                 n, start, end, T, V, P, k, q, v, lr, retain, momentum, write, reset, preds, states,
-                states_S, segment, form, a, b, decays, channels, order, rows, cols,
+                states_S, segment, form, a, b, channels, order, rows, cols,
             )  # fmt: skip
             for t in range(end - 1, start - 1, -1):
                 at, ko, l, m = n * T + t, (n * T + t) * P, lr[n * T + t], momentum[n * T + t]
@@ -211,7 +189,7 @@ def backward(
                 writes = write.size == 0 or write[at]
                 o = (segment + 1) * size if resets else (t - start) * size
                 if writes:
-                    _gates(rows, k, ko, retain, at, P, decays, channels, order)
+                    _gates(rows, k, ko, retain, at, P, channels, order)
                     _learn(form, a, b, preds, v, at * V, V, cols)
                 fill(rows, 2 * P, 5 * P, 0.0)
                 sm, sl, sw = splat(k, 0.0), l - l, l - l

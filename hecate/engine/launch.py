@@ -14,21 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hecate.bias import KernelForm
 from hecate.engine.tokens import Tokens
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors
 
 BYTES, ROWS = 64, 4  # of a vector, and rows that go together: widths are padded to these
-FORMS = {"target": 0, "error": 1, "clip": 2, "power": 3}  # as psi and slope know them
-SEGMENT = 32  # least number of tokens between kept states
+FORMS = {"target": None, "error": 1, "clip": 2, "power": 3, "sign": 4}  # as psi and slope know them
+VECTORS, TILE = 8, 4  # of the widest row that stays in registers, and of a tile of a wider one
+SEGMENT = 64  # least number of tokens between kept states
 SHARE = 1 << 20  # tokens x cells that are worth a thread of their own
 
 
 @cache
-def load_kernels() -> ModuleType | None:
-    """The module of kernels; None without numba."""
+def load_kernels(name: str = "kernels") -> ModuleType | None:
+    """A module of kernels; None without numba."""
     try:
-        return importlib.import_module("hecate.engine.kernels")
+        return importlib.import_module(f"hecate.engine.{name}")
     except ImportError:
         return None
 
@@ -50,11 +52,28 @@ class Scan(NamedTuple):
         return cls(config, inputs[0], slot, inputs[states], Tokens(*inputs[states + 1 :]))  # type: ignore[arg-type]
 
     @property
+    def form(self) -> KernelForm:
+        """What the kernels know of the bias."""
+        form = self.config.bias.kernel_form()
+        if form is None:
+            raise TypeError(f"bias {self.config.bias.kind!r} has no kernel")
+        return form
+
+    @property
+    def vectors(self) -> int | None:
+        """Vectors of what stays in registers, None if nothing does: a row or, where u does not look
+        at the memory, a tile of it."""
+        vectors = -(-self.memory.shape[2] * self.memory.element_size() // BYTES)
+        if self.form.name == "target":
+            vectors = min(vectors, TILE)
+        return 1 << (vectors - 1).bit_length() if vectors <= VECTORS else None
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
-        """N, and V and P in whole fours and vectors."""
+        """N, and V and P in whole fours and tiles."""
         count, height, width = self.memory.shape
-        lanes = BYTES // self.memory.element_size()
-        return count, -(-height // ROWS) * ROWS, -(-width // lanes) * lanes
+        tile = (self.vectors or 1) * BYTES // self.memory.element_size()
+        return count, -(-height // ROWS) * ROWS, -(-width // tile) * tile
 
     @property
     def segment(self) -> int:
@@ -89,27 +108,29 @@ class Scan(NamedTuple):
             self.fitting(tokens.phi_q, columns=True),
             self.fitting(tokens.v, rows=True),
             tokens.lr,
-            self.fitting(tokens.retain, columns=tokens.retain.dim() == 3),
+            self.fitting(tokens.retain, columns=tokens.retain.dim() == 3)
+            if self.config.retention.uses_retain
+            else None,
             tokens.momentum,
             none.bool() if tokens.write is None else tokens.write,
             none.bool() if tokens.reset is None else tokens.reset,
             none if tokens.reset is None else self.padded(self.initial, rows=True, columns=True),
         )
-        return [tokens.v.shape[1], *self.sizes[1:], *map(flat, given)]
+        return [
+            tokens.v.shape[1],
+            *self.sizes[1:],
+            *(item if item is None else flat(item) for item in given),
+        ]
 
     def choices(self) -> list[Any]:
         """What both kernels take last, before their scratch space."""
         config, number = self.config, flat(self.memory[:0]).dtype.type
-        form = config.bias.kernel_form()
-        if form is None:
-            raise TypeError(f"bias {config.bias.kind!r} has no kernel")
         return [
             self.segment,
-            FORMS[form.name],
-            number(form.a),
-            number(form.b),
-            config.retention.uses_retain,
-            self.tokens.retain.dim() == 3,
+            FORMS[self.form.name],
+            number(self.form.a),
+            number(self.form.b),
+            self.tokens.retain.dim() == 3 or (None if self.vectors else False),
             config.decay_order == "before_gradient",
             config.read == "before",
         ]
@@ -117,7 +138,9 @@ class Scan(NamedTuple):
     def launch(self, kernel: str, arguments: Sequence[Any], scratch: Sequence[int | None]) -> None:
         """Runs a kernel over all memories, each worker with scratch space of its own."""
         (count, height, width), length = self.sizes, self.tokens.v.shape[1]
-        run = getattr(load_kernels(), kernel)
+        run = getattr(load_kernels("narrow" if self.vectors else "kernels"), kernel)
+        if self.vectors:
+            arguments = [*arguments, (0,) * self.vectors]
         workers = min(torch.get_num_threads(), count, 1 + count * length * height * width // SHARE)
         borders = [count * index // workers for index in range(workers + 1)]
 
@@ -138,9 +161,13 @@ def scan(config: MemoryConfig, inputs: Tensors, *, keeps: bool) -> tuple[Tensors
     y = new(count, length, height)
     pieces = -(-length // call.segment)
     kept = new(count, pieces, height, width) if keeps else new(0)
-    record = (new(y.shape if keeps else 0), kept, kept[:0] if slot is None else kept.clone())
+    record = (new(y.shape if keeps else 0), kept, None if slot is None else kept.clone())
     buffers = [None if item is None else flat(item) for item in (memory, slot, y, *record)]
-    call.launch("forward", [*call.arguments(), *buffers, *call.choices()], [2 * width])
+    call.launch(
+        "forward",
+        [*call.arguments(), *buffers, *call.choices()],
+        [] if call.vectors else [2 * width],
+    )
     states = [item for item in (memory, slot) if item is not None]
     return (y[..., :v], *(_cut(state, call.memory) for state in states)), record
 
@@ -162,7 +189,7 @@ def scan_vjp(
         new(count, length, width),
         new(count, length, width),
         new(count, length, height),
-        new(count, length),
+        zeros(count, length),
         new((count, length, width) if wide else (count, length)),
         new(count, length),
     ]
@@ -171,6 +198,15 @@ def scan_vjp(
     buffers = [None if item is None else flat(item) for item in given]
     states = (call.segment + 2) * height * width
     scratch = [7 * width, 2 * height, states, states if slots else None]
+    if call.vectors:
+        lanes = BYTES // call.memory.element_size()
+        states = call.segment * ROWS * call.vectors * lanes
+        scratch = [
+            states,
+            states if slots else None,
+            ROWS * call.segment,
+            *[lanes * call.segment] * 2,
+        ]
     call.launch("backward", [*call.arguments(), *buffers, *call.choices()], scratch)
     own = [_cut(state, call.memory) for state in (memory, *slots)]
     first = _cut(initial, call.memory) if tokens.reset is not None else None

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hecate.engine.by_hand import ByHand
 from hecate.engine.tokens import SELECT, Tokens
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one
-from hecate.tape import Block, Run, Tensors
+from hecate.tape import Block, Run, Tensors, execute
 
 NORMALIZED_EPS = 1e-6
 
@@ -53,7 +55,7 @@ def to_tokens(
     phi_k = one(run(block, k, *tensors, label="phi(k)"))
     phi_q = one(run(block, q, *tensors, label="phi(q)"))
     if config.key_norm != "none":
-        norm = L2_NORM if config.key_norm == "l2" else SUM_NORM
+        norm = (L2_NORM if config.key_norm == "l2" else SUM_NORM).block(keeps=run is not execute)
         phi_k = one(run(norm, phi_k, label="key_norm"))
         phi_q = one(run(norm, phi_q, label="key_norm"))
     if config.query_scale == "key_dim":
@@ -127,7 +129,7 @@ def _l2_norm(x: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
 
 def _l2_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
     unit, norm = residuals
-    return ((g - unit * (unit * g).sum(-1, keepdim=True)) / norm,)
+    return (torch.addcmul(g, unit, (unit * g).sum(-1, keepdim=True), value=-1) / norm,)
 
 
 def _sum_norm(x: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
@@ -166,18 +168,29 @@ def _implicit_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Ten
 def _divide(numerator: Tensor, denominator: Tensor) -> tuple[Tensors, Tensors]:
     # The sum of weights is 0 only for an empty memory, whose numerator is 0 as well.
     safe = torch.where(denominator > 0, denominator, 1.0)
-    return (numerator / safe,), (numerator, safe, denominator > 0)
+    mean = numerator / safe
+    return (mean,), (mean, safe, denominator > 0)
 
 
 def _divide_vjp(residuals: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
-    numerator, safe, filled = residuals
-    gsafe = -(g * numerator).sum(-1, keepdim=True) / safe.square()
-    return g / safe, torch.where(filled, gsafe, 0.0)
+    mean, safe, filled = residuals
+    g = g / safe
+    return g, torch.where(filled, -(g * mean).sum(-1, keepdim=True), 0.0)
 
 
-L2_NORM = Block("l2_norm", _l2_norm, _l2_norm_vjp)
-SUM_NORM = Block("sum_norm", _sum_norm, _sum_norm_vjp)
-DIVIDE = Block("normalizer", _divide, _divide_vjp)
+def _by_hand(name: str, forward: Callable[..., Any], vjp: Callable[..., Any]) -> ByHand:
+    """For autograd too: its own derivative passes over the tensors several times as often."""
+    return ByHand(
+        name,
+        lambda inputs, _: forward(*inputs),
+        lambda _, record, cotangents: vjp(record, *cotangents),
+        lambda *inputs: forward(*inputs)[0],
+    )
+
+
+L2_NORM = _by_hand("l2_norm", _l2_norm, _l2_norm_vjp)
+SUM_NORM = _by_hand("sum_norm", _sum_norm, _sum_norm_vjp)
+DIVIDE = _by_hand("normalizer", _divide, _divide_vjp)
 _FOLD = Block("fold_heads", _fold, _fold_vjp)
 _NORMALIZED = Block("step.normalized", _normalized, _normalized_vjp)
 _IMPLICIT = Block("step.implicit", _implicit, _implicit_vjp)

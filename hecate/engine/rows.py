@@ -7,56 +7,73 @@ key that predicts, and the sums for predicting key, step key, query, retain, que
 
 from __future__ import annotations
 
-from numba import njit
+import math
 
-from hecate.engine.lanes import add, lanes, load, mad, mul, splat, store, sums
+from hecate.engine.lanes import (
+    add,
+    helper,
+    inline,
+    lanes,
+    load,
+    mad,
+    mul,
+    number,
+    splat,
+    store,
+    sums,
+)
 
 ROWS = 4
-helper = njit(error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
-inline = njit(error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True, forceinline=True)
+
+
+@helper
+def power(a, size):
+    """size^a of a positive number."""
+    if a == 0.5:
+        return math.sqrt(size)
+    return size if a == 1 else size**a
 
 
 @helper
 def psi(form, a, b, pred, target):
     """u = d loss / d pred of one coordinate; a and b are the form's parameters."""
-    if form == 0:
+    if form is None:
         return -target
     e = pred - target
     if form == 1:
         return e
     if form == 2:
         return a if e > a else (-a if e < -a else e)
-    if a == 3:
-        return abs(e) * e
+    if form == 4:
+        return e / math.sqrt(e * e + b * b)
     if e == 0:
         return e
     if a >= 2:
-        return abs(e) ** (a - 2) * e
-    r = (e * e + b * b) ** (a * 0 + 0.5)
-    return (e * e / (r + b)) ** (a - 1) / r * e
+        return power(a - number(a, 2), abs(e)) * e
+    r = math.sqrt(e * e + b * b)
+    return power(a - number(a, 1), e * e / (r + b)) / r * e
 
 
 @helper
-def slope(form, a, b, pred, target):
-    """d u / d pred of one coordinate."""
+def slope(form, a, b, pred, target, u):
+    """d u / d pred of one coordinate; what u is spares a second power."""
+    one, zero = number(a, 1), number(a, 0)
+    if form is None:
+        return zero
     e = pred - target
-    size = abs(e)
-    one = a * 0 + 1
-    if form == 0:
-        return one - one
     if form == 1:
         return one
     if form == 2:
-        return one if size <= a else one - one
-    if a == 3:
-        return size + size
+        return one if abs(e) <= a else zero
+    r = math.sqrt(e * e + b * b)
+    if form == 4:
+        return b / r * (b / r) / r
     if e == 0:
-        return one if a == 2 else one - one
+        return one if a == 2 else zero
     if a >= 2:
-        return (a - 1) * size ** (a - 2)
-    r = (e * e + b * b) ** (one * 0.5)
+        return (a - one) * (u / e)
     s = e * e / (r + b)
-    return (a - 1) * s ** (a - 2) * (e / r) ** 2 + s ** (a - 1) * b * b / (r * r * r)
+    return u / e * ((a - one) * e * e / (s * r) + b * b / (r * r)) if s > 0 else zero
 
 
 @helper
@@ -214,4 +231,4 @@ def spread(
 def pulled(form, gu, s):
     """Cotangents of pred and target from that of u: a slope of 0 lets nothing pass."""
     ge = gu * s if s != 0 else s
-    return ge, (-gu if form == 0 else -ge)
+    return ge, (-gu if form is None else -ge)

@@ -30,7 +30,15 @@ from hecate.engine.finite import (
 )
 from hecate.engine.fla import FlaScan, by_fla
 from hecate.engine.parallel import parallel
-from hecate.engine.parts import Part, merged, normalizer_part, part_of, split_carries
+from hecate.engine.parts import (
+    Part,
+    counting_along,
+    counts_along,
+    merged,
+    normalizer_part,
+    part_of,
+    split_carries,
+)
 from hecate.engine.positions import numbered
 from hecate.engine.prepare import DIVIDE, Sequence, cast, to_tokens, unfold_heads
 from hecate.engine.select import Chosen, Engine, choose_engine
@@ -39,6 +47,7 @@ from hecate.engine.tokens import Carry, Tokens, expand_to
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.rule import one, several
+from hecate.structure import Memory
 from hecate.tape import Autodiff, Program, Run, Tape, Tensors, differentiate, execute
 
 _LOG = logging.getLogger("hecate.engine")
@@ -122,7 +131,8 @@ def memory_scan(
         return torch.zeros_like(v), empty._replace(seen=seen)
     sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
     runs = [_engine(chosen, part, sequence.v.dtype) for part in parts]
-    program = _program(parts, params, dtype, runs)
+    along = len(parts) > 1 and counts_along(parts[0], chosen)
+    program = _program(parts, params, dtype, runs, along)
     flat = (*sequence, *held)
     y, *rest = program(tape, *flat) if tape is not None else differentiate(program, flat, autodiff)
     carries = split_carries(several(tuple(rest)), parts)
@@ -197,8 +207,13 @@ def memory_step(
 
 
 def _program(
-    parts: list[Part], params: Params, dtype: torch.dtype, engines: list[Callable[..., Any]]
+    parts: list[Part],
+    params: Params,
+    dtype: torch.dtype,
+    engines: list[Callable[..., Any]],
+    along: bool,
 ) -> Program:
+    """The scan as a function of its tensors; `along` lets one scan run memory and normaliser."""
     config, fields, n_params = parts[0].config, len(Sequence._fields), len(_tensors(params))
     # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to
     # another level, so only their number and order are used.
@@ -211,16 +226,25 @@ def _program(
         at = fields + n_params
         own = _with_tensors(params, flat[fields:at])
         tokens = to_tokens(config, Sequence(*flat[:fields]), own, dtype, run)
-        results: list[tuple[Tensor, Carry]] = []
-        for index, (own_config, count, layout, runs) in enumerate(layouts):
-            initial, at = flat[at : at + count], at + count
-            carry, at = layout.rebuilt(flat[at:]), at + len(layout.flat)
-            if index:
-                tokens = _counting(tokens)
-            results.append(runs(own_config, tokens, carry, initial, run=run))
+        initials: list[Memory] = []
+        carries: list[Carry] = []
+        for _, count, layout, _ in layouts:
+            initials.append(flat[at : at + count])
+            at += count
+            carries.append(layout.rebuilt(flat[at:]))
+            at += len(layout.flat)
+        if along:
+            results = counting_along(engines[0], config, tokens, carries, initials, run=run)
+        else:
+            results = [
+                runs(own, _counting(tokens) if index else tokens, *given, run=run)
+                for index, ((own, _, _, runs), *given) in enumerate(
+                    zip(layouts, carries, initials, strict=True)
+                )
+            ]
         (y, _), *others = results
         for z, _ in others:
-            y = one(run(DIVIDE, y, z, label="normalizer"))
+            y = one(run(DIVIDE.block(keeps=run is not execute), y, z, label="normalizer"))
         heads = flat[Sequence._fields.index("lr")].shape[2]
         y = one(run(unfold_heads(heads), y, label="heads"))
         if y.dtype != (given := flat[Sequence._fields.index("v")].dtype):

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from hecate.bias import L2, Dot
+from hecate.bias import L2
 from hecate.engine.chunk import chunk_refusal
 from hecate.engine.compiled import compiled_refusal
 from hecate.engine.fla import FlaScan, fla_refusal
@@ -29,7 +29,8 @@ REASONS: dict[Chosen, str] = {
 }
 
 # Measured, see benchmarks: from this length on kernels are worth loading, and up to this size of a
-# state (128 x 128 in float32) they beat block products, forward and backward together.
+# l2 state (128 x 128 in float32) they beat block products, forward and backward together; with dot,
+# whose rows go in tiles, up to 256 x 256 at least.
 COMPILED_TOKENS = 32
 COMPILED_BYTES = 1 << 16
 # Tokens that a step of the chunk engine has to take on average to beat as many of the token loop.
@@ -76,7 +77,7 @@ def choose_engine(
     if CHUNK_TOKENS * steps > length and config.chunk > 1:
         return "sequential", f"{steps} chunks for {length} tokens: resets leave too little in each"
     # Before anything loads numba: few tokens, or states for which block products are faster.
-    large = isinstance(config.bias, Dot | L2) and cells * dtype.itemsize > COMPILED_BYTES
+    large = isinstance(config.bias, L2) and cells * dtype.itemsize > COMPILED_BYTES
     if length < COMPILED_TOKENS or (large and parallel_refusal(config) is None):
         del refusal_of["compiled"]
     if scan is None or scan.values == torch.float32:

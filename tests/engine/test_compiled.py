@@ -18,6 +18,7 @@ from hecate import Gates, MemoryConfig, NonFiniteError, memory_scan
 from hecate.bias import L2, Bias, ErrorBias, Huber, KernelForm
 from hecate.engine import choose_engine
 from hecate.engine import compiled as module
+from hecate.engine import scan as scans
 from hecate.engine.compiled import compiled_refusal
 from hecate.errors import ConfigError
 from hecate.nn import Memory
@@ -32,7 +33,15 @@ FORMS = BIASES[:5]  # all but the norm of huber
 FIELDS = st.builds(
     lambda fields, bias: {**fields, "bias": bias},
     LINEAR,
-    st.sampled_from([*FORMS, {"kind": "lp", "p": 2.0}]),
+    st.sampled_from(
+        [
+            *FORMS,
+            {"kind": "lp", "p": 2.0},
+            {"kind": "lp", "p": 1.2, "eps": 0.1},
+            {"kind": "lp", "p": 2.5},
+            {"kind": "l1", "eps": 0.1},
+        ]
+    ),
 )
 TITANS = {"retention": "decay", "algorithm": "momentum", "key_norm": "l2"}
 LENGTHS = st.sampled_from([0, 1, 2, 3, 5, 7, 31, 32, 33, 61])
@@ -70,12 +79,38 @@ def test_whole_and_pieces_against_sequential(data):
 
 @pytest.mark.spec("ENG-NUM-I1")
 @pytest.mark.parametrize(
-    ("d", "width"), [(1, 1), (7, 5), (8, 4), (9, 9), (16, 8), (33, 17), (64, 3)]
+    ("d", "width"), [(1, 1), (7, 5), (8, 4), (9, 9), (16, 8), (33, 17), (64, 3), (75, 5)]
 )
 def test_widths_around_whole_vectors(d, width):
-    for fields in ({**TITANS, "bias": "huber"}, {"decay_order": "before_gradient", **TITANS}):
+    """Up to 64 numbers a row stays in registers; beyond, it does in tiles for dot alone."""
+    for fields in (
+        {**TITANS, "bias": "huber"},
+        {"decay_order": "before_gradient", **TITANS},
+        {"read": "before", **TITANS, "bias": "dot"},
+    ):
         case = case_of(config_of(**fields), d=d, width=width, length=19, masks=True, ends=0.2)
         whole(case, engine="compiled").equals(whole(case, engine="sequential"))
+
+
+@pytest.mark.spec("ENG-NUM-D5")
+@pytest.mark.parametrize("engine", ["compiled", "parallel"])
+@pytest.mark.parametrize("bias", ["dot", "l2"])
+def test_one_scan_for_memory_and_normaliser(engine, bias, monkeypatch):
+    """With dot the normaliser is one more row of the memory; its state stays its own."""
+    calls = []
+    kernel = getattr(scans, engine)
+
+    def counted(config, tokens, *rest, **options):
+        calls.append(tokens.v.shape[-1])
+        return kernel(config, tokens, *rest, **options)
+
+    monkeypatch.setattr(scans, engine, counted)
+    config = config_of(**TITANS, bias=bias, normalizer="sum", feature_map="elu")
+    case = case_of(config, length=37, masks=True, ends=0.2)
+    ours, expected = (whole(case, engine=name) for name in (engine, "sequential"))
+    ours.equals(expected)
+    width = case.v.shape[-1]
+    assert calls[:2] == ([width + 1] if bias == "dot" else [width, 1])
 
 
 @pytest.mark.spec("ENG-NUM-I2")
@@ -365,7 +400,8 @@ def test_auto():
     delta, huber = MemoryConfig(), MemoryConfig(bias="huber")
     assert choose_engine(delta, "auto", length=2048, cells=64 * 64)[0] == "compiled"
     assert choose_engine(delta, "auto", length=2048, cells=256 * 256)[0] == "parallel"
-    assert choose_engine(huber, "auto", length=2048, cells=256 * 256)[0] == "compiled"
+    for other in (huber, MemoryConfig(bias="dot")):
+        assert choose_engine(other, "auto", length=2048, cells=256 * 256)[0] == "compiled"
     assert choose_engine(delta, "auto", length=31)[0] == "parallel"
     assert choose_engine(delta, "auto", length=1)[0] == "sequential"
     with pytest.raises(ConfigError, match=r"must be one of.*'compiled'.*got 'fast'"):
