@@ -18,6 +18,7 @@ from hecate.structure.graph import (
     factors_vjp,
     through,
     trace,
+    traced,
 )
 from hecate.tape import Block, Tensors, one
 
@@ -77,8 +78,8 @@ class Layered(Structure):
         graph = self.graph()
         past = trace(graph, memory, p.unsqueeze(1))
         d, h, flowed = factors(graph, memory, past, u.unsqueeze(1))
-        gd = [hi @ c.mT for hi, c in zip(h, cotangents, strict=True)]
-        gh = [di @ c for di, c in zip(d, cotangents, strict=True)]
+        gd = [torch.bmm(hi, c.mT) for hi, c in zip(h, cotangents, strict=True)]
+        gh = [torch.bmm(di, c) for di, c in zip(d, cotangents, strict=True)]
         above, gu, values = factors_vjp(graph, memory, past, flowed, gd, gh)
         gmemory, gp = through(graph, memory, past, values, above)
         gu = torch.zeros_like(u) if gu is None else gu.squeeze(1)
@@ -90,11 +91,11 @@ class Layered(Structure):
         graph = self.graph()
 
         def forward(p: Tensor, *memory: Tensor) -> tuple[Tensors, Any]:
-            past = trace(graph, memory, p.unsqueeze(1))
-            return (past.values[-1].squeeze(1),), (memory, past)
+            values = evaluate(graph, memory, p.unsqueeze(1))
+            return (values[-1].squeeze(1),), (memory, values)
 
         def vjp(kept: Any, g: Tensor) -> Tensors:
-            memory, past = kept
+            memory, past = kept[0], traced(graph, kept[1])
             flowing = Cotangents(len(past.values))
             flowing.add(len(graph.nodes), g.unsqueeze(1))
             gmemory, gp = through(graph, memory, past, flowing)
@@ -118,8 +119,8 @@ class Layered(Structure):
         if not self._follows_its_graph():
             return super().gradient_vjp(bias, kept, cotangents)
         graph, memory, past, d, h, flowed, of_bias = kept
-        gd = [hi @ c.mT for hi, c in zip(h, cotangents, strict=True)]
-        gh = [di @ c for di, c in zip(d, cotangents, strict=True)]
+        gd = [torch.bmm(hi, c.mT) for hi, c in zip(h, cotangents, strict=True)]
+        gh = [torch.bmm(di, c) for di, c in zip(d, cotangents, strict=True)]
         above, gu, values = factors_vjp(graph, memory, past, flowed, gd, gh)
         if gu is None:
             gu = torch.zeros_like(past.values[-1])
