@@ -224,7 +224,16 @@ def _read_vjp(residuals: Any, g: Tensor) -> Tensors:
         back = torch.bmm(g, slot)
         gs, gq = (back * q).sum(-1), torch.addcmul(gq, s.unsqueeze(-1), back)
         gslot = torch.bmm(_times(s, g).mT, q)
-    return gq, torch.bmm(gscores.mT, q), -torch.bmm(attend.mT, g), gattend * scores, ga, gs, gmemory, gslot
+    return (
+        gq,
+        torch.bmm(gscores.mT, q),
+        -torch.bmm(attend.mT, g),
+        gattend * scores,
+        ga,
+        gs,
+        gmemory,
+        gslot,
+    )
 
 
 def _write(

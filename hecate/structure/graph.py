@@ -70,6 +70,11 @@ class Graph(NamedTuple):
 
     nodes: tuple[Linear | Apply, ...]
 
+    @property
+    def weights(self) -> int:
+        """How many weights it uses."""
+        return len({node.weight for node in self.nodes if isinstance(node, Linear)})
+
 
 class Trace(NamedTuple):
     """The values of one evaluation, and the slopes of its operations."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from functools import cache
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class Layered(Structure):
         return tuple(gmemory), gp.squeeze(1), gu
 
     def predict_block(self) -> Block:
-        if not self._follows_its_graph():
+        if not self.factored:
             return super().predict_block()
         graph = self.graph()
 
@@ -106,7 +107,7 @@ class Layered(Structure):
     def gradient(
         self, bias: Block, memory: Memory, p: Tensor, target: Tensor
     ) -> tuple[Memory, Any]:
-        if not self._follows_its_graph():
+        if not self.factored:
             return super().gradient(bias, memory, p, target)
         graph = self.graph()
         past = trace(graph, memory, p.unsqueeze(1))
@@ -116,7 +117,7 @@ class Layered(Structure):
         return grads, (graph, memory, past, d, h, flowed, of_bias)
 
     def gradient_vjp(self, bias: Block, kept: Any, cotangents: Memory) -> tuple[Tensors, Tensors]:
-        if not self._follows_its_graph():
+        if not self.factored:
             return super().gradient_vjp(bias, kept, cotangents)
         graph, memory, past, d, h, flowed, of_bias = kept
         gd = [torch.bmm(hi, c.mT) for hi, c in zip(h, cotangents, strict=True)]
@@ -129,7 +130,13 @@ class Layered(Structure):
         gmemory, gp = through(graph, memory, past, values, above)
         return tuple(gmemory), (gp.squeeze(1), gtarget)
 
-    def _follows_its_graph(self) -> bool:
+    @property
+    def factored(self) -> bool:
         """Whether no subclass has replaced what the graph gives."""
-        names = ("predict", "predict_vjp", "pullback", "pullback_vjp")
-        return all(getattr(type(self), name) is getattr(Layered, name) for name in names)
+        return _factored(type(self))
+
+
+@cache
+def _factored(variant: type[Layered]) -> bool:
+    names = ("predict", "predict_vjp", "pullback", "pullback_vjp", "gradient", "gradient_vjp")
+    return all(getattr(variant, name) is getattr(Layered, name) for name in names)
