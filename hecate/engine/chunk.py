@@ -38,6 +38,7 @@ from hecate.tape import Run, Tensors, checkpoint
 
 DUAL = 64  # tokens whose pairs are held at once in the dual form
 BUILT = 16  # tokens whose states are built at once
+KEPT = 2**26  # bytes of tokens and carries that are taped as they run, without segments
 
 
 def chunk_refusal(config: MemoryConfig) -> str | None:
@@ -114,7 +115,8 @@ def chunked(
 
     `position` is that of every memory in its chunk at the start, None if it is not known or not one
     number; the carried chunk is finished first, the last one may stay unfinished. A tape keeps one
-    carry per segment of about sqrt(steps) steps, which is taped again when its turn comes.
+    carry per segment of about sqrt(steps) steps, which is taped again when its turn comes, and
+    everything where tokens and carries of all steps are small.
     """
     length, channelwise = tokens.v.shape[1], tokens.retain.dim() == 3
     size = min(cell_size(config, channelwise=channelwise), length)
@@ -163,16 +165,21 @@ def _loop(
             outputs.append(y)
         return one(run(CONCAT, *outputs, label="outputs")), *own.flat
 
-    size = math.isqrt(len(pieces) - 1) + 1
+    small = len(pieces) * _bytes(carry.flat) + sum(_bytes(row) for row in rows) <= KEPT
+    size = len(pieces) if small else math.isqrt(len(pieces) - 1) + 1
     outputs: list[Tensor] = []
     flat = carry.flat
     for first in range(0, len(pieces), size):
         given = (tensor for row in rows[first : first + size] for tensor in row)
-        block = checkpoint("segment", partial(loop, first=first))
+        block = checkpoint("segment", partial(loop, first=first), keep=small)
         y, *left = several(run(block, *flat, *initial, *given, label=f"segment {first // size}"))
         outputs.append(y)
         flat = tuple(left)
     return one(run(CONCAT, *outputs, label="outputs")), carry.rebuilt(flat)
+
+
+def _bytes(tensors: Tensors) -> int:
+    return sum(item.numel() * item.element_size() for item in tensors if item is not None)
 
 
 def _laid(grid: Grid, tokens: Tokens, run: Run) -> Tokens:

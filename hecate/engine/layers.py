@@ -29,6 +29,7 @@ from hecate.structure.graph import (
     source,
     through,
     trace,
+    traced,
 )
 from hecate.tape import Block, Run, Tensors
 from hecate.tape.ops import over, sum_to_gate
@@ -135,12 +136,12 @@ def spread(grads: Gradients, *, run: Run, label: str) -> Memory:
 def _predict(graph: Graph) -> Block:
     """(p, *weights) -> predictions."""
 
-    def forward(p: Tensor, *weights: Tensor) -> tuple[Tensors, Memory]:
-        return (evaluate(graph, weights, p)[-1],), (p, *weights)
+    def forward(p: Tensor, *weights: Tensor) -> tuple[Tensors, Any]:
+        values = evaluate(graph, weights, p)
+        return (values[-1],), (weights, values)
 
-    def vjp(inputs: Memory, g: Tensor) -> Tensors:
-        p, *weights = inputs
-        past = trace(graph, weights, p)
+    def vjp(residuals: Any, g: Tensor) -> Tensors:
+        weights, past = residuals[0], traced(graph, residuals[1])
         flowing = Cotangents(len(past.values))
         flowing.add(len(graph.nodes), g)
         gweights, gp = through(graph, weights, past, flowing)
@@ -200,30 +201,39 @@ def _read(
     memory: Tensor,
     slot: Tensor | None,
 ) -> tuple[Tensors, Any]:
-    scores = q @ h.mT
+    scores = torch.bmm(q, h.mT)
     attend = scores * weights
-    base = _times(a, q @ memory.mT)
+    base = _times(a, torch.bmm(q, memory.mT))
     if s is not None and slot is not None:
-        base = torch.addcmul(base, s.unsqueeze(-1), q @ slot.mT)
+        base = torch.addcmul(base, s.unsqueeze(-1), torch.bmm(q, slot.mT))
     z = torch.baddbmm(base, attend, d, alpha=-1)
     return (z,), (q, h, d, weights, a, s, memory, slot, scores, attend)
 
 
 def _read_vjp(residuals: Any, g: Tensor) -> Tensors:
     q, h, d, weights, a, s, memory, slot, scores, attend = residuals
-    gattend = -g @ d.mT
+    gattend = -torch.bmm(g, d.mT)
     gscores = gattend * weights
     # z = a (q M^T) + ...: the cotangents of q and of a share g M.
-    back = g @ memory
+    back = torch.bmm(g, memory)
     gq = torch.baddbmm(_times(a, back), gscores, h)
     ga = None if a is None else (back * q).sum(-1)
-    gmemory = _times(a, g).mT @ q
+    gmemory = torch.bmm(_times(a, g).mT, q)
     gs = gslot = None
     if slot is not None:
-        back = g @ slot
+        back = torch.bmm(g, slot)
         gs, gq = (back * q).sum(-1), torch.addcmul(gq, s.unsqueeze(-1), back)
-        gslot = _times(s, g).mT @ q
-    return gq, gscores.mT @ q, -attend.mT @ g, gattend * scores, ga, gs, gmemory, gslot
+        gslot = torch.bmm(_times(s, g).mT, q)
+    return (
+        gq,
+        torch.bmm(gscores.mT, q),
+        -torch.bmm(attend.mT, g),
+        gattend * scores,
+        ga,
+        gs,
+        gmemory,
+        gslot,
+    )
 
 
 def _write(
@@ -275,8 +285,8 @@ def _sum_vjp(inputs: tuple[Tensor, Tensor, Tensor], g: Tensor) -> Tensors:
 
 def _sum_pulled(d: Tensor, h: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """Cotangents of (d, weight, h) from that of sum_i weight_i d_i h_i^T."""
-    pulled = h @ g.mT
-    return _times(weight, pulled), (d * pulled).sum(-1), _times(weight, d) @ g
+    pulled = torch.bmm(h, g.mT)
+    return _times(weight, pulled), (d * pulled).sum(-1), torch.bmm(_times(weight, d), g)
 
 
 _READ = Block("chunk.read", _read, _read_vjp)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +67,7 @@ def sequential(
 def _segment(
     config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, run: Run, first: int
 ) -> tuple[Tensor, Carry]:
+    blocks = blocks_of(config)
     columns = [
         None if tensor is None else several(run(UNBIND, tensor, label="tokens"))
         for tensor in tokens
@@ -74,9 +75,25 @@ def _segment(
     outputs: list[Tensor] = []
     for t in range(tokens.v.shape[1]):
         token = Tokens(*(None if column is None else column[t] for column in columns))  # type: ignore[arg-type]
-        y, carry = token_step(config, token, carry, initial, run=run, label=f"token {first + t}")
+        label = f"token {first + t}"
+        y, carry = token_step(config, token, carry, initial, run=run, label=label, blocks=blocks)
         outputs.append(y)
     return one(run(_STACK, *outputs, label="outputs")), carry
+
+
+class TokenBlocks(NamedTuple):
+    """What every token of a scan runs: the read, and the write where it is one block."""
+
+    read: Block
+    write: Block | None
+
+
+def blocks_of(config: MemoryConfig) -> TokenBlocks:
+    """The blocks of a config; a write that takes its gradient elsewhere is not one block."""
+    rule = config.rule
+    plain = config.chunk == 1 and config.commit == "token"
+    here = plain and config.decay_order != "before_gradient"
+    return TokenBlocks(rule.structure.predict_block(), rule.write_block() if here else None)
 
 
 def token_step(
@@ -87,8 +104,10 @@ def token_step(
     *,
     run: Run,
     label: str = "",
+    blocks: TokenBlocks | None = None,
 ) -> tuple[Tensor, Carry]:
     """One token, time axis dropped: reset, read before, write, read after."""
+    blocks = blocks or blocks_of(config)
     if token.reset is not None:
         carry = select(token.reset, restart(config, initial, carry), carry, run, label)
     before = carry
@@ -99,13 +118,23 @@ def token_step(
             for now, then in zip(carry.memory, carry.anchor, strict=True)
         )
         carry = carry._replace(anchor=anchor)
-    carry = (_commit_chunk if config.commit == "chunk" else _commit_token)(
-        config, token, carry, run, label
-    )
+    if blocks.write is not None:
+        carry = _written(blocks.write, token, carry, run, label)
+    else:
+        commit = _commit_chunk if config.commit == "chunk" else _commit_token
+        carry = commit(config, token, carry, run, label)
     if token.write is not None:
         carry = select(token.write, carry, before, run, label)
     source = carry if config.read == "after" else before
-    return config.rule.read(source.memory, token.phi_q, run=run, label=label), carry
+    return one(run(blocks.read, token.phi_q, *source.memory, label=label)), carry
+
+
+def _written(block: Block, token: Tokens, carry: Carry, run: Run, label: str) -> Carry:
+    state = (*carry.memory, *carry.slots)
+    gates = (token.lr, token.retain, token.momentum)
+    new = several(run(block, *gates, token.phi_k, token.v, *state, label=label))
+    width = len(carry.memory)
+    return carry._replace(memory=new[:width], slots=new[width:])
 
 
 def _commit_token(config: MemoryConfig, token: Tokens, carry: Carry, run: Run, label: str) -> Carry:

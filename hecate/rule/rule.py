@@ -10,7 +10,8 @@ from torch import Tensor
 from hecate.algorithm import GD, AlgorithmKind, Token
 from hecate.bias import L2, BiasKind
 from hecate.retention import NoRetention, RetentionKind
-from hecate.structure import Matrix, Memory, StructureKind
+from hecate.rule.rank_one import has_rank_one, rank_one_block
+from hecate.structure import Layered, Matrix, Memory, StructureKind
 from hecate.tape import Block, Run, Tensors, execute
 from hecate.tape import one as one
 from hecate.tape import several as several
@@ -154,10 +155,29 @@ class MemoryRule(Config):
         label: str = "",
     ) -> tuple[Memory, Memory]:
         """One token's write; the gradient is taken at `anchor`, by default at the memory itself."""
+        block = self.write_block() if anchor is None else None
+        if block is not None:
+            new = several(run(block, *gates, phi_k, v, *memory, *slots, label=label))
+            return new[: len(memory)], new[len(memory) :]
         anchor = memory if anchor is None else anchor
         token = Token(phi_k, v, gates.lr)
         grads, slots = self.descended(anchor, token, slots, run=run, label=label)
         return self.apply(memory, slots, grads, gates, run=run, label=label)
+
+    def write_block(self) -> Block | None:
+        """`write` as one block where gradients need not be built; None elsewhere.
+
+        (lr, retain, momentum, phi_k, v, *memory, *slots) -> (*memory, *slots).
+        """
+        structure, retention = self.structure, self.retention
+        if not isinstance(structure, Layered) or not has_rank_one(
+            structure, retention, self.algorithm
+        ):
+            return None
+        gradient = structure.gradient_block(self.bias.block())
+        return rank_one_block(
+            structure.graph(), self.bias, retention.uses_retain, self.step_block(), gradient
+        )
 
     def decayed(
         self, memory: Memory, retain: Tensor, *, run: Run = execute, label: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hecate.structure.graph import (
     factors_vjp,
     through,
     trace,
+    traced,
 )
 from hecate.tape import Block, Tensors, one
 
@@ -77,24 +79,24 @@ class Layered(Structure):
         graph = self.graph()
         past = trace(graph, memory, p.unsqueeze(1))
         d, h, flowed = factors(graph, memory, past, u.unsqueeze(1))
-        gd = [hi @ c.mT for hi, c in zip(h, cotangents, strict=True)]
-        gh = [di @ c for di, c in zip(d, cotangents, strict=True)]
+        gd = [torch.bmm(hi, c.mT) for hi, c in zip(h, cotangents, strict=True)]
+        gh = [torch.bmm(di, c) for di, c in zip(d, cotangents, strict=True)]
         above, gu, values = factors_vjp(graph, memory, past, flowed, gd, gh)
         gmemory, gp = through(graph, memory, past, values, above)
         gu = torch.zeros_like(u) if gu is None else gu.squeeze(1)
         return tuple(gmemory), gp.squeeze(1), gu
 
     def predict_block(self) -> Block:
-        if not self._follows_its_graph():
+        if not self.factored:
             return super().predict_block()
         graph = self.graph()
 
         def forward(p: Tensor, *memory: Tensor) -> tuple[Tensors, Any]:
-            past = trace(graph, memory, p.unsqueeze(1))
-            return (past.values[-1].squeeze(1),), (memory, past)
+            values = evaluate(graph, memory, p.unsqueeze(1))
+            return (values[-1].squeeze(1),), (memory, values)
 
         def vjp(kept: Any, g: Tensor) -> Tensors:
-            memory, past = kept
+            memory, past = kept[0], traced(graph, kept[1])
             flowing = Cotangents(len(past.values))
             flowing.add(len(graph.nodes), g.unsqueeze(1))
             gmemory, gp = through(graph, memory, past, flowing)
@@ -105,7 +107,7 @@ class Layered(Structure):
     def gradient(
         self, bias: Block, memory: Memory, p: Tensor, target: Tensor
     ) -> tuple[Memory, Any]:
-        if not self._follows_its_graph():
+        if not self.factored:
             return super().gradient(bias, memory, p, target)
         graph = self.graph()
         past = trace(graph, memory, p.unsqueeze(1))
@@ -115,11 +117,11 @@ class Layered(Structure):
         return grads, (graph, memory, past, d, h, flowed, of_bias)
 
     def gradient_vjp(self, bias: Block, kept: Any, cotangents: Memory) -> tuple[Tensors, Tensors]:
-        if not self._follows_its_graph():
+        if not self.factored:
             return super().gradient_vjp(bias, kept, cotangents)
         graph, memory, past, d, h, flowed, of_bias = kept
-        gd = [hi @ c.mT for hi, c in zip(h, cotangents, strict=True)]
-        gh = [di @ c for di, c in zip(d, cotangents, strict=True)]
+        gd = [torch.bmm(hi, c.mT) for hi, c in zip(h, cotangents, strict=True)]
+        gh = [torch.bmm(di, c) for di, c in zip(d, cotangents, strict=True)]
         above, gu, values = factors_vjp(graph, memory, past, flowed, gd, gh)
         if gu is None:
             gu = torch.zeros_like(past.values[-1])
@@ -128,7 +130,13 @@ class Layered(Structure):
         gmemory, gp = through(graph, memory, past, values, above)
         return tuple(gmemory), (gp.squeeze(1), gtarget)
 
-    def _follows_its_graph(self) -> bool:
+    @property
+    def factored(self) -> bool:
         """Whether no subclass has replaced what the graph gives."""
-        names = ("predict", "predict_vjp", "pullback", "pullback_vjp")
-        return all(getattr(type(self), name) is getattr(Layered, name) for name in names)
+        return _factored(type(self))
+
+
+@cache
+def _factored(variant: type[Layered]) -> bool:
+    names = ("predict", "predict_vjp", "pullback", "pullback_vjp", "gradient", "gradient_vjp")
+    return all(getattr(variant, name) is getattr(Layered, name) for name in names)

@@ -7,10 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hecate.structure.base import Memory, matvec, outer
 from hecate.structure.graph import INPUT, Graph, Linear
 from hecate.structure.layered import Layered
-from hecate.tape import Tensors
 
 
 class Matrix(Layered):
@@ -51,18 +49,3 @@ class Matrix(Layered):
         device: torch.device | str | None = None,
     ) -> dict[str, Tensor]:
         return {"weight": torch.zeros(heads, d_v, d_phi, dtype=dtype, device=device)}
-
-    def predict(self, memory: Memory, p: Tensor) -> Tensor:
-        return matvec(memory[0], p)
-
-    def predict_vjp(self, memory: Memory, p: Tensor, u: Tensor) -> tuple[Memory, Tensor]:
-        return (outer(u, p),), matvec(memory[0].mT, u)
-
-    def pullback(self, memory: Memory, p: Tensor, u: Tensor) -> Memory:
-        return (outer(u, p),)
-
-    def pullback_vjp(
-        self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory
-    ) -> tuple[Tensors, Tensor, Tensor]:
-        (c,) = cotangents
-        return (None,), matvec(c.mT, u), matvec(c, p)

@@ -18,22 +18,23 @@ def activate(name: Activation, x: Tensor, order: Literal[0, 1, 2]) -> Tensor:
 
 
 def _gelu_slope(x: Tensor) -> Tensor:
-    # erfc, not 1 + erf, which cancels where x is far below 0.
-    return torch.addcmul(0.5 * torch.erfc(x * -math.sqrt(0.5)), x, _density(x))
+    return torch.ops.aten.gelu_backward(torch.ones_like(x), x)
 
 
-def _density(x: Tensor) -> Tensor:
-    return torch.exp(-0.5 * x.square() - 0.5 * math.log(2 * math.pi))
+def _gelu_bend(x: Tensor) -> Tensor:
+    square = x.square()
+    return torch.exp(-0.5 * square - 0.5 * math.log(2 * math.pi)) * (2 - square)
 
 
 def _silu_slope(x: Tensor) -> Tensor:
     s = torch.sigmoid(x)
-    return s + x * s * (1 - s)
+    y = x * s
+    return torch.addcmul(s + y, y, s, value=-1)
 
 
 def _silu_bend(x: Tensor) -> Tensor:
     s = torch.sigmoid(x)
-    return s * (1 - s) * (2 + x * (1 - 2 * s))
+    return torch.addcmul(s, s, s, value=-1) * (torch.addcmul(x, x, s, value=-2) + 2)
 
 
 def _tanh_bend(x: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ def _tanh_bend(x: Tensor) -> Tensor:
 
 
 _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
-    "gelu": (torch.nn.functional.gelu, _gelu_slope, lambda x: _density(x) * (2 - x * x)),
+    "gelu": (torch.nn.functional.gelu, _gelu_slope, _gelu_bend),
     "silu": (torch.nn.functional.silu, _silu_slope, _silu_bend),
     "tanh": (torch.tanh, lambda x: 1 - torch.tanh(x).square(), _tanh_bend),
     "relu": (torch.relu, lambda x: (x > 0).to(x.dtype), torch.zeros_like),

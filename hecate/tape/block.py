@@ -24,7 +24,8 @@ class Block(NamedTuple):
     `hand_written` tells which.
 
     `program` is set on blocks that are programs themselves, so that a tape can look inside. A block
-    that `recomputes` has its inputs as residuals and runs its program again in the VJP.
+    that `recomputes` has its inputs as residuals and runs its program again in the VJP, unless it
+    has a `record`: a forward that keeps what the VJP would compute again, for whoever pulls back.
 
     Neither function may change its arguments in place: tapes and `torch.func` both rely on that. A
     tensor that reaches a block by closure rather than as an input is a constant: no gradient flows
@@ -36,6 +37,7 @@ class Block(NamedTuple):
     vjp: Callable[..., Sequence[Tensor | None]] | None = None
     program: Program | None = None
     recomputes: bool = False
+    record: Callable[..., tuple[Tensors, Any]] | None = None
 
     @property
     def hand_written(self) -> bool:
@@ -44,7 +46,7 @@ class Block(NamedTuple):
 
     def apply(self, inputs: Tensors) -> tuple[Tensors, Any]:
         """Runs the forward; the residuals of a block without a VJP are its inputs."""
-        outputs, residuals = self.forward(*inputs)
+        outputs, residuals = (self.record or self.forward)(*inputs)
         if not isinstance(outputs, tuple):
             raise ShapeError(
                 f"block {self.name!r} must return (outputs, residuals) with a tuple of outputs, "

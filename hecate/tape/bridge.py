@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from hecate.errors import ConfigError
 from hecate.tape.block import Program, Tensors, differentiable, distinct, execute
-from hecate.tape.tape import Tape, remembering, replay
+from hecate.tape.tape import Made, Tape, remembering, replay
 
 Autodiff = Literal["auto", "tape", "torch"]
 
@@ -45,18 +45,21 @@ class _Taped(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(program: Program, made: list[Tensors] | None, *inputs: Tensor | None) -> Tensors:
+    def forward(program: Program, made: list[Made] | None, *inputs: Tensor | None) -> Tensors:
         run = execute if made is None else remembering(made)
         with _full_precision(inputs):
             outputs = program(run, *inputs)
+        if made:  # what is kept for the backward pass must not hold the outputs, which hold it
+            return tuple(None if out is None else out.detach() for out in outputs)
         # torch refuses to save an input that is an output as well.
         return distinct(outputs, {id(value) for value in inputs})
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.program, made, *tensors = inputs
-        ctx.sizes = [len(tensors), *(len(outputs) for outputs in made or ())]
-        ctx.save_for_backward(*tensors, *(item for outputs in made or () for item in outputs))
+        ctx.sizes = [len(tensors), *(len(each.outputs) for each in made or ())]
+        ctx.records = [each.record for each in made or ()]
+        ctx.save_for_backward(*tensors, *(item for each in made or () for item in each.outputs))
         ctx.mark_non_differentiable(
             *(out for out in output if out is not None and not differentiable(out))
         )
@@ -65,9 +68,11 @@ class _Taped(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [cotangent for cotangent in cotangents if cotangent is not None]
         saved = iter(ctx.saved_tensors)
-        inputs, *made = (tuple(islice(saved, size)) for size in ctx.sizes)
+        inputs, *kept = (tuple(islice(saved, size)) for size in ctx.sizes)
+        made = [Made(*each) for each in zip(kept, ctx.records, strict=False)]
         if torch.is_grad_enabled():
             made = []  # they are constants to what differentiates this in turn
+        ctx.records = [None] * len(kept)  # let go of: a second backward pass tapes again
         with _full_precision(tuple(given)):
             return None, None, *replay(Tape(), ctx.program, inputs, given, made)
 

@@ -30,6 +30,13 @@ class Call(NamedTuple):
     residuals: Any
 
 
+class Made(NamedTuple):
+    """What a checkpoint returned, and what it recorded on the way if it did."""
+
+    outputs: Tensors
+    record: Any = None
+
+
 class CotangentNorm(NamedTuple):
     """L2 norm of the cotangents that reached the outputs of one call during `backward`."""
 
@@ -58,12 +65,13 @@ class Tape:
         self.observed: list[CotangentNorm] = []
         self.observe = observe
         self._known: set[int] = set()
-        self._remembered: list[Tensors] = []  # of the checkpoints to come, the last one first
+        self._remembered: list[Made] = []  # of the checkpoints to come, the last one first
 
     def __call__(self, block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
         """Runs a block, records the call and returns its outputs."""
         if self._remembered and block.recomputes:
-            outputs, residuals = self._remembered.pop(), inputs
+            outputs, kept = self._remembered.pop()
+            residuals = inputs if kept is None else kept
         else:
             outputs, residuals = block.apply(inputs)
         self._known.update(map(id, inputs))
@@ -157,30 +165,51 @@ class Tape:
         return "\n".join(lines)
 
 
-def checkpoint(name: str, program: Program) -> Block:
+def checkpoint(name: str, program: Program, *, keep: bool = False) -> Block:
     """A block that keeps only its inputs and tapes `program` again when it is pulled back.
 
     Memory falls from all intermediate values to those of one program at a time, for one more
-    forward.
+    forward. `keep` is for programs that are small enough to be taped at once: who will pull the
+    block back then keeps everything.
     """
 
     def forward(*inputs: Tensor | None) -> tuple[Tensors, Tensors]:
         return program(execute, *inputs), inputs
 
     def vjp(inputs: Tensors, *cotangents: Tensor) -> Sequence[Tensor | None]:
+        if isinstance(inputs, _Record):
+            return inputs.pullback(cotangents)
         return replay(Tape(), program, inputs, cotangents)
 
-    return Block(name, forward, vjp, program, recomputes=True)
+    def record(*inputs: Tensor | None) -> tuple[Tensors, _Record]:
+        tape, own = Tape(), _variables(inputs)
+        outputs = program(tape, *own)
+        return outputs, _Record(tape.calls, own, outputs)
+
+    return Block(name, forward, vjp, program, recomputes=True, record=record if keep else None)
 
 
-def remembering(outputs: list[Tensors]) -> Run:
-    """`execute` that appends to a list what checkpoints return."""
+class _Record(NamedTuple):
+    """A program that was taped while it ran."""
+
+    calls: list[Call]
+    inputs: Tensors
+    outputs: Tensors
+
+    def pullback(self, cotangents: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        outputs = [out for out in self.outputs if out is not None]
+        return Tape()._walk(reversed(self.calls), outputs, cotangents, self.inputs)
+
+
+def remembering(made: list[Made]) -> Run:
+    """`execute` that appends to a list what checkpoints return and record."""
 
     def run(block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
-        made = block.forward(*inputs)[0]
-        if block.recomputes:
-            outputs.append(made)
-        return made
+        if not block.recomputes:
+            return block.forward(*inputs)[0]
+        outputs, residuals = block.apply(inputs)
+        made.append(Made(outputs, None if block.record is None else residuals))
+        return outputs
 
     return run
 
@@ -190,18 +219,22 @@ def replay(
     program: Program,
     inputs: Tensors,
     cotangents: Sequence[Tensor],
-    remembered: Sequence[Tensors] = (),
+    remembered: Sequence[Made] = (),
 ) -> tuple[Tensor | None, ...]:
     """Tapes a program and walks back, letting go of each call behind it.
 
-    `remembered` are the outputs of the program's checkpoints, which then need not run.
+    `remembered` is what the program's checkpoints have made, which then need not run.
     """
-    # Fresh views: one tensor passed as two inputs must stay two variables.
-    own = tuple(None if value is None else value.view_as(value) for value in inputs)
+    own = _variables(inputs)
     tape._remembered = list(reversed(remembered))
     outputs = [out for out in program(tape, *own) if out is not None]
     calls = (tape.calls.pop() for _ in range(len(tape.calls)))
     return tape._walk(calls, outputs, cotangents, own)
+
+
+def _variables(inputs: Tensors) -> Tensors:
+    """Fresh views: one tensor passed as two inputs must stay two variables."""
+    return tuple(None if value is None else value.view_as(value) for value in inputs)
 
 
 def _accumulate(

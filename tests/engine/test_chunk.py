@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, named_rule
-from hecate.engine import choose_engine
+from hecate.bias import L2
+from hecate.engine import choose_engine, chunk
 from hecate.engine.chunk import chunk_refusal
 from hecate.errors import ConfigError, NonFiniteError
 from hecate.tape import Tape
@@ -214,7 +215,8 @@ def test_compile(commit):
 
 
 @pytest.mark.spec("ENG-CHUNK-I4")
-def test_the_tape_can_be_read_and_keeps_few_carries():
+def test_the_tape_can_be_read_and_keeps_few_carries(monkeypatch):
+    monkeypatch.setattr(chunk, "KEPT", 0)
     case = case_of(config_of(structure=SMOOTH, chunk=2), length=18, d=2, width=2, batch=1)
     tape = Tape(observe=True)
     y, _ = case.scan(engine="chunk", tape=tape)
@@ -227,6 +229,31 @@ def test_the_tape_can_be_read_and_keeps_few_carries():
     trues = torch.autograd.grad(z.sum(), [fresh.q, fresh.k, fresh.v, fresh.gates.lr])
     for mine, true in zip(grads, trues, strict=True):
         close(mine, true, 1e-12)
+
+
+@pytest.mark.spec("ENG-CHUNK-I4")
+@pytest.mark.parametrize("commit", ["token", "chunk"])
+def test_small_scans_run_once_and_long_ones_in_segments(commit, monkeypatch):
+    """The same gradients; counts of the inner gradients taken, by the bias they pass."""
+    taken = []
+    grad = L2.grad
+    monkeypatch.setattr(L2, "grad", lambda *a: taken.append(1) or grad(*a))
+    config = config_of(structure=SMOOTH, chunk=2, commit=commit, retention="decay")
+    case = case_of(config, length=17, d=2, width=2)
+    results, counts = [], []
+    for kept in (chunk.KEPT, 0):
+        monkeypatch.setattr(chunk, "KEPT", kept)
+        own = case.fresh()
+        y, state = own.scan(engine="chunk", autodiff="tape")
+        total = y.sin().sum() + state.memory["w1"].square().sum()
+        for keep in (True, False):
+            taken.clear()
+            results.append(torch.autograd.grad(total, own.leaves, retain_graph=keep))
+            counts.append(len(taken))
+    # What was kept is let go of by the first backward pass.
+    assert counts == [0, 9, 9, 9]
+    for other in results[1:]:
+        assert all(torch.equal(*pair) for pair in zip(results[0], other, strict=True))
 
 
 # Special cases.
