@@ -1,7 +1,7 @@
 """The exact compiled engine for matrix memories on a CPU: token by token, the state in cache.
 
 The recurrence of the token loop in numba kernels, forward and backward (the extra `cpu`). The
-forward keeps the predictions `[N, T, V]` and the state of every max(32, sqrt(T))-th token; the
+forward keeps the predictions `[N, T, V]` and the state of every max(64, sqrt(T))-th token; the
 backward writes the states of one such segment again and walks it in reverse. Memories are shared
 out over `torch.get_num_threads()` threads, each computed by one, so results do not depend on their
 number. Subnormal numbers are kept unless `torch.set_flush_denormal` says otherwise.

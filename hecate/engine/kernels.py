@@ -1,13 +1,14 @@
-"""Kernels of the compiled engine: one memory after the other, its state in cache, token by token.
+"""Kernels of the compiled engine for wide rows: one memory after the other, its state in cache.
 
-Rows of a state go in fours and in vectors of 64 bytes; the caller pads widths to multiples of both
-with zeros, which no rule moves. Each kernel runs the memories lo <= n < hi and holds no lock, so
-that threads may share a batch: one thread computes a memory, and its numbers do not depend on how
-many there are.
+`narrow` serves the rows that fit into registers, on the same arguments. Rows of a state go in fours
+and in vectors of 64 bytes; the caller pads widths to multiples of both with zeros, which no rule
+moves. Each kernel runs the memories lo <= n < hi and holds no lock, so that threads may share a
+batch: one thread computes a memory, and its numbers do not depend on how many there are.
 
 Arrays are flat, C-contiguous and of one float type; nothing checks bounds. Names: M state, S
 momentum, G and H their cotangents, k, q, v as in `Tokens`. An array of size 0 is "not given";
-S = None compiles gradient descent. [ENG-NUM-D1]
+None compiles a kernel without it: S (gradient descent), retain, and form where u = -v (bias dot).
+[ENG-NUM-D1]
 """
 
 from __future__ import annotations

@@ -4,8 +4,11 @@ The rows of a matrix memory meet only in what its tokens share: keys, queries an
 rows of a state stay in registers for a whole segment of tokens, then come the next four, and what
 the tokens' cotangents collect from them is summed up in memory. The arithmetic, the names and the
 arguments are those of `kernels`, which serves wider rows; `width` is a tuple as long as a row has
-vectors. Rows after a segment's last token are never needed: reads are pulled back on the way there.
-[ENG-NUM-D1]
+vectors. Where u does not look at the memory (bias dot), columns do not meet either, and wide rows
+go in tiles of that width.
+
+The backward runs a segment forward once more, which pulls the reads back and keeps, for its four
+rows, what the walk in reverse needs: nothing for a hebbian memory. [ENG-NUM-D1, ENG-NUM-V1]
 """
 
 from __future__ import annotations
