@@ -172,7 +172,7 @@ BUILDS = {
     "engine must be .*, got 'fast'": {"engine": "fast"},
     "autodiff must be one of .*, got 'jax'": {"autodiff": "jax"},
     "cannot run this memory exactly": {"engine": "parallel", "config": MIXED},
-    "instance of MemoryConfig, got 'delta'": {"config": "delta"},
+    "unknown rule 'delt'.*'delta'": {"config": "delt"},
     "unknown field": {"config": {"retention_": "decay"}},
     "generator must be a torch.Generator on the CPU.*got 3": {"generator": 3},
     "width": {"config": {"structure": {"kind": "mlp", "residual": True}}, "d_value": 5},

@@ -27,13 +27,13 @@ def test_the_formula(rule):
     mixed = torch.nn.functional.conv1d(
         torch.nn.functional.pad(mixed, (3, 0)), taps, groups=mixed.shape[1]
     )
-    q, k, v = torch.nn.functional.silu(mixed).mT.split([12, 12, 8], -1)
+    q, k, v = torch.nn.functional.silu(mixed).mT.split([12, 12, 2 * layer.d_value], -1)
     q, k = (normalise_qk(item.unflatten(-1, (2, 6)), "l2") for item in (q, k))
     y, state = memory_scan(
         config,
         q,
         k,
-        v.unflatten(-1, (2, 4)),
+        v.unflatten(-1, (2, layer.d_value)),
         layer.gates(x),
         phi_params=layer.phi_params,
         initial=layer.initial.tensors,
@@ -63,7 +63,10 @@ def untouched(layer, steps=2):
 @pytest.mark.spec("NN-MEM-I10")
 @pytest.mark.parametrize("rule", rules())
 def test_every_parameter_learns_from_a_cold_start(rule):
-    assert untouched(layer_of(rules()[rule], shake=0.0)) == []
+    config = rules()[rule]
+    if config.commit == "chunk":  # as few tokens as this decide nothing in a longer chunk
+        config = config.model_copy(update={"chunk": min(config.chunk, 3)})
+    assert untouched(layer_of(config, shake=0.0)) == []
 
 
 @pytest.mark.spec("NN-MEM-I10")
