@@ -63,7 +63,10 @@ def untouched(layer, steps=2):
 @pytest.mark.spec("NN-MEM-I10")
 @pytest.mark.parametrize("rule", rules())
 def test_every_parameter_learns_from_a_cold_start(rule):
-    assert untouched(layer_of(rules()[rule], shake=0.0)) == []
+    config = rules()[rule]
+    if config.commit == "chunk":  # as few tokens as this decide nothing in a longer chunk
+        config = config.model_copy(update={"chunk": min(config.chunk, 3)})
+    assert untouched(layer_of(config, shake=0.0)) == []
 
 
 @pytest.mark.spec("NN-MEM-I10")
