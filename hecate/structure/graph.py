@@ -189,8 +189,9 @@ def factors_vjp(
 ) -> tuple[list[Tensor | None], Tensor | None, Cotangents]:
     """The reverse of `factors`: (weight cotangents, cotangent of u, those of the values).
 
-    The weights' are added to those known. Backpropagation went down from the prediction, so its reverse goes up from the input. What the
-    values received still has to pass the layers below them: `through`.
+    The weights' are added to those known. Backpropagation went down from the prediction, so its
+    reverse goes up from the input. What the values received still has to pass the layers below
+    them: `through`.
     """
     gweights = [None] * len(weights) if known is None else list(known)
     up, values = Cotangents(len(past.values)), Cotangents(len(past.values))
