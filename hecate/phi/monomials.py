@@ -65,22 +65,23 @@ def powers_vjp(
     """Cotangent of x from the cotangents of the blocks of degree 0 .. p, None for none."""
     degree = len(blocks) - 1
     steps = _steps(x, degree) if symmetric else [None] * degree
-    if degree == 0:
-        return torch.zeros_like(x)
-    gx, g = None, cotangents[degree]
-    for i in range(degree, 1, -1):
-        before, step = blocks[i - 1], steps[i - 1]
+    gx, carried = torch.zeros_like(x), cotangents[degree]
+    for i in range(degree, 0, -1):
+        g, step = carried, steps[i - 1]
+        if g is None:
+            carried = cotangents[i - 1]
+            continue
+        if i == 1:  # the block of degree 1 is x itself
+            return gx + g
         if step is None:
-            spread = g.reshape(*g.shape[:-1], before.shape[-1], x.shape[-1]).mT
+            spread = g.unflatten(-1, (-1, x.shape[-1])).mT
         else:
-            spread = _spread(g * step.scale, step, before.shape[-1])
+            spread = _spread(g * step.scale, step, blocks[i - 1].shape[-1])
         # Sums rather than many products of small matrices, which are slower and autocast.
-        own = (spread * before.unsqueeze(-2)).sum(-1)
-        carried = (spread * x.unsqueeze(-1)).sum(-2)
-        gx = own if gx is None else gx + own
-        given = cotangents[i - 1]
-        g = carried if given is None else carried + given
-    return g if gx is None else gx + g  # the block of degree 1 is x itself
+        gx = gx + (spread * blocks[i - 1].unsqueeze(-2)).sum(-1)
+        below, given = (spread * x.unsqueeze(-1)).sum(-2), cotangents[i - 1]
+        carried = below if given is None else below + given
+    return gx
 
 
 def _spread(g: Tensor, step: _Step, width: int) -> Tensor:

@@ -193,7 +193,7 @@ def factors_vjp(
     reverse goes up from the input. What the values received still has to pass the layers below
     them: `through`.
     """
-    gweights = [None] * len(weights) if known is None else list(known)
+    gweights: list[Tensor | None] = list(known or [None] * len(weights))
     up, values = Cotangents(len(past.values)), Cotangents(len(past.values))
     for index, node in enumerate(graph.nodes):
         g = flowed[index + 1]

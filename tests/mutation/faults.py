@@ -71,7 +71,7 @@ FAULTS = [
         ("squared_relu", "return 2 * torch.relu(x)", "return torch.relu(x)"),
         ("leaky_relu_squared", "return torch.where(x > 0, root, self.slope * root)", "return root"),
         ("softplus", "return torch.sigmoid(self.beta * x)", "return torch.sigmoid(x)"),
-        ("base", "gx = project(g, w.mT)", "gx = project(g, w.mT) * 0.5"),
+        ("base", "return project(g, w.mT), xs.mT @ gs", "return project(g, w.mT), xs.mT @ gs * 0.5"),
         ("polynomial", "factor = raw.sigmoid() / (2 *", "factor = raw.sigmoid() / (1 *"),
     ),
     *_of(
@@ -95,7 +95,7 @@ FAULTS = [
         "algorithm",
         KNOBS,
         ("base", "return (-over(lr, grad) * grad,)", "return (over(lr, grad) * grad,)"),
-        ("momentum", "carried = keep * slots[0] - step", "carried = keep * (slots[0] - step)"),
+        ("momentum", "carried = torch.addcmul(keep * slots[0],", "carried = keep * torch.addcmul(slots[0],"),
         ("momentum", "sum_to_gate(slot * g, momentum) + look", "sum_to_gate(grad * g, momentum) + look"),
         ("momentum", "g = gstep = carried + ahead", "g = gstep = ahead"),
     ),
@@ -111,7 +111,7 @@ FAULTS = [
         TAPE,
         ("activation", "torch.addcmul(x, x, s, value=-2) + 2", "torch.addcmul(x, x, s, value=-1) + 2"),
         ("activation", "* (2 - square)", "* (1 - square)"),
-        ("ops", "return product.sum(dim=tuple(range(1, product.dim() - gate.dim() + 1)))", "return product.sum(dim=tuple(range(1, product.dim() - gate.dim() + 1))) * 2"),
+        ("ops", "return product.sum(dim=axes) if axes", "return 2 * product.sum(dim=axes) if axes"),
         ("tape", "return self._walk(reversed(self.calls), outputs", "return self._walk(iter(self.calls), outputs"),
     ),
     *_of(
@@ -133,7 +133,7 @@ FAULTS = [
     *_of(
         "engine",
         CHUNK,
-        ("chunk", "return g * gates.prod(1), (g * total).unsqueeze(1) * earlier * later", "return g * gates.prod(1), (g * total).unsqueeze(1) * later"),
+        ("commits", "return g * gates.prod(1), (g * total).unsqueeze(1) * earlier * later", "return g * gates.prod(1), (g * total).unsqueeze(1) * later"),
         ("layers", "gslot = torch.addcmul(over(s, g) * g, over(e, g), gcarried)", "gslot = over(s, g) * g"),
     ),
     *_of(
