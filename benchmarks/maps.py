@@ -73,7 +73,7 @@ def _derivative(feature_map: phi.FeatureMap, keys: Tensor, size: Size) -> Row:
         @staticmethod
         def forward(ctx: Any, x: Tensor, *learned: Tensor) -> Tensor:
             features, ctx.residuals = feature_map.forward(x, with_learned(learned))
-            return features
+            return features.detach()  # which may be a residual: no cycle
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:

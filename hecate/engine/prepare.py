@@ -194,3 +194,17 @@ DIVIDE = _by_hand("normalizer", _divide, _divide_vjp)
 _FOLD = Block("fold_heads", _fold, _fold_vjp)
 _NORMALIZED = Block("step.normalized", _normalized, _normalized_vjp)
 _IMPLICIT = Block("step.implicit", _implicit, _implicit_vjp)
+
+
+def params_tensors(params: Params) -> tuple[Tensor, ...]:
+    """Learned and frozen parameters in order."""
+    return *params["learned"].values(), *params["frozen"].values()
+
+
+def with_tensors(params: Params, tensors: tuple[Tensor, ...]) -> Params:
+    """The same parameters with other tensors."""
+    split = len(params["learned"])
+    return {
+        "learned": dict(zip(params["learned"], tensors[:split], strict=True)),
+        "frozen": dict(zip(params["frozen"], tensors[split:], strict=True)),
+    }

@@ -40,7 +40,15 @@ from hecate.engine.parts import (
     split_carries,
 )
 from hecate.engine.positions import numbered
-from hecate.engine.prepare import DIVIDE, Sequence, cast, to_tokens, unfold_heads
+from hecate.engine.prepare import (
+    DIVIDE,
+    Sequence,
+    cast,
+    params_tensors,
+    to_tokens,
+    unfold_heads,
+    with_tensors,
+)
 from hecate.engine.select import Chosen, Engine, choose_engine
 from hecate.engine.sequential import sequential
 from hecate.engine.tokens import Carry, Tokens, expand_to
@@ -122,7 +130,7 @@ def memory_scan(
     parts = [part_of(config, own, start, state)]
     if config.normalizer == "sum":
         parts.append(normalizer_part(config, own, sequence, dtype))
-    held = (*_tensors(params), *(tensor for part in parts for tensor in part.flat))
+    held = (*params_tensors(params), *(tensor for part in parts for tensor in part.flat))
     chosen = _chosen(engine, sequence, parts, held, dtype, name)
     if autodiff == "auto" and chosen != "sequential" and config.structure.linear:
         autodiff = "torch"
@@ -214,7 +222,7 @@ def _program(
     along: bool,
 ) -> Program:
     """The scan as a function of its tensors; `along` lets one scan run memory and normaliser."""
-    config, fields, n_params = parts[0].config, len(Sequence._fields), len(_tensors(params))
+    config, fields, n_params = parts[0].config, len(Sequence._fields), len(params_tensors(params))
     # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to
     # another level, so only their number and order are used.
     layouts = [
@@ -224,7 +232,7 @@ def _program(
 
     def program(run: Run, *flat: Tensor) -> Tensors:
         at = fields + n_params
-        own = _with_tensors(params, flat[fields:at])
+        own = with_tensors(params, flat[fields:at])
         tokens = to_tokens(config, Sequence(*flat[:fields]), own, dtype, run)
         initials: list[Memory] = []
         carries: list[Carry] = []
@@ -288,15 +296,3 @@ def _leave_out_nonfinite(
     good = good.unflatten(0, (-1, heads)).transpose(1, 2)
     mask = good if sequence.write is None else good & expand_to(sequence.write, good)
     return sequence._replace(write=mask)
-
-
-def _tensors(params: Params) -> tuple[Tensor, ...]:
-    return *params["learned"].values(), *params["frozen"].values()
-
-
-def _with_tensors(params: Params, tensors: tuple[Tensor, ...]) -> Params:
-    split = len(params["learned"])
-    return {
-        "learned": dict(zip(params["learned"], tensors[:split], strict=True)),
-        "frozen": dict(zip(params["frozen"], tensors[split:], strict=True)),
-    }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hecate.phi.base import FeatureMap, Params, Traits
+from hecate.tape.activation import activate_vjp
 
 
 class CReLU(FeatureMap):
@@ -34,7 +35,8 @@ class CReLU(FeatureMap):
         return Traits(non_negative=True, kernel_non_negative=True, degree=1)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        return halves(x), x
+        features = halves(x)
+        return features, features
 
     def vjp(self, residuals: Tensor, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return halves_vjp(residuals, g), {}
@@ -45,7 +47,7 @@ def halves(x: Tensor) -> Tensor:
     return torch.cat([torch.relu(x), torch.relu(-x)], -1)
 
 
-def halves_vjp(x: Tensor, g: Tensor) -> Tensor:
-    """Cotangent of x from that of `halves(x)`; 0 at the kink."""
-    up, down = g.chunk(2, -1)
-    return torch.where(x > 0, up, torch.where(x < 0, -down, 0))
+def halves_vjp(y: Tensor, g: Tensor) -> Tensor:
+    """Cotangent of x from that of `y = halves(x)`; 0 at the kink."""
+    up, down = activate_vjp("relu", y, g).chunk(2, -1)
+    return up - down

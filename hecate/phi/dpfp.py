@@ -47,16 +47,21 @@ class DPFP(FeatureMap):
     def traits(self) -> Traits:
         return Traits(non_negative=True, kernel_non_negative=True, degree=2)
 
-    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
         self.output_dim(x.shape[-1])
         y = halves(x.to(compute_dtype(x)))
-        products = [y * y.roll(j, -1) for j in range(1, self.nu + 1)]
-        return torch.cat(products, -1).to(x.dtype), x
+        rolled = [y.roll(j, -1) for j in range(1, self.nu + 1)]
+        products = [y * other for other in rolled]
+        return torch.cat(products, -1).to(x.dtype), (y, rolled)
 
-    def vjp(self, residuals: Tensor, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        x = residuals
-        y = halves(x.to(compute_dtype(x)))
-        gy = torch.zeros_like(y)
-        for j, gj in enumerate(g.to(y.dtype).chunk(self.nu, -1), start=1):
-            gy = gy + gj * y.roll(j, -1) + (gj * y).roll(-j, -1)
-        return halves_vjp(x, gy).to(x.dtype), {}
+    def vjp(
+        self, residuals: tuple[Tensor, list[Tensor]], g: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        y, rolled = residuals
+        parts = g.to(y.dtype).chunk(self.nu, -1)
+        gy = (parts[0] * y).roll(-1, -1)
+        for j, gj in enumerate(parts[1:], start=2):
+            gy = gy + (gj * y).roll(-j, -1)
+        for gj, other in zip(parts, rolled, strict=True):
+            gy = torch.addcmul(gy, gj, other)
+        return halves_vjp(y, gy).to(g.dtype), {}

@@ -13,7 +13,8 @@ class Elementwise(FeatureMap):
     """Helper for maps that act on each component alone: a variant gives `value`, `derivative`.
 
     Both are called with float32 or better; features and cotangents are rounded once, to the dtype
-    of x. Only x is kept for the VJP, gx = g derivative(x). Not a variant itself: it has no kind.
+    of x. The VJP is gx = g derivative(x), or `pull` where x and the value give it at less cost. Not
+    a variant itself: it has no kind.
     """
 
     @abstractmethod
@@ -24,9 +25,14 @@ class Elementwise(FeatureMap):
     def derivative(self, x: Tensor) -> Tensor:
         """The derivative of `value`; at a kink, the side that the docstring names."""
 
-    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        return self.value(x.to(compute_dtype(x))).to(x.dtype), x
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        """The cotangent of x from that of its value."""
+        return g * self.derivative(x)
 
-    def vjp(self, residuals: Tensor, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        derivative = self.derivative(residuals.to(compute_dtype(residuals)))
-        return (g * derivative).to(residuals.dtype), {}
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        wide = x.to(compute_dtype(x))
+        value = self.value(wide)
+        return value.to(x.dtype), (wide, value)
+
+    def vjp(self, residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.pull(*residuals, g.to(residuals[0].dtype)).to(g.dtype), {}

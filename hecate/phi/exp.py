@@ -39,10 +39,13 @@ class Exp(Elementwise):
         return Traits(non_negative=True, kernel_non_negative=True)
 
     def value(self, x: Tensor) -> Tensor:
-        return (x - self.shift).exp()
+        return (x - self.shift).exp() if self.shift else x.exp()
 
     def derivative(self, x: Tensor) -> Tensor:
         return self.value(x)
+
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        return g * value
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
         return (x + y - 2 * self.shift).exp().sum(-1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hecate.phi.base import Traits
 from hecate.phi.elementwise import Elementwise
-from hecate.tape.activation import activate
+from hecate.tape.activation import activate, activate_vjp
 
 _DEPTH = 0.1699712075  # -min of x Phi(x) = 0.16997120747990..., at x = -0.75179, rounded up
 
@@ -42,3 +42,6 @@ class GELUShifted(Elementwise):
 
     def derivative(self, x: Tensor) -> Tensor:
         return activate("gelu", x, 1)
+
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        return activate_vjp("gelu", x, g)

@@ -12,14 +12,13 @@ from that and are computed on the device, without atomics, so results are reprod
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb
+from math import comb, prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.tape.bridge import without_autocast
 
 
 class _Step(NamedTuple):
@@ -55,27 +54,33 @@ def powers(x: Tensor, degree: int, symmetric: bool) -> list[Tensor]:
             blocks.append((blocks[-1].unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2))
         return blocks
     for step in _steps(x, degree):
-        factors = x.index_select(-1, step.variable) * step.scale
-        blocks.append(blocks[-1].index_select(-1, step.parent) * factors)
+        factors = _take(x, step.variable) * step.scale
+        blocks.append(_take(blocks[-1], step.parent) * factors)
     return blocks
 
 
 def powers_vjp(
-    x: Tensor, blocks: Sequence[Tensor], cotangents: Sequence[Tensor], symmetric: bool
+    x: Tensor, blocks: Sequence[Tensor], cotangents: Sequence[Tensor | None], symmetric: bool
 ) -> Tensor:
-    """Cotangent of x from the cotangents of the blocks of degree 0 .. p."""
+    """Cotangent of x from the cotangents of the blocks of degree 0 .. p, None for none."""
     degree = len(blocks) - 1
     steps = _steps(x, degree) if symmetric else [None] * degree
-    gx, carried = torch.zeros_like(x), torch.zeros_like(cotangents[-1])
+    gx, carried = torch.zeros_like(x), cotangents[degree]
     for i in range(degree, 0, -1):
-        g, before, step = carried + cotangents[i], blocks[i - 1], steps[i - 1]
+        g, step = carried, steps[i - 1]
+        if g is None:
+            carried = cotangents[i - 1]
+            continue
+        if i == 1:  # the block of degree 1 is x itself
+            return gx + g
         if step is None:
-            spread = g.reshape(*g.shape[:-1], before.shape[-1], x.shape[-1]).mT
+            spread = g.unflatten(-1, (-1, x.shape[-1])).mT
         else:
-            spread = _spread(g * step.scale, step, before.shape[-1])
-        with without_autocast(x.device.type):
-            gx = gx + (spread @ before.unsqueeze(-1)).squeeze(-1)
-            carried = (x.unsqueeze(-2) @ spread).squeeze(-2)
+            spread = _spread(g * step.scale, step, blocks[i - 1].shape[-1])
+        # Sums rather than many products of small matrices, which are slower and autocast.
+        gx = gx + (spread * blocks[i - 1].unsqueeze(-2)).sum(-1)
+        below, given = (spread * x.unsqueeze(-1)).sum(-2), cotangents[i - 1]
+        carried = below if given is None else below + given
     return gx
 
 
@@ -83,9 +88,16 @@ def _spread(g: Tensor, step: _Step, width: int) -> Tensor:
     """`[..., N_i]` -> `[..., d, N_(i-1)]`: the cotangents of all products x_v m, 0 if not kept."""
     columns = torch.arange(width, device=g.device)
     kept = columns < step.sizes.unsqueeze(-1)
-    where = torch.where(kept, step.starts.unsqueeze(-1) + columns, 0)
-    spread = g.index_select(-1, where.flatten()).reshape(*g.shape[:-1], *where.shape)
-    return torch.where(kept, spread, 0)
+    # What is not kept reads a column of zeros behind the others.
+    where = torch.where(kept, step.starts.unsqueeze(-1) + columns, g.shape[-1])
+    spread = _take(torch.cat([g, torch.zeros_like(g[..., :1])], -1), where.flatten())
+    return spread.unflatten(-1, where.shape)
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """Columns of `[..., n]`; on a CPU ten times faster from a matrix."""
+    *lead, width = x.shape
+    return x.reshape(prod(lead), width).index_select(1, index).reshape(*lead, len(index))
 
 
 def _steps(x: Tensor, degree: int) -> list[_Step]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -87,21 +87,17 @@ class Polynomial(FeatureMap):
         value = torch.tensor(start, dtype=torch.float64).to(dtype=dtype, device=device)
         return {"learned": {"coefficients": value.repeat(heads, 1)}, "frozen": {}}
 
-    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
         self.output_dim(x.shape[-1])
         raw = learned(self.kind, params, "coefficients") if self.coefficients == "learned" else None
         roots = self._roots(x, raw)
         blocks = powers(x.to(compute_dtype(x)), self.degree, self._symmetric)
         parts = [roots[i] * blocks[i] for i in range(self._first, self.degree + 1)]
-        return torch.cat(parts, -1).to(x.dtype), (x, raw)
+        return torch.cat(parts, -1).to(x.dtype), (x, blocks, raw, roots)
 
-    def vjp(
-        self, residuals: tuple[Tensor, Tensor | None], g: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        x, raw = residuals
-        roots = self._roots(x, raw)
+    def vjp(self, residuals: tuple[Any, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        x, blocks, raw, roots = residuals
         wide = x.to(compute_dtype(x))
-        blocks = powers(wide, self.degree, self._symmetric)
         sizes = widths(x.shape[-1], self.degree, self._symmetric)
         missing = [torch.zeros_like(blocks[0])] * self._first
         given = [*missing, *torch.split(g.to(wide.dtype), sizes[self._first :], -1)]

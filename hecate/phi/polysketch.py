@@ -79,8 +79,7 @@ class Polysketch(RandomMap):
     def vjp(self, residuals: tuple[Any, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         s, levels, w, mixing = residuals
         blocks = powers(s, 2, True)
-        none = [torch.zeros_like(block) for block in blocks[:2]]
-        gs = powers_vjp(s, blocks, [*none, g.to(s)], True)
+        gs = powers_vjp(s, blocks, [None, None, g.to(s)], True)
         carried = _paired_vjp(levels[-1], gs.unsqueeze(-2))
         for z, v in zip(levels[-2::-1], mixing[::-1], strict=True):
             carried = _paired_vjp(z, _mixed(carried, v.to(s).mT))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -56,7 +56,7 @@ class Rebased(FeatureMap):
         scale = torch.ones(heads, d, dtype=dtype, device=device)
         return {"learned": {"scale": scale, "shift": torch.zeros_like(scale)}, "frozen": {}}
 
-    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
         self.output_dim(x.shape[-1])
         scale, shift = (learned(self.kind, params, name) for name in ("scale", "shift"))
         wide = x.to(compute_dtype(x))
@@ -64,15 +64,14 @@ class Rebased(FeatureMap):
         deviation = (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
         normal = centred / deviation
         z = per_head(scale, x).to(wide.dtype) * normal + per_head(shift, x).to(wide.dtype)
-        features = powers(z, 2, True)[2] / math.sqrt(x.shape[-1])
-        return features.to(x.dtype), (z, normal, deviation, scale)
-
-    def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        z, normal, deviation, scale = residuals
         blocks = powers(z, 2, True)
+        features = blocks[2] / math.sqrt(x.shape[-1])
+        return features.to(x.dtype), (z, blocks[:2], normal, deviation, scale)
+
+    def vjp(self, residuals: tuple[Any, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        z, below, normal, deviation, scale = residuals
         given = g.to(z.dtype) / math.sqrt(z.shape[-1])
-        none = [torch.zeros_like(block) for block in blocks[:2]]
-        gz = powers_vjp(z, blocks, [*none, given], True)
+        gz = powers_vjp(z, [*below, z], [None, None, given], True)
         gn = gz * per_head(scale, z).to(z.dtype)
         along = (gn * normal).mean(-1, keepdim=True)
         gx = (gn - gn.mean(-1, keepdim=True) - normal * along) / deviation

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hecate.phi.base import Traits
 from hecate.phi.elementwise import Elementwise
+from hecate.tape.activation import activate_vjp
 
 
 class ReLU(Elementwise):
@@ -35,7 +36,10 @@ class ReLU(Elementwise):
         return Traits(non_negative=True, kernel_non_negative=True, degree=degree)
 
     def value(self, x: Tensor) -> Tensor:
-        return torch.relu(x) + self.shift
+        return torch.relu(x) + self.shift if self.shift else torch.relu(x)
 
     def derivative(self, x: Tensor) -> Tensor:
         return (x > 0).to(x.dtype)
+
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        return activate_vjp("relu", x, g)

@@ -36,3 +36,6 @@ class Sigmoid(Elementwise):
     def derivative(self, x: Tensor) -> Tensor:
         # 1 - sigmoid(x) would cancel.
         return self.value(x) * self.value(-x)
+
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        return g * value * self.value(-x)

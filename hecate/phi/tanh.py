@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from hecate.phi.base import Traits
@@ -35,3 +36,6 @@ class Tanh(Elementwise):
 
     def derivative(self, x: Tensor) -> Tensor:
         return activate("tanh", x, 1)
+
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        return torch.ops.aten.tanh_backward(g, value)

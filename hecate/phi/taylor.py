@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -42,21 +43,22 @@ class Taylor(FeatureMap):
     def traits(self) -> Traits:
         return Traits(kernel_non_negative=self.order % 2 == 0)
 
-    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Sequence[Tensor]]]:
         self.output_dim(x.shape[-1])
-        blocks = powers(self._scaled(x), self.order, self.compact)
-        parts = [block * _root(i) for i, block in enumerate(blocks)]
-        return torch.cat(parts, -1).to(x.dtype), x
-
-    def vjp(self, residuals: Tensor, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        x = residuals
         scaled = self._scaled(x)
         blocks = powers(scaled, self.order, self.compact)
-        sizes = widths(x.shape[-1], self.order, self.compact)
+        parts = [block * _root(i) for i, block in enumerate(blocks)]
+        return torch.cat(parts, -1).to(x.dtype), (scaled, blocks)
+
+    def vjp(
+        self, residuals: tuple[Tensor, Sequence[Tensor]], g: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        scaled, blocks = residuals
+        sizes = widths(scaled.shape[-1], self.order, self.compact)
         parts = torch.split(g.to(scaled.dtype), sizes, -1)
         given = [part * _root(i) for i, part in enumerate(parts)]
         gscaled = powers_vjp(scaled, blocks, given, self.compact)
-        return (gscaled / math.sqrt(math.sqrt(x.shape[-1]))).to(x.dtype), {}
+        return (gscaled / math.sqrt(math.sqrt(scaled.shape[-1]))).to(g.dtype), {}
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
         """The series itself, 1 + z + z^2/2 + ..., not the exponential that it approximates."""

@@ -66,8 +66,9 @@ def rank_one_block(
     def vjp(residuals: Any, *cotangents: Tensor) -> Tensors:
         gates, memory, slots, past, d, h, stepped, flowed, of_bias = residuals
         down, keep, retain, momentum = gates
-        kept, later = cotangents[:count], cotangents[count:]
-        gretain, gmomentum, known, gslots = None, None, kept, ()
+        kept, later = list(cotangents[:count]), cotangents[count:]
+        gretain = gmomentum = None
+        known, gslots = kept, list[Tensor]()
         if keep is not None:
             known = [keep * g for g in kept]
             gretain = _sum([sum_to_gate(g * m, retain) for g, m in zip(kept, memory, strict=True)])

@@ -189,10 +189,11 @@ def factors_vjp(
 ) -> tuple[list[Tensor | None], Tensor | None, Cotangents]:
     """The reverse of `factors`: (weight cotangents, cotangent of u, those of the values).
 
-    The weights' are added to those known. Backpropagation went down from the prediction, so its reverse goes up from the input. What the
-    values received still has to pass the layers below them: `through`.
+    The weights' are added to those known. Backpropagation went down from the prediction, so its
+    reverse goes up from the input. What the values received still has to pass the layers below
+    them: `through`.
     """
-    gweights = [None] * len(weights) if known is None else list(known)
+    gweights: list[Tensor | None] = list(known or [None] * len(weights))
     up, values = Cotangents(len(past.values)), Cotangents(len(past.values))
     for index, node in enumerate(graph.nodes):
         g = flowed[index + 1]

@@ -84,7 +84,10 @@ def one(outputs: Tensors) -> Tensor:
 
 def several(outputs: Tensors) -> tuple[Tensor, ...]:
     """All outputs of a block, none of them None."""
-    return tuple(one((output,)) for output in outputs)
+    for output in outputs:
+        if output is None:
+            raise TypeError("a block returned None where a tensor was expected")
+    return outputs  # type: ignore[return-value]
 
 
 def differentiable(tensor: Tensor | None) -> bool:

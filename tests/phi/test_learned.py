@@ -164,8 +164,8 @@ def test_crelu_keeps_lengths_and_loses_nothing():
     assert torch.equal(up - down, x)
     torch.testing.assert_close(features.square().sum(-1), x.square().sum(-1), **EXACT)
     assert not bool((phi.CReLU()(x) * phi.CReLU()(-x)).any())
-    zero = torch.zeros(3)
-    assert not bool(phi.CReLU().vjp(zero, torch.ones(6))[0].any())
+    _, at_zero = phi.CReLU().forward(torch.zeros(3), EMPTY)
+    assert not bool(phi.CReLU().vjp(at_zero, torch.ones(6))[0].any())
 
 
 @pytest.mark.spec("PHI-TANH-D1", "PHI-SIGMOID-I1")
@@ -199,8 +199,8 @@ def _wrong_t2r(feature_map, residuals, g):
 
 def _wrong_rebased(feature_map, residuals, g):
     """The deviation taken for a constant."""
-    z, normal, *rest = residuals
-    gx = feature_map.vjp((z, torch.zeros_like(normal), *rest), g)[0]
+    z, below, normal, *rest = residuals
+    gx = feature_map.vjp((z, below, torch.zeros_like(normal), *rest), g)[0]
     return gx, feature_map.vjp(residuals, g)[1]
 
 

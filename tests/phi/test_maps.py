@@ -484,7 +484,8 @@ def test_what_relu_features_guarantee():
     assert 0.05 < share < 0.2  # a leaky relu gives no such guarantee
     opposite = phi.ReLU()(torch.tensor([[1.0, -1.0], [-1.0, 1.0]]), EMPTY)
     assert float(opposite[0] @ opposite[1]) == 0  # non-negative is not positive
-    assert float(phi.ReLU(shift=0.1).vjp(torch.tensor([-1.0]), torch.ones(1))[0]) == 0
+    _, residuals = phi.ReLU(shift=0.1).forward(torch.tensor([-1.0]), EMPTY)
+    assert float(phi.ReLU(shift=0.1).vjp(residuals, torch.ones(1))[0]) == 0
 
 
 @pytest.mark.spec("PHI-FAMILY-E2")
