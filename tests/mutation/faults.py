@@ -134,8 +134,6 @@ FAULTS = [
     *_of(
         "structure",
         KNOBS,
-        ("matrix", "return (outer(u, p),), matvec(memory[0].mT, u)", "return (outer(u, p),), matvec(memory[0], u)"),
-        ("matrix", "matvec(c.mT, u), matvec(c, p)", "matvec(c.mT, u), matvec(c, u)"),
         ("graph", "values.add(node.source, gh[node.weight])", "values.add(node.source, None)"),
         ("graph", "outers(gweights[node.weight], g, c)", "outers(gweights[node.weight], g, -c)"),
         ("ops", "c * g * activate(self.kind, x, 2)", "c * g * activate(self.kind, x, 1)"),
@@ -151,7 +149,7 @@ FAULTS = [
     *_of(
         "engine",
         ENGINES,
-        ("prepare", "return ((g - unit * (unit * g).sum(-1, keepdim=True)) / norm,)", "return (g / norm,)"),
+        ("prepare", "return (torch.addcmul(g, unit, (unit * g).sum(-1, keepdim=True), value=-1) / norm,)", "return (g / norm,)"),
         ("prepare", "return ((g - (share * g).sum(-1, keepdim=True)) / total,)", "return (g / total,)"),
         ("prepare", "return (lr / (1 + lr * phi.square().sum(-1)),), (lr, phi)", "return (lr / (1 + phi.square().sum(-1)),), (lr, phi)"),
         ("prepare", "return g / total, (-2 * g * lr * lr / total).unsqueeze(-1) * phi", "return g / total, (-2 * g * lr / total).unsqueeze(-1) * phi"),
