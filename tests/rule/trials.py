@@ -134,14 +134,15 @@ def ttt(shapes: dict[str, tuple[int, ...]], gelu: Any) -> Any:
     return trial
 
 
-def miras(function: Callable[..., Any], **settings: str) -> Any:
+def miras(function: Callable[..., Any], scale_v: float = 1.0, **settings: str) -> Any:
     """A rule of MIRAS: two layers, and settings read from the configuration."""
 
     def trial(config: MemoryConfig, length: int) -> Trial:
         x = Inputs(length, width=4)
+        x.v = scale_v * x.v
         w1, w2 = x.weights(16, 4), x.weights(4, 16)
         # Near 1: the norm has nothing to divide by in a memory that has forgotten everything.
-        lr, retain = config.algorithm.lr * x.lr, 0.9 + 0.1 * x.retain
+        lr, retain = config.algorithm.lr / scale_v * x.lr, 0.9 + 0.1 * x.retain
         own = {name: attrgetter(path)(config) for name, path in settings.items()}
         y, *final = function(x.unit_q, x.unit_k, x.v, lr, retain, w1, w2, **own)
         state = dict(zip(("w1", "w2"), final, strict=True))
@@ -274,7 +275,7 @@ TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     ),
     "large_chunk_ttt": large_chunk,
     "moneta": miras(papers_deep.moneta, eps="retention.eps"),
-    "yaad": miras(papers_deep.yaad, delta="bias.delta", eps="bias.eps"),
+    "yaad": miras(papers_deep.yaad, 4.0, delta="bias.delta", eps="bias.eps"),
     "memora": miras(papers_deep.memora, scale="retention.scale"),
     "omeganet": omeganet,
     "atlas": atlas,
