@@ -91,7 +91,7 @@ def state_bytes(trainer: Trainer) -> int:
 
 def reference_errors(rules: Iterable[str]) -> dict[str, float]:
     """Largest relative error of each rule against the numpy transcription of its paper."""
-    from tests.rule.trials import errors
+    from tests.rule.distance import errors
 
     return {rule: max(errors(rule).values()) for rule in rules}
 
