@@ -91,7 +91,7 @@ def state_bytes(trainer: Trainer) -> int:
 
 def reference_errors(rules: Iterable[str]) -> dict[str, float]:
     """Largest relative error of each rule against the numpy transcription of its paper."""
-    from tests.rule.trials import errors
+    from tests.rule.distance import errors
 
     return {rule: max(errors(rule).values()) for rule in rules}
 
@@ -148,7 +148,7 @@ def table(records: Sequence[Record], errors: dict[str, float]) -> str:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks rules", description=__doc__)
     parser.add_argument("rules", nargs="*", help="default: all")
-    parser.add_argument("--steps", type=int, default=400, help="of each rule on each task")
+    parser.add_argument("--steps", type=int, default=600, help="of each rule on each task")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread")
     parser.add_argument("--json", type=Path, default=Path("runs/rules.jsonl"))
     options = parser.parse_args(arguments)

@@ -149,8 +149,8 @@ RULES: dict[str, NamedRule] = {
         MemoryConfig(
             structure=_MIRAS,
             bias=Lp(p=3.0),
-            retention=Lq(q=4.0, eps=1e-4),
-            algorithm=GD(lr=1e-3),
+            retention=Lq(q=4.0, eps=1e-3),
+            algorithm=GD(lr=2e-3),
             key_norm="l2",
         ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Moneta, with the exact map "
@@ -159,20 +159,20 @@ RULES: dict[str, NamedRule] = {
     "yaad": NamedRule(
         MemoryConfig(
             structure=_MIRAS,
-            bias=Yaad(eps=1e-3),
+            bias=Yaad(delta=8.0, eps=1e-3),
             retention=retention.L2(decoupled=True),
-            algorithm=GD(lr=0.01),
+            algorithm=GD(lr=0.1),
             key_norm="l2",
         ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad, with one delta for all "
-        "channels",
+        "channels, large enough that signs alone are written of outliers only",
     ),
     "memora": NamedRule(
         MemoryConfig(
             structure=_MIRAS,
             bias=L2(),
-            retention=KL(scale=4.0),
-            algorithm=GD(lr=0.02),
+            retention=KL(scale=8.0),
+            algorithm=GD(lr=0.05),
             key_norm="l2",
         ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora: rows of weights are "

@@ -17,7 +17,8 @@ from hecate.rule import RULES
 from hecate.testing import check_rule
 from tests.memories import close
 from tests.reference import papers
-from tests.rule.trials import TRIALS, Inputs, errors
+from tests.rule.distance import errors
+from tests.rule.trials import TRIALS, Inputs
 
 LENGTH = 70  # four chunks of 16 and two of 32, both with a rest
 EVERY = pytest.mark.parametrize("name", RULES)

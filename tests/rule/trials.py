@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hecate import Gates, MemoryConfig, MemoryState, memory_scan, named_rule
+from hecate import MemoryConfig
 from tests.reference import bounded, papers, papers_deep, papers_steps
 from tests.reference.memory import elu
 from tests.reference.phi import polynomial
@@ -134,14 +134,15 @@ def ttt(shapes: dict[str, tuple[int, ...]], gelu: Any) -> Any:
     return trial
 
 
-def miras(function: Callable[..., Any], **settings: str) -> Any:
+def miras(function: Callable[..., Any], scale_v: float = 1.0, **settings: str) -> Any:
     """A rule of MIRAS: two layers, and settings read from the configuration."""
 
     def trial(config: MemoryConfig, length: int) -> Trial:
         x = Inputs(length, width=4)
+        x.v = scale_v * x.v
         w1, w2 = x.weights(16, 4), x.weights(4, 16)
         # Near 1: the norm has nothing to divide by in a memory that has forgotten everything.
-        lr, retain = config.algorithm.lr * x.lr, 0.9 + 0.1 * x.retain
+        lr, retain = config.algorithm.lr / scale_v * x.lr, 0.9 + 0.1 * x.retain
         own = {name: attrgetter(path)(config) for name, path in settings.items()}
         y, *final = function(x.unit_q, x.unit_k, x.v, lr, retain, w1, w2, **own)
         state = dict(zip(("w1", "w2"), final, strict=True))
@@ -274,7 +275,7 @@ TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     ),
     "large_chunk_ttt": large_chunk,
     "moneta": miras(papers_deep.moneta, eps="retention.eps"),
-    "yaad": miras(papers_deep.yaad, delta="bias.delta", eps="bias.eps"),
+    "yaad": miras(papers_deep.yaad, 4.0, delta="bias.delta", eps="bias.eps"),
     "memora": miras(papers_deep.memora, scale="retention.scale"),
     "omeganet": omeganet,
     "atlas": atlas,
@@ -284,45 +285,3 @@ TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     "deep_momentum": deep_momentum,
 }
 """The trial of each named rule."""
-
-
-def run(name: str, trial: Trial, **options: Any) -> tuple[Array, MemoryState]:
-    """The rule's own scan of a trial."""
-    x = trial.inputs
-    learned = {n: torch.as_tensor(w)[None] for n, w in (trial.learned or {}).items()}
-    initial = trial.initial and {n: torch.as_tensor(w)[None] for n, w in trial.initial.items()}
-    y, state = memory_scan(
-        named_rule(name),
-        *(torch.as_tensor(item)[None, :, None] for item in (x.q, x.k, x.v)),
-        Gates(
-            **{
-                gate: torch.as_tensor(value)[None, :, None] if isinstance(value, Array) else value
-                for gate, value in trial.gates.items()
-            }
-        ),  # type: ignore[arg-type]
-        phi_params={"learned": learned, "frozen": {}},
-        initial=initial,
-        **options,
-    )
-    return y[0, :, 0].numpy(), state
-
-
-def errors(name: str, length: int = 70, **options: Any) -> dict[str, float]:
-    """Relative errors in norm of the outputs and of every tensor of the final state."""
-    trial = TRIALS[name](named_rule(name), length)
-    y, state = run(name, trial, **options)
-    found = {"y": _error(y, trial.y)}
-    for path, expected in trial.state.items():
-        *part, key = path.split(".", 1) if path.split(".")[0] in _PARTS else ("memory", path)
-        tensors = state.normalizer.memory if part == ["normalizer"] else getattr(state, part[0])
-        found[path] = _error(tensors[key][0, 0].numpy(), expected)
-    return found
-
-
-_PARTS = ("slots", "pending", "normalizer")
-
-
-def _error(got: Array, expected: Array) -> float:
-    if got.shape != expected.shape:
-        raise AssertionError(f"shape {got.shape} against {expected.shape}")
-    return float(np.linalg.norm(got - expected) / max(float(np.linalg.norm(expected)), 1e-3))
