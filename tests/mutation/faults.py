@@ -153,7 +153,7 @@ FAULTS = [
         ("prepare", "return ((g - (share * g).sum(-1, keepdim=True)) / total,)", "return (g / total,)"),
         ("prepare", "return (lr / (1 + lr * phi.square().sum(-1)),), (lr, phi)", "return (lr / (1 + phi.square().sum(-1)),), (lr, phi)"),
         ("prepare", "return g / total, (-2 * g * lr * lr / total).unsqueeze(-1) * phi", "return g / total, (-2 * g * lr / total).unsqueeze(-1) * phi"),
-        ("prepare", "gsafe = -(g * numerator)", "gsafe = (g * numerator)"),
+        ("prepare", "torch.where(filled, -(g * mean).sum(-1, keepdim=True), 0.0)", "torch.where(filled, (g * mean).sum(-1, keepdim=True), 0.0)"),
         ("prepare", "phi_q = one(run(norm, phi_q, label=\"key_norm\"))", "pass"),
         ("products", "later = torch.ones(size, size, dtype=torch.bool, device=gates.device).tril(-1)", "later = torch.ones(size, size, dtype=torch.bool, device=gates.device).tril()"),
         ("coefficients", "return torch.nn.functional.pad(weight[..., :-1], (1, 0), value=first)", "return torch.nn.functional.pad(weight[..., 1:], (0, 1), value=first)"),
