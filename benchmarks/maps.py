@@ -39,15 +39,23 @@ def _instances() -> list[phi.FeatureMap]:
         "mlp": {"d_hidden": WIDTH},
         "normalise": {"inner": phi.ELU()},
         "odd_lift": {"inner": phi.ELU()},
+        "nystrom": {"num_centres": 2 * WIDTH},
         "polynomial": {"degree": 2},
+        "polysketch": {"sketch": 16},
+        "tensor_product": {"maps": (phi.ELU(), phi.DPFP())},
         "random_fourier": {"d_phi": 2 * WIDTH},
     }
     known = phi.FeatureMap.variants().items()
     return [
-        variant(**arguments.get(kind, {}))
+        variant(**arguments.get(kind, _width(variant)))
         for kind, variant in known
         if variant.__module__.startswith("hecate.")
     ]
+
+
+def _width(variant: type[phi.FeatureMap]) -> dict[str, int]:
+    names = [name for name, field in variant.model_fields.items() if field.is_required()]
+    return {name: 2 * WIDTH for name in names if name == "d_phi"}
 
 
 def _label(feature_map: phi.FeatureMap, keys: Tensor) -> str:
