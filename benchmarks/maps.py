@@ -35,26 +35,27 @@ def _instances() -> list[phi.FeatureMap]:
     arguments = {
         "compose": {"maps": (phi.Linear(d_phi=WIDTH), phi.ELU())},
         "concat": {"maps": (phi.ELU(), phi.ReLU())},
-        "hadamard": {"d_phi": WIDTH},
         "linear": {"d_phi": WIDTH},
         "mlp": {"d_hidden": WIDTH},
         "normalise": {"inner": phi.ELU()},
-        "nystrom": {"num_centres": WIDTH},
         "odd_lift": {"inner": phi.ELU()},
+        "nystrom": {"num_centres": 2 * WIDTH},
         "polynomial": {"degree": 2},
         "polysketch": {"sketch": 16},
         "random_fourier": {"d_phi": 2 * WIDTH},
-        "random_maclaurin": {"d_phi": 2 * WIDTH},
-        "sorf": {"d_phi": 2 * WIDTH},
-        "t2r": {"d_phi": WIDTH},
         "tensor_product": {"maps": (phi.Linear(d_phi=8), phi.Linear(d_phi=8))},
     }
     known = phi.FeatureMap.variants().items()
     return [
-        variant(**arguments.get(kind, {}))
+        variant(**arguments.get(kind, _width(variant)))
         for kind, variant in known
         if variant.__module__.startswith("hecate.")
     ]
+
+
+def _width(variant: type[phi.FeatureMap]) -> dict[str, int]:
+    names = [name for name, field in variant.model_fields.items() if field.is_required()]
+    return {name: 2 * WIDTH for name in names if name == "d_phi"}
 
 
 def _label(feature_map: phi.FeatureMap, keys: Tensor) -> str:

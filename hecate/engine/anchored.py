@@ -20,7 +20,9 @@ from hecate.tape import Block, Run, Tensors
 def graph_of(config: MemoryConfig) -> Graph | None:
     """The structure's layers, if it is made of such."""
     structure = config.structure
-    return structure.graph() if isinstance(structure, Layered) else None
+    if not isinstance(structure, Layered) or not structure.factored:
+        return None
+    return structure.graph()
 
 
 def predict(config: MemoryConfig, memory: Memory, p: Tensor, *, run: Run, label: str) -> Tensor:

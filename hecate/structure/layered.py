@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from functools import cache
 from typing import Any
 
 import torch
@@ -133,10 +132,5 @@ class Layered(Structure):
     @property
     def factored(self) -> bool:
         """Whether no subclass has replaced what the graph gives."""
-        return _factored(type(self))
-
-
-@cache
-def _factored(variant: type[Layered]) -> bool:
-    names = ("predict", "predict_vjp", "pullback", "pullback_vjp", "gradient", "gradient_vjp")
-    return all(getattr(variant, name) is getattr(Layered, name) for name in names)
+        names = ("predict", "predict_vjp", "pullback", "pullback_vjp", "gradient", "gradient_vjp")
+        return all(getattr(type(self), name) is getattr(Layered, name) for name in names)
