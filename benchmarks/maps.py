@@ -63,12 +63,19 @@ def _label(feature_map: phi.FeatureMap, keys: Tensor) -> str:
     return f"{feature_map.kind}, {width} -> {feature_map.output_dim(width)}"
 
 
-def _derivative(feature_map: phi.FeatureMap, keys: Tensor, size: Size) -> Row:
+def _params(feature_map: phi.FeatureMap, keys: Tensor) -> phi.Params:
     params = feature_map.init(keys.shape[-1])
+    if feature_map.needs_position:
+        params["position"] = (torch.arange(keys.shape[0]) % 512).unsqueeze(1)
+    return params
+
+
+def _derivative(feature_map: phi.FeatureMap, keys: Tensor, size: Size) -> Row:
+    params = _params(feature_map, keys)
     names = tuple(params["learned"])
 
     def with_learned(tensors: tuple[Tensor, ...]) -> phi.Params:
-        return {"learned": dict(zip(names, tensors, strict=True)), "frozen": params["frozen"]}
+        return {**params, "learned": dict(zip(names, tensors, strict=True))}
 
     class ByHand(torch.autograd.Function):
         @staticmethod
@@ -95,7 +102,7 @@ def _derivative(feature_map: phi.FeatureMap, keys: Tensor, size: Size) -> Row:
 
 
 def _price(feature_map: phi.FeatureMap, keys: Tensor, x: Tensor, size: Size) -> Row:
-    params = feature_map.init(keys.shape[-1])
+    params = _params(feature_map, keys)
     ours, plain = keys.unsqueeze(1), x.unsqueeze(1)
 
     def features(x: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def rank_one_block(
         down, keep, retain, momentum = gates
         kept, later = list(cotangents[:count]), cotangents[count:]
         gretain = gmomentum = None
-        known, gslots = kept, list[Tensor]()
+        known, gslots = kept, []
         if keep is not None:
             known = [keep * g for g in kept]
             gretain = _sum([sum_to_gate(g * m, retain) for g, m in zip(kept, memory, strict=True)])

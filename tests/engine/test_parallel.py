@@ -104,9 +104,11 @@ def test_what_is_kept_for_the_backward(fields, small_groups):
         y, _ = case.scan(engine="parallel")
     assert y.requires_grad
     # 256 tokens of 4 memories: k, q, v in phi-space and as given, normed and not, and the writes;
-    # gates as given and folded; per block of 64 (a vector: of 8) a state with its slot.
-    vectors, gates = 9 * 4 * 256 * 8, 8 * 4 * 256
-    cells = 8 * 32 if case.config.structure.diagonal else 64 * 4
+    # gates as given and folded (a vector's once more for each coordinate); per block of 64 (a
+    # vector: of 8) a state with its slot.
+    diagonal = case.config.structure.diagonal
+    vectors, gates = (12 if diagonal else 9) * 4 * 256 * 8, 8 * 4 * 256
+    cells = 8 * 32 if diagonal else 64 * 4
     assert sum(kept.values()) <= 8 * (vectors + gates + 2 * 4 * cells + 4 * 4 * 64)
 
 

@@ -191,7 +191,9 @@ def test_states_kept_by_the_forward_pass_give_the_gradients_of_running_it_again(
         y, state = own.scan(autodiff="tape")
         total = y.sin().sum() + state.memory["w1"].square().sum()
         results.append(torch.autograd.grad(total, own.leaves, create_graph=twice))
-    assert all(torch.equal(mine, true) for mine, true in zip(*results, strict=True))
+    # Under create_graph norms are pulled back by torch's own operations, which round otherwise.
+    for mine, true in zip(*results, strict=True):
+        assert float((mine - true.detach()).norm()) <= 1e-14 * float(true.detach().norm())
 
 
 class Peak(torch.utils._python_dispatch.TorchDispatchMode):
