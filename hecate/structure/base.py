@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -38,12 +39,19 @@ class Structure(Variant, family="structure"):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> dict[str, Tensor]:
-        """Initial weights `[H, ...]`: a point from which gradients flow.
+        """Initial weights `[H, ...]`, a point from which gradients flow: N(0, 1/fan_in) by default.
 
         Without a generator the draw comes from one seeded with 0, so it is a constant of the
         structure.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no init")
+        generator = generator or torch.Generator().manual_seed(0)
+        return {
+            name: (
+                torch.randn(heads, *shape, generator=generator, dtype=torch.float64, device="cpu")
+                / math.sqrt(shape[-1])
+            ).to(device=device, dtype=dtype)
+            for name, shape in self.shapes(d_phi, d_v).items()
+        }
 
     @property
     def linear(self) -> bool:

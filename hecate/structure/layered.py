@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import Any
 
@@ -34,26 +33,6 @@ class Layered(Structure):
     @abstractmethod
     def graph(self) -> Graph:
         """The layers and what lies between them."""
-
-    def init(
-        self,
-        d_phi: int,
-        d_v: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> dict[str, Tensor]:
-        """N(0, 1/fan_in) for every weight."""
-        generator = generator or torch.Generator().manual_seed(0)
-        return {
-            name: (
-                torch.randn(heads, *shape, generator=generator, dtype=torch.float64, device="cpu")
-                / math.sqrt(shape[-1])
-            ).to(device=device, dtype=dtype)
-            for name, shape in self.shapes(d_phi, d_v).items()
-        }
 
     def predict(self, memory: Memory, p: Tensor) -> Tensor:
         return evaluate(self.graph(), memory, p.unsqueeze(1))[-1].squeeze(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -42,25 +41,6 @@ class TwoPass(Structure):
                 path=("codes",),
             )
         return {"w_key": (self.codes, d_phi - self.codes), "w_value": (d_v, self.codes)}
-
-    def init(
-        self,
-        d_phi: int,
-        d_v: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> dict[str, Tensor]:
-        generator = generator or torch.Generator().manual_seed(0)
-        return {
-            name: (
-                torch.randn(heads, *shape, generator=generator, dtype=torch.float64, device="cpu")
-                / math.sqrt(shape[-1])
-            ).to(device=device, dtype=dtype)
-            for name, shape in self.shapes(d_phi, d_v).items()
-        }
 
     def predict(self, memory: Memory, p: Tensor) -> Tensor:
         keys, values = memory
