@@ -103,7 +103,7 @@ def _rules() -> Table:
             config.algorithm,
             config.feature_map,
         )
-        engine, _ = choose_engine(config, "auto")
+        engine, _ = choose_engine(config, "auto", length=1024)  # a sequence, not a step
         rows.append([name, *(knob.kind for knob in knobs), engine, paper])
     heads = [
         "rule",
