@@ -178,7 +178,7 @@ FAULTS = [
     ),
     *_of(
         "bias",
-        "tests/bias",
+        "tests/bias tests/rule/test_knobs.py",
         ("kl", "return pred.softmax(-1) - self._told(target)", "return pred.softmax(-1) + self._told(target)"),
         ("kl", "return share * (tangent - (share * tangent).sum(-1, keepdim=True))", "return share * tangent"),
         ("kl", "return (target / self.temperature).softmax(-1)", "return (target * self.temperature).softmax(-1)"),
@@ -189,7 +189,7 @@ FAULTS = [
     ),
     *_of(
         "retention",
-        "tests/retention",
+        "tests/retention tests/rule/test_knobs.py",
         ("elastic_net", "return moved.sign() * (moved.abs() - self.threshold).relu()", "return moved.sign() * (moved.abs() - self.threshold).abs()"),
         ("l2", "return 1 / (1 + self.penalty)", "return 1 - self.penalty"),
         ("l2", "return kept * memory + direction if self.decoupled else kept * (memory + direction)", "return kept * memory + direction"),
@@ -197,7 +197,7 @@ FAULTS = [
         ("links", "return share.log() - (-share).log1p()", "return share.log()"),
         ("links", "return self.scale * share * (g - (share * g).sum(-1, keepdim=True))", "return self.scale * share * g"),
         ("mirror", "return link.memory(over(retain, memory) * link.dual(memory) + direction)", "return link.memory(link.dual(memory) + direction)"),
-        ("norm_cap", "return torch.where(beyond, free * (self.norm / length), free)", "return free * (self.norm / length)"),
+        ("norm_cap", "return torch.where(beyond, free * (self.norm / length), free)", "return torch.where(beyond, free / length, free)"),
         ("sphere", "return over(retain, memory) * memory + tangent", "return memory + tangent"),
     ),
     *_of(
