@@ -160,19 +160,20 @@ def _chosen(
 ) -> Chosen:
     """The engine for this call, told to the log."""
     length = sequence.v.shape[1]
+    shape = tuple(next(iter(parts[0].state.memory.values())).shape[2:])
     chosen, reason = choose_engine(
         parts[0].config,
         asked,
         length=length,
         steps=chunk_steps(parts[0].config, sequence, parts[0].state, parts[0].position),
-        cells=math.prod(next(iter(parts[0].state.memory.values())).shape[2:]),
+        cells=math.prod(shape),
         device=sequence.v.device.type,
         dtype=dtype,
         scan=FlaScan(
             sequence.v.dtype,
             sequence.retain,
             sequence.write is not None or sequence.reset is not None,
-            tuple(next(iter(parts[0].state.memory.values())).shape[2:]),
+            shape,
         ),
         # `auto` takes a single token through the loop, whoever looks on.
         traced=(asked != "auto" or length > 1) and is_traced(*sequence[:6], *held),

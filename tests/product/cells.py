@@ -10,7 +10,7 @@ validation raises a `ConfigError` that names two of its settings. Anything else 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -193,11 +193,3 @@ def _check(config: MemoryConfig) -> None:
     for engine in exact_engines(config, length=length):
         got = _run(case, engine=engine, autodiff="auto")
         _same(config, f"engine {engine} against sequential", got, whole)
-
-
-def summary(verdicts: Iterable[Verdict]) -> dict[str, int]:
-    """How many cells passed, were refused, and are faults."""
-    counts = {"passed": 0, "refused": 0, "fault": 0}
-    for verdict in verdicts:
-        counts[verdict.status] += 1
-    return counts
