@@ -14,11 +14,12 @@ STATEMENT = re.compile(rf"^- \*\*({SPEC_ID.pattern})\*\*")
 
 
 class Example(NamedTuple):
-    """A fenced python block: where it begins, its text, and the section that it closes."""
+    """A fenced python block of a section, and the document's imports, which it starts from."""
 
     path: Path
     line: int  # of its first line of code
     source: str
+    setup: str = ""
 
     @property
     def name(self) -> str:
@@ -26,8 +27,10 @@ class Example(NamedTuple):
 
 
 def examples(path: Path) -> list[Example]:
+    """The blocks of a document's sections; a block before the first section is their setup."""
     found, start = [], None
     lines = path.read_text().splitlines()
+    sections = [number for number, line in enumerate(lines) if line.startswith("## ")]
     for number, line in enumerate(lines):
         if start is None and line.strip() == "```python":
             start = number + 1
@@ -36,7 +39,8 @@ def examples(path: Path) -> list[Example]:
             start = None
     if start is not None:
         raise ValueError(f"{path.name}:{start}: this python block is never closed")
-    return found
+    setup = "".join(e.source for e in found if sections and e.line <= sections[0])
+    return [e._replace(setup=setup) for e in found if not sections or e.line > sections[0]]
 
 
 def statements(text: str) -> list[str]:

@@ -36,6 +36,7 @@ def test_worked_example(example: Example, monkeypatch: pytest.MonkeyPatch):
     module = ModuleType("worked_example")
     with monkeypatch.context() as patch:  # pydantic and pickle look names up in the module
         patch.setitem(sys.modules, module.__name__, module)
+        exec(example.setup, vars(module))
         exec(code, vars(module))
 
 
@@ -118,6 +119,8 @@ def test_the_readers_themselves(tmp_path):
     path = tmp_path / "x.md"
     path.write_text(text)
     assert [(e.line, e.source) for e in examples(path)] == [(4, "assert 1  # PHI-X-V2\n")]
+    path.write_text("```python\nimport math\n```\n" + text)
+    assert [(e.line, e.setup) for e in examples(path)] == [(7, "import math\n")]
     path.write_text("```python\nassert 1\n")
     with pytest.raises(ValueError, match="never closed"):
         examples(path)
