@@ -1,0 +1,137 @@
+"""Sizes of a language model and the layers that mix its tokens."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from hecate.cms import Aggregation, CMSConfig, Composition, LevelConfig, SelfReferenceConfig
+from hecate.errors import ConfigError
+from hecate.nn import AttentionConfig
+from hecate.rule import MemoryConfig
+from hecate.variant import Config
+
+_PLAIN = (
+    "memory",
+    "d_key",
+    "d_value",
+    "conv_kernel",
+    "qk_norm",
+    "output_gate",
+    "learned_initial",
+    "feature_memory",
+)
+
+
+class LanguageModelConfig(Config):
+    """Sizes of a `LanguageModel` and what mixes the tokens of its blocks. [LM-MIXER-D1]
+
+    One memory per block is the default. `levels` puts a continuum of memories in its place,
+    `self_reference` a self-referential memory, `attention` composes either with softmax attention;
+    self-reference (or attention alone) with levels puts the levels after it, as HOPE does.
+
+    Fields:
+        vocab_size: tokens; None is filled from the data.
+        d_model, layers, heads: width, depth, memories per layer.
+        d_key, d_value: widths per head; None means d_model // heads.
+        memory: rule and conventions of every layer's memory.
+        conv_kernel, qk_norm, output_gate, learned_initial, feature_memory: as in
+            `hecate.nn.Memory`; with `levels` or `self_reference`, which bring their own, they
+            stay at their defaults.
+        levels, composition, aggregation: as in `hecate.cms.CMSConfig`.
+        self_reference: as in `hecate.cms.SelfReferential`.
+        attention: as in `hecate.nn.Composed`.
+        mlp_ratio: hidden width of the gated MLP over d_model; 0 leaves it out.
+        tie_embeddings: whether the output layer shares the embedding's weights.
+    """
+
+    vocab_size: int | None = Field(None, ge=2)
+    d_model: int = Field(128, ge=1)
+    layers: int = Field(2, ge=1)
+    heads: int = Field(4, ge=1)
+    d_key: int | None = Field(None, ge=1)
+    d_value: int | None = Field(None, ge=1)
+    memory: MemoryConfig = MemoryConfig()
+    conv_kernel: int = Field(4, ge=0)
+    qk_norm: Literal["none", "l2", "rms"] = "l2"
+    output_gate: bool = True
+    learned_initial: bool = True
+    feature_memory: MemoryConfig | None = None
+    levels: tuple[LevelConfig, ...] = ()
+    composition: Composition = "sequential"
+    aggregation: Aggregation = "sum"
+    self_reference: SelfReferenceConfig | None = None
+    attention: AttentionConfig | None = None
+    mlp_ratio: float = Field(2.0, ge=0)
+    tie_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Self:
+        if self.d_model % self.heads and (self.d_key is None or self.d_value is None):
+            raise ConfigError(
+                f"must divide d_model={self.d_model}, got {self.heads}; or give d_key and d_value",
+                path=("heads",),
+            )
+        if self.conv_kernel == 1:
+            raise ConfigError("must be 0 (none) or at least 2, got 1", path=("conv_kernel",))
+        if 0 < self.mlp_ratio * self.d_model < 1:
+            raise ConfigError(
+                f"gives no hidden unit at d_model={self.d_model}, got {self.mlp_ratio:g}; set it "
+                f"to 0 or to at least {1 / self.d_model:g}",
+                path=("mlp_ratio",),
+            )
+        d_key, d_value = self._widths()
+        own = {"memory": (self.memory, d_value), "feature_memory": (self.feature_memory, d_key)}
+        for field, (memory, width) in own.items():
+            try:
+                if memory is not None:
+                    memory.structure.shapes(memory.feature_map.output_dim(d_key), width)
+            except ConfigError as error:
+                raise ConfigError(f"{error} (keys have width {d_key})", path=(field,)) from None
+        return self
+
+    @model_validator(mode="after")
+    def _one_mixer(self) -> Self:
+        """Refuses settings that nothing would read."""
+        if not self.levels:
+            for field in ("composition", "aggregation"):
+                if self._is_set(field):
+                    raise ConfigError(
+                        f"{getattr(self, field)!r} joins levels, and there are none; give levels "
+                        "or leave it out",
+                        path=(field,),
+                    )
+        other = self._other_mixer()
+        for field in _PLAIN if other else ():
+            if self._is_set(field):
+                raise ConfigError(
+                    f"belongs to the plain memory of a block, but {other} takes its place; set it "
+                    f"in {other} or leave it out",
+                    path=(field,),
+                )
+        return self
+
+    def _other_mixer(self) -> str | None:
+        """The field that takes the place of `memory`."""
+        if self.self_reference is not None:
+            return "self_reference"
+        if self.attention is not None and self.attention.kind == "attention":
+            return "attention"
+        return "levels" if self.levels else None
+
+    def _is_set(self, field: str) -> bool:
+        return bool(getattr(self, field) != type(self).model_fields[field].default)
+
+    def _widths(self) -> tuple[int, int]:
+        width = self.d_model // self.heads
+        return self.d_key or width, self.d_value or width
+
+    @property
+    def cms(self) -> CMSConfig | None:
+        """The levels as one layer's config; None without any."""
+        if not self.levels:
+            return None
+        return CMSConfig(
+            levels=self.levels, composition=self.composition, aggregation=self.aggregation
+        )
