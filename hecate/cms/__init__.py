@@ -1,7 +1,19 @@
-"""Continuum memories: levels that commit at different rates."""
+"""Continuum memories: levels that commit at different rates, and memories that write themselves."""
 
 from hecate.cms.cms import CMS
-from hecate.cms.config import CMSConfig, LevelConfig
+from hecate.cms.config import Aggregation, CMSConfig, Composition, LevelConfig
+from hecate.cms.self_reference import SelfReferenceConfig, SelfReferentialState
+from hecate.cms.self_referential import SelfReferential
 from hecate.cms.state import CMSState
 
-__all__ = ["CMS", "CMSConfig", "CMSState", "LevelConfig"]
+__all__ = [
+    "CMS",
+    "Aggregation",
+    "CMSConfig",
+    "CMSState",
+    "Composition",
+    "LevelConfig",
+    "SelfReferenceConfig",
+    "SelfReferential",
+    "SelfReferentialState",
+]
