@@ -52,9 +52,21 @@ def check_inputs(
     reset_mask: Tensor | None,
 ) -> None:
     """Refuses tensors that do not fit the layer or each other."""
-    if x.dim() != 3 or x.shape[-1] != layer.d_model:
-        raise ShapeError(f"x must be [B, T, {layer.d_model}], got {list(x.shape)}")
-    weight = layer.qkv.weight
+    check_tensors(layer.d_model, layer.qkv.weight, x, write_mask, reset_mask)
+    if state is not None:
+        _check_state(layer, x, state)
+
+
+def check_tensors(
+    d_model: int,
+    weight: Tensor,
+    x: Tensor,
+    write_mask: Tensor | None,
+    reset_mask: Tensor | None,
+) -> None:
+    """Refuses inputs that do not fit a layer of this width with this weight, or each other."""
+    if x.dim() != 3 or x.shape[-1] != d_model:
+        raise ShapeError(f"x must be [B, T, {d_model}], got {list(x.shape)}")
     if x.device != weight.device:
         raise ShapeError(f"x is on {x.device}, the layer on {weight.device}; move one of them")
     if x.dtype != weight.dtype and not _autocast(x):
@@ -69,8 +81,6 @@ def check_inputs(
                 f"{name} must be bool [B, T] = {list(x.shape[:2])} on {x.device}, got {mask.dtype} "
                 f"{list(mask.shape)} on {mask.device}"
             )
-    if state is not None:
-        _check_state(layer, x, state)
 
 
 def _check_state(layer: Memory, x: Tensor, state: LayerState) -> None:
