@@ -13,7 +13,8 @@ class ShortConv(nn.Module):
 
     Shapes: x `[B, T, C]`, state `[B, kernel-1, C]` (the last inputs, zero at the start).
     `segment` `[B, kernel-1+T]`, if given, numbers the documents of state and inputs: a tap that
-    would reach into another document reads zero.
+    would reach into another document reads zero. A token that is not `written` `[B, T]` sees itself
+    and is zero to the tokens after it.
     """
 
     def __init__(
@@ -39,16 +40,21 @@ class ShortConv(nn.Module):
         return f"{self.weight.shape[1]}, kernel={self.kernel}"
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, segment: Tensor | None = None
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        segment: Tensor | None = None,
+        written: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The convolved sequence and the state after it."""
         batch, length, channels = x.shape
         reach = self.kernel - 1
         if state is None:
             state = x.new_zeros(batch, reach, channels)
-        padded = torch.cat([state.to(x.dtype), x], 1)
-        total = torch.zeros_like(x)
-        for j in range(self.kernel):
+        left = x if written is None else torch.where(written.unsqueeze(-1), x, 0.0)
+        padded = torch.cat([state.to(x.dtype), left], 1)
+        total = self.weight[0] * x
+        for j in range(1, self.kernel):
             tap = padded[:, reach - j : reach - j + length]
             if segment is not None:
                 same = segment[:, reach - j : reach - j + length] == segment[:, reach:]

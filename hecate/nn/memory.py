@@ -135,7 +135,8 @@ class Memory(RuleParameters):
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in
         `memory_scan`.
 
-        A masked token's input is zero to the convolution; a reset hides earlier documents from it.
+        To the convolution a masked token is zero for the tokens after it, while it reads with its
+        own input; a reset hides earlier documents from it.
         """
         if not torch.compiler.is_compiling():
             check_inputs(self, x, state, write_mask, reset_mask)
@@ -181,20 +182,18 @@ class Memory(RuleParameters):
         """The short convolution over q, k and v, its new state and the documents of that state."""
         if self.conv is None:
             return x, None, None
-        if write_mask is not None:
-            x = torch.where(write_mask.unsqueeze(-1), x, 0.0)
         batch, length, _ = x.shape
         reach = self.conv.kernel - 1
-        past = None if state is None else state.conv_segment
+        before, past = (None, None) if state is None else (state.conv, state.conv_segment)
         if past is None and reset_mask is None:
-            return *self.conv(x, None if state is None else state.conv), None
+            return *self.conv(x, before, None, write_mask), None
         if past is None:
             past = torch.zeros(batch, reach, dtype=torch.int64, device=x.device)
         if reset_mask is None:
             reset_mask = torch.zeros(batch, length, dtype=torch.bool, device=x.device)
         # Documents are numbered from the last one seen, which is 0 again in the next call's state.
         segment = torch.cat([past, reset_mask.cumsum(1)], 1)
-        mixed, conv = self.conv(x, None if state is None else state.conv, segment)
+        mixed, conv = self.conv(x, before, segment, write_mask)
         kept = segment[:, length:]
         return mixed, conv, kept - kept[:, -1:]
 

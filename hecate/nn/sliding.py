@@ -193,19 +193,17 @@ class SlidingAttention(nn.Module):
         causal = plain and blocks.single and inputs == 1 and not self.persistent
         if not causal:
             seen = blocks.visible()
-            if seen.shape[1] > 1 or seen.shape[0] > 1:
-                seen = seen.expand(q.shape[0], -1, -1, -1)
-            mask = seen.flatten(0, 1).repeat_interleave(inputs, -1).unsqueeze(1)
+            rows = 1 if seen.shape[:2] == (1, 1) else q.shape[0]
+            mask = seen.expand(rows, -1, -1, -1).flatten(0, 1)
+            mask = F.pad(mask.repeat_interleave(inputs, -1), (self.persistent, 0), value=True)
+            blind = ~mask.any(-1, keepdim=True)  # a softmax over nothing has no value
+            mask, blind = (mask | blind).unsqueeze(1), blind.unsqueeze(1)
         if self.persistent:
-            (k, v), mask = (
-                self._with_persistent(k, v),
-                F.pad(mask, (self.persistent, 0), value=True),
-            )
-        elif mask is not None:  # a softmax over nothing has no value
-            blind = ~mask.any(-1, keepdim=True)
-            mask = mask | blind
+            k, v = self._with_persistent(k, v)
         y = F.scaled_dot_product_attention(
-            *(part.transpose(1, 2) for part in (blocks.queries(q).flatten(0, 1), k, v)),
+            blocks.queries(q).flatten(0, 1).transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             attn_mask=mask,
             is_causal=causal,
             enable_gqa=self.kv_heads != self.heads,
