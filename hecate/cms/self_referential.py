@@ -13,7 +13,7 @@ from hecate.cms.self_reference import SelfReferenceConfig, SelfReferentialState
 from hecate.cms.stretches import Stretches, stretches
 from hecate.engine import Engine
 from hecate.errors import ShapeError
-from hecate.nn.arguments import check_engine, check_sequence, check_sizes
+from hecate.nn.arguments import check_engine, check_sizes, check_tensors
 from hecate.nn.conv import ShortConv, mix
 from hecate.nn.norm import normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
@@ -211,7 +211,7 @@ class SelfReferential(nn.Module):
         write_mask: Tensor | None,
         reset_mask: Tensor | None,
     ) -> None:
-        check_sequence(self.into.weight, x, write_mask, reset_mask)
+        check_tensors(self.d_model, self.into.weight, x, write_mask, reset_mask)
         if state is None:
             return
         if not isinstance(state, SelfReferentialState):

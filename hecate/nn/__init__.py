@@ -1,9 +1,22 @@
 """Layers: memories as torch modules."""
 
+from hecate.nn.compose import AttentionConfig, Composed, ComposedState
 from hecate.nn.conv import ShortConv
 from hecate.nn.gates import GateHeads
 from hecate.nn.memory import Memory
 from hecate.nn.norm import normalise_qk
+from hecate.nn.sliding import SlidingAttention, SlidingState
 from hecate.nn.state import LayerState
 
-__all__ = ["GateHeads", "LayerState", "Memory", "ShortConv", "normalise_qk"]
+__all__ = [
+    "AttentionConfig",
+    "Composed",
+    "ComposedState",
+    "GateHeads",
+    "LayerState",
+    "Memory",
+    "ShortConv",
+    "SlidingAttention",
+    "SlidingState",
+    "normalise_qk",
+]

@@ -13,7 +13,8 @@ class ShortConv(nn.Module):
 
     Shapes: x `[B, T, C]`, state `[B, kernel-1, C]` (the last inputs, zero at the start).
     `segment` `[B, kernel-1+T]`, if given, numbers the documents of state and inputs: a tap that
-    would reach into another document reads zero.
+    would reach into another document reads zero. A token that is not `written` `[B, T]` sees itself
+    and is zero to the tokens after it.
     """
 
     def __init__(
@@ -39,16 +40,21 @@ class ShortConv(nn.Module):
         return f"{self.weight.shape[1]}, kernel={self.kernel}"
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, segment: Tensor | None = None
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        segment: Tensor | None = None,
+        written: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The convolved sequence and the state after it."""
         batch, length, channels = x.shape
         reach = self.kernel - 1
         if state is None:
             state = x.new_zeros(batch, reach, channels)
-        padded = torch.cat([state.to(x.dtype), x], 1)
-        total = torch.zeros_like(x)
-        for j in range(self.kernel):
+        left = x if written is None else torch.where(written.unsqueeze(-1), x, 0.0)
+        padded = torch.cat([state.to(x.dtype), left], 1)
+        total = self.weight[0] * x
+        for j in range(1, self.kernel):
             tap = padded[:, reach - j : reach - j + length]
             if segment is not None:
                 same = segment[:, reach - j : reach - j + length] == segment[:, reach:]
@@ -68,21 +74,20 @@ def mix(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """A layer's convolution under its masks: the result, its new state and that state's documents.
 
-    A masked token's input is zero to it; a reset hides earlier documents. None leaves x as it is.
+    A masked token sees itself and is zero to those after it; a reset hides earlier documents. None
+    leaves x as it is.
     """
     if conv is None:
         return x, None, None
-    if write_mask is not None:
-        x = torch.where(write_mask.unsqueeze(-1), x, 0.0)
     batch, length, _ = x.shape
     if past_segment is None and reset_mask is None:
-        return *conv(x, past), None
+        return *conv(x, past, None, write_mask), None
     if past_segment is None:
         past_segment = torch.zeros(batch, conv.kernel - 1, dtype=torch.int64, device=x.device)
     if reset_mask is None:
         reset_mask = torch.zeros(batch, length, dtype=torch.bool, device=x.device)
     # Documents are numbered from the last one seen, which is 0 again in the next call's state.
     segment = torch.cat([past_segment, reset_mask.cumsum(1)], 1)
-    mixed, after = conv(x, past, segment)
+    mixed, after = conv(x, past, segment, write_mask)
     kept = segment[:, length:]
     return mixed, after, kept - kept[:, -1:]

@@ -139,7 +139,8 @@ class Memory(RuleParameters):
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in
         `memory_scan`.
 
-        A masked token's input is zero to the convolution; a reset hides earlier documents from it.
+        To the convolution a masked token is zero for the tokens after it, while it reads with its
+        own input; a reset hides earlier documents from it.
         """
         if not torch.compiler.is_compiling():
             check_inputs(self, x, state, write_mask, reset_mask)

@@ -119,6 +119,17 @@ def test_a_masked_token_leaves_the_memory_bit_for_bit(layers, rule):
     near(after.memory, state.memory, 0.0)
 
 
+@pytest.mark.spec("NN-MEM-I3")
+def test_a_masked_token_reads_with_its_own_input():
+    layer = layer_of({"retention": "decay", "key_norm": "l2", "read": "before"})
+    x = inputs(length=LENGTH)
+    _, state = layer(x[:, :-1])
+    written, _ = layer(x[:, -1:], state)  # it reads before it writes: masked or not
+    masked, _ = layer(x[:, -1:], state, write_mask=torch.zeros(2, 1, dtype=torch.bool))
+    near(masked, written)
+    assert masked.norm() > 0.1
+
+
 @pytest.mark.spec("NN-MEM-I2")
 @every_rule
 @pytest.mark.parametrize("at", [0, 3, LENGTH - 1])
