@@ -1,5 +1,6 @@
 """Models built of memories."""
 
-from hecate.models.language_model import LanguageModel, LanguageModelConfig
+from hecate.models.config import LanguageModelConfig
+from hecate.models.language_model import LanguageModel
 
 __all__ = ["LanguageModel", "LanguageModelConfig"]

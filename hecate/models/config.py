@@ -12,16 +12,8 @@ from hecate.nn import AttentionConfig
 from hecate.rule import MemoryConfig
 from hecate.variant import Config
 
-_PLAIN = (
-    "memory",
-    "d_key",
-    "d_value",
-    "conv_kernel",
-    "qk_norm",
-    "output_gate",
-    "learned_initial",
-    "feature_memory",
-)
+_RULE = ("memory", "d_key", "d_value", "qk_norm", "learned_initial")
+_AROUND = ("conv_kernel", "output_gate", "feature_memory")
 
 
 class LanguageModelConfig(Config):
@@ -37,8 +29,8 @@ class LanguageModelConfig(Config):
         d_key, d_value: widths per head; None means d_model // heads.
         memory: rule and conventions of every layer's memory.
         conv_kernel, qk_norm, output_gate, learned_initial, feature_memory: as in
-            `hecate.nn.Memory`; with `levels` or `self_reference`, which bring their own, they
-            stay at their defaults.
+            `hecate.nn.Memory`. Levels bring their own, and self-reference its rule: what they
+            leave unread stays at its default.
         levels, composition, aggregation: as in `hecate.cms.CMSConfig`.
         self_reference: as in `hecate.cms.SelfReferential`.
         attention: as in `hecate.nn.Composed`.
@@ -102,23 +94,34 @@ class LanguageModelConfig(Config):
                         "or leave it out",
                         path=(field,),
                     )
-        other = self._other_mixer()
-        for field in _PLAIN if other else ():
+        if self.plain:
+            return self
+        other = "levels" if self.self_reference is None else "self_reference"
+        if self.levels == () and self.self_reference is None:
+            other = "attention"
+        for field in _RULE if other == "self_reference" else _RULE + _AROUND:
             if self._is_set(field):
                 raise ConfigError(
-                    f"belongs to the plain memory of a block, but {other} takes its place; set it "
-                    f"in {other} or leave it out",
+                    f"belongs to a block's plain memory, but {other} takes its place; set it "
+                    f"within {other} where it has such a field, or leave it out",
                     path=(field,),
                 )
         return self
 
-    def _other_mixer(self) -> str | None:
-        """The field that takes the place of `memory`."""
-        if self.self_reference is not None:
-            return "self_reference"
-        if self.attention is not None and self.attention.kind == "attention":
-            return "attention"
-        return "levels" if self.levels else None
+    @model_validator(mode="after")
+    def _buildable(self) -> Self:
+        """Builds a block without storage, so that layers refuse here what they would refuse."""
+        if not self.plain or self.attention is not None:
+            from hecate.models.block import Block
+
+            Block(self, "layer", device="meta")
+        return self
+
+    @property
+    def plain(self) -> bool:
+        """Whether blocks have the memory of `memory`."""
+        alone = self.attention is not None and self.attention.kind == "attention"
+        return not (self.levels or self.self_reference is not None or alone)
 
     def _is_set(self, field: str) -> bool:
         return bool(getattr(self, field) != type(self).model_fields[field].default)
