@@ -239,8 +239,8 @@ def show(
 
         config = load_experiment(source, overrides or [])
         if engine:
-            chosen, reason = config.engine()
-            typer.echo(f"{chosen}: {reason}")
+            for path, (chosen, reason) in config.engines().items():
+                typer.echo(f"model.{path}: {chosen}: {reason}")
         else:
             typer.echo(dump_experiment(config), nl=False)
 

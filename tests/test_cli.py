@@ -163,7 +163,7 @@ def test_show_says_which_engine_runs_and_why(hecate, settings, engine, word):
     flags = [part for setting in settings for part in ("--set", setting)]
     code, out, _ = hecate("show", "mqar", "--engine", *flags)
     assert code == 0 and len(out.splitlines()) == 1
-    assert out.startswith(f"{engine}: ") and word in out
+    assert out.startswith(f"model.memory: {engine}: ") and word in out
 
 
 @pytest.mark.spec("TRAIN-CLI-D3")

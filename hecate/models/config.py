@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,16 @@ from hecate.errors import ConfigError
 from hecate.nn import AttentionConfig
 from hecate.rule import MemoryConfig
 from hecate.variant import Config
+
+
+class Scanned(NamedTuple):
+    """A memory as a layer runs it: widths of keys and values, most tokens in one scan."""
+
+    config: MemoryConfig
+    d_key: int
+    d_value: int
+    window: int | None = None
+
 
 _RULE = ("memory", "d_key", "d_value", "qk_norm", "learned_initial")
 _AROUND = ("conv_kernel", "output_gate", "feature_memory")
@@ -122,6 +132,28 @@ class LanguageModelConfig(Config):
         """Whether blocks have the memory of `memory`."""
         alone = self.attention is not None and self.attention.kind == "attention"
         return not (self.levels or self.self_reference is not None or alone)
+
+    def rules(self) -> dict[str, Scanned]:
+        """Every memory of a block that scans a sequence, by its path in this config."""
+        found: dict[str, Scanned] = {}
+        key, value = self._widths()
+        head = self.d_model // self.heads
+        if self.plain:
+            found["memory"] = Scanned(self.memory, key, value)
+        if self.self_reference is not None:
+            own = self.self_reference
+            window = own.period if own.refers else None
+            found["self_reference.memory"] = Scanned(own.memory, head, head, window)
+        if self.feature_memory is not None:
+            width = key if self.plain else head
+            found["feature_memory"] = Scanned(self.feature_memory, width, width)
+        for index, level in enumerate(self.levels):
+            own = self.d_model // (level.heads or self.heads)
+            path, key = f"levels[{index}]", level.d_key or own
+            found[f"{path}.memory"] = Scanned(level.rule, key, level.d_value or own)
+            if level.feature_memory is not None:
+                found[f"{path}.feature_memory"] = Scanned(level.feature_memory, key, key)
+        return found
 
     def _is_set(self, field: str) -> bool:
         return bool(getattr(self, field) != type(self).model_fields[field].default)

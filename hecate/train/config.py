@@ -112,18 +112,19 @@ class ExperimentConfig(Config):
         """Length of the training sequences."""
         return self.data.length() or self.budget.seq_len or TEXT_LENGTH
 
-    def engine(self) -> tuple[str, str]:
-        """The engine that runs the model's memory on this machine in training, and why."""
-        model = self.model
-        d_phi = model.memory.feature_map.output_dim(model.d_key or model.d_model // model.heads)
-        return choose_engine(
-            model.memory,
-            "auto",
-            length=self.seq_len,
-            cells=d_phi * (model.d_value or model.d_model // model.heads),
-            device=self.budget.device,
-            dtype=model.memory.dtype,
-        )
+    def engines(self) -> dict[str, tuple[str, str]]:
+        """The engine that runs each memory on this machine in training, and why, by its path."""
+        return {
+            path: choose_engine(
+                rule.config,
+                "auto",
+                length=min(self.seq_len, rule.window or self.seq_len),
+                cells=rule.config.feature_map.output_dim(rule.d_key) * rule.d_value,
+                device=self.budget.device,
+                dtype=rule.config.dtype,
+            )
+            for path, rule in self.model.rules().items()
+        }
 
     def model_for_data(self) -> LanguageModelConfig:
         """The model's config with the vocabulary filled in from the data."""
