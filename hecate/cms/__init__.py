@@ -2,6 +2,7 @@
 
 from hecate.cms.cms import CMS
 from hecate.cms.config import Aggregation, CMSConfig, Composition, LevelConfig
+from hecate.cms.health import LevelHealth
 from hecate.cms.self_reference import SelfReferenceConfig, SelfReferentialState
 from hecate.cms.self_referential import SelfReferential
 from hecate.cms.state import CMSState
@@ -13,6 +14,7 @@ __all__ = [
     "CMSState",
     "Composition",
     "LevelConfig",
+    "LevelHealth",
     "SelfReferenceConfig",
     "SelfReferential",
     "SelfReferentialState",

@@ -13,6 +13,7 @@ from hecate.train.document import dump_yaml
 from hecate.train.evaluate import UNIT, Score, StateLeaf, state_leaves
 from hecate.train.figures import draw_figures
 from hecate.train.files import write_file
+from hecate.train.levels import HEADER, health_rows, model_health
 from hecate.train.metrics import read_metrics
 from hecate.train.trainer import Trainer
 
@@ -34,6 +35,7 @@ def write_report(
         f"## Size\n\n{_sizes(trainer, leaves, records)}",
         "## Data\n\n" + _table(("fact", "value"), trainer.source.describe().items()),
         "## Figures\n\n" + _figures(figures),
+        *_levels(trainer),
         "## Memory\n\n" + _memory(config.model.model_dump(mode="json")),
         "## State after one validation sequence\n\n" + _states(leaves, config.seq_len),
         "## Repeat\n\n" + _commands(folder),
@@ -80,6 +82,19 @@ def _figures(figures: Sequence[Path] | None) -> str:
     if figures is None:
         return "Not drawn: matplotlib is not installed (`pip install hecate[plot]`)."
     return "\n\n".join(f"![{path.stem}](figures/{path.name})" for path in figures)
+
+
+def _levels(trainer: Trainer) -> list[str]:
+    """A section on the levels of a model that has any."""
+    length = trainer.config.seq_len
+    health = model_health(trainer.model, trainer.source, length, trainer.device)
+    if not health:
+        return []
+    text = (
+        "On one validation sequence. Half-life: tokens after which the retain gates leave half of "
+        "a memory. Cotangent: what a unit cotangent of the layer's output puts on the level."
+    )
+    return [f"## Levels\n\n{text}\n\n{_table(HEADER, health_rows(health))}"]
 
 
 def _memory(model: Mapping[str, Any]) -> str:
