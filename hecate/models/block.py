@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from hecate.cms import CMS, SelfReferential
-from hecate.errors import ConfigError
+from hecate.cms import CMS, CMSState, SelfReferential
+from hecate.errors import ConfigError, ShapeError
 from hecate.models.config import LanguageModelConfig
 from hecate.nn import Composed, Memory
 from hecate.nn.parameters import blank, draw_normal, source_of
 
 
+class BlockState(NamedTuple):
+    """What a block with levels after its memory carries: a pytree of tensors."""
+
+    memory: Any
+    levels: CMSState
+
+    def detach(self) -> BlockState:
+        """The same state cut off from the graph that produced it."""
+        return pytree.tree_map_only(Tensor, Tensor.detach, self)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors."""
+        return int(self.memory.bytes + self.levels.bytes)
+
+
 class Block(nn.Module):
     """x + memory(norm(x)), then the same with levels where they follow, then x + mlp(x).
 
-    Its state is that of `memory`, or a tuple of both. What they are is what `LanguageModelConfig`
+    Its state is that of `memory`, or a `BlockState`. What they are is what `LanguageModelConfig`
     asks for; each is a layer `(x, state, masks) -> (y, state)`. [LM-MIXER-D1]
     """
 
@@ -61,11 +78,16 @@ class Block(nn.Module):
             y, after = self.memory(self.memory_norm(x), state, **masks)
             x = x + y
         else:
+            if state is not None and not isinstance(state, BlockState):
+                raise ShapeError(
+                    "state of a block with levels after its memory must be a BlockState, got "
+                    f"{type(state).__name__}; was it made by another model?"
+                )
             first, second = (None, None) if state is None else state
             y, first = self.memory(self.memory_norm(x), first, **masks)
             x = x + y
             y, second = self.levels(self.levels_norm(x), second, **masks)
-            x, after = x + y, (first, second)
+            x, after = x + y, BlockState(first, second)
         return (x if self.mlp is None else x + self.mlp(x)), after
 
 
@@ -73,16 +95,21 @@ def _mixers(
     config: LanguageModelConfig, name: str, **how: Any
 ) -> tuple[nn.Module, nn.Module | None]:
     """A block's memory, and the levels that follow it."""
-    sizes, kind = (config.d_model, config.heads), config.attention and config.attention.kind
-    levels = None if config.cms is None else CMS(*sizes, config.cms, name=f"{name} levels", **how)
+    sizes, cms = (config.d_model, config.heads), config.cms
     own = _own_memory(config, name, **how)
-    follows = own is not None or kind == "attention"
-    memory = own if follows else levels
+    alone = config.attention is not None and config.attention.kind == "attention"
+    levels = None
+    if cms is not None and own is None and not alone:
+        own = CMS(*sizes, cms, name=f"{name} levels", **how)
+        cms = None
     if config.attention is not None:
-        memory = Composed(*sizes, config.attention, memory, name=name, **how)
-    if memory is None:
+        own = Composed(*sizes, config.attention, own, name=name, **how)
+    if own is None:
         raise ConfigError("a block needs a memory, levels or attention")
-    return memory, levels if follows else None
+    # Drawn in the order in which `reset_parameters` draws anew.
+    if cms is not None:
+        levels = CMS(*sizes, cms, name=f"{name} levels", **how)
+    return own, levels
 
 
 def _own_memory(config: LanguageModelConfig, name: str, **how: Any) -> nn.Module | None:

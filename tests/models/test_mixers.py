@@ -1,0 +1,155 @@
+"""Blocks of levels, self-referential memories and attention: streaming, sizes, refusals."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from hecate.cms import CMS, SelfReferential
+from hecate.errors import ConfigError, ShapeError
+from hecate.models import Hope, HopeConfig, LanguageModel, LanguageModelConfig
+from hecate.models.block import BlockState
+from hecate.nn import Composed, Memory
+from hecate.train import load_experiment
+from tests.models.test_language_model import config_of, model_of, tokens_of
+from tests.nn.layers import in_pieces, near, seeded
+
+LEVELS = [
+    {"name": "fast", "memory": "titans_linear"},
+    {
+        "name": "slow",
+        "period": 3,
+        "memory": {
+            "retention": "decay",
+            "algorithm": {"kind": "gd", "lr": 0.2},
+            "feature_map": "elu",
+            "key_norm": "l2",
+        },
+    },
+]
+MIXERS = {
+    "levels": ({"levels": LEVELS}, CMS, None),
+    "gated": (
+        {"levels": LEVELS, "composition": "independent", "aggregation": "gated"},
+        CMS,
+        None,
+    ),
+    "self": ({"self_reference": {}}, SelfReferential, None),
+    "hope": ({"self_reference": {}, "levels": LEVELS, "mlp_ratio": 0.0}, SelfReferential, CMS),
+    "hope_attention": (
+        {"attention": {"kind": "attention", "window": 4}, "levels": LEVELS},
+        Composed,
+        CMS,
+    ),
+    "mag": ({"memory": "titans_linear", "attention": {"window": 4}}, Composed, None),
+    "mac_levels": ({"levels": LEVELS, "attention": {"kind": "mac", "segment": 3}}, Composed, None),
+    "mal_self": (
+        {"self_reference": {}, "attention": {"kind": "mal", "window": 4}, "levels": LEVELS},
+        Composed,
+        CMS,
+    ),
+}
+
+
+@pytest.mark.spec("LM-MIXER-D1")
+@pytest.mark.parametrize("name", MIXERS)
+def test_any_split_of_every_mixer(name):
+    fields, first, second = MIXERS[name]
+    model, tokens = model_of(**fields), tokens_of()
+    block = model.blocks[0]
+    assert isinstance(block.memory, first)
+    assert block.levels is None if second is None else isinstance(block.levels, second)
+    y, state = model(tokens)
+    for cuts in ([4], list(range(1, 9))):
+        pieces, last = in_pieces(model, tokens, cuts)
+        near(pieces, y)
+        near(last, state)
+    assert state[0].detach().bytes == state[0].bytes > 0
+
+
+@pytest.mark.spec("LM-MIXER-D1")
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_future_changes_nothing_and_all_learn(name):
+    model, tokens = model_of(**MIXERS[name][0]), tokens_of()
+    changed = tokens.clone()
+    changed[:, 5] = (tokens[:, 5] + 1) % 11
+    near(model(changed)[0][:, :5], model(tokens)[0][:, :5], 1e-13)
+    logits, _ = model(tokens)
+    cross_entropy(logits.flatten(0, 1), tokens_of(seed=3).flatten()).backward()
+    assert [
+        n for n, item in model.named_parameters() if item.numel() and not item.grad.norm() > 0
+    ] == []
+
+
+def test_the_levels_stand_around_the_blocks_formula():
+    model, tokens = model_of(**MIXERS["hope"][0]), tokens_of()
+    x = model.embedding.weight[tokens] * 8**0.5
+    for block in model.blocks:
+        x = x + block.memory(block.memory_norm(x))[0]
+        x = x + block.levels(block.levels_norm(x))[0]
+    near(model(tokens)[0], model.norm(x) @ model.embedding.weight.mT)
+
+
+def test_draws_and_meta():
+    model = model_of(**MIXERS["hope"][0])
+    empty = model_of(9, device="meta", **MIXERS["hope"][0]).to_empty(device="cpu")
+    empty.reset_parameters(seeded())
+    near(empty.state_dict(), model.state_dict(), 0.0)
+
+
+REFUSED = {
+    "composition: 'nested' joins levels, and there are none": {"composition": "nested"},
+    "memory: belongs to a block's plain memory, but levels": {"levels": LEVELS, "memory": "titans"},
+    "qk_norm: .*self_reference takes its place": {"self_reference": {}, "qk_norm": "rms"},
+    "memory: .*attention takes its place": {
+        "attention": {"kind": "attention"},
+        "memory": "titans",
+    },
+    r"levels\[0\].*not divisible by heads=3": {"levels": [{"name": "a", "heads": 3}]},
+    r"levels\[1\]\.memory\.feature_map\.sigma: must be > 0.0, got -1.0": {
+        "levels": [
+            {"name": "a"},
+            {
+                "name": "b",
+                "memory": {"feature_map": {"kind": "random_fourier", "d_phi": 8, "sigma": -1.0}},
+            },
+        ]
+    },
+}
+
+
+@pytest.mark.spec("LM-MIXER-D2")
+@pytest.mark.parametrize("message", REFUSED)
+def test_settings_that_nothing_would_read(message):
+    with pytest.raises(ConfigError, match=message):
+        config_of(**REFUSED[message])
+
+
+def test_a_state_of_another_kind_is_refused():
+    _, state = model_of()(tokens_of())
+    with pytest.raises(ShapeError, match="BlockState, got LayerState"):
+        model_of(**MIXERS["hope"][0])(tokens_of(), state)
+
+
+@pytest.mark.spec("LM-HOPE-D1")
+def test_hope_is_a_language_model_with_other_defaults():
+    sizes = {"vocab_size": 11, "d_model": 8, "heads": 2, "layers": 1}
+    config = HopeConfig(**sizes)
+    hope = Hope(config, generator=seeded())
+    assert isinstance(hope.blocks[0].memory, SelfReferential) and hope.blocks[0].mlp is None
+    assert [level.period for level in hope.blocks[0].levels.config.levels] == [16, 64, 256]
+    plain = LanguageModel(LanguageModelConfig(**config.model_dump()), generator=seeded())
+    near(plain(tokens_of())[0], hope(tokens_of())[0], 0.0)
+    _, state = hope(tokens_of())
+    assert isinstance(state[0], BlockState)
+    attention = HopeConfig(
+        **sizes, self_reference=None, attention={"kind": "attention", "window": 4}
+    )
+    assert isinstance(Hope(attention).blocks[0].memory, Composed)
+
+
+@pytest.mark.parametrize("preset", ["cms", "hope", "mac", "mag", "mal"])
+def test_presets_name_the_rules_of_their_blocks(preset):
+    config = load_experiment(preset)
+    block = LanguageModel(config.model_for_data(), device="meta").blocks[0]
+    memories = [item for item in block.modules() if isinstance(item, Memory | SelfReferential)]
+    assert len(memories) == len(config.model.rules()) == len(config.engines())
