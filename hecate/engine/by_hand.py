@@ -15,23 +15,37 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hecate.rule.rule import one, several
 from hecate.tape import Block, Tensors, differentiable
+from hecate.tape.block import distinct
 
 
 class ByHand(NamedTuple):
     """A forward pass, its hand-written backward pass, and the same in plain torch.
 
-    forward: (inputs, keeps) -> (outputs, record), the record being empty unless it is to be kept.
+    forward: (inputs, keeps) -> (outputs, record), the record, tensors in any nesting, being needed
+    only if it is to be kept.
     vjp: (inputs, record, cotangents) -> cotangents of the inputs.
     plain: (*inputs) -> outputs, in differentiable operations only.
     """
 
     name: str
-    forward: Callable[[Tensors, bool], tuple[Tensors, Tensors]]
-    vjp: Callable[[Tensors, Tensors, Sequence[Tensor]], Tensors]
+    forward: Callable[[Tensors, bool], tuple[Tensors, Any]]
+    vjp: Callable[[Tensors, Any, Sequence[Tensor]], Sequence[Tensor | None]]
     plain: Callable[..., Tensors]
+
+    @classmethod
+    def of(cls, block: Block) -> ByHand:
+        """A block with its own VJP under autograd too, where recording its operations one by one
+        would pass over the tensors several times as often."""
+        return cls(
+            block.name,
+            lambda inputs, _: block.forward(*inputs),
+            lambda _, residuals, cotangents: block.pullback(residuals, cotangents),
+            lambda *inputs: block.forward(*inputs)[0],
+        )
 
     def block(self, *, keeps: bool) -> Block:
         """As a tape block; `keeps` says whether a tape will pull it back."""
@@ -45,14 +59,14 @@ class ByHand(NamedTuple):
             outputs, record = self.forward(inputs, keeps)
             return outputs, (inputs, record if keeps else None)
 
-        def vjp(residuals: tuple[Tensors, Tensors | None], *cotangents: Tensor) -> Tensors:
+        def vjp(residuals: tuple[Tensors, Any], *cotangents: Tensor) -> Sequence[Tensor | None]:
             return self.pullback(*residuals, cotangents)
 
         return Block(self.name, forward, vjp)
 
     def pullback(
-        self, inputs: Tensors, record: Tensors | None, cotangents: Sequence[Tensor]
-    ) -> Tensors:
+        self, inputs: Tensors, record: Any, cotangents: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
         """Cotangents of the inputs: by hand, or by torch where it has to see every operation."""
         if is_traced(*inputs):
             return tuple(Block(self.name, self._blank).pullback(inputs, cotangents))
@@ -92,15 +106,20 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hand: ByHand, *inputs: Tensor | None) -> Tensors:
         outputs, record = hand.forward(inputs, True)
+        leaves, ctx.layout = tree_flatten(record)
+        tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
+        ctx.numbers = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         ctx.hand, ctx.count = hand, len(inputs)
-        ctx.save_for_backward(*inputs, *record)
-        return outputs
+        ctx.save_for_backward(*inputs, *tensors)
+        return distinct(outputs, set(map(id, inputs)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
-        pulled = ctx.hand.pullback(saved[: ctx.count], saved[ctx.count :], cotangents)
-        return None, *pulled
+        pairs = zip(saved[ctx.count :], ctx.numbers, strict=True)
+        leaves = [number if tensor is None else tensor for tensor, number in pairs]
+        record = tree_unflatten(leaves, ctx.layout)
+        return None, *ctx.hand.pullback(saved[: ctx.count], record, cotangents)
 
 
 def is_traced(*tensors: Tensor | None) -> bool:

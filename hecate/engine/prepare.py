@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +51,8 @@ def to_tokens(
     if inputs.position is not None:
         params = {**params, "position": inputs.position.unsqueeze(-1)}
     block, tensors = config.feature_map.block(params)
+    if block.hand_written:
+        block = ByHand.of(block).block(keeps=run is not execute)
     phi_k = one(run(block, k, *tensors, label="phi(k)"))
     phi_q = one(run(block, q, *tensors, label="phi(q)"))
     if config.key_norm != "none":
@@ -178,19 +179,9 @@ def _divide_vjp(residuals: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Te
     return g, torch.where(filled, -(g * mean).sum(-1, keepdim=True), 0.0)
 
 
-def _by_hand(name: str, forward: Callable[..., Any], vjp: Callable[..., Any]) -> ByHand:
-    """For autograd too: its own derivative passes over the tensors several times as often."""
-    return ByHand(
-        name,
-        lambda inputs, _: forward(*inputs),
-        lambda _, record, cotangents: vjp(record, *cotangents),
-        lambda *inputs: forward(*inputs)[0],
-    )
-
-
-L2_NORM = _by_hand("l2_norm", _l2_norm, _l2_norm_vjp)
-SUM_NORM = _by_hand("sum_norm", _sum_norm, _sum_norm_vjp)
-DIVIDE = _by_hand("normalizer", _divide, _divide_vjp)
+L2_NORM = ByHand.of(Block("l2_norm", _l2_norm, _l2_norm_vjp))
+SUM_NORM = ByHand.of(Block("sum_norm", _sum_norm, _sum_norm_vjp))
+DIVIDE = ByHand.of(Block("normalizer", _divide, _divide_vjp))
 _FOLD = Block("fold_heads", _fold, _fold_vjp)
 _NORMALIZED = Block("step.normalized", _normalized, _normalized_vjp)
 _IMPLICIT = Block("step.implicit", _implicit, _implicit_vjp)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hecate.phi.base import Params, Traits, compute_dtype
 from hecate.phi.random import Norms, RandomMap, default_width, project_precisely, projections
+from hecate.tape.activation import activate_vjp
 
 Order = Literal[0, 1, 2]
 
@@ -59,27 +60,25 @@ class ArcCosine(RandomMap):
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         w = self.drawn(params, "w")
-        z = project_precisely(x, w)
-        features = _rectified(z, self.order) / math.sqrt(w.shape[-1])
-        return features.to(x.dtype), (w, z)
+        count = w.shape[-1]
+        if self.order == 0:
+            # The sign has the derivative 0 everywhere; a comparison would cut the graph instead.
+            z = project_precisely(x, w).sign().relu()
+            return (z / math.sqrt(count)).to(x.dtype), (w, z)
+        w = w / count ** (0.5 / self.order)
+        z = project_precisely(x, w).relu_()
+        return (z if self.order == 1 else z.square()).to(x.dtype), (w, z)
 
     def vjp(self, residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         w, z = residuals
-        slope = self.order * _rectified(z, self.order - 1) if self.order else torch.zeros_like(z)
-        gz = slope * g / math.sqrt(w.shape[-1])
+        wide = g.to(z.dtype)
+        gz = activate_vjp("relu", z, wide) if self.order == 1 else self.order * z * wide
         return project_precisely(gz, w.mT).to(g.dtype), {}
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
         d = x.shape[-1]
         shrunk = self.order == 2 and self.norms == "sqrt"
         return arc_cosine(x, y, self.order) * (d / (d + 2) if shrunk else 1.0)
-
-
-def _rectified(z: Tensor, order: int) -> Tensor:
-    if order == 0:
-        # The sign has the derivative 0 everywhere; a comparison would cut the graph instead.
-        return z.sign().relu()
-    return z.relu() if order == 1 else z.relu().square()
 
 
 def arc_cosine(x: Tensor, y: Tensor, order: Order) -> Tensor:

@@ -230,7 +230,9 @@ def project(x: Tensor, w: Tensor) -> Tensor:
         raise ShapeError(
             f"expected inputs [..., {w.shape[0]} heads, {w.shape[1]}], got {list(x.shape)}"
         )
-    return (x.unsqueeze(-2) @ w).squeeze(-2)
+    # One product for each head: to `@`, every token would have a matrix of its own.
+    rows = x.reshape(-1, *x.shape[-2:]).transpose(0, 1)
+    return torch.bmm(rows, w).transpose(0, 1).reshape(*x.shape[:-1], w.shape[-1])
 
 
 def project_vjp(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, position_of
+from hecate.tape.activation import activate_vjp
 from hecate.tape.bridge import can_inspect
 
 
@@ -52,7 +53,8 @@ class CosFormer(FeatureMap):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         x, cos, sin = residuals
         g_cos, g_sin = g.to(cos.dtype).chunk(2, -1)
-        return torch.where(x > 0, g_cos * cos + g_sin * sin, 0).to(x.dtype), {}
+        rectified = torch.addcmul(g_cos * cos, g_sin, sin).to(x.dtype)
+        return activate_vjp("relu", x, rectified), {}
 
     def _turn(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         inside = (position >= 0) & (position <= self.max_length)

@@ -53,13 +53,14 @@ class PerformerReLU(RandomMap):
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         w = self.drawn(params, "w")
-        z = project_precisely(x, w)
-        features = (z.clamp(min=0) + self.kernel_epsilon) / math.sqrt(w.shape[-1])
-        return features.to(x.dtype), (w, z > 0)
+        w, lift = w / math.sqrt(w.shape[-1]), self._lift(w)
+        # In place: a pass over fresh memory costs more than the arithmetic.
+        features = torch.threshold_(project_precisely(x, w).add_(lift), lift, lift)
+        return features.to(x.dtype), (w, features)
 
     def vjp(self, residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        w, active = residuals
-        gz = torch.where(active, g.to(compute_dtype(g)), 0) / math.sqrt(w.shape[-1])
+        w, features = residuals
+        gz = torch.ops.aten.threshold_backward(g.to(features.dtype), features, self._lift(w))
         return project_precisely(gz, w.mT).to(g.dtype), {}
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
@@ -68,6 +69,9 @@ class PerformerReLU(RandomMap):
         eps, length = self.kernel_epsilon, self._mean_norm(x.shape[-1])
         mean_relu: Tensor = length * (a + b) / math.sqrt(2 * math.pi)
         return arc_cosine(x, y, 1) + mean_relu * eps + eps**2
+
+    def _lift(self, w: Tensor) -> float:
+        return self.kernel_epsilon / math.sqrt(w.shape[-1])
 
     def _mean_norm(self, d: int) -> float:
         # Mean length of a row of W relative to that of a Gaussian vector.

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.phi.base import Params, Traits
+from hecate.phi.base import Params, Traits, project
 from hecate.phi.monomials import bounded, powers, powers_vjp
 from hecate.phi.random import RandomMap, normal, project_precisely
 from hecate.tape.bridge import without_autocast
@@ -119,4 +119,6 @@ def _paired_vjp(z: Tensor, g: Tensor) -> Tensor:
 def _mixed(z: Tensor, v: Tensor) -> Tensor:
     """Each node `[..., n, sketch]` times a matrix of its own, v `[H, n, sketch, sketch]`."""
     with without_autocast(z.device.type):
-        return (z.unsqueeze(-2) @ (v[0] if v.shape[0] == 1 else v)).squeeze(-2)
+        if v.shape[0] == 1:
+            return project(z, v[0])
+        return project(z.flatten(-3, -2), v.flatten(0, 1)).unflatten(-2, v.shape[:2])

@@ -122,17 +122,13 @@ class RandomMaclaurin(RandomMap):
         z, w, scale = residuals
         factors = z.unbind(-2)
         # No division by a factor, which may be 0.
-        before, after = _running(factors), _running(factors[::-1])[::-1]
         given = g.to(z) * per_head(scale, g).to(z)
-        gz = torch.stack([given * b * a for b, a in zip(before, after, strict=True)], -2)
+        *before, last = accumulate(factors[:-1], mul, initial=given)
+        after = [*accumulate(factors[:0:-1], mul)][::-1]
+        gz = torch.stack([*map(mul, before, after), last], -2)
         return project_precisely(gz.flatten(-2), w.mT).to(g.dtype), {}
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
         """The series up to its degree, sum_n a_n (x.y)^n."""
         z = (x * y).sum(-1)
         return torch.stack([a * z**n for n, a in enumerate(self.terms)]).sum(0)
-
-
-def _running(factors: tuple[Tensor, ...]) -> list[Tensor]:
-    """The products of all factors before each."""
-    return list(accumulate(factors[:-1], mul, initial=torch.ones_like(factors[0])))

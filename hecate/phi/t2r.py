@@ -8,8 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype
+from hecate.phi.base import FeatureMap, Params, Traits
 from hecate.phi.learned import affine, affine_vjp, scaled_normal, seeded
+from hecate.tape.activation import activate_vjp
 
 
 class T2R(FeatureMap):
@@ -52,12 +53,11 @@ class T2R(FeatureMap):
         return {"learned": {"weight": weight, "bias": bias}, "frozen": {}}
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Any]]:
-        z = affine(self.kind, x, params)
-        return z.relu().to(x.dtype), (z > 0, x, params)
+        features = affine(self.kind, x, params).relu_()
+        return features.to(x.dtype), (features, x, params)
 
     def vjp(
         self, residuals: tuple[Tensor, Tensor, Any], g: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        active, x, params = residuals
-        dtype = torch.promote_types(compute_dtype(x), params["learned"]["weight"].dtype)
-        return affine_vjp(x, params, torch.where(active, g.to(dtype), 0))
+        features, x, params = residuals
+        return affine_vjp(x, params, activate_vjp("relu", features, g.to(features.dtype)))

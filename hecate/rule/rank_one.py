@@ -46,7 +46,7 @@ def rank_one_block(
         past = trace(graph, memory, p.unsqueeze(1))
         outputs, of_bias = loss.apply((past.values[-1].squeeze(1), v))
         d, h, flowed = factors(graph, memory, past, one(outputs).unsqueeze(1))
-        down = -lr[:, None, None]
+        down = -over(lr, memory[0])
         stepped = [down * di for di in d]
         keep = over(retain, memory[0]) if decays else None
         if slots:

@@ -138,15 +138,19 @@ def traced(graph: Graph, values: list[Tensor]) -> Trace:
 
 
 def backward(
-    graph: Graph, weights: Sequence[Tensor], past: Trace, flowing: Cotangents
+    graph: Graph,
+    weights: Sequence[Tensor],
+    past: Trace,
+    flowing: Cotangents,
+    lowest: int = INPUT,
 ) -> Cotangents:
-    """Backpropagation: completes the cotangents of all values, in place."""
+    """Backpropagation: completes the cotangents of all values from the lowest on, in place."""
     for index in reversed(range(len(graph.nodes))):
         node, g = graph.nodes[index], flowing[index + 1]
         if g is None:
             continue
         if isinstance(node, Linear):
-            if node.source != ONE:
+            if node.source >= lowest:
                 flowing.add(node.source, torch.bmm(g, weights[node.weight]))
         else:
             for at, share in zip(node.sources, node.op.vjp(past.slopes[index], g), strict=True):
@@ -157,10 +161,11 @@ def backward(
 def factors(
     graph: Graph, weights: Sequence[Tensor], past: Trace, u: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Cotangents]:
-    """d and h of every weight from the cotangent u of the prediction, and all cotangents."""
+    """d and h of every weight from the cotangent u of the prediction, and the cotangents of all
+    values but the input."""
     flowing = Cotangents(len(past.values))
     flowing.add(len(graph.nodes), u)
-    backward(graph, weights, past, flowing)
+    backward(graph, weights, past, flowing, lowest=INPUT + 1)
     d: dict[int, Tensor] = {}
     h: dict[int, Tensor] = {}
     layers = [(at, node) for at, node in enumerate(graph.nodes, 1) if isinstance(node, Linear)]
