@@ -23,7 +23,6 @@ from hecate.engine.launch import load_kernels, scan, scan_vjp
 from hecate.engine.parallel import parallel, parallel_refusal
 from hecate.engine.sequential import sequential
 from hecate.engine.tokens import Carry, Tokens
-from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
 from hecate.structure import Matrix, Memory, Vector
@@ -47,7 +46,6 @@ def compiled_refusal(
         )
     for name, knob, known in (
         ("structure", rule.structure, (Matrix, Vector)),
-        ("retention", rule.retention, (NoRetention, Decay)),
         ("algorithm", rule.algorithm, (GD, Momentum)),
     ):
         if type(knob) not in known:
@@ -56,6 +54,11 @@ def compiled_refusal(
         return "its kernels know momentum without nesterov"
     if rule.bias.kernel_form() is None:
         return f"bias {rule.bias.kind!r} as configured has no kernel"
+    step = rule.retention.kernel_form()
+    if step is None:
+        return f"retention {rule.retention.kind!r} as configured has no kernel"
+    if step.threshold is not None and config.decay_order == "before_gradient":
+        return f"retention {rule.retention.kind!r} ahead of the gradient has no kernel"
     if device != "cpu":
         return f"its kernels run on the CPU, the tensors are on {device}"
     if dtype not in (torch.float32, torch.float64):

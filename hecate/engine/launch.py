@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hecate.bias import KernelForm
 from hecate.engine.tokens import Tokens
+from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors
 
@@ -58,6 +59,14 @@ class Scan(NamedTuple):
         if form is None:
             raise TypeError(f"bias {self.config.bias.kind!r} has no kernel")
         return form
+
+    @property
+    def step(self) -> StepForm:
+        """What the kernels know of the retention."""
+        step = self.config.retention.kernel_form()
+        if step is None:
+            raise TypeError(f"retention {self.config.retention.kind!r} has no kernel")
+        return step
 
     @property
     def vectors(self) -> int | None:
@@ -130,6 +139,7 @@ class Scan(NamedTuple):
             FORMS[self.form.name],
             number(self.form.a),
             number(self.form.b),
+            None if self.step.threshold is None else number(self.step.threshold),
             self.tokens.retain.dim() == 3 or (None if self.vectors else False),
             config.decay_order == "before_gradient",
             config.read == "before",
@@ -204,6 +214,7 @@ def scan_vjp(
         scratch = [
             states,
             states if slots else None,
+            None if call.step.threshold is None else states,
             ROWS * call.segment,
             *[lanes * call.segment] * 2,
         ]

@@ -8,7 +8,8 @@ vectors. Where u does not look at the memory (bias dot), columns do not meet eit
 go in tiles of that width.
 
 The backward runs a segment forward once more, which pulls the reads back and keeps, for its four
-rows, what the walk in reverse needs: nothing for a hebbian memory. [ENG-NUM-D1, ENG-NUM-V1]
+rows, what the walk in reverse needs: nothing for a hebbian memory. Where steps end in a threshold, what it
+lets through of a cotangent is where the memory after it is not 0. [ENG-NUM-D1, ENG-NUM-V1]
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hecate.engine.fours import (
     inner,
     keep,
     learned,
+    living,
     meeting,
     minus,
     note,
@@ -29,6 +31,7 @@ from hecate.engine.fours import (
     pull,
     quartet,
     scaled,
+    shrunken,
     tally,
     tally_row,
     times,
@@ -52,7 +55,7 @@ from hecate.engine.rows import ROWS
 @helper
 def _write(
     n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y,
-    preds, kept, kept_S, place, form, a, b, channels, order, before, width,
+    preds, kept, kept_S, place, form, a, b, cut, channels, order, before, width,
 ):  # fmt: skip
     """Four rows, from column j, through a segment of tokens."""
     o = (n * V + c) * P + j
@@ -92,6 +95,8 @@ def _write(
             M4 = added(M4, S4)
         else:
             M4 = plus(M4, u, kt)
+        if cut is not None:
+            M4 = shrunken(M4, cut)
         if not before:
             note(y, to, inner(M4, qt), j)
     keep(M, o, P, M4)
@@ -102,7 +107,7 @@ def _write(
 @kernel
 def forward(
     lo, hi, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds, kept,
-    kept_S, segment, form, a, b, channels, order, before, width,
+    kept_S, segment, form, a, b, cut, channels, order, before, width,
 ):  # fmt: skip
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     pieces = (T + segment - 1) // segment
@@ -113,7 +118,7 @@ def forward(
             for j in range(0, P, len(width) * lanes(k)):
                 _write(
                     n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset,
-                    initial, M, S, y, preds, kept, kept_S, (job * V + c) * P + j, form, a, b,
+                    initial, M, S, y, preds, kept, kept_S, (job * V + c) * P + j, form, a, b, cut,
                     channels, order, before, width,
                 )  # fmt: skip
 
@@ -121,7 +126,7 @@ def forward(
 @helper
 def _replay(
     n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
-    kept_S, place, gy, gq, form, a, b, channels, order, before, width, states, states_S, us,
+    kept_S, place, gy, gq, form, a, b, cut, channels, order, before, width, states, states_S, after, us,
 ):  # fmt: skip
     """Four rows once more: their state and u at every token of a segment; what reads send to q."""
     M4, W = four(kept, place, P, width), len(width) * lanes(k)
@@ -152,6 +157,9 @@ def _replay(
             M4 = added(M4, S4)
         else:
             M4 = plus(M4, times(-lr[at], u), kt)
+        if cut is not None:
+            M4 = shrunken(M4, cut)
+            keep(after, i * W, W, M4)
         if not before:
             accumulate(gq, row, combined(g, M4), c)
 
@@ -159,8 +167,8 @@ def _replay(
 @helper
 def _walk(
     n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, preds, gy, G, H,
-    g_initial, gk, gv, glr, gr, gm, form, a, b, channels, order, before, width, states, states_S,
-    us, sums_r, sums_m,
+    g_initial, gk, gv, glr, gr, gm, form, a, b, cut, channels, order, before, width, states, states_S,
+    after, us, sums_r, sums_m,
 ):  # fmt: skip
     """Four rows backwards through a segment, their cotangents in registers."""
     o = (n * V + c) * P + j
@@ -175,6 +183,8 @@ def _walk(
         if not before or not writes:
             G4 = plus(G4, g, qt)
         if writes:
+            if cut is not None:
+                G4 = living(G4, four(after, i * ROWS * W, W, width))
             kt, l, u = load_row(k, row, width), lr[at], quartet(us, i * ROWS)
             if retain is not None:
                 rt = gate(retain, at, row, channels, kt, width)
@@ -226,8 +236,8 @@ def _walk(
 @kernel
 def backward(
     lo, hi, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept, kept_S, gy,
-    G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, channels, order, before, width,
-    states, states_S, us, sums_r, sums_m,
+    G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, cut, channels, order, before, width,
+    states, states_S, after, us, sums_r, sums_m,
 ):  # fmt: skip
     """Cotangents of all inputs, added to zeros, from those of y (gy) and, in place, of the final M
     and S (G, H)."""
@@ -242,13 +252,13 @@ def backward(
                     place = ((n * pieces + piece) * V + c) * P + j
                     _replay(
                         n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset,
-                        initial, preds, kept, kept_S, place, gy, gq, form, a, b, channels, order,
-                        before, width, states, states_S, us,
+                        initial, preds, kept, kept_S, place, gy, gq, form, a, b, cut, channels, order,
+                        before, width, states, states_S, after, us,
                     )  # fmt: skip
                     _walk(
                         n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset,
-                        preds, gy, G, H, g_initial, gk, gv, glr, gr, gm, form, a, b, channels,
-                        order, before, width, states, states_S, us, sums_r, sums_m,
+                        preds, gy, G, H, g_initial, gk, gv, glr, gr, gm, form, a, b, cut, channels,
+                        order, before, width, states, states_S, after, us, sums_r, sums_m,
                     )  # fmt: skip
             for at in range(start, end):
                 i = (at - start) * lanes(k)
