@@ -12,6 +12,7 @@ Second derivatives and batched cotangents go through the torch engines instead. 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,10 +22,11 @@ from hecate.engine.by_hand import ByHand
 from hecate.engine.coordinates import by_coordinate
 from hecate.engine.launch import load_kernels, scan, scan_vjp
 from hecate.engine.parallel import parallel, parallel_refusal
+from hecate.engine.prepare import fold_heads, unfold_heads
 from hecate.engine.sequential import sequential
 from hecate.engine.tokens import Carry, Tokens
 from hecate.rule import MemoryConfig
-from hecate.rule.rule import several
+from hecate.rule.rule import one, several
 from hecate.structure import Matrix, Memory, Vector
 from hecate.tape import Run, Tensors, execute
 
@@ -71,9 +73,10 @@ def compiled_refusal(
 def compiled(
     config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
-    """Runs a sequence in the kernels: outputs `[N, T, V]` and the final carry."""
+    """Runs a sequence in the kernels: outputs shaped like the values and the final carry."""
     if carry.memory[0].dim() == 2:
-        return by_coordinate(compiled, config, tokens, carry, initial, run=run)
+        folded = partial(by_coordinate, compiled, config)
+        return in_folds(folded, tokens, carry, initial, run=run)
 
     def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
         return scan(config, inputs, keeps=keeps)
@@ -94,16 +97,32 @@ def by_torch(config: MemoryConfig, like: Carry) -> Callable[..., Tensors]:
         memory, *slots = several(inputs[:states])
         own = like._replace(memory=(memory,), slots=tuple(slots))
         rest = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
-        y, new = engine(config, rest, own, several(inputs[states : states + 1]), run=execute)
+        start = several(inputs[states : states + 1])
+        y, new = in_folds(partial(engine, config), rest, own, start, run=execute)
         return (y, *new.memory, *new.slots)
 
     return plain
 
 
+def in_folds(
+    engine: Callable[..., tuple[Tensor, Carry]],
+    tokens: Tokens,
+    carry: Carry,
+    initial: Memory,
+    *,
+    run: Run,
+) -> tuple[Tensor, Carry]:
+    """Runs an engine that takes tokens `[N, T, *]` on those of any layout."""
+    if tokens.lr.dim() == 2:
+        return engine(tokens, carry, initial, run=run)
+    y, new = engine(fold_heads(tokens, run), carry, initial, run=run)
+    return one(run(unfold_heads(tokens.lr.shape[2]), y, label="heads")), new
+
+
 def run_kernel(
     kernel: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
-    """Runs a sequence in a kernel: outputs `[N, T, V]` and the final carry."""
+    """Runs a sequence in a kernel: outputs shaped like the values and the final carry."""
     block = kernel.block(keeps=run is not execute)
     y, memory, *slots = several(
         run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens")

@@ -20,6 +20,7 @@ from hecate.engine.rows import (
     collect,
     copy,
     fill,
+    first_token,
     products,
     psi,
     pulled,
@@ -47,16 +48,16 @@ def _gates(rows, k, ko, retain, at, P, channels, order):
 
 @kernel
 def forward(
-    lo, hi, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds, kept,
+    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds, kept,
     kept_S, segment, form, a, b, cut, channels, order, before, rows,
 ):  # fmt: skip
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     size, records, pieces = V * P, preds.size > 0, (T + segment - 1) // segment
     fill(rows, 0, P, 1.0)
     for n in range(lo, hi):
-        base = n * size
+        base, first = n * size, first_token(n, heads, T)
         for t in range(T):
-            at = n * T + t
+            at = first + t * heads
             ko, vo, l, m = at * P, at * V, lr[at], momentum[at]
             if records and t % segment == 0:
                 place = (n * pieces + t // segment) * size
@@ -97,13 +98,13 @@ def _learn(form, a, b, preds, v, vo, V, cols):
 
 @helper
 def _replay(
-    n, start, end, T, V, P, k, q, v, lr, retain, momentum, write, reset, preds, states, states_S,
+    first, heads, start, end, V, P, k, q, v, lr, retain, momentum, write, reset, preds, states, states_S,
     segment, form, a, b, cut, channels, order, rows, cols,
 ):  # fmt: skip
     """The states before every token of a segment, from the first of them and the predictions."""
     size = V * P
     for t in range(start, end if cut is not None else end - 1):  # its mask is in the state after it
-        at, to = n * T + t, (t - start + 1) * size
+        at, to = first + t * heads, (t - start + 1) * size
         o = (segment + 1) * size if reset.size > 0 and reset[at] else to - size
         if write.size > 0 and not write[at]:
             copy(states, o, states, to, size)
@@ -166,7 +167,7 @@ def _to_initial(G, H, g_initial, base, size):
 
 @kernel
 def backward(
-    lo, hi, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept, kept_S, gy,
+    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept, kept_S, gy,
     G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, cut, channels, order, before,
     rows, cols, states, states_S,
 ):  # fmt: skip
@@ -174,7 +175,7 @@ def backward(
     size, pieces, last = V * P, (T + segment - 1) // segment, (segment + 1) * V * P
     fill(rows, 0, P, 1.0)
     for n in range(lo, hi):
-        base = n * size
+        base, first = n * size, first_token(n, heads, T)
         if reset.size > 0:
             _keep_initial(initial, base, states, states_S, last, size)
         for piece in range(pieces - 1, -1, -1):
@@ -183,11 +184,12 @@ def backward(
             if H is not None:
                 copy(kept_S, (n * pieces + piece) * size, states_S, 0, size)
             _replay(
-                n, start, end, T, V, P, k, q, v, lr, retain, momentum, write, reset, preds, states,
+                first, heads, start, end, V, P, k, q, v, lr, retain, momentum, write, reset, preds, states,
                 states_S, segment, form, a, b, cut, channels, order, rows, cols,
             )  # fmt: skip
             for t in range(end - 1, start - 1, -1):
-                at, ko, l, m = n * T + t, (n * T + t) * P, lr[n * T + t], momentum[n * T + t]
+                at = first + t * heads
+                ko, l, m = at * P, lr[at], momentum[at]
                 resets = reset.size > 0 and reset[at]
                 writes = write.size == 0 or write[at]
                 o = (segment + 1) * size if resets else (t - start) * size

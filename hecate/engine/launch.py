@@ -37,7 +37,8 @@ def load_kernels(name: str = "kernels") -> ModuleType | None:
 
 
 class Scan(NamedTuple):
-    """The inputs of one call: states `[N, V, P]` (slot None without momentum) and tokens."""
+    """The inputs of one call: states `[N, V, P]` (slot None without momentum) and tokens, whose `[B,
+    T, H, *]` is read as it lies; `[N, T, *]` is that of one head."""
 
     config: MemoryConfig
     memory: Tensor
@@ -85,6 +86,16 @@ class Scan(NamedTuple):
         return count, -(-height // ROWS) * ROWS, -(-width // tile) * tile
 
     @property
+    def heads(self) -> int:
+        """Memories whose tokens lie side by side."""
+        return self.tokens.lr.shape[2] if self.tokens.lr.dim() == 3 else 1
+
+    @property
+    def channels(self) -> bool:
+        """Whether retain is a gate per phi channel."""
+        return self.tokens.retain.dim() > self.tokens.lr.dim()
+
+    @property
     def segment(self) -> int:
         """Tokens between kept states."""
         return max(SEGMENT, math.isqrt(self.tokens.v.shape[1]))
@@ -117,7 +128,7 @@ class Scan(NamedTuple):
             self.fitting(tokens.phi_q, columns=True),
             self.fitting(tokens.v, rows=True),
             tokens.lr,
-            self.fitting(tokens.retain, columns=tokens.retain.dim() == 3)
+            self.fitting(tokens.retain, columns=self.channels)
             if self.config.retention.uses_retain
             else None,
             tokens.momentum,
@@ -126,6 +137,7 @@ class Scan(NamedTuple):
             none if tokens.reset is None else self.padded(self.initial, rows=True, columns=True),
         )
         return [
+            self.heads,
             tokens.v.shape[1],
             *self.sizes[1:],
             *(item if item is None else flat(item) for item in given),
@@ -140,7 +152,7 @@ class Scan(NamedTuple):
             number(self.form.a),
             number(self.form.b),
             None if self.step.threshold is None else number(self.step.threshold),
-            self.tokens.retain.dim() == 3 or (None if self.vectors else False),
+            self.channels or (None if self.vectors else False),
             config.decay_order == "before_gradient",
             config.read == "before",
         ]
@@ -164,12 +176,12 @@ class Scan(NamedTuple):
 def scan(config: MemoryConfig, inputs: Tensors, *, keeps: bool) -> tuple[Tensors, Tensors]:
     """Outputs and final states; and the record for `scan_vjp` if asked for."""
     call = Scan.of(config, inputs)
-    (count, height, width), (_, length, v) = call.sizes, call.tokens.v.shape
+    (count, height, width), (*shape, v) = call.sizes, call.tokens.v.shape
     new = call.memory.new_empty
     memory = call.padded(call.memory, rows=True, columns=True)
     slot = None if call.slot is None else call.padded(call.slot, rows=True, columns=True)
-    y = new(count, length, height)
-    pieces = -(-length // call.segment)
+    y = new(*shape, height)
+    pieces = -(-shape[1] // call.segment)
     kept = new(count, pieces, height, width) if keeps else new(0)
     record = (new(y.shape if keeps else 0), kept, None if slot is None else kept.clone())
     buffers = [None if item is None else flat(item) for item in (memory, slot, y, *record)]
@@ -187,21 +199,20 @@ def scan_vjp(
 ) -> Tensors:
     """Cotangents of all inputs."""
     call = Scan.of(config, inputs)
-    (count, height, width), tokens = call.sizes, call.tokens
+    (_, height, width), tokens = call.sizes, call.tokens
     gy, *finals = cotangents
     memory, *slots = (call.padded(g, rows=True, columns=True) for g in finals)
-    length, v = tokens.v.shape[1:]
-    wide = tokens.retain.dim() == 3
+    *shape, v = tokens.v.shape
     zeros = call.memory.new_zeros
     new = zeros if tokens.write is not None else call.memory.new_empty  # masked: left as they are
     initial = zeros(memory.shape if tokens.reset is not None else 0)
     out = [
-        new(count, length, width),
-        new(count, length, width),
-        new(count, length, height),
-        zeros(count, length),
-        new((count, length, width) if wide else (count, length)),
-        new(count, length),
+        new(*shape, width),
+        new(*shape, width),
+        new(*shape, height),
+        zeros(*shape),
+        new(*shape, width) if call.channels else new(*shape),
+        new(*shape),
     ]
     slot = slots[0] if slots else None
     given = (*record, call.fitting(gy, rows=True), memory, slot, initial, *out)
@@ -224,7 +235,7 @@ def scan_vjp(
     p = call.memory.shape[2]
     gates = [
         out[3],
-        (out[4][..., :p] if wide else out[4]) if config.retention.uses_retain else None,
+        (out[4][..., :p] if call.channels else out[4]) if config.retention.uses_retain else None,
         out[5] if slots else None,
     ]
     return (*own, first, out[0][..., :p], out[1][..., :p], out[2][..., :v], *gates, None, None)

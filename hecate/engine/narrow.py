@@ -49,12 +49,12 @@ from hecate.engine.lanes import (
     splat_row,
     sums,
 )  # fmt: skip
-from hecate.engine.rows import ROWS
+from hecate.engine.rows import ROWS, first_token
 
 
 @helper
 def _write(
-    n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y,
+    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y,
     preds, kept, kept_S, place, form, a, b, cut, channels, order, before, width,
 ):  # fmt: skip
     """Four rows, from column j, through a segment of tokens."""
@@ -66,7 +66,8 @@ def _write(
         keep(kept, place, P, M4)
         if S is not None:
             keep(kept_S, place, P, S4)
-    for at in range(start, end):
+    for i in range(count):
+        at = start + i * heads
         if reset.size > 0 and reset[at]:
             M4 = four(initial, o, P, width)
             if S is not None:
@@ -106,18 +107,18 @@ def _write(
 
 @kernel
 def forward(
-    lo, hi, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds, kept,
+    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds, kept,
     kept_S, segment, form, a, b, cut, channels, order, before, width,
 ):  # fmt: skip
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     pieces = (T + segment - 1) // segment
     for job in range(lo * pieces, hi * pieces):
         n, first = job // pieces, job % pieces * segment
-        start, end = n * T + first, n * T + min(T, first + segment)
+        start, count = first_token(n, heads, T) + first * heads, min(T - first, segment)
         for c in range(0, V, ROWS):
             for j in range(0, P, len(width) * lanes(k)):
                 _write(
-                    n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset,
+                    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
                     initial, M, S, y, preds, kept, kept_S, (job * V + c) * P + j, form, a, b, cut,
                     channels, order, before, width,
                 )  # fmt: skip
@@ -125,15 +126,16 @@ def forward(
 
 @helper
 def _replay(
-    n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
+    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
     kept_S, place, gy, gq, form, a, b, cut, channels, order, before, width, states, states_S, after, us,
 ):  # fmt: skip
     """Four rows once more: their state and u at every token of a segment; what reads send to q."""
     M4, W = four(kept, place, P, width), len(width) * lanes(k)
     if kept_S is not None:
         S4 = four(kept_S, place, P, width)
-    for at in range(start, end):
-        i, row, to = (at - start) * ROWS, at * P + j, at * V + c
+    for step in range(count):
+        at = start + step * heads
+        i, row, to = step * ROWS, at * P + j, at * V + c
         if reset.size > 0 and reset[at]:
             M4 = four(initial, (n * V + c) * P + j, P, width)
             if kept_S is not None:
@@ -166,7 +168,7 @@ def _replay(
 
 @helper
 def _walk(
-    n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, preds, gy, G, H,
+    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, preds, gy, G, H,
     g_initial, gk, gv, glr, gr, gm, form, a, b, cut, channels, order, before, width, states, states_S,
     after, us, sums_r, sums_m,
 ):  # fmt: skip
@@ -176,8 +178,9 @@ def _walk(
     G4 = four(G, o, P, width)
     if H is not None:
         H4 = four(H, o, P, width)
-    for at in range(end - 1, start - 1, -1):
-        i, row, to = at - start, at * P + j, at * V + c
+    for i in range(count - 1, -1, -1):
+        at = start + i * heads
+        row, to = at * P + j, at * V + c
         qt, g = load_row(q, row, width), quartet(gy, to)
         writes = write.size == 0 or write[at]
         if not before or not writes:
@@ -235,7 +238,7 @@ def _walk(
 
 @kernel
 def backward(
-    lo, hi, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept, kept_S, gy,
+    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept, kept_S, gy,
     G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, cut, channels, order, before, width,
     states, states_S, after, us, sums_r, sums_m,
 ):  # fmt: skip
@@ -244,24 +247,25 @@ def backward(
     pieces, none = (T + segment - 1) // segment, splat(k, 0.0)
     for n in range(lo, hi):
         for piece in range(pieces - 1, -1, -1):
-            start, end = n * T + piece * segment, n * T + min(T, (piece + 1) * segment)
+            start = first_token(n, heads, T) + piece * segment * heads
+            count = min(T - piece * segment, segment)
             sums_r[:] = 0
             sums_m[:] = 0
             for c in range(0, V, ROWS):
                 for j in range(0, P, len(width) * lanes(k)):
                     place = ((n * pieces + piece) * V + c) * P + j
                     _replay(
-                        n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset,
+                        n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
                         initial, preds, kept, kept_S, place, gy, gq, form, a, b, cut, channels, order,
                         before, width, states, states_S, after, us,
                     )  # fmt: skip
                     _walk(
-                        n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset,
+                        n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
                         preds, gy, G, H, g_initial, gk, gv, glr, gr, gm, form, a, b, cut, channels,
                         order, before, width, states, states_S, after, us, sums_r, sums_m,
                     )  # fmt: skip
-            for at in range(start, end):
-                i = (at - start) * lanes(k)
-                first, gm[at], _, _ = sums(load(sums_r, i), load(sums_m, i), none, none)
+            for i in range(count):
+                at, to = start + i * heads, i * lanes(k)
+                total, gm[at], _, _ = sums(load(sums_r, to), load(sums_m, to), none, none)
                 if channels is None:
-                    gr[at] = first
+                    gr[at] = total

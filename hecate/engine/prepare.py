@@ -37,7 +37,7 @@ class Sequence(NamedTuple):
 def to_tokens(
     config: MemoryConfig, inputs: Sequence, params: Params, dtype: torch.dtype, run: Run
 ) -> Tokens:
-    """phi, key_norm, query_scale and the step rule, then heads folded into the batch."""
+    """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]`."""
     heads = inputs.lr.shape[2]
     q, k, v, lr, retain, momentum = (
         tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs"))
@@ -63,18 +63,26 @@ def to_tokens(
     if config.step != "raw":
         rule = _NORMALIZED if config.step == "normalized" else _IMPLICIT
         lr = one(run(rule, lr, phi_k, label="step"))
-    folded = [
-        one(run(_FOLD, tensor, label="heads")) for tensor in (phi_k, phi_q, v, lr, retain, momentum)
-    ]
-    masks = (None if mask is None else fold_mask(mask, heads) for mask in inputs[6:8])
-    return Tokens(*folded, *masks)
+    masks = (None if mask is None else by_head(mask, heads) for mask in inputs[6:8])
+    return Tokens(phi_k, phi_q, v, lr, retain, momentum, *masks)
+
+
+def by_head(mask: Tensor, heads: int) -> Tensor:
+    """`[B, T]` or `[B, T, H]` -> `[B, T, H]`."""
+    return mask if mask.dim() == 3 else mask.unsqueeze(-1).expand(*mask.shape, heads)
 
 
 def fold_mask(mask: Tensor, heads: int) -> Tensor:
     """`[B, T]` or `[B, T, H]` -> `[B*H, T]`."""
-    if mask.dim() == 2:
-        mask = mask.unsqueeze(-1).expand(*mask.shape, heads)
-    return mask.transpose(1, 2).flatten(0, 1)
+    return by_head(mask, heads).transpose(1, 2).flatten(0, 1)
+
+
+def fold_heads(tokens: Tokens, run: Run) -> Tokens:
+    """`[B, T, H, *]` -> `[B*H, T, *]`."""
+    heads = tokens.lr.shape[2]
+    folded = (one(run(_FOLD, tensor, label="heads")) for tensor in tokens[:6])
+    masks = (None if mask is None else fold_mask(mask, heads) for mask in tokens[6:])
+    return Tokens(*folded, *masks)
 
 
 def unfold_heads(heads: int) -> Block:

@@ -78,6 +78,12 @@ def slope(form, a, b, pred, target, u):
     return u / e * ((a - one) * e * e / (s * r) + b * b / (r * r)) if s > 0 else zero
 
 
+@inline
+def first_token(n, heads, T):
+    """Where the tokens of a memory begin in `[B, T, heads]`: they are `heads` apart."""
+    return n // heads * heads * T + n % heads
+
+
 @helper
 def copy(source, at, target, to, size):
     """target[to:] = source[at:]."""

@@ -44,6 +44,7 @@ from hecate.engine.prepare import (
     DIVIDE,
     Sequence,
     cast,
+    fold_heads,
     params_tensors,
     to_tokens,
     unfold_heads,
@@ -140,7 +141,7 @@ def memory_scan(
     sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
     runs = [_engine(chosen, part, sequence.v.dtype) for part in parts]
     along = len(parts) > 1 and counts_along(parts[0], chosen)
-    program = _program(parts, params, dtype, runs, along)
+    program = _program(parts, params, dtype, runs, along, folds=chosen != "compiled")
     flat = (*sequence, *held)
     y, *rest = program(tape, *flat) if tape is not None else differentiate(program, flat, autodiff)
     carries = split_carries(several(tuple(rest)), parts)
@@ -221,8 +222,11 @@ def _program(
     dtype: torch.dtype,
     engines: list[Callable[..., Any]],
     along: bool,
+    *,
+    folds: bool,
 ) -> Program:
-    """The scan as a function of its tensors; `along` lets one scan run memory and normaliser."""
+    """The scan as a function of its tensors; `along` lets one scan run memory and normaliser,
+    `folds` hands an engine heads folded into the batch."""
     config, fields, n_params = parts[0].config, len(Sequence._fields), len(params_tensors(params))
     # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to
     # another level, so only their number and order are used.
@@ -235,6 +239,8 @@ def _program(
         at = fields + n_params
         own = with_tensors(params, flat[fields:at])
         tokens = to_tokens(config, Sequence(*flat[:fields]), own, dtype, run)
+        heads = tokens.lr.shape[2]
+        tokens = fold_heads(tokens, run) if folds else tokens
         initials: list[Memory] = []
         carries: list[Carry] = []
         for _, count, layout, _ in layouts:
@@ -254,8 +260,7 @@ def _program(
         (y, _), *others = results
         for z, _ in others:
             y = one(run(DIVIDE.block(keeps=run is not execute), y, z, label="normalizer"))
-        heads = flat[Sequence._fields.index("lr")].shape[2]
-        y = one(run(unfold_heads(heads), y, label="heads"))
+        y = one(run(unfold_heads(heads), y, label="heads")) if folds else y
         if y.dtype != (given := flat[Sequence._fields.index("v")].dtype):
             y = one(run(cast(given), y, label="outputs"))
         return (y, *(tensor for _, carry in results for tensor in carry.flat))
@@ -279,7 +284,7 @@ def _counting(tokens: Tokens) -> Tokens:
 def _watched(
     parts: list[Part], sequence: Sequence, params: Params, dtype: torch.dtype
 ) -> list[Watched]:
-    tokens = to_tokens(parts[0].config, sequence, params, dtype, execute)
+    tokens = fold_heads(to_tokens(parts[0].config, sequence, params, dtype, execute), execute)
     return [
         Watched(part.config, _counting(tokens) if index else tokens, part.carry, part.initial)
         for index, part in enumerate(parts)
