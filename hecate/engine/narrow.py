@@ -49,7 +49,7 @@ from hecate.engine.lanes import (
     splat_row,
     sums,
 )  # fmt: skip
-from hecate.engine.rows import ROWS, first_token
+from hecate.engine.rows import ROWS, first_token, turn
 
 
 @helper
@@ -113,13 +113,14 @@ def forward(
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     pieces = (T + segment - 1) // segment
     for job in range(lo * pieces, hi * pieces):
-        n, first = job // pieces, job % pieces * segment
+        n, piece = turn(job, lo, hi, heads, pieces)
+        first = piece * segment
         start, count = first_token(n, heads, T) + first * heads, min(T - first, segment)
         for c in range(0, V, ROWS):
             for j in range(0, P, len(width) * lanes(k)):
                 _write(
                     n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
-                    initial, M, S, y, preds, kept, kept_S, (job * V + c) * P + j, form, a, b, cut,
+                    initial, M, S, y, preds, kept, kept_S, ((n * pieces + piece) * V + c) * P + j, form, a, b, cut,
                     channels, order, before, width,
                 )  # fmt: skip
 
@@ -245,27 +246,27 @@ def backward(
     """Cotangents of all inputs, added to zeros, from those of y (gy) and, in place, of the final M
     and S (G, H)."""
     pieces, none = (T + segment - 1) // segment, splat(k, 0.0)
-    for n in range(lo, hi):
-        for piece in range(pieces - 1, -1, -1):
-            start = first_token(n, heads, T) + piece * segment * heads
-            count = min(T - piece * segment, segment)
-            sums_r[:] = 0
-            sums_m[:] = 0
-            for c in range(0, V, ROWS):
-                for j in range(0, P, len(width) * lanes(k)):
-                    place = ((n * pieces + piece) * V + c) * P + j
-                    _replay(
-                        n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
-                        initial, preds, kept, kept_S, place, gy, gq, form, a, b, cut, channels, order,
-                        before, width, states, states_S, after, us,
-                    )  # fmt: skip
-                    _walk(
-                        n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
-                        preds, gy, G, H, g_initial, gk, gv, glr, gr, gm, form, a, b, cut, channels,
-                        order, before, width, states, states_S, after, us, sums_r, sums_m,
-                    )  # fmt: skip
-            for i in range(count):
-                at, to = start + i * heads, i * lanes(k)
-                total, gm[at], _, _ = sums(load(sums_r, to), load(sums_m, to), none, none)
-                if channels is None:
-                    gr[at] = total
+    for job in range(hi * pieces - 1, lo * pieces - 1, -1):
+        n, piece = turn(job, lo, hi, heads, pieces)
+        start = first_token(n, heads, T) + piece * segment * heads
+        count = min(T - piece * segment, segment)
+        sums_r[:] = 0
+        sums_m[:] = 0
+        for c in range(0, V, ROWS):
+            for j in range(0, P, len(width) * lanes(k)):
+                place = ((n * pieces + piece) * V + c) * P + j
+                _replay(
+                    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
+                    initial, preds, kept, kept_S, place, gy, gq, form, a, b, cut, channels, order,
+                    before, width, states, states_S, after, us,
+                )  # fmt: skip
+                _walk(
+                    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
+                    preds, gy, G, H, g_initial, gk, gv, glr, gr, gm, form, a, b, cut, channels,
+                    order, before, width, states, states_S, after, us, sums_r, sums_m,
+                )  # fmt: skip
+        for i in range(count):
+            at, to = start + i * heads, i * lanes(k)
+            total, gm[at], _, _ = sums(load(sums_r, to), load(sums_m, to), none, none)
+            if channels is None:
+                gr[at] = total

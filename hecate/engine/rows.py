@@ -84,6 +84,15 @@ def first_token(n, heads, T):
     return n // heads * heads * T + n % heads
 
 
+@inline
+def turn(job, lo, hi, heads, pieces):
+    """Memory and segment of a job: heads that lie side by side take turns, segment by segment."""
+    row = job // pieces // heads * heads
+    first, last = max(lo, row), min(hi, row + heads)
+    job -= first * pieces
+    return first + job % (last - first), job // (last - first)
+
+
 @helper
 def copy(source, at, target, to, size):
     """target[to:] = source[at:]."""
