@@ -22,11 +22,11 @@ from hecate.engine.by_hand import ByHand
 from hecate.engine.coordinates import by_coordinate
 from hecate.engine.launch import load_kernels, scan, scan_vjp
 from hecate.engine.parallel import parallel, parallel_refusal
-from hecate.engine.prepare import fold_heads, unfold_heads
+from hecate.engine.prepare import in_folds
 from hecate.engine.sequential import sequential
 from hecate.engine.tokens import Carry, Tokens
 from hecate.rule import MemoryConfig
-from hecate.rule.rule import one, several
+from hecate.rule.rule import several
 from hecate.structure import Matrix, Memory, Vector
 from hecate.tape import Run, Tensors, execute
 
@@ -75,8 +75,8 @@ def compiled(
 ) -> tuple[Tensor, Carry]:
     """Runs a sequence in the kernels: outputs shaped like the values and the final carry."""
     if carry.memory[0].dim() == 2:
-        folded = partial(by_coordinate, compiled, config)
-        return in_folds(folded, tokens, carry, initial, run=run)
+        folded = partial(by_coordinate, compiled)
+        return in_folds(folded, config, tokens, carry, initial, run=run)
 
     def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
         return scan(config, inputs, keeps=keeps)
@@ -98,25 +98,10 @@ def by_torch(config: MemoryConfig, like: Carry) -> Callable[..., Tensors]:
         own = like._replace(memory=(memory,), slots=tuple(slots))
         rest = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
         start = several(inputs[states : states + 1])
-        y, new = in_folds(partial(engine, config), rest, own, start, run=execute)
+        y, new = in_folds(engine, config, rest, own, start, run=execute)
         return (y, *new.memory, *new.slots)
 
     return plain
-
-
-def in_folds(
-    engine: Callable[..., tuple[Tensor, Carry]],
-    tokens: Tokens,
-    carry: Carry,
-    initial: Memory,
-    *,
-    run: Run,
-) -> tuple[Tensor, Carry]:
-    """Runs an engine that takes tokens `[N, T, *]` on those of any layout."""
-    if tokens.lr.dim() == 2:
-        return engine(tokens, carry, initial, run=run)
-    y, new = engine(fold_heads(tokens, run), carry, initial, run=run)
-    return one(run(unfold_heads(tokens.lr.shape[2]), y, label="heads")), new
 
 
 def run_kernel(

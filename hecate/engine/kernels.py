@@ -48,8 +48,8 @@ def _gates(rows, k, ko, retain, at, P, channels, order):
 
 @kernel
 def forward(
-    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds, kept,
-    kept_S, segment, form, a, b, cut, channels, order, before, rows,
+    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds,
+    kept, kept_S, segment, form, a, b, cut, channels, order, before, rows,
 ):  # fmt: skip
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     size, records, pieces = V * P, preds.size > 0, (T + segment - 1) // segment
@@ -98,8 +98,8 @@ def _learn(form, a, b, preds, v, vo, V, cols):
 
 @helper
 def _replay(
-    first, heads, start, end, V, P, k, q, v, lr, retain, momentum, write, reset, preds, states, states_S,
-    segment, form, a, b, cut, channels, order, rows, cols,
+    first, heads, start, end, V, P, k, q, v, lr, retain, momentum, write, reset, preds, states,
+    states_S, segment, form, a, b, cut, channels, order, rows, cols,
 ):  # fmt: skip
     """The states before every token of a segment, from the first of them and the predictions."""
     size = V * P
@@ -125,8 +125,8 @@ def _replay(
 
 @helper
 def _finish(k, ko, gk, gq, gr, sw, m, sm, P, moves, channels, order, seen, rows):
-    """Cotangents of phi_k, phi_q and retain (returned, with momentum's) from the sums of rows; those
-    for phi_q are over a state before the write unless it was the one that was seen."""
+    """Cotangents of phi_k, phi_q and retain (returned, with momentum's) from the sums of rows; for
+    phi_q these are over the state before the write, or else over the one `seen`."""
     total, slow, wrote = splat(k, 0.0), splat(k, m), splat(k, -sw)
     for j in range(0, P, lanes(k)):
         rj, kj = load(rows, j), load(k, ko + j)
@@ -167,9 +167,9 @@ def _to_initial(G, H, g_initial, base, size):
 
 @kernel
 def backward(
-    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept, kept_S, gy,
-    G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, cut, channels, order, before,
-    rows, cols, states, states_S,
+    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
+    kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, cut, channels, order,
+    before, rows, cols, states, states_S,
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final M and S (G, H)."""
     size, pieces, last = V * P, (T + segment - 1) // segment, (segment + 1) * V * P
@@ -184,8 +184,8 @@ def backward(
             if H is not None:
                 copy(kept_S, (n * pieces + piece) * size, states_S, 0, size)
             _replay(
-                first, heads, start, end, V, P, k, q, v, lr, retain, momentum, write, reset, preds, states,
-                states_S, segment, form, a, b, cut, channels, order, rows, cols,
+                first, heads, start, end, V, P, k, q, v, lr, retain, momentum, write, reset, preds,
+                states, states_S, segment, form, a, b, cut, channels, order, rows, cols,
             )  # fmt: skip
             for t in range(end - 1, start - 1, -1):
                 at = first + t * heads
@@ -206,8 +206,8 @@ def backward(
                         unwritten(states, o + r, G, base + r, q, ko, g0, g1, g2, g3, P, rows)
                         continue
                     d0, d1, d2, d3, more = collect(
-                        states, states_S, o + r, after, G, H, base + r, k, q, ko, g0, g1, g2, g3, P, rows,
-                        cut, before,
+                        states, states_S, o + r, after, G, H, base + r, k, q, ko, g0, g1, g2, g3, P,
+                        rows, cut, before,
                     )  # fmt: skip
                     sm = add(sm, more)
                     i = c - at * V

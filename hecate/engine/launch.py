@@ -37,8 +37,10 @@ def load_kernels(name: str = "kernels") -> ModuleType | None:
 
 
 class Scan(NamedTuple):
-    """The inputs of one call: states `[N, V, P]` (slot None without momentum) and tokens, whose `[B,
-    T, H, *]` is read as it lies; `[N, T, *]` is that of one head."""
+    """The inputs of one call: states `[N, V, P]` (slot None without momentum) and tokens.
+
+    Tokens `[B, T, H, *]` are read as they lie; `[N, T, *]` are those of one head.
+    """
 
     config: MemoryConfig
     memory: Tensor

@@ -8,8 +8,9 @@ vectors. Where u does not look at the memory (bias dot), columns do not meet eit
 go in tiles of that width.
 
 The backward runs a segment forward once more, which pulls the reads back and keeps, for its four
-rows, what the walk in reverse needs: nothing for a hebbian memory. Where steps end in a threshold, what it
-lets through of a cotangent is where the memory after it is not 0. [ENG-NUM-D1, ENG-NUM-V1]
+rows, what the walk in reverse needs: nothing for a hebbian memory. A threshold lets cotangents pass
+where the memory after it is not 0. Heads that lie side by side take turns, so that what one leaves
+of a page or a row of the cache is there for the next. [ENG-NUM-D1, ENG-NUM-V1]
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ from hecate.engine.rows import ROWS, first_token, turn
 
 @helper
 def _write(
-    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y,
-    preds, kept, kept_S, place, form, a, b, cut, channels, order, before, width,
+    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S,
+    y, preds, kept, kept_S, place, form, a, b, cut, channels, order, before, width,
 ):  # fmt: skip
     """Four rows, from column j, through a segment of tokens."""
     o = (n * V + c) * P + j
@@ -107,28 +108,30 @@ def _write(
 
 @kernel
 def forward(
-    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds, kept,
-    kept_S, segment, form, a, b, cut, channels, order, before, width,
+    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds,
+    kept, kept_S, segment, form, a, b, cut, channels, order, before, width,
 ):  # fmt: skip
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     pieces = (T + segment - 1) // segment
     for job in range(lo * pieces, hi * pieces):
         n, piece = turn(job, lo, hi, heads, pieces)
-        first = piece * segment
-        start, count = first_token(n, heads, T) + first * heads, min(T - first, segment)
+        start = first_token(n, heads, T) + piece * segment * heads
+        count = min(T - piece * segment, segment)
         for c in range(0, V, ROWS):
             for j in range(0, P, len(width) * lanes(k)):
+                place = ((n * pieces + piece) * V + c) * P + j
                 _write(
                     n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
-                    initial, M, S, y, preds, kept, kept_S, ((n * pieces + piece) * V + c) * P + j, form, a, b, cut,
-                    channels, order, before, width,
+                    initial, M, S, y, preds, kept, kept_S, place, form, a, b, cut, channels, order,
+                    before, width,
                 )  # fmt: skip
 
 
 @helper
 def _replay(
-    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
-    kept_S, place, gy, gq, form, a, b, cut, channels, order, before, width, states, states_S, after, us,
+    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds,
+    kept, kept_S, place, gy, gq, form, a, b, cut, channels, order, before, width, states, states_S,
+    after, us,
 ):  # fmt: skip
     """Four rows once more: their state and u at every token of a segment; what reads send to q."""
     M4, W = four(kept, place, P, width), len(width) * lanes(k)
@@ -169,9 +172,9 @@ def _replay(
 
 @helper
 def _walk(
-    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, preds, gy, G, H,
-    g_initial, gk, gv, glr, gr, gm, form, a, b, cut, channels, order, before, width, states, states_S,
-    after, us, sums_r, sums_m,
+    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, preds, gy, G,
+    H, g_initial, gk, gv, glr, gr, gm, form, a, b, cut, channels, order, before, width, states,
+    states_S, after, us, sums_r, sums_m,
 ):  # fmt: skip
     """Four rows backwards through a segment, their cotangents in registers."""
     o = (n * V + c) * P + j
@@ -239,9 +242,9 @@ def _walk(
 
 @kernel
 def backward(
-    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept, kept_S, gy,
-    G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, cut, channels, order, before, width,
-    states, states_S, after, us, sums_r, sums_m,
+    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
+    kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, cut, channels, order,
+    before, width, states, states_S, after, us, sums_r, sums_m,
 ):  # fmt: skip
     """Cotangents of all inputs, added to zeros, from those of y (gy) and, in place, of the final M
     and S (G, H)."""

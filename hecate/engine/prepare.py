@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from hecate.engine.by_hand import ByHand
-from hecate.engine.tokens import SELECT, Tokens
+from hecate.engine.tokens import SELECT, Carry, Tokens
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one
+from hecate.structure import Memory
 from hecate.tape import Block, Run, Tensors, execute
 
 NORMALIZED_EPS = 1e-6
@@ -83,6 +84,22 @@ def fold_heads(tokens: Tokens, run: Run) -> Tokens:
     folded = (one(run(_FOLD, tensor, label="heads")) for tensor in tokens[:6])
     masks = (None if mask is None else fold_mask(mask, heads) for mask in tokens[6:])
     return Tokens(*folded, *masks)
+
+
+def in_folds(
+    engine: Callable[..., tuple[Tensor, Carry]],
+    config: MemoryConfig,
+    tokens: Tokens,
+    carry: Carry,
+    initial: Memory,
+    *,
+    run: Run,
+) -> tuple[Tensor, Carry]:
+    """Runs an engine for tokens `[N, T, *]` on those of either layout."""
+    if tokens.lr.dim() == 2:
+        return engine(config, tokens, carry, initial, run=run)
+    y, new = engine(config, fold_heads(tokens, run), carry, initial, run=run)
+    return one(run(unfold_heads(tokens.lr.shape[2]), y, label="heads")), new
 
 
 def unfold_heads(heads: int) -> Block:

@@ -45,9 +45,9 @@ from hecate.engine.prepare import (
     Sequence,
     cast,
     fold_heads,
+    in_folds,
     params_tensors,
     to_tokens,
-    unfold_heads,
     with_tensors,
 )
 from hecate.engine.select import Chosen, Engine, choose_engine
@@ -141,7 +141,7 @@ def memory_scan(
     sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
     runs = [_engine(chosen, part, sequence.v.dtype) for part in parts]
     along = len(parts) > 1 and counts_along(parts[0], chosen)
-    program = _program(parts, params, dtype, runs, along, folds=chosen != "compiled")
+    program = _program(parts, params, dtype, runs, along)
     flat = (*sequence, *held)
     y, *rest = program(tape, *flat) if tape is not None else differentiate(program, flat, autodiff)
     carries = split_carries(several(tuple(rest)), parts)
@@ -222,11 +222,8 @@ def _program(
     dtype: torch.dtype,
     engines: list[Callable[..., Any]],
     along: bool,
-    *,
-    folds: bool,
 ) -> Program:
-    """The scan as a function of its tensors; `along` lets one scan run memory and normaliser,
-    `folds` hands an engine heads folded into the batch."""
+    """The scan as a function of its tensors; `along` lets one scan run memory and normaliser."""
     config, fields, n_params = parts[0].config, len(Sequence._fields), len(params_tensors(params))
     # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to
     # another level, so only their number and order are used.
@@ -239,8 +236,6 @@ def _program(
         at = fields + n_params
         own = with_tensors(params, flat[fields:at])
         tokens = to_tokens(config, Sequence(*flat[:fields]), own, dtype, run)
-        heads = tokens.lr.shape[2]
-        tokens = fold_heads(tokens, run) if folds else tokens
         initials: list[Memory] = []
         carries: list[Carry] = []
         for _, count, layout, _ in layouts:
@@ -260,7 +255,6 @@ def _program(
         (y, _), *others = results
         for z, _ in others:
             y = one(run(DIVIDE.block(keeps=run is not execute), y, z, label="normalizer"))
-        y = one(run(unfold_heads(heads), y, label="heads")) if folds else y
         if y.dtype != (given := flat[Sequence._fields.index("v")].dtype):
             y = one(run(cast(given), y, label="outputs"))
         return (y, *(tensor for _, carry in results for tensor in carry.flat))
@@ -269,11 +263,13 @@ def _program(
 
 
 def _engine(name: str, part: Part, values: torch.dtype) -> Callable[..., tuple[Tensor, Carry]]:
-    if name == "chunk":
-        return partial(chunked, position=part.position)
-    if name == "fla":
-        return partial(by_fla, dtype=values)
-    return {"parallel": parallel, "compiled": compiled, "sequential": sequential}[name]
+    engines: dict[str, Callable[..., tuple[Tensor, Carry]]] = {
+        "chunk": partial(chunked, position=part.position),
+        "fla": partial(by_fla, dtype=values),
+        "parallel": parallel,
+        "sequential": sequential,
+    }
+    return compiled if name == "compiled" else partial(in_folds, engines[name])
 
 
 def _counting(tokens: Tokens) -> Tokens:

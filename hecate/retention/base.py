@@ -13,9 +13,10 @@ from hecate.variant import Variant
 
 
 class StepForm(NamedTuple):
-    """How the kernels of the compiled engine take a step, cell by cell: retain M + D, then towards 0
-    by `threshold`, where a cell within it becomes 0. None: no cell is moved, nor its gradient cut.
-    [ENG-NUM-D6]
+    """How the kernels of the compiled engine take a step: retain M + D, then every cell by
+    `threshold` towards 0, and to 0 within it.
+
+    A gradient passes where the new cell is not 0; with None, everywhere. [ENG-NUM-D6]
     """
 
     threshold: float | None = None
