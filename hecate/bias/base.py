@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from hecate.declared import still_declared
 from hecate.tape import Block, Tensors
 from hecate.variant import Variant
 
@@ -71,16 +72,8 @@ class Bias(Variant, family="bias"):
 
     def kernel_form(self) -> KernelForm | None:
         """`kernel`, unless a subclass redefines the derivative below the class that declared it."""
-        for cls in type(self).__mro__:
-            if "kernel" in vars(cls):
-                return self.kernel
-            if (
-                not vars(cls)
-                .keys()
-                .isdisjoint(("loss", "grad", "grad_vjp", "rho", "psi", "psi_jvp"))
-            ):
-                return None
-        return None
+        formulas = ("loss", "grad", "grad_vjp", "rho", "psi", "psi_jvp")
+        return self.kernel if still_declared(self, "kernel", formulas) else None
 
     def block(self) -> Block:
         """`grad` as a tape block: (pred, target) -> u."""

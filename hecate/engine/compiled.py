@@ -12,6 +12,7 @@ Second derivatives and batched cotangents go through the torch engines instead. 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,9 +22,9 @@ from hecate.engine.by_hand import ByHand
 from hecate.engine.coordinates import by_coordinate
 from hecate.engine.launch import load_kernels, scan, scan_vjp
 from hecate.engine.parallel import parallel, parallel_refusal
+from hecate.engine.prepare import in_folds
 from hecate.engine.sequential import sequential
 from hecate.engine.tokens import Carry, Tokens
-from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
 from hecate.structure import Matrix, Memory, Vector
@@ -47,7 +48,6 @@ def compiled_refusal(
         )
     for name, knob, known in (
         ("structure", rule.structure, (Matrix, Vector)),
-        ("retention", rule.retention, (NoRetention, Decay)),
         ("algorithm", rule.algorithm, (GD, Momentum)),
     ):
         if type(knob) not in known:
@@ -56,6 +56,11 @@ def compiled_refusal(
         return "its kernels know momentum without nesterov"
     if rule.bias.kernel_form() is None:
         return f"bias {rule.bias.kind!r} as configured has no kernel"
+    step = rule.retention.kernel_form()
+    if step is None:
+        return f"retention {rule.retention.kind!r} as configured has no kernel"
+    if step.threshold is not None and config.decay_order == "before_gradient":
+        return f"retention {rule.retention.kind!r} ahead of the gradient has no kernel"
     if device != "cpu":
         return f"its kernels run on the CPU, the tensors are on {device}"
     if dtype not in (torch.float32, torch.float64):
@@ -68,9 +73,10 @@ def compiled_refusal(
 def compiled(
     config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
-    """Runs a sequence in the kernels: outputs `[N, T, V]` and the final carry."""
+    """Runs a sequence in the kernels: outputs shaped like the values and the final carry."""
     if carry.memory[0].dim() == 2:
-        return by_coordinate(compiled, config, tokens, carry, initial, run=run)
+        folded = partial(by_coordinate, compiled)
+        return in_folds(folded, config, tokens, carry, initial, run=run)
 
     def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
         return scan(config, inputs, keeps=keeps)
@@ -91,7 +97,8 @@ def by_torch(config: MemoryConfig, like: Carry) -> Callable[..., Tensors]:
         memory, *slots = several(inputs[:states])
         own = like._replace(memory=(memory,), slots=tuple(slots))
         rest = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
-        y, new = engine(config, rest, own, several(inputs[states : states + 1]), run=execute)
+        start = several(inputs[states : states + 1])
+        y, new = in_folds(engine, config, rest, own, start, run=execute)
         return (y, *new.memory, *new.slots)
 
     return plain
@@ -100,7 +107,7 @@ def by_torch(config: MemoryConfig, like: Carry) -> Callable[..., Tensors]:
 def run_kernel(
     kernel: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
-    """Runs a sequence in a kernel: outputs `[N, T, V]` and the final carry."""
+    """Runs a sequence in a kernel: outputs shaped like the values and the final carry."""
     block = kernel.block(keeps=run is not execute)
     y, memory, *slots = several(
         run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens")

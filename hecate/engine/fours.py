@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hecate.engine.lanes import (
     add,
+    alive,
     along,
     inline,
     lanes,
@@ -12,6 +13,7 @@ from hecate.engine.lanes import (
     load_row,
     mad,
     mul,
+    shrunk,
     splat_row,
     store,
     sums,
@@ -61,6 +63,20 @@ def added(a, b):
     """Four rows plus four."""
     (a0, a1, a2, a3), (b0, b1, b2, b3) = a, b
     return add(a0, b0), add(a1, b1), add(a2, b2), add(a3, b3)
+
+
+@inline
+def shrunken(a, cut):
+    """Four rows, every number moved towards 0."""
+    a0, a1, a2, a3 = a
+    return shrunk(a0, cut), shrunk(a1, cut), shrunk(a2, cut), shrunk(a3, cut)
+
+
+@inline
+def living(g, a):
+    """Four rows where four others are not 0."""
+    (g0, g1, g2, g3), (a0, a1, a2, a3) = g, a
+    return alive(g0, a0), alive(g1, a1), alive(g2, a2), alive(g3, a3)
 
 
 @inline

@@ -7,7 +7,8 @@ batch: one thread computes a memory, and its numbers do not depend on how many t
 
 Arrays are flat, C-contiguous and of one float type; nothing checks bounds. Names: M state, S
 momentum, G and H their cotangents, k, q, v as in `Tokens`. An array of size 0 is "not given";
-None compiles a kernel without it: S (gradient descent), retain, and form where u = -v (bias dot).
+None compiles a kernel without it: S (gradient descent), retain, cut (the threshold in which a step
+ends) and form where u = -v (bias dot).
 [ENG-NUM-D1]
 """
 
@@ -19,6 +20,7 @@ from hecate.engine.rows import (
     collect,
     copy,
     fill,
+    first_token,
     products,
     psi,
     pulled,
@@ -46,16 +48,16 @@ def _gates(rows, k, ko, retain, at, P, channels, order):
 
 @kernel
 def forward(
-    lo, hi, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds, kept,
-    kept_S, segment, form, a, b, channels, order, before, rows,
+    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds,
+    kept, kept_S, segment, form, a, b, cut, channels, order, before, rows,
 ):  # fmt: skip
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     size, records, pieces = V * P, preds.size > 0, (T + segment - 1) // segment
     fill(rows, 0, P, 1.0)
     for n in range(lo, hi):
-        base = n * size
+        base, first = n * size, first_token(n, heads, T)
         for t in range(T):
-            at = n * T + t
+            at = first + t * heads
             ko, vo, l, m = at * P, at * V, lr[at], momentum[at]
             if records and t % segment == 0:
                 place = (n * pieces + t // segment) * size
@@ -82,7 +84,7 @@ def forward(
                 w0, w1 = l * psi(form, a, b, p0, v[c]), l * psi(form, a, b, p1, v[c + 1])
                 w2, w3 = l * psi(form, a, b, p2, v[c + 2]), l * psi(form, a, b, p3, v[c + 3])
                 y[c], y[c + 1], y[c + 2], y[c + 3] = write_rows(
-                    M, S, o, M, S, o, rows, k, ko, w0, w1, w2, w3, m, P, q, before
+                    M, S, o, M, S, o, rows, k, ko, w0, w1, w2, w3, m, P, q, cut, before
                 )
 
 
@@ -96,13 +98,13 @@ def _learn(form, a, b, preds, v, vo, V, cols):
 
 @helper
 def _replay(
-    n, start, end, T, V, P, k, q, v, lr, retain, momentum, write, reset, preds, states, states_S,
-    segment, form, a, b, channels, order, rows, cols,
+    first, heads, start, end, V, P, k, q, v, lr, retain, momentum, write, reset, preds, states,
+    states_S, segment, form, a, b, cut, channels, order, rows, cols,
 ):  # fmt: skip
     """The states before every token of a segment, from the first of them and the predictions."""
     size = V * P
-    for t in range(start, end - 1):
-        at, to = n * T + t, (t - start + 1) * size
+    for t in range(start, end if cut is not None else end - 1):  # its mask is in the state after it
+        at, to = first + t * heads, (t - start + 1) * size
         o = (segment + 1) * size if reset.size > 0 and reset[at] else to - size
         if write.size > 0 and not write[at]:
             copy(states, o, states, to, size)
@@ -116,14 +118,15 @@ def _replay(
             w0, w1, w2, w3 = l * cols[c], l * cols[c + 1], l * cols[c + 2], l * cols[c + 3]
             write_rows(
                 states, states_S, o, states, states_S, to, rows, k, ko, w0, w1, w2, w3, m, P, q,
-                False,
+                cut, False,
             )  # fmt: skip
             o, to = o + ROWS * P, to + ROWS * P
 
 
 @helper
-def _finish(k, ko, gk, gq, gr, sw, m, sm, P, moves, channels, order, before, rows):
-    """Cotangents of phi_k, phi_q and retain (returned, with momentum's) from the sums of rows."""
+def _finish(k, ko, gk, gq, gr, sw, m, sm, P, moves, channels, order, seen, rows):
+    """Cotangents of phi_k, phi_q and retain (returned, with momentum's) from the sums of rows; for
+    phi_q these are over the state before the write, or else over the one `seen`."""
     total, slow, wrote = splat(k, 0.0), splat(k, m), splat(k, -sw)
     for j in range(0, P, lanes(k)):
         rj, kj = load(rows, j), load(k, ko + j)
@@ -135,7 +138,7 @@ def _finish(k, ko, gk, gq, gr, sw, m, sm, P, moves, channels, order, before, row
         if channels:
             store(gr, ko + j, gd)
         total = add(total, gd)
-        if not before:
+        if not seen:
             ga = mad(wrote, kj, mul(rj, ga))
             if moves:
                 ga = mad(slow, load(rows, 6 * P + j), ga)
@@ -164,15 +167,15 @@ def _to_initial(G, H, g_initial, base, size):
 
 @kernel
 def backward(
-    lo, hi, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept, kept_S, gy,
-    G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, channels, order, before,
-    rows, cols, states, states_S,
+    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
+    kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, cut, channels, order,
+    before, rows, cols, states, states_S,
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final M and S (G, H)."""
     size, pieces, last = V * P, (T + segment - 1) // segment, (segment + 1) * V * P
     fill(rows, 0, P, 1.0)
     for n in range(lo, hi):
-        base = n * size
+        base, first = n * size, first_token(n, heads, T)
         if reset.size > 0:
             _keep_initial(initial, base, states, states_S, last, size)
         for piece in range(pieces - 1, -1, -1):
@@ -181,11 +184,12 @@ def backward(
             if H is not None:
                 copy(kept_S, (n * pieces + piece) * size, states_S, 0, size)
             _replay(
-                n, start, end, T, V, P, k, q, v, lr, retain, momentum, write, reset, preds, states,
-                states_S, segment, form, a, b, channels, order, rows, cols,
+                first, heads, start, end, V, P, k, q, v, lr, retain, momentum, write, reset, preds,
+                states, states_S, segment, form, a, b, cut, channels, order, rows, cols,
             )  # fmt: skip
             for t in range(end - 1, start - 1, -1):
-                at, ko, l, m = n * T + t, (n * T + t) * P, lr[n * T + t], momentum[n * T + t]
+                at = first + t * heads
+                ko, l, m = at * P, lr[at], momentum[at]
                 resets = reset.size > 0 and reset[at]
                 writes = write.size == 0 or write[at]
                 o = (segment + 1) * size if resets else (t - start) * size
@@ -196,13 +200,14 @@ def backward(
                 sm, sl, sw = splat(k, 0.0), l - l, l - l
                 for c in range(at * V, at * V + V, ROWS):
                     r = (c - at * V) * P
+                    after = (t - start + 1) * size + r
                     g0, g1, g2, g3 = gy[c], gy[c + 1], gy[c + 2], gy[c + 3]
                     if not writes:
                         unwritten(states, o + r, G, base + r, q, ko, g0, g1, g2, g3, P, rows)
                         continue
                     d0, d1, d2, d3, more = collect(
-                        states, states_S, o + r, G, H, base + r, k, q, ko, g0, g1, g2, g3, P, rows,
-                        before,
+                        states, states_S, o + r, after, G, H, base + r, k, q, ko, g0, g1, g2, g3, P,
+                        rows, cut, before,
                     )  # fmt: skip
                     sm = add(sm, more)
                     i = c - at * V
@@ -214,14 +219,14 @@ def backward(
                     sl -= u0 * d0 + u1 * d1 + u2 * d2 + u3 * d3
                     sw += u0 * g0 + u1 * g1 + u2 * g2 + u3 * g3
                     spread(
-                        states, o + r, G, H, base + r, q, ko, e0, e1, e2, e3, l * u0, l * u1,
-                        l * u2, l * u3, g0, g1, g2, g3, m, P, rows, before,
+                        states, o + r, after, G, H, base + r, q, ko, e0, e1, e2, e3, l * u0, l * u1,
+                        l * u2, l * u3, g0, g1, g2, g3, m, P, rows, cut, before,
                     )  # fmt: skip
                 if writes:
                     glr[at] = sl
                     total, gm[at] = _finish(
                         k, ko, gk, gq, gr, l * sw, m, sm, P, H is not None, channels, order,
-                        before, rows,
+                        before or cut is not None, rows,
                     )  # fmt: skip
                     if not channels:
                         gr[at] = total

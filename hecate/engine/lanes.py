@@ -180,6 +180,32 @@ def mad(_: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
+def shrunk(_: Any, a: Any, threshold: Any) -> Any:
+    """a, every number of it moved towards 0 by a threshold, and to 0 from within it."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        high = _splat(context, builder, signature, args)
+        low = builder.fsub(ir.Constant(high.type, None), high)
+        below = builder.fcmp_ordered("<", args[0], low)
+        part = builder.select(below, low, args[0])
+        part = builder.select(builder.fcmp_ordered(">", args[0], high), high, part)
+        return builder.fsub(args[0], part)
+
+    return a(a, a.scalar), code
+
+
+@intrinsic
+def alive(_: Any, g: Any, a: Any) -> Any:
+    """g where a is not 0, else 0."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zero = ir.Constant(args[0].type, None)
+        return builder.select(builder.fcmp_ordered("!=", args[1], zero), args[0], zero)
+
+    return g(g, g), code
+
+
+@intrinsic
 def along(_: Any, a: Any, b: Any) -> Any:
     """a b of two rows, their vectors summed up to one."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hecate.bias import KernelForm
 from hecate.engine.tokens import Tokens
+from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors
 
@@ -36,7 +37,10 @@ def load_kernels(name: str = "kernels") -> ModuleType | None:
 
 
 class Scan(NamedTuple):
-    """The inputs of one call: states `[N, V, P]` (slot None without momentum) and tokens."""
+    """The inputs of one call: states `[N, V, P]` (slot None without momentum) and tokens.
+
+    Tokens `[B, T, H, *]` are read as they lie; `[N, T, *]` are those of one head.
+    """
 
     config: MemoryConfig
     memory: Tensor
@@ -60,6 +64,14 @@ class Scan(NamedTuple):
         return form
 
     @property
+    def step(self) -> StepForm:
+        """What the kernels know of the retention."""
+        step = self.config.retention.kernel_form()
+        if step is None:
+            raise TypeError(f"retention {self.config.retention.kind!r} has no kernel")
+        return step
+
+    @property
     def vectors(self) -> int | None:
         """Vectors of what stays in registers, None if nothing does: a row or, where u does not look
         at the memory, a tile of it."""
@@ -74,6 +86,16 @@ class Scan(NamedTuple):
         count, height, width = self.memory.shape
         tile = (self.vectors or 1) * BYTES // self.memory.element_size()
         return count, -(-height // ROWS) * ROWS, -(-width // tile) * tile
+
+    @property
+    def heads(self) -> int:
+        """Memories whose tokens lie side by side."""
+        return self.tokens.lr.shape[2] if self.tokens.lr.dim() == 3 else 1
+
+    @property
+    def channels(self) -> bool:
+        """Whether retain is a gate per phi channel."""
+        return self.tokens.retain.dim() > self.tokens.lr.dim()
 
     @property
     def segment(self) -> int:
@@ -108,7 +130,7 @@ class Scan(NamedTuple):
             self.fitting(tokens.phi_q, columns=True),
             self.fitting(tokens.v, rows=True),
             tokens.lr,
-            self.fitting(tokens.retain, columns=tokens.retain.dim() == 3)
+            self.fitting(tokens.retain, columns=self.channels)
             if self.config.retention.uses_retain
             else None,
             tokens.momentum,
@@ -117,6 +139,7 @@ class Scan(NamedTuple):
             none if tokens.reset is None else self.padded(self.initial, rows=True, columns=True),
         )
         return [
+            self.heads,
             tokens.v.shape[1],
             *self.sizes[1:],
             *(item if item is None else flat(item) for item in given),
@@ -130,7 +153,8 @@ class Scan(NamedTuple):
             FORMS[self.form.name],
             number(self.form.a),
             number(self.form.b),
-            self.tokens.retain.dim() == 3 or (None if self.vectors else False),
+            None if self.step.threshold is None else number(self.step.threshold),
+            self.channels or (None if self.vectors else False),
             config.decay_order == "before_gradient",
             config.read == "before",
         ]
@@ -154,12 +178,12 @@ class Scan(NamedTuple):
 def scan(config: MemoryConfig, inputs: Tensors, *, keeps: bool) -> tuple[Tensors, Tensors]:
     """Outputs and final states; and the record for `scan_vjp` if asked for."""
     call = Scan.of(config, inputs)
-    (count, height, width), (_, length, v) = call.sizes, call.tokens.v.shape
+    (count, height, width), (*shape, v) = call.sizes, call.tokens.v.shape
     new = call.memory.new_empty
     memory = call.padded(call.memory, rows=True, columns=True)
     slot = None if call.slot is None else call.padded(call.slot, rows=True, columns=True)
-    y = new(count, length, height)
-    pieces = -(-length // call.segment)
+    y = new(*shape, height)
+    pieces = -(-shape[1] // call.segment)
     kept = new(count, pieces, height, width) if keeps else new(0)
     record = (new(y.shape if keeps else 0), kept, None if slot is None else kept.clone())
     buffers = [None if item is None else flat(item) for item in (memory, slot, y, *record)]
@@ -177,21 +201,20 @@ def scan_vjp(
 ) -> Tensors:
     """Cotangents of all inputs."""
     call = Scan.of(config, inputs)
-    (count, height, width), tokens = call.sizes, call.tokens
+    (_, height, width), tokens = call.sizes, call.tokens
     gy, *finals = cotangents
     memory, *slots = (call.padded(g, rows=True, columns=True) for g in finals)
-    length, v = tokens.v.shape[1:]
-    wide = tokens.retain.dim() == 3
+    *shape, v = tokens.v.shape
     zeros = call.memory.new_zeros
     new = zeros if tokens.write is not None else call.memory.new_empty  # masked: left as they are
     initial = zeros(memory.shape if tokens.reset is not None else 0)
     out = [
-        new(count, length, width),
-        new(count, length, width),
-        new(count, length, height),
-        zeros(count, length),
-        new((count, length, width) if wide else (count, length)),
-        new(count, length),
+        new(*shape, width),
+        new(*shape, width),
+        new(*shape, height),
+        zeros(*shape),
+        new(*shape, width) if call.channels else new(*shape),
+        new(*shape),
     ]
     slot = slots[0] if slots else None
     given = (*record, call.fitting(gy, rows=True), memory, slot, initial, *out)
@@ -204,6 +227,7 @@ def scan_vjp(
         scratch = [
             states,
             states if slots else None,
+            None if call.step.threshold is None else states,
             ROWS * call.segment,
             *[lanes * call.segment] * 2,
         ]
@@ -213,7 +237,7 @@ def scan_vjp(
     p = call.memory.shape[2]
     gates = [
         out[3],
-        (out[4][..., :p] if wide else out[4]) if config.retention.uses_retain else None,
+        (out[4][..., :p] if call.channels else out[4]) if config.retention.uses_retain else None,
         out[5] if slots else None,
     ]
     return (*own, first, out[0][..., :p], out[1][..., :p], out[2][..., :v], *gates, None, None)

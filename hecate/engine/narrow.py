@@ -8,7 +8,9 @@ vectors. Where u does not look at the memory (bias dot), columns do not meet eit
 go in tiles of that width.
 
 The backward runs a segment forward once more, which pulls the reads back and keeps, for its four
-rows, what the walk in reverse needs: nothing for a hebbian memory. [ENG-NUM-D1, ENG-NUM-V1]
+rows, what the walk in reverse needs: nothing for a hebbian memory. A threshold lets cotangents pass
+where the memory after it is not 0. Heads that lie side by side take turns, so that what one leaves
+of a page or a row of the cache is there for the next. [ENG-NUM-D1, ENG-NUM-V1]
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from hecate.engine.fours import (
     inner,
     keep,
     learned,
+    living,
     meeting,
     minus,
     note,
@@ -29,6 +32,7 @@ from hecate.engine.fours import (
     pull,
     quartet,
     scaled,
+    shrunken,
     tally,
     tally_row,
     times,
@@ -46,13 +50,13 @@ from hecate.engine.lanes import (
     splat_row,
     sums,
 )  # fmt: skip
-from hecate.engine.rows import ROWS
+from hecate.engine.rows import ROWS, first_token, turn
 
 
 @helper
 def _write(
-    n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y,
-    preds, kept, kept_S, place, form, a, b, channels, order, before, width,
+    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S,
+    y, preds, kept, kept_S, place, form, a, b, cut, channels, order, before, width,
 ):  # fmt: skip
     """Four rows, from column j, through a segment of tokens."""
     o = (n * V + c) * P + j
@@ -63,7 +67,8 @@ def _write(
         keep(kept, place, P, M4)
         if S is not None:
             keep(kept_S, place, P, S4)
-    for at in range(start, end):
+    for i in range(count):
+        at = start + i * heads
         if reset.size > 0 and reset[at]:
             M4 = four(initial, o, P, width)
             if S is not None:
@@ -92,6 +97,8 @@ def _write(
             M4 = added(M4, S4)
         else:
             M4 = plus(M4, u, kt)
+        if cut is not None:
+            M4 = shrunken(M4, cut)
         if not before:
             note(y, to, inner(M4, qt), j)
     keep(M, o, P, M4)
@@ -101,34 +108,38 @@ def _write(
 
 @kernel
 def forward(
-    lo, hi, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds, kept,
-    kept_S, segment, form, a, b, channels, order, before, width,
+    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds,
+    kept, kept_S, segment, form, a, b, cut, channels, order, before, width,
 ):  # fmt: skip
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     pieces = (T + segment - 1) // segment
     for job in range(lo * pieces, hi * pieces):
-        n, first = job // pieces, job % pieces * segment
-        start, end = n * T + first, n * T + min(T, first + segment)
+        n, piece = turn(job, lo, hi, heads, pieces)
+        start = first_token(n, heads, T) + piece * segment * heads
+        count = min(T - piece * segment, segment)
         for c in range(0, V, ROWS):
             for j in range(0, P, len(width) * lanes(k)):
+                place = ((n * pieces + piece) * V + c) * P + j
                 _write(
-                    n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset,
-                    initial, M, S, y, preds, kept, kept_S, (job * V + c) * P + j, form, a, b,
-                    channels, order, before, width,
+                    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
+                    initial, M, S, y, preds, kept, kept_S, place, form, a, b, cut, channels, order,
+                    before, width,
                 )  # fmt: skip
 
 
 @helper
 def _replay(
-    n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
-    kept_S, place, gy, gq, form, a, b, channels, order, before, width, states, states_S, us,
+    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds,
+    kept, kept_S, place, gy, gq, form, a, b, cut, channels, order, before, width, states, states_S,
+    after, us,
 ):  # fmt: skip
     """Four rows once more: their state and u at every token of a segment; what reads send to q."""
     M4, W = four(kept, place, P, width), len(width) * lanes(k)
     if kept_S is not None:
         S4 = four(kept_S, place, P, width)
-    for at in range(start, end):
-        i, row, to = (at - start) * ROWS, at * P + j, at * V + c
+    for step in range(count):
+        at = start + step * heads
+        i, row, to = step * ROWS, at * P + j, at * V + c
         if reset.size > 0 and reset[at]:
             M4 = four(initial, (n * V + c) * P + j, P, width)
             if kept_S is not None:
@@ -152,15 +163,18 @@ def _replay(
             M4 = added(M4, S4)
         else:
             M4 = plus(M4, times(-lr[at], u), kt)
+        if cut is not None:
+            M4 = shrunken(M4, cut)
+            keep(after, i * W, W, M4)
         if not before:
             accumulate(gq, row, combined(g, M4), c)
 
 
 @helper
 def _walk(
-    n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset, preds, gy, G, H,
-    g_initial, gk, gv, glr, gr, gm, form, a, b, channels, order, before, width, states, states_S,
-    us, sums_r, sums_m,
+    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, preds, gy, G,
+    H, g_initial, gk, gv, glr, gr, gm, form, a, b, cut, channels, order, before, width, states,
+    states_S, after, us, sums_r, sums_m,
 ):  # fmt: skip
     """Four rows backwards through a segment, their cotangents in registers."""
     o = (n * V + c) * P + j
@@ -168,13 +182,16 @@ def _walk(
     G4 = four(G, o, P, width)
     if H is not None:
         H4 = four(H, o, P, width)
-    for at in range(end - 1, start - 1, -1):
-        i, row, to = at - start, at * P + j, at * V + c
+    for i in range(count - 1, -1, -1):
+        at = start + i * heads
+        row, to = at * P + j, at * V + c
         qt, g = load_row(q, row, width), quartet(gy, to)
         writes = write.size == 0 or write[at]
         if not before or not writes:
             G4 = plus(G4, g, qt)
         if writes:
+            if cut is not None:
+                G4 = living(G4, four(after, i * ROWS * W, W, width))
             kt, l, u = load_row(k, row, width), lr[at], quartet(us, i * ROWS)
             if retain is not None:
                 rt = gate(retain, at, row, channels, kt, width)
@@ -225,33 +242,34 @@ def _walk(
 
 @kernel
 def backward(
-    lo, hi, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept, kept_S, gy,
-    G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, channels, order, before, width,
-    states, states_S, us, sums_r, sums_m,
+    lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
+    kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, cut, channels, order,
+    before, width, states, states_S, after, us, sums_r, sums_m,
 ):  # fmt: skip
     """Cotangents of all inputs, added to zeros, from those of y (gy) and, in place, of the final M
     and S (G, H)."""
     pieces, none = (T + segment - 1) // segment, splat(k, 0.0)
-    for n in range(lo, hi):
-        for piece in range(pieces - 1, -1, -1):
-            start, end = n * T + piece * segment, n * T + min(T, (piece + 1) * segment)
-            sums_r[:] = 0
-            sums_m[:] = 0
-            for c in range(0, V, ROWS):
-                for j in range(0, P, len(width) * lanes(k)):
-                    place = ((n * pieces + piece) * V + c) * P + j
-                    _replay(
-                        n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset,
-                        initial, preds, kept, kept_S, place, gy, gq, form, a, b, channels, order,
-                        before, width, states, states_S, us,
-                    )  # fmt: skip
-                    _walk(
-                        n, start, end, c, j, T, V, P, k, q, v, lr, retain, momentum, write, reset,
-                        preds, gy, G, H, g_initial, gk, gv, glr, gr, gm, form, a, b, channels,
-                        order, before, width, states, states_S, us, sums_r, sums_m,
-                    )  # fmt: skip
-            for at in range(start, end):
-                i = (at - start) * lanes(k)
-                first, gm[at], _, _ = sums(load(sums_r, i), load(sums_m, i), none, none)
-                if channels is None:
-                    gr[at] = first
+    for job in range(hi * pieces - 1, lo * pieces - 1, -1):
+        n, piece = turn(job, lo, hi, heads, pieces)
+        start = first_token(n, heads, T) + piece * segment * heads
+        count = min(T - piece * segment, segment)
+        sums_r[:] = 0
+        sums_m[:] = 0
+        for c in range(0, V, ROWS):
+            for j in range(0, P, len(width) * lanes(k)):
+                place = ((n * pieces + piece) * V + c) * P + j
+                _replay(
+                    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
+                    initial, preds, kept, kept_S, place, gy, gq, form, a, b, cut, channels, order,
+                    before, width, states, states_S, after, us,
+                )  # fmt: skip
+                _walk(
+                    n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
+                    preds, gy, G, H, g_initial, gk, gv, glr, gr, gm, form, a, b, cut, channels,
+                    order, before, width, states, states_S, after, us, sums_r, sums_m,
+                )  # fmt: skip
+        for i in range(count):
+            at, to = start + i * heads, i * lanes(k)
+            total, gm[at], _, _ = sums(load(sums_r, to), load(sums_m, to), none, none)
+            if channels is None:
+                gr[at] = total

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from hecate.engine.by_hand import ByHand
-from hecate.engine.tokens import SELECT, Tokens
+from hecate.engine.tokens import SELECT, Carry, Tokens
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one
+from hecate.structure import Memory
 from hecate.tape import Block, Run, Tensors, execute
 
 NORMALIZED_EPS = 1e-6
@@ -36,7 +37,7 @@ class Sequence(NamedTuple):
 def to_tokens(
     config: MemoryConfig, inputs: Sequence, params: Params, dtype: torch.dtype, run: Run
 ) -> Tokens:
-    """phi, key_norm, query_scale and the step rule, then heads folded into the batch."""
+    """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]`."""
     heads = inputs.lr.shape[2]
     q, k, v, lr, retain, momentum = (
         tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs"))
@@ -64,18 +65,42 @@ def to_tokens(
     if config.step != "raw":
         rule = _NORMALIZED if config.step == "normalized" else _IMPLICIT
         lr = one(run(rule, lr, phi_k, label="step"))
-    folded = [
-        one(run(_FOLD, tensor, label="heads")) for tensor in (phi_k, phi_q, v, lr, retain, momentum)
-    ]
-    masks = (None if mask is None else fold_mask(mask, heads) for mask in inputs[6:8])
-    return Tokens(*folded, *masks)
+    masks = (None if mask is None else by_head(mask, heads) for mask in inputs[6:8])
+    return Tokens(phi_k, phi_q, v, lr, retain, momentum, *masks)
+
+
+def by_head(mask: Tensor, heads: int) -> Tensor:
+    """`[B, T]` or `[B, T, H]` -> `[B, T, H]`."""
+    return mask if mask.dim() == 3 else mask.unsqueeze(-1).expand(*mask.shape, heads)
 
 
 def fold_mask(mask: Tensor, heads: int) -> Tensor:
     """`[B, T]` or `[B, T, H]` -> `[B*H, T]`."""
-    if mask.dim() == 2:
-        mask = mask.unsqueeze(-1).expand(*mask.shape, heads)
-    return mask.transpose(1, 2).flatten(0, 1)
+    return by_head(mask, heads).transpose(1, 2).flatten(0, 1)
+
+
+def fold_heads(tokens: Tokens, run: Run) -> Tokens:
+    """`[B, T, H, *]` -> `[B*H, T, *]`."""
+    heads = tokens.lr.shape[2]
+    folded = (one(run(_FOLD, tensor, label="heads")) for tensor in tokens[:6])
+    masks = (None if mask is None else fold_mask(mask, heads) for mask in tokens[6:])
+    return Tokens(*folded, *masks)
+
+
+def in_folds(
+    engine: Callable[..., tuple[Tensor, Carry]],
+    config: MemoryConfig,
+    tokens: Tokens,
+    carry: Carry,
+    initial: Memory,
+    *,
+    run: Run,
+) -> tuple[Tensor, Carry]:
+    """Runs an engine for tokens `[N, T, *]` on those of either layout."""
+    if tokens.lr.dim() == 2:
+        return engine(config, tokens, carry, initial, run=run)
+    y, new = engine(config, fold_heads(tokens, run), carry, initial, run=run)
+    return one(run(unfold_heads(tokens.lr.shape[2]), y, label="heads")), new
 
 
 def unfold_heads(heads: int) -> Block:

@@ -11,6 +11,7 @@ import math
 
 from hecate.engine.lanes import (
     add,
+    alive,
     helper,
     inline,
     lanes,
@@ -18,6 +19,7 @@ from hecate.engine.lanes import (
     mad,
     mul,
     number,
+    shrunk,
     splat,
     store,
     sums,
@@ -76,6 +78,21 @@ def slope(form, a, b, pred, target, u):
     return u / e * ((a - one) * e * e / (s * r) + b * b / (r * r)) if s > 0 else zero
 
 
+@inline
+def first_token(n, heads, T):
+    """Where the tokens of a memory begin in `[B, T, heads]`: they are `heads` apart."""
+    return n // heads * heads * T + n % heads
+
+
+@inline
+def turn(job, lo, hi, heads, pieces):
+    """Memory and segment of a job: heads that lie side by side take turns, segment by segment."""
+    row = job // pieces // heads * heads
+    first, last = max(lo, row), min(hi, row + heads)
+    job -= first * pieces
+    return first + job % (last - first), job // (last - first)
+
+
 @helper
 def copy(source, at, target, to, size):
     """target[to:] = source[at:]."""
@@ -119,7 +136,7 @@ def products(M, o, x, at, P):
 
 
 @inline
-def write_rows(A, B, o, M, S, to, rows, k, ko, w0, w1, w2, w3, m, P, q, before):
+def write_rows(A, B, o, M, S, to, rows, k, ko, w0, w1, w2, w3, m, P, q, cut, before):
     """Four rows of the write, from (A, B) at o to (M, S) at `to`; their products with q."""
     y0 = splat(k, 0.0)
     y1, y2, y3 = y0, y0, y0
@@ -141,6 +158,8 @@ def write_rows(A, B, o, M, S, to, rows, k, ko, w0, w1, w2, w3, m, P, q, before):
             s3 = mad(wide3, kj, mul(keeps, load(B, o + 3 * P + j)))
             put(S, to + j, P, s0, s1, s2, s3)
             a0, a1, a2, a3 = mad(rj, a0, s0), mad(rj, a1, s1), mad(rj, a2, s2), mad(rj, a3, s3)
+        if cut is not None:
+            a0, a1, a2, a3 = shrunk(a0, cut), shrunk(a1, cut), shrunk(a2, cut), shrunk(a3, cut)
         if not before:
             y0, y1, y2, y3 = mad(a0, qj, y0), mad(a1, qj, y1), mad(a2, qj, y2), mad(a3, qj, y3)
         put(M, to + j, P, a0, a1, a2, a3)
@@ -153,9 +172,8 @@ def unwritten(A, o, G, go, q, ko, g0, g1, g2, g3, P, rows):
     read0, read1, read2, read3 = splat(q, g0), splat(q, g1), splat(q, g2), splat(q, g3)
     for j in range(0, P, lanes(q)):
         qj = load(q, ko + j)
-        a0, a1 = mul(read0, load(A, o + j)), mul(read2, load(A, o + 2 * P + j))
-        a0, a1 = mad(read1, load(A, o + P + j), a0), mad(read3, load(A, o + 3 * P + j), a1)
-        accumulate(rows, 4 * P + j, a0, a1)
+        y0, y1 = mixed(A, o + j, read0, read1, read2, read3, P)
+        accumulate(rows, 4 * P + j, y0, y1)
         x0, x1 = mad(read0, qj, load(G, go + j)), mad(read1, qj, load(G, go + P + j))
         x2 = mad(read2, qj, load(G, go + 2 * P + j))
         x3 = mad(read3, qj, load(G, go + 3 * P + j))
@@ -163,22 +181,43 @@ def unwritten(A, o, G, go, q, ko, g0, g1, g2, g3, P, rows):
 
 
 @inline
-def collect(A, B, o, G, H, go, k, q, ko, g0, g1, g2, g3, P, rows, before):
+def arriving(A, after, G, go, q, qo, read0, read1, read2, read3, P, cut, before):
+    """Cotangents of four rows of a write's result, where a threshold lets them through."""
+    x0, x1 = load(G, go), load(G, go + P)
+    x2, x3 = load(G, go + 2 * P), load(G, go + 3 * P)
+    if not before:
+        qj = load(q, qo)
+        x0, x1 = mad(read0, qj, x0), mad(read1, qj, x1)
+        x2, x3 = mad(read2, qj, x2), mad(read3, qj, x3)
+    if cut is not None:
+        x0, x1 = alive(x0, load(A, after)), alive(x1, load(A, after + P))
+        x2, x3 = alive(x2, load(A, after + 2 * P)), alive(x3, load(A, after + 3 * P))
+    return x0, x1, x2, x3
+
+
+@inline
+def mixed(A, o, w0, w1, w2, w3, P):
+    """Four rows, each times a number, summed up in two parts."""
+    y0, y1 = mul(w0, load(A, o)), mul(w2, load(A, o + 2 * P))
+    return mad(w1, load(A, o + P), y0), mad(w3, load(A, o + 3 * P), y1)
+
+
+@inline
+def collect(A, B, o, after, G, H, go, k, q, ko, g0, g1, g2, g3, P, rows, cut, before):
     """Four rows: sums over them for q and the gates; <g_step, k> of each, and for momentum."""
     d0 = splat(k, 0.0)
     d1, d2, d3, gm = d0, d0, d0, d0
     read0, read1, read2, read3 = splat(k, g0), splat(k, g1), splat(k, g2), splat(k, g3)
     for j in range(0, P, lanes(k)):
         kj = load(k, ko + j)
-        x0, x1 = load(G, go + j), load(G, go + P + j)
-        x2, x3 = load(G, go + 2 * P + j), load(G, go + 3 * P + j)
-        if not before:
-            qj = load(q, ko + j)
-            x0, x1 = mad(read0, qj, x0), mad(read1, qj, x1)
-            x2, x3 = mad(read2, qj, x2), mad(read3, qj, x3)
+        x0, x1, x2, x3 = arriving(
+            A, after + j, G, go + j, q, ko + j, read0, read1, read2, read3, P, cut, before
+        )
         a0, a1 = load(A, o + j), load(A, o + P + j)
         a2, a3 = load(A, o + 2 * P + j), load(A, o + 3 * P + j)
-        accumulate(rows, 4 * P + j, mad(read1, a1, mul(read0, a0)), mad(read3, a3, mul(read2, a2)))
+        seen = o if cut is None or before else after
+        y0, y1 = mixed(A, seen + j, read0, read1, read2, read3, P)
+        accumulate(rows, 4 * P + j, y0, y1)
         accumulate(rows, 5 * P + j, mad(x1, a1, mul(x0, a0)), mad(x3, a3, mul(x2, a2)))
         if H is not None:
             x0, x1 = add(load(H, go + j), x0), add(load(H, go + P + j), x1)
@@ -196,8 +235,9 @@ def collect(A, B, o, G, H, go, k, q, ko, g0, g1, g2, g3, P, rows, before):
 
 @inline
 def spread(
-    A, o, G, H, go, q, ko, e0, e1, e2, e3, w0, w1, w2, w3, g0, g1, g2, g3, m, P, rows, before
-):
+    A, o, after, G, H, go, q, ko, e0, e1, e2, e3, w0, w1, w2, w3, g0, g1, g2, g3, m, P, rows, cut,
+    before,
+):  # fmt: skip
     """Four rows: what predictions and steps send to k; G and H of the token before."""
     pred0, pred1, pred2, pred3 = splat(q, e0), splat(q, e1), splat(q, e2), splat(q, e3)
     step0, step1, step2, step3 = splat(q, w0), splat(q, w1), splat(q, w2), splat(q, w3)
@@ -205,14 +245,11 @@ def spread(
     keeps = splat(q, m)
     for j in range(0, P, lanes(q)):
         rj, kj, qj = load(rows, j), load(rows, P + j), load(q, ko + j)
-        x0, x1 = load(G, go + j), load(G, go + P + j)
-        x2, x3 = load(G, go + 2 * P + j), load(G, go + 3 * P + j)
-        if not before:
-            x0, x1 = mad(read0, qj, x0), mad(read1, qj, x1)
-            x2, x3 = mad(read2, qj, x2), mad(read3, qj, x3)
-        a0, a1 = mul(pred0, load(A, o + j)), mul(pred2, load(A, o + 2 * P + j))
-        a0, a1 = mad(pred1, load(A, o + P + j), a0), mad(pred3, load(A, o + 3 * P + j), a1)
-        accumulate(rows, 2 * P + j, a0, a1)
+        x0, x1, x2, x3 = arriving(
+            A, after + j, G, go + j, q, ko + j, read0, read1, read2, read3, P, cut, before
+        )
+        y0, y1 = mixed(A, o + j, pred0, pred1, pred2, pred3, P)
+        accumulate(rows, 2 * P + j, y0, y1)
         s0, s1, s2, s3 = x0, x1, x2, x3
         if H is not None:
             s0, s1 = add(load(H, go + j), x0), add(load(H, go + P + j), x1)

@@ -44,9 +44,10 @@ from hecate.engine.prepare import (
     DIVIDE,
     Sequence,
     cast,
+    fold_heads,
+    in_folds,
     params_tensors,
     to_tokens,
-    unfold_heads,
     with_tensors,
 )
 from hecate.engine.select import Chosen, Engine, choose_engine
@@ -254,8 +255,6 @@ def _program(
         (y, _), *others = results
         for z, _ in others:
             y = one(run(DIVIDE.block(keeps=run is not execute), y, z, label="normalizer"))
-        heads = flat[Sequence._fields.index("lr")].shape[2]
-        y = one(run(unfold_heads(heads), y, label="heads"))
         if y.dtype != (given := flat[Sequence._fields.index("v")].dtype):
             y = one(run(cast(given), y, label="outputs"))
         return (y, *(tensor for _, carry in results for tensor in carry.flat))
@@ -264,11 +263,13 @@ def _program(
 
 
 def _engine(name: str, part: Part, values: torch.dtype) -> Callable[..., tuple[Tensor, Carry]]:
-    if name == "chunk":
-        return partial(chunked, position=part.position)
-    if name == "fla":
-        return partial(by_fla, dtype=values)
-    return {"parallel": parallel, "compiled": compiled, "sequential": sequential}[name]
+    engines: dict[str, Callable[..., tuple[Tensor, Carry]]] = {
+        "chunk": partial(chunked, position=part.position),
+        "fla": partial(by_fla, dtype=values),
+        "parallel": parallel,
+        "sequential": sequential,
+    }
+    return compiled if name == "compiled" else partial(in_folds, engines[name])
 
 
 def _counting(tokens: Tokens) -> Tokens:
@@ -279,7 +280,7 @@ def _counting(tokens: Tokens) -> Tokens:
 def _watched(
     parts: list[Part], sequence: Sequence, params: Params, dtype: torch.dtype
 ) -> list[Watched]:
-    tokens = to_tokens(parts[0].config, sequence, params, dtype, execute)
+    tokens = fold_heads(to_tokens(parts[0].config, sequence, params, dtype, execute), execute)
     return [
         Watched(part.config, _counting(tokens) if index else tokens, part.carry, part.initial)
         for index, part in enumerate(parts)

@@ -15,7 +15,7 @@ from hecate.tape import Block, Tensors
 
 class Tokens(NamedTuple):
     """One sequence, time on axis 1: phi_k, phi_q `[N, T, P]`, v `[N, T, V]`, gates and masks `[N,
-    T]`.
+    T]`; or each with an axis of heads behind time, `[B, T, H, *]`.
 
     `retain` may be `[N, T, P]`. `write` and `reset` are boolean or None.
     """

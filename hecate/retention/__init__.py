@@ -1,6 +1,6 @@
 """Retention: how a memory keeps its past."""
 
-from hecate.retention.base import Retention, RetentionKind
+from hecate.retention.base import Retention, RetentionKind, StepForm
 from hecate.retention.bounded import Bounded
 from hecate.retention.bregman import Bregman
 from hecate.retention.decay import Decay
@@ -41,4 +41,5 @@ __all__ = [
     "SignedSoftmaxLink",
     "SoftmaxLink",
     "Sphere",
+    "StepForm",
 ]

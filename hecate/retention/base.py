@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hecate.declared import still_declared
 from hecate.tape import Block, Tensors
 from hecate.variant import Variant
+
+
+class StepForm(NamedTuple):
+    """How the kernels of the compiled engine take a step: retain M + D, then every cell by
+    `threshold` towards 0, and to 0 within it.
+
+    A gradient passes where the new cell is not 0; with None, everywhere. [ENG-NUM-D6]
+    """
+
+    threshold: float | None = None
 
 
 class Retention(Variant, family="retention"):
@@ -64,6 +75,16 @@ class Retention(Variant, family="retention"):
     def hand_written(cls) -> bool:
         """Whether the derivative is written by hand."""
         return cls.step_vjp is not Retention.step_vjp
+
+    @property
+    def kernel(self) -> StepForm | None:
+        """The form in which kernels compute `step`; None, the default, leaves it to torch."""
+        return None
+
+    def kernel_form(self) -> StepForm | None:
+        """`kernel`, unless a subclass redefines the step below the class that declared it."""
+        formulas = ("step", "step_vjp", "through", "build_link")
+        return self.kernel if still_declared(self, "kernel", formulas) else None
 
     def block(self) -> Block:
         """`step` as a tape block: (memory, direction, retain) -> memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from hecate.retention.base import StepForm
 from hecate.retention.links import IdentityLink, Link
 from hecate.retention.mirror import MirrorRetention
 
@@ -25,6 +26,10 @@ class Bregman(MirrorRetention):
 
     kind: Literal["bregman"] = "bregman"
     link: Link = IdentityLink()
+
+    @property
+    def kernel(self) -> StepForm | None:
+        return StepForm() if type(self.link) is IdentityLink else None
 
     def build_link(self) -> Link:
         return self.link

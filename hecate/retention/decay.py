@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from hecate.retention.base import Retention
+from hecate.retention.base import Retention, StepForm
 from hecate.tape.ops import over, sum_to_gate
 
 
@@ -36,6 +36,10 @@ class Decay(Retention):
     @property
     def default_retain(self) -> float:
         return self.retain
+
+    @property
+    def kernel(self) -> StepForm:
+        return StepForm()
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         return over(retain, memory) * memory + direction

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from hecate.retention.base import Retention
+from hecate.retention.base import Retention, StepForm
 from hecate.tape.ops import over, sum_to_gate
 
 
@@ -43,6 +43,10 @@ class L2(Retention):
     @property
     def default_retain(self) -> float:
         return 1 / (1 + self.penalty)
+
+    @property
+    def kernel(self) -> StepForm | None:
+        return StepForm() if self.decoupled else None
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         kept = over(retain, memory)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from hecate.retention.base import Retention
+from hecate.retention.base import Retention, StepForm
 
 
 class NoRetention(Retention):
@@ -27,6 +27,10 @@ class NoRetention(Retention):
     @property
     def linear(self) -> bool:
         return True
+
+    @property
+    def kernel(self) -> StepForm:
+        return StepForm()
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         return memory + direction

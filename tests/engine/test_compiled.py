@@ -22,6 +22,7 @@ from hecate.engine import scan as scans
 from hecate.engine.compiled import compiled_refusal
 from hecate.errors import ConfigError
 from hecate.nn import Memory
+from hecate.retention import ElasticNet, Retention, StepForm
 from hecate.tape import Tape
 from hecate.testing import check_rule
 from tests.engine.test_properties import LINEAR, Result, cases, in_pieces, whole
@@ -30,9 +31,25 @@ from tests.memories import BIASES, Case, case_of, close, config_of, flat_state, 
 numba = pytest.importorskip("numba")
 
 FORMS = BIASES[:5]  # all but the norm of huber
+SHRUNK = {"kind": "elastic_net", "threshold": 0.05}
 FIELDS = st.builds(
-    lambda fields, bias: {**fields, "bias": bias},
+    lambda fields, retention, bias: {
+        **fields,
+        "retention": retention,
+        "bias": bias,
+        **({"decay_order": "with_step"} if "threshold" in retention else {}),
+    },
     LINEAR,
+    st.sampled_from(
+        [
+            "none",
+            "decay",
+            SHRUNK,
+            {"kind": "elastic_net", "threshold": 0.0},
+            {"kind": "l2", "decoupled": True},
+            "bregman",
+        ]
+    ),
     st.sampled_from(
         [
             *FORMS,
@@ -90,6 +107,62 @@ def test_widths_around_whole_vectors(d, width):
     ):
         case = case_of(config_of(**fields), d=d, width=width, length=19, masks=True, ends=0.2)
         whole(case, engine="compiled").equals(whole(case, engine="sequential"))
+
+
+@pytest.mark.spec("ENG-NUM-D6", "ENG-NUM-I1")
+@pytest.mark.parametrize(
+    ("d", "width", "bias", "algorithm", "read", "channels"),
+    [
+        (7, 5, "huber", "gd", "after", False),
+        (64, 3, "l2", "momentum", "before", True),
+        (64, 3, "dot", "gd", "before", False),
+        (75, 5, "l2", "momentum", "after", False),
+        (75, 5, "huber", "gd", "before", True),
+    ],
+)
+def test_cells_at_zero(d, width, bias, algorithm, read, channels):
+    """Soft thresholds over several segments, in registers and beyond: many cells are exactly 0."""
+    config = config_of(bias=bias, retention=SHRUNK, algorithm=algorithm, key_norm="l2", read=read)
+    case = case_of(config, d=d, width=width, length=133, masks=True, ends=0.2, channels=channels)
+    expected = whole(case, engine="sequential")
+    share = float((expected.state.memory["weight"] == 0).double().mean())
+    assert 0.05 < share < 0.95
+    whole(case, engine="compiled").equals(expected)
+    in_pieces(case, [1, 70], engine="compiled", autodiff="tape").equals(expected)
+
+
+@pytest.mark.spec("ENG-NUM-D6")
+def test_what_is_zero_already_gets_no_gradient():
+    """Threshold 0 is decay, but for cells that are 0: nothing passes through them, either way."""
+    ours, theirs = (
+        case_of(config_of(retention=retention), length=40, batch=1)
+        for retention in ({"kind": "elastic_net", "threshold": 0.0}, "decay")
+    )
+    v = torch.zeros_like(ours.v)  # with initial weights of 0, every cell stays there
+    cases = [
+        case._replace(v=v, initial={"weight": torch.zeros_like(case.initial["weight"])})
+        for case in (ours, theirs)
+    ]
+    results = [whole(case, engine="compiled") for case in cases]
+    assert max(float(grad.abs().max()) for grad in results[0].grads) == 0
+    assert max(float(grad.abs().max()) for grad in results[1].grads) > 0.1
+    results[0].equals(whole(cases[0], engine="sequential"))
+
+
+@pytest.mark.spec("ENG-NUM-D7")
+@pytest.mark.parametrize("heads", [1, 3])
+def test_heads_are_read_where_they_lie(heads):
+    """No block folds them into the batch; tensors that lie otherwise give the same."""
+    case = case_of(config_of(**TITANS), heads=heads, length=70, d=5, width=5, masks=True)
+    tape = Tape()
+    y, _ = case.scan(engine="compiled", tape=tape)
+    assert "heads" not in str(tape)
+    turned = [case.q, case.k, case.v]
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in turned)
+    assert q.is_contiguous() == (heads == 1)
+    other = case._replace(q=q, k=k, v=v)
+    assert torch.equal(other.scan(engine="compiled")[0], y)
+    whole(other, engine="compiled").equals(whole(case, engine="sequential"))
 
 
 @pytest.mark.spec("ENG-NUM-D5")
@@ -161,10 +234,12 @@ def test_threads_change_no_bit(algorithm, monkeypatch):
 
 
 @pytest.mark.spec("ENG-NUM-V2")
-@pytest.mark.parametrize("bias", ["l2", BIASES[2]], ids=str)
+@pytest.mark.parametrize(
+    ("bias", "retention"), [("l2", "decay"), (BIASES[2], "decay"), ("l2", SHRUNK)], ids=str
+)
 @pytest.mark.parametrize("autodiff", ["torch", "tape"])
-def test_second_derivatives(bias, autodiff):
-    config = config_of(bias=bias, retention="decay", algorithm="momentum")
+def test_second_derivatives(bias, retention, autodiff):
+    config = config_of(bias=bias, retention=retention, algorithm="momentum")
     case = case_of(config, batch=1, heads=1, length=4, d=2, width=2).fresh()
 
     def scan(*leaves: Tensor) -> Tensor:
@@ -302,9 +377,19 @@ class Misnamed(Own):
         return 0.5 * error.square().sum(-1)
 
 
+class Harder(ElasticNet):
+    """harder: another step below a class that declares a kernel."""
+
+    kind: Literal["compiled_test_harder"] = "compiled_test_harder"
+
+    def step(self, memory, direction, retain):
+        return super().step(memory, 2 * direction, retain)
+
+
 # They are passed as values: tests of all known kinds need not know them.
-for kind in [kind for kind in Bias._registry if kind.startswith("compiled_test_")]:
-    del Bias._registry[kind]
+for family in (Bias, Retention):
+    for kind in [kind for kind in family._registry if kind.startswith("compiled_test_")]:
+        del family._registry[kind]
 
 
 @pytest.mark.spec("ENG-NUM-D2")
@@ -325,6 +410,16 @@ def test_a_bias_of_ones_own():
     whole(case, engine="compiled").equals(whole(case, engine="sequential"))
 
 
+@pytest.mark.spec("ENG-NUM-D6")
+def test_a_retention_of_ones_own():
+    assert ElasticNet().kernel_form() == StepForm(1e-4)
+    assert Harder().kernel_form() is None
+    case = case_of(config_of(retention=Harder(threshold=0.05)), length=40)
+    assert choose_engine(case.config, "auto", length=40)[0] == "sequential"
+    with pytest.raises(ConfigError, match="retention 'compiled_test_harder' as configured"):
+        case.scan(engine="compiled")
+
+
 @pytest.mark.spec("ENG-NUM-D3")
 @pytest.mark.parametrize(
     ("fields", "reason"),
@@ -332,6 +427,12 @@ def test_a_bias_of_ones_own():
         ({"chunk": 2}, "chunk=2"),
         ({"commit": "chunk"}, "commit='chunk'"),
         ({"structure": "mlp"}, "structure 'mlp'"),
+        ({"retention": "sphere"}, "retention 'sphere' as configured has no kernel"),
+        ({"retention": "l2"}, "retention 'l2' as configured has no kernel"),
+        (
+            {"retention": "elastic_net", "decay_order": "before_gradient"},
+            "retention 'elastic_net' ahead of the gradient",
+        ),
     ],
     ids=str,
 )
@@ -400,7 +501,7 @@ def test_auto():
     delta, huber = MemoryConfig(), MemoryConfig(bias="huber")
     assert choose_engine(delta, "auto", length=2048, cells=64 * 64)[0] == "compiled"
     assert choose_engine(delta, "auto", length=2048, cells=256 * 256)[0] == "parallel"
-    for other in (huber, MemoryConfig(bias="dot")):
+    for other in (huber, MemoryConfig(bias="dot"), MemoryConfig(retention="elastic_net")):
         assert choose_engine(other, "auto", length=2048, cells=256 * 256)[0] == "compiled"
     assert choose_engine(delta, "auto", length=31)[0] == "parallel"
     assert choose_engine(delta, "auto", length=1)[0] == "sequential"

@@ -224,6 +224,17 @@ FAULTS = [
     ),
     *_of(
         "engine",
+        "tests/engine/test_compiled.py",
+        ("narrow", "G4 = living(G4, four(after, i * ROWS * W, W, width))", "pass"),
+        ("narrow", "            M4 = shrunken(M4, cut)\n            keep(after", "            keep(after"),
+        ("rows", "x2, x3 = alive(x2, load(A, after + 2 * P)), alive(x3, load(A, after + 3 * P))", "pass"),
+        ("rows", "seen = o if cut is None or before else after", "seen = o"),
+        ("kernels", "end if cut is not None else end - 1", "end - 1"),
+        ("rows", "return n // heads * heads * T + n % heads", "return n * T"),
+        ("launch", "return self.tokens.retain.dim() > self.tokens.lr.dim()", "return self.tokens.retain.dim() == 3"),
+    ),
+    *_of(
+        "engine",
         "tests/engine/test_parallel.py tests/engine/test_implicit.py",
         ("implicit", "return slope, -(slope @ u.mT).tril(-1), gv", "return slope, -(slope @ u.mT).tril(), gv"),
     ),
