@@ -13,8 +13,8 @@ from hecate.cms.flow import Levels, flow, nested_flow
 from hecate.cms.growth import grown
 from hecate.cms.health import LevelHealth, levels_health
 from hecate.cms.nested import check_shapes
-from hecate.cms.stability import warn_if_windows_diverge
 from hecate.cms.state import CMSState
+from hecate.cms.warn import warn_if_nothing_passes, warn_if_windows_diverge
 from hecate.engine import Engine
 from hecate.engine.positions import written_before
 from hecate.errors import ConfigError, Problem
@@ -115,6 +115,8 @@ class CMS(nn.Module):
     def _warn(self) -> None:
         for level, memory in zip(self.config.levels, self.memories, strict=True):
             warn_if_windows_diverge(level, memory)
+        if self.config.composition == "chained":
+            warn_if_nothing_passes(self.config, self.memories)
 
     def _start(self) -> None:
         """Norms at 1, learned weights at 1/sqrt(levels), gates at 1/2; draws nothing."""
