@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hecate.cms.arguments import check_state
 from hecate.cms.config import CMSConfig, LevelConfig
-from hecate.cms.flow import Levels, flow, nested_flow
+from hecate.cms.flow import Levels, Masks, flow, nested_flow
 from hecate.cms.growth import grown
 from hecate.cms.health import LevelHealth, levels_health
 from hecate.cms.nested import check_shapes
@@ -149,7 +149,7 @@ class CMS(nn.Module):
         self,
         x: Tensor,
         state: CMSState | None,
-        masks: dict[str, Tensor | None],
+        masks: Masks,
         *,
         run: Run = execute,
     ) -> tuple[Tensor, CMSState]:
@@ -159,10 +159,15 @@ class CMS(nn.Module):
         write = masks["write_mask"]
         before = written_before(written, write, masks["reset_mask"], x.shape[1])
         count = before + (1 if write is None else write)
+        own = [masks] * len(self.levels)
+        for index, level in enumerate(self.config.levels):
+            if level.restart is not None:
+                again = (before % level.restart == 0) & (before != count)
+                own[index] = {**masks, "restart_mask": again}
         if self.config.composition == "nested":
-            y, levels = nested_flow(self, x, levels, masks, (before != count, count), run=run)
+            y, levels = nested_flow(self, x, levels, own, (before != count, count), run=run)
         else:
-            y, levels = flow(self, x, levels, masks, run=run)
+            y, levels = flow(self, x, levels, own, run=run)
         if x.shape[1]:
             written = count[:, -1]
         return y, CMSState(levels, written)  # type: ignore[arg-type]
@@ -238,6 +243,7 @@ def _memory(
         learned_initial=level.learned_initial,
         feature_memory=level.feature_memory,
         firing=level.firing,
+        query_projection=level.query_projection,
         name=name,
         **how,
         **place,

@@ -106,13 +106,15 @@ def _check_state(layer: Memory, x: Tensor, state: LayerState) -> None:
         raise ShapeError(
             f"state must be the LayerState that this layer returned, got {type(state).__name__}"
         )
-    if (state.features is None) != (layer.feature_memory is None):
-        given = "None" if state.features is None else "a state"
-        raise ShapeError(
-            f"state.features is {given}, but this layer has "
-            f"{'no' if layer.feature_memory is None else 'a'} feature memory; was it made by "
-            "another layer?"
-        )
+    for name, has in (
+        ("features", layer.feature_memory is not None),
+        ("projection", layer.query_projection != "none"),
+    ):
+        if (getattr(state, name) is not None) != has:
+            raise ShapeError(
+                f"state.{name} is {'None' if has else 'a state'}, but this layer has "
+                f"{'one' if has else 'none'}; was it made by another layer?"
+            )
     batch, conv = x.shape[0], layer.conv
     reach = 0 if conv is None else conv.kernel - 1
     shapes = {"conv": (batch, reach, sum(layer.splits)), "conv_segment": (batch, reach)}
