@@ -106,14 +106,16 @@ def _check_state(layer: Memory, x: Tensor, state: LayerState) -> None:
         raise ShapeError(
             f"state must be the LayerState that this layer returned, got {type(state).__name__}"
         )
-    for name, has in (
-        ("features", layer.feature_memory is not None),
-        ("projection", layer.query_projection != "none"),
-    ):
-        if (getattr(state, name) is not None) != has:
+    held = {
+        "features": ("feature memory", layer.feature_memory is not None),
+        "projection": ("query projection", layer.query_projection != "none"),
+    }
+    for name, (what, has) in held.items():
+        given = getattr(state, name)
+        if (given is not None) != has:
             raise ShapeError(
-                f"state.{name} is {'None' if has else 'a state'}, but this layer has "
-                f"{'one' if has else 'none'}; was it made by another layer?"
+                f"state.{name} is {'None' if given is None else 'a state'}, but this layer has "
+                f"{'a' if has else 'no'} {what}; was it made by another layer?"
             )
     batch, conv = x.shape[0], layer.conv
     reach = 0 if conv is None else conv.kernel - 1
