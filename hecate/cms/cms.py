@@ -140,10 +140,11 @@ class CMS(nn.Module):
 
         A masked token counts for no level; a reset restarts all of them, counts included.
         """
+        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
         if not torch.compiler.is_compiling():
-            check_inputs(self.memories[0], x, None, write_mask, reset_mask)
+            check_inputs(self.memories[0], x, None, **masks)
             check_state(len(self.levels), x, state)
-        return self.passed(x, state, {"write_mask": write_mask, "reset_mask": reset_mask})
+        return self.passed(x, state, masks)
 
     def passed(
         self,
@@ -178,7 +179,7 @@ class CMS(nn.Module):
         if self.weight is not None and self.bias is not None:
             weights = torch.sigmoid(nn.functional.linear(x, self.weight, self.bias)).split(1, -1)
         elif self.weight is not None:
-            weights = self.weight
+            weights = self.weight.to(outputs[0].dtype)
         elif self.config.aggregation == "rsqrt":
             weights = [len(outputs) ** -0.5] * len(outputs)
         total: Tensor | None = None

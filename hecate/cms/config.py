@@ -27,7 +27,7 @@ class LevelConfig(Config):
         heads, d_key, d_value, conv_kernel, qk_norm, output_gate, learned_initial, feature_memory:
             as in `hecate.nn.Memory`; heads None takes those of the `CMS`.
         firing: "learned" lets a gate decide token by token and head by head whether the level is
-            written. [CMS-FIRE-D1]
+            written; of any level, the fastest too. [CMS-FIRE-D1]
         restart: the memory restarts from its starting weights every that many tokens; None, never.
         query_projection: "sum" or "orthogonal" projects phi(q) onto the keys of the present chunk.
     """
@@ -77,12 +77,6 @@ class LevelConfig(Config):
         if self.period == 1:
             return self.memory
         return self.memory.model_copy(update={"chunk": self.period, "commit": "chunk"})
-
-    @property
-    def cadence(self) -> int:
-        """Tokens after which the level stands where a window begins: `period`, or the chunk of a
-        memory with `period` 1."""
-        return self.rule.chunk
 
 
 Composition = Literal["sequential", "nested", "independent", "chained"]
@@ -145,9 +139,9 @@ class CMSConfig(Config):
                     "restart at every token; give it a period of at least 2",
                     path=(*path, "period"),
                 )
-            if slow.period % fast.cadence:
+            if slow.period % fast.rule.chunk:
                 yield ConfigError(
-                    f"nested {pair}: period {slow.period} is no multiple of {fast.cadence}, so "
+                    f"nested {pair}: period {slow.period} is no multiple of {fast.rule.chunk}, so "
                     f"{fast.name!r} would restart within a window; use a multiple",
                     path=(*path, "period"),
                 )

@@ -76,8 +76,7 @@ def check_inputs(
     layer: Memory,
     x: Tensor,
     state: LayerState | None,
-    write_mask: Tensor | None,
-    reset_mask: Tensor | None,
+    **masks: Tensor | None,
 ) -> None:
     """Refuses tensors that do not fit the layer or each other."""
     if x.dim() != 3 or x.shape[-1] != layer.d_model:
@@ -89,7 +88,7 @@ def check_inputs(
         raise ShapeError(
             f"x is {x.dtype}, the layer {weight.dtype}; convert one of them, or use torch.autocast"
         )
-    for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
+    for name, mask in masks.items():
         if mask is None:
             continue
         if mask.shape != x.shape[:2] or mask.dtype != torch.bool or mask.device != x.device:

@@ -153,14 +153,14 @@ class Memory(RuleParameters):
         A masked token's input is zero to the convolution; a reset hides earlier documents from it.
         `restart_mask` resets the memory alone.
         """
+        how: dict[str, Any] = {"write_mask": write_mask, "reset_mask": reset_mask}
         if not torch.compiler.is_compiling():
-            check_inputs(self, x, state, write_mask, reset_mask)
+            check_inputs(self, x, state, **how, restart_mask=restart_mask)
         mixed, conv, segment = self._mix(self.qkv(x), state, write_mask, reset_mask)
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)) for part in mixed.split(self.splits, dim=-1)
         )
         q, k = (normalise_qk(part, self.qk_norm) for part in (q, k))
-        how: dict[str, Any] = {"write_mask": write_mask, "reset_mask": reset_mask}
         how |= {"engine": self.engine, "autodiff": self.autodiff}
         features = None
         if self.feature_memory is not None:

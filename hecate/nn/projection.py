@@ -70,7 +70,9 @@ def project_queries(
     unit = phi_k / torch.where(square > 0, square, 1.0).sqrt()
     if kind == "sum":
         given: dict[str, Any] = {"state": state, "write_mask": write, "reset_mask": opens}
-        phi_q, after = memory_scan(SUM, phi_q, unit, unit, Gates(lr=1.0), **given, name=kind)
+        phi_q, after = memory_scan(
+            SUM, phi_q, unit, unit, Gates(lr=1.0), **given, name="projection"
+        )
         return phi_q, phi_k, after
     if state is None:
         _, state = memory_scan(SUM, phi_q[:, :0], unit[:, :0], unit[:, :0])

@@ -158,8 +158,10 @@ def test_refused_restarts_and_states():
         cms_of("nested", levels=nested)
     layer, plain = two_scales(), cms_of("independent", levels=LEVELS[:2])
     _, state = plain(inputs())
-    with pytest.raises(ShapeError, match="state.projection is None"):
+    with pytest.raises(ShapeError, match=r"state\.projection is None"):
         layer.memories[0](inputs(), state.levels[0])
+    with pytest.raises(ShapeError, match=r"restart_mask must be bool \[B, T\]"):
+        layer.memories[0](inputs(), restart_mask=torch.ones(2, 11))
 
 
 def test_the_reference_projects():
