@@ -96,6 +96,7 @@ class Memory(RuleParameters):
         super().__init__(d_model, heads, config, **own, **start, **place)
         self.d_model, self.qk_norm, self.query_projection = d_model, qk_norm, query_projection
         self.engine, self.autodiff, self.name = engine, autodiff, name
+        self.projected = config if query_projection == "none" else projected_config(config)
         self.feature_memory = None
         if feature_memory is not None:
             inner = MemoryConfig.model_validate(feature_memory)
@@ -188,18 +189,17 @@ class Memory(RuleParameters):
         how: dict[str, Any],
     ) -> tuple[Tensor, MemoryState, MemoryState | None]:
         """The memory's answers, its state, and that of the query projection."""
-        config, memory = self.config, None if state is None else state.memory
-        how = {**how, "state": memory, "initial": self.initial.tensors, "name": self.name}
         params, kind = self.phi_params, self.query_projection
+        how = {**how, "initial": self.initial.tensors, "name": self.name}
+        how["state"] = None if state is None else state.memory
         if kind == "none":
-            return *memory_scan(config, q, k, v, gates, phi_params=params, **how), None
-        position = (
-            q.new_zeros(len(q), dtype=torch.int64) if memory is None else memory.position[:, 0]
-        )
-        held = None if state is None else state.projection
+            return *memory_scan(self.config, q, k, v, gates, phi_params=params, **how), None
+        position, held = torch.zeros(len(q), dtype=torch.int64, device=q.device), None
+        if state is not None:
+            position, held = state.memory.position[:, 0], state.projection
         masks = (how["write_mask"], how["reset_mask"])
-        q, k, held = project_queries(kind, config, q, k, params, held, position, *masks)
-        y, memory = memory_scan(projected_config(config), q, k, v, gates, **how)
+        q, k, held = project_queries(kind, self.config, q, k, params, held, position, *masks)
+        y, memory = memory_scan(self.projected, q, k, v, gates, **how)
         return y, memory, held
 
     def _mix(

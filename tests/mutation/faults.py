@@ -59,7 +59,7 @@ FAULTS = [
         ("positions", "position[:, -1] + (1 if written is None else written[:, -1])", "position[:, -1]"),
         ("positions", "start = -seen.unsqueeze(1)", "start = 0 * seen.unsqueeze(1)"),
         ("positions", "start).cummax(1).values", "start)"),
-        ("positions", "if written is None:", "if True:"),
+        ("positions", "if write is None:", "if True:"),
         ("prepare", "inputs.position.unsqueeze(-1)", "inputs.position.flip(1).unsqueeze(-1)"),
     ),
     *_of(
@@ -248,10 +248,10 @@ FAULTS = [
     *_of(
         "nn",
         "tests/cms/test_firing.py",
-        ("gates", "+ (open_ - open_.detach())", "- (open_ - open_.detach())"),
+        ("gates", "+ (gate - gate.detach())", "- (gate - gate.detach())"),
         ("gates", "retain * fired + (1 - fired)", "retain * fired"),
         ("gates", "lr = lr * fired", "lr = lr * fired.detach()"),
-        ("gates", "(open_ > 0.5)", "(open_ < 0.5)"),
+        ("gates", "(gate > 0.5)", "(gate < 0.5)"),
     ),
     *_of(
         "cms",
