@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from hecate.cms.arguments import check_state
 from hecate.cms.config import CMSConfig, LevelConfig
-from hecate.cms.flow import Levels, flow, nested_flow
+from hecate.cms.flow import Levels, Masks, flow, nested_flow
 from hecate.cms.growth import grown
 from hecate.cms.health import LevelHealth, levels_health
 from hecate.cms.nested import check_shapes
-from hecate.cms.stability import warn_if_windows_diverge
 from hecate.cms.state import CMSState
+from hecate.cms.warn import warn_if_nothing_passes, warn_if_windows_diverge
 from hecate.engine import Engine
 from hecate.engine.positions import written_before
 from hecate.errors import ConfigError, Problem
@@ -115,6 +115,8 @@ class CMS(nn.Module):
     def _warn(self) -> None:
         for level, memory in zip(self.config.levels, self.memories, strict=True):
             warn_if_windows_diverge(level, memory)
+        if self.config.composition == "chained":
+            warn_if_nothing_passes(self.config, self.memories)
 
     def _start(self) -> None:
         """Norms at 1, learned weights at 1/sqrt(levels), gates at 1/2; draws nothing."""
@@ -138,16 +140,17 @@ class CMS(nn.Module):
 
         A masked token counts for no level; a reset restarts all of them, counts included.
         """
+        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
         if not torch.compiler.is_compiling():
-            check_inputs(self.memories[0], x, None, write_mask, reset_mask)
+            check_inputs(self.memories[0], x, None, **masks)
             check_state(len(self.levels), x, state)
-        return self.passed(x, state, {"write_mask": write_mask, "reset_mask": reset_mask})
+        return self.passed(x, state, masks)
 
     def passed(
         self,
         x: Tensor,
         state: CMSState | None,
-        masks: dict[str, Tensor | None],
+        masks: Masks,
         *,
         run: Run = execute,
     ) -> tuple[Tensor, CMSState]:
@@ -157,10 +160,15 @@ class CMS(nn.Module):
         write = masks["write_mask"]
         before = written_before(written, write, masks["reset_mask"], x.shape[1])
         count = before + (1 if write is None else write)
+        own = [masks] * len(self.levels)
+        for index, level in enumerate(self.config.levels):
+            if level.restart is not None:
+                again = (before % level.restart == 0) & (before != count)
+                own[index] = {**masks, "restart_mask": again}
         if self.config.composition == "nested":
-            y, levels = nested_flow(self, x, levels, masks, (before != count, count), run=run)
+            y, levels = nested_flow(self, x, levels, own, (before != count, count), run=run)
         else:
-            y, levels = flow(self, x, levels, masks, run=run)
+            y, levels = flow(self, x, levels, own, run=run)
         if x.shape[1]:
             written = count[:, -1]
         return y, CMSState(levels, written)  # type: ignore[arg-type]
@@ -171,7 +179,7 @@ class CMS(nn.Module):
         if self.weight is not None and self.bias is not None:
             weights = torch.sigmoid(nn.functional.linear(x, self.weight, self.bias)).split(1, -1)
         elif self.weight is not None:
-            weights = self.weight
+            weights = self.weight.to(outputs[0].dtype)
         elif self.config.aggregation == "rsqrt":
             weights = [len(outputs) ** -0.5] * len(outputs)
         total: Tensor | None = None
@@ -236,6 +244,7 @@ def _memory(
         learned_initial=level.learned_initial,
         feature_memory=level.feature_memory,
         firing=level.firing,
+        query_projection=level.query_projection,
         name=name,
         **how,
         **place,

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from hecate.cms.cms import CMS
 
 Levels = tuple[LayerState | None, ...]
+Masks = dict[str, Tensor | None]
 
 
 def flow(
     layer: CMS,
     x: Tensor,
     levels: Levels,
-    masks: dict[str, Tensor | None],
+    masks: list[Masks],
     *,
     run: Run = execute,
 ) -> tuple[Tensor, Levels]:
@@ -35,11 +36,11 @@ def flow(
     states: list[LayerState | None] = []
     outputs: list[Tensor] = []
     seen = x
-    for index, memory in enumerate(layer.memories):
+    for index in range(len(layer.memories)):
         given = one(run(_plain("norm", layer.norms[index]), seen)) if residual else seen
 
-        def called(x: Tensor, state: LayerState | None, own: Any = memory) -> Any:
-            return own(x, state, **masks)
+        def called(x: Tensor, state: LayerState | None, at: int = index) -> Any:
+            return layer.memories[at](x, state, **masks[at])
 
         label = layer.config.levels[index].name
         out, after = _with_state(run, "level", called, given, levels[index], label)
@@ -58,7 +59,7 @@ def nested_flow(
     layer: CMS,
     x: Tensor,
     levels: Levels,
-    masks: dict[str, Tensor | None],
+    masks: list[Masks],
     written: tuple[Tensor, Tensor],
     *,
     run: Run = execute,
@@ -70,7 +71,10 @@ def nested_flow(
     periods = [level.period for level in layer.config.levels]
     outputs: list[Tensor] = []
     for window, write, count in in_windows(*written, periods[1:]):
-        own = {name: mask if mask is None else mask[:, window] for name, mask in masks.items()}
+        own = [
+            {name: None if mask is None else mask[:, window] for name, mask in each.items()}
+            for each in masks
+        ]
         piece = one(run(_plain("window", lambda x, at=window: x[:, at]), x))
         y, levels = flow(layer, piece, levels, own, run=run)
 

@@ -86,6 +86,7 @@ class _Passed(NamedTuple):
 
 def _health(layer: CMS, index: int, passed: _Passed) -> LevelHealth:
     level, memory = layer.config.levels[index], layer.memories[index]
+    every = memory.config.chunk if memory.config.commit == "chunk" else 1
     calls = [
         call
         for call in passed.tape.calls
@@ -100,7 +101,7 @@ def _health(layer: CMS, index: int, passed: _Passed) -> LevelHealth:
     found = LevelHealth(
         name=level.name,
         period=level.period,
-        commits=float((passed.written % level.cadence == 0).sum(1).double().mean()),
+        commits=float((passed.written % every == 0).sum(1).double().mean()),
         fired=fired,
         norm_start=_norm(passed.before.levels[index]),
         norm_end=_norm(passed.after.levels[index]),
@@ -109,7 +110,7 @@ def _health(layer: CMS, index: int, passed: _Passed) -> LevelHealth:
         cotangent=float(norms.get(f"{level.name}/level", torch.zeros(()))),
         dead=None,
     )
-    never = bool((passed.written < level.cadence).all())
+    never = bool((passed.written < every).all())
     return found._replace(dead="; ".join(_faults(found, never)) or None)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hecate.cms import CMS, CMSConfig, LevelConfig
-from hecate.errors import ConfigError, ShapeError, StabilityWarning
+from hecate.errors import ConfigError, HealthWarning, ShapeError, StabilityWarning
 from hecate.nn import Memory
 from tests.cms.common import DELTA, JOINS, LEVELS, cms_of, inputs, masks
 from tests.nn.layers import near, seeded
@@ -114,7 +114,8 @@ def test_a_slow_level_learns_what_only_it_can_keep():
 
 @pytest.mark.spec("CMS-NEST-V1")
 def test_gradients_through_restarts():
-    levels = [{**level, "memory": {**DELTA, "feature_map": "elu"}} for level in LEVELS[:2]]
+    small = {"heads": 1, "d_key": 2, "d_value": 2, "conv_kernel": 0, "output_gate": False}
+    levels = [{**level, **small, "memory": {**DELTA, "feature_map": "elu"}} for level in LEVELS[:2]]
     layer = cms_of("nested", levels=levels)
     names = [name for name, _ in layer.named_parameters() if "initial" in name or "qkv" in name]
     values = [
@@ -235,13 +236,31 @@ def test_windows_that_diverge_are_warned_of():
     assert state.levels[0].memory.memory["weight"].abs().max() < 10.0
 
 
+@pytest.mark.spec("CMS-JOIN-I1")
+def test_a_chain_that_passes_nothing_is_warned_of():
+    """Nothing comes out and nothing learns before the first commit; then it does."""
+    levels = [{**LEVELS[2], "name": name, "memory": DELTA} for name in ("a", "b")]
+    with pytest.warns(HealthWarning, match="sequences shorter than 4 train nothing") as caught:
+        layer = built(levels, composition="chained")
+    assert len(caught) == 1  # the last level has none behind it
+    for length, flows in ((3, False), (5, True)):
+        y = layer(inputs(length=length))[0]
+        found = torch.autograd.grad(y.square().sum(), list(layer.parameters()), allow_unused=True)
+        assert any(g is not None and g.abs().max() > 1e-9 for g in found) == flows
+        assert bool(y.abs().max() > 0) == flows
+    deep = {"structure": {"kind": "mlp", "expansion": 1}, "algorithm": {"kind": "gd", "lr": 0.05}}
+    built([{**level, "memory": deep} for level in levels], composition="chained")
+
+
 @every_join
 def test_meta_and_deepcopy(join):
     layer = cms_of(*join, shake=0.0)
     empty = cms_of(*join, shake=0.0, device="meta")
     assert empty(inputs().to("meta"))[0].shape == (2, 11, 8)
     made = empty.to_empty(device="cpu")
-    made.reset_parameters(seeded())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HealthWarning)  # of the chain
+        made.reset_parameters(seeded())
     assert torch.equal(made(inputs())[0], layer(inputs())[0])
     assert torch.equal(copy.deepcopy(layer)(inputs())[0], layer(inputs())[0])
 

@@ -1,4 +1,4 @@
-"""Whether the step at a window's end can be too long: it sums gradients taken at one state."""
+"""Faults that a layer shows before it is run: windows that diverge, levels that pass nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import warnings
 import torch
 from torch import Tensor
 
-from hecate.cms.config import LevelConfig
+from hecate.cms.config import CMSConfig, LevelConfig
 from hecate.engine.prepare import Sequence, to_tokens
-from hecate.errors import StabilityWarning
+from hecate.errors import HealthWarning, StabilityWarning
 from hecate.nn import Memory, normalise_qk
 from hecate.phi import Params
 from hecate.tape import execute
@@ -40,6 +40,22 @@ def warn_if_windows_diverge(level: LevelConfig, memory: Memory) -> None:
             StabilityWarning,
             stacklevel=4,
         )
+
+
+def warn_if_nothing_passes(config: CMSConfig, memories: tuple[Memory, ...]) -> None:
+    """Names the levels of a chain whose output is zero until their first commit."""
+    for level, memory in zip(config.levels[:-1], memories[:-1], strict=True):
+        weights = memory.initial.tensors.values()
+        empty = memory.config.structure.linear and not any(w.count_nonzero() for w in weights)
+        if level.period > 1 and empty:
+            warnings.warn(
+                f"level {memory.name!r} starts empty and commits every {level.period} tokens: "
+                f"until its first commit it passes zero to the levels behind it, so sequences "
+                f"shorter than {level.period} train nothing; use composition 'sequential', or a "
+                "structure that starts with weights, such as 'mlp'",
+                HealthWarning,
+                stacklevel=4,
+            )
 
 
 def _step_lengths(memory: Memory, count: int) -> Tensor:
