@@ -78,18 +78,20 @@ def last(x: Tensor, count: int | None) -> Tensor:
 class Blocks:
     """Queries in blocks, and for every block the window of slots that they may see.
 
-    A sequence no longer than the window, or without one, is a single block that sees the line.
+    A sequence no longer than a window or 64 tokens, or without window, is a single block that sees
+    the line.
     """
 
     def __init__(self, line: Line, window: int | None) -> None:
         self.line, self.length, slots = line, line.rank.shape[1], line.document.shape[1]
         self.window = window
-        self.single = window is None or self.length <= window
+        self.single = window is None or self.length <= max(64, window)
+        self.reaches_all = window is None or self.length <= window
         self.lead = self.tail = 0
         self.size, self.reach = self.length, slots
         self.starts: Tensor | None = None
         if window is not None and not self.single:
-            self.size = min(max(64, window // 2), self.length)
+            self.size = max(64, window // 2)
             self.reach = window - 1 + self.size
             # As many slots ahead of the first token as its window reaches back.
             self.lead = max(window - 1 - (slots - self.length), 0)
