@@ -61,7 +61,7 @@ def expected_of(layer, x, write_mask=None, reset_mask=None):
     return torch.stack([one(*row) for row in zip(x, write, reset, strict=True)])
 
 
-@pytest.mark.spec("ATT-MAG-D1", "ATT-MAL-D1", "ATT-MAC-D1", "ATT-GATE-D1")
+@pytest.mark.spec("ATT-MAG-D1", "ATT-MAC-D1", "ATT-GATE-D1")
 @every_kind
 @pytest.mark.parametrize("masked", [False, True])
 def test_against_a_loop(name, masked):
@@ -209,7 +209,7 @@ def test_an_empty_memory_leaves_attention_whole(name):
         near(y, scaled * layer.gate.weight[0] / 2)
 
 
-@pytest.mark.spec("ATT-COMP-I3")
+@pytest.mark.spec("ATT-SLIDE-I4")
 @every_kind
 def test_every_parameter_learns_from_a_cold_start(name):
     layer = composed_of(name, shake=0.0)
@@ -270,7 +270,7 @@ def test_inputs_are_not_mutated(layers, name):
     assert all(torch.equal(a, b) for a, b in zip(given_tensors, before, strict=True))
 
 
-@pytest.mark.spec("ATT-COMP-I3")
+@pytest.mark.spec("ATT-SLIDE-I4")
 @pytest.mark.parametrize("name", ["mag", "mal_paper", "mac"])
 def test_checkpoint_and_copies(name):
     layer, x = composed_of(name), inputs().requires_grad_()
@@ -283,7 +283,7 @@ def test_checkpoint_and_copies(name):
     near(twin(x)[0], layer(x)[0], 0.0)
 
 
-@pytest.mark.spec("ATT-COMP-I3")
+@pytest.mark.spec("ATT-SLIDE-I4")
 @pytest.mark.parametrize("name", ["mag", "mal", "mac"])
 def test_autocast(name):
     layer, x = composed_of(name, shake=0.0).float(), inputs().float()
@@ -297,7 +297,7 @@ def test_autocast(name):
     near(y.float() / expected.norm(), expected / expected.norm(), 18 * 2**-8)
 
 
-@pytest.mark.spec("ATT-COMP-I3")
+@pytest.mark.spec("ATT-SLIDE-I4")
 @pytest.mark.parametrize("name", ["mag", "mal"])
 def test_compile(name):
     torch._dynamo.reset()
@@ -306,7 +306,7 @@ def test_compile(name):
     near(y, layer(x)[0])
 
 
-@pytest.mark.spec("ATT-COMP-I3")
+@pytest.mark.spec("ATT-SLIDE-I4")
 @every_memory
 def test_meta_then_materialised_equals_built(name):
     def built(device):
@@ -346,7 +346,7 @@ FIELDS = {
 }
 
 
-@pytest.mark.spec("ATT-COMP-I4")
+@pytest.mark.spec("ATT-SLIDE-I5")
 @pytest.mark.parametrize("message", FIELDS)
 def test_configs_that_are_refused(message):
     with pytest.raises(ConfigError, match=message):
@@ -360,7 +360,7 @@ BUILDS = {
 }
 
 
-@pytest.mark.spec("ATT-COMP-I4")
+@pytest.mark.spec("ATT-SLIDE-I5")
 @pytest.mark.parametrize("message", BUILDS)
 def test_builds_that_are_refused(message):
     name, memory = BUILDS[message]
@@ -398,7 +398,7 @@ CALLS = {
 }
 
 
-@pytest.mark.spec("ATT-COMP-I4")
+@pytest.mark.spec("ATT-SLIDE-I5")
 @pytest.mark.parametrize("message", CALLS)
 def test_calls_that_are_refused(layers, message):
     with pytest.raises(ShapeError, match=message):

@@ -22,7 +22,7 @@ class Composed(nn.Module):
     With o = Gate(carrier, answer), M the memory layer and A the attention:
 
     - mag: y = Gate(A(x), M(x)). [ATT-MAG-D1]
-    - mal: y = A(Gate(x, M(x))). [ATT-MAL-D1]
+    - mal: y = A(Gate(x, M(x))). [ATT-MAG-D1]
     - mac: per segment, h_t = M read with x_t as M was at the segment's start;
       a_t = A(x_t over persistent tokens, h_s and x_s, s <= t in the segment);
       y_t = Gate(a_t, M(a_t)), where M(a_t) writes and reads. [ATT-MAC-D1]
