@@ -66,7 +66,9 @@ class SlidingAttention(nn.Module):
         name: what errors call this layer.
         generator: source of all draws; None uses torch's default generator.
 
-    Cost: window + block - 1 keys per query in blocks of max(64, window / 2) queries.
+    Cost: window + block - 1 keys per query in blocks of max(64, window / 2) queries. Without a
+    window T (N + T) products after N tokens, and unless torch's causal kernel applies (no state,
+    masks nor persistent tokens) a mask of that size.
 
     References: Beltagy et al., Longformer (2020), arXiv 2004.05150; persistent memory: Behrouz et
     al., Titans (2025), arXiv 2501.00663; rotation: Su et al. (2021), arXiv 2104.09864; shared

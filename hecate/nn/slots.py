@@ -124,9 +124,8 @@ class Blocks:
         if starts is None:
             starts = torch.arange(0, self.length, self.size, device=line.rank.device).unsqueeze(0)
         place = (self._places(starts) - self.lead).unsqueeze(2)
-        shown = (
-            self.slots(line.document + 1).unsqueeze(2) - 1
-        )  # what is added ahead is of no document
+        # Slots added ahead and behind are zeros: by then, of no document.
+        shown = self.slots(line.document + 1).unsqueeze(2) - 1
         own, rank, end = (self.queries(x).unsqueeze(-1) for x in (line.own, line.rank, line.end))
         seen = (shown == own) & (place < end)
         return seen if self.window is None else seen & (place > rank - self.window)
