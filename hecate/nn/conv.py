@@ -61,3 +61,33 @@ class ShortConv(nn.Module):
                 tap = torch.where(same.unsqueeze(-1), tap, 0.0)
             total = total + self.weight[j] * tap
         return nn.functional.silu(total), padded[:, length:]
+
+
+def mix(
+    conv: ShortConv | None,
+    x: Tensor,
+    past: Tensor | None,
+    past_segment: Tensor | None,
+    *,
+    write_mask: Tensor | None,
+    reset_mask: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A layer's convolution under its masks: the result, its new state and that state's documents.
+
+    A masked token is zero to the tokens after it and reads with its own input; a reset hides
+    earlier documents. None leaves x as it is.
+    """
+    if conv is None:
+        return x, None, None
+    batch, length, _ = x.shape
+    if past_segment is None and reset_mask is None:
+        return *conv(x, past, None, write_mask), None
+    if past_segment is None:
+        past_segment = torch.zeros(batch, conv.kernel - 1, dtype=torch.int64, device=x.device)
+    if reset_mask is None:
+        reset_mask = torch.zeros(batch, length, dtype=torch.bool, device=x.device)
+    # Documents are numbered from the last one seen, which is 0 again in the next call's state.
+    segment = torch.cat([past_segment, reset_mask.cumsum(1)], 1)
+    mixed, after = conv(x, past, segment, write_mask)
+    kept = segment[:, length:]
+    return mixed, after, kept - kept[:, -1:]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hecate.engine import Engine, memory_scan
 from hecate.nn.arguments import check_engine, check_inputs, check_sizes
-from hecate.nn.conv import ShortConv
+from hecate.nn.conv import ShortConv, mix
 from hecate.nn.norm import QKNorm, check_norm, normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.rule import FeatureMemory, RuleParameters
@@ -140,7 +140,14 @@ class Memory(RuleParameters):
         """
         if not torch.compiler.is_compiling():
             check_inputs(self, x, state, write_mask, reset_mask)
-        mixed, conv, segment = self._mix(self.qkv(x), state, write_mask, reset_mask)
+        mixed, conv, segment = mix(
+            self.conv,
+            self.qkv(x),
+            None if state is None else state.conv,
+            None if state is None else state.conv_segment,
+            write_mask=write_mask,
+            reset_mask=reset_mask,
+        )
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)) for part in mixed.split(self.splits, dim=-1)
         )
@@ -171,31 +178,6 @@ class Memory(RuleParameters):
         if self.output_gate is not None:
             y = y * nn.functional.silu(self.output_gate(x))
         return self.out(y), LayerState(memory, conv, segment, features)
-
-    def _mix(
-        self,
-        x: Tensor,
-        state: LayerState | None,
-        write_mask: Tensor | None,
-        reset_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The short convolution over q, k and v, its new state and the documents of that state."""
-        if self.conv is None:
-            return x, None, None
-        batch, length, _ = x.shape
-        reach = self.conv.kernel - 1
-        before, past = (None, None) if state is None else (state.conv, state.conv_segment)
-        if past is None and reset_mask is None:
-            return *self.conv(x, before, None, write_mask), None
-        if past is None:
-            past = torch.zeros(batch, reach, dtype=torch.int64, device=x.device)
-        if reset_mask is None:
-            reset_mask = torch.zeros(batch, length, dtype=torch.bool, device=x.device)
-        # Documents are numbered from the last one seen, which is 0 again in the next call's state.
-        segment = torch.cat([past, reset_mask.cumsum(1)], 1)
-        mixed, conv = self.conv(x, before, segment, write_mask)
-        kept = segment[:, length:]
-        return mixed, conv, kept - kept[:, -1:]
 
     def extra_repr(self) -> str:
         """The rule and sizes."""

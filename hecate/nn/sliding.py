@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.nn.arguments import check_sizes, check_tensors
+from hecate.nn.arguments import check_sequence, check_sizes
 from hecate.nn.norm import normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import rotated
@@ -151,7 +151,7 @@ class SlidingAttention(nn.Module):
         `beside` `[B, T, d_model]` gives each token a second input, seen wherever the token is.
         """
         if not torch.compiler.is_compiling():
-            check_tensors(self.d_model, self.out.weight, x, write_mask, reset_mask)
+            check_sequence(self.query.weight, x, write_mask, reset_mask)
             self._check(x, state, beside)
         inputs = x.unsqueeze(2) if beside is None else torch.stack([beside, x], 2)
         k, v = self._keys_values(inputs)
