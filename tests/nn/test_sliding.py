@@ -132,6 +132,18 @@ def test_masked_tokens_take_no_place(options):
 
 
 @pytest.mark.spec("ATT-SLIDE-I2")
+@every_layer
+@pytest.mark.parametrize("length", [LENGTH, 150])
+def test_masks_that_hide_nothing_change_nothing(options, length):
+    layer, x = sliding_of(**options), inputs(length=length)
+    y, state = layer(x)
+    everywhere = torch.ones(2, length, dtype=torch.bool)
+    same, after = layer(x, write_mask=everywhere, reset_mask=~everywhere)
+    near(same, y)
+    same_state(after, state)
+
+
+@pytest.mark.spec("ATT-SLIDE-I2")
 def test_a_masked_token_sees_what_came_before_and_not_itself():
     layer, nothing = sliding_of(4), torch.zeros(2, 1, dtype=torch.bool)
     y, state = layer(inputs(length=1), write_mask=nothing)
