@@ -79,21 +79,17 @@ def check_inputs(
     **masks: Tensor | None,
 ) -> None:
     """Refuses tensors that do not fit the layer or each other."""
-    check_tensors(layer.d_model, layer.qkv.weight, x, write_mask, reset_mask)
+    check_sequence(layer.qkv.weight, x, write_mask, reset_mask)
     if state is not None:
         _check_state(layer, x, state)
 
 
-def check_tensors(
-    d_model: int,
-    weight: Tensor,
-    x: Tensor,
-    write_mask: Tensor | None,
-    reset_mask: Tensor | None,
+def check_sequence(
+    weight: Tensor, x: Tensor, write_mask: Tensor | None, reset_mask: Tensor | None
 ) -> None:
-    """Refuses inputs that do not fit a layer of this width with this weight, or each other."""
-    if x.dim() != 3 or x.shape[-1] != d_model:
-        raise ShapeError(f"x must be [B, T, {d_model}], got {list(x.shape)}")
+    """Refuses an input that does not fit a layer's first weight `[out, d_model]`, or its masks."""
+    if x.dim() != 3 or x.shape[-1] != weight.shape[-1]:
+        raise ShapeError(f"x must be [B, T, {weight.shape[-1]}], got {list(x.shape)}")
     if x.device != weight.device:
         raise ShapeError(f"x is on {x.device}, the layer on {weight.device}; move one of them")
     if x.dtype != weight.dtype and not _autocast(x):

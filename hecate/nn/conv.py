@@ -74,8 +74,8 @@ def mix(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """A layer's convolution under its masks: the result, its new state and that state's documents.
 
-    A masked token sees itself and is zero to those after it; a reset hides earlier documents. None
-    leaves x as it is.
+    A masked token is zero to the tokens after it and reads with its own input; a reset hides
+    earlier documents. None leaves x as it is.
     """
     if conv is None:
         return x, None, None

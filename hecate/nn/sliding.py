@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.nn.arguments import check_sizes, check_tensors
+from hecate.nn.arguments import check_sequence, check_sizes
 from hecate.nn.norm import normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import rotated
@@ -66,7 +66,9 @@ class SlidingAttention(nn.Module):
         name: what errors call this layer.
         generator: source of all draws; None uses torch's default generator.
 
-    Cost: window + block - 1 keys per query in blocks of max(64, window / 2) queries.
+    Cost: window + block - 1 keys per query in blocks of max(64, window / 2) queries. Without a
+    window T (N + T) products after N tokens, and unless torch's causal kernel applies (no state,
+    masks nor persistent tokens) a mask of that size.
 
     References: Beltagy et al., Longformer (2020), arXiv 2004.05150; persistent memory: Behrouz et
     al., Titans (2025), arXiv 2501.00663; rotation: Su et al. (2021), arXiv 2104.09864; shared
@@ -94,17 +96,19 @@ class SlidingAttention(nn.Module):
         self.d_model, self.heads, self.width = d_model, heads, d_model // heads
         self.window, self.persistent, self.rotary = window, persistent, rotary
         self.kv_heads, self.qk_norm, self.name = kv_heads, qk_norm, name
-        self._check()
+        self._check_options()
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.query = blank(nn.Linear, d_model, d_model, bias=False, **place)
         self.key_value = blank(nn.Linear, d_model, 2 * kv_heads * self.width, bias=False, **place)
         self.out = blank(nn.Linear, d_model, d_model, bias=False, **place)
-        self.tokens = nn.Parameter(torch.empty(persistent, d_model, **place))
+        self.tokens = None
+        if persistent:
+            self.tokens = nn.Parameter(torch.empty(persistent, d_model, **place))
         self.gain = nn.Parameter(torch.empty(heads, 1, **place)) if qk_norm == "rms" else None
         if self.out.weight.device.type != "meta":
             self.reset_parameters(generator)
 
-    def _check(self) -> None:
+    def _check_options(self) -> None:
         least = {"window": 1, "persistent": 0, "kv_heads": 1}
         for name, low in least.items():
             given = getattr(self, name)
@@ -128,7 +132,8 @@ class SlidingAttention(nn.Module):
         source = source_of(generator)
         for linear in (self.query, self.key_value, self.out):
             draw_normal(linear.weight, self.d_model**-0.5, source)
-        draw_normal(self.tokens, 1.0, source)
+        if self.tokens is not None:
+            draw_normal(self.tokens, 1.0, source)
         if self.gain is not None:
             nn.init.ones_(self.gain)
 
@@ -146,8 +151,8 @@ class SlidingAttention(nn.Module):
         `beside` `[B, T, d_model]` gives each token a second input, seen wherever the token is.
         """
         if not torch.compiler.is_compiling():
-            check_tensors(self.d_model, self.out.weight, x, write_mask, reset_mask)
-            self._check_state(x, state, 1 if beside is None else 2)
+            check_sequence(self.query.weight, x, write_mask, reset_mask)
+            self._check(x, state, beside)
         inputs = x.unsqueeze(2) if beside is None else torch.stack([beside, x], 2)
         k, v = self._keys_values(inputs)
         q = self.query(x).unflatten(-1, (self.heads, self.width))
@@ -190,7 +195,7 @@ class SlidingAttention(nn.Module):
         # All blocks of all sequences are one batch; a slot's inputs are neighbours.
         k, v = (blocks.slots(part).flatten(0, 1).flatten(1, 2) for part in (k, v))
         inputs, mask, blind = k.shape[1] // blocks.reach, None, None
-        causal = plain and blocks.single and inputs == 1 and not self.persistent
+        causal = plain and blocks.reaches_all and inputs == 1 and not self.persistent
         if not causal:
             seen = blocks.visible()
             rows = 1 if seen.shape[:2] == (1, 1) else q.shape[0]
@@ -198,8 +203,8 @@ class SlidingAttention(nn.Module):
             mask = F.pad(mask.repeat_interleave(inputs, -1), (self.persistent, 0), value=True)
             blind = ~mask.any(-1, keepdim=True)  # a softmax over nothing has no value
             mask, blind = (mask | blind).unsqueeze(1), blind.unsqueeze(1)
-        if self.persistent:
-            k, v = self._with_persistent(k, v)
+        if self.tokens is not None:
+            k, v = self._with_persistent(self.tokens, k, v)
         y = F.scaled_dot_product_attention(
             blocks.queries(q).flatten(0, 1).transpose(1, 2),
             k.transpose(1, 2),
@@ -212,31 +217,35 @@ class SlidingAttention(nn.Module):
             y = torch.where(blind, 0.0, y)
         return y.transpose(1, 2).unflatten(0, (q.shape[0], -1)).flatten(1, 2)[:, : q.shape[1]]
 
-    def _with_persistent(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _with_persistent(self, tokens: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[M, N, G, D]` with those of the persistent tokens ahead of them."""
-        own_k, own_v = self._keys_values(self.tokens)
+        own_k, own_v = self._keys_values(tokens)
         if self.rotary:  # the rotated half would make the answer depend on where counting began
             own_k = F.pad(own_k[..., self.width // 2 :], (self.width // 2, 0))
         own_k, own_v = (part.expand(k.shape[0], -1, -1, -1) for part in (own_k, own_v))
         return torch.cat([own_k.to(k.dtype), k], 1), torch.cat([own_v.to(v.dtype), v], 1)
 
-    def _check_state(self, x: Tensor, state: SlidingState | None, inputs: int) -> None:
+    def _check(self, x: Tensor, state: SlidingState | None, beside: Tensor | None) -> None:
+        if beside is not None and beside.shape != x.shape:
+            raise ShapeError(
+                f"{self.name}: beside must be {list(x.shape)} like x, got {list(beside.shape)}"
+            )
         if state is None:
             return
         if not isinstance(state, SlidingState):
             raise ShapeError(
-                f"state must be the SlidingState that this layer returned, got "
+                f"{self.name}: state must be the SlidingState that this layer returned, got "
                 f"{type(state).__name__}"
             )
         slots = state.present.shape[-1] if self.window is None else self.window - 1
-        shape = (x.shape[0], slots, inputs, self.kv_heads, self.width)
+        shape = (x.shape[0], slots, 1 if beside is None else 2, self.kv_heads, self.width)
         for field, expected in (("keys", shape), ("values", shape), ("present", shape[:2])):
             given = tuple(getattr(state, field).shape)
             if given != expected:
                 raise ShapeError(
-                    f"state.{field} must be {list(expected)} for this layer and {x.shape[0]} "
-                    f"sequences, got {list(given)}; was it made by another layer or with another "
-                    "batch?"
+                    f"{self.name}: state.{field} must be {list(expected)} for this layer and "
+                    f"{x.shape[0]} sequences, got {list(given)}; was it made by another layer or "
+                    "with another batch?"
                 )
 
     def extra_repr(self) -> str:

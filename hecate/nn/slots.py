@@ -78,18 +78,20 @@ def last(x: Tensor, count: int | None) -> Tensor:
 class Blocks:
     """Queries in blocks, and for every block the window of slots that they may see.
 
-    A sequence no longer than the window, or without one, is a single block that sees the line.
+    A sequence no longer than a window or 64 tokens, or without window, is a single block that sees
+    the line.
     """
 
     def __init__(self, line: Line, window: int | None) -> None:
         self.line, self.length, slots = line, line.rank.shape[1], line.document.shape[1]
         self.window = window
-        self.single = window is None or self.length <= window
+        self.single = window is None or self.length <= max(64, window)
+        self.reaches_all = window is None or self.length <= window
         self.lead = self.tail = 0
         self.size, self.reach = self.length, slots
         self.starts: Tensor | None = None
         if window is not None and not self.single:
-            self.size = min(max(64, window // 2), self.length)
+            self.size = max(64, window // 2)
             self.reach = window - 1 + self.size
             # As many slots ahead of the first token as its window reaches back.
             self.lead = max(window - 1 - (slots - self.length), 0)
@@ -122,9 +124,8 @@ class Blocks:
         if starts is None:
             starts = torch.arange(0, self.length, self.size, device=line.rank.device).unsqueeze(0)
         place = (self._places(starts) - self.lead).unsqueeze(2)
-        shown = (
-            self.slots(line.document + 1).unsqueeze(2) - 1
-        )  # what is added ahead is of no document
+        # Slots added ahead and behind are zeros: by then, of no document.
+        shown = self.slots(line.document + 1).unsqueeze(2) - 1
         own, rank, end = (self.queries(x).unsqueeze(-1) for x in (line.own, line.rank, line.end))
         seen = (shown == own) & (place < end)
         return seen if self.window is None else seen & (place > rank - self.window)

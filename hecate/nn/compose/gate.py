@@ -29,15 +29,18 @@ class Gate(nn.Module):
         rows = {"multiply": 1, "add": 1, "paper": 2}[kind]
         if kind == "paper" and memory_alone:
             self.kind, rows = "memory", 0
-        self.weight = nn.Parameter(torch.ones(rows, d_model, device=device, dtype=dtype))
+        self.weight = None
+        if rows:
+            self.weight = nn.Parameter(torch.ones(rows, d_model, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
         """Weights to one; draws nothing."""
-        nn.init.ones_(self.weight)
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
 
     def forward(self, carrier: Tensor, answer: Tensor) -> Tensor:
         """Both `[..., d_model]`."""
-        if self.kind == "memory":
+        if self.weight is None:
             return answer
         weight = self.weight.to(carrier.dtype)
         if self.kind == "paper":

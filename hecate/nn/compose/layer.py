@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hecate.nn.arguments import check_tensors
+from hecate.nn.arguments import check_sequence
 from hecate.nn.compose.config import AttentionConfig
 from hecate.nn.compose.gate import Gate
 from hecate.nn.compose.segments import pieces_of, where_rows
@@ -22,7 +22,7 @@ class Composed(nn.Module):
     With o = Gate(carrier, answer), M the memory layer and A the attention:
 
     - mag: y = Gate(A(x), M(x)). [ATT-MAG-D1]
-    - mal: y = A(Gate(x, M(x))). [ATT-MAL-D1]
+    - mal: y = A(Gate(x, M(x))). [ATT-MAG-D1]
     - mac: per segment, h_t = M read with x_t as M was at the segment's start;
       a_t = A(x_t over persistent tokens, h_s and x_s, s <= t in the segment);
       y_t = Gate(a_t, M(a_t)), where M(a_t) writes and reads. [ATT-MAC-D1]
@@ -99,7 +99,7 @@ class Composed(nn.Module):
     ) -> tuple[Tensor, ComposedState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]`."""
         if not torch.compiler.is_compiling():
-            check_tensors(self.d_model, self.attention.out.weight, x, write_mask, reset_mask)
+            check_sequence(self.attention.query.weight, x, write_mask, reset_mask)
             check_state(self.config.kind, self.name, x, state)
         if self.config.kind == "mac":
             return self._context(x, state, write_mask, reset_mask)

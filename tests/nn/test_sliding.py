@@ -1,0 +1,358 @@
+"""Sliding attention against a loop over tokens, in pieces, packed, padded, and refused."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from hecate.errors import ConfigError, ShapeError
+from hecate.nn import SlidingAttention
+from hecate.nn.positions import rotated
+from hecate.nn.slots import Blocks, line_of
+from tests.nn.attentions import D_MODEL, HEADS, masks_of, reference_of, shaken, sliding_of
+from tests.nn.layers import in_pieces, leaves, near, seeded
+from tests.nn.layers import inputs as narrow
+from tests.reference.attention import sliding
+
+LENGTH = 9
+
+
+def inputs(batch=2, length=LENGTH, *, seed=2):
+    return narrow(batch, length, seed=seed, width=D_MODEL)
+
+
+def same_state(got, expected, tolerance=1e-12):
+    assert torch.equal(got.present, expected.present)
+    near(got[:2], expected[:2], tolerance, "state")
+
+
+def expected_of(layer, x, write_mask=None, reset_mask=None):
+    write = torch.ones(x.shape[:2], dtype=torch.bool) if write_mask is None else write_mask
+    reset = torch.zeros_like(write) if reset_mask is None else reset_mask
+    reference = reference_of(layer)
+    rows = zip(x, write, reset, strict=True)
+    return torch.stack([sliding(reference, row, layer.window, w, r) for row, w, r in rows])
+
+
+LAYERS = {
+    "one": {"window": 1},
+    "narrow": {"window": 3, "persistent": 2},
+    "plain": {"window": 5, "rotary": False, "qk_norm": "none"},
+    "shared": {"window": 4, "kv_heads": 1},
+    "wide": {"window": 66, "persistent": 1},
+    "full": {"window": None},
+    "full_persistent": {"window": None, "persistent": 2, "kv_heads": 1},
+}
+every_layer = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+
+
+@pytest.mark.spec("ATT-SLIDE-D1", "ATT-SLIDE-D2", "ATT-SLIDE-I2")
+@every_layer
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", [LENGTH, 70])  # one block; two, the last unfinished
+def test_against_a_loop(options, masked, length):
+    batch = 2 if length == LENGTH else 1
+    layer, x = sliding_of(**options), inputs(batch, length).requires_grad_()
+    masks = masks_of(batch, length) if masked else {}
+    y, _ = layer(x, **masks)
+    expected = expected_of(layer, x, **masks)
+    near(y, expected, 1e-10)
+    probe = torch.randn(y.shape, generator=seeded(4))
+    wanted = [x, *layer.parameters()]
+    near(
+        list(torch.autograd.grad((y * probe).sum(), wanted)),
+        list(torch.autograd.grad((expected * probe).sum(), wanted)),
+        1e-10,
+    )
+
+
+@pytest.mark.spec("ATT-SLIDE-I1", "ATT-SLIDE-I2")
+@every_layer
+@settings(max_examples=15)
+@given(
+    cuts=st.lists(st.integers(0, LENGTH), max_size=LENGTH),
+    write=st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH),
+    reset=st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH),
+    with_write=st.booleans(),
+    with_reset=st.booleans(),
+)
+def test_any_split(options, cuts, write, reset, with_write, with_reset):
+    torch.set_default_dtype(torch.float64)
+    layer, x = sliding_of(**options), inputs()
+    masks = {
+        "write_mask": torch.tensor(write).reshape(2, LENGTH) if with_write else None,
+        "reset_mask": torch.tensor(reset).reshape(2, LENGTH) if with_reset else None,
+    }
+    y, state = layer(x, **masks)
+    pieces, last = in_pieces(layer, x, cuts, **masks)
+    near(pieces, y)
+    same_state(last, state)
+
+
+@pytest.mark.spec("ATT-SLIDE-I1")
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_long_sequence_in_pieces_longer_and_shorter_than_the_window(masked):
+    layer, x = sliding_of(70, persistent=1), inputs(2, 300)
+    masks = masks_of(2, 300, reset=0.01) if masked else {}
+    y, state = layer(x, **masks)
+    pieces, last = in_pieces(layer, x, [1, 2, 150, 200, 201], **masks)
+    near(pieces, y)
+    same_state(last, state)
+
+
+def test_gradients_of_pieces_are_those_of_the_whole():
+    layer, x = sliding_of(), inputs()
+    parameters = list(layer.parameters())
+    whole = torch.autograd.grad(layer(x)[0].square().sum(), parameters)
+    pieces = torch.autograd.grad(in_pieces(layer, x, [0, 2, 3])[0].square().sum(), parameters)
+    near(pieces, whole, 1e-10)
+    _, state = layer(x)
+    assert state.keys.requires_grad
+    assert not any(item.requires_grad for item in leaves(state.detach()))
+
+
+@pytest.mark.spec("ATT-SLIDE-I2")
+@every_layer
+def test_masked_tokens_take_no_place(options):
+    layer, x = sliding_of(**options), inputs(1)
+    write = torch.tensor([[False, True, True, False, False, True, True, False, True]])
+    y, state = layer(x, write_mask=write)
+    alone, last = layer(x[write].unsqueeze(0))
+    near(y[write].unsqueeze(0), alone)
+    hidden = 0 if layer.window else int((~write).sum())
+    near([part[:, hidden:] for part in state[:2]], list(last[:2]))
+    assert torch.equal(state.present[:, hidden:], last.present)
+    _, after = layer(inputs(1, 3, seed=8), state, write_mask=torch.zeros(1, 3, dtype=torch.bool))
+    held = 0 if layer.window else 3
+    near([part[:, held:].double() for part in after], [part.double() for part in state], 0.0)
+
+
+@pytest.mark.spec("ATT-SLIDE-I2")
+@every_layer
+@pytest.mark.parametrize("length", [LENGTH, 150])
+def test_masks_that_hide_nothing_change_nothing(options, length):
+    layer, x = sliding_of(**options), inputs(length=length)
+    y, state = layer(x)
+    everywhere = torch.ones(2, length, dtype=torch.bool)
+    same, after = layer(x, write_mask=everywhere, reset_mask=~everywhere)
+    near(same, y)
+    same_state(after, state)
+
+
+@pytest.mark.spec("ATT-SLIDE-I2")
+def test_a_masked_token_sees_what_came_before_and_not_itself():
+    layer, nothing = sliding_of(4), torch.zeros(2, 1, dtype=torch.bool)
+    y, state = layer(inputs(length=1), write_mask=nothing)
+    assert torch.equal(y, torch.zeros_like(y)) and not state.present.any()
+    _, state = layer(inputs(length=1))
+    first, _ = layer(inputs(length=1, seed=5), state, write_mask=nothing)
+    second, _ = layer(inputs(length=1, seed=6), state, write_mask=nothing)
+    near(first, second)  # there is one token to see, whatever is asked
+    assert first.norm() > 0.1
+
+
+@pytest.mark.spec("ATT-SLIDE-I2")
+@every_layer
+def test_packed_documents_equal_separate_runs(options):
+    layer, x = sliding_of(**options), inputs(1)
+    reset = torch.zeros(1, LENGTH, dtype=torch.bool)
+    reset[0, [2, 3, 7]] = True
+    parts = [layer(x[:, a:b]) for a, b in ((0, 2), (2, 3), (3, 7), (7, 9))]
+    y, state = layer(x, reset_mask=reset)
+    near(y, torch.cat([part for part, _ in parts], 1))
+    more = inputs(1, 4, seed=9)
+    near(layer(more, state)[0], layer(more, parts[-1][1])[0])
+
+
+@pytest.mark.spec("ATT-SLIDE-I1")
+@pytest.mark.parametrize("length", [LENGTH, 140])
+def test_a_changed_token_is_seen_inside_its_window_only(length):
+    layer, x = sliding_of(5), inputs(1, length)
+    y, _ = layer(x)
+    for at in {0, 3, length - 6, length - 1}:
+        changed = x.clone()
+        changed[:, at] += 1.0
+        moved = (layer(changed)[0] - y).abs().amax(-1)[0]
+        inside = torch.zeros(length, dtype=torch.bool)
+        inside[at : at + 5] = True
+        assert (moved[inside] > 1e-4).all() and (moved[~inside] == 0).all()
+
+
+@pytest.mark.spec("ATT-SLIDE-I3")
+def test_cost_and_state_do_not_grow_with_what_came_before():
+    def pairs(length, window=256):  # products of a query and a key
+        blocks = Blocks(line_of(None, torch.empty(1, length, device="meta"), None, None), window)
+        return -(-length // blocks.size) * blocks.size * blocks.reach
+
+    assert pairs(16384) == 16 * pairs(1024) == 16384 * (256 + 128 - 1)
+    layer = sliding_of(5, kv_heads=1)
+    _, short = layer(inputs(length=1))
+    _, long = layer(inputs(length=200))
+    assert short.bytes == long.bytes == 2 * 4 * (2 * 8 * 8 + 1)
+    assert sliding_of(None)(inputs(length=6))[1].bytes == 2 * 6 * (2 * 16 * 8 + 1)
+    kept = long.keys.untyped_storage()
+    assert kept.nbytes() == long.keys.numel() * 8  # no view of all that was seen
+
+
+@pytest.mark.spec("ATT-ROT-D1")
+def test_rotation_is_relative_however_far_the_count_has_come():
+    q, k = inputs(1, 1)[0, 0], inputs(1, 1, seed=3)[0, 0]
+
+    def product(a, b):
+        return rotated(q, torch.tensor(a)) @ rotated(k, torch.tensor(b))
+
+    near(product(7, 3), product(10**6 + 7, 10**6 + 3), 1e-8)  # an angle of 10^6 holds 10 digits
+    assert (product(7, 3) - product(7, 4)).abs() > 1e-3
+    near(rotated(q, torch.tensor(9))[8:], q[8:], 0.0)
+    near(rotated(q, torch.tensor(9)).norm(), q.norm())
+
+
+@pytest.mark.spec("ATT-SLIDE-I4")
+def test_every_parameter_learns_from_a_cold_start():
+    layer = SlidingAttention(D_MODEL, HEADS, window=4, persistent=2, generator=seeded())
+    layer(inputs())[0].sub(inputs(seed=5)).square().mean().backward()
+    norms = {name: float(p.grad.norm()) for name, p in layer.named_parameters()}
+    assert len(norms) == 5 and min(norms.values()) > 1e-4, norms
+
+
+@pytest.mark.spec("ATT-SLIDE-I4")
+def test_draws_copies_meta_and_names():
+    def built(seed=0, **options):
+        return SlidingAttention(
+            D_MODEL, HEADS, window=4, persistent=2, generator=seeded(seed), **options
+        )
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    layer = built()
+    assert torch.equal(torch.get_rng_state(), before)
+    expected = layer.state_dict()
+    assert sorted(expected) == ["gain", "key_value.weight", "out.weight", "query.weight", "tokens"]
+    meta = built(device="meta")
+    meta.to_empty(device="cpu").reset_parameters(seeded())
+    for twin in (built(), copy.deepcopy(layer), meta):
+        near(twin.state_dict(), expected, 0.0)
+    assert not torch.equal(built(1).tokens, layer.tokens)
+    assert "window=4" in repr(layer)
+
+
+@pytest.mark.spec("ATT-SLIDE-I1")
+def test_no_sequence_no_token_one_token():
+    for options in LAYERS.values():
+        layer = sliding_of(**options)
+        for batch, length in ((0, 3), (2, 0), (0, 0), (2, 1)):
+            for masks in ({}, masks_of(batch, length)):
+                y, state = layer(inputs(batch, length), **masks)
+                assert y.shape == (batch, length, D_MODEL)
+                assert layer(inputs(batch, 1), state)[0].shape == (batch, 1, D_MODEL)
+
+
+@pytest.mark.spec("ATT-SLIDE-I4")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(reentrant):
+    layer, x = sliding_of(), inputs().requires_grad_()
+    wanted = [x, *layer.parameters()]
+    plain = torch.autograd.grad(layer(x)[0].square().sum(), wanted)
+    checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant).square().sum().backward()
+    near([item.grad for item in wanted], list(plain), 1e-13)
+
+
+@pytest.mark.spec("ATT-SLIDE-I4")
+@pytest.mark.parametrize("options", [LAYERS["narrow"], LAYERS["full"]], ids=["narrow", "full"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_compile(options, masked):
+    torch._dynamo.reset()
+    layer, x = sliding_of(**options), inputs(length=70).requires_grad_()
+    masks = masks_of(2, 70) if masked else {}
+    y, state = torch.compile(layer, backend="aot_eager", fullgraph=True)(x, **masks)
+    expected, expected_state = layer(x, **masks)
+    near(y, expected)
+    same_state(state, expected_state)
+    near(torch.autograd.grad(y.square().sum(), x), torch.autograd.grad(expected.square().sum(), x))
+
+
+@pytest.mark.spec("ATT-SLIDE-I4")
+def test_second_derivatives_and_per_sample_gradients_with_the_plain_kernel():
+    layer, x = sliding_of(), inputs(3)
+    parameters = dict(layer.named_parameters())
+
+    def loss(parameters, row):
+        return torch.func.functional_call(layer, parameters, (row[None],))[0].square().sum()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        together = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+        one = x[:1].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(layer(one)[0].square().sum(), one, create_graph=True)
+        assert torch.autograd.grad(slope.square().sum(), one)[0].norm() > 1e-3
+    for index, row in enumerate(x):
+        alone = torch.autograd.grad(loss(parameters, row), list(parameters.values()))
+        near([item[index] for item in together.values()], list(alone), 1e-10)
+
+
+@pytest.mark.spec("ATT-SLIDE-I4")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_by_autocast_and_by_the_module(dtype):
+    layer = shaken(sliding_of(6, persistent=1).float(), shake=0.0)
+    x = inputs(length=90).float()
+    expected, _ = layer(x)
+    with torch.autocast("cpu", dtype=dtype):
+        rough = in_pieces(layer, x, [4, 80])[0]
+    rough.float().square().sum().backward()
+    assert {item.grad.dtype for item in layer.parameters()} == {torch.float32}
+    # Projections, norms, rotation, softmax and output round once each.
+    tolerance = 6 * torch.finfo(dtype).eps
+    near(rough.float() / expected.norm(), expected / expected.norm(), tolerance)
+    low = copy.deepcopy(layer).to(dtype)(x.to(dtype))[0]
+    near(low.float() / expected.norm(), expected / expected.norm(), tolerance)
+
+
+def test_inputs_are_not_mutated():
+    layer, x, masks = sliding_of(), inputs(), masks_of(2, LENGTH)
+    _, state = layer(x, **masks)
+    given = [x, *masks.values(), *leaves(state)]
+    before = [item.clone() for item in given]
+    layer(x, state, **masks)[0].sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+
+
+BUILDS = {
+    "window must be an integer >= 1, got 0": {"window": 0},
+    "window must be an integer >= 1, got 2.0": {"window": 2.0},
+    "persistent must be an integer >= 0, got -1": {"persistent": -1},
+    "kv_heads=3 does not divide heads=2": {"kv_heads": 3},
+    "qk_norm must be one of .*'rms'.*got 'l2'": {"qk_norm": "l2"},
+    "d_model=12 over heads=2 must be divisible by 4, got 6.*rotary=False": {"d_model": 12},
+    "d_model=15 is not divisible by heads=2": {"d_model": 15},
+}
+
+
+@pytest.mark.spec("ATT-SLIDE-I5")
+@pytest.mark.parametrize("message", BUILDS)
+def test_builds_that_are_refused(message):
+    with pytest.raises(ConfigError, match=message):
+        SlidingAttention(**{"d_model": D_MODEL, "heads": HEADS, "window": 4, **BUILDS[message]})
+
+
+CALLS = {
+    r"x must be \[B, T, 16\], got \[2, 7, 12\]": lambda layer: layer(narrow()),
+    r"write_mask must be bool": lambda layer: layer(inputs(), write_mask=torch.ones(2, LENGTH)),
+    r"beside must be \[2, 9, 16\]": lambda layer: layer(inputs(), beside=inputs(length=1)),
+    "near: state must be the SlidingState.*got tuple": lambda layer: layer(inputs(), (1, 2)),
+    r"near: state.keys must be \[3, 4, 1, 2, 8\].*3 sequences, got \[2,": lambda layer: layer(
+        inputs(3), layer(inputs())[1]
+    ),
+    r"near: state.keys must be \[2, 4, 1, 2, 8\].*got \[2, 6": lambda layer: layer(
+        inputs(), sliding_of(7)(inputs())[1]
+    ),
+}
+
+
+@pytest.mark.spec("ATT-SLIDE-I5")
+@pytest.mark.parametrize("message", CALLS)
+def test_calls_that_are_refused(message):
+    with pytest.raises(ShapeError, match=message):
+        CALLS[message](sliding_of(5, name="near"))
