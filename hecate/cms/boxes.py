@@ -98,7 +98,8 @@ class Boxes(nn.Module):
     def state(self, batch: int) -> MemoryState:
         """The boxes that are written, before any token."""
         none = self.gate_bias["lr"].new_empty(batch, 0, self.heads, self.d_head)
-        return self.write(none, none, (none,) * len(self.written), {}, None)[1]
+        how = {"initial": self.start, "phi_params": self.params(len(self.written))}
+        return self.write(none, none, (none,) * len(self.written), {}, state=None, **how)[1]
 
     def params(self, boxes: int = 1) -> Params:
         """The shared phi's parameters for this many boxes on the head axis."""
@@ -164,7 +165,6 @@ class Boxes(nn.Module):
         k: Tensor,
         targets: tuple[Tensor, ...],
         gates: dict[str, Tensor],
-        state: MemoryState | None,
         **how: Any,
     ) -> tuple[Tensor, MemoryState]:
         """Writes every box at k with its target, all `[B, T, H, D]`, and reads the memory at q."""
@@ -175,9 +175,6 @@ class Boxes(nn.Module):
             k.repeat(1, 1, boxes, 1),
             torch.cat(targets, 2),
             Gates(**{name: gate.repeat(1, 1, boxes) for name, gate in gates.items()}),
-            phi_params=self.params(boxes),
-            state=state,
-            initial=self.start,
             **how,
         )
         return y[:, :, -self.heads :], state

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, ShapeError
 from hecate.nn.norm import QKNorm
 from hecate.rule import MemoryConfig, MemoryState
 from hecate.variant import Config
@@ -169,4 +169,38 @@ class SelfReferentialState(NamedTuple):
             leaf.numel() * leaf.element_size()
             for leaf in torch.utils._pytree.tree_leaves(self)
             if isinstance(leaf, Tensor)
+        )
+
+
+def check_state(
+    state: SelfReferentialState,
+    shapes: dict[str, tuple[int, ...] | None],
+    batch: int,
+    *,
+    features: bool,
+) -> None:
+    """Refuses a state that another layer or batch made; `memory_scan` looks at the boxes."""
+    if not isinstance(state, SelfReferentialState):
+        raise ShapeError(
+            "state must be the SelfReferentialState that this layer returned, got "
+            f"{type(state).__name__}"
+        )
+    given: dict[str, Tensor | None] = {"position": state.position, "conv": state.conv}
+    given |= {f"anchor[{name!r}]": weight for name, weight in state.anchor.items()}
+    if state.conv_segment is not None:  # there since a reset_mask was given
+        given["conv_segment"] = state.conv_segment
+    elif "conv_segment" in shapes:
+        shapes = {name: shape for name, shape in shapes.items() if name != "conv_segment"}
+    for name in {**shapes, **given}:
+        found = None if (item := given.get(name)) is None else list(item.shape)
+        wanted = None if (shape := shapes.get(name)) is None else list(shape)
+        if found != wanted:
+            raise ShapeError(
+                f"state.{name} must be {wanted} for this layer and {batch} sequences, got "
+                f"{found}; was it made by another layer or with another batch?"
+            )
+    if (state.features is not None) != features:
+        raise ShapeError(
+            f"state.features is {'None' if features else 'a state'}, but this layer has "
+            f"{'a' if features else 'no'} feature memory; was it made by another layer?"
         )
