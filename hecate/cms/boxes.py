@@ -95,6 +95,12 @@ class Boxes(nn.Module):
         own = [self._box(name).tensors for name in self.written]
         return {name: torch.cat([weights[name] for weights in own]) for name in own[0]}
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of those by name."""
+        count, one = len(self.written) * self.heads, self._box("memory").tensors
+        return {name: (count, *weight.shape[1:]) for name, weight in one.items()}
+
     def state(self, batch: int) -> MemoryState:
         """The boxes that are written, before any token."""
         none = self.gate_bias["lr"].new_empty(batch, 0, self.heads, self.d_head)

@@ -179,14 +179,15 @@ def check_state(
     *,
     features: bool,
 ) -> None:
-    """Refuses a state that another layer or batch made; `memory_scan` looks at the boxes."""
+    """Refuses a state that another layer or batch made; a scan looks at the rest of the boxes."""
     if not isinstance(state, SelfReferentialState):
         raise ShapeError(
             "state must be the SelfReferentialState that this layer returned, got "
             f"{type(state).__name__}"
         )
     given: dict[str, Tensor | None] = {"position": state.position, "conv": state.conv}
-    given |= {f"anchor[{name!r}]": weight for name, weight in state.anchor.items()}
+    given |= {f"boxes.memory[{name!r}]": item for name, item in state.boxes.memory.items()}
+    given |= {f"anchor[{name!r}]": item for name, item in state.anchor.items()}
     if state.conv_segment is not None:  # there since a reset_mask was given
         given["conv_segment"] = state.conv_segment
     elif "conv_segment" in shapes:

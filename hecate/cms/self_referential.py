@@ -151,17 +151,17 @@ class SelfReferential(nn.Module):
             position = torch.zeros(batch, dtype=torch.int64, device=tokens.x.device)
             anchor = start if config.anchored else {}
             state = SelfReferentialState(fresh, anchor, position, None, None)
-        if length == 0:
+        elif length == 0:
             return tokens.phi.new_empty(batch, 0, self.heads, self.d_head), state
         masks = (tokens.write, tokens.reset)
         cut = Stretches([0, length], None, state.position)
-        if config.refers:
+        if config.refers and length:
             cut = stretches(config.period, state.position, *masks, length)
         outputs, how = [], self._how()
         for at, end in pairwise(cut.borders):
             here = tokens.between(at, end)
             anchor = state.boxes.memory
-            if here.reset is not None and config.refers:
+            if here.reset is not None and config.refers and length:
                 anchor = _where(here.reset[:, 0], start, anchor)
             if cut.opens is not None:
                 anchor = _where(cut.opens[:, at], anchor, state.anchor)
@@ -229,9 +229,11 @@ class SelfReferential(nn.Module):
         if state is None:
             return
         batch, conv = x.shape[0], self.conv
-        weights = self.boxes.start if self.config.anchored else {}
         shapes: dict[str, tuple[int, ...] | None] = {"position": (batch,), "conv": None}
-        shapes |= {f"anchor[{name!r}]": (batch, *item.shape) for name, item in weights.items()}
+        for name, shape in self.boxes.shapes.items():
+            shapes[f"boxes.memory[{name!r}]"] = (batch, *shape)
+            if self.config.anchored:
+                shapes[f"anchor[{name!r}]"] = (batch, *shape)
         if conv is not None:
             shapes["conv"] = (batch, conv.kernel - 1, self.into.out_features)
             shapes["conv_segment"] = (batch, conv.kernel - 1)

@@ -35,7 +35,10 @@ CASES = {
     "commit": ({"memory": {"chunk": 3, "commit": "chunk"}}, {"chunk": 3, "commit": "chunk"}),
     "all": ({"adaptive": EVERY, "chunk": 2}, {}),
     "few": ({"adaptive": ("lr",), "chunk": 2}, {}),
-    "before": ({"memory": {"read": "before"}, "qk_norm": "rms"}, {"read": "before"}),
+    "before": (
+        {"memory": {"read": "before", "algorithm": {"kind": "gd", "lr": 0.3}}, "qk_norm": "rms"},
+        {"read": "before"},
+    ),
     "order": (
         {"memory": {"decay_order": "before_gradient"}, "chunk": 2},
         {"decay_order": "before_gradient"},
@@ -252,7 +255,7 @@ def test_the_first_chunk_has_the_projections_of_phase_1(case):
         layer = layer_of(config_of(case, phase=phase))
         first[phase] = layer(inputs())[0]
     period = config_of(case).period
-    assert torch.equal(first[1][:, :period], first[2][:, :period])
+    near(first[1][:, :period], first[2][:, :period], 1e-12)
     assert not torch.allclose(first[1][:, period:], first[2][:, period:])
 
 
@@ -319,25 +322,28 @@ def test_from_zero_nothing_ever_learns(phase):
 @pytest.mark.spec("SELF-START-I2")
 @pytest.mark.parametrize("phase", [2, 3])
 def test_learns_to_recall(phase):
-    # Four pairs of unit vectors, then each key again in another order: the value is asked for.
-    width, pairs = 8, 4
-    layer = SelfReferential(2 * width, 1, {"phase": phase, "chunk": 2}, generator=seeded())
-    optimiser = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    # Four of eight keys, each with one of eight values, then the keys again in another order.
+    width, pairs, one_hot = 8, 4, torch.eye(8)
+    layer = SelfReferential(
+        2 * width, 1, {"phase": phase, "chunk": 2}, conv_kernel=0, generator=seeded()
+    )
+    optimiser = torch.optim.Adam(layer.parameters(), lr=3e-2)
     source, losses = seeded(1), []
-    for _ in range(150):
-        keys, values = torch.randn(2, 16, pairs, width, generator=source)
-        keys, values = (torch.nn.functional.normalize(item, dim=-1) for item in (keys, values))
+    for _ in range(80):
+        keys, values = torch.rand(2, 32, width, generator=source).argsort(-1)[..., :pairs]
         order = torch.randperm(pairs, generator=source)
-        told = torch.cat([keys, values], -1)
-        asked = torch.cat([keys[:, order], torch.zeros_like(values)], -1)
+        told = torch.cat([one_hot[keys], one_hot[values]], -1)
+        asked = torch.cat([one_hot[keys], torch.zeros(32, pairs, width)], -1)[:, order]
         y, _ = layer(torch.cat([told, asked], 1))
-        loss = (y[:, pairs:, :width] - values[:, order]).square().sum(-1).mean()
+        logits, truth = y[:, pairs:, :width].flatten(0, 1), values[:, order].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, truth)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         losses.append(loss.item())
-    # Answering 0 costs 1; without a memory no answer costs less.
-    assert np.mean(losses[-10:]) < 0.75
+    # Guessing among the four values told costs log 4 = 1.39.
+    assert np.mean(losses[:5]) > 1.9
+    assert np.mean(losses[-10:]) < 0.3
 
 
 @pytest.mark.spec("SELF-ONE-R1")
@@ -374,7 +380,8 @@ def test_boxes_under_another_bias_do_not():
 @pytest.mark.spec("SELF-BOX-I1")
 @pytest.mark.parametrize("norm", ["l2", "none"])
 def test_without_a_norm_boxes_grow_without_bound(norm):
-    config = config_of(phase=2, input_norm=norm, memory={"retention": "none"})
+    fields = {"input_norm": norm, "adaptive": ("k", "v"), "memory": {"retention": "none"}}
+    config = config_of(phase=2, **fields)
     layer = layer_of(config, shake=0.0, conv_kernel=0)
     with torch.no_grad():
         layer.into.weight.copy_(2 * torch.eye(D_MODEL))
@@ -383,7 +390,7 @@ def test_without_a_norm_boxes_grow_without_bound(norm):
     x = inputs(1, 1).expand(1, 40, D_MODEL)
     _, state = layer(x)
     size = state.boxes.memory["weight"].abs().max()
-    assert size <= 1 + 1e-12 if norm == "l2" else size > 1e3
+    assert size <= 1 + 1e-9 if norm == "l2" else size > 1e3
 
 
 @pytest.mark.spec("SELF-LAYER-I2")
@@ -398,7 +405,7 @@ def test_the_state_is_a_pytree_that_does_not_grow():
 
 @pytest.mark.spec("SELF-START-I1")
 def test_one_seed_one_layer_on_any_device():
-    config = config_of("far", memory={"feature_map": {"kind": "random_fourier", "d_phi": 4}})
+    config = config_of("far", memory={"feature_map": "hedgehog", "key_norm": "l2"})
     built = [SelfReferential(D_MODEL, HEADS, config, generator=seeded(3)) for _ in range(2)]
     meta = SelfReferential(D_MODEL, HEADS, config, device="meta")
     meta.to_empty(device="cpu").reset_parameters(seeded(3))
@@ -490,7 +497,7 @@ def test_bad_sizes_and_inputs_are_refused():
         "state.conv must be": (x, state._replace(conv=None)),
         r"state.anchor\['weight'\] must be": (x, state._replace(anchor={})),
         "state.features is a state": (x, state._replace(features=state.boxes)),
-        r"state.memory\['weight'\]": (x, state._replace(boxes=cut(state.boxes))),
+        r"state.boxes.memory\['weight'\] must be": (x, state._replace(boxes=cut(state.boxes))),
     }
     for message, given_ in bad.items():
         with pytest.raises(ShapeError, match=message):
@@ -540,4 +547,4 @@ def test_any_retention_starts_where_it_says(retention):
     mine, after = in_pieces(layer, inputs(), [1, 4])
     near([mine, leaves(after)], [y, leaves(state)], 1e-12)
     still = layer_of(config_of(phase=1, memory={"retention": retention}))
-    assert torch.equal(still(inputs())[0][:, :2], y[:, :2])
+    near(still(inputs())[0][:, :2], y[:, :2], 1e-12)
