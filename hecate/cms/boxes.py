@@ -14,6 +14,7 @@ from hecate.engine.anchored import predict
 from hecate.engine.prepare import L2_NORM, SUM_NORM
 from hecate.nn.norm import normalise_qk
 from hecate.nn.parameters import TensorDict, draw_normal
+from hecate.nn.rule import warn_if_unstable
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryState
 from hecate.rule.rule import one
@@ -85,6 +86,12 @@ class Boxes(nn.Module):
             # A gate that starts at exactly 0 or 1 could never leave it.
             inside = min(max(start, 1e-4), 1 - 1e-4)
             nn.init.constant_(self.gate_bias[gate], math.log(inside / (1 - inside)))
+
+    def warn_if_unstable(self, name: str) -> None:
+        """Measures the step on random keys at the lr gate's ceiling."""
+        how: dict[str, Any] = {"qk_norm": self.config.qk_norm, "erases": self.config.erases}
+        how |= {"heads": self.heads, "d_key": self.d_head, "name": name}
+        warn_if_unstable(self.config.memory, self.params(), **how)
 
     def _box(self, name: str) -> TensorDict:
         return cast(TensorDict, self.initial[name])

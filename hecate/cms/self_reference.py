@@ -69,6 +69,11 @@ class SelfReferenceConfig(Config):
         return bool(self.moving) or self.phase == 3 or self.erase == "twice"
 
     @property
+    def erases(self) -> int:
+        """How often a write takes the key's direction out of a box."""
+        return 2 if self.erase == "twice" else 1
+
+    @property
     def anchored(self) -> bool:
         """Whether the state keeps what boxes were at the chunk's start."""
         return self.refers and self.period > 1
@@ -135,6 +140,18 @@ class SelfReferenceConfig(Config):
             reason = (
                 f"it decays and erases in one step, decay_order={rule.decay_order!r} one after "
                 "the other; use decay_order 'with_step'"
+            )
+        bound, limit = rule.key_bound, rule.algorithm.stable_step
+        if (
+            reason is None
+            and rule.step == "raw"
+            and bound is not None
+            and 2 * rule.algorithm.lr * bound > limit
+        ):
+            reason = (
+                f"lr={rule.algorithm.lr:g} counts twice, 2 lr |phi|^2 can reach "
+                f"{2 * rule.algorithm.lr * bound:g}, and algorithm {rule.algorithm.kind!r} "
+                f"diverges from {limit:g} on; use an lr of at most {limit / (2 * bound):g}"
             )
         if reason is not None:
             raise ConfigError(f"'twice': {reason}, or erase='once'", path=("erase",))

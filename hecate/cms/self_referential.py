@@ -50,6 +50,8 @@ class SelfReferential(nn.Module):
 
     Raises:
         ConfigError: sizes or settings that do not fit.
+    Warns:
+        StabilityWarning: as `hecate.nn.Memory`.
     """
 
     def __init__(
@@ -93,10 +95,15 @@ class SelfReferential(nn.Module):
         self.norm = nn.Parameter(torch.empty(heads, width, **place))
         self.out = blank(nn.Linear, heads * width, d_model, bias=False, **place)
         if self.into.weight.device.type != "meta":
-            self.reset_parameters(generator)
+            self._draw(generator)
+            self._warn()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
+        self._draw(generator)
+        self._warn()
+
+    def _draw(self, generator: torch.Generator | None) -> None:
         source, like = source_of(generator), self.into.weight
         for linear in (self.into, self.output_gate, self.out):
             if linear is not None:
@@ -107,6 +114,12 @@ class SelfReferential(nn.Module):
         self.boxes.draw(source, like)
         if self.feature_memory is not None:
             self.feature_memory.draw_rule(source, like)
+
+    def _warn(self) -> None:
+        self.boxes.warn_if_unstable(self.name)
+        if self.feature_memory is not None:
+            label = f"{self.name} (features)"
+            self.feature_memory.warn_if_unstable(label, self.config.qk_norm)
 
     def forward(
         self,
