@@ -158,7 +158,7 @@ class SelfReferenceConfig(Config):
 
 
 class SelfReferentialState(NamedTuple):
-    """What a `SelfReferential` layer carries between calls: a pytree of tensors. [SELF-LAYER-I2]
+    """What a `SelfReferential` layer carries between calls: a pytree of tensors. [SELF-LAYER-I1]
 
     Fields:
         boxes: the boxes that are written, the memory last; box-major on the head axis.
