@@ -14,6 +14,7 @@ from hecate.engine.anchored import predict
 from hecate.engine.prepare import L2_NORM, SUM_NORM
 from hecate.nn.norm import normalise_qk
 from hecate.nn.parameters import TensorDict, draw_normal
+from hecate.nn.rule import warn_if_unstable
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryState
 from hecate.rule.rule import one
@@ -86,6 +87,12 @@ class Boxes(nn.Module):
             inside = min(max(start, 1e-4), 1 - 1e-4)
             nn.init.constant_(self.gate_bias[gate], math.log(inside / (1 - inside)))
 
+    def warn_if_unstable(self, name: str) -> None:
+        """Measures the step on random keys at the lr gate's ceiling."""
+        how: dict[str, Any] = {"qk_norm": self.config.qk_norm, "erases": self.config.erases}
+        how |= {"heads": self.heads, "d_key": self.d_head, "name": name}
+        warn_if_unstable(self.config.memory, self.params(), **how)
+
     def _box(self, name: str) -> TensorDict:
         return cast(TensorDict, self.initial[name])
 
@@ -95,10 +102,17 @@ class Boxes(nn.Module):
         own = [self._box(name).tensors for name in self.written]
         return {name: torch.cat([weights[name] for weights in own]) for name in own[0]}
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of those by name."""
+        count, one = len(self.written) * self.heads, self._box("memory").tensors
+        return {name: (count, *weight.shape[1:]) for name, weight in one.items()}
+
     def state(self, batch: int) -> MemoryState:
         """The boxes that are written, before any token."""
         none = self.gate_bias["lr"].new_empty(batch, 0, self.heads, self.d_head)
-        return self.write(none, none, (none,) * len(self.written), {}, None)[1]
+        how = {"initial": self.start, "phi_params": self.params(len(self.written))}
+        return self.write(none, none, (none,) * len(self.written), {}, state=None, **how)[1]
 
     def params(self, boxes: int = 1) -> Params:
         """The shared phi's parameters for this many boxes on the head axis."""
@@ -164,7 +178,6 @@ class Boxes(nn.Module):
         k: Tensor,
         targets: tuple[Tensor, ...],
         gates: dict[str, Tensor],
-        state: MemoryState | None,
         **how: Any,
     ) -> tuple[Tensor, MemoryState]:
         """Writes every box at k with its target, all `[B, T, H, D]`, and reads the memory at q."""
@@ -175,9 +188,6 @@ class Boxes(nn.Module):
             k.repeat(1, 1, boxes, 1),
             torch.cat(targets, 2),
             Gates(**{name: gate.repeat(1, 1, boxes) for name, gate in gates.items()}),
-            phi_params=self.params(boxes),
-            state=state,
-            initial=self.start,
             **how,
         )
         return y[:, :, -self.heads :], state

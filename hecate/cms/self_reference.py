@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, ShapeError
 from hecate.nn.norm import QKNorm
 from hecate.rule import MemoryConfig, MemoryState
 from hecate.variant import Config
@@ -67,6 +67,11 @@ class SelfReferenceConfig(Config):
     def refers(self) -> bool:
         """Whether what is written depends on what was written before."""
         return bool(self.moving) or self.phase == 3 or self.erase == "twice"
+
+    @property
+    def erases(self) -> int:
+        """How often a write takes the key's direction out of a box."""
+        return 2 if self.erase == "twice" else 1
 
     @property
     def anchored(self) -> bool:
@@ -136,12 +141,24 @@ class SelfReferenceConfig(Config):
                 f"it decays and erases in one step, decay_order={rule.decay_order!r} one after "
                 "the other; use decay_order 'with_step'"
             )
+        bound, limit = rule.key_bound, rule.algorithm.stable_step
+        if (
+            reason is None
+            and rule.step == "raw"
+            and bound is not None
+            and 2 * rule.algorithm.lr * bound > limit
+        ):
+            reason = (
+                f"lr={rule.algorithm.lr:g} counts twice, 2 lr |phi|^2 can reach "
+                f"{2 * rule.algorithm.lr * bound:g}, and algorithm {rule.algorithm.kind!r} "
+                f"diverges from {limit:g} on; use an lr of at most {limit / (2 * bound):g}"
+            )
         if reason is not None:
             raise ConfigError(f"'twice': {reason}, or erase='once'", path=("erase",))
 
 
 class SelfReferentialState(NamedTuple):
-    """What a `SelfReferential` layer carries between calls: a pytree of tensors. [SELF-LAYER-I2]
+    """What a `SelfReferential` layer carries between calls: a pytree of tensors. [SELF-LAYER-I1]
 
     Fields:
         boxes: the boxes that are written, the memory last; box-major on the head axis.
@@ -169,4 +186,39 @@ class SelfReferentialState(NamedTuple):
             leaf.numel() * leaf.element_size()
             for leaf in torch.utils._pytree.tree_leaves(self)
             if isinstance(leaf, Tensor)
+        )
+
+
+def check_state(
+    state: SelfReferentialState,
+    shapes: dict[str, tuple[int, ...] | None],
+    batch: int,
+    *,
+    features: bool,
+) -> None:
+    """Refuses a state that another layer or batch made; a scan looks at the rest of the boxes."""
+    if not isinstance(state, SelfReferentialState):
+        raise ShapeError(
+            "state must be the SelfReferentialState that this layer returned, got "
+            f"{type(state).__name__}"
+        )
+    given: dict[str, Tensor | None] = {"position": state.position, "conv": state.conv}
+    given |= {f"boxes.memory[{name!r}]": item for name, item in state.boxes.memory.items()}
+    given |= {f"anchor[{name!r}]": item for name, item in state.anchor.items()}
+    if state.conv_segment is not None:  # there since a reset_mask was given
+        given["conv_segment"] = state.conv_segment
+    elif "conv_segment" in shapes:
+        shapes = {name: shape for name, shape in shapes.items() if name != "conv_segment"}
+    for name in {**shapes, **given}:
+        found = None if (item := given.get(name)) is None else list(item.shape)
+        wanted = None if (shape := shapes.get(name)) is None else list(shape)
+        if found != wanted:
+            raise ShapeError(
+                f"state.{name} must be {wanted} for this layer and {batch} sequences, got "
+                f"{found}; was it made by another layer or with another batch?"
+            )
+    if (state.features is not None) != features:
+        raise ShapeError(
+            f"state.features is {'None' if features else 'a state'}, but this layer has "
+            f"{'a' if features else 'no'} feature memory; was it made by another layer?"
         )

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hecate.cms.boxes import Boxes, Weights
-from hecate.cms.self_reference import SelfReferenceConfig, SelfReferentialState
+from hecate.cms.self_reference import SelfReferenceConfig, SelfReferentialState, check_state
 from hecate.cms.stretches import Stretches, stretches
 from hecate.engine import Engine
-from hecate.errors import ShapeError
 from hecate.nn.arguments import check_engine, check_sizes, check_tensors
 from hecate.nn.conv import ShortConv, mix
 from hecate.nn.norm import normalise_qk
@@ -51,6 +50,8 @@ class SelfReferential(nn.Module):
 
     Raises:
         ConfigError: sizes or settings that do not fit.
+    Warns:
+        StabilityWarning: as `hecate.nn.Memory`.
     """
 
     def __init__(
@@ -94,10 +95,15 @@ class SelfReferential(nn.Module):
         self.norm = nn.Parameter(torch.empty(heads, width, **place))
         self.out = blank(nn.Linear, heads * width, d_model, bias=False, **place)
         if self.into.weight.device.type != "meta":
-            self.reset_parameters(generator)
+            self._draw(generator)
+            self._warn()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
+        self._draw(generator)
+        self._warn()
+
+    def _draw(self, generator: torch.Generator | None) -> None:
         source, like = source_of(generator), self.into.weight
         for linear in (self.into, self.output_gate, self.out):
             if linear is not None:
@@ -109,6 +115,12 @@ class SelfReferential(nn.Module):
         if self.feature_memory is not None:
             self.feature_memory.draw_rule(source, like)
 
+    def _warn(self) -> None:
+        self.boxes.warn_if_unstable(self.name)
+        if self.feature_memory is not None:
+            label = f"{self.name} (features)"
+            self.feature_memory.warn_if_unstable(label, self.config.qk_norm)
+
     def forward(
         self,
         x: Tensor,
@@ -118,15 +130,12 @@ class SelfReferential(nn.Module):
         reset_mask: Tensor | None = None,
     ) -> tuple[Tensor, SelfReferentialState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in
-        `memory_scan`. A masked token's input is zero to convolution and boxes."""
+        `memory_scan`. A masked token's input is zero to the convolution."""
         if not torch.compiler.is_compiling():
             self._check(x, state, write_mask, reset_mask)
-        inputs = self.into(x)
-        if write_mask is not None:
-            inputs = torch.where(write_mask.unsqueeze(-1), inputs, 0.0)
         mixed, conv, segment = mix(
             self.conv,
-            inputs,
+            self.into(x),
             None if state is None else state.conv,
             None if state is None else state.conv_segment,
             write_mask=write_mask,
@@ -155,41 +164,59 @@ class SelfReferential(nn.Module):
             position = torch.zeros(batch, dtype=torch.int64, device=tokens.x.device)
             anchor = start if config.anchored else {}
             state = SelfReferentialState(fresh, anchor, position, None, None)
-        if length == 0:
+        elif length == 0:
             return tokens.phi.new_empty(batch, 0, self.heads, self.d_head), state
         masks = (tokens.write, tokens.reset)
         cut = Stretches([0, length], None, state.position)
-        if config.refers:
+        if config.refers and length:
             cut = stretches(config.period, state.position, *masks, length)
-        outputs = []
+        outputs, how = [], self._how()
         for at, end in pairwise(cut.borders):
             here = tokens.between(at, end)
             anchor = state.boxes.memory
-            if here.reset is not None and config.refers:
+            if here.reset is not None and config.refers and length:
                 anchor = _where(here.reset[:, 0], start, anchor)
             if cut.opens is not None:
                 anchor = _where(cut.opens[:, at], anchor, state.anchor)
-            y, state = self._stretch(here, state, anchor)
+            y, state = self._stretch(here, state, anchor, how)
             outputs.append(y)
         return torch.cat(outputs, 1), state._replace(position=cut.position)
 
+    def _how(self) -> dict[str, Any]:
+        """What every scan of the boxes is told."""
+        autodiff = self.autodiff
+        if autodiff == "auto" and self.config.refers and self.config.period == 1:
+            autodiff = "torch"  # a tape saves memory over many tokens, here every scan has one
+        params = self.boxes.params(len(self.boxes.written))
+        return {
+            "initial": self.boxes.start,
+            "phi_params": params,
+            "engine": self.engine,
+            "autodiff": autodiff,
+            "name": self.name,
+        }
+
     def _stretch(
-        self, tokens: _Tokens, state: SelfReferentialState, anchor: Weights
+        self,
+        tokens: _Tokens,
+        state: SelfReferentialState,
+        anchor: Weights,
+        how: dict[str, Any],
     ) -> tuple[Tensor, SelfReferentialState]:
         """Asks the boxes at the anchor, writes them, reads the memory at q."""
         boxes, config = self.boxes, self.config
         answers = dict(tokens.answers)
         moving = len(config.moving) * self.heads
         if moving:
-            own = {name: weight[:, :moving] for name, weight in anchor.items()}
-            answers |= zip(config.moving, boxes.ask(own, tokens.phi), strict=True)
+            read = {name: weight[:, :moving] for name, weight in anchor.items()}
+            answers |= zip(config.moving, boxes.ask(read, tokens.phi), strict=True)
         q, k = (normalise_qk(answers[box], config.qk_norm) for box in ("q", "k"))
-        how: dict[str, Any] = {"write_mask": tokens.write, "reset_mask": tokens.reset}
-        how |= {"engine": self.engine, "autodiff": self.autodiff}
+        masks = {"write_mask": tokens.write, "reset_mask": tokens.reset}
         features = state.features
         if self.feature_memory is not None:
-            label = f"{self.name} (features)"
-            q, k, features = self.feature_memory(tokens.x, q, k, features, **how, name=label)
+            own = {key: how[key] for key in ("engine", "autodiff")}
+            own["name"] = f"{self.name} (features)"
+            q, k, features = self.feature_memory(tokens.x, q, k, features, **masks, **own)
             q, k = (normalise_qk(item, config.qk_norm) for item in (q, k))
         targets = (answers["v"],) * len(boxes.written)
         if config.phase == 3:
@@ -199,7 +226,7 @@ class SelfReferential(nn.Module):
             held = boxes.ask(anchor, boxes.features(k))
             targets = tuple(v - answer for v, answer in zip(targets, held, strict=True))
         gates = boxes.gates(answers)
-        y, memory = boxes.write(q, k, targets, gates, state.boxes, **how, name=self.name)
+        y, memory = boxes.write(q, k, targets, gates, state=state.boxes, **masks, **how)
         if not config.anchored:
             anchor = {}
         return y, state._replace(boxes=memory, anchor=anchor, features=features)
@@ -214,35 +241,16 @@ class SelfReferential(nn.Module):
         check_tensors(self.d_model, self.into.weight, x, write_mask, reset_mask)
         if state is None:
             return
-        if not isinstance(state, SelfReferentialState):
-            raise ShapeError(
-                "state must be the SelfReferentialState that this layer returned, got "
-                f"{type(state).__name__}"
-            )
-        batch, reach = x.shape[0], 0 if self.conv is None else self.conv.kernel - 1
-        weights = self.boxes.start if self.config.anchored else {}
-        expected: dict[str, tuple[int, ...] | None] = {"position": (batch,)}
-        expected |= {f"anchor[{n!r}]": (batch, *w.shape) for n, w in weights.items()}
-        expected["conv"] = None if self.conv is None else (batch, reach, self.into.out_features)
-        if self.conv is None or state.conv_segment is not None:
-            expected["conv_segment"] = None if self.conv is None else (batch, reach)
-        given: dict[str, Tensor | None] = {"position": state.position, "conv": state.conv}
-        given |= {f"anchor[{name!r}]": weight for name, weight in state.anchor.items()}
-        given["conv_segment"] = state.conv_segment
-        for name in {**expected, **given}:
-            found = None if (item := given.get(name)) is None else tuple(item.shape)
-            wanted = expected.get(name)
-            if found != wanted:
-                raise ShapeError(
-                    f"state.{name} must be {_list(wanted)} for this layer and {batch} sequences, "
-                    f"got {_list(found)}; was it made by another layer or with another batch?"
-                )
-        if (state.features is None) != (self.feature_memory is None):
-            raise ShapeError(
-                f"state.features is {'None' if state.features is None else 'a state'}, but this "
-                f"layer has {'no' if self.feature_memory is None else 'a'} feature memory; was it "
-                "made by another layer?"
-            )
+        batch, conv = x.shape[0], self.conv
+        shapes: dict[str, tuple[int, ...] | None] = {"position": (batch,), "conv": None}
+        for name, shape in self.boxes.shapes.items():
+            shapes[f"boxes.memory[{name!r}]"] = (batch, *shape)
+            if self.config.anchored:
+                shapes[f"anchor[{name!r}]"] = (batch, *shape)
+        if conv is not None:
+            shapes["conv"] = (batch, conv.kernel - 1, self.into.out_features)
+            shapes["conv_segment"] = (batch, conv.kernel - 1)
+        check_state(state, shapes, batch, features=self.feature_memory is not None)
 
     def extra_repr(self) -> str:
         """The rule and sizes."""
@@ -279,7 +287,3 @@ def _where(rows: Tensor, yes: Weights, no: Weights) -> Weights:
         name: torch.where(rows.reshape(-1, *[1] * (yes[name].dim() - 1)), yes[name], no[name])
         for name in yes
     }
-
-
-def _list(shape: tuple[int, ...] | None) -> str:
-    return "None" if shape is None else str(list(shape))

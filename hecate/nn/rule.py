@@ -71,36 +71,50 @@ class RuleParameters(nn.Module):
 
     def warn_if_unstable(self, name: str, qk_norm: QKNorm) -> None:
         """Measures lr |phi(k)|^2 on random keys at the lr gate's ceiling."""
-        config, curvature = self.config, self.config.bias.curvature
-        linear = config.structure.linear and config.retention.linear
-        if config.step != "raw" or not linear or curvature == 0:
-            return
-        if config.key_norm != "none":
-            return
-        generator = torch.Generator().manual_seed(0)
-        # 256 keys, fewer where phi is wide.
-        width = config.feature_map.output_dim(self.d_key)
-        count = max(8, min(256, 2**22 // (self.heads * width)))
-        keys = torch.randn(count, self.heads, self.d_key, generator=generator, device="cpu")
-        params: Params = {
-            "learned": {n: t.detach().cpu().float() for n, t in self.phi_learned.tensors.items()},
-            "frozen": {n: t.detach().cpu().float() for n, t in self.phi_frozen.tensors.items()},
-        }
-        start = torch.zeros((), dtype=torch.int64, device="cpu")
-        position = start if config.feature_map.needs_position else None
-        with torch.no_grad():
-            phi = config.feature_map(normalise_qk(keys, qk_norm), params, position=position)
-        largest = float(phi.square().sum(-1).max()) * config.algorithm.lr * (curvature or 1.0)
-        if largest >= config.algorithm.stable_step:
-            warnings.warn(
-                f"memory {name!r}: lr * |phi(k)|^2 reaches {largest:.3g} at the ceiling "
-                f"lr={config.algorithm.lr:g} of its gate (feature_map {config.feature_map.kind!r}, "
-                f"qk_norm {qk_norm!r}, key_norm 'none'), and bias {config.bias.kind!r} may "
-                f"diverge from {config.algorithm.stable_step:g} on; set key_norm='l2', "
-                "step='normalized' or a lower algorithm.lr",
-                StabilityWarning,
-                stacklevel=4,
-            )
+        sizes = {"heads": self.heads, "d_key": self.d_key}
+        warn_if_unstable(self.config, self.phi_params, **sizes, name=name, qk_norm=qk_norm)
+
+
+def warn_if_unstable(
+    config: MemoryConfig,
+    params: Params,
+    *,
+    heads: int,
+    d_key: int,
+    name: str,
+    qk_norm: QKNorm,
+    erases: int = 1,
+) -> None:
+    """Warns the layer's builder, four calls up, if lr |phi(k)|^2 times `erases`, the times that a
+    write takes the key's direction out, allows divergence."""
+    curvature, linear = config.bias.curvature, config.structure.linear and config.retention.linear
+    if config.step != "raw" or not linear or curvature == 0 or config.key_norm != "none":
+        return
+    generator = torch.Generator().manual_seed(0)
+    # 256 keys, fewer where phi is wide.
+    count = max(8, min(256, 2**22 // (heads * config.feature_map.output_dim(d_key))))
+    keys = torch.randn(count, heads, d_key, generator=generator, device="cpu")
+    held: Params = {
+        "learned": {n: t.detach().cpu().float() for n, t in params["learned"].items()},
+        "frozen": {n: t.detach().cpu().float() for n, t in params["frozen"].items()},
+    }
+    start = torch.zeros((), dtype=torch.int64, device="cpu")
+    position = start if config.feature_map.needs_position else None
+    with torch.no_grad():
+        phi = config.feature_map(normalise_qk(keys, qk_norm), held, position=position)
+    lr = config.algorithm.lr * erases
+    largest = float(phi.square().sum(-1).max()) * lr * (curvature or 1.0)
+    if largest >= config.algorithm.stable_step:
+        twice = "" if erases == 1 else f" times {erases} erases"
+        warnings.warn(
+            f"memory {name!r}: lr * |phi(k)|^2{twice} reaches {largest:.3g} at the ceiling "
+            f"lr={config.algorithm.lr:g} of its gate (feature_map {config.feature_map.kind!r}, "
+            f"qk_norm {qk_norm!r}, key_norm 'none'), and bias {config.bias.kind!r} may "
+            f"diverge from {config.algorithm.stable_step:g} on; set key_norm='l2', "
+            "step='normalized' or a lower algorithm.lr",
+            StabilityWarning,
+            stacklevel=5,
+        )
 
 
 class FeatureMemory(RuleParameters):

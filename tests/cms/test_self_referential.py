@@ -1,0 +1,630 @@
+"""Self-referential memories: the numpy reference, any split, and what the errata claim."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hecate import MemoryConfig
+from hecate.cms import SelfReferenceConfig, SelfReferential
+from hecate.errors import ConfigError, ShapeError, StabilityWarning
+from hecate.nn import Memory
+from tests.nn.layers import in_pieces, leaves, near, seeded
+from tests.reference import memory as ref
+from tests.reference import self_referential as reference
+
+D_MODEL, HEADS, LENGTH = 6, 2, 9
+EVERY = ("k", "v", "q", "lr", "retain")
+MLP = {
+    "structure": {"kind": "mlp", "residual": True, "expansion": 1, "activation": "silu"},
+    "algorithm": {"kind": "momentum", "lr": 0.2},
+    "retention": "decay",
+}
+
+# The layer's config, and the rule as the reference has it.
+CASES = {
+    "delta": ({}, {}),
+    "chunks": ({"memory": {"chunk": 4}}, {"chunk": 4}),
+    "far": ({"chunk": 3}, {}),
+    "near": ({"memory": {"chunk": 4}, "chunk": 1}, {"chunk": 4}),
+    "apart": ({"memory": {"chunk": 2}, "chunk": 3}, {"chunk": 2}),
+    "commit": ({"memory": {"chunk": 3, "commit": "chunk"}}, {"chunk": 3, "commit": "chunk"}),
+    "all": ({"adaptive": EVERY, "chunk": 2}, {}),
+    "few": ({"adaptive": ("lr",), "chunk": 2}, {}),
+    "before": (
+        {"memory": {"read": "before", "algorithm": {"kind": "gd", "lr": 0.3}}, "qk_norm": "rms"},
+        {"read": "before"},
+    ),
+    "order": (
+        {"memory": {"decay_order": "before_gradient"}, "chunk": 2},
+        {"decay_order": "before_gradient"},
+    ),
+    "momentum": (
+        {"memory": {"algorithm": {"kind": "momentum", "lr": 0.3}}, "chunk": 2},
+        {"momentum": True},
+    ),
+    "huber": (
+        {"memory": {"bias": {"kind": "huber", "delta": 0.3}, "key_norm": "l2"}, "chunk": 2},
+        {"bias": "huber", "delta": 0.3, "key_norm": "l2"},
+    ),
+    "dot": ({"memory": {"bias": "dot"}, "input_norm": "none"}, {"bias": "dot"}),
+    "elu": (
+        {"memory": {"feature_map": "elu", "step": "normalized", "query_scale": "key_dim"}},
+        {"phi": ref.elu, "step": "normalized", "query_scale": "key_dim"},
+    ),
+    "deep": (
+        {"memory": {**MLP, "chunk": 3}},
+        {"residual": True, "momentum": True, "activation": "silu", "chunk": 3},
+    ),
+}
+
+
+def config_of(case="delta", **fields):
+    own = copy.deepcopy(CASES[case][0])
+    memory = {"retention": "decay", **own.pop("memory", {}), **fields.pop("memory", {})}
+    return SelfReferenceConfig.model_validate({"memory": memory, **own, **fields})
+
+
+def layer_of(config, *, seed=0, shake=0.3, **options):
+    """A layer whose parameters are off their starting values, so that gates differ by token."""
+    place = {"generator": seeded(seed), "dtype": torch.float64}
+    layer = SelfReferential(D_MODEL, HEADS, config, **place, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            noise = torch.randn(parameter.shape, generator=seeded(seed + 1), dtype=torch.float64)
+            parameter += shake * noise
+    return layer
+
+
+def inputs(batch=2, length=LENGTH, seed=2):
+    shape = (batch, length, D_MODEL)
+    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
+
+
+def masks(batch=2, length=LENGTH, seed=4):
+    source = seeded(seed)
+    write, reset = (torch.rand(batch, length, generator=source) < p for p in (0.7, 0.2))
+    return {"write_mask": write, "reset_mask": reset}
+
+
+def numpy_of(layer):
+    """The layer's parameters for the reference."""
+
+    def array(tensor):
+        return None if tensor is None else tensor.detach().numpy()
+
+    boxes, gate = layer.boxes, layer.boxes.gate_weight
+    heads = [
+        {
+            "boxes": {
+                box: [array(w[h]) for w in held.tensors.values()]
+                for box, held in boxes.initial.items()
+            },
+            "gate_weight": {name: array(w[h]) for name, w in gate.items()},
+            "gate_bias": {name: array(b[h]) for name, b in boxes.gate_bias.items()},
+        }
+        for h in range(layer.heads)
+    ]
+    return {
+        "into": array(layer.into.weight),
+        "conv": None if layer.conv is None else array(layer.conv.weight),
+        "out": array(layer.out.weight),
+        "output_gate": None if layer.output_gate is None else array(layer.output_gate.weight),
+        "norm": array(layer.norm),
+        "heads": heads,
+    }
+
+
+def setting_of(case, config):
+    return reference.Setting(
+        ref.Rule(decay=True, **CASES[case][1]),
+        config.boxes,
+        config.moving,
+        config.phase,
+        config.erase,
+        config.period,
+        config.memory.algorithm.lr,
+        config.qk_norm,
+        config.input_norm,
+    )
+
+
+def same_as_reference(case, layer, x, **masks):
+    setting, params = setting_of(case, layer.config), numpy_of(layer)
+    with torch.no_grad():
+        y, state = layer(x, **masks)
+    held = {name: w.unflatten(1, (-1, HEADS)) for name, w in state.boxes.memory.items()}
+    for row in range(len(x)):
+        own = [None if mask is None else mask[row].numpy() for mask in masks.values()]
+        expected, after = reference.layer(setting, params, x[row].numpy(), *own)
+        near(y[row], torch.from_numpy(expected), 1e-12, "y")
+        for h in range(HEADS):
+            for at, box in enumerate(layer.boxes.written):
+                mine = [weight[row, at, h] for weight in held.values()]
+                near(mine, [torch.from_numpy(w) for w in after[h][box]], 1e-12, box)
+
+
+@pytest.mark.spec("SELF-BOX-D1", "SELF-STEP-D1", "SELF-CHUNK-D1")
+@pytest.mark.parametrize("phase", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_is_the_reference(case, phase):
+    if phase == 1 and "adaptive" in CASES[case][0]:
+        pytest.skip("phase 1 has no adaptive boxes")
+    same_as_reference(case, layer_of(config_of(case, phase=phase)), inputs())
+
+
+@pytest.mark.spec("SELF-ERASE-D1")
+@pytest.mark.parametrize("phase", [1, 2, 3])
+@pytest.mark.parametrize("case", ["delta", "far", "all", "momentum", "before"])
+def test_erasing_twice_is_as_printed(case, phase):
+    fields = {"phase": phase, "erase": "twice"}
+    if phase == 1 and "adaptive" in CASES[case][0]:
+        pytest.skip("phase 1 has no adaptive boxes")
+    same_as_reference(case, layer_of(config_of(case, **fields)), inputs())
+
+
+@pytest.mark.spec("SELF-ERASE-E1")
+@pytest.mark.parametrize(("erase", "end"), [("once", 1.0), ("twice", 0.5)])
+def test_where_repeated_writes_end(erase, end):
+    layer = layer_of(config_of(phase=1, erase=erase, memory={"retention": "none"}), conv_kernel=0)
+    x = inputs(1, 1)
+    _, state = layer(x.expand(1, 400, D_MODEL))
+    told = layer.boxes.ask_static(layer.boxes.asked(layer.into(x).unflatten(-1, (HEADS, -1))))
+    k = layer.boxes.features(torch.nn.functional.normalize(told["k"], dim=-1))
+    (answer,) = layer.boxes.ask(state.boxes.memory, k)
+    near(answer, end * told["v"], 1e-9)
+
+
+@pytest.mark.spec("SELF-LAYER-I2", "SELF-CHUNK-D1")
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("case", ["delta", "chunks", "apart", "commit", "deep"])
+def test_masks_are_the_references(case, plain):
+    options = {"conv_kernel": 0, "output_gate": False} if plain else {}
+    layer = layer_of(config_of(case), **options)
+    same_as_reference(case, layer, inputs(), **masks())
+
+
+@pytest.mark.spec("SELF-LAYER-I1")
+@settings(max_examples=40, deadline=None)
+@given(
+    case=st.sampled_from([*CASES]),
+    erase=st.sampled_from(["once", "twice"]),
+    cuts=st.lists(st.integers(0, LENGTH), max_size=4),
+    masked=st.booleans(),
+    features=st.booleans(),
+)
+def test_any_split(case, erase, cuts, masked, features):
+    if erase == "twice" and case not in ("delta", "far", "all", "momentum", "before"):
+        erase = "once"
+    inner = MemoryConfig(retention="decay") if features else None
+    layer = layer_of(config_of(case, erase=erase), feature_memory=inner)
+    own = masks() if masked else {}
+    whole, after = layer(inputs(), **own)
+    y, state = in_pieces(layer, inputs(), cuts, **own)
+    near(y, whole, 1e-12, "y")
+    if masked:  # documents of the convolution are known from the first reset on
+        near(state, after, 1e-12, "state")
+    else:
+        near(leaves(state), leaves(after), 1e-12, "state")
+
+
+@pytest.mark.spec("SELF-LAYER-I1")
+@pytest.mark.parametrize("case", ["delta", "chunks", "far"])
+def test_gradients_of_any_split(case):
+    layer, x = layer_of(config_of(case)), inputs()
+    weight = torch.randn(x.shape, generator=seeded(5), dtype=torch.float64)
+    grads = []
+    for cuts in ([], [1, 5, 5, 6]):
+        y, _ = in_pieces(layer, x, cuts)
+        grads.append(torch.autograd.grad((y * weight).sum(), [*layer.parameters()]))
+    near(grads[1], grads[0], 1e-11, "gradients")
+
+
+@pytest.mark.spec("SELF-CHUNK-E1")
+@pytest.mark.parametrize("case", ["delta", "chunks", "commit"])
+def test_nothing_sees_a_later_token(case):
+    layer, x = layer_of(config_of(case)), inputs()
+    y, _ = layer(x)
+    for t in range(1, LENGTH):
+        other = x.clone()
+        other[:, t] += 1
+        changed, _ = layer(other)
+        assert torch.equal(changed[:, :t], y[:, :t])
+        assert not torch.allclose(changed[:, t], y[:, t])
+
+
+@pytest.mark.spec("SELF-LAYER-I2")
+@pytest.mark.parametrize("case", ["delta", "chunks", "commit", "deep"])
+def test_engines_agree(case):
+    config, x = config_of(case), inputs(length=14)
+    y, state = layer_of(config)(x)
+    for engine in ("sequential", *(["chunk"] if config.memory.chunk > 1 else [])):
+        for autodiff in ("tape", "torch"):
+            mine, after = layer_of(config, engine=engine, autodiff=autodiff)(x)
+            near([mine, leaves(after)], [y, leaves(state)], 1e-12, f"{engine}, {autodiff}")
+
+
+@pytest.mark.spec("SELF-CHUNK-E2")
+def test_a_query_box_that_is_written_and_not_read_changes_nothing():
+    boxes = ("k", "v", "lr", "retain")
+    layer, written = (layer_of(config_of(adaptive=own)) for own in (boxes, EVERY))
+    y, state = layer(inputs())
+    _, after = written(inputs())
+    of_q = written.boxes.written.index("q")
+    mine, others = (s.boxes.memory["weight"].unflatten(1, (-1, HEADS)) for s in (state, after))
+    moved = others[:, of_q] - written.boxes.initial["q"].tensors["weight"]
+    assert moved.abs().max() > 0.1
+    near(torch.cat([others[:, :of_q], others[:, of_q + 1 :]], 1), mine, 1e-12)
+    assert y.isfinite().all()
+
+
+@pytest.mark.spec("SELF-LAYER-D1")
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_phase_1_is_a_plain_memory(chunk):
+    config = config_of(phase=1, memory={"chunk": chunk, "algorithm": "momentum"})
+    mine = layer_of(config, conv_kernel=0)
+    mine.config = config.model_copy(update={"input_norm": "none"})
+    mine.boxes.config = mine.config
+    plain = Memory(D_MODEL, HEADS, config.memory, conv_kernel=0, dtype=torch.float64)
+    box = {name: held.tensors["weight"] for name, held in mine.boxes.initial.items()}
+    into = mine.into.weight.unflatten(0, (HEADS, -1))
+    with torch.no_grad():
+        plain.qkv.weight.copy_(torch.cat([(box[name] @ into).flatten(0, 1) for name in "qkv"]))
+        plain.initial.copy_({"weight": box["memory"]})
+        plain.out.weight.copy_(mine.out.weight)
+        plain.norm.copy_(mine.norm)
+        plain.output_gate.weight.copy_(mine.output_gate.weight)
+        for gate, weight in mine.boxes.gate_weight.items():
+            rows = (weight.unsqueeze(1) @ box[gate] @ into).squeeze(1)
+            plain.gates.weight[gate].copy_(rows)
+            plain.gates.bias[gate].copy_(mine.boxes.gate_bias[gate])
+    (y, state), (expected, after) = mine(inputs()), plain(inputs())
+    near([y, state.boxes.memory], [expected, after.memory.memory], 1e-12)
+
+
+@pytest.mark.spec("SELF-LAYER-R1")
+@pytest.mark.parametrize("case", ["far", "chunks", "deep"])
+def test_the_first_chunk_has_the_projections_of_phase_1(case):
+    first = {}
+    for phase in (1, 2):
+        layer = layer_of(config_of(case, phase=phase))
+        first[phase] = layer(inputs())[0]
+    period = config_of(case).period
+    near(first[1][:, :period], first[2][:, :period], 1e-12)
+    assert not torch.allclose(first[1][:, period:], first[2][:, period:])
+
+
+@pytest.mark.spec("SELF-LAYER-I2")
+def test_a_frozen_read_is_the_active_one():
+    layer = layer_of(config_of(memory={"read": "before"}), conv_kernel=0)
+    x = inputs()
+    y, _ = layer(x)
+    state = None
+    for t in range(LENGTH):
+        still = torch.zeros(2, 1, dtype=torch.bool)
+        frozen, same = layer(x[:, t : t + 1], state, write_mask=still)
+        near(frozen, y[:, t : t + 1], 1e-12)
+        if state is not None:
+            assert all(map(torch.equal, leaves(same.boxes), leaves(state.boxes)))
+        _, state = layer(x[:, t : t + 1], state)
+
+
+@pytest.mark.spec("SELF-LAYER-I1")
+@pytest.mark.parametrize("fields", [{}, {"chunk": 2}, {"erase": "twice", "chunk": 2}])
+def test_gradients_are_finite_differences(fields):
+    config = config_of(**fields)
+    layer = SelfReferential(4, 2, config, generator=seeded(), dtype=torch.float64)
+    x = torch.randn(1, 3, 4, generator=seeded(1), dtype=torch.float64, requires_grad=True)
+    names = [name for name, _ in layer.named_parameters()]
+    start = layer(x.detach())[1].detach()
+    flat = [w.clone().requires_grad_() for w in start.boxes.memory.values()]
+
+    def run(x, weight, *parameters):
+        boxes = start.boxes._replace(memory={"weight": weight})
+        own = dict(zip(names, parameters, strict=True))
+        y, after = torch.func.functional_call(layer, own, (x, start._replace(boxes=boxes)))
+        return y, after.boxes.memory["weight"]
+
+    parameters = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+    assert torch.autograd.gradcheck(run, (x, *flat, *parameters))
+
+
+@pytest.mark.spec("SELF-START-I1")
+@pytest.mark.parametrize("phase", [1, 2, 3])
+@pytest.mark.parametrize("case", ["delta", "chunks", "momentum", "deep"])
+def test_every_parameter_learns_from_the_start(case, phase):
+    layer = layer_of(config_of(case, phase=phase), shake=0.0)
+    y, _ = layer(inputs())
+    weight = torch.randn(y.shape, generator=seeded(5), dtype=torch.float64)
+    (y * weight).sum().backward()
+    dead = [n for n, p in layer.named_parameters() if p.grad is None or not p.grad.any()]
+    assert not dead
+
+
+@pytest.mark.spec("SELF-START-E1")
+@pytest.mark.parametrize("phase", [2, 3])
+def test_from_zero_nothing_ever_learns(phase):
+    layer = layer_of(config_of(phase=phase), shake=0.0)
+    with torch.no_grad():
+        for parameter in layer.boxes.initial.parameters():
+            parameter.zero_()
+    y, _ = layer(inputs(length=20))
+    y.sum().backward()
+    assert not y.any()
+    assert not any(p.grad.any() for p in layer.parameters())
+
+
+@pytest.mark.spec("SELF-START-I1")
+@pytest.mark.parametrize("phase", [2, 3])
+def test_learns_to_recall(phase):
+    # Four of eight keys, each with one of eight values, then the keys again in another order.
+    width, pairs, one_hot = 8, 4, torch.eye(8)
+    layer = SelfReferential(
+        2 * width, 1, {"phase": phase, "chunk": 2}, conv_kernel=0, generator=seeded()
+    )
+    optimiser = torch.optim.Adam(layer.parameters(), lr=3e-2)
+    source, losses = seeded(1), []
+    for _ in range(80):
+        keys, values = torch.rand(2, 32, width, generator=source).argsort(-1)[..., :pairs]
+        order = torch.randperm(pairs, generator=source)
+        told = torch.cat([one_hot[keys], one_hot[values]], -1)
+        asked = torch.cat([one_hot[keys], torch.zeros(32, pairs, width)], -1)[:, order]
+        y, _ = layer(torch.cat([told, asked], 1))
+        logits, truth = y[:, pairs:, :width].flatten(0, 1), values[:, order].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, truth)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    # Guessing among the four values told costs log 4 = 1.39.
+    assert np.mean(losses[:5]) > 1.9
+    assert np.mean(losses[-10:]) < 0.3
+
+
+@pytest.mark.spec("SELF-ONE-R1")
+@pytest.mark.parametrize("case", ["far", "chunks", "momentum", "all"])
+def test_boxes_of_phase_3_move_as_one(case):
+    layer = layer_of(config_of(case))
+    _, state = layer(inputs())
+    start, end = layer.boxes.start["weight"], state.boxes.memory["weight"]
+    shared = torch.linalg.solve(start, end).unflatten(1, (-1, HEADS))
+    near(shared, shared[:, :1].expand_as(shared), 1e-9)
+    assert (shared - torch.eye(3)).abs().max() > 0.01
+
+
+@pytest.mark.spec("SELF-ONE-R1")
+@pytest.mark.parametrize("case", ["far", "chunks", "momentum", "all"])
+def test_boxes_of_phase_2_differ_by_what_they_started_with(case):
+    layer = layer_of(config_of(case, phase=2))
+    _, state = layer(inputs())
+    start = layer.boxes.start["weight"].unflatten(0, (-1, HEADS))
+    end = state.boxes.memory["weight"].unflatten(1, (-1, HEADS))
+    shared = torch.linalg.solve(start[1:] - start[:-1], end[:, 1:] - end[:, :-1])
+    near(shared, shared[:, :1].expand_as(shared), 1e-9)
+
+
+@pytest.mark.spec("SELF-ONE-R1")
+def test_boxes_under_another_bias_do_not():
+    layer = layer_of(config_of("huber"))
+    _, state = layer(inputs())
+    start, end = layer.boxes.start["weight"], state.boxes.memory["weight"]
+    shared = torch.linalg.solve(start, end).unflatten(1, (-1, HEADS))
+    assert (shared - shared[:, :1]).abs().max() > 1e-3
+
+
+@pytest.mark.spec("SELF-BOX-I1")
+@pytest.mark.parametrize("norm", ["l2", "none"])
+def test_without_a_norm_boxes_grow_without_bound(norm):
+    fields = {"input_norm": norm, "adaptive": ("k", "v"), "memory": {"retention": "none"}}
+    config = config_of(phase=2, **fields)
+    layer = layer_of(config, shake=0.0, conv_kernel=0)
+    with torch.no_grad():
+        layer.into.weight.copy_(2 * torch.eye(D_MODEL))
+        for box in layer.boxes.initial.values():
+            box.tensors["weight"].copy_(torch.eye(D_MODEL // HEADS).expand(HEADS, -1, -1))
+    x = inputs(1, 1).expand(1, 40, D_MODEL)
+    _, state = layer(x)
+    size = state.boxes.memory["weight"].abs().max()
+    assert size <= 1 + 1e-9 if norm == "l2" else size > 1e3
+
+
+@pytest.mark.spec("SELF-LAYER-I1")
+def test_the_state_is_a_pytree_that_does_not_grow():
+    layer = layer_of(config_of("chunks"))
+    sizes = [layer(inputs(length=length))[1].bytes for length in (0, 1, 9)]
+    assert len(set(sizes)) == 1
+    _, state = layer(inputs(), **masks())
+    assert state.boxes.memory["weight"].requires_grad
+    assert not any(leaf.requires_grad for leaf in leaves(state.detach()))
+
+
+@pytest.mark.spec("SELF-START-I1")
+def test_one_seed_one_layer_on_any_device():
+    config = config_of("far", memory={"feature_map": "hedgehog", "key_norm": "l2"})
+    built = [SelfReferential(D_MODEL, HEADS, config, generator=seeded(3)) for _ in range(2)]
+    meta = SelfReferential(D_MODEL, HEADS, config, device="meta")
+    meta.to_empty(device="cpu").reset_parameters(seeded(3))
+    copies = [built[1], meta, copy.deepcopy(built[0])]
+    for other in copies:
+        for (name, mine), own in zip(
+            built[0].state_dict().items(), other.state_dict().values(), strict=True
+        ):
+            assert torch.equal(mine, own), name
+    other = SelfReferential(D_MODEL, HEADS, config, generator=seeded(4))
+    assert not torch.equal(other.into.weight, built[0].into.weight)
+
+
+@pytest.mark.parametrize("how", ["autocast", "dtype"])
+@pytest.mark.spec("SELF-LAYER-I2")
+def test_low_precision_keeps_the_boxes_in_float32(how):
+    config = config_of(
+        "far", memory={"feature_map": {"kind": "linear", "d_phi": 5}, "key_norm": "l2"}
+    )
+    # Numbers that bfloat16 holds, so that activations alone are rounded.
+    layer, x = layer_of(config, shake=0.0).bfloat16().float(), inputs().bfloat16().float()
+    expected, _ = layer(x)
+    if how == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            y, state = layer(x)
+    else:
+        y, state = copy.deepcopy(layer).bfloat16()(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert state.boxes.memory["weight"].dtype == torch.float32
+    # Eight roundings: into, conv, its SiLU, y, the norm, the gate, their product, out.
+    near(y.float(), expected, 8 * 2**-8)
+
+
+@pytest.mark.spec("SELF-LAYER-I2")
+@pytest.mark.parametrize("case", ["far", "chunks"])
+def test_per_sample_gradients(case):
+    layer, x = layer_of(config_of(case)), inputs(length=5)
+    own = dict(layer.named_parameters())
+
+    def loss(parameters, row):
+        y, _ = torch.func.functional_call(layer, parameters, (row.unsqueeze(0),))
+        return y.square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(own, x)
+    for row in range(len(x)):
+        alone = torch.autograd.grad(loss(own, x[row]), [*own.values()])
+        near([grad[row] for grad in each.values()], [*alone], 1e-11)
+
+
+@pytest.mark.spec("SELF-LAYER-I2")
+def test_compile():
+    layer, x = layer_of(config_of("far"), conv_kernel=0), inputs(1, 4)
+    y, state = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    expected, after = layer(x)
+    near([y, leaves(state)], [expected, leaves(after)], 1e-12)
+
+
+@pytest.mark.spec("SELF-LAYER-I2")
+@pytest.mark.parametrize("case", ["far", "delta"])
+def test_checkpoint_and_second_derivatives(case):
+    layer, x = layer_of(config_of(case)), inputs(1, 4)
+    parameters = [*layer.parameters()]
+
+    def through(run):
+        return torch.autograd.grad(run().square().sum(), parameters)
+
+    expected = through(lambda: layer(x)[0])
+    kept = torch.utils.checkpoint.checkpoint
+    near(through(lambda: kept(lambda z: layer(z)[0], x, use_reentrant=False)), expected, 1e-12)
+
+    weight = layer.out.weight
+    (first,) = torch.autograd.grad(layer(x)[0].square().sum(), weight, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), layer.boxes.gate_bias["lr"])
+    assert second.abs().max() > 0
+
+
+BAD_CONFIGS = [
+    ({"memory": {"feature_map": "elu", "normalizer": "sum"}}, "memory.normalizer"),
+    ({"memory": {"feature_map": {"kind": "cosformer", "max_length": 9}}}, "memory.feature_map"),
+    ({"phase": 1, "adaptive": ("k",)}, "phase 1 keeps projections"),
+    ({"adaptive": ("k", "k")}, "each box once"),
+    ({"memory": {"retention": "none"}, "adaptive": ("retain",)}, "'retain' is no box"),
+    ({"adaptive": ("momentum",)}, "'momentum' is no box"),
+    ({"memory": MLP, "erase": "twice"}, "use structure 'matrix'"),
+    ({"memory": {"bias": "dot"}, "erase": "twice"}, "bias 'l2' and erase='once'"),
+    ({"memory": {"algorithm": "rls"}, "erase": "twice"}, "algorithm 'rls'"),
+    ({"memory": {"decay_order": "before_gradient"}, "erase": "twice"}, "decay_order"),
+    (
+        {"memory": {"key_norm": "l2", "algorithm": {"kind": "gd", "lr": 1.5}}, "erase": "twice"},
+        "can reach 3, .* use an lr of at most 1, or",
+    ),
+    ({"chunk": 0}, "chunk"),
+    ({"phase": 4}, "phase"),
+    ({"adaptive": ("x",)}, "adaptive"),
+]
+
+
+@pytest.mark.spec("SELF-CONFIG-D1")
+@pytest.mark.parametrize(("fields", "message"), BAD_CONFIGS, ids=range(len(BAD_CONFIGS)))
+def test_what_cannot_be_is_refused_by_name(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        config_of(**fields)
+
+
+@pytest.mark.spec("SELF-ERASE-D1")
+def test_a_step_that_may_diverge_warns():
+    rule = {"algorithm": {"kind": "gd", "lr": 1.2}}
+    SelfReferential(6, 2, {"memory": rule}).forward(torch.randn(1, 3, 6))
+    with pytest.warns(StabilityWarning, match="'m'.*times 2 erases reaches 2.4 .*set key_norm"):
+        SelfReferential(6, 2, {"memory": rule, "erase": "twice"}, name="m")
+    with pytest.warns(StabilityWarning, match=r"'m \(features\)'"):
+        SelfReferential(6, 2, name="m", feature_memory=MemoryConfig(feature_map="elu"))
+
+
+@pytest.mark.spec("SELF-LAYER-I2")
+def test_bad_sizes_and_inputs_are_refused():
+    with pytest.raises(ConfigError, match="not divisible"):
+        SelfReferential(7, 2)
+    with pytest.raises(ConfigError, match="conv_kernel"):
+        SelfReferential(6, 2, conv_kernel=1)
+    with pytest.raises(ConfigError, match="engine"):
+        SelfReferential(6, 2, {"memory": MLP}, engine="parallel")
+    layer, x = layer_of(config_of("chunks")), inputs()
+    _, state = layer(x)
+    bad = {
+        "x must be": (x[0], None),
+        "x is torch.float32": (x.float(), None),
+        "SelfReferentialState": (x, state.boxes),
+        r"state.position must be \[1\]": (x[:1], state),
+        "state.conv must be": (x, state._replace(conv=None)),
+        r"state.anchor\['weight'\] must be": (x, state._replace(anchor={})),
+        "state.features is a state": (x, state._replace(features=state.boxes)),
+        r"state.boxes.memory\['weight'\] must be": (x, state._replace(boxes=cut(state.boxes))),
+    }
+    for message, given_ in bad.items():
+        with pytest.raises(ShapeError, match=message):
+            layer(*given_)
+    with pytest.raises(ShapeError, match="reset_mask must be bool"):
+        layer(x, reset_mask=torch.zeros(2, LENGTH))
+
+
+def cut(boxes):
+    return boxes._replace(memory={name: w[:, :-1] for name, w in boxes.memory.items()})
+
+
+@pytest.mark.spec("SELF-CONFIG-D1")
+def test_config_is_a_value():
+    config = SelfReferenceConfig.model_validate(
+        {"memory": {"kind": "titans", "chunk": 16}, "adaptive": ["q", "k"], "erase": "once"}
+    )
+    assert (config.period, config.moving, config.anchored) == (16, ("k", "q"), True)
+    assert config.boxes == ("k", "v", "q", "lr", "retain", "momentum")
+    again = SelfReferenceConfig.model_validate_json(config.model_dump_json())
+    assert again == config
+    assert SelfReferenceConfig().moving == ("k", "v", "lr", "retain")
+    assert SelfReferenceConfig(phase=1).moving == ()
+    assert "phase=3" in repr(SelfReferential(4, 1))
+
+
+@pytest.mark.parametrize(
+    "structure", ["vector", "slots", {"kind": "gated_mlp"}, {"kind": "two_pass", "codes": 1}]
+)
+@pytest.mark.spec("SELF-BOX-D1")
+def test_any_structure(structure):
+    rule = {"structure": structure, "chunk": 2, "algorithm": {"kind": "gd", "lr": 0.3}}
+    layer = layer_of(config_of(memory=rule), shake=0.0)
+    y, state = layer(inputs())
+    mine, after = in_pieces(layer, inputs(), [3])
+    near([mine, leaves(after)], [y, leaves(state)], 1e-12)
+    y.sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("retention", ["kl", "sphere", "bounded", "elastic_net", "lq"])
+@pytest.mark.spec("SELF-BOX-D1")
+def test_any_retention_starts_where_it_says(retention):
+    with warnings.catch_warnings():
+        layer = layer_of(config_of(phase=2, chunk=2, memory={"retention": retention}))
+    y, state = layer(inputs())
+    mine, after = in_pieces(layer, inputs(), [1, 4])
+    near([mine, leaves(after)], [y, leaves(state)], 1e-12)
+    still = layer_of(config_of(phase=1, memory={"retention": retention}))
+    near(still(inputs())[0][:, :2], y[:, :2], 1e-12)
