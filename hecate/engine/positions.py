@@ -35,14 +35,22 @@ def numbered(
             f"state.seen must be int64 {list(k.shape[:1])} on {k.device}, got {seen.dtype} "
             f"{list(seen.shape)} on {seen.device}"
         )
-    if written is None:
-        written = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
-    before = written.cumsum(1) - written.long()
-    start = -seen.unsqueeze(1)
-    if sequence.reset is not None:
-        # Counts only grow, so the largest one at a reset so far is that of the last reset.
-        start = torch.where(sequence.reset, before, start).cummax(1).values
-    position = before - start
+    position = written_before(seen, written, sequence.reset, k.shape[1])
     if k.shape[1]:
-        seen = (position + written)[:, -1]
+        seen = position[:, -1] + (1 if written is None else written[:, -1])
     return sequence._replace(position=position), seen
+
+
+def written_before(seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> Tensor:
+    """Tokens written before each of `length` tokens since the start or the last reset, `[B, T]`.
+
+    `seen` `[B]` counts those of earlier calls.
+    """
+    if write is None:
+        write = torch.ones(*seen.shape, length, dtype=torch.bool, device=seen.device)
+    before = write.cumsum(1) - write.long()
+    start = -seen.unsqueeze(1)
+    if reset is not None:
+        # Counts only grow, so the largest one at a reset so far is that of the last reset.
+        start = torch.where(reset, before, start).cummax(1).values
+    return before - start

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from hecate.tape import Autodiff
 
 if TYPE_CHECKING:
     from hecate.nn.memory import Memory
+
+Firing = Literal["always", "learned"]
 
 
 def check_sizes(
@@ -42,6 +44,32 @@ def check_engine(config: MemoryConfig, engine: Engine, autodiff: Autodiff) -> No
     choose_engine(config, engine)
     if autodiff not in get_args(Autodiff):
         raise ConfigError(f"autodiff must be one of {get_args(Autodiff)}, got {shorten(autodiff)}")
+
+
+def check_firing(config: MemoryConfig, firing: Firing) -> None:
+    """Refuses a firing gate where an idle token would still change the memory."""
+    if firing not in get_args(Firing):
+        raise ConfigError(f"firing must be one of {get_args(Firing)}, got {shorten(firing)}")
+    if firing == "always":
+        return
+    if config.algorithm.kind not in ("gd", "momentum"):
+        raise ConfigError(
+            f"firing='learned' makes the lr of idle tokens 0, but algorithm "
+            f"{config.algorithm.kind!r} takes their gradients into its own state whatever lr is; "
+            "use algorithm 'gd' or 'momentum', or firing='always'",
+            path=("firing",),
+        )
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.randn(1, 4, 4, generator=generator, dtype=torch.float64, device="cpu")
+    memory = config.retention.start(draw)
+    idle = config.retention.step(memory, torch.zeros_like(memory), memory.new_ones(1))
+    if not torch.allclose(idle, memory, rtol=1e-5, atol=1e-7):
+        raise ConfigError(
+            f"firing='learned' makes the retain of idle tokens 1, but retention "
+            f"{config.retention.kind!r} changes a memory even so; use retention 'none' or 'decay', "
+            "or firing='always'",
+            path=("firing",),
+        )
 
 
 def check_inputs(

@@ -21,6 +21,10 @@ class GateHeads(nn.Module):
     retain and momentum at the config's own values, kept 1e-4 away from 0 and 1. An item stored at
     the start thus halves after log(1/2)/log(retain) tokens. [NN-GATE-D1]
 
+    With `firing`, a fourth gate g = sigmoid(w.x + b), 3/4 at the start, decides whether a token is
+    written: h = 1[g > 1/2] makes lr h lr and retain 1 - h (1 - retain), so an idle token neither
+    writes nor decays. h passes its gradient to g unchanged (straight through). [CMS-FIRE-D1]
+
     Shapes: x `[B, T, d_model]` -> gates `[B, T, H]` in float32 or better; None for gates the rule
     lacks.
     """
@@ -31,6 +35,7 @@ class GateHeads(nn.Module):
         heads: int,
         config: MemoryConfig,
         *,
+        firing: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -42,6 +47,8 @@ class GateHeads(nn.Module):
             starts["retain"] = config.retention.default_retain
         if config.algorithm.uses_momentum:
             starts["momentum"] = momentum
+        if firing:
+            starts["firing"] = 0.75
         self.starts = starts
         self.weight = nn.ParameterDict(
             {name: torch.empty(heads, d_model, device=device, dtype=dtype) for name in starts}
@@ -61,9 +68,21 @@ class GateHeads(nn.Module):
 
     def forward(self, x: Tensor) -> Gates:
         """The gates of every token."""
+        values = self.values(x)
+        lr, retain = self.lr_max * values["lr"], values.get("retain")
+        if "firing" in values:
+            open_ = values["firing"]
+            # The difference is exactly zero; its gradient is that of the gate.
+            fired = (open_ > 0.5).to(open_.dtype) + (open_ - open_.detach())
+            lr = lr * fired
+            retain = None if retain is None else retain * fired + (1 - fired)
+        return Gates(lr=lr, retain=retain, momentum=values.get("momentum"))
+
+    def values(self, x: Tensor) -> dict[str, Tensor]:
+        """sigmoid(w.x + b) of every gate by name, `[B, T, H]`."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         with without_autocast(x.device.type):
-            values = {
+            return {
                 name: torch.sigmoid(
                     nn.functional.linear(
                         wide, weight.to(wide.dtype), self.bias[name].to(wide.dtype)
@@ -71,8 +90,3 @@ class GateHeads(nn.Module):
                 )
                 for name, weight in self.weight.items()
             }
-        return Gates(
-            lr=self.lr_max * values["lr"],
-            retain=values.get("retain"),
-            momentum=values.get("momentum"),
-        )

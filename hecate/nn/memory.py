@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hecate.engine import Engine, memory_scan
-from hecate.nn.arguments import check_engine, check_inputs, check_sizes
+from hecate.nn.arguments import Firing, check_engine, check_firing, check_inputs, check_sizes
 from hecate.nn.conv import ShortConv
 from hecate.nn.norm import QKNorm, check_norm, normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
@@ -41,6 +41,7 @@ class Memory(RuleParameters):
         learned_initial: whether the memory's starting weights are trained; else they stay as drawn.
         feature_memory: a second memory, whose answers are added to q and k before phi (and
             normalised again); None for none. See `FeatureMemory`.
+        firing: "learned" lets a gate decide which tokens are written. See `GateHeads`.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call this memory.
         generator: source of all draws; None uses torch's default generator, as torch modules do.
@@ -64,6 +65,7 @@ class Memory(RuleParameters):
         output_gate: bool = True,
         learned_initial: bool = True,
         feature_memory: MemoryConfig | None = None,
+        firing: Firing = "always",
         engine: Engine = "auto",
         autodiff: Autodiff = "auto",
         name: str = "memory",
@@ -75,11 +77,13 @@ class Memory(RuleParameters):
         check_sizes(d_model, heads, d_key, d_value, conv_kernel)
         check_norm(qk_norm)
         check_engine(config, engine, autodiff)
+        check_firing(config, firing)
         d_key = d_model // heads if d_key is None else d_key
         d_value = d_model // heads if d_value is None else d_value
         start: dict[str, Any] = {"learned_initial": learned_initial}
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(d_model, heads, config, d_key=d_key, d_value=d_value, **start, **place)
+        own: dict[str, Any] = {"d_key": d_key, "d_value": d_value, "firing": firing == "learned"}
+        super().__init__(d_model, heads, config, **own, **start, **place)
         self.d_model, self.qk_norm = d_model, qk_norm
         self.engine, self.autodiff, self.name = engine, autodiff, name
         self.feature_memory = None

@@ -35,13 +35,14 @@ class RuleParameters(nn.Module):
         d_key: int,
         d_value: int,
         learned_initial: bool,
+        firing: bool = False,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.config, self.heads, self.d_key, self.d_value = config, heads, d_key, d_value
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.gates = GateHeads(d_model, heads, config, **place)
+        self.gates = GateHeads(d_model, heads, config, firing=firing, **place)
         # Shapes first, on no device; the draws follow in `draw_rule`.
         shapes: dict[str, Any] = {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
         params = config.feature_map.init(d_key, heads=heads, **shapes)

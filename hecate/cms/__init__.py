@@ -1,0 +1,7 @@
+"""Continuum memories: levels that commit at different rates."""
+
+from hecate.cms.cms import CMS
+from hecate.cms.config import CMSConfig, LevelConfig
+from hecate.cms.state import CMSState
+
+__all__ = ["CMS", "CMSConfig", "CMSState", "LevelConfig"]

@@ -1,0 +1,160 @@
+"""What the levels of a continuum memory are, how often each commits and how they are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from hecate.errors import ConfigError
+from hecate.retention import Retention
+from hecate.rule import MemoryConfig
+from hecate.variant import Config
+
+
+class LevelConfig(Config):
+    """One level: an `nn.Memory` that commits every `period` tokens.
+
+    Fields:
+        name: what errors and reports call it; unique among the levels.
+        period: tokens between commits. Above 1, `memory` gets `chunk=period, commit="chunk"`; at 1
+            it stays as it is given.
+        memory: rule and conventions; the name of a rule stands for its fields.
+        heads, d_key, d_value, conv_kernel, qk_norm, output_gate, learned_initial, feature_memory:
+            as in `hecate.nn.Memory`; heads None takes those of the `CMS`.
+        firing: "learned" lets a gate decide token by token and head by head whether the level is
+            written. [CMS-FIRE-D1]
+    """
+
+    name: str = Field(min_length=1)
+    period: int = Field(1, ge=1)
+    memory: MemoryConfig = MemoryConfig()
+    heads: int | None = Field(None, ge=1)
+    d_key: int | None = Field(None, ge=1)
+    d_value: int | None = Field(None, ge=1)
+    conv_kernel: int = Field(4, ge=0)
+    qk_norm: Literal["none", "l2", "rms"] = "l2"
+    output_gate: bool = True
+    learned_initial: bool = True
+    feature_memory: MemoryConfig | None = None
+    firing: Literal["always", "learned"] = "always"
+
+    @model_validator(mode="after")
+    def _possible(self) -> LevelConfig:
+        memory = self.memory
+        given = (memory.chunk, memory.commit)
+        if self.period > 1 and given not in ((1, "token"), (self.period, "chunk")):
+            raise ConfigError(
+                f"period={self.period} sets chunk={self.period} and commit='chunk', but memory has "
+                f"chunk={memory.chunk} and commit={memory.commit!r}; leave both out of memory, or "
+                "set period=1 to keep them",
+                path=("period",),
+            )
+        if self.conv_kernel == 1:
+            raise ConfigError("must be 0 (none) or at least 2, got 1", path=("conv_kernel",))
+        _ = self.rule  # its own refusals are the level's
+        return self
+
+    @property
+    def rule(self) -> MemoryConfig:
+        """`memory` as the level runs it."""
+        if self.period == 1:
+            return self.memory
+        return self.memory.model_copy(update={"chunk": self.period, "commit": "chunk"})
+
+    @property
+    def cadence(self) -> int:
+        """Tokens after which the level stands where a window begins: `period`, or the chunk of a
+        memory with `period` 1."""
+        return self.rule.chunk
+
+
+Composition = Literal["sequential", "nested", "independent", "chained"]
+Aggregation = Literal["sum", "rsqrt", "learned", "gated"]
+
+
+class CMSConfig(Config):
+    """Levels from fast to slow and how their outputs are joined.
+
+    Fields:
+        levels: at least one, with unique names and periods that never fall.
+        composition: "sequential" adds each level's output to what the next one reads; "nested" does
+            too, and a commit of a slower level restarts the faster one from it; "chained" passes
+            outputs alone; "independent" lets every level read the input.
+        aggregation: how "independent" adds up outputs: "sum"; "rsqrt" times 1/sqrt(levels);
+            "learned" times a weight per level and channel; "gated" times sigmoid(W x + b).
+    """
+
+    levels: tuple[LevelConfig, ...] = Field(min_length=1)
+    composition: Composition = "sequential"
+    aggregation: Aggregation = "sum"
+
+    @model_validator(mode="after")
+    def _possible(self) -> CMSConfig:
+        names = [level.name for level in self.levels]
+        for index, (fast, slow) in enumerate(pairwise(self.levels), 1):
+            if slow.period < fast.period:
+                raise ConfigError(
+                    f"levels go from fast to slow: level {slow.name!r} has period {slow.period}, "
+                    f"level {fast.name!r} before it {fast.period}; swap them or change a period",
+                    path=("levels", index, "period"),
+                )
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ConfigError(
+                    f"{name!r} is the name of level {names.index(name)} already; give each level "
+                    "one of its own",
+                    path=("levels", index, "name"),
+                )
+        if self.composition != "independent" and self.aggregation != "sum":
+            raise ConfigError(
+                f"{self.aggregation!r} weighs outputs of levels that read one input, which only "
+                f"composition 'independent' does; with composition {self.composition!r} leave it "
+                "out",
+                path=("aggregation",),
+            )
+        if self.composition == "nested":
+            problems = next(self._nested(), None)
+            if problems is not None:
+                raise problems
+        return self
+
+    def _nested(self) -> Iterator[ConfigError]:
+        """Why levels cannot restart from one another, as far as configs tell."""
+        for index, (fast, slow) in enumerate(pairwise(self.levels), 1):
+            pair, path = f"levels {fast.name!r} and {slow.name!r}", ("levels", index)
+            if slow.period == 1:
+                yield ConfigError(
+                    f"nested {pair}: {slow.name!r} commits at every token, so {fast.name!r} would "
+                    "restart at every token; give it a period of at least 2",
+                    path=(*path, "period"),
+                )
+            if slow.period % fast.cadence:
+                yield ConfigError(
+                    f"nested {pair}: period {slow.period} is no multiple of {fast.cadence}, so "
+                    f"{fast.name!r} would restart within a window; use a multiple",
+                    path=(*path, "period"),
+                )
+            if fast.rule.normalizer != slow.rule.normalizer:
+                yield ConfigError(
+                    f"nested {pair}: normalizer {fast.rule.normalizer!r} against "
+                    f"{slow.rule.normalizer!r}; a memory goes with its sum of weights, so both "
+                    "need one or neither",
+                    path=(*path, "memory", "normalizer"),
+                )
+            ways = (fast.rule.retention, slow.rule.retention)
+            if ways[0] != ways[1] and any(type(way).start is not Retention.start for way in ways):
+                yield ConfigError(
+                    f"nested {pair}: retention {ways[0].kind!r} and {ways[1].kind!r} keep memories "
+                    "in sets of their own, and a copy need not lie in the other; give both the "
+                    "same retention",
+                    path=(*path, "memory", "retention"),
+                )
+            if "skip" in (fast.rule.on_nonfinite, slow.rule.on_nonfinite):
+                yield ConfigError(
+                    f"nested {pair}: on_nonfinite='skip' lets one level leave out a token that "
+                    "another counts, so commits would no longer meet; use 'raise' or 'propagate'",
+                    path=(*path, "memory", "on_nonfinite"),
+                )
