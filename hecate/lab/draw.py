@@ -28,8 +28,9 @@ def mean_and_error(samples: Tensor) -> tuple[Any, Any]:
 
 
 def finish(axes: Any, title: str, xlabel: str, ylabel: str, **settings: Any) -> None:
-    """Title, axes with their units, a light grid."""
+    """Title, axes with their units, a light grid, and the legend below, where it hides nothing."""
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
     axes.grid(alpha=0.3, linewidth=0.6)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=9, frameon=False)
