@@ -48,6 +48,10 @@ class Outcome(NamedTuple):
         """That of the chosen system."""
         return self.recalls[self.chosen]
 
+    def gates(self, number: int) -> str:
+        """Widths and gates of a system, from fast to slow."""
+        return "; ".join(map(str, self.family.systems[number].levels))
+
 
 class Levels(Study):
     """Several levels against one, under equal state."""
@@ -93,17 +97,17 @@ def families(quick: bool) -> list[Family]:
         ]
 
     return [
-        Family("one level, gates of the fast level", [System((Level(WIDTH, 1.0, 16),))]),
-        Family("one level, gates of the slow level", [System((Level(WIDTH, slow[1], NEVER, 64),))]),
+        Family("one level, fast gates", [System((Level(WIDTH, 1.0, 16),))]),
+        Family("one level, slow gates", [System((Level(WIDTH, slow[1], NEVER, 64),))]),
         Family(
-            "one level, best of all gates",
+            "one level, best gates",
             [System((Level(WIDTH, lr, life),)) for life, lr in itertools.product(lives, rates)],
         ),
         Family("two levels, sum", several((32, 55), (1, 64), False)),
         Family("two levels, residual", several((32, 55), (1, 64), True)),
-        Family("two levels, residual, period 1", several((32, 55), (1, 1), True)),
-        Family("two levels, residual, window counted", several((32, 39), (1, 64), True)),
-        Family("three levels, residual", several((28, 28, 50), (1, 8, 64), True)),
+        Family("two levels, period 1", several((32, 55), (1, 1), True)),
+        Family("two levels, window counted", several((32, 39), (1, 64), True)),
+        Family("three levels", several((28, 28, 50), (1, 8, 64), True)),
     ]
 
 
@@ -112,15 +116,18 @@ def report(outcomes: list[Outcome], phase: int) -> Result:
     one = outcomes[2]
     several = max(outcomes[3:], key=lambda outcome: outcome.merit)
     columns = [
-        "memory", "gates chosen", "weights", "state (bytes)", "A after A", "A after B",
-        f"A {phase // PROBES} tokens later", "B after B", f"bindings, age 1-{RECENT}",
-        f"bindings, age {RECENT + 1}-{AGES}", "score",
+        "memory", "state (bytes)", "A after A", "A after B", f"A {phase // PROBES} tokens later",
+        "B after B", f"bindings, age 1-{RECENT}", f"bindings, age {RECENT + 1}-{AGES}", "score",
     ]  # fmt: skip
     notes = [
         f"shares recalled, mean +- standard error over seeds, phases of {phase} tokens; a guess is "
         f"right in 1 of {VALUES}",
         f"score: mean of A after B and bindings, age 1-{RECENT}; gates were chosen by it, on other "
         "seeds, so older bindings did not count",
+        f"size: at most {WIDTH * WIDTH} weights everywhere; a level with a period also carries the "
+        "sum of its window, which 'window counted' fits into the bytes of one level",
+        "reads are added up; but for 'sum' a level is written with what slower ones do not know; "
+        "nothing is trained",
         "claimed (Nested Learning, 2025): levels of several frequencies forget less; nothing is "
         "published for this world",
         f"best of several ({several.family.name}) minus best of one level: {_gap(several, one)}",
@@ -129,6 +136,7 @@ def report(outcomes: list[Outcome], phase: int) -> Result:
             for outcome in outcomes[3:]
             if _gap(outcome, one).mean < 0
         ),
+        *(f"gates of {o.family.name}: {o.gates(o.chosen)}" for o in outcomes),
     ]
 
     def draw(figure: Any) -> None:
@@ -145,15 +153,13 @@ def report(outcomes: list[Outcome], phase: int) -> Result:
 
 def _row(outcome: Outcome) -> list[Cell]:
     best, tables = outcome.best, outcome.best.tables[0]
-    levels = outcome.family.systems[outcome.chosen].levels
     shares = [
         tables[:, PROBES - 1, 0], best.kept(), tables[:, 2 * PROBES, 0],
         tables[:, 2 * PROBES - 1, 1], best.recent(), best.bindings[0, :, RECENT:].mean(1),
         best.score(),
     ]  # fmt: skip
-    weights = sum(level.width**2 for level in levels)
     spreads = [Spread.of(share.tolist()) for share in shares]
-    return [outcome.family.name, "; ".join(map(str, levels)), weights, best.bytes, *spreads]
+    return [outcome.family.name, best.bytes, *spreads]
 
 
 def _gap(left: Outcome, right: Outcome) -> Spread:
@@ -166,7 +172,7 @@ def _data(outcomes: list[Outcome]) -> dict[str, Any]:
         outcome.family.name: {
             "tables": outcome.best.tables,
             "bindings": outcome.best.bindings,
-            "settings": ["; ".join(map(str, system.levels)) for system in outcome.family.systems],
+            "settings": [outcome.gates(number) for number in range(len(outcome.recalls))],
             "kept": [recall.kept() for recall in outcome.recalls],
             "recent": [recall.recent() for recall in outcome.recalls],
         }
@@ -190,7 +196,7 @@ def _draw_trade(axes: Any, outcomes: list[Outcome]) -> None:
     for index, outcome in enumerate(outcomes):
         x, dx = mean_and_error(torch.stack([r.recent() for r in outcome.recalls], 1))
         y, dy = mean_and_error(torch.stack([r.kept() for r in outcome.recalls], 1))
-        name = outcome.family.name.replace("best of ", "")
+        name = outcome.family.name.replace("best", "all")
         look = {"fmt": MARKERS[index], "color": COLOURS[index], "markersize": 5}
         axes.errorbar(x, y, dy, dx, label=name, elinewidth=0.8, **look)
     finish(

@@ -32,7 +32,7 @@ class Spread(NamedTuple):
         return cls(statistics.fmean(given), error, len(given))
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f}" if self.seeds < 2 else f"{self.mean:.3f} +- {self.error:.3f}"
+        return f"{self.mean:.3f}" + (f"+-{self.error:.3f}" if self.seeds > 1 else "")
 
 
 Cell = str | int | float | Spread | None

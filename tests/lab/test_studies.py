@@ -119,7 +119,7 @@ def test_the_files_say_what_the_table_says(study, tmp_path, capsys):
     assert (folder / "coins.png").read_bytes().startswith(PNG)
     out, err = capsys.readouterr()
     assert out.splitlines()[:2] == ["coins: " + study.about, "seeds 0 to 2"]
-    assert f"{share.mean:.3f} +- {share.error:.3f}" in out and "- a note" in out
+    assert f"{share.mean:.3f}+-{share.error:.3f}" in out and "- a note" in out
     assert err == "coins: 3\n"
 
 
@@ -162,7 +162,7 @@ def test_without_matplotlib_the_way_out_is_named_before_any_work(study, tmp_path
 
 def test_spread():
     spread = Spread.of([1.0, 2.0, 3.0])
-    assert spread == (2.0, 1 / math.sqrt(3), 3) and str(spread) == "2.000 +- 0.577"
+    assert spread == (2.0, 1 / math.sqrt(3), 3) and str(spread) == "2.000+-0.577"
     alone = Spread.of([0.5])
     assert math.isnan(alone.error) and str(alone) == "0.500"
 

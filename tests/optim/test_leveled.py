@@ -190,6 +190,21 @@ def test_state_dict_is_deterministic_and_loads_weights_only(tmp_path):
     assert resumed.state_dict()["state"][1]["window"].any()
 
 
+def test_older_states_of_the_wrapped_optimiser_are_brought_up_to_date():
+    params = model()
+    optimizer = leveled(params)
+    advance(optimizer, params, 1, 9)
+    state = copy.deepcopy(optimizer.state_dict())
+    for group in state["param_groups"]:
+        del group["foreach"], group["maximize"]
+    for entries in state["state"].values():  # torch kept numbers once
+        entries["step"] = float(entries["step"])
+    other = nn.ParameterList([p.detach().clone() for p in params])
+    resumed = leveled(other)
+    resumed.load_state_dict(state)
+    assert_same(advance(resumed, other, 10, 20), advance(optimizer, params, 10, 20))
+
+
 @pytest.mark.spec("OPTIM-LEVEL-D2")
 def test_half_precision_windows_are_summed_in_float32():
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
@@ -213,7 +228,7 @@ def test_what_a_step_contributes_is_its_grad():
     groups = [{"params": [fast]}, {"params": [slow, never], "period": 4}]
     optimizer = Leveled(groups, torch.optim.SGD, lr=1.0)
     for t, grad in enumerate([8.0, None, 4.0, 2.0], start=1):
-        optimizer.zero_grad(set_to_none=t == 2)  # clears no window
+        optimizer.zero_grad(set_to_none=t != 2)  # clears no window
         slow.grad = None if grad is None else torch.full((2,), grad)
         if grad is not None:
             nn.utils.clip_grad_value_([slow], 6.0)  # clips the step
@@ -317,6 +332,18 @@ def test_a_level_may_come_later_and_gets_a_whole_window():
         moved.append(second.item() != 0)
     assert moved == [False, False, True] and round(second.item(), 6) == -0.5
     assert len(optimizer.inner.param_groups) == len(optimizer.param_groups) == 2
+
+
+def test_the_wrapped_optimiser_is_told_of_new_levels():
+    class Prepares(torch.optim.SGD):
+        def add_param_group(self, param_group: dict) -> None:
+            super().add_param_group(param_group)
+            param_group["prepared"] = len(self.param_groups)
+
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = Leveled([first], Prepares, lr=1.0)
+    optimizer.add_param_group({"params": [second], "period": 2})
+    assert [group["prepared"] for group in optimizer.param_groups] == [1, 2]
 
 
 def test_a_step_skipped_by_the_scaler_is_no_step():
