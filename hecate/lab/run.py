@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-import hecate
 from hecate.errors import ConfigError
 from hecate.lab.study import Cell, Result, Spread, Study, T, find_study, studies
 from hecate.train.display import print_table
 from hecate.train.files import write_file
+from hecate.train.run import versions
 
 
 def list_studies() -> None:
@@ -94,7 +94,7 @@ def to_json(study: Study, result: Result, quick: bool, seeds: int) -> str:
         "about": study.about,
         "quick": quick,
         "seeds": list(range(seeds)),
-        "versions": {"hecate": hecate.__version__, "torch": torch.__version__},
+        "versions": versions(),
         "columns": list(result.columns),
         "rows": [[_plain(cell) for cell in row] for row in result.rows],
         "notes": list(result.notes),
