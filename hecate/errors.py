@@ -75,6 +75,10 @@ class StabilityWarning(UserWarning):
     """A step size at which a delta-type memory may diverge."""
 
 
+class HealthWarning(UserWarning):
+    """A part of a model that has no effect or cannot learn."""
+
+
 def format_path(path: Iterable[str | int]) -> str:
     """`("levels", 1, "memory")` -> `levels[1].memory`."""
     text = ""

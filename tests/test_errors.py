@@ -35,7 +35,8 @@ def test_every_error_is_a_hecate_error_and_what_python_would_raise():
         and item.__module__ == "hecate.errors"
     }
     assert {item for item in kinds if not issubclass(item, HecateError)} == {
-        errors.StabilityWarning
+        errors.HealthWarning,
+        errors.StabilityWarning,
     }
     for kind in (errors.ConfigError, errors.ShapeError, errors.DataError):
         assert issubclass(kind, ValueError)

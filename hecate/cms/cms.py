@@ -9,16 +9,18 @@ from torch import Tensor, nn
 
 from hecate.cms.arguments import check_state
 from hecate.cms.config import CMSConfig, LevelConfig
-from hecate.cms.nested import check_shapes, in_windows, restarted
+from hecate.cms.flow import Levels, Masks, flow, nested_flow
+from hecate.cms.growth import grown
+from hecate.cms.health import LevelHealth, levels_health
+from hecate.cms.nested import check_shapes
 from hecate.cms.state import CMSState
+from hecate.cms.warn import warn_if_nothing_passes, warn_if_windows_diverge
 from hecate.engine import Engine
 from hecate.engine.positions import written_before
 from hecate.errors import ConfigError, Problem
-from hecate.nn import LayerState, Memory
+from hecate.nn import Memory
 from hecate.nn.arguments import check_inputs
-from hecate.tape import Autodiff
-
-Levels = tuple[LayerState, ...]
+from hecate.tape import Autodiff, Run, execute
 
 
 class CMS(nn.Module):
@@ -96,6 +98,7 @@ class CMS(nn.Module):
             self.bias = nn.Parameter(torch.empty(len(config.levels), **place))
         if self.memories[0].qkv.weight.device.type != "meta":
             self._start()
+            self._warn()
 
     @property
     def memories(self) -> tuple[Memory, ...]:
@@ -107,6 +110,13 @@ class CMS(nn.Module):
         for memory in self.memories:
             memory.reset_parameters(generator)
         self._start()
+        self._warn()
+
+    def _warn(self) -> None:
+        for level, memory in zip(self.config.levels, self.memories, strict=True):
+            warn_if_windows_diverge(level, memory)
+        if self.config.composition == "chained":
+            warn_if_nothing_passes(self.config, self.memories)
 
     def _start(self) -> None:
         """Norms at 1, learned weights at 1/sqrt(levels), gates at 1/2; draws nothing."""
@@ -130,66 +140,46 @@ class CMS(nn.Module):
 
         A masked token counts for no level; a reset restarts all of them, counts included.
         """
-        if not torch.compiler.is_compiling():
-            check_inputs(self.memories[0], x, None, write_mask, reset_mask)
-            check_state(len(self.levels), x, state)
-        written = x.new_zeros(x.shape[0], dtype=torch.int64) if state is None else state.written
-        levels = None if state is None else state.levels
-        before = written_before(written, write_mask, reset_mask, x.shape[1])
-        after = before + (1 if write_mask is None else write_mask)
         masks = {"write_mask": write_mask, "reset_mask": reset_mask}
-        if self.config.composition == "nested":
-            y, levels = self._nested(x, levels, before != after, after, masks)
-        else:
-            y, levels = self._flow(x, levels, masks)
-        return y, CMSState(levels, after[:, -1] if x.shape[1] else written)
+        if not torch.compiler.is_compiling():
+            check_inputs(self.memories[0], x, None, **masks)
+            check_state(len(self.levels), x, state)
+        return self.passed(x, state, masks)
 
-    def _nested(
+    def passed(
         self,
         x: Tensor,
-        levels: Levels | None,
-        write: Tensor,
-        count: Tensor,
-        masks: dict[str, Tensor | None],
-    ) -> tuple[Tensor, Levels]:
-        """The flow in windows that end where a level commits that another restarts from."""
-        outputs: list[Tensor] = []
-        periods = [level.period for level in self.config.levels]
-        for window, written, counted in in_windows(write, count, periods[1:]):
-            own = {name: mask if mask is None else mask[:, window] for name, mask in masks.items()}
-            y, levels = self._flow(x[:, window], levels, own)
-            levels = restarted(periods, levels, written, counted)
-            outputs.append(y)
-        return torch.cat(outputs, 1), levels  # type: ignore[return-value]
+        state: CMSState | None,
+        masks: Masks,
+        *,
+        run: Run = execute,
+    ) -> tuple[Tensor, CMSState]:
+        """`forward`, unchecked, by calls of `run`."""
+        written = x.new_zeros(x.shape[0], dtype=torch.int64) if state is None else state.written
+        levels: Levels = (None,) * len(self.levels) if state is None else state.levels
+        write = masks["write_mask"]
+        before = written_before(written, write, masks["reset_mask"], x.shape[1])
+        count = before + (1 if write is None else write)
+        own = [masks] * len(self.levels)
+        for index, level in enumerate(self.config.levels):
+            if level.restart is not None:
+                again = (before % level.restart == 0) & (before != count)
+                own[index] = {**masks, "restart_mask": again}
+        if self.config.composition == "nested":
+            y, levels = nested_flow(self, x, levels, own, (before != count, count), run=run)
+        else:
+            y, levels = flow(self, x, levels, own, run=run)
+        if x.shape[1]:
+            written = count[:, -1]
+        return y, CMSState(levels, written)  # type: ignore[arg-type]
 
-    def _flow(
-        self, x: Tensor, levels: Levels | None, masks: dict[str, Tensor | None]
-    ) -> tuple[Tensor, Levels]:
-        """Every level once over x: the layer's output and the levels' states."""
-        residual = len(self.norms) > 0
-        states: list[LayerState] = []
-        outputs: list[Tensor] = []
-        seen = x
-        for index, memory in enumerate(self.memories):
-            given = self.norms[index](seen) if residual else seen
-            out, after = memory(given, None if levels is None else levels[index], **masks)
-            if residual:
-                seen = seen + out
-            elif self.config.composition == "chained":
-                seen = out
-            states.append(after)
-            outputs.append(out)
-        if self.config.composition == "chained":
-            return seen, tuple(states)
-        return self._joined(x, outputs), tuple(states)
-
-    def _joined(self, x: Tensor, outputs: list[Tensor]) -> Tensor:
+    def joined(self, x: Tensor, *outputs: Tensor) -> Tensor:
         """The weighted sum of the levels' outputs."""
         weights: Any = [None] * len(outputs)
         if self.weight is not None and self.bias is not None:
             weights = torch.sigmoid(nn.functional.linear(x, self.weight, self.bias)).split(1, -1)
         elif self.weight is not None:
-            weights = self.weight
+            weights = self.weight.to(outputs[0].dtype)
         elif self.config.aggregation == "rsqrt":
             weights = [len(outputs) ** -0.5] * len(outputs)
         total: Tensor | None = None
@@ -197,6 +187,36 @@ class CMS(nn.Module):
             part = out if weight is None else out * weight
             total = part if total is None else total + part
         return total  # type: ignore[return-value]
+
+    def push_up(
+        self,
+        level: LevelConfig,
+        state: CMSState | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> tuple[CMS, CMSState | None]:
+        """A new layer with a faster level in front; the present ones move to slower slots.
+
+        It computes the same function until it is trained, because the new level's output projection
+        is zero; that projection gets a gradient at once, the rest of the level after one step.
+        `state` is taken over, the new level starting empty at its place in the schedule.
+        [CMS-GROW-I1]
+        """
+        return grown(self, level, 0, state, generator)
+
+    def stack_up(
+        self,
+        level: LevelConfig,
+        state: CMSState | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> tuple[CMS, CMSState | None]:
+        """As `push_up`, with a slower level behind the present ones."""
+        return grown(self, level, len(self.levels), state, generator)
+
+    def health(self, x: Tensor, state: CMSState | None = None) -> list[LevelHealth]:
+        """What every level does on x `[B, T, d_model]`; a `HealthWarning` for each dead one."""
+        return levels_health(self, x, state)
 
     def extra_repr(self) -> str:
         """How the levels are joined, and their periods."""
@@ -224,6 +244,7 @@ def _memory(
         learned_initial=level.learned_initial,
         feature_memory=level.feature_memory,
         firing=level.firing,
+        query_projection=level.query_projection,
         name=name,
         **how,
         **place,

@@ -9,6 +9,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from hecate.errors import ConfigError
+from hecate.nn.arguments import Firing, check_firing
+from hecate.nn.projection import Projection, check_projection
 from hecate.retention import Retention
 from hecate.rule import MemoryConfig
 from hecate.variant import Config
@@ -25,7 +27,9 @@ class LevelConfig(Config):
         heads, d_key, d_value, conv_kernel, qk_norm, output_gate, learned_initial, feature_memory:
             as in `hecate.nn.Memory`; heads None takes those of the `CMS`.
         firing: "learned" lets a gate decide token by token and head by head whether the level is
-            written. [CMS-FIRE-D1]
+            written; of any level, the fastest too. [CMS-FIRE-D1]
+        restart: the memory restarts from its starting weights every that many tokens; None, never.
+        query_projection: "sum" or "orthogonal" projects phi(q) onto the keys of the present chunk.
     """
 
     name: str = Field(min_length=1)
@@ -39,7 +43,9 @@ class LevelConfig(Config):
     output_gate: bool = True
     learned_initial: bool = True
     feature_memory: MemoryConfig | None = None
-    firing: Literal["always", "learned"] = "always"
+    firing: Firing = "always"
+    restart: int | None = Field(None, ge=1)
+    query_projection: Projection = "none"
 
     @model_validator(mode="after")
     def _possible(self) -> LevelConfig:
@@ -54,7 +60,15 @@ class LevelConfig(Config):
             )
         if self.conv_kernel == 1:
             raise ConfigError("must be 0 (none) or at least 2, got 1", path=("conv_kernel",))
-        _ = self.rule  # its own refusals are the level's
+        rule = self.rule  # its own refusals are the level's
+        if self.restart is not None and self.restart % rule.chunk:
+            raise ConfigError(
+                f"restart={self.restart} would cut a chunk of {rule.chunk} tokens short; use a "
+                f"multiple of {rule.chunk}",
+                path=("restart",),
+            )
+        check_firing(rule, self.firing)
+        check_projection(rule, self.query_projection)
         return self
 
     @property
@@ -63,12 +77,6 @@ class LevelConfig(Config):
         if self.period == 1:
             return self.memory
         return self.memory.model_copy(update={"chunk": self.period, "commit": "chunk"})
-
-    @property
-    def cadence(self) -> int:
-        """Tokens after which the level stands where a window begins: `period`, or the chunk of a
-        memory with `period` 1."""
-        return self.rule.chunk
 
 
 Composition = Literal["sequential", "nested", "independent", "chained"]
@@ -131,11 +139,18 @@ class CMSConfig(Config):
                     "restart at every token; give it a period of at least 2",
                     path=(*path, "period"),
                 )
-            if slow.period % fast.cadence:
+            if slow.period % fast.rule.chunk:
                 yield ConfigError(
-                    f"nested {pair}: period {slow.period} is no multiple of {fast.cadence}, so "
+                    f"nested {pair}: period {slow.period} is no multiple of {fast.rule.chunk}, so "
                     f"{fast.name!r} would restart within a window; use a multiple",
                     path=(*path, "period"),
+                )
+            if fast.restart is not None or slow.restart is not None:
+                yield ConfigError(
+                    f"nested {pair}: a level with restart goes back to its own starting weights, a "
+                    "nested one to those of the slower level; leave restart out, or use another "
+                    "composition",
+                    path=(*path, "restart"),
                 )
             if fast.rule.normalizer != slow.rule.normalizer:
                 yield ConfigError(

@@ -76,8 +76,7 @@ def check_inputs(
     layer: Memory,
     x: Tensor,
     state: LayerState | None,
-    write_mask: Tensor | None,
-    reset_mask: Tensor | None,
+    **masks: Tensor | None,
 ) -> None:
     """Refuses tensors that do not fit the layer or each other."""
     if x.dim() != 3 or x.shape[-1] != layer.d_model:
@@ -89,7 +88,7 @@ def check_inputs(
         raise ShapeError(
             f"x is {x.dtype}, the layer {weight.dtype}; convert one of them, or use torch.autocast"
         )
-    for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
+    for name, mask in masks.items():
         if mask is None:
             continue
         if mask.shape != x.shape[:2] or mask.dtype != torch.bool or mask.device != x.device:
@@ -106,13 +105,17 @@ def _check_state(layer: Memory, x: Tensor, state: LayerState) -> None:
         raise ShapeError(
             f"state must be the LayerState that this layer returned, got {type(state).__name__}"
         )
-    if (state.features is None) != (layer.feature_memory is None):
-        given = "None" if state.features is None else "a state"
-        raise ShapeError(
-            f"state.features is {given}, but this layer has "
-            f"{'no' if layer.feature_memory is None else 'a'} feature memory; was it made by "
-            "another layer?"
-        )
+    held = {
+        "features": ("feature memory", layer.feature_memory is not None),
+        "projection": ("query projection", layer.query_projection != "none"),
+    }
+    for name, (what, has) in held.items():
+        given = getattr(state, name)
+        if (given is not None) != has:
+            raise ShapeError(
+                f"state.{name} is {'None' if given is None else 'a state'}, but this layer has "
+                f"{'a' if has else 'no'} {what}; was it made by another layer?"
+            )
     batch, conv = x.shape[0], layer.conv
     reach = 0 if conv is None else conv.kernel - 1
     shapes = {"conv": (batch, reach, sum(layer.splits)), "conv_segment": (batch, reach)}

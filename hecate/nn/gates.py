@@ -71,9 +71,9 @@ class GateHeads(nn.Module):
         values = self.values(x)
         lr, retain = self.lr_max * values["lr"], values.get("retain")
         if "firing" in values:
-            open_ = values["firing"]
+            gate = values["firing"]
             # The difference is exactly zero; its gradient is that of the gate.
-            fired = (open_ > 0.5).to(open_.dtype) + (open_ - open_.detach())
+            fired = (gate > 0.5).to(gate.dtype) + (gate - gate.detach())
             lr = lr * fired
             retain = None if retain is None else retain * fired + (1 - fired)
         return Gates(lr=lr, retain=retain, momentum=values.get("momentum"))

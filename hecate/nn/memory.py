@@ -12,9 +12,15 @@ from hecate.nn.arguments import Firing, check_engine, check_firing, check_inputs
 from hecate.nn.conv import ShortConv
 from hecate.nn.norm import QKNorm, check_norm, normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
+from hecate.nn.projection import (
+    Projection,
+    check_projection,
+    project_queries,
+    projected_config,
+)
 from hecate.nn.rule import FeatureMemory, RuleParameters
 from hecate.nn.state import LayerState
-from hecate.rule import MemoryConfig
+from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import Autodiff
 
 
@@ -42,6 +48,8 @@ class Memory(RuleParameters):
         feature_memory: a second memory, whose answers are added to q and k before phi (and
             normalised again); None for none. See `FeatureMemory`.
         firing: "learned" lets a gate decide which tokens are written. See `GateHeads`.
+        query_projection: what phi(q) is projected onto before it is read with: "none", or by "sum"
+            or "orthogonal" the keys of the present chunk. See `project_queries`.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call this memory.
         generator: source of all draws; None uses torch's default generator, as torch modules do.
@@ -66,6 +74,7 @@ class Memory(RuleParameters):
         learned_initial: bool = True,
         feature_memory: MemoryConfig | None = None,
         firing: Firing = "always",
+        query_projection: Projection = "none",
         engine: Engine = "auto",
         autodiff: Autodiff = "auto",
         name: str = "memory",
@@ -78,14 +87,16 @@ class Memory(RuleParameters):
         check_norm(qk_norm)
         check_engine(config, engine, autodiff)
         check_firing(config, firing)
+        check_projection(config, query_projection)
         d_key = d_model // heads if d_key is None else d_key
         d_value = d_model // heads if d_value is None else d_value
         start: dict[str, Any] = {"learned_initial": learned_initial}
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         own: dict[str, Any] = {"d_key": d_key, "d_value": d_value, "firing": firing == "learned"}
         super().__init__(d_model, heads, config, **own, **start, **place)
-        self.d_model, self.qk_norm = d_model, qk_norm
+        self.d_model, self.qk_norm, self.query_projection = d_model, qk_norm, query_projection
         self.engine, self.autodiff, self.name = engine, autodiff, name
+        self.projected = config if query_projection == "none" else projected_config(config)
         self.feature_memory = None
         if feature_memory is not None:
             inner = MemoryConfig.model_validate(feature_memory)
@@ -135,20 +146,22 @@ class Memory(RuleParameters):
         *,
         write_mask: Tensor | None = None,
         reset_mask: Tensor | None = None,
+        restart_mask: Tensor | None = None,
     ) -> tuple[Tensor, LayerState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in
         `memory_scan`.
 
         A masked token's input is zero to the convolution; a reset hides earlier documents from it.
+        `restart_mask` resets the memory alone.
         """
+        how: dict[str, Any] = {"write_mask": write_mask, "reset_mask": reset_mask}
         if not torch.compiler.is_compiling():
-            check_inputs(self, x, state, write_mask, reset_mask)
+            check_inputs(self, x, state, **how, restart_mask=restart_mask)
         mixed, conv, segment = self._mix(self.qkv(x), state, write_mask, reset_mask)
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)) for part in mixed.split(self.splits, dim=-1)
         )
         q, k = (normalise_qk(part, self.qk_norm) for part in (q, k))
-        how: dict[str, Any] = {"write_mask": write_mask, "reset_mask": reset_mask}
         how |= {"engine": self.engine, "autodiff": self.autodiff}
         features = None
         if self.feature_memory is not None:
@@ -157,23 +170,37 @@ class Memory(RuleParameters):
                 x, q, k, features, **how, name=f"{self.name} (features)"
             )
             q, k = (normalise_qk(part, self.qk_norm) for part in (q, k))
-        y, memory = memory_scan(
-            self.config,
-            q,
-            k,
-            v,
-            self.gates(x),
-            phi_params=self.phi_params,
-            state=None if state is None else state.memory,
-            initial=self.initial.tensors,
-            **how,
-            name=self.name,
-        )
+        if restart_mask is not None:
+            how["reset_mask"] = restart_mask if reset_mask is None else restart_mask | reset_mask
+        y, memory, projection = self._scan(q, k, v, self.gates(x), state, how)
         y = nn.functional.rms_norm(y, (self.d_value,), eps=1e-6) * self.norm
         y = y.flatten(-2)
         if self.output_gate is not None:
             y = y * nn.functional.silu(self.output_gate(x))
-        return self.out(y), LayerState(memory, conv, segment, features)
+        return self.out(y), LayerState(memory, conv, segment, features, projection)
+
+    def _scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Gates,
+        state: LayerState | None,
+        how: dict[str, Any],
+    ) -> tuple[Tensor, MemoryState, MemoryState | None]:
+        """The memory's answers, its state, and that of the query projection."""
+        params, kind = self.phi_params, self.query_projection
+        how = {**how, "initial": self.initial.tensors, "name": self.name}
+        how["state"] = None if state is None else state.memory
+        if kind == "none":
+            return *memory_scan(self.config, q, k, v, gates, phi_params=params, **how), None
+        position, held = torch.zeros(len(q), dtype=torch.int64, device=q.device), None
+        if state is not None:
+            position, held = state.memory.position[:, 0], state.projection
+        masks = (how["write_mask"], how["reset_mask"])
+        q, k, held = project_queries(kind, self.config, q, k, params, held, position, *masks)
+        y, memory = memory_scan(self.projected, q, k, v, gates, **how)
+        return y, memory, held
 
     def _mix(
         self,

@@ -19,12 +19,14 @@ class LayerState(NamedTuple):
         conv_segment: the document of each of those, `[B, kernel-1]` int64, 0 for the present one;
             None until a `reset_mask` was given.
         features: the state of the feature memory; None without one.
+        projection: what queries are projected onto; None without `query_projection`.
     """
 
     memory: MemoryState
     conv: Tensor | None
     conv_segment: Tensor | None
     features: MemoryState | None = None
+    projection: MemoryState | None = None
 
     def detach(self) -> LayerState:
         """The same state cut off from the graph that produced it."""
@@ -33,7 +35,8 @@ class LayerState(NamedTuple):
     @property
     def bytes(self) -> int:
         """Size of all tensors; it does not grow with the number of tokens seen."""
-        memories = [memory for memory in (self.memory, self.features) if memory is not None]
+        held = (self.memory, self.features, self.projection)
+        memories = [memory for memory in held if memory is not None]
         convolution = [part for part in (self.conv, self.conv_segment) if part is not None]
         return sum(memory.bytes for memory in memories) + sum(
             part.numel() * part.element_size() for part in convolution

@@ -1,0 +1,279 @@
+"""A level is a memory layer; building, errors, cold start, derivatives."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+from hecate.cms import CMS, CMSConfig, LevelConfig
+from hecate.errors import ConfigError, HealthWarning, ShapeError, StabilityWarning
+from hecate.nn import Memory
+from tests.cms.common import DELTA, JOINS, LEVELS, cms_of, inputs, masks
+from tests.nn.layers import near, seeded
+
+every_join = pytest.mark.parametrize("join", JOINS, ids="-".join)
+
+
+def built(levels, **options):
+    return CMS(8, 2, CMSConfig(levels=levels, **options), generator=seeded())
+
+
+@pytest.mark.spec("CMS-LAYER-R1")
+@pytest.mark.parametrize("memory", [DELTA, {**DELTA, "chunk": 3}, "gated_delta"])
+@pytest.mark.parametrize("composition", ["independent", "chained", "sequential", "nested"])
+def test_one_level_of_period_one_is_the_plain_layer(memory, composition):
+    layer = built([{"name": "only", "memory": memory}], composition=composition)
+    plain = Memory(8, 2, memory, generator=seeded())
+    x, given = inputs(), masks()
+    read = x if composition in ("independent", "chained") else layer.norms[0](x)
+    assert torch.equal(layer(x, **given)[0], plain(read, **given)[0])
+
+
+@pytest.mark.spec("CMS-LAYER-R1")
+def test_one_level_of_period_c_commits_chunks():
+    layer = built([{"name": "only", "memory": DELTA, "period": 3}], composition="independent")
+    plain = Memory(8, 2, {**DELTA, "chunk": 3, "commit": "chunk"}, generator=seeded())
+    x, given = inputs(), masks()
+    y, state = layer(x, **given)
+    expected, last = plain(x, **given)
+    assert torch.equal(y, expected)
+    near(state.levels[0], last, 0.0)
+
+
+@pytest.mark.spec("CMS-LAYER-I3")
+@pytest.mark.parametrize(("period", "kernel"), [(1, 0), (4, 0), (4, 4)])
+def test_frozen_reads_are_active_reads(period, kernel):
+    """A read that writes nothing takes the way of all others: phi, norms, convolution."""
+    memory = {**DELTA, "feature_map": "elu"}
+    level = {"name": "only", "memory": memory, "period": period, "conv_kernel": kernel}
+    layer, idle = (cms_of("independent", levels=[level]) for _ in range(2))
+    with torch.no_grad():
+        gates = idle.memories[0].gates
+        for name, end in (("lr", -800.0), ("retain", 800.0)):
+            gates.weight[name].zero_()
+            gates.bias[name].fill_(end)
+    more = inputs(length=3, seed=6)
+    _, state = layer(inputs(length=12))  # three windows of 4: the next tokens close none
+    active, after = (layer if period == 4 else idle)(more, state)
+    near(after.levels[0].memory.memory, state.levels[0].memory.memory, 0.0)
+    if kernel:  # where a mask would hide the token from the convolution too
+        frozen, _ = idle(more, state)
+    else:
+        frozen, _ = layer(more, state, write_mask=torch.zeros(2, 3, dtype=torch.bool))
+    near(frozen, active, 1e-13)
+    assert active.abs().max() > 0.1
+
+
+@pytest.mark.spec("CMS-LAYER-I5")
+@every_join
+def test_every_parameter_learns_from_a_cold_start(join):
+    layer = cms_of(*join, shake=0.0)
+    x, target = inputs(4, 16), inputs(4, 16, seed=9)
+    optimiser = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    moved = dict.fromkeys((name for name, _ in layer.named_parameters()), 0.0)
+    losses = []
+    for _ in range(40):
+        loss = (layer(x)[0] - target).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        for name, parameter in layer.named_parameters():
+            moved[name] = max(moved[name], float(parameter.grad.abs().max()))
+        optimiser.step()
+        losses.append(loss.item())
+    assert not [name for name, size in moved.items() if size < 1e-7]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.spec("CMS-LAYER-I5")
+def test_a_slow_level_learns_what_only_it_can_keep():
+    """An item shown in the first window is asked for when the fast level has long forgotten it."""
+    levels = [
+        {"name": "fast", "memory": {**DELTA, "retention": {"kind": "decay", "retain": 0.2}}},
+        {"name": "slow", "period": 4, "memory": {**DELTA, "retention": "none"}},
+    ]
+    layer = cms_of("sequential", levels=levels, shake=0.0)
+    with torch.no_grad():
+        layer.memories[0].gates.bias["retain"].requires_grad_(False)
+    optimiser = torch.optim.Adam([p for p in layer.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(80):
+        item = torch.randn(16, 1, 8, generator=seeded(step))
+        x = torch.cat([item.expand(-1, 4, -1), torch.zeros(16, 8, 8)], 1)
+        x[:, -1, 0] = 1.0  # the question
+        loss = (layer(x)[0][:, -1, 4:] - item[:, 0, 4:]).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert sum(losses[-10:]) < 0.75 * sum(losses[:10])
+    with torch.no_grad():
+        layer.memories[1].out.weight.zero_()  # without the slow level it is lost
+    assert (layer(x)[0][:, -1, 4:] - item[:, 0, 4:]).square().mean() > 1.3 * losses[-1]
+
+
+@pytest.mark.spec("CMS-NEST-V1")
+def test_gradients_through_restarts():
+    small = {"heads": 1, "d_key": 2, "d_value": 2, "conv_kernel": 0, "output_gate": False}
+    levels = [{**level, **small, "memory": {**DELTA, "feature_map": "elu"}} for level in LEVELS[:2]]
+    layer = cms_of("nested", levels=levels)
+    names = [name for name, _ in layer.named_parameters() if "initial" in name or "qkv" in name]
+    values = [
+        p.detach().clone().requires_grad_() for n, p in layer.named_parameters() if n in names
+    ]
+
+    def outputs(x, *values):
+        own = dict(zip(names, values, strict=True))
+        return torch.func.functional_call(layer, own, (x,))[0]
+
+    x = inputs(1, 5).requires_grad_()
+    assert torch.autograd.gradcheck(outputs, (x, *values), rtol=1e-6, atol=1e-8)
+    # What the slow level starts from reaches the output of token 4 through the restart alone.
+    with torch.no_grad():
+        values[names.index("levels.1.qkv.weight")].zero_()
+        layer.memories[1].out.weight.zero_()
+    y = outputs(x, *values)
+    slow = values[names.index("levels.1.initial.weight")]
+    (through,) = torch.autograd.grad(y[:, 2].sum(), slow, retain_graph=True)
+    (before,) = torch.autograd.grad(y[:, 1].sum(), slow)
+    assert through.abs().max() > 1e-3 and before.abs().max() == 0.0
+
+
+BAD = [
+    ({"levels": []}, "levels"),
+    ({"levels": [{"name": "a"}, {"name": "a"}]}, "level 0 already"),
+    ({"levels": [{"name": "a", "period": 4}, {"name": "b", "period": 2}]}, "from fast to slow"),
+    ({"levels": [{"name": "a", "period": 0}]}, "must be >= 1"),
+    (
+        {"levels": [{"name": "a", "period": 4, "memory": {"chunk": 2}}]},
+        "chunk=2 and commit='token'",
+    ),
+    ({"levels": [{"name": "a", "period": 4, "memory": {"commit": "chunk"}}]}, "period=4 sets"),
+    ({"levels": [{"name": "a"}], "aggregation": "rsqrt"}, "only composition 'independent'"),
+    ({"levels": [{"name": "a", "conv_kernel": 1}]}, "must be 0"),
+    (
+        {"levels": [{"name": "a", "period": 2, "memory": {"kind": "gated_delta"}}]},
+        "decay_order",
+    ),
+]
+NESTED = [
+    ([{"name": "a", "period": 2}, {"name": "b", "period": 3}], "no multiple of 2"),
+    ([{"name": "a"}, {"name": "b"}], "commits at every token"),
+    ([{"name": "a", "memory": {"chunk": 4}}, {"name": "b", "period": 2}], "no multiple of 4"),
+    (
+        [
+            {"name": "a", "memory": {"normalizer": "sum", "feature_map": "elu"}},
+            {"name": "b", "period": 2, "memory": {"feature_map": "elu", "key_norm": "l2"}},
+        ],
+        "sum of weights",
+    ),
+    (
+        [{"name": "a", "memory": {"retention": "sphere"}}, {"name": "b", "period": 2}],
+        "sets of their own",
+    ),
+    ([{"name": "a", "memory": {"on_nonfinite": "skip"}}, {"name": "b", "period": 2}], "'skip'"),
+    ([{"name": "a", "d_key": 3}, {"name": "b", "period": 2}], "copies one into the other"),
+]
+
+
+@pytest.mark.spec("CMS-LAYER-I6")
+@pytest.mark.parametrize(("fields", "match"), BAD, ids=[match for _, match in BAD])
+def test_bad_configs(fields, match):
+    with pytest.raises(ConfigError, match=match):
+        CMSConfig(**fields)
+
+
+@pytest.mark.spec("CMS-LAYER-I6")
+@pytest.mark.parametrize(("levels", "match"), NESTED, ids=[match for _, match in NESTED])
+def test_levels_that_cannot_be_nested(levels, match):
+    with pytest.raises(ConfigError, match=match) as caught:
+        built(levels, composition="nested")
+    assert "'a'" in str(caught.value) and "'b'" in str(caught.value)
+    assert caught.value.problems[0].path[:2] == ("levels", 1)
+
+
+@pytest.mark.spec("CMS-LAYER-I6")
+def test_bad_calls():
+    layer = cms_of()
+    _, state = layer(inputs())
+    with pytest.raises(ShapeError, match="CMSState"):
+        layer(inputs(), state.levels)
+    with pytest.raises(ShapeError, match="each of 3 levels"):
+        layer(inputs(), state._replace(levels=state.levels[:2]))
+    with pytest.raises(ShapeError, match="another batch"):
+        layer(inputs(3), state)
+    with pytest.raises(ShapeError, match=r"x must be \[B, T, 8\]"):
+        layer(inputs()[..., :4])
+    with pytest.raises(ConfigError, match=r"levels\[1\].*parallel"):
+        cms_of(engine="parallel")
+    with pytest.raises(ConfigError, match="torch.func"):
+        nested = cms_of("nested")
+        torch.func.vmap(lambda x: nested(x.unsqueeze(0))[0])(inputs())
+
+
+@pytest.mark.spec("CMS-LAYER-I6")
+def test_a_level_keeps_the_chunk_that_its_period_means():
+    level = LevelConfig(name="a", period=4, memory={"chunk": 4, "commit": "chunk"})
+    assert level.rule == level.memory
+    titans = LevelConfig(name="b", memory="titans")
+    assert titans.rule == titans.memory
+    assert CMSConfig.model_validate(CMSConfig(levels=[level]).model_dump()).levels == (level,)
+
+
+@pytest.mark.spec("CMS-LAYER-I4")
+def test_windows_that_diverge_are_warned_of():
+    long = {"name": "slow", "period": 64, "memory": {"retention": "decay"}}
+    with pytest.warns(StabilityWarning, match=r"set algorithm\.lr below") as caught:
+        layer = built([long])
+    _, state = layer(torch.randn(1, 2048, 8, generator=seeded()))
+    assert state.levels[0].memory.memory["weight"].abs().max() > 1e6
+    limit = float(str(caught[0].message).split("algorithm.lr below ")[1].split(",")[0])
+    memory = {"retention": "decay", "algorithm": {"kind": "gd", "lr": 0.9 * limit}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer = built([{**long, "memory": memory}])
+    _, state = layer(torch.randn(1, 2048, 8, generator=seeded()))
+    assert state.levels[0].memory.memory["weight"].abs().max() < 10.0
+
+
+@pytest.mark.spec("CMS-JOIN-I1")
+def test_a_chain_that_passes_nothing_is_warned_of():
+    """Nothing comes out and nothing learns before the first commit; then it does."""
+    levels = [{**LEVELS[2], "name": name, "memory": DELTA} for name in ("a", "b")]
+    with pytest.warns(HealthWarning, match="sequences shorter than 4 train nothing") as caught:
+        layer = built(levels, composition="chained")
+    assert len(caught) == 1  # the last level has none behind it
+    for length, flows in ((3, False), (5, True)):
+        y = layer(inputs(length=length))[0]
+        found = torch.autograd.grad(y.square().sum(), list(layer.parameters()), allow_unused=True)
+        assert any(g is not None and g.abs().max() > 1e-9 for g in found) == flows
+        assert bool(y.abs().max() > 0) == flows
+    deep = {"structure": {"kind": "mlp", "expansion": 1}, "algorithm": {"kind": "gd", "lr": 0.05}}
+    built([{**level, "memory": deep} for level in levels], composition="chained")
+
+
+@every_join
+def test_meta_and_deepcopy(join):
+    layer = cms_of(*join, shake=0.0)
+    empty = cms_of(*join, shake=0.0, device="meta")
+    assert empty(inputs().to("meta"))[0].shape == (2, 11, 8)
+    made = empty.to_empty(device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HealthWarning)  # of the chain
+        made.reset_parameters(seeded())
+    assert torch.equal(made(inputs())[0], layer(inputs())[0])
+    assert torch.equal(copy.deepcopy(layer)(inputs())[0], layer(inputs())[0])
+
+
+@pytest.mark.parametrize("join", [join for join in JOINS if join[0] != "nested"], ids="-".join)
+def test_compile_and_per_sample_gradients(join):
+    layer, x = cms_of(*join), inputs()
+
+    def loss(values, x):
+        return torch.func.functional_call(layer, values, (x.unsqueeze(0),))[0].square().sum()
+
+    values = {name: p.detach() for name, p in layer.named_parameters()}
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, x)
+    whole = torch.autograd.grad(layer(x)[0].square().sum(), list(layer.parameters()))
+    for (name, _), expected in zip(layer.named_parameters(), whole, strict=True):
+        near(each[name].sum(0), expected, 1e-9, name)

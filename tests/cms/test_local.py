@@ -1,0 +1,171 @@
+"""A global and a local memory: restarts, projected queries, and the two together."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hecate.cms import LevelConfig
+from hecate.errors import ConfigError, ShapeError
+from hecate.nn import Memory
+from tests.cms.common import DELTA, LEVELS, cms_of, inputs, masks
+from tests.cms.test_reference import compare
+from tests.nn.layers import in_pieces, near, seeded
+from tests.reference.cms import projected
+
+LOCAL = {
+    "name": "local",
+    "memory": {**DELTA, "chunk": 3, "feature_map": "elu"},
+    "restart": 6,
+    "query_projection": "sum",
+}
+GLOBAL = {"name": "global", "period": 8, "memory": {**DELTA, "read": "before"}}
+LENGTH = 17
+
+
+def two_scales(projection="sum", **options):
+    local = {**LOCAL, "query_projection": projection}
+    return cms_of("independent", levels=[local, GLOBAL], **options)
+
+
+@pytest.mark.spec("CMS-TNT-D1", "CMS-TNT-D2")
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+@pytest.mark.parametrize("projection", ["none", "sum", "orthogonal"])
+def test_against_the_reference(projection, masked):
+    given_masks = masks(length=LENGTH, seed=4) if masked else {}
+    compare(two_scales(projection), inputs(length=LENGTH), **given_masks)
+
+
+@pytest.mark.spec("CMS-TNT-I1")
+@pytest.mark.parametrize("projection", ["none", "sum", "orthogonal"])
+@settings(max_examples=15)
+@given(
+    cuts=st.lists(st.integers(0, LENGTH), max_size=8),
+    write=st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH),
+    reset=st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH),
+)
+def test_any_split(projection, cuts, write, reset):
+    layer, x = two_scales(projection), inputs(length=LENGTH)
+    own = {
+        "write_mask": torch.tensor(write).reshape(2, LENGTH),
+        "reset_mask": torch.tensor(reset).reshape(2, LENGTH),
+    }
+    y, state = layer(x, **own)
+    pieces, last = in_pieces(layer, x, cuts, **own)
+    near(pieces, y, what="y")
+    for mine, theirs in zip(last.levels, state.levels, strict=True):
+        near(mine.memory, theirs.memory)
+        near(mine.projection, theirs.projection)
+
+
+@pytest.mark.spec("CMS-TNT-D1")
+def test_shards_are_independent():
+    """Between restarts the local memory knows nothing of what came before."""
+    level = {**LOCAL, "query_projection": "none", "conv_kernel": 0}
+    layer = cms_of("independent", levels=[level])
+    x = inputs(length=LENGTH)
+    alone = [layer(x[:, a:b])[0] for a, b in pairwise([0, 6, 12, LENGTH])]
+    near(layer(x)[0], torch.cat(alone, 1))
+
+
+def spectrum(layer, x, t):
+    """Eigenvalues of P_t, seen through the answers to a basis of queries."""
+    _, state = layer(x[:, : t + 1])
+    return torch.linalg.eigvalsh(state.projection.memory["weight"][0, 0])
+
+
+@pytest.mark.spec("CMS-TNT-E1")
+def test_a_sum_of_projections_is_no_projection():
+    options = {"d_key": 4, "conv_kernel": 0, "generator": seeded()}
+    own = {"config": {**DELTA, "chunk": 4}, **options}
+    layers = {kind: Memory(8, 2, query_projection=kind, **own) for kind in ("sum", "orthogonal")}
+    same = inputs(1, 1).expand(1, 4, 8)  # one key four times
+    near(spectrum(layers["sum"], same, 3), torch.tensor([0.0, 0.0, 0.0, 4.0]), 1e-9)
+    near(spectrum(layers["orthogonal"], same, 3), torch.tensor([0.0, 0.0, 0.0, 1.0]), 1e-9)
+    x = inputs(1, 8)
+    near(spectrum(layers["orthogonal"], x, 2), torch.tensor([0.0, 1.0, 1.0, 1.0]), 1e-9)
+    near(spectrum(layers["orthogonal"], x, 3), torch.ones(4), 1e-9)
+    near(spectrum(layers["orthogonal"], x, 4), torch.tensor([0.0, 0.0, 0.0, 1.0]), 1e-9)
+
+
+@pytest.mark.spec("CMS-TNT-E2")
+def test_a_chunk_counts_each_token_once():
+    """The local state is that of the chunk's start less every gradient taken there, once."""
+    memory = {"chunk": 4, "algorithm": {"kind": "gd", "lr": 0.4}}
+    layer = cms_of("independent", levels=[{"name": "local", "memory": memory, "conv_kernel": 0}])
+    own, x = layer.memories[0], inputs(1, 8)
+    _, k, v = (part.unflatten(-1, (2, 4))[0] for part in own.qkv(x).split(own.splits, -1))
+    k = k / (k.square().sum(-1, keepdim=True) + 1e-12).sqrt()
+    lr = own.gates(x).lr[0]
+    weights = [own.initial.tensors["weight"]]
+    for start in (0, 4):
+        errors = torch.einsum("hvp,thp->thv", weights[-1], k[start : start + 4])
+        errors = errors - v[start : start + 4]
+        steps = lr[start : start + 4, :, None, None] * errors.unsqueeze(-1)
+        weights.append(weights[-1] - (steps * k[start : start + 4].unsqueeze(-2)).sum(0))
+    near(layer(x)[1].levels[0].memory.memory["weight"][0], weights[-1])
+
+
+@pytest.mark.spec("CMS-TNT-I1")
+@pytest.mark.parametrize("projection", ["sum", "orthogonal"])
+def test_gradients(projection):
+    small = {"heads": 1, "d_key": 2, "d_value": 2, "output_gate": False, "conv_kernel": 0}
+    memory = {**DELTA, "chunk": 2}
+    own = {"memory": memory, "restart": 4, "query_projection": projection}
+    layer = cms_of("independent", levels=[{"name": "local", **own, **small}])
+    x = inputs(1, 7).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: layer(x)[0], x, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.spec("CMS-TNT-I1")
+@pytest.mark.parametrize("projection", ["sum", "orthogonal"])
+def test_lower_precision(projection):
+    layer = two_scales(projection, shake=0.0)
+    truth, _ = layer(inputs(length=LENGTH))
+    single, _ = layer.float()(inputs(length=LENGTH).float())
+    near(single.double(), truth, 1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = layer(inputs(length=LENGTH).float())
+    assert state.levels[0].projection.memory["weight"].dtype == torch.float32
+    near(y.double(), truth, 0.1)
+
+
+REFUSED = [
+    ({"feature_map": "cosformer"}, "positions"),
+    ({"feature_map": "elu", "normalizer": "sum"}, "negative weights"),
+    ({"on_nonfinite": "skip"}, "may leave out tokens"),
+]
+
+
+@pytest.mark.spec("CMS-TNT-I2")
+@pytest.mark.parametrize(("memory", "match"), REFUSED, ids=[match for _, match in REFUSED])
+def test_refused_projections(memory, match):
+    with pytest.raises(ConfigError, match=match):
+        LevelConfig(name="a", memory=memory, query_projection="sum")
+    with pytest.raises(ConfigError, match=match):
+        Memory(8, 2, memory, query_projection="orthogonal")
+
+
+@pytest.mark.spec("CMS-TNT-I2")
+def test_refused_restarts_and_states():
+    with pytest.raises(ConfigError, match="cut a chunk of 4 tokens short"):
+        LevelConfig(name="a", period=4, restart=6)
+    nested = [{"name": "a", "restart": 2}, {"name": "b", "period": 2}]
+    with pytest.raises(ConfigError, match="its own starting weights"):
+        cms_of("nested", levels=nested)
+    layer, plain = two_scales(), cms_of("independent", levels=LEVELS[:2])
+    _, state = plain(inputs())
+    with pytest.raises(ShapeError, match=r"state\.projection is None"):
+        layer.memories[0](inputs(), state.levels[0])
+    with pytest.raises(ShapeError, match=r"restart_mask must be bool \[B, T\]"):
+        layer.memories[0](inputs(), restart_mask=torch.ones(2, 11))
+
+
+def test_the_reference_projects():
+    """Its two projections agree where keys are orthogonal."""
+    keys, q = list(np.eye(4)[:2] * 3.0), np.array([1.0, 2.0, 3.0, 4.0])
+    assert np.allclose(projected("sum", keys, q), [1, 2, 0, 0])
+    assert np.allclose(projected("orthogonal", keys, q), [1, 2, 0, 0])

@@ -1,0 +1,57 @@
+"""Every composition against the numpy transcription, token by token."""
+
+import pytest
+import torch
+
+from tests.cms.common import JOINS, LEVELS, cms_of, expected, inputs, masks
+from tests.nn.layers import near
+
+DEEP = {
+    "structure": {"kind": "mlp", "expansion": 1, "residual": False},
+    "algorithm": {"kind": "momentum", "lr": 0.05},
+}
+
+
+def compare(layer, x, **given):
+    y, state = layer(x, **given)
+    truth, ends = expected(layer, x, **given)
+    near(y, truth, 1e-11, "y")
+    for row, levels in enumerate(ends):
+        for level, heads in enumerate(levels):
+            for index, weight in enumerate(state.levels[level].memory.memory.values()):
+                own = torch.stack([torch.tensor(head[index]) for head in heads])
+                near(weight[row], own, 1e-11, f"row {row}, level {level}")
+    return y, state
+
+
+@pytest.mark.spec("CMS-LAYER-D1", "CMS-JOIN-D1", "CMS-JOIN-D2", "CMS-NEST-D1")
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+@pytest.mark.parametrize("join", JOINS, ids="-".join)
+def test_against_the_reference(join, masked):
+    compare(cms_of(*join), inputs(), **(masks() if masked else {}))
+
+
+@pytest.mark.spec("CMS-LAYER-D1", "CMS-NEST-D1")
+@pytest.mark.parametrize("composition", ["sequential", "nested"])
+def test_deep_memories_against_the_reference(composition):
+    levels = [{"name": f"every {n}", "period": n, "memory": DEEP} for n in (2, 4)]
+    compare(cms_of(composition, levels=levels), inputs(), **masks(seed=5))
+
+
+@pytest.mark.spec("CMS-LAYER-D1")
+def test_levels_of_their_own_sizes():
+    own = {"heads": 1, "d_key": 3, "d_value": 5, "conv_kernel": 2, "output_gate": False}
+    compare(cms_of("independent", levels=[{**LEVELS[0], **own}, LEVELS[2]]), inputs())
+
+
+@pytest.mark.spec("CMS-NEST-D1")
+def test_a_restart_is_seen_in_the_next_token_and_not_before():
+    levels = [{**level, "memory": LEVELS[0]["memory"]} for level in LEVELS]
+    nested, sequential = cms_of("nested", levels=levels), cms_of("sequential", levels=levels)
+    x = inputs(1, 3)
+    near(nested(x)[0][:, :2], sequential(x)[0][:, :2])
+    assert (nested(x)[0][:, 2] - sequential(x)[0][:, 2]).abs().max() > 1e-3
+    _, state = nested(x[:, :2])
+    fast, middle = (level.memory.memory["weight"] for level in state.levels[:2])
+    near(fast, middle, 0.0)
+    assert middle.abs().max() > 1e-2
