@@ -1,4 +1,4 @@
-"""The command line: train, evaluate, generate, list, show and schema.
+"""The command line: train, evaluate, generate, list, show, schema and lab.
 
 Heavy imports wait until a command needs them, so that help and completion are quick.
 """
@@ -254,6 +254,27 @@ def schema(context: typer.Context) -> None:
         from hecate.train.config import ExperimentConfig
 
         typer.echo(json.dumps(ExperimentConfig.model_json_schema(), indent=1))
+
+
+@app.command(epilog="Examples: hecate lab | hecate lab levels --quick")
+def lab(
+    context: typer.Context,
+    study: Annotated[
+        str | None,
+        typer.Argument(metavar="[STUDY]", help="Left out, all are listed.", show_default=False),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A minute at most, less exact.")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many, from 0 on.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the CSV, JSON and PNG files.")] = Path("lab"),
+    figure: Annotated[bool, typer.Option(help="Draw the figure (needs matplotlib).")] = True,
+) -> None:
+    """Run a study: a table, a figure and the numbers behind them."""
+    with _reported(context):
+        from hecate.lab.run import list_studies, run_study
+
+        if study is None:
+            return list_studies()
+        run_study(study, quick=quick, seeds=seeds, out=out, figure=figure)
 
 
 def _refuse_other_source(source: str | None, out: Path | None) -> None:

@@ -213,7 +213,7 @@ def test_help_has_examples_and_imports_nothing_heavy():
     assert "Example" in done.stdout and "HEAVY []" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "generate", "list", "show", "schema"])
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "list", "show", "schema", "lab"])
 def test_every_command_has_an_example(hecate, command):
     code, out, _ = hecate(command, "--help")
     assert code == 0 and f"hecate {command}" in out.split("Example", 1)[1]

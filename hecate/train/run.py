@@ -105,18 +105,22 @@ def _describe(config: ExperimentConfig, folder: Path) -> None:
 
 def environment(config: ExperimentConfig) -> dict[str, Any]:
     """Versions, platform and threads: what a reader needs to repeat the numbers."""
-    packages = ("hecate", "torch", "numpy", "pydantic", "safetensors", "PyYAML")
-    versions = {}
-    for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed as a package"
     return {
         "python": platform.python_version(), "platform": platform.platform(),
         "machine": platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(),
-        "device": config.budget.device, "versions": versions, "command": sys.argv,
+        "device": config.budget.device, "versions": versions(), "command": sys.argv,
     }  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that numbers depend on."""
+    found = {}
+    for name in ("hecate", "torch", "numpy", "pydantic", "safetensors", "PyYAML"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
 
 
 def open_run(folder: Path, which: str = "best") -> tuple[Trainer, int]:
