@@ -134,16 +134,16 @@ RULES: dict[str, NamedRule] = {
         MemoryConfig(
             structure=GatedMLP(expansion=2, activation="silu"),
             bias=Dot(),
-            retention=Sphere(slot="row"),
+            retention=Sphere(slot="row", form="divide"),
             algorithm=NewtonSchulz(momentum=0.5),
             key_norm="l2",
             chunk=32,
             commit="chunk",
             read="before",
         ),
-        "Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884): rows are kept at "
-        "length 1, by a step along the sphere instead of a division after it; chunks of 32, not "
-        "2048 and more; lr weighs the tokens of a chunk",
+        "Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884): rows are brought "
+        "back to the length they start with; chunks of 32, not 2048 and more, so set chunk to a "
+        "fraction of the sequence; lr weighs the tokens of a chunk",
     ),
     "moneta": NamedRule(
         MemoryConfig(
