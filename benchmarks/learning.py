@@ -3,8 +3,8 @@
 Associative recall (MQAR) and bytes of text, through the presets `mqar-RULE` and `quickstart-RULE`
 made small. States are of equal size as far as structures allow: multilayer memories are as wide as
 their keys, and keys of polynomial features are narrow. Chunks fit the tasks: of 8 tokens where a
-rule has longer ones. Queries and keys are normalised where a rule's own paper does. Each result is appended to a file of JSON
-lines as it comes; what the file already holds is not run again.
+rule has longer ones. Queries and keys are normalised where a rule's own paper does. Each result is
+appended to a file of JSON lines as it comes; what the file already holds is not run again.
 """
 
 from __future__ import annotations
