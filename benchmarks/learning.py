@@ -158,6 +158,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks rules", description=__doc__)
     parser.add_argument("rules", nargs="*", help="default: all")
     parser.add_argument("--steps", type=int, default=600, help="of each rule on each task")
+    parser.add_argument("--text-steps", type=int, help="of each rule on text; default: steps")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread")
     parser.add_argument("--json", type=Path, default=Path("runs/rules.jsonl"))
     options = parser.parse_args(arguments)
@@ -165,10 +166,12 @@ def main(arguments: Sequence[str]) -> None:
     if unknown:
         parser.error(f"unknown rule {', '.join(sorted(unknown))}; known: {', '.join(RULES)}")
     rules = options.rules or list(RULES)
-    print(f"{options.steps} steps each; " + " ".join(SHARED))
+    print(" ".join(SHARED))
+    steps = {task: options.steps for task in SETTINGS}
+    steps["quickstart"] = options.text_steps or options.steps
     for task, settings in SETTINGS.items():
-        print(f"{task}: " + " ".join(settings))
-    jobs = [Job(rule, task, options.steps) for task in SETTINGS for rule in rules]
+        print(f"{task}: {steps[task]} steps; " + " ".join(settings))
+    jobs = [Job(rule, task, steps[task]) for task in SETTINGS for rule in rules]
     records = []
     for record in results(jobs, options.json, options.workers):
         records.append(record)
