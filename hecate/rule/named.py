@@ -159,13 +159,14 @@ RULES: dict[str, NamedRule] = {
     "yaad": NamedRule(
         MemoryConfig(
             structure=_MIRAS,
-            bias=Yaad(delta=8.0, eps=1e-3),
+            bias=Yaad(delta=32.0, eps=1e-3),
             retention=retention.L2(decoupled=True),
             algorithm=GD(lr=0.1),
             key_norm="l2",
         ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad, with one delta for all "
-        "channels, large enough that signs alone are written of outliers only",
+        "channels, several times the length of a value at the start: where delta is crossed the "
+        "write jumps, and training that meets the jump stalls",
     ),
     "memora": NamedRule(
         MemoryConfig(

@@ -277,7 +277,7 @@ TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     ),
     "large_chunk_ttt": large_chunk,
     "moneta": miras(papers_deep.moneta, eps="retention.eps"),
-    "yaad": miras(papers_deep.yaad, 4.0, delta="bias.delta", eps="bias.eps"),
+    "yaad": miras(papers_deep.yaad, 16.0, delta="bias.delta", eps="bias.eps"),
     "memora": miras(papers_deep.memora, scale="retention.scale"),
     "omeganet": omeganet,
     "atlas": atlas,
