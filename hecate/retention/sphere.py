@@ -17,21 +17,25 @@ class Sphere(Retention):
 
     A step along the sphere on which each slot lives: the part of D that would only lengthen it is
     dropped, and the rest turns it. Directions are kept, lengths are not: this is Lattice's update,
-    where slots compete by angle. A slot is a column of a weight (one phi channel, as Lattice has
-    it) or a row (one output); a weight with a single axis is one slot. The smaller retain, the
-    further a step turns.
+    where slots compete by angle. `form="divide"` takes the whole of D, X = retain M + D and M' =
+    X |M| / |X|: every slot keeps the length it starts with, as large-chunk TTT's weights do. A slot
+    is a column of a weight (one phi channel, as Lattice has it) or a row (one output); a weight
+    with a single axis is one slot. The smaller retain, the further a step turns.
 
     Shapes: M, D `[N, V, P]`; retain `[N]` or `[N, P]`.
-    VJP: with h = (g - U (U.g))/|X|, U = X/|X|: g_D = h - M (M.h), g_M = retain h - h (M.D) - D
-    (M.h), g_retain = <h, M>.
+    VJP: with U = X/|X| and h = (g - U (U.g)) s/|X|, s = 1 or |M|: `tangent`: g_D = h - M (M.h), g_M
+    = retain h - h (M.D) - D (M.h); `divide`: g_D = h, g_M = retain h + M (U.g)/|M|; g_retain =
+    <h, M>.
     Traits: not linear; starts at the identity pattern (slot i along coordinate i) plus the initial
-    weights, normalised.
+    weights, which `tangent` normalises.
     Cost: three sums over slots.
-    References: Lattice (Karami and Mirrokni, 2025, arXiv 2504.05646). [RET-SPHERE-D1]
+    References: Lattice (Karami and Mirrokni, 2025, arXiv 2504.05646); `divide`: Test-Time Training
+    Done Right (Zhang et al., 2025, arXiv 2505.23884). [RET-SPHERE-D1]
     """
 
     kind: Literal["sphere"] = "sphere"
     slot: Literal["column", "row"] = "column"
+    form: Literal["tangent", "divide"] = "tangent"
     retain: float = Field(1.0, ge=0, le=1)
     eps: float = Field(1e-6, gt=0)
     uses_retain: ClassVar[bool] = True
@@ -50,11 +54,12 @@ class Sphere(Retention):
         if weights.dim() == 2:
             pattern = pattern[0]
         moved = weights + (pattern.mT if axis == -2 else pattern).to(weights.dtype)
-        return moved / self._length(moved)[0]
+        return moved if self.form == "divide" else moved / self._length(moved)[0]
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         moved = self._moved(memory, direction, retain)
-        return moved / self._length(moved)[0]
+        unit = moved / self._length(moved)[0]
+        return unit * self._length(memory)[0] if self.form == "divide" else unit
 
     def step_vjp(
         self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor
@@ -62,19 +67,26 @@ class Sphere(Retention):
         moved = self._moved(memory, direction, retain)
         length, beyond = self._length(moved)
         unit = moved / length
-        across = torch.where(beyond, unit * self._dot(unit, g), 0.0)
-        h = (g - across) / length
+        outward = self._dot(unit, g)
+        h = (g - torch.where(beyond, unit * outward, 0.0)) / length
+        if self.form == "divide":
+            kept, live = self._length(memory)
+            h = h * kept
+            gmemory = over(retain, memory) * h + torch.where(live, memory / kept * outward, 0.0)
+            return gmemory, h, sum_to_gate(h * memory, retain)
         along = self._dot(memory, h)
         gmemory = over(retain, memory) * h - h * self._dot(memory, direction) - direction * along
         return gmemory, h - memory * along, sum_to_gate(h * memory, retain)
 
     def _moved(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+        if self.form == "divide":
+            return over(retain, memory) * memory + direction
         tangent = direction - memory * self._dot(memory, direction)
         return over(retain, memory) * memory + tangent
 
-    def _length(self, moved: Tensor) -> tuple[Tensor, Tensor]:
+    def _length(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """max(|X|, eps) and whether the length is the larger."""
-        square = self._dot(moved, moved)
+        square = self._dot(slots, slots)
         beyond = square > self.eps**2
         return torch.where(beyond, square, self.eps**2).sqrt(), beyond
 

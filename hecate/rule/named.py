@@ -134,16 +134,16 @@ RULES: dict[str, NamedRule] = {
         MemoryConfig(
             structure=GatedMLP(expansion=2, activation="silu"),
             bias=Dot(),
-            retention=Sphere(slot="row"),
+            retention=Sphere(slot="row", form="divide"),
             algorithm=NewtonSchulz(momentum=0.5),
             key_norm="l2",
             chunk=32,
             commit="chunk",
             read="before",
         ),
-        "Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884): rows are kept at "
-        "length 1, by a step along the sphere instead of a division after it; chunks of 32, not "
-        "2048 and more; lr weighs the tokens of a chunk",
+        "Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884): rows are brought "
+        "back to the length they start with; chunks of 32, not 2048 and more, so set chunk to a "
+        "fraction of the sequence; lr weighs the tokens of a chunk",
     ),
     "moneta": NamedRule(
         MemoryConfig(
@@ -159,13 +159,14 @@ RULES: dict[str, NamedRule] = {
     "yaad": NamedRule(
         MemoryConfig(
             structure=_MIRAS,
-            bias=Yaad(delta=8.0, eps=1e-3),
+            bias=Yaad(delta=32.0, eps=1e-3),
             retention=retention.L2(decoupled=True),
             algorithm=GD(lr=0.1),
             key_norm="l2",
         ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad, with one delta for all "
-        "channels, large enough that signs alone are written of outliers only",
+        "channels, several times the length of a value at the start: where delta is crossed the "
+        "write jumps, and training that meets the jump stalls",
     ),
     "memora": NamedRule(
         MemoryConfig(

@@ -15,13 +15,16 @@ from hecate.variant import did_you_mean
 
 MAX_EXTENDS = 8
 BY_RULE = ("mqar", "quickstart")
+RECALL_CHUNK = 8
+"""Longest chunk of `mqar-RULE`: a commit per chunk can be recalled in later chunks alone."""
 _PRESETS = Path(__file__).resolve().parent.parent / "presets"
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _PATH = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d+\])*")
 
 
 def presets() -> list[str]:
-    """Names of the presets that ship with hecate; those of `BY_RULE` also as `PRESET-RULE`."""
+    """Names of the presets that ship with hecate; those of `BY_RULE` also as `PRESET-RULE`, with
+    the rule's own settings but for chunks longer than `RECALL_CHUNK` in `mqar-RULE`."""
     files = sorted(path.stem for path in _PRESETS.glob("*.yaml"))
     return [*files, *(f"{name}-{rule}" for name in BY_RULE for rule in RULES)]
 
@@ -84,10 +87,13 @@ def _preset(name: str) -> tuple[Document, Path]:
         )
     path = _PRESETS / f"{stem}.yaml"
     document, mark = read_yaml(path), f"preset {name}"
-    own = {"name": name, "model": {"memory": rule}}
+    changes: list[dict[str, Any]] = [{"name": name, "model": {"memory": rule}}]
+    if stem == "mqar" and RULES[rule].config.chunk > RECALL_CHUNK:
+        changes.append({"model": {"memory": {"chunk": RECALL_CHUNK}}})
     marks: dict[Location, str] = {("name",): mark, ("model",): mark, ("model", "memory"): mark}
-    merged = dict(document.marks)
-    value = _merge(document.value, own, (), merged, marks)
+    value, merged = document.value, dict(document.marks)
+    for own in changes:
+        value = _merge(value, own, (), merged, marks)
     return Document(value, merged, document.label), path
 
 

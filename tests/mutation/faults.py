@@ -219,6 +219,8 @@ FAULTS = [
         ("mirror", "return link.memory(over(retain, memory) * link.dual(memory) + direction)", "return link.memory(link.dual(memory) + direction)"),
         ("norm_cap", "return torch.where(beyond, free * (self.norm / length), free)", "return torch.where(beyond, free / length, free)"),
         ("sphere", "return over(retain, memory) * memory + tangent", "return memory + tangent"),
+        ("sphere", "return unit * self._length(memory)[0] if self.form", "return unit if self.form"),
+        ("sphere", "torch.where(live, memory / kept * outward, 0.0)", "torch.where(live, memory * outward, 0.0)"),
     ),
     *_of(
         "algorithm",
@@ -228,6 +230,7 @@ FAULTS = [
         ("newton_schulz", "return rows.mT if rows.shape[-2] > rows.shape[-1] else rows", "return rows"),
         ("adaptive", "return carried, square, (square + self.eps**2).rsqrt()", "return carried, square, square.sqrt() + self.eps"),
         ("delta_momentum", "gg = gg - 2 * c.square()", "gg = gg + 2 * c.square()"),
+        ("deep_momentum", "rate / (1 + rate * (_square(hidden) + _square(w_out) * _square(rows)))", "rate / (1 + _square(hidden))"),
         ("ftrl", "return self._link(total) - self._link(slots[0]), total", "return self._link(total), total"),
         ("implicit", "return curvature * (phi.square() if diagonal", "return 0.5 * (phi.square() if diagonal"),
         ("rls", "new = (start + change - rank_one) / self.discount - start", "new = start + change - rank_one - start"),

@@ -135,14 +135,17 @@ def deep_momentum(start: Array, rate: float, objective: str) -> Step:
 
     def step(memory, k, v, g, lr, momentum):
         nonlocal w_in, w_out
-        grad_in, grad_out = np.zeros_like(w_in), np.zeros_like(w_out)
+        grad_in, grad_out, curvature = np.zeros_like(w_in), np.zeros_like(w_out), 0.0
         for row in g:
             hidden = np.tanh(w_in @ row)
+            if objective == "descent":
+                curvature += hidden @ hidden + (w_out**2).sum() * (row @ row)
             error = w_out @ hidden + row if objective == "descent" else np.ones_like(row)
             grad_out += np.outer(error, hidden)
             grad_in += np.outer((w_out.T @ error) * (1 - hidden**2), row)
-        w_in = start + momentum * (w_in - start) - rate * grad_in
-        w_out = momentum * w_out - rate * grad_out
+        step_size = rate / (1 + rate * curvature)
+        w_in = start + momentum * (w_in - start) - step_size * grad_in
+        w_out = momentum * w_out - step_size * grad_out
         return lr * np.stack([w_out @ np.tanh(w_in @ row) for row in g])
 
     return step

@@ -151,21 +151,28 @@ class Coupled(Decayed):
 
 
 class Sphere(Decayed):
-    """Slots are columns, or rows; each turns by the part of D at a right angle to it."""
+    """Slots are columns, or rows; each turns by the part of D at a right angle to it, or is added
+    to and brought back to its length."""
 
-    def __init__(self, slot="column"):
-        self.slot = slot
+    def __init__(self, slot="column", form="tangent"):
+        self.slot, self.form = slot, form
 
     def start(self, weights):
         weights = weights.T if self.slot == "column" else weights
         rows = [row + np.eye(len(row))[i % len(row)] for i, row in enumerate(weights)]
-        return self._turned([row / sqrt(row @ row) for row in rows])
+        if self.form == "tangent":
+            rows = [row / sqrt(row @ row) for row in rows]
+        return self._turned(rows)
 
     def advance(self, carried, direction, retain):
         if self.slot == "column":
             carried, direction = carried.T, direction.T
         rows = []
         for slot, d in zip(carried, direction, strict=True):
+            if self.form == "divide":
+                moved = retain * slot + d
+                rows.append(moved * sqrt((slot @ slot) / (moved @ moved)))
+                continue
             moved = retain * slot + d - slot * (slot @ d)
             rows.append(moved / sqrt(moved @ moved))
         return self._turned(rows)

@@ -128,12 +128,12 @@ def rows(w):
 
 
 def large_chunk(q, k, v, eta, beta, weights, chunk):
-    """Apply, then update: G = sum eta_i grad -<f(k_i), v_i>, S = beta S + G, W = W - NS(S) by rows.
+    """Apply, then update: G = sum eta_i grad -<f(k_i), v_i>, S = beta S + G, W = W - NS(S).
 
-    Rows have length 1. The step is along their sphere (no part along the row), where the paper
-    only divides after it. beta is the last token's.
+    Rows are then divided by their length and multiplied by the one they started with. beta is the
+    last token's.
     """
-    weights = [rows(w + np.eye(*w.shape)[np.arange(len(w)) % w.shape[1]]) for w in weights]
+    lengths = [np.linalg.norm(w, axis=1, keepdims=True) for w in weights]
     slots, out = [0 * w for w in weights], []
     sums = [0 * w for w in weights]
     for t in range(len(v)):
@@ -143,9 +143,6 @@ def large_chunk(q, k, v, eta, beta, weights, chunk):
         if (t + 1) % chunk == 0:
             slots = [beta[t] * s + g for s, g in zip(slots, sums, strict=True)]
             steps = [-newton_schulz(s) for s in slots]
-            turned = [
-                d - w * (w * d).sum(1, keepdims=True) for w, d in zip(weights, steps, strict=True)
-            ]
-            weights = [rows(w + d) for w, d in zip(weights, turned, strict=True)]
+            weights = [n * rows(w + d) for n, w, d in zip(lengths, weights, steps, strict=True)]
             sums = [0 * w for w in weights]
     return np.array(out), weights, slots, sums

@@ -62,21 +62,24 @@ def delta_momentum(q, k, v, eta, alpha, beta, erase):
 
 
 def deep_momentum(q, k, v, eta, alpha, beta, start, rate):
-    """Eq 50: W = alpha W + eta m(g), m = beta m - rate grad of |m(g) + g|^2 / 2, by rows of g.
+    """Eq 50: W = alpha W + eta m(g), m = beta m - c grad of |m(g) + g|^2 / 2, by rows of g.
 
     m(x) = W2 tanh(W1 x); beta pulls W1 back to its start. The printed objective is <m(g), 1>,
-    which does not know the sign of g.
+    which does not know the sign of g. The paper leaves the step c open: here rate over 1 + rate
+    times a bound of the objective's curvature, beyond which a step would not contract.
     """
     w, w1, w2 = np.zeros((v.shape[1], k.shape[1])), start, 0 * start.T
     out = []
     for t in range(len(v)):
         g = np.outer(w @ k[t] - v[t], k[t])
-        d1, d2 = 0 * w1, 0 * w2
+        d1, d2, bound = 0 * w1, 0 * w2, 0.0
         for row in g:
             h = np.tanh(w1 @ row)
             e = w2 @ h + row
+            bound += np.sum(h**2) + np.sum(w2**2) * np.sum(row**2)
             d1, d2 = d1 + np.outer((w2.T @ e) * (1 - h * h), row), d2 + np.outer(e, h)
-        w1, w2 = start + beta[t] * (w1 - start) - rate * d1, beta[t] * w2 - rate * d2
+        c = rate / (1 + rate * bound)
+        w1, w2 = start + beta[t] * (w1 - start) - c * d1, beta[t] * w2 - c * d2
         w = alpha[t] * w + eta[t] * np.array([w2 @ np.tanh(w1 @ row) for row in g])
         out.append(w @ q[t])
     return np.array(out), w, w1 - start, w2

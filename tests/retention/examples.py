@@ -28,6 +28,8 @@ PAIRS: list[tuple[Any, Any]] = [
     (retention.Lq(q=2.5, form="paper"), reference.Lq(2.5, "paper")),
     (retention.Sphere(), reference.Sphere()),
     (retention.Sphere(slot="row"), reference.Sphere("row")),
+    (retention.Sphere(form="divide"), reference.Sphere("column", "divide")),
+    (retention.Sphere(slot="row", form="divide"), reference.Sphere("row", "divide")),
     (retention.Bregman(), reference.Decayed()),
     (retention.Bregman(link="softmax"), reference.Softmax()),
     (retention.Bregman(link="signed_softmax"), reference.Banks()),

@@ -209,9 +209,23 @@ def test_sphere_turns_unit_slots_as_lattice_does(generator):
     np.testing.assert_allclose(state.memory["weight"][0, 0], slots.T, rtol=0, atol=1e-12)
 
 
+@pytest.mark.spec("RET-SPHERE-D2", "RET-SPHERE-I1")
+def test_slots_keep_the_length_they_start_with(generator):
+    for slot, axis in (("column", -2), ("row", -1)):
+        knob = retention.Sphere(slot=slot, form="divide")
+        memory, direction, retain, moved = stepped(knob, generator)
+        lengths = memory.norm(dim=axis)
+        assert float((lengths - 1).abs().max()) > 0.1  # the initial weights' own
+        assert torch.allclose(moved.norm(dim=axis), lengths, rtol=1e-14)
+        free = retain[:, None, None] * memory + direction
+        cosine = (moved * free).sum(axis) / lengths / free.norm(dim=axis)
+        assert torch.allclose(cosine, torch.ones(()), rtol=1e-14)
+
+
 @pytest.mark.spec("RET-SPHERE-I2")
-def test_a_slot_of_zero_length_has_a_derivative():
-    knob = retention.Sphere()
+@pytest.mark.parametrize("form", ["tangent", "divide"])
+def test_a_slot_of_zero_length_has_a_derivative(form):
+    knob = retention.Sphere(form=form)
     nothing = torch.zeros(1, 2, 2)
     for vjp in knob.step_vjp(nothing, nothing, torch.zeros(1), torch.ones(1, 2, 2)):
         assert torch.isfinite(vjp).all()

@@ -126,6 +126,34 @@ def test_one_repeated_item_is_learned(name):
     assert float(errors[-1]) < 0.6 * float(v[0, 0, 0].norm())
 
 
+@pytest.mark.spec("ALG-DEEP-I1")
+def test_a_deep_momentum_does_not_overshoot_however_large_the_gradient(generator):
+    """c J J^T has its eigenvalues below 1, J the network's Jacobian by its own weights, and a long
+    stream of large values stays of their size."""
+    rows, w_in, w_out = (
+        scale * torch.randn(*shape, generator=generator)
+        for scale, shape in ((30.0, (V, P)), (1.0, (5, P)), (2.0, (P, 5)))
+    )
+
+    def network(w_in, w_out):
+        return torch.tanh(rows @ w_in.mT) @ w_out.mT
+
+    jacobians = torch.func.jacrev(network, argnums=(0, 1))(w_in, w_out)
+    jacobian = torch.cat([item.reshape(V * P, -1) for item in jacobians], 1)
+    own = algorithm.DeepMomentum(width=5)
+    start, none = own._start(rows[None]), torch.zeros(1)
+    # momentum 1 keeps the old network, so the move of W_2 is -c (m(G) + G)^T H.
+    _, _, moved = own.direction(rows[None], none, none + 1, (w_in - start)[None], w_out[None])
+    pushed = (network(w_in, w_out) + rows).mT @ torch.tanh(rows @ w_in.mT)
+    c = float((w_out - moved[0]).norm() / pushed.norm())
+    assert c * float(torch.linalg.matrix_norm(jacobian, 2)) ** 2 < 1
+
+    q, k, v = (torch.randn(1, 300, 1, 6, generator=generator) for _ in range(3))
+    config = config_of(own, retention="decay", key_norm="l2")
+    y, _ = memory_scan(config, q, k, 100 * v, Gates(1.0, 0.99, 0.9))
+    assert float(y.norm(dim=-1).max()) < 2 * float(100 * v.norm(dim=-1).max())
+
+
 @pytest.mark.spec("ALG-FTRL-I1")
 def test_lazy_thresholds_add_up_small_steps_and_eager_ones_lose_them():
     grad = torch.full((1, 1, 1), -0.02, dtype=torch.float64)

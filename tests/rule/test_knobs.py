@@ -87,7 +87,7 @@ EXAMPLES = {  # by kind, or by family.kind where two families share a name
     ],
     "bounded": [{}, {"low": -2.0, "high": 1.5}],
     "elastic_net": [{"threshold": 0.0}, {"threshold": 0.1}],
-    "sphere": [{"slot": "column"}, {"slot": "row", "retain": 0.9}],
+    "sphere": [{"slot": "column"}, {"slot": "row", "retain": 0.9}, {"form": "divide"}],
     "bregman": [
         {"link": "identity"},
         {"link": {"kind": "softmax", "scale": 2.0}},

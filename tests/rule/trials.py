@@ -155,8 +155,10 @@ def large_chunk(config: MemoryConfig, length: int) -> Trial:
     x = Inputs(length)
     shapes = {"w1": (8, 4), "w2": (3, 8), "w3": (8, 4)}
     initial = {name: x.weights(*shape) for name, shape in shapes.items()}
+    # The paper leaves open where weights start; here beside the identity.
+    start = [w + np.eye(*w.shape)[np.arange(len(w)) % w.shape[1]] for w in initial.values()]
     y, *final = papers_deep.large_chunk(
-        x.unit_q, x.unit_k, x.v, x.lr, x.momentum, list(initial.values()), config.chunk
+        x.unit_q, x.unit_k, x.v, x.lr, x.momentum, start, config.chunk
     )
     state = {
         prefix + name: item
@@ -275,7 +277,7 @@ TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     ),
     "large_chunk_ttt": large_chunk,
     "moneta": miras(papers_deep.moneta, eps="retention.eps"),
-    "yaad": miras(papers_deep.yaad, 4.0, delta="bias.delta", eps="bias.eps"),
+    "yaad": miras(papers_deep.yaad, 16.0, delta="bias.delta", eps="bias.eps"),
     "memora": miras(papers_deep.memora, scale="retention.scale"),
     "omeganet": omeganet,
     "atlas": atlas,
