@@ -12,7 +12,7 @@ from hecate.cms.boxes import Boxes, Weights
 from hecate.cms.self_reference import SelfReferenceConfig, SelfReferentialState, check_state
 from hecate.cms.stretches import Stretches, stretches
 from hecate.engine import Engine
-from hecate.nn.arguments import check_engine, check_sizes, check_tensors
+from hecate.nn.arguments import check_engine, check_sequence, check_sizes
 from hecate.nn.conv import ShortConv, mix
 from hecate.nn.norm import normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
@@ -238,7 +238,7 @@ class SelfReferential(nn.Module):
         write_mask: Tensor | None,
         reset_mask: Tensor | None,
     ) -> None:
-        check_tensors(self.d_model, self.into.weight, x, write_mask, reset_mask)
+        check_sequence(self.into.weight, x, write_mask=write_mask, reset_mask=reset_mask)
         if state is None:
             return
         batch, conv = x.shape[0], self.conv

@@ -141,9 +141,9 @@ class LanguageModelConfig(Config):
         if self.plain:
             found["memory"] = Scanned(self.memory, key, value)
         if self.self_reference is not None:
-            own = self.self_reference
-            window = own.period if own.refers else None
-            found["self_reference.memory"] = Scanned(own.memory, head, head, window)
+            inner = self.self_reference
+            window = inner.period if inner.refers else None
+            found["self_reference.memory"] = Scanned(inner.memory, head, head, window)
         if self.feature_memory is not None:
             width = key if self.plain else head
             found["feature_memory"] = Scanned(self.feature_memory, width, width)

@@ -79,14 +79,12 @@ def check_inputs(
     **masks: Tensor | None,
 ) -> None:
     """Refuses tensors that do not fit the layer or each other."""
-    check_sequence(layer.qkv.weight, x, write_mask, reset_mask)
+    check_sequence(layer.qkv.weight, x, **masks)
     if state is not None:
         _check_state(layer, x, state)
 
 
-def check_sequence(
-    weight: Tensor, x: Tensor, write_mask: Tensor | None, reset_mask: Tensor | None
-) -> None:
+def check_sequence(weight: Tensor, x: Tensor, **masks: Tensor | None) -> None:
     """Refuses an input that does not fit a layer's first weight `[out, d_model]`, or its masks."""
     if x.dim() != 3 or x.shape[-1] != weight.shape[-1]:
         raise ShapeError(f"x must be [B, T, {weight.shape[-1]}], got {list(x.shape)}")

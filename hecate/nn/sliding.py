@@ -151,7 +151,7 @@ class SlidingAttention(nn.Module):
         `beside` `[B, T, d_model]` gives each token a second input, seen wherever the token is.
         """
         if not torch.compiler.is_compiling():
-            check_sequence(self.query.weight, x, write_mask, reset_mask)
+            check_sequence(self.query.weight, x, write_mask=write_mask, reset_mask=reset_mask)
             self._check(x, state, beside)
         inputs = x.unsqueeze(2) if beside is None else torch.stack([beside, x], 2)
         k, v = self._keys_values(inputs)

@@ -1,7 +1,6 @@
 """Blocks of levels, self-referential memories and attention: streaming, sizes, refusals."""
 
 import pytest
-import torch
 from torch.nn.functional import cross_entropy
 
 from hecate.cms import CMS, SelfReferential

@@ -85,7 +85,8 @@ def near(got: Any, expected: Any, tolerance: float = 1e-12, what: str = "") -> N
             assert a is b, what
             continue
         assert a.shape == b.shape, f"{what}: {list(a.shape)} against {list(b.shape)}"
-        error, size = float((a.double() - b.double()).detach().norm()), float(b.detach().double().norm())
+        a, b = a.detach().double(), b.detach().double()
+        error, size = float((a - b).norm()), float(b.norm())
         assert error <= tolerance * max(size, 1.0), f"{what}: {error:.2e} against {size:.2e}"
 
 

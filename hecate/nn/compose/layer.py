@@ -99,7 +99,9 @@ class Composed(nn.Module):
     ) -> tuple[Tensor, ComposedState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]`."""
         if not torch.compiler.is_compiling():
-            check_sequence(self.attention.query.weight, x, write_mask, reset_mask)
+            check_sequence(
+                self.attention.query.weight, x, write_mask=write_mask, reset_mask=reset_mask
+            )
             check_state(self.config.kind, self.name, x, state)
         if self.config.kind == "mac":
             return self._context(x, state, write_mask, reset_mask)
