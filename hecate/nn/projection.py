@@ -89,9 +89,7 @@ def _features(
     with without_autocast(k.device.type):
         sequence = Sequence(q, k, k, gate, gate, gate, write)
         tokens = to_tokens(config, sequence, params, dtype, execute)
-    folded = (tokens.phi_q, tokens.phi_k)
-    phi_q, phi_k = (x.unflatten(0, (k.shape[0], k.shape[2])).transpose(1, 2) for x in folded)
-    return phi_q, phi_k
+    return tokens.phi_q, tokens.phi_k
 
 
 def _orthogonal(
