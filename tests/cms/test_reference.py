@@ -44,6 +44,28 @@ def test_levels_of_their_own_sizes():
     compare(cms_of("independent", levels=[{**LEVELS[0], **own}, LEVELS[2]]), inputs())
 
 
+@pytest.mark.spec("CMS-NEST-D1", "CMS-NEST-I1")
+def test_rows_restart_on_their_own():
+    """A row that has written nothing yet keeps its own start while another restarts."""
+    write = torch.ones(2, 7, dtype=torch.bool)
+    write[0, :3] = False
+    reset = torch.zeros(2, 7, dtype=torch.bool)
+    reset[1, 4] = True
+    compare(cms_of("nested"), inputs(length=7), write_mask=write, reset_mask=reset)
+
+
+@pytest.mark.spec("CMS-NEST-D1")
+@pytest.mark.parametrize("length", [4, 5])
+def test_momentum_starts_anew_at_a_restart(length):
+    levels = [
+        {**LEVELS[1], "name": "fast", "period": 2},
+        {**LEVELS[1], "name": "slow", "period": 4},
+    ]
+    _, state = compare(cms_of("nested", levels=levels), inputs(length=length))
+    slots = [slot for slot in state.levels[0].memory.slots.values()]
+    assert not any(slot.any() for slot in slots) and state.levels[1].memory.slots
+
+
 @pytest.mark.spec("CMS-NEST-D1")
 def test_a_restart_is_seen_in_the_next_token_and_not_before():
     levels = [{**level, "memory": LEVELS[0]["memory"]} for level in LEVELS]
