@@ -57,13 +57,21 @@ def test_rows_restart_on_their_own():
 @pytest.mark.spec("CMS-NEST-D1")
 @pytest.mark.parametrize("length", [4, 5])
 def test_momentum_starts_anew_at_a_restart(length):
-    levels = [
-        {**LEVELS[1], "name": "fast", "period": 2},
-        {**LEVELS[1], "name": "slow", "period": 4},
-    ]
+    levels = [{**LEVELS[1], "name": f"every {n}", "period": n} for n in (2, 4)]
     _, state = compare(cms_of("nested", levels=levels), inputs(length=length))
-    slots = [slot for slot in state.levels[0].memory.slots.values()]
-    assert not any(slot.any() for slot in slots) and state.levels[1].memory.slots
+    fast, slow = (level.memory.slots["momentum.weight"] for level in state.levels)
+    assert not fast.any() and slow.abs().max() > 1e-3
+
+
+@pytest.mark.spec("CMS-NEST-D1")
+def test_a_sum_of_weights_goes_with_its_memory():
+    memory = {"feature_map": "elu", "normalizer": "sum", "key_norm": "l2"}
+    levels = [{"name": f"every {n}", "period": n, "memory": memory} for n in (1, 2)]
+    _, state = cms_of("nested", levels=levels)(inputs(length=4))
+    fast, slow = (level.memory for level in state.levels)
+    near(fast.memory, slow.memory, 0.0)
+    near(fast.normalizer.memory, slow.normalizer.memory, 0.0)
+    assert slow.normalizer.memory["weight"].abs().max() > 1e-2
 
 
 @pytest.mark.spec("CMS-NEST-D1")
