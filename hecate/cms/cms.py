@@ -27,8 +27,9 @@ class CMS(nn.Module):
     """A layer of levels: `(x [B, T, d_model], state=None) -> (y [B, T, d_model], state)`.
     [CMS-LAYER-D1]
 
-        config = CMSConfig(levels=[{"name": "fast"}, {"name": "slow", "period": 64}])
-        layer = CMS(256, heads=4, config=config)
+        gentle = {"retention": "decay", "algorithm": {"kind": "gd", "lr": 0.1}}
+        slow = {"name": "slow", "period": 64, "memory": gentle}
+        layer = CMS(256, heads=4, config=CMSConfig(levels=[{"name": "fast"}, slow]))
         y, state = layer(x)
         y, state = layer(more, state)   # any split gives the same result
 
@@ -52,6 +53,9 @@ class CMS(nn.Module):
 
     Raises:
         ConfigError: sizes that do not fit, with the path of the level.
+    Warns:
+        StabilityWarning: if the steps of a window, measured on random keys, allow divergence.
+        HealthWarning: if a chained level passes nothing until its first commit.
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq 70 to 74.
     """
 

@@ -1,9 +1,9 @@
 """Nested levels: after a commit of a slower level, the faster one restarts from its memory.
 
 The slowest goes first, so that a commit of several levels at one token hands the slowest memory
-down through all of them. A restart is a fresh start: slots are zero and the anchor is the memory;
-the short convolution, the feature memory and the token counts go on, since they belong to the
-sequence. It takes place after the committing token. [CMS-NEST-D1]
+down through all of them. A restart is a fresh start with slots at zero; the short convolution, the
+feature memory and the token counts go on, since they belong to the sequence. It takes place after
+the committing token. [CMS-NEST-D1]
 """
 
 from __future__ import annotations
@@ -80,20 +80,14 @@ def restarted(
 
 
 def _fresh(source: MemoryState, like: MemoryState) -> MemoryState:
-    """A state where a window begins, with the memory of `source` and the layout of `like`."""
-    memory = {name: source.memory[name].to(own.dtype) for name, own in like.memory.items()}
-    pending = {name: torch.zeros_like(total) for name, total in like.pending.items()}
-    if "retain" in pending:
-        pending["retain"] = torch.ones_like(pending["retain"])
+    """A start from the memory of `source`: the faster level has just closed a window of its own, so
+    nothing is pending and its next token takes a new anchor."""
     normalizer = like.normalizer
     if normalizer is not None and source.normalizer is not None:
         normalizer = _fresh(source.normalizer, normalizer)
     return like._replace(
-        memory=memory,
+        memory={name: source.memory[name].to(own.dtype) for name, own in like.memory.items()},
         slots={name: torch.zeros_like(slot) for name, slot in like.slots.items()},
-        anchor={name: memory[name] for name in like.anchor},
-        pending=pending,
-        position=torch.zeros_like(like.position),
         normalizer=normalizer,
     )
 

@@ -112,3 +112,18 @@ def test_rules_that_an_idle_token_would_change(memory, match):
         cms_of(levels=[{"name": "a", "memory": memory, "firing": "learned"}])
     with pytest.raises(ConfigError, match="one of"):
         Memory(8, 2, firing="sometimes")
+
+
+@pytest.mark.spec("CMS-FIRE-V1")
+@pytest.mark.parametrize("period", [1, 8])
+def test_engines_agree_where_tokens_are_idle(period):
+    """A gate of lr 0 and retain 1 has its true gradient in every engine."""
+    level = {**LEVELS[0], "memory": DELTA, "firing": "learned", "period": period}
+    x, found = inputs(length=48), []
+    for engine in ("auto", "sequential"):
+        layer = cms_of("independent", levels=[level], shake=1.5, engine=engine)
+        y, _ = layer(x)
+        found.append((y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))))
+    fired = layer.memories[0].gates.values(x)["firing"] > 0.5
+    assert 0.2 < fired.double().mean() < 0.8
+    near(found[0], found[1], 1e-10)

@@ -41,6 +41,16 @@ def test_one_level_of_period_c_commits_chunks():
     near(state.levels[0], last, 0.0)
 
 
+@pytest.mark.spec("CMS-LAYER-R1")
+def test_windows_are_batched_products(caplog):
+    layer = cms_of("independent", levels=[LEVELS[0], {**LEVELS[1], "period": 16}])
+    with caplog.at_level("DEBUG", "hecate.engine"):
+        layer(inputs(1, 64))
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("'cms/middle', 64 tokens: engine chunk" in line for line in lines)
+    assert not any("sequential" in line for line in lines)
+
+
 @pytest.mark.spec("CMS-LAYER-I3")
 @pytest.mark.parametrize(("period", "kernel"), [(1, 0), (4, 0), (4, 4)])
 def test_frozen_reads_are_active_reads(period, kernel):

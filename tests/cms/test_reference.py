@@ -44,6 +44,36 @@ def test_levels_of_their_own_sizes():
     compare(cms_of("independent", levels=[{**LEVELS[0], **own}, LEVELS[2]]), inputs())
 
 
+@pytest.mark.spec("CMS-NEST-D1", "CMS-NEST-I1")
+def test_rows_restart_on_their_own():
+    """A row that has written nothing yet keeps its own start while another restarts."""
+    write = torch.ones(2, 7, dtype=torch.bool)
+    write[0, :3] = False
+    reset = torch.zeros(2, 7, dtype=torch.bool)
+    reset[1, 4] = True
+    compare(cms_of("nested"), inputs(length=7), write_mask=write, reset_mask=reset)
+
+
+@pytest.mark.spec("CMS-NEST-D1")
+@pytest.mark.parametrize("length", [4, 5])
+def test_momentum_starts_anew_at_a_restart(length):
+    levels = [{**LEVELS[1], "name": f"every {n}", "period": n} for n in (2, 4)]
+    _, state = compare(cms_of("nested", levels=levels), inputs(length=length))
+    fast, slow = (level.memory.slots["momentum.weight"] for level in state.levels)
+    assert not fast.any() and slow.abs().max() > 1e-3
+
+
+@pytest.mark.spec("CMS-NEST-D1")
+def test_a_sum_of_weights_goes_with_its_memory():
+    memory = {"feature_map": "elu", "normalizer": "sum", "key_norm": "l2"}
+    levels = [{"name": f"every {n}", "period": n, "memory": memory} for n in (1, 2)]
+    _, state = cms_of("nested", levels=levels)(inputs(length=4))
+    fast, slow = (level.memory for level in state.levels)
+    near(fast.memory, slow.memory, 0.0)
+    near(fast.normalizer.memory, slow.normalizer.memory, 0.0)
+    assert slow.normalizer.memory["weight"].abs().max() > 1e-2
+
+
 @pytest.mark.spec("CMS-NEST-D1")
 def test_a_restart_is_seen_in_the_next_token_and_not_before():
     levels = [{**level, "memory": LEVELS[0]["memory"]} for level in LEVELS]

@@ -266,6 +266,8 @@ FAULTS = [
         "tests/cms/test_reference.py",
         ("nested", "for index in reversed(range(1, len(levels))):", "for index in range(1, len(levels)):"),
         ("nested", "(count % periods[index] == 0)", "(count % periods[index - 1] == 0)"),
+        ("nested", "normalizer = _fresh(source.normalizer, normalizer)", "pass"),
+        ("nested", "slots={name: torch.zeros_like(slot) for name, slot in like.slots.items()},", ""),
         ("nested", "{0, *(end + 1 for end in ends), length}", "{0, *ends, length}"),
         ("nested", "committed = write & (count", "committed = (count"),
         ("flow", "seen = one(run(_plain(\"add\", torch.add), seen, out))", "seen = out"),
@@ -275,8 +277,6 @@ FAULTS = [
     *_of(
         "cms",
         "tests/cms/test_streaming.py",
-        ("nested", "pending[\"retain\"] = torch.ones_like(pending[\"retain\"])", "pass"),
-        ("nested", "slots={name: torch.zeros_like(slot) for name, slot in like.slots.items()},", ""),
         ("cms", "written = count[:, -1]", "written = count[:, 0]"),
     ),
     *_of(

@@ -106,9 +106,8 @@ def token(level, p, x, state, write, written):
         state["memory"] = [reference.start(weights) for weights in state["initial"]]
     mixed = p["qkv.weight"] @ x
     if level.kernel:
-        mixed = mixed if write else 0 * mixed
-        taps = [mixed, *state["window"]]
-        state["window"] = taps[: level.kernel - 1]
+        taps, kept = [mixed, *state["window"]], [mixed if write else 0 * mixed, *state["window"]]
+        state["window"] = kept[: level.kernel - 1]
         mixed = silu(sum(w * tap for w, tap in zip(p["conv.weight"], taps, strict=True)))
     keys = heads * level.d_key
     q, k, v = (part.reshape(heads, -1) for part in np.split(mixed, [keys, 2 * keys]))

@@ -41,8 +41,8 @@ def layer(setting, params, x, write=None, reset=None):
             past = []
         own = params["into"] @ x[t]
         if params["conv"] is not None:
-            past = [own if write[t] else 0 * own, *past]
-            own = silu(sum(w * z for w, z in zip(params["conv"], past, strict=False)))
+            taps, past = [own, *past], [own if write[t] else 0 * own, *past]
+            own = silu(sum(w * z for w, z in zip(params["conv"], taps, strict=False)))
         reads = []
         for h, z in enumerate(own.reshape(heads, -1)):
             head = params["heads"][h]
