@@ -149,7 +149,7 @@ FAULTS = [
     *_of(
         "engine",
         ENGINES,
-        ("prepare", "return (torch.addcmul(g, unit, (unit * g).sum(-1, keepdim=True), value=-1) / norm,)", "return (g / norm,)"),
+        ("prepare", "along = product.sum(-1, keepdim=True)", "along = torch.zeros_like(norm)"),
         ("prepare", "return ((g - (share * g).sum(-1, keepdim=True)) / total,)", "return (g / total,)"),
         ("prepare", "return (lr / (1 + lr * phi.square().sum(-1)),), (lr, phi)", "return (lr / (1 + phi.square().sum(-1)),), (lr, phi)"),
         ("prepare", "return g / total, (-2 * g * lr * lr / total).unsqueeze(-1) * phi", "return g / total, (-2 * g * lr / total).unsqueeze(-1) * phi"),
@@ -230,7 +230,7 @@ FAULTS = [
         ("rows", "x2, x3 = alive(x2, load(A, after + 2 * P)), alive(x3, load(A, after + 3 * P))", "pass"),
         ("rows", "seen = o if cut is None or before else after", "seen = o"),
         ("kernels", "end if cut is not None else end - 1", "end - 1"),
-        ("rows", "return n // heads * heads * T + n % heads", "return n * T"),
+        ("rows", "return n // heads * heads * T + n % heads", "return n // heads * heads * T"),
         ("launch", "return self.tokens.retain.dim() > self.tokens.lr.dim()", "return self.tokens.retain.dim() == 3"),
     ),
     *_of(
