@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hecate"
 
 FLOORS = [
-    {"errors", "variant", "tape"},
+    {"errors", "variant", "declared", "tape"},
     {"phi", "bias", "retention", "algorithm", "structure"},
     {"rule", "engine"},
     {"nn", "cms", "optim"},

@@ -190,8 +190,7 @@ def backward(
             for t in range(end - 1, start - 1, -1):
                 at = first + t * heads
                 ko, l, m = at * P, lr[at], momentum[at]
-                resets = reset.size > 0 and reset[at]
-                writes = write.size == 0 or write[at]
+                resets, writes = reset.size > 0 and reset[at], write.size == 0 or write[at]
                 o = (segment + 1) * size if resets else (t - start) * size
                 if writes:
                     _gates(rows, k, ko, retain, at, P, channels, order)
@@ -199,7 +198,7 @@ def backward(
                 fill(rows, 2 * P, 5 * P, 0.0)
                 sm, sl, sw = splat(k, 0.0), l - l, l - l
                 for c in range(at * V, at * V + V, ROWS):
-                    r = (c - at * V) * P
+                    i, r = c - at * V, (c - at * V) * P
                     after = (t - start + 1) * size + r
                     g0, g1, g2, g3 = gy[c], gy[c + 1], gy[c + 2], gy[c + 3]
                     if not writes:
@@ -210,7 +209,6 @@ def backward(
                         rows, cut, before,
                     )  # fmt: skip
                     sm = add(sm, more)
-                    i = c - at * V
                     u0, u1, u2, u3 = cols[i], cols[i + 1], cols[i + 2], cols[i + 3]
                     e0, gv[c] = pulled(form, -l * d0, cols[V + i])
                     e1, gv[c + 1] = pulled(form, -l * d1, cols[V + i + 1])

@@ -177,8 +177,7 @@ def _walk(
     states_S, after, us, sums_r, sums_m,
 ):  # fmt: skip
     """Four rows backwards through a segment, their cotangents in registers."""
-    o = (n * V + c) * P + j
-    W = len(width) * lanes(k)
+    o, W = (n * V + c) * P + j, len(width) * lanes(k)
     G4 = four(G, o, P, width)
     if H is not None:
         H4 = four(H, o, P, width)

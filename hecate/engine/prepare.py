@@ -156,7 +156,10 @@ def _l2_norm(x: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
 
 def _l2_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
     unit, norm = residuals
-    return (torch.addcmul(g, unit, (unit * g).sum(-1, keepdim=True), value=-1) / norm,)
+    product = unit * g
+    along = product.sum(-1, keepdim=True)
+    # Into the same tensor: pages of a long sequence's fresh tensors cost more than the arithmetic.
+    return (torch.addcmul(g, unit, along, value=-1, out=product).div_(norm),)
 
 
 def _sum_norm(x: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:

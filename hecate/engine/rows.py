@@ -172,8 +172,9 @@ def unwritten(A, o, G, go, q, ko, g0, g1, g2, g3, P, rows):
     read0, read1, read2, read3 = splat(q, g0), splat(q, g1), splat(q, g2), splat(q, g3)
     for j in range(0, P, lanes(q)):
         qj = load(q, ko + j)
-        y0, y1 = mixed(A, o + j, read0, read1, read2, read3, P)
-        accumulate(rows, 4 * P + j, y0, y1)
+        a0, a1 = mul(read0, load(A, o + j)), mul(read2, load(A, o + 2 * P + j))
+        a0, a1 = mad(read1, load(A, o + P + j), a0), mad(read3, load(A, o + 3 * P + j), a1)
+        accumulate(rows, 4 * P + j, a0, a1)
         x0, x1 = mad(read0, qj, load(G, go + j)), mad(read1, qj, load(G, go + P + j))
         x2 = mad(read2, qj, load(G, go + 2 * P + j))
         x3 = mad(read3, qj, load(G, go + 3 * P + j))
@@ -181,25 +182,10 @@ def unwritten(A, o, G, go, q, ko, g0, g1, g2, g3, P, rows):
 
 
 @inline
-def arriving(A, after, G, go, q, qo, read0, read1, read2, read3, P, cut, before):
-    """Cotangents of four rows of a write's result, where a threshold lets them through."""
-    x0, x1 = load(G, go), load(G, go + P)
-    x2, x3 = load(G, go + 2 * P), load(G, go + 3 * P)
-    if not before:
-        qj = load(q, qo)
-        x0, x1 = mad(read0, qj, x0), mad(read1, qj, x1)
-        x2, x3 = mad(read2, qj, x2), mad(read3, qj, x3)
-    if cut is not None:
-        x0, x1 = alive(x0, load(A, after)), alive(x1, load(A, after + P))
-        x2, x3 = alive(x2, load(A, after + 2 * P)), alive(x3, load(A, after + 3 * P))
-    return x0, x1, x2, x3
-
-
-@inline
-def mixed(A, o, w0, w1, w2, w3, P):
-    """Four rows, each times a number, summed up in two parts."""
-    y0, y1 = mul(w0, load(A, o)), mul(w2, load(A, o + 2 * P))
-    return mad(w1, load(A, o + P), y0), mad(w3, load(A, o + 3 * P), y1)
+def passing(A, after, x0, x1, x2, x3, P):
+    """Cotangents of four rows where a threshold has left something of them."""
+    x0, x1 = alive(x0, load(A, after)), alive(x1, load(A, after + P))
+    return x0, x1, alive(x2, load(A, after + 2 * P)), alive(x3, load(A, after + 3 * P))
 
 
 @inline
@@ -210,14 +196,21 @@ def collect(A, B, o, after, G, H, go, k, q, ko, g0, g1, g2, g3, P, rows, cut, be
     read0, read1, read2, read3 = splat(k, g0), splat(k, g1), splat(k, g2), splat(k, g3)
     for j in range(0, P, lanes(k)):
         kj = load(k, ko + j)
-        x0, x1, x2, x3 = arriving(
-            A, after + j, G, go + j, q, ko + j, read0, read1, read2, read3, P, cut, before
-        )
+        x0, x1 = load(G, go + j), load(G, go + P + j)
+        x2, x3 = load(G, go + 2 * P + j), load(G, go + 3 * P + j)
+        if not before:
+            qj = load(q, ko + j)
+            x0, x1 = mad(read0, qj, x0), mad(read1, qj, x1)
+            x2, x3 = mad(read2, qj, x2), mad(read3, qj, x3)
         a0, a1 = load(A, o + j), load(A, o + P + j)
         a2, a3 = load(A, o + 2 * P + j), load(A, o + 3 * P + j)
-        seen = o if cut is None or before else after
-        y0, y1 = mixed(A, seen + j, read0, read1, read2, read3, P)
-        accumulate(rows, 4 * P + j, y0, y1)
+        n0, n1, n2, n3 = a0, a1, a2, a3
+        if cut is not None:
+            x0, x1, x2, x3 = passing(A, after + j, x0, x1, x2, x3, P)
+            if not before:
+                n0, n1 = load(A, after + j), load(A, after + P + j)
+                n2, n3 = load(A, after + 2 * P + j), load(A, after + 3 * P + j)
+        accumulate(rows, 4 * P + j, mad(read1, n1, mul(read0, n0)), mad(read3, n3, mul(read2, n2)))
         accumulate(rows, 5 * P + j, mad(x1, a1, mul(x0, a0)), mad(x3, a3, mul(x2, a2)))
         if H is not None:
             x0, x1 = add(load(H, go + j), x0), add(load(H, go + P + j), x1)
@@ -245,11 +238,16 @@ def spread(
     keeps = splat(q, m)
     for j in range(0, P, lanes(q)):
         rj, kj, qj = load(rows, j), load(rows, P + j), load(q, ko + j)
-        x0, x1, x2, x3 = arriving(
-            A, after + j, G, go + j, q, ko + j, read0, read1, read2, read3, P, cut, before
-        )
-        y0, y1 = mixed(A, o + j, pred0, pred1, pred2, pred3, P)
-        accumulate(rows, 2 * P + j, y0, y1)
+        x0, x1 = load(G, go + j), load(G, go + P + j)
+        x2, x3 = load(G, go + 2 * P + j), load(G, go + 3 * P + j)
+        if not before:
+            x0, x1 = mad(read0, qj, x0), mad(read1, qj, x1)
+            x2, x3 = mad(read2, qj, x2), mad(read3, qj, x3)
+        if cut is not None:
+            x0, x1, x2, x3 = passing(A, after + j, x0, x1, x2, x3, P)
+        a0, a1 = mul(pred0, load(A, o + j)), mul(pred2, load(A, o + 2 * P + j))
+        a0, a1 = mad(pred1, load(A, o + P + j), a0), mad(pred3, load(A, o + 3 * P + j), a1)
+        accumulate(rows, 2 * P + j, a0, a1)
         s0, s1, s2, s3 = x0, x1, x2, x3
         if H is not None:
             s0, s1 = add(load(H, go + j), x0), add(load(H, go + P + j), x1)

@@ -149,7 +149,7 @@ FAULTS = [
     *_of(
         "engine",
         ENGINES,
-        ("prepare", "return (torch.addcmul(g, unit, (unit * g).sum(-1, keepdim=True), value=-1) / norm,)", "return (g / norm,)"),
+        ("prepare", "along = product.sum(-1, keepdim=True)", "along = torch.zeros_like(norm)"),
         ("prepare", "return ((g - (share * g).sum(-1, keepdim=True)) / total,)", "return (g / total,)"),
         ("prepare", "return (lr / (1 + lr * phi.square().sum(-1)),), (lr, phi)", "return (lr / (1 + phi.square().sum(-1)),), (lr, phi)"),
         ("prepare", "return g / total, (-2 * g * lr * lr / total).unsqueeze(-1) * phi", "return g / total, (-2 * g * lr / total).unsqueeze(-1) * phi"),
@@ -250,10 +250,10 @@ FAULTS = [
         "tests/engine/test_compiled.py",
         ("narrow", "G4 = living(G4, four(after, i * ROWS * W, W, width))", "pass"),
         ("narrow", "            M4 = shrunken(M4, cut)\n            keep(after", "            keep(after"),
-        ("rows", "x2, x3 = alive(x2, load(A, after + 2 * P)), alive(x3, load(A, after + 3 * P))", "pass"),
-        ("rows", "seen = o if cut is None or before else after", "seen = o"),
+        ("rows", "x0, x1 = alive(x0, load(A, after)), alive(x1, load(A, after + P))", "pass"),
+        ("rows", "n0, n1 = load(A, after + j), load(A, after + P + j)", "pass"),
         ("kernels", "end if cut is not None else end - 1", "end - 1"),
-        ("rows", "return n // heads * heads * T + n % heads", "return n * T"),
+        ("rows", "return n // heads * heads * T + n % heads", "return n // heads * heads * T"),
         ("launch", "return self.tokens.retain.dim() > self.tokens.lr.dim()", "return self.tokens.retain.dim() == 3"),
     ),
     *_of(
