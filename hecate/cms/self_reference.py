@@ -31,6 +31,10 @@ class SelfReferenceConfig(Config):
             before the first of them; None takes `memory.chunk`, where gradients are taken.
         qk_norm: normalisation of q and k before phi.
         input_norm: that of what boxes are asked, x and v; without one they can grow without bound.
+
+    Warning: the gradients of a long `memory.chunk`, all taken at one state, add up and can diverge
+    at an lr that one token stands. `chunk=C` with `memory.chunk=1` adapts projections as rarely and
+    stays stable.
     """
 
     memory: MemoryConfig = MemoryConfig.model_validate({"retention": "decay"})

@@ -104,7 +104,8 @@ def warn_if_unstable(
         phi = config.feature_map(normalise_qk(keys, qk_norm), held, position=position)
     lr = config.algorithm.lr * erases
     largest = float(phi.square().sum(-1).max()) * lr * (curvature or 1.0)
-    if largest >= config.algorithm.stable_step:
+    # A gate stays below its ceiling, so rounding may not decide at the limit itself.
+    if largest >= config.algorithm.stable_step * (1 + 1e-5):
         twice = "" if erases == 1 else f" times {erases} erases"
         warnings.warn(
             f"memory {name!r}: lr * |phi(k)|^2{twice} reaches {largest:.3g} at the ceiling "

@@ -200,7 +200,9 @@ def test_masks_are_the_references(case, plain):
 def test_any_split(case, erase, cuts, masked, features):
     if erase == "twice" and case not in ("delta", "far", "all", "momentum", "before"):
         erase = "once"
-    inner = MemoryConfig(retention="decay") if features else None
+    slow = {"kind": "gd", "lr": 0.3}
+    inner = MemoryConfig.model_validate({"retention": "decay", "algorithm": slow})
+    inner = inner if features else None
     layer = layer_of(config_of(case, erase=erase), feature_memory=inner)
     own = masks() if masked else {}
     whole, after = layer(inputs(), **own)
@@ -286,7 +288,7 @@ def test_phase_1_is_a_plain_memory(chunk):
     near([y, state.boxes.memory], [expected, after.memory.memory], 1e-12)
 
 
-@pytest.mark.spec("SELF-LAYER-R1")
+@pytest.mark.spec("SELF-LAYER-D1")
 @pytest.mark.parametrize("case", ["far", "chunks", "deep"])
 def test_the_first_chunk_has_the_projections_of_phase_1(case):
     first = {}
@@ -430,6 +432,20 @@ def test_without_a_norm_boxes_grow_without_bound(norm):
     _, state = layer(x)
     size = state.boxes.memory["weight"].abs().max()
     assert size <= 1 + 1e-9 if norm == "l2" else size > 1e3
+
+
+@pytest.mark.spec("SELF-CHUNK-I1")
+@pytest.mark.parametrize("phase", [2, 3])
+def test_long_chunks_of_projections_are_stable_where_gradients_are_not(phase):
+    sizes = {}
+    for chunk in (1, 64):
+        fields = {"memory": {"chunk": chunk}, "chunk": 64, "phase": phase}
+        layer = SelfReferential(32, 1, fields, generator=seeded())
+        with torch.no_grad():
+            _, state = layer(torch.randn(1, 512, 32, generator=seeded(1)))
+        sizes[chunk] = state.boxes.memory["weight"].norm(dim=(-1, -2)).max()
+    assert sizes[1] < 20
+    assert sizes[64] > 1e3
 
 
 @pytest.mark.spec("SELF-LAYER-I1")
