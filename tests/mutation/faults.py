@@ -316,4 +316,22 @@ FAULTS = [
         "tests/cms/test_local.py",
         ("cms", "(before % level.restart == 0) & (before != count)", "count % level.restart == 0"),
     ),
+    *_of(
+        "optim",
+        "tests/optim",
+        ("leveled", 'return group["elapsed"] >= group["period"]', 'return group["elapsed"] > group["period"]'),
+        ("leveled", 'window / group["elapsed"]', 'window / (group["elapsed"] + 1)'),
+        ("leveled", "self.inner.state, self.inner.param_groups = self.state, due", "self.inner.state = self.state"),
+        ("leveled", "self._windows.pop(parameter, None)", "self._windows.get(parameter)"),
+        ("leveled", "copy=window is None", "copy=False"),
+        ("leveled", "self._windows = windows\n", "self._windows.update(windows)\n"),
+        ("leveled", "self.inner.__setstate__(shared)", "pass"),
+    ),
+    *_of(
+        "lab",
+        "tests/lab/test_levels.py",
+        ("two_paces", '"read": "before"', '"read": "after"'),
+        ("two_paces", "for level in reversed(levels):", "for level in levels:"),
+        ("two_paces", "math.nan).flip(-1)", "math.nan)"),
+    ),
 ]  # fmt: skip
