@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Self
 
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn.norm import QKNorm
-from hecate.rule import MemoryConfig, MemoryState
+from hecate.rule import MemoryConfig, MemoryState, bytes_of, detached
 from hecate.variant import Config
 
 Box = Literal["k", "v", "q", "lr", "retain", "momentum"]
@@ -181,16 +180,12 @@ class SelfReferentialState(NamedTuple):
 
     def detach(self) -> SelfReferentialState:
         """The same state cut off from the graph that produced it."""
-        return torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, self)
+        return detached(self)
 
     @property
     def bytes(self) -> int:
         """Size of all tensors; it does not grow with the number of tokens seen."""
-        return sum(
-            leaf.numel() * leaf.element_size()
-            for leaf in torch.utils._pytree.tree_leaves(self)
-            if isinstance(leaf, Tensor)
-        )
+        return bytes_of(self)
 
 
 def check_state(

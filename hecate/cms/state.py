@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hecate.nn import LayerState
+from hecate.rule import bytes_of, detached
 
 
 class CMSState(NamedTuple):
@@ -22,10 +23,9 @@ class CMSState(NamedTuple):
 
     def detach(self) -> CMSState:
         """The same state cut off from the graph that produced it."""
-        return CMSState(tuple(level.detach() for level in self.levels), self.written)
+        return detached(self)
 
     @property
     def bytes(self) -> int:
         """Size of all tensors; it does not grow with the number of tokens seen."""
-        counted = self.written.numel() * self.written.element_size()
-        return counted + sum(level.bytes for level in self.levels)
+        return bytes_of(self)

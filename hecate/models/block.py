@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hecate.cms import CMS, CMSState, SelfReferential
 from hecate.errors import ConfigError, ShapeError
 from hecate.models.config import LanguageModelConfig
 from hecate.nn import Composed, Memory
 from hecate.nn.parameters import blank, draw_normal, source_of
+from hecate.rule import bytes_of, detached
 
 
 class BlockState(NamedTuple):
@@ -23,12 +23,12 @@ class BlockState(NamedTuple):
 
     def detach(self) -> BlockState:
         """The same state cut off from the graph that produced it."""
-        return pytree.tree_map_only(Tensor, Tensor.detach, self)
+        return detached(self)
 
     @property
     def bytes(self) -> int:
         """Size of all tensors."""
-        return int(self.memory.bytes + self.levels.bytes)
+        return bytes_of(self)
 
 
 class Block(nn.Module):

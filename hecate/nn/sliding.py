@@ -18,6 +18,7 @@ from hecate.nn.norm import normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import rotated
 from hecate.nn.slots import Blocks, Line, in_order, last, line_of
+from hecate.rule import bytes_of, detached
 
 AttentionNorm = Literal["none", "rms"]
 
@@ -37,12 +38,12 @@ class SlidingState(NamedTuple):
 
     def detach(self) -> SlidingState:
         """The same state cut off from the graph that produced it."""
-        return SlidingState(self.keys.detach(), self.values.detach(), self.present)
+        return detached(self)
 
     @property
     def bytes(self) -> int:
         """Size of all tensors; with a window it does not grow with the number of tokens seen."""
-        return sum(part.numel() * part.element_size() for part in self)
+        return bytes_of(self)
 
 
 class SlidingAttention(nn.Module):

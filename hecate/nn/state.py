@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from hecate.rule import MemoryState
+from hecate.rule import MemoryState, bytes_of, detached
 
 
 class LayerState(NamedTuple):
@@ -30,14 +29,9 @@ class LayerState(NamedTuple):
 
     def detach(self) -> LayerState:
         """The same state cut off from the graph that produced it."""
-        return torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, self)
+        return detached(self)
 
     @property
     def bytes(self) -> int:
         """Size of all tensors; it does not grow with the number of tokens seen."""
-        held = (self.memory, self.features, self.projection)
-        memories = [memory for memory in held if memory is not None]
-        convolution = [part for part in (self.conv, self.conv_segment) if part is not None]
-        return sum(memory.bytes for memory in memories) + sum(
-            part.numel() * part.element_size() for part in convolution
-        )
+        return bytes_of(self)

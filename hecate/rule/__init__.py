@@ -3,7 +3,7 @@
 from hecate.rule.config import MemoryConfig
 from hecate.rule.named import RULES, NamedRule, named_rule
 from hecate.rule.rule import MemoryRule, TokenGates
-from hecate.rule.state import Gates, MemoryState
+from hecate.rule.state import Gates, MemoryState, bytes_of, detached
 
 __all__ = [
     "RULES",
@@ -13,5 +13,7 @@ __all__ = [
     "MemoryState",
     "NamedRule",
     "TokenGates",
+    "bytes_of",
+    "detached",
     "named_rule",
 ]

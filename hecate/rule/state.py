@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from hecate.rule.config import MemoryConfig
+
+Tree = TypeVar("Tree")
 
 
 class Gates(NamedTuple):
@@ -55,11 +58,18 @@ class MemoryState(NamedTuple):
     @property
     def bytes(self) -> int:
         """Size of all tensors."""
-        return sum(
-            leaf.numel() * leaf.element_size()
-            for leaf in torch.utils._pytree.tree_leaves(self)
-            if isinstance(leaf, Tensor)
-        )
+        return bytes_of(self)
+
+
+def detached(state: Tree) -> Tree:
+    """A pytree of tensors cut off from the graph that produced it."""
+    return pytree.tree_map_only(Tensor, Tensor.detach, state)
+
+
+def bytes_of(state: Any) -> int:
+    """Size of all tensors of a pytree."""
+    leaves = (leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: MemoryState) -> MemoryState:

@@ -84,10 +84,11 @@ class Composed(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator`, the memory's too."""
-        self.attention.reset_parameters(generator)
+        # The memory was drawn before the attention beside it was built.
         if self.memory is not None:
             self.gate.reset_parameters()
             self.memory.reset_parameters(generator)
+        self.attention.reset_parameters(generator)
 
     def forward(
         self,

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.compose.config import AttentionConfig
 from hecate.nn.sliding import SlidingState
+from hecate.rule import bytes_of, detached
 
 
 class ComposedState(NamedTuple):
@@ -29,13 +30,12 @@ class ComposedState(NamedTuple):
 
     def detach(self) -> ComposedState:
         """The same state cut off from the graph that produced it."""
-        return pytree.tree_map_only(Tensor, Tensor.detach, self)
+        return detached(self)
 
     @property
     def bytes(self) -> int:
         """Size of all tensors."""
-        leaves = [leaf for leaf in pytree.tree_leaves(self) if isinstance(leaf, Tensor)]
-        return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        return bytes_of(self)
 
 
 def check_memory(config: AttentionConfig, d_model: int, memory: nn.Module | None) -> None:
