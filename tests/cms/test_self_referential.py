@@ -434,6 +434,20 @@ def test_without_a_norm_boxes_grow_without_bound(norm):
     assert size <= 1 + 1e-9 if norm == "l2" else size > 1e3
 
 
+@pytest.mark.spec("SELF-BOX-D1")
+def test_a_head_has_its_own_phi():
+    rule = {"feature_map": {"kind": "linear", "d_phi": 4}, "key_norm": "l2"}
+    layer, held = layer_of(config_of("far", memory=rule)), []
+    for _ in range(2):
+        _, state = layer(inputs())
+        held.append(state.boxes.memory["weight"].unflatten(1, (-1, HEADS)))
+        with torch.no_grad():
+            for parameter in layer.boxes.phi_learned.parameters():
+                parameter[0] += 1
+    assert torch.equal(held[0][:, :, 1], held[1][:, :, 1])
+    assert not torch.allclose(held[0][:, :, 0], held[1][:, :, 0])
+
+
 @pytest.mark.spec("SELF-CHUNK-I1")
 @pytest.mark.parametrize("phase", [2, 3])
 def test_long_chunks_of_projections_are_stable_where_gradients_are_not(phase):
