@@ -20,15 +20,15 @@ class HopeConfig(LanguageModelConfig):
     """A `LanguageModelConfig` that starts from HOPE's blocks. [LM-HOPE-D1]
 
     o = self-referential memory of x, then the levels, MLP memories that stand where a transformer
-    has its MLP; the slower a level the more tokens its steps average over. Projections and errors
-    are taken where chunks of 16 tokens start. Hope-Attention is
+    has its MLP; the slower a level the more tokens its steps average over. Projections are read
+    where chunks of 16 tokens start. Hope-Attention is
     `self_reference=None, attention={"kind": "attention", "window": 256}`.
 
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq 94 to 97.
     """
 
     self_reference: SelfReferenceConfig | None = SelfReferenceConfig.model_validate(
-        {"memory": {"retention": "decay", "chunk": 16}}
+        {"memory": {"retention": "decay"}, "chunk": 16}
     )
     levels: tuple[LevelConfig, ...] = tuple(
         LevelConfig(name=name, period=period, memory=_BLOCK)
