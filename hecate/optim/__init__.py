@@ -1,0 +1,6 @@
+"""Optimisers over parameters that are memories of gradients."""
+
+from hecate.optim.base import MatrixOptimizer
+from hecate.optim.phi_momentum import PhiMomentum
+
+__all__ = ["MatrixOptimizer", "PhiMomentum"]
