@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiab
 
 from hecate.errors import ConfigError, NonFiniteError, ShapeError
 from hecate.optim.sharding import is_sharded, local
-from hecate.optim.tensors import by_device_and_dtype, state_dtype, sum_is_finite
+from hecate.optim.tensors import state_dtype, sum_is_finite
 from hecate.tape.bridge import can_inspect
 
 Group = dict[str, Any]
@@ -71,57 +71,62 @@ class MatrixOptimizer(Optimizer):
     # One step.
 
     @_use_grad_for_differentiable
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; `closure`, if given, computes the loss and the gradients anew."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        due = [(group, self._dense(group)) for group in self.param_groups]
-        usable = [(group, self._finite(group, given)) for group, given in due]
-        for group, given in usable:
-            for bucket in by_device_and_dtype(given):
-                self._advance(group, bucket)
+        due = [(group, bucket) for group in self.param_groups for bucket in self._buckets(group)]
+        for group, (params, grads) in [(g, self._finite(g, *bucket)) for g, bucket in due]:
+            if params:
+                self._advance(group, params, grads)
         return loss
 
-    def _advance(self, group: Group, bucket: list[Tensor]) -> None:
-        grads = [local(gradient(p)) for p in bucket]
-        if group["maximize"]:
-            grads = list(torch._foreach_neg(grads))
-        states: list[State] = [self.state[p] for p in bucket]
-        if any(is_sharded(p) for p in bucket):
-            states = [{key: local(value) for key, value in state.items()} for state in states]
-            bucket = [local(p) for p in bucket]
-        self.update(group, bucket, grads, states)
-
-    def _dense(self, group: Group) -> list[Tensor]:
-        """The parameters that have a gradient; sparse ones are refused."""
-        given = [p for p in group["params"] if p.grad is not None]
-        for p in given:
-            if p.grad.layout != torch.strided:
+    def _buckets(self, group: Group) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Parameters with their gradients, by device and dtype; sparse gradients are refused."""
+        buckets: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for p in group["params"]:
+            if (grad := p.grad) is None:
+                continue
+            if grad.layout is not torch.strided:
                 raise ConfigError(
-                    f"{type(self).__name__} takes dense gradients only, got {p.grad.layout} for "
+                    f"{type(self).__name__} takes dense gradients only, got {grad.layout} for "
                     f"{name_of(group, p)}; give it to torch.optim.SparseAdam, or set sparse=False "
                     "in its Embedding"
                 )
-        return given
+            params, grads = buckets.setdefault((p.device, p.dtype), ([], []))
+            params.append(p)
+            grads.append(local(grad))
+        return list(buckets.values())
 
-    def _finite(self, group: Group, given: list[Tensor]) -> list[Tensor]:
-        """The parameters whose gradients this step uses, by the group's `on_nonfinite`."""
-        if group["on_nonfinite"] == "propagate" or not given:
-            return given
-        grads = [local(gradient(p)).detach() for p in given]
-        if not can_inspect(*grads) or sum_is_finite(grads):
-            return given
-        fine = [bool(torch.isfinite(grad).all()) for grad in grads]
-        if group["on_nonfinite"] == "raise" and not all(fine):
-            names = [name_of(group, p) for p, good in zip(given, fine, strict=True) if not good]
+    def _finite(
+        self, group: Group, params: list[Tensor], grads: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What of a bucket this step uses, by the group's `on_nonfinite`."""
+        policy = group["on_nonfinite"]
+        if policy == "propagate" or not can_inspect(grads[0]) or sum_is_finite(grads):
+            return params, grads
+        pairs = list(zip(params, grads, strict=True))
+        good = [pair for pair in pairs if bool(torch.isfinite(pair[1]).all())]
+        if policy == "raise" and len(good) < len(pairs):
+            kept = {p for p, _ in good}
+            names = [name_of(group, p) for p in params if p not in kept]
             raise NonFiniteError(
-                f"the gradient of {', '.join(names[:3])}{', ...' if names[3:] else ''} holds NaN or "
-                "infinity; nothing was changed. Lower lr or clip gradients; "
+                f"the gradient of {', '.join(names[:3])}{', ...' if names[3:] else ''} holds NaN "
+                "or infinity; nothing was changed. Lower lr or clip gradients; "
                 "on_nonfinite='skip' leaves such parameters as they are"
             )
-        return [p for p, good in zip(given, fine, strict=True) if good]
+        return [p for p, _ in good], [grad for _, grad in good]
+
+    def _advance(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
+        if group["maximize"]:
+            grads = list(torch._foreach_neg(grads))
+        states: list[State] = [self.state[p] for p in params]
+        if any(is_sharded(p) for p in params):
+            states = [{key: local(value) for key, value in state.items()} for state in states]
+            params = [local(p) for p in params]
+        self.update(group, params, grads, states)
 
     # Groups, checkpoints, copies.
 
@@ -281,10 +286,3 @@ def name_of(group: Group, p: Tensor) -> str:
 def zeros_like_state(p: Tensor, group: Group) -> Tensor:
     """Zeros of p's shape, layout and placement, in the dtype of state."""
     return torch.zeros_like(p, dtype=state_dtype(p, group["state_dtype"]), requires_grad=False)
-
-
-def gradient(p: Tensor) -> Tensor:
-    """The gradient of a parameter that has one."""
-    if p.grad is None:
-        raise ConfigError(f"a parameter {list(p.shape)} without a gradient cannot be stepped")
-    return p.grad

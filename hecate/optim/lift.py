@@ -1,21 +1,129 @@
-"""Centred features (draft)."""
+"""Rows to phi-space and back: centred features of a gradient, and the lift P to weight space.
+
+A gradient of zero must move nothing, so features enter as phi~(g) = phi(g) - phi(0), or as the odd
+part (phi(g) - phi(-g)) / 2, which is the map `OddLift`. A lift takes `[rows, d_phi]` back to
+`[rows, columns]`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hecate.phi import FeatureMap
+from hecate.errors import ConfigError, ShapeError
+from hecate.phi import ELU, FeatureMap, Identity, Linear, OddLift, Params, Polynomial, RandomFourier
+from hecate.phi.elementwise import Elementwise
+
+LiftName = Literal["identity", "vjp", "pinv", "learned", "prefix", "callable"]
+LIFTS = ("identity", "vjp", "pinv", "learned", "prefix", "callable")
+Scale = Literal["none", "rms", "unit"]
+Call = Callable[[Tensor, Tensor], Tensor]
+
+RISING = {"identity", "elu", "exp", "sigmoid", "softplus", "tanh"}  # strictly, in every component
+HALVES = {"gelu_shifted", "leaky_relu_squared", "relu", "squared_relu"}  # their odd part rises
+PROBE = 67  # no multiple of a vector register: a kernel's main loop and its tail both run
 
 
-class PhiRows:
-    """phi(g) - phi(0), componentwise."""
+def needs_odd(feature_map: FeatureMap) -> bool:
+    """Whether centring alone loses the sign of half of all components, as for relu."""
+    return feature_map.kind in HALVES
 
-    def __init__(self, feature_map: FeatureMap) -> None:
-        self.feature_map = feature_map
+
+def on_numbers(feature_map: FeatureMap) -> bool:
+    """Whether a map acts on every number alone."""
+    if isinstance(feature_map, OddLift):
+        return on_numbers(feature_map.inner)
+    return isinstance(feature_map, Identity | ELU | Elementwise)
+
+
+def choose(feature_map: FeatureMap) -> LiftName:
+    """What `lift="auto"` means: identity where components keep their sign, pinv where features
+    decode linearly, else vjp."""
+    inner = feature_map.inner if isinstance(feature_map, OddLift) else feature_map
+    rising = RISING | HALVES if isinstance(feature_map, OddLift) else RISING
+    if inner.kind in rising:
+        return "identity"
+    return "pinv" if isinstance(inner, Linear | RandomFourier) else "vjp"
+
+
+def refuse_lift(feature_map: FeatureMap, lift: str, width: int) -> None:
+    """Refuses a lift that this map does not have at this width."""
+    d_phi = feature_map.output_dim(width)
+    if lift == "identity" and d_phi != width:
+        raise ConfigError(
+            f"lift 'identity' needs as many features as columns, {feature_map.kind!r} makes {d_phi}"
+            f" of {width}; use 'vjp', 'pinv' or 'learned'"
+        )
+    if lift == "prefix" and not isinstance(feature_map, Polynomial):
+        raise ConfigError(
+            "lift 'prefix' reads the features of degree 1 of a polynomial, got "
+            f"{feature_map.kind!r}; use 'vjp' or 'pinv'"
+        )
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """u = P phi~(g) for rows g `[n, columns]`, and its two halves.
+
+    `zero` is phi(0), to be subtracted; `mask` clears what rounding leaves of a zero gradient.
+    """
+
+    feature_map: FeatureMap
+    params: Params
+    lift: str
+    centre: bool = True
+    scale: Scale = "none"
+    decoder: Tensor | None = None  # [d_phi, columns]
+    call: Call | None = None
+    zero: Tensor | None = field(default=None)
+    mask: bool = False
+
+    def features(self, g: Tensor) -> tuple[Tensor, Any]:
+        """phi~(g) `[n, d_phi]`, and the residuals of phi's VJP."""
+        features, residuals = self.feature_map.forward(scaled(g, self.scale), self.params)
+        if self.zero is not None:
+            features = features - self.zero
+        if self.mask:
+            moved = g != 0 if self.on_numbers else (g != 0).any(-1, keepdim=True)
+            features = torch.where(moved, features, 0)
+        return features, residuals
+
+    def back(self, held: Tensor, g: Tensor, residuals: Any) -> Tensor:
+        """P held `[n, columns]`; the Jacobian of `vjp` is that at g."""
+        if self.lift == "identity":
+            return held
+        if self.lift == "vjp":
+            return self.feature_map.vjp(residuals, held)[0]
+        if self.lift == "prefix":
+            first = 0 if getattr(self.feature_map, "form", "") == "raw" else 1
+            return held[..., first : first + g.shape[-1]]
+        if self.call is not None:
+            return called(self.call, held, g)
+        if self.decoder is None:
+            raise ConfigError(f"lift {self.lift!r} needs a decoder")
+        return held @ self.decoder
 
     def __call__(self, g: Tensor) -> Tensor:
-        features = self.feature_map(g)
-        if self.feature_map.parity == "odd":
-            return features
-        return features - self.feature_map(torch.zeros(1, dtype=g.dtype, device=g.device))
+        """P phi~(g), in the shape of g."""
+        features, residuals = self.features(g)
+        return self.back(features, g, residuals)
+
+    @property
+    def on_numbers(self) -> bool:
+        """Whether u depends on each number of g alone, so that any shape will do."""
+        direct = self.lift in ("identity", "vjp") and self.scale == "none"
+        return direct and on_numbers(self.feature_map)
+
+    def with_params(self, params: Params, width: int) -> RowMap:
+        """The same map with other parameters; phi(0) follows them."""
+        zero, mask = None, False
+        if self.centre and self.feature_map.parity != "odd":
+            like = next(iter((params["learned"] | params["frozen"]).values()), None)
+            options = {} if like is None else {"dtype": like.dtype, "device": like.device}
+            zero = self.feature_map(torch.zeros(1, width, **options), params)[0]
+            mask = True
+        return replace(self, params=params, zero=zero, mask=mask)

@@ -18,7 +18,7 @@ from hecate.optim.base import (
     zeros_like_state,
 )
 from hecate.optim.lift import PhiRows
-from hecate.optim.tensors import Bulk, pointwise
+from hecate.optim.tensors import Bulk, blocks, pointwise
 from hecate.phi import FeatureMap, Identity
 
 
@@ -51,24 +51,39 @@ class PhiMomentum(MatrixOptimizer):
     def update(
         self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]
     ) -> None:
-        bulk = Bulk(group["foreach"], group["differentiable"], states[0]["momentum"].dtype)
+        held = [state["momentum"] for state in states]
+        bulk = Bulk(group["foreach"], group["differentiable"], held[0].dtype)
+        if bulk.foreach:
+            for block in blocks((params, grads, held), whole_rows=False):
+                self._move(group, bulk, *block)
+            return
+        for state, value in zip(states, self._move(group, bulk, params, grads, held), strict=True):
+            state["momentum"] = value
+
+    def _move(
+        self,
+        group: Group,
+        bulk: Bulk,
+        params: list[Tensor],
+        grads: list[Tensor],
+        held: list[Tensor],
+    ) -> list[Tensor]:
         lr, momentum = bulk.number(group["lr"]), bulk.number(group["momentum"])
         hope = group["form"] == "hope"
-        grads = [g.to(s["momentum"].dtype) for g, s in zip(grads, states, strict=True)]
+        if grads[0].dtype != held[0].dtype:
+            grads = [g.to(m.dtype) for g, m in zip(grads, held, strict=True)]
         if group["weight_decay"] and not group["decoupled"]:
             grads = bulk.sum(grads, params, group["weight_decay"])
         updates = self._updates(group, grads)
-        held = bulk.decay([state["momentum"] for state in states], momentum)
+        held = bulk.decay(held, momentum)
         held = bulk.add(held, updates, -lr if hope else 1 - group["dampening"])
-        for state, value in zip(states, held, strict=True):
-            state["momentum"] = value
         values = params
         if group["weight_decay"] and group["decoupled"]:
             values = bulk.decay(values, 1 - lr * group["weight_decay"])
-        if group["nesterov"]:
-            held = bulk.sum(updates, held, momentum)
-        values = bulk.add(values, held, 1 if hope else -lr)
+        ahead = bulk.sum(updates, held, momentum) if group["nesterov"] else held
+        values = bulk.add(values, ahead, 1 if hope else -lr)
         bulk.write(params, values)
+        return held
 
     def _updates(self, group: Group, grads: list[Tensor]) -> list[Tensor]:
         feature_map = FeatureMap.model_validate(group["feature_map"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,14 +11,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 SMALL = 1 << 14  # numbers; smaller tensors are joined, because a call costs more than a copy
-
-
-def by_device_and_dtype(params: list[Tensor]) -> list[list[Tensor]]:
-    """The tensors in buckets that one call may work on, in order."""
-    buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for p in params:
-        buckets.setdefault((p.device, p.dtype), []).append(p)
-    return list(buckets.values())
+BLOCK = 1 << 17  # numbers worked on together: their temporaries stay in a cache
 
 
 def state_dtype(p: Tensor, option: str) -> torch.dtype:
@@ -35,25 +29,49 @@ def as_matrix(x: Tensor, view: str) -> Tensor:
 
 
 def sum_is_finite(tensors: list[Tensor]) -> bool:
-    """Whether the sum of all entries is finite: then every entry is; the converse may fail."""
-    total = 0.0
-    for bucket in by_device_and_dtype(tensors):
-        small = [x for x in bucket if x.numel() < SMALL]
-        sums = [x.sum() for x in bucket if x.numel() >= SMALL]
-        if small:
-            sums.append(_flatten_dense_tensors(small).sum())
-        total += float(torch.stack(sums).sum())
-    return total - total == 0.0
+    """Whether the sum of all entries is finite: then every entry is; the converse may fail.
+
+    The tensors are on one device.
+    """
+    sums = [x.sum() for x in tensors if x.numel() >= SMALL]
+    small = [x for x in tensors if x.numel() < SMALL]
+    if small:
+        sums.append(_flatten_dense_tensors(small).sum())
+    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+    return math.isfinite(total.item())
 
 
 def pointwise(f: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """f of each tensor, for an f that acts on every number alone; small tensors go together."""
-    small = [x for x in tensors if x.numel() < SMALL]
-    joined = iter(())
-    if len(small) > 1:
-        joined = iter(_unflatten_dense_tensors(f(_flatten_dense_tensors(small)), small))
-    alone = len(small) <= 1
-    return [f(x) if alone or x.numel() >= SMALL else next(joined) for x in tensors]
+    """f of each tensor, for an f that acts on every number alone; they go as one."""
+    if len(tensors) == 1:
+        return [f(tensors[0])]
+    return list(_unflatten_dense_tensors(f(_flatten_dense_tensors(tensors)), tensors))
+
+
+def blocks(lists: tuple[list[Tensor], ...], whole_rows: bool) -> Iterator[tuple[list[Tensor], ...]]:
+    """Lists of tensors of equal shapes as blocks of at most `BLOCK` numbers that fit the cache.
+
+    Small tensors come together and large ones in pieces: of whole rows `[rows, columns]`, or flat.
+    Writing a piece writes its tensor.
+    """
+    held: list[tuple[Tensor, ...]] = []
+    size = 0
+    for row in zip(*lists, strict=True):
+        count = row[0].numel()
+        if held and size + count > BLOCK:
+            yield tuple(map(list, zip(*held, strict=True)))
+            held, size = [], 0
+        if count <= BLOCK or not all(x.is_contiguous() for x in row):
+            held.append(row)
+            size += count
+            continue
+        width = row[0].shape[-1] if whole_rows else 1
+        step = max(1, BLOCK // width)
+        flat = row if whole_rows else [x.view(-1) for x in row]
+        for piece in zip(*(x.split(step) for x in flat), strict=True):
+            yield tuple([x] for x in piece)
+    if held:
+        yield tuple(map(list, zip(*held, strict=True)))
 
 
 class Bulk:
