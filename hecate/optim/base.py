@@ -145,6 +145,15 @@ class MatrixOptimizer(Optimizer):
         for p, state in made.items():
             self.state[p] = state
 
+    def agree(self, group: Group, other: Group) -> None:
+        """Refuses a checkpoint whose options give the state another meaning."""
+        for key in self.structural:
+            if key in other and other[key] != group[key]:
+                raise ConfigError(
+                    f"the checkpoint was written with {key} = {other[key]!r}, this optimiser has "
+                    f"{group[key]!r}; construct it with the checkpoint's"
+                )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state; refuses that of other parameters or options, before anything changes.
 
@@ -178,15 +187,10 @@ def _examine(optimizer: Optimizer, given: dict[str, Any]) -> None:
     groups, saved_groups = optimizer.param_groups, given["param_groups"]
     if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
         return  # torch says so
-    structural = optimizer.structural if isinstance(optimizer, MatrixOptimizer) else ()
     saved: dict[Tensor, State] = {}
     for group, other in zip(groups, saved_groups, strict=True):
-        for key in structural:
-            if key in other and other[key] != group[key]:
-                raise ConfigError(
-                    f"the checkpoint was written with {key} = {other[key]!r}, this optimiser has "
-                    f"{group[key]!r}; construct it with the checkpoint's"
-                )
+        if isinstance(optimizer, MatrixOptimizer):
+            optimizer.agree(group, other)
         for p, index in zip(group["params"], other["params"], strict=True):
             saved[p] = _matching(name_of(group, p), optimizer.state[p], given["state"].get(index))
     vars(optimizer)["_saved"] = saved
@@ -246,14 +250,14 @@ def check_common(group: Group) -> None:
 
 
 def check_number(group: Group, name: str, low: float = 0.0, high: float = math.inf) -> None:
-    """Refuses what is not a number in [low, high), or a tensor that holds one."""
+    """Refuses what is not a number in [low, high], or a tensor that holds one."""
     value = group[name]
     if isinstance(value, Tensor) and not can_inspect(value):
         return
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     fits = isinstance(number, int | float) and not isinstance(number, bool)
-    if not fits or not low <= number < high:
-        bound = "" if high == math.inf else f" and below {high:g}"
+    if not fits or not low <= number <= high or number == math.inf:
+        bound = "" if high == math.inf else f" and at most {high:g}"
         raise ConfigError(f"{name} must be a finite number of at least {low:g}{bound}, got {value}")
 
 

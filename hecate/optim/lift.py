@@ -7,8 +7,9 @@ part (phi(g) - phi(-g)) / 2, which is the map `OddLift`. A lift takes `[rows, d_
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -79,7 +80,7 @@ class RowMap:
     scale: Scale = "none"
     decoder: Tensor | None = None  # [d_phi, columns]
     call: Call | None = None
-    zero: Tensor | None = field(default=None)
+    zero: Tensor | None = None
     mask: bool = False
 
     def features(self, g: Tensor) -> tuple[Tensor, Any]:
@@ -118,12 +119,84 @@ class RowMap:
         direct = self.lift in ("identity", "vjp") and self.scale == "none"
         return direct and on_numbers(self.feature_map)
 
-    def with_params(self, params: Params, width: int) -> RowMap:
-        """The same map with other parameters; phi(0) follows them."""
-        zero, mask = None, False
-        if self.centre and self.feature_map.parity != "odd":
-            like = next(iter((params["learned"] | params["frozen"]).values()), None)
-            options = {} if like is None else {"dtype": like.dtype, "device": like.device}
-            zero = self.feature_map(torch.zeros(1, width, **options), params)[0]
-            mask = True
-        return replace(self, params=params, zero=zero, mask=mask)
+    def decoded(self, decoder: Tensor) -> RowMap:
+        """The same map with another decoder `[d_phi, columns]`."""
+        return replace(self, decoder=decoder)
+
+    def with_params(self, params: Params, like: Tensor) -> RowMap:
+        """The same map with other parameters, for rows like `like` `[*, columns]`."""
+        if not self.centre or self.feature_map.parity == "odd":
+            return replace(self, params=params)
+        numbers = on_numbers(self.feature_map)
+        origin = like.new_zeros((PROBE,) if numbers else (1, like.shape[-1]))
+        zero = self.feature_map(origin, params)[0]
+        settled = numbers and bool((self.feature_map(origin, params) == zero).all())
+        nothing = settled and zero.item() == 0
+        return replace(self, params=params, zero=None if nothing else zero, mask=not settled)
+
+
+def scaled(g: Tensor, scale: Scale) -> Tensor:
+    """Rows as they are, divided by their root mean square, or by their norm; zero rows stay."""
+    if scale == "none":
+        return g
+    length = g.square().sum(-1, keepdim=True)
+    if scale == "rms":
+        length = length / g.shape[-1]
+    return g * torch.where(length > 0, length, 1).rsqrt()
+
+
+def called(call: Call, held: Tensor, g: Tensor) -> Tensor:
+    """A user's lift of `held` `[n, d_phi]` at g `[n, columns]`, its shape checked."""
+    lifted = call(held, g)
+    if lifted.shape != g.shape:
+        raise ShapeError(
+            f"the lift must return {list(g.shape)} from features {list(held.shape)}, "
+            f"got {list(lifted.shape)}"
+        )
+    return lifted
+
+
+def initial(feature_map: FeatureMap, width: int, seed: int) -> Params:
+    """The map's initial parameters in float64 on the CPU: the same on every device and rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return feature_map.init(width, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def placed(params: Params, like: Tensor) -> Params:
+    """Parameters in the dtype and on the device of `like`."""
+    return {
+        "learned": {name: value.to(like) for name, value in params["learned"].items()},
+        "frozen": {name: value.to(like) for name, value in params["frozen"].items()},
+    }
+
+
+def checksum(params: Params) -> str:
+    """16 hexadecimal digits of parameters: what a checkpoint keeps of them."""
+    digest = hashlib.sha256()
+    for group in (params["learned"], params["frozen"]):
+        for name, value in sorted(group.items()):
+            plain = value.detach().to("cpu", torch.float64).contiguous()
+            digest.update(f"{name}{list(plain.shape)}".encode() + plain.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def calibrated(row_map: RowMap, width: int, seed: int, ridge: float) -> tuple[Tensor, float]:
+    """pinv: P = argmin E|phi~(x) P - x|^2 + ridge |P|^2 over seeded Gaussian rows x, and its error.
+
+    `row_map` is in float64. The error, sqrt(E|phi~(x) P - x|^2 / E|x|^2), is taken on rows that the
+    fit has not seen: 0 decodes exactly, 1 tells nothing. [OPT-LIFT-D3]
+    """
+    d_phi = row_map.feature_map.output_dim(width)
+    count = max(256, 4 * d_phi)
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(2 * count, width, dtype=torch.float64, generator=generator)
+    with torch.no_grad():
+        features = row_map.features(rows)[0]
+        rows = scaled(rows, row_map.scale)
+        fit, seen = features[:count], rows[:count]
+        gram = fit.T @ fit / count
+        if ridge:
+            gram = gram + ridge * torch.eye(d_phi, dtype=torch.float64)
+        decoder = torch.linalg.pinv(gram, hermitian=True) @ (fit.T @ seen / count)
+        missed = features[count:] @ decoder - rows[count:]
+    return decoder, float(missed.norm() / rows[count:].norm())

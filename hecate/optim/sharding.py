@@ -37,12 +37,18 @@ def like(p: Tensor, mine: Tensor) -> Tensor:
     )
 
 
-def rows_are_whole(p: Tensor) -> bool:
-    """Whether each row of p's matrix view lies on one process."""
+def is_spread(p: Tensor) -> bool:
+    """Whether processes hold different parts of p."""
+    return isinstance(p, DTensor) and not all(isinstance(x, Replicate) for x in p.placements)
+
+
+def rows_are_whole(p: Tensor, matrix: str) -> bool:
+    """Whether each row of p's matrix lies on one process."""
     if not isinstance(p, DTensor):
         return True
+    along = range(p.ndim - 1) if matrix == "last" else range(min(1, p.ndim - 1))
     return all(
         isinstance(placement, Replicate)
-        or (isinstance(placement, Shard) and placement.dim == 0 and p.ndim > 1)
+        or (isinstance(placement, Shard) and placement.dim in along)
         for placement in p.placements
     )

@@ -48,11 +48,10 @@ def pointwise(f: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> list[Tens
     return list(_unflatten_dense_tensors(f(_flatten_dense_tensors(tensors)), tensors))
 
 
-def blocks(lists: tuple[list[Tensor], ...], whole_rows: bool) -> Iterator[tuple[list[Tensor], ...]]:
+def blocks(lists: tuple[list[Tensor], ...]) -> Iterator[tuple[list[Tensor], ...]]:
     """Lists of tensors of equal shapes as blocks of at most `BLOCK` numbers that fit the cache.
 
-    Small tensors come together and large ones in pieces: of whole rows `[rows, columns]`, or flat.
-    Writing a piece writes its tensor.
+    Small tensors come together, large ones in flat pieces; writing a piece writes its tensor.
     """
     held: list[tuple[Tensor, ...]] = []
     size = 0
@@ -65,10 +64,7 @@ def blocks(lists: tuple[list[Tensor], ...], whole_rows: bool) -> Iterator[tuple[
             held.append(row)
             size += count
             continue
-        width = row[0].shape[-1] if whole_rows else 1
-        step = max(1, BLOCK // width)
-        flat = row if whole_rows else [x.view(-1) for x in row]
-        for piece in zip(*(x.split(step) for x in flat), strict=True):
+        for piece in zip(*(x.view(-1).split(BLOCK) for x in row), strict=True):
             yield tuple([x] for x in piece)
     if held:
         yield tuple(map(list, zip(*held, strict=True)))
@@ -123,6 +119,10 @@ class Bulk:
         if self.differentiable:
             return [x + factor * y for x, y in zip(xs, ys, strict=True)]
         return [x.add(y, alpha=factor) for x, y in zip(xs, ys, strict=True)]
+
+    def scaled(self, xs: list[Tensor], factor: Any) -> list[Tensor]:
+        """factor x, leaving x as it is."""
+        return list(torch._foreach_mul(xs, factor)) if self.foreach else [factor * x for x in xs]
 
     def write(self, params: list[Tensor], values: list[Tensor]) -> None:
         """Puts new values into parameters; without autograd they are there already."""

@@ -1,0 +1,184 @@
+"""The row maps of an optimiser: built from a group's options, once per width, dtype and device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hecate.errors import ConfigError
+from hecate.optim.base import Group, MatrixOptimizer, check_choice, check_number, name_of
+from hecate.optim.lift import (
+    LIFTS,
+    Call,
+    RowMap,
+    calibrated,
+    checksum,
+    choose,
+    initial,
+    needs_odd,
+    on_numbers,
+    placed,
+    refuse_lift,
+)
+from hecate.optim.sharding import rows_are_whole
+from hecate.optim.tensors import as_matrix
+from hecate.phi import FeatureMap, OddLift, Params
+
+# What a row map is made of.
+MADE_OF = ("feature_map", "odd", "center", "lift", "input_scale", "ridge", "seed")
+
+
+class PhiOptimizer(MatrixOptimizer):
+    """An optimiser that reads gradients through a feature map, row by row.
+
+    Frozen draws are not kept: they are drawn from the group's `seed`, the same on every device and
+    process, and a checkpoint holds their checksum. [OPT-PHI-I3]
+    """
+
+    structural: ClassVar[tuple[str, ...]] = (
+        *MatrixOptimizer.structural,
+        "feature_map",
+        "odd",
+        "center",
+        "lift",
+        "input_scale",
+    )
+    carried = ("_given", "_call", "_maps")
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: Group,
+        phi_params: Mapping[int, Params] | None = None,
+    ) -> None:
+        self._given = dict(phi_params or {})
+        self._call: Call | None = None
+        self._maps: dict[tuple[Any, ...], tuple[RowMap, float | None]] = {}
+        if callable(defaults["lift"]):
+            self._call = defaults["lift"]
+            defaults["lift"] = "callable"
+        seed = defaults["seed"]
+        if isinstance(seed, torch.Generator):
+            defaults["seed"] = int(torch.randint(1 << 62, (), generator=seed))
+        super().__init__(params, defaults)
+
+    def check(self, group: Group) -> None:
+        """Resolves `auto` choices, so that the group says what is computed, and refuses others."""
+        super().check(group)
+        plain = FeatureMap.model_validate(group["feature_map"])
+        if plain.needs_position:
+            raise ConfigError(f"a gradient's rows have no position, {plain.kind!r} needs one")
+        if group["odd"] is None:
+            group["odd"] = group["center"] and needs_odd(plain)
+        group["feature_map"] = plain.model_dump()
+        feature_map = map_of(group)
+        if group["lift"] == "auto":
+            group["lift"] = choose(feature_map)
+        if group["ridge"] is None:
+            group["ridge"] = 1e-6 if group["lift"] == "learned" else 0.0
+        check_choice(group, "lift", LIFTS)
+        check_choice(group, "input_scale", ("none", "rms", "unit"))
+        check_number(group, "ridge")
+        check_number(group, "max_decode_error")
+        if group["lift"] == "callable" and self._call is None:
+            raise ConfigError("lift 'callable' needs the function itself: pass it as lift=")
+        if not (group["center"] or group["odd"] or feature_map.parity == "odd"):
+            warnings.warn(
+                f"center=False with {plain.kind!r}: a gradient of zero moves weights, by "
+                "-lr P phi(0) at every step; leave center=True unless that is what you study",
+                stacklevel=6,
+            )
+        for p in group["params"]:
+            self._refuse_split(p, group)
+        widths = self.widths(group)
+        for width in widths:
+            refuse_lift(feature_map, group["lift"], width)
+        group["phi_checksums"] = {str(w): checksum(self.drawn(group, w)) for w in widths}
+
+    def agree(self, group: Group, other: Group) -> None:
+        """Refuses a checkpoint of other options, or whose draws this seed no longer gives."""
+        super().agree(group, other)
+        theirs = other.get("phi_checksums", {})
+        for width, digits in group["phi_checksums"].items():
+            if theirs.get(width, digits) != digits:
+                raise ConfigError(
+                    f"the draws of {group['feature_map']['kind']!r} for rows of {width} have "
+                    f"checksum {digits} here and {theirs[width]} in the checkpoint: seed "
+                    f"{group['seed']} here, {other.get('seed')} there; construct with the "
+                    "checkpoint's seed (or phi_params), and with the torch that wrote it"
+                )
+
+    def widths(self, group: Group) -> list[int]:
+        """The widths of rows in a group."""
+        return sorted({as_matrix(p, group["matrix"]).shape[-1] for p in group["params"]})
+
+    def decode_errors(self) -> dict[int, float]:
+        """By row width: what share of a Gaussian row the lift `pinv` misses."""
+        return {key[1]: error for key, (_, error) in self._maps.items() if error is not None}
+
+    def row_map(self, group: Group, like: Tensor) -> RowMap:
+        """The map of rows as wide as those of `like`, in its dtype and on its device."""
+        width = like.shape[-1]
+        key = (str([group[name] for name in MADE_OF]), width, like.dtype, like.device)
+        if key not in self._maps:
+            self._maps[key] = self._built(group, like)
+        found = self._maps[key][0]
+        if group["differentiable"]:  # parameters that autograd follows, phi(0) with them
+            found = found.with_params(placed(self.drawn(group, width), like), like)
+        return found
+
+    def _built(self, group: Group, like: Tensor) -> tuple[RowMap, float | None]:
+        width = like.shape[-1]
+        exact = self.drawn(group, width)
+        made = RowMap(
+            map_of(group), exact, group["lift"],
+            centre=group["center"], scale=group["input_scale"], call=self._call,
+        )  # fmt: skip
+        error = None
+        if made.lift == "pinv":
+            made, error = self._decoded(group, made, like)
+        with torch.no_grad():
+            return made.with_params(placed(exact, like), like), error
+
+    def _decoded(self, group: Group, made: RowMap, like: Tensor) -> tuple[RowMap, float]:
+        width = like.shape[-1]
+        wide = made.with_params(made.params, torch.zeros(1, width, dtype=torch.float64))
+        decoder, error = calibrated(wide, width, group["seed"], group["ridge"])
+        if error > group["max_decode_error"]:
+            raise ConfigError(
+                f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through "
+                f"{made.feature_map.kind!r}, more than max_decode_error = "
+                f"{group['max_decode_error']}; use input_scale='unit', more features, a wider "
+                "bandwidth, or lift='vjp'"
+            )
+        return made.decoded(decoder.to(like)), error
+
+    def drawn(self, group: Group, width: int) -> Params:
+        """phi's parameters for rows of a width, in float64, or those that were given."""
+        if width in self._given:
+            return self._given[width]
+        return initial(map_of(group), width, group["seed"])
+
+    def _refuse_split(self, p: Tensor, group: Group) -> None:
+        if rows_are_whole(p, group["matrix"]) or self.acts_on_numbers(group):
+            return
+        raise ConfigError(
+            f"{name_of(group, p)} is sharded across its rows, and {group['feature_map']['kind']!r} "
+            "with these options works on whole rows; give it a group with a componentwise "
+            "feature_map such as 'identity' or 'tanh', or shard its first dimension"
+        )
+
+    def acts_on_numbers(self, group: Group) -> bool:
+        """Whether the update of a number depends on that number's gradients alone."""
+        direct = group["lift"] in ("identity", "vjp") and group["input_scale"] == "none"
+        return direct and on_numbers(map_of(group))
+
+
+def map_of(group: Group) -> FeatureMap:
+    """The feature map of a group, odd-lifted where the group says so."""
+    plain = FeatureMap.model_validate(group["feature_map"])
+    return OddLift(inner=plain) if group["odd"] else plain
