@@ -23,13 +23,13 @@ from hecate.optim.base import (
     zeros_like_state,
 )
 from hecate.optim.internal import fresh_lift, fresh_phi
-from hecate.optim.lift import Call, Scale
+from hecate.optim.lift import LIFTS, Call, Scale, choose, on_numbers, refuse_lift
 from hecate.optim.orthogonal import settings
 from hecate.optim.passes import Numberwise, Pass, Rowwise
 from hecate.optim.phi_rows import PhiOptimizer, map_of
 from hecate.optim.precondition import COLUMNS, ROWS, SQUARE, WIDEST
-from hecate.optim.sharding import is_spread, like, local
-from hecate.optim.tensors import Bulk, as_matrix, blocks
+from hecate.optim.sharding import is_spread, like, local, rows_are_whole
+from hecate.optim.tensors import BLOCK, CACHE, Bulk, as_matrix, blocks
 from hecate.phi import FeatureMap, Identity, Params
 
 HELD = "momentum"
@@ -111,8 +111,10 @@ class PhiMomentum(PhiOptimizer):
     ) -> None:
         apart = {"self", "params", "phi_params", "__class__"}
         defaults = common_options(**{k: v for k, v in locals().items() if k not in apart})
+        if callable(lift):
+            defaults["lift"] = "callable"
         self._guarded: int | Tensor = 0
-        super().__init__(params, defaults, phi_params)
+        super().__init__(params, defaults, phi_params, lift if callable(lift) else None)
 
     @property
     def stats(self) -> dict[str, int]:
@@ -123,6 +125,7 @@ class PhiMomentum(PhiOptimizer):
         """Refuses options that mean nothing, or nothing together."""
         group["orthogonalize"] = settings(group["orthogonalize"])
         super().check(group)
+        self._check_lift(group)
         for name in ("momentum", "dampening", "forget", "retain"):
             check_number(group, name, high=1.0)
         for name in ("phi_lr", "eps"):
@@ -145,6 +148,28 @@ class PhiMomentum(PhiOptimizer):
                 "use space 'weight' or guard 'none'"
             )
         self._check_learning(group)
+
+    def _check_lift(self, group: Group) -> None:
+        feature_map = map_of(group)
+        if group["lift"] == "auto":
+            group["lift"] = choose(feature_map)
+        if group["ridge"] is None:
+            group["ridge"] = 1e-6 if group["lift"] == "learned" else 0.0
+        check_choice(group, "lift", LIFTS)
+        check_number(group, "ridge")
+        check_number(group, "max_decode_error")
+        if group["lift"] == "callable" and self._call is None:
+            raise ConfigError("lift 'callable' needs the function itself: pass it as lift=")
+        for width in self.widths(group):
+            refuse_lift(feature_map, group["lift"], width)
+        for p in group["params"]:
+            if not (rows_are_whole(p, group["matrix"]) or _acts_on_numbers(group)):
+                raise ConfigError(
+                    f"{name_of(group, p)} is sharded across its rows, and "
+                    f"{group['feature_map']['kind']!r} with these options works on whole rows; "
+                    "give it a group with a componentwise feature_map such as 'identity' or "
+                    "'tanh', or shard its first dimension"
+                )
 
     def _check_learning(self, group: Group) -> None:
         if group["phi_lr"] and not any(self.drawn(group, w)["learned"] for w in self.widths(group)):
@@ -208,11 +233,12 @@ class PhiMomentum(PhiOptimizer):
         """Writes phi~ of the gradients into the momentum and moves the weights by it."""
         held = [state[HELD] for state in states]
         bulk = Bulk(group["foreach"], group["differentiable"], held[0].dtype)
-        if self.acts_on_numbers(group) and not _needs_rows(group):
+        if _acts_on_numbers(group) and not _needs_rows(group):
             row_map = self.row_map(group, held[0].new_empty(0, 1))
             numbers = Numberwise(row_map, bulk.foreach)
             if bulk.foreach:
-                for block in blocks((params, grads, held)):
+                size = BLOCK if numbers.plain else CACHE
+                for block in blocks((params, grads, held), size):
                     _move(group, bulk, numbers, *block)
                 return
             held = _move(group, bulk, numbers, params, grads, held)
@@ -222,6 +248,12 @@ class PhiMomentum(PhiOptimizer):
             self._guarded = self._guarded + rows.guarded
         for state, value in zip(states, held, strict=True):
             state[HELD] = value
+
+
+def _acts_on_numbers(group: Group) -> bool:
+    """Whether P phi~ of a number depends on that number alone."""
+    direct = group["lift"] in ("identity", "vjp") and group["input_scale"] == "none"
+    return direct and on_numbers(map_of(group))
 
 
 def _needs_rows(group: Group) -> bool:

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from hecate.errors import ConfigError
-from hecate.optim.base import Group, MatrixOptimizer, check_choice, check_number, name_of
+from hecate.optim.base import Group, MatrixOptimizer, check_choice
 from hecate.optim.lift import (
-    LIFTS,
     Call,
     RowMap,
     calibrated,
     checksum,
-    choose,
     initial,
     needs_odd,
-    on_numbers,
     placed,
-    refuse_lift,
 )
-from hecate.optim.sharding import rows_are_whole
 from hecate.optim.tensors import as_matrix
 from hecate.phi import FeatureMap, OddLift, Params
 
 # What a row map is made of.
-MADE_OF = ("feature_map", "odd", "center", "lift", "input_scale", "ridge", "seed")
+MADE_OF = ("feature_map", "odd", "center", "input_scale", "lift", "ridge", "seed")
 
 
 class PhiOptimizer(MatrixOptimizer):
@@ -39,35 +35,30 @@ class PhiOptimizer(MatrixOptimizer):
     process, and a checkpoint holds their checksum. [OPT-PHI-I3]
     """
 
-    structural: ClassVar[tuple[str, ...]] = (
-        *MatrixOptimizer.structural,
-        "feature_map",
-        "odd",
-        "center",
-        "lift",
-        "input_scale",
-    )
-    carried = ("_given", "_call", "_maps")
+    structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, *MADE_OF[:4])
+    carried: ClassVar[tuple[str, ...]] = ("_given", "_call", "_maps")
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         defaults: Group,
-        phi_params: Mapping[int, Params] | None = None,
+        phi_params: Mapping[int, Params] | None,
+        call: Call | None = None,
     ) -> None:
         self._given = dict(phi_params or {})
-        self._call: Call | None = None
+        self._call = call
         self._maps: dict[tuple[Any, ...], tuple[RowMap, float | None]] = {}
-        if callable(defaults["lift"]):
-            self._call = defaults["lift"]
-            defaults["lift"] = "callable"
         seed = defaults["seed"]
         if isinstance(seed, torch.Generator):
             defaults["seed"] = int(torch.randint(1 << 62, (), generator=seed))
         super().__init__(params, defaults)
 
+    def rows_of(self, x: Tensor, group: Group) -> Tensor:
+        """The matrix whose rows go through phi."""
+        return as_matrix(x, group["matrix"])
+
     def check(self, group: Group) -> None:
-        """Resolves `auto` choices, so that the group says what is computed, and refuses others."""
+        """Resolves what is `auto`, so that the group says what is computed; refuses the rest."""
         super().check(group)
         plain = FeatureMap.model_validate(group["feature_map"])
         if plain.needs_position:
@@ -75,29 +66,16 @@ class PhiOptimizer(MatrixOptimizer):
         if group["odd"] is None:
             group["odd"] = group["center"] and needs_odd(plain)
         group["feature_map"] = plain.model_dump()
-        feature_map = map_of(group)
-        if group["lift"] == "auto":
-            group["lift"] = choose(feature_map)
-        if group["ridge"] is None:
-            group["ridge"] = 1e-6 if group["lift"] == "learned" else 0.0
-        check_choice(group, "lift", LIFTS)
         check_choice(group, "input_scale", ("none", "rms", "unit"))
-        check_number(group, "ridge")
-        check_number(group, "max_decode_error")
-        if group["lift"] == "callable" and self._call is None:
-            raise ConfigError("lift 'callable' needs the function itself: pass it as lift=")
-        if not (group["center"] or group["odd"] or feature_map.parity == "odd"):
+        if not (group["center"] or group["odd"] or plain.parity == "odd"):
             warnings.warn(
                 f"center=False with {plain.kind!r}: a gradient of zero moves weights, by "
                 "-lr P phi(0) at every step; leave center=True unless that is what you study",
                 stacklevel=6,
             )
-        for p in group["params"]:
-            self._refuse_split(p, group)
-        widths = self.widths(group)
-        for width in widths:
-            refuse_lift(feature_map, group["lift"], width)
-        group["phi_checksums"] = {str(w): checksum(self.drawn(group, w)) for w in widths}
+        group["phi_checksums"] = {
+            str(width): checksum(self.drawn(group, width)) for width in self.widths(group)
+        }
 
     def agree(self, group: Group, other: Group) -> None:
         """Refuses a checkpoint of other options, or whose draws this seed no longer gives."""
@@ -114,7 +92,7 @@ class PhiOptimizer(MatrixOptimizer):
 
     def widths(self, group: Group) -> list[int]:
         """The widths of rows in a group."""
-        return sorted({as_matrix(p, group["matrix"]).shape[-1] for p in group["params"]})
+        return sorted({self.rows_of(p, group).shape[-1] for p in group["params"]})
 
     def decode_errors(self) -> dict[int, float]:
         """By row width: what share of a Gaussian row the lift `pinv` misses."""
@@ -123,7 +101,7 @@ class PhiOptimizer(MatrixOptimizer):
     def row_map(self, group: Group, like: Tensor) -> RowMap:
         """The map of rows as wide as those of `like`, in its dtype and on its device."""
         width = like.shape[-1]
-        key = (str([group[name] for name in MADE_OF]), width, like.dtype, like.device)
+        key = (str([group.get(name) for name in MADE_OF]), width, like.dtype, like.device)
         if key not in self._maps:
             self._maps[key] = self._built(group, like)
         found = self._maps[key][0]
@@ -135,7 +113,9 @@ class PhiOptimizer(MatrixOptimizer):
         width = like.shape[-1]
         exact = self.drawn(group, width)
         made = RowMap(
-            map_of(group), exact, group["lift"],
+            map_of(group),
+            exact,
+            group.get("lift", "none"),
             centre=group["center"], scale=group["input_scale"], call=self._call,
         )  # fmt: skip
         error = None
@@ -162,20 +142,6 @@ class PhiOptimizer(MatrixOptimizer):
         if width in self._given:
             return self._given[width]
         return initial(map_of(group), width, group["seed"])
-
-    def _refuse_split(self, p: Tensor, group: Group) -> None:
-        if rows_are_whole(p, group["matrix"]) or self.acts_on_numbers(group):
-            return
-        raise ConfigError(
-            f"{name_of(group, p)} is sharded across its rows, and {group['feature_map']['kind']!r} "
-            "with these options works on whole rows; give it a group with a componentwise "
-            "feature_map such as 'identity' or 'tanh', or shard its first dimension"
-        )
-
-    def acts_on_numbers(self, group: Group) -> bool:
-        """Whether the update of a number depends on that number's gradients alone."""
-        direct = group["lift"] in ("identity", "vjp") and group["input_scale"] == "none"
-        return direct and on_numbers(map_of(group))
 
 
 def map_of(group: Group) -> FeatureMap:

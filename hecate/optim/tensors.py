@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 SMALL = 1 << 14  # numbers; smaller tensors are joined, because a call costs more than a copy
-BLOCK = 1 << 17  # numbers worked on together: their temporaries stay in a cache
+BLOCK = 1 << 20  # numbers worked on together: more would leave the cache between two reads
+CACHE = 1 << 18  # the same where temporaries come and go
 
 
 def state_dtype(p: Tensor, option: str) -> torch.dtype:
@@ -48,8 +49,8 @@ def pointwise(f: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> list[Tens
     return list(_unflatten_dense_tensors(f(_flatten_dense_tensors(tensors)), tensors))
 
 
-def blocks(lists: tuple[list[Tensor], ...]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Lists of tensors of equal shapes as blocks of at most `BLOCK` numbers that fit the cache.
+def blocks(lists: tuple[list[Tensor], ...], most: int) -> Iterator[tuple[list[Tensor], ...]]:
+    """Lists of tensors of equal shapes as blocks of at most `most` numbers.
 
     Small tensors come together, large ones in flat pieces; writing a piece writes its tensor.
     """
@@ -57,14 +58,14 @@ def blocks(lists: tuple[list[Tensor], ...]) -> Iterator[tuple[list[Tensor], ...]
     size = 0
     for row in zip(*lists, strict=True):
         count = row[0].numel()
-        if held and size + count > BLOCK:
+        if held and size + count > most:
             yield tuple(map(list, zip(*held, strict=True)))
             held, size = [], 0
-        if count <= BLOCK or not all(x.is_contiguous() for x in row):
+        if count <= most or not all(x.is_contiguous() for x in row):
             held.append(row)
             size += count
             continue
-        for piece in zip(*(x.view(-1).split(BLOCK) for x in row), strict=True):
+        for piece in zip(*(x.view(-1).split(most) for x in row), strict=True):
             yield tuple([x] for x in piece)
     if held:
         yield tuple(map(list, zip(*held, strict=True)))
