@@ -212,12 +212,13 @@ class PhiMomentum(PhiOptimizer):
         rows = as_matrix(local(state[HELD]), group["matrix"])
         height, width = rows.shape
         d_phi = map_of(group).output_dim(width)
+        row_map = self.row_map(group, rows)  # draws and calibrates now, not in a step
         if group["space"] == "phi":
             state[HELD] = like(p, rows.new_zeros(height, d_phi))
         if group["lift"] == "learned":
             state |= fresh_lift(d_phi, width, rows.device)
         if group["phi_lr"]:
-            state |= fresh_phi(self.row_map(group, rows).params)
+            state |= fresh_phi(row_map.params)
         if group["precondition"] == "diagonal":
             state[SQUARE] = zeros_like_state(p, group)
         if group["precondition"] == "kronecker":
