@@ -94,7 +94,7 @@ class Bulk:
     def decay(self, xs: list[Tensor], factor: Any) -> list[Tensor]:
         """x <- factor x; under autograd new tensors."""
         if self.differentiable:
-            return [factor * x for x in xs]
+            return [factor * x.clone() for x in xs]  # x itself may be written to later
         if self.foreach:
             torch._foreach_mul_(xs, factor)
         else:
