@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiable
+from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
 
 from hecate.errors import ConfigError, NonFiniteError, ShapeError
 from hecate.optim.sharding import is_sharded, local
@@ -43,9 +43,6 @@ class MatrixOptimizer(Optimizer):
 
     structural: ClassVar[tuple[str, ...]] = ("state_dtype", "matrix")  # as in the checkpoint
     carried: ClassVar[tuple[str, ...]] = ()  # attributes that copies take along
-
-    def __init__(self, params: ParamsT, defaults: Group) -> None:
-        super().__init__(params, defaults)
 
     # What a subclass gives.
 

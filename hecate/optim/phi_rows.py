@@ -71,7 +71,7 @@ class PhiOptimizer(MatrixOptimizer):
             warnings.warn(
                 f"center=False with {plain.kind!r}: a gradient of zero moves weights, by "
                 "-lr P phi(0) at every step; leave center=True unless that is what you study",
-                stacklevel=6,
+                stacklevel=7,
             )
         group["phi_checksums"] = {
             str(width): checksum(self.drawn(group, width)) for width in self.widths(group)

@@ -184,7 +184,7 @@ def test_draws_are_made_again_from_the_seed_and_checked():
     assert drawn.param_groups[0]["phi_checksums"] == again.param_groups[0]["phi_checksums"]
 
 
-@pytest.mark.spec("OPT-BASE-E1")
+@pytest.mark.spec("OPT-BASE-D4")
 def test_what_is_not_offered_is_refused_by_name():
     p = torch.nn.Parameter(torch.zeros(3, 4))
     for option in ("capturable", "fused"):
@@ -218,7 +218,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.spec("OPT-BASE-E1", "OPT-LIFT-D3")
+@pytest.mark.spec("OPT-BASE-D4", "OPT-LIFT-D3")
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:40])
 def test_refused_options(options, message):
     with pytest.raises(ConfigError, match=message):

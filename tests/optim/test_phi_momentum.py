@@ -272,3 +272,21 @@ def test_learned_lift_approaches_the_calibrated_one():
     features = calibrated.features(like)[0]
     difference = (features @ decoder - calibrated.back(features, like, None)).norm() / like.norm()
     assert difference < 0.05, difference  # the calibration's own sample is 256 rows
+
+
+@pytest.mark.spec("OPT-ORTH-D1")
+@pytest.mark.parametrize("shape", [(3, 5), (6, 2), (4,)])
+def test_orthogonalized_steps_are_the_polar_factor(shape):
+    w, g = parameter(*shape), parameter(*shape, seed=1).detach()
+    start = w.detach().clone()
+    exact = {"polynomial": "cubic", "steps": 40}
+    optimizer = PhiMomentum([w], 0.1, 0.0, orthogonalize=exact)
+    w.grad = torch.zeros_like(g)
+    optimizer.step()
+    assert torch.equal(start, w)
+    w.grad = g
+    optimizer.step()
+    u, _, vh = np.linalg.svd(g.numpy().reshape(shape[0] if len(shape) > 1 else 1, -1))
+    k = min(len(u), len(vh))
+    polar = (u[:, :k] @ vh[:k]).reshape(shape)
+    np.testing.assert_allclose((start - w.detach()).numpy() / 0.1, polar, rtol=0, atol=1e-9)

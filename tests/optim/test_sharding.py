@@ -114,7 +114,7 @@ def worker(rank: int, world: int, port: int, failures) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.spec("OPT-SHARD-D1", "OPT-SHARD-I1", "OPT-SHARD-E1")
+@pytest.mark.spec("OPT-SHARD-D1", "OPT-SHARD-I1", "OPT-SHARD-D2")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_shards_step_as_the_whole_does(world):
     with socket.socket() as free:
