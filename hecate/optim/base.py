@@ -212,7 +212,9 @@ def _matching(name: str, own: State, other: State | None) -> State:
 
 
 def common_options(**given: Any) -> Group:
-    """The defaults of options that every optimiser here has, for `super().__init__`."""
+    """The defaults of a group, from the arguments of a constructor: its `locals()` will do."""
+    for name in ("self", "params", "phi_params", "__class__"):
+        given.pop(name, None)
     known: Group = {
         "lr": 1e-3,
         "weight_decay": 0.0,

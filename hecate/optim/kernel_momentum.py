@@ -74,8 +74,7 @@ class KernelMomentum(PhiOptimizer):
         capturable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        apart = {"self", "params", "phi_params", "__class__"}
-        defaults = common_options(**{k: v for k, v in locals().items() if k not in apart})
+        defaults = common_options(**locals())
         super().__init__(params, defaults, phi_params)
 
     def rows_of(self, x: Tensor, group: Group) -> Tensor:

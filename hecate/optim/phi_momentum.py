@@ -109,8 +109,7 @@ class PhiMomentum(PhiOptimizer):
         capturable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        apart = {"self", "params", "phi_params", "__class__"}
-        defaults = common_options(**{k: v for k, v in locals().items() if k not in apart})
+        defaults = common_options(**locals())
         if callable(lift):
             defaults["lift"] = "callable"
         self._guarded: int | Tensor = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 from copy import deepcopy
 
@@ -70,6 +71,15 @@ def test_state_exists_at_construction(name):
         k: {n: t.shape for n, t in s.items()} for k, s in optimizer.state_dict()["state"].items()
     }
     assert fresh == later
+
+
+@pytest.mark.parametrize("cls", [PhiMomentum, KernelMomentum])
+def test_a_group_holds_the_arguments(cls):
+    arguments = set(inspect.signature(cls).parameters)
+    group = cls([torch.nn.Parameter(torch.zeros(2, 3))]).param_groups[0]
+    apart = {"phi_params", "capturable", "fused"}
+    assert arguments - group.keys() == apart
+    assert group.keys() - arguments == {"phi_checksums"}
 
 
 @pytest.mark.spec("OPT-BASE-I2")

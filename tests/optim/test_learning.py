@@ -127,3 +127,15 @@ def test_one_step_of_phi_is_the_gradient_of_its_objective():
     missed = (g @ w[0] @ w[0].T - g).square().sum() / (2 * g.square().sum())
     expected = weight - 0.3 * torch.autograd.grad(missed, w)[0]
     torch.testing.assert_close(optimizer.state[p]["phi.weight"], expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.spec("OPT-LIFT-D4")
+def test_a_learned_lift_forgets_nothing_while_gradients_are_zero():
+    p = torch.nn.Parameter(draw(5, C))
+    optimizer = PhiMomentum([p], feature_map=phi.Linear(d_phi=4), lift="learned", forget=0.5)
+    p.grad = draw(5, C, seed=3)
+    optimizer.step()
+    before = {key: value.clone() for key, value in optimizer.state[p].items() if "lift" in key}
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert before and all(torch.equal(v, optimizer.state[p][k]) for k, v in before.items())
