@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hecate.optim.base import Group, State
 from hecate.optim.internal import GRAM, learn_lift, learn_phi, own_phi
-from hecate.optim.lift import RowMap, scaled
+from hecate.optim.lift import RowMap, on_numbers, scaled
 from hecate.optim.orthogonal import orthogonalised
+from hecate.optim.phi_rows import map_of
 from hecate.optim.precondition import COLUMNS, ROWS, SQUARE, diagonal, kronecker
 from hecate.optim.tensors import as_matrix, pointwise
 from hecate.phi import Identity
@@ -25,6 +26,19 @@ class Pass(Protocol):
 
     def leave(self, held: list[Tensor]) -> list[Tensor]:
         """The updates of the weights from what is held."""
+
+
+def acts_on_numbers(group: Group) -> bool:
+    """Whether P phi~ of a number depends on that number alone."""
+    direct = group["lift"] in ("identity", "vjp") and group["input_scale"] == "none"
+    return direct and on_numbers(map_of(group))
+
+
+def number_by_number(group: Group) -> bool:
+    """Whether an update needs no more than phi of each number and its momentum."""
+    more = group["precondition"] or group["orthogonalize"]
+    plain = group["space"] == "weight" and group["guard"] == "none" and not more
+    return plain and acts_on_numbers(group)
 
 
 class Numberwise:

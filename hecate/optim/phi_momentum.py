@@ -23,9 +23,9 @@ from hecate.optim.base import (
     zeros_like_state,
 )
 from hecate.optim.internal import fresh_lift, fresh_phi
-from hecate.optim.lift import LIFTS, Call, Scale, choose, on_numbers, refuse_lift
+from hecate.optim.lift import LIFTS, Call, Scale, choose, refuse_lift
 from hecate.optim.orthogonal import settings
-from hecate.optim.passes import Numberwise, Pass, Rowwise
+from hecate.optim.passes import Numberwise, Pass, Rowwise, acts_on_numbers, number_by_number
 from hecate.optim.phi_rows import PhiOptimizer, map_of
 from hecate.optim.precondition import COLUMNS, ROWS, SQUARE, WIDEST
 from hecate.optim.sharding import is_spread, like, local, rows_are_whole
@@ -146,6 +146,7 @@ class PhiMomentum(PhiOptimizer):
                 "guard judges the update of one gradient, space 'phi' has only that of all; "
                 "use space 'weight' or guard 'none'"
             )
+        self._check_rows(group)
         self._check_learning(group)
 
     def _check_lift(self, group: Group) -> None:
@@ -161,13 +162,22 @@ class PhiMomentum(PhiOptimizer):
             raise ConfigError("lift 'callable' needs the function itself: pass it as lift=")
         for width in self.widths(group):
             refuse_lift(feature_map, group["lift"], width)
+
+    def _check_rows(self, group: Group) -> None:
+        in_phi, matrix = group["space"] == "phi", group["matrix"]
+        any_shard = acts_on_numbers(group) and group["guard"] == "none" and not in_phi
         for p in group["params"]:
-            if not (rows_are_whole(p, group["matrix"]) or _acts_on_numbers(group)):
+            if not (any_shard or rows_are_whole(p, matrix)):
                 raise ConfigError(
                     f"{name_of(group, p)} is sharded across its rows, and "
                     f"{group['feature_map']['kind']!r} with these options works on whole rows; "
                     "give it a group with a componentwise feature_map such as 'identity' or "
                     "'tanh', or shard its first dimension"
+                )
+            if in_phi and is_spread(p) and matrix == "last" and p.ndim > 2:
+                raise ConfigError(
+                    f"space 'phi' with matrix 'last' has no placement for the accumulator of "
+                    f"{name_of(group, p)}, which is sharded; use matrix 'flatten'"
                 )
 
     def _check_learning(self, group: Group) -> None:
@@ -233,7 +243,7 @@ class PhiMomentum(PhiOptimizer):
         """Writes phi~ of the gradients into the momentum and moves the weights by it."""
         held = [state[HELD] for state in states]
         bulk = Bulk(group["foreach"], group["differentiable"], held[0].dtype)
-        if _acts_on_numbers(group) and not _needs_rows(group):
+        if number_by_number(group):
             row_map = self.row_map(group, held[0].new_empty(0, 1))
             numbers = Numberwise(row_map, bulk.foreach)
             if bulk.foreach:
@@ -250,21 +260,6 @@ class PhiMomentum(PhiOptimizer):
             state[HELD] = value
 
 
-def _acts_on_numbers(group: Group) -> bool:
-    """Whether P phi~ of a number depends on that number alone."""
-    direct = group["lift"] in ("identity", "vjp") and group["input_scale"] == "none"
-    return direct and on_numbers(map_of(group))
-
-
-def _needs_rows(group: Group) -> bool:
-    """Whether an update needs more than phi of each number and its momentum."""
-    return (
-        group["space"] == "phi"
-        or group["guard"] != "none"
-        or bool(group["precondition"] or group["orthogonalize"])
-    )
-
-
 def _move(
     group: Group,
     bulk: Bulk,
@@ -275,14 +270,15 @@ def _move(
 ) -> list[Tensor]:
     """One step in place; the new momentum, which under autograd is not the old tensor."""
     lr, momentum = bulk.number(group["lr"]), bulk.number(group["momentum"])
-    hope, decay = group["form"] == "hope", group["weight_decay"]
+    decay, gain = bulk.number(group["weight_decay"]), 1 - group["dampening"]
+    hope = group["form"] == "hope"
     if grads[0].dtype != held[0].dtype:
         grads = [g.to(m.dtype) for g, m in zip(grads, held, strict=True)]
     if decay and not group["decoupled"]:
         grads = bulk.sum(grads, params, decay)
     written = through.enter(grads)
     held = bulk.decay(held, momentum)
-    held = bulk.add(held, written, -lr if hope else 1 - group["dampening"])
+    held = bulk.add(held, written, -lr * gain if hope else gain)
     ahead = held
     if group["nesterov"]:
         ahead = bulk.sum(bulk.scaled(written, -lr) if hope else written, held, momentum)

@@ -35,7 +35,7 @@ class PhiOptimizer(MatrixOptimizer):
     process, and a checkpoint holds their checksum. [OPT-PHI-I3]
     """
 
-    structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, *MADE_OF[:4])
+    structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, *MADE_OF[:5])
     carried: ClassVar[tuple[str, ...]] = ("_given", "_call", "_maps")
 
     def __init__(
@@ -126,7 +126,9 @@ class PhiOptimizer(MatrixOptimizer):
 
     def _decoded(self, group: Group, made: RowMap, like: Tensor) -> tuple[RowMap, float]:
         width = like.shape[-1]
-        wide = made.with_params(made.params, torch.zeros(1, width, dtype=torch.float64))
+        exact = torch.zeros(1, width, dtype=torch.float64)
+        with torch.no_grad():
+            wide = made.with_params(placed(made.params, exact), exact)
         decoder, error = calibrated(wide, width, group["seed"], group["ridge"])
         if error > group["max_decode_error"]:
             raise ConfigError(

@@ -74,10 +74,10 @@ def blocks(lists: tuple[list[Tensor], ...], most: int) -> Iterator[tuple[list[Te
 class Bulk:
     """In-place arithmetic on lists of tensors: foreach kernels, a loop, or differentiable.
 
-    In float32 and float64 all three compute the same numbers bit for bit. In half precision torch's
-    foreach kernels round factors to it on a CPU, so there only an explicit `foreach=True` takes
-    them. A factor may be a tensor of one element that autograd follows; then nothing that autograd
-    saved is overwritten.
+    In float32 and float64 foreach and loop compute the same numbers bit for bit. In half precision
+    torch's foreach kernels round factors to it on a CPU, so there only an explicit `foreach=True`
+    takes them. A factor may be a tensor of one element that autograd follows; then nothing that
+    autograd saved is overwritten.
     """
 
     def __init__(

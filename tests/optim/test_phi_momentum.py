@@ -123,6 +123,7 @@ def test_reference(name, lift, form, space):
         {"nesterov": True},
         {"nesterov": True, "form": "hope"},
         {"dampening": 0.3},
+        {"dampening": 0.3, "form": "hope"},
         {"weight_decay": 0.1},
         {"input_scale": "unit"},
         {"input_scale": "rms"},

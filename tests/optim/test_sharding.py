@@ -85,12 +85,17 @@ def refusals(mesh) -> None:
     for p in (across, bias):
         with pytest.raises(ConfigError, match="sharded across its rows"):
             PhiMomentum([p], **RFF)
+        with pytest.raises(ConfigError, match="sharded across its rows"):
+            PhiMomentum([p], feature_map=phi.Tanh(), guard="skip")
         PhiMomentum([p], feature_map=phi.Tanh())  # number by number: any shard will do
     for option in ({"orthogonalize": True}, {"precondition": "kronecker"}, {"lift": "learned"}):
         with pytest.raises(ConfigError, match="works on whole matrices"):
             PhiMomentum([rows], **option)
     with pytest.raises(ConfigError, match="adds up keys"):
         KernelMomentum([rows])
+    stack = torch.nn.Parameter(distribute_tensor(draw((4, 2, 6), 0), mesh, [Shard(0)]))
+    with pytest.raises(ConfigError, match="use matrix 'flatten'"):
+        PhiMomentum([stack], matrix="last", space="phi")
     whole = torch.nn.Parameter(distribute_tensor(draw((4, 6), 0), mesh, [Replicate()]))
     KernelMomentum([whole])
     PhiMomentum([whole], orthogonalize=True)

@@ -168,7 +168,7 @@ class PhiMomentum:
         if not in_phi:
             u = self._lifted(features, x, g)
             written = self._preconditioned(self._guarded(u, g))
-        gain = -self.lr if self.form == "hope" else 1 - self.dampening
+        gain = (1 - self.dampening) * (-self.lr if self.form == "hope" else 1)
         m = self.momentum * self.state.get("m", 0) + gain * written
         self.state["m"] = m
         if self.nesterov:
