@@ -1,0 +1,291 @@
+"""What every optimiser here shares: checks, the matrix view, complete state, one step's frame.
+
+A subclass says how a parameter's state starts (`fresh_state`) and what one step does to a list of
+parameters of one device and dtype (`update`). Everything that makes it a `torch.optim.Optimizer`
+in every respect stands here once.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
+
+from hecate.errors import ConfigError, NonFiniteError, ShapeError
+from hecate.optim.sharding import is_sharded, local
+from hecate.optim.tensors import state_dtype, sum_is_finite
+from hecate.tape.bridge import can_inspect
+
+Group = dict[str, Any]
+State = dict[str, Tensor]
+OnNonfinite = Literal["raise", "skip", "propagate"]
+MatrixView = Literal["flatten", "last"]
+StateDtype = Literal["full", "parameter"]
+
+
+class MatrixOptimizer(Optimizer):
+    """An optimiser that sees each parameter as a matrix of rows.
+
+    State exists from construction, so that the checkpoint of a fresh optimiser is complete; it is
+    float32 or better for half-precision parameters, through `load_state_dict` as well. All
+    gradients are checked before anything is written. `step` draws no random numbers. Options belong
+    to the group, so that schedulers and groups with settings of their own work.
+
+    Shapes: a parameter of 2 dimensions is its own matrix; more are flattened to `[first, rest]`
+    (`matrix="flatten"`) or to `[rest, last]` (`"last"`); 1 dimension is one row, none `[1, 1]`.
+    [OPT-BASE-D1]
+    """
+
+    structural: ClassVar[tuple[str, ...]] = ("state_dtype", "matrix")  # as in the checkpoint
+    carried: ClassVar[tuple[str, ...]] = ()  # attributes that copies take along
+
+    # What a subclass gives.
+
+    @abstractmethod
+    def fresh_state(self, p: Tensor, group: Group) -> State:
+        """The state of a parameter before its first step, sharded as the parameter is."""
+
+    @abstractmethod
+    def update(
+        self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]
+    ) -> None:
+        """One step on parameters of one device and dtype, in place.
+
+        All tensors are this process's own. Gradients point uphill (`maximize` is dealt with) and
+        are finite unless the group says `propagate`. Under `differentiable` a new tensor takes the
+        place of a state's entry; otherwise entries are overwritten in place.
+        """
+
+    def check(self, group: Group) -> None:
+        """Refuses options that cannot be computed; a subclass adds its own."""
+        check_common(group)
+
+    # One step.
+
+    @_use_grad_for_differentiable
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; `closure`, if given, computes the loss and the gradients anew."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        due = [(group, bucket) for group in self.param_groups for bucket in self._buckets(group)]
+        for group, (params, grads) in [(g, self._finite(g, *bucket)) for g, bucket in due]:
+            if params:
+                self._advance(group, params, grads)
+        return loss
+
+    def _buckets(self, group: Group) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Parameters with their gradients, by device and dtype; sparse gradients are refused."""
+        buckets: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for p in group["params"]:
+            if (grad := p.grad) is None:
+                continue
+            if grad.layout is not torch.strided:
+                raise ConfigError(
+                    f"{type(self).__name__} takes dense gradients only, got {grad.layout} for "
+                    f"{name_of(group, p)}; give it to torch.optim.SparseAdam, or set sparse=False "
+                    "in its Embedding"
+                )
+            params, grads = buckets.setdefault((p.device, p.dtype), ([], []))
+            params.append(p)
+            grads.append(local(grad))
+        return list(buckets.values())
+
+    def _finite(
+        self, group: Group, params: list[Tensor], grads: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What of a bucket this step uses, by the group's `on_nonfinite`."""
+        policy = group["on_nonfinite"]
+        if policy == "propagate" or not can_inspect(grads[0]) or sum_is_finite(grads):
+            return params, grads
+        pairs = list(zip(params, grads, strict=True))
+        good = [pair for pair in pairs if bool(torch.isfinite(pair[1]).all())]
+        if policy == "raise" and len(good) < len(pairs):
+            kept = {p for p, _ in good}
+            names = [name_of(group, p) for p in params if p not in kept]
+            raise NonFiniteError(
+                f"the gradient of {', '.join(names[:3])}{', ...' if names[3:] else ''} holds NaN "
+                "or infinity; nothing was changed. Lower lr or clip gradients; "
+                "on_nonfinite='skip' leaves such parameters as they are"
+            )
+        return [p for p, _ in good], [grad for _, grad in good]
+
+    def _advance(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
+        if group["maximize"]:
+            grads = list(torch._foreach_neg(grads))
+        states: list[State] = [self.state[p] for p in params]
+        if any(is_sharded(p) for p in params):
+            states = [{key: local(value) for key, value in state.items()} for state in states]
+            params = [local(p) for p in params]
+        self.update(group, params, grads, states)
+
+    # Groups, checkpoints, copies.
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Adds a group: checks its options and parameters, and makes their state."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for p in group["params"]:
+                refuse_parameter(type(self).__name__, p, group)
+            self.check(group)
+            made = {p: self.fresh_state(p, group) for p in group["params"]}
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        for p, state in made.items():
+            self.state[p] = state
+
+    def agree(self, group: Group, other: Group) -> None:
+        """Refuses a checkpoint whose options give the state another meaning."""
+        for key in self.structural:
+            if key in other and other[key] != group[key]:
+                raise ConfigError(
+                    f"the checkpoint was written with {key} = {other[key]!r}, this optimiser has "
+                    f"{group[key]!r}; construct it with the checkpoint's"
+                )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state; refuses that of other parameters or options, before anything changes.
+
+        torch casts state to its parameter's dtype, which rounds a float32 momentum of bfloat16
+        weights; here every entry keeps the dtype of a fresh state. [OPT-BASE-I2]
+        """
+        handle = self.register_load_state_dict_pre_hook(_examine)  # after the user's own
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self.__dict__.pop("_saved", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: getattr(self, name) for name in self.carried}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved: dict[Tensor, State] = self.__dict__.get("_saved", {})
+        for p, entries in saved.items():
+            for key, value in entries.items():
+                place = self.state[p][key]
+                state["state"][p][key] = value.detach().to(place.device, place.dtype, copy=True)
+        super().__setstate__(state)
+        for group in self.param_groups:  # written by a version with fewer options
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+
+def _examine(optimizer: Optimizer, given: dict[str, Any]) -> None:
+    """Holds a state dict against the optimiser's own; leaves what it saves for `__setstate__`."""
+    groups, saved_groups = optimizer.param_groups, given["param_groups"]
+    if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
+        return  # torch says so
+    saved: dict[Tensor, State] = {}
+    for group, other in zip(groups, saved_groups, strict=True):
+        if isinstance(optimizer, MatrixOptimizer):
+            optimizer.agree(group, other)
+        for p, index in zip(group["params"], other["params"], strict=True):
+            saved[p] = _matching(name_of(group, p), optimizer.state[p], given["state"].get(index))
+    vars(optimizer)["_saved"] = saved
+
+
+def _matching(name: str, own: State, other: State | None) -> State:
+    if other is None or own.keys() != other.keys():
+        raise ConfigError(
+            f"the checkpoint's state of {name} holds {sorted(other or ())}, this optimiser needs "
+            f"{sorted(own)}; construct it as it was when the checkpoint was written"
+        )
+    for key, value in own.items():
+        if value.shape != other[key].shape:
+            raise ShapeError(
+                f"state {key!r} of {name} is {list(value.shape)} here and "
+                f"{list(other[key].shape)} in the checkpoint; load it into the same model"
+            )
+    return other
+
+
+# Options.
+
+
+def common_options(**given: Any) -> Group:
+    """The defaults of a group, from the arguments of a constructor: its `locals()` will do."""
+    for name in ("self", "params", "phi_params", "__class__"):
+        given.pop(name, None)
+    known: Group = {
+        "lr": 1e-3,
+        "weight_decay": 0.0,
+        "maximize": False,
+        "foreach": None,
+        "differentiable": False,
+        "on_nonfinite": "raise",
+        "state_dtype": "full",
+        "matrix": "flatten",
+    }
+    for name in ("capturable", "fused"):
+        if given.pop(name, None):
+            raise ConfigError(
+                f"{name}=True is not offered: this optimiser has no kernel for it; "
+                "leave it out, foreach is the fast path"
+            )
+    return known | given
+
+
+def check_common(group: Group) -> None:
+    """Refuses values of the common options that mean nothing."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ConfigError(f"Tensor lr must be 1-element, got shape {list(lr.shape)}")
+    check_number(group, "lr")
+    check_number(group, "weight_decay")
+    check_choice(group, "on_nonfinite", ("raise", "skip", "propagate"))
+    check_choice(group, "state_dtype", ("full", "parameter"))
+    check_choice(group, "matrix", ("flatten", "last"))
+    if group["foreach"] and group["differentiable"]:
+        raise ConfigError("foreach and differentiable exclude each other; set one of them")
+
+
+def check_number(group: Group, name: str, low: float = 0.0, high: float = math.inf) -> None:
+    """Refuses what is not a number in [low, high], or a tensor that holds one."""
+    value = group[name]
+    if isinstance(value, Tensor) and not can_inspect(value):
+        return
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    fits = isinstance(number, int | float) and not isinstance(number, bool)
+    if not fits or not low <= number <= high or number == math.inf:
+        bound = "" if high == math.inf else f" and at most {high:g}"
+        raise ConfigError(f"{name} must be a finite number of at least {low:g}{bound}, got {value}")
+
+
+def check_choice(group: Group, name: str, choices: tuple[Any, ...]) -> None:
+    """Refuses what is not one of the choices."""
+    if group[name] not in choices:
+        raise ConfigError(f"{name} must be one of {list(choices)}, got {group[name]!r}")
+
+
+def refuse_parameter(owner: str, p: Tensor, group: Group) -> None:
+    """Refuses parameters that no optimiser here can update, by name."""
+    if not p.is_floating_point() or p.layout != torch.strided:
+        what = f"{p.dtype}" if p.layout == torch.strided else f"{p.layout}"
+        raise ConfigError(
+            f"{owner} updates dense real parameters, got {what} for {name_of(group, p)}; "
+            "give it to another optimiser (complex ones as torch.view_as_real)"
+        )
+    if is_sharded(p) and group["differentiable"]:
+        raise ConfigError(f"differentiable=True takes whole parameters, {name_of(group, p)} is not")
+
+
+def name_of(group: Group, p: Tensor) -> str:
+    """The parameter's name, or its place in the group and its shape."""
+    place = next(i for i, other in enumerate(group["params"]) if other is p)
+    if "param_names" in group:
+        return f"parameter {group['param_names'][place]!r}"
+    return f"parameter {place} {list(p.shape)}"
+
+
+def zeros_like_state(p: Tensor, group: Group) -> Tensor:
+    """Zeros of p's shape, layout and placement, in the dtype of state."""
+    return torch.zeros_like(p, dtype=state_dtype(p, group["state_dtype"]), requires_grad=False)

@@ -1,0 +1,191 @@
+"""A step's way through phi-space for lists of gradients: number by number, or row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hecate.optim.base import Group, State
+from hecate.optim.internal import GRAM, learn_lift, learn_phi, own_phi
+from hecate.optim.lift import RowMap, on_numbers, scaled
+from hecate.optim.orthogonal import orthogonalised
+from hecate.optim.phi_rows import map_of
+from hecate.optim.precondition import COLUMNS, ROWS, SQUARE, diagonal, kronecker
+from hecate.optim.tensors import as_matrix, pointwise
+from hecate.phi import Identity
+
+
+class Pass(Protocol):
+    """What an accumulator is written with, and how what it holds becomes an update."""
+
+    def enter(self, grads: list[Tensor]) -> list[Tensor]:
+        """What the gradients write."""
+
+    def leave(self, held: list[Tensor]) -> list[Tensor]:
+        """The updates of the weights from what is held."""
+
+
+def acts_on_numbers(group: Group) -> bool:
+    """Whether P phi~ of a number depends on that number alone."""
+    direct = group["lift"] in ("identity", "vjp") and group["input_scale"] == "none"
+    return direct and on_numbers(map_of(group))
+
+
+def number_by_number(group: Group) -> bool:
+    """Whether an update needs no more than phi of each number and its momentum."""
+    more = group["precondition"] or group["orthogonalize"]
+    plain = group["space"] == "weight" and group["guard"] == "none" and not more
+    return plain and acts_on_numbers(group)
+
+
+class Numberwise:
+    """For maps that act on every number alone: shapes do not matter, small tensors go together."""
+
+    def __init__(self, row_map: RowMap, joined: bool) -> None:
+        self.row_map = row_map
+        self.joined = joined
+        self.plain = isinstance(row_map.feature_map, Identity)
+
+    def enter(self, grads: list[Tensor]) -> list[Tensor]:
+        """P phi~(g)."""
+        if self.plain:
+            return grads
+        return pointwise(self.row_map, grads) if self.joined else [self.row_map(g) for g in grads]
+
+    def leave(self, held: list[Tensor]) -> list[Tensor]:
+        """Held as it is."""
+        return held
+
+
+class Batch(NamedTuple):
+    """Rows of one width from several gradients, and what phi made of them."""
+
+    members: list[int]
+    rows: Tensor
+    row_map: RowMap
+    features: Tensor
+    residuals: Any
+
+
+class Rowwise:
+    """For all maps, lifts, preconditioners and accumulators, on matrices `[rows, columns]`.
+
+    Gradients of one width go through phi together, unless each parameter learns its own lift or
+    phi. `guarded` counts rows that the guard changed.
+    """
+
+    def __init__(
+        self, group: Group, states: list[State], map_for: Callable[[Tensor], RowMap]
+    ) -> None:
+        self.group, self.states, self.map_for = group, states, map_for
+        self.in_phi = group["space"] == "phi"
+        self.guarded: Tensor | int = 0
+        self.grads: list[Tensor] = []
+        self.batches: list[Batch] = []
+
+    def enter(self, grads: list[Tensor]) -> list[Tensor]:
+        """phi~(g) `[rows, d_phi]` in phi-space, else the preconditioned P phi~(g)."""
+        self.grads = grads
+        self.batches = [self._batch(members) for members in self._together()]
+        if self.in_phi:
+            written = self._spread([batch.features for batch in self.batches])
+        else:
+            lifted = [
+                self._guard(batch, self._back(batch, batch.features)) for batch in self.batches
+            ]
+            written = self._preconditioned(self._shaped(self._spread(lifted)))
+        if self.group["phi_lr"]:
+            for batch in self.batches:
+                state = self.states[batch.members[0]]
+                learn_phi(batch.row_map, state, batch.rows, self.group["phi_lr"])
+        return written
+
+    def leave(self, held: list[Tensor]) -> list[Tensor]:
+        """The lifted accumulator, preconditioned, where it lives in phi-space; orthogonalised."""
+        if self.in_phi:
+            joined = [self._joined(held, batch.members) for batch in self.batches]
+            lifted = [self._back(*pair) for pair in zip(self.batches, joined, strict=True)]
+            held = self._preconditioned(self._shaped(self._spread(lifted)))
+        options = self.group["orthogonalize"]
+        if options is None:
+            return held
+        view = self.group["matrix"]
+        return [orthogonalised(as_matrix(u, view), options).reshape(u.shape) for u in held]
+
+    def _together(self) -> list[list[int]]:
+        if self.group["phi_lr"] or self.group["lift"] == "learned":
+            return [[i] for i in range(len(self.grads))]
+        widths: dict[int, list[int]] = {}
+        for i, g in enumerate(self.grads):
+            widths.setdefault(as_matrix(g, self.group["matrix"]).shape[-1], []).append(i)
+        return list(widths.values())
+
+    def _batch(self, members: list[int]) -> Batch:
+        matrices = [as_matrix(self.grads[i], self.group["matrix"]) for i in members]
+        rows = self._joined(matrices, range(len(matrices)))
+        row_map, state = self.map_for(rows), self.states[members[0]]
+        if self.group["phi_lr"]:
+            row_map = own_phi(row_map, state, rows)
+        features, residuals = row_map.features(rows)
+        if GRAM in state:
+            target = scaled(rows, row_map.scale)
+            decoder = learn_lift(state, features, target, self.group["forget"], self.group["ridge"])
+            row_map = row_map.decoded(decoder.to(rows))
+        return Batch(members, rows, row_map, features, residuals)
+
+    def _back(self, batch: Batch, held: Tensor) -> Tensor:
+        return batch.row_map.back(held, batch.rows, batch.residuals)
+
+    def _guard(self, batch: Batch, update: Tensor) -> Tensor:
+        """Rows that climb, <g, u> < 0, are left out or turned round."""
+        mode = self.group["guard"]
+        if mode == "none":
+            return update
+        climbs = (update * batch.rows).sum(-1, keepdim=True) < 0
+        self.guarded = self.guarded + climbs.sum()
+        return torch.where(climbs, 0 if mode == "skip" else -update, update)
+
+    def _preconditioned(self, updates: list[Tensor]) -> list[Tensor]:
+        name, retain, eps = (self.group[k] for k in ("precondition", "retain", "eps"))
+        if name is None:
+            return updates
+        found = []
+        for update, state in zip(updates, self.states, strict=True):
+            if name == "diagonal":
+                update, square = diagonal(state[SQUARE], update, retain, eps)
+                self._put(state, SQUARE, square)
+            else:
+                matrix = as_matrix(update, self.group["matrix"])
+                matrix, left, right = kronecker(state[ROWS], state[COLUMNS], matrix, retain, eps)
+                self._put(state, ROWS, left)
+                self._put(state, COLUMNS, right)
+                update = matrix.reshape(update.shape)
+            found.append(update)
+        return found
+
+    def _put(self, state: State, key: str, value: Tensor) -> None:
+        if self.group["differentiable"]:
+            state[key] = value
+        else:
+            state[key].copy_(value)
+
+    def _joined(self, matrices: list[Tensor], members: Any) -> Tensor:
+        chosen = [matrices[i] for i in members]
+        return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+
+    def _spread(self, values: list[Tensor]) -> list[Tensor]:
+        """Batches as one matrix per gradient, in their order."""
+        found: dict[int, Tensor] = {}
+        for batch, value in zip(self.batches, values, strict=True):
+            counts = [self._rows(i) for i in batch.members]
+            found.update(zip(batch.members, value.split(counts), strict=True))
+        return [found[i] for i in range(len(self.grads))]
+
+    def _rows(self, i: int) -> int:
+        return as_matrix(self.grads[i], self.group["matrix"]).shape[0]
+
+    def _shaped(self, matrices: list[Tensor]) -> list[Tensor]:
+        return [m.reshape(g.shape) for m, g in zip(matrices, self.grads, strict=True)]

@@ -1,0 +1,288 @@
+"""Momentum that accumulates features of the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from hecate.errors import ConfigError
+from hecate.optim.base import (
+    Group,
+    MatrixView,
+    OnNonfinite,
+    State,
+    StateDtype,
+    check_choice,
+    check_number,
+    common_options,
+    name_of,
+    zeros_like_state,
+)
+from hecate.optim.internal import fresh_lift, fresh_phi
+from hecate.optim.lift import LIFTS, Call, Scale, choose, refuse_lift
+from hecate.optim.orthogonal import settings
+from hecate.optim.passes import Numberwise, Pass, Rowwise, acts_on_numbers, number_by_number
+from hecate.optim.phi_rows import PhiOptimizer, map_of
+from hecate.optim.precondition import COLUMNS, ROWS, SQUARE, WIDEST
+from hecate.optim.sharding import is_spread, like, local, rows_are_whole
+from hecate.optim.tensors import BLOCK, CACHE, Bulk, as_matrix, blocks
+from hecate.phi import FeatureMap, Identity, Params
+
+HELD = "momentum"
+
+
+class PhiMomentum(PhiOptimizer):
+    """phi_momentum: m <- momentum m + P phi~(g), w <- w - lr m.
+
+    Momentum that remembers features of gradients instead of gradients. phi is any feature map of
+    the memories, applied to the rows of the gradient's matrix; phi~ is phi centred, phi(g) -
+    phi(0), or odd-lifted, (phi(g) - phi(-g)) / 2, so that a gradient of zero moves nothing; the
+    lift P takes features back. With `Identity` this is `torch.optim.SGD` with momentum, bit for
+    bit. `form="hope"` is m <- momentum m - lr P phi~(g), w <- w + m, as printed; both agree while
+    lr is constant.
+
+    lift: `identity` (equal widths); `vjp`, J^T phi~(g) with the map's own derivative; `pinv`, a
+    linear decoder fitted once to Gaussian rows; `learned`, the same fitted to the gradients seen,
+    discounted by `forget`; `prefix`, a polynomial's features of degree 1; or a function of
+    (features, rows). `auto` takes identity where components keep their sign, pinv for linear and
+    random_fourier, else vjp; the group then says which.
+    space: where m lives. `phi` holds `[rows, d_phi]` and lifts what it holds; with vjp by the
+    Jacobian at the present gradient, which is another rule than `weight`.
+    precondition: `diagonal` u / (sqrt(v) + eps) or `kronecker` L^(-1/4) u R^(-1/4), of the lifted
+    update, statistics kept by `retain`.
+    orthogonalize: Newton-Schulz on what moves the weights; True, or fields of its algorithm.
+    guard: rows whose update climbs, <g, u> < 0: `skip` leaves them out, `flip` turns them.
+    phi_lr: learned parameters of phi descend |P phi~(g) - g|^2 / (2 |g|^2), per parameter.
+    odd: None odd-lifts what centring would cut in half (relu and its kin), else centres.
+    seed: of frozen draws and of the decoder's calibration; they are made again, not saved.
+    decoupled: weight_decay shrinks weights by lr weight_decay; False adds it to gradients, as SGD.
+    dampening: factor 1 - dampening on what is written, from the first step on.
+
+    Shapes: see `MatrixOptimizer`; state per parameter: momentum like it (or `[rows, d_phi]`).
+    Cost: identity and componentwise maps are memory-bound; others O(numel d_phi) a step.
+    Warning: `vjp` through random Fourier features and other bounded maps vanishes for long rows;
+    scale them (`input_scale="unit"`).
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 51. [OPT-PHI-D1]
+    """
+
+    structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "space", "precondition")
+    carried: ClassVar[tuple[str, ...]] = (*PhiOptimizer.carried, "_guarded")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float | Tensor = 0.9,
+        feature_map: FeatureMap | Mapping[str, Any] | str = Identity(),  # noqa: B008 - frozen
+        lift: str | Call = "auto",
+        center: bool = True,
+        *,
+        odd: bool | None = None,
+        form: Literal["torch", "hope"] = "torch",
+        space: Literal["weight", "phi"] = "weight",
+        input_scale: Scale = "none",
+        precondition: Literal["diagonal", "kronecker"] | None = None,
+        orthogonalize: bool | Mapping[str, Any] = False,
+        guard: Literal["none", "skip", "flip"] = "none",
+        nesterov: bool = False,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        decoupled: bool = True,
+        phi_lr: float = 0.0,
+        phi_params: Mapping[int, Params] | None = None,
+        forget: float = 0.99,
+        ridge: float | None = None,
+        max_decode_error: float = 0.8,
+        retain: float = 0.99,
+        eps: float = 1e-8,
+        seed: int | torch.Generator = 0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        on_nonfinite: OnNonfinite = "raise",
+        state_dtype: StateDtype = "full",
+        matrix: MatrixView = "flatten",
+        capturable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = common_options(**locals())
+        if callable(lift):
+            defaults["lift"] = "callable"
+        self._guarded: int | Tensor = 0
+        super().__init__(params, defaults, phi_params, lift if callable(lift) else None)
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """`guarded`: how many rows the guard has changed so far."""
+        return {"guarded": int(self._guarded)}
+
+    def check(self, group: Group) -> None:
+        """Refuses options that mean nothing, or nothing together."""
+        group["orthogonalize"] = settings(group["orthogonalize"])
+        super().check(group)
+        self._check_lift(group)
+        for name in ("momentum", "dampening", "forget", "retain"):
+            check_number(group, name, high=1.0)
+        for name in ("phi_lr", "eps"):
+            check_number(group, name)
+        check_choice(group, "form", ("torch", "hope"))
+        check_choice(group, "space", ("weight", "phi"))
+        check_choice(group, "guard", ("none", "skip", "flip"))
+        check_choice(group, "precondition", (None, "diagonal", "kronecker"))
+        if group["nesterov"] and group["dampening"]:
+            raise ConfigError("nesterov needs dampening 0; leave one of them out")
+        hope, phi = group["form"] == "hope", group["space"] == "phi"
+        if hope and (group["orthogonalize"] or (phi and group["precondition"])):
+            raise ConfigError(
+                "form 'hope' puts lr into the momentum, and orthogonalize (or precondition after "
+                "space 'phi') would divide it out again; use form 'torch'"
+            )
+        if phi and group["guard"] != "none":
+            raise ConfigError(
+                "guard judges the update of one gradient, space 'phi' has only that of all; "
+                "use space 'weight' or guard 'none'"
+            )
+        self._check_rows(group)
+        self._check_learning(group)
+
+    def _check_lift(self, group: Group) -> None:
+        feature_map = map_of(group)
+        if group["lift"] == "auto":
+            group["lift"] = choose(feature_map)
+        if group["ridge"] is None:
+            group["ridge"] = 1e-6 if group["lift"] == "learned" else 0.0
+        check_choice(group, "lift", LIFTS)
+        check_number(group, "ridge")
+        check_number(group, "max_decode_error")
+        if group["lift"] == "callable" and self._call is None:
+            raise ConfigError("lift 'callable' needs the function itself: pass it as lift=")
+        for width in self.widths(group):
+            refuse_lift(feature_map, group["lift"], width)
+
+    def _check_rows(self, group: Group) -> None:
+        in_phi, matrix = group["space"] == "phi", group["matrix"]
+        any_shard = acts_on_numbers(group) and group["guard"] == "none" and not in_phi
+        for p in group["params"]:
+            if not (any_shard or rows_are_whole(p, matrix)):
+                raise ConfigError(
+                    f"{name_of(group, p)} is sharded across its rows, and "
+                    f"{group['feature_map']['kind']!r} with these options works on whole rows; "
+                    "give it a group with a componentwise feature_map such as 'identity' or "
+                    "'tanh', or shard its first dimension"
+                )
+            if in_phi and is_spread(p) and matrix == "last" and p.ndim > 2:
+                raise ConfigError(
+                    f"space 'phi' with matrix 'last' has no placement for the accumulator of "
+                    f"{name_of(group, p)}, which is sharded; use matrix 'flatten'"
+                )
+
+    def _check_learning(self, group: Group) -> None:
+        if group["phi_lr"] and not any(self.drawn(group, w)["learned"] for w in self.widths(group)):
+            raise ConfigError(
+                f"phi_lr trains learned parameters, {group['feature_map']['kind']!r} has none; "
+                "leave it at 0"
+            )
+        inner = [
+            name
+            for name, used in (
+                ("phi_lr", group["phi_lr"]),
+                ("lift 'learned'", group["lift"] == "learned"),
+                ("precondition 'kronecker'", group["precondition"] == "kronecker"),
+            )
+            if used
+        ]
+        if inner and group["differentiable"]:
+            raise ConfigError(
+                f"differentiable=True does not reach through {inner[0]}; leave it out"
+            )
+        if group["orthogonalize"]:
+            inner.append("orthogonalize")
+        for p in group["params"]:
+            if inner and is_spread(p):
+                raise ConfigError(
+                    f"{inner[0]} works on whole matrices, {name_of(group, p)} is sharded; "
+                    "put it in a group without, or keep it replicated"
+                )
+            sides = as_matrix(p, group["matrix"]).shape
+            if group["precondition"] == "kronecker" and max(sides) > WIDEST:
+                raise ConfigError(
+                    f"precondition 'kronecker' keeps a square factor for each side of "
+                    f"{name_of(group, p)}, {list(sides)}, and stops at {WIDEST}; give it a group "
+                    "with 'diagonal'"
+                )
+
+    def fresh_state(self, p: Tensor, group: Group) -> State:
+        """Zero momentum, and what the lift, phi and the preconditioner learn."""
+        state = {HELD: zeros_like_state(p, group)}
+        rows = as_matrix(local(state[HELD]), group["matrix"])
+        height, width = rows.shape
+        d_phi = map_of(group).output_dim(width)
+        row_map = self.row_map(group, rows)  # draws and calibrates now, not in a step
+        if group["space"] == "phi":
+            state[HELD] = like(p, rows.new_zeros(height, d_phi))
+        if group["lift"] == "learned":
+            state |= fresh_lift(d_phi, width, rows.device)
+        if group["phi_lr"]:
+            state |= fresh_phi(row_map.params)
+        if group["precondition"] == "diagonal":
+            state[SQUARE] = zeros_like_state(p, group)
+        if group["precondition"] == "kronecker":
+            state[ROWS], state[COLUMNS] = (
+                rows.new_zeros(height, height),
+                rows.new_zeros(width, width),
+            )
+        return state
+
+    def update(
+        self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]
+    ) -> None:
+        """Writes phi~ of the gradients into the momentum and moves the weights by it."""
+        held = [state[HELD] for state in states]
+        bulk = Bulk(group["foreach"], group["differentiable"], held[0].dtype)
+        if number_by_number(group):
+            row_map = self.row_map(group, held[0].new_empty(0, 1))
+            numbers = Numberwise(row_map, bulk.foreach)
+            if bulk.foreach:
+                size = BLOCK if numbers.plain else CACHE
+                for block in blocks((params, grads, held), size):
+                    _move(group, bulk, numbers, *block)
+                return
+            held = _move(group, bulk, numbers, params, grads, held)
+        else:
+            rows = Rowwise(group, states, lambda like: self.row_map(group, like))
+            held = _move(group, bulk, rows, params, grads, held)
+            self._guarded = self._guarded + rows.guarded
+        for state, value in zip(states, held, strict=True):
+            state[HELD] = value
+
+
+def _move(
+    group: Group,
+    bulk: Bulk,
+    through: Pass,
+    params: list[Tensor],
+    grads: list[Tensor],
+    held: list[Tensor],
+) -> list[Tensor]:
+    """One step in place; the new momentum, which under autograd is not the old tensor."""
+    lr, momentum = bulk.number(group["lr"]), bulk.number(group["momentum"])
+    decay, gain = bulk.number(group["weight_decay"]), 1 - group["dampening"]
+    hope = group["form"] == "hope"
+    if grads[0].dtype != held[0].dtype:
+        grads = [g.to(m.dtype) for g, m in zip(grads, held, strict=True)]
+    if decay and not group["decoupled"]:
+        grads = bulk.sum(grads, params, decay)
+    written = through.enter(grads)
+    held = bulk.decay(held, momentum)
+    held = bulk.add(held, written, -lr * gain if hope else gain)
+    ahead = held
+    if group["nesterov"]:
+        ahead = bulk.sum(bulk.scaled(written, -lr) if hope else written, held, momentum)
+    values = bulk.decay(params, 1 - lr * decay) if decay and group["decoupled"] else params
+    values = bulk.add(values, through.leave(ahead), 1 if hope else -lr)
+    bulk.write(params, values)
+    return held

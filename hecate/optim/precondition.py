@@ -1,0 +1,36 @@
+"""Preconditioners of an update: a diagonal one, and a Kronecker-factored one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SQUARE, ROWS, COLUMNS = "square", "kronecker_rows", "kronecker_columns"
+WIDEST = 8192  # the largest side of a matrix whose factors are still kept
+
+
+def diagonal(square: Tensor, update: Tensor, retain: float, eps: float) -> tuple[Tensor, Tensor]:
+    """v <- retain v + (1 - retain) u^2, u / (sqrt(v) + eps): the update, then v. [OPT-PRE-D1]"""
+    square = retain * square + (1 - retain) * update * update
+    return update / (square.sqrt() + eps), square
+
+
+def kronecker(
+    rows: Tensor, columns: Tensor, update: Tensor, retain: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """L <- retain L + (1 - retain) U U^T, R alike with U^T U, L^(-1/4) U R^(-1/4): update, L, R.
+
+    Shapes: U `[r, c]`, L `[r, r]`, R `[c, c]`.
+    References: Shampoo (Gupta et al., 2018, arXiv 1802.09568). [OPT-PRE-D2]
+    """
+    rows = retain * rows + (1 - retain) * (update @ update.mT)
+    columns = retain * columns + (1 - retain) * (update.mT @ update)
+    return root(rows, eps) @ update @ root(columns, eps), rows, columns
+
+
+def root(factor: Tensor, eps: float) -> Tensor:
+    """(A + eps max(eigenvalue))^(-1/4) of a positive semi-definite A."""
+    values, vectors = torch.linalg.eigh(factor)
+    values = values.clamp(min=0)
+    damped = values + eps * values[-1:] + torch.finfo(values.dtype).tiny
+    return (vectors * damped.pow(-0.25)) @ vectors.mT

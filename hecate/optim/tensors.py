@@ -1,0 +1,132 @@
+"""Lists of tensors: the matrix view, the dtype of state, joined small ones, arithmetic in bulk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+SMALL = 1 << 14  # numbers; smaller tensors are joined, because a call costs more than a copy
+BLOCK = 1 << 20  # numbers worked on together: more would leave the cache between two reads
+CACHE = 1 << 18  # the same where temporaries come and go
+
+
+def state_dtype(p: Tensor, option: str) -> torch.dtype:
+    """float32 or better (`"full"`), or the parameter's own (`"parameter"`)."""
+    return p.dtype if option == "parameter" else torch.promote_types(p.dtype, torch.float32)
+
+
+def as_matrix(x: Tensor, view: str) -> Tensor:
+    """x `[...]` as `[rows, columns]`, without a copy where its memory allows."""
+    if x.ndim == 2:
+        return x
+    if x.ndim < 2:
+        return x.reshape(1, -1)
+    return x.flatten(1) if view == "flatten" else x.reshape(-1, x.shape[-1])
+
+
+def sum_is_finite(tensors: list[Tensor]) -> bool:
+    """Whether the sum of all entries is finite: then every entry is; the converse may fail.
+
+    The tensors are on one device.
+    """
+    sums = [x.sum() for x in tensors if x.numel() >= SMALL]
+    small = [x for x in tensors if x.numel() < SMALL]
+    if small:
+        sums.append(_flatten_dense_tensors(small).sum())
+    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+    return math.isfinite(total.item())
+
+
+def pointwise(f: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """f of each tensor, for an f that acts on every number alone; they go as one."""
+    if len(tensors) == 1:
+        return [f(tensors[0])]
+    return list(_unflatten_dense_tensors(f(_flatten_dense_tensors(tensors)), tensors))
+
+
+def blocks(lists: tuple[list[Tensor], ...], most: int) -> Iterator[tuple[list[Tensor], ...]]:
+    """Lists of tensors of equal shapes as blocks of at most `most` numbers.
+
+    Small tensors come together, large ones in flat pieces; writing a piece writes its tensor.
+    """
+    held: list[tuple[Tensor, ...]] = []
+    size = 0
+    for row in zip(*lists, strict=True):
+        count = row[0].numel()
+        if held and size + count > most:
+            yield tuple(map(list, zip(*held, strict=True)))
+            held, size = [], 0
+        if count <= most or not all(x.is_contiguous() for x in row):
+            held.append(row)
+            size += count
+            continue
+        for piece in zip(*(x.view(-1).split(most) for x in row), strict=True):
+            yield tuple([x] for x in piece)
+    if held:
+        yield tuple(map(list, zip(*held, strict=True)))
+
+
+class Bulk:
+    """In-place arithmetic on lists of tensors: foreach kernels, a loop, or differentiable.
+
+    In float32 and float64 foreach and loop compute the same numbers bit for bit. In half precision
+    torch's foreach kernels round factors to it on a CPU, so there only an explicit `foreach=True`
+    takes them. A factor may be a tensor of one element that autograd follows; then nothing that
+    autograd saved is overwritten.
+    """
+
+    def __init__(
+        self, foreach: bool | None, differentiable: bool, dtype: torch.dtype = torch.float32
+    ) -> None:
+        halves = foreach is None and dtype.itemsize < 4
+        self.foreach = not (foreach is False or differentiable or halves)
+        self.differentiable = differentiable
+
+    def number(self, value: Any) -> Any:
+        """A factor: a Python number, unless autograd is to follow it."""
+        return value.item() if isinstance(value, Tensor) and not self.differentiable else value
+
+    def decay(self, xs: list[Tensor], factor: Any) -> list[Tensor]:
+        """x <- factor x; under autograd new tensors."""
+        if self.differentiable:
+            return [factor * x.clone() for x in xs]  # x itself may be written to later
+        if self.foreach:
+            torch._foreach_mul_(xs, factor)
+        else:
+            for x in xs:
+                x.mul_(factor)
+        return xs
+
+    def add(self, xs: list[Tensor], ys: list[Tensor], factor: Any = 1) -> list[Tensor]:
+        """x <- x + factor y; under autograd new tensors."""
+        if self.differentiable:
+            return [x + factor * y for x, y in zip(xs, ys, strict=True)]
+        if self.foreach:
+            torch._foreach_add_(xs, ys, alpha=factor)
+        else:
+            for x, y in zip(xs, ys, strict=True):
+                x.add_(y, alpha=factor)
+        return xs
+
+    def sum(self, xs: list[Tensor], ys: list[Tensor], factor: Any) -> list[Tensor]:
+        """x + factor y, leaving both as they are."""
+        if self.foreach:
+            return list(torch._foreach_add(xs, ys, alpha=factor))
+        if self.differentiable:
+            return [x + factor * y for x, y in zip(xs, ys, strict=True)]
+        return [x.add(y, alpha=factor) for x, y in zip(xs, ys, strict=True)]
+
+    def scaled(self, xs: list[Tensor], factor: Any) -> list[Tensor]:
+        """factor x, leaving x as it is."""
+        return list(torch._foreach_mul(xs, factor)) if self.foreach else [factor * x for x in xs]
+
+    def write(self, params: list[Tensor], values: list[Tensor]) -> None:
+        """Puts new values into parameters; without autograd they are there already."""
+        for p, value in zip(params, values, strict=True):
+            if p is not value:
+                p.copy_(value)

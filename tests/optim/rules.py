@@ -1,0 +1,608 @@
+"""torch's own rules for optimisers, as checks of any optimiser under any options.
+
+Each check is a function of a `Rule`; `CHECKS` holds them by name. The ideas, and where it can be
+imported the list of errors, are those of torch's test suite (`OptimizerInfo`).
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import io
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimiser class with options, and what it offers."""
+
+    name: str
+    cls: Callable[..., torch.optim.Optimizer]
+    options: dict[str, Any] = field(default_factory=dict)
+    foreach: bool = True
+    maximize: bool = True
+    complex: bool = False  # accepts complex parameters
+    matrices_only: bool = False
+    copies: bool = True  # a loaded state dict is not written to
+
+    def __call__(self, params: Any, **more: Any) -> torch.optim.Optimizer:
+        return self.cls(params, **{**self.options, **more})
+
+    @property
+    def lr(self) -> float:
+        return self.options["lr"]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def parameters(rule: Rule, seed: int = 0) -> list[Parameter]:
+    shapes: list[tuple[int, ...]] = [(4, 5), (3, 5)]
+    if not rule.matrices_only:
+        shapes += [(5,), (2, 5, 1), ()]
+    return [Parameter(draw(*shape, seed=seed + i)) for i, shape in enumerate(shapes)]
+
+
+def feed(params: list[Parameter], step: int, scale: float = 1.0) -> None:
+    """Gradients that depend on the weights and on the step."""
+    for i, p in enumerate(params):
+        p.grad = scale * (p.detach() + 0.5 * draw(*p.shape, seed=1000 * step + i).to(p))
+
+
+def run(optimizer: torch.optim.Optimizer, params: list[Parameter], steps: int = 4) -> None:
+    for step in range(steps):
+        feed(params, step)
+        optimizer.step()
+
+
+def same(a: list[Parameter], b: list[Parameter], exact: bool = True) -> None:
+    for x, y in zip(a, b, strict=True):
+        if exact:
+            assert torch.equal(x, y)
+        else:
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+
+
+def linear_problem(contiguous: bool) -> tuple[Parameter, Callable[[], Tensor]]:
+    weight = draw(10, 5, seed=1)
+    if not contiguous:
+        weight = torch.stack([weight, weight], -1)[..., 0]
+    weight = Parameter(weight)
+    x, bias = draw(5, seed=2), draw(10, seed=3)
+
+    def loss() -> Tensor:
+        return (weight.mv(x) + bias).square().sum()
+
+    return weight, loss
+
+
+def descends(rule: Rule, schedule: Any = None, contiguous: bool = True, **more: Any) -> None:
+    weight, loss = linear_problem(contiguous)
+    optimizer = rule([weight], **more)
+    schedulers = [make(optimizer) for make in schedule or ()]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    first = closure().item()
+    for _ in range(20):
+        value = optimizer.step(closure)
+        for scheduler in schedulers:
+            plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(value.item()) if plateau else scheduler.step()
+    last = closure().item()
+    assert last > first if more.get("maximize") else last < first
+
+
+# Direction, schedulers, groups.
+
+
+def check_right_direction(rule: Rule) -> None:
+    descends(rule)
+
+
+def check_right_direction_not_contiguous(rule: Rule) -> None:
+    descends(rule, contiguous=False)
+
+
+def check_maximize_climbs(rule: Rule) -> None:
+    if not rule.maximize:
+        pytest.skip("offers no maximize")
+    descends(rule, maximize=True)
+
+
+def check_schedulers(rule: Rule) -> None:
+    schedulers = torch.optim.lr_scheduler
+    descends(rule, [lambda o: schedulers.ExponentialLR(o, 0.99)])
+    descends(rule, [lambda o: schedulers.StepLR(o, 10, 0.9), schedulers.ReduceLROnPlateau])
+
+
+def check_warmup_and_momentum_schedule(rule: Rule) -> None:
+    if "momentum" not in rule([parameters(rule)[0]]).defaults:
+        pytest.skip("has no momentum to cycle")
+    descends(rule, [lambda o: torch.optim.lr_scheduler.OneCycleLR(o, rule.lr, total_steps=30)])
+
+
+def check_swa_and_lambda_scheduler(rule: Rule) -> None:
+    descends(rule, [lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t))])
+
+
+def check_groups_with_their_own_lr(rule: Rule) -> None:
+    one, two = parameters(rule), parameters(rule)
+    joint = rule([{"params": one[:1], "lr": rule.lr / 2}, {"params": one[1:]}])
+    apart = [rule(two[:1], lr=rule.lr / 2), rule(two[1:])]
+    for step in range(4):
+        feed(one, step)
+        joint.step()
+        feed(two, step)
+        for optimizer in apart:
+            optimizer.step()
+    same(one, two)
+
+
+def check_groups_with_their_own_weight_decay(rule: Rule) -> None:
+    one, two = parameters(rule), parameters(rule)
+    joint = rule([{"params": one[:1], "weight_decay": 0.1}, {"params": one[1:]}])
+    apart = [rule(two[:1], weight_decay=0.1), rule(two[1:])]
+    for step in range(4):
+        feed(one, step)
+        joint.step()
+        feed(two, step)
+        for optimizer in apart:
+            optimizer.step()
+    same(one, two)
+
+
+def check_add_param_group(rule: Rule) -> None:
+    one, two = parameters(rule), parameters(rule)
+    late = rule(one[:1])
+    late.add_param_group({"params": one[1:]})
+    run(late, one)
+    run(rule(two), two)
+    same(one, two)
+
+
+def check_decay_alone_shrinks(rule: Rule) -> None:
+    params = parameters(rule)
+    optimizer = rule(params, weight_decay=0.5)
+    before = [p.detach().abs().sum() for p in params]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all(p.detach().abs().sum() < b for p, b in zip(params, before, strict=True))
+
+
+# Learning rate, foreach, maximize.
+
+
+def check_tensor_lr(rule: Rule) -> None:
+    one, two = parameters(rule), parameters(rule)
+    run(rule(one, lr=torch.tensor(rule.lr), **({"foreach": False} if rule.foreach else {})), one)
+    run(rule(two, **({"foreach": False} if rule.foreach else {})), two)
+    same(one, two, exact=False)
+
+
+def check_foreach_matches_loop(rule: Rule) -> None:
+    if not rule.foreach:
+        pytest.skip("offers no foreach")
+    sets = [parameters(rule), parameters(rule)]
+    made = [rule(p, foreach=f) for p, f in zip(sets, (True, False), strict=True)]
+    for params, optimizer in zip(sets, made, strict=True):
+        for step in range(7):
+            feed(params, step)
+            if step == 3:
+                params[0].grad = None
+            optimizer.step()
+    same(*sets, exact=False)
+    for p, q in zip(*sets, strict=True):
+        for key, value in made[0].state[p].items():
+            torch.testing.assert_close(value, made[1].state[q][key], rtol=1e-12, atol=1e-13)
+
+
+def check_maximize_is_minimize_of_the_negative(rule: Rule) -> None:
+    if not rule.maximize:
+        pytest.skip("offers no maximize")
+    one, two = parameters(rule), parameters(rule)
+    up, down = rule(one, maximize=True), rule(two)
+    for step in range(4):
+        feed(one, step)
+        feed(two, step, -1.0)
+        up.step()
+        down.step()
+    same(one, two)
+
+
+# What must not move.
+
+
+def check_no_gradients_is_a_noop(rule: Rule) -> None:
+    params = parameters(rule)
+    optimizer = rule(params)
+    run(optimizer, params, 2)
+    before, state = [p.detach().clone() for p in params], deepcopy(optimizer.state_dict()["state"])
+    optimizer.zero_grad()
+    optimizer.step()
+    same(params, [Parameter(b) for b in before])
+    assert str(state) == str(optimizer.state_dict()["state"])
+
+
+def check_zero_gradients_are_a_noop(rule: Rule) -> None:
+    params = parameters(rule)
+    optimizer = rule(params, weight_decay=0.0)
+    before = [p.detach().clone() for p in params]
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    same(params, [Parameter(b) for b in before])
+
+
+def check_only_parameters_with_gradients_move(rule: Rule) -> None:
+    params = parameters(rule)
+    optimizer = rule(params)
+    before = params[0].detach().clone()
+    feed(params, 0)
+    params[0].grad = None
+    optimizer.step()
+    assert torch.equal(params[0], before) and not torch.equal(
+        params[1].detach(), draw(3, 5, seed=1)
+    )
+
+
+def check_gradients_are_left_alone(rule: Rule) -> None:
+    params = parameters(rule)
+    optimizer = rule(params, weight_decay=0.1, **({"maximize": True} if rule.maximize else {}))
+    feed(params, 0)
+    before = [p.grad.clone() for p in params]
+    optimizer.step()
+    assert all(torch.equal(p.grad, b) for p, b in zip(params, before, strict=True))
+
+
+def check_draws_no_random_numbers(rule: Rule) -> None:
+    state = torch.get_rng_state()
+    params = parameters(rule)
+    run(rule(params), params)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def check_zero_grad(rule: Rule) -> None:
+    params = parameters(rule)
+    optimizer = rule(params)
+    feed(params, 0)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(not p.grad.any() for p in params)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in params)
+
+
+# Errors.
+
+
+def check_errors(rule: Rule) -> None:
+    common = pytest.importorskip("torch.testing._internal.common_optimizers")
+    inputs = common.get_error_inputs_for_all_optims("cpu", torch.float64)
+    assert len(inputs) >= 5
+    for case in inputs:
+        given = case.optimizer_error_input
+        params = given.params if given.params is not None else parameters(rule)
+        if case.error_type is UserWarning:
+            with pytest.warns(UserWarning, match=case.error_regex):
+                rule(params, **given.kwargs)
+        else:
+            with pytest.raises(case.error_type, match=case.error_regex):
+                rule(params, **given.kwargs)
+
+
+def check_negative_options_are_refused(rule: Rule) -> None:
+    for name in ("lr", "weight_decay"):
+        with pytest.raises(ValueError, match=r"(?i)" + name.replace("_", ".") + "|learning rate"):
+            rule(parameters(rule), **{name: -0.1})
+
+
+def check_unknown_options_are_refused(rule: Rule) -> None:
+    with pytest.raises(TypeError):
+        rule(parameters(rule), no_such_option=1)
+
+
+def check_complex(rule: Rule) -> None:
+    value = torch.complex(draw(3, 5), draw(3, 5, seed=1))
+    if not rule.complex:
+        with pytest.raises((ValueError, RuntimeError), match=r"(?i)complex"):
+            optimizer = rule([Parameter(value)])
+            optimizer.param_groups[0]["params"][0].grad = value
+            optimizer.step()
+        return
+    whole, real = Parameter(value.clone()), Parameter(torch.view_as_real(value).clone())
+    one, two = rule([whole]), rule([real])
+    for step in range(3):
+        g = draw(3, 5, 2, seed=step)
+        whole.grad, real.grad = torch.view_as_complex(g), g
+        one.step()
+        two.step()
+    torch.testing.assert_close(torch.view_as_real(whole.detach()), real.detach())
+
+
+# State and copies.
+
+
+def check_can_be_printed(rule: Rule) -> None:
+    text = repr(rule(parameters(rule)))
+    assert "Parameter Group 0" in text and "lr" in text
+
+
+def check_state_exists_after_a_step(rule: Rule) -> None:
+    params = parameters(rule)
+    optimizer = rule(params)
+    run(optimizer, params, 1)
+    for p in params:
+        assert any(isinstance(v, Tensor) and v.any() for v in optimizer.state[p].values())
+
+
+def check_state_dict_is_deterministic(rule: Rule) -> None:
+    for named in (False, True):
+        params = parameters(rule)
+        given = [(f"p{i}", p) for i, p in enumerate(params)] if named else params
+        optimizer = rule(given)
+        run(optimizer, params, 2)
+        first, second = optimizer.state_dict(), optimizer.state_dict()
+        assert str(first) == str(second)
+        copies = parameters(rule)
+        with torch.no_grad():
+            for p, q in zip(params, copies, strict=True):
+                q.copy_(p)
+        again = rule([(f"p{i}", p) for i, p in enumerate(copies)] if named else copies)
+        again.load_state_dict(deepcopy(first))
+        run(optimizer, params)
+        run(again, copies)
+        same(params, copies)
+
+
+def check_state_dict_between_named_and_unnamed(rule: Rule) -> None:
+    for source, target in ((True, False), (False, True)):
+        one, two = parameters(rule), parameters(rule)
+        old = rule([(f"a{i}", p) for i, p in enumerate(one)] if source else one)
+        run(old, one, 2)
+        new = rule([(f"b{i}", p) for i, p in enumerate(two)] if target else two)
+        with torch.no_grad():
+            for p, q in zip(one, two, strict=True):
+                q.copy_(p)
+        new.load_state_dict(deepcopy(old.state_dict()))
+        run(old, one, 2)
+        run(new, two, 2)
+        same(one, two)
+
+
+def check_older_state_dict(rule: Rule) -> None:
+    params = parameters(rule)
+    optimizer = rule(params)
+    run(optimizer, params, 2)
+    old = deepcopy(optimizer.state_dict())
+    for group in old["param_groups"]:
+        for flag in ("maximize", "foreach", "fused", "differentiable", "capturable"):
+            group.pop(flag, None)
+    optimizer.load_state_dict(old)
+    run(optimizer, params, 1)
+
+
+def check_weights_only_file(rule: Rule) -> None:
+    one, two = parameters(rule), parameters(rule)
+    optimizer = rule(one)
+    run(optimizer, one, 3)
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    again = rule(two)
+    with torch.no_grad():
+        for p, q in zip(one, two, strict=True):
+            q.copy_(p)
+    again.load_state_dict(torch.load(buffer, weights_only=True))
+    run(optimizer, one, 3)
+    run(again, two, 3)
+    same(one, two)
+
+
+def check_load_copies(rule: Rule) -> None:
+    if not rule.copies:
+        pytest.skip("loads tensors without copying them")
+    params = parameters(rule)
+    optimizer = rule(params)
+    run(optimizer, params, 2)
+    saved = optimizer.state_dict()
+    text = str(saved)
+    other = parameters(rule)
+    again = rule(other)
+    again.load_state_dict(saved)
+    run(again, other, 2)
+    assert str(saved) == text
+
+
+def check_wrong_state_dict_is_refused(rule: Rule) -> None:
+    params = parameters(rule)
+    with pytest.raises(ValueError, match="group"):
+        rule(params).load_state_dict(rule(params[:1]).state_dict())
+
+
+def check_deepcopy(rule: Rule) -> None:
+    optimizer = rule(parameters(rule))
+    run(optimizer, optimizer.param_groups[0]["params"], 2)
+    copy = deepcopy(optimizer)
+    public = {name for name in vars(optimizer) if not name.startswith("_")}
+    assert public == {name for name in vars(copy) if not name.startswith("_")}
+    run(optimizer, optimizer.param_groups[0]["params"], 2)
+    run(copy, copy.param_groups[0]["params"], 2)
+    same(optimizer.param_groups[0]["params"], copy.param_groups[0]["params"])
+
+
+def check_pickle(rule: Rule) -> None:
+    optimizer = rule(parameters(rule))
+    run(optimizer, optimizer.param_groups[0]["params"], 2)
+    copy = pickle.loads(pickle.dumps(optimizer))
+    run(optimizer, optimizer.param_groups[0]["params"], 2)
+    run(copy, copy.param_groups[0]["params"], 2)
+    same(optimizer.param_groups[0]["params"], copy.param_groups[0]["params"])
+
+
+def check_is_collected(rule: Rule) -> None:
+    params = parameters(rule)
+    optimizer = rule(params)
+    run(optimizer, params, 1)
+    watched = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert watched() is None, "a reference cycle keeps it"
+    finally:
+        gc.enable()
+
+
+# Hooks.
+
+
+def check_step_hooks(rule: Rule) -> None:
+    params, order = parameters(rule), []
+    optimizer = rule(params)
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: order.append("global before")),
+        register_optimizer_step_post_hook(lambda *_: order.append("global after")),
+        optimizer.register_step_pre_hook(lambda *_: order.append("before")),
+        optimizer.register_step_post_hook(lambda *_: order.append("after")),
+    ]
+    run(optimizer, params, 1)
+    for handle in handles:
+        handle.remove()
+    run(optimizer, params, 1)
+    assert order == ["global before", "before", "after", "global after"]
+
+
+def check_state_dict_hooks(rule: Rule) -> None:
+    optimizer, order = rule(parameters(rule)), []
+    run(optimizer, optimizer.param_groups[0]["params"], 1)
+    optimizer.register_state_dict_pre_hook(lambda o: order.append("pre"))
+    optimizer.register_state_dict_pre_hook(lambda o: order.append("first"), prepend=True)
+    optimizer.register_state_dict_post_hook(lambda o, s: {**s, "seen": True})
+    assert optimizer.state_dict()["seen"] and order == ["first", "pre"]
+
+
+def check_load_state_dict_hooks(rule: Rule) -> None:
+    optimizer, order = rule(parameters(rule)), []
+    run(optimizer, optimizer.param_groups[0]["params"], 1)
+    saved = optimizer.state_dict()
+
+    def halve(o: torch.optim.Optimizer, s: dict[str, Any]) -> dict[str, Any]:
+        groups = [{**group, "lr": group["lr"] / 2} for group in s["param_groups"]]
+        return {**s, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(halve)
+    optimizer.register_load_state_dict_post_hook(lambda o: order.append(o.param_groups[0]["lr"]))
+    optimizer.load_state_dict(saved)
+    assert order == [rule.lr / 2]
+
+
+# Closures, scaling, clipping, profiling.
+
+
+def check_closure(rule: Rule) -> None:
+    weight, loss = linear_problem(True)
+    optimizer = rule([weight])
+
+    def closure() -> Tensor:
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    assert torch.equal(optimizer.step(closure), loss_at_start(weight, loss))
+
+
+def loss_at_start(weight: Parameter, loss: Callable[[], Tensor]) -> Tensor:
+    moved = weight.detach().clone()
+    with torch.no_grad():
+        weight.copy_(draw(10, 5, seed=1))
+        value = loss()
+        weight.copy_(moved)
+    return value
+
+
+def check_grad_scaler(rule: Rule) -> None:
+    one, two = parameters(rule), parameters(rule)
+    scaled, plain = rule(one), rule(two)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        feed(one, step)
+        feed(two, step)
+        scaler.scale(torch.zeros(()))
+        for p in one:
+            p.grad.mul_(8.0)
+        scaler.step(scaled)
+        scaler.update()
+        plain.step()
+    same(one, two, exact=False)
+    before = [p.detach().clone() for p in one]
+    feed(one, 9)
+    one[0].grad.fill_(float("inf"))
+    scaler.step(scaled)
+    same(one, [Parameter(b) for b in before])
+
+
+def check_clipping(rule: Rule) -> None:
+    params = parameters(rule)
+    optimizer = rule(params)
+    feed(params, 0, 1e6)
+    torch.nn.utils.clip_grad_norm_(params, 1.0)
+    optimizer.step()
+    assert all(torch.isfinite(p).all() for p in params)
+
+
+def check_signature(rule: Rule) -> None:
+    names = list(inspect.signature(rule.cls).parameters)
+    assert names[:2] == ["params", "lr"]
+
+
+def check_generator_of_parameters(rule: Rule) -> None:
+    one, two = parameters(rule), parameters(rule)
+    run(rule(p for p in one), one)
+    run(rule(two), two)
+    same(one, two)
+
+
+def check_float32(rule: Rule) -> None:
+    params = [Parameter(p.detach().float()) for p in parameters(rule)]
+    optimizer = rule(params)
+    for step in range(3):
+        feed(params, step)
+        optimizer.step()
+    assert all(p.dtype == torch.float32 and torch.isfinite(p).all() for p in params)
+
+
+def check_no_warnings(rule: Rule) -> None:
+    params = parameters(rule)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(rule(params), params)
+
+
+CHECKS: dict[str, Callable[[Rule], None]] = {
+    name.removeprefix("check_"): value
+    for name, value in list(globals().items())
+    if name.startswith("check_")
+}

@@ -1,0 +1,313 @@
+"""What every optimiser promises: state, checkpoints, refusals, bad gradients."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from copy import deepcopy
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_state_dict
+
+from hecate import phi
+from hecate.errors import ConfigError, NonFiniteError, ShapeError
+from hecate.optim import KernelMomentum, PhiMomentum
+
+RFF = phi.RandomFourier(d_phi=16, sigma=3.0)
+OPTIONS = {
+    "identity": (PhiMomentum, {}),
+    "rff": (PhiMomentum, {"feature_map": RFF, "lift": "vjp", "space": "phi"}),
+    "learned": (PhiMomentum, {"feature_map": phi.Linear(d_phi=3), "lift": "learned"}),
+    "trained": (PhiMomentum, {"feature_map": phi.MLP(d_hidden=3), "phi_lr": 0.1}),
+    "diagonal": (PhiMomentum, {"precondition": "diagonal"}),
+    "kronecker": (PhiMomentum, {"precondition": "kronecker"}),
+    "kernel": (KernelMomentum, {"feature_map": phi.Tanh()}),
+}
+every = pytest.mark.parametrize("name", OPTIONS)
+
+
+def model(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    made = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(torch.randn(p.shape, generator=draws))
+    return made.to(dtype)
+
+
+def optimizer_of(name: str, module: torch.nn.Module, **more):
+    cls, options = OPTIONS[name]
+    return cls(module.named_parameters(), 1e-2, **{**options, **more})
+
+
+def advance(module, optimizer, steps: int = 3, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        draws = torch.Generator().manual_seed(step)
+        for p in module.parameters():
+            p.grad = torch.randn(p.shape, generator=draws).to(p.dtype)
+        optimizer.step()
+
+
+def weights(module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def equal(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.spec("OPT-BASE-I1")
+@every
+def test_state_exists_at_construction(name):
+    module = model()
+    optimizer = optimizer_of(name, module)
+    fresh = {
+        k: {n: t.shape for n, t in s.items()} for k, s in optimizer.state_dict()["state"].items()
+    }
+    assert len(fresh) == 4
+    advance(module, optimizer)
+    later = {
+        k: {n: t.shape for n, t in s.items()} for k, s in optimizer.state_dict()["state"].items()
+    }
+    assert fresh == later
+
+
+@pytest.mark.parametrize("cls", [PhiMomentum, KernelMomentum])
+def test_a_group_holds_the_arguments(cls):
+    arguments = set(inspect.signature(cls).parameters)
+    group = cls([torch.nn.Parameter(torch.zeros(2, 3))]).param_groups[0]
+    apart = {"phi_params", "capturable", "fused"}
+    assert arguments - group.keys() == apart
+    assert group.keys() - arguments == {"phi_checksums"}
+
+
+@pytest.mark.spec("OPT-BASE-I2")
+@every
+def test_bf16_parameters_keep_float32_state_through_a_checkpoint(name):
+    if name == "kronecker":
+        pytest.skip("no eigenvalues of half precision to compare")
+    one, two = model(torch.bfloat16), model(torch.bfloat16)
+    a, b = optimizer_of(name, one), optimizer_of(name, two)
+    advance(one, a)
+    buffer = io.BytesIO()
+    torch.save({"model": one.state_dict(), "optimizer": a.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    two.load_state_dict(saved["model"])
+    b.load_state_dict(saved["optimizer"])
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        for key, value in a.state[p].items():
+            assert value.dtype in (torch.float32, torch.float64)
+            assert b.state[q][key].dtype == value.dtype and torch.equal(value, b.state[q][key])
+    advance(one, a, 50, first=3)
+    advance(two, b, 50, first=3)
+    assert equal(weights(one), weights(two))
+
+
+@pytest.mark.spec("OPT-BASE-I1")
+@every
+def test_distributed_checkpoint_of_a_fresh_optimizer(name):
+    module = model()
+    optimizer = optimizer_of(name, module)
+    before, state = weights(module), deepcopy(optimizer.state_dict())
+    saved = get_optimizer_state_dict(module, optimizer)  # steps with zero gradients and lr 0
+    assert equal(before, weights(module))
+    assert str(state["state"]) == str(optimizer.state_dict()["state"])
+    other = model()
+    again = optimizer_of(name, other)
+    advance(module, optimizer)
+    saved = deepcopy(get_optimizer_state_dict(module, optimizer))
+    set_state_dict(other, again, model_state_dict=module.state_dict(), optim_state_dict=saved)
+    advance(module, optimizer, first=3)
+    advance(other, again, first=3)
+    assert equal(weights(module), weights(other))
+
+
+@pytest.mark.spec("OPT-BASE-D2")
+@every
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_raise_leaves_everything_as_it_was(name, value):
+    module = model()
+    optimizer = optimizer_of(name, module)
+    advance(module, optimizer, 2)
+    before, state = weights(module), str(optimizer.state_dict())
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    module[2].bias.grad[1] = value
+    with pytest.raises(NonFiniteError, match=r"'2\.bias'.*nothing was changed"):
+        optimizer.step()
+    assert equal(before, weights(module)) and state == str(optimizer.state_dict())
+
+
+@pytest.mark.spec("OPT-BASE-D2")
+def test_skip_leaves_that_parameter_alone_and_propagate_does_not():
+    for policy in ("skip", "propagate"):
+        module = model()
+        optimizer = optimizer_of("identity", module, on_nonfinite=policy)
+        before = weights(module)
+        for p in module.parameters():
+            p.grad = torch.ones_like(p)
+        module[2].bias.grad[1] = float("nan")
+        optimizer.step()
+        after = weights(module)
+        assert equal(before[3:], after[3:]) == (policy == "skip")
+        assert not any(torch.equal(a, b) for a, b in zip(before[:3], after[:3], strict=True))
+
+
+@pytest.mark.spec("OPT-BASE-D2")
+def test_a_sum_that_overflows_is_no_alarm():
+    p = torch.nn.Parameter(torch.zeros(100, dtype=torch.float32))
+    p.grad = torch.full_like(p, 3e38)
+    PhiMomentum([p], 1e-38).step()
+    assert torch.isfinite(p).all() and p.any()
+
+
+@pytest.mark.spec("OPT-BASE-D3")
+def test_load_errors_name_the_parameter_and_both_shapes():
+    wide = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+    saved = optimizer_of("identity", wide).state_dict()
+    with pytest.raises(
+        ShapeError, match=r"'momentum' of parameter '0\.weight' is \[5, 4\].*\[6, 4\]"
+    ):
+        optimizer_of("identity", model()).load_state_dict(saved)
+    saved = optimizer_of("diagonal", model()).state_dict()
+    with pytest.raises(ConfigError, match="precondition = 'diagonal'.*None"):
+        optimizer_of("identity", model()).load_state_dict(saved)
+    saved = optimizer_of("identity", model()).state_dict()
+    del saved["state"][2]
+    with pytest.raises(ConfigError, match=r"state of parameter '2\.weight' holds \[\]"):
+        optimizer_of("identity", model()).load_state_dict(saved)
+
+
+@pytest.mark.spec("OPT-PHI-I3")
+def test_draws_are_made_again_from_the_seed_and_checked():
+    module = model()
+    optimizer = optimizer_of("rff", module, seed=7)
+    assert not any("w" in state for state in optimizer.state.values())
+    saved = optimizer.state_dict()
+    optimizer_of("rff", model(), seed=7).load_state_dict(saved)
+    with pytest.raises(ConfigError, match=r"checksum .* seed 8 here, 7 there"):
+        optimizer_of("rff", model(), seed=8).load_state_dict(saved)
+    drawn = optimizer_of("rff", model(), seed=torch.Generator().manual_seed(1))
+    again = optimizer_of("rff", model(), seed=torch.Generator().manual_seed(1))
+    assert drawn.param_groups[0]["phi_checksums"] == again.param_groups[0]["phi_checksums"]
+
+
+@pytest.mark.spec("OPT-BASE-D4")
+def test_what_is_not_offered_is_refused_by_name():
+    p = torch.nn.Parameter(torch.zeros(3, 4))
+    for option in ("capturable", "fused"):
+        with pytest.raises(ConfigError, match=f"{option}=True is not offered"):
+            PhiMomentum([p], **{option: True})
+    with pytest.raises(ConfigError, match=r"torch.complex128 for parameter 0 \[2\]"):
+        PhiMomentum([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex128))])
+    optimizer = PhiMomentum([("table", p)])
+    p.grad = torch.zeros(3, 4).to_sparse()
+    with pytest.raises(ConfigError, match=r"torch.sparse_coo for parameter 'table'.*SparseAdam"):
+        optimizer.step()
+
+
+REFUSED = [
+    ({"lr": float("nan")}, "lr must be a finite number"),
+    ({"lr": float("inf")}, "lr must be a finite number"),
+    ({"momentum": 1.5}, "momentum .* at most 1"),
+    ({"form": "paper"}, "form must be one of"),
+    ({"foreach": True, "differentiable": True}, "exclude each other"),
+    ({"nesterov": True, "dampening": 0.1}, "dampening 0"),
+    ({"form": "hope", "orthogonalize": True}, "use form 'torch'"),
+    ({"space": "phi", "guard": "skip"}, "guard judges"),
+    ({"phi_lr": 0.1}, "'identity' has none"),
+    ({"feature_map": "cosformer"}, "no position"),
+    ({"feature_map": phi.Linear(d_phi=2), "lift": "identity"}, "makes 2 of 4"),
+    ({"feature_map": "elu", "lift": "prefix"}, "features of degree 1"),
+    ({"lift": "callable"}, "pass it as lift="),
+    ({"feature_map": phi.RandomFourier(d_phi=8)}, r"misses \d\.\d+ of a Gaussian row of 4"),
+    ({"differentiable": True, "precondition": "kronecker"}, "does not reach through"),
+    ({"feature_map": "eluu"}, "elu"),
+]
+
+
+@pytest.mark.spec("OPT-BASE-D4", "OPT-LIFT-D3")
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_refused_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        PhiMomentum([torch.nn.Parameter(torch.zeros(3, 4))], **{"lr": 0.1, **options})
+
+
+def test_a_refused_group_is_not_added():
+    module = model()
+    optimizer = optimizer_of("identity", module)
+    extra = torch.nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(ConfigError):
+        optimizer.add_param_group({"params": [("extra", extra)], "lift": "prefix"})
+    assert len(optimizer.param_groups) == 1 and extra not in optimizer.state
+
+
+@pytest.mark.spec("OPT-LIFT-D5")
+def test_auto_says_what_it_chose():
+    def chosen(made, **options):
+        p = torch.nn.Parameter(torch.zeros(3, 4))
+        optimizer = PhiMomentum([p], feature_map=made, max_decode_error=9.0, **options)
+        return optimizer.param_groups[0]["lift"], optimizer.param_groups[0]["odd"]
+
+    assert chosen("identity") == ("identity", False)
+    assert chosen("tanh") == ("identity", False)
+    assert chosen("relu") == ("identity", True)
+    assert chosen(phi.Linear(d_phi=7)) == ("pinv", False)
+    assert chosen(RFF, odd=True) == ("pinv", True)
+    assert chosen(phi.Polynomial(degree=2)) == ("vjp", False)
+
+
+@pytest.mark.spec("OPT-LIFT-D3")
+def test_decode_error_is_reported():
+    p = torch.nn.Parameter(torch.zeros(3, 4))
+    exact = PhiMomentum([p], feature_map=phi.Linear(d_phi=6)).decode_errors()
+    assert set(exact) == {4} and exact[4] < 1e-12
+    half = PhiMomentum([p], feature_map=phi.Linear(d_phi=2)).decode_errors()[4]
+    assert 0.55 < half < 0.8  # sqrt(1 - 2/4)
+
+
+@pytest.mark.spec("OPT-PHI-I1")
+def test_literal_phi_warns_and_drifts():
+    p = torch.nn.Parameter(torch.zeros(3, 4))
+    with pytest.warns(UserWarning, match="a gradient of zero moves weights"):
+        optimizer = PhiMomentum([p], 0.1, feature_map="elu", center=False, lift="identity")
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.full((3, 4), -0.1))
+
+
+def test_a_lift_of_the_wrong_shape_is_refused():
+    p = torch.nn.Parameter(torch.zeros(3, 4))
+    optimizer = PhiMomentum(
+        [p], feature_map=phi.Linear(d_phi=6), lift=lambda features, rows: features
+    )
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ShapeError, match=r"must return \[3, 4\] .* got \[3, 6\]"):
+        optimizer.step()
+
+
+@pytest.mark.spec("OPT-BASE-D1")
+def test_matrix_views():
+    draws = torch.Generator().manual_seed(0)
+    stack = torch.randn(2, 3, 4, generator=draws)
+    grad = torch.randn(2, 3, 4, generator=draws)
+    options = {"feature_map": phi.Softmax(), "lift": "vjp"}
+
+    def moved(value, gradient, **more):
+        p = torch.nn.Parameter(value.clone())
+        p.grad = gradient
+        PhiMomentum([p], 0.1, **options, **more).step()
+        return p.detach()
+
+    last = moved(stack.reshape(6, 4), grad.reshape(6, 4))
+    assert torch.equal(moved(stack, grad, matrix="last").reshape(6, 4), last)
+    flat = moved(stack.reshape(2, 12), grad.reshape(2, 12))
+    assert torch.equal(moved(stack, grad).reshape(2, 12), flat)
+    row = moved(stack[0, :1], grad[0, :1])
+    assert torch.equal(moved(stack[0, 0], grad[0, 0]), row[0])
+    # An image's memory order is not that of its matrix; its numbers are.
+    image, slope = stack.reshape(2, 3, 2, 2), grad.reshape(2, 3, 2, 2)
+    apart = moved(image.to(memory_format=torch.channels_last), slope)
+    torch.testing.assert_close(apart, moved(image, slope), rtol=0, atol=0)

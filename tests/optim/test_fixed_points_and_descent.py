@@ -1,0 +1,141 @@
+"""A gradient of zero moves nothing, and every phi descends: for all maps and legal lifts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hecate import phi
+from hecate.errors import ConfigError
+from hecate.optim import KernelMomentum, PhiMomentum
+from tests.phi.examples import EXAMPLES
+
+C = 5  # DPFP has up to 2 C - 1 = 9 rolls
+EVERY = [m for kind in sorted(phi.FeatureMap.variants()) for m in EXAMPLES.get(kind, [kind])]
+EVERY = [phi.FeatureMap.model_validate(m) for m in EVERY]
+EVERY = [m for m in EVERY if not m.needs_position]
+LIFTS = ("identity", "vjp", "pinv", "learned", "prefix")
+OPEN = {"max_decode_error": 10.0}  # tests of what happens, not of whether it is worth while
+
+
+def label(value: object) -> str:
+    return f"{value.kind}{EVERY.index(value)}" if isinstance(value, phi.FeatureMap) else str(value)
+
+
+def built(made: phi.FeatureMap, lift: str, *params: torch.nn.Parameter, **options):
+    try:
+        return PhiMomentum(params, 0.1, feature_map=made, lift=lift, **OPEN, **options)
+    except ConfigError as error:
+        if "lift" in str(error):
+            pytest.skip(f"no such lift: {error}")
+        raise
+
+
+def weights(seed: int = 0, *shape: int) -> torch.nn.Parameter:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.nn.Parameter(torch.randn(shape or (5, C), generator=draw))
+
+
+@pytest.mark.spec("OPT-PHI-I1")
+@pytest.mark.parametrize("odd", [False, True, None], ids=["centred", "odd", "auto"])
+@pytest.mark.parametrize("lift", LIFTS)
+@pytest.mark.parametrize("made", EVERY, ids=label)
+def test_zero_gradient_moves_nothing(made, lift, odd):
+    if odd and made.parity == "even":
+        pytest.skip("an even map has no odd part")
+    w, wide = weights(), weights(1, 3, 5, 1)
+    for space in ("weight", "phi"):
+        optimizer = built(made, lift, w, wide, odd=odd, space=space, input_scale="unit")
+        start = [w.detach().clone(), wide.detach().clone()]
+        for _ in range(3):
+            w.grad, wide.grad = torch.zeros_like(w), torch.zeros_like(wide)
+            optimizer.step()
+        assert torch.equal(start[0], w) and torch.equal(start[1], wide)
+        for state in (optimizer.state[w], optimizer.state[wide]):
+            assert not state["momentum"].any()
+
+
+@pytest.mark.spec("OPT-PHI-I1")
+@pytest.mark.parametrize("made", EVERY, ids=label)
+def test_zero_rows_move_nothing_among_others(made):
+    w = weights()
+    optimizer = built(made, "auto", w)
+    start = w.detach().clone()
+    w.grad = weights(2).detach() * torch.tensor([1.0, 0, 1, 0, 0])[:, None]
+    optimizer.step()
+    assert torch.equal(start[[1, 3, 4]], w.detach()[[1, 3, 4]])
+
+
+@pytest.mark.spec("OPT-KERNEL-I1")
+@pytest.mark.parametrize("keys", ["rows", "columns"])
+@pytest.mark.parametrize("made", EVERY, ids=label)
+def test_kernel_momentum_rests_and_descends(made, keys):
+    w = weights()
+    optimizer = KernelMomentum([w], 1.0, feature_map=made, keys=keys)
+    start = w.detach().clone()
+    w.grad = torch.zeros_like(w)
+    optimizer.step()
+    assert torch.equal(start, w)
+    w.grad = weights(3).detach()
+    optimizer.step()
+    along = ((start - w.detach()) * w.grad).sum()
+    assert along >= -1e-9 * (start - w.detach()).norm() * w.grad.norm()
+
+
+def quadratic(w: torch.Tensor) -> torch.Tensor:
+    scales = torch.linspace(0.5, 2, w.numel()).view_as(w)
+    return (scales * (w - 1).square()).sum() / 2
+
+
+def rosenbrock(w: torch.Tensor) -> torch.Tensor:
+    x, y = w[..., :-1], w[..., 1:]
+    return (100 * (y - x.square()).square() + (1 - x).square()).sum()
+
+
+SIX = [
+    phi.Identity(),
+    phi.Linear(d_phi=6),
+    phi.RandomFourier(d_phi=64, sigma=4.0),
+    phi.Polynomial(degree=2),
+    phi.MLP(d_hidden=8),
+    phi.ELU(),
+    phi.Tanh(),
+    phi.ReLU(),
+    phi.Favor(num_features=64),
+]
+
+
+def best(loss, start: torch.Tensor, rates: tuple[float, ...], steps: int, **options) -> float:
+    """How many times smaller the loss gets, by the best of some rates."""
+    gains = []
+    for rate in rates:
+        w = torch.nn.Parameter(start.clone())
+        optimizer = PhiMomentum([w], rate, **OPEN, **options)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            value = loss(w)
+            value.backward()
+            torch.nn.utils.clip_grad_norm_([w], 1.0)
+            optimizer.step()
+            schedule.step()
+        end = loss(w).item()
+        gains.append(loss(start).item() / end if end == end else 0.0)
+    return max(gains)
+
+
+@pytest.mark.spec("OPT-PHI-I2")
+@pytest.mark.parametrize("lift", LIFTS)
+@pytest.mark.parametrize("made", SIX, ids=lambda m: m.kind)
+def test_quadratic_falls_a_hundredfold(made, lift):
+    built(made, lift, weights())
+    gain = best(quadratic, weights(4).detach() * 2, (0.03, 1.0), 150, feature_map=made, lift=lift)
+    assert gain > 100, gain
+
+
+@pytest.mark.spec("OPT-PHI-I2")
+@pytest.mark.parametrize("made", SIX, ids=lambda m: m.kind)
+def test_rosenbrock_falls(made):
+    start = torch.tensor([[-1.0, 1.2, -0.8, 0.5]])
+    gain = best(rosenbrock, start, (0.01,), 200, feature_map=made)
+    assert gain > 20, gain

@@ -1,0 +1,141 @@
+"""Differentiating through a step, and phi that learns by its own objective."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hecate import phi
+from hecate.optim import KernelMomentum, PhiMomentum
+from hecate.optim.internal import own_phi
+
+C = 3
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def linear(weight: torch.Tensor) -> dict:
+    return {C: {"learned": {"weight": weight}, "frozen": {}}}
+
+
+NONE = {"learned": {}, "frozen": {}}
+THROUGH = {
+    "identity": (phi.Identity(), {}),
+    "tanh-coupled-decay": (phi.Tanh(), {"weight_decay": 0.1, "decoupled": False}),
+    "elu-nesterov": (phi.ELU(), {"nesterov": True, "weight_decay": 0.1}),
+    "hope": (phi.Tanh(), {"form": "hope", "nesterov": True}),
+    "diagonal": (phi.Tanh(), {"precondition": "diagonal"}),
+    "vjp": (phi.Linear(d_phi=4), {"lift": "vjp"}),
+    "vjp-odd-unit": (phi.Linear(d_phi=4), {"lift": "vjp", "odd": True, "input_scale": "unit"}),
+    "pinv": (phi.Linear(d_phi=4), {"lift": "pinv"}),
+    "phi-space": (phi.Linear(d_phi=4), {"lift": "vjp", "space": "phi"}),
+    "orthogonalized": (phi.Tanh(), {"orthogonalize": {"steps": 2}}),
+    "kernel": (phi.Linear(d_phi=4), {"keys": "rows"}),
+}
+
+
+def descended(made, options, lr, momentum, weight, start) -> torch.Tensor:
+    """The weights after three steps on a quadratic, as a function of what made the steps."""
+    w = start.clone()
+    cls = KernelMomentum if "keys" in options else PhiMomentum
+    options = dict(options)
+    if made.kind == "linear":
+        options["phi_params"] = linear(weight)
+    optimizer = cls(
+        [w], lr=lr, momentum=momentum, feature_map=made, differentiable=True, **options
+    )  # fmt: skip
+    for _ in range(3):
+        w.grad = 0.7 * w.clone() - draw(2, C, seed=5)
+        optimizer.step()
+    return w
+
+
+@pytest.mark.spec("OPT-BASE-V1")
+@pytest.mark.parametrize("name", THROUGH)
+def test_gradients_through_a_step(name):
+    made, options = THROUGH[name]
+    weight = draw(1, C, 4, seed=2) / 2
+    inputs = [torch.tensor(0.1), torch.tensor(0.8), draw(2, C, seed=3)]
+    if made.kind == "linear" and name != "pinv":  # its decoder is calibrated once: a constant
+        inputs.append(weight)
+    inputs = [value.requires_grad_() for value in inputs]
+
+    def loss(lr, momentum, start, weight=weight):
+        return descended(made, options, lr, momentum, weight, start * 1.0).square().sum()
+
+    assert torch.autograd.gradcheck(loss, inputs, atol=1e-7)
+    slopes = torch.autograd.grad(loss(*inputs), inputs)
+    assert all(slope.abs().max() > 1e-6 for slope in slopes)
+
+
+@pytest.mark.spec("OPT-BASE-V1")
+@pytest.mark.parametrize("name", [n for n in THROUGH if n != "orthogonalized"])
+def test_differentiable_steps_are_the_plain_ones(name):
+    made, options = THROUGH[name]
+    weight = draw(1, C, 4, seed=2) / 2
+    through = descended(made, options, 0.1, 0.8, weight, draw(2, C, seed=3))
+    cls = KernelMomentum if "keys" in options else PhiMomentum
+    extra = {"phi_params": linear(weight)} if made.kind == "linear" else {}
+    w = torch.nn.Parameter(draw(2, C, seed=3))
+    optimizer = cls([w], 0.1, 0.8, feature_map=made, **options, **extra)
+    for _ in range(3):
+        w.grad = 0.7 * w.detach() - draw(2, C, seed=5)
+        optimizer.step()
+    torch.testing.assert_close(w.detach(), through, rtol=1e-14, atol=1e-15)
+
+
+TRAINED = [phi.MLP(d_hidden=8), phi.Linear(d_phi=2), phi.T2R(d_phi=8), phi.Hedgehog()]
+
+
+@pytest.mark.spec("OPT-PHI-D4")
+@pytest.mark.parametrize("lift", ["vjp", "pinv"])
+@pytest.mark.parametrize("made", TRAINED, ids=lambda m: m.kind)
+def test_phi_learns_to_tell_the_gradient_back(made, lift):
+    p = torch.nn.Parameter(draw(64, C))
+    optimizer = PhiMomentum(
+        [p], 0.0, feature_map=made, lift=lift, phi_lr=0.1, max_decode_error=9.0
+    )  # fmt: skip
+    names = [key for key in optimizer.state[p] if key.startswith("phi.")]
+    start = {key: optimizer.state[p][key].clone() for key in names}
+    g = draw(64, C, seed=9) * torch.tensor([2.0, 1.0, 0.1])
+
+    def missed() -> float:
+        row_map = optimizer.row_map(optimizer.param_groups[0], g)
+        return float((own_phi(row_map, optimizer.state[p], g)(g) - g).norm() / g.norm())
+
+    before = missed()
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all(torch.equal(start[key], optimizer.state[p][key]) for key in names)
+    p.grad = g
+    for _ in range(100):
+        optimizer.step()
+    assert missed() < before, (before, missed())
+
+
+@pytest.mark.spec("OPT-PHI-D4")
+def test_one_step_of_phi_is_the_gradient_of_its_objective():
+    p, weight, g = torch.nn.Parameter(draw(5, C)), draw(1, C, 4, seed=2), draw(5, C, seed=3)
+    optimizer = PhiMomentum(
+        [p], 0.1, feature_map=phi.Linear(d_phi=4), lift="vjp", phi_lr=0.3, phi_params=linear(weight)
+    )
+    p.grad = g
+    optimizer.step()
+    w = weight.clone().requires_grad_()
+    missed = (g @ w[0] @ w[0].T - g).square().sum() / (2 * g.square().sum())
+    expected = weight - 0.3 * torch.autograd.grad(missed, w)[0]
+    torch.testing.assert_close(optimizer.state[p]["phi.weight"], expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.spec("OPT-LIFT-D4")
+def test_a_learned_lift_forgets_nothing_while_gradients_are_zero():
+    p = torch.nn.Parameter(draw(5, C))
+    optimizer = PhiMomentum([p], feature_map=phi.Linear(d_phi=4), lift="learned", forget=0.5)
+    p.grad = draw(5, C, seed=3)
+    optimizer.step()
+    before = {key: value.clone() for key, value in optimizer.state[p].items() if "lift" in key}
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert before and all(torch.equal(v, optimizer.state[p][k]) for k, v in before.items())

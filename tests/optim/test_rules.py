@@ -1,0 +1,59 @@
+"""Every optimiser under torch's own rules, and torch's own optimisers to hold the rules true."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hecate import phi
+from hecate.optim import KernelMomentum, PhiMomentum
+from tests.optim.rules import CHECKS, Rule
+
+pytest.importorskip("expecttest")
+
+C = 5
+RFF = phi.RandomFourier(d_phi=64, sigma=3.0)
+PHI = {
+    "identity": {},
+    "identity-hope-nesterov": {"form": "hope", "nesterov": True},
+    "elu": {"feature_map": phi.ELU()},
+    "tanh-odd": {"feature_map": phi.Tanh(), "odd": True, "input_scale": "rms"},
+    "rff-vjp": {"feature_map": RFF, "lift": "vjp"},
+    "polynomial-phi-space": {
+        "feature_map": phi.Polynomial(degree=2),
+        "lift": "prefix",
+        "space": "phi",
+    },
+    "tanh-phi-space": {"feature_map": phi.Tanh(), "lift": "vjp", "space": "phi"},
+    "linear-learned": {"feature_map": phi.Linear(d_phi=4), "lift": "learned"},
+    "mlp-trained": {"feature_map": phi.MLP(d_hidden=3), "phi_lr": 0.01},
+    "diagonal": {"precondition": "diagonal", "guard": "flip"},
+    "kronecker": {"precondition": "kronecker"},
+    "orthogonalized": {"orthogonalize": True},
+}
+OURS = [
+    *(Rule(f"phi-{name}", PhiMomentum, {"lr": 1e-2, **options}) for name, options in PHI.items()),
+    Rule("kernel-rows", KernelMomentum, {"lr": 1e-3, "keys": "rows"}),
+    Rule("kernel-tanh", KernelMomentum, {"lr": 1e-2, "feature_map": phi.Tanh()}),
+]
+THEIRS = [
+    Rule("torch-sgd", torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}, complex=True, copies=False),
+    Rule("torch-adamw", torch.optim.AdamW, {"lr": 1e-2}, complex=True, copies=False),
+    Rule("torch-rmsprop", torch.optim.RMSprop, {"lr": 1e-2}, complex=True, copies=False),
+    Rule("torch-nadam", torch.optim.NAdam, {"lr": 1e-2}, complex=True, copies=False),
+    Rule(
+        "torch-muon", torch.optim.Muon, {"lr": 1e-2},
+        foreach=False, maximize=False, matrices_only=True, copies=False,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.spec("OPT-BASE-D1")
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("rule", [*OURS, *THEIRS], ids=lambda rule: rule.name)
+def test_rule(rule, check):
+    CHECKS[check](rule)
+
+
+def test_there_are_enough_checks():
+    assert len(CHECKS) >= 24

@@ -1,0 +1,133 @@
+"""Sharded parameters: the same numbers as whole ones, without communication."""
+
+from __future__ import annotations
+
+import socket
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from hecate import phi
+from hecate.errors import ConfigError
+from hecate.optim import KernelMomentum, PhiMomentum
+
+RFF = {"feature_map": phi.RandomFourier(d_phi=32, sigma=4.0), "lift": "vjp"}
+ROWWISE = [
+    {},
+    {"feature_map": phi.ELU(), "weight_decay": 0.1, "nesterov": True},
+    {**RFF, "space": "phi"},
+    {**RFF, "precondition": "diagonal", "guard": "flip", "input_scale": "unit"},
+    {"feature_map": phi.Linear(d_phi=9), "lift": "pinv"},
+]
+SHAPES = [(8, 6), (5, 7), (1, 4), (3, 2, 3)]  # even, uneven, empty on some, a convolution
+
+
+def draw(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same_as_whole(mesh, options: dict) -> None:
+    whole = [torch.nn.Parameter(draw(s, i)) for i, s in enumerate(SHAPES)]
+    spread = [
+        torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for p in whole
+    ]
+    one, two = PhiMomentum(whole, 0.05, **options), PhiMomentum(spread, 0.05, **options)
+    for step in range(4):
+        for i, (p, q) in enumerate(zip(whole, spread, strict=True)):
+            p.grad = draw(p.shape, 100 * step + i)
+            q.grad = distribute_tensor(p.grad.clone(), mesh, [Shard(0)])
+        one.step()
+        with CommDebugMode() as counted:
+            two.step()
+        assert counted.get_total_counts() == 0, counted.get_comm_counts()
+    for p, q in zip(whole, spread, strict=True):
+        torch.testing.assert_close(q.full_tensor().detach(), p.detach(), rtol=1e-12, atol=1e-12)
+        for key, value in one.state[p].items():
+            found = two.state[q][key]
+            assert isinstance(found, DTensor) and found.placements == q.placements
+            torch.testing.assert_close(found.full_tensor(), value, rtol=1e-12, atol=1e-12)
+
+
+def same_under_fsdp() -> None:
+    def model() -> torch.nn.Module:
+        made = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+        with torch.no_grad():
+            for i, p in enumerate(made.parameters()):
+                p.copy_(draw(p.shape, i))
+        return made
+
+    options = {"feature_map": phi.Tanh()}
+    plain, spread = model(), model()
+    fully_shard(spread)
+    one = PhiMomentum(plain.parameters(), 0.05, **options)
+    two = PhiMomentum(spread.parameters(), 0.05, **options)
+    for step in range(3):
+        x = draw((6, 4), 50 + step)
+        for made, optimizer in ((plain, one), (spread, two)):
+            optimizer.zero_grad()
+            made(x).square().sum().backward()
+            optimizer.step()
+    for p, q in zip(plain.parameters(), spread.parameters(), strict=True):
+        torch.testing.assert_close(q.full_tensor().detach(), p.detach(), rtol=1e-12, atol=1e-12)
+
+
+def refusals(mesh) -> None:
+    across = torch.nn.Parameter(distribute_tensor(draw((4, 6), 0), mesh, [Shard(1)]))
+    bias = torch.nn.Parameter(distribute_tensor(draw((6,), 0), mesh, [Shard(0)]))
+    rows = torch.nn.Parameter(distribute_tensor(draw((4, 6), 0), mesh, [Shard(0)]))
+    for p in (across, bias):
+        with pytest.raises(ConfigError, match="sharded across its rows"):
+            PhiMomentum([p], **RFF)
+        with pytest.raises(ConfigError, match="sharded across its rows"):
+            PhiMomentum([p], feature_map=phi.Tanh(), guard="skip")
+        PhiMomentum([p], feature_map=phi.Tanh())  # number by number: any shard will do
+    for option in ({"orthogonalize": True}, {"precondition": "kronecker"}, {"lift": "learned"}):
+        with pytest.raises(ConfigError, match="works on whole matrices"):
+            PhiMomentum([rows], **option)
+    with pytest.raises(ConfigError, match="adds up keys"):
+        KernelMomentum([rows])
+    stack = torch.nn.Parameter(distribute_tensor(draw((4, 2, 6), 0), mesh, [Shard(0)]))
+    with pytest.raises(ConfigError, match="use matrix 'flatten'"):
+        PhiMomentum([stack], matrix="last", space="phi")
+    whole = torch.nn.Parameter(distribute_tensor(draw((4, 6), 0), mesh, [Replicate()]))
+    KernelMomentum([whole])
+    PhiMomentum([whole], orthogonalize=True)
+
+
+def worker(rank: int, world: int, port: int, failures) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    address = f"tcp://localhost:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    try:
+        mesh = init_device_mesh("cpu", (world,))
+        for options in ROWWISE:
+            same_as_whole(mesh, options)
+        same_under_fsdp()
+        refusals(mesh)
+    except BaseException:
+        failures.put(f"process {rank}: {traceback.format_exc()}")
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.spec("OPT-SHARD-D1", "OPT-SHARD-I1", "OPT-SHARD-D2")
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_shards_step_as_the_whole_does(world):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    context = mp.get_context("spawn")
+    failures = context.SimpleQueue()
+    try:
+        mp.spawn(worker, (world, port, failures), nprocs=world)
+    except mp.ProcessRaisedException as error:
+        raise AssertionError(failures.get() if not failures.empty() else str(error)) from None
