@@ -20,6 +20,7 @@ from benchmarks.decoding import decode
 from benchmarks.engines import engines
 from benchmarks.harness import Row, Size, matmul_gflops
 from benchmarks.lengths import lengths
+from benchmarks.levels import levels
 from benchmarks.maps import maps
 from benchmarks.rules import biases, delta, gated_delta, mlp, titans
 from benchmarks.tapes import tape
@@ -36,6 +37,7 @@ GROUPS: dict[str, Callable[[Size], Iterator[Row]]] = {
     "lengths": lengths,
     "phi": maps,
     "engines": engines,
+    "levels": levels,
 }
 NOTE = (
     "Ratios are ours / peer in process CPU time, medians of interleaved runs; results agree within "
