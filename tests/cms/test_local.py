@@ -18,7 +18,7 @@ from tests.reference.cms import projected
 
 LOCAL = {
     "name": "local",
-    "memory": {**DELTA, "chunk": 3, "feature_map": "elu"},
+    "memory": {**DELTA, "chunk": 3, "feature_map": "elu", "key_norm": "none", "step": "normalized"},
     "restart": 6,
     "query_projection": "sum",
 }
