@@ -1,54 +1,60 @@
-"""Sharded parameters: a process's own part, state laid out alike, and whole rows where needed."""
+"""Sharded parameters: a process's own part, state laid out alike, and whether rows are whole.
+
+`DTensor` is imported only where one is met: plain training does not wait for torch.distributed.
+"""
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hecate.errors import ConfigError
 
 
 def is_sharded(value: Tensor) -> bool:
-    """Whether a tensor is spread over processes, or at least declared to be."""
-    return isinstance(value, DTensor)
+    """Whether a tensor is a `DTensor`: spread over processes, or at least declared to be."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def local(value: Tensor) -> Tensor:
     """This process's own part of a tensor, without communication; the tensor itself if whole."""
-    if not isinstance(value, DTensor):
+    if not is_sharded(value):
         return value
-    if any(isinstance(placement, Partial) for placement in value.placements):
+    if any(placement.is_partial() for placement in value.placements):  # type: ignore[attr-defined]
         raise ConfigError(
-            f"a gradient is placed {value.placements}: its parts are not summed yet; "
+            f"a gradient is placed {value.placements}: its parts are not summed yet; "  # type: ignore[attr-defined]
             "redistribute it to the placements of its parameter before step"
         )
-    return value.to_local()
+    return value.to_local()  # type: ignore[attr-defined]
 
 
 def like(p: Tensor, mine: Tensor) -> Tensor:
     """`mine`, this process's rows, as a tensor placed as `p`: first dimension as p's."""
-    if not isinstance(p, DTensor):
+    if not is_sharded(p):
         return mine
+    from torch.distributed.tensor import DTensor
+
     shape = torch.Size((p.shape[0], *mine.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        mine, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride
-    )
+    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(mine, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def is_spread(p: Tensor) -> bool:
     """Whether processes hold different parts of p."""
-    return isinstance(p, DTensor) and not all(isinstance(x, Replicate) for x in p.placements)
+    return is_sharded(p) and not all(x.is_replicate() for x in p.placements)  # type: ignore[attr-defined]
 
 
 def rows_are_whole(p: Tensor, matrix: str) -> bool:
     """Whether each row of p's matrix lies on one process."""
-    if not isinstance(p, DTensor):
+    if not is_sharded(p):
         return True
     along = range(p.ndim - 1) if matrix == "last" else range(min(1, p.ndim - 1))
     return all(
-        isinstance(placement, Replicate)
-        or (isinstance(placement, Shard) and placement.dim in along)
-        for placement in p.placements
+        placement.is_replicate() or any(placement.is_shard(dim) for dim in along)
+        for placement in p.placements  # type: ignore[attr-defined]
     )
