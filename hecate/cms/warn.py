@@ -73,6 +73,6 @@ def _step_lengths(memory: Memory, count: int) -> Tensor:
     lr = ones * memory.config.algorithm.lr
     sequence = Sequence(keys, keys, keys, lr, ones, ones, position=needed)
     tokens = to_tokens(memory.config, sequence, params, torch.float32, execute)
-    rows = tokens.phi_k * tokens.lr.sqrt().unsqueeze(-1)
+    rows = (tokens.phi_k * tokens.lr.sqrt().unsqueeze(-1))[0].transpose(0, 1)
     tall = rows.shape[1] > rows.shape[2]
     return torch.linalg.eigvalsh(rows.mT @ rows if tall else rows @ rows.mT)[:, -1]
