@@ -36,6 +36,8 @@ FAMILIES: dict[str, type[Variant]] = {
     "algorithm": AlgorithmKind,
     "feature_map": FeatureMapKind,
 }
+ROUNDINGS = 4.0
+"""Roundings of a scan's inputs that its own operations may add up to."""
 WAYS = ("token", "frozen", "commit", "large")
 _WAYS: dict[str, dict[str, Any]] = {
     "token": {"chunk": 1, "commit": "token"},
@@ -188,8 +190,38 @@ def _check(config: MemoryConfig) -> None:
         require(bool(torch.isfinite(item).all()), "something is not finite")
     signal = max(float(grad.norm()) for grad in whole.grads)
     require(signal > SIGNAL_FLOOR, f"no gradient above {SIGNAL_FLOOR}")
-    _same(config, "the tape against autograd", _run(case), whole)
-    _same(config, "in pieces against the whole", _run(case, cuts=(0, 2, length)), whole)
+    _agree(case, "the tape against autograd", _run(case), whole)
+    _agree(case, "in pieces against the whole", _run(case, cuts=(0, 2, length)), whole)
     for engine in exact_engines(config, length=length):
         got = _run(case, engine=engine, autodiff="auto")
-        _same(config, f"engine {engine} against sequential", got, whole)
+        _agree(case, f"engine {engine} against sequential", got, whole)
+
+
+def _agree(case: Any, what: str, got: Any, whole: Any) -> None:
+    """Equal to 1e-10, or within what rounding the inputs alone does to an ill-conditioned cell."""
+    try:
+        _same(case.config, what, got, whole)
+    except AssertionError:
+        errors = _distances(got, whole)
+        rounded = [
+            _distances(_run(_rounded(case, seed), autodiff="torch"), whole) for seed in (0, 1)
+        ]
+        bounds = [ROUNDINGS * max(both) for both in zip(*rounded, strict=True)]
+        if any(error > bound for error, bound in zip(errors, bounds, strict=True)):
+            raise
+
+
+def _distances(got: Any, whole: Any) -> list[float]:
+    """Of outputs, states and gradients."""
+    mine, theirs = ((r.y, *_floats(r.state), *r.grads) for r in (got, whole))
+    return [float((a - b).detach().norm()) for a, b in zip(mine, theirs, strict=True)]
+
+
+def _rounded(case: Any, seed: int) -> Any:
+    """The case with every input number moved by a unit in its last place, up or down."""
+    source = torch.Generator().manual_seed(seed)
+    moved = {}
+    for name, item in case.leaves.items():
+        sign = torch.randint(2, item.shape, generator=source).to(item.dtype) * 2 - 1
+        moved[name] = item * (1 + torch.finfo(item.dtype).eps * sign)
+    return case._replace(leaves=moved)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tests.product.cells import Cell, check_cell, every_rule, pairwise
+from hecate.testing.rule import _inputs, _run
+from tests.nn.layers import seeded
+from tests.product.cells import Cell, _agree, check_cell, every_rule, pairwise, validate
 
 PAIRS = pairwise()
 
@@ -34,3 +36,16 @@ def test_every_rule(part):
     for cell in list(every_rule())[part::20]:
         verdict = check_cell(cell)
         assert verdict.status in ("passed", "refused"), (cell, verdict.reason)
+
+
+def test_rounding_excuses_no_error():
+    """Gradients that rounding alone moves by 1e-10 are right, those off by 1e-8 are not."""
+    cell = Cell("two_pass", "huber", "none", "newton_schulz", "tensor_product", "frozen")
+    assert check_cell(cell).status == "passed"
+    config = validate(cell)
+    case = _inputs(config, 4, config.feature_map.output_dim(4), 1, 5, seeded())
+    whole = _run(case, autodiff="torch")
+    _agree(case, "itself", whole, whole)
+    off = whole._replace(grads=[grad * (1 + 1e-8) for grad in whole.grads])
+    with pytest.raises(AssertionError, match="gradient of"):
+        _agree(case, "off", off, whole)
