@@ -1,8 +1,9 @@
 """`python -m benchmarks rules`: every named rule trained for the same short budget, in a table.
 
 Associative recall (MQAR) and bytes of text, through the presets `mqar-RULE` and `quickstart-RULE`
-made small. States are of equal size as far as structures allow: multilayer memories are as wide as
-their keys, and keys of polynomial features are narrow. Chunks fit the tasks: of 8 tokens where a
+made small. States are of equal size: heads are as wide as brings a rule's state closest to 4 KiB;
+multilayer memories are as wide as their keys, and keys of polynomial features are narrow. Chunks
+fit the tasks: of 8 tokens where a
 rule has longer ones. Queries and keys are normalised where a rule's own paper does. Each result is
 appended to a file of JSON lines as it comes; what the file already holds is not run again.
 """
@@ -15,6 +16,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hecate.errors import HecateError
+from hecate.models import LanguageModel
 from hecate.rule import RULES
 from hecate.train import ExperimentConfig, Trainer, load_experiment
 
@@ -45,7 +48,9 @@ SHARED = (
 )
 EVALUATION = "budget.eval_batches=16"
 CHUNK = 8  # a commit per chunk can be recalled in later chunks alone
+STATE_BYTES = 4096
 NARROW_KEYS = 5  # C(5 + 2, 2) = 21 polynomial features of degree 2
+WIDTHS = range(4, 33)
 HEAD = ("rule", "engine", "error", "state bytes", "MQAR accuracy", "bits per byte", "seconds")
 
 
@@ -58,15 +63,33 @@ class Job(NamedTuple):
 
     def experiment(self) -> ExperimentConfig:
         """The preset made small."""
+        return self.of_width(width(self.rule))
+
+    def of_width(self, d_value: int) -> ExperimentConfig:
+        """The preset made small, with values and, where they may be, keys of this width."""
         memory = RULES[self.rule].config
         own = [f"budget.steps={self.steps}", EVALUATION, *SHARED, *SETTINGS[self.task]]
+        narrow = memory.feature_map.kind == "polynomial"
+        own += [f"model.d_value={d_value}", f"model.d_key={NARROW_KEYS if narrow else d_value}"]
         if hasattr(memory.structure, "expansion"):
             own.append("model.memory.structure.expansion=1")
-        if memory.feature_map.kind == "polynomial":
-            own.append(f"model.d_key={NARROW_KEYS}")
         if memory.chunk > CHUNK:
             own.append(f"model.memory.chunk={CHUNK}")
         return load_experiment(f"{self.task}-{self.rule}", own)
+
+
+@cache
+def width(rule: str) -> int:
+    """The width of heads whose state is closest to `STATE_BYTES`, the smaller of two."""
+    sizes = {d: _bytes(Job(rule, "mqar", 1).of_width(d)) for d in WIDTHS}
+    return min(sizes, key=lambda d: abs(sizes[d] - STATE_BYTES))
+
+
+@torch.no_grad()
+def _bytes(config: ExperimentConfig) -> int:
+    model = LanguageModel(config.model_for_data(), generator=torch.Generator().manual_seed(0))
+    _, state = model(torch.zeros(1, 1, dtype=torch.int64))
+    return sum(layer.memory.bytes for layer in state)
 
 
 def train(job: Job) -> Record:
@@ -83,19 +106,11 @@ def train(job: Job) -> Record:
             loss = math.nan
             for _ in range(job.steps):
                 loss = trainer.train_step().loss
-            record |= {"engine": config.engine()[0], "state_bytes": state_bytes(trainer)}
+            record |= {"engine": config.engines()["memory"][0], "state_bytes": _bytes(config)}
             record |= {"loss": loss, "value": trainer.evaluate().value(trainer.source.metric)}
     except HecateError as error:
         record["failed"] = f"{type(error).__name__}: {error}"
     return record | {"seconds": time.process_time() - began}
-
-
-@torch.no_grad()
-def state_bytes(trainer: Trainer) -> int:
-    """What the memories of one sequence hold."""
-    batch = next(iter(trainer.source.validation_batches(1, trainer.config.seq_len, 1)))
-    _, state = trainer.model(batch.tokens[:1])
-    return sum(layer.memory.bytes for layer in state)
 
 
 def reference_errors(rules: Iterable[str]) -> dict[str, float]:
