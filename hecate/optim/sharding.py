@@ -26,6 +26,19 @@ def local(value: Tensor) -> Tensor:
     return value.to_local()
 
 
+def whole(value: Tensor) -> Tensor:
+    """All of a tensor, gathered from every process; the tensor itself if it is whole."""
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value
+
+
+def put_back(value: Tensor, found: Tensor) -> None:
+    """Writes this process's part of `found`, the whole of a sharded tensor's new value."""
+    if isinstance(value, DTensor):
+        everywhere = [Replicate()] * value.device_mesh.ndim
+        spread = DTensor.from_local(found, value.device_mesh, everywhere, run_check=False)
+        value.to_local().detach().copy_(spread.redistribute(placements=value.placements).to_local())
+
+
 def like(p: Tensor, mine: Tensor) -> Tensor:
     """`mine`, this process's rows, as a tensor placed as `p`: first dimension as p's."""
     if not isinstance(p, DTensor):
