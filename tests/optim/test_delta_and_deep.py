@@ -8,7 +8,7 @@ import torch
 
 from hecate import algorithm
 from hecate.errors import ConfigError, StabilityWarning
-from hecate.optim import DeepMomentum, DeltaMomentum, Muon
+from hecate.optim import M3, DeepMomentum, DeltaMomentum, Muon
 from tests.optim.test_muon_and_m3 import follow, parameter
 from tests.reference import optim_memories as reference
 
@@ -222,6 +222,8 @@ def test_a_network_needs_rows():
         (DeepMomentum, {"width": 3, "rate": 0.5}),
         (DeepMomentum, {"width": 3, "rate": 0.5, "shared": True}),
         (Muon, {"ns_steps": 2}),
+        (M3, {"ns_steps": 2, "period": 2, "second_moment": "before"}),
+        (M3, {"ns_steps": 2, "period": 2, "second_moment": "after", "accumulate": "sum"}),
     ],
     ids=lambda o: o.__name__ if isinstance(o, type) else "-".join(map(str, o.values())),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -122,7 +124,7 @@ def test_only_the_end_of_a_period_moves_the_slow_part():
         w.grad = parameter(3, 4, seed=step).detach()
         optimizer.step()
         seen.append(optimizer.state[w]["slow"].clone())
-    moved = [not torch.equal(a, b) for a, b in zip(seen, seen[1:], strict=False)]
+    moved = [not torch.equal(a, b) for a, b in pairwise(seen)]
     assert not seen[0].any() and moved == [False, True, False, False, True, False]
     mean = sum(parameter(3, 4, seed=s).detach() for s in range(3)) / 3
     torch.testing.assert_close(seen[2], 0.1 * mean, rtol=1e-12, atol=1e-14)

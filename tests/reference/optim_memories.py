@@ -1,4 +1,4 @@
-"""Muon, M3, delta momentum, deep momentum and DGD in plain numpy, one matrix, from their formulas."""
+"""Muon, M3, delta and deep momentum and DGD in plain numpy, from their formulas, one matrix."""
 
 from __future__ import annotations
 
