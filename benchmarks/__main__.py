@@ -21,6 +21,7 @@ from benchmarks.engines import engines
 from benchmarks.harness import Row, Size, matmul_gflops
 from benchmarks.lengths import lengths
 from benchmarks.maps import maps
+from benchmarks.optimisers import optimisers
 from benchmarks.rules import biases, delta, gated_delta, mlp, titans
 from benchmarks.tapes import tape
 
@@ -36,6 +37,7 @@ GROUPS: dict[str, Callable[[Size], Iterator[Row]]] = {
     "lengths": lengths,
     "phi": maps,
     "engines": engines,
+    "optim": optimisers,
 }
 NOTE = (
     "Ratios are ours / peer in process CPU time, medians of interleaved runs; results agree within "
