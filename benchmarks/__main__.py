@@ -22,6 +22,7 @@ from benchmarks.harness import Row, Size, matmul_gflops
 from benchmarks.lengths import lengths
 from benchmarks.levels import levels
 from benchmarks.maps import maps
+from benchmarks.optimisers import optimisers
 from benchmarks.rules import biases, delta, gated_delta, mlp, titans
 from benchmarks.tapes import tape
 
@@ -38,6 +39,7 @@ GROUPS: dict[str, Callable[[Size], Iterator[Row]]] = {
     "phi": maps,
     "engines": engines,
     "levels": levels,
+    "optim": optimisers,
 }
 NOTE = (
     "Ratios are ours / peer in process CPU time, medians of interleaved runs; results agree within "

@@ -12,7 +12,20 @@ from torch import Tensor
 from hecate.algorithm.base import Algorithm
 from hecate.tape.ops import over, sum_to_gate
 
-POLYNOMIALS = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}
+Coefficients = tuple[float, float, float]
+POLYNOMIALS: dict[str, Coefficients] = {
+    "quintic": (3.4445, -4.7750, 2.0315),
+    "cubic": (1.5, -0.5, 0.0),
+}
+
+
+def iterated(x: Tensor, coefficients: Coefficients) -> Tensor:
+    """One iteration: a X + (b A + c A^2) X with A = X X^T, of a matrix or a batch of them."""
+    a, b, c = coefficients
+    fused = torch.addmm if x.ndim == 2 else torch.baddbmm
+    gram = x @ x.mT
+    inner = fused(gram, gram, gram, beta=b, alpha=c) if c else b * gram
+    return fused(x, inner, x, beta=a)
 
 
 class NewtonSchulz(Algorithm):
@@ -73,14 +86,11 @@ class NewtonSchulz(Algorithm):
 
     def _orthogonal(self, s: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
         """NS(s) in the shape of s, the iterates as wide matrices, and the regularised norm of s."""
-        a, b, c = POLYNOMIALS[self.polynomial]
         rows = _wide(s)
         length = (rows.square().sum((-2, -1), keepdim=True) + self.eps**2).sqrt()
         iterates = [rows / length]
         for _ in range(self.steps):
-            x = iterates[-1]
-            gram = x @ x.mT
-            iterates.append(a * x + (b * gram + c * gram @ gram) @ x)
+            iterates.append(iterated(iterates[-1], POLYNOMIALS[self.polynomial]))
         found = iterates[-1]
         if self.rescale:
             found = found * (length / math.sqrt(found.shape[-2]))

@@ -1,8 +1,24 @@
 """Optimisers over parameters: memories of gradients, and groups that step at their own period."""
 
 from hecate.optim.base import MatrixOptimizer
+from hecate.optim.deep_momentum import DeepMomentum
+from hecate.optim.delta_momentum import DeltaMomentum
+from hecate.optim.dgd import DGD
 from hecate.optim.kernel_momentum import KernelMomentum
 from hecate.optim.leveled import Leveled, level_groups
+from hecate.optim.m3 import M3
+from hecate.optim.muon import Muon
 from hecate.optim.phi_momentum import PhiMomentum
 
-__all__ = ["KernelMomentum", "Leveled", "MatrixOptimizer", "PhiMomentum", "level_groups"]
+__all__ = [
+    "DGD",
+    "M3",
+    "DeepMomentum",
+    "DeltaMomentum",
+    "KernelMomentum",
+    "Leveled",
+    "MatrixOptimizer",
+    "Muon",
+    "PhiMomentum",
+    "level_groups",
+]

@@ -7,25 +7,21 @@ in every respect stands here once.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
 
 from hecate.errors import ConfigError, NonFiniteError, ShapeError
-from hecate.optim.sharding import is_sharded, local
+from hecate.optim.options import Group, check_common, name_of, refuse_parameter
+from hecate.optim.sharding import is_sharded, local, put_back, whole
 from hecate.optim.tensors import state_dtype, sum_is_finite
 from hecate.tape.bridge import can_inspect
 
-Group = dict[str, Any]
 State = dict[str, Tensor]
-OnNonfinite = Literal["raise", "skip", "propagate"]
-MatrixView = Literal["flatten", "last"]
-StateDtype = Literal["full", "parameter"]
 
 
 class MatrixOptimizer(Optimizer):
@@ -43,6 +39,7 @@ class MatrixOptimizer(Optimizer):
 
     structural: ClassVar[tuple[str, ...]] = ("state_dtype", "matrix")  # as in the checkpoint
     carried: ClassVar[tuple[str, ...]] = ()  # attributes that copies take along
+    gathers: ClassVar[bool] = False  # whether a step needs a sharded parameter whole
 
     # What a subclass gives.
 
@@ -56,14 +53,18 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         """One step on parameters of one device and dtype, in place.
 
-        All tensors are this process's own. Gradients point uphill (`maximize` is dealt with) and
-        are finite unless the group says `propagate`. Under `differentiable` a new tensor takes the
-        place of a state's entry; otherwise entries are overwritten in place.
+        All tensors are this process's own, or whole where the class `gathers`. Gradients point
+        uphill (`maximize` is dealt with) and are finite unless the group says `propagate`. Under
+        `differentiable` a new tensor takes the place of a state's entry; otherwise entries are
+        overwritten in place.
         """
 
     def check(self, group: Group) -> None:
         """Refuses options that cannot be computed; a subclass adds its own."""
         check_common(group)
+
+    def examine(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Refuses gradients that no step can be taken with, before anything is changed."""
 
     # One step.
 
@@ -75,7 +76,10 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         due = [(group, bucket) for group in self.param_groups for bucket in self._buckets(group)]
-        for group, (params, grads) in [(g, self._finite(g, *bucket)) for g, bucket in due]:
+        checked = [(group, *self._finite(group, *bucket)) for group, bucket in due]
+        for step in checked:
+            self.examine(*step)
+        for group, params, grads in checked:
             if params:
                 self._advance(group, params, grads)
         return loss
@@ -94,7 +98,7 @@ class MatrixOptimizer(Optimizer):
                 )
             params, grads = buckets.setdefault((p.device, p.dtype), ([], []))
             params.append(p)
-            grads.append(local(grad))
+            grads.append(whole(grad) if self.gathers else local(grad))
         return list(buckets.values())
 
     def _finite(
@@ -120,10 +124,17 @@ class MatrixOptimizer(Optimizer):
         if group["maximize"]:
             grads = list(torch._foreach_neg(grads))
         states: list[State] = [self.state[p] for p in params]
-        if any(is_sharded(p) for p in params):
-            states = [{key: local(value) for key, value in state.items()} for state in states]
-            params = [local(p) for p in params]
-        self.update(group, params, grads, states)
+        if not any(is_sharded(p) for p in params):
+            return self.update(group, params, grads, states)
+        view = whole if self.gathers else local
+        viewed = [{key: view(value) for key, value in state.items()} for state in states]
+        values = [view(p) for p in params]
+        self.update(group, values, grads, viewed)
+        if self.gathers:
+            for p, value, state, found in zip(params, values, states, viewed, strict=True):
+                put_back(p, value)
+                for key, entry in state.items():
+                    put_back(entry, found[key])
 
     # Groups, checkpoints, copies.
 
@@ -208,82 +219,12 @@ def _matching(name: str, own: State, other: State | None) -> State:
     return other
 
 
-# Options.
-
-
-def common_options(**given: Any) -> Group:
-    """The defaults of a group, from the arguments of a constructor: its `locals()` will do."""
-    for name in ("self", "params", "phi_params", "__class__"):
-        given.pop(name, None)
-    known: Group = {
-        "lr": 1e-3,
-        "weight_decay": 0.0,
-        "maximize": False,
-        "foreach": None,
-        "differentiable": False,
-        "on_nonfinite": "raise",
-        "state_dtype": "full",
-        "matrix": "flatten",
-    }
-    for name in ("capturable", "fused"):
-        if given.pop(name, None):
-            raise ConfigError(
-                f"{name}=True is not offered: this optimiser has no kernel for it; "
-                "leave it out, foreach is the fast path"
-            )
-    return known | given
-
-
-def check_common(group: Group) -> None:
-    """Refuses values of the common options that mean nothing."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ConfigError(f"Tensor lr must be 1-element, got shape {list(lr.shape)}")
-    check_number(group, "lr")
-    check_number(group, "weight_decay")
-    check_choice(group, "on_nonfinite", ("raise", "skip", "propagate"))
-    check_choice(group, "state_dtype", ("full", "parameter"))
-    check_choice(group, "matrix", ("flatten", "last"))
-    if group["foreach"] and group["differentiable"]:
-        raise ConfigError("foreach and differentiable exclude each other; set one of them")
-
-
-def check_number(group: Group, name: str, low: float = 0.0, high: float = math.inf) -> None:
-    """Refuses what is not a number in [low, high], or a tensor that holds one."""
-    value = group[name]
-    if isinstance(value, Tensor) and not can_inspect(value):
-        return
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    fits = isinstance(number, int | float) and not isinstance(number, bool)
-    if not fits or not low <= number <= high or number == math.inf:
-        bound = "" if high == math.inf else f" and at most {high:g}"
-        raise ConfigError(f"{name} must be a finite number of at least {low:g}{bound}, got {value}")
-
-
-def check_choice(group: Group, name: str, choices: tuple[Any, ...]) -> None:
-    """Refuses what is not one of the choices."""
-    if group[name] not in choices:
-        raise ConfigError(f"{name} must be one of {list(choices)}, got {group[name]!r}")
-
-
-def refuse_parameter(owner: str, p: Tensor, group: Group) -> None:
-    """Refuses parameters that no optimiser here can update, by name."""
-    if not p.is_floating_point() or p.layout != torch.strided:
-        what = f"{p.dtype}" if p.layout == torch.strided else f"{p.layout}"
-        raise ConfigError(
-            f"{owner} updates dense real parameters, got {what} for {name_of(group, p)}; "
-            "give it to another optimiser (complex ones as torch.view_as_real)"
-        )
-    if is_sharded(p) and group["differentiable"]:
-        raise ConfigError(f"differentiable=True takes whole parameters, {name_of(group, p)} is not")
-
-
-def name_of(group: Group, p: Tensor) -> str:
-    """The parameter's name, or its place in the group and its shape."""
-    place = next(i for i, other in enumerate(group["params"]) if other is p)
-    if "param_names" in group:
-        return f"parameter {group['param_names'][place]!r}"
-    return f"parameter {place} {list(p.shape)}"
+def put(group: Group, state: State, key: str, value: Tensor) -> None:
+    """Puts a new value into a state: in place, or as a new tensor under `differentiable`."""
+    if group["differentiable"]:
+        state[key] = value
+    elif state[key] is not value:
+        state[key].copy_(value)
 
 
 def zeros_like_state(p: Tensor, group: Group) -> Tensor:

@@ -10,18 +10,18 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hecate.errors import ConfigError
-from hecate.optim.base import (
+from hecate.optim.base import State
+from hecate.optim.lift import Scale
+from hecate.optim.options import (
     Group,
     MatrixView,
     OnNonfinite,
-    State,
     StateDtype,
     check_choice,
     check_number,
     common_options,
     name_of,
 )
-from hecate.optim.lift import Scale
 from hecate.optim.phi_rows import PhiOptimizer, map_of
 from hecate.optim.sharding import is_spread
 from hecate.optim.tensors import Bulk, as_matrix, state_dtype
@@ -116,8 +116,6 @@ class KernelMomentum(PhiOptimizer):
         read = [phi @ memory.mT for phi, memory in zip(features, held, strict=True)]
         if group["keys"] == "columns":
             read = [u.mT for u in read]
-        values = bulk.decay(params, 1 - lr * decay) if decay else params
-        updates = [u.reshape(p.shape) for u, p in zip(read, params, strict=True)]
-        bulk.write(params, bulk.add(values, updates, -lr))
+        bulk.move(params, read, lr, decay)
         for state, memory in zip(states, held, strict=True):
             state[MEMORY] = memory

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hecate.optim.base import Group, State
+from hecate.optim.base import State, put
 from hecate.optim.internal import GRAM, learn_lift, learn_phi, own_phi
 from hecate.optim.lift import RowMap, on_numbers, scaled
+from hecate.optim.options import (
+    Group,
+)
 from hecate.optim.orthogonal import orthogonalised
 from hecate.optim.phi_rows import map_of
 from hecate.optim.precondition import COLUMNS, ROWS, SQUARE, diagonal, kronecker
@@ -109,10 +112,9 @@ class Rowwise:
             joined = [self._joined(held, batch.members) for batch in self.batches]
             lifted = [self._back(*pair) for pair in zip(self.batches, joined, strict=True)]
             held = self._preconditioned(self._shaped(self._spread(lifted)))
-        options = self.group["orthogonalize"]
+        options, view = self.group["orthogonalize"], self.group["matrix"]
         if options is None:
             return held
-        view = self.group["matrix"]
         return [orthogonalised(as_matrix(u, view), options).reshape(u.shape) for u in held]
 
     def _together(self) -> list[list[int]]:
@@ -156,21 +158,15 @@ class Rowwise:
         for update, state in zip(updates, self.states, strict=True):
             if name == "diagonal":
                 update, square = diagonal(state[SQUARE], update, retain, eps)
-                self._put(state, SQUARE, square)
+                put(self.group, state, SQUARE, square)
             else:
                 matrix = as_matrix(update, self.group["matrix"])
                 matrix, left, right = kronecker(state[ROWS], state[COLUMNS], matrix, retain, eps)
-                self._put(state, ROWS, left)
-                self._put(state, COLUMNS, right)
+                put(self.group, state, ROWS, left)
+                put(self.group, state, COLUMNS, right)
                 update = matrix.reshape(update.shape)
             found.append(update)
         return found
-
-    def _put(self, state: State, key: str, value: Tensor) -> None:
-        if self.group["differentiable"]:
-            state[key] = value
-        else:
-            state[key].copy_(value)
 
     def _joined(self, matrices: list[Tensor], members: Any) -> Tensor:
         chosen = [matrices[i] for i in members]

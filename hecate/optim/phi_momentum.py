@@ -10,20 +10,19 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hecate.errors import ConfigError
-from hecate.optim.base import (
+from hecate.optim.base import State, zeros_like_state
+from hecate.optim.internal import fresh_lift, fresh_phi
+from hecate.optim.lift import LIFTS, Call, Scale, choose, refuse_lift
+from hecate.optim.options import (
     Group,
     MatrixView,
     OnNonfinite,
-    State,
     StateDtype,
     check_choice,
     check_number,
     common_options,
     name_of,
-    zeros_like_state,
 )
-from hecate.optim.internal import fresh_lift, fresh_phi
-from hecate.optim.lift import LIFTS, Call, Scale, choose, refuse_lift
 from hecate.optim.orthogonal import settings
 from hecate.optim.passes import Numberwise, Pass, Rowwise, acts_on_numbers, number_by_number
 from hecate.optim.phi_rows import PhiOptimizer, map_of

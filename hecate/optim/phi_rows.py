@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hecate.errors import ConfigError
-from hecate.optim.base import Group, MatrixOptimizer, check_choice
+from hecate.optim.base import MatrixOptimizer
 from hecate.optim.lift import (
     Call,
     RowMap,
@@ -20,6 +20,10 @@ from hecate.optim.lift import (
     initial,
     needs_odd,
     placed,
+)
+from hecate.optim.options import (
+    Group,
+    check_choice,
 )
 from hecate.optim.tensors import as_matrix
 from hecate.phi import FeatureMap, OddLift, Params

@@ -32,6 +32,23 @@ def local(value: Tensor) -> Tensor:
     return value.to_local()  # type: ignore[attr-defined]
 
 
+def whole(value: Tensor) -> Tensor:
+    """All of a tensor, gathered from every process; the tensor itself if it is whole."""
+    return value.full_tensor().detach() if is_sharded(value) else value  # type: ignore[attr-defined]
+
+
+def put_back(value: Tensor, found: Tensor) -> None:
+    """Writes this process's part of `found`, the whole of a sharded tensor's new value."""
+    if not is_sharded(value):
+        return
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, placements = value.device_mesh, value.placements  # type: ignore[attr-defined]
+    spread = DTensor.from_local(found, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    mine = spread.redistribute(placements=placements).to_local()
+    value.to_local().detach().copy_(mine)  # type: ignore[attr-defined]
+
+
 def like(p: Tensor, mine: Tensor) -> Tensor:
     """`mine`, this process's rows, as a tensor placed as `p`: first dimension as p's."""
     if not is_sharded(p):

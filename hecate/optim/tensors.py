@@ -113,6 +113,17 @@ class Bulk:
                 x.add_(y, alpha=factor)
         return xs
 
+    def lerp(self, xs: list[Tensor], ys: list[Tensor], weight: Any) -> list[Tensor]:
+        """x <- x + weight (y - x); under autograd new tensors."""
+        if self.differentiable:
+            return [x + weight * (y - x) for x, y in zip(xs, ys, strict=True)]
+        if self.foreach:
+            torch._foreach_lerp_(xs, ys, weight)
+        else:
+            for x, y in zip(xs, ys, strict=True):
+                x.lerp_(y, weight)
+        return xs
+
     def sum(self, xs: list[Tensor], ys: list[Tensor], factor: Any) -> list[Tensor]:
         """x + factor y, leaving both as they are."""
         if self.foreach:
@@ -124,6 +135,24 @@ class Bulk:
     def scaled(self, xs: list[Tensor], factor: Any) -> list[Tensor]:
         """factor x, leaving x as it is."""
         return list(torch._foreach_mul(xs, factor)) if self.foreach else [factor * x for x in xs]
+
+    def move(
+        self,
+        params: list[Tensor],
+        updates: list[Tensor],
+        lr: Any,
+        decay: Any,
+        ratios: list[float] | None = None,
+    ) -> None:
+        """p <- (1 - lr decay) p - lr ratio u; an update may have the shape of p's matrix."""
+        values = self.decay(params, 1 - lr * decay) if decay else params
+        shaped = [u.reshape(p.shape) for u, p in zip(updates, params, strict=True)]
+        if ratios is None:
+            moved = self.add(values, shaped, -lr)
+        else:
+            parts = zip(values, shaped, ratios, strict=True)
+            moved = [self.add([p], [u], -(lr * ratio))[0] for p, u, ratio in parts]
+        self.write(params, moved)
 
     def write(self, params: list[Tensor], values: list[Tensor]) -> None:
         """Puts new values into parameters; without autograd they are there already."""

@@ -225,7 +225,7 @@ FAULTS = [
     *_of(
         "algorithm",
         "tests/rule/test_algorithms.py",
-        ("newton_schulz", "iterates.append(a * x + (b * gram + c * gram @ gram) @ x)", "iterates.append(a * x + (b * gram + c * gram) @ x)"),
+        ("newton_schulz", "return fused(x, inner, x, beta=a)", "return fused(x, inner, x, beta=b)"),
         ("newton_schulz", "inner = b * outer + c * (gram @ outer + outer @ gram)", "inner = b * outer + c * gram @ outer"),
         ("newton_schulz", "return rows.mT if rows.shape[-2] > rows.shape[-1] else rows", "return rows"),
         ("adaptive", "return carried, square, (square + self.eps**2).rsqrt()", "return carried, square, square.sqrt() + self.eps"),

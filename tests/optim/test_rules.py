@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hecate import phi
-from hecate.optim import KernelMomentum, PhiMomentum
+from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
 from tests.optim.rules import CHECKS, Rule
 
 pytest.importorskip("expecttest")
@@ -35,6 +35,37 @@ OURS = [
     *(Rule(f"phi-{name}", PhiMomentum, {"lr": 1e-2, **options}) for name, options in PHI.items()),
     Rule("kernel-rows", KernelMomentum, {"lr": 1e-3, "keys": "rows"}),
     Rule("kernel-tanh", KernelMomentum, {"lr": 1e-2, "feature_map": phi.Tanh()}),
+    Rule("delta-matrix", DeltaMomentum, {"lr": 1e-2}),
+    Rule("delta-rows", DeltaMomentum, {"lr": 1e-2, "reading": "rows", "erase": 0.1}),
+    Rule("delta-scalar", DeltaMomentum, {"lr": 1e-3, "reading": "scalar", "erase": "lr"}),
+    Rule("delta-hope", DeltaMomentum, {"lr": 1e-3, "form": "hope", "erase": 1e-7}),
+    Rule("deep", DeepMomentum, {"lr": 1e-2, "rate": 1.0}),
+    Rule(
+        "deep-shared",
+        DeepMomentum,
+        {"lr": 1e-2, "rate": 1.0, "shared": True, "width": 4},
+        apart=False,
+    ),
+    Rule("m3", M3, {"lr": 1e-2, "period": 2}),
+    Rule("m3-last-before", M3, {"lr": 1e-2, "accumulate": "ema_last", "second_moment": "before"}),
+    Rule(
+        "m3-sum-after",
+        M3,
+        {"lr": 1e-2, "accumulate": "sum", "second_moment": "after", "vectors": "row", "period": 3},
+    ),
+    Rule("muon", Muon, {"lr": 1e-2}, matrices_only=True),
+    Rule(
+        "muon-cubic",
+        Muon,
+        {
+            "lr": 1e-2,
+            "ns_coefficients": "cubic",
+            "nesterov": False,
+            "adjust_lr_fn": "match_rms_adamw",
+        },
+        matrices_only=True,
+    ),
+    Rule("dgd-unattached", DGD, {"lr": 1e-3, "unattached": "sgd"}, stateless=True),
 ]
 THEIRS = [
     Rule("torch-sgd", torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}, complex=True, copies=False),

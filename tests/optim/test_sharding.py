@@ -1,4 +1,4 @@
-"""Sharded parameters: the same numbers as whole ones, without communication."""
+"""Sharded parameters: the same numbers as whole ones, most of them without communication."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 from hecate import phi
-from hecate.errors import ConfigError
-from hecate.optim import KernelMomentum, PhiMomentum
+from hecate.errors import ConfigError, NonFiniteError
+from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
 
 RFF = {"feature_map": phi.RandomFourier(d_phi=32, sigma=4.0), "lift": "vjp"}
 ROWWISE = [
@@ -27,6 +27,17 @@ ROWWISE = [
     {"feature_map": phi.Linear(d_phi=9), "lift": "pinv"},
 ]
 SHAPES = [(8, 6), (5, 7), (1, 4), (3, 2, 3)]  # even, uneven, empty on some, a convolution
+
+MATRICES = [(8, 6), (9, 6), (3, 18), (5, 7), (1, 4)]
+GATHERING = [
+    (Muon, {"weight_decay": 0.1}),
+    (M3, {"period": 2, "second_moment": "after"}),
+    (M3, {"period": 3, "accumulate": "sum", "second_moment": "before"}),
+    (DeltaMomentum, {}),
+    (DeltaMomentum, {"reading": "scalar", "orthogonalize": True}),
+    (DeepMomentum, {"width": 3}),
+    (DeepMomentum, {"width": 3, "shared": True}),
+]
 
 
 def draw(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -53,6 +64,40 @@ def same_as_whole(mesh, options: dict) -> None:
             found = two.state[q][key]
             assert isinstance(found, DTensor) and found.placements == q.placements
             torch.testing.assert_close(found.full_tensor(), value, rtol=1e-12, atol=1e-12)
+
+
+def gathered_exactly(mesh, cls, options: dict, placement) -> None:
+    """Whole matrices on every process: not a bit of difference."""
+    shapes = MATRICES + ([(3, 2, 3)] if cls is Muon else [(7,)])
+    whole = [torch.nn.Parameter(draw(s, i)) for i, s in enumerate(shapes)]
+    spread = [
+        torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [placement(p)]))
+        for p in whole
+    ]
+    one, two = cls(whole, 0.05, **options), cls(spread, 0.05, **options)
+    for step in range(4):
+        for i, (p, q) in enumerate(zip(whole, spread, strict=True)):
+            p.grad = draw(p.shape, 100 * step + i)
+            q.grad = distribute_tensor(p.grad.clone(), mesh, [placement(p)])
+        if step == 2:  # what is missing on one process is missing on all
+            whole[0].grad = spread[0].grad = None
+        if step == 3:  # one entry on one process: all agree
+            whole[1].grad[0, 0] = float("nan")
+            spread[1].grad = distribute_tensor(whole[1].grad.clone(), mesh, [placement(whole[1])])
+            for optimizer in (one, two):
+                with pytest.raises(NonFiniteError, match="parameter 1"):
+                    optimizer.step()
+                optimizer.param_groups[0]["on_nonfinite"] = "skip"
+        one.step()
+        two.step()
+    for p, q in zip(whole, spread, strict=True):
+        assert torch.equal(q.full_tensor().detach(), p.detach()), (cls, p.shape)
+        for key, value in one.state[p].items():
+            found = two.state[q][key]
+            if value.shape == p.shape and p.ndim > 1 and cls is not DeepMomentum:
+                assert isinstance(found, DTensor) and found.placements == q.placements
+            found = found.full_tensor() if isinstance(found, DTensor) else found
+            assert torch.equal(found, value), (cls, key)
 
 
 def same_under_fsdp() -> None:
@@ -96,6 +141,8 @@ def refusals(mesh) -> None:
     stack = torch.nn.Parameter(distribute_tensor(draw((4, 2, 6), 0), mesh, [Shard(0)]))
     with pytest.raises(ConfigError, match="use matrix 'flatten'"):
         PhiMomentum([stack], matrix="last", space="phi")
+    with pytest.raises(ConfigError, match="DGD needs every sample"):
+        DGD([rows])
     whole = torch.nn.Parameter(distribute_tensor(draw((4, 6), 0), mesh, [Replicate()]))
     KernelMomentum([whole])
     PhiMomentum([whole], orthogonalize=True)
@@ -108,6 +155,12 @@ def worker(rank: int, world: int, port: int, failures) -> None:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
     try:
         mesh = init_device_mesh("cpu", (world,))
+        for cls, options in GATHERING:
+            gathered_exactly(mesh, cls, options, lambda p: Shard(0))
+        gathered_exactly(mesh, Muon, {}, lambda p: Shard(1))
+        gathered_exactly(mesh, Muon, {}, lambda p: Replicate())
+        if world == 1:
+            return  # one process holds whole rows: nothing else differs
         for options in ROWWISE:
             same_as_whole(mesh, options)
         same_under_fsdp()
@@ -119,8 +172,8 @@ def worker(rank: int, world: int, port: int, failures) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.spec("OPT-SHARD-D1", "OPT-SHARD-I1", "OPT-SHARD-D2")
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.spec("OPT-SHARD-D1", "OPT-SHARD-I1", "OPT-SHARD-I2", "OPT-SHARD-D2")
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_shards_step_as_the_whole_does(world):
     with socket.socket() as free:
         free.bind(("localhost", 0))

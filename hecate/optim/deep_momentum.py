@@ -1,0 +1,146 @@
+"""Momentum that is a small network of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from hecate import algorithm
+from hecate.errors import ConfigError
+from hecate.optim.base import MatrixOptimizer, State, put
+from hecate.optim.options import (
+    Group,
+    MatrixView,
+    OnNonfinite,
+    StateDtype,
+    check_choice,
+    check_count,
+    check_number,
+    common_options,
+    name_of,
+)
+from hecate.optim.orthogonal import orthogonalised, settings
+from hecate.optim.tensors import Bulk, as_matrix, state_dtype
+
+CHANGE, OUT = "w_in", "w_out"
+
+
+class DeepMomentum(MatrixOptimizer):
+    """deep_momentum: w <- (1 - lr weight_decay) w + lr m'(g), m' = momentum m - c grad_m ell(m; g).
+
+    The momentum is the network m(u) = W_2 tanh(W_1 u) of the memories' `deep_momentum`, on rows of
+    the gradient, trained by one explicit step before it is read: `objective="descent"` teaches it
+    -g with c = rate / (1 + rate B), B a bound of its curvature, so that no gradient makes it
+    overshoot; `"paper"` is the printed ell = <m(g), 1> with c = rate, whose direction does not
+    depend on the sign of g. It starts at a fixed draw for W_1 and at W_2 = 0; `momentum` decays the
+    distance from there. The loss is the sum over rows.
+
+    shared: one network for all rows of one width in a group, trained on those of this step
+    together; every parameter of that width keeps a copy, also without a gradient. Else one each.
+    width: hidden units. rate: step size of the network.
+    orthogonalize: Newton-Schulz on m'(g); True, or fields of its algorithm.
+
+    Shapes: gradient `[r, c]`; state W_1 minus its start `[width, c]`, W_2 `[c, width]`.
+    Cost: 10 r c width. Sharded parameters are gathered.
+    Warning: m starts at 0 and learns at `rate`: its first steps are short.
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 50. [OPT-DEEP-D1]
+    """
+
+    structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, "shared", "width")
+    gathers: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.9,
+        width: int = 16,
+        rate: float = 0.1,
+        *,
+        shared: bool = False,
+        objective: Literal["descent", "paper"] = "descent",
+        orthogonalize: bool | Mapping[str, Any] = False,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        on_nonfinite: OnNonfinite = "raise",
+        state_dtype: StateDtype = "full",
+        matrix: MatrixView = "flatten",
+        capturable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(params, common_options(**locals()))
+
+    def check(self, group: Group) -> None:
+        """Refuses options that mean nothing, and parameters without rows."""
+        group["orthogonalize"] = settings(group["orthogonalize"])
+        super().check(group)
+        check_number(group, "momentum", high=1.0)
+        check_count(group, "width")
+        check_number(group, "rate")
+        check_choice(group, "objective", ("descent", "paper"))
+        self._network(group)
+        for p in group["params"]:
+            if p.numel() == 0:
+                raise ConfigError(f"{name_of(group, p)} has no rows for a network to learn from")
+
+    def fresh_state(self, p: Tensor, group: Group) -> State:
+        """A network at its start."""
+        columns = as_matrix(p, group["matrix"]).shape[-1]
+        dtype, width = state_dtype(p, group["state_dtype"]), group["width"]
+        shapes = {CHANGE: (width, columns), OUT: (columns, width)}
+        return {k: torch.zeros(s, dtype=dtype, device=p.device) for k, s in shapes.items()}
+
+    def update(
+        self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]
+    ) -> None:
+        """Trains each network on its rows, reads it there, and moves the weights."""
+        bulk = Bulk(group["foreach"], group["differentiable"], states[0][OUT].dtype)
+        rows = [
+            as_matrix(g, group["matrix"]).to(state[OUT])
+            for g, state in zip(grads, states, strict=True)
+        ]
+        found = dict[int, Tensor]()
+        for members in self._together(group, rows):
+            state = states[members[0]]
+            joined = torch.cat([rows[i] for i in members]) if members[1:] else rows[members[0]]
+            step, *network = self._network(group).direction(
+                joined[None],
+                joined.new_ones(1),
+                joined.new_full((1,), float(group["momentum"])),
+                state[CHANGE][None],
+                state[OUT][None],
+            )
+            counts = [len(rows[i]) for i in members]
+            found.update(zip(members, step[0].split(counts), strict=True))
+            for owner in self._owners(group, states, members):
+                for key, value in zip((CHANGE, OUT), network, strict=True):
+                    put(group, owner, key, value[0])
+        options = group["orthogonalize"]
+        updates = [-orthogonalised(found[i], options) for i in range(len(rows))]
+        bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
+
+    def _network(self, group: Group) -> algorithm.DeepMomentum:
+        names = ("width", "rate", "objective")
+        return algorithm.DeepMomentum(**{name: group[name] for name in names})
+
+    def _together(self, group: Group, rows: list[Tensor]) -> list[list[int]]:
+        """Which gradients go through one network."""
+        together: dict[int, list[int]] = {}
+        for i, x in enumerate(rows):
+            together.setdefault(x.shape[-1] if group["shared"] else i, []).append(i)
+        return list(together.values())
+
+    def _owners(self, group: Group, states: list[State], members: list[int]) -> list[State]:
+        """The states that hold the network of these gradients."""
+        if not group["shared"]:
+            return [states[i] for i in members]
+        like = states[members[0]][OUT]
+        every = [self.state[p] for p in group["params"]]
+        return [s for s in every if s[OUT].shape == like.shape and s[OUT].dtype == like.dtype
+                and s[OUT].device == like.device]  # fmt: skip

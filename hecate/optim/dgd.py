@@ -1,0 +1,194 @@
+"""Delta gradient descent: a layer forgets what it answers to an input as it learns from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+from torch.utils.hooks import RemovableHandle
+
+from hecate.errors import ConfigError
+from hecate.optim.base import MatrixOptimizer, State
+from hecate.optim.options import (
+    Group,
+    MatrixView,
+    OnNonfinite,
+    StateDtype,
+    check_choice,
+    common_options,
+    name_of,
+)
+from hecate.optim.sharding import is_sharded
+from hecate.optim.tensors import Bulk, state_dtype
+from hecate.tape.bridge import can_inspect
+
+CHUNK = 256  # samples whose order is resolved by one triangular system
+
+
+class Samples(NamedTuple):
+    """What a layer saw in one backward pass: inputs `[n, in]`, gradients of outputs `[n, out]`."""
+
+    inputs: Tensor
+    grads: Tensor
+
+
+class DGD(MatrixOptimizer):
+    """dgd: w <- w ((1 - lr weight_decay) I - c x x^T) - c g x^T, c = lr / (1 + lr |x|^2).
+
+    The exact minimiser of |w' x + g|^2 / 2 + |w' - w|^2 / (2 lr) at an input x whose output has the
+    gradient g: descent that also lowers w's own answer to x. It needs every sample's x and g, which
+    `attach` takes from the `torch.nn.Linear` layers of a module.
+
+    batch: how n samples make one step. `mean` averages their steps, each from the w before it;
+    `sequential` takes them in order, each from the w that the last one left, with the gradients of
+    the w before the first. The decay is taken once.
+    reduction: how the loss joins samples. `mean` (the default): a sample's own gradient is n times
+    what reaches the layer; `sum`: it is that.
+    unattached: what happens to parameters that are no weight of an attached layer, such as biases:
+    `refuse`, or `sgd`, w <- (1 - lr weight_decay) w - lr gradient.
+
+    Shapes: w `[out, in]`; inputs `[..., in]`. No state.
+    Cost: `mean` two products of n out in; `sequential` also n CHUNK (in + out).
+    Warning: samples are kept from the backward pass until this optimiser's `zero_grad`. They must
+    account for the gradient: scaled or clipped gradients and those of other processes are refused.
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57, whose c = lr / (1
+    + lr) holds for |x| = 1. [OPT-DGD-D1]
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        *,
+        batch: Literal["mean", "sequential"] = "mean",
+        reduction: Literal["mean", "sum"] = "mean",
+        unattached: Literal["refuse", "sgd"] = "refuse",
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        on_nonfinite: OnNonfinite = "raise",
+        state_dtype: StateDtype = "full",
+        matrix: MatrixView = "flatten",
+        capturable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        self._seen: dict[Tensor, list[Samples]] = {}
+        super().__init__(params, common_options(**locals()))
+
+    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+        """Takes samples from every Linear in `module` whose weight is here, until removed."""
+        mine = {p for group in self.param_groups for p in group["params"]}
+        layers = [m for m in module.modules() if isinstance(m, nn.Linear) and m.weight in mine]
+        if not layers:
+            raise ConfigError(
+                "attach found no torch.nn.Linear whose weight this optimiser has; construct it "
+                "with the module's parameters"
+            )
+        for layer in layers:
+            self._seen.setdefault(layer.weight, [])
+        return [m.register_forward_hook(_watch(self._seen[m.weight])) for m in layers]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients, and the samples they came from."""
+        super().zero_grad(set_to_none)
+        for seen in self._seen.values():
+            seen.clear()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.setdefault("_seen", {})  # a copy is attached to nothing
+        super().__setstate__(state)
+
+    def check(self, group: Group) -> None:
+        """Refuses options that mean nothing, and shards."""
+        super().check(group)
+        check_choice(group, "batch", ("mean", "sequential"))
+        check_choice(group, "reduction", ("mean", "sum"))
+        check_choice(group, "unattached", ("refuse", "sgd"))
+        for p in group["params"]:
+            if is_sharded(p):
+                raise ConfigError(
+                    f"DGD needs every sample of every process, {name_of(group, p)} is a DTensor; "
+                    "train it on one process"
+                )
+
+    def examine(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Refuses parameters without samples, and samples that do not make up the gradient."""
+        for p, grad in zip(params, grads, strict=True):
+            if p not in self._seen:
+                if group["unattached"] == "refuse":
+                    raise ConfigError(
+                        f"DGD needs the inputs of {name_of(group, p)}: call attach(module), or "
+                        "set unattached='sgd' for parameters that are no weight of a Linear"
+                    )
+                continue
+            seen = self._seen[p]
+            found = sum((s.grads.mT.to(p) @ s.inputs.to(p) for s in seen), torch.zeros_like(p))
+            if not can_inspect(grad, found):
+                continue
+            coarsest = max((torch.finfo(s.grads.dtype).eps for s in seen), default=0.0)
+            allowed = max(coarsest, torch.finfo(p.dtype).eps) ** 0.5 * grad.norm()
+            if not (found - grad).norm() <= allowed:
+                raise ConfigError(
+                    f"the {len(seen)} passes seen by DGD do not make up the gradient of "
+                    f"{name_of(group, p)}; use this optimiser's own zero_grad, do not scale or "
+                    "clip gradients, nor average them over processes"
+                )
+
+    def fresh_state(self, p: Tensor, group: Group) -> State:
+        """None."""
+        return {}
+
+    def update(
+        self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]
+    ) -> None:
+        """One step per weight from its samples."""
+        bulk = Bulk(group["foreach"], group["differentiable"], params[0].dtype)
+        lr, decay = bulk.number(group["lr"]), group["weight_decay"]
+        attached = [p in self._seen for p in params]
+        plain = [(p, g) for p, g, has in zip(params, grads, attached, strict=True) if not has]
+        if plain:
+            bulk.move([p for p, _ in plain], [g for _, g in plain], lr, decay)
+        layers = [p for p, has in zip(params, attached, strict=True) if has]
+        if layers:
+            bulk.move(layers, [self._direction(group, p, lr) for p in layers], 1, lr * decay)
+
+    def _direction(self, group: Group, p: Tensor, lr: Any) -> Tensor:
+        """sum_t c_t (w x_t + g_t) x_t^T over the samples, or its mean."""
+        dtype, seen = state_dtype(p, group["state_dtype"]), self._seen[p]
+        w = p.to(dtype)
+        x = torch.cat([s.inputs for s in seen]).to(dtype)
+        g = torch.cat([len(s.grads) * s.grads if group["reduction"] == "mean" else s.grads
+                       for s in seen]).to(dtype)  # fmt: skip
+        g = -g if group["maximize"] else g
+        c = lr / (1 + lr * (x * x).sum(-1, keepdim=True))
+        if group["batch"] == "mean":
+            return (c * (x @ w.mT + g)).mT @ x / max(1, len(x))
+        moved = w
+        for xs, gs, cs in zip(x.split(CHUNK), g.split(CHUNK), c.split(CHUNK), strict=True):
+            # An error e_t = w_t x_t + g_t with w_t = w - sum_(s < t) c_s e_s x_s^T: triangular.
+            system = torch.tril(xs @ xs.mT, -1) * cs.mT
+            errors = torch.linalg.solve_triangular(
+                system, xs @ moved.mT + gs, upper=False, unitriangular=True
+            )
+            moved = moved - (cs * errors).mT @ xs
+        return w - moved
+
+
+def _watch(seen: list[Samples]) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+    """A forward hook that adds inputs and, in the backward pass, gradients of outputs."""
+
+    def watch(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            inputs = args[0].detach()
+
+            def keep(grad: Tensor) -> None:
+                grads = grad.detach().reshape(-1, grad.shape[-1])
+                seen.append(Samples(inputs.reshape(-1, inputs.shape[-1]), grads))
+
+            output.register_hook(keep)
+
+    return watch

@@ -1,0 +1,241 @@
+"""DeltaMomentum and DeepMomentum: references, bounds, sharing, refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hecate import algorithm
+from hecate.errors import ConfigError, StabilityWarning
+from hecate.optim import M3, DeepMomentum, DeltaMomentum, Muon
+from tests.optim.test_muon_and_m3 import follow, parameter
+from tests.reference import optim_memories as reference
+
+
+@pytest.mark.spec("OPT-DELTA-D1", "OPT-DELTA-D2")
+@pytest.mark.parametrize("form", ["stable", "hope"])
+@pytest.mark.parametrize("reading", ["matrix", "rows", "scalar"])
+@pytest.mark.parametrize("shape", [(3, 5), (6, 2)])
+def test_delta_reference(shape, reading, form):
+    w, erase = parameter(*shape), 0.7 if form == "stable" else 0.05
+    options = {"reading": reading, "form": form, "erase": erase}
+    optimizer = DeltaMomentum([w], 0.02, weight_decay=0.1, **options)
+    ref = reference.DeltaMomentum(0.02, decay=0.1, **options)
+    assert follow(w, optimizer, ref) <= 1e-12
+
+
+@pytest.mark.spec("OPT-DELTA-D1")
+def test_erase_follows_lr():
+    w = parameter(3, 5)
+    optimizer = DeltaMomentum([w], 0.02, erase="lr", reading="scalar")
+    assert (
+        follow(w, optimizer, reference.DeltaMomentum(0.02, erase=0.02, reading="scalar")) <= 1e-12
+    )
+
+
+@pytest.mark.spec("OPT-DELTA-I1")
+@pytest.mark.parametrize("reading", ["matrix", "rows", "scalar"])
+def test_stable_forms_never_grow(reading):
+    """However large a gradient is, what m held is not made longer by it."""
+    for scale in (1e-6, 1.0, 1e3, 1e8):
+        w = parameter(3, 4)
+        optimizer = DeltaMomentum([w], 0.0, 1.0, reading=reading)
+        before = parameter(3, 4, seed=1).detach()
+        optimizer.state[w]["momentum"].copy_(before)
+        w.grad = scale * parameter(3, 4, seed=2).detach()
+        optimizer.step()
+        kept = optimizer.state[w]["momentum"] - w.grad
+        assert kept.norm() <= before.norm() + 1e-12 * (1 + scale)
+
+
+@pytest.mark.spec("OPT-DELTA-D2")
+@pytest.mark.parametrize(("reading", "square"), [("matrix", 4.0), ("rows", 4.0), ("scalar", 5.0)])
+def test_the_printed_form_stops_at_its_bound(reading, square):
+    """Of diag(2, 1) the spectral norm and the longest row are 2, |g|_F^2 is 5."""
+    w, other = parameter(2, 2), parameter(3, 3)
+    start = [w.detach().clone(), other.detach().clone()]
+    w.grad, other.grad = torch.diag(torch.tensor([2.0, 1.0])).double(), torch.zeros(3, 3).double()
+    options = {"reading": reading, "form": "hope", "momentum": 0.5}
+    with pytest.raises(ConfigError, match=f"= {square:g} for parameter 1 .*clip gradients"):
+        DeltaMomentum([other, w], erase=1.0, **options).step()
+    assert torch.equal(start[0], w) and torch.equal(start[1], other)
+    with pytest.warns(StabilityWarning, match="form 'stable'"):
+        DeltaMomentum([other, w], erase=1.0, beyond="warn", **options).step()
+    DeltaMomentum([other, w], erase=1.49 / square, **options).step()
+    with pytest.raises(ConfigError):
+        DeltaMomentum([other, w], erase=1.51 / square, **options).step()
+
+
+@pytest.mark.spec("OPT-DELTA-R1")
+def test_delta_momentum_is_the_memories_algorithm():
+    w = parameter(4, 3)
+    optimizer = DeltaMomentum([w], 1.0, 0.8, erase=0.5)
+    rule, slot = algorithm.DeltaMomentum(erase=0.5), torch.zeros(1, 4, 3)
+    one = torch.ones(1)
+    for step in range(5):
+        w.grad = parameter(4, 3, seed=step).detach()
+        start = w.detach().clone()
+        optimizer.step()
+        direction, slot = rule.direction(w.grad[None], one, 0.8 * one, slot)
+        torch.testing.assert_close(w.detach() - start, direction[0], rtol=1e-12, atol=1e-13)
+
+
+def test_without_erasing_it_is_momentum():
+    a, b = parameter(3, 4), parameter(3, 4)
+    sgd = torch.optim.SGD([a], 0.1, momentum=0.9)
+    mine = DeltaMomentum([b], 0.1, 0.9, erase=0.0)
+    for step in range(20):
+        a.grad = parameter(3, 4, seed=step).detach()
+        b.grad = a.grad.clone()
+        sgd.step()
+        mine.step()
+    torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("cls", [DeltaMomentum, DeepMomentum])
+def test_orthogonalized_first_step_is_muons(cls):
+    a, b = parameter(3, 4), parameter(3, 4)
+    a.grad = parameter(3, 4, seed=1).detach()
+    b.grad = a.grad.clone()
+    cls([b], 0.1, orthogonalize=True).step()
+    if cls is DeltaMomentum:
+        Muon([a], 0.1, 0.0, nesterov=False).step()
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    else:
+        singular = torch.linalg.svdvals((parameter(3, 4) - b).detach() / 0.1)
+        assert 0.3 < singular.min() and singular.max() < 1.3, singular
+
+
+# DeepMomentum
+
+
+def start_of(width: int, columns: int) -> np.ndarray:
+    draw = torch.randn(width, columns, generator=torch.Generator().manual_seed(0))
+    return draw.numpy() / np.sqrt(columns)
+
+
+@pytest.mark.spec("OPT-DEEP-D1")
+@pytest.mark.parametrize("objective", ["descent", "paper"])
+@pytest.mark.parametrize("shape", [(3, 5), (6, 2)])
+def test_deep_reference(shape, objective):
+    w = parameter(*shape)
+    options = {"rate": 0.5, "objective": objective}
+    optimizer = DeepMomentum([w], 0.05, width=4, weight_decay=0.1, **options)
+    ref = reference.DeepMomentum(0.05, start_of(4, shape[1]), decay=0.1, **options)
+    assert follow(w, optimizer, ref) <= 1e-12
+
+
+@pytest.mark.spec("OPT-DEEP-V1")
+@pytest.mark.parametrize("objective", ["descent", "paper"])
+def test_the_backward_pass_by_hand_is_autograds(objective):
+    w, width = parameter(3, 5), 4
+    optimizer = DeepMomentum([w], 0.0, 0.0, width, 1e-3, objective=objective)
+    state = optimizer.state[w]
+    draws = torch.Generator().manual_seed(2)
+    for value in state.values():
+        value.copy_(torch.randn(value.shape, generator=draws))
+    start = torch.tensor(start_of(width, 5))
+    w1 = (start + state["w_in"]).requires_grad_()
+    w2 = state["w_out"].clone().requires_grad_()
+    w.grad = parameter(3, 5, seed=3).detach()
+    found = torch.tanh(w.grad @ w1.T) @ w2.T
+    loss = found.sum() if objective == "paper" else 0.5 * (found + w.grad).square().sum()
+    g1, g2 = torch.autograd.grad(loss, (w1, w2))
+    hidden = torch.tanh(w.grad @ w1.T)
+    bound = hidden.square().sum() + w2.square().sum() * w.grad.square().sum()
+    c = 1e-3 if objective == "paper" else 1e-3 / (1 + 1e-3 * bound.item())
+    optimizer.step()
+    torch.testing.assert_close(state["w_in"], -c * g1, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(state["w_out"], -c * g2, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.spec("OPT-DEEP-D2")
+def test_a_shared_network_sees_all_rows_of_its_width():
+    a, b, other = parameter(3, 5), parameter(2, 5, seed=1), parameter(2, 4, seed=2)
+    optimizer = DeepMomentum([a, b, other], 0.05, width=4, rate=0.5, shared=True)
+    wide = reference.DeepMomentum(0.05, start_of(4, 5), rate=0.5)
+    narrow = reference.DeepMomentum(0.05, start_of(4, 4), rate=0.5)
+    plain = [p.detach().numpy().copy() for p in (a, b, other)]
+    for step in range(30):
+        grads = [parameter(*p.shape, seed=10 * step + i).detach() for i, p in enumerate(plain)]
+        a.grad, b.grad, other.grad = grads
+        rows = [g.numpy() for g in grads]
+        if step % 3 == 2:  # without a gradient: not read, but its network moves on
+            b.grad = None
+        present = rows[:2] if b.grad is not None else rows[:1]
+        wide.train(np.concatenate(present))
+        narrow.train(rows[2])
+        plain[0] = wide.read(plain[0], rows[0])
+        plain[1] = wide.read(plain[1], rows[1]) if b.grad is not None else plain[1]
+        plain[2] = narrow.read(plain[2], rows[2])
+        optimizer.step()
+        for key, value in optimizer.state[a].items():
+            assert torch.equal(value, optimizer.state[b][key])
+    for p, q in zip((a, b, other), plain, strict=True):
+        np.testing.assert_allclose(p.detach().numpy(), q, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.spec("OPT-DEEP-I1")
+def test_large_gradients_do_not_diverge():
+    w = parameter(3, 5)
+    optimizer = DeepMomentum([w], 1e-3, rate=1.0)
+    for step in range(50):
+        w.grad = 1e4 * parameter(3, 5, seed=step).detach()
+        optimizer.step()
+    assert w.detach().abs().max() < 1e3
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (DeltaMomentum, {"reading": "columns"}, "reading must be one of"),
+        (DeltaMomentum, {"form": "paper"}, "form must be one of"),
+        (DeltaMomentum, {"erase": -1.0}, "erase"),
+        (DeltaMomentum, {"erase": "momentum"}, "erase"),
+        (DeltaMomentum, {"beyond": "clip"}, "beyond"),
+        (DeepMomentum, {"width": 0}, "width must be an integer"),
+        (DeepMomentum, {"objective": "l2"}, "objective"),
+        (DeepMomentum, {"rate": 0.0}, "rate"),
+    ],
+)
+def test_refused(cls, options, message):
+    with pytest.raises(ConfigError, match=message):
+        cls([parameter(2, 3)], **options)
+
+
+def test_a_network_needs_rows():
+    with pytest.raises(ConfigError, match="no rows"):
+        DeepMomentum([parameter(0, 3)])
+
+
+# All of them: what depends on lr and momentum can be differentiated.
+
+
+@pytest.mark.spec("OPT-BASE-V1")
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (DeltaMomentum, {}),
+        (DeltaMomentum, {"reading": "rows"}),
+        (DeltaMomentum, {"reading": "scalar", "erase": 0.01}),
+        (DeepMomentum, {"width": 3, "rate": 0.5}),
+        (DeepMomentum, {"width": 3, "rate": 0.5, "shared": True}),
+        (Muon, {"ns_steps": 2}),
+        (M3, {"ns_steps": 2, "period": 2, "second_moment": "before"}),
+        (M3, {"ns_steps": 2, "period": 2, "second_moment": "after", "accumulate": "sum"}),
+    ],
+    ids=lambda o: o.__name__ if isinstance(o, type) else "-".join(map(str, o.values())),
+)
+def test_steps_differentiate(cls, options):
+    def after(lr: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        w = start.clone()
+        optimizer = cls([w], lr, differentiable=True, **options)
+        for step in range(3):
+            w.grad = 0.5 * w + parameter(2, 3, seed=step).detach()
+            optimizer.step()
+        return w
+
+    lr = torch.tensor(0.1, requires_grad=True)
+    start = parameter(2, 3).detach().requires_grad_()
+    assert torch.autograd.gradcheck(after, (lr, start))

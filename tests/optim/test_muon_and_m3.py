@@ -1,0 +1,201 @@
+"""Muon and M3: references, torch's own Muon, the time scales, refusals."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from hecate.errors import ConfigError
+from hecate.optim import M3, Muon, PhiMomentum
+from tests.reference import optim_memories as reference
+
+
+def parameter(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64):
+    draw = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.nn.Parameter(draw.to(dtype))
+
+
+def follow(w, optimizer, ref, steps: int = 100) -> float:
+    """The largest difference from a reference over some steps, over the largest weight."""
+    rng, plain, worst = np.random.default_rng(7), np.atleast_2d(w.detach().numpy().copy()), 0.0
+    for _ in range(steps):
+        g = 0.3 * (plain - 1) + 0.2 * rng.normal(size=plain.shape)
+        plain = ref.step(plain, g)
+        w.grad = torch.tensor(g).reshape(w.shape)
+        optimizer.step()
+        found = w.detach().numpy().reshape(plain.shape)
+        worst = max(worst, np.abs(found - plain).max() / np.abs(plain).max())
+    return worst
+
+
+@pytest.mark.spec("OPT-MUON-D1", "OPT-ORTH-D1")
+@pytest.mark.parametrize("how", ["original", "match_rms_adamw", "none"])
+@pytest.mark.parametrize("polynomial", ["quintic", "cubic"])
+@pytest.mark.parametrize("shape", [(3, 5), (6, 2)])
+def test_muon_reference(shape, polynomial, how):
+    w, nesterov = parameter(*shape), polynomial == "quintic"
+    optimizer = Muon([w], 0.02, ns_coefficients=polynomial, adjust_lr_fn=how, nesterov=nesterov)
+    coefficients = reference.QUINTIC if polynomial == "quintic" else reference.CUBIC
+    ref = reference.Muon(0.02, nesterov=nesterov, coefficients=coefficients, how=how)
+    assert follow(w, optimizer, ref) <= 1e-12
+
+
+@pytest.mark.spec("OPT-MUON-R1")
+@pytest.mark.parametrize("how", [None, "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_muon_is_torchs_bit_for_bit(dtype, nesterov, how):
+    shapes = [(7, 5), (7, 5), (3, 9), (20, 20), (130, 150)]
+    theirs, ours = (
+        [parameter(*s, seed=i, dtype=dtype) for i, s in enumerate(shapes)] for _ in "ab"
+    )
+    shared = {"lr": 0.02, "weight_decay": 0.05, "nesterov": nesterov, "adjust_lr_fn": how}
+    muon = torch.optim.Muon(theirs, **shared)
+    mine = Muon(ours, ns_dtype=torch.bfloat16, foreach=False, **shared)
+    draws = torch.Generator().manual_seed(5)
+    for _ in range(12):
+        for a, b in zip(theirs, ours, strict=True):
+            a.grad = torch.randn(a.shape, generator=draws, dtype=dtype)
+            b.grad = a.grad.clone()
+        muon.step()
+        mine.step()
+    for a, b in zip(theirs, ours, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(muon.state[a]["momentum_buffer"], mine.state[b]["momentum"])
+
+
+@pytest.mark.spec("OPT-MUON-E1")
+def test_torchs_muon_overwrites_its_bfloat16_buffer():
+    w = parameter(4, 5, dtype=torch.bfloat16)
+    theirs = torch.optim.Muon([w], nesterov=False, momentum=0.5)
+    w.grad = 8 * torch.ones_like(w)
+    theirs.step()
+    average = 4 * torch.ones_like(w)
+    assert not torch.equal(theirs.state[w]["momentum_buffer"], average)
+    ours = Muon([w], nesterov=False, momentum=0.5, ns_dtype="bfloat16", state_dtype="parameter")
+    ours.step()
+    assert torch.equal(ours.state[w]["momentum"], average)
+
+
+@pytest.mark.spec("OPT-M3-D1", "OPT-M3-D2")
+@pytest.mark.parametrize("second", ["none", "before", "after"])
+@pytest.mark.parametrize("how", ["sum", "ema_mean", "ema_last"])
+def test_m3_reference(how, second):
+    w = parameter(3, 5)
+    options = {"accumulate": how, "second_moment": second, "period": 3}
+    optimizer = M3([w], 0.02, weight_decay=0.1, **options)
+    assert follow(w, optimizer, reference.M3(0.02, decay=0.1, **options), 60) <= 1e-12
+
+
+@pytest.mark.spec("OPT-M3-D3")
+@pytest.mark.parametrize("how", ["sum", "ema_mean"])
+@pytest.mark.parametrize("vector", ["adam", "row"])
+def test_m3_reference_of_vectors(vector, how):
+    w = parameter(5)
+    optimizer = M3([w], 0.02, accumulate=how, vectors=vector, period=4)
+    ref = reference.M3(0.02, accumulate=how, vector=vector, period=4)
+    assert follow(w, optimizer, ref, 40) <= 1e-12
+
+
+@pytest.mark.spec("OPT-M3-R1")
+@pytest.mark.parametrize("ns_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("how", ["ema_mean", "ema_last"])
+def test_m3_without_its_slow_part_is_muon(how, ns_dtype):
+    one, two = parameter(5, 7), parameter(5, 7)
+    muon = Muon([one], 0.02, nesterov=False, ns_dtype=ns_dtype)
+    m3 = M3([two], 0.02, slow=0.0, weight_decay=0.1, accumulate=how, ns_dtype=ns_dtype)
+    for step in range(20):
+        one.grad = parameter(5, 7, seed=step).detach()
+        two.grad = one.grad.clone()
+        muon.step()
+        m3.step()
+    assert torch.equal(one, two)
+
+
+@pytest.mark.spec("OPT-M3-D2")
+def test_only_the_end_of_a_period_moves_the_slow_part():
+    w = parameter(3, 4)
+    optimizer = M3([w], period=3)
+    seen = []
+    for step in range(7):
+        w.grad = parameter(3, 4, seed=step).detach()
+        optimizer.step()
+        seen.append(optimizer.state[w]["slow"].clone())
+    moved = [not torch.equal(a, b) for a, b in pairwise(seen)]
+    assert not seen[0].any() and moved == [False, True, False, False, True, False]
+    mean = sum(parameter(3, 4, seed=s).detach() for s in range(3)) / 3
+    torch.testing.assert_close(seen[2], 0.1 * mean, rtol=1e-12, atol=1e-14)
+    assert int(optimizer.state[w]["step"]) == 7
+    # A parameter without a gradient counts nothing.
+    w.grad = None
+    optimizer.step()
+    assert int(optimizer.state[w]["step"]) == 7
+
+
+@pytest.mark.spec("OPT-MUON-D1")
+def test_small_matrices_of_one_shape_go_together():
+    ours, alone = ([parameter(4, 6, seed=i) for i in range(5)] for _ in "ab")
+    for params, foreach in ((ours, None), (alone, False)):
+        optimizer = Muon(params, 0.05, foreach=foreach)
+        for step in range(5):
+            for i, p in enumerate(params):
+                p.grad = parameter(4, 6, seed=10 * step + i).detach()
+            optimizer.step()
+    for a, b in zip(ours, alone, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.spec("OPT-MUON-R1")
+def test_orthogonalized_phi_momentum_is_muon_but_for_the_scale_of_its_momentum():
+    one, two = parameter(4, 4), parameter(4, 4)
+    muon = Muon([one], 0.02, 0.0, 0.9, nesterov=False)
+    mine = PhiMomentum([two], 0.02, 0.9, orthogonalize=True)
+    for step in range(10):
+        one.grad = parameter(4, 4, seed=step).detach()
+        two.grad = one.grad.clone()
+        muon.step()
+        mine.step()
+    torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (Muon, {"ns_steps": 0}, "ns_steps must be an integer of at least 1 and at most 99"),
+        (Muon, {"ns_steps": 100}, "at most 99"),
+        (Muon, {"ns_coefficients": (1.0, 2.0)}, "three numbers"),
+        (Muon, {"ns_coefficients": "septic"}, "'quintic', 'cubic'"),
+        (Muon, {"ns_dtype": "int8"}, "ns_dtype must be one of"),
+        (Muon, {"adjust_lr_fn": "mean"}, "adjust_lr_fn"),
+        (Muon, {"momentum": 1.5}, "at most 1"),
+        (Muon, {"eps": 0.0}, "eps must be above 0"),
+        (M3, {"period": 0}, "period must be an integer"),
+        (M3, {"period": True}, "period must be an integer"),
+        (M3, {"accumulate": "mean"}, "accumulate must be one of"),
+        (M3, {"second_moment": "after", "retain": 1.0}, "never writes the second moment"),
+        (M3, {"vectors": "sgd"}, "vectors"),
+    ],
+)
+def test_refused(cls, options, message):
+    with pytest.raises(ConfigError, match=message):
+        cls([parameter(2, 3)], **options)
+
+
+def test_muon_refuses_vectors_and_m3_takes_them():
+    with pytest.raises(ConfigError, match="parameter 0 \\[3\\] is none"):
+        Muon([parameter(3)])
+    muon = Muon([parameter(2, 3)])
+    with pytest.raises(ConfigError, match="'bias' is none"):
+        Muon([("w", parameter(2, 3)), ("bias", parameter(3))])
+    with pytest.raises(ConfigError, match="is none"):
+        muon.add_param_group({"params": [parameter(3)]})
+    assert len(muon.param_groups) == 1
+
+
+def test_another_period_does_not_load():
+    saved = M3([parameter(2, 3)], period=4).state_dict()
+    with pytest.raises(ConfigError, match="period = 4"):
+        M3([parameter(2, 3)], period=5).load_state_dict(saved)
