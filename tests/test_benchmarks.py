@@ -108,9 +108,10 @@ def test_rules_are_trained_row_by_row_and_never_twice(tmp_path: Path, capsys, mo
         next(record["state_bytes"] for record in records if record["rule"] == rule)
         for rule in ("atlas", "delta")
     )
-    # Two heads of 16 x 16 floats and a position; 16 x 21 twice, and a window of 4 tokens.
-    assert matrix == 2 * (4 * 16 * 16 + 8)
-    assert narrow == 2 * (4 * (2 * 16 * 21 + 4 * (21 + 16 + 1)) + 8)
+    # Closest to 4 KiB: two heads of 23 x 23 floats and a position; 9 x 21 twice, and a window of
+    # 4 tokens.
+    assert matrix == 2 * (4 * 23 * 23 + 8)
+    assert narrow == 2 * (4 * (2 * 9 * 21 + 4 * (21 + 9 + 1)) + 8)
     path.write_text(written[:-20])  # a crash while the last line was written
     main(given)
     again = path.read_text().splitlines()

@@ -88,7 +88,11 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (("train", "nope"), 2, "error: no preset 'nope'; presets: mqar, quickstart, retrieval, "),
+        (
+            ("train", "nope"),
+            2,
+            "error: no preset 'nope'; presets: cms, hope, mac, mag, mal, mqar, quickstart, ",
+        ),
         (("train", "gone.yaml"), 2, "error: cannot read config gone.yaml: No such file"),
         (("train", "tiny.yaml", "--set", "optim.lr=0"), 2,
          "error: optim.lr: must be > 0.0, got 0  [--set optim.lr=0]"),

@@ -7,21 +7,22 @@ from hecate.models.config import LanguageModelConfig
 from hecate.models.language_model import LanguageModel
 from hecate.rule import MemoryConfig
 
-_BLOCK = MemoryConfig.model_validate(
-    {
+
+def _level(name: str, period: int) -> LevelConfig:
+    """A residual MLP memory; the steps that a window sums up are as long for every period."""
+    memory = {
         "structure": {"kind": "mlp", "residual": True},
-        "retention": "decay",
-        "algorithm": {"kind": "gd", "lr": 0.1},
+        "algorithm": {"kind": "gd", "lr": 0.16 / period},
     }
-)
+    return LevelConfig(name=name, period=period, memory=MemoryConfig.model_validate(memory))
 
 
 class HopeConfig(LanguageModelConfig):
     """A `LanguageModelConfig` that starts from HOPE's blocks. [LM-HOPE-D1]
 
     o = self-referential memory of x, then the levels, MLP memories that stand where a transformer
-    has its MLP; the slower a level the more tokens its steps average over. Projections are read
-    where chunks of 16 tokens start. Hope-Attention is
+    has its MLP: their weights are learned, and forgotten by no decay. Projections are read where
+    chunks of 16 tokens start. Hope-Attention is
     `self_reference=None, attention={"kind": "attention", "window": 256}`.
 
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq 94 to 97.
@@ -30,9 +31,10 @@ class HopeConfig(LanguageModelConfig):
     self_reference: SelfReferenceConfig | None = SelfReferenceConfig.model_validate(
         {"memory": {"retention": "decay"}, "chunk": 16}
     )
-    levels: tuple[LevelConfig, ...] = tuple(
-        LevelConfig(name=name, period=period, memory=_BLOCK)
-        for name, period in (("fast", 16), ("middle", 64), ("slow", 256))
+    levels: tuple[LevelConfig, ...] = (
+        _level("fast", 16),
+        _level("middle", 64),
+        _level("slow", 256),
     )
     mlp_ratio: float = 0.0
 

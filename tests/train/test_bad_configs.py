@@ -127,14 +127,15 @@ CASES = {
         "budget.seq_len: data 'mqar' has sequences of length 64, got 32; leave it out  [x.yaml:2]",
     ),
     "extends nothing": (
-        "extends: nope", [],
-        "extends: no preset 'nope'; presets: mqar, quickstart, retrieval, mqar-RULE, "
-        "quickstart-RULE. A file must end in .yaml or .yml  [x.yaml:1]",
+        "extends: zzz", [],
+        "extends: no preset 'zzz'; presets: cms, hope, mac, mag, mal, mqar, quickstart, "
+        "retrieval, mqar-RULE, quickstart-RULE. A file must end in .yaml or .yml  [x.yaml:1]",
     ),
     "extends typo": (
         "extends: mqra", [],
-        "extends: no preset 'mqra'; presets: mqar, quickstart, retrieval, mqar-RULE, "
-        "quickstart-RULE. Did you mean 'mqar'? A file must end in .yaml or .yml  [x.yaml:1]",
+        "extends: no preset 'mqra'; presets: cms, hope, mac, mag, mal, mqar, quickstart, "
+        "retrieval, mqar-RULE, quickstart-RULE. Did you mean 'mqar'? A file must end in .yaml or "
+        ".yml  [x.yaml:1]",
     ),
     "extends outside": (
         "seed: 1\nextends: ../x.yaml", [],
