@@ -24,7 +24,7 @@ from hecate.optim.options import (
     name_of,
 )
 from hecate.optim.orthogonal import orthogonalised, settings
-from hecate.optim.tensors import Bulk, as_matrix, state_dtype
+from hecate.optim.tensors import Bulk, as_matrix, outline, state_dtype
 
 CHANGE, OUT = "w_in", "w_out"
 
@@ -91,7 +91,7 @@ class DeepMomentum(MatrixOptimizer):
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """A network at its start."""
-        columns = as_matrix(p, group["matrix"]).shape[-1]
+        columns = as_matrix(outline(p), group["matrix"]).shape[-1]
         dtype, width = state_dtype(p, group["state_dtype"]), group["width"]
         shapes = {CHANGE: (width, columns), OUT: (columns, width)}
         return {k: torch.zeros(s, dtype=dtype, device=p.device) for k, s in shapes.items()}

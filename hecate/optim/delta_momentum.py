@@ -38,8 +38,8 @@ class DeltaMomentum(MatrixOptimizer):
     `"lr"`.
 
     reading: what g^T g is. `matrix`, of all rows; `rows`, each row of m erases along its own row of
-    g; `scalar`, the number |g|^2 of the whole gradient, m <- max(0, momentum - erase |g|^2) m + g,
-    which on curved surfaces outruns tuned momentum far more often than the projections do.
+    g; `scalar`, the number |g|^2 of the whole gradient, m <- max(0, momentum - erase |g|^2) m + g.
+    The last two, with `erase="lr"`, beat tuned momentum on two thirds of eq. 53's surfaces.
     form: `stable`, c = erase / (1 + erase |g|^2) with |g| of the matrix or row, so that no
     eigenvalue of the bracket leaves [momentum - 1, momentum]; for `scalar` the max. `hope`, c =
     erase and no max, as printed: refused (`beyond="raise"`) or warned of (`"warn"`) at a gradient

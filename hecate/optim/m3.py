@@ -53,6 +53,7 @@ class M3(MatrixOptimizer):
     Shapes: see `MatrixOptimizer`. State: fast, slow, slow_update (NS of slow), step; window unless
     `ema_last`; square where v is used.
     Cost: 1 + 1 / period times that of `Muon`. Sharded parameters are gathered.
+    Warning: `sum` never forgets a gradient and swings about a minimum like an undamped spring.
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1. [OPT-M3-D1]
     """
 

@@ -28,7 +28,7 @@ from hecate.optim.passes import Numberwise, Pass, Rowwise, acts_on_numbers, numb
 from hecate.optim.phi_rows import PhiOptimizer, map_of
 from hecate.optim.precondition import COLUMNS, ROWS, SQUARE, WIDEST
 from hecate.optim.sharding import is_spread, like, local, rows_are_whole
-from hecate.optim.tensors import BLOCK, CACHE, Bulk, as_matrix, blocks
+from hecate.optim.tensors import BLOCK, CACHE, Bulk, as_matrix, blocks, outline
 from hecate.phi import FeatureMap, Identity, Params
 
 HELD = "momentum"
@@ -206,7 +206,7 @@ class PhiMomentum(PhiOptimizer):
                     f"{inner[0]} works on whole matrices, {name_of(group, p)} is sharded; "
                     "put it in a group without, or keep it replicated"
                 )
-            sides = as_matrix(p, group["matrix"]).shape
+            sides = as_matrix(outline(p), group["matrix"]).shape
             if group["precondition"] == "kronecker" and max(sides) > WIDEST:
                 raise ConfigError(
                     f"precondition 'kronecker' keeps a square factor for each side of "

@@ -25,7 +25,7 @@ from hecate.optim.options import (
     Group,
     check_choice,
 )
-from hecate.optim.tensors import as_matrix
+from hecate.optim.tensors import as_matrix, outline
 from hecate.phi import FeatureMap, OddLift, Params
 
 # What a row map is made of.
@@ -96,7 +96,7 @@ class PhiOptimizer(MatrixOptimizer):
 
     def widths(self, group: Group) -> list[int]:
         """The widths of rows in a group."""
-        return sorted({self.rows_of(p, group).shape[-1] for p in group["params"]})
+        return sorted({self.rows_of(outline(p), group).shape[-1] for p in group["params"]})
 
     def decode_errors(self) -> dict[int, float]:
         """By row width: what share of a Gaussian row the lift `pinv` misses."""

@@ -29,6 +29,11 @@ def as_matrix(x: Tensor, view: str) -> Tensor:
     return x.flatten(1) if view == "flatten" else x.reshape(-1, x.shape[-1])
 
 
+def outline(p: Tensor) -> Tensor:
+    """p's shape without its numbers, for questions that a shard of uneven parts would refuse."""
+    return torch.empty(p.shape, device="meta")
+
+
 def sum_is_finite(tensors: list[Tensor]) -> bool:
     """Whether the sum of all entries is finite: then every entry is; the converse may fail.
 

@@ -9,6 +9,7 @@ import torch
 from hecate import algorithm
 from hecate.errors import ConfigError, StabilityWarning
 from hecate.optim import M3, DeepMomentum, DeltaMomentum, Muon
+from tests.optim.test_fixed_points_and_descent import quadratic
 from tests.optim.test_muon_and_m3 import follow, parameter
 from tests.reference import optim_memories as reference
 
@@ -107,6 +108,43 @@ def test_orthogonalized_first_step_is_muons(cls):
         assert 0.3 < singular.min() and singular.max() < 1.3, singular
 
 
+def surface(w: torch.Tensor, k: float, a: float, b: float) -> torch.Tensor:
+    """Eq. 53: r^2 + k (r - theta + a sin(b r))^2."""
+    r, theta = w[0]
+    return r.square() + k * (r - theta + a * torch.sin(b * r)).square()
+
+
+def steps_to(make, problem: tuple[float, ...], limit: int = 100) -> int:
+    """Steps from (-3.5, 2) until the loss is below 1e-3, with the best of six rates."""
+    found = [limit]
+    for lr in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2):
+        w = torch.nn.Parameter(torch.tensor([[-3.5, 2.0]]))
+        optimizer = make([w], lr)
+        for step in range(found[-1]):
+            optimizer.zero_grad()
+            value = surface(w, *problem)
+            if value.item() < 1e-3:
+                found.append(step)
+                break
+            value.backward()
+            optimizer.step()
+    return min(found)
+
+
+@pytest.mark.spec("OPT-DELTA-R2")
+@pytest.mark.parametrize(
+    ("problem", "plain", "scalar"), [((1, 0.5, 1), 65, 32), ((10, 0.5, 1), 81, 47)]
+)
+def test_erasing_shortens_the_way_on_curved_surfaces(problem, plain, scalar):
+    """Two of the 48 surfaces k in 1, 5, 10, 20; a in 0.5, 1, 2; w in 1, 3, 5, 10."""
+    assert steps_to(lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9), problem) == plain
+    for reading in ("scalar", "rows"):
+        found = steps_to(
+            lambda p, lr, r=reading: DeltaMomentum(p, lr, erase="lr", reading=r), problem
+        )
+        assert found == scalar if reading == "scalar" else found < plain
+
+
 # DeepMomentum
 
 
@@ -176,7 +214,7 @@ def test_a_shared_network_sees_all_rows_of_its_width():
         np.testing.assert_allclose(p.detach().numpy(), q, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.spec("OPT-DEEP-I1")
+@pytest.mark.spec("OPT-DEEP-D1")
 def test_large_gradients_do_not_diverge():
     w = parameter(3, 5)
     optimizer = DeepMomentum([w], 1e-3, rate=1.0)
@@ -239,3 +277,70 @@ def test_steps_differentiate(cls, options):
     lr = torch.tensor(0.1, requires_grad=True)
     start = parameter(2, 3).detach().requires_grad_()
     assert torch.autograd.gradcheck(after, (lr, start))
+
+
+EVERY = [
+    (DeltaMomentum, {}),
+    (DeltaMomentum, {"reading": "rows"}),
+    (DeltaMomentum, {"reading": "scalar", "erase": "lr"}),
+    (DeltaMomentum, {"orthogonalize": True}),
+    (DeepMomentum, {"rate": 1.0}),
+    (DeepMomentum, {"rate": 1.0, "orthogonalize": True}),
+    (M3, {}),
+    (M3, {"accumulate": "ema_last", "second_moment": "before"}),
+    (M3, {"accumulate": "sum", "second_moment": "after"}),
+    (Muon, {"weight_decay": 0.0}),
+]
+
+
+every = pytest.mark.parametrize(
+    ("cls", "options"), EVERY, ids=lambda o: o.__name__ if isinstance(o, type) else str(o)
+)
+
+
+def gain(cls, options) -> float:
+    """How many times smaller a quadratic gets, by the best of some rates."""
+    gains = []
+    for lr in (0.03, 0.3, 3.0):
+        w = torch.nn.Parameter(2 * parameter(5, 4, seed=4).detach())
+        first = quadratic(w).item()
+        optimizer = cls([w], lr, **options)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 150)
+        for _ in range(150):
+            optimizer.zero_grad()
+            value = quadratic(w)
+            value.backward()
+            torch.nn.utils.clip_grad_norm_([w], 1.0)
+            optimizer.step()
+            schedule.step()
+        gains.append(first / quadratic(w).item())
+    return max(gains)
+
+
+@pytest.mark.spec("OPT-M3-E1")
+@every
+def test_quadratic_falls_a_hundredfold(cls, options):
+    if options.get("accumulate") == "sum":
+        assert gain(cls, options) < 10  # an undamped spring
+    else:
+        assert gain(cls, options) > 100
+
+
+@every
+def test_zero_gradient_moves_nothing(cls, options):
+    w, vector = parameter(3, 4), parameter(4)
+    params = [w] if cls is Muon else [w, vector]
+    start = [p.detach().clone() for p in params]
+    optimizer = cls(params, 0.1, **options)
+    for _ in range(4):
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert all(torch.equal(p, s) for p, s in zip(params, start, strict=True))
+    if cls is DeepMomentum:  # also when it has learned: m(0) = 0
+        w.grad = parameter(3, 4, seed=1).detach()
+        optimizer.step()
+        moved = w.detach().clone()
+        w.grad = torch.zeros_like(w)
+        optimizer.step()
+        assert torch.equal(moved, w)

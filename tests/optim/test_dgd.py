@@ -81,7 +81,7 @@ def test_sequences_longer_than_a_triangular_system():
     np.testing.assert_allclose(made.weight.detach().numpy(), found, rtol=0, atol=1e-12)
 
 
-@pytest.mark.spec("OPT-DGD-R1")
+@pytest.mark.spec("OPT-DGD-D2")
 @pytest.mark.parametrize("batch", ["mean", "sequential"])
 def test_one_sample_has_one_reading_and_backward_passes_add_up(batch):
     one, two, x, target = layer(), layer(), draw(4, 5, seed=1), draw(4, 3, seed=2)
@@ -98,7 +98,7 @@ def test_one_sample_has_one_reading_and_backward_passes_add_up(batch):
     torch.testing.assert_close(one.weight, two.weight, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.spec("OPT-DGD-E1")
+@pytest.mark.spec("OPT-DGD-D1")
 def test_the_printed_factor_is_exact_on_the_unit_sphere_alone():
     for length, close in ((1.0, True), (2.0, False)):
         made, g, lr = layer(), draw(3, seed=2), 0.3

@@ -157,7 +157,8 @@ def worker(rank: int, world: int, port: int, failures) -> None:
         mesh = init_device_mesh("cpu", (world,))
         for cls, options in GATHERING:
             gathered_exactly(mesh, cls, options, lambda p: Shard(0))
-        gathered_exactly(mesh, Muon, {}, lambda p: Shard(1))
+        gathered_exactly(mesh, Muon, {"matrix": "last"}, lambda p: Shard(1))
+        gathered_exactly(mesh, DeepMomentum, {"width": 3}, lambda p: Shard(p.ndim - 1))
         gathered_exactly(mesh, Muon, {}, lambda p: Replicate())
         if world == 1:
             return  # one process holds whole rows: nothing else differs
