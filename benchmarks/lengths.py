@@ -82,6 +82,6 @@ def draw(curves: dict[str, list[tuple[int, float]]]) -> None:
     threads = torch.get_num_threads()
     axes.set_title(f"B = 1, H = 4, D = 64, float32, threads: {threads}", fontsize=10)
     axes.grid(alpha=0.3, which="both")
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(loc="upper left", framealpha=1)
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(FIGURE)
