@@ -87,6 +87,26 @@ def test_a_text_run(tmp_path):
     assert "| bigram (baseline) |" in (result.folder / "report.md").read_text()
 
 
+@pytest.mark.spec("TRAIN-RUN-D5")
+def test_a_run_tells_what_its_levels_did(tmp_path):
+    levels = [
+        {"name": "fast", "memory": {"retention": "decay"}},
+        {"name": "slow", "period": 4, "memory": {"algorithm": {"kind": "gd", "lr": 0.1}}},
+        {"name": "never", "period": 64, "memory": {"algorithm": {"kind": "gd", "lr": 0.01}}},
+    ]
+    config = tiny(model={"levels": levels, "conv_kernel": 4}, budget={"steps": 2})
+    report = (run(config, tmp_path / "run").folder / "report.md").read_text()
+    section = report.split("## Levels")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if "`" in line]
+    assert [row[0] for row in rows] == [
+        f"| `blocks.0.memory` {name}" for name in ("fast", "slow", "never")
+    ]
+    assert [(row[1], row[2]) for row in rows] == [("1", "8"), ("4", "2"), ("64", "0")]
+    assert rows[0][-1] == "no |" and "never" not in rows[2][-1] != "no |"
+    plain = (run(tiny(budget={"steps": 1}), tmp_path / "plain").folder / "report.md").read_text()
+    assert "## Levels" not in plain
+
+
 @pytest.mark.spec("TRAIN-LOOP-I2")
 def test_a_run_leaves_the_global_random_state_alone(tmp_path):
     model = TiedGRU()
