@@ -245,3 +245,45 @@ def test_a_terminated_process_saves_and_can_be_resumed(tmp_path):
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert f"finished at step {step + 1}" in done.stdout
+
+
+@pytest.mark.spec("TRAIN-EST-D1")
+@pytest.mark.parametrize("preset", ["mqar", "cms", "hope", "mac", "mag", "mal"])
+def test_estimate_counts_what_is_built(hecate, preset):
+    from hecate.models import LanguageModel
+    from hecate.rule import bytes_of
+    from hecate.train import load_experiment
+    from hecate.train.estimate import estimate_rows
+
+    config = load_experiment(preset)
+    model = LanguageModel(config.model_for_data(), dtype=torch.float32)
+    rows = dict(estimate_rows(config))
+    assert rows["parameters"] == f"{sum(item.numel() for item in model.parameters()):,}"
+    with torch.no_grad():
+        _, state = model(torch.zeros(1, 2, dtype=torch.int64))
+    value, unit = rows["state per sequence"].replace(",", "").split()
+    size = float(value) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20}[unit]
+    kept = bytes_of(state)
+    # The window of a convolution or of attention fills up as tokens come; memories have one size.
+    assert abs(size - kept) <= 0.001 * kept or preset in ("mag", "mal", "mac")
+    code, out, _ = hecate("estimate", preset)
+    assert code == 0 and rows["parameters"] in out
+
+
+@pytest.mark.spec("TRAIN-EST-D2")
+def test_tape_prints_calls_and_norms(hecate):
+    code, out, _ = hecate("tape", "cms", "--tokens", "2")
+    assert code == 0
+    for text in (
+        "model.levels[0].memory",
+        "model.levels[2].memory",
+        "phi.random_fourier",
+        "l2_norm",
+    ):
+        assert text in out
+    norms = [
+        float(line.split()[0]) for line in out.splitlines() if line.startswith("  ") and "/" in line
+    ]
+    assert len(norms) > 10 and any(norm > 0 for norm in norms)
+    code, _, err = hecate("tape", "nothing")
+    assert code == 2 and "no preset" in err

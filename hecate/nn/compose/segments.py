@@ -31,6 +31,8 @@ def pieces_of(
 ) -> list[Piece]:
     """The pieces of a call over `like` `[B, T, ...]`; `place` `[B]` tokens are in a segment."""
     shape = like.shape[:2]
+    if shape[1] == 0:
+        return []
     write = torch.ones(shape, dtype=torch.bool, device=place.device) if write is None else write
     reset = torch.zeros_like(write) if reset is None else reset
     count = write.long()

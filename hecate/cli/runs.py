@@ -1,90 +1,20 @@
-"""The command line: train, evaluate, generate, list, show, schema and lab.
-
-Heavy imports wait until a command needs them, so that help and completion are quick.
-"""
+"""Commands on runs: train, eval, generate."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from hecate.cli.app import SetOption, app, complete_preset, reported
 
 if TYPE_CHECKING:
     from hecate.train import ExperimentConfig, RunResult
 
-app = typer.Typer(
-    name="hecate",
-    help="Memories that learn at test time: train, evaluate and inspect them.",
-    epilog="Example: hecate train mqar --set feature_map=elu --steps 500",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="PATH=VALUE",
-        help="Override a setting, such as optim.lr=1e-3 or feature_map=elu. May be repeated.",
-    ),
-]  # fmt: skip
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)
 ]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line with `argv`, or the process's own arguments."""
-    app(args=None if argv is None else list(argv))
-
-
-@app.callback()
-def _options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
-) -> None:
-    pass
-
-
-def _complete_preset(incomplete: str) -> list[str]:
-    folder = Path(__file__).parent / "presets"
-    return sorted(p.stem for p in folder.glob("*.yaml") if p.stem.startswith(incomplete))
-
-
-def _complete_family(incomplete: str) -> list[str]:
-    from hecate.train.catalogue import FAMILIES
-
-    return [name for name in FAMILIES if name.startswith(incomplete)]
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    typer.echo(f"warning: {message}", err=True)
-
-
-@contextmanager
-def _reported(context: typer.Context) -> Iterator[None]:
-    """Prints a `HecateError` as one message and exits with 2, or 1 when a run itself failed."""
-    from hecate.errors import HecateError, NonFiniteError
-
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            yield
-    except HecateError as error:
-        if context.find_root().params.get("debug"):
-            raise
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1 if isinstance(error, NonFiniteError) else 2) from None
 
 
 @app.command(
@@ -98,7 +28,7 @@ def train(
         typer.Argument(
             metavar="[PRESET|FILE]",
             help="A preset or a YAML file; 'quickstart' when left out.",
-            show_default=False, autocompletion=_complete_preset,
+            show_default=False, autocompletion=complete_preset,
         ),
     ] = None,
     overrides: SetOption = None,
@@ -112,7 +42,7 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only.")] = False,
 ) -> None:  # fmt: skip
     """Train a model and write a run folder with checkpoints, figures and a report."""
-    with _reported(context):
+    with reported(context):
         import torch
 
         from hecate.train import load_experiment, run_experiment
@@ -144,7 +74,7 @@ def evaluate(
     checkpoint: Annotated[str, typer.Option(help="Which one: best or newest.")] = "best",
 ) -> None:
     """Score a run's checkpoint on its validation data, beside the baselines."""
-    with _reported(context):
+    with reported(context):
         from hecate.train.display import print_table
         from hecate.train.run import open_run
 
@@ -167,7 +97,7 @@ def generate(
     checkpoint: Annotated[str, typer.Option(help="Which one: best or newest.")] = "best",
 ) -> None:
     """Continue a text, one byte at a time on a state of constant size."""
-    with _reported(context):
+    with reported(context):
         import codecs
 
         import torch
@@ -195,88 +125,6 @@ def generate(
         typer.echo(decoder.decode(b"", final=True))
 
 
-@app.command("list", epilog="Examples: hecate list | hecate list phi | hecate list presets")
-def list_(
-    context: typer.Context,
-    family: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[FAMILY]",
-            help="phi, bias, retention, algorithm, structure, data, rules or presets.",
-            show_default=False, autocompletion=_complete_family,
-        ),
-    ] = None,
-) -> None:  # fmt: skip
-    """List the variants of a family: formula, traits, gradient and paper."""
-    with _reported(context):
-        from hecate.train.catalogue import catalogue
-        from hecate.train.display import print_table
-
-        header, rows = catalogue(family)
-        print_table(header, rows)
-
-
-@app.command(
-    epilog="Examples: hecate show mqar --set data.num_pairs=16 | hecate show quickstart --engine"
-)
-def show(
-    context: typer.Context,
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="PRESET|FILE", help="A preset or a YAML file.", show_default=False,
-            autocompletion=_complete_preset,
-        ),
-    ],
-    overrides: SetOption = None,
-    engine: Annotated[
-        bool, typer.Option("--engine", help="Say which engine runs the memory here, and why.")
-    ] = False,
-) -> None:  # fmt: skip
-    """Print the resolved YAML of an experiment, every default written out."""
-    with _reported(context):
-        from hecate.train.compose import dump_experiment, load_experiment
-
-        config = load_experiment(source, overrides or [])
-        if engine:
-            for path, (chosen, reason) in config.engines().items():
-                typer.echo(f"model.{path}: {chosen}: {reason}")
-        else:
-            typer.echo(dump_experiment(config), nl=False)
-
-
-@app.command(epilog="Example: hecate schema > experiment.schema.json")
-def schema(context: typer.Context) -> None:
-    """Print the JSON schema of an experiment, for editors that complete YAML."""
-    with _reported(context):
-        import json
-
-        from hecate.train.config import ExperimentConfig
-
-        typer.echo(json.dumps(ExperimentConfig.model_json_schema(), indent=1))
-
-
-@app.command(epilog="Examples: hecate lab | hecate lab levels --quick")
-def lab(
-    context: typer.Context,
-    study: Annotated[
-        str | None,
-        typer.Argument(metavar="[STUDY]", help="Left out, all are listed.", show_default=False),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A minute at most, less exact.")] = False,
-    seeds: Annotated[int | None, typer.Option(min=1, help="How many, from 0 on.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the CSV, JSON and PNG files.")] = Path("lab"),
-    figure: Annotated[bool, typer.Option(help="Draw the figure (needs matplotlib).")] = True,
-) -> None:
-    """Run a study: a table, a figure and the numbers behind them."""
-    with _reported(context):
-        from hecate.lab.run import list_studies, run_study
-
-        if study is None:
-            return list_studies()
-        run_study(study, quick=quick, seeds=seeds, out=out, figure=figure)
-
-
 def _refuse_other_source(source: str | None, out: Path | None) -> None:
     from hecate.errors import ConfigError
 
@@ -294,7 +142,3 @@ def _show_result(result: RunResult, config: ExperimentConfig) -> None:
     rows.append((config.name, f"{result.score.value(result.metric):.4f}"))
     print_table(("predictor", result.metric.replace("_", " ")), rows)
     typer.echo(f"{result.status} at step {result.step}; report: {result.folder / 'report.md'}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,80 @@
+"""The application that commands join, and how errors and warnings are told."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+app = typer.Typer(
+    name="hecate",
+    help="Memories that learn at test time: train, evaluate and inspect them.",
+    epilog="Example: hecate train mqar --set feature_map=elu --steps 500",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="PATH=VALUE",
+        help="Override a setting, such as optim.lr=1e-3 or feature_map=elu. May be repeated.",
+    ),
+]  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line with `argv`, or the process's own arguments."""
+    app(args=None if argv is None else list(argv))
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    pass
+
+
+def complete_preset(incomplete: str) -> list[str]:
+    """Presets that begin so."""
+    folder = Path(__file__).parents[1] / "presets"
+    return sorted(p.stem for p in folder.glob("*.yaml") if p.stem.startswith(incomplete))
+
+
+def complete_family(incomplete: str) -> list[str]:
+    """Families that begin so."""
+    from hecate.train.catalogue import FAMILIES
+
+    return [name for name in FAMILIES if name.startswith(incomplete)]
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    typer.echo(f"warning: {message}", err=True)
+
+
+@contextmanager
+def reported(context: typer.Context) -> Iterator[None]:
+    """Prints a `HecateError` as one message and exits with 2, or 1 when a run itself failed."""
+    from hecate.errors import HecateError, NonFiniteError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            yield
+    except HecateError as error:
+        if context.find_root().params.get("debug"):
+            raise
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1 if isinstance(error, NonFiniteError) else 2) from None
