@@ -334,4 +334,27 @@ FAULTS = [
         ("two_paces", "for level in reversed(levels):", "for level in levels:"),
         ("two_paces", "math.nan).flip(-1)", "math.nan)"),
     ),
+    *_of(
+        "optim",
+        "tests/optim/test_muon_and_m3.py",
+        ("m3", "counts = [int(state[STEP]) // period for state in ended]", "counts = [int(state[STEP]) for state in ended]"),
+        ("m3", "put(group, state, WINDOW, torch.zeros_like(state[WINDOW]))", "pass"),
+        ("m3", "scale = 1 if summed else 1 - group", "scale = 1 if summed else 1 + 0 * group"),
+        ("muon", "g.lerp(m, momentum)", "m.lerp(g, momentum)"),
+        ("orthogonal", "tall = matrix.shape[-2] > matrix.shape[-1]", "tall = False"),
+    ),
+    *_of(
+        "optim",
+        "tests/optim/test_delta_and_deep.py",
+        ("delta_momentum", "return square.max() if group", "return square.sum() if group"),
+        ("delta_momentum", "torch.minimum(factor, momentum) if stable else factor", "factor"),
+        ("deep_momentum", "every = [self.state[p] for p in group", "every = states or [self.state[p] for p in group"),
+    ),
+    *_of(
+        "optim",
+        "tests/optim/test_dgd.py",
+        ("dgd", "torch.tril(xs @ xs.mT, -1) * cs.mT", "torch.tril(xs @ xs.mT, -1) * cs"),
+        ("dgd", "g = -g if group", "g = g if group"),
+        ("dgd", "if isinstance(output, Tensor) and output.requires_grad:", "if isinstance(output, Tensor):"),
+    ),
 ]  # fmt: skip
