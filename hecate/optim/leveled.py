@@ -192,8 +192,12 @@ def level_groups(
         period = default if pattern is None else periods[pattern]
         found.setdefault(period, []).append(parameter)
     for pattern in idle:
-        hint = did_you_mean(pattern, (name for name, _ in named))
-        raise ConfigError(f"the pattern {pattern!r} decides no parameter's level.{hint}")
+        names = [name for name, _ in named]
+        some = ", ".join(names[:4]) + (", ..." if names[4:] else "")
+        hint = did_you_mean(pattern, names)
+        raise ConfigError(
+            f"the pattern {pattern!r} decides no parameter's level; names are {some}.{hint}"
+        )
     return [{"params": found[period], "period": period} for period in sorted(found)]
 
 
