@@ -30,8 +30,9 @@ _NO_DGD = (
 class OptimConfig(Config):
     """The outer optimiser, which trains the parameters (not the memories), and its learning rate.
 
-    The rate, the same for every kind, rises linearly for `warmup` steps to `lr`, then follows `schedule` down to
-    `final * lr` at the last step of the budget. Norm scales, biases and other vectors do not decay.
+    The rate, the same for every kind, rises linearly for `warmup` steps to `lr`, then follows
+    `schedule` down to `final * lr` at the last step of the budget. Norm scales, biases and other
+    vectors do not decay.
     `clip` bounds the norm of the whole gradient; null turns it off.
     `periods` is of names to numbers: parameters whose name fits a pattern (shell style, the first
     that fits decides) step once in so many steps, by the mean of their gradients.
@@ -44,7 +45,7 @@ class OptimConfig(Config):
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     final: float = Field(0.1, ge=0, le=1)
     clip: float | None = Field(1.0, gt=0)
-    periods: dict[str, Annotated[int, Field(ge=1)]] = {}
+    periods: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod

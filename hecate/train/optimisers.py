@@ -7,6 +7,7 @@ They train the parameters of a model, not its memories. Learning rate and weight
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
@@ -39,10 +40,9 @@ class OptimizerKind(Variant, family="optimizer"):
         options = {name: getattr(self, name) for name in type(self).model_fields}
         for name in ("kind", "fallback"):
             options.pop(name, None)
-        make = type(self).factory
-        if any("period" in group for group in groups):
-            return optim.Leveled(groups, make, lr=lr, **options)
-        return make(groups, lr=lr, **options)
+        make = partial(type(self).factory, lr=lr, **options)
+        leveled = any("period" in group for group in groups)
+        return optim.Leveled(groups, make) if leveled else make(groups)
 
 
 class AdamW(OptimizerKind):
@@ -142,7 +142,7 @@ class DeltaMomentum(OptimizerKind):
     `hecate.optim.DeltaMomentum`, which says what its options mean.
 
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 48 and 49.
-    [OPT-DELTA-D1]
+    [TRAIN-OPTIM-D2]
     """
 
     kind: Literal["delta_momentum"] = "delta_momentum"
@@ -161,7 +161,8 @@ class DeepMomentum(OptimizerKind):
 
     `hecate.optim.DeepMomentum`, which says what its options mean.
 
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 50. [OPT-DEEP-D1]
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 50.
+    [TRAIN-OPTIM-D2]
     """
 
     kind: Literal["deep_momentum"] = "deep_momentum"
@@ -207,7 +208,8 @@ class M3(MatrixKind):
 
     `hecate.optim.M3`, which says what its options mean.
 
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1. [OPT-M3-D1]
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1.
+    [TRAIN-OPTIM-D3]
     """
 
     kind: Literal["m3"] = "m3"
@@ -227,7 +229,7 @@ class Muon(MatrixKind):
     `hecate.optim.Muon`, which says what its options mean.
 
     References: Muon (Jordan et al., 2024); Nested Learning (Behrouz et al., 2025, arXiv
-    2512.24695), eq. 42. [OPT-MUON-D1]
+    2512.24695), eq. 42. [TRAIN-OPTIM-D3]
     """
 
     kind: Literal["muon"] = "muon"
