@@ -168,7 +168,7 @@ class MatrixOptimizer(Optimizer):
         torch casts state to its parameter's dtype, which rounds a float32 momentum of bfloat16
         weights; here every entry keeps the dtype of a fresh state. [OPT-BASE-I2]
         """
-        handle = self.register_load_state_dict_pre_hook(_examine)  # after the user's own
+        handle = self.register_load_state_dict_pre_hook(examine_state)  # after the user's own
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -190,7 +190,7 @@ class MatrixOptimizer(Optimizer):
                 group.setdefault(key, value)
 
 
-def _examine(optimizer: Optimizer, given: dict[str, Any]) -> None:
+def examine_state(optimizer: Optimizer, given: dict[str, Any]) -> None:
     """Holds a state dict against the optimiser's own; leaves what it saves for `__setstate__`."""
     groups, saved_groups = optimizer.param_groups, given["param_groups"]
     if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:

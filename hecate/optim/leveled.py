@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hecate.errors import CheckpointError, ConfigError, did_you_mean, shorten
+from hecate.optim.base import MatrixOptimizer, examine_state
 
 Group = dict[str, Any]
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -65,6 +66,7 @@ class Leveled(torch.optim.Optimizer):
         _refuse_closures(self.inner)
         self._windows: dict[Tensor, Tensor] = {}
         own = {"period": period, "reduce": reduce, "elapsed": 0}
+        _refuse_namesakes(self.inner, own)
         super().__init__(list(self.inner.param_groups), {**self.inner.defaults, **own})
         self.state = self.inner.state
 
@@ -107,7 +109,10 @@ class Leveled(torch.optim.Optimizer):
                 index: {key: value for key, value in entries.items() if key != "window"}
                 for index, entries in state["state"].items()
             }
-            return {**state, "state": {index: kept for index, kept in bare.items() if kept}}
+            bare = {index: kept for index, kept in bare.items() if kept}
+            if isinstance(self.inner, MatrixOptimizer):
+                examine_state(self.inner, {**state, "state": bare})
+            return {**state, "state": bare}
 
         def put(_: torch.optim.Optimizer) -> None:
             self._windows = windows
@@ -121,6 +126,7 @@ class Leveled(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+            vars(self.inner).pop("_saved", None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "inner": self.inner, "_windows": self._windows}
@@ -192,8 +198,12 @@ def level_groups(
         period = default if pattern is None else periods[pattern]
         found.setdefault(period, []).append(parameter)
     for pattern in idle:
-        hint = did_you_mean(pattern, (name for name, _ in named))
-        raise ConfigError(f"the pattern {pattern!r} decides no parameter's level.{hint}")
+        names = [name for name, _ in named]
+        some = ", ".join(names[:4]) + (", ..." if names[4:] else "")
+        hint = did_you_mean(pattern, names)
+        raise ConfigError(
+            f"the pattern {pattern!r} decides no parameter's level; names are {some}.{hint}"
+        )
     return [{"params": found[period], "period": period} for period in sorted(found)]
 
 
@@ -252,6 +262,15 @@ def _check_level(group: Group) -> None:
             f"differentiable=True with period={period}: a window keeps no graph of its steps; "
             "use period=1 for this group"
         )
+
+
+def _refuse_namesakes(inner: torch.optim.Optimizer, own: Group) -> None:
+    for name in own:
+        if name in inner.defaults:
+            raise ConfigError(
+                f"{type(inner).__name__} has a {name!r} of its own, which that of a level would "
+                "overwrite; wrap an optimiser without one"
+            )
 
 
 def _refuse_closures(inner: torch.optim.Optimizer) -> None:

@@ -12,6 +12,7 @@ from hecate.data import DataConfig
 from hecate.errors import ConfigError, did_you_mean
 from hecate.phi.base import FeatureMap
 from hecate.train.compose import BY_RULE, load_experiment, presets
+from hecate.train.optimisers import OptimizerKind
 from hecate.variant import Variant
 
 Table = tuple[list[str], list[list[str]]]
@@ -23,7 +24,9 @@ _VARIANTS: dict[str, type[Variant]] = {
     "algorithm": algorithm.Algorithm,
     "structure": structure.Structure,
     "data": DataConfig,
+    "optimizer": OptimizerKind,
 }
+_PLAIN = (DataConfig, OptimizerKind)  # neither traits nor a gradient of their own
 _TRAITS = re.compile(r"^Traits: (.+?)(?=\n[A-Z]\w*: |\Z)", re.DOTALL | re.MULTILINE)
 _REFERENCE = re.compile(r"References?: (.+?)(?=\n\s*\n|\[[A-Z]+-|\Z)", re.DOTALL)
 
@@ -43,8 +46,8 @@ def variant_rows(root: type[Variant]) -> Table:
     """Kind, formula, traits, gradient status and paper of every variant."""
     columns: dict[str, Callable[[type[Variant]], str]] = {
         "formula": lambda variant: variant.formula(),
-        **({} if root is DataConfig else {"traits": _traits}),
-        **({} if root is DataConfig else {"gradient": _gradient}),
+        **({} if root in _PLAIN else {"traits": _traits}),
+        **({} if root in _PLAIN else {"gradient": _gradient}),
         "paper": paper,
     }
     rows = [

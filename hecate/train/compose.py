@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hecate.errors import ConfigError, Problem, format_path
 from hecate.rule import RULES
-from hecate.train.config import ExperimentConfig
+from hecate.train.config import OF_ADAMW, ExperimentConfig
 from hecate.train.document import Document, Location, dump_yaml, parse_value, read_yaml
 from hecate.variant import did_you_mean
 
@@ -166,6 +166,8 @@ def _parse_override(text: str) -> _Override:
     if not equals or not _PATH.fullmatch(path):
         raise ConfigError(f"--set needs path=value, such as optim.lr=1e-3, got {text!r}")
     parts = tuple(name or int(index) for name, index in _STEP.findall(path))
+    if parts[0] == "optim" and parts[1:2] and parts[1] in OF_ADAMW:
+        parts = ("optim", "optimizer", *parts[1:])
     return _Override(parts, parse_value(value, f"--set {text}")[0], f"--set {text}")
 
 

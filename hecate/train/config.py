@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,30 +12,65 @@ from hecate.data import Bundled, DataConfig
 from hecate.engine import choose_engine
 from hecate.errors import ConfigError
 from hecate.models import LanguageModelConfig
+from hecate.train.optimisers import AdamW, OptimizerKind
 from hecate.variant import Config
 
 TEXT_LENGTH = 256
 """Window of a text when `budget.seq_len` is not given."""
 
-_Fraction = Annotated[float, Field(ge=0, lt=1)]
+OF_ADAMW = ("betas", "eps")
+"""Fields of `optim.optimizer` that were fields of `optim` while AdamW was the only kind."""
+
+_NO_DGD = (
+    "'dgd' is not offered to runs: it needs the inputs of every layer and gradients that are not "
+    "clipped; use hecate.optim.DGD and its attach(model) in a loop of your own"
+)
 
 
 class OptimConfig(Config):
-    """AdamW: the outer optimiser, which trains the parameters (not the memories).
+    """The outer optimiser, which trains the parameters (not the memories), and its learning rate.
 
-    The learning rate rises linearly for `warmup` steps to `lr`, then follows `schedule` down to
-    `final * lr` at the last step of the budget. Norm scales, biases and other vectors do not decay.
+    The rate, the same for every kind, rises linearly for `warmup` steps to `lr`, then follows
+    `schedule` down to `final * lr` at the last step of the budget. Norm scales, biases and other
+    vectors do not decay.
     `clip` bounds the norm of the whole gradient; null turns it off.
+    `periods` is of names to numbers: parameters whose name fits a pattern (shell style, the first
+    that fits decides) step once in so many steps, by the mean of their gradients.
     """
 
     lr: float = Field(3e-3, gt=0)
-    betas: Annotated[tuple[_Fraction, _Fraction], Field(strict=False)] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
+    optimizer: OptimizerKind = AdamW()
     weight_decay: float = Field(0.1, ge=0)
     warmup: int = Field(20, ge=0)
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     final: float = Field(0.1, ge=0, le=1)
     clip: float | None = Field(1.0, gt=0)
+    periods: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adamw_fields(cls, data: Any) -> Any:
+        """Hands fields that belong to AdamW on to it: older files have them here."""
+        if not isinstance(data, Mapping):
+            return data
+        given = data.get("optimizer", "adamw")
+        chosen = {"kind": given} if isinstance(given, str) else given
+        if isinstance(chosen, Mapping) and chosen.get("kind") == "dgd":
+            raise ConfigError(_NO_DGD, ("optimizer",))
+        old = {name: data[name] for name in OF_ADAMW if name in data}
+        if not old:
+            return data
+        plain = isinstance(chosen, Mapping) and chosen.get("kind") == "adamw"
+        for name in old:
+            if not plain or name in chosen:
+                raise ConfigError(
+                    f"belongs to optimizer 'adamw', and optimizer is given; write "
+                    f"optim.optimizer.{name} if it is adamw, else leave it out",
+                    (name,),
+                )
+        AdamW(**old)  # a fault is named where it was written
+        rest = {name: value for name, value in data.items() if name not in OF_ADAMW}
+        return {**rest, "optimizer": {**chosen, **old}}
 
     def rate(self, step: int, steps: int) -> float:
         """Learning rate of 0-based `step`: a pure function, so it has no state to save."""

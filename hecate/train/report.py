@@ -36,7 +36,8 @@ def write_report(
         "## Data\n\n" + _table(("fact", "value"), trainer.source.describe().items()),
         "## Figures\n\n" + _figures(figures),
         *_levels(trainer),
-        "## Memory\n\n" + _memory(config.model.model_dump(mode="json")),
+        "## Optimiser\n\n" + _optimiser(trainer),
+        "## Memory\n\n" + _yaml(config.model.model_dump(mode="json")),
         "## State after one validation sequence\n\n" + _states(leaves, config.seq_len),
         "## Repeat\n\n" + _commands(folder),
     ]
@@ -97,8 +98,24 @@ def _levels(trainer: Trainer) -> list[str]:
     return [f"## Levels\n\n{text}\n\n{_table(HEADER, health_rows(health))}"]
 
 
-def _memory(model: Mapping[str, Any]) -> str:
-    return f"```yaml\n{dump_yaml(model)}```"
+def _optimiser(trainer: Trainer) -> str:
+    """Which optimiser trained how much, what steps seldom, and the settings."""
+    lines = []
+    for kind, optimizer in trainer.optimizers.items():
+        groups = optimizer.param_groups
+        numbers = sum(p.numel() for group in groups for p in group["params"])
+        lines.append(f"- `{kind}`: {numbers:,} parameters")
+        slow = {group["period"] for group in groups if group.get("elapsed") is not None} - {1}
+        for period in sorted(slow):
+            names = [n for g in groups if g["period"] == period for n in g["param_names"]]
+            listed = ", ".join(f"`{name}`" for name in names)
+            lines.append(f"- once in {period} steps: {listed}")
+    settings = trainer.config.optim.model_dump(mode="json")
+    return "\n".join(lines) + "\n\n" + _yaml(settings)
+
+
+def _yaml(settings: Mapping[str, Any]) -> str:
+    return f"```yaml\n{dump_yaml(settings)}```"
 
 
 def _states(leaves: Sequence[StateLeaf], length: int) -> str:

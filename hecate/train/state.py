@@ -2,90 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from hecate.errors import CheckpointError
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimiser groups: matrices decay, vectors (scales, biases) do not. [TRAIN-OPTIM-D1]"""
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            # By name as well: norm scales and biases kept per head are matrices.
-            vector = parameter.dim() < 2 or name.rsplit(".", 1)[-1] in ("norm", "bias")
-            (plain if vector else decayed).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+from hecate.errors import CheckpointError, HecateError
+from hecate.optim import Leveled
 
 
 def pack(
-    model: nn.Module, optimizer: torch.optim.Optimizer
+    model: nn.Module, optimizers: Iterable[Optimizer]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by name (`model/...`, `optimizer/<parameter>/...`) and plain values."""
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
-    names = _names(model, optimizer)
-    state = optimizer.state_dict()
     values: dict[str, dict[str, Any]] = {}
-    for index, entries in state["state"].items():
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                tensors[f"optimizer/{names[index]}/{key}"] = value
-            else:
-                values.setdefault(names[index], {})[key] = value
-    groups = [
-        {
-            **{k: v for k, v in group.items() if k != "params"},
-            "params": [names[i] for i in group["params"]],
-        }
-        for group in state["param_groups"]
-    ]
-    return tensors, {"optimizer": type(optimizer).__name__, "groups": groups, "values": values}
+    groups: list[dict[str, Any]] = []
+    optimizers = list(optimizers)
+    for optimizer in optimizers:
+        names = _names(model, optimizer)
+        state = optimizer.state_dict()
+        for index, entries in state["state"].items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer/{names[index]}/{key}"] = value
+                else:
+                    values.setdefault(names[index], {})[key] = value
+        for group in state["param_groups"]:
+            kept = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            groups.append({**kept, "params": [names[i] for i in group["params"]]})
+    return tensors, {"optimizer": _called(optimizers), "groups": groups, "values": values}
 
 
 def unpack(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Iterable[Optimizer],
     tensors: Mapping[str, Tensor],
     facts: Mapping[str, Any],
     where: str,
 ) -> None:
-    """Loads what `pack` gave; `CheckpointError` names the first tensor that does not fit."""
+    """Loads what `pack` gave; `CheckpointError` names the first thing that does not fit."""
+    optimizers = list(optimizers)
+    if facts["optimizer"] != _called(optimizers):
+        raise CheckpointError(
+            f"{where} was trained with {facts['optimizer']}, this run uses {_called(optimizers)}"
+        )
+    saved = [group["params"] for group in facts["groups"]]
+    own = [group for optimizer in optimizers for group in _named_groups(model, optimizer)]
+    if saved != own:
+        raise CheckpointError(
+            f"{where} optimises other parameters than this model, or in other groups; use its own "
+            "config"
+        )
     restore_model(model, tensors, where)
+    groups = iter(facts["groups"])
+    for optimizer in optimizers:
+        mine = [next(groups) for _ in optimizer.param_groups]
+        try:
+            optimizer.load_state_dict(_state(model, optimizer, tensors, mine, facts["values"]))
+        except (HecateError, ValueError) as error:
+            raise CheckpointError(f"{where} does not fit this run's optimiser: {error}") from None
+
+
+def _state(
+    model: nn.Module,
+    optimizer: Optimizer,
+    tensors: Mapping[str, Tensor],
+    saved: list[dict[str, Any]],
+    values: Mapping[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """The state dict of one optimiser."""
     names = _names(model, optimizer)
-    if facts["optimizer"] != type(optimizer).__name__:
-        raise CheckpointError(
-            f"{where} was trained with {facts['optimizer']}, this run uses "
-            f"{type(optimizer).__name__}"
-        )
-    saved = [name for group in facts["groups"] for name in group["params"]]
-    if saved != names:
-        raise CheckpointError(
-            f"{where} optimises other parameters than this model; use its own config"
-        )
     state: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(names):
         prefix = f"optimizer/{name}/"
         entries = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         # clone: optimisers step in place, and the caller's checkpoint must not change
         entries = {key: value.clone() for key, value in entries.items() if "/" not in key}
-        entries |= facts["values"].get(name, {})
+        entries |= values.get(name, {})
         if entries:
             state[index] = entries
     order = {name: index for index, name in enumerate(names)}
-    groups = [{**group, "params": [order[n] for n in group["params"]]} for group in facts["groups"]]
-    for group in groups:  # JSON has no tuples
-        if "betas" in group:
-            group["betas"] = tuple(group["betas"])
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    groups = []
+    for group, own in zip(saved, optimizer.param_groups, strict=True):
+        numbers = [order[name] for name in group["params"]]
+        options = {key: _with_tuples(value, own.get(key)) for key, value in group.items()}
+        groups.append({**options, "params": numbers, "param_names": group["params"]})
+    return {"state": state, "param_groups": groups}
+
+
+def _with_tuples(saved: Any, own: Any) -> Any:
+    """A value read from JSON, which has no tuples, with those that `own` has."""
+    if isinstance(own, dict) and isinstance(saved, dict):
+        return {key: _with_tuples(value, own.get(key)) for key, value in saved.items()}
+    if not isinstance(own, tuple | list) or not isinstance(saved, list):
+        return saved
+    inner = [*own, *[None] * len(saved)]
+    return type(own)(_with_tuples(value, mine) for value, mine in zip(saved, inner, strict=False))
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
@@ -105,7 +119,19 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -
     model.load_state_dict(saved)
 
 
-def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Parameter names in the optimiser's order."""
+    return [name for group in _named_groups(model, optimizer) for name in group]
+
+
+def _named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [by_id[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _called(optimizers: Iterable[Optimizer]) -> str:
+    """Names of the classes: `Muon + AdamW`, `Leveled(AdamW)`."""
+    return " + ".join(
+        f"Leveled({type(o.inner).__name__})" if isinstance(o, Leveled) else type(o).__name__
+        for o in optimizers
+    )

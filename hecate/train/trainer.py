@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,9 +12,10 @@ from hecate.data import Loader, Source
 from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from hecate.models import LanguageModel
 from hecate.train.checkpoint import Checkpoint
-from hecate.train.config import ExperimentConfig
+from hecate.train.config import ExperimentConfig, OptimConfig
 from hecate.train.evaluate import Score, batch_loss, evaluate
-from hecate.train.state import pack, parameter_groups, unpack
+from hecate.train.groups import build_optimizers
+from hecate.train.state import pack, unpack
 
 _MUST_MATCH = ("seed", "model", "data", "optim")
 
@@ -54,10 +55,7 @@ class Trainer:
         self.device = torch.device(config.budget.device)
         self.source = source or config.data.load()
         self.model = (model or build_model(config)).to(self.device)
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(self.model, config.optim.weight_decay),
-            lr=config.optim.lr, betas=config.optim.betas, eps=config.optim.eps,
-        )  # fmt: skip
+        self.optimizers = build_optimizers(self.model, config.optim)
         self.loader = Loader(
             self.source,
             seed=config.seed,
@@ -70,12 +68,13 @@ class Trainer:
         """One batch, one update; `NonFiniteError` before a bad update would touch a parameter."""
         optim, budget = self.config.optim, self.config.budget
         lr = optim.rate(self.step, budget.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.zero_grad(set_to_none=True)
         batch = self.loader.next()
         tokens, targets = batch.tokens.to(self.device), batch.targets.to(self.device)
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
         try:
             logits, _ = self.model(tokens)
             loss = batch_loss(logits, targets)
@@ -93,7 +92,8 @@ class Trainer:
                 "Lower optim.lr "
                 "or the memory's lr, or set a memory key_norm"
             ) from error
-        self.optimizer.step()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
         self.step += 1
         return StepResult(value, norm, lr, tokens.numel())
 
@@ -112,7 +112,7 @@ class Trainer:
 
     def checkpoint(self, metrics: dict[str, float] | None = None) -> Checkpoint:
         """Everything that the next step depends on."""
-        tensors, optimizer = pack(self.model, self.optimizer)
+        tensors, optimizer = pack(self.model, self.optimizers.values())
         tensors["rng/torch"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
@@ -128,7 +128,13 @@ class Trainer:
 
     def restore(self, checkpoint: Checkpoint, where: str) -> None:
         """Continues from a checkpoint of the same experiment; `where` names it in errors."""
-        saved, own = checkpoint.facts["config"], self.config.model_dump(mode="json")
+        saved, own = _current(checkpoint.facts["config"]), self.config.model_dump(mode="json")
+        kinds = saved["optim"]["optimizer"]["kind"], own["optim"]["optimizer"]["kind"]
+        if kinds[0] != kinds[1]:
+            raise CheckpointError(
+                f"{where} was trained with optimizer {kinds[0]!r}, this run has {kinds[1]!r}; "
+                "resume with the config of its run folder"
+            )
         for part in _MUST_MATCH:
             if saved[part] != own[part]:
                 raise CheckpointError(
@@ -139,8 +145,18 @@ class Trainer:
             self.loader.load_state_dict(checkpoint.facts["cursor"])
         except DataError as error:
             raise CheckpointError(f"{where}: {error}") from None
-        unpack(self.model, self.optimizer, checkpoint.tensors, checkpoint.facts["optimizer"], where)
+        optimizers, facts = self.optimizers.values(), checkpoint.facts["optimizer"]
+        unpack(self.model, optimizers, checkpoint.tensors, facts, where)
         torch.set_rng_state(checkpoint.tensors["rng/torch"])
         if self.device.type == "cuda" and "rng/cuda" in checkpoint.tensors:
             torch.cuda.set_rng_state(checkpoint.tensors["rng/cuda"], self.device)
         self.step = int(checkpoint.facts["step"])
+
+
+def _current(config: dict[str, Any]) -> dict[str, Any]:
+    """A saved config with its optimiser as it is written now."""
+    try:
+        optim = OptimConfig.model_validate(config["optim"])
+    except ConfigError:  # a kind that is not registered here
+        return config
+    return {**config, "optim": optim.model_dump(mode="json")}

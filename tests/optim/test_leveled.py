@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hecate.errors import CheckpointError, ConfigError
-from hecate.optim import Leveled, level_groups
+from hecate.optim import M3, Leveled, PhiMomentum, level_groups
 from hecate.train.state import pack, unpack
 from tests.reference import leveled as reference
 
@@ -153,13 +153,13 @@ def test_a_checkpoint_at_any_step_continues_bit_for_bit(name: str, cut: int):
     params = model()
     optimizer = leveled(params, name)
     advance(optimizer, params, 1, cut)
-    tensors, facts = pack(params, optimizer)
+    tensors, facts = pack(params, [optimizer])
     tensors = {key: value.clone() for key, value in tensors.items()}
     facts = json.loads(json.dumps(facts))
     other = model()
     resumed = leveled(other, name)
     advance(resumed, other, 50, 54)  # what was there before is replaced, windows included
-    unpack(other, resumed, tensors, facts, "checkpoint")
+    unpack(other, [resumed], tensors, facts, "checkpoint")
     assert_same(advance(resumed, other, cut + 1, 20), whole[cut:])
 
 
@@ -453,3 +453,25 @@ def test_groups_by_name():
         level_groups(named, {"lvel_1.bias": 8})
     with pytest.raises(ConfigError, match="pattern 'head.weight' decides no"):
         level_groups(named, {"*": 8, "head.weight": 1})
+
+
+@pytest.mark.spec("OPTIM-LEVEL-D3")
+def test_an_option_of_the_same_name_is_refused():
+    weight = torch.nn.Parameter(torch.zeros(2, 3))
+    with pytest.raises(ConfigError, match="M3 has a 'period' of its own"):
+        Leveled([weight], M3)
+
+
+@pytest.mark.spec("OPTIM-LEVEL-I2")
+def test_a_wrapped_optimiser_keeps_the_dtype_of_its_state():
+    weight = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    one, two = (Leveled([weight], PhiMomentum, period=2) for _ in range(2))
+    for _ in range(3):
+        weight.grad = torch.full_like(weight, 0.3)
+        one.step()
+    two.load_state_dict(one.state_dict())
+    ours, theirs = one.state[weight]["momentum"], two.state[weight]["momentum"]
+    assert theirs.dtype == torch.float32 and torch.equal(ours, theirs) and theirs is not ours
+    other = Leveled([weight], PhiMomentum, period=2, matrix="last")
+    with pytest.raises(ConfigError, match="written with matrix = 'flatten'"):
+        other.load_state_dict(one.state_dict())

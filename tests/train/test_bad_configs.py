@@ -20,8 +20,9 @@ CASES = {
     ),
     "unknown field": (
         "optim:\n  lr: 1.0\n  weigth_decay: 0.1\n", [],
-        "optim.weigth_decay: unknown field of OptimConfig; known fields: lr, betas, eps, "
-        "weight_decay, warmup, schedule, final, clip. Did you mean 'weight_decay'?  [x.yaml:3]",
+        "optim.weigth_decay: unknown field of OptimConfig; known fields: lr, optimizer, "
+        "weight_decay, warmup, schedule, final, clip, periods. Did you mean 'weight_decay'?  "
+        "[x.yaml:3]",
     ),
     "negative lr": ("optim:\n  lr: -1e-3", [], "optim.lr: must be > 0.0, got -0.001  [x.yaml:2]"),
     "zero lr": ("optim: {lr: 0}", [], "optim.lr: must be > 0.0, got 0  [x.yaml:1]"),
@@ -167,13 +168,13 @@ CASES = {
     ),
     "set unknown field": (
         "", ["optim.learn=1"],
-        "optim.learn: unknown field of OptimConfig; known fields: lr, betas, eps, weight_decay, "
-        "warmup, schedule, final, clip. Did you mean 'lr'?  [--set optim.learn=1]",
+        "optim.learn: unknown field of OptimConfig; known fields: lr, optimizer, weight_decay, "
+        "warmup, schedule, final, clip, periods. Did you mean 'lr'?  [--set optim.learn=1]",
     ),
     "set ambiguous": ("", ["kind=elu"], "kind: could mean model.memory.structure.kind, ..."),
     "set out of range": (
         "", ["optim.betas[2]=0.5"],
-        "optim.betas[2]: there is 2 entries to index  [--set optim.betas[2]=0.5]",
+        "optim.optimizer.betas[2]: there is 2 entries to index  [--set optim.betas[2]=0.5]",
     ),
     "set into a number": (
         "", ["seed.x=3"], "seed: has no fields, it is 0  [--set seed.x=3]"

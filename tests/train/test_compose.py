@@ -12,6 +12,7 @@ from hecate.errors import ConfigError
 from hecate.rule import RULES
 from hecate.train import ExperimentConfig, OptimConfig, dump_experiment, load_experiment, presets
 from hecate.train.compose import BY_RULE, RECALL_CHUNK
+from hecate.train.optimisers import AdamW
 
 from .common import tiny
 
@@ -73,7 +74,7 @@ def test_extends_merges_mappings_and_replaces_the_rest(load):
     )
     preset = load_experiment("mqar")
     assert (config.name, config.seed, config.optim.lr) == ("mine", 5, 0.01)
-    assert config.optim.betas == (0.5, 0.6)
+    assert config.optim.optimizer.betas == (0.5, 0.6)
     assert config.optim.warmup == preset.optim.warmup and config.data == preset.data
 
 
@@ -95,7 +96,7 @@ def test_overrides(load):
         "optim.lr=1e-2", "data.num_pairs=5", "bias=dot", "optim.betas[0]=0.25",
         "sample.prompt='no'",
     )  # fmt: skip
-    assert config.optim.lr == 0.01 and config.optim.betas == (0.25, OptimConfig().betas[1])
+    assert config.optim.lr == 0.01 and config.optim.optimizer == AdamW(betas=(0.25, 0.95))
     assert config.data == MQAR(num_pairs=5)
     assert config.model.memory.bias == bias.Dot()
     assert config.sample.prompt == "no"

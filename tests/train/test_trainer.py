@@ -13,7 +13,7 @@ from hecate.errors import CheckpointError, ConfigError, NonFiniteError
 from hecate.train import Trainer, load_checkpoint, save_checkpoint
 from hecate.train.evaluate import evaluate, state_leaves
 from hecate.train.generate import generate
-from hecate.train.state import parameter_groups
+from hecate.train.groups import parameter_groups
 
 from .common import TiedGRU, same_bits, tiny
 
@@ -201,13 +201,14 @@ def test_only_matrices_decay():
     trainer = Trainer(tiny())
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     decayed, plain = (
-        {names[id(p)] for p in group["params"]} for group in parameter_groups(trainer.model, 0.1)
+        {names[id(p)] for p in group["params"]}
+        for group in parameter_groups(trainer.model.named_parameters(), 0.1)
     )
     assert decayed | plain == set(names.values()) and not decayed & plain
     assert "embedding.weight" in decayed and "blocks.0.memory.qkv.weight" in decayed
     assert "norm.weight" in plain and "blocks.0.memory.norm" in plain
     assert all(p.dim() >= 2 for n, p in trainer.model.named_parameters() if n in decayed)
-    assert [g["weight_decay"] for g in trainer.optimizer.param_groups] == [0.1, 0.0]
+    assert [g["weight_decay"] for g in trainer.optimizers["adamw"].param_groups] == [0.1, 0.0]
 
 
 def test_training_learns():

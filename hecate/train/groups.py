@@ -1,0 +1,93 @@
+"""Which optimiser trains which parameters of a model, with what decay and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hecate.errors import ConfigError, Problem
+from hecate.optim import level_groups
+from hecate.train.config import OptimConfig
+from hecate.train.optimisers import Group, MatrixKind, OptimizerKind
+
+Named = list[tuple[str, nn.Parameter]]
+_HERE = ("optim", "optimizer")
+
+
+def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimizer]:
+    """The optimisers of a run by kind: one, or two with a fallback. [TRAIN-OPTIM-D2]"""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    periods = _periods(named, optim.periods)
+    kind = optim.optimizer
+    parts: list[tuple[tuple[str, ...], OptimizerKind, Named]] = [(_HERE, kind, named)]
+    if isinstance(kind, MatrixKind):
+        outer = _outer_layers(model)
+        inner = [(n, p) for n, p in named if not (_is_vector(n, p) or id(p) in outer)]
+        if not inner:
+            raise ConfigError(
+                f"{kind.kind!r} trains matrices, and this model has none between its embedding "
+                "and its output layer; choose a kind for any parameter, such as adamw",
+                _HERE,
+            )
+        chosen = {name for name, _ in inner}
+        rest = [(n, p) for n, p in named if n not in chosen]
+        parts = [(_HERE, kind, inner), ((*_HERE, "fallback"), kind.fallback, rest)]
+    return {
+        part.kind: _built(path, part, parameter_groups(owned, optim.weight_decay, periods), optim)
+        for path, part, owned in parts
+        if owned
+    }
+
+
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    periods: Mapping[Tensor, int] | None = None,
+) -> list[Group]:
+    """Groups by decay and period: matrices decay, vectors (scales, biases) do not.
+
+    [TRAIN-OPTIM-D1]
+    """
+    found: dict[tuple[bool, int], Group] = {}
+    for name, p in named:
+        vector, period = _is_vector(name, p), (periods or {}).get(p, 1)
+        group = found.setdefault((vector, period), {"params": [], "param_names": []})
+        group["params"].append(p)
+        group["param_names"].append(name)
+        group["weight_decay"] = 0.0 if vector else weight_decay
+        if periods:
+            group["period"] = period
+    return [found[key] for key in sorted(found)]
+
+
+def _built(
+    path: tuple[str, ...], kind: OptimizerKind, groups: list[Group], optim: OptimConfig
+) -> Optimizer:
+    try:
+        return kind.build(groups, optim.lr)
+    except ConfigError as error:
+        raise ConfigError(Problem((*path, *p.path), p.message) for p in error.problems) from None
+
+
+def _periods(named: Named, patterns: Mapping[str, int]) -> dict[Tensor, int]:
+    """Steps per commit of every parameter; empty where no pattern is given."""
+    if not patterns:
+        return {}
+    try:
+        groups = level_groups(named, patterns)
+    except ConfigError as error:
+        raise ConfigError(str(error), ("optim", "periods")) from None
+    return {p: group["period"] for group in groups for p in group["params"]}
+
+
+def _is_vector(name: str, p: Tensor) -> bool:
+    # By name as well: norm scales and biases kept per head are matrices.
+    return p.dim() < 2 or name.rsplit(".", 1)[-1] in ("norm", "bias")
+
+
+def _outer_layers(model: nn.Module) -> set[int]:
+    """Embeddings with what is tied to them, and the output layer."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return embeddings | {id(p) for n, p in model.named_parameters() if n.startswith("head.")}
