@@ -161,7 +161,7 @@ def text_model(seed: int) -> list[Tensor]:
     shapes = [(BYTES, EMBEDDING), (HIDDEN, CONTEXT * EMBEDDING), (BYTES, HIDDEN)]
     scales = [1.0, (CONTEXT * EMBEDDING) ** -0.5, HIDDEN**-0.5]
     generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    drawn = [torch.randn(s, generator=generator, dtype=torch.float32) for s in shapes]
     return [(s * x).requires_grad_() for s, x in zip(scales, drawn, strict=True)]
 
 
@@ -182,7 +182,7 @@ def read_text(make: Make, lr: float, seed: int, text: Text) -> float:
         if not loss.item() < LOST:
             break
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
     with torch.no_grad():
         bits = text_loss(params, text.held_out).item() / math.log(2)

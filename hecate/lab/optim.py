@@ -89,7 +89,7 @@ class Optim(Study):
             for entrant in progress(ENTRANTS, "optimisers")
         ]
         print_table(("optimiser", "CPU time of a step / that of SGD"), costs())
-        return report(outcomes, budget, seeds, text)
+        return report(outcomes, budget, text)
 
 
 def _outcome(
@@ -110,9 +110,7 @@ def _outcome(
     )
 
 
-def report(
-    outcomes: Sequence[Outcome], budget: Budget, seeds: Sequence[int], text: Text | None
-) -> Result:
+def report(outcomes: Sequence[Outcome], budget: Budget, text: Text | None) -> Result:
     """The table, what it means and the figure."""
     base = outcomes[0]
     columns = [
@@ -153,6 +151,11 @@ def _settings(budget: Budget, text: Text | None) -> Iterator[str]:
         f"mean +- standard error over seeds, each optimiser at the best of {len(budget.grid)} "
         f"learning rates from {budget.grid[0]:g} to {budget.grid[-1]:.3g}, chosen on other seeds "
         "(1000 and up); momentum 0.9, nothing decays weights, no schedule"
+    )
+    yield (
+        "phi: PhiMomentum, random Fourier (256 features) and polynomial (degree 2) of rows of "
+        "length 1; kernel: KernelMomentum, keyed by rows; delta: DeltaMomentum, erasing by lr; "
+        "deep, M3 and Muon as they come but for momentum"
     )
     yield (
         f"quadratic: a matrix of {SIDE} x {SIDE}, condition {CONDITION:g}, basis and start drawn, "
@@ -254,23 +257,14 @@ def _data(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _draw(figure: Any, outcomes: Sequence[Outcome], base: Outcome) -> None:
+    lower, bits = "log10 of the loss (lower is better)", "bits per byte (lower is better)"
     panels: list[tuple[str, str, list[Any]]] = [
-        (
-            "Quadratic",
-            "log10 of the loss (lower is better)",
-            [o.quadratic.values for o in outcomes],
-        ),
-        (
-            "Rosenbrock",
-            "log10 of the loss (lower is better)",
-            [o.rosenbrock.values for o in outcomes],
-        ),
+        ("Quadratic", lower, [o.quadratic.values for o in outcomes]),
+        ("Rosenbrock", lower, [o.rosenbrock.values for o in outcomes]),
         ("Warped surfaces", "share of surfaces", [o.sweep.against(base.sweep) for o in outcomes]),
     ]
-    if all(o.text is not None for o in outcomes):
-        panels.append(
-            ("Text", "bits per byte (lower is better)", [o.text.values for o in outcomes if o.text])
-        )
+    read = [o.text.values for o in outcomes if o.text is not None]
+    panels += [("Text", bits, read)] if read else []
     rows = torch.arange(len(outcomes), 0, -1).tolist()
     all_axes = figure.subplots(1, len(panels), sharey=True)
     for axes, (title, label, found) in zip(all_axes, panels, strict=True):
