@@ -1,0 +1,227 @@
+"""The study of optimisers: its surfaces and its descent against loops by hand, and its verdicts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hecate.lab import optim
+from hecate.lab.contenders import ENTRANTS, KEPT, NEEDED, state_bytes, zero_gradient
+from hecate.lab.descents import (
+    CEILING,
+    CONDITION,
+    CONTEXT,
+    PUBLISHED,
+    SIDE,
+    Score,
+    Surface,
+    Sweep,
+    Warp,
+    descend,
+    draw_text,
+    final,
+    quadratic,
+    read_text,
+    rosenbrock,
+    score,
+    steps_to,
+    sweep,
+    warped,
+)
+from hecate.phi import FeatureMap
+
+BY_NAME = {entrant.name: entrant for entrant in ENTRANTS}
+SGD, ADAMW = ENTRANTS[0], ENTRANTS[1]
+WARPS = [Warp(1.0, 0.5, 1.0), Warp(10.0, 1.0, 3.0)]
+
+
+def psi(x: np.ndarray, warp: Warp) -> tuple[float, np.ndarray]:
+    """The toy surface and its gradient, by hand."""
+    r, theta = x
+    off = r - theta + warp.a * math.sin(warp.w * r)
+    inner = 1 + warp.a * warp.w * math.cos(warp.w * r)
+    return (
+        r * r + warp.k * off * off,
+        np.array([2 * r + 2 * warp.k * off * inner, -2 * warp.k * off]),
+    )
+
+
+def valley(x: np.ndarray) -> tuple[float, np.ndarray]:
+    """Rosenbrock's function and its gradient, by hand."""
+    a, b = x
+    off = b - a * a
+    return (1 - a) ** 2 + 100 * off * off, np.array([-2 * (1 - a) - 400 * a * off, 200 * off])
+
+
+def momentum_by_hand(f, x: np.ndarray, lr: float, steps: int) -> list[float]:
+    held, losses = np.zeros_like(x), []
+    for _ in range(steps + 1):
+        loss, gradient = f(x)
+        losses.append(loss)
+        held = 0.9 * held + gradient
+        x = x - lr * held
+    return losses
+
+
+def test_descent_on_every_surface_and_by_every_rate_is_a_loop_by_hand():
+    surface = warped(WARPS, [PUBLISHED, 3])
+    # rates at which rounding does not grow: beyond them the steep surface is chaotic
+    rates = torch.tensor([[1e-3], [1e-4]], dtype=torch.float64).expand(-1, 4)
+    history = descend(SGD.make, surface, rates, 20)
+    starts = surface.start[:, 0].numpy()
+    assert starts[0].tolist() == starts[2].tolist() == [-3.5, 2.0]
+    assert 0 < abs(starts[1] - starts[0]).max() < 1 and np.array_equal(starts[1], starts[3])
+    for row, lr in enumerate((1e-3, 1e-4)):
+        for place, warp in enumerate((WARPS[0], WARPS[0], WARPS[1], WARPS[1])):
+            wanted = momentum_by_hand(lambda x, w=warp: psi(x, w), starts[place], lr, 20)
+            np.testing.assert_allclose(history[:, row, place].numpy(), wanted, rtol=1e-9)
+
+
+def test_rosenbrock_by_hand():
+    surface = rosenbrock([0, 1])
+    history = descend(SGD.make, surface, torch.full((1, 2), 1e-4, dtype=torch.float64), 30)
+    for place in range(2):
+        wanted = momentum_by_hand(valley, surface.start[place, 0].numpy(), 1e-4, 30)
+        np.testing.assert_allclose(history[:, 0, place].numpy(), wanted, rtol=1e-9)
+
+
+def test_the_quadratic_has_its_condition():
+    surface = quadratic([5])
+    points = torch.eye(SIDE * SIDE, dtype=torch.float64).view(-1, 1, SIDE, SIDE)
+    pairs = points + points.transpose(0, 1).reshape(1, -1, SIDE, SIDE)
+    alone = surface.loss(points)[:, 0]
+    together = surface.loss(pairs.reshape(-1, 1, SIDE, SIDE))[:, 0].view(SIDE**2, SIDE**2)
+    values = torch.linalg.eigvalsh(together - alone[:, None] - alone)  # x^T H y by polarisation
+    assert values[0].item() == pytest.approx(1 / CONDITION) and values[-1].item() == pytest.approx(
+        1
+    )
+    assert not torch.equal(quadratic([6]).start, surface.start)
+
+
+def test_who_has_arrived_or_is_lost_stops_and_the_others_go_on():
+    surface = Surface(
+        torch.tensor([[[1.0, 1.0]], [[4.0, 4.0]]], dtype=torch.float64),
+        lambda x: x.square().sum((-1, -2)),
+    )
+    rates = torch.tensor([[1e-1], [1e-3], [1e3]], dtype=torch.float64).expand(-1, 2)
+    history = descend(SGD.make, surface, rates, 60, enough=1.0)
+    needed = steps_to(history, 1.0)
+    assert needed[0, 0] < needed[0, 1] < 60 and needed[1, 1] == math.inf
+    arrived = history[:, 0, 0]
+    at = int(needed[0, 0])
+    assert arrived[at - 1] > 1 >= arrived[at] and bool((arrived[at:] == arrived[at]).all())
+    assert bool((history[1:, 1, 1] < history[:-1, 1, 1]).all())
+    assert history[-1, 2, 0] > 1e9 and final(history)[2, 0] == math.log10(CEILING)
+    nan = torch.full((1, 1, 1), math.nan)
+    assert final(nan).item() == math.log10(CEILING) and steps_to(nan, 1.0).item() == math.inf
+
+
+def test_rates_are_chosen_on_the_other_starts():
+    # x^2 wants a large rate, 1e4 x^2 a small one
+    start = torch.ones(1, 1, 2, dtype=torch.float64)
+    mild = Surface(start, lambda x: x.square().sum((-1, -2)))
+    steep = Surface(start, lambda x: 1e4 * x.square().sum((-1, -2)))
+    grid = (1e-5, 1e-1)
+    on_mild = score(SGD.make, grid, mild, steep, 100)
+    on_steep = score(SGD.make, grid, steep, mild, 100)
+    assert (on_mild.lr, on_steep.lr) == (1e-1, 1e-5)
+    assert on_mild.merit < -1 and on_mild.mean == math.log10(CEILING)
+    chosen = sweep(SGD.make, (1e-5, 1e-2), WARPS[:1], [0, 1], 100)
+    assert chosen.lrs.tolist() == [1e-2] and chosen.steps.shape == (1, 2)
+    assert bool((chosen.steps < 100).all()) and chosen.published.item() < 100
+
+
+def test_shares_won_and_lost():
+    inf = math.inf
+    base = Sweep(torch.tensor([[5.0], [5.0], [inf], [inf]]), torch.zeros(4), torch.zeros(4))
+    other = Sweep(torch.tensor([[4.0], [inf], [9.0], [inf]]), torch.zeros(4), torch.zeros(4))
+    assert [share.item() for share in other.against(base)] == [0.5, 0.5, 0.25]
+    assert [share.item() for share in base.against(base)] == [0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("entrant", ENTRANTS, ids=list(BY_NAME))
+def test_every_entrant_descends_and_shows_when_it_is_lost(entrant):
+    surface = rosenbrock([0])
+    rates = torch.tensor([[1e-4], [1e4]], dtype=torch.float64)
+    history = descend(entrant.make, surface, rates, 30)
+    assert history[-1, 0, 0] < history[0, 0, 0]
+    assert not history[-1, 1, 0] < history[0, 0, 0]
+    assert entrant.options.get("momentum", 0.9) == 0.9
+    assert entrant.options.get("weight_decay", 0.0) == 0.0
+    if entrant.is_memory:
+        assert entrant.options["on_nonfinite"] == KEPT["on_nonfinite"] == "propagate"
+
+
+def test_phi_identity_is_plain_momentum():
+    rates = torch.tensor([[1e-3], [1e-1]], dtype=torch.float64)
+    plain, memory = (
+        descend(e.make, quadratic([0]), rates, 40) for e in (SGD, BY_NAME["phi identity"])
+    )
+    assert torch.equal(plain, memory)
+
+
+def test_state_is_counted():
+    assert state_bytes(SGD) == 4
+    numbers = 256 * 8 + 64 * CONTEXT * 8 + 256 * 64
+    assert state_bytes(ADAMW) == pytest.approx(8 + 3 * 4 / numbers)
+    assert state_bytes(BY_NAME["M3"]) == pytest.approx(16 + 3 * 8 / numbers)
+
+
+def test_text_is_learned_and_a_lost_run_shows():
+    text = draw_text([0], 40)
+    assert len(text.batches[0]) == 40 and text.batches[0][0][0].shape == (128, CONTEXT)
+    bits = read_text(ADAMW.make, 1e-2, 0, text)
+    assert bits < 6 < read_text(ADAMW.make, 0.0, 0, text)
+    assert bits == read_text(ADAMW.make, 1e-2, 0, text)
+    assert 6 < read_text(SGD.make, 1e30, 0, text) <= CEILING
+
+
+def test_what_a_gradient_of_zero_does():
+    moved = zero_gradient()
+    assert set(NEEDED) <= set(moved) <= set(FeatureMap.variants())
+    literal = {kind: forms["literal"] for kind, forms in moved.items()}
+    assert literal["exp"] == literal["elu"] == 1 and literal["sigmoid"] == 0.5
+    assert literal["softplus"] == pytest.approx(math.log(2))
+    assert literal["identity"] == literal["tanh"] == literal["relu"] == 0
+    for form in ("centred", "odd"):
+        assert {by[form] for by in moved.values() if not isinstance(by[form], str)} == {0.0}
+    refused = {
+        kind for kind, by in moved.items() for reason in by.values() if str(reason) == reason
+    }
+    assert "cosformer" in refused and not any(
+        "required" in str(reason) for by in moved.values() for reason in by.values()
+    )
+
+
+def outcome(entrant, values: list[float]) -> optim.Outcome:
+    found = Score(torch.tensor(values, dtype=torch.float64), values[0], 1e-4)
+    swept = Sweep(torch.tensor([[values[0]] * 2]), torch.tensor([values[0]]), torch.ones(1))
+    return optim.Outcome(entrant, found, found, swept, None, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [([3.0, 3.1], "behind"), ([1.0, 1.1], "ahead of"), ([1.5, 2.6], "level with")],
+)
+def test_the_notes_say_who_won(values, words):
+    budget = optim.Budget.of(quick=True)
+    memory = outcome(BY_NAME["delta scalar"], values)
+    result = optim.report(
+        [outcome(SGD, [2.0, 2.0]), outcome(ADAMW, [2.0, 2.0]), memory], budget, None
+    )
+    notes = "\n".join(result.notes)
+    assert f"delta scalar, is {words} SGD with momentum (torch)" in notes
+    assert f"delta scalar, is {words} AdamW (torch)" in notes
+    assert ("wins more often than it loses against: delta scalar" in notes) == (words == "behind")
+    assert "edge of the grid: SGD with momentum (torch) 0.0001" in notes
+    assert len(result.columns) == 7
+
+
+def test_runs_compare_like_with_like():
+    assert len(BY_NAME) == len(ENTRANTS) and ENTRANTS[0] is SGD
+    full, quick = optim.Budget.of(quick=False), optim.Budget.of(quick=True)
+    assert len(full.warps) == 48 and set(quick.warps) <= set(full.warps)
+    assert set(quick.grid) <= set(full.grid) and full.text and not quick.text
