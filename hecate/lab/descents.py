@@ -23,7 +23,7 @@ PUBLISHED = None  # the start of the warped surfaces in the paper, instead of a 
 JITTER = 0.1  # around it
 LOST = 1e9  # a loss from which nobody is waited for
 FLOOR, CEILING = 1e-16, 1e6  # losses are shown between these
-CONTEXT, EMBEDDING, HIDDEN, BYTES = 8, 8, 64, 256  # of the text model
+CONTEXT, EMBEDDING, HIDDEN, BYTES = 4, 8, 32, 256  # of the text model
 
 
 class Surface(NamedTuple):

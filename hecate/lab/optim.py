@@ -53,7 +53,7 @@ class Budget(NamedTuple):
 
     grid: tuple[float, ...]
     quadratic: int = 200
-    rosenbrock: int = 500
+    rosenbrock: int = 300
     warps: tuple[Warp, ...] = ()
     sweep: int = 300
     text: int = 0
@@ -63,7 +63,7 @@ class Budget(NamedTuple):
         """A quick run takes every other learning rate, few surfaces and no text."""
         if quick:
             return cls(GRID[::2], 100, 200, _warps((1, 10), (0.5, 1), (1, 3)), 200)
-        return cls(GRID, warps=_warps((1, 5, 10, 20), (0.5, 1, 2), (1, 3, 5, 10)), text=300)
+        return cls(GRID, warps=_warps((1, 5, 10, 20), (0.5, 1, 2), (1, 3, 5, 10)), text=200)
 
 
 def _warps(*axes: Sequence[float]) -> tuple[Warp, ...]:

@@ -38,6 +38,11 @@ SGD, ADAMW = ENTRANTS[0], ENTRANTS[1]
 WARPS = [Warp(1.0, 0.5, 1.0), Warp(10.0, 1.0, 3.0)]
 
 
+@pytest.fixture(autouse=True)
+def as_on_the_command_line():
+    torch.set_default_dtype(torch.float32)
+
+
 def psi(x: np.ndarray, warp: Warp) -> tuple[float, np.ndarray]:
     """The toy surface and its gradient, by hand."""
     r, theta = x
@@ -165,7 +170,7 @@ def test_phi_identity_is_plain_momentum():
 
 def test_state_is_counted():
     assert state_bytes(SGD) == 4
-    numbers = 256 * 8 + 64 * CONTEXT * 8 + 256 * 64
+    numbers = 256 * 8 + 32 * CONTEXT * 8 + 256 * 32
     assert state_bytes(ADAMW) == pytest.approx(8 + 3 * 4 / numbers)
     assert state_bytes(BY_NAME["M3"]) == pytest.approx(16 + 3 * 8 / numbers)
 
