@@ -140,10 +140,14 @@ FAULTS = [
     ),
     *_of(
         "tape",
-        TAPE,
+        KNOBS,
         ("activation", "torch.addcmul(x, x, s, value=-2) + 2", "torch.addcmul(x, x, s, value=-1) + 2"),
         ("activation", "* (2 - square)", "* (1 - square)"),
         ("ops", "return product.sum(dim=axes) if axes", "return 2 * product.sum(dim=axes) if axes"),
+    ),
+    *_of(
+        "tape",
+        TAPE,
         ("tape", "return self._walk(reversed(self.calls), outputs", "return self._walk(iter(self.calls), outputs"),
     ),
     *_of(
