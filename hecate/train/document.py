@@ -76,6 +76,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def write_as_is(self, text: str) -> yaml.ScalarNode:
+        """Escaped where a character is a line break to YAML, which a reader would fold."""
+        style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.write_as_is)
+
 
 def dump_yaml(value: Mapping[str, Any]) -> str:
     """YAML that `parse_yaml` reads back to an equal value. [TRAIN-YAML-I1]"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hecate.errors import ConfigError
@@ -62,6 +62,7 @@ _TREE = st.recursive(
 
 @pytest.mark.spec("TRAIN-YAML-I1")
 @given(st.dictionaries(_KEY, _TREE, max_size=4))
+@example({"prompt": "a\x85b", "\u2028": "\u2029"})  # line breaks to YAML
 def test_what_is_dumped_is_read_back(value):
     found = parse_yaml(dump_yaml(value), "here").value
     assert found == value and repr(found) == repr(value)
