@@ -121,7 +121,7 @@ def test_rules_are_trained_row_by_row_and_never_twice(tmp_path: Path, capsys, mo
     monkeypatch.setattr(learning, "train", None)
     main(given)
     printed = capsys.readouterr().out
-    assert re.search(r"\| delta \| \w+ \| \de-1\d \| 2064 \| \d\.\d{3} \| \d\.\d{3} \|", printed)
+    assert re.search(r"\| delta \| \w+ \| \de-1\d \| 4248 \| \d\.\d{3} \| \d\.\d{3} \|", printed)
 
 
 class Here:
