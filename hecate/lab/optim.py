@@ -123,7 +123,7 @@ def report(outcomes: Sequence[Outcome], budget: Budget, text: Text | None) -> Re
     moved = zero_gradient()
 
     def draw(figure: Any) -> None:
-        _draw(figure, outcomes, base)
+        _draw(figure, outcomes, base, text.unigram if text else math.inf)
 
     notes = [*_settings(budget, text), *_leads(outcomes), *_published(outcomes, base)]
     notes += [*_edges(outcomes, budget.grid), *_at_zero(moved)]
@@ -177,14 +177,15 @@ def _settings(budget: Budget, text: Text | None) -> Iterator[str]:
 
 
 def _leads(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """By task: the memory that was best on other seeds against plain momentum and AdamW."""
+    """By task: the memory that was best on other seeds against each of torch's."""
+    rivals = [o.entrant.name for o in outcomes if not o.entrant.is_memory]
     for task in ("quadratic", "rosenbrock", "text"):
         found = {o.entrant.name: getattr(o, task) for o in outcomes}
         if None in found.values():
             continue
         ours = {o.entrant.name for o in outcomes if o.entrant.is_memory}
         best = min(sorted(ours), key=lambda name: found[name].merit)
-        for rival in (outcomes[0].entrant.name, outcomes[1].entrant.name):
+        for rival in rivals:
             gap = Spread.of((found[best].values - found[rival].values).tolist())
             behind = [n for n in found if n in ours and found[n].mean > found[rival].mean]
             verdict = "ahead of" if gap.mean < 0 else "behind"
@@ -239,8 +240,8 @@ def _at_zero(moved: Mapping[str, Mapping[str, float | str]]) -> Iterator[str]:
         names = ", ".join(moving) or "none"
         refused = [kind for kind, by in by_kind.items() if isinstance(by, str)]
         yield (
-            f"moved by a gradient of zero, phi {form}: {names}; not moved: {', '.join(still)}; "
-            f"refused: {', '.join(refused) or 'none'}"
+            f"moved by a gradient of zero, phi {form} with the lift it chooses: {names}; not "
+            f"moved: {', '.join(still)}; refused: {', '.join(refused) or 'none'}"
         )
 
 
@@ -256,14 +257,16 @@ def _data(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _draw(figure: Any, outcomes: Sequence[Outcome], base: Outcome) -> None:
-    lower, bits = "log10 of the loss (lower is better)", "bits per byte (lower is better)"
+def _draw(figure: Any, outcomes: Sequence[Outcome], base: Outcome, worst: float) -> None:
+    """Texts read worse than `worst` are drawn there, so as not to hide the others."""
+    lower = "log10 of the loss (lower is better)"
+    bits = f"bits per byte (lower is better;\n{worst:.2f}: that or worse)"
     panels: list[tuple[str, str, list[Any]]] = [
         ("Quadratic", lower, [o.quadratic.values for o in outcomes]),
         ("Rosenbrock", lower, [o.rosenbrock.values for o in outcomes]),
         ("Warped surfaces", "share of surfaces", [o.sweep.against(base.sweep) for o in outcomes]),
     ]
-    read = [o.text.values for o in outcomes if o.text is not None]
+    read = [o.text.values.clamp(max=worst) for o in outcomes if o.text is not None]
     panels += [("Text", bits, read)] if read else []
     rows = torch.arange(len(outcomes), 0, -1).tolist()
     all_axes = figure.subplots(1, len(panels), sharey=True)
