@@ -53,7 +53,7 @@ class MemoryState(NamedTuple):
 
     def detach(self) -> MemoryState:
         """The same state cut off from the graph that produced it."""
-        return map_state(Tensor.detach, self)
+        return detached(self)
 
     @property
     def bytes(self) -> int:
