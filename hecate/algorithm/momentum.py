@@ -25,8 +25,8 @@ class Momentum(Algorithm):
     Traits: one slot; contracts while lr |phi|^2 curvature < 2 (1 + momentum); with nesterov
     that over 1 + 2 momentum.
     Cost: one multiply-add and one more tensor of state per weight.
-    References: Titans (Behrouz et al., 2025, arXiv 2501.00663). [ALG-MOM-D1]
-    [ALG-NEST-D1]
+    References: Titans (Behrouz et al., 2025, arXiv 2501.00663).
+    [ALG-MOM-D1, ALG-NEST-D1]
     """
 
     kind: Literal["momentum"] = "momentum"

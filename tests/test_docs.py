@@ -1,0 +1,39 @@
+"""The pages that are written by hand: their code runs, and what they cite exists."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.spec_files import ROOT, SPEC_ID, Example, examples, stated
+
+PAGES = sorted((ROOT / "docs" / "pages").glob("*.md"))
+BLOCKS = [example for path in PAGES for example in examples(path)]
+
+
+@pytest.mark.parametrize("example", BLOCKS, ids=lambda example: example.name)
+def test_the_code_of_a_page_runs(example: Example, monkeypatch: pytest.MonkeyPatch):
+    torch.set_default_dtype(torch.float32)
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    source = "\n" * (example.line - 1) + example.source
+    exec(example.setup, vars(module))
+    exec(compile(source, str(example.path), "exec", dont_inherit=True), vars(module))
+
+
+def test_pages_cite_existing_statements():
+    cited = {name for path in PAGES for name in SPEC_ID.findall(path.read_text())}
+    assert cited and not cited - stated()
+
+
+def test_pages_name_existing_studies_and_variants():
+    from hecate import phi
+    from hecate.lab import studies
+
+    text = "\n".join(path.read_text() for path in PAGES)
+    assert not set(re.findall(r"hecate lab (\w+)", text)) - {*studies(), "all"}
+    assert not [name for name in re.findall(r"`phi\.(\w+)`", text) if not hasattr(phi, name)]
