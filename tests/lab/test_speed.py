@@ -39,10 +39,9 @@ def test_contenders_compute_what_they_are_called(name):
         drawn = next(c for n, c in contenders(0).items() if n == "266 ReLU features")
         feature_map, params = drawn.attend.args
         w = params["frozen"]["w"][0].double()
-        scale = 64**-0.25
 
         def features(x):
-            return ((x * scale @ w).clamp(min=0) + feature_map.kernel_epsilon) / 266**0.5
+            return ((x @ w).clamp(min=0) + feature_map.kernel_epsilon) / 266**0.5
 
     expected = by_formula(*inputs, features, "causal" in name)
     got = side.attend(*inputs)[0, 0].double()
