@@ -104,12 +104,14 @@ def tape(
             typer.echo("")
 
 
-@app.command(epilog="Examples: hecate lab | hecate lab levels --quick")
+@app.command(epilog="Examples: hecate lab | hecate lab levels --quick | hecate lab all --quick")
 def lab(
     context: typer.Context,
     study: Annotated[
         str | None,
-        typer.Argument(metavar="[STUDY]", help="Left out, all are listed.", show_default=False),
+        typer.Argument(
+            metavar="[STUDY|all]", help="Left out, the studies are listed.", show_default=False
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A minute at most, less exact.")] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many, from 0 on.")] = None,
@@ -118,8 +120,8 @@ def lab(
 ) -> None:
     """Run a study: a table, a figure and the numbers behind them."""
     with reported(context):
-        from hecate.lab.run import list_studies, run_study
+        from hecate.lab.run import list_studies, run_studies
 
         if study is None:
             return list_studies()
-        run_study(study, quick=quick, seeds=seeds, out=out, figure=figure)
+        run_studies(study, quick=quick, seeds=seeds, out=out, figure=figure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,10 +28,26 @@ def mean_and_error(samples: Tensor) -> tuple[Any, Any]:
     return samples.mean(0).cpu().numpy(), (deviation / count**0.5).cpu().numpy()
 
 
-def finish(axes: Any, title: str, xlabel: str, ylabel: str, **settings: Any) -> None:
+def finish(
+    axes: Any, title: str, xlabel: str, ylabel: str, *, legend: bool = True, **settings: Any
+) -> None:
     """Title, axes with their units, a light grid, and the legend below, where it hides nothing."""
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
     axes.grid(alpha=0.3, linewidth=0.6)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=9, frameon=False)
+    if legend:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=9, frameon=False)
+
+
+def one_legend(figure: Any, axes: Any, columns: int) -> None:
+    """The legend of one panel, for all of them, below the figure."""
+    handles, labels = axes.get_legend_handles_labels()
+    place = {"loc": "outside lower center", "ncols": columns}
+    figure.legend(handles, labels, fontsize=9, frameon=False, **place)
+
+
+def ticks(axes: Any, values: Sequence[float]) -> None:
+    """Marks the values of a logarithmic axis themselves, written out."""
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.minorticks_off()

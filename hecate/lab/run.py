@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from hecate.errors import ConfigError
-from hecate.lab.study import Cell, Result, Spread, Study, T, find_study, studies
+from hecate.lab.study import ALL, Cell, Result, Spread, Study, T, find_study, studies
 from hecate.train.display import print_table
 from hecate.train.files import write_file
 from hecate.train.run import versions
@@ -25,6 +26,22 @@ from hecate.train.run import versions
 def list_studies() -> None:
     """Prints the name and the question of every study."""
     print_table(("study", "question"), [(name, study.about) for name, study in studies().items()])
+
+
+def run_studies(
+    name: str, *, quick: bool = False, seeds: int | None = None, out: Path, figure: bool = True
+) -> dict[str, Result]:
+    """A study, or one after the other where the name is "all", and what each took."""
+    chosen = list(studies()) if name == ALL else [name]
+    results, took = {}, []
+    for one in chosen:
+        start = time.perf_counter()
+        results[one] = run_study(one, quick=quick, seeds=seeds, out=out, figure=figure)
+        took.append((one, f"{time.perf_counter() - start:.0f}"))
+        print()
+    if name == ALL:
+        print_table(("study", "seconds"), took)
+    return results
 
 
 def run_study(

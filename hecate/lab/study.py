@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 from hecate.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+ALL = "all"  # what `hecate lab` calls every study; no study may bear it
 
 
 class Spread(NamedTuple):
@@ -87,11 +88,13 @@ class Study(ABC):
         name: what `hecate lab` calls it.
         about: the question, in a sentence.
         count: seeds of a full run; a quick one takes two.
+        timed: whether it measures time, so that equal seeds give unequal tables.
     """
 
     name: ClassVar[str]
     about: ClassVar[str]
     count: ClassVar[int] = 8
+    timed: ClassVar[bool] = False
     _known: ClassVar[dict[str, type[Study]]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -99,6 +102,10 @@ class Study(ABC):
         name = getattr(cls, "name", None)
         if name is None or not getattr(cls, "about", None):
             raise ConfigError(f"study {cls.__qualname__} needs a name and, in about, its question")
+        if name == ALL:
+            raise ConfigError(
+                f"{ALL!r} stands for every study; give {cls.__qualname__} another name"
+            )
         taken = Study._known.get(name)
         identity = (cls.__module__, cls.__qualname__)
         if taken is not None and (taken.__module__, taken.__qualname__) != identity:
@@ -126,6 +133,6 @@ def find_study(name: str) -> type[Study]:
     known = studies()
     if name not in known:
         raise ConfigError(
-            f"no study {name!r}; known: {', '.join(known)}.{did_you_mean(name, known)}"
+            f"no study {name!r}; known: {', '.join(known)}, or all.{did_you_mean(name, known)}"
         )
     return known[name]

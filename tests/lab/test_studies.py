@@ -85,7 +85,7 @@ def test_a_quick_run_of_every_study(name, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", studies())
+@pytest.mark.parametrize("name", [name for name, study in studies().items() if not study.timed])
 def test_the_same_seeds_give_the_same_files(name, tmp_path):
     for folder in ("first", "second"):
         run_study(name, quick=True, out=tmp_path / folder, figure=False)
@@ -147,6 +147,22 @@ def test_the_command(study, tmp_path, capsys):
     assert "no study 'coin'; known: coins, " in err and "Did you mean 'coins'?" in err
 
 
+def test_all_studies_run_one_after_the_other(study, tmp_path, monkeypatch, capsys):
+    class Dice(study):
+        name = "dice"
+        about = "And a die?"
+
+    monkeypatch.setattr(Study, "_known", {"coins": study, "dice": Dice})
+    with pytest.raises(SystemExit) as caught:
+        main(["lab", "all", "--quick", "--out", str(tmp_path), "--no-figure"])
+    assert caught.value.code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{name}-quick.{ending}" for name in ("coins", "dice") for ending in ("csv", "json")
+    }
+    out = capsys.readouterr().out
+    assert out.index(study.about) < out.index(Dice.about) < out.index("study  seconds")
+
+
 def test_without_matplotlib_the_way_out_is_named_before_any_work(study, tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
@@ -172,6 +188,8 @@ def test_faults_of_a_study_are_named(study):
         type("Nameless", (Study,), {})
     with pytest.raises(ConfigError, match="study 'coins' is taken by .*; give Other another name"):
         type("Other", (Study,), {"name": "coins", "about": "?"})
+    with pytest.raises(ConfigError, match="'all' stands for every study; give Every another name"):
+        type("Every", (Study,), {"name": "all", "about": "?"})
     with pytest.raises(ConfigError, match="row 1 of a result has 1 cells for 2 columns"):
         Result(("a", "b"), [(1, 2), (1,)], [], lambda figure: None)
     with pytest.raises(ConfigError, match="at least one seed, got 0"):
