@@ -138,8 +138,8 @@ def _notes(draws: int, tokens: int) -> Iterator[str]:
         f"attention: {tokens} queries and keys with normal entries of scale "
         f"{', '.join(f'{value} ({size})' for size, value in SCALES.items())}, d = {WIDTH}, values "
         "normal; ours is log10 of one mean squared error over the other's, below 0 if the first is "
-        "better, features counted alike (a trigonometric or hyperbolic draw has two), level: within "
-        "two standard errors of 0; published (Performers, 2021, without a table): positive "
+        "better, features counted alike (a trigonometric or hyperbolic draw has two); level: within"
+        " two standard errors of 0; published (Performers, 2021, without a table): positive "
         "features and orthogonal draws have the smaller error, said without a norm"
     )
     yield (
