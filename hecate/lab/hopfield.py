@@ -124,7 +124,7 @@ def report(outcomes: Sequence[Outcome], budget: Budget) -> Result:
     def draw(figure: Any) -> None:
         over_count, over_width, over_size = figure.subplots(1, 3)
         _draw_shares(over_count, outcomes)
-        _draw_widths(over_width, [o for o in outcomes if o.memory.name in CLAIMS])
+        _draw_widths(over_width, outcomes)
         _draw_sizes(over_size, outcomes)
 
     data = {
@@ -199,12 +199,13 @@ def _notes(outcomes: Sequence[Outcome], budget: Budget) -> Iterator[str]:
         "(coefficients 1), the highest dominates; identity keeps the diagonal, as linear attention "
         "does, which pulls every bit towards the query's"
     )
-    chosen = [f"{o.memory.name}: {o.memory.beta:g}" for o in outcomes if o.memory.name[0] == "f"]
+    drawn = [o for o in outcomes if o.memory.is_random]
+    chosen = [f"{o.memory.name}: {o.memory.beta:g}" for o in drawn]
     yield (
         f"favor: beta with the most patterns on other seeds (1000 and up) of {BETAS}: "
         f"{', '.join(chosen)}; a larger beta is sharper, but its estimate too noisy"
     )
-    best = max(outcomes, key=lambda o: sum(o.capacities(SHOWN)) if o.memory.name[0] == "f" else 0)
+    best = max(drawn, key=lambda o: sum(o.capacities(SHOWN)))
     yield (
         f"{best.memory.name}, {best.memory.numbers(SHOWN)} numbers, hold "
         f"{Spread.of(best.capacities(SHOWN))}; polynomial of degree 2, "
@@ -213,14 +214,23 @@ def _notes(outcomes: Sequence[Outcome], budget: Budget) -> Iterator[str]:
     )
 
 
-def _look(number: int) -> dict[str, Any]:
-    return {"color": COLOURS[number % 7], "linestyle": DASHES[number // 7]}
+def _looks(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+    """By memory, the same in every panel: random features in greys, the others in colours."""
+    known = [o.memory.name for o in outcomes if not o.memory.is_random]
+    greys = [o.memory.name for o in outcomes if o.memory.is_random]
+    looks = {name: {"color": COLOURS[i], "linestyle": "-"} for i, name in enumerate(known)}
+    shades = {
+        name: {"color": f"{0.75 - 0.55 * i / max(1, len(greys) - 1):.2f}", "linestyle": DASHES[1]}
+        for i, name in enumerate(greys)
+    }
+    return {**looks, **shades}
 
 
 def _draw_shares(axes: Any, outcomes: Sequence[Outcome]) -> None:
-    for number, outcome in enumerate(outcomes):
-        samples = torch.tensor(outcome.shares[SHOWN])
-        curve(axes, outcome.counts, samples, number, outcome.memory.name, **_look(number))
+    looks = _looks(outcomes)
+    for outcome in outcomes:
+        name, samples = outcome.memory.name, torch.tensor(outcome.shares[SHOWN])
+        curve(axes, outcome.counts, samples, 0, name, **looks[name])
     finish(
         axes, f"Recall, d = {SHOWN}, {flips(SHOWN)} bits flipped", "patterns stored (log)",
         "share recovered without a wrong bit", xscale="log", ylim=(-0.03, 1.03),
@@ -232,17 +242,18 @@ def _draw_shares(axes: Any, outcomes: Sequence[Outcome]) -> None:
 
 def _draw_widths(axes: Any, outcomes: Sequence[Outcome]) -> None:
     """Ours as marks, what is expected as lines; an arrow where the end was not seen."""
-    for number, outcome in enumerate(outcomes):
-        widths = outcome.reached()
+    looks = _looks(outcomes)
+    for number, outcome in enumerate(o for o in outcomes if o.memory.name in CLAIMS):
+        widths, colour = outcome.reached(), looks[outcome.memory.name]["color"]
         spreads = [Spread.of(outcome.capacities(d)) for d in widths]
-        look = {"fmt": MARKERS[number], "color": COLOURS[number], "label": outcome.memory.name}
+        look = {"fmt": MARKERS[number], "color": colour, "label": outcome.memory.name}
         axes.errorbar(widths, [s.mean for s in spreads], [s.error for s in spreads], **look)
         for d in set(outcome.shares) - set(widths):
             last = outcome.counts[-1]
-            ends = {"color": COLOURS[number], "arrowstyle": "->", "linewidth": 1.8}
-            axes.annotate("", (d, last * 6), (d, last), arrowprops=ends)
+            ends = {"color": colour, "arrowstyle": "->", "linewidth": 1.8}
+            axes.annotate("", (d, last * 4), (d, last), arrowprops=ends)
         line = [expected_capacity(outcome.memory, d) for d in sorted(outcome.shares)]
-        axes.plot(sorted(outcome.shares), line, color=COLOURS[number], linewidth=1, alpha=0.7)
+        axes.plot(sorted(outcome.shares), line, color=colour, linewidth=1, alpha=0.7)
     finish(
         axes, "Capacity over width (lines: expected)", "width d of a pattern",
         "patterns, half of them recovered (log)", yscale="log",
@@ -250,19 +261,24 @@ def _draw_widths(axes: Any, outcomes: Sequence[Outcome]) -> None:
 
 
 def _draw_sizes(axes: Any, outcomes: Sequence[Outcome]) -> None:
+    looks = _looks(outcomes)
     kinds: dict[str, list[tuple[float, Spread]]] = {}
+    colours: dict[str, str] = {}
     for outcome in outcomes:
         if SHOWN not in outcome.reached():
             continue
         found = Spread.of(outcome.capacities(SHOWN))
+        kind = outcome.memory.name.split(",")[0]
         size = outcome.memory.numbers(SHOWN) or SHOWN * found.mean
-        kinds.setdefault(outcome.memory.name.split(",")[0], []).append((size, found))
+        kinds.setdefault(kind, []).append((size, found))
+        colours.setdefault(kind, looks[outcome.memory.name]["color"])
     for number, (kind, points) in enumerate(kinds.items()):
         sizes, spreads = zip(*sorted(points), strict=True)
-        look = {"fmt": f"{MARKERS[number]}-", "color": COLOURS[number], "label": kind}
+        look = {"fmt": f"{MARKERS[number]}-", "color": colours[kind], "label": kind}
         axes.errorbar(sizes, [s.mean for s in spreads], [s.error for s in spreads], **look)
-    ends = [SHOWN * 4, 4e5]
-    axes.plot(ends, [end / SHOWN for end in ends], color="0.4", linestyle=":", label="one per d")
+    ends = [4 * SHOWN, 2**14 * SHOWN]
+    label = "as many numbers as the patterns have"
+    axes.plot(ends, [end / SHOWN for end in ends], color="0.4", linestyle=":", label=label)
     finish(
         axes, f"Capacity over memory, d = {SHOWN}", "numbers kept (log)",
         "patterns, half of them recovered (log)", xscale="log", yscale="log",

@@ -15,6 +15,7 @@ from hecate.phi import Favor, FeatureMap, Identity, Polynomial
 FLIPPED = 0.1  # share of a query's bits, one at least
 QUERIES = 200
 CHUNK = 512  # patterns at a time
+ROUNDING = 1e-5  # a bit read below this share of the largest is a tie, and wrong
 
 
 class Memory(NamedTuple):
@@ -33,6 +34,11 @@ class Memory(NamedTuple):
     def numbers(self, d: int) -> int | None:
         """In the matrix; None where the patterns themselves are kept."""
         return None if self.phi is None else d * self.phi.output_dim(d)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether its features are drawn."""
+        return self.phi is not None and self.phi.is_random
 
 
 CLASSICAL = Memory("classical: identity, no diagonal", Identity(), diagonal=False)
@@ -80,7 +86,9 @@ def recovered(memory: Memory, d: int, counts: Sequence[int], seed: int) -> list[
     shares = []
     for count in counts:
         wanted, noisy = queries(patterns[:count], g)
-        found = read(noisy, count).sign()
+        values = read(noisy, count)
+        tie = values.abs() <= ROUNDING * values.abs().amax(-1, keepdim=True)
+        found = torch.where(tie, 0.0, values.sign())
         shares.append(float((found == wanted).all(-1).float().mean()))
     return shares
 
@@ -94,7 +102,7 @@ def _matrix(memory: Memory, patterns: Tensor, seed: int) -> Read:
     phi = memory.phi or Identity()
     params = parameters(phi, d, seed, torch.float32)
     root = math.sqrt(memory.beta)
-    state, written = torch.zeros(phi.output_dim(d), d), 0
+    state, written = patterns.new_zeros(phi.output_dim(d), d), 0
 
     def read(noisy: Tensor, count: int) -> Tensor:
         nonlocal written
@@ -172,7 +180,7 @@ def expected_capacity(memory: Memory, d: int) -> float | None:
     """Where `expected` falls to one half; of softmax, `nearest`; None for favor."""
     if memory.phi is None:
         return nearest(d) if memory.beta >= 4 else None
-    if isinstance(memory.phi, Favor):
+    if memory.is_random:
         return None
     degree = memory.phi.degree if isinstance(memory.phi, Polynomial) else 1
 
