@@ -49,10 +49,10 @@ class Maps(Study):
         times = costs(MAPS)
         timed = [(title(m), str(t)) for m, t in zip(MAPS, times, strict=True)]
         print_table(("map", "CPU time of phi and both products / that of identity"), timed)
-        return report(found, times)
+        return report(found, times, (scales[0], scales[-1]))
 
 
-def report(found: Sequence[Measured], times: Sequence[float]) -> Result:
+def report(found: Sequence[Measured], times: Sequence[float], ends: tuple[float, float]) -> Result:
     """The table, what it means and the figure."""
     columns = [
         "map", "d_phi", "error as is", "error, best scale", "correlation, best scale",
@@ -60,7 +60,7 @@ def report(found: Sequence[Measured], times: Sequence[float]) -> Result:
         "|phi|^2 (log10)", "steepest (log10)", "flattest (log10)", "lost float32", "lost bfloat16",
         f"rank of {KEYS}", "floor", "claimed", "verdict",
     ]  # fmt: skip
-    notes = [*_how(), *_findings(found)]
+    notes = [*_how(), *_findings(found), _at_the_ends(found, ends)]
 
     def draw(figure: Any) -> None:
         upper, lower = figure.subfigures(2, 1, height_ratios=(0.62, 1))
@@ -149,6 +149,15 @@ def _findings(found: Sequence[Measured]) -> Iterator[str]:
     yield f"declared signs broken: {', '.join(broken) or 'none'}"
     lost = [title(m.map_) for m in found if m.facts.lost32 > 0.01]
     yield f"more than 1 % of features lost in float32: {', '.join(lost) or 'none'}"
+
+
+def _at_the_ends(found: Sequence[Measured], ends: tuple[float, float]) -> str:
+    """Who may have wanted another scale; one whose weights no scale changes takes the first."""
+    names = [title(m.map_) for m in found if m.map_.traits().degree is None and m.scales[0] in ends]
+    return (
+        f"best scale at an end of {ends[0]:g} to {ends[1]:g}: {', '.join(names) or 'none'}; "
+        "homogeneous maps have the same weights at every scale"
+    )
 
 
 def _draw_shapes(figure: Any) -> None:
