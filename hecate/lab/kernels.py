@@ -214,7 +214,9 @@ def _draw_scores(axes: Any) -> None:
     x = torch.tensor(SCORES, dtype=torch.float64)
     for index, name in enumerate(FORMULAS):
         places = [i + 0.2 * (index - 1.5) for i in range(5)]
-        axes.bar(places, weights_of(name, x), 0.18, color=COLOURS[index], label=FORMULAS[name])
+        axes.bar(
+            places, weights_of(name, x).tolist(), 0.18, color=COLOURS[index], label=FORMULAS[name]
+        )
         if name in PRINTED:
             printed = [float(text) for text in PRINTED[name]]
             label = "printed in the note" if name == "gelu" else None
@@ -227,7 +229,7 @@ def _draw_shapes(axes: Any) -> None:
     x = torch.linspace(-10, 3, 521, dtype=torch.float64)
     for index, name in enumerate(FORMULAS):
         y = x.exp() if name == "softmax" else MAPS[name](x)
-        curve(axes, x, y[None].clamp(min=1e-6), index, FORMULAS[name])
+        curve(axes, x.numpy(), y[None].clamp(min=1e-6), index, FORMULAS[name])
     axes.set_yscale("log")
     axes.annotate(
         "leaky: 0 at x = -5\nand rising below", (-5, 4e-6), (-3.4, 6e-6), fontsize=9,
@@ -256,16 +258,16 @@ def _draw_cloud(axes: Any, name: str, number: int) -> None:
     tokens = Tokens.drawn(0, SHOWN, 24, KEYS)
     phi = normalised(tokens.kernel(MAPS[name], parameters(MAPS[name], SHOWN, 0)))
     x = tokens.scores()
-    colour = COLOURS[number + 1]
+    colour, flat = COLOURS[number + 1], x.flatten().numpy()
     axes.plot(
-        x.flatten(), KEYS * phi.flatten(), ".", color=colour, markersize=3, alpha=0.5,
+        flat, KEYS * phi.flatten().numpy(), ".", color=colour, markersize=3, alpha=0.5,
         label="phi(q).phi(k)",
     )  # fmt: skip
     for weights, mark, text in (
         (weights_of(name, x), "x", "f(q.k)"), (x.softmax(-1), ".", "softmax"),
     ):  # fmt: skip
         look = {"markersize": 3, "alpha": 0.5, "color": "black" if mark == "x" else COLOURS[0]}
-        axes.plot(x.flatten(), KEYS * weights.flatten(), mark, label=text, **look)
+        axes.plot(flat, KEYS * weights.flatten().numpy(), mark, label=text, **look)
     title = f"{name}: every weight of 24 queries, d = {SHOWN}"
     finish(
         axes, title, "score q.k / sqrt(d)", "weight (1 = uniform)", yscale="symlog", ylim=(0, 40)

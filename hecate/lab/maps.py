@@ -169,8 +169,8 @@ def _draw_shapes(figure: Any) -> None:
     for axes, map_ in zip(all_axes, shapes, strict=False):
         value, slope = value_and_slope(map_, x)
         axes.axhline(0, color="0.6", linewidth=0.8)
-        axes.plot(x, value, color=COLOURS[0], linewidth=2)
-        axes.plot(x, slope, color=COLOURS[1], linestyle="--", linewidth=1.6)
+        axes.plot(x.numpy(), value.numpy(), color=COLOURS[0], linewidth=2)
+        axes.plot(x.numpy(), slope.numpy(), color=COLOURS[1], linestyle="--", linewidth=1.6)
         axes.set(title=title(map_), xlabel="x", ylim=(-1.3, 4.3), xlim=(-4, 4))
         axes.grid(alpha=0.3, linewidth=0.6)
         for side in ("top", "right"):
