@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,11 +17,14 @@ from hecate.lab.patterns import (
     QUERIES,
     SOFTMAX,
     Memory,
+    Outcome,
     capacity,
     expected_capacity,
+    expected_growth,
     favor,
     flips,
     grid,
+    growth,
     nearest,
     recovered,
 )
@@ -53,22 +56,6 @@ class Budget(NamedTuple):
             return cls((16, SHOWN, 48), (8, 16, SHOWN), (64, 1024), 2**9, 2**11)
         widths, features = (16, 24, SHOWN, 48, 64), (64, 256, 1024, 4096)
         return cls(widths, (8, 12, 16, 20, 24, SHOWN), features, 2**11, 2**17)
-
-
-class Outcome(NamedTuple):
-    """A memory's shares `[seeds][counts]` by width."""
-
-    memory: Memory
-    counts: Sequence[int]
-    shares: Mapping[int, Sequence[Sequence[float]]]
-
-    def capacities(self, d: int) -> list[float]:
-        """One per seed; inf beyond the largest number tried."""
-        return [capacity(self.counts, shares) for shares in self.shares[d]]
-
-    def reached(self) -> list[int]:
-        """Widths at which every seed saw the end."""
-        return [d for d in self.shares if all(map(math.isfinite, self.capacities(d)))]
 
 
 class Hopfield(Study):
@@ -142,15 +129,16 @@ def _row(outcome: Outcome, budget: Budget) -> list[Cell]:
     if memory is CLASSICAL:
         claimed = round(SHOWN / (2 * math.log(SHOWN)), 1)
     matrix = memory.phi is not None
-    power = _growth(outcome, math.log) if matrix and len(outcome.shares) > 1 else None
-    doublings = None if matrix or len(outcome.shares) == 1 else _growth(outcome, float)
+    power = growth(outcome, math.log) if matrix else None
+    doublings = None if matrix else growth(outcome, float)
     ends = (SHOWN, budget.widths[0], budget.widths[-1])
     return [
         memory.name,
         memory.numbers(SHOWN) if matrix else f"{SHOWN} per pattern",
         CLAIMS.get(memory.name), claimed,
         None if hoped is None else float(f"{hoped:.3g}"),
-        *(_cell(outcome, d) for d in ends), power, doublings,
+        *(_cell(outcome, d) for d in ends),
+        *(None if slopes is None else Spread.of(slopes) for slopes in (power, doublings)),
     ]  # fmt: skip
 
 
@@ -160,20 +148,6 @@ def _cell(outcome: Outcome, d: int) -> Cell:
     if d not in outcome.reached():
         return f">= {outcome.counts[-1]}"
     return Spread.of(outcome.capacities(d))
-
-
-def _growth(outcome: Outcome, axis: Any) -> Spread | None:
-    """Slope of log2 capacity over d, or of log over log: least squares, seed by seed."""
-    widths = outcome.reached()
-    if len(widths) < 2:
-        return None
-    unit = math.log(2) if axis is float else 1.0
-    x = torch.tensor([axis(d) for d in widths], dtype=torch.float64)
-    slopes = []
-    for number in range(len(outcome.shares[widths[0]])):
-        y = torch.tensor([outcome.capacities(d)[number] for d in widths]).double().log() / unit
-        slopes.append(float(((x - x.mean()) * y).sum() / (x - x.mean()).square().sum()))
-    return Spread.of(slopes)
 
 
 def _notes(outcomes: Sequence[Outcome], budget: Budget) -> Iterator[str]:
@@ -199,11 +173,21 @@ def _notes(outcomes: Sequence[Outcome], budget: Budget) -> Iterator[str]:
         "(coefficients 1), the highest dominates; identity keeps the diagonal, as linear attention "
         "does, which pulls every bit towards the query's"
     )
+    powers = [
+        f"{o.memory.name} {Spread.of(slopes)}, expected {expected_growth(o):.2f}"
+        for o in outcomes
+        if o.memory.phi is not None and (slopes := growth(o, math.log)) is not None
+    ]
+    yield (
+        "growth: least squares over the widths that every seed saw the end of; powers of d beside "
+        f"those of the expected capacities: {'; '.join(powers)}; recovering every bit costs a "
+        "logarithm, and the share of flipped bits is not the same at every width"
+    )
     drawn = [o for o in outcomes if o.memory.is_random]
     chosen = [f"{o.memory.name}: {o.memory.beta:g}" for o in drawn]
     yield (
         f"favor: beta with the most patterns on other seeds (1000 and up) of {BETAS}: "
-        f"{', '.join(chosen)}; a larger beta is sharper, but its estimate too noisy"
+        f"{', '.join(chosen)}; from 1 on it matters little, until exp(-beta d) leaves float32 at 6"
     )
     best = max(drawn, key=lambda o: sum(o.capacities(SHOWN)))
     yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ POLYNOMIALS = tuple(
     Memory(f"polynomial, degree {p}", Polynomial(degree=p, coefficients="ones")) for p in (2, 3)
 )
 SOFTMAX = tuple(Memory(f"softmax, beta {beta:g}", None, beta) for beta in (0.25, 1.0, 4.0))
-BETAS = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5)  # of which favor takes the best on other seeds
+BETAS = (0.1, 0.4, 1.0, 2.0, 4.0, 6.0)  # of which favor takes the best on other seeds
 
 
 def favor(features: int, beta: float) -> Memory:
@@ -194,3 +194,45 @@ def expected_capacity(memory: Memory, d: int) -> float | None:
         above = expected(kernel, d, middle, memory.diagonal) > 0.5
         low, high = (middle, high) if above else (low, middle)
     return low
+
+
+class Outcome(NamedTuple):
+    """A memory's shares `[seeds][counts]` by width."""
+
+    memory: Memory
+    counts: Sequence[int]
+    shares: Mapping[int, Sequence[Sequence[float]]]
+
+    def capacities(self, d: int) -> list[float]:
+        """One per seed; inf beyond the largest number tried."""
+        return [capacity(self.counts, shares) for shares in self.shares[d]]
+
+    def reached(self) -> list[int]:
+        """Widths at which every seed saw the end."""
+        return [d for d in self.shares if all(map(math.isfinite, self.capacities(d)))]
+
+
+def growth(outcome: Outcome, axis: Callable[[float], float]) -> list[float] | None:
+    """Slope of log2 capacity over d, or of log over log: seed by seed."""
+    widths = outcome.reached()
+    if len(widths) < 2:
+        return None
+    found = zip(*(outcome.capacities(d) for d in widths), strict=True)
+    return [_fit(widths, capacities, axis) for capacities in found]
+
+
+def expected_growth(outcome: Outcome) -> float:
+    """The power of d by which `expected_capacity` grows over the same widths."""
+    widths = outcome.reached()
+    hoped = [expected_capacity(outcome.memory, d) or math.nan for d in widths]
+    return _fit(widths, hoped, math.log)
+
+
+def _fit(
+    widths: Sequence[int], capacities: Sequence[float], axis: Callable[[float], float]
+) -> float:
+    """Least squares."""
+    unit = math.log(2) if axis is float else 1.0
+    x = torch.tensor([axis(d) for d in widths], dtype=torch.float64)
+    y = torch.tensor(capacities, dtype=torch.float64).log() / unit
+    return float(((x - x.mean()) * y).sum() / (x - x.mean()).square().sum())

@@ -154,10 +154,14 @@ def test_the_order_of_capacities():
 
 def test_growth_is_a_slope():
     half = {16: [1.0, 0.5, 0.0, 0.0], 32: [1.0, 1.0, 0.5, 0.0]}  # capacities 4 and 16
-    found = hopfield.Outcome(patterns.IDENTITY, [1, 4, 16, 64], {d: [half[d]] * 2 for d in half})
+    found = patterns.Outcome(patterns.IDENTITY, [1, 4, 16, 64], {d: [half[d]] * 2 for d in half})
     assert found.capacities(32) == [16, 16] and found.reached() == [16, 32]
-    assert hopfield._growth(found, math.log).mean == pytest.approx(2)
-    assert hopfield._growth(found, float).mean == pytest.approx(2 / 16)
+    assert patterns.growth(found, math.log) == pytest.approx([2, 2])
+    assert patterns.growth(found, float) == pytest.approx([2 / 16, 2 / 16])
+    ratio = patterns.expected_capacity(found.memory, 32) / patterns.expected_capacity(
+        found.memory, 16
+    )
+    assert patterns.expected_growth(found) == pytest.approx(math.log2(ratio))
     endless = found._replace(shares={16: [half[16]], 32: [[1.0] * 4]})
-    assert endless.reached() == [16] and hopfield._growth(endless, math.log) is None
+    assert endless.reached() == [16] and patterns.growth(endless, math.log) is None
     assert hopfield._cell(endless, 32) == ">= 64" and hopfield._cell(endless, 48) is None
