@@ -139,8 +139,9 @@ def _notes(draws: int, tokens: int) -> Iterator[str]:
         f"{', '.join(f'{value} ({size})' for size, value in SCALES.items())}, d = {WIDTH}, values "
         "normal; ours is log10 of one mean squared error over the other's, below 0 if the first is "
         "better, features counted alike (a trigonometric or hyperbolic draw has two); level: within"
-        " two standard errors of 0; published (Performers, 2021, without a table): positive "
-        "features and orthogonal draws have the smaller error, said without a norm"
+        " two standard errors of 0; published (Performers, 2021, a figure without a table): "
+        "positive features and orthogonal draws have the smaller error; by their lemmas positive "
+        "ones do where the kernel is small"
     )
     yield (
         f"signs: {draws} blocks of {BLOCK} x {BLOCK} per seed, x = (.5, .3, 0, ...), y = (.6, 0, "
