@@ -187,7 +187,7 @@ def _notes(outcomes: Sequence[Outcome], budget: Budget) -> Iterator[str]:
     chosen = [f"{o.memory.name}: {o.memory.beta:g}" for o in drawn]
     yield (
         f"favor: beta with the most patterns on other seeds (1000 and up) of {BETAS}: "
-        f"{', '.join(chosen)}; from 1 on it matters little, until exp(-beta d / 2) leaves float32 at 6"
+        f"{', '.join(chosen)}; from 1 on it matters little, until exp(-beta d / 2) leaves float32"
     )
     best = max(drawn, key=lambda o: sum(o.capacities(SHOWN)))
     yield (
