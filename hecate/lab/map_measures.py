@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from hecate.lab.against_softmax import (
     output_error,
     parameters,
 )
+from hecate.lab.timing import cpu_times
 from hecate.phi import FeatureMap
 
 WIDTH, WIDE = 16, 64  # of inputs; of features, where they can be chosen
@@ -209,19 +209,21 @@ def _log(value: float) -> float:
     return math.log10(max(value, NOTHING))
 
 
-def costs(maps: Sequence[FeatureMap], vectors: int = 4096, repeats: int = 5) -> list[float]:
+def costs(maps: Sequence[FeatureMap], vectors: int = 4096, rounds: int = 5) -> list[float]:
     """CPU time of phi and of the products with a state, as a multiple of that of identity."""
     g = torch.Generator().manual_seed(0)
     x, v = (torch.randn(vectors, WIDTH, generator=g) for _ in range(2))
     position = torch.arange(vectors) % KEYS
-    times = []
-    for map_ in (phi.Identity(), *maps):
+
+    def attending(map_: FeatureMap) -> Callable[[], object]:
         params = parameters(map_, WIDTH, 0, torch.float32)
-        samples = []
-        for _ in range(repeats + 1):  # the first warms up
-            start = time.process_time()
+
+        def run() -> Tensor:
             keys = map_(x, params, position=position if map_.needs_position else None)
-            _ = keys @ (keys.T @ v)
-            samples.append(time.process_time() - start)
-        times.append(min(samples[1:]))
-    return [round(t / times[0], 1) for t in times[1:]]
+            return keys @ (keys.T @ v)
+
+        return run
+
+    runs = {str(i): attending(map_) for i, map_ in enumerate((phi.Identity(), *maps))}
+    least = [float(times.min()) for times in cpu_times(runs, rounds).values()]
+    return [round(time / least[0], 1) for time in least[1:]]

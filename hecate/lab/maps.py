@@ -29,7 +29,6 @@ from hecate.lab.map_measures import (
 from hecate.lab.study import Cell, Progress, Result, Spread, Study
 from hecate.phi import FeatureMap
 from hecate.phi.elementwise import Elementwise
-from hecate.train.display import print_table
 
 
 class Maps(Study):
@@ -39,6 +38,7 @@ class Maps(Study):
     about: ClassVar[str] = (
         "Which feature map reads like softmax, what does it cost, and is it safe?"
     )
+    timed: ClassVar[bool] = True
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
         """Every map; the best scale is chosen on other seeds."""
@@ -46,10 +46,7 @@ class Maps(Study):
         scales = [2.0 ** (step / 2) for step in steps]
         others = [1000 + seed for seed in seeds]
         found = [measure(m, seeds, others, scales) for m in progress(MAPS, "feature maps")]
-        times = costs(MAPS)
-        timed = [(title(m), str(t)) for m, t in zip(MAPS, times, strict=True)]
-        print_table(("map", "CPU time of phi and both products / that of identity"), timed)
-        return report(found, times, (scales[0], scales[-1]))
+        return report(found, costs(MAPS), (scales[0], scales[-1]))
 
 
 def report(found: Sequence[Measured], times: Sequence[float], ends: tuple[float, float]) -> Result:
@@ -58,7 +55,7 @@ def report(found: Sequence[Measured], times: Sequence[float], ends: tuple[float,
         "map", "d_phi", "error as is", "error, best scale", "correlation, best scale",
         f"error, best scale, tokens x{LONG:g}", "phi < 0", "K < 0", "declared",
         "|phi|^2 (log10)", "steepest (log10)", "flattest (log10)", "lost float32", "lost bfloat16",
-        f"rank of {KEYS}", "floor", "claimed", "verdict",
+        f"rank of {KEYS}", "floor", "CPU time / identity's", "claimed", "verdict",
     ]  # fmt: skip
     notes = [*_how(), *_findings(found), _at_the_ends(found, ends)]
 
@@ -75,10 +72,17 @@ def report(found: Sequence[Measured], times: Sequence[float], ends: tuple[float,
         }
         for m in found
     }  # fmt: skip
-    return Result(columns, [_row(m) for m in found], notes, draw, size=(14, 17), data=data)
+    return Result(
+        columns,
+        [_row(m, time) for m, time in zip(found, times, strict=True)],
+        notes,
+        draw,
+        size=(14, 17),
+        data=data,
+    )
 
 
-def _row(m: Measured) -> list[Cell]:
+def _row(m: Measured, time: float) -> list[Cell]:
     f = m.facts
     declared = " ".join(
         text
@@ -97,6 +101,7 @@ def _row(m: Measured) -> list[Cell]:
         f"{declared or 'nothing'}: {'kept' if m.kept else 'BROKEN'}" if declared else "nothing",
         *(round(value, 1) + 0.0 for value in (f.size, f.steepest, f.flattest)),
         *(round(share, 2) for share in (f.lost32, f.lost16)), f.rank, round(f.floor, 3),
+        time,
         *(claim[:2] if claim else (None, None)),
     ]  # fmt: skip
 
@@ -121,8 +126,9 @@ def _how() -> Iterator[str]:
     )
     yield (
         f"floor: least mean 1/2 |v - M phi(k)|^2 of any M, {KEYS} one-hot values: "
-        f"1/2 (1 - rank / {KEYS}); declared: signs that the map promises (phi >= 0 implies a "
-        "kernel >= 0), kept if none was broken"
+        f"1/2 (1 - rank / {KEYS}); CPU time: phi and both products with "
+        "the state, a multiple of identity's; declared: signs that the map promises (phi >= 0 "
+        "implies a kernel >= 0), kept if none was broken"
     )
     yield (
         "learned maps (linear, mlp, t2r, hadamard, hedgehog, rebased) stand as initialised, nothing"

@@ -148,5 +148,5 @@ def test_a_broken_promise_is_seen():
 
 
 def test_costs_are_relative_to_identity():
-    cheap, dear = lab.costs([phi.ReLU(), phi.Polynomial(degree=2)], vectors=512, repeats=1)
+    cheap, dear = lab.costs([phi.ReLU(), phi.Polynomial(degree=2)], vectors=512, rounds=1)
     assert 0 < cheap and 0 < dear
