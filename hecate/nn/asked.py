@@ -1,0 +1,42 @@
+"""What a layer asks of its memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hecate.engine import memory_scan
+from hecate.phi import Params
+from hecate.rule import Gates, MemoryConfig, MemoryState
+
+
+class Asked(NamedTuple):
+    """The arguments of one `memory_scan` that change its numbers: what a layer makes of x."""
+
+    config: MemoryConfig
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Gates
+    phi_params: Params | None = None
+    initial: dict[str, Tensor] | None = None
+    state: MemoryState | None = None
+    write_mask: Tensor | None = None
+    reset_mask: Tensor | None = None
+
+    def scan(self, **how: Any) -> tuple[Tensor, MemoryState]:
+        """`memory_scan` of it; `how` are engine, autodiff and name."""
+        return memory_scan(
+            self.config,
+            self.q,
+            self.k,
+            self.v,
+            self.gates,
+            phi_params=self.phi_params,
+            state=self.state,
+            initial=self.initial,
+            write_mask=self.write_mask,
+            reset_mask=self.reset_mask,
+            **how,
+        )
