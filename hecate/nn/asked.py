@@ -40,3 +40,11 @@ class Asked(NamedTuple):
             reset_mask=self.reset_mask,
             **how,
         )
+
+    def between(self, at: int, end: int, state: MemoryState | None) -> Asked:
+        """Tokens at <= t < end, from another state."""
+        given = {"q": self.q, "k": self.k, "v": self.v}
+        given |= {"write_mask": self.write_mask, "reset_mask": self.reset_mask}
+        cut = {name: None if item is None else item[:, at:end] for name, item in given.items()}
+        gates = (gate[:, at:end] if isinstance(gate, Tensor) else gate for gate in self.gates)
+        return self._replace(gates=Gates(*gates), state=state, **cut)
