@@ -80,7 +80,7 @@ def _maps(figure: Any, view: MemoryView, row: int, most: int) -> None:
     total = start + (answers - attention.start[row]).norm(dim=-1)
     share = start / torch.where(total > 0, total, 1.0)
     shown = _spread(view.heads, most)
-    norm, colours = _scale(maps[shown])
+    norm, colours, extend = _scale(maps[shown])
     grid = figure.add_gridspec(1, 2 * len(shown), width_ratios=(0.045, 1) * len(shown), wspace=0.01)
     seen = torch.ones(maps.shape[1:], dtype=torch.bool).tril()
     axes: list[Any] = []
@@ -95,7 +95,8 @@ def _maps(figure: Any, view: MemoryView, row: int, most: int) -> None:
         image = axis.imshow(masked, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
         axis.set(title=f"head {head}", xlabel="written token", yticks=[])
         axes.append(axis)
-    figure.colorbar(image, ax=axes, label="weight of a value (root scale)", shrink=0.9, pad=0.01)
+    how: dict[str, Any] = {"shrink": 0.9, "pad": 0.01, "extend": extend}
+    figure.colorbar(image, ax=axes, label="weight of a value (root scale)", **how)
     figure.supxlabel(
         "implicit attention: how much of each written token's value is in each answer; the strip "
         "'start': share (white 0, black 1) of the answer that comes from the state before",
@@ -103,17 +104,23 @@ def _maps(figure: Any, view: MemoryView, row: int, most: int) -> None:
     )
 
 
-def _scale(maps: Tensor) -> tuple[Any, Any]:
-    """A root colour scale up to the largest weight but a few, about zero where signs differ."""
+def _scale(maps: Tensor) -> tuple[Any, Any, str]:
+    """A root colour scale, about zero where signs differ, and whether some weights are beyond.
+
+    It is made for the past: a token's weight in its own answer, often the largest, may be beyond.
+    """
     from matplotlib import colormaps
     from matplotlib.colors import FuncNorm, PowerNorm
 
-    top = float(torch.quantile(maps.abs().flatten()[:: max(1, maps.numel() // 2**22)], 0.9995))
-    top = top or float(maps.abs().max()) or 1.0
+    past = maps.abs().tril(-1).flatten(1)
+    past = past[:, :: max(1, past.numel() // 2**22)].flatten()
+    past = past[past > 0]
+    most = float(maps.abs().max())
+    top = float(torch.quantile(past, 0.998)) if past.numel() else most
+    top, beyond = top or 1.0, most > top
     if float(maps.min()) >= -1e-9 * top:
-        return PowerNorm(0.5, vmin=0, vmax=top, clip=True), colormaps["magma"].with_extremes(
-            bad=GREY
-        )
+        colours = colormaps["magma"].with_extremes(bad=GREY)
+        return PowerNorm(0.5, vmin=0, vmax=top), colours, "max" if beyond else "neither"
 
     def root(x: Any) -> Any:
         x = torch.as_tensor(x)
@@ -123,10 +130,9 @@ def _scale(maps: Tensor) -> tuple[Any, Any]:
         x = torch.as_tensor(x)
         return (x.sign() * x.square()).numpy()
 
-    return (
-        FuncNorm((root, square), vmin=-top, vmax=top, clip=True),
-        colormaps["PuOr_r"].with_extremes(bad=GREY),
-    )
+    colours = colormaps["PuOr_r"].with_extremes(bad=GREY)
+    norm = FuncNorm((root, square), vmin=-top, vmax=top)
+    return norm, colours, "both" if beyond else "neither"
 
 
 def _over_time(

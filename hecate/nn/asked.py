@@ -43,8 +43,11 @@ class Asked(NamedTuple):
 
     def between(self, at: int, end: int, state: MemoryState | None) -> Asked:
         """Tokens at <= t < end, from another state."""
-        given = {"q": self.q, "k": self.k, "v": self.v}
-        given |= {"write_mask": self.write_mask, "reset_mask": self.reset_mask}
-        cut = {name: None if item is None else item[:, at:end] for name, item in given.items()}
+        names = ("q", "k", "v", "write_mask", "reset_mask")
+        given = {name: getattr(self, name) for name in names}
+        cut: dict[str, Any] = {
+            name: None if item is None else item[:, at:end] for name, item in given.items()
+        }
         gates = (gate[:, at:end] if isinstance(gate, Tensor) else gate for gate in self.gates)
-        return self._replace(gates=Gates(*gates), state=state, **cut)
+        cut |= {"gates": Gates(*gates), "state": state}
+        return self._replace(**cut)
