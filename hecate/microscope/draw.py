@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hecate.microscope.view import MemoryView
 
 GREY = "#d0d0d0"  # where no token can look
+RING: dict[str, Any] = {"markeredgecolor": "black", "markeredgewidth": 0.8}
+STANDS_OUT, MOST_LOOKS = 3.0, 3
 
 
 def draw_memory(view: MemoryView, figure: Any, *, row: int, heads: int) -> Any:
@@ -93,15 +95,32 @@ def _maps(figure: Any, view: MemoryView, row: int, most: int) -> None:
         axis.set_facecolor(GREY)
         masked = torch.where(seen, maps[head].cpu(), torch.nan)
         image = axis.imshow(masked, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
+        rows, columns = outstanding(maps[head].cpu())
+        axis.plot(columns, rows, "o", markersize=3.5, markerfacecolor="none", **RING)
         axis.set(title=f"head {head}", xlabel="written token", yticks=[])
         axes.append(axis)
     how: dict[str, Any] = {"shrink": 0.9, "pad": 0.01, "extend": extend}
     figure.colorbar(image, ax=axes, label="weight of a value (root scale)", **how)
     figure.supxlabel(
-        "implicit attention: how much of each written token's value is in each answer; the strip "
-        "'start': share (white 0, black 1) of the answer that comes from the state before",
+        "implicit attention: how much of each written token's value is in each answer; ring: an "
+        "earlier token that stands out;\nstrip 'start': share of the answer that comes from the "
+        "state before, white 0, black 1",
         fontsize=9,
     )
+
+
+def outstanding(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the largest weight on an earlier token, where it is 3 times the root
+    mean square of those of its row, unless more than 3 rows look at that token; of a map `[T, T]`
+    of up to 128 tokens, else none."""
+    past, length = weights.tril(-1).abs(), len(weights)
+    earlier = torch.arange(length).clamp(min=1)
+    usual = (past.square().sum(1) / earlier).sqrt()
+    most, columns = past.max(1)
+    found = (most > STANDS_OUT * usual) & (length <= 128)
+    looks = columns[found].bincount(minlength=length)
+    rows = (found & (looks[columns] <= MOST_LOOKS)).nonzero().flatten()
+    return rows, columns[rows]
 
 
 def _scale(maps: Tensor) -> tuple[Any, Any, str]:
