@@ -7,7 +7,7 @@ an empty memory, with the engine and the conventions of the rule itself.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +50,8 @@ def nonlinearity(config: MemoryConfig) -> str | None:
         config.retention,
         config.algorithm,
     )
-    if not (structure.linear and still_declared(structure, "linear", ("predict", "graph"))):
-        return f"structure {structure.kind!r} is not linear in its weights"
+    if not (structure.weighted_sum and _declared(structure, ("predict", "graph", "gradient"))):
+        return f"structure {structure.kind!r} is not linear in the weights that hold values"
     if not (bias.linear and still_declared(bias, "linear", ("loss", "grad", "rho", "psi"))):
         return f"bias {bias.kind!r} has a gradient that is not linear in prediction and value"
     if not (retention.weighted_sum and _declared(retention, ("step", "start"))):
@@ -102,29 +102,54 @@ def implicit_attention(asked: Asked) -> Attention:
 
 def _from_empty(asked: Asked, width: int) -> Tensor:
     """The answers of a memory that starts empty: in whatever holds values, and in nothing else."""
-    config, wide = asked.config, asked.v.shape[-1]
+    config = asked.config
     d_phi = config.feature_map.output_dim(asked.k.shape[-1])
-    shapes = config.structure.shapes(d_phi, wide)
-    heads = asked.k.shape[2]
-    initial = {name: asked.v.new_zeros(heads, *shape) for name, shape in shapes.items()}
+    start = asked.initial
+    if start is None:
+        how: dict[str, Any] = {"heads": asked.k.shape[2], "dtype": asked.v.dtype}
+        start = config.structure.init(d_phi, width, device=asked.v.device, **how)
+    shapes, blind = config.structure.shapes(d_phi, asked.v.shape[-1]), _blind(config, d_phi, width)
+    initial = {
+        name: weight
+        if name in blind
+        else weight.new_zeros(*weight.shape[: weight.dim() - len(shapes[name])], *shapes[name])
+        for name, weight in start.items()
+    }
     asked, state = asked._replace(initial=initial, state=None), asked.state
     if state is not None:
         _, empty = asked.between(0, 0, None).scan()
-        asked = asked._replace(state=_emptied(config, state, empty, d_phi, width))
+        asked = asked._replace(state=_emptied(state, empty, blind))
     return asked.scan()[0]
 
 
-def _emptied(
-    config: MemoryConfig, state: MemoryState, empty: MemoryState, d_phi: int, width: int
-) -> MemoryState:
-    """A state without values: counts, keys and products of gates stay as they are."""
-    algorithm = config.algorithm
-    one, other = (algorithm.context_shapes(d_phi, width + more) for more in (0, 1))
-    blind = {name: state.slots[name] for name in one if one[name] == other[name]}
-    gates = {name: state.pending[name] for name in ("retain",) if name in state.pending}
+def _blind(config: MemoryConfig, d_phi: int, width: int) -> set[str]:
+    """Weights and slots without the values' width in their shape: they hear of no value."""
+    one = config.algorithm.context_shapes(d_phi, width)
+    other = config.algorithm.context_shapes(d_phi, width + 1)
+    if not config.structure.diagonal:  # whose weights are as wide as phi, which is as wide as v
+        one = one | config.structure.shapes(d_phi, width)
+        other = other | config.structure.shapes(d_phi, width + 1)
+    return {name for name in one if one[name] == other[name]}
+
+
+def _emptied(state: MemoryState, empty: MemoryState, blind: set[str]) -> MemoryState:
+    """A state without values: what is blind to them stays as it is, counts included."""
+
+    def chosen(given: dict[str, Tensor], fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+        # A slot of a weight is called slot.weight.
+        return {
+            name: given[name] if name.rpartition(".")[2] in blind else zero
+            for name, zero in fresh.items()
+        }
+
     return empty._replace(
-        slots={**empty.slots, **blind},
-        pending={**empty.pending, **gates},
+        memory=chosen(state.memory, empty.memory),
+        slots=chosen(state.slots, empty.slots),
+        anchor=chosen(state.anchor, empty.anchor),
+        pending={
+            **chosen(state.pending, empty.pending),
+            **{name: state.pending[name] for name in ("retain",) if name in state.pending},
+        },
         position=state.position,
         normalizer=state.normalizer,
         seen=state.seen,
@@ -139,8 +164,8 @@ def _repeated(asked: Asked, times: int) -> Asked:
 
 
 def _check(asked: Asked, attention: Attention) -> None:
-    """Holds A v + start against the memory's own answers: a declaration may be wrong."""
-    answers, _ = asked.scan()
+    """Holds A v + start against the token loop: a declaration may be wrong."""
+    answers, _ = asked.scan(engine="sequential")
     v = asked.v
     if asked.write_mask is not None:  # the value of a token that is not written may be anything
         v = torch.where(asked.write_mask[..., None, None], v, 0.0)
