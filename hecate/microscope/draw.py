@@ -88,15 +88,19 @@ def _maps(figure: Any, view: MemoryView, row: int, most: int) -> None:
     axes: list[Any] = []
     for place, head in enumerate(shown):
         side = figure.add_subplot(grid[2 * place])
-        side.imshow(share[head][:, None].cpu(), cmap="Greys", vmin=0, vmax=1, aspect="auto")
+        side.imshow(share[head][:, None].cpu().numpy(), cmap="Greys", vmin=0, vmax=1, aspect="auto")
         side.set(xticks=[], ylabel="reading token" if place == 0 else "")
         side.set_xlabel("start", fontsize=8, rotation=90)
         axis = figure.add_subplot(grid[2 * place + 1])
         axis.set_facecolor(GREY)
         masked = torch.where(seen, maps[head].cpu(), torch.nan)
-        image = axis.imshow(masked, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
+        image = axis.imshow(
+            masked.numpy(), cmap=colours, norm=norm, aspect="auto", interpolation="nearest"
+        )
         rows, columns = outstanding(maps[head].cpu())
-        axis.plot(columns, rows, "o", markersize=3.5, markerfacecolor="none", **RING)
+        axis.plot(
+            columns.numpy(), rows.numpy(), "o", markersize=3.5, markerfacecolor="none", **RING
+        )
         axis.set(title=f"head {head}", xlabel="written token", yticks=[])
         axes.append(axis)
     how: dict[str, Any] = {"shrink": 0.9, "pad": 0.01, "extend": extend}
@@ -193,12 +197,12 @@ def _recall(axis: Any, view: MemoryView, row: int) -> None:
 def _band(axis: Any, x: Tensor, values: Tensor, index: int, label: str) -> None:
     """Mean over heads of values `[H, N]`, and a band from the least to the largest."""
     look = {"color": COLOURS[index % 7], "linestyle": DASHES[index % 7]}
-    axis.plot(x.cpu(), values.mean(0).cpu(), label=label, **look)
+    at, mean, low, high = (
+        item.cpu().numpy() for item in (x, values.mean(0), *values.aminmax(dim=0))
+    )
+    axis.plot(at, mean, label=label, **look)
     if len(values) > 1:
-        low, high = values.aminmax(dim=0)
-        axis.fill_between(
-            x.cpu(), low.cpu(), high.cpu(), color=look["color"], alpha=0.2, linewidth=0
-        )
+        axis.fill_between(at, low, high, color=look["color"], alpha=0.2, linewidth=0)
 
 
 def _finish(axis: Any, title: str, xlabel: str, ylabel: str, **settings: Any) -> None:
