@@ -23,7 +23,7 @@ class Recall(NamedTuple):
     Fields:
         times: tokens read at each of N moments, `[N]`; the age of s is t - 1 - s.
         cosine: between the answer and v_s, `[B, H, N, T]`.
-        error: |answer - v_s| / |v_s|, the same.
+        error: |answer - v_s| / |v_s|, the same; NaN too where v_s is 0.
         chance: mean cosine between the answer and the values of the other tokens, the same.
     """
 
@@ -79,7 +79,8 @@ class Recaller:
         total = (own * shown[..., None]).sum(1, keepdim=True)
         others = (shown.sum(1, keepdim=True) - 1).clamp(min=1)
         chance = ((unit * total).sum(-1) - cosine) / others
-        error = (answers - v).norm(dim=-1) / v.norm(dim=-1)
+        length = v.norm(dim=-1)  # of a value of 0 there is no relative error
+        error = (answers - v).norm(dim=-1) / torch.where(length > 0, length, torch.nan)
         self.times.append(moment.tokens)
         for name, item in {"cosine": cosine, "error": error, "chance": chance}.items():
             self.found[name].append(torch.where(present, item, torch.nan).transpose(1, 2))

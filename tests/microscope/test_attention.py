@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hecate.algorithm import Algorithm
+from hecate.algorithm import GD, Algorithm
 from hecate.bias import L2, Bias
 from hecate.errors import ConfigError
 from hecate.microscope import implicit_attention, nonlinearity
@@ -46,15 +46,14 @@ LINEAR: dict[str, dict[str, Any]] = {
     "positions": {"feature_map": "cosformer", "key_norm": "sum"},
     "parameters": {"feature_map": {"kind": "random_fourier", "d_phi": 4}, "step": "implicit"},
 }
-LINEAR |= {
-    "two_pass, momentum": {
-        "structure": {"kind": "two_pass", "codes": 2},
-        "feature_map": {"kind": "concat", "maps": ["identity", "identity"]},
-        "algorithm": "momentum",
-        "chunk": 3,
-        "retention": "decay",
-    },
+TWO_PASS = {
+    "structure": {"kind": "two_pass", "codes": 2},
+    "feature_map": {"kind": "concat", "maps": ["identity", "identity"]},
+    "algorithm": "momentum",
+    "chunk": 3,
+    "retention": "decay",
 }
+LINEAR |= {"two_pass, chunk": TWO_PASS, "two_pass, commit": TWO_PASS | {"commit": "chunk"}}
 NAMED = {name: rule.config for name, rule in RULES.items() if nonlinearity(rule.config) is None}
 
 
@@ -217,7 +216,8 @@ def test_refusals_name_the_setting(fields, culprit):
 
 @pytest.mark.spec("SCOPE-ATT-D2")
 def test_a_wrong_declaration_is_found_out(monkeypatch):
-    monkeypatch.setattr(Bias, "_registry", dict(Bias._registry))
+    for family in (Bias, Algorithm):
+        monkeypatch.setattr(family, "_registry", dict(family._registry))
 
     class Heir(L2):
         kind: Literal["heir_of_a_test"] = "heir_of_a_test"
@@ -235,6 +235,13 @@ def test_a_wrong_declaration_is_found_out(monkeypatch):
         def linear(self) -> bool:
             return True
 
+    class Steps(GD):
+        kind: Literal["steps_of_a_test"] = "steps_of_a_test"
+
+        def direction(self, grad, lr, momentum, *slots):
+            return (-grad.sign(),)
+
+    assert "steps_of_a_test" in (nonlinearity(config_of(algorithm=Steps())) or "")
     assert "heir_of_a_test" in (nonlinearity(config_of(bias=Heir())) or "")
     liar = config_of(bias=Liar())
     assert nonlinearity(liar) is None
