@@ -48,10 +48,9 @@ def report_run(run: Path, *, tokens: int | None = None, out: Path | None = None)
     view = look(trainer.model, read)
     folder = run if out is None else out
     try:
-        (folder / "figures").mkdir(parents=True, exist_ok=True)
-        figures = view.save(folder / "figures")
         path = folder / "report.md"
-        before = path.read_text(encoding="utf-8") if path.exists() else f"# {trainer.config.name}\n"
+        before = _read(path) if path.exists() else f"# {trainer.config.name}\n"
+        figures = view.save(folder / "figures")
         section = _section(view, figures, step, read.shape[1])
         write_file(path, with_section(before, section))
     except OSError as error:
@@ -73,6 +72,17 @@ def with_section(text: str, section: str) -> str:
         gap = "" if not text or text.endswith("\n\n") else "\n" if text.endswith("\n") else "\n\n"
         return f"{text}{gap}{BEGIN}\n{section}\n{END}\n"
     return f"{text[:begin]}{BEGIN}\n{section}\n{text[end:]}"
+
+
+def _read(path: Path) -> str:
+    """A text as it stands, ends of lines included."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        raise CheckpointError(
+            f"{path} is no UTF-8 text, so nothing can be added to it; move it away, or choose "
+            "another --out"
+        ) from None
 
 
 def _check_matplotlib() -> None:
@@ -113,7 +123,7 @@ def _section(view: View, figures: Sequence[Path], step: int, tokens: int) -> str
     ]
     header = ("memory", "norm", "effective rank", "recall, newest -> oldest", "attention map")
     rows: list[Sequence[Any]] = [header, ["---"] * len(header)]
-    rows += [(f"`{name}`", *_facts(item)) for name, item in view.items()]
+    rows += [(f"`{name}`".replace("|", "\\|"), *_facts(item)) for name, item in view.items()]
     lines.append("\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows))
     for name, path in zip(view, figures, strict=True):
         lines.append(f"![{name}](figures/{path.name})")

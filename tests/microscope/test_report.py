@@ -53,10 +53,10 @@ def test_a_run_gets_pictures_and_a_section_once(run, capsys):
     assert figure.read_bytes().startswith(b"\x89PNG") and f"](figures/{figure.name})" in text
     assert "| `blocks.0.memory` |" in text and text.rstrip().endswith(END)
 
-    report.write_text(text.replace("## Result", "## Result of mine") + "\nAnd a word.\n", "utf-8")
-    mine = report.read_text(encoding="utf-8")
+    mine = (text.replace("## Result", "## Result of mine") + "\r\nAnd a w\u00f6rd.\r\n").encode()
+    report.write_bytes(mine)
     report_run(run)
-    assert report.read_text(encoding="utf-8") == mine
+    assert report.read_bytes() == mine
 
 
 @pytest.mark.spec("SCOPE-REPORT-D1")
@@ -78,6 +78,10 @@ def test_refusals(run, tmp_path, monkeypatch):
             report_run(run, tokens=tokens)
     with pytest.raises(CheckpointError, match="not a run folder"):
         report_run(tmp_path)
+    (tmp_path / "report.md").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match="is no UTF-8 text"):
+        report_run(run, out=tmp_path)
+    assert (tmp_path / "report.md").read_bytes() == b"\xff\xfe"
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="cannot write the report into .* another --out"):
         report_run(run, out=tmp_path / "file")

@@ -378,7 +378,7 @@ FAULTS = [
     *_of(
         "microscope",
         "tests/microscope/test_look.py",
-        ("calls", "            module.training = training\n", "            module.train(training)\n"),
+        ("calls", "            module.training = training\n", "            model.train(modes[model])\n"),
         ("calls", "            handle.remove()\n", "            pass\n"),
         ("calls", "and not bool(write.any()))", "and not bool(write.all()))"),
         ("calls", "if run and not _goes_on(run[-1], call):", "if run and call.asked.state is None:"),
