@@ -83,6 +83,7 @@ def test_rings_mark_what_stands_out():
     weights[range(24), range(24)] = 9.0  # nor does a token's own weight
     weights[12:, 1] = 4.0
     weights[20, 1] = 0.1
+    weights[8, 2] = 0.2  # more than usual, yet not 3 times
     rows, columns = draw.outstanding(weights)
     assert (rows.tolist(), columns.tolist()) == ([20], [3])  # and not one that all look at
     assert not draw.outstanding(torch.zeros(4, 4))[0].numel()
