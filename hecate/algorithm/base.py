@@ -69,6 +69,12 @@ class Algorithm(Variant, family="algorithm"):
     linear: ClassVar[bool] = False  # whether D is linear in gradients and slots, given the gates
 
     @property
+    def weighted_sum(self) -> bool:
+        """Whether D is a sum of the gradients so far, with weights fixed by keys and gates; slots
+        without the values' width in their shape then hear of no value."""
+        return self.linear
+
+    @property
     def default_momentum(self) -> float:
         """The momentum gate used when none is given."""
         return 0.0

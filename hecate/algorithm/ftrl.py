@@ -35,6 +35,10 @@ class FTRL(Algorithm):
     slots: ClassVar[tuple[str, ...]] = ("sum",)
 
     @property
+    def weighted_sum(self) -> bool:
+        return self.l1 == 0
+
+    @property
     def stable_step(self) -> float:
         return 2.0 * (1 + self.l2)
 

@@ -63,6 +63,10 @@ class Omega(Algorithm):
         return self.inner.uses_momentum
 
     @property
+    def weighted_sum(self) -> bool:
+        return self.inner.weighted_sum
+
+    @property
     def default_momentum(self) -> float:
         return self.inner.default_momentum
 

@@ -36,6 +36,10 @@ class RLS(Descent):
     discount: float = Field(1.0, gt=0, le=1, description="weight of the past, per token")
 
     @property
+    def weighted_sum(self) -> bool:
+        return True
+
+    @property
     def stable_step(self) -> float:
         return math.inf
 

@@ -60,6 +60,11 @@ class Bias(Variant, family="bias"):
         keeps a linear memory contractive."""
         return None
 
+    @property
+    def linear(self) -> bool:
+        """Whether grad is a pred + b target, with the same fixed numbers for every coordinate."""
+        return False
+
     @classmethod
     def hand_written(cls) -> bool:
         """Whether both derivatives are written by hand."""

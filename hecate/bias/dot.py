@@ -31,6 +31,10 @@ class Dot(Bias):
         return 0.0
 
     @property
+    def linear(self) -> bool:
+        return True
+
+    @property
     def kernel(self) -> KernelForm:
         return KernelForm("target")
 

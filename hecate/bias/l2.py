@@ -31,6 +31,10 @@ class L2(ErrorBias):
         return 1.0
 
     @property
+    def linear(self) -> bool:
+        return True
+
+    @property
     def kernel(self) -> KernelForm:
         return KernelForm("error")
 

@@ -35,6 +35,10 @@ class Lp(ErrorBias):
         return 1.0 if self.p == 2 else None
 
     @property
+    def linear(self) -> bool:
+        return self.p == 2
+
+    @property
     def kernel(self) -> KernelForm:
         return KernelForm("power", self.p, self.eps)
 

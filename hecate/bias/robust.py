@@ -35,6 +35,10 @@ class Robust(ErrorBias):
     def curvature(self) -> float | None:
         return 1.0 if self.radius == 0 else None
 
+    @property
+    def linear(self) -> bool:
+        return self.radius == 0
+
     def rho(self, error: Tensor) -> Tensor:
         square = error.square().sum(-1)
         length = square / (self._radius(error).squeeze(-1) + self.eps)

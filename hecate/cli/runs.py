@@ -1,4 +1,4 @@
-"""Commands on runs: train, eval, generate."""
+"""Commands on runs: train, eval, generate, report."""
 
 from __future__ import annotations
 
@@ -123,6 +123,32 @@ def generate(
         for token in ids:
             typer.echo(decoder.decode(bytes([token])), nl=False)
         typer.echo(decoder.decode(b"", final=True))
+
+
+@app.command(epilog="Examples: hecate report runs/mqar | hecate report runs/cms --tokens 64")
+def report(
+    context: typer.Context,
+    run: RunArgument,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="How many to read; the run's own length, at most 256, if left out."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of figures/ and report.md; the run folder if left out."),
+    ] = None,
+) -> None:
+    """Look at a run's memories under the microscope: implicit attention, norms, ranks, gates, and
+    what they recall against age; a figure each, and a section of report.md."""
+    with reported(context):
+        from hecate.microscope.report import report_run
+
+        found = report_run(run, tokens=tokens, out=out)
+        for path in found.figures:
+            typer.echo(str(path))
+        typer.echo(f"step {found.step}, {found.tokens} tokens; report: {found.report}")
 
 
 def _refuse_other_source(source: str | None, out: Path | None) -> None:

@@ -112,7 +112,7 @@ class Boxes(nn.Module):
         """The boxes that are written, before any token."""
         none = self.gate_bias["lr"].new_empty(batch, 0, self.heads, self.d_head)
         how = {"initial": self.start, "phi_params": self.params(len(self.written))}
-        return self.write(none, none, (none,) * len(self.written), {}, state=None, **how)[1]
+        return self(none, none, (none,) * len(self.written), {}, state=None, **how)[1]
 
     def params(self, boxes: int = 1) -> Params:
         """The shared phi's parameters for this many boxes on the head axis."""
@@ -172,7 +172,7 @@ class Boxes(nn.Module):
         values["lr"] = self.config.memory.algorithm.lr * values["lr"]
         return values
 
-    def write(
+    def forward(
         self,
         q: Tensor,
         k: Tensor,

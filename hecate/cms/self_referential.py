@@ -226,7 +226,7 @@ class SelfReferential(nn.Module):
             held = boxes.ask(anchor, boxes.features(k))
             targets = tuple(v - answer for v, answer in zip(targets, held, strict=True))
         gates = boxes.gates(answers)
-        y, memory = boxes.write(q, k, targets, gates, state=state.boxes, **masks, **how)
+        y, memory = boxes(q, k, targets, gates, state=state.boxes, **masks, **how)
         if not config.anchored:
             anchor = {}
         return y, state._replace(boxes=memory, anchor=anchor, features=features)

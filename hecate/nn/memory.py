@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hecate.engine import Engine, memory_scan
+from hecate.engine import Engine
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_inputs, check_sizes
+from hecate.nn.asked import Asked
 from hecate.nn.conv import ShortConv, mix
 from hecate.nn.norm import QKNorm, check_norm, normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
@@ -20,7 +21,7 @@ from hecate.nn.projection import (
 )
 from hecate.nn.rule import FeatureMemory, RuleParameters
 from hecate.nn.state import LayerState
-from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.rule import MemoryConfig, MemoryState
 from hecate.tape import Autodiff
 
 
@@ -154,9 +155,28 @@ class Memory(RuleParameters):
         To the convolution a masked token is zero for the tokens after it, while it reads with its
         own input; a reset hides earlier documents from it. `restart_mask` resets the memory alone.
         """
-        how: dict[str, Any] = {"write_mask": write_mask, "reset_mask": reset_mask}
+        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
         if not torch.compiler.is_compiling():
-            check_inputs(self, x, state, **how, restart_mask=restart_mask)
+            check_inputs(self, x, state, **masks, restart_mask=restart_mask)
+        asked, carried = self.asked(x, state, **masks, restart_mask=restart_mask)
+        y, memory = asked.scan(engine=self.engine, autodiff=self.autodiff, name=self.name)
+        y = nn.functional.rms_norm(y, (self.d_value,), eps=1e-6) * self.norm
+        y = y.flatten(-2)
+        if self.output_gate is not None:
+            y = y * nn.functional.silu(self.output_gate(x))
+        return self.out(y), LayerState(memory, *carried)
+
+    def asked(
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        *,
+        write_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+        restart_mask: Tensor | None = None,
+    ) -> tuple[Asked, tuple[Any, ...]]:
+        """What `forward` asks of the memory, unchecked, and what else the layer carries on."""
+        how: dict[str, Any] = {"write_mask": write_mask, "reset_mask": reset_mask}
         mixed, conv, segment = mix(
             self.conv,
             self.qkv(x),
@@ -168,45 +188,40 @@ class Memory(RuleParameters):
             part.unflatten(-1, (self.heads, -1)) for part in mixed.split(self.splits, dim=-1)
         )
         q, k = (normalise_qk(part, self.qk_norm) for part in (q, k))
-        how |= {"engine": self.engine, "autodiff": self.autodiff}
         features = None
         if self.feature_memory is not None:
             features = None if state is None else state.features
+            own = {"engine": self.engine, "autodiff": self.autodiff}
             q, k, features = self.feature_memory(
-                x, q, k, features, **how, name=f"{self.name} (features)"
+                x, q, k, features, **how, **own, name=f"{self.name} (features)"
             )
             q, k = (normalise_qk(part, self.qk_norm) for part in (q, k))
         if restart_mask is not None:
             how["reset_mask"] = restart_mask if reset_mask is None else restart_mask | reset_mask
-        y, memory, projection = self._scan(q, k, v, self.gates(x), state, how)
-        y = nn.functional.rms_norm(y, (self.d_value,), eps=1e-6) * self.norm
-        y = y.flatten(-2)
-        if self.output_gate is not None:
-            y = y * nn.functional.silu(self.output_gate(x))
-        return self.out(y), LayerState(memory, conv, segment, features, projection)
+        memory = None if state is None else state.memory
+        held, asked = None, Asked(self.config, q, k, v, self.gates(x), self.phi_params)
+        if self.query_projection != "none":
+            held = None if state is None else state.projection
+            asked, held = self._projected(asked, memory, held, how)
+        asked = asked._replace(initial=self.initial.tensors, state=memory, **how)
+        return asked, (conv, segment, features, held)
 
-    def _scan(
+    def _projected(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: Gates,
-        state: LayerState | None,
-        how: dict[str, Any],
-    ) -> tuple[Tensor, MemoryState, MemoryState | None]:
-        """The memory's answers, its state, and that of the query projection."""
-        params, kind = self.phi_params, self.query_projection
-        how = {**how, "initial": self.initial.tensors, "name": self.name}
-        how["state"] = None if state is None else state.memory
-        if kind == "none":
-            return *memory_scan(self.config, q, k, v, gates, phi_params=params, **how), None
-        position, held = torch.zeros(len(q), dtype=torch.int64, device=q.device), None
-        if state is not None:
-            position, held = state.memory.position[:, 0], state.projection
-        masks = (how["write_mask"], how["reset_mask"])
-        q, k, held = project_queries(kind, self.config, q, k, params, held, position, *masks)
-        y, memory = memory_scan(self.projected, q, k, v, gates, **how)
-        return y, memory, held
+        asked: Asked,
+        memory: MemoryState | None,
+        held: MemoryState | None,
+        masks: dict[str, Tensor | None],
+    ) -> tuple[Asked, MemoryState]:
+        """The same asked with projected queries, features in place of q and k, and what the
+        projection holds on to."""
+        position = torch.zeros(len(asked.q), dtype=torch.int64, device=asked.q.device)
+        if memory is not None:
+            position = memory.position[:, 0]
+        given = (self.config, asked.q, asked.k, self.phi_params, held, position)
+        both = (masks["write_mask"], masks["reset_mask"])
+        q, k, held = project_queries(self.query_projection, *given, *both)
+        return asked._replace(config=self.projected, q=q, k=k, phi_params=None), held
 
     def extra_repr(self) -> str:
         """The rule and sizes."""

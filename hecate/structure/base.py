@@ -60,6 +60,12 @@ class Structure(Variant, family="structure"):
         return False
 
     @property
+    def weighted_sum(self) -> bool:
+        """Whether pred is linear in the weights whose shape has the values' width, and the inner
+        gradient of these in them too; those of the others then hear of no value."""
+        return self.linear
+
+    @property
     def diagonal(self) -> bool:
         """Whether coordinate c of pred depends on coordinate c of the weight and of p alone."""
         return False

@@ -33,6 +33,10 @@ class TwoPass(Structure):
     codes: int = Field(2, ge=1, description="slots: width of a code")
     link: Literal["silu", "softmax", "identity"] = "silu"
 
+    @property
+    def weighted_sum(self) -> bool:
+        return True
+
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         if d_phi <= self.codes:
             raise ConfigError(

@@ -1,0 +1,16 @@
+"""The memory microscope: pictures of a trained memory at work."""
+
+from hecate.microscope.attention import Attention, implicit_attention, nonlinearity
+from hecate.microscope.look import look
+from hecate.microscope.recall import Recall
+from hecate.microscope.view import MemoryView, View
+
+__all__ = [
+    "Attention",
+    "MemoryView",
+    "Recall",
+    "View",
+    "implicit_attention",
+    "look",
+    "nonlinearity",
+]

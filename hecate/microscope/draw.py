@@ -1,0 +1,227 @@
+"""The figure of one memory: maps above, its state, gates and recall below."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hecate.errors import ConfigError
+from hecate.lab.draw import COLOURS, DASHES
+from hecate.train.files import write_file
+
+if TYPE_CHECKING:
+    from hecate.microscope.view import MemoryView
+
+GREY = "#d0d0d0"  # where no token can look
+RING: dict[str, Any] = {"markeredgecolor": "black", "markeredgewidth": 0.8}
+STANDS_OUT, MOST_LOOKS = 3.0, 3
+
+
+def draw_memory(view: MemoryView, figure: Any, *, row: int, heads: int) -> Any:
+    """Draws a memory on a figure, by default a fresh one; returns it."""
+    batch = view.scans[0].v.shape[0]
+    if not 0 <= row < batch:
+        raise ConfigError(f"there are {batch} sequences, got row {row}")
+    if heads < 1:
+        raise ConfigError(f"at least one head is drawn, got {heads}")
+    mapped = view.refusal is None
+    figure = _figure((13, 8.2 if mapped else 4.6)) if figure is None else figure
+    above, below = figure, figure
+    if mapped:
+        above, below = figure.subfigures(2, 1, height_ratios=(1.2, 1), hspace=0.04)
+        _maps(above, view, row, heads)
+    axes = below.subplots(1, 4)
+    _over_time(axes[0], view, view.norms, row, "memory: norm", "Frobenius norm")
+    _over_time(axes[1], view, view.ranks, row, "memory: effective rank", "effective rank")
+    _gates(axes[2], view, row)
+    _recall(axes[3], view, row)
+    figure.suptitle(_title(view), fontsize=12)
+    return figure
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Writes a PNG file, whole or not at all."""
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120, format="png")
+    write_file(path, image.getvalue())
+    return path
+
+
+def _figure(size: tuple[float, float]) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(
+            "drawing needs matplotlib, which is not installed: pip install hecate[plot]"
+        ) from None
+    return Figure(figsize=size, layout="constrained")
+
+
+def _title(view: MemoryView) -> str:
+    rule = view.config
+    fields = ("structure", "bias", "retention", "algorithm", "feature_map")
+    knobs = [f"{field} {getattr(rule, field).kind}" for field in fields]
+    if rule.chunk > 1:
+        knobs.append("commits" if rule.commit == "chunk" else "gradients")
+        knobs[-1] += f" once in {rule.chunk} tokens"
+    text = f"{view.name}\n{', '.join(knobs)}"
+    return text if view.refusal is None else f"{text}\nno attention map: {view.refusal}"
+
+
+def _maps(figure: Any, view: MemoryView, row: int, most: int) -> None:
+    """A map per head, the share that comes from the start in a strip before the first token."""
+    attention, answers = view.attention, view.answers[row].transpose(0, 1)
+    maps = attention.map[row]
+    if maps.dim() == 4:  # a map for each coordinate
+        maps = maps.mean(-1)
+    start = attention.start[row].norm(dim=-1)
+    total = start + (answers - attention.start[row]).norm(dim=-1)
+    share = start / torch.where(total > 0, total, 1.0)
+    shown = _spread(view.heads, most)
+    norm, colours, extend = _scale(maps[shown])
+    grid = figure.add_gridspec(1, 2 * len(shown), width_ratios=(0.045, 1) * len(shown), wspace=0.01)
+    seen = torch.ones(maps.shape[1:], dtype=torch.bool).tril()
+    axes: list[Any] = []
+    for place, head in enumerate(shown):
+        side = figure.add_subplot(grid[2 * place])
+        side.imshow(share[head][:, None].cpu().numpy(), cmap="Greys", vmin=0, vmax=1, aspect="auto")
+        side.set(xticks=[], ylabel="reading token" if place == 0 else "")
+        side.set_xlabel("start", fontsize=8, rotation=90)
+        axis = figure.add_subplot(grid[2 * place + 1])
+        axis.set_facecolor(GREY)
+        masked = torch.where(seen, maps[head].cpu(), torch.nan)
+        image = axis.imshow(
+            masked.numpy(), cmap=colours, norm=norm, aspect="auto", interpolation="nearest"
+        )
+        rows, columns = outstanding(maps[head].cpu())
+        axis.plot(
+            columns.numpy(), rows.numpy(), "o", markersize=3.5, markerfacecolor="none", **RING
+        )
+        axis.set(title=f"head {head}", xlabel="written token", yticks=[])
+        axes.append(axis)
+    how: dict[str, Any] = {"shrink": 0.9, "pad": 0.01, "extend": extend}
+    figure.colorbar(image, ax=axes, label="weight of a value (root scale)", **how)
+    figure.supxlabel(
+        "implicit attention: how much of each written token's value is in each answer; ring: an "
+        "earlier token that stands out;\nstrip 'start': share of the answer that comes from the "
+        "state before, white 0, black 1",
+        fontsize=9,
+    )
+
+
+def outstanding(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the largest weight on an earlier token, where it is 3 times the root
+    mean square of those of its row, unless more than 3 rows look at that token; of a map `[T, T]`
+    of up to 128 tokens, else none."""
+    past, length = weights.tril(-1).abs(), len(weights)
+    earlier = torch.arange(length).clamp(min=1)
+    usual = (past.square().sum(1) / earlier).sqrt()
+    most, columns = past.max(1)
+    found = (most > STANDS_OUT * usual) & (length <= 128)
+    looks = columns[found].bincount(minlength=length)
+    rows = (found & (looks[columns] <= MOST_LOOKS)).nonzero().flatten()
+    return rows, columns[rows]
+
+
+def _scale(maps: Tensor) -> tuple[Any, Any, str]:
+    """A root colour scale, about zero where signs differ, and whether some weights are beyond.
+
+    It is made for the past: a token's weight in its own answer, often the largest, may be beyond.
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import FuncNorm, PowerNorm
+
+    past = maps.abs().tril(-1).flatten(1)
+    past = past[:, :: max(1, past.numel() // 2**22)].flatten()
+    past = past[past > 0]
+    most = float(maps.abs().max())
+    top = float(torch.quantile(past, 0.998)) if past.numel() else most
+    top, beyond = top or 1.0, most > top
+    if float(maps.min()) >= -1e-9 * top:
+        colours = colormaps["magma"].with_extremes(bad=GREY)
+        return PowerNorm(0.5, vmin=0, vmax=top), colours, "max" if beyond else "neither"
+
+    def root(x: Any) -> Any:
+        x = torch.as_tensor(x)
+        return (x.sign() * x.abs().sqrt()).numpy()
+
+    def square(x: Any) -> Any:
+        x = torch.as_tensor(x)
+        return (x.sign() * x.square()).numpy()
+
+    colours = colormaps["PuOr_r"].with_extremes(bad=GREY)
+    norm = FuncNorm((root, square), vmin=-top, vmax=top)
+    return norm, colours, "both" if beyond else "neither"
+
+
+def _over_time(
+    axis: Any, view: MemoryView, items: dict[str, Tensor], row: int, title: str, label: str
+) -> None:
+    """A curve per weight, the mean over heads in a band from the least to the largest."""
+    for index, (name, values) in enumerate(items.items()):
+        _band(axis, view.times, values[row], index, name)
+    _finish(axis, title, "tokens read", label, ylim=(0, None))
+    if not items:
+        axis.text(0.5, 0.5, "no weight is a matrix", ha="center", transform=axis.transAxes)
+    if len(items) > 1:
+        _legend(axis)
+
+
+def _gates(axis: Any, view: MemoryView, row: int) -> None:
+    for index, (name, gate) in enumerate(view.gates.items()):
+        values = gate[row] if gate.dim() == 3 else gate[row].mean(-1)
+        _band(axis, torch.arange(view.length), values.T, index, name)
+    most = max(float(gate[row].max()) for gate in view.gates.values())
+    _finish(axis, "gates", "token", "gate", ylim=(0, max(1.02, 1.05 * most)))
+    _legend(axis)
+
+
+def _recall(axis: Any, view: MemoryView, row: int) -> None:
+    found = view.recall.by_age("cosine", row)
+    chance = view.recall.by_age("chance", row)
+    _band(axis, found.ages + 1, found.means, 0, "its own value")
+    _band(axis, chance.ages + 1, chance.means, 6, "other values (chance)")
+    _finish(axis, "recall against age", "age in tokens, 1 the newest", "cosine of answer and value")
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda age, _: f"{age:g}")
+    low = min(0.0, float(found.means.min()), float(chance.means.min()))
+    axis.set_ylim(1.1 * low, 1.05)
+    axis.axhline(0, color="0.6", linewidth=0.6)
+    _legend(axis)
+
+
+def _band(axis: Any, x: Tensor, values: Tensor, index: int, label: str) -> None:
+    """Mean over heads of values `[H, N]`, and a band from the least to the largest."""
+    look = {"color": COLOURS[index % 7], "linestyle": DASHES[index % 7]}
+    at, mean, low, high = (
+        item.cpu().numpy() for item in (x, values.mean(0), *values.aminmax(dim=0))
+    )
+    axis.plot(at, mean, label=label, **look)
+    if len(values) > 1:
+        axis.fill_between(at, low, high, color=look["color"], alpha=0.2, linewidth=0)
+
+
+def _finish(axis: Any, title: str, xlabel: str, ylabel: str, **settings: Any) -> None:
+    axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
+    axis.grid(alpha=0.3, linewidth=0.6)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def _legend(axis: Any) -> None:
+    """Below the axes, where it hides nothing."""
+    axis.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.17), fontsize=8, frameon=False, ncols=3,
+        columnspacing=1, handlelength=1.8,
+    )  # fmt: skip
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many of `count` heads, evenly chosen."""
+    if count <= most:
+        return [*range(count)]
+    return sorted({round(index * (count - 1) / max(most - 1, 1)) for index in range(most)})

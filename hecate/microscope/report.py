@@ -1,0 +1,145 @@
+"""`hecate report`: the memories of a trained run at work, in its folder and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hecate.errors import CheckpointError, ConfigError
+from hecate.microscope.look import look
+from hecate.microscope.view import MemoryView, View
+from hecate.train.files import write_file
+from hecate.train.run import open_run
+from hecate.train.trainer import Trainer
+
+BEGIN, END = "<!-- microscope -->", "<!-- end of microscope -->"
+LONGEST = 256  # tokens looked at unless told otherwise: maps of more are finer than a picture
+
+
+class Reported(NamedTuple):
+    """What was written."""
+
+    report: Path
+    figures: list[Path]
+    step: int
+    tokens: int
+
+
+def report_run(run: Path, *, tokens: int | None = None, out: Path | None = None) -> Reported:
+    """Draws the memories of a run's newest sound checkpoint on its first validation sequence, and
+    puts the pictures into its report. [SCOPE-REPORT-D1]
+
+    Args:
+        run: a run folder.
+        tokens: how many to read; None takes the run's own length, at most 256. A task's length is
+            fixed, so there more are refused and fewer are the first of a sequence.
+        out: where `figures/` and `report.md` go; None takes the run folder.
+
+    Raises:
+        CheckpointError: no run folder, no checkpoint, or nowhere to write.
+        ConfigError: a model without memories, or no matplotlib.
+    """
+    _check_matplotlib()
+    trainer, step = open_run(run, "newest")
+    read = _sequence(trainer, tokens)
+    view = look(trainer.model, read)
+    folder = run if out is None else out
+    try:
+        path = folder / "report.md"
+        before = _read(path) if path.exists() else f"# {trainer.config.name}\n"
+        figures = view.save(folder / "figures")
+        section = _section(view, figures, step, read.shape[1])
+        write_file(path, with_section(before, section))
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write the report into {folder}: {error.strerror or error}; choose another "
+            "--out"
+        ) from None
+    return Reported(path, figures, step, read.shape[1])
+
+
+def with_section(text: str, section: str) -> str:
+    """A report with the microscope's section: in place of the last one, or at the end.
+
+    What stands outside of the markers stays as it is, whatever it is. [SCOPE-REPORT-I1]
+    """
+    end = text.rfind(END)
+    begin = text.rfind(BEGIN, 0, max(end, 0))
+    if begin < 0:
+        gap = "" if not text or text.endswith("\n\n") else "\n" if text.endswith("\n") else "\n\n"
+        return f"{text}{gap}{BEGIN}\n{section}\n{END}\n"
+    return f"{text[:begin]}{BEGIN}\n{section}\n{text[end:]}"
+
+
+def _read(path: Path) -> str:
+    """A text as it stands, ends of lines included."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        raise CheckpointError(
+            f"{path} is no UTF-8 text, so nothing can be added to it; move it away, or choose "
+            "another --out"
+        ) from None
+
+
+def _check_matplotlib() -> None:
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "the report is made of pictures, and matplotlib is not installed: "
+            "pip install hecate[plot]"
+        ) from None
+
+
+def _sequence(trainer: Trainer, tokens: int | None) -> Tensor:
+    """The first validation sequence, `[1, T]`."""
+    config = trainer.config
+    fixed = config.data.length()
+    if tokens is not None and tokens < 1:
+        raise ConfigError(f"must be at least 1, got {tokens}", path=("tokens",))
+    count = min(config.seq_len, LONGEST) if tokens is None else tokens
+    if fixed is not None and count > fixed:
+        raise ConfigError(
+            f"sequences of task {config.data.kind!r} have {fixed} tokens, got {count}; give at "
+            "most that many",
+            path=("tokens",),
+        )
+    length = count if fixed is None else fixed
+    batch = next(iter(trainer.source.validation_batches(1, length, 1)))
+    return batch.tokens[:1, :count].to(trainer.device)
+
+
+def _section(view: View, figures: Sequence[Path], step: int, tokens: int) -> str:
+    lines = [
+        "## Memory microscope",
+        f"Checkpoint of step {step}, the first {tokens} tokens of the first validation sequence. "
+        "Map: how much of each written token's value is in each answer, exactly, where the rule is "
+        "linear in its values. Bands: least to largest over heads. Recall: the cosine between the "
+        "answer to a key and the value that was written with it, by age.",
+    ]
+    header = ("memory", "norm", "effective rank", "recall, newest -> oldest", "attention map")
+    rows: list[Sequence[Any]] = [header, ["---"] * len(header)]
+    rows += [(f"`{name}`".replace("|", "\\|"), *_facts(item)) for name, item in view.items()]
+    lines.append("\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows))
+    for name, path in zip(view, figures, strict=True):
+        lines.append(f"![{name}](figures/{path.name})")
+    return "\n\n".join(lines) + "\n"
+
+
+def _facts(view: MemoryView) -> tuple[str, str, str, str]:
+    """Means over heads and weights: at the start and at the end, of the youngest and the oldest."""
+    norm, rank = (
+        " -> ".join(f"{_mean(items, at):.3g}" for at in (0, -1)) if items else "-"
+        for items in (view.norms, view.ranks)
+    )
+    recalled = view.recall.by_age().means.mean(0)
+    recall = f"{float(recalled[0]):.2f} -> {float(recalled[-1]):.2f}"
+    return norm, rank, recall, view.refusal or "yes"
+
+
+def _mean(items: dict[str, Tensor], at: int) -> float:
+    return sum(float(item[0, :, at].mean()) for item in items.values()) / len(items)

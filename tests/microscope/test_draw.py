@@ -1,0 +1,104 @@
+"""Figures hold what they claim to."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from hecate.errors import ConfigError
+from hecate.microscope import MemoryView, View, draw
+from tests.memories import config_of
+from tests.microscope.common import asked_of
+
+pytest.importorskip("matplotlib.figure")
+
+
+def axes_of(figure):
+    return {axis.get_title(): axis for axis in figure.axes}
+
+
+@pytest.mark.spec("SCOPE-DRAW-D1")
+def test_a_figure_shows_the_numbers():
+    view = MemoryView("some memory", [asked_of(config_of(retention="decay"), length=9)])
+    axes = axes_of(view.draw(row=1))
+    for head in (0, 1):
+        shown = axes[f"head {head}"].images[0].get_array()
+        below = np.tril_indices(9)
+        np.testing.assert_array_equal(shown[below], view.attention.map[1, head].numpy()[below])
+        assert shown.mask[np.triu_indices(9, 1)].all()  # where no token looks there is no colour
+    strip = next(axis for axis in view.draw(row=1).axes if axis.get_xlabel() == "start")
+    start = view.attention.start[1, 0].norm(dim=-1)
+    rest = (view.answers[1, :, 0] - view.attention.start[1, 0]).norm(dim=-1)
+    np.testing.assert_allclose(strip.images[0].get_array()[:, 0], start / (start + rest))
+    lines = {
+        "memory: norm": view.norms["weight"][1].mean(0),
+        "memory: effective rank": view.ranks["weight"][1].mean(0),
+        "recall against age": view.recall.by_age(row=1).means.mean(0),
+        "gates": view.gates["lr"][1].mean(1),
+    }
+    for title, expected in lines.items():
+        np.testing.assert_allclose(axes[title].lines[0].get_ydata(), expected)
+        assert axes[title].get_xlabel() and axes[title].get_ylabel()
+    labels = [text.get_text() for text in axes["gates"].get_legend().get_texts()]
+    assert labels == ["lr", "retain"]
+
+
+@pytest.mark.spec("SCOPE-DRAW-D1")
+@pytest.mark.parametrize(
+    "fields",
+    [{"structure": "mlp"}, {"structure": "vector"}, {"bias": "dot", "feature_map": "elu"}],
+    ids=["not linear", "diagonal", "all positive"],
+)
+def test_every_kind_of_memory_is_drawn(fields, tmp_path):
+    view = MemoryView("m", [asked_of(config_of(**fields), length=5, width=3, heads=3)], points=3)
+    figure = view.draw(heads=2)
+    maps = [title for title in axes_of(figure) if title.startswith("head")]
+    if fields["structure" if "structure" in fields else "bias"] == "mlp":
+        assert not maps and "structure 'mlp' is not linear" in figure.get_suptitle()
+    else:
+        assert maps == ["head 0", "head 2"]
+        return
+    path = view.save(tmp_path / "m.png")
+    assert path.read_bytes().startswith(b"\x89PNG") and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_for_each_memory(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(MemoryView, "save", lambda self, path, **how: drawn.append(path) or path)
+    one = MemoryView("a/b", [asked_of(length=3)], points=1)
+    view = View({"a/b": one, "a b": one, "blocks.0.memory": one})
+    folder = tmp_path / "deep" / "er"
+    wanted = ["a_b", "a_b-2", "blocks.0.memory"]
+    assert view.save(folder) == drawn == [folder / f"microscope-{name}.png" for name in wanted]
+    assert folder.is_dir()
+
+
+@pytest.mark.spec("SCOPE-DRAW-D1")
+def test_rings_mark_what_stands_out():
+    weights = torch.full((24, 24), 0.1).tril()
+    weights[20, 3] = -2.0  # the sign does not matter
+    weights[range(24), range(24)] = 9.0  # nor does a token's own weight
+    weights[12:, 1] = 4.0
+    weights[20, 1] = 0.1
+    weights[8, 2] = 0.2  # more than usual, yet not 3 times
+    rows, columns = draw.outstanding(weights)
+    assert (rows.tolist(), columns.tolist()) == ([20], [3])  # and not one that all look at
+    assert not draw.outstanding(torch.zeros(4, 4))[0].numel()
+    for length, found in ((128, 1), (129, 0)):  # of longer maps rings would hide more
+        single = torch.zeros(length, length)
+        single[100, 40] = 1.0
+        assert draw.outstanding(single)[0].numel() == found
+
+
+def test_errors(monkeypatch):
+    view = MemoryView("m", [asked_of(length=3)], points=1)
+    with pytest.raises(ConfigError, match="there are 2 sequences, got row 2"):
+        view.draw(row=2)
+    with pytest.raises(ConfigError, match="at least one head"):
+        view.draw(heads=0)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"needs matplotlib.*pip install hecate\[plot\]"):
+        view.draw()
