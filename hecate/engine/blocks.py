@@ -47,7 +47,7 @@ def parts_of(config: MemoryConfig, chunks: Tokens) -> Parts:
     """The matrices of a group of blocks from its tokens `[g, N, C, ...]`, whatever the states."""
     lr = chunks.lr if chunks.write is None else torch.where(chunks.write, chunks.lr, 0.0)
     stepped = lr.unsqueeze(-1) * chunks.phi_k
-    moving = not isinstance(config.bias, Dot)
+    moving = type(config.bias) is not Dot
     if not (config.retention.uses_retain or config.algorithm.uses_momentum or _resets(chunks)):
         attend = (chunks.phi_q @ stepped.mT).tril(0 if config.read == "after" else -1)
         lower = (chunks.phi_k @ stepped.mT).tril(-1) if moving else None
@@ -119,7 +119,7 @@ def walk_vjp(
     width = parts.keys.shape[-1]
     pulled, drawn = parts.attend.mT @ gy, gy.mT @ parts.read
     pred = v
-    if parts.seen is not None and parts.lower is not None and not isinstance(bias, L2):
+    if parts.seen is not None and parts.lower is not None and type(bias) is not L2:
         pred = _plus(parts.seen @ bases.mT, parts.lower, writes)
     received: list[States] = []
     slopes: list[Tensor] = []
@@ -217,7 +217,7 @@ def _writes(bias: Bias, part: Parts, base: Tensor, v: Tensor, by_hand: bool) -> 
     """w = -u, the gradients by the predictions with their sign turned."""
     if part.seen is None or part.lower is None:
         return v
-    if isinstance(bias, L2):
+    if type(bias) is L2:
         # (I + L) W = V - predictions; the solver is fastest for unknowns on the left, transposed.
         right = torch.baddbmm(v, part.seen, base.mT, alpha=-1)
         return _solve_triangular(part.lower.mT, right.mT, upper=True).mT
@@ -230,7 +230,7 @@ def _writes_vjp(
 ) -> tuple[Tensor, Tensor]:
     """Cotangents of the base predictions and of v from that of w."""
     lower = one((part.lower,))
-    if isinstance(bias, L2):
+    if type(bias) is L2:
         pulled = _solve_triangular(lower, g.mT, upper=False).mT
         return -pulled, pulled
     g = -g

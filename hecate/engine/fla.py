@@ -68,7 +68,7 @@ def kernel_call(config: MemoryConfig, channelwise: bool) -> Call | str:
         if type(knob) not in known:
             return f"{name} {knob.kind!r} has no kernel"
     decays = rule.retention.uses_retain
-    if isinstance(rule.bias, Dot):
+    if type(rule.bias) is Dot:
         name = "gla" if channelwise else "simple_gla"
         return Call(f"fla.ops.{name}", f"chunk_{name}", False, decays)
     if not decays:

@@ -140,7 +140,7 @@ def _scan_vjp(
     kept = list(several(record))
     for start, stop, block in reversed(list(_groups(tokens, size))):
         chunks = _chunked(tokens, start, stop, block)
-        writes = chunks.v if isinstance(config.bias, Dot) else kept.pop()
+        writes = chunks.v if type(config.bias) is Dot else kept.pop()
         own, later = _group_vjp(
             config, chunks, _blocks(gy[:, start:stop], block), kept.pop(), writes, later
         )

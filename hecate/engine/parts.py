@@ -75,7 +75,7 @@ def merged(parts: list[Part], carries: list[Carry]) -> MemoryState:
 
 def counts_along(part: Part, engine: str) -> bool:
     """Whether a memory and its normaliser take the same steps, so that one scan can run both."""
-    same = isinstance(part.config.bias, Dot) and part.carry.memory[0].dim() == 3
+    same = type(part.config.bias) is Dot and part.carry.memory[0].dim() == 3
     return same and engine in ("compiled", "parallel")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig
+from hecate.bias import L2, Dot
 from hecate.engine import by_hand, parallel
 from tests.engine.test_properties import Result, in_pieces, whole
 from tests.memories import Case, case_of, close, config_of, flat_state
@@ -32,6 +35,44 @@ EVERY = pytest.mark.parametrize("fields", RULES.values(), ids=RULES)
 def small_groups(monkeypatch):
     """One block per group, so that a few blocks are a long sequence."""
     monkeypatch.setattr(parallel, "GROUP", 1)
+
+
+class Cubed(Dot):
+    """With a formula of its own, so that nothing known of Dot holds."""
+
+    kind: Literal["cubed_dot"] = "cubed_dot"
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        return -(pred * target**3).sum(-1)
+
+    def grad(self, pred: Tensor, target: Tensor) -> Tensor:
+        return -(target**3)
+
+    def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(g), -3 * target**2 * g
+
+
+class Tripled(L2):
+    """L2 three times over."""
+
+    kind: Literal["tripled_l2"] = "tripled_l2"
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        return 3 * super().loss(pred, target)
+
+    def grad(self, pred: Tensor, target: Tensor) -> Tensor:
+        return 3 * super().grad(pred, target)
+
+    def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return super().grad_vjp(pred, target, 3 * g)
+
+
+@pytest.mark.parametrize("bias", [Cubed, Tripled])
+def test_a_subclass_with_its_own_formula_is_not_its_parent(bias):
+    own = case_of(config_of(bias=bias(), key_norm="l2"), batch=1, length=70, d=3, width=3)
+    own = own._replace(gates=Gates(lr=0.3))
+    whole(own, engine="parallel").equals(whole(own, engine="sequential"))
+    whole(own, engine="auto").equals(whole(own, engine="sequential"))
 
 
 def channels_of(fields: dict) -> list[bool]:
