@@ -1,5 +1,6 @@
 """Layers: memories as torch modules."""
 
+from hecate.nn.attention import LinearAttention, LinearAttentionState, linear_attention
 from hecate.nn.compose import AttentionConfig, Composed, ComposedState
 from hecate.nn.conv import ShortConv
 from hecate.nn.gates import GateHeads
@@ -14,9 +15,12 @@ __all__ = [
     "ComposedState",
     "GateHeads",
     "LayerState",
+    "LinearAttention",
+    "LinearAttentionState",
     "Memory",
     "ShortConv",
     "SlidingAttention",
     "SlidingState",
+    "linear_attention",
     "normalise_qk",
 ]

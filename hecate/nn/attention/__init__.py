@@ -1,0 +1,7 @@
+"""Attention of linear cost, by sums over features of keys."""
+
+from hecate.nn.attention.functional import linear_attention
+from hecate.nn.attention.linear import LinearAttention
+from hecate.nn.attention.state import LinearAttentionState
+
+__all__ = ["LinearAttention", "LinearAttentionState", "linear_attention"]
