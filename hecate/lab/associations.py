@@ -24,16 +24,16 @@ EPS = 1e-6  # added to what an answer is divided by
 
 
 class Pairs(NamedTuple):
-    """Sequences of pairs: `keys` and `values` are int64 `[B, T]`, both below `count`."""
+    """Sequences of pairs: `keys` and `values` are int64 `[B, T]`, both below `size`."""
 
     keys: Tensor
     values: Tensor
-    count: int
+    size: int
 
     def last(self) -> tuple[Tensor, Tensor]:
-        """The value that each key was written with last `[B, count]`, and whether it was."""
+        """The value that each key was written with last `[B, size]`, and whether it was."""
         place = torch.arange(self.keys.shape[1]).expand_as(self.keys)
-        none = torch.full((len(self.keys), self.count), -1)
+        none = torch.full((len(self.keys), self.size), -1)
         at = none.scatter_reduce(1, self.keys, place, "amax")
         return self.values.gather(1, at.clamp(min=0)), at >= 0
 
@@ -87,7 +87,7 @@ class Associator(nn.Module, ABC):
 
     def _of_pairs(self, weight: Tensor, pairs: Pairs) -> Tensor:
         """[one-hot value, embedding of the key] times a weight, without building either."""
-        of_key = self.embedding @ weight[pairs.count :]
+        of_key = self.embedding @ weight[pairs.size :]
         return F.embedding(pairs.keys, of_key) + F.embedding(pairs.values, weight)
 
     @abstractmethod
@@ -162,7 +162,7 @@ def train(
 def evaluate(model: Associator, pairs: Pairs, g: torch.Generator) -> float:
     """Mean loss over every key that a sequence holds."""
     values, held = pairs.last()
-    asked = torch.arange(pairs.count).expand_as(values)
+    asked = torch.arange(pairs.size).expand_as(values)
     losses = loss_of(model.answers(pairs, asked, g), values)
     return float(losses[held].mean())
 

@@ -96,7 +96,7 @@ class SumRule(Associator):
             weights = F.embedding(asked, q) @ k.mT
             weights = weights / (weights.sum(-1, keepdim=True) + EPS)
         values = pairs.values.unsqueeze(1).expand_as(weights)
-        return weights.new_zeros(*asked.shape, pairs.count).scatter_add(-1, values, weights)
+        return weights.new_zeros(*asked.shape, pairs.size).scatter_add(-1, values, weights)
 
 
 def features(feature_map: FeatureMap, g: torch.Generator, *inputs: Tensor) -> list[Tensor]:
@@ -141,14 +141,14 @@ class Outcome(NamedTuple):
     """One feature map at one number of pairs."""
 
     contender: Contender
-    count: int
+    size: int
     trained: list[Trained]
     untrained: list[Untrained]
 
     @property
     def published(self) -> float:
         """The published loss."""
-        return self.contender.published[SIZES.index(self.count)]
+        return self.contender.published[SIZES.index(self.size)]
 
     @property
     def ours(self) -> Spread:
@@ -159,12 +159,12 @@ class Outcome(NamedTuple):
         """Its line in the table."""
         contender = self.contender
         ours = Spread.of(1000 * trained.best for trained in self.trained)
-        known: list[Cell] = [contender.name, self.count, contender.d_phi, 1000 * self.published]
+        known: list[Cell] = [contender.name, self.size, contender.d_phi, 1000 * self.published]
         if contender.d_phi is None:
             return [*known, ours, shown(self.trained), None, None, None]
         losses, recalled = zip(*self.untrained, strict=True)
         return [
-            *known, ours, shown(self.trained), 1000 * contender.floor(self.count),
+            *known, ours, shown(self.trained), 1000 * contender.floor(self.size),
             Spread.of(1000 * loss for loss in losses), Spread.of(recalled),
         ]  # fmt: skip
 
@@ -205,11 +205,11 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
         "least squares, random keys (1e-3)", "recalled, one delta pass",
     ]  # fmt: skip
     cut = [
-        f"{o.contender.name} S={o.count}"
+        f"{o.contender.name} S={o.size}"
         for o in outcomes
         if not all(trained.finished for trained in o.trained)
     ]
-    below = [o for o in outcomes if o.published < o.contender.floor(o.count)]
+    below = [o for o in outcomes if o.published < o.contender.floor(o.size)]
     caps = ", ".join(f"{c.name} {c.quick_steps if quick else c.steps}" for c in CONTENDERS)
     notes = [
         "losses in thousandths: |one-hot value - answer|^2 / 2 of a question, best evaluation of a "
@@ -221,8 +221,8 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
         f"cut: steps are at most {caps}; this ended {', '.join(cut) or 'no training'}",
         "rank floor: (1 - d_phi/S)/2; no d_phi features can do better, trained or not",
         *(
-            f"published below the floor: {o.contender.name} S={o.count}, {o.published:.4f} < "
-            f"{o.contender.floor(o.count):.4f}; that evaluation averages blocks of {BATCH} "
+            f"published below the floor: {o.contender.name} S={o.size}, {o.published:.4f} < "
+            f"{o.contender.floor(o.size):.4f}; that evaluation averages blocks of {BATCH} "
             "questions, the shorter last one with equal weight, ours every question alike"
             for o in below
         ),
@@ -238,7 +238,7 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
         _draw_collapse(right, outcomes)
 
     data = {
-        f"{o.contender.name} S={o.count}": {
+        f"{o.contender.name} S={o.size}": {
             "evaluations": [t.losses for t in o.trained],
             "untrained": [u._asdict() for u in o.untrained],
         }
@@ -254,7 +254,7 @@ def _look(index: int, **style: Any) -> dict[str, Any]:
 def _draw_sizes(axes: Any, outcomes: list[Outcome]) -> None:
     for index, contender in enumerate(CONTENDERS):
         own = [o for o in outcomes if o.contender is contender]
-        sizes = [o.count for o in own]
+        sizes = [o.size for o in own]
         means = [o.ours.mean for o in own]
         errors = [o.ours.error if len(o.trained) > 1 else 0 for o in own]
         look = _look(index, linewidth=1.5, capsize=2)
@@ -276,7 +276,7 @@ def _draw_sizes(axes: Any, outcomes: list[Outcome]) -> None:
 
 
 def _draw_collapse(axes: Any, outcomes: list[Outcome]) -> None:
-    top = max(o.count / o.contender.d_phi for o in outcomes if o.contender.d_phi is not None)
+    top = max(o.size / o.contender.d_phi for o in outcomes if o.contender.d_phi is not None)
     ratios = [top * i / 200 for i in range(1, 211)]
     axes.plot(ratios, [max(0, 1 - 1 / r) / 2 for r in ratios], color="0.6", label="rank floor")
     for index, contender in enumerate(CONTENDERS):
@@ -284,7 +284,7 @@ def _draw_collapse(axes: Any, outcomes: list[Outcome]) -> None:
         if d_phi is None:
             continue
         own = [o for o in outcomes if o.contender is contender]
-        ratios = [o.count / d_phi for o in own]
+        ratios = [o.size / d_phi for o in own]
         axes.plot(
             ratios, [o.ours.mean for o in own], **_look(index, linestyle=""), label=contender.name
         )

@@ -80,7 +80,7 @@ class Remembering(Associator):
     def answers(self, pairs: Pairs, asked: Tensor, g: torch.Generator) -> Tensor:
         """Scores of the values `[B, Q, count]`; random maps are drawn anew at every call."""
         k, q = self.keys(pairs).unsqueeze(2), F.embedding(asked, self.queries()).unsqueeze(2)
-        v = F.one_hot(pairs.values, pairs.count).to(k.dtype).unsqueeze(2)
+        v = F.one_hot(pairs.values, pairs.size).to(k.dtype).unsqueeze(2)
         gates = Gates(lr=self.lr(pairs)) if self.config.bias.kind == "l2" else None
         params = self.config.feature_map.init(WIDTH, generator=g, dtype=k.dtype)
         if asked.shape[1] == 1:  # the last token asks
@@ -89,7 +89,7 @@ class Remembering(Associator):
             return y[:, -1:, 0]
         _, state = memory_scan(self.config, k, k, v, gates, phi_params=params)
         unwritten = torch.zeros(asked.shape, dtype=torch.bool)
-        nothing = q.new_zeros(*q.shape[:3], pairs.count)
+        nothing = q.new_zeros(*q.shape[:3], pairs.size)
         y, _ = memory_scan(
             self.config, q, q, nothing, state=state, phi_params=params, write_mask=unwritten
         )
@@ -107,7 +107,7 @@ class Outcome(NamedTuple):
     """A contender at one number of keys."""
 
     contender: Contender
-    count: int
+    size: int
     runs: list[Run]
 
     @property
@@ -118,14 +118,14 @@ class Outcome(NamedTuple):
     @property
     def published(self) -> float:
         """The published loss."""
-        return self.contender.published[SIZES.index(self.count)]
+        return self.contender.published[SIZES.index(self.size)]
 
     def row(self) -> list[Cell]:
         """Its line in the table."""
         lost = sum(trained.lost for trained in self.curves)
         whole = [1000 * run.long for run in self.runs if math.isfinite(run.long)]
         return [
-            self.contender.name, self.count, 1000 * self.published,
+            self.contender.name, self.size, 1000 * self.published,
             Spread.of(1000 * trained.best for trained in self.curves),
             Spread.of(whole) if whole else None, shown(self.curves), f"{lost} of {len(self.runs)}",
         ]  # fmt: skip
@@ -160,8 +160,8 @@ def _run(config: MemoryConfig, count: int, seed: int, steps: int) -> Run:
 
 def claims(outcomes: list[Outcome]) -> list[str]:
     """What the paper says of this setting, and whether it is so here."""
-    found = {(o.contender.name, o.count): o for o in outcomes}
-    sizes = sorted({o.count for o in outcomes})
+    found = {(o.contender.name, o.size): o for o in outcomes}
+    sizes = sorted({o.size for o in outcomes})
 
     def worst(contender: Contender, count: int) -> float:
         return max(trained.best for trained in found[contender.name, count].curves)
@@ -197,7 +197,7 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
     used = {o.contender.name: o.contender for o in outcomes}.values()
     caps = ", ".join(f"{c.name} {c.quick_steps if quick else c.steps}" for c in used)
     cut = [
-        f"{o.contender.name} S={o.count}" for o in outcomes if not all(t.finished for t in o.curves)
+        f"{o.contender.name} S={o.size}" for o in outcomes if not all(t.finished for t in o.curves)
     ]
     notes = [
         "losses in thousandths: |one-hot value - answer|^2 / 2 of a question, best evaluation of a "
@@ -219,7 +219,7 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
         _draw_training(right, outcomes)
 
     data = {
-        f"{o.contender.name} S={o.count}": {
+        f"{o.contender.name} S={o.size}": {
             "evaluations": [t.losses for t in o.curves],
             "2S pairs": [run.long for run in o.runs],
         }
@@ -233,7 +233,7 @@ def _draw_sizes(axes: Any, outcomes: list[Outcome]) -> None:
         own = [o for o in outcomes if o.contender is contender]
         if not own:
             continue
-        sizes, look = [o.count for o in own], {"color": COLOURS[index], "marker": MARKERS[index]}
+        sizes, look = [o.size for o in own], {"color": COLOURS[index], "marker": MARKERS[index]}
         means = [Spread.of(t.best for t in o.curves).mean for o in own]
         axes.plot(sizes, means, label=contender.name, **look)
         published = [o.published for o in own]
@@ -241,16 +241,16 @@ def _draw_sizes(axes: Any, outcomes: list[Outcome]) -> None:
         axes.plot(sizes, published, **look, **open_mark)
     finish(
         axes, "Best loss (large open marks: published)", "keys S; 2S pairs are written in training",
-        "loss of a question", yscale="log", xticks=sorted({o.count for o in outcomes}),
+        "loss of a question", yscale="log", xticks=sorted({o.size for o in outcomes}),
         ylim=(2e-4, 1),
     )  # fmt: skip
 
 
 def _draw_training(axes: Any, outcomes: list[Outcome]) -> None:
-    top = max(o.count for o in outcomes)
+    top = max(o.size for o in outcomes)
     for index, contender in enumerate(CONTENDERS):
         for outcome in outcomes:
-            if outcome.contender is not contender or outcome.count != top:
+            if outcome.contender is not contender or outcome.size != top:
                 continue
             for number, trained in enumerate(outcome.curves):
                 steps = [EVERY * (i + 1) for i in range(len(trained.losses))]
