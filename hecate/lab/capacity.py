@@ -52,24 +52,24 @@ class Contender(NamedTuple):
 
 CONTENDERS = (
     Contender(
-        "elu", ELU(), 1200, 300,
+        "elu", ELU(), 900, 300,
         (8.9e-4, 8.3e-4, 0.0245, 0.1084, 0.1642, 0.2322, 0.3011, 0.3420),
     ),
     Contender(
-        "DPFP-1", DPFP(nu=1), 1500, 200,
+        "DPFP-1", DPFP(nu=1), 1000, 200,
         (7.8e-4, 2.7e-4, 4.3e-4, 1.7e-4, 2.1e-4, 8.3e-3, 0.1020, 0.1732),
     ),
     Contender(
-        "DPFP-2", DPFP(nu=2), 2200, 200,
+        "DPFP-2", DPFP(nu=2), 1200, 200,
         (3.1e-4, 6.3e-4, 9.7e-4, 6.0e-4, 5.0e-4, 2.9e-4, 3.8e-4, 3.7e-4),
     ),
     Contender(
         "FAVOR+ 64",
-        Favor(num_features=2 * WIDTH, variant="hyperbolic", scale="none"), 900, 100,
+        Favor(num_features=2 * WIDTH, variant="hyperbolic", scale="none"), 500, 100,
         (0.1174, 0.2740, 0.4833, 0.5, 0.4961, 0.5, 0.5, 0.5),
     ),
     Contender(
-        "softmax", None, 600, 200,
+        "softmax", None, 400, 200,
         (6.3e-4, 3.2e-4, 7.2e-5, 3.0e-5, 2.0e-5, 1.1e-5, 5.7e-6, 8.6e-6),
     ),
 )  # fmt: skip

@@ -212,7 +212,7 @@ def report(outcomes: list[Outcome], chunks: Sequence[int], costs: dict[str, Time
     at = [chunks.index(chunk) for chunk in SHOWN]
     columns = [
         "memory", "lr", "retain", *(f"error, chunk {c}" for c in SHOWN), "recalled, chunk 1",
-        *(f"chunk {c}" for c in SHOWN), f"lr x curvature, chunk {chunks[-1]}",
+        *(f"recalled, chunk {c}" for c in SHOWN), f"lr x curvature, chunk {chunks[-1]}",
     ]  # fmt: skip
     rows: list[list[Cell]] = [
         [

@@ -64,8 +64,11 @@ def projections(model: Associator, pairs: Pairs):
     """k, lr of every pair and q of every key, from the definition with whole one-hot vectors."""
     p = {name: item.detach().numpy() for name, item in model.named_parameters()}
     x = [
-        [np.concatenate([np.eye(pairs.size)[v], p["embedding"][k]]) for k, v in zip(*row)]
-        for row in zip(pairs.keys.tolist(), pairs.values.tolist())
+        [
+            np.concatenate([np.eye(pairs.size)[v], p["embedding"][k]])
+            for k, v in zip(*row, strict=True)
+        ]
+        for row in zip(pairs.keys.tolist(), pairs.values.tolist(), strict=True)
     ]
     k = np.array(x) @ p["key"] + p["key_bias"]
     lr = 1 / (1 + np.exp(-(np.array(x) @ p["gate"] + p["gate_bias"])))
@@ -79,7 +82,9 @@ def test_sequences():
     assert not torch.equal(pairs.keys, pairs.values)
     again = draw_pairs(5, 10, 30, True, generator())
     values, held = again.last()
-    for row, (keys, written) in enumerate(zip(again.keys.tolist(), again.values.tolist())):
+    for row, (keys, written) in enumerate(
+        zip(again.keys.tolist(), again.values.tolist(), strict=True)
+    ):
         known = dict(zip(keys, written, strict=True))
         assert held[row].tolist() == [key in known for key in range(5)]
         assert all(values[row, key] == value for key, value in known.items())
@@ -112,11 +117,11 @@ def test_the_sum_rule_is_a_memory_with_bias_dot():
     k, q = model.keys(pairs).unsqueeze(2), model.queries().expand(3, 7, WIDTH).unsqueeze(2)
     v = torch.eye(7, dtype=torch.float64)[pairs.values].unsqueeze(2)
     _, state = memory_scan(config, k, k, v)
-    y, _ = memory_scan(
-        config, q, q, v, state=state, write_mask=torch.zeros(3, 7, dtype=torch.bool)
-    )
+    y, _ = memory_scan(config, q, q, v, state=state, write_mask=torch.zeros(3, 7, dtype=torch.bool))
     # EPS over a sum of 7 weights of at least some tenths
-    torch.testing.assert_close(model.answers(pairs, asked, generator()), y[:, :, 0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        model.answers(pairs, asked, generator()), y[:, :, 0], rtol=1e-6, atol=0
+    )
 
 
 def test_random_maps_are_drawn_at_every_call():
