@@ -59,11 +59,11 @@ class Contender(NamedTuple):
 
 FAVOR = Favor(num_features=2 * WIDTH, variant="hyperbolic", scale="none")
 CONTENDERS = (
-    Contender("sum, DPFP-1", sum_rule(DPFP()), 500, 200, (0.0973, 0.1039, 0.1026)),
-    Contender("delta, DPFP-1", delta_rule(DPFP()), 900, 200, (7.7e-4, 9.7e-4, 4.9e-3)),
-    Contender("delta, DPFP-2", delta_rule(DPFP(nu=2)), 900, 200, (9.7e-4, 5.3e-4, 4.9e-4)),
+    Contender("sum, DPFP-1", sum_rule(DPFP()), 400, 200, (0.0973, 0.1039, 0.1026)),
+    Contender("delta, DPFP-1", delta_rule(DPFP()), 700, 200, (7.7e-4, 9.7e-4, 4.9e-3)),
+    Contender("delta, DPFP-2", delta_rule(DPFP(nu=2)), 700, 200, (9.7e-4, 5.3e-4, 4.9e-4)),
     Contender(
-        "delta, FAVOR+ 64", delta_rule(FAVOR), 1000, 100, (0.1023, 0.1832, 0.3976),
+        "delta, FAVOR+ 64", delta_rule(FAVOR), 600, 100, (0.1023, 0.1832, 0.3976),
         "no number from step 1900 on at S=40 and 900 at S=60",
     ),
 )  # fmt: skip
