@@ -159,7 +159,12 @@ class Outcome(NamedTuple):
         """Its line in the table."""
         contender = self.contender
         ours = Spread.of(1000 * trained.best for trained in self.trained)
-        known: list[Cell] = [contender.name, self.size, contender.d_phi, 1000 * self.published]
+        known: list[Cell] = [
+            contender.name,
+            self.size,
+            contender.d_phi,
+            round(1000 * self.published, 4),
+        ]
         if contender.d_phi is None:
             return [*known, ours, shown(self.trained), None, None, None]
         losses, recalled = zip(*self.untrained, strict=True)

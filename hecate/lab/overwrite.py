@@ -125,7 +125,7 @@ class Outcome(NamedTuple):
         lost = sum(trained.lost for trained in self.curves)
         whole = [1000 * run.long for run in self.runs if math.isfinite(run.long)]
         return [
-            self.contender.name, self.size, 1000 * self.published,
+            self.contender.name, self.size, round(1000 * self.published, 4),
             Spread.of(1000 * trained.best for trained in self.curves),
             Spread.of(whole) if whole else None, shown(self.curves), f"{lost} of {len(self.runs)}",
         ]  # fmt: skip

@@ -259,12 +259,8 @@ def _draw(axes: Any, outcomes: list[Outcome], rule: str) -> None:
             )  # fmt: skip
     for o in outcomes:
         if o.mixer.memory is None:
-            axes.axhline(o.mean, color="0.5", linestyle="--", linewidth=1)
-            axes.annotate(
-                f"softmax attention, {o.bytes} bytes", (0.02, o.mean), (0, -11),
-                xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=8,
-                color="0.35",
-            )  # fmt: skip
+            label = f"softmax attention, {o.bytes} bytes"
+            axes.axhline(o.mean, color="0.5", linestyle="--", linewidth=1, label=label)
     finish(
         axes, f"{rule} rule", "state of a sequence (bytes)", "accuracy (share of queries)",
         xscale="log", ylim=(0, 1.04),
