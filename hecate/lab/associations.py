@@ -1,0 +1,173 @@
+"""Pairs of a key and a value, held by fast weights whose keys are trained.
+
+The synthetic task of the fast weight programmers: a sequence of pairs is written, then a key is
+asked for, and the answer is the value that it was written with last. Values are one-hot and fixed;
+trained are an embedding of the keys and the projections to k (of the pair), q and the gate.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTH = 64  # of k and q, before phi
+BATCH, LR = 32, 1e-3  # of Adam
+EVERY, EVAL_ROWS, PATIENCE = 100, 20, 11  # evaluations: steps between, sequences, without progress
+ENOUGH = 1e-3  # the loss at which training stops
+EPS = 1e-6  # added to what an answer is divided by
+
+
+class Pairs(NamedTuple):
+    """Sequences of pairs: `keys` and `values` are int64 `[B, T]`, both below `size`."""
+
+    keys: Tensor
+    values: Tensor
+    size: int
+
+    def last(self) -> tuple[Tensor, Tensor]:
+        """The value that each key was written with last `[B, size]`, and whether it was."""
+        place = torch.arange(self.keys.shape[1]).expand_as(self.keys)
+        none = torch.full((len(self.keys), self.size), -1)
+        at = none.scatter_reduce(1, self.keys, place, "amax")
+        return self.values.gather(1, at.clamp(min=0)), at >= 0
+
+
+def draw_pairs(count: int, length: int, rows: int, replace: bool, g: torch.Generator) -> Pairs:
+    """Keys and values drawn from `count` each, with replacement or without."""
+
+    def drawn() -> Tensor:
+        if replace:
+            return torch.randint(count, (rows, length), generator=g)
+        return torch.rand(rows, count, generator=g).argsort(1)[:, :length]
+
+    return Pairs(drawn(), drawn(), count)
+
+
+class Associator(nn.Module, ABC):
+    """Keys, queries and gates of pairs; a subclass says what a memory of them answers.
+
+    The initialisation is that of the published code: embeddings N(0, 1), projections to k and q
+    uniform within 1 / sqrt(WIDTH) (`xavier` for softmax), biases and the gate as torch draws them.
+    """
+
+    def __init__(self, count: int, g: torch.Generator, *, xavier: bool = False) -> None:
+        super().__init__()
+        width = int(1.1 * 2 * count)
+        fan = width + count
+
+        def uniform(bound: float, *shape: int) -> nn.Parameter:
+            drawn = torch.rand(*shape, generator=g, dtype=torch.float32)
+            return nn.Parameter((2 * drawn - 1) * bound)
+
+        self.embedding = nn.Parameter(torch.randn(count, width, generator=g, dtype=torch.float32))
+        self.key, self.query = (
+            uniform(math.sqrt(6 / (n + WIDTH)) if xavier else WIDTH**-0.5, n, WIDTH)
+            for n in (fan, width)
+        )
+        self.key_bias, self.query_bias = (uniform(n**-0.5, WIDTH) for n in (fan, width))
+        self.gate, self.gate_bias = uniform(fan**-0.5, fan, 1), uniform(fan**-0.5, 1)
+
+    def keys(self, pairs: Pairs) -> Tensor:
+        """k of every pair, `[B, T, WIDTH]`."""
+        return self._of_pairs(self.key, pairs) + self.key_bias
+
+    def queries(self) -> Tensor:
+        """q of every key, `[count, WIDTH]`."""
+        return self.embedding @ self.query + self.query_bias
+
+    def lr(self, pairs: Pairs) -> Tensor:
+        """The inner learning rate of every pair, `[B, T, 1]`."""
+        return torch.sigmoid(self._of_pairs(self.gate, pairs) + self.gate_bias)
+
+    def _of_pairs(self, weight: Tensor, pairs: Pairs) -> Tensor:
+        """[one-hot value, embedding of the key] times a weight, without building either."""
+        of_key = self.embedding @ weight[pairs.size :]
+        return F.embedding(pairs.keys, of_key) + F.embedding(pairs.values, weight)
+
+    @abstractmethod
+    def answers(self, pairs: Pairs, asked: Tensor, g: torch.Generator) -> Tensor:
+        """Scores of the values `[B, Q, count]` for the keys asked for, int64 `[B, Q]`."""
+
+
+def loss_of(answers: Tensor, values: Tensor) -> Tensor:
+    """|one-hot value - answer|^2 / 2 of every question."""
+    off = answers - F.one_hot(values, answers.shape[-1])
+    return off.square().sum(-1) / 2
+
+
+class Trained(NamedTuple):
+    """Evaluations of one training, and why it ended."""
+
+    losses: list[float]
+    steps: int
+    finished: bool  # by its own rule, not by the budget
+
+    @property
+    def best(self) -> float:
+        """The lowest loss evaluated; that of saying nothing where there is none."""
+        return min((loss for loss in self.losses if math.isfinite(loss)), default=0.5)
+
+    @property
+    def lost(self) -> bool:
+        """Whether it ended in something that is no number."""
+        return not math.isfinite(self.losses[-1])
+
+
+def train(
+    model: Associator,
+    count: int,
+    length: int,
+    replace: bool,
+    seed: int,
+    steps: int,
+    eval_length: int | None = None,
+) -> Trained:
+    """Adam until the loss is ENOUGH, PATIENCE evaluations brought nothing, or the budget is used.
+
+    Sequences of `length` pairs, one question each, about the key of a drawn position; evaluated on
+    fresh ones of `eval_length`, asked for every key that they hold.
+    """
+    g = torch.Generator().manual_seed(1_000_000 + seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR, fused=True)
+    losses: list[float] = []
+    best, strikes, step = math.inf, 0, 0
+    while step < steps:
+        step += 1
+        pairs = draw_pairs(count, length, BATCH, replace, g)
+        at = torch.randint(length, (BATCH, 1), generator=g)
+        asked = pairs.keys.gather(1, at)
+        value = pairs.last()[0].gather(1, asked)
+        loss = loss_of(model.answers(pairs, asked, g), value).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % EVERY:
+            continue
+        pairs = draw_pairs(count, eval_length or length, EVAL_ROWS, replace, g)
+        losses.append(evaluate(model, pairs, g))
+        strikes = 0 if losses[-1] < best else strikes + 1
+        best = min(best, losses[-1])
+        if losses[-1] <= ENOUGH or strikes >= PATIENCE or not math.isfinite(losses[-1]):
+            return Trained(losses, step, True)
+    return Trained(losses, step, False)
+
+
+@torch.no_grad()
+def evaluate(model: Associator, pairs: Pairs, g: torch.Generator) -> float:
+    """Mean loss over every key that a sequence holds."""
+    values, held = pairs.last()
+    asked = torch.arange(pairs.size).expand_as(values)
+    losses = loss_of(model.answers(pairs, asked, g), values)
+    return float(losses[held].mean())
+
+
+def shown(curves: Sequence[Trained]) -> str:
+    """How many steps trainings took, from the least to the most."""
+    steps = sorted({trained.steps for trained in curves})
+    return str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
