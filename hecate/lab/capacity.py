@@ -264,8 +264,8 @@ def _draw_sizes(axes: Any, outcomes: list[Outcome]) -> None:
         errors = [o.ours.error if len(o.trained) > 1 else 0 for o in own]
         look = _look(index, linewidth=1.5, capsize=2)
         axes.errorbar(sizes, means, errors, label=contender.name, **look)
-        published = [o.published for o in own]
-        axes.plot(sizes, published, **_look(index, markersize=11, fillstyle="none", linestyle=""))
+        open_ = _look(index, markersize=11, fillstyle="none", linestyle="")
+        axes.plot(sizes, [o.published for o in own], **open_)
     for d_phi in sorted({c.d_phi for c in CONTENDERS if c.d_phi is not None}):
         sizes = list(range(10, 211))
         axes.plot(sizes, [rank_floor(d_phi, s) for s in sizes], color="0.6", linewidth=1, zorder=0)
@@ -290,13 +290,10 @@ def _draw_collapse(axes: Any, outcomes: list[Outcome]) -> None:
             continue
         own = [o for o in outcomes if o.contender is contender]
         ratios = [o.size / d_phi for o in own]
-        axes.plot(
-            ratios, [o.ours.mean for o in own], **_look(index, linestyle=""), label=contender.name
-        )
+        look = _look(index, linestyle="")
+        axes.plot(ratios, [o.ours.mean for o in own], label=contender.name, **look)
         free = [sum(u.loss for u in o.untrained) / len(o.untrained) for o in own]
-        axes.plot(
-            ratios, free, color=COLOURS[index], marker="x", linestyle="", markersize=8, zorder=0
-        )
+        axes.plot(ratios, free, **{**look, "marker": "x", "markersize": 8, "zorder": 0})
     finish(
         axes, "The same against the bound (x: least squares, random keys)",
         "pairs per feature, S / d_phi", "loss of a question", ylim=(-0.02, 0.56),

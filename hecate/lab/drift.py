@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -15,9 +14,9 @@ from torch.nn.functional import normalize
 from hecate.engine import memory_scan
 from hecate.lab.draw import curve, finish
 from hecate.lab.study import Cell, Progress, Result, Spread, Study
+from hecate.lab.timing import cpu_times
 from hecate.rule import Gates, MemoryConfig
 from hecate.structure import MLP, Matrix, Structure
-from hecate.train.display import print_table
 
 TOKENS, WIDTH = 256, 32
 PAIRS, CODE = 24, 64  # pairs of a key and a value; values to choose from
@@ -142,6 +141,7 @@ class Drift(Study):
 
     name: ClassVar[str] = "drift"
     about: ClassVar[str] = "How far is a memory with gradients frozen per chunk from the exact one?"
+    timed: ClassVar[bool] = True
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
         """Every memory under all gates by every chunk; then what a scan costs."""
@@ -163,22 +163,14 @@ class Drift(Study):
             kind.name: _costs(kind, chunks, 2 if quick else 5)
             for kind in progress(KINDS, "CPU time")
         }
-        print_table(
-            ("CPU time of a scan / that of chunk 1", *map(str, chunks)),
-            [
-                (f"{name}, {what}", *(f"{t / times[0]:.2f}" for t in times))
-                for name, both in costs.items()
-                for what, times in zip(("forward", "and backward"), both, strict=True)
-            ],
-        )
         return report(outcomes, chunks, costs)
 
 
-Times = tuple[list[float], list[float]]  # forward, forward and backward, by chunk: seconds
+Times = tuple[list[float], list[float]]  # forward, forward and backward, by chunk: ms
 
 
-def _costs(kind: Kind, chunks: Sequence[int], repeats: int) -> Times:
-    """CPU time of scans of one sequence; it differs from run to run, and so is not filed."""
+def _costs(kind: Kind, chunks: Sequence[int], rounds: int) -> Times:
+    """CPU time of scans of one sequence."""
     world, start, gates = draw_world([0]), initial(kind, [0]), kind.gates(kind.lrs[0], 0.97)
     q, k = (world.k.clone().requires_grad_() for _ in range(2))
 
@@ -192,19 +184,11 @@ def _costs(kind: Kind, chunks: Sequence[int], repeats: int) -> Times:
     def both(chunk: int) -> None:
         torch.autograd.grad(scan(chunk).square().sum(), (q, k))
 
-    def least(work: Callable[[], None]) -> float:
-        work()  # compiles what is to be compiled
-        spent = []
-        for _ in range(repeats):
-            began = time.process_time()
-            work()
-            spent.append(time.process_time() - began)
-        return max(min(spent), 1e-9)
+    def least(work: Callable[[int], None]) -> list[float]:
+        runs = {str(chunk): partial(work, chunk) for chunk in chunks}
+        return [float(times.min()) for times in cpu_times(runs, rounds).values()]
 
-    return (
-        [least(partial(forward, chunk)) for chunk in chunks],
-        [least(partial(both, chunk)) for chunk in chunks],
-    )
+    return least(forward), least(both)
 
 
 def report(outcomes: list[Outcome], chunks: Sequence[int], costs: dict[str, Times]) -> Result:
@@ -213,11 +197,13 @@ def report(outcomes: list[Outcome], chunks: Sequence[int], costs: dict[str, Time
     columns = [
         "memory", "lr", "retain", *(f"error, chunk {c}" for c in SHOWN), "recalled, chunk 1",
         *(f"recalled, chunk {c}" for c in SHOWN), f"lr x curvature, chunk {chunks[-1]}",
+        *(f"CPU time, chunk {c} / 1" for c in SHOWN),
     ]  # fmt: skip
     rows: list[list[Cell]] = [
         [
             o.kind.name, o.lr, o.retain, *(Spread.of(o.errors[i].tolist()) for i in at),
             *(Spread.of(o.recalled[i].tolist()) for i in (0, *at)), o.step,
+            *(round(costs[o.kind.name][1][i] / costs[o.kind.name][1][0], 2) for i in at),
         ]
         for o in outcomes
     ]  # fmt: skip
@@ -235,7 +221,7 @@ def report(outcomes: list[Outcome], chunks: Sequence[int], costs: dict[str, Time
         "beyond 2 a step with frozen gradients overshoots for a matrix with gd and retain 1: here "
         f"with errors of {_last(over)} at chunk {chunks[-1]}, against {_last(under)} below 2",
         "retain below 1 bounds what is lost, and forgets pairs whatever the chunk",
-        "CPU time, one thread, is printed and drawn but not filed: it differs from run to run; "
+        f"CPU time: forward and backward, {torch.get_num_threads()} thread(s), at the first lr; "
         "a matrix needs no chunks for speed, its exact rule runs as a kernel",
     ]  # fmt: skip
 

@@ -89,7 +89,7 @@ def key_features(scans: list[Asked]) -> Tensor:
     """phi(k) of every token as the memory is written with it, `[B, T, H, P]`."""
     features = []
     for asked in scans:
-        params = check_params(asked.config, asked.phi_params, asked.k)
+        params = check_params(asked.config.feature_map, asked.phi_params, asked.k)
         sequence, _ = numbered(asked.config, asked.state, _sequence(asked))
         tokens = to_tokens(asked.config, sequence, params, asked.k.dtype, execute)
         features.append(tokens.phi_k)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from hecate.lab.recall import (
+    JUDGE,
+    RATES,
     TASK,
     WIDTH,
     Convolved,
@@ -38,7 +40,7 @@ FEATURES = {
 def test_states_have_the_sizes_that_they_are_said_to_have():
     sizes = {}
     for mixer in mixers():
-        size = state_bytes(trainer_of(mixer, 0, 1).model)
+        size = state_bytes(trainer_of(mixer, 0, 1, 1e-2).model)
         sizes.setdefault(mixer.name, []).append(size)
         if mixer.memory is None:
             assert size == 2 * 4 * TASK.seq_len * WIDTH
@@ -53,7 +55,7 @@ def test_states_have_the_sizes_that_they_are_said_to_have():
 
 def test_seeds_draw_models_and_data_anew():
     for mixer in (mixers()[0], mixers()[1]):
-        first, same, other = (trainer_of(mixer, seed, 1) for seed in (3, 3, 4))
+        first, same, other = (trainer_of(mixer, seed, 1, 1e-2) for seed in (3, 3, 4))
         models = ([p.detach() for p in t.model.parameters()] for t in (first, same, other))
         own, again, another = models
         assert all(map(torch.equal, own, again))
@@ -76,7 +78,7 @@ def test_attention_sees_the_token_before_and_no_later_one():
 
 
 def outcome(rule: str, phi: str, d: int, size: int, *accuracy: float) -> Outcome:
-    return Outcome(Mixer(rule, phi, d, {}), size, list(accuracy))
+    return Outcome(Mixer(rule, phi, d, {}), size, 1e-2, list(accuracy))
 
 
 SUMS = [outcome("sum", "elu", 4, 528, 0.2, 0.3), outcome("sum", "elu", 16, 2112, 0.5, 0.7)]
@@ -102,9 +104,22 @@ def test_claims_say_what_does_not_hold():
     assert "does NOT in sum, elu (2 of 3 pairs)" in claims([*SUMS, worse])[1]
 
 
+def test_the_rate_is_the_better_one_on_a_seed_of_its_own(monkeypatch):
+    asked = []
+
+    def accuracy_of(mixer, seed, steps, lr):
+        asked.append((seed, lr))
+        return (0.9 if (lr == RATES[1]) is (mixer.rule == "delta") else 0.1), 512
+
+    monkeypatch.setattr("hecate.lab.recall.accuracy_of", accuracy_of)
+    result = Recall().run(False, [0, 1], progress)
+    assert all(row[4] == RATES[row[0] == "delta"] and row[-1].mean == 0.9 for row in result.rows)
+    assert asked[:4] == [(JUDGE, RATES[0]), (JUDGE, RATES[1]), (0, RATES[0]), (1, RATES[0])]
+
+
 def test_the_quick_run_shows_state_and_rule():
     result = Recall().run(True, [0], progress)
-    accuracy = {(row[0], row[2]): row[5].mean for row in result.rows}
+    accuracy = {(row[0], row[2]): row[-1].mean for row in result.rows}
     assert accuracy["delta", 16] > accuracy["delta", 4] + 0.3
     assert accuracy["delta", 16] > accuracy["sum", 16] + 0.05
     assert accuracy["sum", 16] > 3 / TASK.num_pairs  # far above a guess
