@@ -1,5 +1,6 @@
 """Layers: memories as torch modules."""
 
+from hecate.nn.attention import Hopfield, Retrieved
 from hecate.nn.compose import AttentionConfig, Composed, ComposedState
 from hecate.nn.conv import ShortConv
 from hecate.nn.gates import GateHeads
@@ -13,8 +14,10 @@ __all__ = [
     "Composed",
     "ComposedState",
     "GateHeads",
+    "Hopfield",
     "LayerState",
     "Memory",
+    "Retrieved",
     "ShortConv",
     "SlidingAttention",
     "SlidingState",
