@@ -45,17 +45,7 @@ def complete(
             f"q and k must be [B, T, H, D] and v [B, T, H, V] with equal B, T, H; got q "
             f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         )
-    if cu_seqlens is not None:
-        if going_on:
-            raise ConfigError(
-                "give cu_seqlens or state, not both: the first border restarts the memory, so the "
-                "state would never be read; mark the later documents with reset_mask"
-            )
-        if reset_mask is not None:
-            raise ConfigError(
-                "give cu_seqlens or reset_mask, not both: both mark where documents start"
-            )
-        reset_mask = _borders(cu_seqlens, k)
+    reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
     lead = k.shape[:2]
     for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
         if mask is not None and (mask.shape != lead or mask.dtype != torch.bool):
@@ -66,6 +56,24 @@ def complete(
             raise ShapeError(f"{name} is on {mask.device}, k on {k.device}; move them together")
     lr, retain, momentum = _gates(config, gates or Gates(), k)
     return Sequence(q, k, v, lr, retain, momentum, write_mask, reset_mask)
+
+
+def document_starts(
+    reset_mask: Tensor | None, cu_seqlens: Tensor | None, k: Tensor, *, going_on: bool
+) -> Tensor | None:
+    """Where documents start, `[B, T]`, from whichever of the two is given."""
+    if cu_seqlens is None:
+        return reset_mask
+    if going_on:
+        raise ConfigError(
+            "give cu_seqlens or state, not both: the first border restarts the memory, so the "
+            "state would never be read; mark the later documents with reset_mask"
+        )
+    if reset_mask is not None:
+        raise ConfigError(
+            "give cu_seqlens or reset_mask, not both: both mark where documents start"
+        )
+    return _borders(cu_seqlens, k)
 
 
 def _gates(config: MemoryConfig, gates: Gates, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:

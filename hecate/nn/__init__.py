@@ -1,6 +1,7 @@
 """Layers: memories as torch modules."""
 
-from hecate.nn.attention import Hopfield, Retrieved
+from hecate.nn.attention import LinearAttention, LinearAttentionState, linear_attention
+from hecate.nn.attention.hopfield import Hopfield, Retrieved
 from hecate.nn.compose import AttentionConfig, Composed, ComposedState
 from hecate.nn.conv import ShortConv
 from hecate.nn.gates import GateHeads
@@ -16,10 +17,13 @@ __all__ = [
     "GateHeads",
     "Hopfield",
     "LayerState",
+    "LinearAttention",
+    "LinearAttentionState",
     "Memory",
     "Retrieved",
     "ShortConv",
     "SlidingAttention",
     "SlidingState",
+    "linear_attention",
     "normalise_qk",
 ]

@@ -84,15 +84,16 @@ def check_inputs(
         _check_state(layer, x, state)
 
 
-def check_sequence(weight: Tensor, x: Tensor, **masks: Tensor | None) -> None:
+def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tensor | None) -> None:
     """Refuses an input that does not fit a layer's first weight `[out, d_model]`, or its masks."""
     if x.dim() != 3 or x.shape[-1] != weight.shape[-1]:
-        raise ShapeError(f"x must be [B, T, {weight.shape[-1]}], got {list(x.shape)}")
+        raise ShapeError(f"{what} must be [B, T, {weight.shape[-1]}], got {list(x.shape)}")
     if x.device != weight.device:
-        raise ShapeError(f"x is on {x.device}, the layer on {weight.device}; move one of them")
+        raise ShapeError(f"{what} is on {x.device}, the layer on {weight.device}; move one of them")
     if x.dtype != weight.dtype and not _autocast(x):
         raise ShapeError(
-            f"x is {x.dtype}, the layer {weight.dtype}; convert one of them, or use torch.autocast"
+            f"{what} is {x.dtype}, the layer {weight.dtype}; convert one of them, or use "
+            "torch.autocast"
         )
     for name, mask in masks.items():
         if mask is None:

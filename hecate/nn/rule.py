@@ -6,11 +6,12 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hecate.engine import memory_features
 from hecate.engine.select import Engine
 from hecate.errors import StabilityWarning
+from hecate.nn.features import FeatureParameters
 from hecate.nn.gates import GateHeads
 from hecate.nn.norm import QKNorm, normalise_qk
 from hecate.nn.parameters import TensorDict
@@ -19,7 +20,7 @@ from hecate.rule import MemoryConfig, MemoryState
 from hecate.tape import Autodiff
 
 
-class RuleParameters(nn.Module):
+class RuleParameters(FeatureParameters):
     """The learned side of a `MemoryConfig` for H heads with keys D and values V.
 
     `gates` come from x `[B, T, d_model]`; `phi_learned` and `phi_frozen` are the feature map's,
@@ -45,29 +46,20 @@ class RuleParameters(nn.Module):
         self.gates = GateHeads(d_model, heads, config, firing=firing, **place)
         # Shapes first, on no device; the draws follow in `draw_rule`.
         shapes: dict[str, Any] = {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
-        params = config.feature_map.init(d_key, heads=heads, **shapes)
         d_phi = config.feature_map.output_dim(d_key)
         start = config.structure.init(d_phi, d_value, heads=heads, **shapes)
-        self.phi_learned = TensorDict(params["learned"], learned=True, **place)
-        self.phi_frozen = TensorDict(params["frozen"], learned=False, **place)
+        self.hold_features(config.feature_map, heads, d_key, **place)
         self.initial = TensorDict(start, learned=learned_initial, **place)
 
     def draw_rule(self, source: torch.Generator, like: Tensor) -> None:
         """Everything anew from a generator, in the dtype and on the device of `like`."""
         place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
         self.gates.reset_parameters(source)
-        params = self.config.feature_map.init(self.d_key, heads=self.heads, **place)
-        self.phi_learned.copy_(params["learned"])
-        self.phi_frozen.copy_(params["frozen"])
+        self.draw_features(source, like)
         d_phi = self.config.feature_map.output_dim(self.d_key)
         self.initial.copy_(
             self.config.structure.init(d_phi, self.d_value, heads=self.heads, **place)
         )
-
-    @property
-    def phi_params(self) -> Params:
-        """Parameters of the feature map, as `memory_scan` takes them."""
-        return {"learned": self.phi_learned.tensors, "frozen": self.phi_frozen.tensors}
 
     def warn_if_unstable(self, name: str, qk_norm: QKNorm) -> None:
         """Measures lr |phi(k)|^2 on random keys at the lr gate's ceiling."""

@@ -1,5 +1,8 @@
-"""Attention in linear time, and the memory of infinitely many features that it approximates."""
+"""Attention of linear cost, by sums over features of keys."""
 
+from hecate.nn.attention.functional import linear_attention
 from hecate.nn.attention.hopfield import Hopfield, Retrieved
+from hecate.nn.attention.linear import LinearAttention
+from hecate.nn.attention.state import LinearAttentionState
 
-__all__ = ["Hopfield", "Retrieved"]
+__all__ = ["Hopfield", "LinearAttention", "LinearAttentionState", "Retrieved", "linear_attention"]

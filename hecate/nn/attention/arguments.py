@@ -1,0 +1,203 @@
+"""Checks of what linear attention is built of and called with."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hecate.errors import ConfigError, ShapeError, shorten
+from hecate.nn.arguments import check_engine, check_sequence
+from hecate.nn.attention.state import LinearAttentionState
+from hecate.nn.attention.sums import MEMORIES
+from hecate.nn.positions import Position, Rotation
+from hecate.phi import FeatureMap
+
+if TYPE_CHECKING:
+    from hecate.nn.attention.linear import LinearAttention
+
+NORMALIZERS = ("sum", "none")
+
+
+def check_options(feature_map: FeatureMap, *, causal: bool, normalizer: str, eps: float) -> None:
+    """Refuses a normaliser that the feature map cannot have."""
+    if normalizer not in NORMALIZERS:
+        raise ConfigError(f"normalizer must be one of {NORMALIZERS}, got {shorten(normalizer)}")
+    if not isinstance(causal, bool):
+        raise ConfigError(f"causal must be True or False, got {shorten(causal)}")
+    if type(eps) not in (int, float) or not 0 <= eps < math.inf:
+        raise ConfigError(f"eps must be a finite number >= 0, got {shorten(eps)}")
+    if normalizer == "sum" and not feature_map.kernel_non_negative:
+        raise ConfigError(
+            f"normalizer='sum' with feature_map {feature_map.kind!r}: the sum of weights could "
+            "vanish or change sign; use a map with a non-negative kernel, such as elu or favor, or "
+            "normalizer='none'",
+            path=("normalizer",),
+        )
+    if normalizer == "none" and eps:
+        raise ConfigError(f"eps={eps:g} is added to the sum of weights, but normalizer is 'none'")
+
+
+def check_positions(feature_map: FeatureMap, positions: Position, d_key: int) -> None:
+    """Refuses vectors that cannot be turned."""
+    numerator = isinstance(positions, Rotation) and positions.where == "numerator"
+    refusal = positions.refusal(feature_map.output_dim(d_key) if numerator else d_key)
+    if refusal is not None:
+        what = f"features of {feature_map.kind!r}" if numerator else "keys"
+        raise ConfigError(f"positions {positions.kind!r} on {what}: {refusal}", path=("positions",))
+
+
+def check_call(
+    feature_map: FeatureMap,
+    positions: Position,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearAttentionState | None,
+    write_mask: Tensor | None,
+    reset_mask: Tensor | None,
+    *,
+    causal: bool,
+    normalizer: str,
+) -> None:
+    """Refuses tensors that do not fit together."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4 or not tensor.is_floating_point():
+            raise ShapeError(
+                f"{name} must be floating point [B, T, heads, width], got {tensor.dtype} "
+                f"{list(tensor.shape)}"
+            )
+        if tensor.device != k.device:
+            raise ShapeError(f"{name} is on {tensor.device}, k on {k.device}; move them together")
+    if v.shape[:3] != k.shape[:3] or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
+        raise ShapeError(
+            "q must be [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] with equal B, S, G, D; got "
+            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ShapeError(f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads")
+    for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
+        if mask is not None and (mask.shape != k.shape[:2] or mask.dtype != torch.bool):
+            raise ShapeError(
+                f"{name} must be bool {list(k.shape[:2])} like the keys, got {mask.dtype} "
+                f"{list(mask.shape)}"
+            )
+        if mask is not None and mask.device != k.device:
+            raise ShapeError(f"{name} is on {mask.device}, k on {k.device}; move them together")
+    if state is not None and reset_mask is not None and not causal:
+        raise ConfigError(
+            "give reset_mask or state, not both, where attention is not causal: a document that "
+            "went on from a state would have tokens that never saw its rest"
+        )
+    ordered = causal or positions.needs_position or feature_map.needs_position
+    if (ordered or reset_mask is not None) and q.shape[1] != k.shape[1]:
+        raise ShapeError(
+            "causal attention, positions and documents need one query per key, got "
+            f"{q.shape[1]} queries and {k.shape[1]} keys; use causal=False, positions='none', no "
+            "reset_mask and a feature map without positions to look at other tokens"
+        )
+    if state is not None:
+        counted = positions.needs_position or feature_map.needs_position
+        _check_state(feature_map, k, v, state, normalizer=normalizer, counted=counted)
+
+
+def _check_state(
+    feature_map: FeatureMap,
+    k: Tensor,
+    v: Tensor,
+    state: LinearAttentionState,
+    *,
+    normalizer: str,
+    counted: bool,
+) -> None:
+    if not isinstance(state, LinearAttentionState):
+        raise ShapeError(
+            "state must be the LinearAttentionState that this attention returned, got "
+            f"{type(state).__name__}"
+        )
+    lead, width = (k.shape[0], k.shape[2]), feature_map.output_dim(k.shape[-1])
+    shapes: dict[str, Any] = {
+        "weighted": (*lead, v.shape[-1], width),
+        "total": (*lead, width) if normalizer == "sum" else None,
+        "seen": lead[:1] if counted else None,
+    }
+    for name, shape in shapes.items():
+        given = getattr(state, name)
+        found = None if given is None else tuple(given.shape)
+        if found != shape:
+            expected = None if shape is None else list(shape)
+            raise ShapeError(
+                f"state.{name} must be {expected} here, got "
+                f"{None if found is None else list(found)}; was it made by another attention or "
+                "with another batch?"
+            )
+        if given is not None and given.device != k.device:
+            raise ShapeError(f"state.{name} is on {given.device}, k on {k.device}")
+
+
+def check_layer(layer: LinearAttention) -> None:
+    """Refuses options that do not fit together."""
+    for name in ("kv_heads", "d_context"):
+        size = getattr(layer, name)
+        if (type(size) is not int or size < 1) and not (size is None and name == "d_context"):
+            raise ConfigError(f"{name} must be an integer >= 1, got {shorten(size)}")
+    if layer.heads % layer.kv_heads:
+        raise ConfigError(f"kv_heads={layer.kv_heads} does not divide heads={layer.heads}")
+    if type(layer.dropout) not in (int, float) or not 0 <= layer.dropout < 1:
+        raise ConfigError(f"dropout must be a number in [0, 1), got {shorten(layer.dropout)}")
+    check_engine(MEMORIES["after", "none"], layer.engine, layer.autodiff)
+    check_options(
+        layer.feature_map, causal=layer.causal, normalizer=layer.normalizer, eps=layer.eps
+    )
+    check_positions(layer.feature_map, layer.positions, layer.d_key)
+    if layer.d_context is None:
+        return
+    if layer.causal:
+        raise ConfigError(
+            f"causal=True with d_context={layer.d_context}: the tokens of x and of context have no "
+            "common order; set causal=False"
+        )
+    for what, kind, needs in (
+        ("positions", layer.positions.kind, layer.positions.needs_position),
+        ("feature_map", layer.feature_map.kind, layer.feature_map.needs_position),
+    ):
+        if needs:
+            raise ConfigError(
+                f"{what} {kind!r} with d_context={layer.d_context}: x and context count their "
+                "tokens apart, so no distance lies between them; choose one without positions"
+            )
+
+
+def check_forward(
+    layer: LinearAttention,
+    x: Tensor,
+    state: LinearAttentionState | None,
+    context: Tensor | None,
+    write_mask: Tensor | None,
+    reset_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Refuses tensors that do not fit the layer or each other."""
+    if layer.d_context is None:
+        if context is not None:
+            raise ConfigError(
+                f"{layer.name}: a context is given, but the layer was built for self-attention; "
+                "build it with d_context=..."
+            )
+        check_sequence(layer.query.weight, x, write_mask=write_mask, reset_mask=reset_mask)
+        return
+    if reset_mask is not None or cu_seqlens is not None:
+        raise ConfigError(
+            f"{layer.name}: documents packed into one row cannot be told apart in "
+            "cross-attention; give every document a row of its own, with write_mask over context"
+        )
+    check_sequence(layer.query.weight, x)
+    if context is not None:
+        check_sequence(layer.key_value.weight, context, "context", write_mask=write_mask)
+    elif state is None or write_mask is not None:
+        raise ConfigError(
+            f"{layer.name}: cross-attention needs a context, or the state of one to read again"
+            + ("" if write_mask is None else "; write_mask is over context, and there is none")
+        )
