@@ -2,6 +2,7 @@
 
 from hecate.nn.attention import LinearAttention, LinearAttentionState, linear_attention
 from hecate.nn.attention.hopfield import Hopfield, Retrieved
+from hecate.nn.attention.performer import PerformerAttention, PerformerState
 from hecate.nn.compose import AttentionConfig, Composed, ComposedState
 from hecate.nn.conv import ShortConv
 from hecate.nn.gates import GateHeads
@@ -20,6 +21,8 @@ __all__ = [
     "LinearAttention",
     "LinearAttentionState",
     "Memory",
+    "PerformerAttention",
+    "PerformerState",
     "Retrieved",
     "ShortConv",
     "SlidingAttention",

@@ -3,6 +3,15 @@
 from hecate.nn.attention.functional import linear_attention
 from hecate.nn.attention.hopfield import Hopfield, Retrieved
 from hecate.nn.attention.linear import LinearAttention
+from hecate.nn.attention.performer import PerformerAttention, PerformerState
 from hecate.nn.attention.state import LinearAttentionState
 
-__all__ = ["Hopfield", "LinearAttention", "LinearAttentionState", "Retrieved", "linear_attention"]
+__all__ = [
+    "Hopfield",
+    "LinearAttention",
+    "LinearAttentionState",
+    "PerformerAttention",
+    "PerformerState",
+    "Retrieved",
+    "linear_attention",
+]
