@@ -11,7 +11,7 @@ from torch import Tensor
 from hecate.engine.finite import can_inspect
 from hecate.engine.prepare import Sequence
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.phi import Params
+from hecate.phi import FeatureMap, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.state import initial_state, map_state
 
@@ -155,9 +155,8 @@ def _borders(cu_seqlens: Tensor, k: Tensor) -> Tensor:
     return torch.isin(steps, cu_seqlens.to(k.device)).unsqueeze(0)
 
 
-def check_params(config: MemoryConfig, params: Params | None, k: Tensor) -> Params:
+def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> Params:
     """The feature map's parameters; an error when it needs some and none are given."""
-    kind = config.feature_map.kind
     if params is not None:
         if "position" in params:
             raise ConfigError("leave 'position' out of phi_params: a scan counts its tokens itself")
@@ -168,12 +167,12 @@ def check_params(config: MemoryConfig, params: Params | None, k: Tensor) -> Para
                         f"phi parameter {name!r} is for {tensor.shape[0]} heads, k has {k.shape[2]}"
                     )
         return params
-    empty = config.feature_map.init(k.shape[-1], generator=_UNREAD)
+    empty = feature_map.init(k.shape[-1], generator=_UNREAD)
     if empty["learned"] or empty["frozen"]:
         names = ", ".join([*empty["learned"], *empty["frozen"]])
         raise ConfigError(
-            f"feature_map {kind!r} has parameters ({names}); pass "
-            f"phi_params=config.feature_map.init({k.shape[-1]}, heads=..., generator=...)"
+            f"feature_map {feature_map.kind!r} has parameters ({names}); pass what "
+            f"feature_map.init({k.shape[-1]}, heads=..., generator=...) returns"
         )
     return empty
 

@@ -35,10 +35,18 @@ def numbered(
             f"state.seen must be int64 {list(k.shape[:1])} on {k.device}, got {seen.dtype} "
             f"{list(seen.shape)} on {seen.device}"
         )
-    position = written_before(seen, written, sequence.reset, k.shape[1])
-    if k.shape[1]:
-        seen = position[:, -1] + (1 if written is None else written[:, -1])
+    position, seen = counted(seen, written, sequence.reset, k.shape[1])
     return sequence._replace(position=position), seen
+
+
+def counted(
+    seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int
+) -> tuple[Tensor, Tensor]:
+    """`written_before`, and the count `[B]` after the last token."""
+    position = written_before(seen, write, reset, length)
+    if length:
+        seen = position[:, -1] + (1 if write is None else write[:, -1])
+    return position, seen
 
 
 def written_before(seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> Tensor:

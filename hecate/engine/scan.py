@@ -120,7 +120,7 @@ def memory_scan(
     )
     sequence = as_wide_as(state, sequence)
     sequence, seen = numbered(config, state, sequence)
-    params = check_params(config, phi_params, k)
+    params = check_params(config.feature_map, phi_params, k)
     dtype = config.dtype
     for tensor in (q, k, v):
         dtype = torch.promote_types(dtype, tensor.dtype)

@@ -12,7 +12,7 @@ from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import check_engine, check_sequence
 from hecate.nn.attention.state import LinearAttentionState
 from hecate.nn.attention.sums import MEMORIES
-from hecate.nn.positions import Position, Rotation
+from hecate.nn.positions import Position, Relative, Rotation
 from hecate.phi import FeatureMap
 
 if TYPE_CHECKING:
@@ -40,13 +40,42 @@ def check_options(feature_map: FeatureMap, *, causal: bool, normalizer: str, eps
         raise ConfigError(f"eps={eps:g} is added to the sum of weights, but normalizer is 'none'")
 
 
-def check_positions(feature_map: FeatureMap, positions: Position, d_key: int) -> None:
-    """Refuses vectors that cannot be turned."""
+def width_of(positions: Position, feature_map: FeatureMap, d_key: int) -> int:
+    """Width of the vectors that a position turns: of keys, or of their features."""
     numerator = isinstance(positions, Rotation) and positions.where == "numerator"
-    refusal = positions.refusal(feature_map.output_dim(d_key) if numerator else d_key)
+    return feature_map.output_dim(d_key) if numerator else d_key
+
+
+def check_width(feature_map: FeatureMap, positions: Position, d_key: int) -> None:
+    """Refuses vectors that cannot be turned."""
+    refusal = positions.refusal(width_of(positions, feature_map, d_key))
     if refusal is not None:
-        what = f"features of {feature_map.kind!r}" if numerator else "keys"
-        raise ConfigError(f"positions {positions.kind!r} on {what}: {refusal}", path=("positions",))
+        raise ConfigError(
+            f"positions {positions.kind!r} with feature_map {feature_map.kind!r} and keys of width "
+            f"{d_key}: {refusal}; change the widths or the positions",
+            path=("positions",),
+        )
+
+
+def check_positions(
+    feature_map: FeatureMap,
+    positions: Position,
+    k: Tensor,
+    params: dict[str, Tensor] | None,
+    *,
+    causal: bool,
+) -> None:
+    """Refuses parameters that are not those of the positions, for keys `[B, S, G, D]`."""
+    check_width(feature_map, positions, k.shape[-1])
+    width = width_of(positions, feature_map, k.shape[-1])
+    init = positions.init(width, heads=k.shape[2], causal=causal, device="meta")
+    expected = {name: tuple(tensor.shape) for name, tensor in init.items()}
+    given = {name: tuple(tensor.shape) for name, tensor in (params or {}).items()}
+    if given != expected:
+        raise ConfigError(
+            f"positions {positions.kind!r} need parameters {expected or 'none'}, got "
+            f"{given or 'none'}; pass positions.init({width}, heads={k.shape[2]}, causal={causal})"
+        )
 
 
 def check_call(
@@ -86,12 +115,8 @@ def check_call(
             )
         if mask is not None and mask.device != k.device:
             raise ShapeError(f"{name} is on {mask.device}, k on {k.device}; move them together")
-    if state is not None and reset_mask is not None and not causal:
-        raise ConfigError(
-            "give reset_mask or state, not both, where attention is not causal: a document that "
-            "went on from a state would have tokens that never saw its rest"
-        )
-    ordered = causal or positions.needs_position or feature_map.needs_position
+    _check_relative(positions, state, reset_mask, causal=causal)
+    ordered = causal or positions.needs_order or feature_map.needs_position
     if (ordered or reset_mask is not None) and q.shape[1] != k.shape[1]:
         raise ShapeError(
             "causal attention, positions and documents need one query per key, got "
@@ -101,6 +126,33 @@ def check_call(
     if state is not None:
         counted = positions.needs_position or feature_map.needs_position
         _check_state(feature_map, k, v, state, normalizer=normalizer, counted=counted)
+
+
+def _check_relative(
+    positions: Position,
+    state: LinearAttentionState | None,
+    reset_mask: Tensor | None,
+    *,
+    causal: bool,
+) -> None:
+    relative = positions if isinstance(positions, Relative) else None
+    if relative is not None and relative.form == "table":
+        for name, given, instead in (
+            ("a state", state, "give the whole sequence in one call"),
+            ("documents packed into a row", reset_mask, "give each a row of its own"),
+        ):
+            if given is not None:
+                raise ConfigError(
+                    f"positions 'relative' with form='table' and {name}: with a free weight per "
+                    "distance no sum of fixed size stands for what lies behind; "
+                    f"{instead}, or use form='linear'"
+                )
+    if state is not None and not causal and (reset_mask is not None or relative is not None):
+        other = "reset_mask" if relative is None else "positions 'relative'"
+        raise ConfigError(
+            f"causal=False with a state and {other}: sums from both sides start at a document's "
+            "two ends, and a state knows one; give the whole sequence in one call"
+        )
 
 
 def _check_state(
@@ -151,7 +203,7 @@ def check_layer(layer: LinearAttention) -> None:
     check_options(
         layer.feature_map, causal=layer.causal, normalizer=layer.normalizer, eps=layer.eps
     )
-    check_positions(layer.feature_map, layer.positions, layer.d_key)
+    check_width(layer.feature_map, layer.positions, layer.d_key)
     if layer.d_context is None:
         return
     if layer.causal:
@@ -160,7 +212,7 @@ def check_layer(layer: LinearAttention) -> None:
             "common order; set causal=False"
         )
     for what, kind, needs in (
-        ("positions", layer.positions.kind, layer.positions.needs_position),
+        ("positions", layer.positions.kind, layer.positions.needs_order),
         ("feature_map", layer.feature_map.kind, layer.feature_map.needs_position),
     ):
         if needs:

@@ -6,26 +6,30 @@ tokens and what is carried from token to token has a fixed size.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hecate.engine import Engine
-from hecate.engine.arguments import document_starts
+from hecate.engine.arguments import check_params, document_starts
 from hecate.engine.by_hand import ByHand
-from hecate.engine.positions import written_before
+from hecate.engine.positions import counted
 from hecate.engine.prepare import DIVIDE
-from hecate.nn.attention.arguments import check_call, check_options
+from hecate.nn.attention.arguments import check_call, check_options, check_positions
 from hecate.nn.attention.state import LinearAttentionState
 from hecate.nn.attention.sums import Pass, from_both_sides, over_all, running
-from hecate.nn.positions import Position, PositionKind, Rotation
+from hecate.nn.attention.toeplitz import by_distance
+from hecate.nn.positions import Position, PositionKind, Relative, Rotation
 from hecate.phi import FeatureMap, FeatureMapKind, Params
 from hecate.rule.rule import one
 from hecate.tape import Autodiff, execute
 from hecate.tape.bridge import without_autocast
 
 Normalizer = Literal["sum", "none"]
+Way = Callable[[Tensor, Tensor, Tensor, Tensor | None, Pass], tuple[Tensor, Tensor]]
 
 
 def linear_attention(
@@ -76,23 +80,61 @@ def linear_attention(
     reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=state is not None)
     if not torch.compiler.is_compiling():
         check_options(feature_map, causal=causal, normalizer=normalizer, eps=eps)
+        check_positions(feature_map, positions, k, position_params, causal=causal)
         tensors = (q, k, v, state, write_mask, reset_mask)
         check_call(feature_map, positions, *tensors, causal=causal, normalizer=normalizer)
     how = Pass(write_mask, reset_mask, None, engine, autodiff, name)
+    phi = Phi(feature_map, check_params(feature_map, params, k))
+    turn = Turn(positions, position_params or {})
     with without_autocast(k.device.type):
-        tokens, seen = _features(
-            q, k, v, feature_map, params, positions, position_params or {}, state, how
-        )
-        way = running if causal else over_all if reset_mask is None else from_both_sides
+        rows, keys, values = _prepared(q, k, v, write_mask)
+        seen: Tensor | None = None
+        at: tuple[Tensor | None, Tensor | None] = (None, None)
+        if positions.needs_position or feature_map.needs_position:
+            seen = k.new_zeros(len(k), dtype=torch.int64) if state is None else state.seen
+            place, seen = counted(one((seen,)), write_mask, reset_mask, k.shape[1])
+            at = place.repeat_interleave(q.shape[2] // k.shape[2], 1), place
+        tokens = _features(rows, keys, values, phi, turn, at)
+        way, how = _way(turn, tokens.k, how, causal=causal)
         y, weighted, total = _read(way, tokens, state, how, normalizer, eps)
-    heads = (k.shape[2], q.shape[2] // k.shape[2])
-    y = y.unflatten(1, (q.shape[1], heads[1])).transpose(2, 3).flatten(2, 3)
+    # From the queries of a group side by side back to heads.
+    y = y.unflatten(1, (q.shape[1], q.shape[2] // k.shape[2])).transpose(2, 3).flatten(2, 3)
     return y.to(v.dtype), LinearAttentionState(weighted, total, seen)
 
 
-class _Features(NamedTuple):
-    """Queries `[B, T r, G, *]`, the r of each group side by side, and keys `[B, S, G, *]` as they
-    enter the sum of values and the sum of weights, and the values."""
+class Phi(NamedTuple):
+    """A feature map and its parameters."""
+
+    kind: FeatureMap
+    params: Params
+
+    def __call__(self, x: Tensor, place: Tensor | None) -> Tensor:
+        """phi(x) of tokens `[B, T, G, D]` at places `[B, T]`, with its own derivative."""
+        params = self.params
+        if self.kind.needs_position and place is not None:
+            params = {**params, "position": place.unsqueeze(-1)}
+        block, tensors = self.kind.block(params)
+        if block.hand_written:
+            block = ByHand.of(block).block(keeps=False)
+        return one(execute(block, x, *tensors))
+
+
+class Turn(NamedTuple):
+    """A kind of position and its parameters."""
+
+    kind: Position
+    params: dict[str, Tensor]
+
+    def __call__(self, x: Tensor, place: Tensor | None, where: str) -> Tensor:
+        """Tokens `[B, T, G, width]`, turned if this is a rotation and here is where it turns."""
+        if place is None or not isinstance(self.kind, Rotation) or self.kind.where != where:
+            return x
+        return self.kind.turned(x, place, self.params)
+
+
+class Tokens(NamedTuple):
+    """Queries `[B, T r, G, P]` and keys `[B, S, G, P]` as they enter the sum of values and the sum
+    of weights, and values `[B, S, G, V]`."""
 
     q: Tensor
     k: Tensor
@@ -101,61 +143,49 @@ class _Features(NamedTuple):
     total_k: Tensor
 
 
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, write: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q `[B, T r, G, D]`, the r queries of a key head's group side by side, k and v; in float32 or
+    better."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    for tensor in (k, v):
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
+    if write is not None:  # a masked token may hold garbage, too bad even to be multiplied by 0
+        k, v = (torch.where(write[..., None, None], tensor, 0.0) for tensor in (k, v))
+    q = q.unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
+    return q.transpose(2, 3).flatten(1, 2), k, v
+
+
 def _features(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    feature_map: FeatureMap,
-    params: Params | None,
-    positions: Position,
-    position_params: dict[str, Tensor],
-    state: LinearAttentionState | None,
-    how: Pass,
-) -> tuple[_Features, Tensor | None]:
-    wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
-    q, k, v = (part.to(torch.promote_types(wide, v.dtype)) for part in (q, k, v))
-    if how.write is not None:  # a masked token may hold garbage, even to be multiplied by 0
-        k, v = (torch.where(how.write[..., None, None], part, 0.0) for part in (k, v))
-    group = q.shape[2] // k.shape[2]
-    q = q.unflatten(2, (k.shape[2], group)).transpose(2, 3).flatten(1, 2)
-    place, seen = None, None
-    if positions.needs_position or feature_map.needs_position:
-        seen = k.new_zeros(k.shape[:1], dtype=torch.int64) if state is None else state.seen
-        place = written_before(one((seen,)), how.write, how.reset, k.shape[1])
-        if k.shape[1]:
-            seen = place[:, -1] + (1 if how.write is None else how.write[:, -1])
-    places = (None, None) if place is None else (place.repeat_interleave(group, 1), place)
-    turns = positions if isinstance(positions, Rotation) else None
-
-    def turned(x: Tensor, place: Tensor | None) -> Tensor:
-        return x if turns is None or place is None else turns.turned(x, place, position_params)
-
-    if turns is not None and turns.where == "before":
-        q, k = turned(q, places[0]), turned(k, places[1])
-    total_q, total_k = (
-        _phi(feature_map, params, x, at) for x, at in zip((q, k), places, strict=True)
-    )
-    if turns is None or turns.where == "before":
-        return _Features(total_q, total_k, v, total_q, total_k), seen
-    return _Features(
-        turned(total_q, places[0]), turned(total_k, places[1]), v, total_q, total_k
-    ), seen
+    phi: Phi,
+    turn: Turn,
+    at: tuple[Tensor | None, Tensor | None],
+) -> Tokens:
+    q, k = (phi(turn(x, place, "before"), place) for x, place in ((q, at[0]), (k, at[1])))
+    return Tokens(turn(q, at[0], "numerator"), turn(k, at[1], "numerator"), v, q, k)
 
 
-def _phi(feature_map: FeatureMap, params: Params | None, x: Tensor, place: Tensor | None) -> Tensor:
-    """phi(x) `[B, T, G, P]` with its own derivative."""
-    own: Params = {"learned": {}, "frozen": {}} if params is None else params
-    if feature_map.needs_position and place is not None:
-        own = {**own, "position": place.unsqueeze(-1)}
-    block, tensors = feature_map.block(own)
-    if block.hand_written:
-        block = ByHand.of(block).block(keeps=False)
-    return one(execute(block, x, *tensors))
+def _way(turn: Turn, k: Tensor, how: Pass, *, causal: bool) -> tuple[Way, Pass]:
+    """How sums are made, and from what."""
+    kind, params = turn
+    if isinstance(kind, Relative) and kind.form == "table":
+        factors = kind.factors(k, params, causal=causal)
+        return partial(by_distance, factors=factors, causal=causal), how
+    if isinstance(kind, Relative):
+        how = how._replace(retain=kind.retain(k, params))
+    if causal:
+        return running, how
+    return (over_all if how.reset is None and how.retain is None else from_both_sides), how
 
 
 def _read(
-    way: Any,
-    tokens: _Features,
+    way: Way,
+    tokens: Tokens,
     state: LinearAttentionState | None,
     how: Pass,
     normalizer: Normalizer,
@@ -163,19 +193,20 @@ def _read(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """y `[B, T r, G, V]`, and the sums of weighted values and of features."""
     q, k, v, total_q, total_k = tokens
-    held = None if state is None else state.weighted
+    held = None if state is None else state.weighted.to(v.dtype)
+    total = None if state is None or state.total is None else state.total.to(v.dtype).unsqueeze(2)
     if normalizer == "none":
         return *way(q, k, v, held, how), None
     ones = torch.ones_like(v[..., :1])
-    total = None if state is None or state.total is None else state.total.unsqueeze(2)
-    if q is total_q:  # one pass for both sums: the weights are those of one more value, 1
+    if q is total_q:  # one pass for both sums: that of weights has 1 for a value
         if held is not None and total is not None:
-            held = torch.cat([held, total.to(held.dtype)], 2)
-        both, after = way(q, k, torch.cat([v, ones], -1), held, how)
-        y, weights = both[..., :-1], both[..., -1:]
-        weighted, total = after[:, :, :-1], after[:, :, -1]
+            held = torch.cat([held, total], 2)
+        y, after = way(q, k, torch.cat([v, ones], -1), held, how)
+        y, weights = y[..., :-1], y[..., -1:]
+        weighted, after = after[:, :, :-1], after[:, :, -1:]
     else:
         y, weighted = way(q, k, v, held, how)
         weights, after = way(total_q, total_k, ones, total, how)
-        y, total = torch.where(weights + eps > 0, y, 0.0), after[:, :, 0]
-    return one(execute(DIVIDE.block(keeps=False), y, weights + eps)), weighted, total
+        y = torch.where(weights + eps > 0, y, 0.0)
+    y = one(execute(DIVIDE.block(keeps=False), y, weights + eps))
+    return y, weighted, after.squeeze(2)

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 
 from hecate.engine import Engine
 from hecate.nn.arguments import check_sizes
-from hecate.nn.attention.arguments import check_forward, check_layer
+from hecate.nn.attention.arguments import check_forward, check_layer, width_of
 from hecate.nn.attention.functional import Normalizer, linear_attention
 from hecate.nn.attention.state import LinearAttentionState
 from hecate.nn.features import FeatureParameters
 from hecate.nn.parameters import TensorDict, blank, draw_normal, source_of
-from hecate.nn.positions import Position, PositionKind, Rotation
+from hecate.nn.positions import Position, PositionKind
 from hecate.phi import FeatureMap, FeatureMapKind
 from hecate.tape import Autodiff
 
@@ -100,16 +100,14 @@ class LinearAttention(FeatureParameters):
         self.key_value = blank(nn.Linear, source, sum(self.splits), **place)
         self.out = blank(nn.Linear, heads * self.d_value, d_model, **place)
         self.hold_features(self.feature_map, self.kv_heads, self.d_key, device=device, dtype=dtype)
-        self._hold_positions(device=device, dtype=dtype)
+        start = self._start_of_positions(device="meta", dtype=self.out.weight.dtype)
+        self.position_params = TensorDict(start, learned=True, device=device, dtype=dtype)
         if self.out.weight.device.type != "meta":
             self.reset_parameters(generator)
 
-    def _hold_positions(self, **place: Any) -> None:
-        width = self.d_key
-        if isinstance(self.positions, Rotation) and self.positions.where == "numerator":
-            width = self.feature_map.output_dim(self.d_key)
-        self._position_start = self.positions.init(width, heads=self.kv_heads)
-        self.position_params = TensorDict(self._position_start, learned=True, **place)
+    def _start_of_positions(self, **place: Any) -> dict[str, Tensor]:
+        width = width_of(self.positions, self.feature_map, self.d_key)
+        return self.positions.init(width, heads=self.kv_heads, causal=self.causal, **place)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
@@ -117,7 +115,8 @@ class LinearAttention(FeatureParameters):
         for linear in (self.query, self.key_value, self.out):
             draw_normal(linear.weight, linear.in_features**-0.5, source)
         self.draw_features(source, self.out.weight)
-        self.position_params.copy_(self._position_start)
+        like = self.out.weight
+        self.position_params.copy_(self._start_of_positions(device=like.device, dtype=like.dtype))
 
     def forward(
         self,

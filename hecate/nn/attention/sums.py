@@ -20,7 +20,7 @@ from hecate.tape import Autodiff
 Read = Literal["after", "before"]
 Retention = Literal["none", "decay"]
 
-# Without looking at values: a token that is not finite reaches those that see it, as in softmax.
+# They do not look at values: as in other attention, what is not finite shows in the outputs.
 MEMORIES: dict[tuple[Read, Retention], MemoryConfig] = {
     (read, retention): MemoryConfig(
         bias="dot", read=read, retention=retention, on_nonfinite="propagate"
@@ -47,11 +47,20 @@ def running(
 ) -> tuple[Tensor, Tensor]:
     """Sums over the tokens up to each one, and the state `[B, G, V, P]` after the last.
 
-    The r queries of a group are r tokens to the memory, of which one is written.
+    The r queries of a group are r tokens to the memory, of which one is written. With `retain` a
+    token j written tokens away weighs retain^j; a memory decays as it is written, so to who reads
+    it without or before a write the last token is one nearer than it should be.
     """
     batch, length, heads = k.shape[:3]
     group = q.shape[1] // length if length else 1
     write, reset, retain = how.write, how.reset, how.retain
+    if retain is not None and length and (write is not None or read == "before"):
+        moved = (
+            retain
+            if write is None
+            else torch.where((write == (read == "before")).unsqueeze(-1), retain, 1.0)
+        )
+        q = q * moved.repeat_interleave(group, 1).unsqueeze(-1)
     if group > 1:
         # Who reads before the write comes before the writer.
         writer = 0 if read == "after" else group - 1

@@ -20,15 +20,21 @@ class Position(Variant, family="position"):
     """
 
     @property
-    def needs_position(self) -> bool:
-        """Whether tokens have to be counted."""
+    def needs_order(self) -> bool:
+        """Whether queries and keys have to be of the same tokens."""
         return True
+
+    @property
+    def needs_position(self) -> bool:
+        """Whether tokens have to be counted from call to call."""
+        return self.needs_order
 
     def init(
         self,
         width: int,
         *,
         heads: int = 1,
+        causal: bool = True,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Params:

@@ -16,5 +16,5 @@ class NoPosition(Position):
     kind: Literal["none"] = "none"
 
     @property
-    def needs_position(self) -> bool:
+    def needs_order(self) -> bool:
         return False

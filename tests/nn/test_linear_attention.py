@@ -1,0 +1,498 @@
+"""Linear attention against a weight for every pair, in pieces, packed, padded, and refused."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from hecate.errors import ConfigError, ShapeError
+from hecate.nn import LinearAttention, LinearAttentionState, linear_attention
+from tests.nn.attentions import masks_of
+from tests.nn.layers import in_pieces, leaves, near, seeded
+from tests.nn.layers import inputs as narrow
+from tests.nn.linear_cases import MAPS, Case
+from tests.reference import linear_attention as reference
+
+D_MODEL, HEADS, LENGTH = 12, 4, 7
+
+MASKS = [(), ("write",), ("reset",), ("write", "reset")]
+every_mask = pytest.mark.parametrize("masks", MASKS, ids=lambda m: "-".join(m) or "unmasked")
+either_way = pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+every_map = pytest.mark.parametrize("feature_map", MAPS)
+
+
+def normalizer_of(feature_map):
+    return "none" if feature_map == "identity" else "sum"
+
+
+@pytest.mark.spec("LIN-ATT-D1", "LIN-ATT-D2", "LIN-ATT-D4")
+@every_map
+@either_way
+@every_mask
+def test_outputs_and_gradients_against_a_weight_for_every_pair(feature_map, causal, masks):
+    Case(feature_map, causal=causal, masks=masks, normalizer=normalizer_of(feature_map)).check()
+
+
+@pytest.mark.spec("LIN-ATT-D5")
+@either_way
+@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 1), (3, 3), (6, 2)])
+def test_shared_key_heads(causal, heads, groups):
+    case = Case("t2r", causal=causal, heads=heads, groups=groups, masks=("write", "reset"))
+    case.check()
+    _, state = case.run()
+    assert state.weighted.shape == (2, groups, 3, 7) and state.total.shape == (2, groups, 7)
+
+
+@pytest.mark.spec("LIN-ATT-D1")
+@either_way
+@pytest.mark.parametrize("normalizer, eps", [("none", 0.0), ("sum", 0.3)])
+def test_normaliser(causal, normalizer, eps):
+    Case(causal=causal, normalizer=normalizer, eps=eps, masks=("write", "reset")).check()
+
+
+@pytest.mark.spec("LIN-ATT-D2")
+@pytest.mark.parametrize("masks", [(), ("write",)])
+@pytest.mark.parametrize("keys", [0, 1, 9])
+def test_other_tokens(masks, keys):
+    Case("relu", causal=False, keys=keys, masks=masks).check()
+
+
+@pytest.mark.spec("LIN-ATT-D1")
+@pytest.mark.parametrize("engine", ["auto", "sequential", "parallel", "compiled"])
+@either_way
+def test_every_engine_over_several_blocks(engine, causal):
+    Case(
+        batch=1,
+        length=70,
+        heads=2,
+        groups=1,
+        causal=causal,
+        masks=("write", "reset"),
+        engine=engine,
+    ).check()
+
+
+@pytest.mark.spec("LIN-ATT-D3")
+@either_way
+def test_a_query_without_weights_gets_zero(causal):
+    q = torch.tensor([[1.0, -1.0], [-1.0, -1.0]]).view(1, 2, 1, 2).requires_grad_()
+    k = torch.tensor([[-1.0, 1.0], [1.0, 1.0]]).view(1, 2, 1, 2).requires_grad_()
+    v = torch.ones(1, 2, 1, 3, requires_grad=True)
+    y, _ = linear_attention(q, k, v, "relu", causal=causal)
+    assert torch.equal(y[0, :, 0, 0], torch.tensor([0.0 if causal else 1.0, 0.0]))
+    grads = torch.autograd.grad(y.square().sum(), (q, k, v))
+    assert all(grad.isfinite().all() for grad in grads)
+    nothing = torch.zeros(1, 2, dtype=torch.bool)
+    assert not linear_attention(q, k, v, causal=causal, write_mask=nothing)[0].any()
+
+
+@pytest.mark.spec("LIN-ATT-I3")
+@either_way
+def test_padding_moves_nothing_whatever_it_holds(causal):
+    write = torch.tensor([[True, True, False, True, False]])
+    x = narrow(1, 5, width=D_MODEL)
+    layer = layer_of(causal=causal)
+    y, state = layer(x, write_mask=write)
+    for garbage in (float("nan"), float("inf"), 1e6):
+        bad = torch.where(write.unsqueeze(-1), x, garbage).requires_grad_()
+        z, after = layer(bad, write_mask=write)
+        assert torch.equal(z[write], y[write]) and all(
+            map(torch.equal, leaves(after), leaves(state))
+        )
+        wanted = [layer.key_value.weight, *([] if garbage != 1e6 else [bad])]  # as query it is read
+        slope, *moved = torch.autograd.grad(z[write].square().sum(), wanted)
+        assert slope.isfinite().all() and not any(item[~write].any() for item in moved)
+    near(layer(x[write][None])[0], y[write][None])  # padding anywhere is as none
+
+
+@pytest.mark.spec("LIN-ATT-I3")
+def test_padding_of_a_context_moves_nothing_whatever_it_holds():
+    layer = layer_of(causal=False, d_context=5)
+    x, context = narrow(2, 3, width=D_MODEL), narrow(2, 4, width=5, seed=5)
+    write = torch.tensor([[True, True, False, False], [True, False, True, True]])
+    y, state = layer(x, context=context, write_mask=write)
+    bad = torch.where(write.unsqueeze(-1), context, float("nan")).requires_grad_()
+    z, after = layer(x, context=bad, write_mask=write)
+    assert torch.equal(z, y) and all(map(torch.equal, leaves(after), leaves(state)))
+    assert torch.autograd.grad(z.sum(), bad)[0][~write].eq(0).all()
+    for row in range(2):
+        alone = layer(x[row : row + 1], context=context[row][write[row]][None])[0]
+        near(alone, y[row : row + 1])
+
+
+@pytest.mark.spec("LIN-ATT-I4")
+@either_way
+def test_packed_documents_equal_separate_runs(causal):
+    layer, x = layer_of(causal=causal), narrow(1, LENGTH, width=D_MODEL)
+    borders = [0, 2, 3, 7]
+    parts = [layer(x[:, a:b]) for a, b in pairwise(borders)]
+    y, state = layer(x, cu_seqlens=torch.tensor(borders))
+    near(y, torch.cat([part for part, _ in parts], 1))
+    near(state, parts[-1][1])
+    reset = torch.zeros(1, LENGTH, dtype=torch.bool)
+    reset[0, [2, 3]] = True
+    near(layer(x, reset_mask=reset), (y, state), 0.0)
+
+
+def layer_of(*, seed=0, shake=0.3, **options):
+    options = {"kv_heads": 2, "d_key": 5, "d_value": 3, **options}
+    layer = LinearAttention(D_MODEL, HEADS, generator=seeded(seed), **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter += shake * torch.randn(parameter.shape, generator=seeded(seed + 1))
+    return layer
+
+
+STREAMS = {
+    "elu": {},
+    "none": {"normalizer": "none", "feature_map": "identity"},
+    "cosformer": {"feature_map": MAPS["cosformer"]},
+    "favor": {"feature_map": MAPS["favor"]},
+    "before": {"positions": "rotary"},
+    "numerator": {"positions": {"kind": "rotary", "where": "numerator"}},
+    "string": {"positions": {"kind": "circulant_string", "where": "numerator"}},
+    "decay": {"positions": {"kind": "relative", "form": "linear"}},
+}
+
+
+@pytest.mark.spec("LIN-ATT-I2")
+@pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS)
+@settings(max_examples=8)
+@given(cuts=st.lists(st.integers(0, LENGTH), max_size=4), masked=st.booleans())
+def test_any_split_gives_the_same(options, cuts, masked):
+    layer, x = layer_of(**options), narrow(2, LENGTH, width=D_MODEL).requires_grad_()
+    masks = masks_of(2, LENGTH) if masked else {}
+    y, state = layer(x, **masks)
+    z, after = in_pieces(layer, x, cuts, **masks)
+    near((z, after), (y, state))
+    whole, pieces = (torch.autograd.grad(item.square().sum(), x)[0] for item in (y, z))
+    near(pieces, whole)
+
+
+@pytest.mark.spec("LIN-ATT-I2")
+@pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS)
+@pytest.mark.parametrize("length", [LENGTH, 40])
+def test_a_later_token_moves_nothing_to_the_bit(options, length):
+    layer, x = layer_of(**options), narrow(1, length, width=D_MODEL)
+    y, _ = layer(x)
+    for at in (0, 3, length - 1):
+        changed = x.clone()
+        changed[:, at] += 3.0
+        z, _ = layer(changed)
+        assert torch.equal(z[:, :at], y[:, :at]) and not torch.equal(z[:, at], y[:, at])
+
+
+@pytest.mark.spec("LIN-ATT-I1")
+def test_a_context_in_pieces_and_its_state_read_again():
+    layer = layer_of(causal=False, d_context=5)
+    x, context = narrow(2, 3, width=D_MODEL), narrow(2, 6, width=5, seed=5)
+    write = masks_of(2, 6)["write_mask"]
+    y, state = layer(x, context=context, write_mask=write)
+    held = None
+    for at, end in ((0, 2), (2, 2), (2, 6)):
+        _, held = layer(x[:, :0], held, context=context[:, at:end], write_mask=write[:, at:end])
+    near(held, state)
+    z, again = layer(x, held)
+    near(z, y)
+    near(again, held, 0.0)
+    near(torch.cat([layer(part, held)[0] for part in x.split(1, 1)], 1), y)
+
+
+@pytest.mark.spec("LIN-ATT-I1")
+def test_without_order_a_state_adds_up():
+    layer, x = layer_of(causal=False), narrow(2, LENGTH, width=D_MODEL)
+    y, state = layer(x)
+    _, first = layer(x[:, :3])
+    z, both = layer(x[:, 3:], first)
+    near(both, state)
+    near(z, y[:, 3:])
+
+
+@pytest.mark.spec("LIN-ATT-I1")
+def test_the_state_is_small_detachable_and_wide():
+    layer = layer_of().float()
+    _, short = layer(narrow(2, 1, width=D_MODEL).float())
+    _, long = layer(narrow(2, 90, width=D_MODEL).float())
+    assert short.bytes == long.bytes == 2 * 2 * (3 + 1) * 5 * 4
+    assert long.weighted.requires_grad and not long.detach().weighted.requires_grad
+    assert isinstance(long.detach(), LinearAttentionState)
+    low = layer.bfloat16()(narrow(2, 9, width=D_MODEL).bfloat16())
+    assert low[0].dtype == torch.bfloat16 and low[1].total.dtype == torch.float32
+
+
+@pytest.mark.spec("LIN-ATT-I5")
+@pytest.mark.parametrize("engine", ["parallel", "compiled"])
+def test_a_causal_backward_pass_keeps_no_state_per_token(engine):
+    length, width = 512, 32
+    q, k, v = (
+        torch.randn(1, length, 1, width, generator=seeded(i)).requires_grad_() for i in range(3)
+    )
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 8
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        linear_attention(q, k, v, engine=engine)
+    states = length * width * width
+    # Inputs, features, values with their 1, sums, quotient and masks: N C numbers each; and the
+    # state of every 64th token.
+    assert sum(kept.values()) <= 16 * length * (width + 1) + states // 64 * 1.1
+    assert max(kept.values()) <= states // 16
+
+
+@pytest.mark.spec("LIN-ATT-I6")
+@pytest.mark.parametrize("options", [*STREAMS.values(), {"causal": False}], ids=[*STREAMS, "all"])
+def test_second_derivatives(options):
+    causal = options.get("causal", True)
+    layer = layer_of(causal=causal, **{n: o for n, o in options.items() if n != "causal"})
+    x = narrow(1, 3, width=D_MODEL).requires_grad_()
+    write = torch.tensor([[True, False, True]])
+
+    def run(x):
+        y, state = layer(x, write_mask=write)
+        return (y, *leaves(state)[:2]) if y.requires_grad else y
+
+    assert torch.autograd.gradcheck(run, (x,))
+    assert torch.autograd.gradgradcheck(run, (x,))
+
+
+LEARNING = {
+    "t2r": {"feature_map": MAPS["t2r"]},
+    "string": {"positions": "circulant_string"},
+    "table": {"positions": {"kind": "relative", "max_distance": 3}},
+    "decay": {"positions": {"kind": "relative", "form": "linear"}},
+    "both": {"positions": {"kind": "relative", "max_distance": 3}, "causal": False},
+    "cross": {"causal": False, "d_context": 5},
+}
+
+
+@pytest.mark.spec("LIN-ATT-I6")
+@pytest.mark.parametrize("options", LEARNING.values(), ids=LEARNING)
+def test_every_parameter_learns_from_a_cold_start(options):
+    layer = layer_of(shake=0.0, **options)
+    context = {"context": narrow(2, 5, width=5)} if "d_context" in options else {}
+    y, _ = layer(narrow(2, LENGTH, width=D_MODEL), **context)
+    y.sub(narrow(2, LENGTH, width=D_MODEL, seed=5)).square().mean().backward()
+    norms = {name: float(p.grad.norm()) for name, p in layer.named_parameters()}
+    assert min(norms.values()) > 1e-5, norms
+
+
+@pytest.mark.spec("LIN-ATT-I6")
+def test_draws_copies_meta_and_names():
+    def built(seed=0, **options):
+        options = {"kv_heads": 2, "feature_map": "favor", "positions": "circulant_string"} | options
+        return LinearAttention(D_MODEL, HEADS, generator=seeded(seed), **options)
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    layer = built()
+    assert torch.equal(torch.get_rng_state(), before)
+    expected = layer.state_dict()
+    assert sorted(expected) == [
+        "key_value.weight",
+        "out.weight",
+        "phi_frozen.w",
+        "position_params.circulant",
+        "query.weight",
+    ]
+    assert [name for name, _ in layer.named_buffers()] == ["phi_frozen.w"]
+    assert expected["phi_frozen.w"].shape[0] == 2 and expected["phi_frozen.w"].std() > 0.1
+    meta = built(device="meta")
+    meta.to_empty(device="cpu").reset_parameters(seeded())
+    loaded = built(1)
+    assert not torch.equal(loaded.phi_frozen.w, layer.phi_frozen.w)
+    loaded.load_state_dict(expected)
+    for twin in (built(), copy.deepcopy(layer), meta, loaded):
+        near(twin.state_dict(), expected, 0.0)
+    assert "kv_heads=2" in repr(layer) and "'favor'" in repr(layer)
+
+
+@pytest.mark.spec("LIN-ATT-I6")
+@pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS)
+@either_way
+def test_no_sequence_no_token_one_token(options, causal):
+    layer = layer_of(causal=causal, **options)
+    for batch, length in ((0, 3), (2, 0), (0, 0), (2, 1)):
+        for masks in ({}, masks_of(batch, length)):
+            y, state = layer(narrow(batch, length, width=D_MODEL), **masks)
+            assert y.shape == (batch, length, D_MODEL)
+            if causal:
+                more = narrow(batch, 1, width=D_MODEL)
+                assert layer(more, state)[0].shape == (batch, 1, D_MODEL)
+
+
+@pytest.mark.spec("LIN-ATT-I6")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(reentrant):
+    layer, x = layer_of(), narrow(2, 40, width=D_MODEL).requires_grad_()
+    wanted = [x, *layer.parameters()]
+    plain = torch.autograd.grad(layer(x)[0].square().sum(), wanted)
+    checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant).square().sum().backward()
+    near([item.grad for item in wanted], list(plain), 1e-13)
+
+
+@pytest.mark.spec("LIN-ATT-I6")
+@pytest.mark.parametrize("name", ["elu", "cosformer", "numerator", "string", "decay"])
+@either_way
+@pytest.mark.parametrize("masked", [False, True])
+def test_compile(name, causal, masked):
+    torch._dynamo.reset()
+    layer, x = layer_of(causal=causal, **STREAMS[name]), narrow(2, 9, width=D_MODEL)
+    x.requires_grad_()
+    masks = masks_of(2, 9) if masked else {}
+    got = torch.compile(layer, backend="aot_eager", fullgraph=True)(x, **masks)
+    expected = layer(x, **masks)
+    near(got, expected)
+    slopes = (torch.autograd.grad(y.square().sum(), x)[0] for y, _ in (got, expected))
+    near(*slopes)
+
+
+@pytest.mark.spec("LIN-ATT-I6")
+@either_way
+def test_per_sample_gradients(causal):
+    layer, x = layer_of(causal=causal), narrow(3, LENGTH, width=D_MODEL)
+    parameters = dict(layer.named_parameters())
+
+    def loss(parameters, row):
+        return torch.func.functional_call(layer, parameters, (row[None],))[0].square().sum()
+
+    together = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    for index, row in enumerate(x):
+        alone = torch.autograd.grad(loss(parameters, row), list(parameters.values()))
+        near([item[index] for item in together.values()], list(alone), 1e-10)
+
+
+@pytest.mark.spec("LIN-ATT-I1", "LIN-ATT-I6")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@either_way
+def test_low_precision_by_autocast_and_by_the_module(dtype, causal):
+    layer, x = layer_of(causal=causal).float(), narrow(2, 90, width=D_MODEL).float()
+    expected, _ = layer(x)
+    with torch.autocast("cpu", dtype=dtype):
+        rough, state = layer(x)
+    assert {item.dtype for item in leaves(state)} == {torch.float32}
+    rough.float().square().sum().backward()
+    assert {item.grad.dtype for item in layer.parameters()} == {torch.float32}
+    # The input, three projections and y round once each; sums and quotient in float32 do not.
+    tolerance = 5 * torch.finfo(dtype).eps
+    near(rough.float() / expected.norm(), expected / expected.norm(), tolerance)
+    low = copy.deepcopy(layer).to(dtype)(x.to(dtype))[0]
+    near(low.float() / expected.norm(), expected / expected.norm(), tolerance)
+
+
+@pytest.mark.spec("LIN-ATT-D6")
+def test_dropout_drops_answers_of_heads_and_only_while_training():
+    x = narrow(2, 50, width=D_MODEL)
+    layer, plain = layer_of(dropout=0.5), layer_of()
+    layer.out = plain.out = torch.nn.Identity()
+    y, _ = plain(x)
+    torch.manual_seed(0)
+    z, _ = layer(x)
+    dropped = z == 0
+    near(z[~dropped], 2 * y[~dropped])
+    # 1200 draws of one half: five standard deviations are 0.072.
+    assert abs(float(dropped.double().mean()) - 0.5) < 0.072
+    near(layer.eval()(x)[0], y, 0.0)
+
+
+def test_inputs_are_not_mutated():
+    for causal in (True, False):
+        layer, x, masks = layer_of(causal=causal), narrow(2, 5, width=D_MODEL), masks_of(2, 5)
+        _, state = layer(x, **masks)
+        masks = masks if causal else {"write_mask": masks["write_mask"]}
+        given = [x, *masks.values(), *leaves(state)]
+        before = [item.clone() for item in given]
+        layer(x, state, **masks)[0].sum().backward()
+        assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+
+
+def test_the_layer_is_its_projections_around_the_function():
+    layer, x = layer_of(), narrow(2, LENGTH, width=D_MODEL)
+    q = (x @ layer.query.weight.mT).unflatten(-1, (4, 5))
+    k, v = (x @ layer.key_value.weight.mT).split([10, 6], -1)
+    k, v = k.unflatten(-1, (2, 5)), v.unflatten(-1, (2, 3))
+    y = reference.attention(q, k, v, [reference.elu] * 2, causal=True)
+    near(layer(x)[0], y.flatten(-2) @ layer.out.weight.mT)
+
+
+BUILDS = {
+    "normalizer='sum' with feature_map 'identity'.*elu": {"feature_map": "identity"},
+    "normalizer must be one of .*got 'mean'": {"normalizer": "mean"},
+    "eps=0.1 .*normalizer is 'none'": {"normalizer": "none", "eps": 0.1},
+    "eps must be a finite number >= 0, got -1": {"eps": -1},
+    "causal must be True or False, got 1": {"causal": 1},
+    "kv_heads=3 does not divide heads=4": {"kv_heads": 3},
+    "kv_heads must be an integer >= 1, got 0": {"kv_heads": 0},
+    "d_context must be an integer >= 1, got 2.0": {"d_context": 2.0, "causal": False},
+    r"dropout must be a number in \[0, 1\), got 1": {"dropout": 1},
+    "causal=True with d_context=5": {"d_context": 5},
+    "positions 'rotary' with d_context=5": {"d_context": 5, "causal": False, "positions": "rotary"},
+    "feature_map 'cosformer' with d_context": {
+        "d_context": 5,
+        "causal": False,
+        "feature_map": "cosformer",
+    },
+    "positions 'rotary' .*no pair": {"positions": "rotary", "d_key": 1},
+    "unknown position kind 'rotery'.*rotary": {"positions": "rotery"},
+    "unknown feature_map kind 'elo'.*elu": {"feature_map": "elo"},
+    "engine='chunk' cannot run": {"engine": "chunk"},
+    "autodiff must be one of": {"autodiff": "hand"},
+}
+
+
+@pytest.mark.spec("LIN-ATT-I7")
+@pytest.mark.parametrize("message", BUILDS, ids=lambda m: m[:20])
+def test_builds_that_are_refused(message):
+    with pytest.raises(ConfigError, match=message):
+        LinearAttention(D_MODEL, HEADS, **BUILDS[message])
+
+
+def calls():
+    x, context = narrow(2, 3, width=D_MODEL), narrow(2, 4, width=5)
+    plain, all_, cross = layer_of(), layer_of(causal=False), layer_of(causal=False, d_context=5)
+    other = layer_of(normalizer="none")
+    write = torch.ones(2, 3, dtype=torch.bool)
+    state = plain(x)[1]
+    return {
+        "built for self-attention": lambda: plain(x, context=context),
+        "needs a context, or the state": lambda: cross(x),
+        "write_mask is over context": lambda: cross(x, all_(x)[1], write_mask=write),
+        r"context must be \[B, T, 5\]": lambda: cross(x, context=x),
+        r"write_mask must be bool .*\[2, 4\]": lambda: cross(x, context=context, write_mask=write),
+        "cannot be told apart in cross-attention": lambda: cross(
+            x, context=context, reset_mask=write
+        ),
+        "causal=False with a state and reset_mask": lambda: all_(x, state, reset_mask=write),
+        "give cu_seqlens or state": lambda: plain(x[:1], state, cu_seqlens=torch.tensor([0, 1, 3])),
+        "cu_seqlens must rise": lambda: plain(x[:1], cu_seqlens=torch.tensor([0, 4])),
+        r"state.total must be None here, got \[2, 2, 5\]": lambda: other(x, state),
+        r"state.weighted must be \[1, 2, 3, 5\]": lambda: plain(x[:1], state),
+        "state must be the LinearAttentionState": lambda: plain(x, (x, x)),
+        r"x must be \[B, T, 12\]": lambda: plain(context),
+        "one query per key, got 3 queries and 4 keys": lambda: linear_attention(
+            torch.ones(1, 3, 1, 2), torch.ones(1, 4, 1, 2), torch.ones(1, 4, 1, 2)
+        ),
+        "2 key heads do not divide 3 query": lambda: linear_attention(
+            torch.ones(1, 3, 3, 2), torch.ones(1, 3, 2, 2), torch.ones(1, 3, 2, 2)
+        ),
+        "'t2r' has parameters": lambda: linear_attention(*[x[:, :, None]] * 3, MAPS["t2r"]),
+        "'circulant_string' need parameters": lambda: linear_attention(
+            *[x[:, :, None]] * 3, positions="circulant_string"
+        ),
+        "rows of q, k|equal B": lambda: linear_attention(
+            torch.ones(1, 3, 1, 2), torch.ones(2, 3, 1, 2), torch.ones(2, 3, 1, 2)
+        ),
+    }
+
+
+@pytest.mark.spec("LIN-ATT-I7")
+@pytest.mark.parametrize("message", calls(), ids=lambda m: m[:20])
+def test_calls_that_are_refused(message):
+    with pytest.raises((ConfigError, ShapeError), match=message):
+        calls()[message]()

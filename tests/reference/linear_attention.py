@@ -1,0 +1,149 @@
+"""Linear attention as one weight for every pair of tokens, in torch for its gradients."""
+
+from math import pi
+
+import torch
+
+
+def counts(write, reset):
+    """The number of tokens written before each one, since the last reset, row by row."""
+    rows = []
+    for w, r in zip(write.tolist(), reset.tolist(), strict=True):
+        row, count = [], 0
+        for written, starts in zip(w, r, strict=True):
+            count = 0 if starts else count
+            row.append(count)
+            count += int(written)
+        rows.append(row)
+    return rows
+
+
+def sees(write, reset, length, causal):
+    """Whether query t of a row sees key s."""
+    rows = []
+    for w, r in zip(write.tolist(), reset.tolist(), strict=True):
+        document = [sum(r[: t + 1]) for t in range(len(r))]
+        rows.append(
+            [
+                [
+                    w[s] and (s <= t or not causal) and (not any(r) or document[s] == document[t])
+                    for s in range(len(w))
+                ]
+                for t in range(length)
+            ]
+        )
+    return rows
+
+
+def elu(x, place):
+    return torch.where(x > 0, x + 1, x.exp())
+
+
+def relu(x, place):
+    return x.clamp(min=0)
+
+
+def identity(x, place):
+    return x
+
+
+def cosformer(largest):
+    def phi(x, place):
+        angle = torch.tensor(pi * place / (2 * largest))
+        return torch.cat([x.clamp(min=0) * angle.cos(), x.clamp(min=0) * angle.sin()])
+
+    return phi
+
+
+def exponential(weight):
+    """exp of a linear map, one matrix per head; x knows its head by `phi.head`."""
+    return lambda x, place: (x @ weight).exp()
+
+
+def rotary(x, place, base=10_000.0):
+    """Every pair (c, c + P) as one complex number."""
+    pairs = len(x) // 2
+    z = torch.complex(x[:pairs], x[pairs : 2 * pairs])
+    speed = torch.tensor([base ** (-c / pairs) for c in range(pairs)])
+    z = z * torch.polar(torch.ones_like(speed), place * speed)
+    return torch.cat([z.real, z.imag, x[2 * pairs :]])
+
+
+def string(column):
+    """exp(i (C - C^T)) as a matrix exponential of the whole matrix."""
+    size = len(column)
+
+    def turn(x, place):
+        index = torch.arange(size)
+        circulant = column[(index[:, None] - index[None]) % size]
+        return torch.linalg.matrix_exp(place * (circulant - circulant.T)) @ x
+
+    return turn
+
+
+def table(bias, causal):
+    """exp(b) of a distance, b constant beyond the table's ends."""
+    largest = len(bias) - 1 if causal else len(bias) // 2
+
+    def factor(distance):
+        near = max(-largest, min(largest, distance))
+        return bias[near if causal else near + largest].exp()
+
+    return factor
+
+
+def linear(logit):
+    return lambda distance: torch.sigmoid(logit) ** abs(distance)
+
+
+def attention(
+    q,
+    k,
+    v,
+    phi,
+    *,
+    causal,
+    normalised=True,
+    write=None,
+    reset=None,
+    eps=0.0,
+    turn=None,
+    where="before",
+    factor=None,
+):
+    """y `[B, T, H, V]`; phi, turn and factor are lists of one function per key head."""
+    batch, length, heads = q.shape[:3]
+    keys, groups = k.shape[1:3]
+    write = torch.ones(batch, keys, dtype=torch.bool) if write is None else write
+    reset = torch.zeros(batch, keys, dtype=torch.bool) if reset is None else reset
+    seen, place = sees(write, reset, length, causal), counts(write, reset)
+    rows = []
+    for b in range(batch):
+        for t in range(length):
+            for h in range(heads):
+                g = h // (heads // groups)
+
+                def feature(x, at, g=g):
+                    before = x if turn is None or where != "before" else turn[g](x, at)
+                    plain = phi[g](before, at)
+                    turned = turn is not None and where == "numerator"
+                    return plain, turn[g](plain, at) if turned else plain
+
+                total, weights = torch.zeros(v.shape[-1]), torch.zeros(())
+                at = place[b][t] if keys == length else 0
+                plain_q, turned_q = feature(q[b, t, h], at)
+                for s in range(keys):
+                    if not seen[b][t][s]:
+                        continue
+                    plain_k, turned_k = feature(k[b, s, g], place[b][s])
+                    scale = 1.0 if factor is None else factor[g](at - place[b][s])
+                    total = total + scale * (turned_q @ turned_k) * v[b, s, g]
+                    weights = weights + scale * (plain_q @ plain_k)
+                weights = weights + eps
+                if normalised:
+                    dead = float(weights.detach()) <= 0
+                    total = torch.zeros_like(total) if dead else total / weights
+                rows.append(total)
+    if not rows:
+        return torch.zeros(batch, length, heads, v.shape[-1])
+    return torch.stack(rows).reshape(batch, length, heads, -1)
