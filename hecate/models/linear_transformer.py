@@ -47,9 +47,10 @@ class LinearTransformerConfig(Config):
     Fields:
         embed_dim: width of the input; the only one without a default.
         hidden_size, num_layers, num_heads: width, depth, heads of hidden_size // num_heads.
-        dropout: probability with which training zeroes a channel of what a layer adds.
-        window_size: most tokens of one call; None for any number. Nothing is made for a length: no
-            parameter and no state has its size.
+        dropout: probability with which training zeroes a channel of what a layer adds; like
+            `nn.Dropout` it draws from torch's own generator.
+        window_size: most tokens of one call; None for any number. No parameter and no state has
+            its size. In Edifice it is the length that the input is compiled for.
         output: "last" for the last written token alone, "sequence" for every token.
         feature_map, causal, normalizer, kv_heads, positions: as in `hecate.nn.LinearAttention`.
         mlp_ratio: hidden width of the gated MLP over hidden_size; 0 leaves it out.
@@ -148,8 +149,9 @@ class LinearTransformer(nn.Module):
           y_t = S_t^T phi(q_t) / (z_t . phi(q_t))
 
     Causal it streams: any split of a sequence gives the same answers, from a state of num_heads
-    d_phi (d + 1) numbers per layer (fewer with `kv_heads`), whatever the length. Training keeps
-    O(T) activations. Of a padded sequence (`write_mask` False) the last written token answers.
+    d_phi (d + 1) numbers per layer (fewer with `kv_heads`), whatever the length; but for positions
+    that no such state can have, which refuse one. Training keeps O(T) activations. Of a padded
+    sequence (`write_mask` False) the last written token answers.
     Not causal, a token sees all of its sequence, in one call and without a state. The last token
     sees all of it either way: with one layer its output is the same, with more it is not, for the
     tokens that it looks at have then seen what follows them. [TRF-LIN-D1]
@@ -202,7 +204,7 @@ class LinearTransformer(nn.Module):
 
     @classmethod
     def param_count(cls, **options: Any) -> int:
-        """Learned numbers of a model of these options, counted on one built without storage."""
+        """Learned numbers of a model of these options, counted on one without storage (meta)."""
         return sum(item.numel() for item in cls.build(device="meta", **options).parameters())
 
     @classmethod

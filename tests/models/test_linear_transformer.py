@@ -67,7 +67,11 @@ def test_against_every_weight_formed(causal, masked, fields):
     reset=st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH),
     masked=st.booleans(),
 )
-@pytest.mark.parametrize("fields", [{}, {"positions": "rotary", "kv_heads": 1}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"positions": {"kind": "relative", "form": "linear"}, "kv_heads": 1}],
+    ids=["plain", "shared_and_relative"],
+)
 def test_any_split(fields, cuts, write, reset, masked):
     torch.set_default_dtype(torch.float64)
     model, x = model_of(**fields), inputs()
@@ -139,6 +143,18 @@ MAPS = [
 ]
 
 
+PLACES = ["none", "rotary", "circulant_string", "relative", {"kind": "relative", "form": "linear"}]
+
+
+def of_positions(positions, heads, width, causal):
+    if positions.kind == "circulant_string":
+        return heads * width
+    if positions.kind == "relative":
+        table = (1 if causal else 2) * positions.max_distance + 1
+        return heads * (table if positions.form == "table" else 1)
+    return 0
+
+
 def count(c):
     """The formula, with the map's own parameters drawn to be counted."""
     width, kv = c.hidden_size, c.kv_heads or c.num_heads
@@ -146,6 +162,7 @@ def count(c):
     params = c.feature_map.init(head, heads=kv, generator=seeded())
     phi = sum(item.numel() for item in params["learned"].values())
     attention = 2 * width * width + 2 * width * kv * head + phi
+    attention += of_positions(c.positions, kv, head, c.causal)
     hidden = int(c.mlp_ratio * width)
     mlp = width + 3 * width * hidden if hidden else 0
     return c.embed_dim * width + c.num_layers * (width + attention + mlp) + width
@@ -162,10 +179,11 @@ def count(c):
     ratio=st.sampled_from([0.0, 1.0, 2.7, 4.0]),
     causal=st.booleans(),
     fields=st.sampled_from(MAPS),
+    places=st.sampled_from(PLACES),
     output=st.sampled_from(["last", "sequence"]),
 )
 def test_param_count_is_the_true_count(
-    embed, heads, head, layers, shared, ratio, causal, fields, output
+    embed, heads, head, layers, shared, ratio, causal, fields, places, output
 ):
     torch.set_default_dtype(torch.float64)
     normalizer = "sum" if FeatureMap(fields).kernel_non_negative else "none"
@@ -179,6 +197,7 @@ def test_param_count_is_the_true_count(
         "causal": causal,
         "feature_map": fields,
         "normalizer": normalizer,
+        "positions": places if head > 2 else "none",
         "output": output,
     }
     model = LinearTransformer.build(**options, generator=seeded())
