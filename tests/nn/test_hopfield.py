@@ -33,6 +33,7 @@ def test_against_numpy(steps, masked):
     here = torch.ones(2, 5, dtype=torch.bool)
     if masked:
         here[0, 1:3] = here[1, 4] = False
+        patterns = torch.where(here.unsqueeze(-1), patterns, 9 * patterns)  # the longest ones
     memory = Hopfield(1.3, steps=steps)
     got = memory(query, patterns, values, mask=here if masked else None)
     energies = memory.energy(query, patterns, mask=here if masked else None)
@@ -169,6 +170,7 @@ def test_the_bound_is_near_the_error_for_two_opposite_patterns():
 def test_masked_patterns_count_for_nothing():
     patterns, query = normal(2, 5, 4), normal(2, 3, 4, seed=1)
     mask = torch.tensor([[True, False, True, True, False], [False, True, False, False, False]])
+    patterns = torch.where(mask.unsqueeze(-1), patterns, 9 * patterns)  # longer than the present
     memory = Hopfield(1.0)
     apart, bound = (
         memory.separation(patterns, mask=mask),
@@ -194,6 +196,11 @@ def test_a_query_comes_to_rest_whatever_the_others_do():
         near(both.values[i], alone.values[0])
         near(both.query[i], alone.query[0])
         assert int(alone.steps[0]) == int(both.steps[i])
+        xi, moved, count = queries[i].numpy(), math.inf, 0
+        while moved > 1e-9:
+            new = reference.update(xi, patterns.numpy(), 0.9)
+            xi, moved, count = new, float(np.linalg.norm(new - xi)), count + 1
+        assert int(alone.steps[0]) == count
         plain = Hopfield(0.9, steps=int(alone.steps[0]))(queries[i : i + 1], patterns, values)
         near(alone.values, plain.values)
 
