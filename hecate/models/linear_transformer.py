@@ -52,7 +52,7 @@ class LinearTransformerConfig(Config):
         window_size: most tokens of one call; None for any number. No parameter and no state has
             its size. In Edifice it is the length that the input is compiled for.
         output: "last" for the last written token alone, "sequence" for every token.
-        feature_map, causal, normalizer, kv_heads, positions: as in `hecate.nn.LinearAttention`.
+        feature_map, causal, normalizer, eps, kv_heads, positions: as in `nn.LinearAttention`.
         mlp_ratio: hidden width of the gated MLP over hidden_size; 0 leaves it out.
     """
 
@@ -66,6 +66,7 @@ class LinearTransformerConfig(Config):
     feature_map: FeatureMapKind = ELU()
     causal: bool = True
     normalizer: Literal["sum", "none"] = "sum"
+    eps: float = Field(0.0, ge=0)
     kv_heads: int | None = Field(None, ge=1)
     positions: PositionKind = NoPosition()
     mlp_ratio: float = Field(4.0, ge=0)
@@ -110,6 +111,7 @@ class TransformerLayer(nn.Module):
             feature_map=config.feature_map,
             causal=config.causal,
             normalizer=config.normalizer,
+            eps=config.eps,
             kv_heads=config.kv_heads,
             positions=config.positions,
             name=name,
@@ -156,8 +158,9 @@ class LinearTransformer(nn.Module):
     sees all of it either way: with one layer its output is the same, with more it is not, for the
     tokens that it looks at have then seen what follows them. [TRF-LIN-D1]
 
-    Cost: per token and head O(d_phi d), where softmax attention over N tokens pays O(N d): fewer
-    multiplications from about N > d_phi on. Which is faster at what N is a matter of the kernels.
+    Cost: per token and head 2 d_phi d multiplications, and phi, where softmax attention over N
+    tokens takes 2 N d: fewer from N > d_phi on, or 2 d_phi where a causal softmax skips what it
+    does not see. Which is faster at what N is a matter of the kernels.
 
     References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236). Options are
     named as in the Elixir library Edifice, whose blocks have layer norm and a plain MLP instead.

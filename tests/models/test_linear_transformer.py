@@ -32,7 +32,7 @@ def expected_of(model, x, write_mask=None, reset_mask=None):
     c = model.config
     write = torch.ones(x.shape[:2], dtype=torch.bool) if write_mask is None else write_mask
     reset = torch.zeros_like(write) if reset_mask is None else reset_mask
-    sizes = {"layers": c.num_layers, "heads": c.num_heads, "causal": c.causal}
+    sizes = {"layers": c.num_layers, "heads": c.num_heads, "causal": c.causal, "eps": c.eps}
     sizes["kv_heads"] = c.kv_heads or c.num_heads
     w = dict(model.named_parameters())
     rows = zip(x, write, reset, strict=True)
@@ -42,7 +42,9 @@ def expected_of(model, x, write_mask=None, reset_mask=None):
 @pytest.mark.spec("TRF-LIN-D1")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("fields", [{}, {"kv_heads": 1, "mlp_ratio": 0.0}, {"num_layers": 3}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"kv_heads": 1, "mlp_ratio": 0.0}, {"num_layers": 3, "eps": 0.5}]
+)
 def test_against_every_weight_formed(causal, masked, fields):
     model = model_of(causal=causal, output="sequence", **fields)
     x, masks = inputs().requires_grad_(), masks_of(2, LENGTH) if masked else {}

@@ -53,7 +53,7 @@ def rms(x, weight):
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
-def transformer(w, x, write, reset, *, layers, heads, kv_heads, causal):
+def transformer(w, x, write, reset, *, layers, heads, kv_heads, causal, eps=0.0):
     """Outputs `[T, hidden]` of one sequence `[T, embed]`."""
     seen = who_sees_whom(write, reset, causal)
     h = x @ w["project.weight"].mT
@@ -64,7 +64,7 @@ def transformer(w, x, write, reset, *, layers, heads, kv_heads, causal):
             if name.startswith(f"layers.{index}.")
         }
         inner = {n.removeprefix("attention."): t for n, t in own.items() if "attention" in n}
-        h = h + attention(inner, rms(h, own["norm.weight"]), seen, heads, kv_heads)[0]
+        h = h + attention(inner, rms(h, own["norm.weight"]), seen, heads, kv_heads, eps=eps)[0]
         if "mlp.up.weight" in own:
             gate, value = (rms(h, own["mlp.norm.weight"]) @ own["mlp.up.weight"].mT).chunk(2, -1)
             h = h + (gate / (1 + (-gate).exp()) * value) @ own["mlp.down.weight"].mT
