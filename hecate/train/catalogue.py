@@ -10,6 +10,7 @@ from typing import Any
 from hecate import algorithm, bias, phi, retention, structure
 from hecate.data import DataConfig
 from hecate.errors import ConfigError, did_you_mean
+from hecate.nn.positions import Position
 from hecate.phi.base import FeatureMap
 from hecate.train.compose import BY_RULE, load_experiment, presets
 from hecate.train.optimisers import OptimizerKind
@@ -23,10 +24,11 @@ _VARIANTS: dict[str, type[Variant]] = {
     "retention": retention.Retention,
     "algorithm": algorithm.Algorithm,
     "structure": structure.Structure,
+    "position": Position,
     "data": DataConfig,
     "optimizer": OptimizerKind,
 }
-_PLAIN = (DataConfig, OptimizerKind)  # neither traits nor a gradient of their own
+_PLAIN = (Position, DataConfig, OptimizerKind)  # neither traits nor a gradient of their own
 _TRAITS = re.compile(r"^Traits: (.+?)(?=\n[A-Z]\w*: |\Z)", re.DOTALL | re.MULTILINE)
 _REFERENCE = re.compile(r"References?: (.+?)(?=\n\s*\n|\[[A-Z]+-|\Z)", re.DOTALL)
 

@@ -97,15 +97,15 @@ def test_padding_moves_nothing_whatever_it_holds(causal):
     x = narrow(1, 5, width=D_MODEL)
     layer = layer_of(causal=causal)
     y, state = layer(x, write_mask=write)
-    for garbage in (float("nan"), float("inf"), 1e6):
+    slopes = []
+    for garbage in (float("nan"), float("inf"), 1e6, 0.0):
         bad = torch.where(write.unsqueeze(-1), x, garbage).requires_grad_()
         z, after = layer(bad, write_mask=write)
-        assert torch.equal(z[write], y[write]) and all(
-            map(torch.equal, leaves(after), leaves(state))
-        )
-        wanted = [layer.key_value.weight, *([] if garbage != 1e6 else [bad])]  # as query it is read
-        slope, *moved = torch.autograd.grad(z[write].square().sum(), wanted)
-        assert slope.isfinite().all() and not any(item[~write].any() for item in moved)
+        assert torch.equal(z[write], y[write])
+        assert all(map(torch.equal, leaves(after), leaves(state)))
+        slopes.append(torch.autograd.grad(z[write].square().sum(), [*layer.parameters(), bad]))
+    near(slopes[2], slopes[3])  # what is not finite is read, as a query: 0 times it is no number
+    assert not slopes[2][-1][~write].any()
     near(layer(x[write][None])[0], y[write][None])  # padding anywhere is as none
 
 
@@ -247,16 +247,18 @@ def test_a_causal_backward_pass_keeps_no_state_per_token(engine):
 
 
 @pytest.mark.spec("LIN-ATT-I6")
-@pytest.mark.parametrize("options", [*STREAMS.values(), {"causal": False}], ids=[*STREAMS, "all"])
-def test_second_derivatives(options):
-    causal = options.get("causal", True)
-    layer = layer_of(causal=causal, **{n: o for n, o in options.items() if n != "causal"})
-    x = narrow(1, 3, width=D_MODEL).requires_grad_()
+@pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS)
+@either_way
+def test_second_derivatives(options, causal):
+    layer = LinearAttention(
+        4, 2, kv_heads=1, d_key=3, d_value=1, causal=causal, generator=seeded(), **options
+    )
+    x = narrow(1, 3, width=4).requires_grad_()
     write = torch.tensor([[True, False, True]])
 
     def run(x):
         y, state = layer(x, write_mask=write)
-        return (y, *leaves(state)[:2]) if y.requires_grad else y
+        return y, state.weighted
 
     assert torch.autograd.gradcheck(run, (x,))
     assert torch.autograd.gradgradcheck(run, (x,))
@@ -338,9 +340,15 @@ def test_checkpoint(reentrant):
 
 
 @pytest.mark.spec("LIN-ATT-I6")
-@pytest.mark.parametrize("name", ["elu", "cosformer", "numerator", "string", "decay"])
-@either_way
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "name, causal, masked",
+    [
+        ("elu", True, True),
+        ("cosformer", True, False),
+        ("string", False, False),
+        ("decay", False, True),
+    ],
+)
 def test_compile(name, causal, masked):
     torch._dynamo.reset()
     layer, x = layer_of(causal=causal, **STREAMS[name]), narrow(2, 9, width=D_MODEL)

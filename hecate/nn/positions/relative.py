@@ -64,7 +64,7 @@ class Relative(Position):
         """exp(b) of distances 0..S - 1 for keys `[B, S, G, *]`, or -(S - 1)..S - 1 if not causal:
         `[G, S]` or `[G, 2 S - 1]`; of the table form."""
         length = like.shape[1]
-        distance = torch.arange(0 if causal else 1 - length, length, device=like.device)
+        distance = torch.arange(0 if causal else 1 - length, max(length, 1), device=like.device)
         index = distance.clamp(-self.max_distance, self.max_distance)
         index = index if causal else index + self.max_distance
         return params["bias"].to(like.dtype)[:, index].exp()

@@ -1,0 +1,216 @@
+"""Positions in linear attention: rotations before and after phi, and biases by distance."""
+
+import pytest
+import torch
+
+from hecate.errors import ConfigError
+from hecate.nn import LinearAttention, linear_attention
+from hecate.nn.positions import CirculantString, Position, Relative, Rotary
+from hecate.train.catalogue import catalogue
+from tests.nn.attentions import masks_of
+from tests.nn.layers import inputs as narrow
+from tests.nn.layers import near, seeded
+from tests.nn.linear_cases import Case
+from tests.reference import linear_attention as reference
+
+MASKS = [(), ("write",), ("reset",), ("write", "reset")]
+every_mask = pytest.mark.parametrize("masks", MASKS, ids=lambda m: "-".join(m) or "unmasked")
+either_way = pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+ROTATIONS = {
+    f"{kind}-{where}": {"kind": kind, "where": where}
+    for kind in ("rotary", "circulant_string")
+    for where in ("before", "numerator")
+}
+TABLE = {"kind": "relative", "max_distance": 3}
+LINEAR = {"kind": "relative", "form": "linear"}
+
+
+@pytest.mark.spec("ATT-ROT-D2", "ATT-STRING-D1")
+@pytest.mark.parametrize("positions", ROTATIONS.values(), ids=ROTATIONS)
+@pytest.mark.parametrize("feature_map", ["elu", "t2r"])
+@either_way
+@every_mask
+def test_rotations_against_a_weight_for_every_pair(positions, feature_map, causal, masks):
+    Case(feature_map, causal=causal, positions=positions, masks=masks).check()
+
+
+@pytest.mark.spec("ATT-ROT-D2", "ATT-REL-D1")
+@pytest.mark.parametrize("positions", [ROTATIONS["rotary-numerator"], LINEAR, TABLE])
+@pytest.mark.parametrize("feature_map, normalizer", [("identity", "none"), ("cosformer", "sum")])
+@either_way
+def test_without_a_normaliser_and_on_top_of_a_map_with_positions(
+    positions, feature_map, normalizer, causal
+):
+    Case(
+        feature_map, causal=causal, positions=positions, normalizer=normalizer, masks=("write",)
+    ).check()
+
+
+@pytest.mark.spec("ATT-REL-D1")
+@either_way
+@every_mask
+def test_decay_against_a_weight_for_every_pair(causal, masks):
+    Case("t2r", causal=causal, positions=LINEAR, masks=masks).check()
+    Case("elu", causal=causal, positions=LINEAR, masks=masks, normalizer="none").check()
+
+
+@pytest.mark.spec("ATT-REL-D1", "ATT-REL-D2")
+@either_way
+@pytest.mark.parametrize("masks", [(), ("write",)], ids=["unmasked", "write"])
+@pytest.mark.parametrize("normalizer", ["sum", "none"])
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_a_table_against_a_weight_for_every_pair(causal, masks, normalizer, length):
+    Case(
+        "t2r", causal=causal, length=length, positions=TABLE, masks=masks, normalizer=normalizer
+    ).check()
+
+
+@pytest.mark.spec("ATT-REL-D1")
+@either_way
+@pytest.mark.parametrize("form", ["table", "linear"])
+def test_relative_of_zero_is_nothing(causal, form):
+    case = Case("elu", causal=causal, positions={"kind": "relative", "form": form})
+    for item in case.turns.values():
+        with torch.no_grad():
+            item.fill_(0.0 if form == "table" else 50.0)
+    near(case.run()[0], case.run(positions="none", position_params=None)[0])
+
+
+@pytest.mark.spec("ATT-REL-D1")
+def test_a_straight_table_is_a_decay():
+    table = Case("elu", positions={"kind": "relative", "max_distance": 30}, length=12)
+    decay = Case("elu", positions=LINEAR, length=12)
+    with torch.no_grad():
+        decay.turns["logit"].copy_(torch.tensor([1.0, 2.0]))
+        slope = torch.nn.functional.softplus(-decay.turns["logit"])
+        table.turns["bias"].copy_(-slope[:, None] * torch.arange(31.0))
+    near(table.run()[0], decay.run()[0])
+
+
+@pytest.mark.spec("ATT-REL-D2")
+@either_way
+def test_a_table_sees_the_future_by_rounding_alone(causal):
+    case = Case("elu", causal=causal, positions=TABLE, length=20)
+    y, v = case.run()[0], case.qkv[2]
+    moved = case.run(v=v + 10.0 * (torch.arange(20) == 9).view(-1, 1, 1))[0] - y
+    assert (moved[:, 9:].abs().amax((0, 2, 3)) > 1e-3).all()
+    before = moved[:, :9].abs().amax()
+    assert before < 1e-13 if causal else before > 1e-3
+
+
+@pytest.mark.spec("ATT-ROT-D2", "ATT-STRING-D1")
+@pytest.mark.parametrize("positions", ROTATIONS.values(), ids=ROTATIONS)
+def test_on_the_numerator_only_the_distance_counts(positions):
+    case = Case("identity", batch=1, length=9, positions=positions, normalizer="none")
+    mapped = Case("elu", batch=1, length=9, positions=positions, normalizer="none")
+    for one, relative in ((case, True), (mapped, positions["where"] == "numerator")):
+        # The same four tokens at places 0..3 and, after five without values, at 5..8.
+        q, k, v = (torch.cat([part[:, :5], part[:, :4]], 1) for part in one.qkv)
+        first, _ = one.run(q[:, 5:], k[:, 5:], v[:, 5:])
+        later, _ = one.run(q, k, torch.cat([torch.zeros_like(v[:, :5]), v[:, 5:]], 1))
+        gap = (later[:, 5:] - first).abs().max()
+        assert gap < 1e-10 if relative else gap > 1e-3, gap
+
+
+@pytest.mark.spec("ATT-STRING-D1")
+@pytest.mark.parametrize("width", [3, 4, 7, 8])
+def test_a_circulant_starts_with_the_speeds_of_rotary_and_keeps_lengths(width):
+    kind = CirculantString()
+    params = kind.init(width, heads=2, dtype=torch.float64)
+    speeds = 2 * torch.fft.rfft(params["circulant"][0]).imag
+    pairs = (width - 1) // 2
+    near(speeds[1 : 1 + pairs], 10_000.0 ** (-torch.arange(pairs) / pairs))
+    assert speeds.abs().gt(1e-12).sum() == pairs
+    x = torch.randn(1, 3, 2, width, generator=seeded())
+    turned = kind.turned(x, torch.tensor([[0, 3, 1000]]), params)
+    near(turned.norm(dim=-1), x.norm(dim=-1))
+    near(turned[:, 0], x[:, 0])
+    near(turned[0, 1, 0], reference.string(params["circulant"][0])(x[0, 1, 0], 3))
+
+
+@pytest.mark.spec("ATT-ROT-D2")
+@pytest.mark.parametrize("width", [2, 5, 8])
+def test_rotary_turns_every_pair(width):
+    kind, x = Rotary(base=100.0), torch.randn(1, 4, 1, width, generator=seeded())
+    place = torch.tensor([[0, 1, 7, 90]])
+    turned = kind.turned(x, place, {})
+    for t in range(4):
+        near(turned[0, t, 0], reference.rotary(x[0, t, 0], int(place[0, t]), 100.0))
+
+
+@pytest.mark.spec("ATT-REL-D1")
+def test_slopes_and_tables_start_where_they_say():
+    slopes = Relative(form="linear").init(4, heads=4, dtype=torch.float64)["logit"].sigmoid().log()
+    near(-slopes, torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]))
+    for causal, size in ((True, 4), (False, 7)):
+        table = Relative(max_distance=3).init(4, heads=2, causal=causal)["bias"]
+        assert table.shape == (2, size) and not table.any()
+
+
+@pytest.mark.spec("ATT-REL-D2")
+def test_what_a_table_cannot_do_is_refused():
+    layer = LinearAttention(8, 2, positions=TABLE, generator=seeded())
+    x, reset = narrow(1, 4, width=8), torch.zeros(1, 4, dtype=torch.bool)
+    _, state = layer(x)
+    assert state.weighted.numel() == 0
+    with pytest.raises(ConfigError, match="form='table' and a state.*form='linear'"):
+        layer(x, state)
+    with pytest.raises(ConfigError, match="form='table' and documents.*row of its own"):
+        layer(x, reset_mask=reset)
+    with pytest.raises(ConfigError, match="form='table' and documents"):
+        layer(x, cu_seqlens=torch.tensor([0, 2, 4]))
+    both = LinearAttention(8, 2, positions=LINEAR, causal=False, generator=seeded())
+    with pytest.raises(ConfigError, match="causal=False with a state and positions 'relative'"):
+        both(x, both(x)[1])
+    with pytest.raises(ConfigError, match="'relative' with d_context=3.*no distance"):
+        LinearAttention(8, 2, positions=TABLE, causal=False, d_context=3)
+
+
+@pytest.mark.spec("ATT-REL-D1")
+@either_way
+def test_second_derivatives_of_a_table(causal):
+    case = Case(
+        batch=1, length=3, heads=2, groups=1, causal=causal, positions=TABLE, masks=("write",)
+    )
+
+    def run(q, k, v, bias):
+        return case.run(q, k, v, position_params={"bias": bias})[0]
+
+    given = (*case.qkv, case.turns["bias"])
+    assert torch.autograd.gradcheck(run, given) and torch.autograd.gradgradcheck(run, given)
+
+
+@pytest.mark.spec("ATT-REL-D2")
+@either_way
+def test_tables_of_no_tokens(causal):
+    layer = LinearAttention(8, 2, positions=TABLE, causal=causal, generator=seeded())
+    for batch, length in ((0, 3), (2, 0), (0, 0), (2, 1)):
+        for masks in ({}, {"write_mask": masks_of(batch, length)["write_mask"]}):
+            assert layer(narrow(batch, length, width=8), **masks)[0].shape == (batch, length, 8)
+
+
+@pytest.mark.spec("ATT-ROT-D2", "ATT-STRING-D1", "ATT-REL-D1")
+@pytest.mark.parametrize("positions", [*ROTATIONS.values(), LINEAR, TABLE])
+def test_low_precision_inputs_are_turned_and_summed_in_float32(positions):
+    case = Case("elu", positions=positions, length=40)
+    low = [item.detach().bfloat16() for item in case.qkv]
+    y, _ = case.run(*low)
+    truth, _ = case.run(*[item.double() for item in low])
+    assert y.dtype == torch.bfloat16
+    # Angles in float64, sums in float32; only y is rounded to bfloat16.
+    near(y / truth.norm(), truth / truth.norm(), torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.spec("ATT-POS-D1")
+def test_the_family_is_listed_and_open():
+    header, rows = catalogue("position")
+    kinds = {row[0]: row for row in rows}
+    assert list(kinds) == ["circulant_string", "none", "relative", "rotary"]
+    assert "2502.02562" in kinds["circulant_string"][header.index("paper")]
+    assert "exp(b_(i-j))" in kinds["relative"][header.index("formula")]
+    assert Position.model_validate("rotary") == Rotary()
+    with pytest.raises(ConfigError, match="unknown field of Rotary.*base"):
+        Position.model_validate({"kind": "rotary", "bas": 3.0})
+    x = torch.ones(1, 2, 1, 4)
+    with pytest.raises(ConfigError, match="unknown position kind 'alibi'"):
+        linear_attention(x, x, x, positions="alibi")
