@@ -243,7 +243,7 @@ def test_a_window_is_the_most_tokens_of_a_call():
     near(model(x[:, 6:], state)[0], free(x)[0], 1e-10)
 
 
-def test_dropout_acts_in_training_alone_and_has_mean_nothing():
+def test_dropout_acts_in_training_alone_on_what_layers_add():
     model, x = model_of(dropout=0.4, num_layers=1, mlp_ratio=0.0, output="sequence"), inputs(1, 3)
     plain = model.eval()(x)[0]
     assert torch.equal(model(x)[0], plain)
