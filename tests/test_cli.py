@@ -109,7 +109,7 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("generate", "gone"), 2, "error: gone is not a run folder"),
         (("show", "nope"), 2, "error: no preset 'nope'"),
         (("list", "phy"), 2, "error: no family 'phy'; known: phi, bias, retention, algorithm, "
-         "structure, data, optimizer, rules, presets. Did you mean 'phi'?"),
+         "structure, position, data, optimizer, rules, presets. Did you mean 'phi'?"),
     ],
 )  # fmt: skip
 def test_errors_are_one_message_on_stderr(hecate, argv, code, message):
@@ -183,8 +183,8 @@ def test_lists(hecate):
     code, out, _ = hecate("list")
     assert code == 0
     families = [line.split()[0] for line in out.splitlines()[1:]]
-    known = ["phi", "bias", "retention", "algorithm", "structure", "data", "optimizer"]
-    assert families == [*known, "rules", "presets"]
+    variants = "phi bias retention algorithm structure position data optimizer"
+    assert families == [*variants.split(), "rules", "presets"]
     for family in families:
         code, out, err = hecate("list", family)
         assert code == 0 and len(out.splitlines()) > 2, err

@@ -171,7 +171,7 @@ def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> P
     if empty["learned"] or empty["frozen"]:
         names = ", ".join([*empty["learned"], *empty["frozen"]])
         raise ConfigError(
-            f"feature_map {feature_map.kind!r} has parameters ({names}); pass what "
+            f"feature_map {feature_map.kind!r} has parameters ({names}); pass as phi_params what "
             f"feature_map.init({k.shape[-1]}, heads=..., generator=...) returns"
         )
     return empty

@@ -92,6 +92,26 @@ def test_a_query_without_weights_gets_zero(causal):
 
 @pytest.mark.spec("LIN-ATT-I3")
 @either_way
+@pytest.mark.parametrize("positions", ["none", "rotary", "relative"])
+@pytest.mark.parametrize("masks", [("write",), ("write", "reset")])
+def test_masked_keys_and_values_may_be_anything(causal, positions, masks):
+    if positions == "relative" and "reset" in masks:
+        positions = {"kind": "relative", "form": "linear"}
+    case = Case("t2r", causal=causal, masks=masks, positions=positions)
+    shown, q = case.masks["write_mask"][..., None, None], case.qkv[0]
+    zero, bad = ([torch.where(shown, x, to) for x in case.qkv[1:]] for to in (0.0, float("nan")))
+    (y, state), (z, after) = (case.run(None, *pair) for pair in (zero, bad))
+    assert all(map(torch.equal, leaves((z, after)), leaves((y, state))))
+    wanted = [q, *case.qkv[1:], *case.learned]
+    slopes = [
+        torch.autograd.grad(item.square().sum(), wanted, allow_unused=True) for item in (y, z)
+    ]
+    near(slopes[1], slopes[0], 0.0)
+    assert not torch.where(shown, 0.0, slopes[1][1]).any()
+
+
+@pytest.mark.spec("LIN-ATT-I3")
+@either_way
 def test_padding_moves_nothing_whatever_it_holds(causal):
     write = torch.tensor([[True, True, False, True, False]])
     x = narrow(1, 5, width=D_MODEL)

@@ -27,7 +27,7 @@ def by_distance(
     tokens count for no distance: the convolution runs over the written ones, moved together, and a
     query reads it where it stands among them. A masked query stands where the next written token
     does, which it may not see, so a causal convolution leaves out distance 0; a token's own
-    product is added.
+    product is added. [ATT-REL-D2]
     """
     batch, length, heads = k.shape[:3]
     group = q.shape[1] // length if length else 1

@@ -14,7 +14,7 @@ Params = dict[str, Tensor]
 
 class Position(Variant, family="position"):
     """What the position of a token does to attention; positions count the written tokens of a
-    document.
+    document. [ATT-POS-D1]
 
     Every learned parameter has a leading axis of key heads.
     """

@@ -8,9 +8,11 @@ from hecate.nn.positions.base import Position
 
 
 class NoPosition(Position):
-    """none: every token of the past counts alike, whatever its distance.
+    """none: weights phi(q_i).phi(k_j), whatever the distance.
 
-    The feature map may still depend on positions (`cosformer`).
+    The feature map itself may depend on positions (`cosformer`).
+
+    References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236). [ATT-POS-D1]
     """
 
     kind: Literal["none"] = "none"

@@ -29,7 +29,7 @@ class Relative(Position):
     far below the largest is as inexact as that one.
     References: Stable, Fast and Accurate: Kernelized Attention with Relative Positional Encoding
     (Luo et al., 2021, arXiv 2106.12566); linear: Train Short, Test Long (Press et al., 2021, arXiv
-    2108.12409). [ATT-REL-D1]
+    2108.12409). [ATT-REL-D1, ATT-REL-D2]
     """
 
     kind: Literal["relative"] = "relative"
