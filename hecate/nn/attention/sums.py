@@ -51,28 +51,21 @@ def running(
     token j written tokens away weighs retain^j; a memory decays as it is written, so to who reads
     it without or before a write the last token is one nearer than it should be.
     """
-    batch, length, heads = k.shape[:3]
-    group = q.shape[1] // length if length else 1
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     write, reset, retain = how.write, how.reset, how.retain
-    if retain is not None and length and (write is not None or read == "before"):
-        moved = (
-            retain
-            if write is None
-            else torch.where((write == (read == "before")).unsqueeze(-1), retain, 1.0)
-        )
-        q = q * moved.repeat_interleave(group, 1).unsqueeze(-1)
+    written = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if write is None else write
+    if retain is not None:
+        nearer = (written if read == "before" else ~written).unsqueeze(-1)
+        decay = torch.where(nearer, retain, 1.0).repeat_interleave(group, 1)
+        q, retain = q * decay.unsqueeze(-1), retain.repeat_interleave(group, 1)
     if group > 1:
         # Who reads before the write comes before the writer.
         writer = 0 if read == "after" else group - 1
-        k, v = _at(k, writer, group), _at(v, writer, group)
-        if write is None:
-            write = torch.ones(batch, length, dtype=torch.bool, device=k.device)
-        write = _at(write, writer, group)
+        k, v, write = (_at(x, writer, group) for x in (k, v, written))
         reset = None if reset is None else _at(reset, 0, group)
-        retain = None if retain is None else retain.repeat_interleave(group, 1)
     state = None
     if start is not None:
-        place = torch.zeros(batch, heads, dtype=torch.int64, device=k.device)
+        place = torch.zeros(len(k), k.shape[2], dtype=torch.int64, device=k.device)
         state = MemoryState({"weight": start}, {}, {}, {}, place)
     options: dict[str, Any] = {"write_mask": write, "reset_mask": reset, "state": state}
     options |= {"engine": how.engine, "autodiff": how.autodiff, "name": how.name}

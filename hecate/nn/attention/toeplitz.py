@@ -35,8 +35,7 @@ def by_distance(
     if not q.numel() or not v.numel():
         return q.new_zeros(*q.shape[:3], v.shape[-1]), after
     q = q.unflatten(1, (length, group))
-    place = None
-    own = torch.zeros(()).to(q)
+    place, own = None, q.new_zeros(())
     if causal:
         weight = torch.einsum("btrgp,btgp->btrg", q, _written(k, how)) * factors[:, 0]
         own = torch.einsum("btrg,btgv->btrgv", weight, v)
