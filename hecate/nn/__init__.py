@@ -1,6 +1,8 @@
 """Layers: memories as torch modules."""
 
 from hecate.nn.attention import LinearAttention, LinearAttentionState, linear_attention
+from hecate.nn.attention.hopfield import Hopfield, Retrieved
+from hecate.nn.attention.performer import PerformerAttention, PerformerState
 from hecate.nn.compose import AttentionConfig, Composed, ComposedState
 from hecate.nn.conv import ShortConv
 from hecate.nn.gates import GateHeads
@@ -14,10 +16,14 @@ __all__ = [
     "Composed",
     "ComposedState",
     "GateHeads",
+    "Hopfield",
     "LayerState",
     "LinearAttention",
     "LinearAttentionState",
     "Memory",
+    "PerformerAttention",
+    "PerformerState",
+    "Retrieved",
     "ShortConv",
     "SlidingAttention",
     "SlidingState",

@@ -1,7 +1,17 @@
 """Attention of linear cost, by sums over features of keys."""
 
 from hecate.nn.attention.functional import linear_attention
+from hecate.nn.attention.hopfield import Hopfield, Retrieved
 from hecate.nn.attention.linear import LinearAttention
+from hecate.nn.attention.performer import PerformerAttention, PerformerState
 from hecate.nn.attention.state import LinearAttentionState
 
-__all__ = ["LinearAttention", "LinearAttentionState", "linear_attention"]
+__all__ = [
+    "Hopfield",
+    "LinearAttention",
+    "LinearAttentionState",
+    "PerformerAttention",
+    "PerformerState",
+    "Retrieved",
+    "linear_attention",
+]

@@ -1,0 +1,296 @@
+"""A linear transformer over sequences of embeddings."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from hecate.errors import ConfigError, ShapeError
+from hecate.models.block import GatedMLP
+from hecate.nn import LinearAttention
+from hecate.nn.arguments import check_sequence
+from hecate.nn.parameters import blank, draw_normal, source_of
+from hecate.nn.positions import NoPosition, PositionKind
+from hecate.phi import ELU, FeatureMapKind
+from hecate.rule import bytes_of, detached
+from hecate.variant import Config
+
+
+class TransformerState(NamedTuple):
+    """What a causal `LinearTransformer` carries between calls: a pytree of tensors. [TRF-LIN-I1]
+
+    Fields:
+        layers: the sums of every layer's attention.
+        last: the output at the last written token, `[B, hidden_size]`, 0 before any; None where the
+            whole sequence is the output.
+    """
+
+    layers: tuple[Any, ...]
+    last: Tensor | None
+
+    def detach(self) -> TransformerState:
+        """The same state cut off from the graph that produced it."""
+        return detached(self)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors; it does not grow with the number of tokens seen."""
+        return bytes_of(self)
+
+
+class LinearTransformerConfig(Config):
+    """Sizes of a `LinearTransformer`, and its attention. [TRF-LIN-D1]
+
+    Fields:
+        embed_dim: width of the input; the only one without a default.
+        hidden_size, num_layers, num_heads: width, depth, heads of hidden_size // num_heads.
+        dropout: probability with which training zeroes a channel of what a layer adds; like
+            `nn.Dropout` it draws from torch's own generator.
+        window_size: most tokens of one call; None for any number. No parameter and no state has
+            its size. In Edifice it is the length that the input is compiled for.
+        output: "last" for the last written token alone, "sequence" for every token.
+        feature_map, causal, normalizer, eps, kv_heads, positions: as in `nn.LinearAttention`.
+        mlp_ratio: hidden width of the gated MLP over hidden_size; 0 leaves it out.
+    """
+
+    embed_dim: int = Field(ge=1)
+    hidden_size: int = Field(256, ge=1)
+    num_layers: int = Field(4, ge=1)
+    num_heads: int = Field(4, ge=1)
+    dropout: float = Field(0.1, ge=0, lt=1)
+    window_size: int | None = Field(None, ge=1)
+    output: Literal["last", "sequence"] = "last"
+    feature_map: FeatureMapKind = ELU()
+    causal: bool = True
+    normalizer: Literal["sum", "none"] = "sum"
+    eps: float = Field(0.0, ge=0)
+    kv_heads: int | None = Field(None, ge=1)
+    positions: PositionKind = NoPosition()
+    mlp_ratio: float = Field(4.0, ge=0)
+
+    @model_validator(mode="after")
+    def _buildable(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            raise ConfigError(
+                f"must divide hidden_size={self.hidden_size}, got {self.num_heads}",
+                path=("num_heads",),
+            )
+        if 0 < self.mlp_ratio * self.hidden_size < 1:
+            raise ConfigError(
+                f"gives no hidden unit at hidden_size={self.hidden_size}, got "
+                f"{self.mlp_ratio:g}; set it to 0 or to at least {1 / self.hidden_size:g}",
+                path=("mlp_ratio",),
+            )
+        # Without storage, so that the attention refuses here what it would refuse.
+        TransformerLayer(self, "layer", device="meta")
+        return self
+
+
+class TransformerLayer(nn.Module):
+    """x + drop(attention(norm(x))), then x + drop(mlp(x)): pre-norm, both branches residual."""
+
+    def __init__(
+        self,
+        config: LinearTransformerConfig,
+        name: str,
+        generator: torch.Generator | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        width, hidden = config.hidden_size, int(config.mlp_ratio * config.hidden_size)
+        self.norm = nn.RMSNorm(width, eps=1e-6, **place)
+        self.attention = LinearAttention(
+            width,
+            config.num_heads,
+            feature_map=config.feature_map,
+            causal=config.causal,
+            normalizer=config.normalizer,
+            eps=config.eps,
+            kv_heads=config.kv_heads,
+            positions=config.positions,
+            name=name,
+            generator=generator,
+            **place,
+        )
+        self.mlp = GatedMLP(width, hidden, **place) if hidden else None
+        self.drop = nn.Dropout(config.dropout)
+        if self.mlp is not None and self.norm.weight.device.type != "meta":
+            self.mlp.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws every parameter anew from `generator` (None: torch's default generator)."""
+        nn.init.ones_(self.norm.weight)
+        self.attention.reset_parameters(generator)
+        if self.mlp is not None:
+            self.mlp.reset_parameters(generator)
+
+    def forward(self, x: Tensor, state: Any, **masks: Tensor | None) -> tuple[Tensor, Any]:
+        """The layer's output and its state after the last token."""
+        y, state = self.attention(self.norm(x), state, **masks)
+        x = x + self.drop(y)
+        return (x if self.mlp is None else x + self.drop(self.mlp(x))), state
+
+
+class LinearTransformer(nn.Module):
+    """`(x [B, T, embed_dim], state=None) -> (y, state)`: pre-norm blocks of linear attention.
+
+        input [B, T, embed_dim]
+          -> projection to hidden_size
+          -> num_layers times:  x + drop(attention(norm(x))),  then  x + drop(mlp(norm(x)))
+          -> norm
+          -> output="last": y [B, hidden_size]; output="sequence": y [B, T, hidden_size]
+
+        attention, per head and causal: q, k, v of width d = hidden_size / num_heads
+          S_t = S_(t-1) + phi(k_t) v_t^T   [d_phi, d]      z_t = z_(t-1) + phi(k_t)   [d_phi]
+          y_t = S_t^T phi(q_t) / (z_t . phi(q_t))
+
+    Causal it streams: any split of a sequence gives the same answers, from a state of num_heads
+    d_phi (d + 1) numbers per layer (fewer with `kv_heads`), whatever the length; but for positions
+    that no such state can have, which refuse one. Training keeps O(T) activations. Of a padded
+    sequence (`write_mask` False) the last written token answers.
+    Not causal, a token sees all of its sequence, in one call and without a state. The last token
+    sees all of it either way: with one layer its output is the same, with more it is not, for the
+    tokens that it looks at have then seen what follows them. [TRF-LIN-D1]
+
+    Cost: per token and head 2 d_phi d multiplications, and phi, where softmax attention over N
+    tokens takes 2 N d: fewer from N > d_phi on, or 2 d_phi where a causal softmax skips what it
+    does not see. Which is faster at what N is a matter of the kernels.
+
+    References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236). Options are
+    named as in the Elixir library Edifice, whose blocks have layer norm and a plain MLP instead.
+    """
+
+    def __init__(
+        self,
+        config: LinearTransformerConfig,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config = config.validated()
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        width = config.hidden_size
+        self.project = blank(nn.Linear, config.embed_dim, width, bias=False, **place)
+        self.layers = nn.ModuleList(
+            TransformerLayer(config, f"layer {index}", generator, **place)
+            for index in range(config.num_layers)
+        )
+        self.norm = nn.RMSNorm(width, eps=1e-6, **place)
+        if self.project.weight.device.type != "meta":
+            self._draw(generator)
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> Self:
+        """A model of these fields of `LinearTransformerConfig`."""
+        config = LinearTransformerConfig.model_validate(options)
+        return cls(config, generator=generator, device=device, dtype=dtype)
+
+    @classmethod
+    def output_size(cls, **options: Any) -> int:
+        """Width of what a model of these options returns."""
+        return LinearTransformerConfig.model_validate(options).hidden_size
+
+    @classmethod
+    def param_count(cls, **options: Any) -> int:
+        """Learned numbers of a model of these options, counted on one without storage (meta)."""
+        return sum(item.numel() for item in cls.build(device="meta", **options).parameters())
+
+    @classmethod
+    def recommended_defaults(cls) -> dict[str, Any]:
+        """Options to start from, for `build(embed_dim=..., **options)`."""
+        return {
+            "hidden_size": 256,
+            "num_layers": 4,
+            "num_heads": 4,
+            "window_size": 60,
+            "dropout": 0.1,
+        }
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws every parameter anew from `generator` (None: torch's default generator)."""
+        for layer in self.layers:
+            layer.reset_parameters(generator)  # type: ignore[operator]
+        nn.init.ones_(self.norm.weight)
+        self._draw(generator)
+
+    def _draw(self, generator: torch.Generator | None) -> None:
+        draw_normal(self.project.weight, self.config.embed_dim**-0.5, source_of(generator))
+
+    def forward(
+        self,
+        x: Tensor,
+        state: TransformerState | None = None,
+        *,
+        write_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+    ) -> tuple[Tensor, TransformerState | None]:
+        """One pass over x `[B, T, embed_dim]` from a state; masks are bool `[B, T]`.
+
+        `write_mask` is False at padding, `reset_mask` True where a document starts. Not causal,
+        the state is None.
+        """
+        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
+        if not torch.compiler.is_compiling():
+            check_sequence(self.project.weight, x, **masks)
+        self._check(x, state)
+        h, carried = self.project(x), []
+        for index, layer in enumerate(self.layers):
+            h, after = layer(h, None if state is None else state.layers[index], **masks)
+            carried.append(after)
+        y, last = self.norm(h), None
+        if self.config.output == "last":
+            y = last = _last(y, None if state is None else state.last, write_mask)
+        return y, TransformerState(tuple(carried), last) if self.config.causal else None
+
+    def _check(self, x: Tensor, state: TransformerState | None) -> None:
+        window = self.config.window_size
+        if window is not None and x.shape[1] > window:
+            raise ShapeError(
+                f"x has {x.shape[1]} tokens, more than window_size={window}; pass them in pieces "
+                "with the state, or build the model with a larger window_size or None"
+            )
+        if state is None:
+            return
+        if not self.config.causal:
+            raise ShapeError(
+                "a model with causal=False looks at a sequence as a whole and takes no state; pass "
+                "all its tokens at once, or build it with causal=True"
+            )
+        expected = x.shape[0], self.config.hidden_size
+        fits = isinstance(state, TransformerState) and len(state.layers) == len(self.layers)
+        if fits and self.config.output == "last":
+            fits = state.last is not None and tuple(state.last.shape) == expected
+        if not fits:
+            raise ShapeError(
+                f"state must be the TransformerState that this model returned for {x.shape[0]} "
+                f"sequences, of {len(self.layers)} layers and output {self.config.output!r}; got "
+                f"{type(state).__name__}"
+            )
+
+
+def _last(y: Tensor, before: Tensor | None, write_mask: Tensor | None) -> Tensor:
+    """y at the last written token, `[B, width]`; where there is none, what was before it, or 0."""
+    before = y.new_zeros(y.shape[0], y.shape[-1]) if before is None else before
+    if not y.shape[1]:
+        return before
+    if write_mask is None:
+        return y[:, -1]
+    place = torch.arange(1, y.shape[1] + 1, device=y.device)
+    latest = (write_mask * place).amax(1)
+    found = y[torch.arange(y.shape[0], device=y.device), (latest - 1).clamp(min=0)]
+    return torch.where((latest > 0).unsqueeze(-1), found, before.to(y.dtype))

@@ -1,0 +1,347 @@
+"""The linear transformer: against every weight formed, in pieces, padded, counted, refused."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hecate.errors import ConfigError, ShapeError
+from hecate.models import LinearTransformer, LinearTransformerConfig
+from hecate.phi import FeatureMap
+from tests.nn.attentions import masks_of, shaken
+from tests.nn.layers import in_pieces, leaves, near, seeded
+from tests.reference import transformer as reference
+
+SMALL = {"embed_dim": 5, "hidden_size": 8, "num_heads": 2, "num_layers": 2, "dropout": 0.0}
+LENGTH = 9
+T2R = {"kind": "t2r", "d_phi": 3}
+
+
+def model_of(seed=0, **fields):
+    return shaken(LinearTransformer.build(**{**SMALL, **fields}, generator=seeded(seed)))
+
+
+def inputs(batch=2, length=LENGTH, *, seed=2, width=5):
+    return torch.randn(batch, length, width, generator=seeded(seed))
+
+
+def expected_of(model, x, write_mask=None, reset_mask=None):
+    c = model.config
+    write = torch.ones(x.shape[:2], dtype=torch.bool) if write_mask is None else write_mask
+    reset = torch.zeros_like(write) if reset_mask is None else reset_mask
+    sizes = {"layers": c.num_layers, "heads": c.num_heads, "causal": c.causal, "eps": c.eps}
+    sizes["kv_heads"] = c.kv_heads or c.num_heads
+    w = dict(model.named_parameters())
+    rows = zip(x, write, reset, strict=True)
+    return torch.stack([reference.transformer(w, *row, **sizes) for row in rows])
+
+
+@pytest.mark.spec("TRF-LIN-D1")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "fields", [{}, {"kv_heads": 1, "mlp_ratio": 0.0}, {"num_layers": 3, "eps": 0.5}]
+)
+def test_against_every_weight_formed(causal, masked, fields):
+    model = model_of(causal=causal, output="sequence", **fields)
+    x, masks = inputs().requires_grad_(), masks_of(2, LENGTH) if masked else {}
+    y, state = model(x, **masks)
+    assert (state is None) == (not causal)
+    expected = expected_of(model, x, **masks)
+    near(y, expected, 1e-10)
+    probe = torch.randn(y.shape, generator=seeded(4))
+    wanted = [x, *model.parameters()]
+    near(
+        list(torch.autograd.grad((y * probe).sum(), wanted)),
+        list(torch.autograd.grad((expected * probe).sum(), wanted)),
+        1e-9,
+    )
+
+
+@pytest.mark.spec("TRF-LIN-I1", "TRF-LIN-I2")
+@settings(max_examples=25)
+@given(
+    cuts=st.lists(st.integers(0, LENGTH), max_size=LENGTH),
+    write=st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH),
+    reset=st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH),
+    masked=st.booleans(),
+)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"positions": {"kind": "relative", "form": "linear"}, "kv_heads": 1}],
+    ids=["plain", "shared_and_relative"],
+)
+def test_any_split(fields, cuts, write, reset, masked):
+    torch.set_default_dtype(torch.float64)
+    model, x = model_of(**fields), inputs()
+    sequence = LinearTransformer(model.config.model_copy(update={"output": "sequence"}))
+    sequence.load_state_dict(model.state_dict())
+    masks = {"write_mask": None, "reset_mask": None}
+    if masked:
+        masks = {
+            "write_mask": torch.tensor(write).reshape(2, LENGTH),
+            "reset_mask": torch.tensor(reset).reshape(2, LENGTH),
+        }
+    whole, _ = sequence(x, **masks)
+    near(in_pieces(sequence, x, cuts, **masks)[0], whole, 1e-10)
+    last, state = model(x, **masks)
+    pieces = [0, *sorted(cuts), LENGTH]
+    carried, y = None, None
+    for at, end in pairwise(pieces):
+        own = {n: None if mask is None else mask[:, at:end] for n, mask in masks.items()}
+        y, carried = model(x[:, at:end], carried, **own)
+    near(y, last, 1e-10)
+    near(carried, state, 1e-10)
+    for b in range(2):
+        written = [t for t in range(LENGTH) if not masked or write[b * LENGTH + t]]
+        near(last[b], whole[b, written[-1]] if written else torch.zeros(8))
+
+
+@pytest.mark.spec("TRF-LIN-I2")
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_anywhere_is_the_same_as_none(causal):
+    model, x = model_of(causal=causal), inputs(1, 6)
+    y, _ = model(x)
+    for place in (0, 3, 6):
+        padded = torch.cat([x[:, :place], 1e30 * torch.ones(1, 2, 5), x[:, place:]], 1)
+        write = torch.ones(1, 8, dtype=torch.bool)
+        write[:, place : place + 2] = False
+        near(model(padded, write_mask=write)[0], y, 1e-10)
+    nothing = torch.zeros(1, 6, dtype=torch.bool)
+    assert bool((model(x, write_mask=nothing)[0] == 0).all())
+    assert bool((model(x[:, :0])[0] == 0).all())
+
+
+@pytest.mark.spec("TRF-LIN-E1")
+def test_the_last_token_of_a_non_causal_model():
+    x = inputs()
+    for layers, same in ((1, True), (2, False)):
+        causal = model_of(num_layers=layers)
+        both = LinearTransformer(causal.config.model_copy(update={"causal": False}))
+        both.load_state_dict(causal.state_dict())
+        difference = float((both(x)[0] - causal(x)[0]).detach().norm())
+        assert (difference < 1e-12) if same else (difference > 1e-3)
+    causal = model_of(output="sequence")
+    changed = x.index_fill(1, torch.tensor([5]), 9.0)
+    assert torch.equal(causal(changed)[0][:, :5], causal(x)[0][:, :5])
+    with pytest.raises(ShapeError, match="causal=False looks at a sequence as a whole"):
+        _, state = causal(x)
+        model_of(causal=False)(x, state)
+
+
+MAPS = [
+    "elu",
+    "relu",
+    {"kind": "hedgehog"},
+    {"kind": "t2r", "d_phi": 5},
+    {"kind": "hadamard", "d_phi": 3},
+    {"kind": "mlp", "d_hidden": 3},
+    {"kind": "favor", "num_features": 6},
+    {"kind": "dpfp"},
+    {"kind": "taylor"},
+]
+
+
+PLACES = ["none", "rotary", "circulant_string", "relative", {"kind": "relative", "form": "linear"}]
+
+
+def of_positions(positions, heads, width, causal):
+    if positions.kind == "circulant_string":
+        return heads * width
+    if positions.kind == "relative":
+        table = (1 if causal else 2) * positions.max_distance + 1
+        return heads * (table if positions.form == "table" else 1)
+    return 0
+
+
+def count(c):
+    """The formula, with the map's own parameters drawn to be counted."""
+    width, kv = c.hidden_size, c.kv_heads or c.num_heads
+    head = width // c.num_heads
+    params = c.feature_map.init(head, heads=kv, generator=seeded())
+    phi = sum(item.numel() for item in params["learned"].values())
+    attention = 2 * width * width + 2 * width * kv * head + phi
+    attention += of_positions(c.positions, kv, head, c.causal)
+    hidden = int(c.mlp_ratio * width)
+    mlp = width + 3 * width * hidden if hidden else 0
+    return c.embed_dim * width + c.num_layers * (width + attention + mlp) + width
+
+
+@pytest.mark.spec("TRF-LIN-D2")
+@settings(max_examples=80)
+@given(
+    embed=st.integers(1, 12),
+    heads=st.sampled_from([1, 2, 4, 6]),
+    head=st.integers(1, 7),
+    layers=st.integers(1, 4),
+    shared=st.sampled_from([None, 1, 2]),
+    ratio=st.sampled_from([0.0, 1.0, 2.7, 4.0]),
+    causal=st.booleans(),
+    fields=st.sampled_from(MAPS),
+    places=st.sampled_from(PLACES),
+    output=st.sampled_from(["last", "sequence"]),
+)
+def test_param_count_is_the_true_count(
+    embed, heads, head, layers, shared, ratio, causal, fields, places, output
+):
+    torch.set_default_dtype(torch.float64)
+    normalizer = "sum" if FeatureMap(fields).kernel_non_negative else "none"
+    options = {
+        "embed_dim": embed,
+        "hidden_size": heads * head,
+        "num_heads": heads,
+        "num_layers": layers,
+        "kv_heads": shared if shared and heads % shared == 0 else None,
+        "mlp_ratio": ratio,
+        "causal": causal,
+        "feature_map": fields,
+        "normalizer": normalizer,
+        "positions": places if head > 2 else "none",
+        "output": output,
+    }
+    model = LinearTransformer.build(**options, generator=seeded())
+    true = sum(item.numel() for item in model.parameters())
+    assert LinearTransformer.param_count(**options) == true == count(model.config)
+    assert LinearTransformer.output_size(**options) == heads * head
+    y, _ = model(torch.randn(2, 3, embed, generator=seeded(1)))
+    assert y.shape == ((2, heads * head) if output == "last" else (2, 3, heads * head))
+
+
+@pytest.mark.spec("TRF-LIN-D2")
+def test_the_defaults_and_their_count():
+    config = LinearTransformerConfig(embed_dim=287)
+    assert (config.hidden_size, config.num_layers, config.num_heads) == (256, 4, 4)
+    assert (config.dropout, config.window_size, config.output) == (0.1, None, "last")
+    defaults = LinearTransformer.recommended_defaults()
+    assert set(defaults) == {"hidden_size", "num_layers", "num_heads", "window_size", "dropout"}
+    built = LinearTransformer.build(embed_dim=287, **defaults, device="meta")
+    assert built.config == config.model_copy(update={"window_size": 60})
+    # 287 x 256, then 4 x (4 x 256^2 + 3 x 256 x 1024 + 2 x 256), then 256
+    assert LinearTransformer.param_count(embed_dim=287) == 73_472 + 4 * 1_049_088 + 256
+    huge = LinearTransformer.param_count(embed_dim=8, hidden_size=2**20, num_heads=2**14)
+    assert huge == 8 * 2**20 + 4 * (16 * 2**40 + 2 * 2**20) + 2**20  # no room for its weights
+
+
+@pytest.mark.spec("TRF-LIN-I1")
+@pytest.mark.parametrize(("fields", "kv"), [({}, 2), ({"kv_heads": 1}, 1)])
+def test_the_state_is_the_sums_and_does_not_grow(fields, kv):
+    model = model_of(feature_map={"kind": "dpfp", "nu": 1}, **fields)  # d_phi = 2 d = 8
+    sizes = {model(inputs(1, length))[1].bytes for length in (1, 9, 40)}
+    assert sizes == {8 * (2 * kv * 8 * (4 + 1) + 8)}
+
+
+def test_a_window_is_the_most_tokens_of_a_call():
+    model, x = model_of(window_size=6), inputs(1, 9)
+    with pytest.raises(ShapeError, match="x has 9 tokens, more than window_size=6"):
+        model(x)
+    _, state = model(x[:, :6])
+    free = LinearTransformer(model.config.model_copy(update={"window_size": None}))
+    free.load_state_dict(model.state_dict())
+    near(model(x[:, 6:], state)[0], free(x)[0], 1e-10)
+
+
+def test_dropout_acts_in_training_alone_on_what_layers_add():
+    model, x = model_of(dropout=0.4, num_layers=1, mlp_ratio=0.0, output="sequence"), inputs(1, 3)
+    plain = model.eval()(x)[0]
+    assert torch.equal(model(x)[0], plain)
+    near(plain, expected_of(model, x), 1e-10)
+    model.train()
+    kept = model.layers[0].attention(model.layers[0].norm(model.project(x)))[0] / 0.6
+    torch.manual_seed(0)
+    layer, h = model.layers[0], model.project(x)
+    added = layer(h, None)[0] - h
+    zero = added.abs() < 1e-15
+    assert 0 < int(zero.sum()) < zero.numel()
+    near(added[~zero], kept[~zero], 1e-12)
+
+
+@pytest.mark.spec("TRF-LIN-I3")
+def test_one_seed_one_model_wherever_it_is_built():
+    before = torch.get_rng_state()
+    first = LinearTransformer.build(**SMALL, feature_map=T2R, generator=seeded())
+    assert torch.equal(torch.get_rng_state(), before)
+    meta = LinearTransformer.build(**SMALL, feature_map=T2R, device="meta")
+    meta.to_empty(device="cpu")
+    meta.reset_parameters(seeded())
+    again = LinearTransformer.build(**SMALL, feature_map=T2R, generator=seeded())
+    again.reset_parameters(seeded())
+    for other in (meta, again):
+        mine, theirs = first.state_dict(), other.state_dict()
+        assert list(mine) == list(theirs) and all(torch.equal(mine[n], theirs[n]) for n in mine)
+    narrow = LinearTransformer.build(**SMALL, generator=seeded(), dtype=torch.bfloat16)
+    assert narrow(inputs().bfloat16())[0].dtype == torch.bfloat16
+    assert LinearTransformer.build(**SMALL, device="meta")(inputs().to("meta"))[0].shape == (2, 8)
+
+
+@pytest.mark.spec("TRF-LIN-I3")
+def test_compiled_copied_detached():
+    model, x = model_of(), inputs()
+    y, state = model(x)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    near(compiled(x)[0], y)
+    near(copy.deepcopy(model)(x)[0], y)
+    assert state.last.requires_grad
+    assert not any(item.requires_grad for item in leaves(state.detach()))
+
+
+def test_it_learns_to_name_the_sum_of_what_it_saw():
+    model = LinearTransformer.build(
+        embed_dim=2, hidden_size=16, num_heads=2, num_layers=1, dropout=0.0, generator=seeded()
+    )
+    head, x = torch.nn.Linear(16, 1, bias=False), torch.randn(64, 6, 2, generator=seeded(1))
+    target = x[..., :1].mean(1)
+    with torch.no_grad():
+        head.weight.zero_()
+    optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss = (head(model(x)[0]) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.05 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"embed_dim": 0}, "embed_dim"),
+        ({"embed_size": 4}, "embed_size.*Did you mean 'embed_dim'"),
+        ({"num_heads": 3}, "num_heads: must divide hidden_size=8, got 3"),
+        ({"dropout": 1.0}, "dropout: must be < 1"),
+        ({"mlp_ratio": 0.05}, "gives no hidden unit"),
+        ({"window_size": 0}, "window_size"),
+        ({"output": "mean"}, "output: must be 'last' or 'sequence'"),
+        ({"kv_heads": 3}, "kv_heads"),
+        ({"feature_map": "identity"}, "normalizer='sum' with feature_map 'identity'"),
+    ],
+)
+def test_what_cannot_be_built(fields, named):
+    with pytest.raises(ConfigError, match=named):
+        LinearTransformer.build(**{**SMALL, **fields})
+    with pytest.raises(ConfigError, match=named):
+        LinearTransformer.param_count(**{**SMALL, **fields})
+
+
+def test_embed_dim_is_required():
+    with pytest.raises(ConfigError, match="embed_dim: is required"):
+        LinearTransformer.build()
+
+
+def test_what_does_not_fit():
+    model = model_of()
+    _, state = model(inputs())
+    with pytest.raises(ShapeError, match=r"x must be \[B, T, 5\]"):
+        model(inputs(width=4))
+    with pytest.raises(ShapeError, match="state must be the TransformerState"):
+        model(inputs(), state.layers)
+    with pytest.raises(ShapeError, match="for 3 sequences"):
+        model(inputs(3), state)
+    with pytest.raises(ShapeError, match="of 3 layers"):
+        model_of(num_layers=3)(inputs(), state)
+    with pytest.raises(ShapeError, match="output 'last'"):
+        model(inputs(), model_of(output="sequence")(inputs())[1])
