@@ -51,7 +51,6 @@ class DeepMomentum(MatrixOptimizer):
     """
 
     structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, "shared", "width")
-    gathers: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -88,6 +87,10 @@ class DeepMomentum(MatrixOptimizer):
         for p in group["params"]:
             if p.numel() == 0:
                 raise ConfigError(f"{name_of(group, p)} has no rows for a network to learn from")
+
+    def gathers(self, group: Group, p: Tensor) -> bool:
+        """Always: the whole matrix has a part in every row."""
+        return True
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """A network at its start."""

@@ -60,7 +60,6 @@ class M3(MatrixOptimizer):
     structural: ClassVar[tuple[str, ...]] = (
         *MatrixOptimizer.structural, "accumulate", "second_moment", "vectors", "period",
     )  # fmt: skip
-    gathers: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -109,6 +108,10 @@ class M3(MatrixOptimizer):
                 f"retain 1 never writes the second moment of {name_of(group, scaled[0])}; "
                 "choose one below 1"
             )
+
+    def gathers(self, group: Group, p: Tensor) -> bool:
+        """Always: the whole matrix has a part in every row."""
+        return True
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """Zero averages and a step of 0."""
