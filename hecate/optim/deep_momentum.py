@@ -30,7 +30,7 @@ CHANGE, OUT = "w_in", "w_out"
 
 
 class DeepMomentum(MatrixOptimizer):
-    """deep_momentum: w <- (1 - lr weight_decay) w + lr m'(g), m' = momentum m - c grad_m ell(m; g).
+    """deep_momentum: w <- (1 - lr weight_decay) w + lr NS(m'(g)), m' = momentum m - c grad ell(m; g).
 
     The momentum is the network m(u) = W_2 tanh(W_1 u) of the memories' `deep_momentum`, on rows of
     the gradient, trained by one explicit step before it is read: `objective="descent"` teaches it
@@ -39,30 +39,41 @@ class DeepMomentum(MatrixOptimizer):
     depend on the sign of g. It starts at a fixed draw for W_1 and at W_2 = 0; `momentum` decays the
     distance from there. The loss is the sum over rows.
 
+    input_scale: `rms` (the default of `descent`) divides the gradient by the root mean square of
+    its rows that are not zero. A gradient of length s teaches m only s^2 as fast and is answered s
+    times as long: without it steps shrink like s^3, and a model whose gradients are small stands
+    still. With it B is of the order of rows times width, and c close to 1 / B.
+    orthogonalize: Newton-Schulz on m'(g), eq. 52 (the default of `descent`); True, False, or fields
+    of its algorithm. m answers a direction of variance v by about v / (v + 1 - momentum) of it, so
+    without it only the strongest direction moves. It makes steps as long as `Muon`'s, lr alike.
     shared: one network for all rows of one width in a group, trained on those of this step
     together; every parameter of that width keeps a copy, also without a gradient. Else one each.
-    width: hidden units. rate: step size of the network.
-    orthogonalize: Newton-Schulz on m'(g); True, or fields of its algorithm.
+    width: hidden units, and the most directions that an answer has. rate: step size of the network.
 
     Shapes: gradient `[r, c]`; state W_1 minus its start `[width, c]`, W_2 `[c, width]`.
     Cost: 10 r c width. Sharded parameters are gathered.
-    Warning: m starts at 0 and learns at `rate`: its first steps are short.
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 50. [OPT-DEEP-D1]
+    Warning: eq. 50 alone, `objective="paper"`, or `descent` with `input_scale="none"` and
+    `orthogonalize=False`, trains slowly or not at all.
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 50 and 52.
+    [OPT-DEEP-D1]
     """
 
-    structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, "shared", "width")
+    structural: ClassVar[tuple[str, ...]] = (
+        *MatrixOptimizer.structural, "shared", "width", "input_scale",
+    )  # fmt: skip
 
     def __init__(
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.9,
-        width: int = 16,
+        width: int = 32,
         rate: float = 0.1,
         *,
         shared: bool = False,
         objective: Literal["descent", "paper"] = "descent",
-        orthogonalize: bool | Mapping[str, Any] = False,
+        input_scale: Literal["rms", "none"] | None = None,
+        orthogonalize: bool | Mapping[str, Any] | None = None,
         weight_decay: float = 0.0,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -77,8 +88,14 @@ class DeepMomentum(MatrixOptimizer):
 
     def check(self, group: Group) -> None:
         """Refuses options that mean nothing, and parameters without rows."""
-        group["orthogonalize"] = settings(group["orthogonalize"])
+        taught = group["objective"] == "descent"
+        if group["input_scale"] is None:
+            group["input_scale"] = "rms" if taught else "none"
+        if group["orthogonalize"] is None:
+            group["orthogonalize"] = taught
+        group["orthogonalize"] = settings(group["orthogonalize"]) or False
         super().check(group)
+        check_choice(group, "input_scale", ("rms", "none"))
         check_number(group, "momentum", high=1.0)
         check_count(group, "width")
         check_number(group, "rate")
@@ -112,19 +129,20 @@ class DeepMomentum(MatrixOptimizer):
         for members in self._together(group, rows):
             state = states[members[0]]
             joined = torch.cat([rows[i] for i in members]) if members[1:] else rows[members[0]]
+            scale = _length(joined) if group["input_scale"] == "rms" else 1
             step, *network = self._network(group).direction(
-                joined[None],
+                (joined / scale)[None],
                 joined.new_ones(1),
                 joined.new_full((1,), float(group["momentum"])),
                 state[CHANGE][None],
                 state[OUT][None],
             )
             counts = [len(rows[i]) for i in members]
-            found.update(zip(members, step[0].split(counts), strict=True))
+            found.update(zip(members, (scale * step[0]).split(counts), strict=True))
             for owner in self._owners(group, states, members):
                 for key, value in zip((CHANGE, OUT), network, strict=True):
                     put(group, owner, key, value[0])
-        options = group["orthogonalize"]
+        options = group["orthogonalize"] or None
         updates = [-orthogonalised(found[i], options) for i in range(len(rows))]
         bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
 
@@ -147,3 +165,10 @@ class DeepMomentum(MatrixOptimizer):
         every = [self.state[p] for p in group["params"]]
         return [s for s in every if s[OUT].shape == like.shape and s[OUT].dtype == like.dtype
                 and s[OUT].device == like.device]  # fmt: skip
+
+
+def _length(rows: Tensor) -> Tensor:
+    """The root mean square of the entries of rows that are not zero; 1 if all are."""
+    moved = (rows != 0).any(-1).sum() * rows.shape[-1]
+    power = rows.square().sum() / moved.clamp(min=1)
+    return torch.where(power > 0, power, 1).sqrt()

@@ -157,7 +157,7 @@ class DeltaMomentum(OptimizerKind):
 
 
 class DeepMomentum(OptimizerKind):
-    """deep_momentum: w <- (1 - lr weight_decay) w + lr m'(g), m' = momentum m - c grad_m ell(m; g).
+    """deep_momentum: w <- (1 - lr weight_decay) w + lr NS(m'(g)), m' = momentum m - c grad ell(m; g).
 
     `hecate.optim.DeepMomentum`, which says what its options mean.
 
@@ -167,11 +167,12 @@ class DeepMomentum(OptimizerKind):
 
     kind: Literal["deep_momentum"] = "deep_momentum"
     momentum: Share = 0.9
-    width: Count = 16
+    width: Count = 32
     rate: NonNegative = 0.1
     shared: bool = False
     objective: Literal["descent", "paper"] = "descent"
-    orthogonalize: bool = False
+    input_scale: Literal["rms", "none"] | None = None
+    orthogonalize: bool | None = None
     matrix: View = "flatten"
     factory: ClassVar[Callable[..., torch.optim.Optimizer]] = optim.DeepMomentum
 
