@@ -30,7 +30,7 @@ CHANGE, OUT = "w_in", "w_out"
 
 
 class DeepMomentum(MatrixOptimizer):
-    """deep_momentum: w <- (1 - lr weight_decay) w + lr NS(m'(g)), m' = momentum m - c grad ell(m; g).
+    """deep_momentum: w <- (1 - lr weight_decay) w + lr NS m(g), m <- momentum m - c grad ell(m; g).
 
     The momentum is the network m(u) = W_2 tanh(W_1 u) of the memories' `deep_momentum`, on rows of
     the gradient, trained by one explicit step before it is read: `objective="descent"` teaches it

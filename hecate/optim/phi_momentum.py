@@ -24,7 +24,7 @@ from hecate.optim.options import (
     name_of,
 )
 from hecate.optim.orthogonal import settings
-from hecate.optim.passes import Numberwise, Pass, Rowwise, acts_on_numbers, number_by_number
+from hecate.optim.passes import Numberwise, Rowwise, acts_on_numbers, move, number_by_number
 from hecate.optim.phi_rows import PhiOptimizer, map_of
 from hecate.optim.precondition import COLUMNS, ROWS, SQUARE, WIDEST
 from hecate.optim.sharding import is_spread, like, local, rows_are_whole
@@ -235,51 +235,42 @@ class PhiMomentum(PhiOptimizer):
         held = [state[HELD] for state in states]
         bulk = Bulk(group["foreach"], group["differentiable"], held[0].dtype)
         if number_by_number(group):
-            row_map = self.row_map(group, held[0].new_empty(0, 1))
-            numbers = Numberwise(row_map, bulk.foreach)
-            if bulk.foreach:
-                size = BLOCK if numbers.plain else CACHE
-                for block in blocks((params, grads, held), size):
-                    _move(group, bulk, numbers, *block)
-                return
-            held = _move(group, bulk, numbers, params, grads, held)
-        else:
-            rows = Rowwise(group, states, lambda like: self.row_map(group, like))
-            held = _move(group, bulk, rows, params, grads, held)
-            self._guarded = self._guarded + rows.guarded
+            self._by_number(group, bulk, params, grads, states)
+            return
+        rows = Rowwise(group, bulk, states, lambda like: self.row_map(group, like))
+        held = move(group, bulk, rows, params, grads, held)
+        self._guarded = self._guarded + rows.guarded
         for state, value in zip(states, held, strict=True):
             state[HELD] = value
+
+    def _by_number(
+        self,
+        group: Group,
+        bulk: Bulk,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+    ) -> None:
+        """In blocks that stay in the cache from phi to the weights, where nothing needs a graph."""
+        row_map = self.row_map(group, states[0][HELD].new_empty(0, 1))
+        keys = [HELD, SQUARE] if group["precondition"] else [HELD]
+        kept = [[state[key] for state in states] for key in keys]
+        if bulk.foreach:
+            plain = isinstance(row_map.feature_map, Identity) and len(keys) == 1
+            for some, slopes, held, *rest in blocks(
+                (params, grads, *kept), BLOCK if plain else CACHE
+            ):
+                numbers = Numberwise(group, bulk, row_map, rest[0] if rest else [])
+                move(group, bulk, numbers, some, slopes, held)
+            return
+        numbers = Numberwise(group, bulk, row_map, kept[1] if kept[1:] else [])
+        held = move(group, bulk, numbers, params, grads, kept[0])
+        for key, values in zip(keys, (held, numbers.squares), strict=False):
+            for state, value in zip(states, values, strict=True):
+                state[key] = value
 
 
 def _rows_first(p: Tensor, group: Group) -> bool:
     """Whether the rows of p's matrix are those of its first dimension, and none is cut."""
     first = p.ndim == 2 or (p.ndim > 2 and group["matrix"] == "flatten")
     return first and rows_are_whole(p, group["matrix"])
-
-
-def _move(
-    group: Group,
-    bulk: Bulk,
-    through: Pass,
-    params: list[Tensor],
-    grads: list[Tensor],
-    held: list[Tensor],
-) -> list[Tensor]:
-    """One step in place; the new momentum, which under autograd is not the old tensor."""
-    lr, momentum = bulk.number(group["lr"]), bulk.number(group["momentum"])
-    decay, gain = bulk.number(group["weight_decay"]), 1 - group["dampening"]
-    hope = group["form"] == "hope"
-    if grads[0].dtype != held[0].dtype:
-        grads = [g.to(m.dtype) for g, m in zip(grads, held, strict=True)]
-    if decay and not group["decoupled"]:
-        grads = bulk.sum(grads, params, decay)
-    written = through.enter(grads)
-    held = bulk.decay(held, momentum)
-    held = bulk.add(held, written, -lr * gain if hope else gain)
-    ahead = held
-    if group["nesterov"]:
-        ahead = bulk.sum(bulk.scaled(written, -lr) if hope else written, held, momentum)
-    values = bulk.decay(params, 1 - lr * decay) if decay and group["decoupled"] else params
-    values = bulk.add(values, through.leave(ahead), 1 if hope else -lr)
-    bulk.write(params, values)
-    return held

@@ -157,7 +157,7 @@ class DeltaMomentum(OptimizerKind):
 
 
 class DeepMomentum(OptimizerKind):
-    """deep_momentum: w <- (1 - lr weight_decay) w + lr NS(m'(g)), m' = momentum m - c grad ell(m; g).
+    """deep_momentum: w <- (1 - lr weight_decay) w + lr NS m(g), m <- momentum m - c grad ell(m; g).
 
     `hecate.optim.DeepMomentum`, which says what its options mean.
 
