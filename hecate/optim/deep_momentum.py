@@ -24,7 +24,7 @@ from hecate.optim.options import (
     name_of,
 )
 from hecate.optim.orthogonal import orthogonalised, settings
-from hecate.optim.tensors import Bulk, as_matrix, outline, state_dtype
+from hecate.optim.tensors import SMALL, Bulk, as_matrix, outline, state_dtype
 
 CHANGE, OUT = "w_in", "w_out"
 
@@ -127,48 +127,63 @@ class DeepMomentum(MatrixOptimizer):
         ]
         found = dict[int, Tensor]()
         for members in self._together(group, rows):
-            state = states[members[0]]
-            joined = torch.cat([rows[i] for i in members]) if members[1:] else rows[members[0]]
-            scale = _length(joined) if group["input_scale"] == "rms" else 1
-            step, *network = self._network(group).direction(
-                (joined / scale)[None],
-                joined.new_ones(1),
-                joined.new_full((1,), float(group["momentum"])),
-                state[CHANGE][None],
-                state[OUT][None],
-            )
-            counts = [len(rows[i]) for i in members]
-            found.update(zip(members, (scale * step[0]).split(counts), strict=True))
-            for owner in self._owners(group, states, members):
+            if group["shared"]:
+                joined = torch.cat([rows[i] for i in members])[None]
+                network = [states[members[0]][key][None] for key in (CHANGE, OUT)]
+            else:
+                joined = torch.stack([rows[i] for i in members])
+                network = [torch.stack([states[i][key] for i in members]) for key in (CHANGE, OUT)]
+            answers, *network = self._answers(group, joined, network)
+            if group["shared"]:
+                parts = answers[0].split([len(rows[i]) for i in members])
+            else:
+                parts = answers.unbind()
+            found.update(zip(members, parts, strict=True))
+            for i, owner in self._owners(group, states, members):
                 for key, value in zip((CHANGE, OUT), network, strict=True):
-                    put(group, owner, key, value[0])
+                    put(group, owner, key, value[i])
         options = group["orthogonalize"] or None
         updates = [-orthogonalised(found[i], options) for i in range(len(rows))]
         bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
+
+    def _answers(self, group: Group, rows: Tensor, network: list[Tensor]) -> tuple[Tensor, ...]:
+        """What networks `[n, ...]` answer to rows `[n, r, c]` that train them, and they then."""
+        scale = _length(rows) if group["input_scale"] == "rms" else rows.new_ones(1, 1, 1)
+        one = rows.new_ones(len(rows))
+        momentum = one * float(group["momentum"])
+        step, *network = self._network(group).direction(rows / scale, one, momentum, *network)
+        return scale * step, *network
 
     def _network(self, group: Group) -> algorithm.DeepMomentum:
         names = ("width", "rate", "objective")
         return algorithm.DeepMomentum(**{name: group[name] for name in names})
 
     def _together(self, group: Group, rows: list[Tensor]) -> list[list[int]]:
-        """Which gradients go through one network."""
-        together: dict[int, list[int]] = {}
+        """Which gradients go through one network, or small ones of one shape each through its own.
+
+        A call costs more than the arithmetic of small ones.
+        """
+        together: dict[Any, list[int]] = {}
         for i, x in enumerate(rows):
-            together.setdefault(x.shape[-1] if group["shared"] else i, []).append(i)
+            joins = x.numel() < SMALL and group["foreach"] is not False
+            alone = x.shape if joins else i
+            together.setdefault(x.shape[-1] if group["shared"] else alone, []).append(i)
         return list(together.values())
 
-    def _owners(self, group: Group, states: list[State], members: list[int]) -> list[State]:
-        """The states that hold the network of these gradients."""
+    def _owners(
+        self, group: Group, states: list[State], members: list[int]
+    ) -> list[tuple[int, State]]:
+        """The states that hold the networks of these gradients, and which of them."""
         if not group["shared"]:
-            return [states[i] for i in members]
+            return [(place, states[i]) for place, i in enumerate(members)]
         like = states[members[0]][OUT]
         every = [self.state[p] for p in group["params"]]
-        return [s for s in every if s[OUT].shape == like.shape and s[OUT].dtype == like.dtype
+        return [(0, s) for s in every if s[OUT].shape == like.shape and s[OUT].dtype == like.dtype
                 and s[OUT].device == like.device]  # fmt: skip
 
 
 def _length(rows: Tensor) -> Tensor:
-    """The root mean square of the entries of rows that are not zero; 1 if all are."""
-    moved = (rows != 0).any(-1).sum() * rows.shape[-1]
-    power = rows.square().sum() / moved.clamp(min=1)
+    """By matrix, the root mean square of rows that are not zero; 1 if all are. `[n, 1, 1]`."""
+    moved = (rows != 0).any(-1, keepdim=True).sum(-2, keepdim=True) * rows.shape[-1]
+    power = rows.square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)
     return torch.where(power > 0, power, 1).sqrt()

@@ -8,7 +8,7 @@ import torch
 
 from hecate import algorithm
 from hecate.errors import ConfigError, StabilityWarning
-from hecate.lab.descents import draw_text, read_text
+from hecate.lab.lessons import draw_text, learn
 from hecate.optim import M3, DeepMomentum, DeltaMomentum, Muon
 from tests.optim.test_fixed_points_and_descent import quadratic
 from tests.optim.test_muon_and_m3 import follow, parameter
@@ -217,11 +217,11 @@ def test_it_reads_text_as_well_as_momentum_does():
     text = draw_text([0], 100)
 
     def bits(make, lrs):
-        return min(read_text(make, lr, 0, text) for lr in lrs)
+        return min(learn(make, lr, 0, text) for lr in lrs)
 
     momentum = bits(lambda g: torch.optim.SGD(g, momentum=0.9), (0.03, 0.1, 0.3))
-    assert bits(DeepMomentum, (0.1, 0.3, 1.0)) < momentum + 0.02 < text.unigram
-    assert bits(lambda g: DeepMomentum(g, objective="paper"), (0.1, 0.3, 1.0)) > text.unigram
+    assert bits(DeepMomentum, (0.1, 0.3, 1.0)) < momentum + 0.02 < text.chance
+    assert bits(lambda g: DeepMomentum(g, objective="paper"), (0.1, 0.3, 1.0)) > text.chance
 
 
 @pytest.mark.spec("OPT-DEEP-V1")
