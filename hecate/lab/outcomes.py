@@ -54,7 +54,7 @@ class Budget(NamedTuple):
         if quick:
             few = tuple(e for e in ENTRANTS if e.name in QUICK)
             warps = _warps((1, 10), (0.5, 1), (1, 3))
-            return cls(GRID[::2], 100, 200, warps, 200, entrants=few)
+            return cls(GRID[::2], 100, 100, warps, 100, entrants=few)
         warps = _warps((1, 5, 10, 20), (0.5, 1, 2), (1, 3, 5, 10))
         return cls(GRID, warps=warps, text=100, recall=60)
 

@@ -210,9 +210,10 @@ def examine_state(optimizer: Optimizer, given: dict[str, Any]) -> None:
 
 
 def _matching(name: str, own: State, other: State | None) -> State:
-    if other is None or own.keys() != other.keys():
+    other = other or {}  # torch leaves out what has no state
+    if own.keys() != other.keys():
         raise ConfigError(
-            f"the checkpoint's state of {name} holds {sorted(other or ())}, this optimiser needs "
+            f"the checkpoint's state of {name} holds {sorted(other)}, this optimiser needs "
             f"{sorted(own)}; construct it as it was when the checkpoint was written"
         )
     for key, value in own.items():

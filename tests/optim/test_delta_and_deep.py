@@ -322,8 +322,8 @@ def test_a_network_needs_rows():
         (DeepMomentum, {"width": 3, "rate": 0.5, "shared": True}),
         (DeepMomentum, {"width": 3, "rate": 0.5, "orthogonalize": False}),
         (Muon, {"ns_steps": 2}),
-        (M3, {"ns_steps": 2, "period": 2, "second_moment": "before"}),
-        (M3, {"ns_steps": 2, "period": 2, "second_moment": "after", "accumulate": "sum"}),
+        (M3, {"ns_steps": 2, "slow_period": 2, "second_moment": "before"}),
+        (M3, {"ns_steps": 2, "slow_period": 2, "second_moment": "after", "accumulate": "sum"}),
     ],
     ids=lambda o: o.__name__ if isinstance(o, type) else "-".join(map(str, o.values())),
 )

@@ -32,8 +32,8 @@ SHAPES = [(8, 6), (5, 7), (1, 4), (3, 2, 3)]  # even, uneven, empty on some, a c
 MATRICES = [(8, 6), (9, 6), (3, 18), (5, 7), (1, 4)]
 GATHERING = [
     (Muon, {"weight_decay": 0.1}),
-    (M3, {"period": 2, "second_moment": "after"}),
-    (M3, {"period": 3, "accumulate": "sum", "second_moment": "before"}),
+    (M3, {"slow_period": 2, "second_moment": "after"}),
+    (M3, {"slow_period": 3, "accumulate": "sum", "second_moment": "before"}),
     (DeltaMomentum, {}),
     (DeltaMomentum, {"reading": "scalar", "orthogonalize": True}),
     (DeepMomentum, {"width": 3}),

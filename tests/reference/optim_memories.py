@@ -49,7 +49,7 @@ class M3:
     momentum: float = 0.95
     slow_momentum: float = 0.9
     slow: float = 0.5
-    period: int = 3
+    slow_period: int = 3
     accumulate: str = "ema_mean"
     second_moment: str = "none"
     vector: str = ""  # "adam", "row": how a vector is treated; "" for matrices
@@ -78,7 +78,7 @@ class M3:
 
     def step(self, w, g):
         self.past.append(g)
-        f, t = self.period, len(self.past)
+        f, t = self.slow_period, len(self.past)
         if t % f == 0:
             windows = [self.past[i : i + f] for i in range(0, t, f)]
             read = {
