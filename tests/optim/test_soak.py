@@ -30,7 +30,9 @@ EVERY = {
         p, LR, feature_map={"kind": "linear", "d_phi": 3}, lift="learned"
     ),
     "learned phi": lambda p: PhiMomentum(p, LR, feature_map="hedgehog", phi_lr=0.01),
-    "phi space": lambda p: PhiMomentum(p, LR, feature_map="hedgehog", space="phi"),
+    "phi space": lambda p: PhiMomentum(
+        p, LR, feature_map={"kind": "linear", "d_phi": 6}, space="phi"
+    ),
     "kernel": lambda p: KernelMomentum(p, LR),
     "delta": lambda p: DeltaMomentum(p, LR),
     "deep": lambda p: DeepMomentum(p, LR, width=4),
