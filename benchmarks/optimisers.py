@@ -22,6 +22,7 @@ ELEMENTWISE: dict[str, Make] = {
     "phi_momentum tanh": lambda m: PhiMomentum(m.parameters(), LR, feature_map="tanh"),
 }
 MEMORIES: dict[str, Make] = {
+    "phi_momentum diagonal": lambda m: PhiMomentum(m.parameters(), LR, precondition="diagonal"),
     "kernel_momentum": lambda m: KernelMomentum(m.parameters(), LR),
     "delta_momentum matrix": lambda m: DeltaMomentum(m.parameters(), LR),
     "delta_momentum rows": lambda m: DeltaMomentum(m.parameters(), LR, reading="rows"),

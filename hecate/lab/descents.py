@@ -1,4 +1,4 @@
-"""What optimisers descend, and how well: surfaces, all learning rates at once, and text."""
+"""Surfaces that optimisers descend, at all learning rates at once, and how well they do."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from hecate.data.bundled import Bundled
-
 Make = Callable[[list[dict[str, Any]]], Optimizer]  # groups of parameters, each with its lr
-Example = tuple[Tensor, Tensor]  # bytes [B, CONTEXT], the byte after each [B]
 
 SIDE = 8  # of the quadratic's matrix
 CONDITION = 100.0
@@ -23,7 +19,6 @@ PUBLISHED = None  # the start of the warped surfaces in the paper, instead of a 
 JITTER = 0.1  # around it
 LOST = 1e9  # a loss from which nobody is waited for
 FLOOR, CEILING = 1e-16, 1e6  # losses are shown between these
-CONTEXT, EMBEDDING, HIDDEN, BYTES = 4, 8, 32, 256  # of the text model
 
 
 class Surface(NamedTuple):
@@ -132,63 +127,6 @@ def steps_to(history: Tensor, enough: float) -> Tensor:
     return torch.where(there.any(0), there.int().argmax(0).double(), math.inf)
 
 
-class Text(NamedTuple):
-    """Batches of bytes by seed, and those held out."""
-
-    batches: dict[int, list[Example]]
-    held_out: Example
-    facts: dict[str, str | int | float]
-    unigram: float  # bits per byte on what is held out
-
-
-def draw_text(seeds: Sequence[int], steps: int, batch: int = 128) -> Text:
-    """The texts that every Python carries, cut at 256 KiB."""
-    source = Bundled(max_bytes=1 << 18).load()
-    batches = {
-        seed: [
-            (drawn.tokens, drawn.targets[:, -1])
-            for drawn in (source.train_batch(seed, step, batch, CONTEXT) for step in range(steps))
-        ]
-        for seed in seeds
-    }
-    (held,) = source.validation_batches(2048, CONTEXT, 1)
-    unigram = source.baselines(2048, CONTEXT, 1)["unigram"]
-    return Text(batches, (held.tokens, held.targets[:, -1]), source.describe(), unigram)
-
-
-def text_model(seed: int) -> list[Tensor]:
-    """Embedding, hidden and output matrix of a network that sees CONTEXT bytes; no biases."""
-    shapes = [(BYTES, EMBEDDING), (HIDDEN, CONTEXT * EMBEDDING), (BYTES, HIDDEN)]
-    scales = [1.0, (CONTEXT * EMBEDDING) ** -0.5, HIDDEN**-0.5]
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randn(s, generator=generator, dtype=torch.float32) for s in shapes]
-    return [(s * x).requires_grad_() for s, x in zip(scales, drawn, strict=True)]
-
-
-def text_loss(params: list[Tensor], example: Example) -> Tensor:
-    """Cross-entropy of the next byte, in nats."""
-    embedding, hidden, out = params
-    tokens, target = example
-    seen = F.embedding(tokens, embedding).flatten(1)
-    return F.cross_entropy(torch.tanh(seen @ hidden.mT) @ out.mT, target)
-
-
-def read_text(make: Make, lr: float, seed: int, text: Text) -> float:
-    """Bits per byte on what is held out, after one pass over a seed's batches."""
-    params = text_model(seed)
-    optimizer = make([{"params": params, "lr": lr}])
-    for example in text.batches[seed]:
-        loss = text_loss(params, example)
-        if not loss.item() < LOST:
-            break
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    with torch.no_grad():
-        bits = text_loss(params, text.held_out).item() / math.log(2)
-    return bits if bits < CEILING else CEILING
-
-
 class Score(NamedTuple):
     """A lower-is-better number per seed `[seeds]`, at the learning rate chosen on others."""
 
@@ -240,16 +178,6 @@ def sweep(
     history = descend(make, warped(warps, seeds), chosen, steps, ENOUGH)
     shown = steps_to(history, ENOUGH)[0].view(-1, len(seeds))
     return Sweep(shown, needed.gather(0, best[None])[0], lrs[best, 0])
-
-
-def score_text(
-    make: Make, grid: Sequence[float], seeds: Sequence[int], other: int, text: Text
-) -> Score:
-    """Bits per byte held out."""
-    tried = [read_text(make, lr, other, text) for lr in grid]
-    lr = grid[tried.index(min(tried))]
-    shown = [read_text(make, lr, seed, text) for seed in seeds]
-    return Score(torch.tensor(shown, dtype=torch.float64), min(tried), lr)
 
 
 def _normal(seed: int, *shape: int) -> Tensor:

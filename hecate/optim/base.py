@@ -39,7 +39,6 @@ class MatrixOptimizer(Optimizer):
 
     structural: ClassVar[tuple[str, ...]] = ("state_dtype", "matrix")  # as in the checkpoint
     carried: ClassVar[tuple[str, ...]] = ()  # attributes that copies take along
-    gathers: ClassVar[bool] = False  # whether a step needs a sharded parameter whole
 
     # What a subclass gives.
 
@@ -53,11 +52,15 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         """One step on parameters of one device and dtype, in place.
 
-        All tensors are this process's own, or whole where the class `gathers`. Gradients point
+        All tensors are this process's own, or whole where it `gathers`. Gradients point
         uphill (`maximize` is dealt with) and are finite unless the group says `propagate`. Under
         `differentiable` a new tensor takes the place of a state's entry; otherwise entries are
         overwritten in place.
         """
+
+    def gathers(self, group: Group, p: Tensor) -> bool:
+        """Whether a step needs all of a sharded parameter, which then is gathered."""
+        return False
 
     def check(self, group: Group) -> None:
         """Refuses options that cannot be computed; a subclass adds its own."""
@@ -85,8 +88,8 @@ class MatrixOptimizer(Optimizer):
         return loss
 
     def _buckets(self, group: Group) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Parameters with their gradients, by device and dtype; sparse gradients are refused."""
-        buckets: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        """Parameters with their gradients, by device, dtype and whether they are gathered."""
+        buckets: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
         for p in group["params"]:
             if (grad := p.grad) is None:
                 continue
@@ -96,9 +99,10 @@ class MatrixOptimizer(Optimizer):
                     f"{name_of(group, p)}; give it to torch.optim.SparseAdam, or set sparse=False "
                     "in its Embedding"
                 )
-            params, grads = buckets.setdefault((p.device, p.dtype), ([], []))
+            gathered = is_sharded(p) and self.gathers(group, p)
+            params, grads = buckets.setdefault((p.device, p.dtype, gathered), ([], []))
             params.append(p)
-            grads.append(whole(grad) if self.gathers else local(grad))
+            grads.append(whole(grad) if gathered else local(grad))
         return list(buckets.values())
 
     def _finite(
@@ -126,11 +130,12 @@ class MatrixOptimizer(Optimizer):
         states: list[State] = [self.state[p] for p in params]
         if not any(is_sharded(p) for p in params):
             return self.update(group, params, grads, states)
-        view = whole if self.gathers else local
+        gathered = any(is_sharded(p) and self.gathers(group, p) for p in params)
+        view = whole if gathered else local
         viewed = [{key: view(value) for key, value in state.items()} for state in states]
         values = [view(p) for p in params]
         self.update(group, values, grads, viewed)
-        if self.gathers:
+        if gathered:
             for p, value, state, found in zip(params, values, states, viewed, strict=True):
                 put_back(p, value)
                 for key, entry in state.items():
@@ -205,9 +210,10 @@ def examine_state(optimizer: Optimizer, given: dict[str, Any]) -> None:
 
 
 def _matching(name: str, own: State, other: State | None) -> State:
-    if other is None or own.keys() != other.keys():
+    other = other or {}  # torch leaves out what has no state
+    if own.keys() != other.keys():
         raise ConfigError(
-            f"the checkpoint's state of {name} holds {sorted(other or ())}, this optimiser needs "
+            f"the checkpoint's state of {name} holds {sorted(other)}, this optimiser needs "
             f"{sorted(own)}; construct it as it was when the checkpoint was written"
         )
     for key, value in own.items():

@@ -24,13 +24,13 @@ from hecate.optim.options import (
     name_of,
 )
 from hecate.optim.orthogonal import orthogonalised, settings
-from hecate.optim.tensors import Bulk, as_matrix, outline, state_dtype
+from hecate.optim.tensors import SMALL, Bulk, as_matrix, outline, state_dtype
 
 CHANGE, OUT = "w_in", "w_out"
 
 
 class DeepMomentum(MatrixOptimizer):
-    """deep_momentum: w <- (1 - lr weight_decay) w + lr m'(g), m' = momentum m - c grad_m ell(m; g).
+    """deep_momentum: w <- (1 - lr weight_decay) w + lr NS m(g), m <- momentum m - c grad ell(m; g).
 
     The momentum is the network m(u) = W_2 tanh(W_1 u) of the memories' `deep_momentum`, on rows of
     the gradient, trained by one explicit step before it is read: `objective="descent"` teaches it
@@ -39,31 +39,41 @@ class DeepMomentum(MatrixOptimizer):
     depend on the sign of g. It starts at a fixed draw for W_1 and at W_2 = 0; `momentum` decays the
     distance from there. The loss is the sum over rows.
 
+    input_scale: `rms` (the default of `descent`) divides the gradient by the root mean square of
+    its rows that are not zero. A gradient of length s teaches m only s^2 as fast and is answered s
+    times as long: without it steps shrink like s^3, and a model whose gradients are small stands
+    still. With it B is of the order of rows times width, and c close to 1 / B.
+    orthogonalize: Newton-Schulz on m'(g), eq. 52 (the default of `descent`); True, False, or fields
+    of its algorithm. m answers a direction of variance v by about v / (v + 1 - momentum) of it, so
+    without it only the strongest direction moves. It makes steps as long as `Muon`'s, lr alike.
     shared: one network for all rows of one width in a group, trained on those of this step
     together; every parameter of that width keeps a copy, also without a gradient. Else one each.
-    width: hidden units. rate: step size of the network.
-    orthogonalize: Newton-Schulz on m'(g); True, or fields of its algorithm.
+    width: hidden units, and the most directions that an answer has. rate: step size of the network.
 
     Shapes: gradient `[r, c]`; state W_1 minus its start `[width, c]`, W_2 `[c, width]`.
     Cost: 10 r c width. Sharded parameters are gathered.
-    Warning: m starts at 0 and learns at `rate`: its first steps are short.
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 50. [OPT-DEEP-D1]
+    Warning: eq. 50 alone, `objective="paper"`, or `descent` with `input_scale="none"` and
+    `orthogonalize=False`, trains slowly or not at all.
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 50 and 52.
+    [OPT-DEEP-D1]
     """
 
-    structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, "shared", "width")
-    gathers: ClassVar[bool] = True
+    structural: ClassVar[tuple[str, ...]] = (
+        *MatrixOptimizer.structural, "shared", "width", "input_scale",
+    )  # fmt: skip
 
     def __init__(
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.9,
-        width: int = 16,
+        width: int = 32,
         rate: float = 0.1,
         *,
         shared: bool = False,
         objective: Literal["descent", "paper"] = "descent",
-        orthogonalize: bool | Mapping[str, Any] = False,
+        input_scale: Literal["rms", "none"] | None = None,
+        orthogonalize: bool | Mapping[str, Any] | None = None,
         weight_decay: float = 0.0,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -78,8 +88,14 @@ class DeepMomentum(MatrixOptimizer):
 
     def check(self, group: Group) -> None:
         """Refuses options that mean nothing, and parameters without rows."""
-        group["orthogonalize"] = settings(group["orthogonalize"])
+        taught = group["objective"] == "descent"
+        if group["input_scale"] is None:
+            group["input_scale"] = "rms" if taught else "none"
+        if group["orthogonalize"] is None:
+            group["orthogonalize"] = taught
+        group["orthogonalize"] = settings(group["orthogonalize"]) or False
         super().check(group)
+        check_choice(group, "input_scale", ("rms", "none"))
         check_number(group, "momentum", high=1.0)
         check_count(group, "width")
         check_number(group, "rate")
@@ -88,6 +104,10 @@ class DeepMomentum(MatrixOptimizer):
         for p in group["params"]:
             if p.numel() == 0:
                 raise ConfigError(f"{name_of(group, p)} has no rows for a network to learn from")
+
+    def gathers(self, group: Group, p: Tensor) -> bool:
+        """Always: the whole matrix has a part in every row."""
+        return True
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """A network at its start."""
@@ -107,40 +127,63 @@ class DeepMomentum(MatrixOptimizer):
         ]
         found = dict[int, Tensor]()
         for members in self._together(group, rows):
-            state = states[members[0]]
-            joined = torch.cat([rows[i] for i in members]) if members[1:] else rows[members[0]]
-            step, *network = self._network(group).direction(
-                joined[None],
-                joined.new_ones(1),
-                joined.new_full((1,), float(group["momentum"])),
-                state[CHANGE][None],
-                state[OUT][None],
-            )
-            counts = [len(rows[i]) for i in members]
-            found.update(zip(members, step[0].split(counts), strict=True))
-            for owner in self._owners(group, states, members):
+            if group["shared"]:
+                joined = torch.cat([rows[i] for i in members])[None]
+                network = [states[members[0]][key][None] for key in (CHANGE, OUT)]
+            else:
+                joined = torch.stack([rows[i] for i in members])
+                network = [torch.stack([states[i][key] for i in members]) for key in (CHANGE, OUT)]
+            answers, *network = self._answers(group, joined, network)
+            if group["shared"]:
+                parts = answers[0].split([len(rows[i]) for i in members])
+            else:
+                parts = answers.unbind()
+            found.update(zip(members, parts, strict=True))
+            for i, owner in self._owners(group, states, members):
                 for key, value in zip((CHANGE, OUT), network, strict=True):
-                    put(group, owner, key, value[0])
-        options = group["orthogonalize"]
+                    put(group, owner, key, value[i])
+        options = group["orthogonalize"] or None
         updates = [-orthogonalised(found[i], options) for i in range(len(rows))]
         bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
+
+    def _answers(self, group: Group, rows: Tensor, network: list[Tensor]) -> tuple[Tensor, ...]:
+        """What networks `[n, ...]` answer to rows `[n, r, c]` that train them, and they then."""
+        scale = _length(rows) if group["input_scale"] == "rms" else rows.new_ones(1, 1, 1)
+        one = rows.new_ones(len(rows))
+        momentum = one * float(group["momentum"])
+        step, *network = self._network(group).direction(rows / scale, one, momentum, *network)
+        return scale * step, *network
 
     def _network(self, group: Group) -> algorithm.DeepMomentum:
         names = ("width", "rate", "objective")
         return algorithm.DeepMomentum(**{name: group[name] for name in names})
 
     def _together(self, group: Group, rows: list[Tensor]) -> list[list[int]]:
-        """Which gradients go through one network."""
-        together: dict[int, list[int]] = {}
+        """Which gradients go through one network, or small ones of one shape each through its own.
+
+        A call costs more than the arithmetic of small ones.
+        """
+        together: dict[Any, list[int]] = {}
         for i, x in enumerate(rows):
-            together.setdefault(x.shape[-1] if group["shared"] else i, []).append(i)
+            joins = x.numel() < SMALL and group["foreach"] is not False
+            alone = x.shape if joins else i
+            together.setdefault(x.shape[-1] if group["shared"] else alone, []).append(i)
         return list(together.values())
 
-    def _owners(self, group: Group, states: list[State], members: list[int]) -> list[State]:
-        """The states that hold the network of these gradients."""
+    def _owners(
+        self, group: Group, states: list[State], members: list[int]
+    ) -> list[tuple[int, State]]:
+        """The states that hold the networks of these gradients, and which of them."""
         if not group["shared"]:
-            return [states[i] for i in members]
+            return [(place, states[i]) for place, i in enumerate(members)]
         like = states[members[0]][OUT]
         every = [self.state[p] for p in group["params"]]
-        return [s for s in every if s[OUT].shape == like.shape and s[OUT].dtype == like.dtype
+        return [(0, s) for s in every if s[OUT].shape == like.shape and s[OUT].dtype == like.dtype
                 and s[OUT].device == like.device]  # fmt: skip
+
+
+def _length(rows: Tensor) -> Tensor:
+    """By matrix, the root mean square of rows that are not zero; 1 if all are. `[n, 1, 1]`."""
+    moved = (rows != 0).any(-1, keepdim=True).sum(-2, keepdim=True) * rows.shape[-1]
+    power = rows.square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)
+    return torch.where(power > 0, power, 1).sqrt()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -52,8 +52,6 @@ class DeltaMomentum(MatrixOptimizer):
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 48 and 49.
     [OPT-DELTA-D1]
     """
-
-    gathers: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -105,6 +103,10 @@ class DeltaMomentum(MatrixOptimizer):
                 if group["beyond"] == "raise":
                     raise ConfigError(message)
                 warnings.warn(message, StabilityWarning, stacklevel=4)
+
+    def gathers(self, group: Group, p: Tensor) -> bool:
+        """Always: the whole matrix has a part in every row."""
+        return True
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """Zero momentum."""

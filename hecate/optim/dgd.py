@@ -50,10 +50,14 @@ class DGD(MatrixOptimizer):
     unattached: what happens to parameters that are no weight of an attached layer, such as biases:
     `refuse`, or `sgd`, w <- (1 - lr weight_decay) w - lr gradient.
 
+    rescaled: what happens to a gradient that is a multiple of what the samples make up, as after
+    clipping by norm or under a loss scaler: `refuse`, or `follow`, which multiplies their g alike.
+
     Shapes: w `[out, in]`; inputs `[..., in]`. No state.
     Cost: `mean` two products of n out in; `sequential` also n CHUNK (in + out).
     Warning: samples are kept from the backward pass until this optimiser's `zero_grad`. They must
-    account for the gradient: scaled or clipped gradients and those of other processes are refused.
+    account for the gradient: what is clipped by value or averaged over processes is refused, and
+    so are sharded weights, whose samples no process has all of.
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57, whose c = lr / (1
     + lr) holds for |x| = 1. [OPT-DGD-D1]
     """
@@ -66,6 +70,7 @@ class DGD(MatrixOptimizer):
         batch: Literal["mean", "sequential"] = "mean",
         reduction: Literal["mean", "sum"] = "mean",
         unattached: Literal["refuse", "sgd"] = "refuse",
+        rescaled: Literal["refuse", "follow"] = "refuse",
         weight_decay: float = 0.0,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -77,6 +82,7 @@ class DGD(MatrixOptimizer):
         fused: bool | None = None,
     ) -> None:
         self._seen: dict[Tensor, list[Samples]] = {}
+        self._scales: dict[Tensor, Tensor | float] = {}
         super().__init__(params, common_options(**locals()))
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
@@ -100,6 +106,7 @@ class DGD(MatrixOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.setdefault("_seen", {})  # a copy is attached to nothing
+        self.__dict__.setdefault("_scales", {})
         super().__setstate__(state)
 
     def check(self, group: Group) -> None:
@@ -108,6 +115,7 @@ class DGD(MatrixOptimizer):
         check_choice(group, "batch", ("mean", "sequential"))
         check_choice(group, "reduction", ("mean", "sum"))
         check_choice(group, "unattached", ("refuse", "sgd"))
+        check_choice(group, "rescaled", ("refuse", "follow"))
         for p in group["params"]:
             if is_sharded(p):
                 raise ConfigError(
@@ -127,6 +135,8 @@ class DGD(MatrixOptimizer):
                 continue
             seen = self._seen[p]
             found = sum((s.grads.mT.to(p) @ s.inputs.to(p) for s in seen), torch.zeros_like(p))
+            self._scales[p] = _multiple(grad, found) if group["rescaled"] == "follow" else 1.0
+            found = self._scales[p] * found
             if not can_inspect(grad, found):
                 continue
             coarsest = max((torch.finfo(s.grads.dtype).eps for s in seen), default=0.0)
@@ -134,8 +144,9 @@ class DGD(MatrixOptimizer):
             if not (found - grad).norm() <= allowed:
                 raise ConfigError(
                     f"the {len(seen)} passes seen by DGD do not make up the gradient of "
-                    f"{name_of(group, p)}; use this optimiser's own zero_grad, do not scale or "
-                    "clip gradients, nor average them over processes"
+                    f"{name_of(group, p)}; use this optimiser's own zero_grad, do not clip "
+                    "gradients by value nor average them over processes, and set "
+                    "rescaled='follow' if they are scaled or clipped by norm"
                 )
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
@@ -163,7 +174,7 @@ class DGD(MatrixOptimizer):
         x = torch.cat([s.inputs for s in seen]).to(dtype)
         g = torch.cat([len(s.grads) * s.grads if group["reduction"] == "mean" else s.grads
                        for s in seen]).to(dtype)  # fmt: skip
-        g = -g if group["maximize"] else g
+        g = self._scales.get(p, 1.0) * (-g if group["maximize"] else g)
         c = lr / (1 + lr * (x * x).sum(-1, keepdim=True))
         if group["batch"] == "mean":
             return (c * (x @ w.mT + g)).mT @ x / max(1, len(x))
@@ -176,6 +187,12 @@ class DGD(MatrixOptimizer):
             )
             moved = moved - (cs * errors).mT @ xs
         return w - moved
+
+
+def _multiple(grad: Tensor, found: Tensor) -> Tensor:
+    """s of the s found that is nearest to grad; 1 if nothing was found."""
+    power = found.square().sum()
+    return torch.where(power > 0, (found * grad).sum() / torch.where(power > 0, power, 1), 1)
 
 
 def _watch(seen: list[Samples]) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from hecate.errors import ConfigError
 from hecate.optim.base import State
 from hecate.optim.lift import Scale
 from hecate.optim.options import (
@@ -20,11 +19,10 @@ from hecate.optim.options import (
     check_choice,
     check_number,
     common_options,
-    name_of,
 )
 from hecate.optim.phi_rows import PhiOptimizer, map_of
 from hecate.optim.sharding import is_spread
-from hecate.optim.tensors import Bulk, as_matrix, state_dtype
+from hecate.optim.tensors import Bulk, as_matrix, outline, state_dtype
 from hecate.phi import FeatureMap, Identity, Params
 
 MEMORY = "memory"
@@ -44,7 +42,8 @@ class KernelMomentum(PhiOptimizer):
     two positive semi-definite matrices. A gradient of zero reads nothing.
     Cost: O(r c d_phi) a step.
     Warning: similar columns add up; start from a smaller lr than that of plain momentum. A
-    parameter of one dimension is one row: choose `keys="rows"` for it.
+    parameter of one dimension is one row: choose `keys="rows"` for it. Sharded parameters are
+    gathered, and every process keeps S.
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 50 and 51: W + m(u).
     [OPT-KERNEL-D1]
     """
@@ -83,20 +82,18 @@ class KernelMomentum(PhiOptimizer):
         return matrix.mT if group["keys"] == "columns" else matrix
 
     def check(self, group: Group) -> None:
-        """Refuses shards: a memory adds up keys of the whole matrix."""
+        """Refuses options that mean nothing."""
         check_choice(group, "keys", ("columns", "rows"))
         super().check(group)
         check_number(group, "momentum", high=1.0)
-        for p in group["params"]:
-            if is_spread(p):
-                raise ConfigError(
-                    f"KernelMomentum adds up keys of the whole matrix, {name_of(group, p)} is "
-                    "sharded; keep it replicated, or give it to PhiMomentum"
-                )
+
+    def gathers(self, group: Group, p: Tensor) -> bool:
+        """Where it is spread: the memory adds up keys of the whole matrix."""
+        return is_spread(p)
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """An empty memory."""
-        width = self.rows_of(p, group).shape[-1]
+        width = self.rows_of(outline(p), group).shape[-1]
         dtype = state_dtype(p, group["state_dtype"])
         memory = torch.zeros(width, map_of(group).output_dim(width), dtype=dtype, device=p.device)
         self.row_map(group, memory.new_empty(0, width))

@@ -31,17 +31,17 @@ from hecate.optim.orthogonal import (
 from hecate.optim.tensors import Bulk, as_matrix
 
 FAST, SLOW, UPDATE, WINDOW, SQUARE, STEP = (
-    "fast", "slow", "slow_update", "window", "square", "step",
+    "fast", "slow", "slow_update", "slow_window", "square", "step",
 )  # fmt: skip
 
 
 class M3(MatrixOptimizer):
-    """m3: w <- (1 - lr weight_decay) w - lr a (NS(m1) + slow NS(m2)), m2 moved once a `period`.
+    """m3: w <- (1 - lr weight_decay) w - lr a (NS(m1) + slow NS(m2)), m2 moved once a slow_period.
 
-    accumulate: `ema_mean`, m1 <- momentum m1 + (1 - momentum) g and at every period-th step m2 <-
-    slow_momentum m2 + (1 - slow_momentum) s with s the mean of the last `period` gradients;
+    accumulate: `ema_mean`, m1 <- momentum m1 + (1 - momentum) g and at the end of a period m2 <-
+    slow_momentum m2 + (1 - slow_momentum) s with s the mean of its gradients, `slow_period` many;
     `ema_last`, the same with s the last one alone; `sum`, as printed, without decay: m1 <- m1 +
-    momentum g, m2 <- m2 + slow_momentum (sum of the last `period`), v <- v + retain g^2. At a
+    momentum g, m2 <- m2 + slow_momentum (sum of a period's), v <- v + retain g^2. At a
     period's end m2 is moved before m1, by a window that ends with the present gradient.
     second_moment: `none`; `before`, NS(m / (sqrt(v) + eps)); `after`, as printed, (NS(m1) + slow
     NS(m2)) / (sqrt(v) + eps), which gives up the equal singular values that NS made. v <- retain v
@@ -50,17 +50,16 @@ class M3(MatrixOptimizer):
     `row`, NS of one row: its direction.
     a by `adjust_lr_fn`: see `Muon`, which this is with slow=0 (nesterov=False), bit for bit.
 
-    Shapes: see `MatrixOptimizer`. State: fast, slow, slow_update (NS of slow), step; window unless
-    `ema_last`; square where v is used.
-    Cost: 1 + 1 / period times that of `Muon`. Sharded parameters are gathered.
+    Shapes: see `MatrixOptimizer`. State: fast, slow, slow_update (NS of slow), step; slow_window
+    unless `ema_last`; square where v is used.
+    Cost: 1 + 1 / slow_period times that of `Muon`. Sharded parameters are gathered.
     Warning: `sum` never forgets a gradient and swings about a minimum like an undamped spring.
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1. [OPT-M3-D1]
     """
 
     structural: ClassVar[tuple[str, ...]] = (
-        *MatrixOptimizer.structural, "accumulate", "second_moment", "vectors", "period",
+        *MatrixOptimizer.structural, "accumulate", "second_moment", "vectors", "slow_period",
     )  # fmt: skip
-    gathers: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class M3(MatrixOptimizer):
         momentum: float | Tensor = 0.95,
         slow_momentum: float | Tensor = 0.9,
         slow: float | Tensor = 0.5,
-        period: int = 8,
+        slow_period: int = 8,
         *,
         accumulate: Literal["sum", "ema_mean", "ema_last"] = "ema_mean",
         second_moment: Literal["none", "before", "after"] = "none",
@@ -98,7 +97,7 @@ class M3(MatrixOptimizer):
         for name in ("momentum", "slow_momentum", "retain"):
             check_number(group, name, high=1.0)
         check_number(group, "slow")
-        check_count(group, "period")
+        check_count(group, "slow_period")
         check_choice(group, "accumulate", ("sum", "ema_mean", "ema_last"))
         check_choice(group, "second_moment", ("none", "before", "after"))
         check_choice(group, "vectors", ("adam", "row"))
@@ -109,6 +108,10 @@ class M3(MatrixOptimizer):
                 f"retain 1 never writes the second moment of {name_of(group, scaled[0])}; "
                 "choose one below 1"
             )
+
+    def gathers(self, group: Group, p: Tensor) -> bool:
+        """Always: the whole matrix has a part in every row."""
+        return True
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """Zero averages and a step of 0."""
@@ -159,7 +162,7 @@ class M3(MatrixOptimizer):
 
     def _slow(self, group: Group, bulk: Bulk, grads: list[Tensor], states: list[State]) -> None:
         """Adds to the window; at its end moves the slow average and orthogonalises it."""
-        period, how = group["period"], group["accumulate"]
+        period, how = group["slow_period"], group["accumulate"]
         windows = grads
         if how != "ema_last":
             windows = bulk.add([state[WINDOW] for state in states], grads)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -47,8 +45,6 @@ class Muon(MatrixOptimizer):
     2512.24695), eq. 42. [OPT-MUON-D1]
     """
 
-    gathers: ClassVar[bool] = True
-
     def __init__(
         self,
         params: ParamsT,
@@ -84,6 +80,10 @@ class Muon(MatrixOptimizer):
                     f"Muon orthogonalises matrices, {name_of(group, p)} is none; give it a group "
                     "of AdamW, or use M3, which has a rule for vectors"
                 )
+
+    def gathers(self, group: Group, p: Tensor) -> bool:
+        """Always: the whole matrix has a part in every row."""
+        return True
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """Zero momentum."""

@@ -17,7 +17,7 @@ from hecate.optim.options import (
 from hecate.optim.orthogonal import orthogonalised
 from hecate.optim.phi_rows import map_of
 from hecate.optim.precondition import COLUMNS, ROWS, SQUARE, diagonal, kronecker
-from hecate.optim.tensors import as_matrix, pointwise
+from hecate.optim.tensors import Bulk, as_matrix, pointwise
 from hecate.phi import Identity
 
 
@@ -38,25 +38,32 @@ def acts_on_numbers(group: Group) -> bool:
 
 
 def number_by_number(group: Group) -> bool:
-    """Whether an update needs no more than phi of each number and its momentum."""
-    more = group["precondition"] or group["orthogonalize"]
+    """Whether an update needs no more than each number's phi, momentum and mean square."""
+    more = group["precondition"] == "kronecker" or group["orthogonalize"]
     plain = group["space"] == "weight" and group["guard"] == "none" and not more
     return plain and acts_on_numbers(group)
 
 
 class Numberwise:
-    """For maps that act on every number alone: shapes do not matter, small tensors go together."""
+    """For maps that act on every number alone: shapes do not matter, small tensors go together.
 
-    def __init__(self, row_map: RowMap, joined: bool) -> None:
-        self.row_map = row_map
-        self.joined = joined
-        self.plain = isinstance(row_map.feature_map, Identity)
+    `squares`, if any, are those of the diagonal preconditioner, before a step and then after it.
+    """
+
+    def __init__(self, group: Group, bulk: Bulk, row_map: RowMap, squares: list[Tensor]) -> None:
+        self.group, self.bulk, self.row_map = group, bulk, row_map
+        self.squares = squares
 
     def enter(self, grads: list[Tensor]) -> list[Tensor]:
-        """P phi~(g)."""
-        if self.plain:
-            return grads
-        return pointwise(self.row_map, grads) if self.joined else [self.row_map(g) for g in grads]
+        """P phi~(g), preconditioned."""
+        updates = grads
+        if not isinstance(self.row_map.feature_map, Identity):
+            joined = self.bulk.foreach
+            updates = pointwise(self.row_map, grads) if joined else [self.row_map(g) for g in grads]
+        if self.squares:
+            retain, eps = self.group["retain"], self.group["eps"]
+            updates, self.squares = diagonal(self.bulk, self.squares, updates, retain, eps)
+        return updates
 
     def leave(self, held: list[Tensor]) -> list[Tensor]:
         """Held as it is."""
@@ -81,9 +88,9 @@ class Rowwise:
     """
 
     def __init__(
-        self, group: Group, states: list[State], map_for: Callable[[Tensor], RowMap]
+        self, group: Group, bulk: Bulk, states: list[State], map_for: Callable[[Tensor], RowMap]
     ) -> None:
-        self.group, self.states, self.map_for = group, states, map_for
+        self.group, self.bulk, self.states, self.map_for = group, bulk, states, map_for
         self.in_phi = group["space"] == "phi"
         self.guarded: Tensor | int = 0
         self.grads: list[Tensor] = []
@@ -154,18 +161,19 @@ class Rowwise:
         name, retain, eps = (self.group[k] for k in ("precondition", "retain", "eps"))
         if name is None:
             return updates
+        if name == "diagonal":
+            squares = [state[SQUARE] for state in self.states]
+            updates, squares = diagonal(self.bulk, squares, updates, retain, eps)
+            for state, square in zip(self.states, squares, strict=True):
+                state[SQUARE] = square
+            return updates
         found = []
         for update, state in zip(updates, self.states, strict=True):
-            if name == "diagonal":
-                update, square = diagonal(state[SQUARE], update, retain, eps)
-                put(self.group, state, SQUARE, square)
-            else:
-                matrix = as_matrix(update, self.group["matrix"])
-                matrix, left, right = kronecker(state[ROWS], state[COLUMNS], matrix, retain, eps)
-                put(self.group, state, ROWS, left)
-                put(self.group, state, COLUMNS, right)
-                update = matrix.reshape(update.shape)
-            found.append(update)
+            matrix = as_matrix(update, self.group["matrix"])
+            matrix, left, right = kronecker(state[ROWS], state[COLUMNS], matrix, retain, eps)
+            put(self.group, state, ROWS, left)
+            put(self.group, state, COLUMNS, right)
+            found.append(matrix.reshape(update.shape))
         return found
 
     def _joined(self, matrices: list[Tensor], members: Any) -> Tensor:
@@ -185,3 +193,31 @@ class Rowwise:
 
     def _shaped(self, matrices: list[Tensor]) -> list[Tensor]:
         return [m.reshape(g.shape) for m, g in zip(matrices, self.grads, strict=True)]
+
+
+def move(
+    group: Group,
+    bulk: Bulk,
+    through: Pass,
+    params: list[Tensor],
+    grads: list[Tensor],
+    held: list[Tensor],
+) -> list[Tensor]:
+    """One step in place; the new momentum, which under autograd is not the old tensor."""
+    lr, momentum = bulk.number(group["lr"]), bulk.number(group["momentum"])
+    decay, gain = bulk.number(group["weight_decay"]), 1 - group["dampening"]
+    hope = group["form"] == "hope"
+    if grads[0].dtype != held[0].dtype:
+        grads = [g.to(m.dtype) for g, m in zip(grads, held, strict=True)]
+    if decay and not group["decoupled"]:
+        grads = bulk.sum(grads, params, decay)
+    written = through.enter(grads)
+    held = bulk.decay(held, momentum)
+    held = bulk.add(held, written, -lr * gain if hope else gain)
+    ahead = held
+    if group["nesterov"]:
+        ahead = bulk.sum(bulk.scaled(written, -lr) if hope else written, held, momentum)
+    values = bulk.decay(params, 1 - lr * decay) if decay and group["decoupled"] else params
+    values = bulk.add(values, through.leave(ahead), 1 if hope else -lr)
+    bulk.write(params, values)
+    return held

@@ -24,7 +24,7 @@ from hecate.optim.options import (
     name_of,
 )
 from hecate.optim.orthogonal import settings
-from hecate.optim.passes import Numberwise, Pass, Rowwise, acts_on_numbers, number_by_number
+from hecate.optim.passes import Numberwise, Rowwise, acts_on_numbers, move, number_by_number
 from hecate.optim.phi_rows import PhiOptimizer, map_of
 from hecate.optim.precondition import COLUMNS, ROWS, SQUARE, WIDEST
 from hecate.optim.sharding import is_spread, like, local, rows_are_whole
@@ -62,7 +62,9 @@ class PhiMomentum(PhiOptimizer):
     dampening: factor 1 - dampening on what is written, from the first step on.
 
     Shapes: see `MatrixOptimizer`; state per parameter: momentum like it (or `[rows, d_phi]`).
-    Cost: identity and componentwise maps are memory-bound; others O(numel d_phi) a step.
+    Cost: identity and componentwise maps are memory-bound; others O(numel d_phi) a step. Sharded
+    parameters are gathered only where rows are cut, or phi_lr, a learned lift, kronecker or
+    orthogonalize need all of them.
     Warning: `vjp` through random Fourier features and other bounded maps vanishes for long rows;
     scale them (`input_scale="unit"`).
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 51. [OPT-PHI-D1]
@@ -145,7 +147,6 @@ class PhiMomentum(PhiOptimizer):
                 "guard judges the update of one gradient, space 'phi' has only that of all; "
                 "use space 'weight' or guard 'none'"
             )
-        self._check_rows(group)
         self._check_learning(group)
 
     def _check_lift(self, group: Group) -> None:
@@ -161,23 +162,6 @@ class PhiMomentum(PhiOptimizer):
             raise ConfigError("lift 'callable' needs the function itself: pass it as lift=")
         for width in self.widths(group):
             refuse_lift(feature_map, group["lift"], width)
-
-    def _check_rows(self, group: Group) -> None:
-        in_phi, matrix = group["space"] == "phi", group["matrix"]
-        any_shard = acts_on_numbers(group) and group["guard"] == "none" and not in_phi
-        for p in group["params"]:
-            if not (any_shard or rows_are_whole(p, matrix)):
-                raise ConfigError(
-                    f"{name_of(group, p)} is sharded across its rows, and "
-                    f"{group['feature_map']['kind']!r} with these options works on whole rows; "
-                    "give it a group with a componentwise feature_map such as 'identity' or "
-                    "'tanh', or shard its first dimension"
-                )
-            if in_phi and is_spread(p) and matrix == "last" and p.ndim > 2:
-                raise ConfigError(
-                    f"space 'phi' with matrix 'last' has no placement for the accumulator of "
-                    f"{name_of(group, p)}, which is sharded; use matrix 'flatten'"
-                )
 
     def _check_learning(self, group: Group) -> None:
         if group["phi_lr"] and not any(self.drawn(group, w)["learned"] for w in self.widths(group)):
@@ -198,14 +182,7 @@ class PhiMomentum(PhiOptimizer):
             raise ConfigError(
                 f"differentiable=True does not reach through {inner[0]}; leave it out"
             )
-        if group["orthogonalize"]:
-            inner.append("orthogonalize")
         for p in group["params"]:
-            if inner and is_spread(p):
-                raise ConfigError(
-                    f"{inner[0]} works on whole matrices, {name_of(group, p)} is sharded; "
-                    "put it in a group without, or keep it replicated"
-                )
             sides = as_matrix(outline(p), group["matrix"]).shape
             if group["precondition"] == "kronecker" and max(sides) > WIDEST:
                 raise ConfigError(
@@ -214,15 +191,30 @@ class PhiMomentum(PhiOptimizer):
                     "with 'diagonal'"
                 )
 
+    def gathers(self, group: Group, p: Tensor) -> bool:
+        """Where parts of a spread parameter do not suffice: rows cut apart, or sums over rows."""
+        if not is_spread(p):
+            return False
+        sums = group["orthogonalize"] or group["precondition"] == "kronecker"
+        if sums or group["phi_lr"] or group["lift"] == "learned":
+            return True
+        if group["space"] == "phi":
+            return not _rows_first(p, group)
+        if acts_on_numbers(group) and group["guard"] == "none":
+            return False
+        return not rows_are_whole(p, group["matrix"])
+
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """Zero momentum, and what the lift, phi and the preconditioner learn."""
         state = {HELD: zeros_like_state(p, group)}
-        rows = as_matrix(local(state[HELD]), group["matrix"])
-        height, width = rows.shape
+        height, width = as_matrix(outline(p), group["matrix"]).shape
+        rows = local(state[HELD]).new_empty(0, width)
         d_phi = map_of(group).output_dim(width)
         row_map = self.row_map(group, rows)  # draws and calibrates now, not in a step
         if group["space"] == "phi":
-            state[HELD] = like(p, rows.new_zeros(height, d_phi))
+            features = rows.new_zeros(height, d_phi)  # on every process, unless placed as p
+            placed = _rows_first(p, group)
+            state[HELD] = like(p, features[: local(p).shape[0]]) if placed else features
         if group["lift"] == "learned":
             state |= fresh_lift(d_phi, width, rows.device)
         if group["phi_lr"]:
@@ -243,45 +235,42 @@ class PhiMomentum(PhiOptimizer):
         held = [state[HELD] for state in states]
         bulk = Bulk(group["foreach"], group["differentiable"], held[0].dtype)
         if number_by_number(group):
-            row_map = self.row_map(group, held[0].new_empty(0, 1))
-            numbers = Numberwise(row_map, bulk.foreach)
-            if bulk.foreach:
-                size = BLOCK if numbers.plain else CACHE
-                for block in blocks((params, grads, held), size):
-                    _move(group, bulk, numbers, *block)
-                return
-            held = _move(group, bulk, numbers, params, grads, held)
-        else:
-            rows = Rowwise(group, states, lambda like: self.row_map(group, like))
-            held = _move(group, bulk, rows, params, grads, held)
-            self._guarded = self._guarded + rows.guarded
+            self._by_number(group, bulk, params, grads, states)
+            return
+        rows = Rowwise(group, bulk, states, lambda like: self.row_map(group, like))
+        held = move(group, bulk, rows, params, grads, held)
+        self._guarded = self._guarded + rows.guarded
         for state, value in zip(states, held, strict=True):
             state[HELD] = value
 
+    def _by_number(
+        self,
+        group: Group,
+        bulk: Bulk,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+    ) -> None:
+        """In blocks that stay in the cache from phi to the weights, where nothing needs a graph."""
+        row_map = self.row_map(group, states[0][HELD].new_empty(0, 1))
+        keys = [HELD, SQUARE] if group["precondition"] else [HELD]
+        kept = [[state[key] for state in states] for key in keys]
+        if bulk.foreach:
+            plain = isinstance(row_map.feature_map, Identity) and len(keys) == 1
+            for some, slopes, held, *rest in blocks(
+                (params, grads, *kept), BLOCK if plain else CACHE
+            ):
+                numbers = Numberwise(group, bulk, row_map, rest[0] if rest else [])
+                move(group, bulk, numbers, some, slopes, held)
+            return
+        numbers = Numberwise(group, bulk, row_map, kept[1] if kept[1:] else [])
+        held = move(group, bulk, numbers, params, grads, kept[0])
+        for key, values in zip(keys, (held, numbers.squares), strict=False):
+            for state, value in zip(states, values, strict=True):
+                state[key] = value
 
-def _move(
-    group: Group,
-    bulk: Bulk,
-    through: Pass,
-    params: list[Tensor],
-    grads: list[Tensor],
-    held: list[Tensor],
-) -> list[Tensor]:
-    """One step in place; the new momentum, which under autograd is not the old tensor."""
-    lr, momentum = bulk.number(group["lr"]), bulk.number(group["momentum"])
-    decay, gain = bulk.number(group["weight_decay"]), 1 - group["dampening"]
-    hope = group["form"] == "hope"
-    if grads[0].dtype != held[0].dtype:
-        grads = [g.to(m.dtype) for g, m in zip(grads, held, strict=True)]
-    if decay and not group["decoupled"]:
-        grads = bulk.sum(grads, params, decay)
-    written = through.enter(grads)
-    held = bulk.decay(held, momentum)
-    held = bulk.add(held, written, -lr * gain if hope else gain)
-    ahead = held
-    if group["nesterov"]:
-        ahead = bulk.sum(bulk.scaled(written, -lr) if hope else written, held, momentum)
-    values = bulk.decay(params, 1 - lr * decay) if decay and group["decoupled"] else params
-    values = bulk.add(values, through.leave(ahead), 1 if hope else -lr)
-    bulk.write(params, values)
-    return held
+
+def _rows_first(p: Tensor, group: Group) -> bool:
+    """Whether the rows of p's matrix are those of its first dimension, and none is cut."""
+    first = p.ndim == 2 or (p.ndim > 2 and group["matrix"] == "flatten")
+    return first and rows_are_whole(p, group["matrix"])

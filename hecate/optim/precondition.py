@@ -5,14 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hecate.optim.tensors import Bulk
+
 SQUARE, ROWS, COLUMNS = "square", "kronecker_rows", "kronecker_columns"
 WIDEST = 8192  # the largest side of a matrix whose factors are still kept
 
 
-def diagonal(square: Tensor, update: Tensor, retain: float, eps: float) -> tuple[Tensor, Tensor]:
-    """v <- retain v + (1 - retain) u^2, u / (sqrt(v) + eps): the update, then v. [OPT-PRE-D1]"""
-    square = retain * square + (1 - retain) * update * update
-    return update / (square.sqrt() + eps), square
+def diagonal(
+    bulk: Bulk, squares: list[Tensor], updates: list[Tensor], retain: float, eps: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """v <- retain v + (1 - retain) u^2, u / (sqrt(v) + eps): the updates, then the v.
+
+    v is overwritten, unless autograd is to follow it. [OPT-PRE-D1]
+    """
+    if bulk.differentiable:
+        pairs = zip(squares, updates, strict=True)
+        squares = [retain * v + (1 - retain) * u * u for v, u in pairs]
+        return [u / (v.sqrt() + eps) for u, v in zip(updates, squares, strict=True)], squares
+    if bulk.foreach:
+        torch._foreach_mul_(squares, retain)
+        torch._foreach_addcmul_(squares, updates, updates, 1 - retain)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_add_(roots, eps)
+        return list(torch._foreach_div(updates, roots)), squares
+    for v, u in zip(squares, updates, strict=True):
+        v.mul_(retain).addcmul_(u, u, value=1 - retain)
+    return [u / v.sqrt().add_(eps) for u, v in zip(updates, squares, strict=True)], squares
 
 
 def kronecker(

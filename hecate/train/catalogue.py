@@ -13,7 +13,7 @@ from hecate.errors import ConfigError, did_you_mean
 from hecate.nn.positions import Position
 from hecate.phi.base import FeatureMap
 from hecate.train.compose import BY_RULE, load_experiment, presets
-from hecate.train.optimisers import OptimizerKind
+from hecate.train.optimiser_kind import OptimizerKind
 from hecate.variant import Variant
 
 Table = tuple[list[str], list[list[str]]]

@@ -12,7 +12,8 @@ from hecate.data import Bundled, DataConfig
 from hecate.engine import choose_engine
 from hecate.errors import ConfigError
 from hecate.models import LanguageModelConfig
-from hecate.train.optimisers import AdamW, OptimizerKind
+from hecate.train.optimiser_kind import OptimizerKind
+from hecate.train.optimisers import AdamW
 from hecate.variant import Config
 
 TEXT_LENGTH = 256
@@ -20,11 +21,6 @@ TEXT_LENGTH = 256
 
 OF_ADAMW = ("betas", "eps")
 """Fields of `optim.optimizer` that were fields of `optim` while AdamW was the only kind."""
-
-_NO_DGD = (
-    "'dgd' is not offered to runs: it needs the inputs of every layer and gradients that are not "
-    "clipped; use hecate.optim.DGD and its attach(model) in a loop of your own"
-)
 
 
 class OptimConfig(Config):
@@ -55,8 +51,6 @@ class OptimConfig(Config):
             return data
         given = data.get("optimizer", "adamw")
         chosen = {"kind": given} if isinstance(given, str) else given
-        if isinstance(chosen, Mapping) and chosen.get("kind") == "dgd":
-            raise ConfigError(_NO_DGD, ("optimizer",))
         old = {name: data[name] for name in OF_ADAMW if name in data}
         if not old:
             return data

@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 from hecate.errors import ConfigError, Problem
 from hecate.optim import level_groups
 from hecate.train.config import OptimConfig
-from hecate.train.optimisers import Group, MatrixKind, OptimizerKind
+from hecate.train.optimiser_kind import Group, Named, OptimizerKind, PartialKind, is_vector
 
-Named = list[tuple[str, nn.Parameter]]
 _HERE = ("optim", "optimizer")
 
 
@@ -21,24 +20,24 @@ def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimize
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     periods = _periods(named, optim.periods)
     kind = optim.optimizer
-    parts: list[tuple[tuple[str, ...], OptimizerKind, Named]] = [(_HERE, kind, named)]
-    if isinstance(kind, MatrixKind):
-        outer = _outer_layers(model)
-        inner = [(n, p) for n, p in named if not (_is_vector(n, p) or id(p) in outer)]
-        if not inner:
+    own = kind.trains(model)
+    parts: list[tuple[tuple[str, ...], OptimizerKind, Named]] = [(_HERE, kind, own)]
+    if isinstance(kind, PartialKind):
+        if not own:
             raise ConfigError(
-                f"{kind.kind!r} trains matrices, and this model has none between its embedding "
-                "and its output layer; choose a kind for any parameter, such as adamw",
+                f"{kind.kind!r} trains {kind.about}, and this model has none; choose a kind for "
+                "any parameter, such as adamw",
                 _HERE,
             )
-        chosen = {name for name, _ in inner}
+        chosen = {name for name, _ in own}
         rest = [(n, p) for n, p in named if n not in chosen]
-        parts = [(_HERE, kind, inner), ((*_HERE, "fallback"), kind.fallback, rest)]
-    return {
-        part.kind: _built(path, part, parameter_groups(owned, optim.weight_decay, periods), optim)
-        for path, part, owned in parts
-        if owned
-    }
+        parts.append(((*_HERE, "fallback"), kind.fallback, rest))
+    found = {}
+    for path, part, owned in parts:
+        if owned:
+            groups = parameter_groups(owned, optim.weight_decay, periods)
+            found[part.kind] = _built(path, part, model, groups, optim.lr)
+    return found
 
 
 def parameter_groups(
@@ -52,7 +51,7 @@ def parameter_groups(
     """
     found: dict[tuple[bool, int], Group] = {}
     for name, p in named:
-        vector, period = _is_vector(name, p), (periods or {}).get(p, 1)
+        vector, period = is_vector(name, p), (periods or {}).get(p, 1)
         group = found.setdefault((vector, period), {"params": [], "param_names": []})
         group["params"].append(p)
         group["param_names"].append(name)
@@ -63,10 +62,10 @@ def parameter_groups(
 
 
 def _built(
-    path: tuple[str, ...], kind: OptimizerKind, groups: list[Group], optim: OptimConfig
+    path: tuple[str, ...], kind: OptimizerKind, model: nn.Module, groups: list[Group], lr: float
 ) -> Optimizer:
     try:
-        return kind.build(groups, optim.lr)
+        return kind.build(model, groups, lr)
     except ConfigError as error:
         raise ConfigError(Problem((*path, *p.path), p.message) for p in error.problems) from None
 
@@ -80,14 +79,3 @@ def _periods(named: Named, patterns: Mapping[str, int]) -> dict[Tensor, int]:
     except ConfigError as error:
         raise ConfigError(str(error), ("optim", "periods")) from None
     return {p: group["period"] for group in groups for p in group["params"]}
-
-
-def _is_vector(name: str, p: Tensor) -> bool:
-    # By name as well: norm scales and biases kept per head are matrices.
-    return p.dim() < 2 or name.rsplit(".", 1)[-1] in ("norm", "bias")
-
-
-def _outer_layers(model: nn.Module) -> set[int]:
-    """Embeddings with what is tied to them, and the output layer."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return embeddings | {id(p) for n, p in model.named_parameters() if n.startswith("head.")}

@@ -6,19 +6,26 @@ They train the parameters of a model, not its memories. Learning rate and weight
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
+from torch import nn
 
 from hecate import optim
 from hecate.errors import ConfigError
 from hecate.phi import FeatureMap, Identity
-from hecate.variant import Variant
+from hecate.train.optimiser_kind import (
+    Group,
+    Named,
+    OptimizerKind,
+    PartialKind,
+    is_vector,
+    outer_layers,
+)
 
-Group = dict[str, Any]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -28,21 +35,6 @@ Scale = Literal["none", "rms", "unit"]
 Polynomial = Literal["quintic", "cubic"]
 AdjustLr = Literal["original", "match_rms_adamw", "none"]
 Precision = Literal["bfloat16", "float16", "float32", "float64"]
-
-
-class OptimizerKind(Variant, family="optimizer"):
-    """What turns gradients into steps: a `factory` and, as fields, its arguments."""
-
-    factory: ClassVar[Callable[..., torch.optim.Optimizer]]
-
-    def build(self, groups: list[Group], lr: float) -> torch.optim.Optimizer:
-        """The optimiser of these groups; in `Leveled` where they have a `period`."""
-        options = {name: getattr(self, name) for name in type(self).model_fields}
-        for name in ("kind", "fallback"):
-            options.pop(name, None)
-        make = partial(type(self).factory, lr=lr, **options)
-        leveled = any("period" in group for group in groups)
-        return optim.Leveled(groups, make) if leveled else make(groups)
 
 
 class AdamW(OptimizerKind):
@@ -157,7 +149,7 @@ class DeltaMomentum(OptimizerKind):
 
 
 class DeepMomentum(OptimizerKind):
-    """deep_momentum: w <- (1 - lr weight_decay) w + lr m'(g), m' = momentum m - c grad_m ell(m; g).
+    """deep_momentum: w <- (1 - lr weight_decay) w + lr NS m(g), m <- momentum m - c grad ell(m; g).
 
     `hecate.optim.DeepMomentum`, which says what its options mean.
 
@@ -167,21 +159,59 @@ class DeepMomentum(OptimizerKind):
 
     kind: Literal["deep_momentum"] = "deep_momentum"
     momentum: Share = 0.9
-    width: Count = 16
+    width: Count = 32
     rate: NonNegative = 0.1
     shared: bool = False
     objective: Literal["descent", "paper"] = "descent"
-    orthogonalize: bool = False
+    input_scale: Literal["rms", "none"] | None = None
+    orthogonalize: bool | None = None
     matrix: View = "flatten"
     factory: ClassVar[Callable[..., torch.optim.Optimizer]] = optim.DeepMomentum
 
 
-class MatrixKind(OptimizerKind):
-    """An optimiser of matrices; every other parameter is trained by `fallback`, at the same lr.
+class DGD(PartialKind):
+    """dgd: w <- w ((1 - lr weight_decay) I - c x x^T) - c g x^T, c = lr / (1 + lr |x|^2).
 
-    Others are vectors, norms and biases, embeddings with what is tied to them, and the output
-    layer (a parameter `head.*`). `match_rms_adamw` makes steps as long as AdamW's, so that one lr
-    serves both.
+    `hecate.optim.DGD`, attached to the model, for the weights of Linear layers that nothing else
+    uses, but for the output layer; `fallback` is what it documents for others, plain descent.
+    Samples follow clipping.
+
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57. [TRAIN-OPTIM-D6]
+    """
+
+    kind: Literal["dgd"] = "dgd"
+    fallback: OptimizerKind = SGD(momentum=0.0)
+    batch: Literal["mean", "sequential"] = "mean"
+    reduction: Literal["mean", "sum"] = "mean"
+    factory: ClassVar[Callable[..., torch.optim.Optimizer]] = optim.DGD
+    about: ClassVar[str] = "the weights of Linear layers"
+
+    def trains(self, model: nn.Module) -> Named:
+        """Weights of Linear layers that no other module has."""
+        users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+        layers = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+        named, outer = super().trains(model), outer_layers(model)
+        inner = [(n, p) for n, p in named if id(p) in layers and id(p) not in outer]
+        return [(n, p) for n, p in inner if users[id(p)] == 1]
+
+    def build(self, model: nn.Module, groups: list[Group], lr: float) -> torch.optim.Optimizer:
+        """Attached to the model; a period is refused."""
+        for group in groups:
+            if group.get("period", 1) > 1:
+                raise ConfigError(
+                    "'dgd' steps by the samples of one backward pass, and optim.periods collects "
+                    f"those of {group['period']} for {group['param_names'][0]!r}; leave it at 1"
+                )
+        bare = [{k: v for k, v in group.items() if k != "period"} for group in groups]
+        made = optim.DGD(bare, lr, rescaled="follow", **self.options())
+        made.attach(model)
+        return made
+
+
+class MatrixKind(PartialKind):
+    """An optimiser of matrices between the embedding, with what is tied to it, and `head.*`.
+
+    `match_rms_adamw` makes steps as long as AdamW's, so that one lr serves both.
     """
 
     fallback: OptimizerKind = AdamW()
@@ -191,20 +221,16 @@ class MatrixKind(OptimizerKind):
     eps: Positive = 1e-7
     adjust_lr_fn: AdjustLr = "match_rms_adamw"
     matrix: View = "flatten"
+    about: ClassVar[str] = "matrices between the embedding and the output layer"
 
-    @field_validator("fallback")
-    @classmethod
-    def _takes_any_parameter(cls, fallback: OptimizerKind) -> OptimizerKind:
-        if isinstance(fallback, MatrixKind):
-            raise ConfigError(
-                f"must be a kind for parameters that are no matrices, got {fallback.kind!r}; "
-                "take adamw"
-            )
-        return fallback
+    def trains(self, model: nn.Module) -> Named:
+        """What is neither a vector nor an outer layer."""
+        named, outer = super().trains(model), outer_layers(model)
+        return [(n, p) for n, p in named if not (is_vector(n, p) or id(p) in outer)]
 
 
 class M3(MatrixKind):
-    """m3: w <- (1 - lr weight_decay) w - lr a (NS(m1) + slow NS(m2)), m2 moved once a `period`.
+    """m3: w <- (1 - lr weight_decay) w - lr a (NS(m1) + slow NS(m2)), m2 moved once a slow_period.
 
     `hecate.optim.M3`, which says what its options mean.
 
@@ -216,7 +242,7 @@ class M3(MatrixKind):
     momentum: Share = 0.95
     slow_momentum: Share = 0.9
     slow: NonNegative = 0.5
-    period: Count = 8
+    slow_period: Count = 8
     accumulate: Literal["sum", "ema_mean", "ema_last"] = "ema_mean"
     second_moment: Literal["none", "before", "after"] = "none"
     retain: Share = 0.99

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from hecate.lab import optim
-from hecate.lab.contenders import ENTRANTS, KEPT, NEEDED, state_bytes, zero_gradient
+from hecate.lab.contenders import ENTRANTS, KEPT, NEEDED, costs, maps, state_bytes, zero_gradient
 from hecate.lab.descents import (
     CEILING,
     CONDITION,
-    CONTEXT,
     PUBLISHED,
     SIDE,
     Score,
@@ -21,16 +20,26 @@ from hecate.lab.descents import (
     Sweep,
     Warp,
     descend,
-    draw_text,
     final,
     quadratic,
-    read_text,
     rosenbrock,
     score,
     steps_to,
     sweep,
     warped,
 )
+from hecate.lab.dots import ranked
+from hecate.lab.lessons import (
+    CONTEXT,
+    LENGTH,
+    PAIRS,
+    draw_recall,
+    draw_text,
+    learn,
+    recall_loss,
+    recall_model,
+)
+from hecate.lab.outcomes import Budget, Outcome
 from hecate.phi import FeatureMap
 
 BY_NAME = {entrant.name: entrant for entrant in ENTRANTS}
@@ -149,8 +158,8 @@ def test_shares_won_and_lost():
 
 @pytest.mark.parametrize("entrant", ENTRANTS, ids=list(BY_NAME))
 def test_every_entrant_descends_and_shows_when_it_is_lost(entrant):
-    surface = rosenbrock([0])
-    rates = torch.tensor([[1e-4], [1e4]], dtype=torch.float64)
+    surface = quadratic([0])
+    rates = torch.tensor([[1e-3], [1e4]], dtype=torch.float64)
     history = descend(entrant.make, surface, rates, 30)
     assert history[-1, 0, 0] < history[0, 0, 0]
     assert not history[-1, 1, 0] < history[0, 0, 0]
@@ -178,33 +187,72 @@ def test_state_is_counted():
 def test_text_is_learned_and_a_lost_run_shows():
     text = draw_text([0], 40)
     assert len(text.batches[0]) == 40 and text.batches[0][0][0].shape == (128, CONTEXT)
-    bits = read_text(ADAMW.make, 1e-2, 0, text)
-    assert bits < 6 < read_text(ADAMW.make, 0.0, 0, text)
-    assert bits == read_text(ADAMW.make, 1e-2, 0, text)
-    assert 6 < read_text(SGD.make, 1e30, 0, text) <= CEILING
+    bits = learn(ADAMW.make, 1e-2, 0, text)
+    assert bits < 6 < learn(ADAMW.make, 0.0, 0, text)
+    assert bits == learn(ADAMW.make, 1e-2, 0, text)
+    assert 6 < learn(SGD.make, 1e30, 0, text) <= CEILING
+
+
+def test_recall_is_learned_and_its_loss_is_attention_by_hand():
+    lesson = draw_recall([0], 60)
+    tokens, targets = lesson.batches[0][0]
+    assert tokens.shape == (32, LENGTH) and ((targets >= 0).sum(1) == PAIRS).all()
+    assert learn(ADAMW.make, 3e-2, 0, lesson) < lesson.chance - 1
+    assert learn(ADAMW.make, 0.0, 0, lesson) > lesson.chance
+    params = recall_model(1)
+    embedding, to_query, to_key, to_value, out = (p.detach().double().numpy() for p in params)
+    losses = []
+    for row, wanted in zip(tokens[:3].numpy(), targets[:3].numpy(), strict=True):
+        seen = embedding[row]
+        before = np.vstack([np.zeros_like(seen[:1]), seen[:-1]])
+        for t in np.flatnonzero(wanted >= 0):
+            scores = before[: t + 1] @ to_key.T @ (to_query @ seen[t]) / math.sqrt(seen.shape[1])
+            weights = np.exp(scores - scores.max())
+            logits = out @ to_value @ (weights @ seen[: t + 1] / weights.sum())
+            top = logits.max()
+            losses.append(top + np.log(np.exp(logits - top).sum()) - logits[wanted[t]])
+    found = recall_loss(params, (tokens[:3], targets[:3])).item()
+    assert found == pytest.approx(np.mean(losses), rel=1e-5)
 
 
 def test_what_a_gradient_of_zero_does():
-    moved = zero_gradient()
-    assert set(NEEDED) <= set(moved) <= set(FeatureMap.variants())
-    literal = {kind: forms["literal"] for kind, forms in moved.items()}
+    found = {at.kind: at for at in zero_gradient()}
+    assert set(NEEDED) <= set(found) == set(maps()) <= set(FeatureMap.variants())
+    literal = {kind: at.moved["literal"] for kind, at in found.items()}
     assert literal["exp"] == literal["elu"] == 1 and literal["sigmoid"] == 0.5
     assert literal["softplus"] == pytest.approx(math.log(2))
     assert literal["identity"] == literal["tanh"] == literal["relu"] == 0
     for form in ("centred", "odd"):
-        assert {by[form] for by in moved.values() if not isinstance(by[form], str)} == {0.0}
+        moved = {at.moved[form] for at in found.values()}
+        assert {by for by in moved if not isinstance(by, str)} == {0.0}
     refused = {
-        kind for kind, by in moved.items() for reason in by.values() if str(reason) == reason
+        kind for kind, at in found.items() if any(isinstance(x, str) for x in at.moved.values())
     }
     assert "cosformer" in refused and not any(
-        "required" in str(reason) for by in moved.values() for reason in by.values()
+        "required" in str(reason) for at in found.values() for reason in at.moved.values()
     )
+    verdicts = {kind: at.verdict for kind, at in found.items()}
+    assert verdicts["elu"] == verdicts["sigmoid"] == "moves"
+    assert verdicts["tanh"] == "cannot: phi(0) = 0" and verdicts["cosformer"] == "refused"
+    assert verdicts["softmax"] == verdicts["taylor"] == "cannot: the lift takes phi(0) to 0"
 
 
-def outcome(entrant, values: list[float]) -> optim.Outcome:
+def test_every_map_of_the_library_is_compared():
+    taken = {name.removeprefix("phi ") for name in BY_NAME if name.startswith("phi ")}
+    assert taken == set(maps()) - {"cosformer"} and len(taken) >= 34
+    times = costs(ENTRANTS[:4], 1, 1)
+    assert times[0] == 1 and min(times) > 0
+
+
+def test_ranks_are_means_over_tasks():
+    tasks = [[torch.tensor([x]) for x in row] for row in ([1.0, 2.0, 3.0], [9.0, 1.0, 2.0])]
+    assert ranked(tasks) == [1, 0, 2]
+
+
+def outcome(entrant, values: list[float]) -> Outcome:
     found = Score(torch.tensor(values, dtype=torch.float64), values[0], 1e-4)
     swept = Sweep(torch.tensor([[values[0]] * 2]), torch.tensor([values[0]]), torch.ones(1))
-    return optim.Outcome(entrant, found, found, swept, None, 4.0)
+    return Outcome(entrant, found, found, swept, None, None, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -212,10 +260,10 @@ def outcome(entrant, values: list[float]) -> optim.Outcome:
     [([3.0, 3.1], "behind"), ([1.0, 1.1], "ahead of"), ([1.5, 2.6], "level with")],
 )
 def test_the_notes_say_who_won(values, words):
-    budget = optim.Budget.of(quick=True)
+    budget = Budget.of(quick=True)
     memory = outcome(BY_NAME["delta scalar"], values)
     result = optim.report(
-        [outcome(SGD, [2.0, 2.0]), outcome(ADAMW, [2.0, 2.0]), memory], budget, None
+        [outcome(SGD, [2.0, 2.0]), outcome(ADAMW, [2.0, 2.0]), memory], budget, {}
     )
     notes = "\n".join(result.notes)
     assert f"delta scalar, is {words} SGD with momentum (torch)" in notes
@@ -227,6 +275,8 @@ def test_the_notes_say_who_won(values, words):
 
 def test_runs_compare_like_with_like():
     assert len(BY_NAME) == len(ENTRANTS) and ENTRANTS[0] is SGD
-    full, quick = optim.Budget.of(quick=False), optim.Budget.of(quick=True)
+    full, quick = Budget.of(quick=False), Budget.of(quick=True)
     assert len(full.warps) == 48 and set(quick.warps) <= set(full.warps)
-    assert set(quick.grid) <= set(full.grid) and full.text and not quick.text
+    assert set(quick.grid) <= set(full.grid) and full.text and full.recall and not quick.text
+    names = [entrant.name for entrant in quick.entrants]
+    assert full.entrants == ENTRANTS and 3 < len(names) < 12 and set(names) < set(BY_NAME)

@@ -443,6 +443,8 @@ FAULTS = [
         ("report", "open_run(run, \"newest\")", "open_run(run)"),
         ("report", "begin = text.rfind(BEGIN, 0, max(end, 0))", "begin = text.find(BEGIN)"),
         ("report", "batch.tokens[:1, :count]", "batch.tokens[:1]"),
+    ),
+    *_of(
         "nn/attention",
         "tests/nn/test_hopfield.py",
         ("hopfield", "return torch.where(blind, 0.0, weights)", "return weights"),

@@ -25,7 +25,7 @@ OPTIONS = {
     "kernel": (KernelMomentum, {"feature_map": phi.Tanh()}),
     "delta": (DeltaMomentum, {}),
     "deep": (DeepMomentum, {"shared": True}),
-    "m3": (M3, {"period": 2, "second_moment": "after"}),
+    "m3": (M3, {"slow_period": 2, "second_moment": "after"}),
 }
 every = pytest.mark.parametrize("name", OPTIONS)
 

@@ -8,6 +8,7 @@ import torch
 
 from hecate import algorithm
 from hecate.errors import ConfigError, StabilityWarning
+from hecate.lab.lessons import draw_text, learn
 from hecate.optim import M3, DeepMomentum, DeltaMomentum, Muon
 from tests.optim.test_fixed_points_and_descent import quadratic
 from tests.optim.test_muon_and_m3 import follow, parameter
@@ -153,22 +154,81 @@ def start_of(width: int, columns: int) -> np.ndarray:
     return draw.numpy() / np.sqrt(columns)
 
 
-@pytest.mark.spec("OPT-DEEP-D1")
-@pytest.mark.parametrize("objective", ["descent", "paper"])
+PLAIN = {"input_scale": "none", "orthogonalize": False}  # eq. 50 without what makes it train
+
+
+@pytest.mark.spec("OPT-DEEP-D1", "OPT-DEEP-D3")
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"objective": "paper"}, {"objective": "paper"}),
+        (PLAIN, {}),
+        ({"orthogonalize": False}, {"scaled": True}),
+        ({}, {"scaled": True, "orthogonal": True}),
+    ],
+    ids=["paper", "plain", "scaled", "default"],
+)
 @pytest.mark.parametrize("shape", [(3, 5), (6, 2)])
-def test_deep_reference(shape, objective):
+def test_deep_reference(shape, given, expected):
     w = parameter(*shape)
-    options = {"rate": 0.5, "objective": objective}
-    optimizer = DeepMomentum([w], 0.05, width=4, weight_decay=0.1, **options)
-    ref = reference.DeepMomentum(0.05, start_of(4, shape[1]), decay=0.1, **options)
+    optimizer = DeepMomentum([w], 0.05, width=4, weight_decay=0.1, rate=0.5, **given)
+    ref = reference.DeepMomentum(0.05, start_of(4, shape[1]), decay=0.1, rate=0.5, **expected)
     assert follow(w, optimizer, ref) <= 1e-12
+
+
+@pytest.mark.spec("OPT-DEEP-D3")
+def test_rows_of_zeros_do_not_count_in_the_scale():
+    """An embedding's gradient teaches what its seen rows would alone."""
+    tall, short = parameter(6, 4), parameter(2, 4)
+    one, two = (DeepMomentum([w], 0.1, orthogonalize=False) for w in (tall, short))
+    for step in range(3):
+        short.grad = parameter(2, 4, seed=step).detach()
+        tall.grad = torch.cat([short.grad, torch.zeros(4, 4, dtype=torch.float64)])
+        before = tall.detach()[2:].clone(), (tall - 0).detach()[:2] - short.detach()
+        one.step()
+        two.step()
+        assert torch.equal(tall.detach()[2:], before[0])
+        torch.testing.assert_close(tall.detach()[:2] - short.detach(), before[1])
+
+
+@pytest.mark.spec("OPT-DEEP-D3")
+@pytest.mark.parametrize("orthogonalize", [True, False])
+def test_what_is_learned_does_not_depend_on_the_length_of_gradients(orthogonalize):
+    """Gradients 2^-20 times as long: the same network, to the bit, and the same answer."""
+    long, short = parameter(5, 4), parameter(5, 4)
+    one, two = (DeepMomentum([w], 0.1, orthogonalize=orthogonalize) for w in (long, short))
+    for step in range(5):
+        long.grad = parameter(5, 4, seed=step).detach()
+        short.grad = long.grad * 2**-20
+        starts = long.detach().clone(), short.detach().clone()
+        one.step()
+        two.step()
+        for key, value in one.state[long].items():
+            assert torch.equal(value, two.state[short][key])
+        moved = [w.detach() - s for w, s in zip((long, short), starts, strict=True)]
+        scale = 1 if orthogonalize else 2**20
+        torch.testing.assert_close(moved[0], scale * moved[1], rtol=0, atol=1e-8)
+    assert two.state[short]["w_out"].abs().max() > 0.01
+
+
+@pytest.mark.spec("OPT-DEEP-D3")
+def test_it_reads_text_as_well_as_momentum_does():
+    """100 batches, each at the best of three learning rates; eq. 50 alone does not learn."""
+    text = draw_text([0], 100)
+
+    def bits(make, lrs):
+        return min(learn(make, lr, 0, text) for lr in lrs)
+
+    momentum = bits(lambda g: torch.optim.SGD(g, momentum=0.9), (0.03, 0.1, 0.3))
+    assert bits(DeepMomentum, (0.1, 0.3, 1.0)) < momentum + 0.02 < text.chance
+    assert bits(lambda g: DeepMomentum(g, objective="paper"), (0.1, 0.3, 1.0)) > text.chance
 
 
 @pytest.mark.spec("OPT-DEEP-V1")
 @pytest.mark.parametrize("objective", ["descent", "paper"])
 def test_the_backward_pass_by_hand_is_autograds(objective):
     w, width = parameter(3, 5), 4
-    optimizer = DeepMomentum([w], 0.0, 0.0, width, 1e-3, objective=objective)
+    optimizer = DeepMomentum([w], 0.0, 0.0, width, 1e-3, objective=objective, **PLAIN)
     state = optimizer.state[w]
     draws = torch.Generator().manual_seed(2)
     for value in state.values():
@@ -192,8 +252,8 @@ def test_the_backward_pass_by_hand_is_autograds(objective):
 def test_a_shared_network_sees_all_rows_of_its_width():
     a, b, other = parameter(3, 5), parameter(2, 5, seed=1), parameter(2, 4, seed=2)
     optimizer = DeepMomentum([a, b, other], 0.05, width=4, rate=0.5, shared=True)
-    wide = reference.DeepMomentum(0.05, start_of(4, 5), rate=0.5)
-    narrow = reference.DeepMomentum(0.05, start_of(4, 4), rate=0.5)
+    wide = reference.DeepMomentum(0.05, start_of(4, 5), rate=0.5, scaled=True, orthogonal=True)
+    narrow = reference.DeepMomentum(0.05, start_of(4, 4), rate=0.5, scaled=True, orthogonal=True)
     plain = [p.detach().numpy().copy() for p in (a, b, other)]
     for step in range(30):
         grads = [parameter(*p.shape, seed=10 * step + i).detach() for i, p in enumerate(plain)]
@@ -217,7 +277,7 @@ def test_a_shared_network_sees_all_rows_of_its_width():
 @pytest.mark.spec("OPT-DEEP-D1")
 def test_large_gradients_do_not_diverge():
     w = parameter(3, 5)
-    optimizer = DeepMomentum([w], 1e-3, rate=1.0)
+    optimizer = DeepMomentum([w], 1e-3, rate=1.0, **PLAIN)
     for step in range(50):
         w.grad = 1e4 * parameter(3, 5, seed=step).detach()
         optimizer.step()
@@ -235,6 +295,7 @@ def test_large_gradients_do_not_diverge():
         (DeepMomentum, {"width": 0}, "width must be an integer"),
         (DeepMomentum, {"objective": "l2"}, "objective"),
         (DeepMomentum, {"rate": 0.0}, "rate"),
+        (DeepMomentum, {"input_scale": "unit"}, "input_scale must be one of"),
     ],
 )
 def test_refused(cls, options, message):
@@ -259,9 +320,10 @@ def test_a_network_needs_rows():
         (DeltaMomentum, {"reading": "scalar", "erase": 0.01}),
         (DeepMomentum, {"width": 3, "rate": 0.5}),
         (DeepMomentum, {"width": 3, "rate": 0.5, "shared": True}),
+        (DeepMomentum, {"width": 3, "rate": 0.5, "orthogonalize": False}),
         (Muon, {"ns_steps": 2}),
-        (M3, {"ns_steps": 2, "period": 2, "second_moment": "before"}),
-        (M3, {"ns_steps": 2, "period": 2, "second_moment": "after", "accumulate": "sum"}),
+        (M3, {"ns_steps": 2, "slow_period": 2, "second_moment": "before"}),
+        (M3, {"ns_steps": 2, "slow_period": 2, "second_moment": "after", "accumulate": "sum"}),
     ],
     ids=lambda o: o.__name__ if isinstance(o, type) else "-".join(map(str, o.values())),
 )
@@ -284,8 +346,9 @@ EVERY = [
     (DeltaMomentum, {"reading": "rows"}),
     (DeltaMomentum, {"reading": "scalar", "erase": "lr"}),
     (DeltaMomentum, {"orthogonalize": True}),
-    (DeepMomentum, {"rate": 1.0}),
-    (DeepMomentum, {"rate": 1.0, "orthogonalize": True}),
+    (DeepMomentum, {}),
+    (DeepMomentum, {"rate": 1.0, "orthogonalize": False}),
+    (DeepMomentum, {"rate": 1.0, **PLAIN}),
     (M3, {}),
     (M3, {"accumulate": "ema_last", "second_moment": "before"}),
     (M3, {"accumulate": "sum", "second_moment": "after"}),

@@ -181,6 +181,22 @@ def test_a_layer_used_twice_and_passes_without_gradient():
     np.testing.assert_allclose(made.weight.detach().numpy(), found, rtol=0, atol=1e-13)
 
 
+@pytest.mark.spec("OPT-DGD-D3")
+def test_samples_follow_a_gradient_that_is_a_multiple_of_them():
+    """Clipped to a tenth, a step is that of a loss a tenth as large; what is no multiple is not."""
+    one, two, x, target = layer(), layer(), draw(4, 5, seed=1), draw(4, 3, seed=2)
+    clipped, small = attached(one, rescaled="follow"), attached(two)
+    loss(one(x), target, "mean").backward()
+    one.weight.grad.mul_(0.1)
+    (0.1 * loss(two(x), target, "mean")).backward()
+    clipped.step()
+    small.step()
+    torch.testing.assert_close(one.weight, two.weight, rtol=1e-12, atol=1e-13)
+    one.weight.grad[0] *= 2
+    with pytest.raises(ConfigError, match="do not make up the gradient"):
+        clipped.step()
+
+
 def test_maximize_and_removal_and_copies():
     one, two, x = layer(), layer(), draw(4, 5, seed=1)
     up, down = attached(one, maximize=True), attached(two)

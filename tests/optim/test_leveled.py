@@ -457,9 +457,15 @@ def test_groups_by_name():
 
 @pytest.mark.spec("OPTIM-LEVEL-D3")
 def test_an_option_of_the_same_name_is_refused():
+    class Pulsed(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, 0.1)
+            self.defaults["period"] = 2
+
     weight = torch.nn.Parameter(torch.zeros(2, 3))
-    with pytest.raises(ConfigError, match="M3 has a 'period' of its own"):
-        Leveled([weight], M3)
+    with pytest.raises(ConfigError, match="Pulsed has a 'period' of its own"):
+        Leveled([weight], Pulsed)
+    Leveled([weight], M3, period=2)
 
 
 @pytest.mark.spec("OPTIM-LEVEL-I2")

@@ -85,7 +85,7 @@ def test_torchs_muon_overwrites_its_bfloat16_buffer():
 @pytest.mark.parametrize("how", ["sum", "ema_mean", "ema_last"])
 def test_m3_reference(how, second):
     w = parameter(3, 5)
-    options = {"accumulate": how, "second_moment": second, "period": 3}
+    options = {"accumulate": how, "second_moment": second, "slow_period": 3}
     optimizer = M3([w], 0.02, weight_decay=0.1, **options)
     assert follow(w, optimizer, reference.M3(0.02, decay=0.1, **options), 60) <= 1e-12
 
@@ -95,8 +95,8 @@ def test_m3_reference(how, second):
 @pytest.mark.parametrize("vector", ["adam", "row"])
 def test_m3_reference_of_vectors(vector, how):
     w = parameter(5)
-    optimizer = M3([w], 0.02, accumulate=how, vectors=vector, period=4)
-    ref = reference.M3(0.02, accumulate=how, vector=vector, period=4)
+    optimizer = M3([w], 0.02, accumulate=how, vectors=vector, slow_period=4)
+    ref = reference.M3(0.02, accumulate=how, vector=vector, slow_period=4)
     assert follow(w, optimizer, ref, 40) <= 1e-12
 
 
@@ -118,7 +118,7 @@ def test_m3_without_its_slow_part_is_muon(how, ns_dtype):
 @pytest.mark.spec("OPT-M3-D2")
 def test_only_the_end_of_a_period_moves_the_slow_part():
     w = parameter(3, 4)
-    optimizer = M3([w], period=3)
+    optimizer = M3([w], slow_period=3)
     seen = []
     for step in range(7):
         w.grad = parameter(3, 4, seed=step).detach()
@@ -172,8 +172,8 @@ def test_orthogonalized_phi_momentum_is_muon_but_for_the_scale_of_its_momentum()
         (Muon, {"adjust_lr_fn": "mean"}, "adjust_lr_fn"),
         (Muon, {"momentum": 1.5}, "at most 1"),
         (Muon, {"eps": 0.0}, "eps must be above 0"),
-        (M3, {"period": 0}, "period must be an integer"),
-        (M3, {"period": True}, "period must be an integer"),
+        (M3, {"slow_period": 0}, "slow_period must be an integer"),
+        (M3, {"slow_period": True}, "slow_period must be an integer"),
         (M3, {"accumulate": "mean"}, "accumulate must be one of"),
         (M3, {"second_moment": "after", "retain": 1.0}, "never writes the second moment"),
         (M3, {"vectors": "sgd"}, "vectors"),
@@ -196,6 +196,6 @@ def test_muon_refuses_vectors_and_m3_takes_them():
 
 
 def test_another_period_does_not_load():
-    saved = M3([parameter(2, 3)], period=4).state_dict()
-    with pytest.raises(ConfigError, match="period = 4"):
-        M3([parameter(2, 3)], period=5).load_state_dict(saved)
+    saved = M3([parameter(2, 3)], slow_period=4).state_dict()
+    with pytest.raises(ConfigError, match="slow_period = 4"):
+        M3([parameter(2, 3)], slow_period=5).load_state_dict(saved)

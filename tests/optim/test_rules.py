@@ -46,12 +46,18 @@ OURS = [
         {"lr": 1e-2, "rate": 1.0, "shared": True, "width": 4},
         apart=False,
     ),
-    Rule("m3", M3, {"lr": 1e-2, "period": 2}),
+    Rule("m3", M3, {"lr": 1e-2, "slow_period": 2}),
     Rule("m3-last-before", M3, {"lr": 1e-2, "accumulate": "ema_last", "second_moment": "before"}),
     Rule(
         "m3-sum-after",
         M3,
-        {"lr": 1e-2, "accumulate": "sum", "second_moment": "after", "vectors": "row", "period": 3},
+        {
+            "lr": 1e-2,
+            "accumulate": "sum",
+            "second_moment": "after",
+            "vectors": "row",
+            "slow_period": 3,
+        },
     ),
     Rule("muon", Muon, {"lr": 1e-2}, matrices_only=True),
     Rule(

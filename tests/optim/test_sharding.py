@@ -18,7 +18,8 @@ from hecate import phi
 from hecate.errors import ConfigError, NonFiniteError
 from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
 
-RFF = {"feature_map": phi.RandomFourier(d_phi=32, sigma=4.0), "lift": "vjp"}
+WAVES = {"feature_map": phi.RandomFourier(d_phi=32, sigma=4.0)}
+RFF = {**WAVES, "lift": "vjp"}
 ROWWISE = [
     {},
     {"feature_map": phi.ELU(), "weight_decay": 0.1, "nesterov": True},
@@ -31,12 +32,29 @@ SHAPES = [(8, 6), (5, 7), (1, 4), (3, 2, 3)]  # even, uneven, empty on some, a c
 MATRICES = [(8, 6), (9, 6), (3, 18), (5, 7), (1, 4)]
 GATHERING = [
     (Muon, {"weight_decay": 0.1}),
-    (M3, {"period": 2, "second_moment": "after"}),
-    (M3, {"period": 3, "accumulate": "sum", "second_moment": "before"}),
+    (M3, {"slow_period": 2, "second_moment": "after"}),
+    (M3, {"slow_period": 3, "accumulate": "sum", "second_moment": "before"}),
     (DeltaMomentum, {}),
     (DeltaMomentum, {"reading": "scalar", "orthogonalize": True}),
     (DeepMomentum, {"width": 3}),
     (DeepMomentum, {"width": 3, "shared": True}),
+    (KernelMomentum, {}),
+    (KernelMomentum, {**WAVES, "keys": "rows"}),
+    *((PhiMomentum, options) for options in (
+        {"orthogonalize": True, "weight_decay": 0.1},
+        {"precondition": "kronecker", "feature_map": phi.Tanh()},
+        {"feature_map": phi.Linear(d_phi=4), "lift": "learned"},
+        {"feature_map": phi.Linear(d_phi=4), "lift": "learned", "space": "phi"},
+        {"feature_map": phi.MLP(d_hidden=3), "phi_lr": 0.01},
+    )),
+]  # fmt: skip
+KEEPS_PLACE = (Muon, M3, DeltaMomentum, PhiMomentum)
+ACROSS = [  # options that need a row as a whole, on rows that are cut
+    RFF,
+    {**RFF, "space": "phi", "nesterov": True},
+    {**RFF, "precondition": "diagonal", "guard": "flip", "input_scale": "unit"},
+    {"feature_map": phi.Tanh(), "guard": "skip"},
+    {"feature_map": phi.Tanh(), "space": "phi"},
 ]
 
 
@@ -66,9 +84,9 @@ def same_as_whole(mesh, options: dict) -> None:
             torch.testing.assert_close(found.full_tensor(), value, rtol=1e-12, atol=1e-12)
 
 
-def gathered_exactly(mesh, cls, options: dict, placement) -> None:
+def gathered_exactly(mesh, cls, options: dict, placement, shapes=()) -> None:
     """Whole matrices on every process: not a bit of difference."""
-    shapes = MATRICES + ([(3, 2, 3)] if cls is Muon else [(7,)])
+    shapes = shapes or MATRICES + ([(3, 2, 3)] if cls is Muon else [(7,)])
     whole = [torch.nn.Parameter(draw(s, i)) for i, s in enumerate(shapes)]
     spread = [
         torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [placement(p)]))
@@ -94,10 +112,11 @@ def gathered_exactly(mesh, cls, options: dict, placement) -> None:
         assert torch.equal(q.full_tensor().detach(), p.detach()), (cls, p.shape)
         for key, value in one.state[p].items():
             found = two.state[q][key]
-            if value.shape == p.shape and p.ndim > 1 and cls is not DeepMomentum:
+            placed = cls in KEEPS_PLACE and "space" not in options and p.ndim > 1
+            if placed and value.shape == p.shape:
                 assert isinstance(found, DTensor) and found.placements == q.placements
             found = found.full_tensor() if isinstance(found, DTensor) else found
-            assert torch.equal(found, value), (cls, key)
+            assert torch.equal(found, value), (cls, options, key)
 
 
 def same_under_fsdp() -> None:
@@ -124,28 +143,11 @@ def same_under_fsdp() -> None:
 
 
 def refusals(mesh) -> None:
-    across = torch.nn.Parameter(distribute_tensor(draw((4, 6), 0), mesh, [Shard(1)]))
-    bias = torch.nn.Parameter(distribute_tensor(draw((6,), 0), mesh, [Shard(0)]))
     rows = torch.nn.Parameter(distribute_tensor(draw((4, 6), 0), mesh, [Shard(0)]))
-    for p in (across, bias):
-        with pytest.raises(ConfigError, match="sharded across its rows"):
-            PhiMomentum([p], **RFF)
-        with pytest.raises(ConfigError, match="sharded across its rows"):
-            PhiMomentum([p], feature_map=phi.Tanh(), guard="skip")
-        PhiMomentum([p], feature_map=phi.Tanh())  # number by number: any shard will do
-    for option in ({"orthogonalize": True}, {"precondition": "kronecker"}, {"lift": "learned"}):
-        with pytest.raises(ConfigError, match="works on whole matrices"):
-            PhiMomentum([rows], **option)
-    with pytest.raises(ConfigError, match="adds up keys"):
-        KernelMomentum([rows])
-    stack = torch.nn.Parameter(distribute_tensor(draw((4, 2, 6), 0), mesh, [Shard(0)]))
-    with pytest.raises(ConfigError, match="use matrix 'flatten'"):
-        PhiMomentum([stack], matrix="last", space="phi")
     with pytest.raises(ConfigError, match="DGD needs every sample"):
         DGD([rows])
-    whole = torch.nn.Parameter(distribute_tensor(draw((4, 6), 0), mesh, [Replicate()]))
-    KernelMomentum([whole])
-    PhiMomentum([whole], orthogonalize=True)
+    with pytest.raises(ConfigError, match="differentiable=True takes whole parameters"):
+        PhiMomentum([rows], differentiable=True)
 
 
 def worker(rank: int, world: int, port: int, failures) -> None:
@@ -160,6 +162,13 @@ def worker(rank: int, world: int, port: int, failures) -> None:
         gathered_exactly(mesh, Muon, {"matrix": "last"}, lambda p: Shard(1))
         gathered_exactly(mesh, DeepMomentum, {"width": 3}, lambda p: Shard(p.ndim - 1))
         gathered_exactly(mesh, Muon, {}, lambda p: Replicate())
+        for options in ACROSS:
+            gathered_exactly(mesh, PhiMomentum, options, lambda p: Shard(p.ndim - 1))
+        stacks = {**RFF, "space": "phi", "matrix": "last"}
+        gathered_exactly(mesh, PhiMomentum, stacks, lambda p: Shard(0), [(4, 2, 6), (3, 1, 2)])
+        gathered_exactly(mesh, KernelMomentum, {}, lambda p: Shard(p.ndim - 1))
+        for options in ({}, {"orthogonalize": True}):
+            gathered_exactly(mesh, PhiMomentum, options, lambda p: Replicate())
         if world == 1:
             return  # one process holds whole rows: nothing else differs
         for options in ROWWISE:
@@ -173,7 +182,7 @@ def worker(rank: int, world: int, port: int, failures) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.spec("OPT-SHARD-D1", "OPT-SHARD-I1", "OPT-SHARD-I2", "OPT-SHARD-D2")
+@pytest.mark.spec("OPT-SHARD-D1", "OPT-SHARD-I1", "OPT-SHARD-I2", "OPT-SHARD-D2", "OPT-SHARD-D3")
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_shards_step_as_the_whole_does(world):
     with socket.socket() as free:

@@ -49,7 +49,7 @@ class M3:
     momentum: float = 0.95
     slow_momentum: float = 0.9
     slow: float = 0.5
-    period: int = 3
+    slow_period: int = 3
     accumulate: str = "ema_mean"
     second_moment: str = "none"
     vector: str = ""  # "adam", "row": how a vector is treated; "" for matrices
@@ -78,7 +78,7 @@ class M3:
 
     def step(self, w, g):
         self.past.append(g)
-        f, t = self.period, len(self.past)
+        f, t = self.slow_period, len(self.past)
         if t % f == 0:
             windows = [self.past[i : i + f] for i in range(0, t, f)]
             read = {
@@ -134,12 +134,19 @@ class DeepMomentum:
     rate: float = 0.1
     objective: str = "descent"
     decay: float = 0.0
+    scaled: bool = False
+    orthogonal: bool = False
 
     def __post_init__(self):
+        self.length = 1.0
         self.w1, self.w2 = self.start.copy(), np.zeros(self.start.T.shape)
 
     def train(self, rows):
         """One step of the network on the sum over rows."""
+        if self.scaled:
+            kept = rows[np.any(rows != 0, axis=1)]
+            self.length = np.sqrt((kept**2).mean())
+        rows = rows / self.length
         d1, d2 = np.zeros_like(self.w1), np.zeros_like(self.w2)
         hidden = [np.tanh(self.w1 @ g) for g in rows]
         for g, h in zip(rows, hidden, strict=True):
@@ -154,7 +161,8 @@ class DeepMomentum:
         self.w2 = self.momentum * self.w2 - c * d2
 
     def read(self, w, g):
-        u = np.stack([self.w2 @ np.tanh(self.w1 @ row) for row in g])
+        u = np.stack([self.length * self.w2 @ np.tanh(self.w1 @ (row / self.length)) for row in g])
+        u = newton_schulz(u) if self.orthogonal else u
         return w - self.lr * self.decay * w + self.lr * u
 
     def step(self, w, g):

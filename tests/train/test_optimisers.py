@@ -23,7 +23,7 @@ from hecate.train import (
     save_checkpoint,
 )
 from hecate.train.groups import build_optimizers
-from hecate.train.optimisers import SGD, AdamW, MatrixKind, Muon, PhiMomentum
+from hecate.train.optimisers import SGD, AdamW, Muon, PartialKind, PhiMomentum
 
 from .common import TiedGRU, same_bits, tiny
 
@@ -40,7 +40,7 @@ CHOICES = {
         "kind": "kernel_momentum", "feature_map": {"kind": "concat", "maps": ["elu", "tanh"]},
     },
     "one network": {"kind": "deep_momentum", "shared": True},
-    "scaled m3": {"kind": "m3", "second_moment": "before", "period": 2},
+    "scaled m3": {"kind": "m3", "second_moment": "before", "slow_period": 2},
     "sgd beside": {"kind": "muon", "fallback": "sgd"},
 }  # fmt: skip
 SLOW = {"*.qkv.*": 2}
@@ -57,7 +57,7 @@ def steps(trainer, count):
         pytest.param(choice, periods, id=f"{choice}-{'leveled' if periods else 'every step'}")
         for choice in CHOICES
         for periods in ({}, SLOW)
-        if not (periods and "m3" in choice)  # refused: it has a period of its own
+        if not (periods and choice == "dgd")  # refused: its samples are of one pass
     ],
 )
 def test_every_kind_trains_and_resumes_to_the_bit(choice, periods, tmp_path):
@@ -209,7 +209,8 @@ def test_state_that_another_option_made_is_refused(periods):
          r"^optim\.optimizer\.momentum: must be < 1.0, got 2  \[--set optim.optimizer.momentum=2"),
         (["optim.optimizer=lion"],
          r"^optim\.optimizer: unknown optimizer kind 'lion'; known: adamw, "),
-        (["optim.optimizer=dgd"], r"^optim\.optimizer: 'dgd' is not offered .* hecate.optim.DGD"),
+        (["optim.optimizer=muon", "optim.optimizer.fallback=dgd"],
+         r"^optim\.optimizer\.fallback: .* got 'dgd', which trains the weights of Linear layers"),
         (["optim.optimizer=muon", "optim.optimizer.fallback=m3"],
          r"^optim\.optimizer\.fallback: must be a kind for .* got 'm3'"),
         (["optim.optimizer=sgd", "optim.eps=1"], r"^optim\.optimizer\.eps: unknown field of SGD"),
@@ -231,7 +232,8 @@ def test_faults_of_a_config_have_their_path(sets, message):
          r"^optim\.optimizer: nesterov needs dampening 0"),
         ({"periods": {"*.nothing": 4}},
          r"^optim\.periods: the pattern '\*\.nothing' decides no .* names are embedding\.weight, "),
-        ({"optimizer": "m3", "periods": SLOW}, r"^optim\.optimizer: M3 has a 'period' of its own"),
+        ({"optimizer": "dgd", "periods": SLOW},
+         r"^optim\.optimizer: 'dgd' steps by .* those of 2 for 'blocks\.0\.memory\.qkv\.weight'"),
     ],
 )  # fmt: skip
 def test_faults_that_the_model_shows_have_their_path(fields, message):
@@ -253,7 +255,9 @@ def test_a_model_without_matrices_is_refused():
             super().__init__()
             self.row = nn.Parameter(torch.zeros(16))
 
-    with pytest.raises(ConfigError, match=r"^optim\.optimizer: 'muon' trains matrices, and this"):
+    with pytest.raises(
+        ConfigError, match=r"^optim\.optimizer: 'muon' trains matrices between .*, and this"
+    ):
         build_optimizers(Row(), OptimConfig(optimizer="muon"))
 
 
@@ -277,10 +281,36 @@ def test_the_schema_has_every_kind():
     assert schema["optimizer.muon"]["properties"]["fallback"]["$ref"] == "#/$defs/optimizer"
 
 
-def test_matrix_kinds_are_those_with_a_fallback():
+def test_partial_kinds_are_those_with_a_fallback():
     kinds = OptimizerKind.variants().items()
     found = {kind for kind, variant in kinds if "fallback" in variant.model_fields}
-    assert found == MatrixKind.variants().keys() == {"muon", "m3"}
+    assert found == PartialKind.variants().keys() == {"dgd", "muon", "m3"}
+
+
+@pytest.mark.spec("TRAIN-OPTIM-D6")
+@pytest.mark.parametrize("tied", [True, False])
+def test_dgd_trains_the_layers_it_is_attached_to(tied):
+    """The weights of Linear layers step by their samples, clipped as the gradient was."""
+    config = tiny(model={"tie_embeddings": tied}, optim={"optimizer": "dgd", "clip": 0.01})
+    trainer = Trainer(config)
+    layers = [n for n, m in trainer.model.named_modules() if isinstance(m, nn.Linear)]
+    owned = [n for g in trainer.optimizers["dgd"].param_groups for n in g["param_names"]]
+    wanted = {f"{n}.weight" for n in layers} - {"head.weight"}
+    assert set(owned) == wanted and "blocks.0.memory.qkv.weight" in wanted
+    rest = {n for g in trainer.optimizers["sgd"].param_groups for n in g["param_names"]}
+    assert rest | wanted == {n for n, _ in trainer.model.named_parameters()} and not rest & wanted
+    name = "blocks.0.memory.qkv.weight"
+    start = trainer.model.get_parameter(name).detach().double().clone()
+    (result,) = steps(trainer, 1)
+    assert result.grad_norm > 1  # clipped to a hundredth of that at least
+    optimizer = trainer.optimizers["dgd"]
+    p = trainer.model.get_parameter(name)
+    (seen,) = optimizer._seen[p]
+    x, g = seen.inputs.double(), seen.grads.double() * len(seen.grads) * 0.01 / result.grad_norm
+    decay = optimizer.param_groups[0]["weight_decay"] * result.lr
+    c = result.lr / (1 + result.lr * x.square().sum(-1, keepdim=True))
+    expected = (1 - decay) * start - (c * (x @ start.T + g)).T @ x / len(x)
+    torch.testing.assert_close(p.detach().double(), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.spec("TRAIN-RUN-D1")

@@ -1,0 +1,50 @@
+"""A step under `torch.compile`: what it computes is what it computes without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from hecate.optim import M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
+
+KINDS = {
+    "identity": (PhiMomentum, {"nesterov": True, "weight_decay": 0.1}),
+    "tanh": (PhiMomentum, {"feature_map": "tanh"}),
+    "diagonal": (PhiMomentum, {"precondition": "diagonal"}),
+    "rows": (PhiMomentum, {"feature_map": "hedgehog"}),
+    "kernel": (KernelMomentum, {}),
+    "delta": (DeltaMomentum, {}),
+    "deep": (DeepMomentum, {"width": 3}),
+    "muon": (Muon, {}),
+    "m3": (M3, {"slow_period": 2}),
+}
+
+
+@pytest.mark.spec("OPT-BASE-I4")
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_a_compiled_step_is_the_plain_one(name):
+    """Bit for bit with the backend that runs what was traced; the trace breaks as torch's does."""
+    cls, options = KINDS[name]
+    torch._dynamo.reset()
+    sets = [
+        [torch.nn.Parameter(torch.randn(4, 5, generator=torch.Generator().manual_seed(i)))
+         for i in range(2)]
+        for _ in range(2)
+    ]  # fmt: skip
+    plain, compiled = (cls(params, 0.1, **options) for params in sets)
+    traced = CompileCounter()
+    step = torch.compile(compiled.step, backend=traced)
+    for number in range(4):
+        for p, q in zip(*sets, strict=True):
+            draws = torch.Generator().manual_seed(100 + number)
+            p.grad = torch.randn(4, 5, generator=draws)
+            q.grad = p.grad.clone()
+        plain.step()
+        step()
+    assert traced.op_count > 0
+    for p, q in zip(*sets, strict=True):
+        assert torch.equal(p, q)
+        for key, value in plain.state[p].items():
+            assert torch.equal(value, compiled.state[q][key])
