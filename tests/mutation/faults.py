@@ -352,6 +352,7 @@ FAULTS = [
         "tests/optim/test_delta_and_deep.py",
         ("delta_momentum", "return square.max() if group", "return square.sum() if group"),
         ("delta_momentum", "torch.minimum(factor, momentum) if stable else factor", "factor"),
+        ("deep_momentum", "power = rows.square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)", "power = rows.square().mean((-2, -1), keepdim=True)"),
         ("deep_momentum", "every = [self.state[p] for p in group", "every = states or [self.state[p] for p in group"),
     ),
     *_of(
@@ -391,7 +392,8 @@ FAULTS = [
         "optim",
         "tests/optim/test_dgd.py",
         ("dgd", "torch.tril(xs @ xs.mT, -1) * cs.mT", "torch.tril(xs @ xs.mT, -1) * cs"),
-        ("dgd", "g = -g if group", "g = g if group"),
+        ("dgd", "(-g if group", "(g if group"),
+        ("dgd", "self._scales[p] = _multiple(grad, found)", "self._scales[p] = 2 * _multiple(grad, found)"),
         ("dgd", "if isinstance(output, Tensor) and output.requires_grad:", "if isinstance(output, Tensor):"),
     ),
     *_of(
