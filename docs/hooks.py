@@ -21,8 +21,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = (
     "hecate", "hecate.phi", "hecate.structure", "hecate.bias", "hecate.retention",
     "hecate.algorithm", "hecate.rule", "hecate.engine", "hecate.tape", "hecate.nn", "hecate.cms",
-    "hecate.optim", "hecate.models", "hecate.data", "hecate.train", "hecate.lab", "hecate.testing",
-    "hecate.errors", "hecate.variant",
+    "hecate.optim", "hecate.models", "hecate.data", "hecate.train", "hecate.lab",
+    "hecate.microscope", "hecate.testing", "hecate.errors", "hecate.variant",
 )  # fmt: skip
 COPIED = ("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "constraints.txt")
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
@@ -46,7 +46,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages and the files that they show."""
     pages: dict[str, str] = {
-        "index.md": (ROOT / "README.md").read_text(),
+        "index.md": (ROOT / "README.md").read_text().replace("(docs/pages/", "("),
         "variants.md": variants(),
         **{f"api/{name}.md": api(name) for name in PACKAGES},
         **{f"specs/{path.name}": spec(path) for path in (ROOT / "specs").glob("*.md")},
