@@ -218,7 +218,38 @@ def test_help_has_examples_and_imports_nothing_heavy():
     assert "Example" in done.stdout and "HEAVY []" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "generate", "list", "show", "schema", "lab"])
+PARTS = """
+from typing import Literal
+from hecate import phi
+
+class Halved(phi.FeatureMap):
+    \"\"\"halved: phi(x) = x / 2.\"\"\"
+    kind: Literal["halved"] = "halved"
+    def forward(self, x, params):
+        return x / 2, None
+    def vjp(self, residuals, g):
+        return g / 2, {}
+"""
+
+
+def test_own_parts_are_imported_before_a_command(tmp_path):
+    (tmp_path / "my_parts.py").write_text(PARTS)
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "hecate.cli", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    shown = run("--import", "my_parts", "show", "mqar", "--set", "feature_map=halved")
+    assert "kind: halved" in shown.stdout
+    missing = run("--import", "my_part", "list")
+    assert missing.returncode == 2
+    assert "error: --import my_part: No module named 'my_part'; name a module" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["train", "eval", "generate", "report", "list", "show", "schema", "estimate", "tape", "lab"],
+)
 def test_every_command_has_an_example(hecate, command):
     code, out, _ = hecate(command, "--help")
     assert code == 0 and f"hecate {command}" in out.split("Example", 1)[1]

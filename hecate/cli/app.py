@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +38,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
-) -> None:
+    imports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import", metavar="MODULE",
+            help="Import your own variants first: a module here or installed. May be repeated.",
+        ),
+    ] = None,
+) -> None:  # fmt: skip
     pass
 
 
@@ -64,6 +73,22 @@ def _show_warning(
     typer.echo(f"warning: {message}", err=True)
 
 
+def _import(modules: Sequence[str]) -> None:
+    """Imports a user's modules, whose classes register themselves; as from `python -m`, here."""
+    from hecate.errors import ConfigError
+
+    if modules and "" not in sys.path:
+        sys.path.insert(0, "")
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(
+                f"--import {name}: {error}; name a module in this folder or an installed one, "
+                "without .py"
+            ) from error
+
+
 @contextmanager
 def reported(context: typer.Context) -> Iterator[None]:
     """Prints a `HecateError` as one message and exits with 2, or 1 when a run itself failed."""
@@ -72,6 +97,7 @@ def reported(context: typer.Context) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            _import(context.find_root().params.get("imports") or [])
             yield
     except HecateError as error:
         if context.find_root().params.get("debug"):
