@@ -144,7 +144,8 @@ def test_the_command(study, tmp_path, capsys):
         main(["lab", "coin"])
     assert caught.value.code == 2
     err = capsys.readouterr().err
-    assert "no study 'coin'; known: coins, " in err and "Did you mean 'coins'?" in err
+    assert "no study 'coin'; known: " in err and " coins, " in err and ", or all." in err
+    assert "Did you mean 'coins'?" in err
 
 
 def test_all_studies_run_one_after_the_other(study, tmp_path, monkeypatch, capsys):
