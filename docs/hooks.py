@@ -63,7 +63,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Lists what the specs call wrong in papers and programs at the end of the page of errata."""
+    """Makes links of the repository those of the site, and lists the errata of the specs."""
+    for there, here in {"README.md": "index.md", "specs)": "specs/phi.md)", "": ""}.items():
+        markdown = markdown.replace(f"](../../{there}", f"]({here}")
     return markdown.replace("<!-- errata of the specs -->", errata())
 
 

@@ -30,6 +30,11 @@ def test_pages_cite_existing_statements():
     assert cited and not cited - stated()
 
 
+def test_links_lead_somewhere():
+    links = {(p, link) for p in PAGES for link in re.findall(r"\]\(([^)#]+)\)", p.read_text())}
+    assert links and not [link for path, link in links if not (path.parent / link).exists()]
+
+
 def test_pages_name_existing_studies_and_variants():
     from hecate import phi
     from hecate.lab import studies
