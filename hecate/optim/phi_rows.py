@@ -64,6 +64,10 @@ class PhiOptimizer(MatrixOptimizer):
     def check(self, group: Group) -> None:
         """Resolves what is `auto`, so that the group says what is computed; refuses the rest."""
         super().check(group)
+        check_choice(group, "odd", (None, True, False))
+        seed = group["seed"]
+        if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+            raise ConfigError(f"seed must be an integer from 0 to 2^63 - 1, got {seed!r}")
         plain = FeatureMap.model_validate(group["feature_map"])
         if plain.needs_position:
             raise ConfigError(f"a gradient's rows have no position, {plain.kind!r} needs one")

@@ -167,6 +167,8 @@ def test_orthogonalized_phi_momentum_is_muon_but_for_the_scale_of_its_momentum()
         (Muon, {"ns_steps": 0}, "ns_steps must be an integer of at least 1 and at most 99"),
         (Muon, {"ns_steps": 100}, "at most 99"),
         (Muon, {"ns_coefficients": (1.0, 2.0)}, "three numbers"),
+        (Muon, {"ns_coefficients": 3.0}, "three numbers"),
+        (Muon, {"ns_coefficients": ("a", "b", "c")}, "three numbers"),
         (Muon, {"ns_coefficients": "septic"}, "'quintic', 'cubic'"),
         (Muon, {"ns_dtype": "int8"}, "ns_dtype must be one of"),
         (Muon, {"adjust_lr_fn": "mean"}, "adjust_lr_fn"),
