@@ -101,7 +101,7 @@ def muon_steps(matrices: list[Tensor], group: Group) -> list[Tensor]:
 def adjustment(how: str, rows: int, columns: int) -> float:
     """What lr is multiplied by: the root of max(1, rows / columns), or 0.2 of the longer side's."""
     if how == "original":
-        return math.sqrt(max(1, rows / columns))
+        return math.sqrt(max(1, rows / max(1, columns)))
     return 0.2 * math.sqrt(max(rows, columns)) if how == "match_rms_adamw" else 1.0
 
 

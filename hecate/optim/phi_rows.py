@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, shorten
 from hecate.optim.base import MatrixOptimizer
 from hecate.optim.lift import (
     Call,
@@ -50,6 +50,12 @@ class PhiOptimizer(MatrixOptimizer):
         call: Call | None = None,
     ) -> None:
         self._given = dict(phi_params or {})
+        for width, given in self._given.items():
+            if type(width) is not int or set(given) != {"learned", "frozen"}:
+                raise ConfigError(
+                    "phi_params must map widths of rows to parameters of phi as its init gives "
+                    f"them, got {shorten(width)}: {shorten(given)}"
+                )
         self._call = call
         self._maps: dict[tuple[Any, ...], tuple[RowMap, float | None]] = {}
         seed = defaults["seed"]

@@ -234,6 +234,8 @@ REFUSED = [
     ({"maximize": "yes"}, "maximize must be one of"),
     ({"foreach": "fast"}, "foreach must be one of"),
     ({"odd": "auto"}, "odd must be one of"),
+    ({"feature_map": phi.Linear(d_phi=8), "phi_params": {4: {}}}, "phi_params must map"),
+    ({"phi_params": {"4": {"learned": {}, "frozen": {}}}}, "phi_params must map"),
     ({"seed": "x"}, "seed must be an integer"),
     ({"seed": 1 << 70}, "seed must be an integer"),
     ({"orthogonalize": "quintic"}, "orthogonalize must be a bool or fields"),

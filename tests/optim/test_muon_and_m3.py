@@ -201,3 +201,12 @@ def test_another_period_does_not_load():
     saved = M3([parameter(2, 3)], slow_period=4).state_dict()
     with pytest.raises(ConfigError, match="slow_period = 4"):
         M3([parameter(2, 3)], slow_period=5).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("cls", [Muon, M3])
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_a_matrix_without_numbers_takes_its_step(cls, shape):
+    w = parameter(*shape)
+    w.grad = torch.zeros_like(w)
+    cls([w]).step()
+    assert w.shape == shape
