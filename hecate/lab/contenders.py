@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from hecate.errors import ConfigError
 from hecate.lab.lessons import BYTES, CONTEXT, text_loss, text_model
+from hecate.lab.timing import cpu_times
 from hecate.optim import M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
 from hecate.optim.lift import choose, on_numbers
 from hecate.phi import FeatureMap
@@ -123,18 +123,11 @@ def state_bytes(entrant: Entrant) -> float:
     return size / sum(p.numel() for group in optimizer.param_groups for p in group["params"])
 
 
-def costs(entrants: Sequence[Entrant], steps: int = 10, repeats: int = 3) -> list[float]:
+def costs(entrants: Sequence[Entrant], rounds: int = 3) -> list[float]:
     """CPU time of a step on the text model's matrices, over that of the first."""
-    times = []
-    for entrant in entrants:
-        optimizer, tries = _stepped(entrant), []
-        for _ in range(repeats):
-            start = time.process_time()
-            for _ in range(steps):
-                optimizer.step()
-            tries.append(time.process_time() - start)
-        times.append(max(min(tries), 1e-9))
-    return [t / times[0] for t in times]
+    times = cpu_times({entrant.name: _stepped(entrant).step for entrant in entrants}, rounds)
+    least = [float(taken.min()) for taken in times.values()]
+    return [t / least[0] for t in least]
 
 
 class AtZero(NamedTuple):

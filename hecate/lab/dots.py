@@ -34,7 +34,7 @@ def dot_plot(figure: Any, rows: Sequence[str], marked: Sequence[bool], panels: l
                 kept = [i for i, mark in enumerate(marked) if mark is wanted]
                 chosen = [panel.samples[i] for i in kept]
                 _dots(axes, [places[i] for i in kept], chosen, look, panel.names[look])
-        finish(axes, panel.title, panel.label, "")
+        finish(axes, panel.title, panel.label, "", legend=False)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), fontsize=9, frameon=False)
     all_axes[0].set_yticks(places, rows)
     all_axes[0].set_ylim(0.3, len(rows) + 0.7)

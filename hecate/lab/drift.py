@@ -264,9 +264,9 @@ def _draw(axes: Any, outcomes: list[Outcome], chunks: Sequence[int], what: str) 
     }
     label, limits = looks[what]
     title = outcomes[0].kind.name
-    finish(axes, title, "chunk (tokens)", label, xticks=chunks, xticklabels=chunks, **limits)
-    if what == "errors":
-        axes.get_legend().remove()  # the panel below has the same
+    limits |= {"xticks": chunks, "xticklabels": chunks}
+    own = what == "recalled"  # the panel above has the same lines
+    finish(axes, title, "chunk (tokens)", label, legend=own, **limits)
 
 
 def _draw_costs(

@@ -218,6 +218,7 @@ def _draw_shares(axes: Any, outcomes: Sequence[Outcome]) -> None:
     finish(
         axes, f"Recall, d = {SHOWN}, {flips(SHOWN)} bits flipped", "patterns stored (log)",
         "share recovered without a wrong bit", xscale="log", ylim=(-0.03, 1.03),
+        legend=False,
     )  # fmt: skip
     axes.legend(
         loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=8.5, frameon=False, ncols=2

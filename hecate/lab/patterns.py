@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hecate.lab.against_softmax import parameters
+from hecate.nn import Hopfield
 from hecate.phi import Favor, FeatureMap, Identity, Polynomial
 
 FLIPPED = 0.1  # share of a query's bits, one at least
@@ -116,15 +117,12 @@ def _matrix(memory: Memory, patterns: Tensor, seed: int) -> Read:
 
 
 def _similar(memory: Memory, patterns: Tensor) -> Read:
-    """softmax(beta X q) X, a chunk at a time; scores are at most beta d, which is taken off."""
-    highest = memory.beta * patterns.shape[-1]
+    """In float64, a part of the queries at a time: every pattern has a score for each."""
+    hopfield, kept = Hopfield(memory.beta), patterns.double()
 
     def read(noisy: Tensor, count: int) -> Tensor:
-        values = torch.zeros_like(noisy, dtype=torch.float64)
-        for chunk in _chunks(patterns[:count]):
-            weights = (memory.beta * noisy @ chunk.T - highest).double().exp()
-            values += weights @ chunk.double()
-        return values
+        parts = noisy.double().split(QUERIES // 8)
+        return torch.cat([hopfield.weights(part, kept[:count]) @ kept[:count] for part in parts])
 
     return read
 

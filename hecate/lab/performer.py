@@ -106,7 +106,7 @@ def gap(found: Found, size: str, left: str, right: str, count: int) -> Spread:
 
 def report(found: Found, draws: int, tokens: int) -> Result:
     """The table, what it means and the figure."""
-    columns = ["quantity", "setting", "published", "ours", "verdict"]
+    columns = ["quantity", "setting", "formula or claim", "ours", "verdict"]
     rows = [*_formula_rows(found, draws), *_attention_rows(found), *_sign_rows(found)]
 
     def draw(figure: Any) -> None:
@@ -146,7 +146,8 @@ def _notes(draws: int, tokens: int) -> Iterator[str]:
     yield (
         f"signs: {draws} blocks of {BLOCK} x {BLOCK} per seed, x = (.5, .3, 0, ...), y = (.6, 0, "
         ".2, 0, ...); published is the kernel itself, as the estimate is said to be unbiased; the "
-        "raw Q of a QR is what much published code takes; the library fixes the signs"
+        "raw Q of a QR is what much published code takes; the library fixes the signs; unbiased: "
+        "within three standard errors, or within 2 % where those are less"
     )
 
 
@@ -226,7 +227,7 @@ def _draw_formulas(axes: Any, degrees: int, found: Found) -> None:
     kernel = "large" if degrees < 90 else "small"
     finish(
         axes, f"Estimates of exp(x.y), {degrees} degrees: {kernel} kernel", "norm of x and of y",
-        f"mean squared error, {FEATURES} features", yscale="log",
+        f"mean squared error, {FEATURES} features", yscale="log", legend=False,
     )  # fmt: skip
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=9, frameon=False, ncols=2)
 

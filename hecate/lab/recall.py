@@ -194,7 +194,8 @@ def claims(outcomes: Sequence[Outcome]) -> list[str]:
     fixed = [o for o in outcomes if o.mixer.memory is not None]
     right, pairs = ordered(fixed)
     said = [
-        "claimed: accuracy follows the size of the state; here the larger of two states is at "
+        "claimed (Zoology, 2023; Based, 2024): accuracy follows the size of the state; here the "
+        "larger of two states is at "
         f"least as accurate in {right} of {pairs} pairs"
     ]
     names = dict.fromkeys(o.mixer.name for o in fixed)
@@ -204,14 +205,15 @@ def claims(outcomes: Sequence[Outcome]) -> list[str]:
         "claimed: so it does within one map and rule (Based: with the width of Taylor); here "
         + (f"it does NOT in {', '.join(fails)}" if fails else "it holds for every one")
     )
-    for rule in ("delta", "gated delta"):
+    sources = {"delta": "claimed (DeltaNet, 2024)", "gated delta": "to be expected then"}
+    for rule, source in sources.items():
         gaps = against_sum(outcomes, rule)
         if gaps:
             ahead = sum(gap.mean > gap.error for _, gap in gaps)
             behind = sum(gap.mean < -gap.error for _, gap in gaps)
             listed = ", ".join(f"{name}: {gap}" for name, gap in gaps)
             said.append(
-                f"claimed: {rule} above sum at equal state; here by more than a standard error in "
+                f"{source}: {rule} above sum at equal state; here by more than a standard error in "
                 f"{ahead} of {len(gaps)} cases, below by as much in {behind} (difference in "
                 f"accuracy by phi and d_key: {listed})"
             )
@@ -238,8 +240,8 @@ def report(outcomes: list[Outcome], steps: int) -> Result:
         f"{TAPS} taps, no MLP, no output gate, memories that start at zero",
         f"{steps} steps of AdamW, batch {BATCH}, cosine decay, and of the rates in the table the "
         f"one that was better on seed {JUDGE}; not all have converged",
-        "published figures (vocabulary 8192, 2 layers, 64 epochs, rates swept) have no table and "
-        "are out of reach here; their statements are compared instead",
+        "published figures (Zoology, Based: vocabulary 8192, 2 layers, 64 epochs, swept rates) "
+        "have no table and are out of reach here; their statements are compared instead",
         "state: weights of a memory with those of its normaliser; of attention the keys and values "
         f"of {TASK.seq_len} tokens, which grow with every token",
         "phi of delta rules is brought to unit length; FAVOR+: positive features of d_key 16, more "

@@ -40,12 +40,13 @@ class DeepMomentum(MatrixOptimizer):
     distance from there. The loss is the sum over rows.
 
     input_scale: `rms` (the default of `descent`) divides the gradient by the root mean square of
-    its rows that are not zero. A gradient of length s teaches m only s^2 as fast and is answered s
-    times as long: without it steps shrink like s^3, and a model whose gradients are small stands
-    still. With it B is of the order of rows times width, and c close to 1 / B.
+    its rows that are not zero (`shared`: of all of them). A gradient of length s teaches m only s^2
+    as fast and is answered s times as long: without it steps shrink like s^3, and a model whose
+    gradients are small stands still. With it B is of the order of rows times width, c close to 1/B.
     orthogonalize: Newton-Schulz on m'(g), eq. 52 (the default of `descent`); True, False, or fields
-    of its algorithm. m answers a direction of variance v by about v / (v + 1 - momentum) of it, so
-    without it only the strongest direction moves. It makes steps as long as `Muon`'s, lr alike.
+    of its algorithm. Of a direction that has the share v of the rows' power m answers less than
+    about v / (v + 1 - momentum), so without it only the strongest direction moves. Steps are as
+    long as those of `Muon` with adjust_lr_fn="none", lr alike.
     shared: one network for all rows of one width in a group, trained on those of this step
     together; every parameter of that width keeps a copy, also without a gradient. Else one each.
     width: hidden units, and the most directions that an answer has. rate: step size of the network.
@@ -66,7 +67,7 @@ class DeepMomentum(MatrixOptimizer):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        momentum: float = 0.9,
+        momentum: float | Tensor = 0.9,
         width: int = 32,
         rate: float = 0.1,
         *,
@@ -150,8 +151,11 @@ class DeepMomentum(MatrixOptimizer):
         """What networks `[n, ...]` answer to rows `[n, r, c]` that train them, and they then."""
         scale = _length(rows) if group["input_scale"] == "rms" else rows.new_ones(1, 1, 1)
         one = rows.new_ones(len(rows))
-        momentum = one * float(group["momentum"])
+        momentum = one * group["momentum"]
         step, *network = self._network(group).direction(rows / scale, one, momentum, *network)
+        options = group["orthogonalize"]
+        if options and not options["rescale"]:  # forgets lengths, but for those below its eps
+            return step, *network
         return scale * step, *network
 
     def _network(self, group: Group) -> algorithm.DeepMomentum:
@@ -185,5 +189,7 @@ class DeepMomentum(MatrixOptimizer):
 def _length(rows: Tensor) -> Tensor:
     """By matrix, the root mean square of rows that are not zero; 1 if all are. `[n, 1, 1]`."""
     moved = (rows != 0).any(-1, keepdim=True).sum(-2, keepdim=True) * rows.shape[-1]
-    power = rows.square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)
-    return torch.where(power > 0, power, 1).sqrt()
+    largest = rows.detach().abs().amax((-2, -1), keepdim=True)
+    largest = torch.where(largest > 0, largest, 1)  # squares of what is left lie within the dtype
+    power = (rows / largest).square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)
+    return largest * torch.where(power > 0, power, 1).sqrt()

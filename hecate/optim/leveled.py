@@ -189,6 +189,8 @@ def level_groups(
     pattern (shell style) that fits a name decides, `default` where none does. Parameters that need
     no gradient are left out. A pattern that decides nothing is a `ConfigError`. [OPTIM-LEVEL-D4]
     """
+    for period in (*periods.values(), default):
+        _check_level({"period": period, "reduce": "mean"})
     named = [(name, value) for name, value in named_parameters if value.requires_grad]
     found: dict[int, list[Tensor]] = {}
     idle = dict.fromkeys(periods)

@@ -16,6 +16,7 @@ Group = dict[str, Any]
 OnNonfinite = Literal["raise", "skip", "propagate"]
 MatrixView = Literal["flatten", "last"]
 StateDtype = Literal["full", "parameter"]
+FLAGS = {"center", "decoupled", "differentiable", "maximize", "nesterov", "shared"}
 
 
 def common_options(**given: Any) -> Group:
@@ -48,6 +49,9 @@ def check_common(group: Group) -> None:
         raise ConfigError(f"Tensor lr must be 1-element, got shape {list(lr.shape)}")
     check_number(group, "lr")
     check_number(group, "weight_decay")
+    for name in sorted(FLAGS & group.keys()):
+        check_choice(group, name, (True, False))
+    check_choice(group, "foreach", (None, True, False))
     check_choice(group, "on_nonfinite", ("raise", "skip", "propagate"))
     check_choice(group, "state_dtype", ("full", "parameter"))
     check_choice(group, "matrix", ("flatten", "last"))

@@ -52,9 +52,15 @@ def settings(given: bool | Mapping[str, Any] | NewtonSchulz | None) -> dict[str,
     """An option `orthogonalize` as plain values: None, or the fields of `NewtonSchulz`."""
     if given is None or given is False:
         return None
-    if isinstance(given, NewtonSchulz):
-        return given.model_dump()
-    return NewtonSchulz(**({} if given is True else given)).model_dump()
+    if not (given is True or isinstance(given, Mapping | NewtonSchulz)):
+        raise ConfigError(f"orthogonalize must be a bool or fields of NewtonSchulz, got {given!r}")
+    made = NewtonSchulz(**({} if given is True else dict(given)))
+    for name in ("lr", "momentum"):
+        if getattr(made, name) != NewtonSchulz.model_fields[name].default:
+            raise ConfigError(
+                f"orthogonalize has no {name}, got {getattr(made, name)}; set the optimiser's own"
+            )
+    return made.model_dump()
 
 
 def orthogonalised(matrix: Tensor, options: Mapping[str, Any] | None) -> Tensor:
@@ -95,7 +101,7 @@ def muon_steps(matrices: list[Tensor], group: Group) -> list[Tensor]:
 def adjustment(how: str, rows: int, columns: int) -> float:
     """What lr is multiplied by: the root of max(1, rows / columns), or 0.2 of the longer side's."""
     if how == "original":
-        return math.sqrt(max(1, rows / columns))
+        return math.sqrt(max(1, rows / max(1, columns)))
     return 0.2 * math.sqrt(max(rows, columns)) if how == "match_rms_adamw" else 1.0
 
 
@@ -104,7 +110,7 @@ def check_muon_steps(group: Group) -> None:
     given = group["ns_coefficients"]
     if isinstance(given, str):
         check_choice(group, "ns_coefficients", tuple(POLYNOMIALS))
-    elif len(given) != 3 or not all(math.isfinite(c) for c in given):
+    elif not (isinstance(given, tuple | list) and len(given) == 3 and all(map(_is_finite, given))):
         raise ConfigError(
             f"ns_coefficients must be three numbers or one of {list(POLYNOMIALS)}, got {given}"
         )
@@ -117,3 +123,7 @@ def check_muon_steps(group: Group) -> None:
     check_choice(group, "ns_dtype", (None, *DTYPES))
     group["adjust_lr_fn"] = group["adjust_lr_fn"] or "original"
     check_choice(group, "adjust_lr_fn", ("original", "match_rms_adamw", "none"))
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

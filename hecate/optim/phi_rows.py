@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, shorten
 from hecate.optim.base import MatrixOptimizer
 from hecate.optim.lift import (
     Call,
@@ -50,6 +50,12 @@ class PhiOptimizer(MatrixOptimizer):
         call: Call | None = None,
     ) -> None:
         self._given = dict(phi_params or {})
+        for width, given in self._given.items():
+            if type(width) is not int or set(given) != {"learned", "frozen"}:
+                raise ConfigError(
+                    "phi_params must map widths of rows to parameters of phi as its init gives "
+                    f"them, got {shorten(width)}: {shorten(given)}"
+                )
         self._call = call
         self._maps: dict[tuple[Any, ...], tuple[RowMap, float | None]] = {}
         seed = defaults["seed"]
@@ -64,6 +70,10 @@ class PhiOptimizer(MatrixOptimizer):
     def check(self, group: Group) -> None:
         """Resolves what is `auto`, so that the group says what is computed; refuses the rest."""
         super().check(group)
+        check_choice(group, "odd", (None, True, False))
+        seed = group["seed"]
+        if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+            raise ConfigError(f"seed must be an integer from 0 to 2^63 - 1, got {seed!r}")
         plain = FeatureMap.model_validate(group["feature_map"])
         if plain.needs_position:
             raise ConfigError(f"a gradient's rows have no position, {plain.kind!r} needs one")

@@ -137,6 +137,17 @@ class ExperimentConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _every_parameter_steps(self) -> Self:
+        for pattern, period in self.optim.periods.items():
+            if period > self.budget.steps:
+                raise ConfigError(
+                    f"must be at most budget.steps, {self.budget.steps}, got {period}: those "
+                    "parameters would never step",
+                    ("optim", "periods", pattern),
+                )
+        return self
+
     @property
     def seq_len(self) -> int:
         """Length of the training sequences."""

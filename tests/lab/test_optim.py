@@ -240,7 +240,7 @@ def test_what_a_gradient_of_zero_does():
 def test_every_map_of_the_library_is_compared():
     taken = {name.removeprefix("phi ") for name in BY_NAME if name.startswith("phi ")}
     assert taken == set(maps()) - {"cosformer"} and len(taken) >= 34
-    times = costs(ENTRANTS[:4], 1, 1)
+    times = costs(ENTRANTS[:4], 1)
     assert times[0] == 1 and min(times) > 0
 
 

@@ -230,6 +230,17 @@ REFUSED = [
     ({"feature_map": phi.RandomFourier(d_phi=8)}, r"misses \d\.\d+ of a Gaussian row of 4"),
     ({"differentiable": True, "precondition": "kronecker"}, "does not reach through"),
     ({"feature_map": "eluu"}, "elu"),
+    ({"decoupled": "no"}, "decoupled must be one of"),
+    ({"maximize": "yes"}, "maximize must be one of"),
+    ({"foreach": "fast"}, "foreach must be one of"),
+    ({"odd": "auto"}, "odd must be one of"),
+    ({"feature_map": phi.Linear(d_phi=8), "phi_params": {4: {}}}, "phi_params must map"),
+    ({"phi_params": {"4": {"learned": {}, "frozen": {}}}}, "phi_params must map"),
+    ({"seed": "x"}, "seed must be an integer"),
+    ({"seed": 1 << 70}, "seed must be an integer"),
+    ({"orthogonalize": "quintic"}, "orthogonalize must be a bool or fields"),
+    ({"orthogonalize": {"momentum": 0.5}}, "orthogonalize has no momentum, got 0.5"),
+    ({"orthogonalize": {"stepz": 5}}, "Did you mean 'steps'"),
 ]
 
 

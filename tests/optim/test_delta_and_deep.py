@@ -212,6 +212,34 @@ def test_what_is_learned_does_not_depend_on_the_length_of_gradients(orthogonaliz
 
 
 @pytest.mark.spec("OPT-DEEP-D3")
+@pytest.mark.parametrize("exponent", [-120, -60, 60, 120])
+def test_no_finite_gradient_is_too_short_or_too_long_for_the_scale(exponent):
+    """In float32, where squares of these would be 0 or infinity and eps of NS is 2^-23."""
+    plain, far = parameter(5, 4).detach().float(), parameter(5, 4).detach().float()
+    one, two = (DeepMomentum([w], 0.1) for w in (plain, far))
+    for step in range(5):
+        plain.grad = parameter(5, 4, seed=step).detach().float()
+        far.grad = plain.grad * 2.0**exponent
+        one.step()
+        two.step()
+    assert torch.equal(plain, far) and plain.isfinite().all()
+
+
+@pytest.mark.spec("OPT-BASE-V1")
+def test_a_momentum_that_is_a_tensor_is_differentiated():
+    def end(momentum):
+        w = parameter(3, 4).detach()
+        optimizer = DeepMomentum([w], 0.1, momentum, 3, 0.5, differentiable=True)
+        for step in range(3):
+            w.grad = parameter(3, 4, seed=step).detach()
+            optimizer.step()
+        return w
+
+    momentum = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(end, momentum)
+
+
+@pytest.mark.spec("OPT-DEEP-D3")
 def test_it_reads_text_as_well_as_momentum_does():
     """100 batches, each at the best of three learning rates; eq. 50 alone does not learn."""
     text = draw_text([0], 100)

@@ -453,6 +453,9 @@ def test_groups_by_name():
         level_groups(named, {"lvel_1.bias": 8})
     with pytest.raises(ConfigError, match="pattern 'head.weight' decides no"):
         level_groups(named, {"*": 8, "head.weight": 1})
+    for wrong in (0, 2.5, "x"):
+        with pytest.raises(ConfigError, match="period must be an integer >= 1"):
+            level_groups(named, {"*": wrong})
 
 
 @pytest.mark.spec("OPTIM-LEVEL-D3")

@@ -167,6 +167,8 @@ def test_orthogonalized_phi_momentum_is_muon_but_for_the_scale_of_its_momentum()
         (Muon, {"ns_steps": 0}, "ns_steps must be an integer of at least 1 and at most 99"),
         (Muon, {"ns_steps": 100}, "at most 99"),
         (Muon, {"ns_coefficients": (1.0, 2.0)}, "three numbers"),
+        (Muon, {"ns_coefficients": 3.0}, "three numbers"),
+        (Muon, {"ns_coefficients": ("a", "b", "c")}, "three numbers"),
         (Muon, {"ns_coefficients": "septic"}, "'quintic', 'cubic'"),
         (Muon, {"ns_dtype": "int8"}, "ns_dtype must be one of"),
         (Muon, {"adjust_lr_fn": "mean"}, "adjust_lr_fn"),
@@ -199,3 +201,12 @@ def test_another_period_does_not_load():
     saved = M3([parameter(2, 3)], slow_period=4).state_dict()
     with pytest.raises(ConfigError, match="slow_period = 4"):
         M3([parameter(2, 3)], slow_period=5).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("cls", [Muon, M3])
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_a_matrix_without_numbers_takes_its_step(cls, shape):
+    w = parameter(*shape)
+    w.grad = torch.zeros_like(w)
+    cls([w]).step()
+    assert w.shape == shape

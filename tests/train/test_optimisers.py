@@ -217,6 +217,8 @@ def test_state_that_another_option_made_is_refused(periods):
         (["optim.optimizer={kind: sgd, nesterov: true, momentum: 0}"],
          r"^optim\.optimizer\.nesterov: needs momentum above 0"),
         (["optim.periods={'*.qkv.*': 0}"], r"^optim\.periods\.\*\.qkv\.\*: must be >= 1, got 0"),
+        (["optim.periods={'*.qkv.*': 9}", "budget.steps=8"],
+         r"^optim\.periods\.\*\.qkv\.\*: must be at most budget\.steps, 8, got 9"),
     ],
 )  # fmt: skip
 def test_faults_of_a_config_have_their_path(sets, message):
