@@ -209,6 +209,8 @@ def test_the_family_is_listed_and_open():
     assert "2502.02562" in kinds["circulant_string"][header.index("paper")]
     assert "exp(b_(i-j))" in kinds["relative"][header.index("formula")]
     assert Position.model_validate("rotary") == Rotary()
+    with pytest.raises(ConfigError, match="max_distance: is the size of a table, got 4"):
+        Position.model_validate({"kind": "relative", "form": "linear", "max_distance": 4})
     with pytest.raises(ConfigError, match="unknown field of Rotary.*base"):
         Position.model_validate({"kind": "rotary", "bas": 3.0})
     x = torch.ones(1, 2, 1, 4)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.errors import ConfigError
 from hecate.nn.positions.base import Params, Position
 
 
@@ -35,6 +36,17 @@ class Relative(Position):
     kind: Literal["relative"] = "relative"
     form: Literal["table", "linear"] = "table"
     max_distance: int = Field(default=128, gt=0, description="K, the largest of the table")
+
+    @model_validator(mode="after")
+    def _of_its_form(self) -> Self:
+        default = type(self).model_fields["max_distance"].default
+        if self.form == "linear" and self.max_distance != default:
+            raise ConfigError(
+                f"is the size of a table, got {self.max_distance} with form='linear', whose bias "
+                "goes on with any distance; leave it out or use form='table'",
+                path=("max_distance",),
+            )
+        return self
 
     @property
     def needs_position(self) -> bool:
