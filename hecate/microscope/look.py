@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hecate.errors import ConfigError, ShapeError
+from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.microscope.calls import joined, memory_names, observed
 from hecate.microscope.view import MemoryView, View
 
@@ -47,14 +47,20 @@ def look(
         ShapeError: no tokens.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper runs no hooks inside
-    if points < 1:
-        raise ConfigError(f"must be at least 1, got {points}", path=("points",))
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be an nn.Module, got {shorten(model)}")
+    if type(points) is not int or points < 1:
+        raise ConfigError(
+            f"must be an integer of at least 1, got {shorten(points)}", path=("points",)
+        )
     if not memory_names(model):
         raise ConfigError(
             f"{type(model).__name__} has no memories to look at: there is no hecate.nn.Memory, CMS "
             "or SelfReferential below it, and no causal LinearAttention with positions outside of "
             "a table and of the numerator"
         )
+    if not isinstance(x, Tensor):
+        raise ShapeError(f"x must be a tensor of tokens, got {shorten(x)}")
     if x.dim() < 2 or 0 in x.shape:
         raise ShapeError(f"there are no tokens to look at: x is {list(x.shape)}")
     masks = {"write_mask": write_mask, "reset_mask": reset_mask}

@@ -207,8 +207,18 @@ def test_errors(generator):
         look(layer, x[:, :0])
     with pytest.raises(ConfigError, match="no memory was written"):
         look(layer, x, write_mask=torch.zeros(1, 3, dtype=torch.bool))
-    with pytest.raises(ConfigError, match="points: must be at least 1"):
-        look(layer, x, points=0)
+    for points in (0, 2.5, "2", True):
+        with pytest.raises(ConfigError, match="points: must be an integer of at least 1"):
+            look(layer, x, points=points)
+    with pytest.raises(ConfigError, match="model must be an nn.Module, got None"):
+        look(None, x)
+    with pytest.raises(ShapeError, match="x must be a tensor"):
+        look(layer, x.tolist())
+    recall = look(layer, x)["memory"].recall
+    with pytest.raises(ConfigError, match="name: must be 'cosine'"):
+        recall.by_age("cosin")
+    with pytest.raises(ConfigError, match="there are 1 sequences, got row 1"):
+        recall.by_age(row=1)
 
 
 def test_a_compiled_model_is_looked_at_inside(generator):
