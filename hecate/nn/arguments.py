@@ -87,7 +87,8 @@ def check_inputs(
 def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tensor | None) -> None:
     """Refuses an input that does not fit a layer's first weight `[out, d_model]`, or its masks."""
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != weight.shape[-1]:
-        raise ShapeError(f"{what} must be [B, T, {weight.shape[-1]}], got {described(x)}")
+        found = list(x.shape) if isinstance(x, Tensor) else described(x)
+        raise ShapeError(f"{what} must be [B, T, {weight.shape[-1]}], got {found}")
     if x.device != weight.device:
         raise ShapeError(f"{what} is on {x.device}, the layer on {weight.device}; move one of them")
     if x.dtype != weight.dtype and not _autocast(x):
