@@ -139,6 +139,11 @@ def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
 
 def _borders(cu_seqlens: Tensor, k: Tensor) -> Tensor:
     length = k.shape[1]
+    if not isinstance(cu_seqlens, Tensor):
+        raise ShapeError(
+            f"cu_seqlens must be an integer tensor [documents + 1], got {shorten(cu_seqlens)}; "
+            "wrap it in torch.tensor"
+        )
     if k.shape[0] != 1 or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
         raise ShapeError(
             f"cu_seqlens must be integer [documents + 1] with B = 1, got {cu_seqlens.dtype} "
@@ -158,6 +163,11 @@ def _borders(cu_seqlens: Tensor, k: Tensor) -> Tensor:
 def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> Params:
     """The feature map's parameters; an error when it needs some and none are given."""
     if params is not None:
+        if not isinstance(params, dict) or not {"learned", "frozen"} <= params.keys():
+            raise ConfigError(
+                "phi_params must be what feature_map.init returns, a mapping with 'learned' and "
+                f"'frozen', got {shorten(params)}"
+            )
         if "position" in params:
             raise ConfigError("leave 'position' out of phi_params: a scan counts its tokens itself")
         for group in ("learned", "frozen"):

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from hecate.cms import CMS
 from hecate.cms.boxes import Boxes
-from hecate.nn import Memory
+from hecate.microscope.linear import asked_of, is_memory, state_of
+from hecate.nn import LinearAttention, Memory
 from hecate.nn.asked import Asked
 from hecate.nn.rule import FeatureMemory
 from hecate.rule import Gates, MemoryState
@@ -83,7 +84,8 @@ def memory_names(model: nn.Module) -> dict[nn.Module, str]:
         if isinstance(module, CMS):
             for index, level in enumerate(module.config.levels):
                 renamed[_joined(path, f"levels.{index}")] = _joined(path, level.name)
-        if isinstance(module, Memory | FeatureMemory | Boxes):
+        linear = isinstance(module, LinearAttention) and is_memory(module)
+        if linear or isinstance(module, Memory | FeatureMemory | Boxes):
             first = next((old for old in renamed if (path + ".").startswith(old + ".")), None)
             name = path if first is None else renamed[first] + path.removeprefix(first)
             names[module] = name or "memory"
@@ -130,6 +132,9 @@ def _calls(seen: _Seen) -> Iterator[tuple[str, Call]]:
     if isinstance(module, Memory):
         asked, _ = module.asked(**given)
         yield "", Call(asked, output[1].memory)
+    elif isinstance(module, LinearAttention):
+        asked, unread = asked_of(module, given)
+        yield "", Call(asked, state_of(module, output[1]), unread)
     elif isinstance(module, FeatureMemory):
         masks = {name: given.get(name) for name in ("write_mask", "reset_mask")}
         q, k, gates = given["q"], given["k"], module.gates(given["x"])

@@ -181,25 +181,32 @@ def _gates(axis: Any, view: MemoryView, row: int) -> None:
 
 
 def _recall(axis: Any, view: MemoryView, row: int) -> None:
+    title, label = "recall against age", "age in tokens, 1 the newest"
+    if not view.recall.known(row):
+        axis.text(0.5, 0.5, "nothing was written", ha="center", transform=axis.transAxes)
+        _finish(axis, title, label, "cosine of answer and value")
+        return
     found = view.recall.by_age("cosine", row)
     chance = view.recall.by_age("chance", row)
     _band(axis, found.ages + 1, found.means, 0, "its own value")
     _band(axis, chance.ages + 1, chance.means, 6, "other values (chance)")
-    _finish(axis, "recall against age", "age in tokens, 1 the newest", "cosine of answer and value")
+    _finish(axis, title, label, "cosine of answer and value")
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(lambda age, _: f"{age:g}")
-    low = min(0.0, float(found.means.min()), float(chance.means.min()))
+    low = min(0.0, *(float(item.means.nan_to_num().min()) for item in (found, chance)))
     axis.set_ylim(1.1 * low, 1.05)
     axis.axhline(0, color="0.6", linewidth=0.6)
     _legend(axis)
 
 
 def _band(axis: Any, x: Tensor, values: Tensor, index: int, label: str) -> None:
-    """Mean over heads of values `[H, N]`, and a band from the least to the largest."""
+    """Mean over heads of values `[H, N]`, and a band from the least to the largest; NaN is none."""
     look = {"color": COLOURS[index % 7], "linestyle": DASHES[index % 7]}
-    at, mean, low, high = (
-        item.cpu().numpy() for item in (x, values.mean(0), *values.aminmax(dim=0))
+    least, most = (
+        values.nan_to_num(nan=torch.inf).amin(0),
+        values.nan_to_num(nan=-torch.inf).amax(0),
     )
+    at, mean, low, high = (item.cpu().numpy() for item in (x, values.nanmean(0), least, most))
     axis.plot(at, mean, label=label, **look)
     if len(values) > 1:
         axis.fill_between(at, low, high, color=look["color"], alpha=0.2, linewidth=0)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hecate.errors import ConfigError, ShapeError
+from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.microscope.calls import joined, memory_names, observed
 from hecate.microscope.view import MemoryView, View
 
@@ -30,7 +30,9 @@ def look(
     memories were asked is then scanned again in float64, so that the numbers are those of the
     pictured rule rather than of its rounding. Every `nn.Memory` is found wherever it is: alone, as
     a level of a CMS, beside attention; so are feature memories, and the boxes of self-referential
-    ones, whose values are what the boxes were taught.
+    ones, whose values are what the boxes were taught. The sums of a causal
+    `nn.LinearAttention` (`PerformerAttention` has one) are a memory per query head; with positions
+    in the numerator or in a table they are none, and left out.
 
     Args:
         model: a model of tokens or a layer of `x [B, T, d_model]`, called as
@@ -45,13 +47,20 @@ def look(
         ShapeError: no tokens.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper runs no hooks inside
-    if points < 1:
-        raise ConfigError(f"must be at least 1, got {points}", path=("points",))
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be an nn.Module, got {shorten(model)}")
+    if type(points) is not int or points < 1:
+        raise ConfigError(
+            f"must be an integer of at least 1, got {shorten(points)}", path=("points",)
+        )
     if not memory_names(model):
         raise ConfigError(
             f"{type(model).__name__} has no memories to look at: there is no hecate.nn.Memory, CMS "
-            "or SelfReferential below it"
+            "or SelfReferential below it, and no causal LinearAttention with positions outside of "
+            "a table and of the numerator"
         )
+    if not isinstance(x, Tensor):
+        raise ShapeError(f"x must be a tensor of tokens, got {shorten(x)}")
     if x.dim() < 2 or 0 in x.shape:
         raise ShapeError(f"there are no tokens to look at: x is {list(x.shape)}")
     masks = {"write_mask": write_mask, "reset_mask": reset_mask}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.anchored import predict
-from hecate.errors import ShapeError
+from hecate.errors import ConfigError, ShapeError
 from hecate.microscope.calls import joined_mask
 from hecate.microscope.states import Moment, gates_of, key_features
 from hecate.nn.asked import Asked
@@ -32,8 +32,18 @@ class Recall(NamedTuple):
     error: Tensor
     chance: Tensor
 
+    def known(self, row: int = 0) -> bool:
+        """Whether a sequence left anything to recall: no memory of a head that never fires does."""
+        return not bool(self.cosine[row].isnan().all())
+
     def by_age(self, name: str = "cosine", row: int = 0) -> AgeCurve:
         """One of the three by age, in bins 0, 1, 2-3, 4-7, ..., over the moments of a sequence."""
+        if name not in ("cosine", "error", "chance"):
+            raise ConfigError(
+                f"must be 'cosine', 'error' or 'chance', got {name!r}", path=("name",)
+            )
+        if not 0 <= row < len(self.cosine):
+            raise ConfigError(f"there are {len(self.cosine)} sequences, got row {row}")
         ages = self.times[:, None] - 1 - torch.arange(self.cosine.shape[-1])
         values: Tensor = getattr(self, name)[row]
         bins = torch.where(ages > 0, ages.clamp(min=1).log2().floor() + 1, 0)
@@ -49,7 +59,8 @@ class Recall(NamedTuple):
 
 
 class AgeCurve(NamedTuple):
-    """Means by age: the mean age of each bin in tokens `[A]`, and a mean per head `[H, A]`."""
+    """Means by age: the mean age of each bin in tokens `[A]`, and a mean per head `[H, A]`, NaN for
+    a head that wrote nothing of that age."""
 
     ages: Tensor
     means: Tensor

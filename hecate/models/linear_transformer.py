@@ -248,6 +248,9 @@ class LinearTransformer(nn.Module):
         if not torch.compiler.is_compiling():
             check_sequence(self.project.weight, x, **masks)
         self._check(x, state)
+        if write_mask is not None and self.config.output == "last":
+            # What padding asks is answered to nobody: so that nothing of it reaches a gradient.
+            x = torch.where(write_mask.unsqueeze(-1), x, 0.0)
         h, carried = self.project(x), []
         for index, layer in enumerate(self.layers):
             h, after = layer(h, None if state is None else state.layers[index], **masks)

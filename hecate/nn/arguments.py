@@ -86,8 +86,9 @@ def check_inputs(
 
 def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tensor | None) -> None:
     """Refuses an input that does not fit a layer's first weight `[out, d_model]`, or its masks."""
-    if x.dim() != 3 or x.shape[-1] != weight.shape[-1]:
-        raise ShapeError(f"{what} must be [B, T, {weight.shape[-1]}], got {list(x.shape)}")
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != weight.shape[-1]:
+        found = list(x.shape) if isinstance(x, Tensor) else described(x)
+        raise ShapeError(f"{what} must be [B, T, {weight.shape[-1]}], got {found}")
     if x.device != weight.device:
         raise ShapeError(f"{what} is on {x.device}, the layer on {weight.device}; move one of them")
     if x.dtype != weight.dtype and not _autocast(x):
@@ -98,11 +99,19 @@ def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tenso
     for name, mask in masks.items():
         if mask is None:
             continue
-        if mask.shape != x.shape[:2] or mask.dtype != torch.bool or mask.device != x.device:
+        fits = isinstance(mask, Tensor) and mask.shape == x.shape[:2] and mask.dtype == torch.bool
+        if not fits or mask.device != x.device:
             raise ShapeError(
-                f"{name} must be bool [B, T] = {list(x.shape[:2])} on {x.device}, got {mask.dtype} "
-                f"{list(mask.shape)} on {mask.device}"
+                f"{name} must be bool [B, T] = {list(x.shape[:2])} on {x.device}, got "
+                f"{described(mask)}" + (f" on {mask.device}" if isinstance(mask, Tensor) else "")
             )
+
+
+def described(given: object) -> str:
+    """What a caller gave in place of a tensor of another kind, for an error."""
+    if not isinstance(given, Tensor):
+        return "None" if given is None else f"{shorten(given)}, no tensor"
+    return f"{given.dtype} {list(given.shape)}"
 
 
 def _check_state(layer: Memory, x: Tensor, state: LayerState) -> None:

@@ -10,6 +10,8 @@ import torch
 
 from hecate.errors import ConfigError
 from hecate.microscope import MemoryView, View, draw
+from hecate.microscope.report import _facts
+from hecate.rule import Gates
 from tests.memories import config_of
 from tests.microscope.common import asked_of
 
@@ -44,6 +46,24 @@ def test_a_figure_shows_the_numbers():
         assert axes[title].get_xlabel() and axes[title].get_ylabel()
     labels = [text.get_text() for text in axes["gates"].get_legend().get_texts()]
     assert labels == ["lr", "retain"]
+
+
+@pytest.mark.spec("SCOPE-DRAW-D1")
+@pytest.mark.parametrize("idle", [[0], [0, 1]], ids=["one head", "all heads"])
+def test_heads_that_never_fire(idle):
+    asked = asked_of(config_of(bias="dot"), length=9)
+    lr = torch.full(asked.v.shape[:3], 0.5)
+    lr[:, :, idle] = 0
+    view = MemoryView("some memory", [asked._replace(gates=Gates(lr=lr))])
+    axis = axes_of(view.draw())["recall against age"]
+    facts = _facts(view)
+    if len(idle) == 2:
+        assert facts[2] == "nothing was written" == axis.texts[0].get_text()
+        assert not axis.lines
+        return
+    expected = view.recall.by_age().means[1]
+    np.testing.assert_allclose(axis.lines[0].get_ydata(), expected)
+    assert facts[2] == f"{float(expected[0]):.2f} -> {float(expected[-1]):.2f}"
 
 
 @pytest.mark.spec("SCOPE-DRAW-D1")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hecate.cms import CMS, CMSConfig, SelfReferential
 from hecate.errors import ConfigError, ShapeError
 from hecate.microscope import look
-from hecate.models import LanguageModel, LanguageModelConfig
-from hecate.nn import AttentionConfig, Composed, Memory
+from hecate.models import LanguageModel, LanguageModelConfig, LinearTransformer
+from hecate.nn import AttentionConfig, Composed, LinearAttention, Memory, PerformerAttention
 
 GENTLE = {"retention": "decay", "algorithm": {"kind": "gd", "lr": 0.1}, "feature_map": "elu"}
 LEVELS = [
@@ -207,11 +207,86 @@ def test_errors(generator):
         look(layer, x[:, :0])
     with pytest.raises(ConfigError, match="no memory was written"):
         look(layer, x, write_mask=torch.zeros(1, 3, dtype=torch.bool))
-    with pytest.raises(ConfigError, match="points: must be at least 1"):
-        look(layer, x, points=0)
+    for points in (0, 2.5, "2", True):
+        with pytest.raises(ConfigError, match="points: must be an integer of at least 1"):
+            look(layer, x, points=points)
+    with pytest.raises(ConfigError, match="model must be an nn.Module, got None"):
+        look(None, x)
+    with pytest.raises(ShapeError, match="x must be a tensor"):
+        look(layer, x.tolist())
+    recall = look(layer, x)["memory"].recall
+    with pytest.raises(ConfigError, match="name: must be 'cosine'"):
+        recall.by_age("cosin")
+    with pytest.raises(ConfigError, match="there are 1 sequences, got row 1"):
+        recall.by_age(row=1)
 
 
 def test_a_compiled_model_is_looked_at_inside(generator):
     layer, x = LAYERS["memory"](generator), drawn(generator, 1, 3, WIDTH)
     wrapped = torch.compile(layer, backend="eager")
     assert torch.equal(look(wrapped, x)["memory"].answers, look(layer, x)["memory"].answers)
+
+
+LINEAR = {
+    "plain": {},
+    "relu": {"kernel": "relu"},
+    "unnormalised": {"normalizer": "none"},
+    "shared": {"kv_heads": 1, "positions": "rotary"},
+    "string": {"positions": "circulant_string", "d_key": 4},
+    "relative": {"kv_heads": 1, "positions": {"kind": "relative", "form": "linear"}},
+}
+
+
+@pytest.mark.spec("SCOPE-LIN-D1")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_attention_is_a_memory_per_query_head(name, masked, generator):
+    layer = PerformerAttention(WIDTH, HEADS, generator=generator, **LINEAR[name]).eval()
+    x, masks = drawn(generator, 2, TOKENS, WIDTH), {}
+    if masked:
+        masks = {"write_mask": drawn(generator, 2, TOKENS) < 0.5}
+        masks |= {"reset_mask": drawn(generator, 2, TOKENS) > 1}
+    with torch.no_grad():
+        _, state, weights = layer(x, return_attention=True, **masks)
+    view = look(layer, x, **masks)["attention"]
+    assert torch.allclose(view.attention.map, weights, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(view.norms["weight"][..., -1], norms_at_the_end(state))
+    with torch.no_grad():
+        half = layer(x[:, :5])[1]
+        whole = layer(x)[1]
+    view = look(layer, x[:, 5:], state=half)["attention"]
+    assert torch.allclose(view.norms["weight"][..., 0], norms_at_the_end(half))
+    assert torch.allclose(view.norms["weight"][..., -1], norms_at_the_end(whole))
+
+
+def norms_at_the_end(state: Any) -> Tensor:
+    found = state.sums.weighted.flatten(2).norm(dim=2)
+    return found.repeat_interleave(HEADS // found.shape[1], 1)
+
+
+@pytest.mark.spec("SCOPE-LIN-D1")
+def test_linear_attention_that_has_no_map_or_is_no_memory(generator):
+    x = drawn(generator, 1, 5, WIDTH)
+    view = look(LinearAttention(WIDTH, HEADS, eps=0.1, generator=generator), x)["memory"]
+    assert view.refusal == "eps=0.1 is added to the sum of weights"
+    decaying = {"positions": LINEAR["relative"]["positions"], "normalizer": "none"}
+    layer = LinearAttention(WIDTH, HEADS, generator=generator, **decaying)
+    assert look(layer, x)["memory"].refusal is None
+    write = torch.arange(5).expand(1, -1) != 2
+    assert "decayed once more" in look(layer, x, write_mask=write).refusals["memory"]
+    for options in (
+        {"causal": False},
+        {"positions": "relative"},
+        {"positions": {"kind": "rotary", "where": "numerator"}},
+    ):
+        with pytest.raises(ConfigError, match="no causal LinearAttention"):
+            look(LinearAttention(WIDTH, HEADS, generator=generator, **options), x)
+
+
+@pytest.mark.spec("SCOPE-LIN-D1")
+def test_linear_attention_in_a_model(generator):
+    model = LinearTransformer.build(embed_dim=3, hidden_size=8, num_heads=2, num_layers=2)
+    view = look(model, drawn(generator, 1, 7, 3))
+    assert list(view) == ["layers.0.attention", "layers.1.attention"]
+    maps = view["layers.1.attention"].attention.map
+    assert torch.allclose(maps.sum(-1), torch.ones(1, 2, 7)) and maps.triu(1).eq(0).all()

@@ -1,6 +1,7 @@
 """The linear transformer: against every weight formed, in pieces, padded, counted, refused."""
 
 import copy
+import math
 from itertools import pairwise
 
 import pytest
@@ -98,6 +99,20 @@ def test_any_split(fields, cuts, write, reset, masked):
     for b in range(2):
         written = [t for t in range(LENGTH) if not masked or write[b * LENGTH + t]]
         near(last[b], whole[b, written[-1]] if written else torch.zeros(8))
+
+
+@pytest.mark.spec("TRF-LIN-I2")
+def test_padding_that_is_not_finite_reaches_no_gradient():
+    model, x = model_of(), inputs(2, 6)
+    write = torch.arange(6).expand(2, -1) < 4
+    padded = torch.where(write.unsqueeze(-1), x, math.nan).requires_grad_()
+    model(padded, write_mask=write)[0].sum().backward()
+    got = [weight.grad for weight in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    model(x[:, :4])[0].sum().backward()
+    for mine, weight in zip(got, model.parameters(), strict=True):
+        near(mine, weight.grad, 1e-10)
+    assert padded.grad[:, 4:].eq(0).all()
 
 
 @pytest.mark.spec("TRF-LIN-I2")

@@ -285,5 +285,61 @@ def test_what_does_not_fit(query, patterns, rest, named):
         Hopfield(1.0)(torch.zeros(query), torch.zeros(patterns), **rest)
 
 
+@pytest.mark.spec("TRF-HOP-D1")
+def test_autocast_does_not_round_the_scores():
+    memory, query, patterns = Hopfield(2.0, steps=3), normal(3, 4), normal(5, 4, seed=1)
+    expected = memory(query.float(), patterns.float())
+    energy, bound = (
+        f(query.float(), patterns.float()) for f in (memory.energy, memory.error_bound)
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = memory(query.float(), patterns.float())
+        assert torch.equal(memory.energy(query.float(), patterns.float()), energy)
+        assert torch.equal(memory.error_bound(query.float(), patterns.float()), bound)
+    assert torch.equal(got.values, expected.values) and torch.equal(got.query, expected.query)
+
+
+def test_an_absent_pattern_may_hold_anything():
+    memory, query, patterns = Hopfield(2.0, steps=3), normal(3, 4), normal(5, 4, seed=1)
+    here = torch.tensor([True, True, False, True, True])
+    bad = torch.where(here.unsqueeze(-1), patterns, math.nan)
+    for ask in (memory.weights, memory.energy, lambda *x, mask: memory(*x, mask=mask).values):
+        assert torch.equal(ask(query, bad, mask=here), ask(query, patterns, mask=here))
+
+
+def test_a_store_without_patterns():
+    memory, query, none = Hopfield(2.0), normal(3, 4), normal(0, 4)
+    assert memory(query, none).values.eq(0).all()
+    near(memory.energy(query, none), query.square().sum(-1) / 2)
+    assert Hopfield.separation(none).shape == (0,)
+    assert memory.error_bound(query, none).shape == (3, 0)
+
+
+def test_tolerance_under_transforms():
+    memory, query, patterns = Hopfield(2.0, steps=9, tolerance=1e-2), normal(2, 3, 4), normal(5, 4)
+    expected = memory(query, patterns)
+    for got in (
+        torch.vmap(lambda q: memory(q, patterns))(query),
+        torch.compile(memory, backend="eager", fullgraph=True)(query, patterns),
+    ):
+        near(got.values, expected.values)
+        assert torch.equal(got.steps, expected.steps)
+
+
+@pytest.mark.parametrize("name", ["forward", "weights", "energy", "error_bound"])
+def test_every_method_refuses_what_does_not_fit(name):
+    ask, x = getattr(Hopfield(1.0), name), normal(2, 3, 4)
+    for query, patterns, named in (
+        (x.long(), x, "query must be a floating point tensor, got torch.int64"),
+        (x, x.tolist(), "patterns must be a floating point tensor, got list"),
+        (x, x[..., :2], "query must be"),
+        (x, normal(5, 3, 4), "leading axes"),
+    ):
+        with pytest.raises(ShapeError, match=named):
+            ask(query, patterns)
+    with pytest.raises(ShapeError, match="mask must be bool"):
+        ask(x, x, mask=torch.ones(2, 3))
+
+
 def test_it_says_what_it_is():
     assert repr(Hopfield(2.0, steps=3)) == "Hopfield(sharpness=2, steps=3, tolerance=0)"

@@ -501,7 +501,7 @@ def calls():
         "causal=False with a state and reset_mask": lambda: all_(x, state, reset_mask=write),
         "give cu_seqlens or state": lambda: plain(x[:1], state, cu_seqlens=torch.tensor([0, 1, 3])),
         "cu_seqlens must rise": lambda: plain(x[:1], cu_seqlens=torch.tensor([0, 4])),
-        r"state.total must be None here, got \[2, 2, 5\]": lambda: other(x, state),
+        r"state.total must be None here, got torch.float64 \[2, 2, 5\]": lambda: other(x, state),
         r"state.weighted must be \[1, 2, 3, 5\]": lambda: plain(x[:1], state),
         "state must be the LinearAttentionState": lambda: plain(x, (x, x)),
         r"x must be \[B, T, 12\]": lambda: plain(context),
@@ -514,6 +514,27 @@ def calls():
         "'t2r' has parameters": lambda: linear_attention(*[x[:, :, None]] * 3, MAPS["t2r"]),
         "'circulant_string' need parameters": lambda: linear_attention(
             *[x[:, :, None]] * 3, positions="circulant_string"
+        ),
+        r"x must be \[B, T, 12\], got None": lambda: plain(None),
+        "write_mask must be bool .* no tensor": lambda: plain(x, write_mask=[[True] * 3] * 2),
+        "cu_seqlens must be an integer tensor": lambda: plain(x[:1], cu_seqlens=[0, 3]),
+        "state.weighted must be .*int64": lambda: plain(
+            x, state._replace(weighted=state.weighted.long())
+        ),
+        "state.total must be .*no tensor": lambda: plain(x, state._replace(total=1)),
+        "0 key heads do not divide 2": lambda: linear_attention(
+            torch.ones(1, 3, 2, 2), torch.ones(1, 3, 0, 2), torch.ones(1, 3, 0, 2)
+        ),
+        "engine must be one of": lambda: linear_attention(
+            *[x[:, :, None]] * 3, causal=False, engine="fast"
+        ),
+        "autodiff must be one of": lambda: linear_attention(
+            *[x[:, :, None]] * 3, causal=False, autodiff="fast"
+        ),
+        "phi_params must be what": lambda: linear_attention(*[x[:, :, None]] * 3, "elu", {"w": x}),
+        "got 3": lambda: linear_attention(*[x[:, :, None]] * 3, "elu", 3),
+        "position_params must be a mapping": lambda: linear_attention(
+            *[x[:, :, None]] * 3, positions="relative", position_params={"bias": 1}
         ),
         "rows of q, k|equal B": lambda: linear_attention(
             torch.ones(1, 3, 1, 2), torch.ones(2, 3, 1, 2), torch.ones(2, 3, 1, 2)

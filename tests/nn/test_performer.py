@@ -337,6 +337,7 @@ def test_processes_draw_alike_without_talking_about_it():
         ({"redraw_every": 0}, "redraw_every must be an integer >= 1 or None, got 0"),
         ({"dropout": 1.0}, "dropout"),
         ({"num_features": 0}, "num_features"),
+        ({"feature_map": "elu"}, "feature_map is made of kernel"),
     ],
 )
 def test_what_cannot_be_built(options, named):
@@ -349,5 +350,8 @@ def test_what_does_not_fit():
     _, state = layer(x)
     with pytest.raises(ShapeError, match="must be the PerformerState"):
         layer(x, state.sums)
+    for part in ("sums", "redraws"):  # a state without sums is no start from nothing
+        with pytest.raises(ShapeError, match="must be the PerformerState"):
+            layer(x, state._replace(**{part: None}))
     with pytest.raises(ConfigError, match="return_attention needs all tokens in one call"):
         layer(x, state, return_attention=True)

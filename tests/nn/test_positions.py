@@ -209,8 +209,22 @@ def test_the_family_is_listed_and_open():
     assert "2502.02562" in kinds["circulant_string"][header.index("paper")]
     assert "exp(b_(i-j))" in kinds["relative"][header.index("formula")]
     assert Position.model_validate("rotary") == Rotary()
+    with pytest.raises(ConfigError, match="max_distance: is the size of a table, got 4"):
+        Position.model_validate({"kind": "relative", "form": "linear", "max_distance": 4})
     with pytest.raises(ConfigError, match="unknown field of Rotary.*base"):
         Position.model_validate({"kind": "rotary", "bas": 3.0})
     x = torch.ones(1, 2, 1, 4)
     with pytest.raises(ConfigError, match="unknown position kind 'alibi'"):
         linear_attention(x, x, x, positions="alibi")
+
+
+@pytest.mark.spec("ATT-REL-D2")
+def test_first_answers_of_a_long_table_are_not_lost_in_rounding():
+    q, k, v = torch.randn(3, 1, 4096, 1, 4, generator=seeded()).unbind()
+    expected, _ = linear_attention(q, k, v)
+    bias = {"bias": torch.zeros(1, 129, dtype=torch.float32)}
+    single = (part.float() for part in (q, k, v))
+    y, _ = linear_attention(*single, positions="relative", position_params=bias)
+    # Of features, products and quotients of a dozen operations each; the mean of v is at most 5.
+    bound = 5 * 12 * torch.finfo(torch.float32).eps
+    assert float((y - expected).abs().max()) < bound

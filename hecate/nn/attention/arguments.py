@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hecate.engine import Engine
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.nn.arguments import check_engine, check_sequence
+from hecate.nn.arguments import check_engine, check_sequence, described
 from hecate.nn.attention.state import LinearAttentionState
 from hecate.nn.attention.sums import MEMORIES
 from hecate.nn.positions import Position, Relative, Rotation
 from hecate.phi import FeatureMap
+from hecate.tape import Autodiff
 
 if TYPE_CHECKING:
     from hecate.nn.attention.linear import LinearAttention
@@ -21,8 +23,17 @@ if TYPE_CHECKING:
 NORMALIZERS = ("sum", "none")
 
 
-def check_options(feature_map: FeatureMap, *, causal: bool, normalizer: str, eps: float) -> None:
-    """Refuses a normaliser that the feature map cannot have."""
+def check_options(
+    feature_map: FeatureMap,
+    *,
+    causal: bool,
+    normalizer: str,
+    eps: float,
+    engine: Engine,
+    autodiff: Autodiff,
+) -> None:
+    """Refuses a normaliser that the feature map cannot have, and engines that there are not."""
+    check_engine(MEMORIES["after", "none"], engine, autodiff)
     if normalizer not in NORMALIZERS:
         raise ConfigError(f"normalizer must be one of {NORMALIZERS}, got {shorten(normalizer)}")
     if not isinstance(causal, bool):
@@ -38,6 +49,10 @@ def check_options(feature_map: FeatureMap, *, causal: bool, normalizer: str, eps
         )
     if normalizer == "none" and eps:
         raise ConfigError(f"eps={eps:g} is added to the sum of weights, but normalizer is 'none'")
+
+
+def _is_real(x: object) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def width_of(positions: Position, feature_map: FeatureMap, d_key: int) -> int:
@@ -70,7 +85,13 @@ def check_positions(
     width = width_of(positions, feature_map, k.shape[-1])
     init = positions.init(width, heads=k.shape[2], causal=causal, device="meta")
     expected = {name: tuple(tensor.shape) for name, tensor in init.items()}
-    given = {name: tuple(tensor.shape) for name, tensor in (params or {}).items()}
+    params = {} if params is None else params
+    if not isinstance(params, dict) or not all(map(_is_real, params.values())):
+        raise ShapeError(
+            "position_params must be a mapping of names to floating point tensors, as "
+            f"positions.init returns it, got {shorten(params)}"
+        )
+    given = {name: tuple(tensor.shape) for name, tensor in params.items()}
     if given != expected:
         raise ConfigError(
             f"positions {positions.kind!r} need parameters {expected or 'none'}, got "
@@ -93,10 +114,9 @@ def check_call(
 ) -> None:
     """Refuses tensors that do not fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4 or not tensor.is_floating_point():
+        if not _is_real(tensor) or tensor.dim() != 4:
             raise ShapeError(
-                f"{name} must be floating point [B, T, heads, width], got {tensor.dtype} "
-                f"{list(tensor.shape)}"
+                f"{name} must be floating point [B, T, heads, width], got {described(tensor)}"
             )
         if tensor.device != k.device:
             raise ShapeError(f"{name} is on {tensor.device}, k on {k.device}; move them together")
@@ -105,13 +125,13 @@ def check_call(
             "q must be [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] with equal B, S, G, D; got "
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         )
-    if q.shape[2] % k.shape[2]:
+    if not k.shape[2] or not q.shape[2] or q.shape[2] % k.shape[2]:
         raise ShapeError(f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads")
     for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
-        if mask is not None and (mask.shape != k.shape[:2] or mask.dtype != torch.bool):
+        fits = isinstance(mask, Tensor) and mask.shape == k.shape[:2] and mask.dtype == torch.bool
+        if mask is not None and not fits:
             raise ShapeError(
-                f"{name} must be bool {list(k.shape[:2])} like the keys, got {mask.dtype} "
-                f"{list(mask.shape)}"
+                f"{name} must be bool {list(k.shape[:2])} like the keys, got {described(mask)}"
             )
         if mask is not None and mask.device != k.device:
             raise ShapeError(f"{name} is on {mask.device}, k on {k.device}; move them together")
@@ -177,13 +197,16 @@ def _check_state(
     }
     for name, shape in shapes.items():
         given = getattr(state, name)
-        found = None if given is None else tuple(given.shape)
-        if found != shape:
+        fits = given is None if shape is None else isinstance(given, Tensor)
+        if isinstance(given, Tensor) and fits:
+            counts = given.dtype == torch.int64
+            fits = given.shape == shape and (counts if name == "seen" else _is_real(given))
+        if not fits:
             expected = None if shape is None else list(shape)
+            kind = "int64 " if name == "seen" else ""
             raise ShapeError(
-                f"state.{name} must be {expected} here, got "
-                f"{None if found is None else list(found)}; was it made by another attention or "
-                "with another batch?"
+                f"state.{name} must be {kind if shape else ''}{expected} here, got "
+                f"{described(given)}; was it made by another attention or with another batch?"
             )
         if given is not None and given.device != k.device:
             raise ShapeError(f"state.{name} is on {given.device}, k on {k.device}")
@@ -199,9 +222,13 @@ def check_layer(layer: LinearAttention) -> None:
         raise ConfigError(f"kv_heads={layer.kv_heads} does not divide heads={layer.heads}")
     if type(layer.dropout) not in (int, float) or not 0 <= layer.dropout < 1:
         raise ConfigError(f"dropout must be a number in [0, 1), got {shorten(layer.dropout)}")
-    check_engine(MEMORIES["after", "none"], layer.engine, layer.autodiff)
     check_options(
-        layer.feature_map, causal=layer.causal, normalizer=layer.normalizer, eps=layer.eps
+        layer.feature_map,
+        causal=layer.causal,
+        normalizer=layer.normalizer,
+        eps=layer.eps,
+        engine=layer.engine,
+        autodiff=layer.autodiff,
     )
     check_width(layer.feature_map, layer.positions, layer.d_key)
     if layer.d_context is None:

@@ -79,10 +79,17 @@ def linear_attention(
         positions = Position.model_validate(positions)
     reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=state is not None)
     if not torch.compiler.is_compiling():
-        check_options(feature_map, causal=causal, normalizer=normalizer, eps=eps)
-        check_positions(feature_map, positions, k, position_params, causal=causal)
+        check_options(
+            feature_map,
+            causal=causal,
+            normalizer=normalizer,
+            eps=eps,
+            engine=engine,
+            autodiff=autodiff,
+        )
         tensors = (q, k, v, state, write_mask, reset_mask)
         check_call(feature_map, positions, *tensors, causal=causal, normalizer=normalizer)
+        check_positions(feature_map, positions, k, position_params, causal=causal)
     how = Pass(write_mask, reset_mask, None, engine, autodiff, name)
     phi = Phi(feature_map, check_params(feature_map, params, k))
     turn = Turn(positions, position_params or {})

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.phi.base import compute_dtype
+from hecate.tape.bridge import can_inspect, without_autocast
 
 
 class Retrieved(NamedTuple):
@@ -42,8 +44,8 @@ class Hopfield(nn.Module):
             of steps reaches `steps` may not have settled.
 
     Shapes: query `[..., Q, D]`, patterns `[..., N, D]`, values `[..., N, V]` (None: the patterns),
-    mask bool `[..., N]` (False: no such pattern); leading axes broadcast. Evaluated in float32 or
-    better. Without a present pattern the answer is 0.
+    mask bool `[..., N]` (False: no such pattern, whatever is there); leading axes broadcast.
+    Evaluated in float32 or better, also under autocast. Without a present pattern the answer is 0.
     VJP: autograd's, through every update.
     Cost: steps Q N (D + V) multiplications, and Q N scores in memory.
     References: Hopfield Networks is All You Need (Ramsauer et al., 2020, arXiv 2008.02217), eqs 1
@@ -56,7 +58,7 @@ class Hopfield(nn.Module):
     def __init__(self, sharpness: float, *, steps: int = 1, tolerance: float = 0.0) -> None:
         super().__init__()
         for name, given in {"sharpness": sharpness, "tolerance": tolerance}.items():
-            number = isinstance(given, int | float) and math.isfinite(given)
+            number = type(given) in (int, float) and math.isfinite(given)
             if not number or given < 0 or (given == 0 and name == "sharpness"):
                 least = "> 0" if name == "sharpness" else ">= 0"
                 raise ConfigError(f"{name} must be a finite number {least}, got {shorten(given)}")
@@ -74,28 +76,34 @@ class Hopfield(nn.Module):
     ) -> Retrieved:
         """The values at the place where the query comes to rest, or is after `steps` updates."""
         _check(query, patterns, values, mask)
-        dtype, wide = query.dtype, torch.promote_types(compute_dtype(query), patterns.dtype)
-        query, patterns = query.to(wide), patterns.to(wide)
-        values = patterns if values is None else values.to(wide)
+        dtype, values = query.dtype, _present(patterns if values is None else values, mask)
+        query, patterns = _wide(query, _present(patterns, mask))
         lead = torch.broadcast_shapes(query.shape[:-2], patterns.shape[:-2])
         query = query.expand(*lead, *query.shape[-2:])
         taken = torch.ones(query.shape[:-1], dtype=torch.int64, device=query.device)
         moving = torch.ones_like(taken, dtype=torch.bool)
-        for step in range(self.steps):
-            weights = self.weights(query, patterns, mask=mask)
-            moved = weights @ patterns
-            if step == self.steps - 1:
-                break
-            moving = moving & ((moved - query).detach().norm(dim=-1) > self.tolerance)
-            if self.tolerance and not bool(moving.any()):
-                break
-            # A query at rest repeats its last update: its answer does not depend on the others.
-            query = torch.where(moving.unsqueeze(-1), moved, query)
-            taken = taken + moving
-        return Retrieved((weights @ values).to(dtype), moved.to(dtype), taken)
+        with without_autocast(query.device.type):
+            for step in range(self.steps):
+                weights = self._weights(query, patterns, mask)
+                moved = weights @ patterns
+                if step == self.steps - 1:
+                    break
+                moving = moving & ((moved - query).detach().norm(dim=-1) > self.tolerance)
+                if self.tolerance and can_inspect(moving) and not bool(moving.any()):
+                    break
+                # A query at rest repeats its last update: its answer does not depend on the others.
+                query = torch.where(moving.unsqueeze(-1), moved, query)
+                taken = taken + moving
+            read = weights @ values.to(weights.dtype)
+        return Retrieved(read.to(dtype), moved.to(dtype), taken)
 
     def weights(self, query: Tensor, patterns: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """softmax(sharpness X xi) over the present patterns, `[..., Q, N]`; 0 without any."""
+        _check(query, patterns, None, mask)
+        with without_autocast(query.device.type):
+            return self._weights(*_wide(query, _present(patterns, mask)), mask)
+
+    def _weights(self, query: Tensor, patterns: Tensor, mask: Tensor | None) -> Tensor:
         scores = self.sharpness * (query @ patterns.mT)
         if mask is None:
             return scores.softmax(-1)
@@ -112,13 +120,13 @@ class Hopfield(nn.Module):
         E <= 2 M^2 for those no longer than M. Without a pattern E = |xi|^2 / 2. [TRF-HOP-I1]
         """
         _check(query, patterns, None, mask)
-        wide = torch.promote_types(compute_dtype(query), patterns.dtype)
-        query, patterns = query.to(wide), patterns.to(wide)
+        query, patterns = _wide(query, _present(patterns, mask))
         here = patterns.new_ones(patterns.shape[:-1], dtype=torch.bool) if mask is None else mask
         count = here.sum(-1, keepdim=True)
-        longest = torch.where(here, patterns.square().sum(-1), 0.0).amax(-1, keepdim=True)
+        longest = _largest(patterns.square().sum(-1), least=0.0).unsqueeze(-1)
         none = (count == 0).unsqueeze(-1)
-        scores = self.sharpness * (query @ patterns.mT)
+        with without_autocast(query.device.type):
+            scores = self.sharpness * (query @ patterns.mT)
         lse = scores.masked_fill(~(here.unsqueeze(-2) | none), -math.inf).logsumexp(-1)
         attracted = (count.clamp(min=1).log() - lse) / self.sharpness + longest / 2
         return torch.where(none.squeeze(-1), 0.0, attracted) + query.square().sum(-1) / 2
@@ -130,12 +138,14 @@ class Hopfield(nn.Module):
         Large where a pattern is easily told from others; inf for the only one, nan for an absent
         one. [TRF-HOP-I2]
         """
+        _check(patterns, patterns, None, mask)
         wide = patterns.to(compute_dtype(patterns))
-        products = wide @ wide.mT
+        with without_autocast(wide.device.type):
+            products = wide @ wide.mT
         hidden = torch.eye(wide.shape[-2], dtype=torch.bool, device=wide.device)
         if mask is not None:
             hidden = hidden | ~mask.unsqueeze(-2)
-        nearest = products.masked_fill(hidden, -math.inf).amax(-1)
+        nearest = _largest(products.masked_fill(hidden, -math.inf), least=-math.inf)
         apart = products.diagonal(dim1=-2, dim2=-1) - nearest
         return apart if mask is None else torch.where(mask, apart, math.nan)
 
@@ -149,10 +159,10 @@ class Hopfield(nn.Module):
         """
         _check(query, patterns, None, mask)
         apart = self.separation(patterns, mask=mask)
-        wide = patterns.to(compute_dtype(patterns))
+        query, wide = _wide(query, _present(patterns, mask))
         here = torch.ones_like(apart, dtype=torch.bool) if mask is None else mask
-        length = torch.where(here, wide.norm(dim=-1), 0.0).amax(-1, keepdim=True)
-        distance = (query.to(wide.dtype).unsqueeze(-2) - wide.unsqueeze(-3)).norm(dim=-1)
+        length = _largest(wide.norm(dim=-1), least=0.0).unsqueeze(-1)
+        distance = (query.unsqueeze(-2) - wide.unsqueeze(-3)).norm(dim=-1)
         margin = apart.unsqueeze(-2) - 2 * length.unsqueeze(-1) * distance
         others = 2 * length * (here.sum(-1, keepdim=True) - 1)
         bound = others.unsqueeze(-1) * (-self.sharpness * margin).exp()
@@ -165,10 +175,39 @@ class Hopfield(nn.Module):
         return f"sharpness={self.sharpness:g}, steps={self.steps}, tolerance={self.tolerance:g}"
 
 
+def _wide(query: Tensor, patterns: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in one dtype, float32 or better."""
+    wide = torch.promote_types(compute_dtype(query), patterns.dtype)
+    return query.to(wide), patterns.to(wide)
+
+
+def _present(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Rows of x with zeros for absent ones, which may hold what is not finite."""
+    return x if mask is None else torch.where(mask.unsqueeze(-1), x, 0.0)
+
+
+def _largest(x: Tensor, *, least: float) -> Tensor:
+    """The largest of the last axis, and no less than `least`, also where the axis is empty."""
+    return F.pad(x, (0, 1), value=least).amax(-1)
+
+
 def _check(query: Tensor, patterns: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
+    for name, tensor in {"query": query, "patterns": patterns, "values": values}.items():
+        if tensor is None and name == "values":
+            continue
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ShapeError(f"{name} must be a floating point tensor, got {given}; convert it")
     if query.dim() < 2 or patterns.dim() < 2 or query.shape[-1] != patterns.shape[-1]:
         raise ShapeError(
             f"query must be [..., Q, D] and patterns [..., N, D], got {list(query.shape)} and "
+            f"{list(patterns.shape)}"
+        )
+    lead = query.shape[:-2], patterns.shape[:-2]
+    pairs = zip(lead[0][::-1], lead[1][::-1], strict=False)
+    if any(a != b and 1 not in (a, b) for a, b in pairs):
+        raise ShapeError(
+            f"the leading axes of query and patterns must broadcast, got {list(query.shape)} and "
             f"{list(patterns.shape)}"
         )
     rest: dict[str, tuple[Any, tuple[int, ...]]] = {

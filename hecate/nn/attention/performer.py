@@ -106,6 +106,11 @@ class PerformerAttention(nn.Module):
                 path=("normalizer",),
             )
         self.kernel, self.redraw_every = kernel, redraw_every
+        if "feature_map" in options:
+            raise ConfigError(
+                "feature_map is made of kernel, num_features, orthogonal and norms here; leave it "
+                "out, or use LinearAttention with a feature_map of your own"
+            )
         own = {"num_features": num_features, "norms": norms, "kernel_epsilon": kernel_epsilon}
         phi = _feature_map(kernel, orthogonal=orthogonal, **own)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -187,7 +192,8 @@ class PerformerAttention(nn.Module):
 
     def _check_state(self, state: PerformerState, return_attention: bool) -> None:
         name = self.attention.name
-        if not isinstance(state, PerformerState):
+        whole = isinstance(state, PerformerState) and isinstance(state.sums, LinearAttentionState)
+        if not whole or not isinstance(state.redraws, Tensor):
             raise ShapeError(
                 f"{name}: state must be the PerformerState that this layer returned, got "
                 f"{type(state).__name__}"

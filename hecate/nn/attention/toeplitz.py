@@ -66,13 +66,14 @@ def _kernel(factors: Tensor, length: int, *, causal: bool) -> Tensor:
 
 
 def _convolved(x: Tensor, kernel: Tensor) -> Tensor:
-    """x `[G, V, P, B, T]` convolved over T with kernels `[G, 2 T]`; what rounding leaves of a sum
-    that is 0 is 0, because a normaliser has to tell."""
-    length = x.shape[-1]
-    kernel = kernel[:, None, None, None]
+    """x `[G, V, P, B, T]` convolved over T with kernels `[G, 2 T]`, in float64, because rounding
+    errors are shares of what all tokens sum to, beside which the first sums are small; what
+    rounding leaves of a sum that is 0 is 0, because a normaliser has to tell."""
+    length, dtype = x.shape[-1], x.dtype
+    x, kernel = x.double(), kernel[:, None, None, None].double()
     spectrum = torch.fft.rfft(x, n=2 * length) * torch.fft.rfft(kernel)
     sums = torch.fft.irfft(spectrum, n=2 * length)[..., :length]
     # No sum exceeds the product of norms, and three transforms lose less than this share of it.
     share = 4 * torch.finfo(x.dtype).eps * math.log2(4 * length)
     noise = share * x.norm(dim=-1, keepdim=True) * kernel.norm(dim=-1, keepdim=True)
-    return sums - torch.where(sums.abs() <= noise, sums, 0.0).detach()
+    return (sums - torch.where(sums.abs() <= noise, sums, 0.0).detach()).to(dtype)

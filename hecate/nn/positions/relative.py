@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.errors import ConfigError
 from hecate.nn.positions.base import Params, Position
 
 
@@ -23,7 +24,8 @@ class Relative(Position):
     2^(-8 g / G) for head g of 1..G.
 
     Shapes: b `[G, K + 1]` for distances 0..K, `[G, 2 K + 1]` for -K..K if not causal; logit `[G]`.
-    Cost: table O(T log T P V) and T P V numbers; linear as without positions, twice if not causal.
+    Cost: table O(T log T P V) and T P V numbers in float64; linear as without positions, twice if
+    not causal.
     Warning: an FFT mixes rounding errors of all tokens: a later token that changes moves the table
     form's earlier outputs in their last digits, and one that is not finite makes all so. A weight
     far below the largest is as inexact as that one.
@@ -35,6 +37,17 @@ class Relative(Position):
     kind: Literal["relative"] = "relative"
     form: Literal["table", "linear"] = "table"
     max_distance: int = Field(default=128, gt=0, description="K, the largest of the table")
+
+    @model_validator(mode="after")
+    def _of_its_form(self) -> Self:
+        default = type(self).model_fields["max_distance"].default
+        if self.form == "linear" and self.max_distance != default:
+            raise ConfigError(
+                f"is the size of a table, got {self.max_distance} with form='linear', whose bias "
+                "goes on with any distance; leave it out or use form='table'",
+                path=("max_distance",),
+            )
+        return self
 
     @property
     def needs_position(self) -> bool:
