@@ -251,7 +251,8 @@ class LinearTransformer(nn.Module):
         if write_mask is not None and self.config.output == "last":
             # What padding asks is answered to nobody: so that nothing of it reaches a gradient.
             x = torch.where(write_mask.unsqueeze(-1), x, 0.0)
-        h, carried = self.project(x), []
+        # Under autocast, too, what layers add to has the parameters' precision.
+        h, carried = self.project(x).to(self.project.weight.dtype), []
         for index, layer in enumerate(self.layers):
             h, after = layer(h, None if state is None else state.layers[index], **masks)
             carried.append(after)

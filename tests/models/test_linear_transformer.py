@@ -258,6 +258,15 @@ def test_a_window_is_the_most_tokens_of_a_call():
     near(model(x[:, 6:], state)[0], free(x)[0], 1e-10)
 
 
+def test_autocast_rounds_layers_and_not_what_they_add_to():
+    model, x = model_of(output="sequence").float(), inputs(1, 9).float()
+    exact, _ = model(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # a warning is an error here
+        y, state = model(x)
+    assert y.dtype == torch.float32 and state.layers[0].weighted.dtype == torch.float32
+    assert 0 < (y - exact).norm() < 0.05 * exact.norm()
+
+
 def test_dropout_acts_in_training_alone_on_what_layers_add():
     model, x = model_of(dropout=0.4, num_layers=1, mlp_ratio=0.0, output="sequence"), inputs(1, 3)
     plain = model.eval()(x)[0]
