@@ -113,7 +113,7 @@ def lab(
             metavar="[STUDY|all]", help="Left out, the studies are listed.", show_default=False
         ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A minute at most, less exact.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="In seconds, less exact.")] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many, from 0 on.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the CSV, JSON and PNG files.")] = Path("lab"),
     figure: Annotated[bool, typer.Option(help="Draw the figure (needs matplotlib).")] = True,

@@ -117,7 +117,7 @@ class Study(ABC):
 
     @abstractmethod
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Answers from these seeds alone; `quick` takes at most a minute on one core."""
+        """Answers from these seeds alone; `quick` takes 15 seconds of one core at most."""
 
 
 def studies() -> dict[str, type[Study]]:
