@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -57,6 +59,23 @@ def check_common(group: Group) -> None:
     check_choice(group, "matrix", ("flatten", "last"))
     if group["foreach"] and group["differentiable"]:
         raise ConfigError("foreach and differentiable exclude each other; set one of them")
+
+
+def check_used(
+    cls: type, given: Group, groups: list[Group], only_with: Mapping[str, tuple[str, Sequence[Any]]]
+) -> None:
+    """Refuses options set to what is not their default where no group has what they act with.
+
+    Only of the constructor: a group that lacks it may have inherited them from there.
+    """
+    for name, (option, values) in only_with.items():
+        default = inspect.signature(cls).parameters[name].default
+        set_ = isinstance(given[name], Tensor) or given[name] != default
+        if set_ and not any(group[option] in values for group in groups):
+            raise ConfigError(
+                f"{name}={given[name]} acts with {option} {' or '.join(map(repr, values))} alone, "
+                f"which no group has; leave {name} out or set {option}"
+            )
 
 
 def check_number(group: Group, name: str, low: float = 0.0, high: float = math.inf) -> None:

@@ -20,6 +20,7 @@ from hecate.optim.options import (
     StateDtype,
     check_choice,
     check_number,
+    check_used,
     common_options,
     name_of,
 )
@@ -32,6 +33,13 @@ from hecate.optim.tensors import BLOCK, CACHE, Bulk, as_matrix, blocks, outline
 from hecate.phi import FeatureMap, Identity, Params
 
 HELD = "momentum"
+PRECONDITIONED = ("precondition", ("diagonal", "kronecker"))
+ONLY_WITH = {
+    "forget": ("lift", ("learned",)),
+    "ridge": ("lift", ("pinv", "learned")),
+    "retain": PRECONDITIONED,
+    "eps": PRECONDITIONED,
+}
 
 
 class PhiMomentum(PhiOptimizer):
@@ -114,7 +122,9 @@ class PhiMomentum(PhiOptimizer):
         if callable(lift):
             defaults["lift"] = "callable"
         self._guarded: int | Tensor = 0
+        given = dict(defaults)
         super().__init__(params, defaults, phi_params, lift if callable(lift) else None)
+        check_used(type(self), given, self.param_groups, ONLY_WITH)
 
     @property
     def stats(self) -> dict[str, int]:

@@ -241,6 +241,10 @@ REFUSED = [
     ({"orthogonalize": "quintic"}, "orthogonalize must be a bool or fields"),
     ({"orthogonalize": {"momentum": 0.5}}, "orthogonalize has no momentum, got 0.5"),
     ({"orthogonalize": {"stepz": 5}}, "Did you mean 'steps'"),
+    ({"retain": 0.9}, "retain=0.9 acts with precondition 'diagonal' or 'kronecker' alone"),
+    ({"eps": 1e-6}, "eps=1e-06 acts with precondition"),
+    ({"forget": 0.5}, "forget=0.5 acts with lift 'learned' alone"),
+    ({"ridge": 1e-3, "feature_map": "tanh"}, "ridge=0.001 acts with lift 'pinv' or 'learned'"),
 ]
 
 
@@ -249,6 +253,12 @@ REFUSED = [
 def test_refused_options(options, message):
     with pytest.raises(ConfigError, match=message):
         PhiMomentum([torch.nn.Parameter(torch.zeros(3, 4))], **{"lr": 0.1, **options})
+
+
+def test_an_option_that_one_group_has_a_use_for_is_taken():
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]} for _ in range(2)]
+    groups[1]["precondition"] = "diagonal"
+    assert PhiMomentum(groups, 0.1, retain=0.9).param_groups[0]["retain"] == 0.9
 
 
 def test_a_refused_group_is_not_added():
