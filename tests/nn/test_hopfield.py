@@ -108,6 +108,7 @@ def test_the_energy_of_no_pattern_and_its_minimum():
     memory, nobody = Hopfield(2.0), torch.zeros(3, dtype=torch.bool)
     query = normal(2, 4)
     answer = memory(query, normal(3, 4, seed=1), mask=nobody)
+    assert not memory.weights(query, normal(3, 4, seed=1), mask=nobody).any()
     assert bool((answer.values == 0).all())
     near(memory.energy(query, normal(3, 4, seed=1), mask=nobody), query.square().sum(-1) / 2)
 
