@@ -25,7 +25,8 @@ def list_(
         str | None,
         typer.Argument(
             metavar="[FAMILY]",
-            help="phi, bias, retention, algorithm, structure, data, rules or presets.",
+            help="phi, bias, retention, algorithm, structure, position, data, optimizer, rules or "
+            "presets.",
             show_default=False, autocompletion=complete_family,
         ),
     ] = None,
