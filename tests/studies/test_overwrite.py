@@ -23,7 +23,7 @@ from studies.overwrite import (
     claims,
 )
 from studies.run import progress
-from tests.lab.test_capacity import dpfp, generator, projections
+from tests.studies.test_capacity import dpfp, generator, projections
 
 SIZE = 6
 
