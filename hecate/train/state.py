@@ -61,28 +61,32 @@ def unpack(
             f"{where} optimises other parameters than this model, or in other groups; use its own "
             "config"
         )
-    known = {name for names in own for name in names}
-    for key in [*tensors, *(f"optimizer/{name}/" for name in facts.values)]:
+    _refuse_strangers({name for names in own for name in names}, tensors, facts.values, where)
+    saved = _fitting(model, tensors, where)
+    groups, states = iter(facts.groups), []
+    try:
+        for optimizer in optimizers:
+            mine = [next(groups) for _ in optimizer.param_groups]
+            _check_options(mine, optimizer)
+            states.append(_state(model, optimizer, tensors, mine, facts.values))
+            _check_state(_names(model, optimizer), optimizer, states[-1]["state"])
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+    except (HecateError, ValueError) as error:
+        raise CheckpointError(f"{where} does not fit this run's optimiser: {error}") from None
+    model.load_state_dict(saved)
+
+
+def _refuse_strangers(
+    known: set[str], tensors: Iterable[str], values: Iterable[str], where: str
+) -> None:
+    """Names of state that nothing here has."""
+    for key in [*tensors, *(f"optimizer/{name}/" for name in values)]:
         owner = key.removeprefix("optimizer/").rpartition("/")[0]
         if key.startswith("optimizer/") and owner not in known:
             raise CheckpointError(f"{where} has state {key!r} of a parameter that is not trained")
         if not key.startswith(("model/", "optimizer/", "rng/")):
             raise CheckpointError(f"{where} has an unknown tensor {key!r}")
-    groups, states = iter(facts.groups), []
-    for optimizer in optimizers:
-        mine = [next(groups) for _ in optimizer.param_groups]
-        try:
-            _check_options(mine, optimizer)
-            states.append(_state(model, optimizer, tensors, mine, facts.values))
-            _check_state(_names(model, optimizer), optimizer, states[-1]["state"])
-        except (HecateError, ValueError) as error:
-            raise CheckpointError(f"{where} does not fit this run's optimiser: {error}") from None
-    restore_model(model, tensors, where)
-    for optimizer, state in zip(optimizers, states, strict=True):
-        try:
-            optimizer.load_state_dict(state)
-        except (HecateError, ValueError) as error:
-            raise CheckpointError(f"{where} does not fit this run's optimiser: {error}") from None
 
 
 def _check_options(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
@@ -113,8 +117,8 @@ def _check_state(names: list[str], optimizer: Optimizer, state: Mapping[int, Any
         if not entries or stepped is None:
             continue
         found, own = ({k: _kind(v) for k, v in item.items()} for item in (entries, stepped[index]))
-        if found != own:
-            raise ConfigError(f"the state of {name} is {found}, and {own} here")
+        if lines := differences(found, own, f"the state of {name}"):
+            raise ConfigError("; ".join(lines))
 
 
 def _stepped(optimizer: Optimizer) -> list[dict[str, Any]] | None:
@@ -138,9 +142,13 @@ def _stepped(optimizer: Optimizer) -> list[dict[str, Any]] | None:
     return [probe.state[p] for group in groups for p in group["params"]]
 
 
-def _kind(value: Any) -> Any:
-    """What of a state's entry must not differ."""
-    return (list(value.shape), str(value.dtype)) if isinstance(value, Tensor) else type(value)
+def _kind(value: Any) -> str:
+    """What of a state's entry must not differ; counts follow torch's default dtype."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if not value.dim():
+        return "a float" if value.is_floating_point() else "an integer"
+    return f"{list(value.shape)} {value.dtype}"
 
 
 def _state(
@@ -182,6 +190,10 @@ def _with_tuples(saved: Any, own: Any) -> Any:
 
 def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
     """Loads parameters and buffers; names, shapes and dtypes must be those of the model."""
+    model.load_state_dict(_fitting(model, tensors, where))
+
+
+def _fitting(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     own = model.state_dict()
     for name in sorted(set(own) ^ set(saved)):
@@ -194,7 +206,7 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -
                 "model "
                 f"has {list(value.shape)} {value.dtype}: it belongs to another model config"
             )
-    model.load_state_dict(saved)
+    return saved
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
