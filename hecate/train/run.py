@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
-import os
-import platform
-import sys
 import time
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +23,7 @@ from hecate.train.checkpoint import (
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display
+from hecate.train.environment import environment
 from hecate.train.evaluate import UNIT, Score
 from hecate.train.facts import run_facts
 from hecate.train.files import make_folder, refusing, sweep, write_file
@@ -112,26 +109,6 @@ def _describe(config: ExperimentConfig, folder: Path) -> None:
         write_file(folder / "env.json", json.dumps(environment(config), indent=1) + "\n")
 
 
-def environment(config: ExperimentConfig) -> dict[str, Any]:
-    """Versions, platform and threads: what a reader needs to repeat the numbers."""
-    return {
-        "python": platform.python_version(), "platform": platform.platform(),
-        "machine": platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(),
-        "device": config.budget.device, "versions": versions(), "command": sys.argv,
-    }  # fmt: skip
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that numbers depend on."""
-    found = {}
-    for name in ("hecate", "torch", "numpy", "pydantic", "safetensors", "PyYAML"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
-
-
 def open_run(folder: Path, which: str = "best") -> tuple[Trainer, int]:
     """The trainer of a run folder with the parameters of its `best` or `newest` checkpoint."""
     if not (folder / "config.yaml").exists():
@@ -189,6 +166,8 @@ class _Run:
         self.metrics.write({"event": "resume" if trainer.step else "start", "step": trainer.step})
         self.display.start(trainer.config.name, trainer.step, budget.steps)
         try:
+            if trainer.step:
+                self._between()  # what a signal has cut short there
             while trainer.step < budget.steps and self._status() == "finished":
                 began = time.monotonic()
                 result = trainer.train_step()
@@ -215,7 +194,8 @@ class _Run:
         trainer, budget = self.trainer, self.trainer.config.budget
         if trainer.step >= budget.steps:
             return  # the end does all of this
-        if trainer.step % budget.eval_every == 0:
+        known = self.saved is not None and self.saved[0] == trainer.step and self.saved[1]
+        if trainer.step % budget.eval_every == 0 and not known:
             self._evaluate()
         every = trainer.config.sample.every
         if every and trainer.step % every == 0:

@@ -129,7 +129,7 @@ CONTENT = {
         put(*OPTIMIZER, "groups", 0, "gain", 2), r"gain is 2 there and missing here"),
     "window overrun": (put(*OPTIMIZER, "groups", 0, "elapsed", 9), "elapsed must be within"),
     "plain state": (
-        put(*OPTIMIZER, "values", {"norm.weight": {"step": 1}}), r"norm\.weight\.step is 'int' there"),
+        put(*OPTIMIZER, "values", {"norm.weight": {"step": 1}}), "norm.weight.step is .int. there"),
     "plain state of nobody": (put(*OPTIMIZER, "values", {"gone": {"step": 1}}), "not trained"),
     "values a list": (put(*OPTIMIZER, "values", []), r"optimizer\.values: must be a mapping"),
     "cursor empty": (put("facts", "cursor", {}), "the saved data cursor has seed=None"),
