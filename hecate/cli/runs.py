@@ -168,4 +168,6 @@ def _show_result(result: RunResult, config: ExperimentConfig) -> None:
     if result.score is not None:
         rows.append((config.name, f"{result.score.value(result.metric):.4f}"))
         print_table(("predictor", result.metric.replace("_", " ")), rows)
-    typer.echo(f"{result.status} at step {result.step}; report: {result.folder / 'report.md'}")
+    report = result.folder / "report.md"  # a signal may have come before there was one
+    where = f"; report: {report}" if report.exists() else ""
+    typer.echo(f"{result.status} at step {result.step}{where}")

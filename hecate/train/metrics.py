@@ -28,14 +28,14 @@ class MetricsWriter:
         self._again: list[Record] = []
         with refusing(f"write {path}", _REMEDY):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._file)
-            raise CheckpointError(
-                f"another process is training in {path.parent}: wait for it, or choose another "
-                "--out"
-            ) from None
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._file)
+                raise CheckpointError(
+                    f"another process is training in {path.parent}: wait for it, or choose "
+                    "another --out"
+                ) from None
         self._cut(len(b"".join(_lines(path))))
 
     def write(self, record: Record) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -46,11 +46,11 @@ def unpack(
     model: nn.Module,
     optimizers: Iterable[Optimizer],
     tensors: Mapping[str, Tensor],
-    facts: OptimizerFacts,
+    values: Mapping[str, Any],
     where: str,
 ) -> None:
     """Loads what `pack` gave; `CheckpointError` names the first thing that does not fit."""
-    optimizers = list(optimizers)
+    optimizers, facts = list(optimizers), OptimizerFacts.model_validate(dict(values))
     if facts.optimizer != _called(optimizers):
         raise CheckpointError(
             f"{where} was trained with {facts.optimizer}, this run uses {_called(optimizers)}"
@@ -97,7 +97,7 @@ def _check_options(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
         there = {**here, **json.loads(json.dumps(there))}  # older versions had fewer
         lines = differences(there, here, f"groups.{number}")
         lr, elapsed = group.get("lr"), group.get("elapsed", 0)
-        if type(lr) not in (int, float) or not 0 <= lr < math.inf:
+        if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
             lines.append(f"groups.{number}.lr must be a finite number >= 0, got {shorten(lr)}")
         if type(elapsed) is not int or not 0 <= elapsed < own.get("period", 1):
             lines.append(f"groups.{number}.elapsed must be within a period, got {elapsed!r}")
@@ -132,7 +132,8 @@ def _stepped(optimizer: Optimizer) -> list[dict[str, Any]] | None:
         params = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
         groups.append({**group, "params": params})
     try:
-        probe = type(inner)(groups)
+        kind: Callable[..., Optimizer] = type(inner)
+        probe = kind(groups)
         for group in groups:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)

@@ -139,8 +139,8 @@ class Trainer:
             self.loader.load_state_dict(facts.cursor)
         except DataError as error:
             raise CheckpointError(f"{where}: {error}") from None
-        optimizers = self.optimizers.values()
-        unpack(self.model, optimizers, checkpoint.tensors, facts.optimizer, where)
+        optimizers, values = self.optimizers.values(), checkpoint.facts["optimizer"]
+        unpack(self.model, optimizers, checkpoint.tensors, values, where)
         torch.set_rng_state(checkpoint.tensors["rng/torch"])
         if self.device.type == "cuda" and "rng/cuda" in checkpoint.tensors:
             torch.cuda.set_rng_state(checkpoint.tensors["rng/cuda"], self.device)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hecate.cli import main
-from hecate.errors import ConfigError
+from hecate.errors import CheckpointError, ConfigError
 from hecate.lab import Result, Spread, Study, studies
 from hecate.lab.run import run_study
 
@@ -130,6 +130,12 @@ def test_a_quick_run_replaces_no_full_one(study, tmp_path):
     assert (tmp_path / "coins.json").read_bytes() == full
     assert json.loads(full)["seeds"] == list(range(study.count))
     assert not list(tmp_path.glob("*.png"))
+
+
+def test_where_nothing_can_be_written_is_said(study, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot write .*file/out: .*; choose another --out"):
+        run_study("coins", out=tmp_path / "file" / "out", figure=False)
 
 
 def test_the_command(study, tmp_path, capsys):

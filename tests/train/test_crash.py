@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,33 +107,29 @@ def test_a_kill_at_any_call_of_a_save_keeps_the_newest(tmp_path, quick, step):
 @pytest.mark.spec("CKPT-WRITE-D3")
 def test_what_is_older_goes_when_the_newer_is_on_disk(tmp_path, monkeypatch):
     save_checkpoint(tmp_path, 1, state(3.0))
-    log, forced, handles = [], os.fsync, {}
-    opened, renamed, removed = os.open, os.rename, shutil.rmtree
+    log, handles, real = [], {}, {name: getattr(os, name) for name in ("open", "fsync", "rename")}
 
-    def open_(path, *rest, **more):
-        handle = opened(path, *rest, **more)
+    def opened(path, *rest, **more):
+        handle = real["open"](path, *rest, **more)
         handles[handle] = os.fspath(path)
         return handle
 
-    def note(name, act, place=lambda *given: os.fspath(given[0])):
-        def call(*given, **more):
-            log.append((name, place(*given).removeprefix(str(tmp_path)).split("-1")[0]))
-            return act(*given, **more)
+    def forced(handle):
+        log.append(("sync", Path(handles[handle]).name))
+        real["fsync"](handle)
 
-        return call
+    def renamed(old, new):
+        log.append(("rename", Path(old).name))
+        real["rename"](old, new)
 
-    monkeypatch.setattr(os, "open", open_)
-    monkeypatch.setattr(os, "fsync", note("sync", forced, lambda handle: handles[handle]))
-    monkeypatch.setattr(os, "rename", note("rename", renamed))
-    monkeypatch.setattr(shutil, "rmtree", note("remove", removed))
+    for name, act in ("open", opened), ("fsync", forced), ("rename", renamed):
+        monkeypatch.setattr(os, name, act)
     save_checkpoint(tmp_path, 1, state(2.0))
-    fresh = next(i for i, (name, path) in enumerate(log) if name == "rename")
-    retired = next(i for i, entry in enumerate(log) if entry == ("rename", "/step_00000001"))
-    inside = [path.rpartition("/")[2] for name, path in log[:fresh] if name == "sync"]
-    assert {"tensors.safetensors", "manifest.json", ".tmp-step_00000001-2"} <= {
-        name.split("-2-")[0] + "-2" * ("-2-" in name) for name in inside
-    }
-    assert fresh < retired and ("sync", "") in log[fresh:retired]
+    fresh = f".tmp-step_00000001-2-{os.getpid()}"
+    published, retired = log.index(("rename", fresh)), log.index(("rename", "step_00000001"))
+    for name in ("tensors.safetensors", "manifest.json", fresh):
+        assert ("sync", name) in log[:published]
+    assert ("sync", tmp_path.name) in log[published:retired]
 
 
 @pytest.mark.spec("CKPT-RESUME-D1")

@@ -122,6 +122,7 @@ CONTENT = {
     "no groups": (put(*OPTIMIZER, "groups", []), "other parameters than this model"),
     "group without parameters": (put(*OPTIMIZER, "groups", 0, "params", ...), "other parameters"),
     "lr a text": (put(*OPTIMIZER, "groups", 0, "lr", "fast"), "lr must be a finite number"),
+    "lr true": (put(*OPTIMIZER, "groups", 0, "lr", True), "lr must be a finite number"),
     "betas short": (
         put(*OPTIMIZER, "groups", 0, "betas", [0.9]),
         r"groups\.0\.betas is \[0\.9\] there and \[0\.9, 0\.95\] here"),
