@@ -18,8 +18,8 @@ from rich.progress import track
 
 from hecate.errors import ConfigError
 from hecate.train.display import print_table
-from hecate.train.files import write_file
-from hecate.train.run import versions
+from hecate.train.environment import versions
+from hecate.train.files import make_folder, refusing, write_file
 from studies.study import Cell, Result, Spread, Study, T, find_study, names_of, studies
 
 
@@ -133,7 +133,6 @@ def to_json(study: Study, result: Result, quick: bool, seeds: int) -> str:
 def _write(
     study: Study, result: Result, quick: bool, seeds: int, out: Path, figure: bool
 ) -> list[Path]:
-    out.mkdir(parents=True, exist_ok=True)
     stem = f"{study.name}-quick" if quick else study.name
     contents: dict[str, str | bytes] = {
         "csv": to_csv(result),
@@ -141,8 +140,10 @@ def _write(
     }
     if figure:
         contents["png"] = _image(result)
-    for ending, content in contents.items():
-        write_file(out / f"{stem}.{ending}", content)
+    with refusing(f"write {out}", "choose another --out"):
+        make_folder(out)
+        for ending, content in contents.items():
+            write_file(out / f"{stem}.{ending}", content)
     return [out / f"{stem}.{ending}" for ending in contents]
 
 

@@ -165,6 +165,9 @@ def _show_result(result: RunResult, config: ExperimentConfig) -> None:
     from hecate.train.display import print_table
 
     rows = [(f"{name} (baseline)", f"{value:.4f}") for name, value in result.baselines.items()]
-    rows.append((config.name, f"{result.score.value(result.metric):.4f}"))
-    print_table(("predictor", result.metric.replace("_", " ")), rows)
-    typer.echo(f"{result.status} at step {result.step}; report: {result.folder / 'report.md'}")
+    if result.score is not None:
+        rows.append((config.name, f"{result.score.value(result.metric):.4f}"))
+        print_table(("predictor", result.metric.replace("_", " ")), rows)
+    report = result.folder / "report.md"  # a signal may have come before there was one
+    where = f"; report: {report}" if report.exists() else ""
+    typer.echo(f"{result.status} at step {result.step}{where}")

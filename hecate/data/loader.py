@@ -37,7 +37,10 @@ class Loader:
                     "the batches would differ; resume with the data, seed and batch of the "
                     "original run"
                 )
-        self.step = int(state["step"])
+        step = state.get("step")
+        if type(step) is not int or step < 0:
+            raise DataError(f"the saved data cursor has step={step!r}, which must be a count")
+        self.step = step
 
     def _identity(self) -> dict[str, int | str]:
         return {

@@ -1,33 +1,44 @@
 """Checkpoints: a folder per step with safetensors and a JSON manifest, complete or absent.
 
-A checkpoint is written to a temporary folder, forced to disk and renamed, so that a process killed
-at any instant leaves the earlier ones. Nothing is pickled, neither written nor read.
+A checkpoint is written to a temporary folder, forced to disk and renamed to a name that is free;
+only then is anything older deleted. So a process killed at any instant leaves the newest complete
+one. Nothing is pickled, neither written nor read.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hecate.errors import CheckpointError
-from hecate.train.files import sync
+from hecate.errors import CheckpointError, ConfigError
+from hecate.train.files import (
+    make_folder,
+    new_folder,
+    refusing,
+    remove_folder,
+    sweep,
+    sync,
+    write_file,
+)
+from hecate.train.manifest import (
+    MANIFEST,
+    TENSORS,
+    Content,
+    bad,
+    dump_manifest,
+    read_manifest,
+    refuse_link,
+    summary,
+)
 
-FORMAT = "hecate-checkpoint"
-VERSION = 1
-MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
-_NAME = re.compile(r"step_(\d{8,})")
-_TEMPORARY = ".tmp-"
+# Version 0.1 renamed a checkpoint to `.tmp-old-...` while it wrote the step again.
+_NAME = re.compile(r"(\.tmp-old-)?step_(\d{8,})(?:-(\d+))?")
 
 
 class Checkpoint(NamedTuple):
@@ -44,103 +55,73 @@ class Skipped(NamedTuple):
     reason: str
 
 
+class _Order(NamedTuple):
+    """Age of a checkpoint: a step may be written again, as `step_00000012-2`."""
+
+    step: int
+    published: bool
+    edition: int
+
+
 def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint) -> Path:
     """Writes `folder/step_XXXXXXXX` atomically and durably. [CKPT-WRITE-D1]
 
-    Tensors that share storage (tied weights) are stored once and listed as aliases.
+    A step that is there already is written beside it, as `step_XXXXXXXX-2`, which takes the name
+    once the older one is deleted. Tensors that share storage (tied weights) are stored once and
+    listed as aliases.
     """
-    target = folder / f"step_{step:08d}"
-    temporary = folder / f"{_TEMPORARY}{target.name}-{os.getpid()}"
     stored, aliases = _untie(checkpoint.tensors)
-    content = {
-        "step": step,
-        "facts": checkpoint.facts,
-        "aliases": aliases,
-        "tensors": {name: _summary(tensor) for name, tensor in stored.items()},
-    }
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
-        "digest": _digest(content),
-        "content": content,
-    }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir()
-        save_file(stored, temporary / TENSORS)
-        (temporary / MANIFEST).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-        for path in (temporary / TENSORS, temporary / MANIFEST, temporary):
-            sync(path)
-        if target.exists():  # an older run's or a damaged one; never left half replaced
-            target.rename(retired := folder / f"{_TEMPORARY}old-{target.name}-{os.getpid()}")
-            temporary.rename(target)
-            shutil.rmtree(retired)
-        else:
-            temporary.rename(target)
-        sync(folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"cannot write checkpoint {target}: {error}; free some space or choose another --out "
-            "(earlier checkpoints are intact)"
-        ) from None
+    manifest = dump_manifest(step, checkpoint.facts, aliases, stored)
+    target = folder / f"step_{step:08d}"
+    remedy = "free some space or choose another --out (earlier checkpoints are intact)"
+    with refusing(f"write checkpoint {target}", remedy):
+        make_folder(folder)
+        older = [path for path in checkpoints(folder) if _order(path).step == step]
+        last = max((_order(path).edition for path in older if _order(path).published), default=0)
+        fresh = folder / f"{target.name}-{last + 1}" if last else target
+        with new_folder(fresh) as temporary:
+            _save_tensors(stored, temporary / TENSORS)
+            write_file(temporary / MANIFEST, manifest)
+        for path in older:
+            remove_folder(path)
+        if fresh != target:
+            fresh.rename(target)
+            sync(folder)
     return target
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Reads a checkpoint after verifying every hash. [CKPT-READ-D1]"""
     content = read_manifest(path)
+    known = _NAME.fullmatch(path.name)
+    if known and int(known[2]) != content.step:
+        raise bad(path / MANIFEST, f"is of step {content.step}")
     file = path / TENSORS
     try:
         stored = load_file(file)
     except FileNotFoundError:
-        raise _bad(file, "is missing") from None
+        raise bad(file, "is missing") from None
     except (SafetensorError, OSError, ValueError) as error:
-        raise _bad(file, f"is truncated or not a safetensors file ({error})") from None
-    expected = content["tensors"]
+        raise bad(file, f"is truncated or not a safetensors file ({error})") from None
+    expected = content.tensors
     if set(stored) != set(expected):
         odd = sorted(set(stored) ^ set(expected))
-        raise _bad(file, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
+        raise bad(file, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
     for name, tensor in stored.items():
-        found = _summary(tensor)
+        found, own = summary(tensor), expected[name].model_dump(mode="json")
         for key in ("dtype", "shape", "sha256"):
-            if found[key] != expected[name][key]:
-                raise _bad(file, f"is damaged: tensor {name!r} has another {key} than recorded")
-    tensors = {**stored, **{name: stored[base] for name, base in content["aliases"].items()}}
-    return Checkpoint(tensors, content["facts"])
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The verified content of a manifest, without reading the tensors."""
-    file = path / MANIFEST
-    try:
-        document = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise _bad(file, "is missing") from None
-    except OSError as error:
-        raise _bad(file, f"cannot be read ({error.strerror or error})") from None
-    except (ValueError, RecursionError):
-        raise _bad(file, "is truncated or not JSON") from None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise _bad(file, f"is not a {FORMAT} manifest")
-    version = document.get("version")
-    if not isinstance(version, int) or version > VERSION:
-        raise CheckpointError(
-            f"{file} has format version {version!r}, this hecate reads up to {VERSION}: upgrade "
-            "hecate"
-        )
-    content = document.get("content")
-    if not isinstance(content, dict) or document.get("digest") != _digest(content):
-        raise _bad(file, "is damaged: its digest does not match")
-    return content
+            if found[key] != own[key]:
+                raise bad(file, f"is damaged: tensor {name!r} has another {key} than recorded")
+    tensors = {**stored, **{name: stored[base] for name, base in content.aliases.items()}}
+    return Checkpoint(tensors, content.facts)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, oldest first; unfinished ones are not among them."""
-    found = [(int(m[1]), p) for p in folder.glob("step_*") if (m := _NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(found)]
+    refuse_link(folder)
+    with refusing(f"read the checkpoints in {folder}", "see what is there"):
+        paths = list(folder.iterdir()) if folder.exists() else []
+    return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=_order)
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path, Checkpoint, list[Skipped]] | None:
@@ -162,29 +143,57 @@ def newest_checkpoint(folder: Path) -> tuple[Path, Checkpoint, list[Skipped]] | 
     return None
 
 
-def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss") -> None:
-    """Deletes all but the `keep` newest and the one lowest in `better`. [CKPT-PRUNE-D1]"""
-    for stale in folder.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    paths = checkpoints(folder)
-    best = best_checkpoint(folder, better)
-    for path in paths[:-keep]:
-        if path != best:
-            shutil.rmtree(path, ignore_errors=True)
+def prune_checkpoints(
+    folder: Path, keep: int, better: str = "validation_loss", *, upto: int | None = None
+) -> None:
+    """Deletes all but the `keep` newest and the one lowest in `better`. [CKPT-PRUNE-D1]
+
+    Those that cannot be read, or are later than the step `upto`, neither count nor go.
+    """
+    if keep < 1:
+        raise ConfigError(f"at least one checkpoint must be kept, got keep={keep}")
+    sound = [path for path, _ in _readable(folder) if upto is None or _order(path).step <= upto]
+    last = {_order(path).step: path for path in sound}
+    kept = [*list(last.values())[-keep:], best_checkpoint(folder, better)]
+    with refusing(f"delete checkpoints in {folder}", "make the folder writable"):
+        for path in sound:
+            if path not in kept:
+                remove_folder(path)
+        sweep(folder)
 
 
 def best_checkpoint(folder: Path, better: str = "validation_loss") -> Path | None:
     """The readable checkpoint whose fact `better` is lowest, the newest of equals."""
     scored: list[tuple[float, Path]] = []
-    for path in checkpoints(folder):
-        try:
-            value = read_manifest(path)["facts"].get("metrics", {}).get(better)
-        except CheckpointError:
-            continue
+    for path, content in _readable(folder):
+        value = content.facts.get("metrics", {}).get(better)
         if value is not None:
             scored.append((float(value), path))
     lowest = min((value for value, _ in scored), default=None)
     return next((path for value, path in reversed(scored) if value == lowest), None)
+
+
+def _readable(folder: Path) -> list[tuple[Path, Content]]:
+    found = []
+    for path in checkpoints(folder):
+        try:
+            found.append((path, read_manifest(path)))
+        except CheckpointError:
+            continue
+    return found
+
+
+def _order(path: Path) -> _Order:
+    match = _NAME.fullmatch(path.name)
+    retired, step, edition = match.groups() if match else (None, "0", None)
+    return _Order(int(step), retired is None, int(edition or 1))
+
+
+def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
 
 
 def _untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -202,23 +211,3 @@ def _untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
         # Views of one storage that differ in shape are copied: safetensors refuses shared memory.
         stored[name] = copy.clone() if copy.data_ptr() == value.data_ptr() else copy
     return stored, aliases
-
-
-def _summary(tensor: Tensor) -> dict[str, Any]:
-    raw = tensor.reshape(-1).contiguous().view(torch.uint8).numpy()
-    return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "sha256": hashlib.sha256(raw.data).hexdigest(),
-    }
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _bad(file: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{file} {reason}; delete {file.parent} and resume from an earlier checkpoint"
-    )

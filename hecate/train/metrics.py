@@ -1,34 +1,90 @@
-"""metrics.jsonl: one JSON object per line, appended and safe against a killed writer."""
+"""metrics.jsonl: one JSON object per line, appended; a run holds it locked while it trains."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hecate.errors import ConfigError
+from hecate.errors import CheckpointError, ConfigError
+from hecate.train.files import refusing
 
 Record = dict[str, Any]
+_REMEDY = "free some space or make it writable, then continue with --resume"
 
 
 class MetricsWriter:
-    """Appends records; with `tensorboard` also writes their numbers as scalars."""
+    """Appends records; with `tensorboard` also writes their numbers as scalars.
+
+    One process at a time: the lock ends with the process, however it ends. [TRAIN-RUN-D6]
+    """
 
     def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
         self._board = _board(tensorboard) if tensorboard else None
-        _drop_partial_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._again: list[Record] = []
+        with refusing(f"write {path}", _REMEDY):
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._file)
+                raise CheckpointError(
+                    f"another process is training in {path.parent}: wait for it, or choose "
+                    "another --out"
+                ) from None
+        self._cut(len(b"".join(_lines(path))))
 
     def write(self, record: Record) -> None:
-        """One line, flushed, so that a reader never waits for it."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        """One line, at once in the file, so that a reader never waits for it."""
+        if record in self._again:
+            return
+        with refusing(f"write {self._path}", _REMEDY):
+            self._refuse_moved()
+            rest = (json.dumps(record) + "\n").encode()
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
         if self._board is not None and "step" in record:
             for name, value in record.items():
                 if isinstance(value, float):
                     self._board.add_scalar(f"{record['event']}/{name}", value, record["step"])
+
+    def rewind(self, step: int) -> None:
+        """Drops the records after `step`, which a run that continues there writes again.
+
+        What it writes of `step` itself a second time is left out. [TRAIN-METRICS-D1]
+        """
+        end = offset = 0
+        for line in _lines(self._path):
+            offset += len(line)
+            record = _parsed(line)
+            if record and record["step"] <= step:
+                end = offset
+        self._cut(end)
+        kept = (_parsed(line) for line in _lines(self._path))
+        self._again = [record for record in kept if record and record["step"] == step]
+
+    def sync(self) -> None:
+        """Forces the records to disk: a checkpoint must not outlive those before it."""
+        with refusing(f"write {self._path}", _REMEDY):
+            self._refuse_moved()
+            os.fsync(self._file)
+
+    def _cut(self, length: int) -> None:
+        with refusing(f"write {self._path}", _REMEDY):
+            if os.fstat(self._file).st_size > length:
+                os.ftruncate(self._file, length)
+
+    def _refuse_moved(self) -> None:
+        """Where the file is no more, the folder is not either: what follows would be lost."""
+        if not (self._path.exists() and os.path.samestat(os.fstat(self._file), self._path.stat())):
+            raise CheckpointError(
+                f"{self._path} was moved or deleted while the run was writing it; continue with "
+                "--resume where the run folder is now, or start again"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -39,7 +95,7 @@ class MetricsWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        os.close(self._file)
         if self._board is not None:
             self._board.close()
 
@@ -47,26 +103,30 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[Record]:
     """The records of the run as it stands: those that a later resume has undone are left out."""
     records: list[Record] = []
-    if not path.exists():
-        return records
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:  # the last line of a killed writer
+    for record in map(_parsed, _lines(path)):
+        if record is None:
             continue
-        if record.get("event") == "resume":
-            records = [r for r in records if r.get("step", 0) <= record["step"]]
+        if record["event"] == "resume":
+            records = [r for r in records if r["step"] <= record["step"]]
         records.append(record)
     return records
 
 
-def _drop_partial_line(path: Path) -> None:
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
+def _lines(path: Path) -> list[bytes]:
+    """The whole lines of a file; the last one of a killed writer may not be."""
+    with refusing(f"read {path}", "put a run's own file in its place"):
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
+
+
+def _parsed(line: bytes) -> Record | None:
+    """A record, with its event and step; None for what no run has written."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(record, dict) and isinstance(record.get("event"), str)
+    return record if known and type(record.get("step")) is int else None
 
 
 def _board(folder: Path) -> Any:

@@ -21,7 +21,11 @@ BETTER = {"bits_per_byte": "lower is better", "accuracy": "higher is better"}
 
 
 def write_report(
-    trainer: Trainer, folder: Path, score: Score, baselines: Mapping[str, float], status: str
+    trainer: Trainer,
+    folder: Path,
+    score: Score | None,
+    baselines: Mapping[str, float],
+    status: str,
 ) -> Path:
     """Writes report.md and, with matplotlib, figures/*.png; returns the report's path."""
     metric, config = trainer.source.metric, trainer.config
@@ -46,8 +50,10 @@ def write_report(
     return path
 
 
-def result_table(metric: str, score: Score, baselines: Mapping[str, float]) -> str:
+def result_table(metric: str, score: Score | None, baselines: Mapping[str, float]) -> str:
     """The model and the baselines on the same validation labels, as a Markdown table."""
+    if score is None:
+        return "Not evaluated at this step: a signal ended the run. `hecate eval` does it."
     rows = [(f"{name} (baseline)", f"{value:.4f}") for name, value in baselines.items()]
     rows.append(("**this model**", f"**{score.value(metric):.4f}**"))
     header = ("predictor", f"{UNIT[metric]} ({BETTER[metric]})")

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
-import signal
-import sys
-import threading
+import math
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -29,25 +23,29 @@ from hecate.train.checkpoint import (
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display
+from hecate.train.environment import environment
 from hecate.train.evaluate import UNIT, Score
-from hecate.train.files import write_file
+from hecate.train.facts import run_facts
+from hecate.train.files import make_folder, refusing, sweep, write_file
 from hecate.train.metrics import MetricsWriter
 from hecate.train.report import write_report
-from hecate.train.samples import sample_text
+from hecate.train.samples import add_sample, rewind_samples, sample_text
+from hecate.train.signals import Interrupted, Signals
 from hecate.train.state import restore_model
 from hecate.train.trainer import Trainer
 
+CHECKPOINTS = "checkpoints"
 Status = Literal["finished", "interrupted", "out of time"]
 
 
 class RunResult(NamedTuple):
-    """How a run ended; `signal` is the number that interrupted it."""
+    """How a run ended; `signal` is the number that interrupted it, maybe before it had a score."""
 
     status: Status
     step: int
     folder: Path
     metric: str
-    score: Score
+    score: Score | None
     baselines: dict[str, float]
     signal: int | None = None
 
@@ -70,12 +68,15 @@ def run_experiment(
     with torch.random.fork_rng(devices=devices), display or Display() as shown:
         torch.manual_seed(config.seed)
         trainer = Trainer(config, source=source, model=model)
-        if resume:
-            _restore(trainer, folder, shown)
-        _describe(config, folder)
+        with refusing(f"write run folder {folder}", "choose another --out"):
+            make_folder(folder)
         board = folder / "tensorboard" if config.tensorboard else None
-        with MetricsWriter(folder / "metrics.jsonl", board) as metrics, _Signals() as signals:
-            return _Run(trainer, folder, shown, metrics, signals).go()
+        with MetricsWriter(folder / "metrics.jsonl", board) as metrics, Signals() as signals:
+            _check_folder(folder, resume)  # again: another process may have trained here since
+            run = _Run(trainer, folder, shown, metrics, signals)
+            run.restore()
+            _describe(config, folder)
+            return run.go()
 
 
 def _check_folder(folder: Path, resume: bool) -> None:
@@ -89,38 +90,23 @@ def _check_folder(folder: Path, resume: bool) -> None:
         raise CheckpointError(
             f"{folder} already holds a run; continue it with --resume or choose another --out"
         )
+    metrics = folder / "metrics.jsonl"
+    if not exists and (
+        (folder / CHECKPOINTS).exists() or (metrics.is_file() and metrics.stat().st_size)
+    ):
+        raise CheckpointError(
+            f"{folder} holds checkpoints or metrics of a run that has lost its config.yaml; put "
+            "that back and --resume, or choose another --out"
+        )
 
 
 def _describe(config: ExperimentConfig, folder: Path) -> None:
     """Writes config.yaml and env.json, once a resumed config is found to fit its checkpoint."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with refusing(f"write run folder {folder}", "choose another --out"):
+        for part in (folder, folder / "figures", folder / CHECKPOINTS):
+            sweep(part)
         write_file(folder / "config.yaml", dump_experiment(config))
         write_file(folder / "env.json", json.dumps(environment(config), indent=1) + "\n")
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write run folder {folder}: {error}; choose another --out"
-        ) from None
-
-
-def environment(config: ExperimentConfig) -> dict[str, Any]:
-    """Versions, platform and threads: what a reader needs to repeat the numbers."""
-    return {
-        "python": platform.python_version(), "platform": platform.platform(),
-        "machine": platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(),
-        "device": config.budget.device, "versions": versions(), "command": sys.argv,
-    }  # fmt: skip
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that numbers depend on."""
-    found = {}
-    for name in ("hecate", "torch", "numpy", "pydantic", "safetensors", "PyYAML"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
 
 
 def open_run(folder: Path, which: str = "best") -> tuple[Trainer, int]:
@@ -128,29 +114,17 @@ def open_run(folder: Path, which: str = "best") -> tuple[Trainer, int]:
     if not (folder / "config.yaml").exists():
         raise CheckpointError(f"{folder} is not a run folder: it has no config.yaml")
     config = load_experiment(folder / "config.yaml")
-    best = best_checkpoint(folder / "checkpoints") if which == "best" else None
+    best = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
     if best is not None:
         path, checkpoint = best, load_checkpoint(best)
     else:
-        found = newest_checkpoint(folder / "checkpoints")
+        found = newest_checkpoint(folder / CHECKPOINTS)
         if found is None:
             raise CheckpointError(f"{folder} has no checkpoint yet; train it first")
         path, checkpoint, _ = found
     trainer = Trainer(config)
     restore_model(trainer.model, checkpoint.tensors, str(path))
-    return trainer, int(checkpoint.facts["step"])
-
-
-def _restore(trainer: Trainer, folder: Path, display: Display) -> None:
-    found = newest_checkpoint(folder / "checkpoints")
-    if found is None:
-        display.say("no checkpoint yet: starting from the beginning")
-        return
-    path, checkpoint, skipped = found
-    for item in skipped:
-        display.say(f"skipped {item.path.name}: {item.reason}")
-    trainer.restore(checkpoint, str(path))
-    display.say(f"resumed from {path} at step {trainer.step}")
+    return trainer, run_facts(checkpoint.facts, str(path)).step
 
 
 class _Run:
@@ -162,120 +136,144 @@ class _Run:
         folder: Path,
         display: Display,
         metrics: MetricsWriter,
-        signals: _Signals,
+        signals: Signals,
     ) -> None:
         self.trainer, self.folder, self.display = trainer, folder, display
         self.metrics, self.signals = metrics, signals
         self.metric = trainer.source.metric
         self.began = time.monotonic()
         self.scored: tuple[int, Score] | None = None
+        self.saved: tuple[int, dict[str, float]] | None = None
+        self.ended = False
+
+    def restore(self) -> None:
+        """Continues from the newest sound checkpoint; what was written after it is dropped."""
+        found = newest_checkpoint(self.folder / CHECKPOINTS)
+        if found is not None:
+            path, checkpoint, skipped = found
+            for item in skipped:
+                self.display.say(f"skipped {item.path.name}: {item.reason}")
+            self.trainer.restore(checkpoint, str(path))
+            self.saved = (self.trainer.step, checkpoint.facts["metrics"])
+            self.display.say(f"resumed from {path} at step {self.trainer.step}")
+        elif (self.folder / "config.yaml").exists():
+            self.display.say("no checkpoint yet: starting from the beginning")
+        self.metrics.rewind(self.trainer.step if found else -1)
+        rewind_samples(self.folder / "samples.txt", self.trainer.step if found else -1)
 
     def go(self) -> RunResult:
         trainer, budget = self.trainer, self.trainer.config.budget
         self.metrics.write({"event": "resume" if trainer.step else "start", "step": trainer.step})
         self.display.start(trainer.config.name, trainer.step, budget.steps)
-        while trainer.step < budget.steps and self._status() == "finished":
-            began = time.monotonic()
-            result = trainer.train_step()
-            speed = result.tokens / max(time.monotonic() - began, 1e-9)
-            self.metrics.write({
-                "event": "train", "step": trainer.step, "loss": result.loss, "lr": result.lr,
-                "grad_norm": result.grad_norm, "tokens_per_second": speed,
-            })  # fmt: skip
-            self.display.step(trainer.step, f"loss {result.loss:.3f}  {speed:,.0f} tokens/s")
-            self._between()
-        return self._finish(self._status())
+        try:
+            if trainer.step:
+                self._between()  # what a signal has cut short there
+            while trainer.step < budget.steps and self._status() == "finished":
+                began = time.monotonic()
+                result = trainer.train_step()
+                speed = result.tokens / max(time.monotonic() - began, 1e-9)
+                self.metrics.write({
+                    "event": "train", "step": trainer.step, "loss": result.loss, "lr": result.lr,
+                    "grad_norm": result.grad_norm, "tokens_per_second": speed,
+                })  # fmt: skip
+                self.display.step(trainer.step, f"loss {result.loss:.3f}  {speed:,.0f} tokens/s")
+                self._between()
+            return self._finish(self._status())
+        except Interrupted:
+            return self._stop()
 
     def _status(self) -> Status:
+        self.signals.check()
         minutes = self.trainer.config.budget.minutes
-        if self.signals.received is not None:
-            return "interrupted"
         if minutes is not None and time.monotonic() - self.began > 60 * minutes:
             return "out of time"
         return "finished"
 
     def _between(self) -> None:
+        """The save comes last: a run that is resumed there has all that went before."""
         trainer, budget = self.trainer, self.trainer.config.budget
         if trainer.step >= budget.steps:
             return  # the end does all of this
-        if trainer.step % budget.eval_every == 0:
+        known = self.saved is not None and self.saved[0] == trainer.step and self.saved[1]
+        if trainer.step % budget.eval_every == 0 and not known:
             self._evaluate()
-        if trainer.step % budget.checkpoint_every == 0:
-            self._save()
         every = trainer.config.sample.every
         if every and trainer.step % every == 0:
             self._sample()
+        if trainer.step % budget.checkpoint_every == 0:
+            self._save()
 
-    def _evaluate(self) -> Score:
+    def _evaluate(self) -> None:
         trainer = self.trainer
-        if self.scored is None or self.scored[0] != trainer.step:
+        if self._score() is not None:
+            return
+        with self.signals.interruptible():
             score = trainer.evaluate()
-            self.scored = (trainer.step, score)
-            self.metrics.write({"event": "eval", "step": trainer.step, **score.record(self.metric)})
-            seconds = time.monotonic() - self.began
-            self.display.say(
-                f"step {trainer.step:>6}/{trainer.config.budget.steps}  validation "
-                f"{score.value(self.metric):.4f} {UNIT[self.metric]}  [{seconds:.0f} s]"
-            )
-        return self.scored[1]
+        self.scored = (trainer.step, score)
+        self.metrics.write({"event": "eval", "step": trainer.step, **score.record(self.metric)})
+        seconds = time.monotonic() - self.began
+        self.display.say(
+            f"step {trainer.step:>6}/{trainer.config.budget.steps}  validation "
+            f"{score.value(self.metric):.4f} {UNIT[self.metric]}  [{seconds:.0f} s]"
+        )
+
+    def _score(self) -> Score | None:
+        """Of the model as it stands, if it was evaluated."""
+        return self.scored[1] if self.scored and self.scored[0] == self.trainer.step else None
 
     def _save(self) -> None:
-        folder = self.folder / "checkpoints"
-        fresh = self.scored is not None and self.scored[0] == self.trainer.step
-        metrics = self.scored[1].record(self.metric) if fresh and self.scored else {}
-        save_checkpoint(folder, self.trainer.step, self.trainer.checkpoint(metrics))
-        prune_checkpoints(folder, self.trainer.config.budget.keep)
+        score, step = self._score(), self.trainer.step
+        record = score.record(self.metric) if score else {}
+        metrics = {name: value for name, value in record.items() if math.isfinite(value)}
+        if self.saved is not None and self.saved[0] == step and metrics in ({}, self.saved[1]):
+            return
+        self.metrics.sync()
+        save_checkpoint(self.folder / CHECKPOINTS, step, self.trainer.checkpoint(metrics))
+        self.saved = (step, metrics)
+        prune_checkpoints(self.folder / CHECKPOINTS, self.trainer.config.budget.keep, upto=step)
 
     def _sample(self) -> None:
-        text = sample_text(self.trainer)
-        with (self.folder / "samples.txt").open("a", encoding="utf-8") as file:
-            file.write(f"--- step {self.trainer.step}\n{text}\n")
+        with self.signals.interruptible():
+            text = sample_text(self.trainer)
+        add_sample(self.folder / "samples.txt", self.trainer.step, text)
 
     def _finish(self, status: Status) -> RunResult:
-        score = self._evaluate()
+        self._evaluate()
         self._save()
         self._sample()
-        baselines = self.trainer.baselines()
+        with self.signals.interruptible():
+            baselines = self.trainer.baselines()
+        self._end(status)
+        with self.signals.interruptible():
+            self._report(status, baselines)
+        return self._result(status, baselines)
+
+    def _stop(self) -> RunResult:
+        """Saves what a signal found, and reports it without evaluating anything."""
+        self._save()
+        if not self.ended:
+            self._end("interrupted")
+            self._report("interrupted", {})
+        return self._result("interrupted", {})
+
+    def _end(self, status: Status) -> None:
+        self.ended = True
         self.metrics.write({
             "event": "end", "step": self.trainer.step, "status": status,
             "seconds": time.monotonic() - self.began,
         })  # fmt: skip
-        result = RunResult(
+
+    def _report(self, status: Status, baselines: dict[str, float]) -> None:
+        with refusing(f"write the report of {self.folder}", "free some space and --resume"):
+            write_report(self.trainer, self.folder, self._score(), baselines, status)
+
+    def _result(self, status: Status, baselines: dict[str, float]) -> RunResult:
+        return RunResult(
             status,
             self.trainer.step,
             self.folder,
             self.metric,
-            score,
+            self._score(),
             baselines,
             self.signals.received,
         )
-        write_report(self.trainer, self.folder, score, baselines, status)
-        return result
-
-
-class _Signals:
-    """Remembers SIGINT and SIGTERM so that the run saves and stops; a second stops at once."""
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        for known, handler in self._before.items():
-            signal.signal(known, handler)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

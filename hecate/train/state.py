@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hecate.errors import CheckpointError, HecateError
+from hecate.errors import CheckpointError, ConfigError, HecateError, shorten
 from hecate.optim import Leveled
+from hecate.optim.base import MatrixOptimizer
+from hecate.train.facts import OptimizerFacts, differences
+
+_MOVING = ("params", "param_names", "lr", "elapsed")
 
 
 def pack(
@@ -39,30 +46,110 @@ def unpack(
     model: nn.Module,
     optimizers: Iterable[Optimizer],
     tensors: Mapping[str, Tensor],
-    facts: Mapping[str, Any],
+    values: Mapping[str, Any],
     where: str,
 ) -> None:
     """Loads what `pack` gave; `CheckpointError` names the first thing that does not fit."""
-    optimizers = list(optimizers)
-    if facts["optimizer"] != _called(optimizers):
+    optimizers, facts = list(optimizers), OptimizerFacts.model_validate(dict(values))
+    if facts.optimizer != _called(optimizers):
         raise CheckpointError(
-            f"{where} was trained with {facts['optimizer']}, this run uses {_called(optimizers)}"
+            f"{where} was trained with {facts.optimizer}, this run uses {_called(optimizers)}"
         )
-    saved = [group["params"] for group in facts["groups"]]
-    own = [group for optimizer in optimizers for group in _named_groups(model, optimizer)]
-    if saved != own:
+    own = [names for optimizer in optimizers for names in _named_groups(model, optimizer)]
+    if [group.get("params") for group in facts.groups] != own:
         raise CheckpointError(
             f"{where} optimises other parameters than this model, or in other groups; use its own "
             "config"
         )
-    restore_model(model, tensors, where)
-    groups = iter(facts["groups"])
-    for optimizer in optimizers:
-        mine = [next(groups) for _ in optimizer.param_groups]
-        try:
-            optimizer.load_state_dict(_state(model, optimizer, tensors, mine, facts["values"]))
-        except (HecateError, ValueError) as error:
-            raise CheckpointError(f"{where} does not fit this run's optimiser: {error}") from None
+    _refuse_strangers({name for names in own for name in names}, tensors, facts.values, where)
+    saved = _fitting(model, tensors, where)
+    groups, states = iter(facts.groups), []
+    try:
+        for optimizer in optimizers:
+            mine = [next(groups) for _ in optimizer.param_groups]
+            _check_options(mine, optimizer)
+            states.append(_state(model, optimizer, tensors, mine, facts.values))
+            _check_state(_names(model, optimizer), optimizer, states[-1]["state"])
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+    except (HecateError, ValueError) as error:
+        raise CheckpointError(f"{where} does not fit this run's optimiser: {error}") from None
+    model.load_state_dict(saved)
+
+
+def _refuse_strangers(
+    known: set[str], tensors: Iterable[str], values: Iterable[str], where: str
+) -> None:
+    """Names of state that nothing here has."""
+    for key in [*tensors, *(f"optimizer/{name}/" for name in values)]:
+        owner = key.removeprefix("optimizer/").rpartition("/")[0]
+        if key.startswith("optimizer/") and owner not in known:
+            raise CheckpointError(f"{where} has state {key!r} of a parameter that is not trained")
+        if not key.startswith(("model/", "optimizer/", "rng/")):
+            raise CheckpointError(f"{where} has an unknown tensor {key!r}")
+
+
+def _check_options(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
+    """Options are those of the config, but for the rate and where a window stands."""
+    for number, (group, own) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
+        here = json.loads(json.dumps({k: v for k, v in own.items() if k not in _MOVING}))
+        there = {k: v for k, v in group.items() if k not in _MOVING}
+        there = {**here, **json.loads(json.dumps(there))}  # older versions had fewer
+        lines = differences(there, here, f"groups.{number}")
+        lr, elapsed = group.get("lr"), group.get("elapsed", 0)
+        if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
+            lines.append(f"groups.{number}.lr must be a finite number >= 0, got {shorten(lr)}")
+        if type(elapsed) is not int or not 0 <= elapsed < own.get("period", 1):
+            lines.append(f"groups.{number}.elapsed must be within a period, got {elapsed!r}")
+        if lines:
+            raise ConfigError("; ".join(lines))
+
+
+def _check_state(names: list[str], optimizer: Optimizer, state: Mapping[int, Any]) -> None:
+    """Entries are those of a parameter that has stepped, or none."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    stepped = _stepped(optimizer)
+    for index, (name, p) in enumerate(zip(names, parameters, strict=True)):
+        entries = dict(state.get(index, {}))
+        window = entries.pop("window", None) if isinstance(optimizer, Leveled) else None
+        if window is not None and (not isinstance(window, Tensor) or window.shape != p.shape):
+            raise ConfigError(f"the window of {name} has not its shape {list(p.shape)}")
+        if not entries or stepped is None:
+            continue
+        found, own = ({k: _kind(v) for k, v in item.items()} for item in (entries, stepped[index]))
+        if lines := differences(found, own, f"the state of {name}"):
+            raise ConfigError("; ".join(lines))
+
+
+def _stepped(optimizer: Optimizer) -> list[dict[str, Any]] | None:
+    """What a first step leaves as the state of each parameter, without storage; None where only
+    the step itself could tell."""
+    inner = optimizer.inner if isinstance(optimizer, Leveled) else optimizer
+    if isinstance(inner, MatrixOptimizer):
+        return [inner.state[p] for group in inner.param_groups for p in group["params"]]
+    groups = []
+    for group in inner.param_groups:
+        params = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
+        groups.append({**group, "params": params})
+    try:
+        kind: Callable[..., Optimizer] = type(inner)
+        probe = kind(groups)
+        for group in groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        probe.step()
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        return None
+    return [probe.state[p] for group in groups for p in group["params"]]
+
+
+def _kind(value: Any) -> str:
+    """What of a state's entry must not differ; counts follow torch's default dtype."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if not value.dim():
+        return "a float" if value.is_floating_point() else "an integer"
+    return f"{list(value.shape)} {value.dtype}"
 
 
 def _state(
@@ -104,6 +191,10 @@ def _with_tuples(saved: Any, own: Any) -> Any:
 
 def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
     """Loads parameters and buffers; names, shapes and dtypes must be those of the model."""
+    model.load_state_dict(_fitting(model, tensors, where))
+
+
+def _fitting(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     own = model.state_dict()
     for name in sorted(set(own) ^ set(saved)):
@@ -116,7 +207,7 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -
                 "model "
                 f"has {list(value.shape)} {value.dtype}: it belongs to another model config"
             )
-    model.load_state_dict(saved)
+    return saved
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,12 +12,11 @@ from hecate.data import Loader, Source
 from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from hecate.models import LanguageModel
 from hecate.train.checkpoint import Checkpoint
-from hecate.train.config import ExperimentConfig, OptimConfig
+from hecate.train.config import ExperimentConfig
 from hecate.train.evaluate import Score, batch_loss, evaluate
+from hecate.train.facts import refuse_other_config, run_facts
 from hecate.train.groups import build_optimizers
 from hecate.train.state import pack, unpack
-
-_MUST_MATCH = ("seed", "model", "data", "optim")
 
 
 class StepResult(NamedTuple):
@@ -128,35 +127,34 @@ class Trainer:
 
     def restore(self, checkpoint: Checkpoint, where: str) -> None:
         """Continues from a checkpoint of the same experiment; `where` names it in errors."""
-        saved, own = _current(checkpoint.facts["config"]), self.config.model_dump(mode="json")
-        kinds = saved["optim"]["optimizer"]["kind"], own["optim"]["optimizer"]["kind"]
-        if kinds[0] != kinds[1]:
+        facts = run_facts(checkpoint.facts, where)
+        refuse_other_config(facts.config, self.config, where)
+        if facts.step > self.config.budget.steps:
             raise CheckpointError(
-                f"{where} was trained with optimizer {kinds[0]!r}, this run has {kinds[1]!r}; "
-                "resume with the config of its run folder"
+                f"{where} is at step {facts.step}, beyond budget.steps={self.config.budget.steps}; "
+                f"give --steps of at least {facts.step}, or start another run"
             )
-        for part in _MUST_MATCH:
-            if saved[part] != own[part]:
-                raise CheckpointError(
-                    f"{where} was trained with another {part!r}; resume with the config of its "
-                    "run folder"
-                )
+        self._check_random(checkpoint.tensors, where)
         try:
-            self.loader.load_state_dict(checkpoint.facts["cursor"])
+            self.loader.load_state_dict(facts.cursor)
         except DataError as error:
             raise CheckpointError(f"{where}: {error}") from None
-        optimizers, facts = self.optimizers.values(), checkpoint.facts["optimizer"]
-        unpack(self.model, optimizers, checkpoint.tensors, facts, where)
+        optimizers, values = self.optimizers.values(), checkpoint.facts["optimizer"]
+        unpack(self.model, optimizers, checkpoint.tensors, values, where)
         torch.set_rng_state(checkpoint.tensors["rng/torch"])
         if self.device.type == "cuda" and "rng/cuda" in checkpoint.tensors:
             torch.cuda.set_rng_state(checkpoint.tensors["rng/cuda"], self.device)
-        self.step = int(checkpoint.facts["step"])
+        self.step = facts.step
 
-
-def _current(config: dict[str, Any]) -> dict[str, Any]:
-    """A saved config with its optimiser as it is written now."""
-    try:
-        optim = OptimConfig.model_validate(config["optim"])
-    except ConfigError:  # a kind that is not registered here
-        return config
-    return {**config, "optim": optim.model_dump(mode="json")}
+    def _check_random(self, tensors: dict[str, torch.Tensor], where: str) -> None:
+        """Random states that generators take, before the run's own are changed."""
+        for name in ("rng/torch", "rng/cuda"):
+            if name == "rng/cuda" and (self.device.type != "cuda" or name not in tensors):
+                continue
+            device = "cuda" if name == "rng/cuda" else "cpu"
+            try:
+                torch.Generator(device).set_state(tensors[name])
+            except (KeyError, RuntimeError, TypeError):
+                raise CheckpointError(
+                    f"{where} has no random state in tensor {name!r}; use an earlier checkpoint"
+                ) from None

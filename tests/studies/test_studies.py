@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from hecate.errors import ConfigError
+from hecate.errors import CheckpointError, ConfigError
 from studies import Result, Spread, Study, studies
 from studies.__main__ import main
 from studies.run import run_study
@@ -132,6 +132,12 @@ def test_a_quick_run_replaces_no_full_one(study, tmp_path):
     assert (tmp_path / "coins.json").read_bytes() == full
     assert json.loads(full)["seeds"] == list(range(study.count))
     assert not list(tmp_path.glob("*.png"))
+
+
+def test_where_nothing_can_be_written_is_said(study, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot write .*file/out: .*; choose another --out"):
+        run_study("coins", out=tmp_path / "file" / "out", figure=False)
 
 
 def test_the_command(study, tmp_path, capsys):

@@ -191,14 +191,14 @@ def test_a_step_may_be_written_again(tmp_path):
 
 
 @pytest.mark.spec("CKPT-WRITE-D3")
-@pytest.mark.parametrize("failing", ["save_file", "sync"])
+@pytest.mark.parametrize("failing", ["checkpoint.save_file", "files.sync"])
 def test_a_failed_write_leaves_the_earlier_ones(tmp_path, monkeypatch, failing):
     save_checkpoint(tmp_path, 1, example())
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(f"hecate.train.checkpoint.{failing}", full)
+    monkeypatch.setattr(f"hecate.train.{failing}", full)
     with pytest.raises(CheckpointError, match="cannot write checkpoint .*No space left on device"):
         save_checkpoint(tmp_path, 2, example())
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]

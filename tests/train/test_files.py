@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 
+import hecate
 from hecate.train.files import write_file
 
 
@@ -29,3 +32,22 @@ def test_a_failed_write_leaves_the_old_content(tmp_path, monkeypatch):
         write_file(path, "new: 2\n")
     assert path.read_text() == "old: 1\n"
     assert [item.name for item in tmp_path.iterdir()] == ["config.yaml"]
+
+
+WRITES = re.compile(
+    r"\.write_text\(|\.write_bytes\(|\bopen\([^)\n]*[\"'][rbt]*[wax+]|os\.open\(|torch\.save\(|"
+    r"\bsave_file\(|savefig\((?!image)|\bimport pickle|torch\.load\(|\bshelve\b|np\.save"
+)
+ALLOWED = {
+    "files.py": {".write_bytes(", "os.open("},
+    "metrics.py": {"os.open("},  # the one file that is appended to
+    "checkpoint.py": {"save_file("},  # into a folder that is published as a whole
+}
+
+
+def test_every_file_is_written_atomically_and_nothing_is_pickled():
+    package = Path(hecate.__file__).parent
+    found = {path.name: set(WRITES.findall(path.read_text())) for path in package.rglob("*.py")}
+    assert {name: calls for name, calls in found.items() if calls} == ALLOWED
+    for fault in ('path.open("a")', 'open(p, "wb")', "p.write_text(x)", "figure.savefig(path)"):
+        assert WRITES.search(fault)

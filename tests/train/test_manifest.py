@@ -1,0 +1,259 @@
+"""Manifests whose digest is right and whose content is not: each is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hecate.errors import CheckpointError
+from hecate.train import (
+    Checkpoint,
+    Trainer,
+    load_checkpoint,
+    newest_checkpoint,
+    open_run,
+    save_checkpoint,
+)
+from hecate.train.checkpoint import best_checkpoint
+from hecate.train.config import ExperimentConfig
+from hecate.train.manifest import _digest, summary
+
+from .common import TINY_MODEL, same_bits, tiny
+
+MODEL = "model/embedding.weight"
+MOMENT = "optimizer/embedding.weight/exp_avg"
+NAN = float("nan")
+
+
+@pytest.fixture
+def trained():
+    trainer = Trainer(tiny())
+    trainer.train_step()
+    return trainer.checkpoint({"validation_loss": 1.0})
+
+
+@pytest.fixture
+def saved(tmp_path, trained):
+    return save_checkpoint(tmp_path / "checkpoints", 1, trained)
+
+
+def forge(path, change, tensors=None):
+    """Changes the content of a manifest, and the file of tensors, and makes the digest fit."""
+    file = path / "manifest.json"
+    document = json.loads(file.read_text())
+    if tensors is not None:
+        stored = load_file(path / "tensors.safetensors")
+        tensors(stored)
+        save_file(stored, path / "tensors.safetensors")
+        document["content"]["tensors"] = {name: summary(item) for name, item in stored.items()}
+    change(document["content"])
+    try:
+        document["digest"] = _digest(document["content"])
+    except ValueError:  # NaN: no digest is right
+        pass
+    file.write_text(json.dumps(document))
+
+
+def put(*path_and_value):
+    """A change of one place of a content; a value `...` deletes."""
+    *path, last, value = path_and_value
+
+    def change(content):
+        for key in path:
+            content = content[key]
+        if value is ...:
+            del content[last]
+        else:
+            content[last] = value
+
+    return change
+
+
+OPTIMIZER = ("facts", "optimizer")
+CONTENT = {
+    "step negative": (put("step", -1), "step: must be >= 0, got -1"),
+    "step true": (put("step", True), "step: must be an integer, got True"),
+    "step a text": (put("step", "1"), "step: must be an integer"),
+    "step a fraction": (put("step", 1.5), "step: must be an integer"),
+    "step another": (put("step", 3), r"facts\.step: must be the step 3, got 1"),
+    "no step": (put("step", ...), "step: is required"),
+    "unknown field": (put("extra", 1), "extra: unknown field"),
+    "facts a list": (put("facts", []), "facts: must be a mapping"),
+    "no facts": (put("facts", ...), "facts: is required"),
+    "aliases a list": (put("aliases", []), "aliases: must be a mapping"),
+    "alias of a number": (put("aliases", "model/x", 3), "must be a text"),
+    "alias to nowhere": (put("aliases", "model/x", "model/y"), "must name a stored tensor"),
+    "alias of itself": (put("aliases", "model/x", "model/x"), "must name a stored tensor"),
+    "aliases in a circle": (
+        put("aliases", {"model/x": "model/y", "model/y": "model/x"}), "must name a stored tensor"),
+    "alias of a stored name": (put("aliases", MODEL, MOMENT), "must name a stored tensor"),
+    "unknown alias": (put("aliases", "model/x", MODEL), "unknown tensor 'x'"),
+    "no tensors": (put("tensors", {}), "does not hold the tensors of its manifest"),
+    "tensors null": (put("tensors", None), "tensors: .*got None"),
+    "a tensor fewer": (put("tensors", MODEL, ...), "does not hold the tensors .*embedding"),
+    "a tensor more": (
+        put("tensors", "../../x", {"dtype": "float32", "shape": [1], "sha256": "0" * 64}),
+        r"does not hold the tensors .*\.\./\.\./x"),
+    "a file's name": (put("tensors", MODEL, "file", "/etc/passwd"), "file: unknown field"),
+    "dtype unknown": (put("tensors", MODEL, "dtype", "int3"), "has another dtype"),
+    "dtype a number": (put("tensors", MODEL, "dtype", 3), "dtype: must be a text"),
+    "shape other": (put("tensors", MODEL, "shape", [1, 128]), "has another shape"),
+    "shape negative": (put("tensors", MODEL, "shape", [-16, -8]), "has another shape"),
+    "shape of texts": (put("tensors", MODEL, "shape", ["16"]), "must be an integer"),
+    "hash short": (put("tensors", MODEL, "sha256", "00"), "sha256: "),
+    "hash other": (put("tensors", MODEL, "sha256", "0" * 64), "has another sha256"),
+    "NaN": (put("facts", "metrics", "validation_loss", NAN), "truncated or not JSON"),
+    "metric a text": (
+        put("facts", "metrics", "validation_loss", "low"), r"facts\.metrics\.validation_loss: "),
+    "metrics a list": (put("facts", "metrics", [1]), r"facts\.metrics: must be a mapping"),
+    "no fact of a step": (put("facts", "step", ...), "step: is required"),
+    "no config": (put("facts", "config", ...), "config: is required"),
+    "config a text": (put("facts", "config", "x"), "config: must be a mapping"),
+    "config empty": (put("facts", "config", {}), "another 'optim' "),
+    "config of no kind": (
+        put("facts", "config", "optim", "optimizer", "kind", 7), "optimizer 7, this run has "),
+    "config with more": (put("facts", "config", "extra", 1), "a config that is not valid: extra"),
+    "no optimiser": (put(*OPTIMIZER, ...), "optimizer: is required"),
+    "groups null": (put(*OPTIMIZER, "groups", None), r"optimizer\.groups: "),
+    "no groups": (put(*OPTIMIZER, "groups", []), "other parameters than this model"),
+    "group without parameters": (put(*OPTIMIZER, "groups", 0, "params", ...), "other parameters"),
+    "lr a text": (put(*OPTIMIZER, "groups", 0, "lr", "fast"), "lr must be a finite number"),
+    "lr true": (put(*OPTIMIZER, "groups", 0, "lr", True), "lr must be a finite number"),
+    "betas short": (
+        put(*OPTIMIZER, "groups", 0, "betas", [0.9]),
+        r"groups\.0\.betas is \[0\.9\] there and \[0\.9, 0\.95\] here"),
+    "an unknown option": (
+        put(*OPTIMIZER, "groups", 0, "gain", 2), r"gain is 2 there and missing here"),
+    "window overrun": (put(*OPTIMIZER, "groups", 0, "elapsed", 9), "elapsed must be within"),
+    "plain state": (
+        put(*OPTIMIZER, "values", {"norm.weight": {"step": 1}}), "norm.weight.step is .int. there"),
+    "plain state of nobody": (put(*OPTIMIZER, "values", {"gone": {"step": 1}}), "not trained"),
+    "values a list": (put(*OPTIMIZER, "values", []), r"optimizer\.values: must be a mapping"),
+    "cursor empty": (put("facts", "cursor", {}), "the saved data cursor has seed=None"),
+    "cursor negative": (put("facts", "cursor", "step", -4), "cursor has step=-4, which must be"),
+    "cursor a text": (put("facts", "cursor", "step", "4"), "cursor has step='4'"),
+    "a fact more": (put("facts", "pid", 4), "pid: unknown field"),
+}  # fmt: skip
+
+TENSORS = {
+    "no weight": (put(MODEL, ...), "lacks tensor 'embedding.weight'"),
+    "no moment": (put(MOMENT, ...), "the state of .*exp_avg is missing there and '"),
+    "moment of another shape": (put(MOMENT, torch.zeros(3)), r"embedding\.weight\.exp_avg is "),
+    "moment of integers": (
+        put(MOMENT, torch.zeros(16, 8, dtype=torch.int64)), r"embedding\.weight\.exp_avg is "),
+    "no random state": (put("rng/torch", ...), "no random state in tensor 'rng/torch'"),
+    "random state of floats": (put("rng/torch", torch.zeros(9)), "no random state in tensor"),
+    "random state short": (
+        put("rng/torch", torch.zeros(9, dtype=torch.uint8)), "no random state in tensor"),
+    "a foreign tensor": (put("elsewhere", torch.zeros(2)), "unknown tensor 'elsewhere'"),
+    "state of nobody": (put("optimizer/gone/step", torch.zeros(())), "that is not trained"),
+}  # fmt: skip
+
+
+def refused(path, message):
+    """Reading it, or restoring from it, is one error that names it; nothing has changed."""
+    trainer = Trainer(tiny())
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message) as caught:
+        trainer.restore(load_checkpoint(path), str(path))
+    assert str(path) in str(caught.value)
+    assert same_bits(before, trainer.model.state_dict()) and trainer.step == 0
+    best_checkpoint(path.parent)  # whatever it holds, this is no traceback
+
+
+@pytest.mark.spec("CKPT-READ-D3")
+@pytest.mark.parametrize("kind", CONTENT)
+def test_a_forged_content_is_refused(saved, kind):
+    change, message = CONTENT[kind]
+    forge(saved, change)
+    refused(saved, message)
+
+
+@pytest.mark.spec("CKPT-READ-D3")
+@pytest.mark.parametrize("kind", TENSORS)
+def test_forged_tensors_are_refused(saved, kind):
+    change, message = TENSORS[kind]
+    forge(saved, lambda content: None, tensors=change)
+    refused(saved, message)
+
+
+@pytest.mark.spec("CKPT-READ-D3")
+@pytest.mark.parametrize("version", [0, -1, True, 1.0, "1", None, [1]])
+def test_a_version_that_never_was_is_refused(saved, version):
+    document = json.loads((saved / "manifest.json").read_text()) | {"version": version}
+    (saved / "manifest.json").write_text(json.dumps(document))
+    refused(saved, "has format version .*, which there never was; delete")
+
+
+@pytest.mark.spec("CKPT-READ-D3")
+def test_a_checkpoint_under_another_name_is_refused(saved):
+    refused(saved.rename(saved.parent / "step_00000005"), "is of step 1; delete")
+
+
+@pytest.mark.spec("CKPT-READ-D4")
+@pytest.mark.parametrize("part", ["", "step_00000001", "step_00000001/manifest.json",
+                                  "step_00000001/tensors.safetensors"])  # fmt: skip
+def test_a_link_out_of_the_run_is_refused(saved, tmp_path, part):
+    inner = saved.parent / part
+    inner.rename(tmp_path / "elsewhere")
+    inner.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "config.yaml").write_text("{}")
+    for read in (lambda: newest_checkpoint(saved.parent), lambda: open_run(tmp_path)):
+        with pytest.raises(CheckpointError, match="is a symbolic link, which may lead out of"):
+            read()
+    if not part:
+        with pytest.raises(CheckpointError, match="is a symbolic link"):
+            save_checkpoint(saved.parent, 2, Checkpoint({}, {}))
+
+
+@pytest.mark.spec("CKPT-READ-D4")
+@pytest.mark.parametrize("name", ["manifest.json", "tensors.safetensors"])
+def test_a_pipe_is_not_waited_for(saved, name):
+    (saved / name).unlink()
+    os.mkfifo(saved / name)
+    refused(saved, f"{name} is not a regular file; delete")
+
+
+@pytest.mark.spec("CKPT-WRITE-D2")
+def test_a_manifest_is_canonical(saved, trained, tmp_path):
+    text = (saved / "manifest.json").read_text()
+    assert text == json.dumps(json.loads(text), indent=1, sort_keys=True) + "\n"
+    turned = Checkpoint(
+        dict(reversed(trained.tensors.items())), dict(reversed(trained.facts.items()))
+    )
+    again = save_checkpoint(tmp_path / "again", 1, turned)
+    assert (again / "manifest.json").read_text() == text
+
+
+@pytest.mark.spec("CKPT-RESUME-D2")
+def test_what_differs_is_named_with_both_values(trained):
+    for fields, message in (
+        ({"seed": 3}, r"another 'seed' \(seed is 0 there and 3 here\)"),
+        ({"optim": {"lr": 0.5, "clip": None}},
+         r"'optim' \(optim\.lr is 0\.003 there and 0\.5 here; optim\.clip is 1\.0 there and None"),
+        ({"model": {"d_model": 16}}, r"\(model\.d_model is 8 there and 16 here\)"),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match=f"^where was trained with .*{message}"):
+            Trainer(tiny(**fields)).restore(trained, "where")
+
+
+@pytest.mark.spec("CKPT-RESUME-D2")
+def test_a_checkpoint_beyond_the_budget_is_refused():
+    trainer = Trainer(tiny())
+    trainer.step = trainer.loader.step = 21
+    with pytest.raises(CheckpointError, match="at step 21, beyond budget.steps=20; give --steps"):
+        Trainer(tiny()).restore(trainer.checkpoint(), "where")
+
+
+def test_settings_that_an_older_version_had_not_are_its_defaults(trained):
+    """The config of a checkpoint is read as any config: what it leaves out is the default."""
+    config = json.loads(json.dumps(trained.facts["config"]))
+    config["model"] = dict(TINY_MODEL)
+    assert ExperimentConfig.model_validate(config).model == tiny().model
+    resumed = Trainer(tiny())
+    resumed.restore(trained._replace(facts={**trained.facts, "config": config}), "where")
+    assert resumed.step == 1
