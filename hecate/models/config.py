@@ -10,6 +10,7 @@ from hecate.cms import Aggregation, CMSConfig, Composition, LevelConfig, SelfRef
 from hecate.errors import ConfigError
 from hecate.nn import AttentionConfig
 from hecate.rule import MemoryConfig
+from hecate.sizes import Depth, Size
 from hecate.variant import Config
 
 
@@ -48,14 +49,14 @@ class LanguageModelConfig(Config):
         tie_embeddings: whether the output layer shares the embedding's weights.
     """
 
-    vocab_size: int | None = Field(None, ge=2)
-    d_model: int = Field(128, ge=1)
-    layers: int = Field(2, ge=1)
-    heads: int = Field(4, ge=1)
-    d_key: int | None = Field(None, ge=1)
-    d_value: int | None = Field(None, ge=1)
+    vocab_size: Size | None = Field(None, ge=2)
+    d_model: Size = Field(128, ge=1)
+    layers: Depth = Field(2, ge=1)
+    heads: Size = Field(4, ge=1)
+    d_key: Size | None = Field(None, ge=1)
+    d_value: Size | None = Field(None, ge=1)
     memory: MemoryConfig = MemoryConfig()
-    conv_kernel: int = Field(4, ge=0)
+    conv_kernel: Depth = Field(4, ge=0)
     qk_norm: Literal["none", "l2", "rms"] = "l2"
     output_gate: bool = True
     learned_initial: bool = True
