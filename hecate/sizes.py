@@ -17,13 +17,13 @@ from torch import Tensor
 from hecate.errors import ConfigError, shorten
 
 MAX_SIZE = 1 << 20
-"""Widest axis of a tensor of parameters, features or tokens."""
+"""Largest width, vocabulary, batch or other size that a user sets."""
 MAX_DEPTH = 1 << 10
 """Most layers, taps and whatever else is built or run one after another."""
 MAX_NUMBERS = 1 << 31
 """Most numbers of one tensor: 8 GiB in float32."""
 MAX_COUNT = (1 << 63) - 1
-"""What a count may reach that nothing is allocated for: a period, a number of steps."""
+"""Largest of the counts that nothing is allocated for: a period, a number of steps, a limit."""
 
 Size = Annotated[int, Field(le=MAX_SIZE)]
 Depth = Annotated[int, Field(le=MAX_DEPTH)]
@@ -41,13 +41,13 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], cure: str, *lead: int) -
             )
 
 
-def check_width(width: int, what: str, cure: str) -> int:
-    """The width, refused where it is none or more than `MAX_SIZE`."""
-    if not hasattr(width, "__index__") or width > MAX_SIZE:
+def check_size(size: int, what: str, cure: str, limit: int = MAX_SIZE) -> int:
+    """The size, refused where it is no whole number or above the limit."""
+    if not hasattr(size, "__index__") or size > limit:
         raise ConfigError(
-            f"{what} must be a whole number up to {MAX_SIZE:,}, got {shorten(width)}; {cure}"
+            f"{what} must be a whole number up to {limit:,}, got {shorten(size)}; {cure}"
         )
-    return width
+    return size
 
 
 def without_storage(

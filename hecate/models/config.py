@@ -10,7 +10,7 @@ from hecate.cms import Aggregation, CMSConfig, Composition, LevelConfig, SelfRef
 from hecate.errors import ConfigError
 from hecate.nn import AttentionConfig
 from hecate.rule import MemoryConfig
-from hecate.sizes import Depth, Size
+from hecate.sizes import MAX_SIZE, Depth, Size, check_shapes
 from hecate.variant import Config
 
 
@@ -66,7 +66,7 @@ class LanguageModelConfig(Config):
     aggregation: Aggregation = "sum"
     self_reference: SelfReferenceConfig | None = None
     attention: AttentionConfig | None = None
-    mlp_ratio: float = Field(2.0, ge=0)
+    mlp_ratio: float = Field(2.0, ge=0, le=MAX_SIZE)
     tie_embeddings: bool = True
 
     @model_validator(mode="after")
@@ -122,10 +122,10 @@ class LanguageModelConfig(Config):
     @model_validator(mode="after")
     def _buildable(self) -> Self:
         """Builds a block without storage, so that layers refuse here what they would refuse."""
-        if not self.plain or self.attention is not None:
-            from hecate.models.block import Block
+        from hecate.models.block import Block
 
-            Block(self, "layer", device="meta")
+        check_shapes({"embedding": (self.vocab_size or 1, self.d_model)}, "lower d_model")
+        Block(self, "layer", device="meta")
         return self
 
     @property

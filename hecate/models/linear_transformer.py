@@ -16,7 +16,7 @@ from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import NoPosition, PositionKind
 from hecate.phi import ELU, FeatureMapKind
 from hecate.rule import bytes_of, detached
-from hecate.sizes import Count, Depth, Size
+from hecate.sizes import MAX_SIZE, Count, Depth, Size
 from hecate.variant import Config
 
 
@@ -70,7 +70,7 @@ class LinearTransformerConfig(Config):
     eps: float = Field(0.0, ge=0)
     kv_heads: Size | None = Field(None, ge=1)
     positions: PositionKind = NoPosition()
-    mlp_ratio: float = Field(4.0, ge=0)
+    mlp_ratio: float = Field(4.0, ge=0, le=MAX_SIZE)
 
     @model_validator(mode="after")
     def _buildable(self) -> Self:

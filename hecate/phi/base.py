@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.sizes import check_shapes, check_width
+from hecate.sizes import MAX_NUMBERS, check_shapes, check_size
 from hecate.tape import Block, Tensors
 from hecate.tape.bridge import without_autocast
 from hecate.variant import Variant
@@ -198,9 +198,10 @@ def _checked_width(output_dim: Callable[..., int]) -> Callable[..., int]:
     @wraps(output_dim)
     def checked(self: FeatureMap, d: int) -> int:
         what = f"feature map {self.kind!r}"
-        check_width(d, f"{what}: the width of inputs", "lower d_model or d_key")
+        check_size(d, f"{what}: the width of inputs", "lower d_model or d_key")
         cure = "choose fewer features, or put a narrower `linear` before it with `compose`"
-        return check_width(output_dim(self, d), f"{what}: d_phi for inputs of width {d}", cure)
+        d_phi = output_dim(self, d)
+        return check_size(d_phi, f"{what}: d_phi for inputs of width {d}", cure, MAX_NUMBERS)
 
     return checked
 
@@ -209,7 +210,7 @@ def _checked_init(init: Callable[..., Params]) -> Callable[..., Params]:
     @wraps(init)
     def checked(self: FeatureMap, d: int, *, heads: int = 1, **how: Any) -> Params:
         self.output_dim(d)
-        check_width(heads, "heads", "lower heads")
+        check_size(heads, "heads", "lower heads")
         cure = f"lower heads, d_key or the features of feature map {self.kind!r}"
         check_shapes(self.shapes(d), cure, heads)
         return init(self, d, heads=heads, **how)

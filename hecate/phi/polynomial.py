@@ -13,7 +13,7 @@ from hecate.errors import ConfigError
 from hecate.phi.base import Params, Traits, compute_dtype, per_head, sum_to_heads
 from hecate.phi.learned import Learned, learned
 from hecate.phi.monomials import Degree, bounded, powers, powers_vjp, widths
-from hecate.sizes import Size
+from hecate.sizes import Count
 
 Coefficients = Literal["exponential", "ones", "learned"]
 
@@ -45,7 +45,7 @@ class Polynomial(Learned):
     coefficients: Coefficients | None = Field(
         default=None, description="null: exponential when symmetric, ones when raw"
     )
-    max_d_phi: Size = Field(default=65_536, gt=0)
+    max_d_phi: Count = Field(default=65_536, gt=0)
 
     @model_validator(mode="after")
     def _raw_is_quadratic(self) -> Self:

@@ -14,7 +14,7 @@ from hecate.errors import ConfigError
 from hecate.phi.base import Params, Traits, project
 from hecate.phi.monomials import Degree, bounded, powers, powers_vjp
 from hecate.phi.random import RandomMap, normal, project_precisely
-from hecate.sizes import Size
+from hecate.sizes import Count, Size
 from hecate.tape.bridge import without_autocast
 
 
@@ -41,7 +41,7 @@ class Polysketch(RandomMap):
     kind: Literal["polysketch"] = "polysketch"
     degree: Degree = Field(default=4, ge=4, description="a power of two")
     sketch: Size = Field(gt=0, description="width of the sketch; d_phi is about its square / 2")
-    max_d_phi: Size = Field(default=65_536, gt=0)
+    max_d_phi: Count = Field(default=65_536, gt=0)
 
     @model_validator(mode="after")
     def _a_power_of_two(self) -> Self:

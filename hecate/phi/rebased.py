@@ -12,7 +12,7 @@ from torch import Tensor
 from hecate.phi.base import Params, Traits, compute_dtype, per_head, sum_to_heads
 from hecate.phi.learned import Learned, learned
 from hecate.phi.monomials import bounded, powers, powers_vjp
-from hecate.sizes import Size
+from hecate.sizes import Count
 
 
 class Rebased(Learned):
@@ -35,7 +35,7 @@ class Rebased(Learned):
 
     kind: Literal["rebased"] = "rebased"
     eps: float = Field(default=1e-5, gt=0, description="added to the variance of a key")
-    max_d_phi: Size = Field(default=65_536, gt=0)
+    max_d_phi: Count = Field(default=65_536, gt=0)
 
     def output_dim(self, d: int) -> int:
         return bounded(d * (d + 1) // 2, self.max_d_phi, d, "max_d_phi", cure="")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype
 from hecate.phi.monomials import Degree, bounded, powers, powers_vjp, widths
-from hecate.sizes import Size
+from hecate.sizes import Count
 
 
 class Taylor(FeatureMap):
@@ -36,7 +36,7 @@ class Taylor(FeatureMap):
     kind: Literal["taylor"] = "taylor"
     order: Degree = Field(default=2, ge=1)
     compact: bool = True
-    max_d_phi: Size = Field(default=65_536, gt=0)
+    max_d_phi: Count = Field(default=65_536, gt=0)
 
     def output_dim(self, d: int) -> int:
         return bounded(sum(widths(d, self.order, self.compact)), self.max_d_phi, d, "order")
