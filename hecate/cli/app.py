@@ -30,6 +30,16 @@ SetOption = Annotated[
 ]  # fmt: skip
 
 
+LimitOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mem-limit", metavar="SIZE",
+        help="Refuse what takes more memory than this, such as 8G; train takes the device's own "
+        "when left out.",
+    ),
+]  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line with `argv`, or the process's own arguments."""
     app(args=None if argv is None else list(argv))
