@@ -215,12 +215,8 @@ class LinearTransformer(nn.Module):
     def recommended_defaults(cls) -> dict[str, Any]:
         """Options to start from, for `build(embed_dim=..., **options)`."""
         return {
-            "hidden_size": 256,
-            "num_layers": 4,
-            "num_heads": 4,
-            "window_size": 60,
-            "dropout": 0.1,
-        }
+            "hidden_size": 256, "num_layers": 4, "num_heads": 4, "window_size": 60, "dropout": 0.1,
+        }  # fmt: skip
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from hecate.data import Bundled, DataConfig
 from hecate.engine import choose_engine
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, shorten
+from hecate.frozen import FrozenDict
 from hecate.models import LanguageModelConfig
-from hecate.sizes import Count, Size
+from hecate.sizes import Count, Size, check_shapes
 from hecate.train.optimiser_kind import OptimizerKind
 from hecate.train.optimisers import AdamW
 from hecate.variant import Config
@@ -42,7 +43,9 @@ class OptimConfig(Config):
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     final: float = Field(0.1, ge=0, le=1)
     clip: float | None = Field(1.0, gt=0)
-    periods: dict[str, Annotated[Count, Field(ge=1)]] = Field(default_factory=dict)
+    periods: Annotated[
+        dict[str, Annotated[Count, Field(ge=1)]], AfterValidator(FrozenDict[str, int])
+    ] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -119,6 +122,18 @@ class ExperimentConfig(Config):
     sample: SampleConfig = SampleConfig()
     tensorboard: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_this_version(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and "schema_version" in data:
+            raise ConfigError(
+                f"is {shorten(data['schema_version'])}: the config is of a newer hecate, as those "
+                "of this one have no versions; upgrade hecate, or leave it out to have the rest "
+                "read as it is",
+                ("schema_version",),
+            )
+        return data
+
     @model_validator(mode="after")
     def _model_fits_data(self) -> Self:
         needed, given = self.data.vocabulary(), self.model.vocab_size
@@ -129,6 +144,10 @@ class ExperimentConfig(Config):
                 "and it is filled in",
                 ("model", "vocab_size"),
             )
+        try:
+            check_shapes({"embedding": (needed, self.model.d_model)}, "lower d_model")
+        except ConfigError as error:
+            raise ConfigError(str(error), ("model", "d_model")) from None
         fixed, asked = self.data.length(), self.budget.seq_len
         if fixed is not None and asked not in (None, fixed):
             raise ConfigError(

@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """The first bytes of a regular file, `most` of them at most, without waiting for a writer.
+
+    Raises OSError; ValueError for a path that no file can have.
+    """
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        kind = os.fstat(handle).st_mode
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(kind):
+            raise OSError("it is a pipe or a device, not a file")
+        return os.read(handle, most)
+    finally:
+        os.close(handle)
 
 
 def write_file(path: Path, content: str | bytes) -> None:
