@@ -124,8 +124,11 @@ class LanguageModelConfig(Config):
         """Builds a block without storage, so that layers refuse here what they would refuse."""
         from hecate.models.block import Block
 
-        check_shapes({"embedding": (self.vocab_size or 1, self.d_model)}, "lower d_model")
-        Block(self, "layer", device="meta")
+        try:
+            check_shapes({"embedding": (self.vocab_size or 1, self.d_model)}, "lower d_model")
+            Block(self, "layer", device="meta")
+        except ConfigError as error:
+            raise error.or_at("d_model") from None
         return self
 
     @property

@@ -86,7 +86,10 @@ class LinearTransformerConfig(Config):
                 path=("mlp_ratio",),
             )
         # Without storage, so that the attention refuses here what it would refuse.
-        TransformerLayer(self, "layer", device="meta")
+        try:
+            TransformerLayer(self, "layer", device="meta")
+        except ConfigError as error:
+            raise error.or_at("hidden_size") from None
         return self
 
 

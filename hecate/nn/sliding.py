@@ -121,7 +121,8 @@ class SlidingAttention(nn.Module):
             check_size(given, name, "lower it")
         check_shapes({"tokens": (self.persistent, self.d_model)}, "lower persistent or d_model")
         if self.heads % self.kv_heads:
-            raise ConfigError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
+            reason = f"kv_heads={self.kv_heads} does not divide heads={self.heads}"
+            raise ConfigError(reason, ("kv_heads",))
         if self.qk_norm not in get_args(AttentionNorm):
             raise ConfigError(
                 f"qk_norm must be one of {get_args(AttentionNorm)}, got {shorten(self.qk_norm)}"

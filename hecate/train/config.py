@@ -147,7 +147,7 @@ class ExperimentConfig(Config):
         try:
             check_shapes({"embedding": (needed, self.model.d_model)}, "lower d_model")
         except ConfigError as error:
-            raise ConfigError(str(error), ("model", "d_model")) from None
+            raise error.or_at("model", "d_model") from None
         fixed, asked = self.data.length(), self.budget.seq_len
         if fixed is not None and asked not in (None, fixed):
             raise ConfigError(
