@@ -46,6 +46,30 @@ class Traits(NamedTuple):
     needs_position: bool = False  # phi depends on the token's position
 
 
+def _checked_width(output_dim: Callable[..., int]) -> Callable[..., int]:
+    @wraps(output_dim)
+    def checked(self: FeatureMap, d: int) -> int:
+        what = f"feature map {self.kind!r}"
+        check_size(d, f"{what}: the width of inputs", "lower d_model or d_key")
+        cure = "choose fewer features, or put a narrower `linear` before it with `compose`"
+        d_phi = output_dim(self, d)
+        return check_size(d_phi, f"{what}: d_phi for inputs of width {d}", cure, MAX_NUMBERS)
+
+    return checked
+
+
+def _checked_init(init: Callable[..., Params]) -> Callable[..., Params]:
+    @wraps(init)
+    def checked(self: FeatureMap, d: int, *, heads: int = 1, **how: Any) -> Params:
+        self.output_dim(d)
+        check_size(heads, "heads", "lower heads")
+        cure = f"lower heads, d_key or the features of feature map {self.kind!r}"
+        check_shapes(self.shapes(d), cure, heads)
+        return init(self, d, heads=heads, **how)
+
+    return checked
+
+
 class FeatureMap(Variant, family="feature_map"):
     """A map of keys and queries to phi-space, applied per head and before every update and read.
 
@@ -65,6 +89,7 @@ class FeatureMap(Variant, family="feature_map"):
             if name in vars(cls):
                 setattr(cls, name, checked(vars(cls)[name]))
 
+    @_checked_width
     def output_dim(self, d: int) -> int:
         """Width d_phi for inputs of width d."""
         return d
@@ -77,6 +102,7 @@ class FeatureMap(Variant, family="feature_map"):
         """The declared traits."""
         return Traits()
 
+    @_checked_init
     def init(
         self,
         d: int,
@@ -192,30 +218,6 @@ class FeatureMap(Variant, family="feature_map"):
 
         tensors = (*params["learned"].values(), *params["frozen"].values(), *position)
         return Block(f"phi.{self.kind}", forward, vjp if self.hand_written() else None), tensors
-
-
-def _checked_width(output_dim: Callable[..., int]) -> Callable[..., int]:
-    @wraps(output_dim)
-    def checked(self: FeatureMap, d: int) -> int:
-        what = f"feature map {self.kind!r}"
-        check_size(d, f"{what}: the width of inputs", "lower d_model or d_key")
-        cure = "choose fewer features, or put a narrower `linear` before it with `compose`"
-        d_phi = output_dim(self, d)
-        return check_size(d_phi, f"{what}: d_phi for inputs of width {d}", cure, MAX_NUMBERS)
-
-    return checked
-
-
-def _checked_init(init: Callable[..., Params]) -> Callable[..., Params]:
-    @wraps(init)
-    def checked(self: FeatureMap, d: int, *, heads: int = 1, **how: Any) -> Params:
-        self.output_dim(d)
-        check_size(heads, "heads", "lower heads")
-        cure = f"lower heads, d_key or the features of feature map {self.kind!r}"
-        check_shapes(self.shapes(d), cure, heads)
-        return init(self, d, heads=heads, **how)
-
-    return checked
 
 
 class _Degree:
