@@ -36,6 +36,14 @@ class ConfigError(HecateError, ValueError):
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
         return type(self), (self.problems,)
 
+    def under(self, *path: str | int) -> ConfigError:
+        """The same faults as seen from the value that holds this one at a path."""
+        return type(self)(Problem(path + item.path, item.message) for item in self.problems)
+
+    def or_at(self, *path: str | int) -> ConfigError:
+        """The same faults; those that say no place are of this one."""
+        return type(self)(Problem(item.path or path, item.message) for item in self.problems)
+
     @classmethod
     def from_validation(cls, error: ValidationError) -> ConfigError:
         """Translates pydantic's findings into paths and sentences."""
@@ -89,7 +97,10 @@ def format_path(path: Iterable[str | int]) -> str:
 
 def shorten(value: object) -> str:
     """`repr(value)`, cut to 80 characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, an integer of too many digits
+        return f"a {type(value).__name__} too large to show"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

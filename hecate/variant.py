@@ -9,7 +9,9 @@ a bare string.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
@@ -18,14 +20,13 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 
 from hecate.errors import ConfigError, shorten
 from hecate.errors import did_you_mean as did_you_mean
+from hecate.frozen import content_hash
+from hecate.schema import FAMILY, read_json, resolve_families
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
 else:
     ModelMetaclass = type(BaseModel)
-
-
-_FAMILY = "x-hecate-family"
 
 
 def _as_tuple(annotation: Any, value: Any) -> Any:
@@ -53,12 +54,34 @@ class _ConfigMeta(ModelMetaclass):
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         if args and (fields or len(args) > 1 or not (issubclass(cls, Variant) and cls.is_family())):
             raise ConfigError(f"{cls.__name__} takes named fields only, got {shorten(args[0])}")
-        try:
-            if issubclass(cls, Variant) and cls.is_family():
-                return cls.model_validate(args[0] if args else fields)
+        if issubclass(cls, Variant) and cls.is_family():
+            return cls.model_validate(args[0] if args else fields)
+        with _validating(cls):
             return super().__call__(*args, **fields)
-        except ValidationError as error:
-            raise ConfigError.from_validation(error) from None
+
+
+MAX_NESTING = 16
+"""Most variants inside one another; those that hold several, like `compose`, hold any number."""
+_nesting: ContextVar[int] = ContextVar("nesting", default=0)
+
+
+@contextmanager
+def _validating(cls: type[Any]) -> Iterator[None]:
+    """pydantic's findings become a `ConfigError`; a variant too deep inside others is one, too."""
+    variant = issubclass(cls, Variant) and not cls.is_family()
+    depth = _nesting.get() + variant
+    if depth > MAX_NESTING:
+        raise ConfigError(
+            f"nested too deeply: more than {MAX_NESTING} variants inside one another, the last a "
+            f"{cls._family} {cls.model_fields['kind'].default!r}; take fewer"
+        )
+    token = _nesting.set(depth)
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError.from_validation(error) from None
+    finally:
+        _nesting.reset(token)
 
 
 class Config(BaseModel, metaclass=_ConfigMeta):
@@ -67,7 +90,8 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     Copies are validated as well: `model_copy(update=...)` and instances nested in other configs.
     """
 
-    __slots__ = ("_checked",)  # what `validated` returns, None for the object itself; never copied
+    # What `validated` returns, None for the object itself, and the hash; never copied.
+    __slots__ = ("_checked", "_hash")
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -110,18 +134,13 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
         """`BaseModel.model_validate` that raises `ConfigError`."""
-        try:
+        with _validating(cls):
             return super().model_validate(obj, **options)
-        except ValidationError as error:
-            raise ConfigError.from_validation(error) from None
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
-        """`BaseModel.model_validate_json` that raises `ConfigError`."""
-        try:
-            return super().model_validate_json(json_data, **options)
-        except ValidationError as error:
-            raise ConfigError.from_validation(error) from None
+        """`BaseModel.model_validate_json` that raises `ConfigError`; no key may occur twice."""
+        return cls.model_validate(read_json(json_data), **options)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with some fields replaced, validated like a new value."""
@@ -135,7 +154,16 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     @classmethod
     def model_json_schema(cls, *args: Any, **options: Any) -> dict[str, Any]:
         """JSON schema; every family field becomes a `oneOf` over the kinds known at this moment."""
-        return _resolve_families(super().model_json_schema(*args, **options))
+        return resolve_families(super().model_json_schema(*args, **options), _schemas)
+
+    def __hash__(self) -> int:
+        found: int | None = getattr(self, "_hash", None)
+        if found is None:
+            name = f"{type(self).__module__}.{type(self).__qualname__}"
+            fields = (getattr(self, field, None) for field in type(self).model_fields)
+            found = content_hash((name, *fields))
+            object.__setattr__(self, "_hash", found)
+        return found
 
     def validated(self) -> Self:
         """The same value, checked once per object: closes the hole of `model_construct`."""
@@ -248,7 +276,7 @@ class Variant(Config):
             serialization=core_schema.plain_serializer_function_ser_schema(
                 lambda value, info: value.model_dump(mode=info.mode), info_arg=True
             ),
-            metadata={"pydantic_js_functions": [lambda schema, handler: {_FAMILY: cls._family}]},
+            metadata={"pydantic_js_functions": [lambda schema, handler: {FAMILY: cls._family}]},
         )
 
     @classmethod
@@ -263,38 +291,10 @@ class Variant(Config):
         }
 
 
-def _resolve_families(schema: JsonSchemaValue) -> JsonSchemaValue:
-    """Replaces family placeholders by references, and adds what they refer to.
-
-    pydantic cannot do this itself: a family is open, so its union is not known when a class is
-    built, and it is recursive, because combinators hold members of their own family.
-    """
-    definitions: dict[str, Any] = schema.pop("$defs", {})
-
-    def visit(node: Any) -> Any:
-        if isinstance(node, list):
-            return [visit(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        if _FAMILY in node:
-            define(node[_FAMILY])
-            rest = {key: visit(value) for key, value in node.items() if key != _FAMILY}
-            return {**rest, "$ref": f"#/$defs/{node[_FAMILY]}"}
-        return {key: visit(value) for key, value in node.items()}
-
-    def define(family: str) -> None:
-        if family in definitions:
-            return
-        root = next(root for root in Variant.__subclasses__() if root._family == family)
-        definitions[family] = root._union_schema()
-        for kind, variant in root.variants().items():
-            inner = super(Config, variant).model_json_schema()
-            definitions.update(inner.pop("$defs", {}))
-            # As a member of the union a variant is told apart by its kind, which has to be there.
-            inner["required"] = sorted({"kind", *inner.get("required", [])})
-            definitions[f"{family}.{kind}"] = visit(inner)
-
-    resolved = visit(schema)
-    for name in list(definitions):
-        definitions[name] = visit(definitions[name])
-    return {**resolved, "$defs": definitions} if definitions else dict(resolved)
+def _schemas(family: str) -> tuple[JsonSchemaValue, dict[str, JsonSchemaValue]]:
+    """The union of a family, and the schema of each of its kinds."""
+    root = next(root for root in Variant.__subclasses__() if root._family == family)
+    kinds = root.variants().items()
+    return root._union_schema(), {
+        kind: super(Config, variant).model_json_schema() for kind, variant in kinds
+    }

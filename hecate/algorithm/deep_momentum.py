@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.algorithm.base import Algorithm
+from hecate.sizes import Size
 from hecate.tape.ops import over
 
 
@@ -35,7 +36,7 @@ class DeepMomentum(Algorithm):
 
     kind: Literal["deep_momentum"] = "deep_momentum"
     momentum: float = Field(0.9, ge=0, lt=1)
-    width: int = Field(16, ge=1, description="hidden units")
+    width: Size = Field(16, ge=1, description="hidden units")
     rate: float = Field(0.1, gt=0, description="step size of the network's own descent")
     objective: Literal["descent", "paper"] = "descent"
     slots: ClassVar[tuple[str, ...]] = ("w_in", "w_out")

@@ -11,6 +11,7 @@ from torch import Tensor
 from hecate.algorithm.base import Algorithm, InnerLoss, Token
 from hecate.algorithm.gd import GD
 from hecate.errors import ConfigError
+from hecate.sizes import Depth
 from hecate.tape import Block, Tensors
 
 
@@ -31,7 +32,7 @@ class Omega(Algorithm):
     """
 
     kind: Literal["omega"] = "omega"
-    window: int = Field(4, ge=1, description="tokens")
+    window: Depth = Field(4, ge=1, description="tokens")
     decay: float = Field(1.0, gt=0, le=1, description="weight of a token relative to the next one")
     inner: Algorithm = GD()
     linear: ClassVar[bool] = False

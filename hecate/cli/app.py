@@ -30,6 +30,16 @@ SetOption = Annotated[
 ]  # fmt: skip
 
 
+LimitOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mem-limit", metavar="SIZE",
+        help="Refuse what takes more memory than this, such as 8G; train takes the device's own "
+        "when left out.",
+    ),
+]  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line with `argv`, or the process's own arguments."""
     app(args=None if argv is None else list(argv))
@@ -80,6 +90,11 @@ def _import(modules: Sequence[str]) -> None:
     if modules and "" not in sys.path:
         sys.path.insert(0, "")
     for name in modules:
+        if not name.strip(".") or name.startswith(".") or any(c in name for c in "/\\\0"):
+            raise ConfigError(
+                f"--import {name!r} is no name of a module; name one in this folder or an "
+                "installed one, without folders and .py"
+            )
         try:
             importlib.import_module(name)
         except ImportError as error:
@@ -87,6 +102,9 @@ def _import(modules: Sequence[str]) -> None:
                 f"--import {name}: {error}; name a module in this folder or an installed one, "
                 "without .py"
             ) from error
+        except (Exception, SystemExit) as error:  # whatever a user's module does
+            where = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"--import {name}: the module fails with {where}") from error
 
 
 @contextmanager

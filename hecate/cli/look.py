@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hecate.cli.app import SetOption, app, complete_family, complete_preset, reported
+from hecate.cli.app import LimitOption, SetOption, app, complete_family, complete_preset, reported
 
 SourceArgument = Annotated[
     str,
@@ -73,15 +73,23 @@ def schema(context: typer.Context) -> None:
         typer.echo(json.dumps(ExperimentConfig.model_json_schema(), indent=1))
 
 
-@app.command(epilog="Examples: hecate estimate hope | hecate estimate mine.yaml --set d_model=512")
-def estimate(context: typer.Context, source: SourceArgument, overrides: SetOption = None) -> None:
+@app.command(epilog="Examples: hecate estimate hope | hecate estimate mine.yaml --mem-limit 8G")
+def estimate(
+    context: typer.Context,
+    source: SourceArgument,
+    overrides: SetOption = None,
+    limit: LimitOption = None,
+) -> None:
     """Sizes of an experiment before it is run: parameters, state, memory, work; allocates none."""
     with reported(context):
         from hecate.train.compose import load_experiment
         from hecate.train.display import print_table
-        from hecate.train.estimate import estimate_rows
+        from hecate.train.estimate import check_memory, estimate_rows, parse_bytes
 
-        print_table(("size", "value"), estimate_rows(load_experiment(source, overrides or [])))
+        config = load_experiment(source, overrides or [])
+        if limit is not None:
+            check_memory(config, parse_bytes(limit))
+        print_table(("size", "value"), estimate_rows(config))
 
 
 @app.command(epilog="Examples: hecate tape mqar | hecate tape cms --tokens 4")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hecate.cli.app import SetOption, app, complete_preset, reported
+from hecate.cli.app import LimitOption, SetOption, app, complete_preset, reported
 
 if TYPE_CHECKING:
     from hecate.train import ExperimentConfig, RunResult
@@ -39,6 +39,7 @@ def train(
         bool, typer.Option("--resume", help="Continue a run from its newest sound checkpoint.")
     ] = False,
     steps: Annotated[int | None, typer.Option(help="Same as --set budget.steps=N.")] = None,
+    limit: LimitOption = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only.")] = False,
 ) -> None:  # fmt: skip
     """Train a model and write a run folder with checkpoints, figures and a report."""
@@ -47,6 +48,7 @@ def train(
 
         from hecate.train import load_experiment, run_experiment
         from hecate.train.display import Display
+        from hecate.train.estimate import parse_bytes
         from hecate.train.folders import fresh_folder, latest_folder
 
         texts = [*(overrides or []), *([] if steps is None else [f"budget.steps={steps}"])]
@@ -60,7 +62,10 @@ def train(
         folder = folder if resume else out or fresh_folder(config.name)
         if config.budget.threads is not None:
             torch.set_num_threads(config.budget.threads)
-        result = run_experiment(config, folder, resume=resume, display=Display(quiet=quiet))
+        result = run_experiment(
+            config, folder, resume=resume, display=Display(quiet=quiet),
+            mem_limit=None if limit is None else parse_bytes(limit),
+        )  # fmt: skip
         _show_result(result, config)
     if result.signal is not None:
         typer.echo(f"stopped by a signal; continue with: hecate train --out {folder} --resume")

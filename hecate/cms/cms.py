@@ -17,7 +17,7 @@ from hecate.cms.state import CMSState
 from hecate.cms.warn import warn_if_nothing_passes, warn_if_windows_diverge
 from hecate.engine import Engine
 from hecate.engine.positions import written_before
-from hecate.errors import ConfigError, Problem
+from hecate.errors import ConfigError
 from hecate.nn import Memory
 from hecate.nn.arguments import check_inputs
 from hecate.tape import Autodiff, Run, execute
@@ -85,9 +85,7 @@ class CMS(nn.Module):
                     _memory(d_model, heads, level, f"{name}/{level.name}", how, place)
                 )
             except ConfigError as error:
-                path = ("levels", index)
-                problems = (Problem(path + item.path, item.message) for item in error.problems)
-                raise ConfigError(problems) from None
+                raise error.under("levels", index) from None
         residual = config.composition in ("sequential", "nested")
         self.norms = nn.ModuleList(
             nn.RMSNorm(d_model, eps=1e-6, **place) for _ in config.levels if residual

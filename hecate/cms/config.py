@@ -13,6 +13,7 @@ from hecate.nn.arguments import Firing, check_firing
 from hecate.nn.projection import Projection, check_projection
 from hecate.retention import Retention
 from hecate.rule import MemoryConfig
+from hecate.sizes import Count, Depth, Size
 from hecate.variant import Config
 
 
@@ -33,18 +34,18 @@ class LevelConfig(Config):
     """
 
     name: str = Field(min_length=1)
-    period: int = Field(1, ge=1)
+    period: Count = Field(1, ge=1)
     memory: MemoryConfig = MemoryConfig()
-    heads: int | None = Field(None, ge=1)
-    d_key: int | None = Field(None, ge=1)
-    d_value: int | None = Field(None, ge=1)
-    conv_kernel: int = Field(4, ge=0)
+    heads: Size | None = Field(None, ge=1)
+    d_key: Size | None = Field(None, ge=1)
+    d_value: Size | None = Field(None, ge=1)
+    conv_kernel: Depth = Field(4, ge=0)
     qk_norm: Literal["none", "l2", "rms"] = "l2"
     output_gate: bool = True
     learned_initial: bool = True
     feature_memory: MemoryConfig | None = None
     firing: Firing = "always"
-    restart: int | None = Field(None, ge=1)
+    restart: Count | None = Field(None, ge=1)
     query_projection: Projection = "none"
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ from torch import Tensor
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn.norm import QKNorm
 from hecate.rule import MemoryConfig, MemoryState, bytes_of, detached
+from hecate.sizes import Count
 from hecate.variant import Config
 
 Box = Literal["k", "v", "q", "lr", "retain", "momentum"]
@@ -40,7 +41,7 @@ class SelfReferenceConfig(Config):
     phase: Literal[1, 2, 3] = 3
     adaptive: tuple[Box, ...] | None = None
     erase: Literal["once", "twice"] = "once"
-    chunk: int | None = Field(None, ge=1)
+    chunk: Count | None = Field(None, ge=1)
     qk_norm: QKNorm = "l2"
     input_norm: QKNorm = "l2"
 

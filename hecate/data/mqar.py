@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from hecate.data.base import IGNORED, distinct
 from hecate.data.task import Task
 from hecate.errors import ConfigError
+from hecate.sizes import Size
 
 
 class MQAR(Task):
@@ -30,7 +31,7 @@ class MQAR(Task):
 
     kind: Literal["mqar"] = "mqar"
     vocab_size: int = Field(256, ge=4, le=1 << 20)
-    num_pairs: int = Field(8, ge=1)
+    num_pairs: Size = Field(8, ge=1)
     seq_len: int = Field(64, ge=4, le=1 << 20)
     power: float = Field(0.01, gt=0)
     random_filler: bool = True

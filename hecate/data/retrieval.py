@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from hecate.data.base import IGNORED, distinct
 from hecate.data.task import Task
 from hecate.errors import ConfigError
+from hecate.sizes import Size
 
 
 class Retrieval(Task):
@@ -35,7 +36,7 @@ class Retrieval(Task):
     kind: Literal["retrieval"] = "retrieval"
     num_keys: int = Field(20, ge=1, le=1 << 16)
     replacement: bool = False
-    queries: int = Field(1, ge=1)
+    queries: Size = Field(1, ge=1)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

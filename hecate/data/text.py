@@ -14,6 +14,7 @@ from pydantic import Field
 from hecate.data.base import Batch, DataConfig, Source, as_batch, stream
 from hecate.data.ngram import BYTES, fit_ngrams
 from hecate.errors import DataError
+from hecate.sizes import Count
 
 SEPARATOR = b"\n"
 _GLOB = frozenset("*?[")
@@ -38,7 +39,7 @@ class Text(DataConfig):
     paths: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
     suffixes: Annotated[tuple[str, ...], Field(strict=False)] = (".txt", ".md", ".rst", ".py")
     validation: float = Field(0.1, gt=0, lt=1)
-    max_bytes: int = Field(64 << 20, ge=2)
+    max_bytes: Count = Field(64 << 20, ge=2)
 
     def vocabulary(self) -> int:
         return BYTES

@@ -103,7 +103,10 @@ def _mixers(
         own = CMS(*sizes, cms, name=f"{name} levels", **how)
         cms = None
     if config.attention is not None:
-        own = Composed(*sizes, config.attention, own, name=name, **how)
+        try:
+            own = Composed(*sizes, config.attention, own, name=name, **how)
+        except ConfigError as error:
+            raise error.under("attention") from None
     if own is None:
         raise ConfigError("a block needs a memory, levels or attention")
     # Drawn in the order in which `reset_parameters` draws anew.

@@ -10,6 +10,7 @@ from hecate.cms import Aggregation, CMSConfig, Composition, LevelConfig, SelfRef
 from hecate.errors import ConfigError
 from hecate.nn import AttentionConfig
 from hecate.rule import MemoryConfig
+from hecate.sizes import MAX_SIZE, Depth, Size, check_shapes
 from hecate.variant import Config
 
 
@@ -48,14 +49,14 @@ class LanguageModelConfig(Config):
         tie_embeddings: whether the output layer shares the embedding's weights.
     """
 
-    vocab_size: int | None = Field(None, ge=2)
-    d_model: int = Field(128, ge=1)
-    layers: int = Field(2, ge=1)
-    heads: int = Field(4, ge=1)
-    d_key: int | None = Field(None, ge=1)
-    d_value: int | None = Field(None, ge=1)
+    vocab_size: Size | None = Field(None, ge=2)
+    d_model: Size = Field(128, ge=1)
+    layers: Depth = Field(2, ge=1)
+    heads: Size = Field(4, ge=1)
+    d_key: Size | None = Field(None, ge=1)
+    d_value: Size | None = Field(None, ge=1)
     memory: MemoryConfig = MemoryConfig()
-    conv_kernel: int = Field(4, ge=0)
+    conv_kernel: Depth = Field(4, ge=0)
     qk_norm: Literal["none", "l2", "rms"] = "l2"
     output_gate: bool = True
     learned_initial: bool = True
@@ -65,7 +66,7 @@ class LanguageModelConfig(Config):
     aggregation: Aggregation = "sum"
     self_reference: SelfReferenceConfig | None = None
     attention: AttentionConfig | None = None
-    mlp_ratio: float = Field(2.0, ge=0)
+    mlp_ratio: float = Field(2.0, ge=0, le=MAX_SIZE)
     tie_embeddings: bool = True
 
     @model_validator(mode="after")
@@ -121,10 +122,13 @@ class LanguageModelConfig(Config):
     @model_validator(mode="after")
     def _buildable(self) -> Self:
         """Builds a block without storage, so that layers refuse here what they would refuse."""
-        if not self.plain or self.attention is not None:
-            from hecate.models.block import Block
+        from hecate.models.block import Block
 
+        try:
+            check_shapes({"embedding": (self.vocab_size or 1, self.d_model)}, "lower d_model")
             Block(self, "layer", device="meta")
+        except ConfigError as error:
+            raise error.or_at("d_model") from None
         return self
 
     @property

@@ -16,6 +16,7 @@ from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import NoPosition, PositionKind
 from hecate.phi import ELU, FeatureMapKind
 from hecate.rule import bytes_of, detached
+from hecate.sizes import MAX_SIZE, Count, Depth, Size
 from hecate.variant import Config
 
 
@@ -56,20 +57,20 @@ class LinearTransformerConfig(Config):
         mlp_ratio: hidden width of the gated MLP over hidden_size; 0 leaves it out.
     """
 
-    embed_dim: int = Field(ge=1)
-    hidden_size: int = Field(256, ge=1)
-    num_layers: int = Field(4, ge=1)
-    num_heads: int = Field(4, ge=1)
+    embed_dim: Size = Field(ge=1)
+    hidden_size: Size = Field(256, ge=1)
+    num_layers: Depth = Field(4, ge=1)
+    num_heads: Size = Field(4, ge=1)
     dropout: float = Field(0.1, ge=0, lt=1)
-    window_size: int | None = Field(None, ge=1)
+    window_size: Count | None = Field(None, ge=1)
     output: Literal["last", "sequence"] = "last"
     feature_map: FeatureMapKind = ELU()
     causal: bool = True
     normalizer: Literal["sum", "none"] = "sum"
     eps: float = Field(0.0, ge=0)
-    kv_heads: int | None = Field(None, ge=1)
+    kv_heads: Size | None = Field(None, ge=1)
     positions: PositionKind = NoPosition()
-    mlp_ratio: float = Field(4.0, ge=0)
+    mlp_ratio: float = Field(4.0, ge=0, le=MAX_SIZE)
 
     @model_validator(mode="after")
     def _buildable(self) -> Self:
@@ -85,7 +86,10 @@ class LinearTransformerConfig(Config):
                 path=("mlp_ratio",),
             )
         # Without storage, so that the attention refuses here what it would refuse.
-        TransformerLayer(self, "layer", device="meta")
+        try:
+            TransformerLayer(self, "layer", device="meta")
+        except ConfigError as error:
+            raise error.or_at("hidden_size") from None
         return self
 
 
@@ -214,12 +218,8 @@ class LinearTransformer(nn.Module):
     def recommended_defaults(cls) -> dict[str, Any]:
         """Options to start from, for `build(embed_dim=..., **options)`."""
         return {
-            "hidden_size": 256,
-            "num_layers": 4,
-            "num_heads": 4,
-            "window_size": 60,
-            "dropout": 0.1,
-        }
+            "hidden_size": 256, "num_layers": 4, "num_heads": 4, "window_size": 60, "dropout": 0.1,
+        }  # fmt: skip
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""

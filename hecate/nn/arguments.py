@@ -12,6 +12,7 @@ from hecate.engine.select import choose_engine
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.state import LayerState
 from hecate.rule import MemoryConfig
+from hecate.sizes import MAX_DEPTH, check_shapes, check_size
 from hecate.tape import Autodiff
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def check_sizes(
             continue
         if type(size) is not int or size < 1:
             raise ConfigError(f"{name} must be an integer >= 1, got {shorten(size)}")
+        check_size(size, name, "lower it")
     if (d_key is None or d_value is None) and d_model % heads:
         raise ConfigError(
             f"d_model={d_model} is not divisible by heads={heads}; change one of them or give "
@@ -37,6 +39,10 @@ def check_sizes(
         )
     if type(conv_kernel) is not int or conv_kernel < 0 or conv_kernel == 1:
         raise ConfigError(f"conv_kernel must be 0 (none) or at least 2, got {shorten(conv_kernel)}")
+    check_size(conv_kernel, "conv_kernel", "lower it", MAX_DEPTH)
+    key, value = (d_model // heads if size is None else size for size in (d_key, d_value))
+    shapes = {"projection": (d_model, heads * (2 * key + value))}
+    check_shapes(shapes, "lower d_model, heads, d_key or d_value")
 
 
 def check_engine(config: MemoryConfig, engine: Engine, autodiff: Autodiff) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hecate.errors import ConfigError, shorten
+from hecate.sizes import check_shapes
 
 
 def source_of(generator: torch.Generator | None) -> torch.Generator:
@@ -35,7 +36,8 @@ def draw_normal(
 def blank(
     layer: type[nn.Module], *sizes: int, device: torch.device | str | None, **options: Any
 ) -> Any:
-    """A torch layer whose creation draws nothing."""
+    """A torch layer whose creation draws nothing; `ConfigError` if no memory would hold it."""
+    check_shapes({layer.__name__: sizes}, "lower one of the two widths")
     # skip_init knows no default device, neither torch.set_default_device nor `with device:`.
     place = torch.get_default_device() if device is None else device
     return nn.utils.skip_init(layer, *sizes, device=place, **options)

@@ -17,6 +17,8 @@ from hecate.nn.norm import QKNorm, normalise_qk
 from hecate.nn.parameters import TensorDict
 from hecate.phi import Params
 from hecate.rule import MemoryConfig, MemoryState
+from hecate.rule.state import slot_shapes
+from hecate.sizes import check_shapes
 from hecate.tape import Autodiff
 
 
@@ -48,6 +50,9 @@ class RuleParameters(FeatureParameters):
         shapes: dict[str, Any] = {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
         d_phi = config.feature_map.output_dim(d_key)
         start = config.structure.init(d_phi, d_value, heads=heads, **shapes)
+        weights = {name: tuple(weight.shape[1:]) for name, weight in start.items()}
+        slots = slot_shapes(config, weights, d_phi, d_value)
+        check_shapes(slots, f"narrow the state of algorithm {config.algorithm.kind!r}", heads)
         self.hold_features(config.feature_map, heads, d_key, **place)
         self.initial = TensorDict(start, learned=learned_initial, **place)
 

@@ -19,6 +19,7 @@ from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import rotated
 from hecate.nn.slots import Blocks, Line, in_order, last, line_of
 from hecate.rule import bytes_of, detached
+from hecate.sizes import check_shapes, check_size
 
 AttentionNorm = Literal["none", "rms"]
 
@@ -113,10 +114,15 @@ class SlidingAttention(nn.Module):
         least = {"window": 1, "persistent": 0, "kv_heads": 1}
         for name, low in least.items():
             given = getattr(self, name)
-            if (type(given) is not int or given < low) and (given is not None or name != "window"):
+            if given is None and name == "window":
+                continue
+            if type(given) is not int or given < low:
                 raise ConfigError(f"{name} must be an integer >= {low}, got {shorten(given)}")
+            check_size(given, name, "lower it")
+        check_shapes({"tokens": (self.persistent, self.d_model)}, "lower persistent or d_model")
         if self.heads % self.kv_heads:
-            raise ConfigError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
+            reason = f"kv_heads={self.kv_heads} does not divide heads={self.heads}"
+            raise ConfigError(reason, ("kv_heads",))
         if self.qk_norm not in get_args(AttentionNorm):
             raise ConfigError(
                 f"qk_norm must be one of {get_args(AttentionNorm)}, got {shorten(self.qk_norm)}"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hecate.phi.base import Params, Traits, compute_dtype
 from hecate.phi.random import Norms, RandomMap, default_width, project_precisely, projections
+from hecate.sizes import Size
 from hecate.tape.activation import activate_vjp
 
 Order = Literal[0, 1, 2]
@@ -38,7 +39,7 @@ class ArcCosine(RandomMap):
 
     kind: Literal["arc_cosine"] = "arc_cosine"
     order: Order = 1
-    num_features: int | None = Field(default=None, gt=0, description="d_phi")
+    num_features: Size | None = Field(default=None, gt=0, description="d_phi")
     orthogonal: bool = True
     norms: Norms = "sqrt"
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
+from hecate.sizes import MAX_NUMBERS, check_shapes, check_size
 from hecate.tape import Block, Tensors
 from hecate.tape.bridge import without_autocast
 from hecate.variant import Variant
@@ -43,25 +46,63 @@ class Traits(NamedTuple):
     needs_position: bool = False  # phi depends on the token's position
 
 
+def _checked_width(output_dim: Callable[..., int]) -> Callable[..., int]:
+    @wraps(output_dim)
+    def checked(self: FeatureMap, d: int) -> int:
+        what = f"feature map {self.kind!r}"
+        check_size(d, f"{what}: the width of inputs", "lower d_model or d_key")
+        cure = "choose fewer features, or put a narrower `linear` before it with `compose`"
+        d_phi = output_dim(self, d)
+        return check_size(d_phi, f"{what}: d_phi for inputs of width {d}", cure, MAX_NUMBERS)
+
+    return checked
+
+
+def _checked_init(init: Callable[..., Params]) -> Callable[..., Params]:
+    @wraps(init)
+    def checked(self: FeatureMap, d: int, *, heads: int = 1, **how: Any) -> Params:
+        self.output_dim(d)
+        check_size(heads, "heads", "lower heads")
+        cure = f"lower heads, d_key or the features of feature map {self.kind!r}"
+        check_shapes(self.shapes(d), cure, heads)
+        return init(self, d, heads=heads, **how)
+
+    return checked
+
+
 class FeatureMap(Variant, family="feature_map"):
     """A map of keys and queries to phi-space, applied per head and before every update and read.
 
     A variant gives `output_dim`, `forward` with `vjp` on the next lines, `traits` where they differ
-    from the defaults, and `init` where it has parameters. A map without a hand-written `vjp` gives
-    `features` instead and is differentiated by `torch.func.vjp`; `hecate list` says so.
+    from the defaults, and `init` with `shapes` where it has parameters. A map without a
+    hand-written `vjp` gives `features` instead and is differentiated by `torch.func.vjp`; `hecate
+    list` says so. Whatever a variant answers, `output_dim` and `init` refuse what no memory holds.
 
     Shapes: x `[..., D]`, or `[..., H, D]` when its parameters are per head; features `[...,
     d_phi]`. The same instance with the same parameters serves the write and the read.
     """
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        for name, checked in (("output_dim", _checked_width), ("init", _checked_init)):
+            if name in vars(cls):
+                setattr(cls, name, checked(vars(cls)[name]))
+
+    @_checked_width
     def output_dim(self, d: int) -> int:
         """Width d_phi for inputs of width d."""
         return d
+
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters of one head by name, counted before any is drawn."""
+        return {}
 
     def traits(self) -> Traits:
         """The declared traits."""
         return Traits()
 
+    @_checked_init
     def init(
         self,
         d: int,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, position_of
+from hecate.sizes import Count
 from hecate.tape.activation import activate_vjp
 from hecate.tape.bridge import can_inspect
 
@@ -34,7 +35,7 @@ class CosFormer(FeatureMap):
     """
 
     kind: Literal["cosformer"] = "cosformer"
-    max_length: int = Field(default=2048, gt=0, description="M, the largest position")
+    max_length: Count = Field(default=2048, gt=0, description="M, the largest position")
 
     def output_dim(self, d: int) -> int:
         return 2 * d

@@ -11,6 +11,7 @@ from torch import Tensor
 from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype
 from hecate.phi.crelu import halves, halves_vjp
+from hecate.sizes import Size
 
 
 class DPFP(FeatureMap):
@@ -33,7 +34,7 @@ class DPFP(FeatureMap):
     """
 
     kind: Literal["dpfp"] = "dpfp"
-    nu: int = Field(default=1, ge=1)
+    nu: Size = Field(default=1, ge=1)
 
     def output_dim(self, d: int) -> int:
         if self.nu > 2 * d - 1:

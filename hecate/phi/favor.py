@@ -12,6 +12,7 @@ from torch import Tensor
 from hecate.errors import ConfigError
 from hecate.phi.base import Params, Traits, compute_dtype
 from hecate.phi.random import Norms, RandomMap, default_width, project_precisely, projections
+from hecate.sizes import Size
 
 
 class Favor(RandomMap):
@@ -43,7 +44,7 @@ class Favor(RandomMap):
     """
 
     kind: Literal["favor"] = "favor"
-    num_features: int | None = Field(default=None, gt=0, description="d_phi; even for pairs")
+    num_features: Size | None = Field(default=None, gt=0, description="d_phi; even for pairs")
     variant: Literal["positive", "hyperbolic", "trigonometric"] = "positive"
     orthogonal: bool = True
     norms: Norms = "chi"
@@ -69,8 +70,11 @@ class Favor(RandomMap):
         positive = self.variant != "trigonometric"
         return Traits(is_random=True, non_negative=positive, kernel_non_negative=positive)
 
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        return {"w": (d, self.output_dim(d) // (1 if self.variant == "positive" else 2))}
+
     def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
-        m = self.output_dim(d) // (1 if self.variant == "positive" else 2)
+        m = self.shapes(d)["w"][1]
         return {"w": projections(d, m, generator, orthogonal=self.orthogonal, norms=self.norms)}
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.phi.base import FeatureMap, Params, Traits, project_vjp
-from hecate.phi.learned import learned, scaled_normal, seeded
+from hecate.phi.base import Params, Traits, project_vjp
+from hecate.phi.learned import Learned, learned
 from hecate.phi.random import project_precisely
+from hecate.sizes import Size
 
 
-class Hadamard(FeatureMap):
+class Hadamard(Learned):
     """hadamard: phi(x) = (x W_1) * (x W_2), both matrices learned per head.
 
     d_phi learned quadratic forms: a polynomial map of degree 2 that chooses its features instead of
@@ -33,7 +33,7 @@ class Hadamard(FeatureMap):
     """
 
     kind: Literal["hadamard"] = "hadamard"
-    d_phi: int = Field(gt=0, description="number of features")
+    d_phi: Size = Field(gt=0, description="number of features")
 
     def output_dim(self, d: int) -> int:
         return self.d_phi
@@ -41,19 +41,8 @@ class Hadamard(FeatureMap):
     def traits(self) -> Traits:
         return Traits(parity="even", degree=2)
 
-    def init(
-        self,
-        d: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
-        source, shape = seeded(generator), (heads, d, self.d_phi)
-        names = ("w_1", "w_2")
-        drawn = {name: scaled_normal(shape, source, dtype, device) for name in names}
-        return {"learned": drawn, "frozen": {}}
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(("w_1", "w_2"), (d, self.d_phi))
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
         w_1, w_2 = (learned(self.kind, params, name) for name in ("w_1", "w_2"))

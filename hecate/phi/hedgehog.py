@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hecate.phi.base import FeatureMap, Params, Traits
-from hecate.phi.learned import affine, affine_vjp
+from hecate.phi.base import Params, Traits
+from hecate.phi.learned import Learned, affine, affine_vjp
 from hecate.phi.softmax import both_softmax, both_softmax_vjp
 
 
-class Hedgehog(FeatureMap):
+class Hedgehog(Learned):
     """hedgehog: phi(x) = [softmax(z), softmax(-z)], z = x W + b, W and b learned per head.
 
     Spiky, positive features that can be trained until linear attention mimics softmax attention. W
@@ -38,19 +38,14 @@ class Hedgehog(FeatureMap):
     def traits(self) -> Traits:
         return Traits(non_negative=True, kernel_non_negative=True, norm_bound=2.0)
 
-    def init(
-        self,
-        d: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        return {"weight": (d, d), "bias": (d,)}
+
+    def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """The identity and no bias, for every head; nothing is drawn."""
-        weight = torch.eye(d, dtype=dtype, device=device).repeat(heads, 1, 1)
-        bias = torch.zeros(heads, d, dtype=dtype, device=device)
-        return {"learned": {"weight": weight, "bias": bias}, "frozen": {}}
+        if name == "bias":
+            return super().start(name, shape, generator)
+        return torch.eye(shape[-1], dtype=torch.float64).repeat(shape[0], 1, 1)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Any]]:
         features = both_softmax(affine(self.kind, x, params))

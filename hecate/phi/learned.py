@@ -8,8 +8,39 @@ import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.phi.base import Params, per_head, project_vjp, sum_to_heads
+from hecate.phi.base import FeatureMap, Params, per_head, project_vjp, sum_to_heads
 from hecate.phi.random import project_precisely
+from hecate.sizes import without_storage
+
+
+class Learned(FeatureMap):
+    """Helper for maps with learned parameters of the `shapes` that a variant gives: matrices start
+    from N(0, 1/fan_in), vectors at 0. Not a variant itself: it has no kind."""
+
+    def init(
+        self,
+        d: int,
+        *,
+        heads: int = 1,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Params:
+        """Fresh parameters for every head, drawn in the order of `shapes`."""
+        shapes, source = self.shapes(d), seeded(generator)
+        found = without_storage(shapes, heads, dtype, device)
+        if found is None:
+            found = {
+                name: self.start(name, (heads, *shape), source).to(dtype=dtype, device=device)
+                for name, shape in shapes.items()
+            }
+        return {"learned": found, "frozen": {}}
+
+    def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """How a parameter `[H, ...]` starts: in float64, where the generator lives."""
+        if len(shape) == 2:
+            return torch.zeros(shape, dtype=torch.float64, device=generator.device)
+        return scaled_normal(shape, generator)
 
 
 def seeded(generator: torch.Generator | None) -> torch.Generator:
@@ -17,22 +48,16 @@ def seeded(generator: torch.Generator | None) -> torch.Generator:
     return torch.Generator().manual_seed(0) if generator is None else generator
 
 
-def scaled_normal(
-    shape: tuple[int, int, int],
-    generator: torch.Generator,
-    dtype: torch.dtype,
-    device: torch.device | str | None,
-) -> Tensor:
+def scaled_normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """`[H, fan_in, fan_out]` with entries N(0, 1/fan_in): outputs keep the inputs' variance.
 
-    Drawn in float64 where the generator lives and then cast: one seed gives one matrix in every
-    dtype.
+    In float64, to be cast: one seed gives one matrix in every dtype.
     """
     if min(shape) < 1:
         raise ShapeError(f"heads and widths must be at least 1, got {list(shape)}")
     place = generator.device
     draw = torch.randn(shape, generator=generator, dtype=torch.float64, device=place)
-    return (draw / math.sqrt(shape[1])).to(dtype=dtype, device=device)
+    return draw / math.sqrt(shape[1])
 
 
 def learned(kind: str, params: Params, name: str) -> Tensor:

@@ -8,12 +8,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, project_vjp
-from hecate.phi.learned import learned, scaled_normal, seeded
+from hecate.phi.base import Params, Traits, compute_dtype, project_vjp
+from hecate.phi.learned import Learned, learned
 from hecate.phi.random import project_precisely
+from hecate.sizes import Size
 
 
-class Linear(FeatureMap):
+class Linear(Learned):
     """linear: phi(x) = x W, W learned per head.
 
     Mixes and resizes key space. A d_phi below d saves state; a d_phi above d costs state and buys
@@ -28,7 +29,7 @@ class Linear(FeatureMap):
     """
 
     kind: Literal["linear"] = "linear"
-    d_phi: int = Field(gt=0)
+    d_phi: Size = Field(gt=0)
 
     def output_dim(self, d: int) -> int:
         return self.d_phi
@@ -36,17 +37,8 @@ class Linear(FeatureMap):
     def traits(self) -> Traits:
         return Traits(parity="odd", degree=1)
 
-    def init(
-        self,
-        d: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
-        weight = scaled_normal((heads, d, self.d_phi), seeded(generator), dtype, device)
-        return {"learned": {"weight": weight}, "frozen": {}}
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        return {"weight": (d, self.d_phi)}
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         weight = learned(self.kind, params, "weight")

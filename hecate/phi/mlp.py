@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.phi.base import FeatureMap, Params, Traits, project_vjp
-from hecate.phi.learned import learned, scaled_normal, seeded
+from hecate.phi.base import Params, Traits, project_vjp
+from hecate.phi.learned import Learned, learned
 from hecate.phi.random import project_precisely
+from hecate.sizes import Size
 from hecate.tape.activation import Activation, activate
 
 
-class MLP(FeatureMap):
+class MLP(Learned):
     """mlp: phi(x) = x + s(x W_in) W_out, both matrices learned per head; without x if not residual.
 
     A learned non-linear key space. The residual form keeps the width; the plain one has any d_phi.
@@ -30,10 +30,10 @@ class MLP(FeatureMap):
     """
 
     kind: Literal["mlp"] = "mlp"
-    d_hidden: int = Field(gt=0)
+    d_hidden: Size = Field(gt=0)
     activation: Activation = "gelu"
     residual: bool = True
-    d_phi: int | None = Field(default=None, gt=0)
+    d_phi: Size | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _one_width(self) -> Self:
@@ -54,19 +54,8 @@ class MLP(FeatureMap):
             degree=1.0 if self.activation == "relu" else None,
         )
 
-    def init(
-        self,
-        d: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
-        source = seeded(generator)
-        w_in = scaled_normal((heads, d, self.d_hidden), source, dtype, device)
-        w_out = scaled_normal((heads, self.d_hidden, self.output_dim(d)), source, dtype, device)
-        return {"learned": {"w_in": w_in, "w_out": w_out}, "frozen": {}}
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        return {"w_in": (d, self.d_hidden), "w_out": (self.d_hidden, self.output_dim(d))}
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
         w_in, w_out = (learned(self.kind, params, name) for name in ("w_in", "w_out"))

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import comb, prod
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from hecate.errors import ConfigError
+
+Degree = Annotated[int, Field(le=64)]
+"""Highest power: beyond it factorials and powers leave the range of floats."""
 
 
 class _Step(NamedTuple):

@@ -6,6 +6,7 @@ Maps of several name parameters by position, `0.weight`; maps around one keep it
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 from pydantic import Field
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from hecate.phi.base import FeatureMap, Params
 from hecate.phi.learned import seeded
+
+Item = TypeVar("Item")
 
 
 class Wrapper(FeatureMap):
@@ -35,6 +38,10 @@ class Wrapper(FeatureMap):
         """Parameters of the inner map, under its own names."""
         return self.inner.init(d, heads=heads, generator=generator, dtype=dtype, device=device)
 
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        """Those of the inner map."""
+        return self.inner.shapes(d)
+
     def redraw(self, params: Params, generator: torch.Generator) -> Params:
         """The inner map's."""
         return self.inner.redraw(params, generator)
@@ -49,6 +56,12 @@ class Several(FeatureMap):
         """The width that each map is given."""
         return [d] * len(self.maps)
 
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        """Those of all maps, named by position."""
+        given = enumerate(zip(self.maps, self.input_dims(d), strict=True))
+        each = [prefixed(map_.shapes(width), index) for index, (map_, width) in given]
+        return {name: shape for shapes in each for name, shape in shapes.items()}
+
     def init(
         self,
         d: int,
@@ -59,7 +72,6 @@ class Several(FeatureMap):
         device: torch.device | str | None = None,
     ) -> Params:
         """Parameters of all maps, drawn in order from one generator: no two share their draws."""
-        self.output_dim(d)
         source = seeded(generator)
         return _merged(
             map_.init(width, heads=heads, generator=source, dtype=dtype, device=device)
@@ -90,9 +102,9 @@ def own(params: Params, index: int) -> Params:
     }
 
 
-def prefixed(tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+def prefixed(items: dict[str, Item], index: int) -> dict[str, Item]:
     """The inverse of `own` for one group."""
-    return {f"{index}.{name}": tensor for name, tensor in tensors.items()}
+    return {f"{index}.{name}": item for name, item in items.items()}
 
 
 def _merged(each: Iterable[Params]) -> Params:

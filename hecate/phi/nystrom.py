@@ -39,7 +39,7 @@ class Nystrom(RandomMap):
     """
 
     kind: Literal["nystrom"] = "nystrom"
-    num_centres: int = Field(gt=0, description="d_phi")
+    num_centres: int = Field(gt=0, le=1 << 14, description="d_phi")
     sigma: float = Field(default=1.0, gt=0, description="bandwidth of the Gaussian kernel")
     centres: Literal["drawn", "learned"] = "drawn"
     spread: float = Field(default=1.0, gt=0, description="deviation of a centre's components")

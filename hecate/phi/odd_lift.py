@@ -23,7 +23,7 @@ class OddLift(Wrapper):
     Shapes: x `[..., D]` -> `[..., width of inner]`.
     VJP: gx = (inner^T(x) g + inner^T(-x) g) / 2, parameters (their cotangent at x - at -x) / 2.
     Traits: odd; degree and norm_bound of inner; is_random, needs_position of inner.
-    Cost: twice inner.
+    Cost: twice inner, which is taken as it is where it is odd.
     Warning: the odd part of an even map is 0, so even maps are refused.
     Origin: ours; the odd part of a function. [PHI-ODD-D1]
     """
@@ -51,10 +51,14 @@ class OddLift(Wrapper):
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, Any]]:
         ahead, residuals = self.inner.forward(x, params)
+        if self.inner.parity == "odd":
+            return ahead, (residuals, None)
         behind, mirrored = self.inner.forward(-x, params)
         return (ahead - behind) / 2, (residuals, mirrored)
 
     def vjp(self, residuals: tuple[Any, Any], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if residuals[1] is None:
+            return self.inner.vjp(residuals[0], g)
         gx, ahead = self.inner.vjp(residuals[0], g)
         gmirrored, behind = self.inner.vjp(residuals[1], g)
         return (gx + gmirrored) / 2, {name: (ahead[name] - behind[name]) / 2 for name in ahead}

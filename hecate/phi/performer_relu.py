@@ -12,6 +12,7 @@ from torch import Tensor
 from hecate.phi.arc_cosine import arc_cosine
 from hecate.phi.base import Params, Traits, compute_dtype
 from hecate.phi.random import Norms, RandomMap, default_width, project_precisely, projections
+from hecate.sizes import Size
 
 
 class PerformerReLU(RandomMap):
@@ -35,7 +36,7 @@ class PerformerReLU(RandomMap):
     """
 
     kind: Literal["performer_relu"] = "performer_relu"
-    num_features: int | None = Field(default=None, gt=0, description="d_phi")
+    num_features: Size | None = Field(default=None, gt=0, description="d_phi")
     kernel_epsilon: float = Field(default=1e-3, ge=0, description="added to every ReLU")
     orthogonal: bool = True
     norms: Norms = "sqrt"

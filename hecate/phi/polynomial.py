@@ -10,14 +10,15 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, per_head, sum_to_heads
-from hecate.phi.learned import learned
-from hecate.phi.monomials import bounded, powers, powers_vjp, widths
+from hecate.phi.base import Params, Traits, compute_dtype, per_head, sum_to_heads
+from hecate.phi.learned import Learned, learned
+from hecate.phi.monomials import Degree, bounded, powers, powers_vjp, widths
+from hecate.sizes import Count
 
 Coefficients = Literal["exponential", "ones", "learned"]
 
 
-class Polynomial(FeatureMap):
+class Polynomial(Learned):
     """polynomial: phi(x) = [sqrt(a_i multinomial(b)) x^b for |b| = i] for i = 0 .. degree.
 
     Every monomial up to a degree, so scaled that the kernel is exactly sum_i a_i (x.y)^i: capacity
@@ -39,12 +40,12 @@ class Polynomial(FeatureMap):
     """
 
     kind: Literal["polynomial"] = "polynomial"
-    degree: int = Field(ge=1)
+    degree: Degree = Field(ge=1)
     form: Literal["symmetric", "raw"] = "symmetric"
     coefficients: Coefficients | None = Field(
         default=None, description="null: exponential when symmetric, ones when raw"
     )
-    max_d_phi: int = Field(default=65_536, gt=0)
+    max_d_phi: Count = Field(default=65_536, gt=0)
 
     @model_validator(mode="after")
     def _raw_is_quadratic(self) -> Self:
@@ -70,22 +71,13 @@ class Polynomial(FeatureMap):
         sure = self._symmetric and self.degree % 2 == 0 and self.coefficients != "learned"
         return Traits(kernel_non_negative=sure)
 
-    def init(
-        self,
-        d: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
-        self.output_dim(d)
-        if self.coefficients != "learned":
-            return {"learned": {}, "frozen": {}}
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        return {"coefficients": (self.degree + 1,)} if self.coefficients == "learned" else {}
+
+    def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         # The inverse of softplus at 1/i!, so that training starts at the exponential.
         start = [math.log(math.expm1(1 / math.factorial(i))) for i in range(self.degree + 1)]
-        value = torch.tensor(start, dtype=torch.float64).to(dtype=dtype, device=device)
-        return {"learned": {"coefficients": value.repeat(heads, 1)}, "frozen": {}}
+        return torch.tensor(start, dtype=torch.float64).repeat(shape[0], 1)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
         self.output_dim(x.shape[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from math import prod
 from typing import Any, Literal, Self
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from hecate.errors import ConfigError
 from hecate.phi.base import Params, Traits, project
-from hecate.phi.monomials import bounded, powers, powers_vjp
+from hecate.phi.monomials import Degree, bounded, powers, powers_vjp
 from hecate.phi.random import RandomMap, normal, project_precisely
+from hecate.sizes import Count, Size
 from hecate.tape.bridge import without_autocast
 
 
@@ -37,9 +39,9 @@ class Polysketch(RandomMap):
     """
 
     kind: Literal["polysketch"] = "polysketch"
-    degree: int = Field(default=4, ge=4, le=64, description="a power of two")
-    sketch: int = Field(gt=0, description="width of the sketch; d_phi is about its square / 2")
-    max_d_phi: int = Field(default=65_536, gt=0)
+    degree: Degree = Field(default=4, ge=4, description="a power of two")
+    sketch: Size = Field(gt=0, description="width of the sketch; d_phi is about its square / 2")
+    max_d_phi: Count = Field(default=65_536, gt=0)
 
     @model_validator(mode="after")
     def _a_power_of_two(self) -> Self:
@@ -58,14 +60,16 @@ class Polysketch(RandomMap):
         degree = float(self.degree)
         return Traits(is_random=True, kernel_non_negative=True, parity="even", degree=degree)
 
-    def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
-        self.output_dim(d)
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         r, leaves = self.sketch, self.degree // 2
-        drawn = {"w": normal(d, leaves * r, generator)}
-        for level in range(1, self._levels):
-            nodes = leaves >> level
-            drawn[f"v{level}"] = normal(nodes * r, r, generator).reshape(nodes, r, r)
-        return drawn
+        above = {f"v{level}": (leaves >> level, r, r) for level in range(1, self._levels)}
+        return {"w": (d, leaves * r), **above}
+
+    def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
+        return {
+            name: normal(prod(shape[:-1]), shape[-1], generator).reshape(shape)
+            for name, shape in self.shapes(d).items()
+        }
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
         w, *mixing = (self.drawn(params, name) for name in self._names)

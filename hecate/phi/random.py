@@ -12,18 +12,24 @@ from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.phi.base import FeatureMap, Params, compute_dtype, project
+from hecate.sizes import without_storage
 from hecate.tape.bridge import without_autocast
 
 Norms = Literal["chi", "sqrt"]
 
 
 class RandomMap(FeatureMap):
-    """A feature map with frozen random draws. A variant gives `draw`, the draws of one head.
+    """A feature map with frozen random draws. A variant gives `draw`, the draws of one head, and
+    their `shapes` where they are not those of one projection.
 
     Draws are made in float64 on the CPU, head after head, and then cast: one seed gives one map on
     every dtype and device, and the first heads of a map do not depend on how many follow. Without
     a generator the seed is 0; the global random state is neither read nor changed. [PHI-RAND-I1]
     """
+
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        """By default those of a projection `w` onto the features."""
+        return {"w": (d, self.output_dim(d))}
 
     def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Fresh draws for one head: float64 CPU tensors without the head axis."""
@@ -50,6 +56,9 @@ class RandomMap(FeatureMap):
                 f"{self.kind} draws on the CPU, so that a seed gives the same map on every device, "
                 f"got a generator on {generator.device}; pass a CPU torch.Generator"
             )
+        blank = without_storage(self.shapes(d), heads, dtype, device)
+        if blank is not None:
+            return {"learned": {}, "frozen": blank}
         draws = [self.draw(d, generator) for _ in range(heads)]
         stacked = {name: torch.stack([one[name] for one in draws]) for name in draws[0]}
         frozen = {name: value.to(dtype=dtype, device=device) for name, value in stacked.items()}

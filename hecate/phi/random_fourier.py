@@ -12,6 +12,7 @@ from torch import Tensor
 from hecate.errors import ConfigError
 from hecate.phi.base import Params, Traits, compute_dtype, per_head
 from hecate.phi.random import RandomMap, project_precisely, projections
+from hecate.sizes import Size
 
 
 class RandomFourier(RandomMap):
@@ -37,7 +38,7 @@ class RandomFourier(RandomMap):
     """
 
     kind: Literal["random_fourier"] = "random_fourier"
-    d_phi: int = Field(gt=0, description="number of features; even when paired")
+    d_phi: Size = Field(gt=0, description="number of features; even when paired")
     sigma: float = Field(default=1.0, gt=0, description="bandwidth of the Gaussian kernel")
     form: Literal["phased", "paired"] = "phased"
     orthogonal: bool = False
@@ -58,8 +59,13 @@ class RandomFourier(RandomMap):
     def traits(self) -> Traits:
         return Traits(is_random=True, norm_bound=1.0 if self.form == "paired" else 2.0)
 
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        if self.form == "paired":
+            return {"w": (d, self.d_phi // 2)}
+        return {"w": (d, self.d_phi), "b": (self.d_phi,)}
+
     def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
-        m = self.d_phi // 2 if self.form == "paired" else self.d_phi
+        m = self.shapes(d)["w"][1]
         w = projections(d, m, generator, orthogonal=self.orthogonal) / self.sigma
         if self.form == "paired":
             return {"w": w}

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from hecate.errors import ConfigError
 from hecate.phi.base import Params, Traits, per_head
+from hecate.phi.monomials import Degree
 from hecate.phi.random import RandomMap, project_precisely
+from hecate.sizes import Size
 
 
 class RandomMaclaurin(RandomMap):
@@ -40,12 +42,12 @@ class RandomMaclaurin(RandomMap):
     """
 
     kind: Literal["random_maclaurin"] = "random_maclaurin"
-    d_phi: int = Field(gt=0, description="number of features")
+    d_phi: Size = Field(gt=0, description="number of features")
     series: Literal["exponential", "binomial"] | None = Field(
         default=None, description="null: exponential, unless coefficients are given"
     )
-    degree: int | None = Field(
-        default=None, ge=1, le=64, description="last power of the series; null: 8"
+    degree: Degree | None = Field(
+        default=None, ge=1, description="last power of the series; null: 8"
     )
     coefficients: tuple[float, ...] | None = Field(
         default=None, description="a_0, a_1, ... in place of a series, none negative"
@@ -96,6 +98,10 @@ class RandomMaclaurin(RandomMap):
         """p_0, p_1, ..., p_degree: how often a feature has n factors."""
         shares = [2.0**-n if a > 0 else 0.0 for n, a in enumerate(self.terms)]
         return [share / sum(shares) for share in shares]
+
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        factors = (len(self.terms) - 1) * self.d_phi
+        return {"w": (d, factors), "offset": (factors,), "scale": (self.d_phi,)}
 
     def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
         both = [self.terms, self.probabilities]

@@ -9,12 +9,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, per_head, sum_to_heads
-from hecate.phi.learned import learned
+from hecate.phi.base import Params, Traits, compute_dtype, per_head, sum_to_heads
+from hecate.phi.learned import Learned, learned
 from hecate.phi.monomials import bounded, powers, powers_vjp
+from hecate.sizes import Count
 
 
-class Rebased(FeatureMap):
+class Rebased(Learned):
     """rebased: phi(x) = [z_i^2, sqrt(2) z_i z_j for i < j] / sqrt(D), z = scale * LN(x) + shift.
 
     The kernel is (z_q.z_k)^2 / D, a parabola whose least value training can move: `taylor` cannot
@@ -34,7 +35,7 @@ class Rebased(FeatureMap):
 
     kind: Literal["rebased"] = "rebased"
     eps: float = Field(default=1e-5, gt=0, description="added to the variance of a key")
-    max_d_phi: int = Field(default=65_536, gt=0)
+    max_d_phi: Count = Field(default=65_536, gt=0)
 
     def output_dim(self, d: int) -> int:
         return bounded(d * (d + 1) // 2, self.max_d_phi, d, "max_d_phi", cure="")
@@ -42,19 +43,12 @@ class Rebased(FeatureMap):
     def traits(self) -> Traits:
         return Traits(kernel_non_negative=True)
 
-    def init(
-        self,
-        d: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        return {"scale": (d,), "shift": (d,)}
+
+    def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Scale 1 and shift 0 for every head; nothing is drawn."""
-        self.output_dim(d)
-        scale = torch.ones(heads, d, dtype=dtype, device=device)
-        return {"learned": {"scale": scale, "shift": torch.zeros_like(scale)}, "frozen": {}}
+        return super().start(name, shape, generator) + (name == "scale")
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
         self.output_dim(x.shape[-1])

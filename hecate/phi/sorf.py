@@ -12,6 +12,7 @@ from torch import Tensor
 from hecate.errors import ShapeError
 from hecate.phi.base import Params, Traits, compute_dtype, per_head
 from hecate.phi.random import RandomMap
+from hecate.sizes import Size
 from hecate.tape.bridge import without_autocast
 
 
@@ -37,7 +38,7 @@ class SORF(RandomMap):
     """
 
     kind: Literal["sorf"] = "sorf"
-    d_phi: int = Field(gt=0, multiple_of=2, description="number of features: cosines and sines")
+    d_phi: Size = Field(gt=0, multiple_of=2, description="number of features: cosines and sines")
     sigma: float = Field(default=1.0, gt=0, description="bandwidth of the Gaussian kernel")
 
     def output_dim(self, d: int) -> int:
@@ -46,15 +47,17 @@ class SORF(RandomMap):
     def traits(self) -> Traits:
         return Traits(is_random=True, norm_bound=1.0)
 
-    def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         padded = _padded(d)
         blocks = -(-self.d_phi // (2 * padded))
+        return {"w": (d, blocks), "signs": (blocks, 2, padded)}
 
+    def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
         def signs(*shape: int) -> Tensor:
             drawn = torch.randint(0, 2, shape, device="cpu", generator=generator)
             return 2.0 * drawn.double() - 1
 
-        return {"w": signs(d, blocks), "signs": signs(blocks, 2, padded)}
+        return {name: signs(*shape) for name, shape in self.shapes(d).items()}
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
         w, signs = self.drawn(params, "w"), self.drawn(params, "signs")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.phi.base import FeatureMap, Params, Traits
-from hecate.phi.learned import affine, affine_vjp, scaled_normal, seeded
+from hecate.phi.base import Params, Traits
+from hecate.phi.learned import Learned, affine, affine_vjp
+from hecate.sizes import Size
 from hecate.tape.activation import activate_vjp
 
 
-class T2R(FeatureMap):
+class T2R(Learned):
     """t2r: phi(x) = max(x W + b, 0), W and b learned per head.
 
     One layer of a network as the map: how pretrained transformers are turned into recurrent ones
@@ -31,7 +31,7 @@ class T2R(FeatureMap):
     """
 
     kind: Literal["t2r"] = "t2r"
-    d_phi: int = Field(gt=0, description="number of features")
+    d_phi: Size = Field(gt=0, description="number of features")
 
     def output_dim(self, d: int) -> int:
         return self.d_phi
@@ -39,18 +39,8 @@ class T2R(FeatureMap):
     def traits(self) -> Traits:
         return Traits(non_negative=True, kernel_non_negative=True)
 
-    def init(
-        self,
-        d: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
-        weight = scaled_normal((heads, d, self.d_phi), seeded(generator), dtype, device)
-        bias = torch.zeros(heads, self.d_phi, dtype=dtype, device=device)
-        return {"learned": {"weight": weight, "bias": bias}, "frozen": {}}
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        return {"weight": (d, self.d_phi), "bias": (self.d_phi,)}
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Any]]:
         features = affine(self.kind, x, params).relu_()

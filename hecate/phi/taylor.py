@@ -11,7 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype
-from hecate.phi.monomials import bounded, powers, powers_vjp, widths
+from hecate.phi.monomials import Degree, bounded, powers, powers_vjp, widths
+from hecate.sizes import Count
 
 
 class Taylor(FeatureMap):
@@ -33,9 +34,9 @@ class Taylor(FeatureMap):
     """
 
     kind: Literal["taylor"] = "taylor"
-    order: int = Field(default=2, ge=1)
+    order: Degree = Field(default=2, ge=1)
     compact: bool = True
-    max_d_phi: int = Field(default=65_536, gt=0)
+    max_d_phi: Count = Field(default=65_536, gt=0)
 
     def output_dim(self, d: int) -> int:
         return bounded(sum(widths(d, self.order, self.compact)), self.max_d_phi, d, "order")

@@ -12,6 +12,7 @@ from torch import Tensor
 from hecate.phi.base import FeatureMap, Params, Parity, Traits, compute_dtype
 from hecate.phi.monomials import bounded
 from hecate.phi.nested import Several, own, prefixed
+from hecate.sizes import Count
 from hecate.tape.bridge import without_autocast
 
 
@@ -34,7 +35,7 @@ class TensorProduct(Several):
 
     kind: Literal["tensor_product"] = "tensor_product"
     maps: tuple[FeatureMap, ...] = Field(min_length=2, strict=False)
-    max_d_phi: int = Field(default=65_536, gt=0)
+    max_d_phi: Count = Field(default=65_536, gt=0)
 
     def output_dim(self, d: int) -> int:
         width = prod([map_.output_dim(d) for map_ in self.maps])

@@ -14,6 +14,7 @@ from hecate.errors import ConfigError
 from hecate.phi import FeatureMapKind, Identity
 from hecate.retention import NoRetention, RetentionKind
 from hecate.rule.rule import MemoryRule
+from hecate.sizes import Count
 from hecate.structure import Matrix, StructureKind
 from hecate.variant import Config
 
@@ -47,7 +48,7 @@ class MemoryConfig(Config):
     retention: RetentionKind = NoRetention()
     algorithm: AlgorithmKind = GD()
     feature_map: FeatureMapKind = Identity()
-    chunk: int = Field(1, ge=1)
+    chunk: Count = Field(1, ge=1)
     commit: Literal["token", "chunk"] = "token"
     read: Literal["after", "before"] = "after"
     decay_order: Literal["with_step", "before_gradient"] = "with_step"

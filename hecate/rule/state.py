@@ -90,6 +90,18 @@ def frozen_gradients(config: MemoryConfig) -> bool:
     return config.chunk > 1 and config.commit == "token"
 
 
+def slot_shapes(
+    config: MemoryConfig, weights: dict[str, tuple[int, ...]], d_phi: int, d_v: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the `slots` of one memory with weights of these shapes, by name."""
+    shapes = {
+        f"{slot}.{name}": shape
+        for name, weight in weights.items()
+        for slot, shape in config.algorithm.slot_shapes(weight).items()
+    }
+    return shapes | config.algorithm.context_shapes(d_phi, d_v)
+
+
 def initial_state(
     config: MemoryConfig,
     initial: dict[str, Tensor],
@@ -116,12 +128,8 @@ def initial_state(
     if config.commit == "chunk":
         pending = {name: torch.zeros_like(weight) for name, weight in memory.items()}
         pending["retain"] = first.new_ones(batch, *retain.shape[2:])
-    shapes = {
-        f"{slot}.{name}": shape
-        for name, weight in memory.items()
-        for slot, shape in config.algorithm.slot_shapes(tuple(weight.shape[2:])).items()
-    }
-    shapes |= config.algorithm.context_shapes(d_phi, d_v)
+    weights = {name: tuple(weight.shape[2:]) for name, weight in memory.items()}
+    shapes = slot_shapes(config, weights, d_phi, d_v)
     slots = {name: first.new_zeros(*first.shape[:2], *shape) for name, shape in shapes.items()}
     return MemoryState(
         memory=memory,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hecate.sizes import check_shapes, without_storage
 from hecate.tape import Block, Run, Tensors, one
 from hecate.variant import Variant
 
@@ -44,14 +45,23 @@ class Structure(Variant, family="structure"):
         Without a generator the draw comes from one seeded with 0, so it is a constant of the
         structure.
         """
+        shapes = self.shapes(d_phi, d_v)
+        check_shapes(shapes, f"narrow the memory of structure {self.kind!r} or lower heads", heads)
+        blank = without_storage(shapes, heads, dtype, device)
+        if blank is not None:
+            return blank
         generator = generator or torch.Generator().manual_seed(0)
         return {
-            name: (
-                torch.randn(heads, *shape, generator=generator, dtype=torch.float64, device="cpu")
-                / math.sqrt(shape[-1])
-            ).to(device=device, dtype=dtype)
-            for name, shape in self.shapes(d_phi, d_v).items()
+            name: self.start(name, (heads, *shape), generator, dtype=dtype, device=device)
+            for name, shape in shapes.items()
         }
+
+    def start(
+        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
+    ) -> Tensor:
+        """How a weight `[H, ...]` starts, of the dtype and on the device of `place`."""
+        draw = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        return (draw / math.sqrt(shape[-1])).to(**place)
 
     @property
     def linear(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from hecate.sizes import Size
 from hecate.structure.graph import INPUT, Apply, Graph, Linear
 from hecate.structure.layered import Layered
 from hecate.structure.ops import Act, Multiply
@@ -29,7 +30,7 @@ class GatedMLP(Layered):
     """
 
     kind: Literal["gated_mlp"] = "gated_mlp"
-    expansion: int = Field(2, ge=1)
+    expansion: Size = Field(2, ge=1)
     activation: Activation = "silu"
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,14 +38,7 @@ class Matrix(Layered):
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d_v, d_phi)}
 
-    def init(
-        self,
-        d_phi: int,
-        d_v: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> dict[str, Tensor]:
-        return {"weight": torch.zeros(heads, d_v, d_phi, dtype=dtype, device=device)}
+    def start(
+        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
+    ) -> Tensor:
+        return torch.zeros(shape, **place)

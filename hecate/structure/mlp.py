@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from hecate.errors import ConfigError
+from hecate.sizes import Depth, Size
 from hecate.structure.graph import INPUT, ONE, Apply, Graph, Linear
 from hecate.structure.layered import Layered
 from hecate.structure.ops import Act, Add, Normalise
@@ -35,8 +36,8 @@ class MLP(Layered):
     """
 
     kind: Literal["mlp"] = "mlp"
-    layers: int = Field(2, ge=1)
-    expansion: int = Field(4, ge=1)
+    layers: Depth = Field(2, ge=1)
+    expansion: Size = Field(4, ge=1)
     activation: Activation = "gelu"
     residual: bool = False
     norm: Literal["none", "layer"] = "none"
@@ -59,23 +60,11 @@ class MLP(Layered):
                 shapes[f"b{i + 1}"] = (widths[i + 1], 1)
         return shapes
 
-    def init(
-        self,
-        d_phi: int,
-        d_v: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> dict[str, Tensor]:
-        drawn = super().init(
-            d_phi, d_v, heads=heads, generator=generator, dtype=dtype, device=device
-        )
-        return {
-            name: torch.zeros_like(item) if name.startswith("b") else item
-            for name, item in drawn.items()
-        }
+    def start(
+        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
+    ) -> Tensor:
+        drawn = super().start(name, shape, generator, **place)
+        return torch.zeros_like(drawn) if name.startswith("b") else drawn
 
     def graph(self) -> Graph:
         nodes: list[Linear | Apply] = []

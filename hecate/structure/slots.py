@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,20 +34,11 @@ class Slots(Structure):
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d_v, d_phi)}
 
-    def init(
-        self,
-        d_phi: int,
-        d_v: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> dict[str, Tensor]:
-        generator = generator or torch.Generator().manual_seed(0)
-        shape = (heads, d_v, d_phi)
+    def start(
+        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
+    ) -> Tensor:
         draw = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-        return {"weight": (draw / draw.norm(dim=1, keepdim=True)).to(device=device, dtype=dtype)}
+        return (draw / draw.norm(dim=1, keepdim=True)).to(**place)
 
     def predict(self, memory: Memory, p: Tensor) -> Tensor:
         return matvec(_unit(memory)[0], p)

@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.errors import ConfigError
+from hecate.sizes import Size
 from hecate.structure.base import Memory, Structure, matvec, outer
 from hecate.tape import Block, Tensors, one
 
@@ -30,7 +31,7 @@ class TwoPass(Structure):
     """
 
     kind: Literal["two_pass"] = "two_pass"
-    codes: int = Field(2, ge=1, description="slots: width of a code")
+    codes: Size = Field(2, ge=1, description="slots: width of a code")
     link: Literal["silu", "softmax", "identity"] = "silu"
 
     @property

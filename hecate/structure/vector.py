@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,18 +45,10 @@ class Vector(Structure):
             )
         return {"weight": (d_phi,)}
 
-    def init(
-        self,
-        d_phi: int,
-        d_v: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> dict[str, Tensor]:
-        (width,) = self.shapes(d_phi, d_v)["weight"]
-        return {"weight": torch.zeros(heads, width, dtype=dtype, device=device)}
+    def start(
+        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
+    ) -> Tensor:
+        return torch.zeros(shape, **place)
 
     def predict(self, memory: Memory, p: Tensor) -> Tensor:
         return memory[0] * p

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hecate.errors import ConfigError, Problem, format_path
+from hecate.errors import ConfigError, Problem, format_path, shorten
 from hecate.rule import RULES
 from hecate.train.config import OF_ADAMW, ExperimentConfig
-from hecate.train.document import Document, Location, dump_yaml, parse_value, read_yaml
+from hecate.train.document import MAX_DEPTH, Document, Location, dump_yaml, parse_value, read_yaml
 from hecate.variant import did_you_mean
 
 MAX_EXTENDS = 8
@@ -18,8 +19,8 @@ BY_RULE = ("mqar", "quickstart")
 RECALL_CHUNK = 8
 """Longest chunk of `mqar-RULE`: a commit per chunk can be recalled in later chunks alone."""
 _PRESETS = Path(__file__).resolve().parent.parent / "presets"
-_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
-_PATH = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d+\])*")
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d{1,9})\]")
+_PATH = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d{1,9}\])*")
 
 
 def presets() -> list[str]:
@@ -64,28 +65,40 @@ def _mark(document: Document, path: Location) -> str:
 
 def _open(name: str, folder: Path | None) -> tuple[Document, Path]:
     """Reads a preset by name or a file; `folder` confines what `extends` may name."""
-    if not name.endswith((".yaml", ".yml")) and (folder is not None or not Path(name).is_file()):
+    if not name.endswith((".yaml", ".yml")) and (folder is not None or not _is_file(name)):
         return _preset(name)
     path = Path(name) if folder is None else folder / name
-    if folder is not None and not path.resolve().is_relative_to(folder.resolve()):
+    if folder is not None and not _resolved(path).is_relative_to(_resolved(folder)):
         raise ConfigError(
             f"must name a preset or a file in the folder of the config, got {name!r}", ("extends",)
         )
     return read_yaml(path), path
 
 
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # a name that is too long
+        return False
+
+
+def _resolved(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # unlike `Path.resolve`, without an error for loops
+
+
 def _preset(name: str) -> tuple[Document, Path]:
-    path = _PRESETS / f"{name}.yaml"
-    if path.is_file():
-        return read_yaml(path), path
+    files = {path.stem: path for path in _PRESETS.glob("*.yaml")}
+    if name in files:
+        return read_yaml(files[name]), files[name]
     stem, _, rule = name.partition("-")
     if stem not in BY_RULE or rule not in RULES:
         known = [*(name for name in presets() if "-" not in name), *(f"{n}-RULE" for n in BY_RULE)]
         raise ConfigError(
-            f"no preset {name!r}; presets: {', '.join(known)}.{did_you_mean(name, presets())} "
+            f"no preset {shorten(name)}; presets: {', '.join(known)}."
+            f"{did_you_mean(name[:80], presets())} "
             "A file must end in .yaml or .yml"
         )
-    path = _PRESETS / f"{stem}.yaml"
+    path = files[stem]
     document, mark = read_yaml(path), f"preset {name}"
     changes: list[dict[str, Any]] = [{"name": name, "model": {"memory": rule}}]
     if stem == "mqar" and RULES[rule].config.chunk > RECALL_CHUNK:
@@ -99,22 +112,22 @@ def _preset(name: str) -> tuple[Document, Path]:
 
 def _extended(opened: tuple[Document, Path], chain: list[Path]) -> Document:
     document, path = opened
-    if path.resolve() in chain or len(chain) >= MAX_EXTENDS:
+    if _resolved(path) in chain or len(chain) >= MAX_EXTENDS:
         names = " -> ".join(p.name for p in [*chain, path])
         raise ConfigError(f"'extends' goes in a circle or too deep: {names}")
     base_name = document.value.get("extends")
     if "extends" not in document.value:
         return document
     mark = document.marks[("extends",)]
-    if not isinstance(base_name, str) or not base_name:
+    if not isinstance(base_name, str) or not base_name or "\0" in base_name:
         raise ConfigError(
-            f"must be a preset or a file name, got {base_name!r}  [{mark}]", ("extends",)
+            f"must be a preset or a file name, got {shorten(base_name)}  [{mark}]", ("extends",)
         )
     rest = Document(
         {k: v for k, v in document.value.items() if k != "extends"}, document.marks, document.label
     )
     try:
-        base = _extended(_open(base_name, path.parent), [*chain, path.resolve()])
+        base = _extended(_open(base_name, path.parent), [*chain, _resolved(path)])
     except ConfigError as error:
         if any("  [" in p.message for p in error.problems):
             raise
@@ -164,11 +177,16 @@ def _parse_override(text: str) -> _Override:
     path, equals, value = text.partition("=")
     path = path.strip()
     if not equals or not _PATH.fullmatch(path):
-        raise ConfigError(f"--set needs path=value, such as optim.lr=1e-3, got {text!r}")
+        raise ConfigError(f"--set needs path=value, such as optim.lr=1e-3, got {shorten(text)}")
     parts = tuple(name or int(index) for name, index in _STEP.findall(path))
+    if len(parts) > MAX_DEPTH:
+        raise ConfigError(
+            f"--set takes a path of at most {MAX_DEPTH} steps, got {len(parts)}: {shorten(path)}"
+        )
+    label = f"--set {text}" if len(text) < 200 else f"--set {text[:197]}..."
     if parts[0] == "optim" and parts[1:2] and parts[1] in OF_ADAMW:
         parts = ("optim", "optimizer", *parts[1:])
-    return _Override(parts, parse_value(value, f"--set {text}")[0], f"--set {text}")
+    return _Override(parts, parse_value(value, label)[0], label)
 
 
 def _overridden(document: Document, overrides: list[_Override]) -> Document:
@@ -183,7 +201,7 @@ def _overridden(document: Document, overrides: list[_Override]) -> Document:
     for item in sorted(resolved, key=lambda item: len(_subject(item.path))):
         subject = _subject(item.path)
         if subject in seen:
-            raise ConfigError(f"{format_path(subject)}: set twice, {seen[subject]} and {item.text}")
+            raise ConfigError(f"set twice, {seen[subject]} and {item.text}", subject)
         seen[subject] = item.text
         value = _assign(value, item.path, (), item, marks)
     return Document(value, marks, document.label)
@@ -218,13 +236,10 @@ def _full_path(item: _Override, known: list[Location]) -> Location:
             return matches[0] + item.path[length:]
         if matches:
             listing = ", ".join(format_path(path) for path in matches)
-            raise ConfigError(
-                f"{format_path(head)}: could mean {listing}; write the whole path  [{item.text}]"
-            )
+            raise ConfigError(f"could mean {listing}; write the whole path  [{item.text}]", head)
     names = {str(path[-1]) for path in known}
     raise ConfigError(
-        f"{format_path(item.path)}: no such setting.{did_you_mean(item.path[-1], names)}  "
-        f"[{item.text}]"
+        f"no such setting.{did_you_mean(item.path[-1], names)}  [{item.text}]", item.path
     )
 
 
@@ -238,14 +253,14 @@ def _assign(
     if isinstance(head, int):
         if not isinstance(value, list) or head >= len(value):
             size = f"{len(value)} entries" if isinstance(value, list) else "no list"
-            raise ConfigError(f"{format_path(here)}: there is {size} to index  [{item.text}]")
+            raise ConfigError(f"there is {size} to index  [{item.text}]", here)
         return [
             _assign(v, rest[1:], here, item, marks) if i == head else v for i, v in enumerate(value)
         ]
     if isinstance(value, str):
         value = {"kind": value}
     if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"{format_path(path)}: has no fields, it is {value!r}  [{item.text}]")
+        raise ConfigError(f"has no fields, it is {shorten(value)}  [{item.text}]", path)
     fields = dict(value or {})
     if rest == ("kind",) and fields.get("kind") != item.value:
         fields = {}

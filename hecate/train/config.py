@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from hecate.data import Bundled, DataConfig
 from hecate.engine import choose_engine
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, shorten
+from hecate.frozen import FrozenDict
 from hecate.models import LanguageModelConfig
+from hecate.sizes import Count, Size, check_shapes
 from hecate.train.optimiser_kind import OptimizerKind
 from hecate.train.optimisers import AdamW
 from hecate.variant import Config
@@ -37,11 +39,13 @@ class OptimConfig(Config):
     lr: float = Field(3e-3, gt=0)
     optimizer: OptimizerKind = AdamW()
     weight_decay: float = Field(0.1, ge=0)
-    warmup: int = Field(20, ge=0)
+    warmup: Count = Field(20, ge=0)
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     final: float = Field(0.1, ge=0, le=1)
     clip: float | None = Field(1.0, gt=0)
-    periods: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    periods: Annotated[
+        dict[str, Annotated[Count, Field(ge=1)]], AfterValidator(FrozenDict[str, int])
+    ] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -85,14 +89,14 @@ class BudgetConfig(Config):
     other `steps` follows the schedule of the new number from there on.
     """
 
-    steps: int = Field(400, ge=1)
+    steps: Count = Field(400, ge=1)
     minutes: float | None = Field(None, gt=0)
-    batch_size: int = Field(16, ge=1)
+    batch_size: Size = Field(16, ge=1)
     seq_len: int | None = Field(None, ge=1, le=1 << 20)
-    eval_every: int = Field(100, ge=1)
-    eval_batches: int = Field(8, ge=1)
-    checkpoint_every: int = Field(100, ge=1)
-    keep: int = Field(2, ge=1)
+    eval_every: Count = Field(100, ge=1)
+    eval_batches: Size = Field(8, ge=1)
+    checkpoint_every: Count = Field(100, ge=1)
+    keep: Count = Field(2, ge=1)
     threads: int | None = Field(None, ge=1, le=1024)
     device: Literal["cpu", "cuda"] = "cpu"
 
@@ -103,7 +107,7 @@ class SampleConfig(Config):
     prompt: str = "def "
     tokens: int = Field(200, ge=0, le=1 << 20)
     temperature: float = Field(0.8, ge=0)
-    every: int = Field(0, ge=0)
+    every: Count = Field(0, ge=0)
 
 
 class ExperimentConfig(Config):
@@ -118,6 +122,18 @@ class ExperimentConfig(Config):
     sample: SampleConfig = SampleConfig()
     tensorboard: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_this_version(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and "schema_version" in data:
+            raise ConfigError(
+                f"is {shorten(data['schema_version'])}: the config is of a newer hecate, as those "
+                "of this one have no versions; upgrade hecate, or leave it out to have the rest "
+                "read as it is",
+                ("schema_version",),
+            )
+        return data
+
     @model_validator(mode="after")
     def _model_fits_data(self) -> Self:
         needed, given = self.data.vocabulary(), self.model.vocab_size
@@ -128,6 +144,10 @@ class ExperimentConfig(Config):
                 "and it is filled in",
                 ("model", "vocab_size"),
             )
+        try:
+            check_shapes({"embedding": (needed, self.model.d_model)}, "lower d_model")
+        except ConfigError as error:
+            raise error.or_at("model", "d_model") from None
         fixed, asked = self.data.length(), self.budget.seq_len
         if fixed is not None and asked not in (None, fixed):
             raise ConfigError(

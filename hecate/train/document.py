@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from hecate.errors import ConfigError, Problem
+from hecate.errors import ConfigError, Problem, shorten
+from hecate.train.files import read_file
 
 Location = tuple[str | int, ...]
 
 MAX_BYTES = 1 << 20
 MAX_ALIASES = 64
 MAX_VALUES = 20_000
+MAX_DEPTH = 64
 _TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+")
 _SCALARS: list[tuple[str, re.Pattern[str], str]] = [
@@ -57,9 +59,11 @@ class Document(NamedTuple):
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _resolvers()
-    aliases = 0
+    aliases = depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.depth > MAX_DEPTH:
+            raise RecursionError
         if self.check_event(yaml.AliasEvent):
             self.aliases += 1
             if self.aliases > MAX_ALIASES:
@@ -67,7 +71,10 @@ class _Loader(yaml.SafeLoader):
                     problem=f"more than {MAX_ALIASES} aliases; write the values out",
                     problem_mark=self.get_mark(),
                 )
-        return super().compose_node(parent, index)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -93,16 +100,19 @@ def dump_yaml(value: Mapping[str, Any]) -> str:
 def read_yaml(path: Path) -> Document:
     """Reads a file; `ConfigError` names the file, and the line where there is one."""
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
+        content = read_file(path, MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            size = max(path.stat().st_size, len(content))
             raise ConfigError(
                 f"{path} has {size} bytes, a config may have {MAX_BYTES}; is it really a config?"
             )
-        text = path.read_bytes().decode()
+        text = content.decode()
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
+    except ValueError as error:  # what no path can be
+        raise ConfigError(f"cannot read config {shorten(str(path))}: {error}") from None
     return parse_yaml(text, path.name)
 
 
@@ -112,7 +122,7 @@ def parse_yaml(text: str, label: str) -> Document:
     if value is None:
         value = {}
     if not isinstance(value, dict):
-        raise ConfigError(f"must be a mapping of settings, got {value!r}  [{label}:1]")
+        raise ConfigError(f"must be a mapping of settings, got {shorten(value)}  [{label}:1]")
     return Document(value, marks, label)
 
 
@@ -204,7 +214,9 @@ class _Reader:
             if tag == "bool":
                 return text.lower() == "true"
             if tag == "int":
-                return int(text, 0) if _INT.fullmatch(text) else int(text)
+                number = int(text, 0) if _INT.fullmatch(text) else int(text)
+                str(number)  # what has too many digits to be written is too long to be read
+                return number
             if tag == "float":
                 return float(re.sub(r"\.(inf|nan)$", r"\1", text.lower()))
         except ValueError:

@@ -2,19 +2,102 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import os
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hecate.engine import memory_scan
+from hecate.errors import ConfigError, shorten
 from hecate.models import LanguageModel
 from hecate.models.config import Scanned
 from hecate.rule import Gates, bytes_of
+from hecate.sizes import readable
 from hecate.tape import Tape
 from hecate.train.config import ExperimentConfig
 
 FLOAT = 4  # bytes
+
+
+class Sizes(NamedTuple):
+    """Numbers of a model and of one of its blocks, bytes of a sequence's state, weights that a
+    token meets in linear layers."""
+
+    parameters: int
+    block: int
+    state: int
+    work: int
+
+
+def sizes_of(config: ExperimentConfig) -> Sizes:
+    """Those of the model that `train` builds, from one of its blocks, without storage."""
+    one, layers = config.model_for_data().model_copy(update={"layers": 1}), config.model.layers
+    with torch.device("meta"):
+        model = LanguageModel(one)
+        _, (state,) = model(torch.zeros(1, 0, dtype=torch.int64))
+
+    def whole(of: Callable[[nn.Module], int]) -> int:
+        return of(model) + (layers - 1) * of(model.blocks[0])
+
+    def weights(module: nn.Module) -> int:
+        return sum(item.weight.numel() for item in module.modules() if isinstance(item, nn.Linear))
+
+    tied = model.embedding.weight.numel() if model.head is None else 0
+    block = _numbers(model.blocks[0])
+    return Sizes(whole(_numbers), block, layers * bytes_of(state), whole(weights) + tied)
+
+
+def training_bytes(config: ExperimentConfig, sizes: Sizes) -> int:
+    """What training takes at least: weights, gradients, two moments, the states of a batch, and
+    the logits and the inputs of every block that the backward pass reads. [TRAIN-EST-D3]"""
+    model = config.model
+    tokens = config.budget.batch_size * config.seq_len
+    activations = tokens * (config.data.vocabulary() + model.layers * model.d_model)
+    carried = config.budget.batch_size * sizes.state
+    return FLOAT * (4 * sizes.parameters + activations) + carried
+
+
+def check_memory(config: ExperimentConfig, limit: int | None) -> None:
+    """Refuses an experiment that takes more bytes than `limit`, or than its device has where that
+    is None. [TRAIN-EST-D3]"""
+    sizes = sizes_of(config)
+    needed, limit = training_bytes(config, sizes), limit or _installed(config.budget.device)
+    if needed > limit:
+        budget = config.budget
+        raise ConfigError(
+            f"training takes at least {readable(needed)}, more than the limit of "
+            f"{readable(limit)}: {readable(4 * FLOAT * sizes.parameters)} for "
+            f"{sizes.parameters:,} parameters, the rest for batches of {budget.batch_size:,} "
+            f"sequences of {config.seq_len:,} tokens; lower model.d_model, model.layers, "
+            "budget.batch_size or budget.seq_len, or raise --mem-limit",
+            ("model",) if 8 * FLOAT * sizes.parameters > needed else ("budget", "batch_size"),
+        )
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as 8G, 512M or 1.5TiB in bytes; units are powers of 1024."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?)(?:i?B)?", text.strip(), re.I)
+    if found is None or not float(found[1]):
+        raise ConfigError(f"--mem-limit must be a size such as 8G or 512M, got {shorten(text)}")
+    return math.ceil(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+
+
+def _installed(device: str) -> int:
+    """Bytes of memory of a device."""
+    if device == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[1])
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on this platform
+        return 1 << 40
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(item.numel() for item in module.parameters())
 
 
 def estimate_rows(config: ExperimentConfig) -> list[tuple[str, str]]:
@@ -23,29 +106,25 @@ def estimate_rows(config: ExperimentConfig) -> list[tuple[str, str]]:
     State: what one sequence carries from token to token, whatever its length without attention.
     Work: multiplications and additions of a token with the weights of linear layers, forward.
     """
-    with torch.device("meta"):
-        model = LanguageModel(config.model_for_data())
-        _, state = model(torch.zeros(1, 0, dtype=torch.int64))
-    parameters = sum(item.numel() for item in model.parameters())
-    block = sum(item.numel() for item in model.blocks[0].parameters())
-    batch = config.budget.batch_size
+    sizes, batch = sizes_of(config), config.budget.batch_size
     tokens = batch * config.seq_len
-    carried, cache = bytes_of(state), 2 * config.model.d_model * config.model.layers * FLOAT
-    linear = [item for item in model.modules() if isinstance(item, nn.Linear)]
-    work = sum(item.weight.numel() for item in linear)
-    work += model.embedding.weight.numel() if model.head is None else 0
+    cache = 2 * config.model.d_model * config.model.layers * FLOAT
     return [
-        ("parameters", f"{parameters:,}"),
-        (f"of which in each of {config.model.layers} blocks", f"{block:,}"),
-        ("weights", _size(parameters * FLOAT)),
-        ("weights, gradients and two moments in training", _size(4 * parameters * FLOAT)),
-        ("state per sequence", _size(carried)),
+        ("parameters", f"{sizes.parameters:,}"),
+        (f"of which in each of {config.model.layers} blocks", f"{sizes.block:,}"),
+        ("weights", readable(sizes.parameters * FLOAT)),
         (
-            f"state of a batch of {config.budget.batch_size}",
-            _size(carried * config.budget.batch_size),
+            "weights, gradients and two moments in training",
+            readable(4 * sizes.parameters * FLOAT),
         ),
-        ("tokens whose keys and values in attention weigh as much", f"{carried / cache:,.0f}"),
-        ("work with weights per token", f"{2e-6 * work:,.2f} MFLOP"),
+        ("training takes at least", readable(training_bytes(config, sizes))),
+        ("state per sequence", readable(sizes.state)),
+        (f"state of a batch of {batch}", readable(sizes.state * batch)),
+        (
+            "tokens whose keys and values in attention weigh as much",
+            f"{sizes.state / cache:,.0f}",
+        ),
+        ("work with weights per token", f"{2e-6 * sizes.work:,.2f} MFLOP"),
         ("tokens per step", f"{tokens:,}"),
         ("tokens in all", f"{tokens * config.budget.steps:,}"),
         *((f"engine of model.{path}", name) for path, (name, _) in config.engines().items()),
@@ -78,11 +157,3 @@ def _taped(rule: Scanned, heads: int, tokens: int) -> tuple[str, dict[str, float
         )
         tape.backward([y], [torch.full_like(y, y.numel() ** -0.5)], [q, k, v])
     return str(tape), {name: float(norm) for name, norm in tape.norms().items()}
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:,.4g} {unit}"
-        count /= 1024
-    return f"{count:,.4g} GiB"

@@ -6,9 +6,11 @@ metrics.jsonl is appended to.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,23 @@ from hecate.errors import CheckpointError
 
 _CHECKPOINT = r"step_\d{8,}(-\d+)?|old-step_\d{8,}-\d+"
 _OURS = re.compile(rf"\.tmp-({_CHECKPOINT}|[\w.-]+\.(yaml|json|md|txt|png))-\d+")
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """The first bytes of a regular file, `most` of them at most, without waiting for a writer.
+
+    Raises OSError; ValueError for a path that no file can have.
+    """
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        kind = os.fstat(handle).st_mode
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(kind):
+            raise OSError("it is a pipe or a device, not a file")
+        return os.read(handle, most)
+    finally:
+        os.close(handle)
 
 
 def write_file(path: Path, content: str | bytes) -> None:

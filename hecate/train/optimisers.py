@@ -17,6 +17,7 @@ from torch import nn
 from hecate import optim
 from hecate.errors import ConfigError
 from hecate.phi import FeatureMap, Identity
+from hecate.sizes import Count, Size
 from hecate.train.optimiser_kind import (
     Group,
     Named,
@@ -29,7 +30,6 @@ from hecate.train.optimiser_kind import (
 Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
 View = Literal["flatten", "last"]
 Scale = Literal["none", "rms", "unit"]
 Polynomial = Literal["quintic", "cubic"]
@@ -159,7 +159,7 @@ class DeepMomentum(OptimizerKind):
 
     kind: Literal["deep_momentum"] = "deep_momentum"
     momentum: Share = 0.9
-    width: Count = 32
+    width: Size = Field(32, ge=1)
     rate: NonNegative = 0.1
     shared: bool = False
     objective: Literal["descent", "paper"] = "descent"
@@ -242,7 +242,7 @@ class M3(MatrixKind):
     momentum: Share = 0.95
     slow_momentum: Share = 0.9
     slow: NonNegative = 0.5
-    slow_period: Count = 8
+    slow_period: Count = Field(8, ge=1)
     accumulate: Literal["sum", "ema_mean", "ema_last"] = "ema_mean"
     second_moment: Literal["none", "before", "after"] = "none"
     retain: Share = 0.99

@@ -24,6 +24,7 @@ from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display
 from hecate.train.environment import environment
+from hecate.train.estimate import check_memory
 from hecate.train.evaluate import UNIT, Score
 from hecate.train.facts import run_facts
 from hecate.train.files import make_folder, refusing, sweep, write_file
@@ -58,12 +59,17 @@ def run_experiment(
     display: Display | None = None,
     source: Source | None = None,
     model: nn.Module | None = None,
+    mem_limit: int | None = None,
 ) -> RunResult:
     """Trains, evaluates, saves and reports into `folder`. [TRAIN-RUN-D1]
 
     The caller's global random state is left as it was: the run has its own, seeded by the config.
+    What takes more than `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3]
     """
+    config = config.validated()
     _check_folder(folder, resume)
+    if model is None:
+        check_memory(config, mem_limit)
     devices = [torch.cuda.current_device()] if config.budget.device == "cuda" else []
     with torch.random.fork_rng(devices=devices), display or Display() as shown:
         torch.manual_seed(config.seed)

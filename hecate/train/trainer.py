@@ -48,6 +48,7 @@ class Trainer:
         source: Source | None = None,
         model: nn.Module | None = None,
     ) -> None:
+        config = config.validated()
         if config.budget.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("is 'cuda', but no CUDA device is available", ("budget", "device"))
         self.config = config

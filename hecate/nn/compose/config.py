@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from hecate.errors import ConfigError
 from hecate.nn.sliding import AttentionNorm
+from hecate.sizes import Size
 from hecate.variant import Config
 
 Combination = Literal["multiply", "add", "paper"]
@@ -27,11 +28,11 @@ class AttentionConfig(Config):
     """
 
     kind: Literal["mac", "mag", "mal", "attention"] = "mag"
-    window: int | None = Field(None, ge=1)
-    segment: int | None = Field(None, ge=1)
-    persistent: int = Field(0, ge=0)
+    window: Size | None = Field(None, ge=1)
+    segment: Size | None = Field(None, ge=1)
+    persistent: Size = Field(0, ge=0)
     rotary: bool = True
-    kv_heads: int | None = Field(None, ge=1)
+    kv_heads: Size | None = Field(None, ge=1)
     qk_norm: AttentionNorm = "rms"
     gate: Combination | None = None
 

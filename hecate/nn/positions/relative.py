@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hecate.errors import ConfigError
 from hecate.nn.positions.base import Params, Position
+from hecate.sizes import Size
 
 
 class Relative(Position):
@@ -36,7 +37,7 @@ class Relative(Position):
 
     kind: Literal["relative"] = "relative"
     form: Literal["table", "linear"] = "table"
-    max_distance: int = Field(default=128, gt=0, description="K, the largest of the table")
+    max_distance: Size = Field(default=128, gt=0, description="K, the largest of the table")
 
     @model_validator(mode="after")
     def _of_its_form(self) -> Self:
