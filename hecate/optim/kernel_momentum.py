@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hecate.optim.base import State
-from hecate.optim.lift import Scale
 from hecate.optim.options import (
     Group,
     MatrixView,
@@ -60,7 +59,7 @@ class KernelMomentum(PhiOptimizer):
         *,
         keys: Literal["columns", "rows"] = "columns",
         odd: bool | None = None,
-        input_scale: Scale = "unit",
+        input_scale: Literal["none", "rms", "unit"] = "unit",
         weight_decay: float = 0.0,
         phi_params: Mapping[int, Params] | None = None,
         seed: int | torch.Generator = 0,
@@ -84,6 +83,7 @@ class KernelMomentum(PhiOptimizer):
     def check(self, group: Group) -> None:
         """Refuses options that mean nothing."""
         check_choice(group, "keys", ("columns", "rows"))
+        check_choice(group, "input_scale", ("none", "rms", "unit"))
         super().check(group)
         check_number(group, "momentum", high=1.0)
 
