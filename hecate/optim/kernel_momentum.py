@@ -16,7 +16,6 @@ from hecate.optim.options import (
     OnNonfinite,
     StateDtype,
     check_choice,
-    check_number,
     common_options,
 )
 from hecate.optim.phi_rows import PhiOptimizer, map_of
@@ -48,6 +47,7 @@ class KernelMomentum(PhiOptimizer):
     """
 
     structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "keys")
+    numbers: ClassVar[Mapping[str, float]] = {**PhiOptimizer.numbers, "momentum": 1}
 
     def __init__(
         self,
@@ -85,7 +85,6 @@ class KernelMomentum(PhiOptimizer):
         check_choice(group, "keys", ("columns", "rows"))
         check_choice(group, "input_scale", ("none", "rms", "unit"))
         super().check(group)
-        check_number(group, "momentum", high=1.0)
 
     def gathers(self, group: Group, p: Tensor) -> bool:
         """Where it is spread: the memory adds up keys of the whole matrix."""

@@ -251,8 +251,8 @@ def calibrated(row_map: RowMap, width: int, seed: int, ridge: float) -> tuple[Te
 def gauged(row_map: RowMap, like: Tensor, seed: int) -> tuple[float, float]:
     """Of seeded Gaussian rows and their updates u: |u| / |g|, and the cosine <u, g> / (|u| |g|).
 
-    In the dtype of `like`, whose rounding may be all that is left. Without updates (0 columns, a
-    constant map) the gain is 1 and the cosine 0.
+    In the dtype of `like`, whose rounding may be all that is left. Without updates (a constant
+    map) the gain is 1 and the cosine 0.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = 32, like.shape[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -86,6 +87,11 @@ class PhiMomentum(PhiOptimizer):
 
     structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "space", "precondition")
     carried: ClassVar[tuple[str, ...]] = (*PhiOptimizer.carried, "_guarded")
+    numbers: ClassVar[Mapping[str, float]] = {
+        **PhiOptimizer.numbers,
+        **dict.fromkeys(("momentum", "dampening", "forget", "retain"), 1),
+        **dict.fromkeys(("phi_lr", "eps"), math.inf),
+    }
 
     def __init__(
         self,
@@ -142,10 +148,6 @@ class PhiMomentum(PhiOptimizer):
         group["orthogonalize"] = settings(group["orthogonalize"])
         super().check(group)
         self._check_lift(group)
-        for name in ("momentum", "dampening", "forget", "retain"):
-            check_number(group, name, high=1.0)
-        for name in ("phi_lr", "eps"):
-            check_number(group, name)
         check_choice(group, "form", ("torch", "hope"))
         check_choice(group, "space", ("weight", "phi"))
         check_choice(group, "guard", ("none", "skip", "flip"))
@@ -183,7 +185,8 @@ class PhiMomentum(PhiOptimizer):
             refuse_lift(feature_map, group["lift"], width)
 
     def _check_learning(self, group: Group) -> None:
-        if group["phi_lr"] and not any(self.drawn(group, w)["learned"] for w in self.widths(group)):
+        drawn = [self.drawn(group, width)["learned"] for width in self.widths(group)]
+        if group["phi_lr"] and drawn and not any(drawn):
             raise ConfigError(
                 f"phi_lr trains learned parameters, {group['feature_map']['kind']!r} has none; "
                 "leave it at 0"

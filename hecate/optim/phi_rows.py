@@ -108,7 +108,8 @@ class PhiOptimizer(MatrixOptimizer):
 
     def widths(self, group: Group) -> list[int]:
         """The widths of rows in a group."""
-        return sorted({self.rows_of(outline(p), group).shape[-1] for p in group["params"]})
+        params = [p for p in group["params"] if p.numel()]
+        return sorted({self.rows_of(outline(p), group).shape[-1] for p in params})
 
     def decode_errors(self) -> dict[int, float]:
         """By row width: what share of a Gaussian row the lift `pinv` misses."""
@@ -160,7 +161,7 @@ class PhiOptimizer(MatrixOptimizer):
         """The map with updates as long as Gaussian rows; warns if they do not descend."""
         width = like.shape[-1]
         gain, cosine = gauged(_on_cpu(made, width, like.dtype), like, group["seed"])
-        if width and cosine < LEVEL:
+        if cosine < LEVEL:
             warnings.warn(
                 f"updates of Gaussian rows of {width} by {made.feature_map.kind!r} and lift "
                 f"{made.lift!r} have the cosine {cosine:.3f} with them, so that no step descends; "
