@@ -7,8 +7,9 @@ in every respect stands here once.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -16,12 +17,14 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
 
 from hecate.errors import ConfigError, NonFiniteError, ShapeError
-from hecate.optim.options import Group, check_common, name_of, refuse_parameter
-from hecate.optim.sharding import is_sharded, local, put_back, whole
+from hecate.optim.options import Group, check_common, check_number, name_of, refuse_parameter
+from hecate.optim.sharding import agreed, is_sharded, local, put_back, whole
 from hecate.optim.tensors import state_dtype, sum_is_finite
 from hecate.tape.bridge import can_inspect
 
 State = dict[str, Tensor]
+Bucket = tuple[Group, list[Tensor], list[Tensor]]
+ROUNDING = 1e-12  # schedulers of torch end a little below 0
 
 
 class MatrixOptimizer(Optimizer):
@@ -33,12 +36,13 @@ class MatrixOptimizer(Optimizer):
     to the group, so that schedulers and groups with settings of their own work.
 
     Shapes: a parameter of 2 dimensions is its own matrix; more are flattened to `[first, rest]`
-    (`matrix="flatten"`) or to `[rest, last]` (`"last"`); 1 dimension is one row, none `[1, 1]`.
-    [OPT-BASE-D1]
+    (`matrix="flatten"`) or to `[rest, last]` (`"last"`); 1 dimension is one row, none `[1, 1]`. A
+    parameter without numbers has no state and no step. [OPT-BASE-D1]
     """
 
     structural: ClassVar[tuple[str, ...]] = ("state_dtype", "matrix")  # as in the checkpoint
     carried: ClassVar[tuple[str, ...]] = ()  # attributes that copies take along
+    numbers: ClassVar[Mapping[str, float]] = {"lr": math.inf, "weight_decay": math.inf}  # at most
 
     # What a subclass gives.
 
@@ -65,6 +69,17 @@ class MatrixOptimizer(Optimizer):
     def check(self, group: Group) -> None:
         """Refuses options that cannot be computed; a subclass adds its own."""
         check_common(group)
+        self.check_numbers(group)
+
+    def check_numbers(self, group: Group, slack: float = 0.0) -> None:
+        """Refuses `numbers` that are none, or further than slack from 0 to what they are at most.
+
+        Each step does so anew, because schedulers and users write to groups.
+        """
+        for name, high in self.numbers.items():
+            waits = isinstance(group[name], Tensor) and group[name].device.type != "cpu"
+            if not (slack and waits):
+                check_number(group, name, -slack, high + slack)
 
     def examine(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
         """Refuses gradients that no step can be taken with, before anything is changed."""
@@ -78,8 +93,10 @@ class MatrixOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        due = [(group, bucket) for group in self.param_groups for bucket in self._buckets(group)]
-        checked = [(group, *self._finite(group, *bucket)) for group, bucket in due]
+        for group in self.param_groups:
+            self.check_numbers(group, ROUNDING)
+        due = [(group, *bucket) for group in self.param_groups for bucket in self._buckets(group)]
+        checked = self._finite(due)
         for step in checked:
             self.examine(*step)
         for group, params, grads in checked:
@@ -91,7 +108,7 @@ class MatrixOptimizer(Optimizer):
         """Parameters with their gradients, by device, dtype and whether they are gathered."""
         buckets: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
         for p in group["params"]:
-            if (grad := p.grad) is None:
+            if (grad := p.grad) is None or not p.numel():
                 continue
             if grad.layout is not torch.strided:
                 raise ConfigError(
@@ -105,24 +122,31 @@ class MatrixOptimizer(Optimizer):
             grads.append(whole(grad) if gathered else local(grad))
         return list(buckets.values())
 
-    def _finite(
-        self, group: Group, params: list[Tensor], grads: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """What of a bucket this step uses, by the group's `on_nonfinite`."""
-        policy = group["on_nonfinite"]
-        if policy == "propagate" or not can_inspect(grads[0]) or sum_is_finite(grads):
-            return params, grads
-        pairs = list(zip(params, grads, strict=True))
-        good = [pair for pair in pairs if bool(torch.isfinite(pair[1]).all())]
-        if policy == "raise" and len(good) < len(pairs):
-            kept = {p for p, _ in good}
-            names = [name_of(group, p) for p in params if p not in kept]
+    def _finite(self, due: list[Bucket]) -> list[Bucket]:
+        """What of the buckets this step uses, by `on_nonfinite`: the same on every process."""
+        bad: set[Tensor] = set()
+        for group, params, grads in due:
+            looks = group["on_nonfinite"] != "propagate" and can_inspect(grads[0])
+            if looks and not sum_is_finite(grads):
+                pairs = zip(params, grads, strict=True)
+                bad |= {p for p, grad in pairs if not bool(torch.isfinite(grad).all())}
+        watched = [group for group in self.param_groups if group["on_nonfinite"] != "propagate"]
+        bad = agreed([p for group in watched for p in group["params"]], bad)
+        if not bad:
+            return due
+        fatal = [group for group in watched if group["on_nonfinite"] == "raise"]
+        names = [name_of(group, p) for group in fatal for p in group["params"] if p in bad]
+        if names:
             raise NonFiniteError(
                 f"the gradient of {', '.join(names[:3])}{', ...' if names[3:] else ''} holds NaN "
                 "or infinity; nothing was changed. Lower lr or clip gradients; "
                 "on_nonfinite='skip' leaves such parameters as they are"
             )
-        return [p for p, _ in good], [grad for _, grad in good]
+        good = [[i for i, p in enumerate(params) if p not in bad] for _, params, _ in due]
+        return [
+            (group, [params[i] for i in kept], [grads[i] for i in kept])
+            for (group, params, grads), kept in zip(due, good, strict=True)
+        ]
 
     def _advance(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
         if group["maximize"]:
@@ -151,7 +175,7 @@ class MatrixOptimizer(Optimizer):
             for p in group["params"]:
                 refuse_parameter(type(self).__name__, p, group)
             self.check(group)
-            made = {p: self.fresh_state(p, group) for p in group["params"]}
+            made = {p: self.fresh_state(p, group) if p.numel() else {} for p in group["params"]}
         except BaseException:
             self.param_groups.pop()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -10,7 +11,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hecate import algorithm
-from hecate.errors import ConfigError
 from hecate.optim.base import MatrixOptimizer, State, put
 from hecate.optim.options import (
     Group,
@@ -19,9 +19,7 @@ from hecate.optim.options import (
     StateDtype,
     check_choice,
     check_count,
-    check_number,
     common_options,
-    name_of,
 )
 from hecate.optim.orthogonal import orthogonalised, settings
 from hecate.optim.tensors import SMALL, Bulk, as_matrix, outline, state_dtype
@@ -63,6 +61,10 @@ class DeepMomentum(MatrixOptimizer):
         *MatrixOptimizer.structural, "shared", "width", "input_scale",
     )  # fmt: skip
 
+    numbers: ClassVar[Mapping[str, float]] = {
+        **MatrixOptimizer.numbers, "momentum": 1, "rate": math.inf,
+    }  # fmt: skip
+
     def __init__(
         self,
         params: ParamsT,
@@ -88,7 +90,7 @@ class DeepMomentum(MatrixOptimizer):
         super().__init__(params, common_options(**locals()))
 
     def check(self, group: Group) -> None:
-        """Refuses options that mean nothing, and parameters without rows."""
+        """Refuses options that mean nothing."""
         taught = group["objective"] == "descent"
         if group["input_scale"] is None:
             group["input_scale"] = "rms" if taught else "none"
@@ -97,14 +99,9 @@ class DeepMomentum(MatrixOptimizer):
         group["orthogonalize"] = settings(group["orthogonalize"]) or False
         super().check(group)
         check_choice(group, "input_scale", ("rms", "none"))
-        check_number(group, "momentum", high=1.0)
         check_count(group, "width")
-        check_number(group, "rate")
         check_choice(group, "objective", ("descent", "paper"))
         self._network(group)
-        for p in group["params"]:
-            if p.numel() == 0:
-                raise ConfigError(f"{name_of(group, p)} has no rows for a network to learn from")
 
     def gathers(self, group: Group, p: Tensor) -> bool:
         """Always: the whole matrix has a part in every row."""
@@ -181,7 +178,7 @@ class DeepMomentum(MatrixOptimizer):
         if not group["shared"]:
             return [(place, states[i]) for place, i in enumerate(members)]
         like = states[members[0]][OUT]
-        every = [self.state[p] for p in group["params"]]
+        every = [self.state[p] for p in group["params"] if p.numel()]
         return [(0, s) for s in every if s[OUT].shape == like.shape and s[OUT].dtype == like.dtype
                 and s[OUT].device == like.device]  # fmt: skip
 

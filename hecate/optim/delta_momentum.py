@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class DeltaMomentum(MatrixOptimizer):
     [OPT-DELTA-D1]
     """
 
+    numbers: ClassVar[Mapping[str, float]] = {**MatrixOptimizer.numbers, "momentum": 1}
+
     def __init__(
         self,
         params: ParamsT,
@@ -80,12 +82,15 @@ class DeltaMomentum(MatrixOptimizer):
         """Refuses options that mean nothing."""
         group["orthogonalize"] = settings(group["orthogonalize"])
         super().check(group)
-        check_number(group, "momentum", high=1.0)
         check_choice(group, "reading", ("matrix", "rows", "scalar"))
         check_choice(group, "form", ("stable", "hope"))
         check_choice(group, "beyond", ("raise", "warn"))
+
+    def check_numbers(self, group: Group, slack: float = 0.0) -> None:
+        """Refuses numbers that are none; erase may also be the word lr."""
+        super().check_numbers(group, slack)
         if group["erase"] != "lr":
-            check_number(group, "erase")
+            check_number(group, "erase", -slack)
 
     def examine(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
         """Refuses, or warns of, gradients beyond the bound of the printed form."""
@@ -158,8 +163,6 @@ def _erase(group: Group) -> Any:
 def _spectral(grad: Tensor, group: Group) -> Tensor:
     """The largest eigenvalue of what the bracket subtracts, over erase."""
     g = as_matrix(grad, group["matrix"]).to(torch.promote_types(grad.dtype, torch.float32))
-    if g.numel() == 0:
-        return g.sum()
     if group["reading"] == "matrix":
         return torch.linalg.matrix_norm(g, 2).square()
     square = (g * g).sum(-1)

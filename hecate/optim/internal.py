@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hecate.optim.lift import RowMap, scaled
+from hecate.optim.lift import RowMap
 from hecate.phi import Params
 
 GRAM, CROSS, PHI = "lift_gram", "lift_cross", "phi."
@@ -59,7 +59,7 @@ def learn_phi(row_map: RowMap, state: dict[str, Tensor], g: Tensor, lr: float) -
 
     [OPT-PHI-D4]
     """
-    target = scaled(g, row_map.scale)
+    target = row_map.target(g)
     power = target.square().sum()
     power = torch.where(power > 0, power, 1)
 

@@ -10,14 +10,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hecate.optim.base import State
-from hecate.optim.lift import Scale
 from hecate.optim.options import (
     Group,
     MatrixView,
     OnNonfinite,
     StateDtype,
     check_choice,
-    check_number,
     common_options,
 )
 from hecate.optim.phi_rows import PhiOptimizer, map_of
@@ -49,6 +47,7 @@ class KernelMomentum(PhiOptimizer):
     """
 
     structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "keys")
+    numbers: ClassVar[Mapping[str, float]] = {**PhiOptimizer.numbers, "momentum": 1}
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class KernelMomentum(PhiOptimizer):
         *,
         keys: Literal["columns", "rows"] = "columns",
         odd: bool | None = None,
-        input_scale: Scale = "unit",
+        input_scale: Literal["none", "rms", "unit"] = "unit",
         weight_decay: float = 0.0,
         phi_params: Mapping[int, Params] | None = None,
         seed: int | torch.Generator = 0,
@@ -84,8 +83,8 @@ class KernelMomentum(PhiOptimizer):
     def check(self, group: Group) -> None:
         """Refuses options that mean nothing."""
         check_choice(group, "keys", ("columns", "rows"))
+        check_choice(group, "input_scale", ("none", "rms", "unit"))
         super().check(group)
-        check_number(group, "momentum", high=1.0)
 
     def gathers(self, group: Group, p: Tensor) -> bool:
         """Where it is spread: the memory adds up keys of the whole matrix."""

@@ -7,18 +7,17 @@ parameters stand still; then one step of an ordinary torch optimiser is taken fo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hecate.errors import CheckpointError, ConfigError, did_you_mean, shorten
+from hecate.errors import ConfigError
 from hecate.optim.base import MatrixOptimizer, examine_state
-
-Group = dict[str, Any]
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+from hecate.optim.level_groups import check_level
+from hecate.optim.options import Group
+from hecate.optim.windows import add_windows, added, refuse_shapes, windows_of
 
 
 class Leveled(torch.optim.Optimizer):
@@ -65,7 +64,9 @@ class Leveled(torch.optim.Optimizer):
         self.inner = factory(params, **options)
         _refuse_closures(self.inner)
         self._windows: dict[Tensor, Tensor] = {}
-        own = {"period": period, "reduce": reduce, "elapsed": 0}
+        complete = isinstance(self.inner, MatrixOptimizer) or self.inner.state
+        self._lazy = not complete  # it makes state in its first step, not when it is built
+        own = {"period": period, "reduce": reduce, "elapsed": 0, "commits": 0}
         _refuse_namesakes(self.inner, own)
         super().__init__(list(self.inner.param_groups), {**self.inner.defaults, **own})
         self.state = self.inner.state
@@ -78,22 +79,37 @@ class Leveled(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_capture()
+        if self._is_asked_for_state():
+            return loss
         due = [group for group in self.param_groups if self._collect(group)]
         if due:
             self._commit(due)
         return loss
 
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Commits the windows that have begun, by the gradients they have: the end of training.
+
+        A window that goes on is better kept: it is part of the state dict.
+        """
+        if due := [group for group in self.param_groups if group["elapsed"]]:
+            self._commit(due)
+
     def add_param_group(self, param_group: Group) -> None:
         """A new level; its first window begins at the next step."""
         if isinstance(param_group, dict):  # else torch says what is wrong
-            _check_level({**self.defaults, **param_group})
+            check_level({**self.defaults, **param_group})
         if not any(group is param_group for group in self.inner.param_groups):
             self.inner.add_param_group(param_group)  # while building, it has the group already
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with the running `window` of a parameter among its state."""
-        hook = self.register_state_dict_post_hook(_add_windows, prepend=True)
+        """torch's, with a `window` of each parameter of a slow level among its state.
+
+        Zero if there is none (`has_window`), so that a fresh state has all that a later one has.
+        """
+        self._make_state()
+        hook = self.register_state_dict_post_hook(add_windows, prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -104,14 +120,16 @@ class Leveled(torch.optim.Optimizer):
         windows: dict[Tensor, Tensor] = {}
 
         def take(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-            windows.update(_windows_of(state, self.param_groups))
+            windows.update(windows_of(state, self.param_groups))
             bare = {
-                index: {key: value for key, value in entries.items() if key != "window"}
+                index: {k: v for k, v in entries.items() if k not in ("window", "has_window")}
                 for index, entries in state["state"].items()
             }
             bare = {index: kept for index, kept in bare.items() if kept}
             if isinstance(self.inner, MatrixOptimizer):
                 examine_state(self.inner, {**state, "state": bare})
+            elif type(self.inner).__module__.startswith("torch.optim"):
+                refuse_shapes(bare, state["param_groups"], self.param_groups)
             return {**state, "state": bare}
 
         def put(_: torch.optim.Optimizer) -> None:
@@ -129,13 +147,55 @@ class Leveled(torch.optim.Optimizer):
             vars(self.inner).pop("_saved", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "inner": self.inner, "_windows": self._windows}
+        own = {name: getattr(self, name) for name in ("inner", "_windows", "_lazy")}
+        return super().__getstate__() | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "inner" not in state:  # from load_state_dict: the wrapped one shares what was loaded
             shared = {"state": self.state, "param_groups": list(self.param_groups)}
             self.inner.__setstate__(shared)
+        for group in self.param_groups:
+            group.setdefault("commits", 1)  # written by a version that did not count
+
+    def _is_asked_for_state(self) -> bool:
+        """Whether this is the step of zeros at lr 0 by which torch's distributed checkpoints make
+        state where they find none: it counts as no step, because `state_dict` makes it."""
+        groups = self.param_groups
+        if self.state or any(group["commits"] for group in groups):
+            return False
+        if any(group.get("lr", 1) != 0 for group in groups):
+            return False
+        grads = [p.grad for group in groups for p in group["params"] if p.requires_grad]
+        return not any(grad is None or bool(grad.any()) for grad in grads)
+
+    @torch.no_grad()
+    def _make_state(self) -> None:
+        """The state of levels before their first commit, which begins without it: by a step of
+        zeros at lr 0, as torch's distributed checkpoints make it."""
+        fresh = [
+            group
+            for group in self.param_groups
+            if self._lazy and not group["commits"]
+            and not any(p in self.state for p in group["params"])
+        ]  # fmt: skip
+        if not fresh:
+            return
+        own = [(p, p.grad) for group in fresh for p in group["params"]]
+        rates = [(group, group["lr"]) for group in fresh if "lr" in group]
+        try:
+            for p, _ in own:
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+            for group, lr in rates:
+                group["lr"] = 0 * lr
+            self.inner.state, self.inner.param_groups = self.state, fresh
+            inspect.unwrap(type(self.inner).step)(self.inner)  # no hook hears of it
+        finally:
+            self.inner.param_groups = list(self.param_groups)
+            for group, lr in rates:
+                group["lr"] = lr
+            for p, grad in own:
+                p.grad = grad
 
     def _collect(self, group: Group) -> bool:
         """Adds the step's gradients to the group's window; whether the window is complete."""
@@ -144,7 +204,7 @@ class Leveled(torch.optim.Optimizer):
             for parameter in dict.fromkeys(group["params"]):
                 if parameter.grad is not None:
                     window = self._windows.get(parameter)
-                    self._windows[parameter] = _added(window, parameter.grad)
+                    self._windows[parameter] = added(window, parameter.grad)
         return group["elapsed"] >= group["period"]
 
     def _commit(self, due: list[Group]) -> None:
@@ -154,7 +214,11 @@ class Leveled(torch.optim.Optimizer):
             for group in due:
                 if not _single(group):
                     self._show_windows(group)
+                if self._lazy and not group["commits"]:
+                    for parameter in group["params"]:
+                        self.state.pop(parameter, None)  # of a step for state alone
                 group["elapsed"] = 0
+                group["commits"] += 1
             self.inner.state, self.inner.param_groups = self.state, due
             self.inner.step()
         finally:
@@ -180,90 +244,9 @@ class Leveled(torch.optim.Optimizer):
             )
 
 
-def level_groups(
-    named_parameters: Iterable[tuple[str, Tensor]], periods: Mapping[str, int], *, default: int = 1
-) -> list[Group]:
-    """Parameter groups by name: one per period, the fastest first.
-
-    `level_groups(model.named_parameters(), {"*.levels.2.*": 64, "*.levels.1.*": 8})`: the first
-    pattern (shell style) that fits a name decides, `default` where none does. Parameters that need
-    no gradient are left out. A pattern that decides nothing is a `ConfigError`. [OPTIM-LEVEL-D4]
-    """
-    for period in (*periods.values(), default):
-        _check_level({"period": period, "reduce": "mean"})
-    named = [(name, value) for name, value in named_parameters if value.requires_grad]
-    found: dict[int, list[Tensor]] = {}
-    idle = dict.fromkeys(periods)
-    for name, parameter in named:
-        pattern = next((p for p in periods if fnmatchcase(name, p)), None)
-        idle.pop(pattern, None)  # type: ignore[arg-type]
-        period = default if pattern is None else periods[pattern]
-        found.setdefault(period, []).append(parameter)
-    for pattern in idle:
-        names = [name for name, _ in named]
-        some = ", ".join(names[:4]) + (", ..." if names[4:] else "")
-        hint = did_you_mean(pattern, names)
-        raise ConfigError(
-            f"the pattern {pattern!r} decides no parameter's level; names are {some}.{hint}"
-        )
-    return [{"params": found[period], "period": period} for period in sorted(found)]
-
-
 def _single(group: Group) -> bool:
     """Whether `.grad` is the whole window, so that nothing need be collected."""
     return group["period"] == 1 and group["elapsed"] == 1
-
-
-def _added(window: Tensor | None, grad: Tensor) -> Tensor:
-    wide = grad.detach().to(_WIDER.get(grad.dtype, grad.dtype), copy=window is None)
-    if window is None:
-        return wide
-    return wide + window if window.is_sparse else window.add_(wide)
-
-
-def _add_windows(optimizer: Any, state: dict[str, Any]) -> None:
-    """Puts running windows beside what the wrapped optimiser keeps of a parameter."""
-    for index, parameter in _indexed(state["param_groups"], optimizer.param_groups):
-        window = optimizer._windows.get(parameter)
-        if window is not None:
-            state["state"][index] = {**state["state"].get(index, {}), "window": window}
-
-
-def _windows_of(state: dict[str, Any], groups: list[Group]) -> dict[Tensor, Tensor]:
-    """Copies of the running windows of a state dict; their dtype is not the parameter's."""
-    for number, group in enumerate(state["param_groups"]):
-        if "period" not in group or "elapsed" not in group:
-            raise CheckpointError(
-                f"param_groups[{number}] of the state has no period: another optimiser wrote it; "
-                "load it into one of that kind"
-            )
-    return {
-        parameter: entries["window"].detach().to(parameter.device, copy=True)
-        for index, parameter in _indexed(state["param_groups"], groups)
-        if "window" in (entries := state["state"].get(index, {}))
-    }
-
-
-def _indexed(saved: list[Group], groups: list[Group]) -> list[tuple[int, Tensor]]:
-    """Parameters with their numbers in a state dict; torch reports groups that do not fit."""
-    return [
-        pair
-        for ours, theirs in zip(groups, saved, strict=False)
-        for pair in zip(theirs["params"], ours["params"], strict=False)
-    ]
-
-
-def _check_level(group: Group) -> None:
-    period, reduce = group["period"], group["reduce"]
-    if type(period) is not int or period < 1:
-        raise ConfigError(f"period must be an integer >= 1, got {shorten(period)}")
-    if reduce not in ("mean", "sum"):
-        raise ConfigError(f"reduce must be 'mean' or 'sum', got {shorten(reduce)}")
-    if period > 1 and group.get("differentiable"):
-        raise ConfigError(
-            f"differentiable=True with period={period}: a window keeps no graph of its steps; "
-            "use period=1 for this group"
-        )
 
 
 def _refuse_namesakes(inner: torch.optim.Optimizer, own: Group) -> None:

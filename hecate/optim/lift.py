@@ -8,6 +8,7 @@ part (phi(g) - phi(-g)) / 2, which is the map `OddLift`. A lift takes `[rows, d_
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,16 +17,37 @@ import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.phi import ELU, FeatureMap, Identity, Linear, OddLift, Params, Polynomial, RandomFourier
+from hecate.optim.tensors import largest
+from hecate.phi import (
+    ELU,
+    Compose,
+    FeatureMap,
+    Identity,
+    Linear,
+    Normalise,
+    OddLift,
+    Params,
+    Polynomial,
+    RandomFourier,
+)
 from hecate.phi.elementwise import Elementwise
 
 LiftName = Literal["identity", "vjp", "pinv", "learned", "prefix", "callable"]
 LIFTS = ("identity", "vjp", "pinv", "learned", "prefix", "callable")
-Scale = Literal["none", "rms", "unit"]
+Scale = Literal["none", "rms", "unit", "restored"]
 Call = Callable[[Tensor, Tensor], Tensor]
 
 RISING = {"identity", "elu", "exp", "sigmoid", "softplus", "tanh"}  # strictly, in every component
 HALVES = {"gelu_shifted", "leaky_relu_squared", "relu", "squared_relu"}  # their odd part rises
+STEADY = {
+    "elu",
+    "gelu_shifted",
+    "identity",
+    "relu",
+    "sigmoid",
+    "softplus",
+    "tanh",
+}  # of bounded slope
 PROBE = 67  # no multiple of a vector register: a kernel's main loop and its tail both run
 
 
@@ -43,12 +65,27 @@ def on_numbers(feature_map: FeatureMap) -> bool:
 
 def choose(feature_map: FeatureMap) -> LiftName:
     """What `lift="auto"` means: identity where components keep their sign, pinv where features
-    decode linearly, else vjp."""
+    decode linearly or forget lengths, else vjp."""
     inner = feature_map.inner if isinstance(feature_map, OddLift) else feature_map
     rising = RISING | HALVES if isinstance(feature_map, OddLift) else RISING
     if inner.kind in rising:
         return "identity"
-    return "pinv" if isinstance(inner, Linear | RandomFourier) else "vjp"
+    decodes = isinstance(inner, Linear | RandomFourier) or _forgets_length(inner)
+    return "pinv" if decodes else "vjp"
+
+
+def _forgets_length(feature_map: FeatureMap) -> bool:
+    """Whether phi(c x) = phi(x), so that J_phi(x) x = 0 and no update of vjp descends."""
+    first = feature_map.maps[0] if isinstance(feature_map, Compose) else feature_map
+    return isinstance(first, Normalise) and first.inner.traits().degree is not None
+
+
+def choose_scale(feature_map: FeatureMap, lift: str) -> Scale:
+    """What `input_scale="auto"` means: none where updates descend at gradients of any length, which
+    are those of maps of degree 1 and, taken as they are, of `STEADY` ones; else restored."""
+    inner = feature_map.inner if isinstance(feature_map, OddLift) else feature_map
+    steady = lift == "identity" and inner.kind in STEADY
+    return "none" if steady or inner.traits().degree == 1 else "restored"
 
 
 def refuse_lift(feature_map: FeatureMap, lift: str, width: int) -> None:
@@ -82,6 +119,7 @@ class RowMap:
     call: Call | None = None
     zero: Tensor | None = None
     mask: bool = False
+    gain: float = 1.0  # |u| / |g| of Gaussian rows, divided out
 
     def features(self, g: Tensor) -> tuple[Tensor, Any]:
         """phi~(g) `[n, d_phi]`, and the residuals of phi's VJP."""
@@ -91,14 +129,19 @@ class RowMap:
         if self.mask:
             moved = g != 0 if self.on_numbers else (g != 0).any(-1, keepdim=True)
             features = torch.where(moved, features, 0)
+        if self.scale == "restored":
+            features = features * length(g)
         return features, residuals
+
+    def target(self, g: Tensor) -> Tensor:
+        """What P phi~(g) ought to be."""
+        return g if self.scale == "restored" else scaled(g, self.scale)
 
     def back(self, held: Tensor, g: Tensor, residuals: Any) -> Tensor:
         """P held `[n, columns]`; the Jacobian of `vjp` is that at g."""
-        if self.lift == "identity":
-            return held
-        if self.lift == "vjp":
-            return self.feature_map.vjp(residuals, held)[0]
+        if self.lift in ("identity", "vjp"):
+            lifted = held if self.lift == "identity" else self.feature_map.vjp(residuals, held)[0]
+            return lifted if self.gain == 1 else lifted / self.gain
         if self.lift == "prefix":
             first = 0 if getattr(self.feature_map, "form", "") == "raw" else 1
             return held[..., first : first + g.shape[-1]]
@@ -136,13 +179,16 @@ class RowMap:
 
 
 def scaled(g: Tensor, scale: Scale) -> Tensor:
-    """Rows as they are, divided by their root mean square, or by their norm; zero rows stay."""
+    """Rows as phi gets them: as they are, or divided by their root mean square or their length."""
     if scale == "none":
         return g
-    length = g.square().sum(-1, keepdim=True)
-    if scale == "rms":
-        length = length / g.shape[-1]
-    return g * torch.where(length > 0, length, 1).rsqrt()
+    return g / (length(g) / math.sqrt(g.shape[-1]) if scale == "rms" else length(g))
+
+
+def length(g: Tensor) -> Tensor:
+    """|row|, `[..., 1]`, at any size that the dtype has; 1 for a row of zeros."""
+    size = largest(g, -1)
+    return size * (g / size).norm(dim=-1, keepdim=True).clamp(min=1)
 
 
 def called(call: Call, held: Tensor, g: Tensor) -> Tensor:
@@ -192,7 +238,7 @@ def calibrated(row_map: RowMap, width: int, seed: int, ridge: float) -> tuple[Te
     rows = torch.randn(2 * count, width, dtype=torch.float64, generator=generator)
     with torch.no_grad():
         features = row_map.features(rows)[0]
-        rows = scaled(rows, row_map.scale)
+        rows = row_map.target(rows)
         fit, seen = features[:count], rows[:count]
         gram = fit.T @ fit / count
         if ridge:
@@ -200,3 +246,19 @@ def calibrated(row_map: RowMap, width: int, seed: int, ridge: float) -> tuple[Te
         decoder = torch.linalg.pinv(gram, hermitian=True) @ (fit.T @ seen / count)
         missed = features[count:] @ decoder - rows[count:]
     return decoder, float(missed.norm() / rows[count:].norm())
+
+
+def gauged(row_map: RowMap, like: Tensor, seed: int) -> tuple[float, float]:
+    """Of seeded Gaussian rows and their updates u: |u| / |g|, and the cosine <u, g> / (|u| |g|).
+
+    In the dtype of `like`, whose rounding may be all that is left. Without updates (a constant
+    map) the gain is 1 and the cosine 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = 32, like.shape[-1]
+    rows = torch.randn(shape, dtype=torch.float64, generator=generator).to(like.dtype)
+    with torch.no_grad():
+        updates = row_map(rows).double()
+        rows = rows.double()
+    gain, power = updates.norm() / rows.norm(), updates.norm() * rows.norm()
+    return (float(gain), float((updates * rows).sum() / power)) if power > 0 else (1.0, 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,7 +19,6 @@ from hecate.optim.options import (
     StateDtype,
     check_choice,
     check_count,
-    check_number,
     common_options,
     name_of,
 )
@@ -61,6 +62,10 @@ class M3(MatrixOptimizer):
         *MatrixOptimizer.structural, "accumulate", "second_moment", "vectors", "slow_period",
     )  # fmt: skip
 
+    numbers: ClassVar[Mapping[str, float]] = {
+        **MatrixOptimizer.numbers, "momentum": 1, "slow_momentum": 1, "retain": 1, "slow": math.inf,
+    }  # fmt: skip
+
     def __init__(
         self,
         params: ParamsT,
@@ -94,9 +99,6 @@ class M3(MatrixOptimizer):
     def check(self, group: Group) -> None:
         """Refuses options that mean nothing."""
         super().check(group)
-        for name in ("momentum", "slow_momentum", "retain"):
-            check_number(group, name, high=1.0)
-        check_number(group, "slow")
         check_count(group, "slow_period")
         check_choice(group, "accumulate", ("sum", "ema_mean", "ema_last"))
         check_choice(group, "second_moment", ("none", "before", "after"))

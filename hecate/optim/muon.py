@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -13,7 +16,6 @@ from hecate.optim.options import (
     MatrixView,
     OnNonfinite,
     StateDtype,
-    check_number,
     common_options,
     name_of,
 )
@@ -45,6 +47,8 @@ class Muon(MatrixOptimizer):
     2512.24695), eq. 42. [OPT-MUON-D1]
     """
 
+    numbers: ClassVar[Mapping[str, float]] = {**MatrixOptimizer.numbers, "momentum": 1}
+
     def __init__(
         self,
         params: ParamsT,
@@ -72,7 +76,6 @@ class Muon(MatrixOptimizer):
     def check(self, group: Group) -> None:
         """Refuses options that mean nothing, and vectors."""
         super().check(group)
-        check_number(group, "momentum", high=1.0)
         check_muon_steps(group)
         for p in group["params"]:
             if p.ndim < 2:

@@ -49,8 +49,6 @@ def check_common(group: Group) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ConfigError(f"Tensor lr must be 1-element, got shape {list(lr.shape)}")
-    check_number(group, "lr")
-    check_number(group, "weight_decay")
     for name in sorted(FLAGS & group.keys()):
         check_choice(group, name, (True, False))
     check_choice(group, "foreach", (None, True, False))
@@ -79,7 +77,7 @@ def check_used(
 
 
 def check_number(group: Group, name: str, low: float = 0.0, high: float = math.inf) -> None:
-    """Refuses what is not a number in [low, high], or a tensor that holds one."""
+    """Refuses what is not a number in [low, high], or a tensor that holds one; low is about 0."""
     value = group[name]
     if isinstance(value, Tensor) and not can_inspect(value):
         return
@@ -87,7 +85,7 @@ def check_number(group: Group, name: str, low: float = 0.0, high: float = math.i
     fits = isinstance(number, int | float) and not isinstance(number, bool)
     if not fits or not low <= number <= high or number == math.inf:
         bound = "" if high == math.inf else f" and at most {high:g}"
-        raise ConfigError(f"{name} must be a finite number of at least {low:g}{bound}, got {value}")
+        raise ConfigError(f"{name} must be a finite number of at least 0{bound}, got {value!r}")
 
 
 def check_count(group: Group, name: str, most: int | None = None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hecate.optim.base import State, put
 from hecate.optim.internal import GRAM, learn_lift, learn_phi, own_phi
-from hecate.optim.lift import RowMap, on_numbers, scaled
+from hecate.optim.lift import RowMap, on_numbers
 from hecate.optim.options import (
     Group,
 )
@@ -140,8 +140,8 @@ class Rowwise:
             row_map = own_phi(row_map, state, rows)
         features, residuals = row_map.features(rows)
         if GRAM in state:
-            target = scaled(rows, row_map.scale)
-            decoder = learn_lift(state, features, target, self.group["forget"], self.group["ridge"])
+            forget, ridge = self.group["forget"], self.group["ridge"]
+            decoder = learn_lift(state, features, row_map.target(rows), forget, ridge)
             row_map = row_map.decoded(decoder.to(rows))
         return Batch(members, rows, row_map, features, residuals)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from hecate.errors import ConfigError
 from hecate.optim.base import State, zeros_like_state
 from hecate.optim.internal import fresh_lift, fresh_phi
-from hecate.optim.lift import LIFTS, Call, Scale, choose, refuse_lift
+from hecate.optim.lift import LIFTS, Call, Scale, choose, choose_scale, refuse_lift
 from hecate.optim.options import (
     Group,
     MatrixView,
@@ -49,14 +50,20 @@ class PhiMomentum(PhiOptimizer):
     the memories, applied to the rows of the gradient's matrix; phi~ is phi centred, phi(g) -
     phi(0), or odd-lifted, (phi(g) - phi(-g)) / 2, so that a gradient of zero moves nothing; the
     lift P takes features back. With `Identity` this is `torch.optim.SGD` with momentum, bit for
-    bit. `form="hope"` is m <- momentum m - lr P phi~(g), w <- w + m, as printed; both agree while
+    bit; in half precision with `state_dtype="parameter"`, with weight_decay with `decoupled=False`.
+    `form="hope"` is m <- momentum m - lr P phi~(g), w <- w + m, as printed; both agree while
     lr is constant.
 
     lift: `identity` (equal widths); `vjp`, J^T phi~(g) with the map's own derivative; `pinv`, a
     linear decoder fitted once to Gaussian rows; `learned`, the same fitted to the gradients seen,
     discounted by `forget`; `prefix`, a polynomial's features of degree 1; or a function of
-    (features, rows). `auto` takes identity where components keep their sign, pinv for linear and
-    random_fourier, else vjp; the group then says which.
+    (features, rows). `auto` takes identity where components keep their sign, pinv for linear,
+    random_fourier and what forgets lengths (normalise), else vjp; the group then says which.
+    input_scale: what phi gets. `restored` gives it rows at length 1, multiplies features by the
+    row's length, and divides what identity and vjp make of them by their gain on Gaussian rows:
+    updates are about as long as gradients, at any length. It warns where they do not descend. `rms`
+    and `unit` restore nothing: steps have one length for all gradients. `none` leaves rows as they
+    are. `auto` is restored, but none for maps of degree 1 and for identity through bounded slopes.
     space: where m lives. `phi` holds `[rows, d_phi]` and lifts what it holds; with vjp by the
     Jacobian at the present gradient, which is another rule than `weight`.
     precondition: `diagonal` u / (sqrt(v) + eps) or `kronecker` L^(-1/4) u R^(-1/4), of the lifted
@@ -73,13 +80,18 @@ class PhiMomentum(PhiOptimizer):
     Cost: identity and componentwise maps are memory-bound; others O(numel d_phi) a step. Sharded
     parameters are gathered only where rows are cut, or phi_lr, a learned lift, kronecker or
     orthogonalize need all of them.
-    Warning: `vjp` through random Fourier features and other bounded maps vanishes for long rows;
-    scale them (`input_scale="unit"`).
+    Warning: with `input_scale="none"` a lift serves gradients of the lengths it was made for: vjp
+    through bounded maps vanishes for long rows, pinv through random Fourier features climbs.
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 51. [OPT-PHI-D1]
     """
 
     structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "space", "precondition")
     carried: ClassVar[tuple[str, ...]] = (*PhiOptimizer.carried, "_guarded")
+    numbers: ClassVar[Mapping[str, float]] = {
+        **PhiOptimizer.numbers,
+        **dict.fromkeys(("momentum", "dampening", "forget", "retain"), 1),
+        **dict.fromkeys(("phi_lr", "eps"), math.inf),
+    }
 
     def __init__(
         self,
@@ -93,7 +105,7 @@ class PhiMomentum(PhiOptimizer):
         odd: bool | None = None,
         form: Literal["torch", "hope"] = "torch",
         space: Literal["weight", "phi"] = "weight",
-        input_scale: Scale = "none",
+        input_scale: Scale | Literal["auto"] = "auto",
         precondition: Literal["diagonal", "kronecker"] | None = None,
         orthogonalize: bool | Mapping[str, Any] = False,
         guard: Literal["none", "skip", "flip"] = "none",
@@ -136,10 +148,6 @@ class PhiMomentum(PhiOptimizer):
         group["orthogonalize"] = settings(group["orthogonalize"])
         super().check(group)
         self._check_lift(group)
-        for name in ("momentum", "dampening", "forget", "retain"):
-            check_number(group, name, high=1.0)
-        for name in ("phi_lr", "eps"):
-            check_number(group, name)
         check_choice(group, "form", ("torch", "hope"))
         check_choice(group, "space", ("weight", "phi"))
         check_choice(group, "guard", ("none", "skip", "flip"))
@@ -163,6 +171,9 @@ class PhiMomentum(PhiOptimizer):
         feature_map = map_of(group)
         if group["lift"] == "auto":
             group["lift"] = choose(feature_map)
+        if group["input_scale"] == "auto":
+            group["input_scale"] = choose_scale(feature_map, group["lift"])
+        check_choice(group, "input_scale", ("none", "rms", "unit", "restored"))
         if group["ridge"] is None:
             group["ridge"] = 1e-6 if group["lift"] == "learned" else 0.0
         check_choice(group, "lift", LIFTS)
@@ -174,7 +185,8 @@ class PhiMomentum(PhiOptimizer):
             refuse_lift(feature_map, group["lift"], width)
 
     def _check_learning(self, group: Group) -> None:
-        if group["phi_lr"] and not any(self.drawn(group, w)["learned"] for w in self.widths(group)):
+        drawn = [self.drawn(group, width)["learned"] for width in self.widths(group)]
+        if group["phi_lr"] and drawn and not any(drawn):
             raise ConfigError(
                 f"phi_lr trains learned parameters, {group['feature_map']['kind']!r} has none; "
                 "leave it at 0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from hecate.optim.lift import (
     RowMap,
     calibrated,
     checksum,
+    gauged,
     initial,
     needs_odd,
     placed,
@@ -28,6 +30,7 @@ from hecate.optim.options import (
 from hecate.optim.tensors import as_matrix, outline
 from hecate.phi import FeatureMap, OddLift, Params
 
+LEVEL = 0.01  # a cosine below this is no descent
 # What a row map is made of.
 MADE_OF = ("feature_map", "odd", "center", "input_scale", "lift", "ridge", "seed")
 
@@ -80,7 +83,6 @@ class PhiOptimizer(MatrixOptimizer):
         if group["odd"] is None:
             group["odd"] = group["center"] and needs_odd(plain)
         group["feature_map"] = plain.model_dump()
-        check_choice(group, "input_scale", ("none", "rms", "unit"))
         if not (group["center"] or group["odd"] or plain.parity == "odd"):
             warnings.warn(
                 f"center=False with {plain.kind!r}: a gradient of zero moves weights, by "
@@ -106,7 +108,8 @@ class PhiOptimizer(MatrixOptimizer):
 
     def widths(self, group: Group) -> list[int]:
         """The widths of rows in a group."""
-        return sorted({self.rows_of(outline(p), group).shape[-1] for p in group["params"]})
+        params = [p for p in group["params"] if p.numel()]
+        return sorted({self.rows_of(outline(p), group).shape[-1] for p in params})
 
     def decode_errors(self) -> dict[int, float]:
         """By row width: what share of a Gaussian row the lift `pinv` misses."""
@@ -135,29 +138,50 @@ class PhiOptimizer(MatrixOptimizer):
         error = None
         if made.lift == "pinv":
             made, error = self._decoded(group, made, like)
+        elif made.scale == "restored" and made.lift in ("identity", "vjp"):
+            made = self._gauged(group, made, like)
         with torch.no_grad():
             return made.with_params(placed(exact, like), like), error
 
     def _decoded(self, group: Group, made: RowMap, like: Tensor) -> tuple[RowMap, float]:
         width = like.shape[-1]
-        exact = torch.zeros(1, width, dtype=torch.float64)
-        with torch.no_grad():
-            wide = made.with_params(placed(made.params, exact), exact)
-        decoder, error = calibrated(wide, width, group["seed"], group["ridge"])
+        exact = _on_cpu(made, width, torch.float64)
+        decoder, error = calibrated(exact, width, group["seed"], group["ridge"])
         if error > group["max_decode_error"]:
+            advice = "input_scale='restored', " if made.scale == "none" else ""
             raise ConfigError(
                 f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through "
                 f"{made.feature_map.kind!r}, more than max_decode_error = "
-                f"{group['max_decode_error']}; use input_scale='unit', more features, a wider "
-                "bandwidth, or lift='vjp'"
+                f"{group['max_decode_error']}; use {advice}more features, a wider bandwidth, or "
+                "lift='vjp'"
             )
         return made.decoded(decoder.to(like)), error
+
+    def _gauged(self, group: Group, made: RowMap, like: Tensor) -> RowMap:
+        """The map with updates as long as Gaussian rows; warns if they do not descend."""
+        width = like.shape[-1]
+        gain, cosine = gauged(_on_cpu(made, width, like.dtype), like, group["seed"])
+        if cosine < LEVEL:
+            warnings.warn(
+                f"updates of Gaussian rows of {width} by {made.feature_map.kind!r} and lift "
+                f"{made.lift!r} have the cosine {cosine:.3f} with them, so that no step descends; "
+                "use lift='pinv' or another feature_map",
+                stacklevel=8,
+            )
+        return replace(made, gain=gain)
 
     def drawn(self, group: Group, width: int) -> Params:
         """phi's parameters for rows of a width, in float64, or those that were given."""
         if width in self._given:
             return self._given[width]
         return initial(map_of(group), width, group["seed"])
+
+
+def _on_cpu(made: RowMap, width: int, dtype: torch.dtype) -> RowMap:
+    """The map where it is calibrated, alike on every device."""
+    like = torch.zeros(1, width, dtype=dtype)
+    with torch.no_grad():
+        return made.with_params(placed(made.params, like), like)
 
 
 def map_of(group: Group) -> FeatureMap:

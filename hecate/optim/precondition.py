@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hecate.errors import NonFiniteError
 from hecate.optim.tensors import Bulk
 
 SQUARE, ROWS, COLUMNS = "square", "kronecker_rows", "kronecker_columns"
@@ -48,7 +49,14 @@ def kronecker(
 
 def root(factor: Tensor, eps: float) -> Tensor:
     """(A + eps max(eigenvalue))^(-1/4) of a positive semi-definite A."""
-    values, vectors = torch.linalg.eigh(factor)
+    try:
+        values, vectors = torch.linalg.eigh(factor)
+    except torch.linalg.LinAlgError:
+        raise NonFiniteError(
+            f"precondition 'kronecker' met statistics without eigenvalues, {list(factor.shape)}: "
+            f"squares of an update left {factor.dtype}, or a NaN came by on_nonfinite='propagate'; "
+            "clip gradients, or use precondition 'diagonal'"
+        ) from None
     values = values.clamp(min=0)
     damped = values + eps * values[-1:] + torch.finfo(values.dtype).tiny
     return (vectors * damped.pow(-0.25)) @ vectors.mT

@@ -49,6 +49,24 @@ def put_back(value: Tensor, found: Tensor) -> None:
     value.to_local().detach().copy_(mine)  # type: ignore[attr-defined]
 
 
+def agreed(params: list[Tensor], bad: set[Tensor]) -> set[Tensor]:
+    """Those of params that are bad on any process with a part of them, in the same order there.
+
+    One reduction of a flag for each parameter (for a mesh of several dimensions: along each), and
+    none where nothing is sharded.
+    """
+    meshes = dict.fromkeys(p.device_mesh for p in params if is_sharded(p))  # type: ignore[attr-defined]
+    if not meshes or torch.compiler.is_compiling():
+        return bad
+    from torch import distributed
+
+    device = next(iter(meshes)).device_type
+    flags = torch.tensor([p in bad for p in params], dtype=torch.int32, device=device)
+    for group in dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups()):
+        distributed.all_reduce(flags, distributed.ReduceOp.MAX, group)
+    return {p for p, flag in zip(params, flags.tolist(), strict=True) if flag}
+
+
 def like(p: Tensor, mine: Tensor) -> Tensor:
     """`mine`, this process's rows, as a tensor placed as `p`: first dimension as p's."""
     if not is_sharded(p):

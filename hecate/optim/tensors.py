@@ -29,6 +29,14 @@ def as_matrix(x: Tensor, view: str) -> Tensor:
     return x.flatten(1) if view == "flatten" else x.reshape(-1, x.shape[-1])
 
 
+def largest(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """The largest |entry| along dim, kept as a dimension of 1; where all are zero, 1."""
+    if not x.numel():
+        return x.detach().sum(dim, keepdim=True) + 1
+    found = x.detach().abs().amax(dim, keepdim=True)
+    return torch.where(found > 0, found, 1)
+
+
 def outline(p: Tensor) -> Tensor:
     """p's shape without its numbers, for questions that a shard of uneven parts would refuse."""
     return torch.empty(p.shape, device="meta")

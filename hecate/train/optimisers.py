@@ -89,7 +89,7 @@ class PhiMomentum(OptimizerKind):
     odd: bool | None = None
     form: Literal["torch", "hope"] = "torch"
     space: Literal["weight", "phi"] = "weight"
-    input_scale: Scale = "none"
+    input_scale: Scale | Literal["auto"] = "auto"
     precondition: Literal["diagonal", "kronecker"] | None = None
     orthogonalize: bool = False
     guard: Literal["none", "skip", "flip"] = "none"
@@ -122,7 +122,7 @@ class KernelMomentum(OptimizerKind):
     center: bool = True
     keys: Literal["columns", "rows"] = "columns"
     odd: bool | None = None
-    input_scale: Scale = "unit"
+    input_scale: Literal["none", "rms", "unit"] = "unit"
     seed: int = Field(0, ge=0, lt=1 << 63)
     matrix: View = "flatten"
     factory: ClassVar[Callable[..., torch.optim.Optimizer]] = optim.KernelMomentum

@@ -11,6 +11,7 @@ from torch import nn
 from hecate.data import Loader, Source
 from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from hecate.models import LanguageModel
+from hecate.optim import Leveled
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig
 from hecate.train.evaluate import Score, batch_loss, evaluate
@@ -94,6 +95,8 @@ class Trainer:
             ) from error
         for optimizer in self.optimizers.values():
             optimizer.step()
+            if self.step + 1 == budget.steps and isinstance(optimizer, Leveled):
+                optimizer.flush()
         self.step += 1
         return StepResult(value, norm, lr, tokens.numel())
 

@@ -328,9 +328,11 @@ FAULTS = [
         ("leveled", 'window / group["elapsed"]', 'window / (group["elapsed"] + 1)'),
         ("leveled", "self.inner.state, self.inner.param_groups = self.state, due", "self.inner.state = self.state"),
         ("leveled", "self._windows.pop(parameter, None)", "self._windows.get(parameter)"),
-        ("leveled", "copy=window is None", "copy=False"),
+        ("windows", "copy=window is None", "copy=False"),
         ("leveled", "self._windows = windows\n", "self._windows.update(windows)\n"),
         ("leveled", "self.inner.__setstate__(shared)", "pass"),
+        ("leveled", "self.state.pop(parameter, None)", "pass"),
+        ("leveled", 'if self.state or any(group["commits"] for group in groups):', "if True:"),
     ),
     *_of(
         "studies",

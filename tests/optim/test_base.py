@@ -227,7 +227,10 @@ REFUSED = [
     ({"feature_map": phi.Linear(d_phi=2), "lift": "identity"}, "makes 2 of 4"),
     ({"feature_map": "elu", "lift": "prefix"}, "features of degree 1"),
     ({"lift": "callable"}, "pass it as lift="),
-    ({"feature_map": phi.RandomFourier(d_phi=8)}, r"misses \d\.\d+ of a Gaussian row of 4"),
+    (
+        {"feature_map": phi.RandomFourier(d_phi=8), "input_scale": "none"},
+        r"misses \d\.\d+ of a Gaussian row of 4",
+    ),
     ({"differentiable": True, "precondition": "kronecker"}, "does not reach through"),
     ({"feature_map": "eluu"}, "elu"),
     ({"decoupled": "no"}, "decoupled must be one of"),

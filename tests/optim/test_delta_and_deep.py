@@ -331,11 +331,6 @@ def test_refused(cls, options, message):
         cls([parameter(2, 3)], **options)
 
 
-def test_a_network_needs_rows():
-    with pytest.raises(ConfigError, match="no rows"):
-        DeepMomentum([parameter(0, 3)])
-
-
 # All of them: what depends on lr and momentum can be differentiated.
 
 

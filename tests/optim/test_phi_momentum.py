@@ -75,7 +75,7 @@ def both(name: str, lift: str, **options):
         theirs["decay"] = theirs.pop("weight_decay")
     if "input_scale" in theirs:
         theirs["scale"] = theirs.pop("input_scale")
-    options.setdefault("odd", name == "relu")
+    options = {"odd": name == "relu", "input_scale": "none"} | options
     theirs.setdefault("odd", options["odd"])
     optimizer = PhiMomentum(
         [w],
@@ -93,6 +93,8 @@ def both(name: str, lift: str, **options):
             if name == "linear"
             else optimizer.row_map(optimizer.param_groups[0], w.data).decoder.numpy()
         )
+    if options["input_scale"] == "restored":
+        ref.gain = ref.gauge(C)
     return w, optimizer, ref
 
 
@@ -127,6 +129,8 @@ def test_reference(name, lift, form, space):
         {"weight_decay": 0.1},
         {"input_scale": "unit"},
         {"input_scale": "rms"},
+        {"input_scale": "restored"},
+        {"input_scale": "restored", "space": "phi"},
         {"guard": "skip"},
         {"guard": "flip"},
         {"odd": True},
@@ -249,7 +253,9 @@ def test_lifts_that_are_plain_momentum(options, space):
 def test_vjp_of_a_polynomial_is_a_positive_multiple_of_the_gradient():
     w = parameter(5, C)
     g = parameter(5, C, seed=1).detach()
-    optimizer = PhiMomentum([w], feature_map=phi.Polynomial(degree=3), lift="vjp")
+    optimizer = PhiMomentum(
+        [w], feature_map=phi.Polynomial(degree=3), lift="vjp", input_scale="none"
+    )
     u = optimizer.row_map(optimizer.param_groups[0], g)(g)
     power = g.square().sum(-1, keepdim=True)
     # 1/2 sum_i |g|^(2i) / i!, differentiated.

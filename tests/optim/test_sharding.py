@@ -22,7 +22,7 @@ WAVES = {"feature_map": phi.RandomFourier(d_phi=32, sigma=4.0)}
 RFF = {**WAVES, "lift": "vjp"}
 ROWWISE = [
     {},
-    {"feature_map": phi.ELU(), "weight_decay": 0.1, "nesterov": True},
+    {"feature_map": phi.ELU(), "weight_decay": 0.1, "nesterov": True, "on_nonfinite": "propagate"},
     {**RFF, "space": "phi"},
     {**RFF, "precondition": "diagonal", "guard": "flip", "input_scale": "unit"},
     {"feature_map": phi.Linear(d_phi=9), "lift": "pinv"},
@@ -68,6 +68,7 @@ def same_as_whole(mesh, options: dict) -> None:
         torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for p in whole
     ]
     one, two = PhiMomentum(whole, 0.05, **options), PhiMomentum(spread, 0.05, **options)
+    looks = options.get("on_nonfinite") != "propagate"  # at one flag per parameter, in one message
     for step in range(4):
         for i, (p, q) in enumerate(zip(whole, spread, strict=True)):
             p.grad = draw(p.shape, 100 * step + i)
@@ -75,7 +76,7 @@ def same_as_whole(mesh, options: dict) -> None:
         one.step()
         with CommDebugMode() as counted:
             two.step()
-        assert counted.get_total_counts() == 0, counted.get_comm_counts()
+        assert counted.get_total_counts() == looks, counted.get_comm_counts()
     for p, q in zip(whole, spread, strict=True):
         torch.testing.assert_close(q.full_tensor().detach(), p.detach(), rtol=1e-12, atol=1e-12)
         for key, value in one.state[p].items():
@@ -119,6 +120,43 @@ def gathered_exactly(mesh, cls, options: dict, placement, shapes=()) -> None:
             assert torch.equal(found, value), (cls, options, key)
 
 
+def bad_on_one_process(mesh, cls, options: dict) -> None:
+    """A NaN in one process's part: all raise and nothing moves, or all leave that parameter."""
+    values = [draw((6, 4), 1), draw((8, 4), 2), draw((3, 4), 3)]
+    spread = [torch.nn.Parameter(distribute_tensor(v.clone(), mesh, [Shard(0)])) for v in values]
+    plain = torch.nn.Parameter(draw((2, 4), 4))
+    params = [*spread, plain]
+    optimizer = cls(params, 0.05, **options)
+
+    def step(bad: int) -> None:
+        for i, p in enumerate(params):
+            p.grad = torch.ones_like(p)
+            if i == bad and dist.get_rank() == dist.get_world_size() - 1:
+                (p.grad.to_local() if i < 3 else p.grad)[0] = float("nan")
+        optimizer.step()
+
+    def numbers() -> list[torch.Tensor]:
+        held = [x for state in optimizer.state.values() for x in state.values()]
+        every = (x.full_tensor() if isinstance(x, DTensor) else x for x in (*params, *held))
+        return [x.detach().clone() for x in every]
+
+    step(-1)
+    for bad in (1, 3):
+        before = numbers()
+        with pytest.raises(NonFiniteError, match=f"gradient of parameter {bad} .* nothing was"):
+            step(bad)
+        assert all(torch.equal(x, y) for x, y in zip(before, numbers(), strict=True))
+        optimizer.param_groups[0]["on_nonfinite"] = "skip"
+        step(bad)
+        still = [torch.equal(x, y) for x, y in zip(before[:4], numbers()[:4], strict=True)]
+        assert still == [i == bad for i in range(4)], (cls, bad, still)
+        optimizer.param_groups[0]["on_nonfinite"] = "raise"
+    optimizer.param_groups[0]["on_nonfinite"] = "propagate"
+    step(1)  # nobody looks, nobody waits
+    step(-1)
+    assert torch.isnan(spread[1].full_tensor()).any()
+
+
 def same_under_fsdp() -> None:
     def model() -> torch.nn.Module:
         made = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
@@ -159,6 +197,9 @@ def worker(rank: int, world: int, port: int, failures) -> None:
         mesh = init_device_mesh("cpu", (world,))
         for cls, options in GATHERING:
             gathered_exactly(mesh, cls, options, lambda p: Shard(0))
+        chosen = [GATHERING[0], *GATHERING[1:10:2], (PhiMomentum, {}), (PhiMomentum, RFF)]
+        for cls, options in chosen:
+            bad_on_one_process(mesh, cls, options)
         gathered_exactly(mesh, Muon, {"matrix": "last"}, lambda p: Shard(1))
         gathered_exactly(mesh, DeepMomentum, {"width": 3}, lambda p: Shard(p.ndim - 1))
         gathered_exactly(mesh, Muon, {}, lambda p: Replicate())
@@ -182,7 +223,8 @@ def worker(rank: int, world: int, port: int, failures) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.spec("OPT-SHARD-D1", "OPT-SHARD-I1", "OPT-SHARD-I2", "OPT-SHARD-D2", "OPT-SHARD-D3")
+@pytest.mark.spec("OPT-SHARD-D1", "OPT-SHARD-D2", "OPT-SHARD-D3", "OPT-SHARD-D4")
+@pytest.mark.spec("OPT-SHARD-I1", "OPT-SHARD-I2")
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_shards_step_as_the_whole_does(world):
     with socket.socket() as free:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 
 class Tanh:
@@ -95,28 +96,38 @@ class PhiMomentum:
     nesterov: bool = False
     dampening: float = 0.0
     decay: float = 0.0
+    gain: float = 1.0
     state: dict[str, Any] = field(default_factory=dict)
+
+    def gauge(self, c):
+        """|u| / |g| of the Gaussian rows that the optimiser draws, the only thing read from it."""
+        draws = torch.Generator().manual_seed(0)
+        rows = torch.randn(32, c, generator=draws, dtype=torch.float64).numpy()
+        x = self._scaled(rows)
+        updates = self._lifted(self._features(x, rows), x, rows)
+        return np.linalg.norm(updates) / np.linalg.norm(rows)
 
     def _scaled(self, g):
         out = g.copy()
         for row in out:
-            length = np.sqrt((row**2).sum() if self.scale == "unit" else (row**2).mean())
+            length = np.sqrt((row**2).mean() if self.scale == "rms" else (row**2).sum())
             if self.scale != "none" and length > 0:
                 row /= length
         return out
 
-    def _features(self, x):
+    def _features(self, x, g):
+        length = np.linalg.norm(g, axis=1, keepdims=True) if self.scale == "restored" else 1
         if self.odd:
-            return (self.phi(x) - self.phi(-x)) / 2
-        return self.phi(x) - (self.phi(np.zeros_like(x)) if self.center else 0)
+            return length * (self.phi(x) - self.phi(-x)) / 2
+        return length * (self.phi(x) - (self.phi(np.zeros_like(x)) if self.center else 0))
 
     def _lifted(self, v, x, g):
         if self.lift == "identity":
-            return v
+            return v / self.gain
         if self.lift == "vjp":
             if self.odd:
-                return (self.phi.pull(x, v) + self.phi.pull(-x, v)) / 2
-            return self.phi.pull(x, v)
+                return (self.phi.pull(x, v) + self.phi.pull(-x, v)) / 2 / self.gain
+            return self.phi.pull(x, v) / self.gain
         if self.lift == "prefix":
             return v[:, : x.shape[1]]
         if self.lift == "callable":
@@ -160,9 +171,9 @@ class PhiMomentum:
 
     def step(self, w, g):
         x = self._scaled(g)
-        features = self._features(x)
+        features = self._features(x, g)
         if self.lift == "learned":
-            self._learn(features, x)
+            self._learn(features, g if self.scale == "restored" else x)
         in_phi = self.space == "phi"
         written = features
         if not in_phi:

@@ -149,6 +149,18 @@ def test_slow_parameters_stand_still_between_commits():
 
 
 @pytest.mark.spec("TRAIN-OPTIM-D4")
+def test_the_last_step_commits_the_windows_that_have_begun():
+    trainer = Trainer(tiny(optim={"periods": SLOW, "warmup": 0}, budget={"steps": 3}))
+    slow = trainer.model.get_parameter("blocks.0.memory.qkv.weight")
+    steps(trainer, 2)
+    before = slow.detach().clone()
+    steps(trainer, 1)
+    assert not torch.equal(slow, before)
+    groups = trainer.checkpoint().facts["optimizer"]["groups"]
+    assert [group["elapsed"] for group in groups] == [0] * len(groups)
+
+
+@pytest.mark.spec("TRAIN-OPTIM-D4")
 def test_periods_of_one_are_the_bare_optimiser():
     one, two = Trainer(tiny()), Trainer(tiny(optim={"periods": {"*": 1}}))
     assert steps(one, 3) == steps(two, 3)

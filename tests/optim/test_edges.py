@@ -1,0 +1,117 @@
+"""Of all optimisers: options that go bad later, parameters without numbers, huge gradients."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+
+from hecate import phi
+from hecate.errors import ConfigError
+from hecate.optim import (
+    DGD,
+    M3,
+    DeepMomentum,
+    DeltaMomentum,
+    KernelMomentum,
+    Leveled,
+    Muon,
+    PhiMomentum,
+)
+
+RFF = phi.RandomFourier(d_phi=16)
+KINDS = {
+    "identity": (PhiMomentum, {}),
+    "random fourier": (PhiMomentum, {"feature_map": RFF}),
+    "phi space": (PhiMomentum, {"feature_map": RFF, "lift": "vjp", "space": "phi"}),
+    "polynomial": (PhiMomentum, {"feature_map": phi.Polynomial(degree=2)}),
+    "learned": (PhiMomentum, {"feature_map": phi.Linear(d_phi=3), "lift": "learned"}),
+    "trained": (PhiMomentum, {"feature_map": phi.MLP(d_hidden=3), "phi_lr": 0.1}),
+    "diagonal": (PhiMomentum, {"precondition": "diagonal"}),
+    "kronecker": (PhiMomentum, {"precondition": "kronecker"}),
+    "orthogonal": (PhiMomentum, {"orthogonalize": {"rescale": True}}),
+    "kernel": (KernelMomentum, {}),
+    "kernel rows": (KernelMomentum, {"keys": "rows", "feature_map": RFF}),
+    "delta": (DeltaMomentum, {}),
+    "delta rows": (DeltaMomentum, {"reading": "rows"}),
+    "delta scalar": (DeltaMomentum, {"reading": "scalar"}),
+    "deep": (DeepMomentum, {}),
+    "deep shared": (DeepMomentum, {"shared": True}),
+    "m3": (M3, {"slow_period": 2}),
+    "m3 row": (M3, {"vectors": "row", "second_moment": "after"}),
+    "muon": (Muon, {}),
+    "dgd": (DGD, {"unattached": "sgd"}),
+    "leveled": (Leveled, {"factory": PhiMomentum, "period": 2}),
+}
+every = pytest.mark.parametrize("name", KINDS)
+SHAPES = [(), (0,), (0, 5), (5, 0), (1,), (3, 0, 2)]
+
+
+def built(name: str, *params: torch.nn.Parameter, lr: float = 0.1, **more):
+    cls, options = KINDS[name]
+    return cls(params, **{"lr": lr, **options, **more})
+
+
+def moved(optimizer: torch.optim.Optimizer, *params: torch.nn.Parameter, steps: int = 4):
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+
+@pytest.mark.spec("OPT-BASE-D5")
+@every
+def test_numbers_that_go_bad_are_refused_before_anything_moves(name):
+    p, q = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+    optimizer = built(name, p, lr=0.1)
+    optimizer.add_param_group({"params": [q]})
+    moved(optimizer, p, q, steps=2)
+    late = optimizer.param_groups[1]  # the first group would have moved by then
+    numbers = getattr(optimizer, "inner", optimizer).numbers
+    assert {"lr", "weight_decay"} <= numbers.keys()
+    for option, high in numbers.items():
+        kept = late[option]
+        bad = [math.nan, math.inf, -0.1, "0.1", None, torch.tensor(math.nan)]
+        for value in [*bad, 1.5] if high == 1 else bad:
+            if isinstance(optimizer, Leveled):
+                moved(optimizer, p, q, steps=1)  # commits are every second step
+            before = deepcopy((p.data, q.data, list(optimizer.state.values())))
+            late[option] = value
+            with pytest.raises(ConfigError, match=rf"^{option} must be a finite number .* got"):
+                moved(optimizer, p, q, steps=1)
+            assert str(before) == str((p.data, q.data, list(optimizer.state.values())))
+            late[option] = kept
+    moved(optimizer, p, q)
+    assert p.isfinite().all() and q.isfinite().all()
+
+
+@pytest.mark.spec("OPT-BASE-D5")
+def test_rounding_of_a_scheduler_is_no_negative_rate():
+    p = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = built("identity", p)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 3, 0.0, 4)
+    for _ in range(4):
+        moved(optimizer, p, steps=1)
+        scheduler.step()
+    assert -1e-17 < optimizer.param_groups[0]["lr"] < 0
+    moved(optimizer, p, steps=1)
+
+
+@pytest.mark.spec("OPT-BASE-D1")
+@pytest.mark.parametrize("view", ["flatten", "last"])
+@every
+def test_parameters_without_numbers_are_no_trouble(name, view):
+    shapes = [s for s in SHAPES if len(s) > 1 or name != "muon"] + [(2, 3)]
+    options = {} if name == "leveled" else {"matrix": view}
+    alone = [torch.nn.Parameter(torch.ones(s)) for s in shapes]
+    together = [torch.nn.Parameter(torch.ones(s)) for s in shapes]
+    for p in alone:
+        moved(built(name, p, **options), p)
+    optimizer = built(name, *together, **options)
+    moved(optimizer, *together)
+    for p in (*alone, *together):
+        assert p.isfinite().all() and bool((p != 1).all())  # true of none
+    optimizer.load_state_dict(optimizer.state_dict())
+    moved(optimizer, *together)
