@@ -13,7 +13,7 @@ from collections import Counter
 
 import torch
 
-from tests.fuzz import configs
+from tests.fuzz import configs, scans
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
     sys.exit(bool(faults))
 
 
-CHECKS = {"configs": configs.check}
+CHECKS = {"configs": configs.check, "scans": scans.check}
 
 if __name__ == "__main__":
     main()
