@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -97,6 +98,13 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     """` Did you mean 'elu'?`, or an empty text when nothing known is close."""
     match = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.5)
     return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def keys_once(pairs: list[tuple[str, Any]]) -> None:
+    """Refuses an object of JSON, as `object_pairs_hook` is told it, with a key given twice."""
+    for name, times in Counter(name for name, _ in pairs).items():
+        if times > 1:
+            raise ConfigError(f"{shorten(name)} is given {times} times; keep one")
 
 
 _BOUNDS = {

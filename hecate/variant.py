@@ -9,6 +9,7 @@ a bare string.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
@@ -16,14 +17,12 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationErro
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from hecate.errors import ConfigError, shorten
-from hecate.errors import did_you_mean as did_you_mean
+from hecate.errors import ConfigError, did_you_mean, keys_once, shorten
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
 else:
     ModelMetaclass = type(BaseModel)
-
 
 _FAMILY = "x-hecate-family"
 
@@ -46,8 +45,7 @@ def _as_tuple(annotation: Any, value: Any) -> Any:
 class _ConfigMeta(ModelMetaclass):
     """Turns pydantic's `ValidationError` into `ConfigError` at construction.
 
-    Overriding `__init__` instead would make pydantic call it for nested values too and lose their
-    paths.
+    Overriding `__init__` instead would make pydantic call it for nested values and lose paths.
     """
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
@@ -117,11 +115,13 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
-        """`BaseModel.model_validate_json` that raises `ConfigError`."""
+        """`BaseModel.model_validate_json` that raises `ConfigError`, of keys given twice too."""
         try:
-            return super().model_validate_json(json_data, **options)
+            found = super().model_validate_json(json_data, **options)
         except ValidationError as error:
             raise ConfigError.from_validation(error) from None
+        json.loads(json_data, object_pairs_hook=keys_once)
+        return found
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with some fields replaced, validated like a new value."""

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hecate.errors import ConfigError, Problem, format_path
+from hecate.errors import ConfigError, Problem, did_you_mean, format_path
 from hecate.rule import RULES
 from hecate.train.config import OF_ADAMW, ExperimentConfig
 from hecate.train.document import Document, Location, dump_yaml, parse_value, read_yaml
-from hecate.variant import did_you_mean
 
 MAX_EXTENDS = 8
 BY_RULE = ("mqar", "quickstart")

@@ -34,10 +34,14 @@ def main() -> None:
         except Exception as error:  # whatever it is, it is the finding
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            faults.append(f"seed {seed}: {text}  [{frame.filename.rpartition('/')[2]}:{frame.lineno}]")
+            faults.append(
+                f"seed {seed}: {text}  [{frame.filename.rpartition('/')[2]}:{frame.lineno}]"
+            )
         slowest = max(slowest, (time.process_time() - start, seed))
     seconds = time.process_time() - began
-    print(f"{options.cases} {options.what} from seed {options.seed}: {seconds:.0f} s of CPU, ", end="")
+    print(
+        f"{options.cases} {options.what} from seed {options.seed}: {seconds:.0f} s of CPU, ", end=""
+    )
     print(f"slowest {slowest[0]:.2f} s (seed {slowest[1]}), {len(faults)} faults")
     for kind, count in found.most_common():
         print(f"{count:6} {kind}")

@@ -76,7 +76,9 @@ def ways(root: type[Config], value: Any) -> dict[str, Callable[[], Config]]:
     found: dict[str, Callable[[], Config]] = {
         "python": lambda: root.model_validate(value),
     }
-    if isinstance(value, dict) and all(isinstance(key, str) and key.isidentifier() for key in value):
+    if isinstance(value, dict) and all(
+        isinstance(key, str) and key.isidentifier() for key in value
+    ):
         found["fields"] = lambda: root(**value)
     if all(len(path) < DEEP for path, _ in nodes(value)):
         text = json.dumps(value)

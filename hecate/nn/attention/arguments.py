@@ -48,7 +48,9 @@ def check_options(
             path=("normalizer",),
         )
     if normalizer == "none" and eps:
-        raise ConfigError(f"eps={eps:g} is added to the sum of weights, but normalizer is 'none'")
+        raise ConfigError(
+            f"eps={eps:g} is added to the sum of weights, but normalizer is 'none'", path=("eps",)
+        )
 
 
 def _is_real(x: object) -> bool:
@@ -219,7 +221,9 @@ def check_layer(layer: LinearAttention) -> None:
         if (type(size) is not int or size < 1) and not (size is None and name == "d_context"):
             raise ConfigError(f"{name} must be an integer >= 1, got {shorten(size)}")
     if layer.heads % layer.kv_heads:
-        raise ConfigError(f"kv_heads={layer.kv_heads} does not divide heads={layer.heads}")
+        raise ConfigError(
+            f"kv_heads={layer.kv_heads} does not divide heads={layer.heads}", path=("kv_heads",)
+        )
     if type(layer.dropout) not in (int, float) or not 0 <= layer.dropout < 1:
         raise ConfigError(f"dropout must be a number in [0, 1), got {shorten(layer.dropout)}")
     check_options(
