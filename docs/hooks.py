@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = (
     "hecate", "hecate.phi", "hecate.structure", "hecate.bias", "hecate.retention",
     "hecate.algorithm", "hecate.rule", "hecate.engine", "hecate.tape", "hecate.nn", "hecate.cms",
-    "hecate.optim", "hecate.models", "hecate.data", "hecate.train", "hecate.lab",
+    "hecate.optim", "hecate.models", "hecate.data", "hecate.train",
     "hecate.microscope", "hecate.testing", "hecate.errors", "hecate.variant",
 )  # fmt: skip
 COPIED = ("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "constraints.txt")

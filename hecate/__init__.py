@@ -4,44 +4,45 @@ A `MemoryRule` is four knobs (structure, attentional bias, retention, algorithm)
 takes keys and queries to phi-space before any of them; `memory_scan` runs it over a sequence.
 """
 
-from hecate import algorithm, bias, phi, retention, structure
-from hecate.engine import memory_scan, memory_step
-from hecate.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    HealthWarning,
-    HecateError,
-    NonFiniteError,
-    ShapeError,
-    StabilityWarning,
-)
-from hecate.phi import FeatureMapKind
-from hecate.rule import Gates, MemoryConfig, MemoryRule, MemoryState, named_rule
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "FeatureMapKind",
-    "Gates",
-    "HealthWarning",
-    "HecateError",
-    "MemoryConfig",
-    "MemoryRule",
-    "MemoryState",
-    "NonFiniteError",
-    "ShapeError",
-    "StabilityWarning",
-    "__version__",
-    "algorithm",
-    "bias",
-    "memory_scan",
-    "memory_step",
-    "named_rule",
-    "phi",
-    "retention",
-    "structure",
-]
+# Where names live. They are loaded when first asked for: torch alone takes seconds, and
+# `hecate --help` needs none of it. Type checkers read `__init__.pyi`, which says the same.
+_PACKAGES = (
+    "algorithm", "bias", "cms", "models", "nn", "optim", "phi", "retention", "structure", "tape",
+    "testing",
+)  # fmt: skip
+_NAMES = {
+    "hecate.engine": ("memory_scan", "memory_step"),
+    "hecate.errors": (
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "HealthWarning",
+        "HecateError",
+        "NonFiniteError",
+        "ShapeError",
+        "StabilityWarning",
+    ),
+    "hecate.phi": ("FeatureMapKind",),
+    "hecate.rule": ("Gates", "MemoryConfig", "MemoryRule", "MemoryState", "named_rule"),
+}
+_HOME = {name: home for home, names in _NAMES.items() for name in names}
+
+__all__ = sorted([*_PACKAGES, *_HOME, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"hecate.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'hecate' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

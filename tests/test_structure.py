@@ -17,7 +17,7 @@ FLOORS = [
     {"rule", "engine"},
     {"nn", "cms", "optim"},
     {"data", "models"},
-    {"cli", "train", "interop", "lab", "microscope", "__main__"},
+    {"cli", "train", "interop", "microscope", "__main__"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 FREE = {"testing"}  # for users' tests: sees every floor, and no floor sees it
@@ -26,12 +26,9 @@ ACROSS = {  # imports within a floor, each in one direction only
     ("tape", "errors"),
     ("engine", "rule"),
     ("cms", "nn"),
-    ("lab", "train"),
     ("cli", "train"),
     ("cli", "interop"),
-    ("cli", "lab"),
     ("cli", "microscope"),
-    ("microscope", "lab"),
     ("microscope", "train"),
     ("__main__", "cli"),
 }

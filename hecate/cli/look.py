@@ -1,8 +1,7 @@
-"""Commands that look at things: list, show, schema, estimate, tape, lab."""
+"""Commands that look at things: list, show, schema, estimate, tape."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -103,26 +102,3 @@ def tape(
             for name, norm in norms.items():
                 typer.echo(f"  {norm:>10.3g}  {name}")
             typer.echo("")
-
-
-@app.command(epilog="Examples: hecate lab | hecate lab levels --quick | hecate lab all --quick")
-def lab(
-    context: typer.Context,
-    study: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[STUDY|all]", help="Left out, the studies are listed.", show_default=False
-        ),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="In seconds, less exact.")] = False,
-    seeds: Annotated[int | None, typer.Option(min=1, help="How many, from 0 on.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the CSV, JSON and PNG files.")] = Path("lab"),
-    figure: Annotated[bool, typer.Option(help="Draw the figure (needs matplotlib).")] = True,
-) -> None:
-    """Run a study: a table, a figure and the numbers behind them."""
-    with reported(context):
-        from hecate.lab.run import list_studies, run_studies
-
-        if study is None:
-            return list_studies()
-        run_studies(study, quick=quick, seeds=seeds, out=out, figure=figure)

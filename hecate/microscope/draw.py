@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.lab.draw import COLOURS, DASHES
+from hecate.microscope.style import COLOURS, DASHES
 from hecate.train.files import write_file
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from queue import Queue
 from tests.mutation.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("hecate", "tests", "specs", "pyproject.toml")
+COPIED = ("hecate", "studies", "tests", "specs", "pyproject.toml")
 FAILED = 1  # pytest's exit code when tests ran and some failed
 SECONDS = 900
 

@@ -31,7 +31,8 @@ NN = "tests/nn"
 
 
 def _of(folder: str, tests: str, *faults: tuple[str, str, str]) -> list[Fault]:
-    return [Fault(f"hecate/{folder}/{name}.py", old, new, tests) for name, old, new in faults]
+    home = folder if folder == "studies" else f"hecate/{folder}"
+    return [Fault(f"{home}/{name}.py", old, new, tests) for name, old, new in faults]
 
 
 FAULTS = [
@@ -333,8 +334,8 @@ FAULTS = [
         ("leveled", "self.inner.__setstate__(shared)", "pass"),
     ),
     *_of(
-        "lab",
-        "tests/lab/test_levels.py",
+        "studies",
+        "tests/studies/test_levels.py",
         ("two_paces", '"read": "before"', '"read": "after"'),
         ("two_paces", "for level in reversed(levels):", "for level in levels:"),
         ("two_paces", "math.nan).flip(-1)", "math.nan)"),

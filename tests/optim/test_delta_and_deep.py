@@ -8,8 +8,8 @@ import torch
 
 from hecate import algorithm
 from hecate.errors import ConfigError, StabilityWarning
-from hecate.lab.lessons import draw_text, learn
 from hecate.optim import M3, DeepMomentum, DeltaMomentum, Muon
+from studies.lessons import draw_text, learn
 from tests.optim.test_fixed_points_and_descent import quadratic
 from tests.optim.test_muon_and_m3 import follow, parameter
 from tests.reference import optim_memories as reference

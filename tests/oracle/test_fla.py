@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import peers
 from hecate import Gates, MemoryConfig, memory_scan, named_rule
+from studies.costs import peers
 
 pytestmark = [
     pytest.mark.oracle,

@@ -1,0 +1,65 @@
+from hecate import (
+    algorithm,
+    bias,
+    cms,
+    models,
+    nn,
+    optim,
+    phi,
+    retention,
+    structure,
+    tape,
+    testing,
+)
+from hecate.engine import memory_scan, memory_step
+from hecate.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    HealthWarning,
+    HecateError,
+    NonFiniteError,
+    ShapeError,
+    StabilityWarning,
+)
+from hecate.phi import FeatureMapKind
+from hecate.rule import (
+    Gates,
+    MemoryConfig,
+    MemoryRule,
+    MemoryState,
+    named_rule,
+)
+
+__version__: str
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "FeatureMapKind",
+    "Gates",
+    "HealthWarning",
+    "HecateError",
+    "MemoryConfig",
+    "MemoryRule",
+    "MemoryState",
+    "NonFiniteError",
+    "ShapeError",
+    "StabilityWarning",
+    "__version__",
+    "algorithm",
+    "bias",
+    "cms",
+    "memory_scan",
+    "memory_step",
+    "models",
+    "named_rule",
+    "nn",
+    "optim",
+    "phi",
+    "retention",
+    "structure",
+    "tape",
+    "testing",
+]

@@ -1,0 +1,39 @@
+"""`python -m studies NAME ... [--quick]`: runs studies; `--list` says which there are."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hecate.errors import HecateError
+from studies.run import list_studies, run_studies
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line with `argv`, or the process's own arguments."""
+    parser = argparse.ArgumentParser(prog="python -m studies", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a study, or cost, or all")
+    parser.add_argument("--list", action="store_true", help="the studies and their questions")
+    parser.add_argument("--quick", action="store_true", help="in seconds, less exact")
+    parser.add_argument("--seeds", type=int, help="how many, from 0 on")
+    parser.add_argument("--out", type=Path, default=Path("runs/studies"), help="folder of files")
+    parser.add_argument("--no-figure", action="store_true", help="do without matplotlib")
+    parser.add_argument("--threads", type=int, default=1, help="of torch; times are quoted for 1")
+    given = parser.parse_args(argv)
+    torch.set_num_threads(given.threads)
+    try:
+        if given.list or not given.names:
+            return list_studies()
+        how = {"quick": given.quick, "seeds": given.seeds, "figure": not given.no_figure}
+        run_studies(given.names, out=given.out, **how)
+    except HecateError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

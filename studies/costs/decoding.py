@@ -1,0 +1,109 @@
+"""Milliseconds per token after a long context: a memory's state does not grow, a cache does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from hecate import Gates, MemoryConfig, memory_scan, memory_step, structure
+from hecate.nn import Memory
+from studies.costs.cases import BATCH, HEADS, WIDTH, gates, sequence
+from studies.costs.harness import Cost, Row, Size, timed
+
+Steps = Callable[[], None]
+TOKENS = 20  # per sample
+
+
+def decode(size: Size) -> Iterator[Row]:
+    """A step after 64, 1k and 64k tokens, against itself after 64 and against a KV cache."""
+    contexts = sorted({64, size.short(1024), size.short(65536)})
+    deep = MemoryConfig(structure=structure.MLP(layers=2, expansion=1), retention="decay", chunk=64)
+    makers: dict[str, Callable[[int], Steps]] = {
+        "memory_step, gated delta": lambda n: _step(MemoryConfig(retention="decay"), n),
+        "memory_step, MLP": lambda n: _step(deep.model_copy(update={"chunk": 1}), n, deep),
+        "nn.Memory, gated delta": _layer,
+        "torch SDPA with a KV cache": _cache,
+    }
+    with torch.no_grad():
+        steps = {name: [make(n) for n in contexts] for name, make in makers.items()}
+        for name, by_context in steps.items():
+            cost = _per_token(timed(by_context[-1], by_context[0], size.repeats))
+            yield Row(
+                "decode",
+                f"{name}, context {contexts[-1]}",
+                f"itself at context {contexts[0]}",
+                forward=cost,
+                floor=(1.05, None) if name.startswith("memory_step") else (None, None),
+                goal=(1.00, None) if name.startswith("memory_step") else (None, None),
+                note=f"{cost.ours:.3f} and {cost.theirs:.3f} ms per token",
+            )
+        *ours, cache = steps
+        for name in ours:
+            for index, context in enumerate(contexts):
+                sides = steps[name][index], steps[cache][index]
+                yield Row(
+                    "decode",
+                    f"{name}, context {context}",
+                    cache,
+                    forward=_per_token(timed(*sides, size.repeats)),
+                )
+
+
+def _per_token(cost: Cost) -> Cost:
+    walls = tuple(None if wall is None else wall / TOKENS for wall in cost.wall)
+    return Cost(cost.ours / TOKENS, cost.theirs / TOKENS, walls)
+
+
+def _step(config: MemoryConfig, context: int, reader: MemoryConfig | None = None) -> Steps:
+    """Steps from the state after `context` tokens; `reader` reads them where that is faster."""
+    q, k, v = sequence(context)
+    lr, retain, _ = gates(context, largest=0.1 if reader is None else 0.01)
+    state = memory_scan(reader or config, q, k, v, Gates(lr, retain))[1]
+    state = state._replace(anchor={}, position=torch.zeros_like(state.position))
+    last = [item[:, -1] for item in (q, k, v)]
+    given = Gates(lr[:, -1], retain[:, -1])
+
+    def run() -> None:
+        current = state
+        for _ in range(TOKENS):
+            _, current = memory_step(config, *last, given, state=current)
+
+    return run
+
+
+def _layer(context: int) -> Steps:
+    layer = Memory(
+        HEADS * WIDTH,
+        HEADS,
+        MemoryConfig(retention="decay", decay_order="before_gradient"),
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float32,
+    )
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH, context, HEADS * WIDTH, generator=generator, dtype=torch.float32)
+    _, state = layer(x)
+
+    def run() -> None:
+        current = state
+        for _ in range(TOKENS):
+            _, current = layer(x[:, -1:], current)
+
+    return run
+
+
+def _cache(context: int) -> Steps:
+    """Attention over all tokens so far; the cache has room, so nothing is copied per token."""
+    q, k, v = (item.transpose(1, 2).contiguous() for item in sequence(context + TOKENS))
+
+    def run() -> None:
+        for t in range(context, context + TOKENS):
+            k[:, :, t : t + 1] = k[:, :, :1]
+            v[:, :, t : t + 1] = v[:, :, :1]
+            new: Tensor = q[:, :, :1]
+            torch.nn.functional.scaled_dot_product_attention(
+                new, k[:, :, : t + 1], v[:, :, : t + 1]
+            )
+
+    return run

@@ -1,0 +1,95 @@
+"""The token loop's backward: a recomputing tape against autograd's record, time and memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from hecate import Gates, MemoryConfig, memory_scan, structure
+from studies.costs.cases import WIDTH, gates, scan, sequence
+from studies.costs.harness import (
+    NONE,
+    Cost,
+    Function,
+    Row,
+    Size,
+    compare,
+    forward_backward,
+    peak_mib,
+)
+from studies.costs.loops import matrix_loop, mlp_loop
+
+
+def tape(size: Size) -> Iterator[Row]:
+    """`autodiff="tape"` keeps of the order of sqrt(T) states; autograd keeps all of them."""
+    length = size.short(512)
+    q, k, v = sequence(length)
+    lr, retain, _ = gates(length, largest=0.1)
+    deep = structure.MLP(layers=2, expansion=1, activation="silu")
+    initial = deep.init(WIDTH, WIDTH, heads=4)
+    inputs = (q, k, v, lr, retain)
+    loops: list[tuple[str, Callable[..., Function], Function, tuple[Tensor, ...]]] = [
+        (
+            "MLP memory (64-64-64)",
+            partial(_mlp, MemoryConfig(structure=deep, retention="decay")),
+            mlp_loop,
+            (*inputs, *initial.values()),
+        ),
+        (
+            "matrix memory, gated",
+            partial(_matrix, MemoryConfig(retention="decay")),
+            matrix_loop,
+            inputs,
+        ),
+    ]
+    for name, ours, theirs, given in loops:
+        for autodiff in ("tape", "torch"):
+            taped = autodiff == "tape"
+            row = compare(
+                "tape",
+                f"{name}, token loop, T={length}, {'tape' if taped else 'recorded by autograd'}",
+                ours(autodiff),
+                "plain torch loop under autograd",
+                theirs,
+                given,
+                repeats=size.fewer(3),
+                directions="b",
+                floor=(None, 0.70) if taped else NONE,
+                goal=(None, 0.50) if taped else NONE,
+            )
+            peaks = [_peak(function, given) for function in (ours(autodiff), theirs)]
+            goal = (0.04, 0.03) if taped else NONE
+            yield row._replace(memory=Cost(*peaks), memory_goal=goal)
+
+
+def _peak(function: Function, inputs: tuple[Tensor, ...]) -> float:
+    run = forward_backward(function, inputs)
+    run()
+    gc.collect()
+    return peak_mib(run)
+
+
+def _matrix(config: MemoryConfig, autodiff: str) -> Function:
+    return scan(config, engine="sequential", autodiff=autodiff)
+
+
+def _mlp(config: MemoryConfig, autodiff: Any) -> Function:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, w1: Tensor, w2: Tensor
+    ) -> Tensor:
+        return memory_scan(
+            config,
+            q,
+            k,
+            v,
+            Gates(lr, retain),
+            initial={"w1": w1, "w2": w2},
+            engine="sequential",
+            autodiff=autodiff,
+        )[0]
+
+    return run

@@ -1,0 +1,164 @@
+"""decode: what one more token costs after a context, by memories and by attention over a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hecate.engine import memory_scan, memory_step
+from hecate.microscope.style import COLOURS, DASHES, MARKERS, finish, one_legend, ticks
+from hecate.rule import Gates, MemoryConfig, bytes_of, named_rule
+from studies.study import Cell, Progress, Result, Spread, Study
+from studies.timing import cpu_times
+
+HEADS, WIDTH = 4, 64
+TOKENS = 8  # to a call that is timed
+
+Times = Mapping[tuple[str, int], list[float]]
+
+
+class Decode(Study):
+    """Constant against growing."""
+
+    name: ClassVar[str] = "decode"
+    about: ClassVar[str] = "What does one more token cost after a long context?"
+    count: ClassVar[int] = 3
+    timed: ClassVar[bool] = True
+
+    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
+        """Every way of decoding after every context, in turn; the spread is that over seeds."""
+        contexts = [64, 1024, 8192] if quick else [64, 256, 1024, 4096, 16384, 65536]
+        rounds = 5 if quick else 9
+        taken: dict[tuple[str, int], list[float]] = {}
+        held: dict[tuple[str, int], int] = {}
+        for seed in progress(list(seeds), "seeds"):
+            runs = {}
+            for context in contexts:
+                for name, make in WAYS.items():
+                    runs[name, context], held[name, context] = make(context, seed)
+            labels = {f"{name} {context}": (name, context) for name, context in runs}
+            times = cpu_times({text: runs[key] for text, key in labels.items()}, rounds)
+            for text, key in labels.items():
+                taken.setdefault(key, []).append(float(times[text].median()) / TOKENS)
+        return report(taken, held, contexts)
+
+
+Way = Callable[[int, int], tuple[Callable[[], object], int]]  # (context, seed) -> call, bytes
+
+
+def stepping(config: MemoryConfig) -> Way:
+    """Steps of a memory from the state that a context left.
+
+    The context is written in chunks where the rule has a deep memory: faster, other weights, and
+    what stands in the weights changes no time.
+    """
+    deep = config.structure.kind != "matrix"
+    fill = config.model_copy(update={"chunk": 64}) if deep else config
+
+    def make(context: int, seed: int) -> tuple[Callable[[], object], int]:
+        g = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            _, state = memory_scan(fill, *draw_tokens(context, g), Gates(lr=0.01))
+            if deep:
+                state = state._replace(anchor={}, position=torch.zeros_like(state.position))
+            singles = [[x[:, 0] for x in draw_tokens(1, g)] for _ in range(TOKENS)]
+
+        def run() -> None:
+            carried = state
+            with torch.no_grad():
+                for q, k, v in singles:
+                    _, carried = memory_step(config, q, k, v, Gates(lr=0.01), state=carried)
+
+        return run, bytes_of(state)
+
+    return make
+
+
+def attending(context: int, seed: int) -> tuple[Callable[[], object], int]:
+    """Softmax attention over a cache of keys and values that has room for what comes."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (x.transpose(1, 2).contiguous() for x in draw_tokens(context + TOKENS, g))
+
+    def run() -> None:
+        for end in range(context + 1, context + TOKENS + 1):
+            for cache in (k, v):
+                cache[:, :, end - 1 : end] = cache[:, :, :1]
+            F.scaled_dot_product_attention(q[:, :, -1:], k[:, :, :end], v[:, :, :end])
+
+    return run, 2 * HEADS * WIDTH * context * k.element_size()
+
+
+def draw_tokens(length: int, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k of unit length and v, `[1, length, H, D]` in float32."""
+    q, k, v = (torch.randn(1, length, HEADS, WIDTH, generator=g) for _ in range(3))
+    return F.normalize(q, dim=-1), F.normalize(k, dim=-1), v
+
+
+WAYS: dict[str, Way] = {
+    "softmax attention over a cache": attending,
+    "linear attention": stepping(named_rule("linear_attention")),
+    "gated delta": stepping(named_rule("gated_delta")),
+    "Titans, MLP memory": stepping(named_rule("titans")),
+}
+
+
+def report(taken: Times, held: Mapping[tuple[str, int], int], contexts: Sequence[int]) -> Result:
+    """Milliseconds per token for every way and context, and what is kept in memory for it."""
+    rows: list[list[Cell]] = []
+    for name in WAYS:
+        times = [Spread.of(taken[name, context]) for context in contexts]
+        pairs = zip(taken[name, contexts[-1]], taken[name, contexts[0]], strict=True)
+        growth = Spread.of(last / first for last, first in pairs)
+        claimed = "grows" if name == next(iter(WAYS)) else "constant"
+        sizes = f"{held[name, contexts[0]]:,} ... {held[name, contexts[-1]]:,}"
+        rows.append([name, *times, growth, claimed, sizes])
+    columns = [
+        "what holds the context",
+        *(f"ms after {context}" for context in contexts),
+        f"{contexts[-1]} / {contexts[0]}",
+        "published",
+        "state bytes",
+    ]
+    notes = [
+        f"process CPU time per token, {HEADS} heads of width {WIDTH}, batch 1, float32, "
+        f"{torch.get_num_threads()} thread(s), {TOKENS} tokens to a call",
+        "published: linear attention decodes in constant time and memory, softmax attention in "
+        "both linear in the context (Katharopoulos et al., 2020, arXiv 2006.16236)",
+        "a step of a memory passes through Python's checks and torch's small operations, a cached "
+        "attention is one call: " + crossing(taken, contexts),
+    ]
+    data = {name: {context: taken[name, context] for context in contexts} for name in WAYS}
+    return Result(columns, rows, notes, lambda figure: draw(figure, taken, held), (10, 4.4), data)
+
+
+def crossing(taken: Times, contexts: Sequence[int]) -> str:
+    """From which of the contexts on each memory is the faster one."""
+    cache, *memories = WAYS
+    parts = []
+    for name in memories:
+        ahead = [n for n in contexts if Spread.of(taken[name, n]) < Spread.of(taken[cache, n])]
+        where = f"from {ahead[0]} tokens on" if ahead else f"not up to {contexts[-1]} tokens"
+        parts.append(f"{name} is ahead {where}")
+    return "; ".join(parts)
+
+
+def draw(figure: Any, taken: Times, held: Mapping[tuple[str, int], int]) -> None:
+    """Time per token and bytes kept, over the context."""
+    left, right = figure.subplots(1, 2)
+    for index, name in enumerate(WAYS):
+        contexts = [context for way, context in taken if way == name]
+        times = [Spread.of(taken[name, context]).mean for context in contexts]
+        look = {"color": COLOURS[index], "ls": DASHES[index], "marker": MARKERS[index], "ms": 4}
+        left.loglog(contexts, times, label=name, **look)
+        right.loglog(contexts, [held[name, context] / 1024 for context in contexts], **look)
+    for axes, title, what in (
+        (left, "time", "CPU time per token (ms)"),
+        (right, "memory", "state (KiB)"),
+    ):
+        finish(axes, title, "context (tokens)", what, legend=False)
+        ticks(axes, contexts)
+    one_legend(figure, left, 4)

@@ -1,0 +1,181 @@
+"""Runs a study and writes its table and figure: NAME.csv, NAME.json and NAME.png."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from hecate.errors import ConfigError
+from hecate.train.display import print_table
+from hecate.train.files import write_file
+from hecate.train.run import versions
+from studies.study import Cell, Result, Spread, Study, T, find_study, names_of, studies
+
+
+def list_studies() -> None:
+    """Prints the name and the question of every study."""
+    print_table(("study", "question"), [(name, study.about) for name, study in studies().items()])
+
+
+def run_studies(
+    names: Sequence[str],
+    *,
+    quick: bool = False,
+    seeds: int | None = None,
+    out: Path,
+    figure: bool = True,
+) -> dict[str, Result]:
+    """Studies by name, `cost` or `all`, one after the other, and what each took if several."""
+    chosen = list(dict.fromkeys(name for given in names for name in names_of(given)))
+    results, took = {}, []
+    for name in chosen:
+        start = time.perf_counter()
+        results[name] = run_study(name, quick=quick, seeds=seeds, out=out, figure=figure)
+        took.append((name, f"{time.perf_counter() - start:.0f}"))
+        print()
+    if len(chosen) > 1:
+        print_table(("study", "seconds"), took)
+    return results
+
+
+def run_study(
+    name: str,
+    *,
+    quick: bool = False,
+    seeds: int | None = None,
+    out: Path,
+    figure: bool = True,
+) -> Result:
+    """Runs, prints and writes; a quick run's files are called NAME-quick, so as to replace none."""
+    study = find_study(name)()
+    count = (min(2, study.count) if quick else study.count) if seeds is None else seeds
+    if type(count) is not int or count < 1:
+        raise ConfigError(f"a study needs at least one seed, got {count}")
+    if figure and find_spec("matplotlib") is None:
+        raise ConfigError(
+            "the figure needs matplotlib, which is not installed; run "
+            "pip install 'hecate[plot]', or leave the figure out with --no-figure"
+        )
+    print(f"{study.name}: {study.about}")
+    print(f"seeds 0 to {count - 1}" if count > 1 else "seed 0")
+    result = study.run(quick, range(count), progress)
+    texts = [[_text(cell) for cell in row] for row in result.rows]
+    print_table(result.columns, texts)
+    for note in result.notes:
+        print(f"- {note}")
+    for path in _write(study, result, quick, count, out, figure):
+        print(path)
+    return result
+
+
+def progress(items: Sequence[T], what: str) -> Iterator[T]:
+    """A bar on a terminal, a line elsewhere; both on standard error."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"{what}: {len(items)}", markup=False, highlight=False, soft_wrap=True)
+        yield from items
+        return
+    yield from track(items, description=what, console=console, transient=True)
+
+
+def to_csv(result: Result) -> str:
+    """The table; a column with spreads is followed by one of their standard errors."""
+    spread = [
+        any(isinstance(cell, Spread) for cell in column)
+        for column in zip(*result.rows, strict=True)
+    ] or [False] * len(result.columns)
+    header = [
+        text
+        for name, wide in zip(result.columns, spread, strict=True)
+        for text in ([name, f"{name}: standard error"] if wide else [name])
+    ]
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(header)
+    for row in result.rows:
+        writer.writerow(
+            [
+                value
+                for cell, wide in zip(row, spread, strict=True)
+                for value in (_two(cell) if wide else [cell])
+            ]
+        )
+    return stream.getvalue()
+
+
+def to_json(study: Study, result: Result, quick: bool, seeds: int) -> str:
+    """Everything but the drawing; NaN, which JSON lacks, is null."""
+    facts = {
+        "study": study.name,
+        "about": study.about,
+        "quick": quick,
+        "seeds": list(range(seeds)),
+        "versions": versions(),
+        "columns": list(result.columns),
+        "rows": [[_plain(cell) for cell in row] for row in result.rows],
+        "notes": list(result.notes),
+        "data": _plain(result.data),
+    }
+    return json.dumps(facts, indent=1, allow_nan=False) + "\n"
+
+
+def _write(
+    study: Study, result: Result, quick: bool, seeds: int, out: Path, figure: bool
+) -> list[Path]:
+    out.mkdir(parents=True, exist_ok=True)
+    stem = f"{study.name}-quick" if quick else study.name
+    contents: dict[str, str | bytes] = {
+        "csv": to_csv(result),
+        "json": to_json(study, result, quick, seeds),
+    }
+    if figure:
+        contents["png"] = _image(result)
+    for ending, content in contents.items():
+        write_file(out / f"{stem}.{ending}", content)
+    return [out / f"{stem}.{ending}" for ending in contents]
+
+
+def _image(result: Result) -> bytes:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=result.size, layout="constrained")
+    result.draw(figure)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=150, format="png")
+    return image.getvalue()
+
+
+def _text(cell: Cell) -> str:
+    if cell is None:
+        return "-"
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+def _two(cell: Cell) -> list[Cell]:
+    return [cell.mean, cell.error] if isinstance(cell, Spread) else [cell, None]
+
+
+def _plain(value: Any) -> Any:
+    """The same in what JSON knows."""
+    if isinstance(value, Spread):
+        return _plain({"mean": value.mean, "standard_error": value.error, "seeds": value.seeds})
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,216 @@
+"""speed: linear attention against softmax attention over the length of the sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hecate.engine import memory_scan
+from hecate.microscope.style import COLOURS, MARKERS, finish, one_legend, ticks
+from hecate.phi import FeatureMap, Params, PerformerReLU, ReLU
+from hecate.rule import Gates, MemoryConfig
+from studies.study import Cell, Progress, Result, Spread, Study
+from studies.timing import cpu_times
+
+WIDTH = 64
+FEATURES = 266  # int(64 log 64): the default of Performers
+NAIVE_LIMIT = 8192  # above it the scores and their softmax alone take gigabytes
+CLAIMED = {512: 1.5, 1024: 3.0, 4096: 12.0, 16384: 48.0}
+EPS = 1e-6
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Side(NamedTuple):
+    """One way of attending, `[B, H, T, D]` each, and the longest sequence that it is given."""
+
+    attend: Attention
+    longest: float = math.inf
+
+
+class Speed(Study):
+    """When is linear attention the faster one, and by how much?"""
+
+    name: ClassVar[str] = "speed"
+    about: ClassVar[str] = "From which length on is linear attention faster than softmax attention?"
+    count: ClassVar[int] = 3
+    timed: ClassVar[bool] = True
+
+    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
+        """Medians over rounds for every seed's inputs; the spread is that over seeds."""
+        lengths = [512, 1024, 2048] if quick else [512, 1024, 2048, 4096, 8192, 16384]
+        rounds = 3 if quick else 5
+        taken: dict[tuple[str, str, int], list[float]] = {}
+        for length in progress(lengths, "lengths"):
+            for seed in seeds:
+                inputs = draw_inputs(length, seed)
+                for direction in ("forward", "both"):
+                    sides = {n: s for n, s in contenders(seed).items() if length <= s.longest}
+                    runs = {name: calls(s.attend, inputs, direction) for name, s in sides.items()}
+                    for name, times in cpu_times(runs, rounds).items():
+                        key = (name, direction, length)
+                        taken.setdefault(key, []).append(float(times.median()))
+        return report(taken, lengths)
+
+
+def contenders(seed: int) -> dict[str, Side]:
+    """All of them, causal and not; those of one kind compute the same function."""
+    relu, drawn = ReLU(), PerformerReLU(num_features=FEATURES)
+    params = drawn.init(WIDTH, generator=torch.Generator().manual_seed(seed))
+    nothing: Params = {"learned": {}, "frozen": {}}
+    return {
+        "naive softmax": Side(naive, NAIVE_LIMIT),
+        "torch SDPA": Side(F.scaled_dot_product_attention),
+        "ReLU": Side(partial(linear, relu, nothing)),
+        "266 ReLU features": Side(partial(linear, drawn, params)),
+        "naive softmax, causal": Side(partial(naive, causal=True), NAIVE_LIMIT),
+        "torch SDPA, causal": Side(partial(F.scaled_dot_product_attention, is_causal=True)),
+        "ReLU, causal": Side(partial(causal, relu, nothing)),
+        "266 ReLU features, causal": Side(partial(causal, drawn, params)),
+    }
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """Softmax attention by its formula, every score in memory."""
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(ahead, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def linear(feature_map: FeatureMap, params: Params, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """phi(q) (phi(k)^T v) / phi(q).sum phi(k): every query sees all keys."""
+    phi_q, phi_k = (feature_map(x.transpose(1, 2), params).transpose(1, 2) for x in (q, k))
+    weight = (phi_q @ phi_k.sum(-2).unsqueeze(-1)) + EPS
+    return phi_q @ (phi_k.mT @ v) / weight
+
+
+def causal(feature_map: FeatureMap, params: Params, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same, every query seeing the keys up to its own, by `memory_scan`."""
+    config = MemoryConfig(bias="dot", feature_map=feature_map, normalizer="sum")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    y, _ = memory_scan(config, q, k, v, Gates(lr=1.0), phi_params=params)
+    return y.transpose(1, 2)
+
+
+def draw_inputs(length: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v `[1, 1, length, 64]` in float32."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 1, length, WIDTH, generator=g) for _ in range(3))
+    return q, k, v
+
+
+def calls(attend: Attention, inputs: Sequence[Tensor], direction: str) -> Callable[[], object]:
+    """A call to be timed: the forward pass without recording, or with all gradients."""
+    q, k, v = inputs
+    if direction == "forward":
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return attend(q, k, v)
+
+        return forward
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+
+    def both() -> tuple[Tensor, ...]:
+        y = attend(q, k, v)
+        return torch.autograd.grad(y.square().sum(), (q, k, v))
+
+    return both
+
+
+Times = Mapping[tuple[str, str, int], list[float]]
+RATIOS = (
+    ("naive / ReLU", "naive softmax", "ReLU", "forward"),
+    ("SDPA / ReLU", "torch SDPA", "ReLU", "forward"),
+    ("naive / 266 features", "naive softmax", "266 ReLU features", "forward"),
+    ("SDPA / 266 features", "torch SDPA", "266 ReLU features", "forward"),
+    ("SDPA / ReLU, f+b", "torch SDPA", "ReLU", "both"),
+    ("causal: SDPA / ReLU", "torch SDPA, causal", "ReLU, causal", "forward"),
+    ("causal, f+b", "torch SDPA, causal", "ReLU, causal", "both"),
+)
+
+
+def report(taken: Times, lengths: Sequence[int]) -> Result:
+    """Softmax's time over ours, beside what was claimed; the figure has the times themselves."""
+    rows: list[list[Cell]] = []
+    for length in lengths:
+        cells: list[Cell] = [length, CLAIMED.get(length)]
+        for _, theirs, ours, direction in RATIOS:
+            cells.append(ratio(taken, theirs, ours, direction, length))
+        rows.append(cells)
+    crossings = [
+        f"{heading}: from {text}"
+        for heading, theirs, ours, direction in RATIOS
+        if (text := crossover(taken, theirs, ours, direction, lengths))
+    ]
+    notes = [
+        "softmax's process CPU time over ours, above 1 ours is faster; one head, width "
+        f"{WIDTH}, batch 1, float32, {torch.get_num_threads()} thread(s)",
+        "claimed: a document on ReLU linear attention, without a source; its numbers are N / 341, "
+        "a straight line, and say 'softmax' without saying which",
+        "faster " + "; ".join(crossings),
+        f"naive softmax is not run above {NAIVE_LIMIT} tokens: its scores alone take gigabytes",
+        "266 features = int(64 log 64), Performers' own choice, cost four times the products of 64",
+    ]
+    columns = ["N", "claimed", *(heading for heading, *_ in RATIOS)]
+    data: dict[str, dict[int, list[float]]] = {
+        f"{name}, {direction}": {} for name, direction, _ in taken
+    }
+    for (name, direction, length), times in taken.items():
+        data[f"{name}, {direction}"][length] = times
+    return Result(columns, rows, notes, lambda figure: draw(figure, taken), (10.0, 4.6), data)
+
+
+def ratio(taken: Times, theirs: str, ours: str, direction: str, length: int) -> Spread | None:
+    """Theirs over ours with its spread over seeds; None where theirs was not run."""
+    if (theirs, direction, length) not in taken:
+        return None
+    pairs = zip(taken[theirs, direction, length], taken[ours, direction, length], strict=True)
+    return Spread.of(a / b for a, b in pairs)
+
+
+def crossover(
+    taken: Times, theirs: str, ours: str, direction: str, lengths: Sequence[int]
+) -> str | None:
+    """Where the ratio rises through 1 for good: a straight line between points of the log plot."""
+    known = [(n, r.mean) for n in lengths if (r := ratio(taken, theirs, ours, direction, n))]
+    below = [i for i, (_, value) in enumerate(known) if value < 1]
+    if not below:
+        return f"N = {known[0][0]} or less on"
+    if below[-1] == len(known) - 1:
+        return f"beyond N = {known[-1][0]}"
+    (n0, r0), (n1, r1) = known[below[-1]], known[below[-1] + 1]
+    share = -math.log(r0) / math.log(r1 / r0)
+    return f"N = {n0 * (n1 / n0) ** share:.0f} on"
+
+
+def draw(figure: Any, taken: Times) -> None:
+    """Milliseconds against N on logarithmic axes: one panel not causal, one causal."""
+    panels = figure.subplots(1, 2, sharey=True)
+    lengths = sorted({length for *_, length in taken})
+    kinds = ("naive softmax", "torch SDPA", "ReLU", "266 ReLU features")
+    for axes, ending, title in zip(
+        panels, ("", ", causal"), ("every query sees all keys", "causal"), strict=True
+    ):
+        for index, kind in enumerate(kinds):
+            look = {"color": COLOURS[index], "marker": MARKERS[index], "ms": 4}
+            for direction, dash in (("forward", "-"), ("both", "--")):
+                points = sorted(
+                    (n, Spread.of(times).mean)
+                    for (name, d, n), times in taken.items()
+                    if name == kind + ending and d == direction
+                )
+                label = kind if direction == "forward" else None
+                axes.loglog(*zip(*points, strict=True), linestyle=dash, label=label, **look)
+        axes.plot([], [], "--", color="0.4", label="dashed: forward + backward")
+        finish(axes, title, "length N (tokens)", "" if ending else "CPU time (ms)", legend=False)
+        ticks(axes, lengths)
+    one_legend(figure, panels[0], 5)

@@ -1,0 +1,149 @@
+"""What a study is: a question, a table beside what was published, and a figure."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+
+from hecate.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+ALL, COST = "all", "cost"  # every study, and every `cost-NAME`; no study may bear these names
+
+
+class Spread(NamedTuple):
+    """A mean over seeds with its standard error."""
+
+    mean: float
+    error: float
+    seeds: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Self:
+        """From one value per seed; the error of a single one is unknown, NaN."""
+        given = [float(value) for value in values]
+        several = len(given) > 1
+        error = statistics.stdev(given) / math.sqrt(len(given)) if several else math.nan
+        return cls(statistics.fmean(given), error, len(given))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" + (f"+-{self.error:.3f}" if self.seeds > 1 else "")
+
+
+Cell = str | int | float | Spread | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a study found.
+
+    Fields:
+        columns: headings, with units; what was published or claimed stands in a column of its own.
+        rows: a cell per column; None where there is nothing to say.
+        notes: sentences below the table: how to read it, what was fixed, what fell short.
+        draw: draws the figure on an empty `matplotlib.figure.Figure`.
+        size: of that figure, in inches.
+        data: the numbers behind the figure, for the JSON file: nested lists and mappings.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    notes: Sequence[str]
+    draw: Callable[[Any], None]
+    size: tuple[float, float] = (8.0, 4.5)
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for number, row in enumerate(self.rows):
+            if len(row) != len(self.columns):
+                raise ConfigError(
+                    f"row {number} of a result has {len(row)} cells for {len(self.columns)} "
+                    "columns; write None where there is nothing to say"
+                )
+
+
+class Progress(Protocol):
+    """Goes through items and shows how far it is: `for x in progress(items, "one level")`."""
+
+    def __call__(self, items: Sequence[T], what: str) -> Iterator[T]:
+        """The items one by one."""
+
+
+class Study(ABC):
+    """One question. A subclass registers itself under its `name`.
+
+        class Levels(Study):
+            name = "levels"
+            about = "Do several memory levels forget less than one of the same size?"
+
+            def run(self, quick, seeds, progress): ...
+
+    Class attributes:
+        name: what `python -m studies` calls it.
+        about: the question, in a sentence.
+        count: seeds of a full run; a quick one takes two.
+        timed: whether it measures time, so that equal seeds give unequal tables.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    count: ClassVar[int] = 8
+    timed: ClassVar[bool] = False
+    _known: ClassVar[dict[str, type[Study]]] = {}
+
+    def __init_subclass__(cls, *, abstract: bool = False, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if abstract:
+            return
+        name = getattr(cls, "name", None)
+        if name is None or not getattr(cls, "about", None):
+            raise ConfigError(f"study {cls.__qualname__} needs a name and, in about, its question")
+        if name in (ALL, COST):
+            raise ConfigError(
+                f"{name!r} stands for several studies; give {cls.__qualname__} another name"
+            )
+        taken = Study._known.get(name)
+        identity = (cls.__module__, cls.__qualname__)
+        if taken is not None and (taken.__module__, taken.__qualname__) != identity:
+            raise ConfigError(
+                f"study {name!r} is taken by {taken.__module__}.{taken.__qualname__}; give "
+                f"{cls.__qualname__} another name"
+            )
+        Study._known[name] = cls
+
+    @abstractmethod
+    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
+        """Answers from these seeds alone; `quick` takes 15 seconds of one core at most."""
+
+
+def studies() -> dict[str, type[Study]]:
+    """Every study by name: the files of this folder, and what the user has defined."""
+    package = importlib.import_module("studies")
+    for module in pkgutil.iter_modules(package.__path__, "studies."):
+        if module.name != "studies.__main__":
+            importlib.import_module(module.name)
+    return dict(sorted(Study._known.items()))
+
+
+def find_study(name: str) -> type[Study]:
+    """A study by name; `ConfigError` says which there are."""
+    known = studies()
+    if name not in known:
+        raise ConfigError(
+            f"no study {name!r}; known: {', '.join(known)}, or cost, or all."
+            f"{did_you_mean(name, known)}"
+        )
+    return known[name]
+
+
+def names_of(given: str) -> list[str]:
+    """The names that one stands for: `all`, or `cost`, or itself."""
+    if given == COST:
+        return [name for name in studies() if name.startswith(f"{COST}-")]
+    return list(studies()) if given == ALL else [given]

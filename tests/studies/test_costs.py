@@ -1,0 +1,163 @@
+"""Costs against peers: they run, agree, and drop no row; nothing here is about time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hecate.errors import NonFiniteError
+from hecate.rule import RULES
+from studies import rules, studies
+from studies.costs import GROUPS, lengths, peers
+from studies.costs.harness import Cost, Row, Size, compare, forward_backward, peak_mib
+from studies.costs.study import cells
+from studies.run import run_study
+
+
+@pytest.fixture(autouse=True)
+def as_on_the_command_line() -> Iterator[None]:
+    """float32 throughout."""
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", [name for name in studies() if name.startswith("cost-")])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_group_runs_and_writes_its_rows(name: str, tmp_path: Path, capsys) -> None:
+    result = run_study(name, quick=True, out=tmp_path)
+    facts = json.loads((tmp_path / f"{name}-quick.json").read_text())["data"]
+    printed = capsys.readouterr().out
+    assert facts["rows"] and facts["matmul_gflops"] > 1
+    for row, shown in zip(facts["rows"], result.rows, strict=True):
+        measured = row["forward"] or row["both"] or row["memory"] or row["slopes"][0]
+        assert measured or row["note"].startswith("absent: ")
+        assert row["error"] is None or row["error"] <= 1e-3
+        assert shown[:2] == (row["case"], row["peer"]) and row["case"] in printed
+    assert (tmp_path / f"{name}-quick.png").stat().st_size > 5000
+
+
+def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {row.peer for group in ("delta", "mlp") for row in GROUPS[group](Size(64, 1, True))}
+    monkeypatch.setattr(peers, "installed", lambda package: False)
+    rows = [row for group in ("delta", "mlp") for row in GROUPS[group](Size(64, 1, True))]
+    assert {row.peer for row in rows} == here
+    assert all(row.note.startswith("absent: pip install ") for row in rows)
+    assert all(row.note in cells(row) for row in rows)
+
+
+def test_results_that_differ_are_not_timed() -> None:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+
+    def kinked(x: Tensor) -> Tensor:  # the same value with another gradient
+        return x.exp() + (x - x.detach())
+
+    with pytest.raises(AssertionError, match=r"case: results differ by .* from the peer"):
+        compare("group", "case", kinked, "the peer", torch.exp, [x], repeats=1)
+
+
+def test_peak_memory_is_that_of_the_largest_moment() -> None:
+    mib = 2**18  # float32 numbers
+
+    def run() -> None:
+        first = torch.empty(3 * mib)
+        del first
+        _both = torch.empty(mib), torch.empty(mib)
+
+    assert peak_mib(run) == pytest.approx(3.0, rel=1e-3)
+
+
+def test_peak_memory_sees_what_autograd_keeps() -> None:
+    x = torch.zeros(2**18)  # 1 MiB; exp keeps its result, and each gradient is one more
+    steps = 6
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(steps):
+            x = x.exp()
+        return x
+
+    peak = peak_mib(forward_backward(chain, [x]))
+    assert steps <= peak <= steps + 4
+
+
+def test_slopes_and_ratios() -> None:
+    assert lengths.slope([(n, 3.0 * n**2) for n in (1, 2, 8)]) == pytest.approx(2.0)
+    row = Row("group", "case", "peer", forward=Cost(1.0, 4.0), goal=(0.5, None))
+    assert cells(row) == ("case", "peer", 0.25, None, None, "0.5, -", None, None, None)
+
+
+def test_rules_are_trained_row_by_row_and_never_twice(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "rules.jsonl"
+    monkeypatch.setattr(rules, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(rules, "RULES", {name: RULES[name] for name in ("delta", "atlas")})
+    monkeypatch.setattr(rules, "STEPS", dict.fromkeys(rules.STEPS, 1))
+    monkeypatch.setattr(rules.Rules, "path", path)
+
+    def run():
+        return run_study("rules", out=tmp_path, figure=False)
+
+    run()
+    written = path.read_text()
+    records = [json.loads(line) for line in written.splitlines()]
+    jobs = [(record["rule"], record["task"]) for record in records]
+    tasks = ("mqar", "quickstart")
+    assert sorted(jobs) == [(rule, task) for rule in ("atlas", "delta") for task in tasks]
+    assert all(0 <= record["value"] < 9 and record["loss"] > 0 for record in records)
+    narrow, matrix = (
+        next(record["state_bytes"] for record in records if record["rule"] == rule)
+        for rule in ("atlas", "delta")
+    )
+    # Closest to 4 KiB: two heads of 23 x 23 floats and a position; 9 x 21 twice, and a window of
+    # 4 tokens.
+    assert matrix == 2 * (4 * 23 * 23 + 8)
+    assert narrow == 2 * (4 * (2 * 9 * 21 + 4 * (21 + 9 + 1)) + 8)
+    path.write_text(written[:-20])  # a crash while the last line was written
+    run()
+    again = path.read_text().splitlines()
+    assert len(again) == len(records) + 1 and written.startswith("\n".join(again[:3]))
+    assert json.loads(again[-1])["value"] == records[-1]["value"]
+    monkeypatch.setattr(rules, "train", None)
+    rows = {row[0]: row for row in run().rows}
+    assert set(rows) == {"delta", "atlas"} and rows["delta"][3] == 4248
+    assert float(rows["delta"][2]) < 1e-10
+    assert all(isinstance(value, float) for value in rows["delta"][4:6])
+
+
+class Here:
+    """Runs jobs in this process."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, function, job):
+        future: Future[object] = Future()
+        future.set_result(function(job))
+        return future
+
+
+def test_a_rule_that_fails_is_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: object) -> None:
+        raise NonFiniteError("memory 'layer 0' holds NaN")
+
+    monkeypatch.setattr(rules.Trainer, "train_step", refused)
+    record = rules.train(rules.Job("delta", "mqar", 1))
+    assert record["failed"] == "NonFiniteError: memory 'layer 0' holds NaN"
+    result = rules.report([record], {"delta": 0.0}, rules.STEPS)
+    assert result.rows[0][4] == "failed" and any("holds NaN" in note for note in result.notes)
+
+
+def test_every_rule_has_an_experiment_for_every_task() -> None:
+    for task in rules.SETTINGS:
+        for rule in RULES:
+            config = rules.Job(rule, task, 7).experiment()
+            assert config.budget.steps == 7 and config.model.d_model == 32

@@ -1,0 +1,195 @@
+"""Every study's quick run, and the table, files and errors that studies share."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+from hecate.errors import ConfigError
+from studies import Result, Spread, Study, studies
+from studies.__main__ import main
+from studies.run import run_study
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(autouse=True)
+def as_on_the_command_line():
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def study(monkeypatch):
+    """A registry of its own, with one small study in it."""
+    monkeypatch.setattr(Study, "_known", dict(studies()))
+
+    class Coins(Study):
+        name = "coins"
+        about = "How often does a coin fall on its head?"
+
+        def run(self, quick, seeds, progress):
+            heads = []
+            for seed in progress(list(seeds), "coins"):
+                g = torch.Generator().manual_seed(seed)
+                heads.append(torch.rand(10 if quick else 100, generator=g).lt(0.5).float().mean())
+
+            def draw(figure):
+                figure.subplots().plot(heads)
+
+            share = Spread.of(heads)
+            rows = [("fair", 0.5, share, 3), ("bent, or so", None, 0.25, None)]
+            data = {"heads": torch.stack(heads), "none": math.nan}
+            columns = ("coin", "claimed", "heads (share)", "tosses")
+            return Result(columns, rows, ["a note"], draw, data=data)
+
+    return Coins
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in studies() if name != "rules" and not name.startswith("cost-")]
+)
+def test_a_quick_run_of_every_study(name, tmp_path, capsys):
+    before = torch.get_rng_state()
+    result = run_study(name, quick=True, out=tmp_path)
+    assert torch.equal(torch.get_rng_state(), before), "draws from the global generator"
+    assert result.rows and result.notes and studies()[name].about[-1] in ".?"
+    numbers = [
+        value
+        for row in result.rows
+        for cell in row
+        for value in (cell[:2] if isinstance(cell, Spread) else [cell])
+        if isinstance(value, int | float)
+    ]
+    assert numbers and all(math.isfinite(value) for value in numbers)
+    assert any(isinstance(cell, Spread) and cell.error > 0 for row in result.rows for cell in row)
+    out = capsys.readouterr().out
+    assert "seeds 0 to 1" in out and all(str(row[0]) in out for row in result.rows)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"{name}-quick.{ending}" for ending in ("csv", "json", "png")
+    ]
+    table = read(tmp_path / f"{name}-quick.csv")
+    assert len(table) == 1 + len(result.rows) and len({len(row) for row in table}) == 1
+    facts = json.loads((tmp_path / f"{name}-quick.json").read_text())
+    assert facts["seeds"] == [0, 1] and len(facts["rows"]) == len(result.rows)
+    image = (tmp_path / f"{name}-quick.png").read_bytes()
+    assert image.startswith(PNG) and len(image) > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, study in studies().items() if not study.timed])
+def test_the_same_seeds_give_the_same_files(name, tmp_path):
+    for folder in ("first", "second"):
+        run_study(name, quick=True, out=tmp_path / folder, figure=False)
+    for ending in ("csv", "json"):
+        first, second = (
+            (tmp_path / folder / f"{name}-quick.{ending}").read_bytes()
+            for folder in ("first", "second")
+        )
+        assert first == second
+
+
+def test_the_files_say_what_the_table_says(study, tmp_path, capsys):
+    result = run_study("coins", seeds=3, out=tmp_path / "deep" / "er")
+    folder = tmp_path / "deep" / "er"
+    share = result.rows[0][2]
+    assert read(folder / "coins.csv") == [
+        ["coin", "claimed", "heads (share)", "heads (share): standard error", "tosses"],
+        ["fair", "0.5", repr(share.mean), repr(share.error), "3"],
+        ["bent, or so", "", "0.25", "", ""],
+    ]
+    facts = json.loads((folder / "coins.json").read_text())
+    assert facts["rows"][0] == [
+        "fair",
+        0.5,
+        {"mean": share.mean, "standard_error": share.error, "seeds": 3},
+        3,
+    ]
+    assert facts["rows"][1] == ["bent, or so", None, 0.25, None]
+    assert facts["seeds"] == [0, 1, 2] and facts["quick"] is False
+    assert len(facts["data"]["heads"]) == 3 and facts["data"]["none"] is None
+    assert (folder / "coins.png").read_bytes().startswith(PNG)
+    out, err = capsys.readouterr()
+    assert out.splitlines()[:2] == ["coins: " + study.about, "seeds 0 to 2"]
+    assert f"{share.mean:.3f}+-{share.error:.3f}" in out and "- a note" in out
+    assert err == "coins: 3\n"
+
+
+def test_a_quick_run_replaces_no_full_one(study, tmp_path):
+    run_study("coins", out=tmp_path, figure=False)
+    full = (tmp_path / "coins.json").read_bytes()
+    run_study("coins", quick=True, out=tmp_path, figure=False)
+    assert (tmp_path / "coins.json").read_bytes() == full
+    assert json.loads(full)["seeds"] == list(range(study.count))
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_the_command(study, tmp_path, capsys):
+    main(["--list"])
+    assert study.about in capsys.readouterr().out
+    main(["coins", "--seeds", "1", "--out", str(tmp_path), "--no-figure"])
+    assert (tmp_path / "coins.csv").exists()
+    assert "seed 0\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(["coin"])
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert "no study 'coin'; known: " in err and " coins, " in err and ", or cost, or all." in err
+    assert "Did you mean 'coins'?" in err
+
+
+def test_all_studies_run_one_after_the_other(study, tmp_path, monkeypatch, capsys):
+    class Dice(study):
+        name = "dice"
+        about = "And a die?"
+
+    monkeypatch.setattr(Study, "_known", {"coins": study, "dice": Dice})
+    main(["all", "--quick", "--out", str(tmp_path), "--no-figure"])
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{name}-quick.{ending}" for name in ("coins", "dice") for ending in ("csv", "json")
+    }
+    out = capsys.readouterr().out
+    assert out.index(study.about) < out.index(Dice.about) < out.index("study  seconds")
+
+
+def test_without_matplotlib_the_way_out_is_named_before_any_work(study, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        sys.modules["studies.run"],
+        "find_spec",
+        lambda name: None if name == "matplotlib" else find(name),
+    )
+    with pytest.raises(ConfigError, match=r"pip install 'hecate\[plot\]'.*--no-figure"):
+        run_study("coins", out=tmp_path)
+    assert not list(tmp_path.iterdir())
+    run_study("coins", out=tmp_path, figure=False)
+
+
+def test_spread():
+    spread = Spread.of([1.0, 2.0, 3.0])
+    assert spread == (2.0, 1 / math.sqrt(3), 3) and str(spread) == "2.000+-0.577"
+    alone = Spread.of([0.5])
+    assert math.isnan(alone.error) and str(alone) == "0.500"
+
+
+def test_faults_of_a_study_are_named(study):
+    with pytest.raises(ConfigError, match="needs a name and, in about, its question"):
+        type("Nameless", (Study,), {})
+    with pytest.raises(ConfigError, match="study 'coins' is taken by .*; give Other another name"):
+        type("Other", (Study,), {"name": "coins", "about": "?"})
+    with pytest.raises(ConfigError, match="'all' stands for several studies; give Every"):
+        type("Every", (Study,), {"name": "all", "about": "?"})
+    with pytest.raises(ConfigError, match="row 1 of a result has 1 cells for 2 columns"):
+        Result(("a", "b"), [(1, 2), (1,)], [], lambda figure: None)
+    with pytest.raises(ConfigError, match="at least one seed, got 0"):
+        run_study("coins", seeds=0, out=None)
