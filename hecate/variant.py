@@ -18,8 +18,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationErro
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from hecate.errors import ConfigError, shorten
-from hecate.errors import did_you_mean as did_you_mean
+from hecate.errors import ConfigError, did_you_mean, shorten
 from hecate.frozen import content_hash
 from hecate.schema import FAMILY, read_json, resolve_families
 
@@ -47,8 +46,7 @@ def _as_tuple(annotation: Any, value: Any) -> Any:
 class _ConfigMeta(ModelMetaclass):
     """Turns pydantic's `ValidationError` into `ConfigError` at construction.
 
-    Overriding `__init__` instead would make pydantic call it for nested values too and lose their
-    paths.
+    Overriding `__init__` instead would make pydantic call it for nested values and lose paths.
     """
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:

@@ -278,6 +278,14 @@ def test_json_constants_are_refused(constant):
     assert "radius: must be a finite number" in text
 
 
+@pytest.mark.parametrize(
+    "text", ['{"radius": 1.0, "radius": 2.0}', b'{"kind": "round", "kind": "round"}']
+)
+def test_keys_given_twice_are_refused(text):
+    with pytest.raises(ConfigError, match="'(radius|kind)' is given 2 times; keep one"):
+        Round.model_validate_json(text)
+
+
 def test_long_values_are_cut():
     text = message(lambda: Drawing(shape="x" * 10_000))
     assert len(text) < 300 and "..." in text

@@ -25,7 +25,8 @@ class Omega(Algorithm):
 
     Shapes: context `keys` `[N, window, P]`, `values` `[N, window, V]`, `filled` `[N, window]` (0
     where no token has been), oldest first.
-    VJP: that of each token's gradient; the window passes cotangents on to the tokens it holds.
+    VJP: that of each token's gradient; the window passes cotangents on to the tokens it holds,
+    and none to `filled`, which is a mark and no quantity.
     Traits: those of `inner`, whose stability bound is divided by the sum of weights.
     Cost: window times the gradient of one token, and window (P + V) more state.
     References: ATLAS (Behrouz et al., 2025, arXiv 2505.23735). [ALG-OMEGA-D1]
@@ -140,7 +141,7 @@ def _weighted(factor: float) -> Block:
     """factor w G, w a constant `[N]`."""
 
     def forward(grad: Tensor, weight: Tensor) -> tuple[Tensors, Tensor]:
-        wide = weight.reshape(-1, *[1] * (grad.dim() - 1))
+        wide = weight.detach().reshape(-1, *[1] * (grad.dim() - 1))
         return (factor * wide * grad,), wide
 
     def vjp(wide: Tensor, g: Tensor) -> Tensors:

@@ -15,7 +15,7 @@ from hecate.algorithm import (
     Omega,
 )
 from hecate.bias import L2, Dot, Lp, Yaad
-from hecate.errors import ConfigError, did_you_mean
+from hecate.errors import ConfigError, did_you_mean, shorten
 from hecate.phi import ELU, Concat, Identity, Linear, Normalise, Polynomial
 from hecate.retention import KL, Decay, Lq, NoRetention, Sphere
 from hecate.rule.config import MemoryConfig
@@ -244,6 +244,6 @@ def named_rule(name: str) -> MemoryConfig:
     """
     if not isinstance(name, str) or name not in RULES:
         raise ConfigError(
-            f"unknown rule {name!r}; known: {', '.join(RULES)}.{did_you_mean(name, RULES)}"
+            f"unknown rule {shorten(name)}; known: {', '.join(RULES)}.{did_you_mean(name, RULES)}"
         )
     return RULES[name].config

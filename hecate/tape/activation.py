@@ -31,14 +31,13 @@ def _gelu_slope(x: Tensor) -> Tensor:
 
 
 def _gelu_bend(x: Tensor) -> Tensor:
-    square = x.square()
+    square = x.clamp(-40, 40).square()  # from there on it is 0, and x^2 may be infinite
     return torch.exp(-0.5 * square - 0.5 * math.log(2 * math.pi)) * (2 - square)
 
 
 def _silu_slope(x: Tensor) -> Tensor:
     s = torch.sigmoid(x)
-    y = x * s
-    return torch.addcmul(s + y, y, s, value=-1)
+    return torch.addcmul(s, x * s, 1 - s)  # s + y - y s would lose s beside a large y
 
 
 def _silu_bend(x: Tensor) -> Tensor:

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hecate.errors import ConfigError, Problem, format_path, shorten
+from hecate.errors import ConfigError, Problem, did_you_mean, format_path, shorten
 from hecate.rule import RULES
 from hecate.train.config import OF_ADAMW, ExperimentConfig
 from hecate.train.document import MAX_DEPTH, Document, Location, dump_yaml, parse_value, read_yaml
-from hecate.variant import did_you_mean
 
 MAX_EXTENDS = 8
 BY_RULE = ("mqar", "quickstart")

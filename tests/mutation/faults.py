@@ -142,6 +142,7 @@ FAULTS = [
     *_of(
         "tape",
         KNOBS,
+        ("activation", "x * s, 1 - s)", "x * s, 1 + s)"),
         ("activation", "torch.addcmul(x, x, s, value=-2) + 2", "torch.addcmul(x, x, s, value=-1) + 2"),
         ("activation", "* (2 - square)", "* (1 - square)"),
         ("ops", "return product.sum(dim=axes) if axes", "return 2 * product.sum(dim=axes) if axes"),

@@ -454,10 +454,10 @@ def test_the_layer_is_its_projections_around_the_function():
 BUILDS = {
     "normalizer='sum' with feature_map 'identity'.*elu": {"feature_map": "identity"},
     "normalizer must be one of .*got 'mean'": {"normalizer": "mean"},
-    "eps=0.1 .*normalizer is 'none'": {"normalizer": "none", "eps": 0.1},
+    "^eps: eps=0.1 .*normalizer is 'none'": {"normalizer": "none", "eps": 0.1},
     "eps must be a finite number >= 0, got -1": {"eps": -1},
     "causal must be True or False, got 1": {"causal": 1},
-    "kv_heads=3 does not divide heads=4": {"kv_heads": 3},
+    "^kv_heads: kv_heads=3 does not divide heads=4": {"kv_heads": 3},
     "kv_heads must be an integer >= 1, got 0": {"kv_heads": 0},
     "d_context must be an integer >= 1, got 2.0": {"d_context": 2.0, "causal": False},
     r"dropout must be a number in \[0, 1\), got 1": {"dropout": 1},

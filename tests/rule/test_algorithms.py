@@ -176,3 +176,14 @@ def test_omega_refuses_what_it_would_ignore():
         algorithm.Omega(inner=algorithm.GD(lr=0.5))
     with pytest.raises(ConfigError, match="inner algorithm 'rls'"):
         algorithm.Omega(inner=algorithm.RLS())
+
+
+def test_marks_of_a_window_have_no_gradient_by_tape_or_autograd(generator):
+    k, v = (torch.randn(1, 3, 1, width, generator=generator) for width in (P, V))
+    config = config_of(algorithm.Omega(window=2, lr=0.1))
+    _, state = memory_scan(config, k, k, v)
+    marks = state.slots["filled"].requires_grad_()
+    for autodiff in ("tape", "torch"):
+        y, _ = memory_scan(config, k, k, v.requires_grad_(), state=state, autodiff=autodiff)
+        (grad,) = torch.autograd.grad(y.sum(), marks, materialize_grads=True)
+        assert not grad.any()

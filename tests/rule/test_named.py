@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryState, memory_scan, named_rule
 from hecate.engine.select import exact_engines
+from hecate.errors import ConfigError
 from hecate.nn import GateHeads, Memory
 from hecate.retention import KL, Lq, Sphere
 from hecate.rule import RULES
@@ -173,3 +174,9 @@ def test_the_first_token_moves_what_writes_and_reads(name):
     for path, parameter in layer.named_parameters():
         if path.startswith("initial."):
             assert float(parameter.grad.norm()) > 1e-6, f"{name}: {path}"
+
+
+def test_a_long_name_is_cut():
+    with pytest.raises(ConfigError, match=r"^unknown rule 'xxx.*\.\.\.; known: ") as caught:
+        named_rule("x" * 10_000)
+    assert len(str(caught.value)) < 600

@@ -1,0 +1,40 @@
+"""Bounds on what one case may take, by this process alone and not by the machine's load."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+SECONDS, BYTES = 5.0, 64 << 20
+
+
+class TooSlow(Exception):
+    """A case used its seconds of CPU."""
+
+
+@contextmanager
+def within(seconds: float = SECONDS, allowed: int | None = BYTES) -> Iterator[None]:
+    """Raises TooSlow after so many seconds of CPU; more memory than allowed is a MemoryError.
+
+    The limit is on address space, so that what is asked for counts, touched or not.
+    """
+
+    def stop(*_: Any) -> None:
+        raise TooSlow(f"more than {seconds:g} s of CPU")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if allowed is not None:
+        with open("/proc/self/statm") as file:
+            held = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + allowed, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
