@@ -174,7 +174,7 @@ class Boxes(nn.Module):
             form = self.retain if gate == "retain" else None
             answer = answers[gate] if form is None else form.seen(answers[gate])
             # Heads have rows of their own: one, or one per channel.
-            own = weight.unflatten(0, (self.heads, -1))
+            own = weight.to(answer.dtype).unflatten(0, (self.heads, -1))
             logit = torch.einsum("bthd,hcd->bthc", answer, own).flatten(-2) + self.gate_bias[gate]
             values[gate] = torch.sigmoid(logit) if form is None else form(logit)
         values["lr"] = self.config.memory.algorithm.lr * values["lr"]
