@@ -101,13 +101,9 @@ class Memory(RuleParameters):
             seen = inner.width(d_key)
         own: dict[str, Any] = {"d_key": seen, "d_value": d_value, "firing": firing == "learned"}
         super().__init__(d_model, heads, config, **own, **start, **place)
-        self.d_model, self.d_key, self.qk_norm, self.query_projection = (
-            d_model,
-            d_key,
-            qk_norm,
-            query_projection,
-        )
-        self.engine, self.autodiff, self.name = engine, autodiff, name
+        self.d_model, self.d_key, self.qk_norm = d_model, d_key, qk_norm
+        self.query_projection, self.name = query_projection, name
+        self.engine, self.autodiff = engine, autodiff
         self.projected = config if query_projection == "none" else projected_config(config)
         self.feature_memory = None
         if inner is not None:
