@@ -1,4 +1,5 @@
-"""The README's Python runs as printed, in order, in one namespace."""
+"""The README's Python runs as printed, in order, in one namespace, and its YAML becomes models;
+neither warns, since tests take warnings for errors."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ import re
 from pathlib import Path
 
 import torch
+
+from hecate.models import LanguageModel
+from hecate.train import load_experiment
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -17,6 +21,19 @@ def test_python_blocks_run():
     namespace: dict[str, object] = {"__name__": "readme"}
     for index, source in enumerate(blocks):
         exec(compile(source, f"README.md[{index}]", "exec", dont_inherit=True), namespace)
+
+
+def test_yaml_blocks_become_models(tmp_path):
+    """What `hecate train my.yaml` builds of each."""
+    torch.set_default_dtype(torch.float32)
+    blocks = re.findall(r"```yaml\n(.*?)```", README, re.S)
+    assert len(blocks) >= 2
+    for index, text in enumerate(blocks):
+        path = tmp_path / f"{index}.yaml"
+        path.write_text(text)
+        config = load_experiment(path)
+        source = torch.Generator().manual_seed(config.seed)
+        assert LanguageModel(config.model_for_data(), generator=source).blocks
 
 
 def test_figures_exist():

@@ -81,7 +81,7 @@ class Algorithm(Variant, family="algorithm"):
 
     @property
     def stable_step(self) -> float:
-        """Largest lr times curvature at which repeated writes of one item still contract."""
+        """Largest lr times curvature at which repeated writes of one item do not grow."""
         return 2.0
 
     def refusal(self, *, linear: bool, diagonal: bool, curvature: float | None) -> str | None:

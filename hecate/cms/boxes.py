@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, cast
 
 import torch
@@ -12,9 +11,10 @@ from hecate.cms.self_reference import SelfReferenceConfig
 from hecate.engine import memory_scan
 from hecate.engine.anchored import predict
 from hecate.engine.prepare import L2_NORM, SUM_NORM
+from hecate.nn.gates import RetainForm, start_logit
 from hecate.nn.norm import normalise_qk
-from hecate.nn.parameters import TensorDict, draw_normal
-from hecate.nn.rule import warn_if_unstable
+from hecate.nn.parameters import TensorDict
+from hecate.nn.rule import draw_answering, warn_if_unstable
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryState
 from hecate.rule.rule import one
@@ -59,10 +59,18 @@ class Boxes(nn.Module):
         starts = {"lr": 0.5 * (1 - momentum), "momentum": momentum}
         starts["retain"] = rule.retention.default_retain
         self.starts = {gate: starts[gate] for gate in config.boxes if gate in starts}
+        self.retain = None
+        shapes = {gate: (heads, d_head) for gate in self.starts}
+        if "retain" in shapes:
+            form = rule.retention.gate_form
+            self.retain = RetainForm(form, heads, d_head, d_head=d_head, d_phi=d_phi, **own)
+            shapes["retain"] = (self.retain.rows, self.retain.inputs)
         self.gate_weight = nn.ParameterDict(
-            {gate: torch.empty(heads, d_head, **own) for gate in self.starts}
+            {gate: torch.empty(shape, **own) for gate, shape in shapes.items()}
         )
-        self.gate_bias = nn.ParameterDict({gate: torch.empty(heads, **own) for gate in self.starts})
+        self.gate_bias = nn.ParameterDict(
+            {gate: torch.empty(shape[0], **own) for gate, shape in shapes.items()}
+        )
 
     def draw(self, source: torch.Generator, like: Tensor) -> None:
         """Everything anew from a generator, in the dtype and on the device of `like`."""
@@ -73,19 +81,15 @@ class Boxes(nn.Module):
         self.phi_frozen.copy_(params["frozen"])
         d_phi = rule.feature_map.output_dim(width)
         for name in self.initial:
-            box = self._box(name)
-            if rule.structure.linear:
-                # Its own start is zero, where a box answers nothing and learns nothing.
-                fan_in = 1 if rule.structure.diagonal else d_phi
-                for weight in box.parameters():
-                    draw_normal(weight, fan_in**-0.5, source)
-            else:
-                box.copy_(rule.structure.init(d_phi, width, heads=self.heads, **place))
+            how: dict[str, Any] = {"heads": self.heads, "source": source, "like": like}
+            draw_answering(rule.structure, self._box(name), d_phi, width, **how)
         for gate, start in self.starts.items():
-            nn.init.constant_(self.gate_weight[gate], 1 / width)
-            # A gate that starts at exactly 0 or 1 could never leave it.
-            inside = min(max(start, 1e-4), 1 - 1e-4)
-            nn.init.constant_(self.gate_bias[gate], math.log(inside / (1 - inside)))
+            weight, bias = self.gate_weight[gate], self.gate_bias[gate]
+            if gate == "retain" and self.retain is not None:
+                self.retain.draw(source, weight, bias, start, fill=1 / width)
+            else:
+                nn.init.constant_(weight, 1 / width)
+                nn.init.constant_(bias, start_logit(start))
 
     def warn_if_unstable(self, name: str) -> None:
         """Measures the step on random keys at the lr gate's ceiling."""
@@ -164,11 +168,15 @@ class Boxes(nn.Module):
         return answers
 
     def gates(self, answers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The gates `[B, T, H]` from the answers of their boxes."""
-        values = {
-            gate: torch.sigmoid((answers[gate] * weight).sum(-1) + self.gate_bias[gate])
-            for gate, weight in self.gate_weight.items()
-        }
+        """The gates `[B, T, H]` from the answers of their boxes; retain per channel with P."""
+        values = {}
+        for gate, weight in self.gate_weight.items():
+            form = self.retain if gate == "retain" else None
+            answer = answers[gate] if form is None else form.seen(answers[gate])
+            # Heads have rows of their own: one, or one per channel.
+            own = weight.to(answer.dtype).unflatten(0, (self.heads, -1))
+            logit = torch.einsum("bthd,hcd->bthc", answer, own).flatten(-2) + self.gate_bias[gate]
+            values[gate] = torch.sigmoid(logit) if form is None else form(logit)
         values["lr"] = self.config.memory.algorithm.lr * values["lr"]
         return values
 
@@ -187,7 +195,7 @@ class Boxes(nn.Module):
             q.repeat(1, 1, boxes, 1),
             k.repeat(1, 1, boxes, 1),
             torch.cat(targets, 2),
-            Gates(**{name: gate.repeat(1, 1, boxes) for name, gate in gates.items()}),
+            Gates(**{name: torch.cat([gate] * boxes, 2) for name, gate in gates.items()}),
             **how,
         )
         return y[:, :, -self.heads :], state

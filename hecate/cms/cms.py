@@ -20,6 +20,7 @@ from hecate.engine.positions import written_before
 from hecate.errors import ConfigError
 from hecate.nn import Memory
 from hecate.nn.arguments import check_inputs
+from hecate.nn.parameters import draw_base, source_for
 from hecate.tape import Autodiff, Run, execute
 
 
@@ -49,7 +50,9 @@ class CMS(nn.Module):
         config: levels, composition, aggregation.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call the layer; a level is `name/level`.
-        generator: source of all draws; None uses torch's default generator.
+        generator: source of all draws, of which it gives one: every level draws from a generator
+            made of that and the level's name, so other levels do not change its start; None uses
+            torch's default generator.
 
     Raises:
         ConfigError: sizes that do not fit, with the path of the level.
@@ -77,10 +80,13 @@ class CMS(nn.Module):
         self.d_model, self.heads, self.config, self.name = d_model, heads, config, name
         self.engine, self.autodiff = engine, autodiff
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        how: dict[str, Any] = {"engine": engine, "autodiff": autodiff, "generator": generator}
+        how: dict[str, Any] = {"engine": engine, "autodiff": autodiff}
+        drawn = torch.empty(0, **place).device.type != "meta"
+        base = draw_base(generator) if drawn else 0
         self.levels = nn.ModuleList()
         for index, level in enumerate(config.levels):
             try:
+                how["generator"] = source_for(level.name, base)
                 self.levels.append(
                     _memory(d_model, heads, level, f"{name}/{level.name}", how, place)
                 )
@@ -98,7 +104,7 @@ class CMS(nn.Module):
         elif config.aggregation == "gated":
             self.weight = nn.Parameter(torch.empty(len(config.levels), d_model, **place))
             self.bias = nn.Parameter(torch.empty(len(config.levels), **place))
-        if self.memories[0].qkv.weight.device.type != "meta":
+        if drawn:
             self._start()
             self._warn()
 
@@ -109,8 +115,9 @@ class CMS(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
-        for memory in self.memories:
-            memory.reset_parameters(generator)
+        base = draw_base(generator)
+        for level, memory in zip(self.config.levels, self.memories, strict=True):
+            memory.reset_parameters(source_for(level.name, base))
         self._start()
         self._warn()
 

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from hecate.errors import ConfigError
 from hecate.nn.arguments import Firing, check_firing
+from hecate.nn.feature_memory import FeatureMemoryConfig
 from hecate.nn.projection import Projection, check_projection
 from hecate.retention import Retention
 from hecate.rule import MemoryConfig
@@ -43,7 +44,7 @@ class LevelConfig(Config):
     qk_norm: Literal["none", "l2", "rms"] = "l2"
     output_gate: bool = True
     learned_initial: bool = True
-    feature_memory: MemoryConfig | None = None
+    feature_memory: FeatureMemoryConfig | None = None
     firing: Firing = "always"
     restart: Count | None = Field(None, ge=1)
     query_projection: Projection = "none"

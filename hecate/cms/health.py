@@ -30,7 +30,8 @@ class LevelHealth(NamedTuple):
         fired: share of tokens and heads that fire; None where all do.
         norm_start, norm_end: Frobenius norm of a head's memory before and after.
         output_rms: root mean square of the level's output.
-        half_life: tokens after which the retain gates leave half of a memory, median over heads.
+        half_life: tokens after which the retain gates leave half of a memory, median over heads
+            (and channels).
         cotangent: norm of what a unit cotangent of y puts on the level's output and state.
         dead: why the level is dead, None if it is not.
     """

@@ -146,17 +146,14 @@ class SelfReferenceConfig(Config):
                 "the other; use decay_order 'with_step'"
             )
         bound, limit = rule.key_bound, rule.algorithm.stable_step
-        if (
-            reason is None
-            and rule.step == "raw"
-            and bound is not None
-            and 2 * rule.algorithm.lr * bound > limit
-        ):
-            reason = (
-                f"lr={rule.algorithm.lr:g} counts twice, 2 lr |phi|^2 can reach "
-                f"{2 * rule.algorithm.lr * bound:g}, and algorithm {rule.algorithm.kind!r} "
-                f"diverges from {limit:g} on; use an lr of at most {limit / (2 * bound):g}"
-            )
+        if reason is None and rule.step == "raw" and bound is not None:
+            largest = rule.diverging(self.erases * bound)
+            if largest is not None:
+                reason = (
+                    f"lr={rule.algorithm.lr:g} counts twice, 2 lr |phi|^2 can reach {largest:g}, "
+                    f"and algorithm {rule.algorithm.kind!r} diverges beyond {limit:g}; use an lr "
+                    f"of at most {limit / (2 * bound):g}"
+                )
         if reason is not None:
             raise ConfigError(f"'twice': {reason}, or erase='once'", path=("erase",))
 

@@ -12,11 +12,12 @@ from hecate.cms.boxes import Boxes, Weights
 from hecate.cms.self_reference import SelfReferenceConfig, SelfReferentialState, check_state
 from hecate.cms.stretches import Stretches, stretches
 from hecate.engine import Engine
+from hecate.errors import ConfigError
 from hecate.nn.arguments import check_engine, check_sequence, check_sizes
 from hecate.nn.conv import ShortConv, mix
+from hecate.nn.feature_memory import FeatureMemory, FeatureMemoryConfig
 from hecate.nn.norm import normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
-from hecate.nn.rule import FeatureMemory
 from hecate.rule import MemoryConfig
 from hecate.tape import Autodiff
 from hecate.tape.bridge import without_autocast
@@ -43,7 +44,7 @@ class SelfReferential(nn.Module):
         conv_kernel: taps of the short convolution, 0 for none.
         output_gate: whether the output is multiplied by silu(W x).
         feature_memory: a memory whose answers are added to q and k before phi; see
-            `hecate.nn.rule.FeatureMemory`. Boxes are asked x and v without it.
+            `hecate.nn.feature_memory.FeatureMemory`. Boxes are asked x and v without it.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call this memory.
         generator: source of all draws; None uses torch's default generator.
@@ -84,10 +85,17 @@ class SelfReferential(nn.Module):
         self.boxes = Boxes(heads, config, d_head=width, **place)
         self.feature_memory = None
         if feature_memory is not None:
-            inner = MemoryConfig.model_validate(feature_memory)
+            inner = FeatureMemoryConfig.model_validate(feature_memory)
             check_engine(inner, engine, autodiff)
+            if inner.width(width) != width:
+                raise ConfigError(
+                    f"d_value={inner.d_value} in a self-referential memory: its boxes are "
+                    f"written at features of k and asked x and v, which are {width} wide; leave "
+                    "d_value out",
+                    path=("feature_memory", "d_value"),
+                )
             self.feature_memory = FeatureMemory(
-                d_model, heads, inner, d_key=width, d_value=width, learned_initial=True, **place
+                d_model, heads, inner, d_key=width, learned_initial=True, **place
             )
         self.output_gate = None
         if output_gate:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,21 +23,20 @@ def warn_if_windows_diverge(level: LevelConfig, memory: Memory) -> None:
     """Measures the largest eigenvalue of the sum of lr phi(k) phi(k)^T over a window of random
     keys, at the ceiling of the lr gate. [CMS-LAYER-I4]"""
     config = memory.config
-    curvature, algorithm = config.bias.curvature, config.algorithm
-    linear = config.structure.linear and config.retention.linear and algorithm.linear
-    if level.period == 1 or not linear or curvature == 0:
+    algorithm = config.algorithm
+    if level.period == 1 or not algorithm.linear or config.diverging(math.inf) is None:
         return
     count = min(level.period, KEYS)
     with torch.no_grad():
         lengths = _step_lengths(memory, count)
-    largest = float(lengths.max()) * (curvature or 1.0) * level.period / count
-    if largest >= algorithm.stable_step:
+    largest = config.diverging(float(lengths.max()) * level.period / count, lr=1.0)
+    if largest is not None:
         fitting = algorithm.lr * algorithm.stable_step / largest
         warnings.warn(
             f"level {memory.name!r}: the {level.period} steps that its period sums up come to "
             f"{largest:.3g} along one direction of phi, measured on random keys at the ceiling "
-            f"lr={algorithm.lr:g} of its gate, and bias {config.bias.kind!r} may diverge from "
-            f"{algorithm.stable_step:g} on; set algorithm.lr below {fitting:.2g}, or shorten the "
+            f"lr={algorithm.lr:g} of its gate, and bias {config.bias.kind!r} may diverge beyond "
+            f"{algorithm.stable_step:g}; set algorithm.lr below {fitting:.2g}, or shorten the "
             "period",
             StabilityWarning,
             stacklevel=4,
@@ -61,18 +62,19 @@ def warn_if_nothing_passes(config: CMSConfig, memories: tuple[Memory, ...]) -> N
 def _step_lengths(memory: Memory, count: int) -> Tensor:
     """The largest eigenvalue per head, for a window of `count` random keys."""
     heads, generator = memory.heads, torch.Generator().manual_seed(0)
-    shape = (1, count, heads, memory.d_key)
-    keys = normalise_qk(torch.randn(shape, generator=generator, device="cpu"), memory.qk_norm)
-    ones = torch.ones(shape[:3], device="cpu")
+    shape = (1, count, heads, memory.phi_width)
+    double: Any = {"dtype": torch.float64, "device": "cpu"}
+    keys = normalise_qk(torch.randn(shape, generator=generator, **double), memory.qk_norm)
+    ones = torch.ones(shape[:3], **double)
     position = torch.arange(count, device="cpu").unsqueeze(0)
     params: Params = {
-        "learned": {n: t.detach().cpu().float() for n, t in memory.phi_learned.tensors.items()},
-        "frozen": {n: t.detach().cpu().float() for n, t in memory.phi_frozen.tensors.items()},
+        "learned": {n: t.detach().to(**double) for n, t in memory.phi_learned.tensors.items()},
+        "frozen": {n: t.detach().to(**double) for n, t in memory.phi_frozen.tensors.items()},
     }
     needed = position if memory.config.feature_map.needs_position else None
     lr = ones * memory.config.algorithm.lr
     sequence = Sequence(keys, keys, keys, lr, ones, ones, position=needed)
-    tokens = to_tokens(memory.config, sequence, params, torch.float32, execute)
+    tokens = to_tokens(memory.config, sequence, params, torch.float64, execute)
     rows = (tokens.phi_k * tokens.lr.sqrt().unsqueeze(-1))[0].transpose(0, 1)
     tall = rows.shape[1] > rows.shape[2]
     return torch.linalg.eigvalsh(rows.mT @ rows if tall else rows @ rows.mT)[:, -1]

@@ -20,6 +20,7 @@ def memory_features(
     v: Tensor,
     gates: Gates | None = None,
     *,
+    residual: bool = True,
     phi_params: Params | None = None,
     state: MemoryState | None = None,
     initial: dict[str, Tensor] | None = None,
@@ -30,21 +31,23 @@ def memory_features(
     autodiff: Autodiff = "auto",
     name: str = "feature memory",
 ) -> tuple[Tensor, Tensor, MemoryState]:
-    """phi_t(x) = x + M_t(x) at x = q_t and x = k_t: the features, and M's state at the end.
+    """phi_t(x) = x + M_t(x) at x = q_t and x = k_t: the features, and M's state at the end; with
+    `residual=False` M_t(x) itself.
 
     M is a memory of its own, written with (k_t, v_t) at every token, and both features of a token
     read it in one state (`inner.read` says whether before or after that token's write), so nothing
     sees a later token. An empty M leaves q and k as they are. Pass the features as q and k to
     `memory_scan`: any rule follows on any rule. v = k makes M self-supervised: it learns which
-    directions keys take, and the features stretch those. [ENG-FEAT-D1]
+    directions keys take, and the features stretch those. Without the residual they are as wide as
+    v, and 0 while M is empty. [ENG-FEAT-D1]
 
-    Shapes: q, k, v `[B, T, H, D]`, features the same. The other arguments are those of
-    `memory_scan`, which runs twice, once for each read.
+    Shapes: q, k `[B, T, H, D]`, v and features `[B, T, H, V]`, V = D with the residual. The other
+    arguments are those of `memory_scan`, which runs twice, once for each read.
     """
-    if v.shape != k.shape:
+    if residual and v.shape != k.shape:
         raise ShapeError(
             f"v must be as wide as k, {list(k.shape)}, for phi(x) = x + M(x) to have a sum, got "
-            f"{list(v.shape)}"
+            f"{list(v.shape)}; or take phi(x) = M(x), residual=False"
         )
     if write_mask is not None and write_mask.shape == k.shape[:2]:
         # The k of a masked token may hold garbage, and it is read at as well.
@@ -67,7 +70,7 @@ def memory_features(
             autodiff=autodiff,
             name=name,
         )
-        return x + y, after
+        return (x + y if residual else y), after
 
     (phi_q, _), (phi_k, state) = answer(q), answer(k)
     return phi_q, phi_k, state

@@ -84,7 +84,7 @@ def raise_at_first(memories: list[Watched], y: Tensor, name: str) -> None:
         raise NonFiniteError(
             f"memory {name!r} became non-finite at batch row {row // heads}, head {row % heads}, "
             f"token {token}: lr={lr:.4g}, |phi(k)|^2={size:.4g}, lr * |phi(k)|^2={lr * size:.4g} "
-            f"(a delta-type memory diverges from {config.algorithm.stable_step:g} on). Set "
+            f"(a delta-type memory diverges beyond {config.algorithm.stable_step:g}). Set "
             "key_norm='l2' or step='normalized', lower lr, or choose on_nonfinite='skip'"
         )
     # Time first, so that the earliest token comes first.

@@ -15,7 +15,7 @@ from hecate.cms.boxes import Boxes
 from hecate.microscope.linear import asked_of, is_memory, state_of
 from hecate.nn import LinearAttention, Memory
 from hecate.nn.asked import Asked
-from hecate.nn.rule import FeatureMemory
+from hecate.nn.feature_memory import FeatureMemory
 from hecate.rule import Gates, MemoryState
 
 Tree = TypeVar("Tree")
@@ -138,11 +138,12 @@ def _calls(seen: _Seen) -> Iterator[tuple[str, Call]]:
     elif isinstance(module, FeatureMemory):
         masks = {name: given.get(name) for name in ("write_mask", "reset_mask")}
         q, k, gates = given["q"], given["k"], module.gates(given["x"])
+        v = module.values(k)
         own: dict[str, Any] = {"phi_params": module.phi_params, "initial": module.initial.tensors}
         yield (
             "",
             Call(
-                Asked(module.config, q, k, k, gates, state=given["state"], **own, **masks),
+                Asked(module.config, q, k, v, gates, state=given["state"], **own, **masks),
                 output[2],
             ),
         )

@@ -82,7 +82,8 @@ class MemoryView:
 
     @cached_property
     def gates(self) -> dict[str, Tensor]:
-        """lr, retain and momentum as far as the rule has them, `[B, T, H]`."""
+        """lr, retain and momentum as far as the rule has them, `[B, T, H]`; retain per channel
+        `[B, T, H, P]`."""
         return gates_of(self.scans)
 
     @property

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from hecate.cms import Aggregation, CMSConfig, Composition, LevelConfig, SelfReferenceConfig
 from hecate.errors import ConfigError
-from hecate.nn import AttentionConfig
+from hecate.nn import AttentionConfig, FeatureMemoryConfig
 from hecate.rule import MemoryConfig
 from hecate.sizes import MAX_SIZE, Depth, Size, check_shapes
 from hecate.variant import Config
@@ -21,6 +21,15 @@ class Scanned(NamedTuple):
     d_key: int
     d_value: int
     window: int | None = None
+
+
+def _seen(features: FeatureMemoryConfig | None, d_key: int) -> int:
+    """Width of what a memory's phi sees of keys."""
+    return d_key if features is None else features.width(d_key)
+
+
+def _features(config: FeatureMemoryConfig, d_key: int) -> Scanned:
+    return Scanned(config, d_key, config.width(d_key))
 
 
 _RULE = ("memory", "d_key", "d_value", "qk_norm", "learned_initial")
@@ -60,7 +69,7 @@ class LanguageModelConfig(Config):
     qk_norm: Literal["none", "l2", "rms"] = "l2"
     output_gate: bool = True
     learned_initial: bool = True
-    feature_memory: MemoryConfig | None = None
+    feature_memory: FeatureMemoryConfig | None = None
     levels: tuple[LevelConfig, ...] = ()
     composition: Composition = "sequential"
     aggregation: Aggregation = "sum"
@@ -85,13 +94,17 @@ class LanguageModelConfig(Config):
                 path=("mlp_ratio",),
             )
         d_key, d_value = self._widths()
-        own = {"memory": (self.memory, d_value), "feature_memory": (self.feature_memory, d_key)}
-        for field, (memory, width) in own.items():
+        seen = _seen(self.feature_memory, d_key)
+        own: dict[str, tuple[MemoryConfig | None, int, int]] = {
+            "feature_memory": (self.feature_memory, d_key, seen),
+            "memory": (self.memory, seen, d_value),
+        }
+        for field, (memory, key, value) in own.items():
             try:
                 if memory is not None:
-                    memory.structure.shapes(memory.feature_map.output_dim(d_key), width)
+                    memory.structure.shapes(memory.feature_map.output_dim(key), value)
             except ConfigError as error:
-                raise ConfigError(f"{error} (keys have width {d_key})", path=(field,)) from None
+                raise ConfigError(f"{error} (keys have width {key})", path=(field,)) from None
         return self
 
     @model_validator(mode="after")
@@ -143,20 +156,21 @@ class LanguageModelConfig(Config):
         key, value = self._widths()
         head = self.d_model // self.heads
         if self.plain:
-            found["memory"] = Scanned(self.memory, key, value)
+            found["memory"] = Scanned(self.memory, _seen(self.feature_memory, key), value)
         if self.self_reference is not None:
             inner = self.self_reference
             window = inner.period if inner.refers else None
             found["self_reference.memory"] = Scanned(inner.memory, head, head, window)
         if self.feature_memory is not None:
             width = key if self.plain else head
-            found["feature_memory"] = Scanned(self.feature_memory, width, width)
+            found["feature_memory"] = _features(self.feature_memory, width)
         for index, level in enumerate(self.levels):
             own = self.d_model // (level.heads or self.heads)
             path, key = f"levels[{index}]", level.d_key or own
-            found[f"{path}.memory"] = Scanned(level.rule, key, level.d_value or own)
+            seen = _seen(level.feature_memory, key)
+            found[f"{path}.memory"] = Scanned(level.rule, seen, level.d_value or own)
             if level.feature_memory is not None:
-                found[f"{path}.feature_memory"] = Scanned(level.feature_memory, key, key)
+                found[f"{path}.feature_memory"] = _features(level.feature_memory, key)
         return found
 
     def _is_set(self, field: str) -> bool:

@@ -5,6 +5,7 @@ from hecate.nn.attention.hopfield import Hopfield, Retrieved
 from hecate.nn.attention.performer import PerformerAttention, PerformerState
 from hecate.nn.compose import AttentionConfig, Composed, ComposedState
 from hecate.nn.conv import ShortConv
+from hecate.nn.feature_memory import FeatureMemoryConfig
 from hecate.nn.gates import GateHeads
 from hecate.nn.memory import Memory
 from hecate.nn.norm import normalise_qk
@@ -15,6 +16,7 @@ __all__ = [
     "AttentionConfig",
     "Composed",
     "ComposedState",
+    "FeatureMemoryConfig",
     "GateHeads",
     "Hopfield",
     "LayerState",

@@ -25,7 +25,7 @@ class FeatureParameters(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         """Makes room for the parameters; `draw_features` fills it."""
-        self._phi, self._phi_heads, self._phi_width = feature_map, heads, d_key
+        self._phi, self._phi_heads, self.phi_width = feature_map, heads, d_key
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         shapes: dict[str, Any] = {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
         params = feature_map.init(d_key, heads=heads, **shapes)
@@ -35,7 +35,7 @@ class FeatureParameters(nn.Module):
     def draw_features(self, source: torch.Generator, like: Tensor) -> None:
         """Both anew from a generator, in the dtype and on the device of `like`."""
         place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
-        params = self._phi.init(self._phi_width, heads=self._phi_heads, **place)
+        params = self._phi.init(self.phi_width, heads=self._phi_heads, **place)
         self.phi_learned.copy_(params["learned"])
         self.phi_frozen.copy_(params["frozen"])
 

@@ -3,12 +3,96 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear, logsigmoid, softplus
 
+from hecate.nn.parameters import draw_normal, draw_uniform, source_of
+from hecate.retention import GateForm
 from hecate.rule import Gates, MemoryConfig
 from hecate.tape.bridge import without_autocast
+
+ROOT = 16  # GLA's temperature
+RATES, STEPS = (1.0, 16.0), (1e-3, 1e-1)  # KDA's A and dt
+STD = 0.02  # of the released models' linear layers
+
+
+def start_logit(start: float, power: int = 1) -> float:
+    """The logit of a sigmoid whose root of `power` is `start`, kept away from its ends."""
+    # A gate that starts at exactly 0 or 1 could never leave it.
+    inside = min(max(start, 1e-4), 1 - 1e-4) ** power
+    return math.log(inside / (1 - inside))
+
+
+class RetainForm(nn.Module):
+    """A retain gate from its logits, as `GateForm` says: `rate` is log A of softplus, `down` the
+    first map of a head of low rank, shared by all heads. [NN-GATE-D2]
+
+    Shapes: logits `[..., rows]`, rows H or H P, to gates `[..., H]` or `[..., H, P]`; `down` takes
+    `[..., width]`, and what it returns has the width `inputs`.
+    """
+
+    def __init__(
+        self,
+        form: GateForm,
+        heads: int,
+        width: int,
+        *,
+        d_head: int,
+        d_phi: int,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        rank = d_head if form.rank == "head" else form.rank
+        self.form, self.inputs = form, width if rank is None else rank
+        self.shape = (heads, d_phi) if form.channels else (heads,)
+        self.rows = math.prod(self.shape)
+        self.down = None if rank is None else nn.Parameter(torch.empty(rank, width, **place))
+        rated = form.squash == "softplus"
+        self.rate = nn.Parameter(torch.empty(heads, **place)) if rated else None
+
+    def seen(self, x: Tensor) -> Tensor:
+        """What the weights of the logits are applied to."""
+        return x if self.down is None else linear(x, self.down.to(x.dtype))
+
+    def forward(self, logit: Tensor) -> Tensor:
+        """The gates."""
+        logit = logit.unflatten(-1, self.shape)
+        if self.rate is not None:
+            rate = self.rate.to(logit.dtype).exp().reshape(-1, *[1] * (len(self.shape) - 1))
+            return torch.exp(-rate * softplus(logit))
+        if self.form.squash == "root":
+            return torch.exp(logsigmoid(logit) / ROOT)
+        return torch.sigmoid(logit)
+
+    def draw(
+        self,
+        source: torch.Generator,
+        weight: Tensor,
+        bias: Tensor,
+        start: float,
+        *,
+        fill: float = 0.0,
+    ) -> None:
+        """Starting values; a head that is not of low rank gets `fill` for its weights."""
+        if self.down is None:
+            nn.init.constant_(weight, fill)
+        else:
+            draw_normal(self.down, STD, source)
+            draw_normal(weight, STD, source)
+        if self.rate is None:
+            nn.init.constant_(bias, start_logit(start, ROOT if self.form.squash == "root" else 1))
+            return
+        rate = draw_uniform(self.rate.shape, *RATES, source).log()
+        least, most = STEPS
+        step = draw_uniform(bias.shape, math.log(least), math.log(most), source).exp()
+        with torch.no_grad():
+            self.rate.copy_(rate)
+            bias.copy_(step.expm1().log())  # softplus(bias) = step
 
 
 class GateHeads(nn.Module):
@@ -21,12 +105,17 @@ class GateHeads(nn.Module):
     retain and momentum at the config's own values, kept 1e-4 away from 0 and 1. An item stored at
     the start thus halves after log(1/2)/log(retain) tokens. [NN-GATE-D1]
 
+    The retention may ask for retain per phi channel, by a head of low rank, w = w_2 W_1, or by
+    another function of w.x + b: `hecate.retention.Decay`. Low-rank weights start at N(0, 0.02^2),
+    so retain starts near its stated value, and at it where x is 0. [NN-GATE-D2]
+
     With `firing`, a fourth gate g = sigmoid(w.x + b), 3/4 at the start, decides whether a token is
     written: h = 1[g > 1/2] makes lr h lr and retain 1 - h (1 - retain), so an idle token neither
     writes nor decays. h passes its gradient to g unchanged (straight through). [CMS-FIRE-D1]
 
-    Shapes: x `[B, T, d_model]` -> gates `[B, T, H]` in float32 or better; None for gates the rule
-    lacks.
+    Shapes: x `[B, T, d_model]` -> gates `[B, T, H]`, retain per channel `[B, T, H, P]`, in float32
+    or better; None for gates the rule lacks. P is the width of phi at keys of width `d_key`
+    (default d_model // heads).
     """
 
     def __init__(
@@ -35,36 +124,47 @@ class GateHeads(nn.Module):
         heads: int,
         config: MemoryConfig,
         *,
+        d_key: int | None = None,
         firing: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.lr_max = config.algorithm.lr
         momentum = config.algorithm.default_momentum
         starts = {"lr": 0.5 * (1 - momentum)}
+        shapes = {"lr": (heads, d_model)}
+        self.retain = None
         if config.retention.uses_retain:
+            d_key = d_model // heads if d_key is None else d_key
+            form, d_phi = config.retention.gate_form, config.feature_map.output_dim(d_key)
+            self.retain = RetainForm(form, heads, d_model, d_head=d_key, d_phi=d_phi, **place)
             starts["retain"] = config.retention.default_retain
+            shapes["retain"] = (self.retain.rows, self.retain.inputs)
         if config.algorithm.uses_momentum:
             starts["momentum"] = momentum
         if firing:
             starts["firing"] = 0.75
         self.starts = starts
+        shapes = {name: shapes.get(name, (heads, d_model)) for name in starts}
         self.weight = nn.ParameterDict(
-            {name: torch.empty(heads, d_model, device=device, dtype=dtype) for name in starts}
+            {name: torch.empty(shape, **place) for name, shape in shapes.items()}
         )
         self.bias = nn.ParameterDict(
-            {name: torch.empty(heads, device=device, dtype=dtype) for name in starts}
+            {name: torch.empty(shape[0], **place) for name, shape in shapes.items()}
         )
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Weights to zero, biases to the starting values; draws nothing."""
-        with torch.no_grad():
-            for name, start in self.starts.items():
-                self.weight[name].zero_()
-                # A gate that starts at exactly 0 or 1 could never leave it.
-                inside = min(max(start, 1e-4), 1 - 1e-4)
-                self.bias[name].fill_(math.log(inside / (1 - inside)))
+        """Weights to zero, biases to the starting values; a retain gate of low rank or softplus
+        draws from `generator` (None: torch's default generator)."""
+        for name, start in self.starts.items():
+            weight, bias = self.weight[name], self.bias[name]
+            if name == "retain" and self.retain is not None:
+                self.retain.draw(source_of(generator), weight, bias, start)
+            else:
+                nn.init.zeros_(weight)
+                nn.init.constant_(bias, start_logit(start))
 
     def forward(self, x: Tensor) -> Gates:
         """The gates of every token."""
@@ -75,18 +175,19 @@ class GateHeads(nn.Module):
             # The difference is exactly zero; its gradient is that of the gate.
             fired = (gate > 0.5).to(gate.dtype) + (gate - gate.detach())
             lr = lr * fired
-            retain = None if retain is None else retain * fired + (1 - fired)
+            if retain is not None:
+                fired = fired.unsqueeze(-1) if retain.dim() > fired.dim() else fired
+                retain = retain * fired + (1 - fired)
         return Gates(lr=lr, retain=retain, momentum=values.get("momentum"))
 
     def values(self, x: Tensor) -> dict[str, Tensor]:
-        """sigmoid(w.x + b) of every gate by name, `[B, T, H]`."""
+        """Every gate by name between 0 and 1, `[B, T, H]` (retain per channel `[B, T, H, P]`)."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        found = {}
         with without_autocast(x.device.type):
-            return {
-                name: torch.sigmoid(
-                    nn.functional.linear(
-                        wide, weight.to(wide.dtype), self.bias[name].to(wide.dtype)
-                    )
-                )
-                for name, weight in self.weight.items()
-            }
+            for name, weight in self.weight.items():
+                form = self.retain if name == "retain" else None
+                seen = wide if form is None else form.seen(wide)
+                logit = linear(seen, weight.to(wide.dtype), self.bias[name].to(wide.dtype))
+                found[name] = torch.sigmoid(logit) if form is None else form(logit)
+        return found

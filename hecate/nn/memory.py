@@ -11,6 +11,7 @@ from hecate.engine import Engine
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_inputs, check_sizes
 from hecate.nn.asked import Asked
 from hecate.nn.conv import ShortConv, mix
+from hecate.nn.feature_memory import FeatureMemory, FeatureMemoryConfig
 from hecate.nn.norm import QKNorm, check_norm, normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.projection import (
@@ -19,7 +20,7 @@ from hecate.nn.projection import (
     project_queries,
     projected_config,
 )
-from hecate.nn.rule import FeatureMemory, RuleParameters
+from hecate.nn.rule import RuleParameters
 from hecate.nn.state import LayerState
 from hecate.rule import MemoryConfig, MemoryState
 from hecate.tape import Autodiff
@@ -46,8 +47,8 @@ class Memory(RuleParameters):
         qk_norm: normalisation of q and k before phi (`config.key_norm` acts after it).
         output_gate: whether the output is multiplied by silu(W x).
         learned_initial: whether the memory's starting weights are trained; else they stay as drawn.
-        feature_memory: a second memory, whose answers are added to q and k before phi (and
-            normalised again); None for none. See `FeatureMemory`.
+        feature_memory: a second memory, whose answers are added to q and k before phi, or take
+            their place (and are normalised again); None for none. See `FeatureMemory`.
         firing: "learned" lets a gate decide which tokens are written. See `GateHeads`.
         query_projection: what phi(q) is projected onto before it is read with: "none", or by "sum"
             or "orthogonal" the keys of the present chunk. See `project_queries`.
@@ -93,19 +94,23 @@ class Memory(RuleParameters):
         d_value = d_model // heads if d_value is None else d_value
         start: dict[str, Any] = {"learned_initial": learned_initial}
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        own: dict[str, Any] = {"d_key": d_key, "d_value": d_value, "firing": firing == "learned"}
+        inner, seen = None, d_key
+        if feature_memory is not None:
+            inner = FeatureMemoryConfig.model_validate(feature_memory)
+            check_engine(inner, engine, autodiff)
+            seen = inner.width(d_key)
+        own: dict[str, Any] = {"d_key": seen, "d_value": d_value, "firing": firing == "learned"}
         super().__init__(d_model, heads, config, **own, **start, **place)
-        self.d_model, self.qk_norm, self.query_projection = d_model, qk_norm, query_projection
-        self.engine, self.autodiff, self.name = engine, autodiff, name
+        self.d_model, self.d_key, self.qk_norm = d_model, d_key, qk_norm
+        self.query_projection, self.name = query_projection, name
+        self.engine, self.autodiff = engine, autodiff
         self.projected = config if query_projection == "none" else projected_config(config)
         self.feature_memory = None
-        if feature_memory is not None:
-            inner = MemoryConfig.model_validate(feature_memory)
-            check_engine(inner, engine, autodiff)
+        if inner is not None:
             self.feature_memory = FeatureMemory(
-                d_model, heads, inner, d_key=d_key, d_value=d_key, **start, **place
+                d_model, heads, inner, d_key=d_key, **start, **place
             )
-        keys, values = heads * self.d_key, heads * self.d_value
+        keys, values = heads * d_key, heads * d_value
         self.splits = [keys, keys, values]
         self.qkv = blank(nn.Linear, d_model, sum(self.splits), bias=False, **place)
         self.conv = ShortConv(sum(self.splits), conv_kernel, **place) if conv_kernel else None

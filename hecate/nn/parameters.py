@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -24,6 +25,17 @@ def source_of(generator: torch.Generator | None) -> torch.Generator:
     return generator
 
 
+def source_for(name: str, base: int) -> torch.Generator:
+    """A generator of its own for a named part, whatever other parts there are."""
+    digest = hashlib.sha256(f"{base} {name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def draw_base(generator: torch.Generator | None) -> int:
+    """One draw, from which `source_for` makes the generators of any number of parts."""
+    return int(torch.randint(2**62, (), generator=source_of(generator), device="cpu"))
+
+
 def draw_normal(
     weight: Tensor, std: float, generator: torch.Generator, mean: Tensor | float = 0.0
 ) -> None:
@@ -31,6 +43,12 @@ def draw_normal(
     draw = torch.randn(weight.shape, generator=generator, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         weight.copy_(mean + draw * std)
+
+
+def draw_uniform(shape: torch.Size, low: float, high: float, generator: torch.Generator) -> Tensor:
+    """U(low, high) in float64 on the CPU."""
+    draw = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return low + (high - low) * draw
 
 
 def blank(

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hecate.engine import memory_features
-from hecate.engine.select import Engine
 from hecate.errors import StabilityWarning
 from hecate.nn.features import FeatureParameters
 from hecate.nn.gates import GateHeads
 from hecate.nn.norm import QKNorm, normalise_qk
-from hecate.nn.parameters import TensorDict
+from hecate.nn.parameters import TensorDict, draw_normal
 from hecate.phi import Params
-from hecate.rule import MemoryConfig, MemoryState
+from hecate.rule import MemoryConfig
 from hecate.rule.state import slot_shapes
 from hecate.sizes import check_shapes
-from hecate.tape import Autodiff
+from hecate.structure import Structure
 
 
 class RuleParameters(FeatureParameters):
@@ -43,9 +42,9 @@ class RuleParameters(FeatureParameters):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.config, self.heads, self.d_key, self.d_value = config, heads, d_key, d_value
+        self.config, self.heads, self.d_value = config, heads, d_value
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.gates = GateHeads(d_model, heads, config, firing=firing, **place)
+        self.gates = GateHeads(d_model, heads, config, d_key=d_key, firing=firing, **place)
         # Shapes first, on no device; the draws follow in `draw_rule`.
         shapes: dict[str, Any] = {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
         d_phi = config.feature_map.output_dim(d_key)
@@ -61,14 +60,14 @@ class RuleParameters(FeatureParameters):
         place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
         self.gates.reset_parameters(source)
         self.draw_features(source, like)
-        d_phi = self.config.feature_map.output_dim(self.d_key)
+        d_phi = self.config.feature_map.output_dim(self.phi_width)
         self.initial.copy_(
             self.config.structure.init(d_phi, self.d_value, heads=self.heads, **place)
         )
 
     def warn_if_unstable(self, name: str, qk_norm: QKNorm) -> None:
         """Measures lr |phi(k)|^2 on random keys at the lr gate's ceiling."""
-        sizes = {"heads": self.heads, "d_key": self.d_key}
+        sizes = {"heads": self.heads, "d_key": self.phi_width}
         warn_if_unstable(self.config, self.phi_params, **sizes, name=name, qk_norm=qk_norm)
 
 
@@ -84,72 +83,52 @@ def warn_if_unstable(
 ) -> None:
     """Warns the layer's builder, four calls up, if lr |phi(k)|^2 times `erases`, the times that a
     write takes the key's direction out, allows divergence."""
-    curvature, linear = config.bias.curvature, config.structure.linear and config.retention.linear
-    if config.step != "raw" or not linear or curvature == 0 or config.key_norm != "none":
+    # An infinite key diverges wherever a key can.
+    if config.step != "raw" or config.key_norm != "none" or config.diverging(math.inf) is None:
         return
     generator = torch.Generator().manual_seed(0)
     # 256 keys, fewer where phi is wide.
     count = max(8, min(256, 2**22 // (heads * config.feature_map.output_dim(d_key))))
-    keys = torch.randn(count, heads, d_key, generator=generator, device="cpu")
+    double: Any = {"dtype": torch.float64, "device": "cpu"}
+    keys = torch.randn(count, heads, d_key, generator=generator, **double)
     held: Params = {
-        "learned": {n: t.detach().cpu().float() for n, t in params["learned"].items()},
-        "frozen": {n: t.detach().cpu().float() for n, t in params["frozen"].items()},
+        "learned": {n: t.detach().to(**double) for n, t in params["learned"].items()},
+        "frozen": {n: t.detach().to(**double) for n, t in params["frozen"].items()},
     }
     start = torch.zeros((), dtype=torch.int64, device="cpu")
     position = start if config.feature_map.needs_position else None
     with torch.no_grad():
         phi = config.feature_map(normalise_qk(keys, qk_norm), held, position=position)
-    lr = config.algorithm.lr * erases
-    largest = float(phi.square().sum(-1).max()) * lr * (curvature or 1.0)
-    # A gate stays below its ceiling, so rounding may not decide at the limit itself.
-    if largest >= config.algorithm.stable_step * (1 + 1e-5):
+    largest = config.diverging(float(phi.square().sum(-1).max()) * erases)
+    if largest is not None:
         twice = "" if erases == 1 else f" times {erases} erases"
         warnings.warn(
             f"memory {name!r}: lr * |phi(k)|^2{twice} reaches {largest:.3g} at the ceiling "
             f"lr={config.algorithm.lr:g} of its gate (feature_map {config.feature_map.kind!r}, "
             f"qk_norm {qk_norm!r}, key_norm 'none'), and bias {config.bias.kind!r} may "
-            f"diverge from {config.algorithm.stable_step:g} on; set key_norm='l2', "
+            f"diverge beyond {config.algorithm.stable_step:g}; set key_norm='l2', "
             "step='normalized' or a lower algorithm.lr",
             StabilityWarning,
             stacklevel=5,
         )
 
 
-class FeatureMemory(RuleParameters):
-    """A memory before phi: q and k become x + M_t(x), M written with (k, k) and gates of its own.
-
-    It learns as the sequence goes by which directions keys take. With M empty, as it starts, q and
-    k stay as they are. [NN-FEAT-D1]
-
-    Shapes: x `[B, T, d_model]`, q and k `[B, T, H, D]` in and out.
-    """
-
-    def forward(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        state: MemoryState | None,
-        *,
-        write_mask: Tensor | None,
-        reset_mask: Tensor | None,
-        engine: Engine,
-        autodiff: Autodiff,
-        name: str,
-    ) -> tuple[Tensor, Tensor, MemoryState]:
-        """q, k and the state after the last token."""
-        return memory_features(
-            self.config,
-            q,
-            k,
-            k,
-            self.gates(x),
-            phi_params=self.phi_params,
-            state=state,
-            initial=self.initial.tensors,
-            write_mask=write_mask,
-            reset_mask=reset_mask,
-            engine=engine,
-            autodiff=autodiff,
-            name=name,
-        )
+def draw_answering(
+    structure: Structure,
+    initial: TensorDict,
+    d_phi: int,
+    d_value: int,
+    *,
+    heads: int,
+    source: torch.Generator,
+    like: Tensor,
+) -> None:
+    """Starting weights of a memory that has to answer before it is written: the structure's own,
+    but N(0, 1/fan_in) for a linear one, whose own is zero, where it would answer nothing."""
+    if not structure.linear:
+        place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
+        initial.copy_(structure.init(d_phi, d_value, heads=heads, **place))
+        return
+    fan_in = 1 if structure.diagonal else d_phi
+    for weight in initial.tensors.values():
+        draw_normal(weight, fan_in**-0.5, source)

@@ -1,6 +1,6 @@
 """Retention: how a memory keeps its past."""
 
-from hecate.retention.base import Retention, RetentionKind, StepForm
+from hecate.retention.base import GateForm, Retention, RetentionKind, StepForm
 from hecate.retention.bounded import Bounded
 from hecate.retention.bregman import Bregman
 from hecate.retention.decay import Decay
@@ -28,6 +28,7 @@ __all__ = [
     "Bregman",
     "Decay",
     "ElasticNet",
+    "GateForm",
     "IdentityLink",
     "Link",
     "Lq",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,15 @@ class StepForm(NamedTuple):
     """
 
     threshold: float | None = None
+
+
+class GateForm(NamedTuple):
+    """How a layer makes the retain gate from a token: one logit per head or per phi channel, of a
+    linear head or of one of low `rank` ("head": as wide as a key), and what squashes it."""
+
+    channels: bool = False
+    rank: int | Literal["head"] | None = None
+    squash: Literal["sigmoid", "root", "softplus"] = "sigmoid"
 
 
 class Retention(Variant, family="retention"):
@@ -49,6 +58,11 @@ class Retention(Variant, family="retention"):
     def default_retain(self) -> float:
         """The retain gate used when none is given."""
         return 1.0
+
+    @property
+    def gate_form(self) -> GateForm:
+        """How a layer makes the retain gate; a sigmoid per head by default."""
+        return GateForm()
 
     def start(self, weights: Tensor) -> Tensor:
         """Where a memory starts whose initial weights `[N, ...]` are these: themselves by default.

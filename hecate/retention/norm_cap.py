@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.retention.base import Retention
+from hecate.retention.base import GateForm, Retention
 from hecate.retention.none import NoRetention
 
 
@@ -39,6 +39,10 @@ class NormCap(Retention):
     @property
     def default_retain(self) -> float:
         return self.retention.default_retain
+
+    @property
+    def gate_form(self) -> GateForm:
+        return self.retention.gate_form
 
     def start(self, weights: Tensor) -> Tensor:
         return self._project(self.retention.start(weights))

@@ -101,19 +101,34 @@ class MemoryConfig(Config):
         """Upper bound of |phi(k)|^2 after key_norm; None if there is none."""
         return self.feature_map.norm_bound if self.key_norm == "none" else 1.0
 
+    def diverging(self, square: float, lr: float | None = None) -> float | None:
+        """lr |phi|^2 curvature at |phi|^2 = `square`, where it lies beyond `stable_step` and
+        repeated writes may diverge; None where they cannot. [RULE-STABLE-D1]
+
+        `lr` is a number for every token, or the open end of a gate below it (by default
+        `algorithm.lr`, the ceiling of a layer's gate): the limit itself is allowed. A bias without
+        a bound of its curvature counts as l2. What a memory that is not linear does is not known.
+        """
+        curvature = self.bias.curvature
+        largest = square * (self.algorithm.lr if lr is None else lr)
+        largest *= 1.0 if curvature is None else curvature
+        linear = self.structure.linear and self.retention.linear
+        # 1e-9: rounding may not decide at the limit.
+        beyond = linear and largest > self.algorithm.stable_step * (1 + 1e-9)
+        return largest if beyond else None
+
     def check_step(self, lr: float) -> None:
         """Refuses an inner learning rate at which repeated writes of one key provably diverge."""
         curvature, bound = self.bias.curvature, self.key_bound
-        linear = self.structure.linear and self.retention.linear
-        if self.step != "raw" or not linear or curvature is None or bound is None:
+        if self.step != "raw" or curvature is None or bound is None:
             return
-        largest, limit = lr * bound * curvature, self.algorithm.stable_step
-        if curvature > 0 and largest >= limit:
+        largest, limit = self.diverging(bound, lr), self.algorithm.stable_step
+        if largest is not None:
             raise ConfigError(
                 f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm "
                 f"{self.key_norm!r}: lr * |phi|^2 can reach {largest:g}, and bias "
                 f"{self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
-                f"from {limit:g} on; lower lr below {limit / (bound * curvature):g} or set "
+                f"beyond {limit:g}; lower lr to {limit / (bound * curvature):g} or set "
                 "step='normalized' or 'implicit'",
                 path=("algorithm", "lr"),
             )
@@ -147,6 +162,13 @@ class MemoryConfig(Config):
                     "decay_order='with_step'",
                     path=("decay_order",),
                 )
+        if self.retention.gate_form.channels and not self.structure.linear:
+            raise ConfigError(
+                f"retention.channels gives every phi channel a retain of its own, but structure "
+                f"{self.structure.kind!r} has weights without a phi axis; leave channels out or "
+                "use structure 'matrix' or 'vector'",
+                path=("retention", "channels"),
+            )
         refusal = self.algorithm.refusal(
             linear=self.structure.linear,
             diagonal=self.structure.diagonal,

@@ -48,9 +48,13 @@ RULES: dict[str, NamedRule] = {
         "that of its first head; pass gates.retain for the others",
     ),
     "gla": NamedRule(
-        MemoryConfig(bias=Dot(), retention=Decay(retain=0.95), query_scale="key_dim"),
+        MemoryConfig(
+            bias=Dot(),
+            retention=Decay(retain=2 ** (-1 / 16), channels=True, rank=16, gate="root"),
+            query_scale="key_dim",
+        ),
         "Gated Linear Attention (Yang et al., 2024, arXiv 2312.06635): retain per phi channel, "
-        "gates.retain [B, T, H, P]",
+        "gates.retain [B, T, H, P], in a layer sigmoid(W_2 W_1 x + b)^(1/16) of rank 16",
     ),
     "mamba2": NamedRule(
         MemoryConfig(bias=Dot(), retention=Decay(retain=0.95)),
@@ -67,9 +71,14 @@ RULES: dict[str, NamedRule] = {
         "Gated Delta Networks (Yang et al., 2024, arXiv 2412.06464)",
     ),
     "kda": NamedRule(
-        MemoryConfig(bias=L2(), retention=Decay(), decay_order="before_gradient", key_norm="l2"),
+        MemoryConfig(
+            bias=L2(),
+            retention=Decay(channels=True, rank="head", gate="softplus"),
+            decay_order="before_gradient",
+            key_norm="l2",
+        ),
         "Kimi Linear (Kimi Team, 2025, arXiv 2510.26692): the gated delta rule with retain per phi "
-        "channel, gates.retain [B, T, H, P]",
+        "channel, gates.retain [B, T, H, P], in a layer exp(-A softplus(W_2 W_1 x + b))",
     ),
     "longhorn": NamedRule(
         MemoryConfig(bias=L2(), step="implicit"),

@@ -24,7 +24,8 @@ def built(levels, **options):
 @pytest.mark.parametrize("composition", ["independent", "chained", "sequential", "nested"])
 def test_one_level_of_period_one_is_the_plain_layer(memory, composition):
     layer = built([{"name": "only", "memory": memory}], composition=composition)
-    plain = Memory(8, 2, memory, generator=seeded())
+    plain = Memory(8, 2, memory)
+    plain.load_state_dict(layer.levels[0].state_dict())
     x, given = inputs(), masks()
     read = x if composition in ("independent", "chained") else layer.norms[0](x)
     assert torch.equal(layer(x, **given)[0], plain(read, **given)[0])
@@ -33,7 +34,8 @@ def test_one_level_of_period_one_is_the_plain_layer(memory, composition):
 @pytest.mark.spec("CMS-LAYER-R1")
 def test_one_level_of_period_c_commits_chunks():
     layer = built([{"name": "only", "memory": DELTA, "period": 3}], composition="independent")
-    plain = Memory(8, 2, {**DELTA, "chunk": 3, "commit": "chunk"}, generator=seeded())
+    plain = Memory(8, 2, {**DELTA, "chunk": 3, "commit": "chunk"})
+    plain.load_state_dict(layer.levels[0].state_dict())
     x, given = inputs(), masks()
     y, state = layer(x, **given)
     expected, last = plain(x, **given)

@@ -1,0 +1,104 @@
+"""The end of a gate is open: a step at the limit is allowed, one beyond it is refused or warned of,
+and everything that asks asks one question."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from hecate import Gates, MemoryConfig, algorithm, memory_scan
+from hecate.cms import CMS, SelfReferenceConfig, SelfReferential
+from hecate.errors import ConfigError, StabilityWarning
+from hecate.nn import Memory
+
+KNOBS = {
+    "gd": lambda lr: algorithm.GD(lr=lr),
+    "momentum": lambda lr: algorithm.Momentum(lr=lr, momentum=0.5),
+    "nesterov": lambda lr: algorithm.Momentum(lr=lr, momentum=0.5, nesterov=True),
+    "ftrl": lambda lr: algorithm.FTRL(lr=lr, l2=0.3),
+    "omega": lambda lr: algorithm.Omega(lr=lr, window=3, decay=0.7),
+}
+BEYOND = 1 + 1e-6
+
+
+def limit_of(knob):
+    return KNOBS[knob](1e-3).stable_step
+
+
+def quiet(build):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return build()
+
+
+@pytest.mark.spec("RULE-STABLE-D1")
+@pytest.mark.parametrize("knob", KNOBS)
+@pytest.mark.parametrize("bias", ["l2", "kl"])
+def test_the_limit_is_allowed_and_nothing_beyond(knob, bias):
+    limit = limit_of(knob) / MemoryConfig(bias=bias).bias.curvature
+    config = MemoryConfig(bias=bias, key_norm="l2", algorithm=KNOBS[knob](limit))
+    quiet(lambda: Memory(4, 1, config))
+    x = torch.randn(1, 2, 1, 3)
+    quiet(lambda: memory_scan(config, x, x, x, Gates(lr=limit)))
+    with pytest.raises(ConfigError, match=r"algorithm\.lr: .*diverges beyond"):
+        MemoryConfig(bias=bias, key_norm="l2", algorithm=KNOBS[knob](limit * BEYOND))
+    with pytest.raises(ConfigError, match="diverges beyond"):
+        memory_scan(config, x, x, x, Gates(lr=limit * BEYOND))
+    memory_scan(config, x, x, x, Gates(lr=torch.full((1, 2, 1), 9.0)))  # values are not looked at
+
+
+@pytest.mark.spec("RULE-STABLE-D1")
+def test_reflections():
+    """lr = 2 on a unit key is the reflection I - 2 k k^T; a layer's gate comes near it."""
+    layer = Memory(4, 1, {"key_norm": "l2", "algorithm": {"kind": "gd", "lr": 2.0}})
+    torch.nn.init.constant_(layer.gates.bias["lr"], 30.0)
+    lr = layer.gates(torch.randn(1, 3, 4)).lr
+    assert ((lr > 1.999) & (lr <= 2)).all()
+    config, k = MemoryConfig(key_norm="l2"), torch.tensor([3.0, 4.0]).expand(1, 1, 1, 2)
+    start = torch.randn(1, 2, 2)
+    given = {"weight": start}
+    _, state = memory_scan(config, k, k, 0 * k, Gates(lr=2.0), initial=given)
+    key = k[0, 0, 0] / 5
+    mirror = torch.eye(2) - 2 * torch.outer(key, key)
+    assert torch.allclose(state.memory["weight"][0], start @ mirror)
+
+
+@pytest.mark.spec("RULE-STABLE-D1", "NN-MEM-I9", "CMS-LAYER-I4", "SELF-ERASE-D1")
+def test_layers_ask_the_same_question():
+    """Keys of width 1 and unit length: every measure is exact, at the limit and beyond."""
+
+    def rule(lr, **fields):
+        return {"algorithm": {"kind": "gd", "lr": lr}, **fields}
+
+    def level(lr):
+        return {"levels": [{"name": "a", "period": 8, "memory": rule(lr)}]}
+
+    builders = {
+        "a layer": (2.0, lambda lr: Memory(1, 1, rule(lr))),
+        "a window": (2.0 / 8, lambda lr: CMS(1, 1, level(lr))),
+        "a box": (2.0, lambda lr: SelfReferential(1, 1, {"memory": rule(lr)})),
+        "a box that erases twice": (
+            1.0,
+            lambda lr: SelfReferential(1, 1, {"memory": rule(lr), "erase": "twice"}),
+        ),
+    }
+    for what, (limit, build) in builders.items():
+        quiet(lambda build=build, limit=limit: build(limit))
+        with pytest.warns(StabilityWarning, match="diverge beyond 2"):
+            build(1.001 * limit)
+        assert what
+    twice = {"erase": "twice", "memory": rule(1.0, key_norm="l2")}
+    SelfReferenceConfig.model_validate(twice)
+    with pytest.raises(ConfigError, match="counts twice.*at most 1"):
+        SelfReferenceConfig.model_validate({**twice, "memory": rule(BEYOND, key_norm="l2")})
+
+
+@pytest.mark.spec("RULE-STABLE-D1")
+def test_the_question_itself():
+    config = MemoryConfig(algorithm={"kind": "gd", "lr": 0.5})
+    assert config.diverging(4.0) is None and config.diverging(4.1) == pytest.approx(2.05)
+    assert config.diverging(1.0, lr=2.5) == 2.5
+    free = ({"bias": "dot"}, {"algorithm": "implicit"}, {"structure": "mlp"}, {"retention": "kl"})
+    for fields in free:
+        assert MemoryConfig.model_validate(fields).diverging(math.inf) is None
