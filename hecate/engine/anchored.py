@@ -1,7 +1,8 @@
 """Many tokens at one state, and one token at each of many states, whatever the structure.
 
 Structures of linear layers take batched products; any other is asked as if every token had a
-memory of its own. [ENG-CHUNK-D5]
+memory of its own. So is one whose tokens each see the state decayed by a product of their own,
+`kept`, unless it is a matrix that decays in proportion, where that scales keys. [ENG-CHUNK-D5]
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ def graph_of(config: MemoryConfig) -> Graph | None:
     return structure.graph()
 
 
+def shared_graph(config: MemoryConfig, *, decayed: bool) -> Graph | None:
+    """The structure's layers, if the tokens of a chunk can share one product of the anchor."""
+    proportional = config.structure.linear and config.retention.linear
+    return graph_of(config) if proportional or not decayed else None
+
+
 def predict(config: MemoryConfig, memory: Memory, p: Tensor, *, run: Run, label: str) -> Tensor:
     """The answers of one memory to many keys or queries `[N, C, P]`."""
     graph = graph_of(config)
@@ -42,15 +49,24 @@ def predict_states(
 
 
 def token_gradients(
-    config: MemoryConfig, anchor: Memory, p: Tensor, v: Tensor, *, run: Run, label: str
+    config: MemoryConfig,
+    anchor: Memory,
+    row: tuple[Tensor, Tensor, Tensor | None],
+    *,
+    run: Run,
+    label: str,
 ) -> Memory:
-    """The gradient of every token at one anchor: `[N, C, ...]` for each weight."""
-    graph = graph_of(config)
+    """The gradient of every token (p, v, kept) at one anchor: `[N, C, ...]` for each weight."""
+    p, v, kept = row
+    graph = shared_graph(config, decayed=kept is not None)
     if graph is not None:
-        grads = layers.gradients(graph, config.bias, anchor, p, v, run=run, label=label)
+        grads = layers.gradients(graph, config.bias, anchor, p, v, kept, run=run, label=label)
         return layers.spread(grads, run=run, label=label)
     size = p.shape[1]
     memory = _repeated(anchor, size, run, label)
+    if kept is not None:
+        product = one(run(_FOLD, kept, label=label))
+        memory = config.rule.decayed(memory, product, run=run, label=label)
     keys, values = (one(run(_FOLD, item, label=label)) for item in (p, v))
     flat = config.rule.gradient(memory, keys, values, run=run, label=label)
     return tuple(one(run(_unfold(size), grad, label=label)) for grad in flat)
@@ -60,18 +76,19 @@ def summed(
     config: MemoryConfig,
     anchor: Memory,
     pending: Memory,
-    row: tuple[Tensor, Tensor, Tensor],
+    row: tuple[Tensor, Tensor, Tensor | None],
+    lr: Tensor,
     *,
     run: Run,
     label: str,
 ) -> Memory:
-    """The lr-weighted gradients of (p, v, lr) at one anchor, added to those of the chunk so far."""
-    p, v, lr = row
-    graph = graph_of(config)
+    """The lr-weighted gradients of (p, v, kept) at one anchor, added to those of the chunk so
+    far."""
+    graph = shared_graph(config, decayed=row[2] is not None)
     if graph is not None:
-        grads = layers.gradients(graph, config.bias, anchor, p, v, run=run, label=label)
+        grads = layers.gradients(graph, config.bias, anchor, *row, run=run, label=label)
         return layers.summed(pending, grads, lr, run=run, label=label)
-    each = token_gradients(config, anchor, p, v, run=run, label=label)
+    each = token_gradients(config, anchor, row, run=run, label=label)
     pairs = zip(pending, each, strict=True)
     return tuple(one(run(_SUM, total, grad, lr, label=label)) for total, grad in pairs)
 

@@ -35,8 +35,9 @@ class MemoryState(NamedTuple):
         slots: the algorithm's tensors by `name.weight`, of the weights' shapes, and those of its
             context by name.
         anchor: weights at the chunk's start, where gradients are taken; empty unless chunk > 1.
-        pending: the unfinished chunk of `commit="chunk"`: summed lr-weighted gradients by weight
-            name and the product of the retain gates as `"retain"`; empty otherwise.
+        pending: what an unfinished chunk has summed up: under `commit="chunk"` the lr-weighted
+            gradients by weight name; and there, as where gradients see the decayed state of the
+            chunk's start, the product of its retain gates as `"retain"`.
         position: tokens written since the chunk's start, `[B, H]` int64.
         normalizer: the state of the sum normaliser, or None.
         seen: tokens written since the start or the last reset, `[B]` int64, where the feature map
@@ -90,6 +91,12 @@ def frozen_gradients(config: MemoryConfig) -> bool:
     return config.chunk > 1 and config.commit == "token"
 
 
+def accumulated_retain(config: MemoryConfig) -> bool:
+    """Whether the product of a chunk's retain gates is carried from token to token."""
+    seen = frozen_gradients(config) and config.decay_order == "before_gradient"
+    return seen or config.commit == "chunk"
+
+
 def initial_state(
     config: MemoryConfig,
     initial: dict[str, Tensor],
@@ -115,6 +122,7 @@ def initial_state(
     pending: dict[str, Tensor] = {}
     if config.commit == "chunk":
         pending = {name: torch.zeros_like(weight) for name, weight in memory.items()}
+    if accumulated_retain(config):
         pending["retain"] = first.new_ones(batch, *retain.shape[2:])
     shapes = {
         f"{slot}.{name}": shape
