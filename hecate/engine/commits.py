@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from hecate.engine import layers
-from hecate.engine.anchored import graph_of, predict, predict_states, summed, token_gradients
+from hecate.engine.anchored import (
+    factored,
+    graph_of,
+    predict,
+    predict_states,
+    summed,
+    token_gradients,
+)
 from hecate.engine.layers import Leaves, Reads
 from hecate.engine.pieces import Piece
 from hecate.engine.sequential import select
@@ -31,7 +38,7 @@ def commit_dual(
     graph = _given(graph_of(config))
     anchor, kept = _anchor(carry, piece, run, label), _since(carry, row[3], run, label)
     memory, slots = carry.memory, carry.slots
-    grads = layers.gradients(graph, config.bias, anchor, phi_k, v, kept, run=run, label=label)
+    grads = factored(config, graph, anchor, (phi_k, v, kept), run=run, label=label)
     y = layers.read(graph, memory, slots, grads, seen, phi_q, run=run, label=label)
     memory, slots = layers.write(memory, slots, grads, left, run=run, label=label)
     new = carry._replace(memory=memory, slots=slots, anchor=anchor)

@@ -69,25 +69,11 @@ def predict(graph: Graph, weights: Memory, p: Tensor, *, run: Run, label: str) -
 
 
 def gradients(
-    graph: Graph,
-    bias: Bias,
-    weights: Memory,
-    p: Tensor,
-    v: Tensor,
-    kept: Tensor | None = None,
-    *,
-    run: Run,
-    label: str,
+    graph: Graph, bias: Bias, weights: Memory, p: Tensor, v: Tensor, *, run: Run, label: str
 ) -> Gradients:
-    """The inner gradients of all tokens at one anchor.
-
-    With `kept`, `[N, C]` or `[N, C, P]`, token t's is the matrix `kept_t W`: its error is that of
-    the key `kept_t p_t` at W, and what it writes at is p_t.
-    """
-    seen = p if kept is None else one(run(_SCALE, p, kept, label=label))
-    both = several(run(_gradients(graph, bias), seen, v, *weights, label=label))
-    d, h = both[: len(weights)], both[len(weights) :]
-    return Gradients(d, h if kept is None else (p,))
+    """The inner gradients of all tokens at one anchor."""
+    both = several(run(_gradients(graph, bias), p, v, *weights, label=label))
+    return Gradients(both[: len(weights)], both[len(weights) :])
 
 
 def read(
@@ -194,20 +180,6 @@ def _apply(op: Op) -> Block:
         return op.vjp(op.slopes(*inputs), g)
 
     return Block(f"chunk.{op.name}", forward, vjp)
-
-
-def _scale(p: Tensor, kept: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
-    return (_channels(kept) * p,), (p, kept)
-
-
-def _scale_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
-    p, kept = inputs
-    gkept = g * p
-    return _channels(kept) * g, gkept if kept.dim() == 3 else gkept.sum(-1)
-
-
-def _channels(kept: Tensor) -> Tensor:
-    return kept if kept.dim() == 3 else kept.unsqueeze(-1)
 
 
 def _spread(d: Tensor, h: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
@@ -317,7 +289,6 @@ def _sum_pulled(d: Tensor, h: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor
     return _times(weight, pulled), (d * pulled).sum(-1), torch.bmm(_times(weight, d), g)
 
 
-_SCALE = Block("chunk.decayed", _scale, _scale_vjp)
 _READ = Block("chunk.read", _read, _read_vjp)
 _WRITE = Block("chunk.write", _write, _write_vjp)
 _SUM = Block("chunk.sum", _sum, _sum_vjp)

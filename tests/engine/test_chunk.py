@@ -54,6 +54,7 @@ FIELDS = st.fixed_dictionaries(
         "chunk": st.integers(2, 7),
         "commit": st.sampled_from(["token", "chunk"]),
         "read": st.sampled_from(["after", "before"]),
+        "decay_order": st.sampled_from(["with_step", "before_gradient"]),
         "normalizer": st.sampled_from(["none", "none", "sum"]),
         "key_norm": st.sampled_from(["none", "l2"]),
         "step": st.sampled_from(["raw", "normalized"]),
