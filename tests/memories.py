@@ -179,6 +179,8 @@ def reference_scan(case: Case) -> tuple[np.ndarray, dict[str, np.ndarray]]:
                 final.setdefault(f"memory.{name}", []).append(weight)
                 final.setdefault(f"slots.momentum.{name}", []).append(slot)
                 final.setdefault(f"pending.{name}", []).append(pending)
+            kept = np.broadcast_to(state.kept, retain.shape[3:])
+            final.setdefault("pending.retain", []).append(kept)
     lead = (batch, heads)
     return y, {n: np.stack(items).reshape(*lead, *items[0].shape) for n, items in final.items()}
 

@@ -1,7 +1,8 @@
 """Many tokens at one state, and one token at each of many states, whatever the structure.
 
 Structures of linear layers take batched products; any other is asked as if every token had a
-memory of its own. [ENG-CHUNK-D5]
+memory of its own. So is one whose tokens each see the state decayed by a product of their own,
+`kept`, unless it is a matrix that decays in proportion, where that scales keys. [ENG-CHUNK-D5]
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine import layers
+from hecate.engine.layers import Gradients
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one, several
 from hecate.structure import Layered, Memory
@@ -23,6 +25,12 @@ def graph_of(config: MemoryConfig) -> Graph | None:
     if not isinstance(structure, Layered) or not structure.factored:
         return None
     return structure.graph()
+
+
+def shared_graph(config: MemoryConfig, *, decayed: bool) -> Graph | None:
+    """The structure's layers, if the tokens of a chunk can share one product of the anchor."""
+    proportional = config.structure.linear and config.retention.linear
+    return graph_of(config) if proportional or not decayed else None
 
 
 def predict(config: MemoryConfig, memory: Memory, p: Tensor, *, run: Run, label: str) -> Tensor:
@@ -42,36 +50,65 @@ def predict_states(
 
 
 def token_gradients(
-    config: MemoryConfig, anchor: Memory, p: Tensor, v: Tensor, *, run: Run, label: str
+    config: MemoryConfig,
+    anchor: Memory,
+    row: tuple[Tensor, Tensor, Tensor | None],
+    *,
+    run: Run,
+    label: str,
 ) -> Memory:
-    """The gradient of every token at one anchor: `[N, C, ...]` for each weight."""
-    graph = graph_of(config)
+    """The gradient of every token (p, v, kept) at one anchor: `[N, C, ...]` for each weight."""
+    p, v, kept = row
+    graph = shared_graph(config, decayed=kept is not None)
     if graph is not None:
-        grads = layers.gradients(graph, config.bias, anchor, p, v, run=run, label=label)
+        grads = factored(config, graph, anchor, row, run=run, label=label)
         return layers.spread(grads, run=run, label=label)
     size = p.shape[1]
     memory = _repeated(anchor, size, run, label)
+    if kept is not None:
+        product = one(run(_FOLD, kept, label=label))
+        memory = config.rule.decayed(memory, product, run=run, label=label)
     keys, values = (one(run(_FOLD, item, label=label)) for item in (p, v))
     flat = config.rule.gradient(memory, keys, values, run=run, label=label)
     return tuple(one(run(_unfold(size), grad, label=label)) for grad in flat)
+
+
+def factored(
+    config: MemoryConfig,
+    graph: Graph,
+    anchor: Memory,
+    row: tuple[Tensor, Tensor, Tensor | None],
+    *,
+    run: Run,
+    label: str,
+) -> Gradients:
+    """The same in factors. `kept`, `[N, C]` or `[N, C, P]`, is a matrix's alone: the error of a key
+    p_t at `kept_t W` is that of `kept_t p_t` at W, and what it writes at is p_t."""
+    p, v, kept = row
+    if kept is None:
+        return layers.gradients(graph, config.bias, anchor, p, v, run=run, label=label)
+    seen = one(run(_SCALE, p, kept, label=label))
+    grads = layers.gradients(graph, config.bias, anchor, seen, v, run=run, label=label)
+    return grads._replace(h=(p,))
 
 
 def summed(
     config: MemoryConfig,
     anchor: Memory,
     pending: Memory,
-    row: tuple[Tensor, Tensor, Tensor],
+    row: tuple[Tensor, Tensor, Tensor | None],
+    lr: Tensor,
     *,
     run: Run,
     label: str,
 ) -> Memory:
-    """The lr-weighted gradients of (p, v, lr) at one anchor, added to those of the chunk so far."""
-    p, v, lr = row
-    graph = graph_of(config)
+    """The lr-weighted gradients of (p, v, kept) at one anchor, added to those of the chunk so
+    far."""
+    graph = shared_graph(config, decayed=row[2] is not None)
     if graph is not None:
-        grads = layers.gradients(graph, config.bias, anchor, p, v, run=run, label=label)
+        grads = factored(config, graph, anchor, row, run=run, label=label)
         return layers.summed(pending, grads, lr, run=run, label=label)
-    each = token_gradients(config, anchor, p, v, run=run, label=label)
+    each = token_gradients(config, anchor, row, run=run, label=label)
     pairs = zip(pending, each, strict=True)
     return tuple(one(run(_SUM, total, grad, lr, label=label)) for total, grad in pairs)
 
@@ -92,6 +129,20 @@ def _repeated(memory: Memory, size: int, run: Run, label: str) -> Memory:
 
     block = Block("chunk.repeat", forward, vjp)
     return several(tuple(one(run(block, weight, label=label)) for weight in memory))
+
+
+def _scale(p: Tensor, kept: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
+    return (_channels(kept) * p,), (p, kept)
+
+
+def _scale_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
+    p, kept = inputs
+    gkept = g * p
+    return _channels(kept) * g, gkept if kept.dim() == 3 else gkept.sum(-1)
+
+
+def _channels(kept: Tensor) -> Tensor:
+    return kept if kept.dim() == 3 else kept.unsqueeze(-1)
 
 
 def _fold(x: Tensor) -> tuple[Tensors, int]:
@@ -134,6 +185,7 @@ def _wide(lr: Tensor, grads: Tensor) -> Tensor:
     return lr.reshape(*lr.shape, *[1] * (grads.dim() - 2))
 
 
+_SCALE = Block("chunk.decayed", _scale, _scale_vjp)
 _FOLD = Block("chunk.fold", _fold, _fold_vjp)
 _STACK = Block("chunk.states", _stack, _stack_vjp)
 _SUM = Block("chunk.sum", _sum, _sum_vjp)

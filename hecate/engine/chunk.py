@@ -23,11 +23,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hecate.engine.anchored import graph_of
+from hecate.engine.anchored import shared_graph
 from hecate.engine.commits import commit_built, commit_chunk, commit_dual
 from hecate.engine.finite import can_inspect
 from hecate.engine.grid import Grid, grid_of, steps_of
-from hecate.engine.pieces import Piece, coefficient_rows, cut, pieces_of
+from hecate.engine.pieces import Piece, coefficient_rows, cut, kept_rows, pieces_of
 from hecate.engine.prepare import Sequence, fold_mask
 from hecate.engine.sequential import select
 from hecate.engine.tokens import CONCAT, SELECT, Carry, Tokens, restart
@@ -90,7 +90,7 @@ Step = Callable[[MemoryConfig, Carry, Tensors, Piece, Run, str], tuple[Tensor, C
 
 def cell_size(config: MemoryConfig, *, channelwise: bool) -> int:
     """The most tokens that one step takes."""
-    if config.commit == "chunk":
+    if config.commit == "chunk" and config.decay_order == "with_step":
         return config.chunk
     return min(config.chunk, DUAL if _dual(config, channelwise) else BUILT)
 
@@ -99,7 +99,8 @@ def _dual(config: MemoryConfig, channelwise: bool) -> bool:
     """Whether states are read without being built."""
     # Per channel too, but there the coefficients of all pairs cost more than the states (measured).
     linear = config.retention.linear and config.algorithm.kind in ("gd", "momentum")
-    return linear and graph_of(config) is not None and not channelwise
+    graph = shared_graph(config, decayed=config.decay_order == "before_gradient")
+    return linear and graph is not None and not channelwise
 
 
 def chunked(
@@ -203,10 +204,14 @@ def _columns(
     config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run
 ) -> tuple[Step, list[Tensors]]:
     """The step to take, and what each needs of its tokens."""
+    rows = kept_rows(config, tokens.retain, sizes, run)
     if config.commit == "chunk":
-        return commit_chunk, cut(tokens[:6], sizes, run)
+        return commit_chunk, _joined(cut(tokens[:6], sizes, run), rows)
     if not _dual(config, tokens.retain.dim() == 3):
-        return commit_built, cut(tokens[:7], sizes, run)
-    vectors = cut(tokens[:3], sizes, run)
-    rows = coefficient_rows(config, tokens, sizes, run)
-    return commit_dual, [(*own, *row) for own, row in zip(vectors, rows, strict=True)]
+        return commit_built, _joined(cut(tokens[:7], sizes, run), rows)
+    rows = _joined(rows, coefficient_rows(config, tokens, sizes, run))
+    return commit_dual, _joined(cut(tokens[:3], sizes, run), rows)
+
+
+def _joined(rows: list[Tensors], more: list[Tensors]) -> list[Tensors]:
+    return [(*own, *others) for own, others in zip(rows, more, strict=True)]

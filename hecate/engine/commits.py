@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from hecate.engine import layers
-from hecate.engine.anchored import graph_of, predict, predict_states, summed, token_gradients
+from hecate.engine.anchored import (
+    factored,
+    graph_of,
+    predict,
+    predict_states,
+    summed,
+    token_gradients,
+)
 from hecate.engine.layers import Leaves, Reads
 from hecate.engine.pieces import Piece
 from hecate.engine.sequential import select
@@ -25,26 +32,28 @@ from hecate.tape import Block, Run, Tensors
 def commit_dual(
     config: MemoryConfig, carry: Carry, row: Tensors, piece: Piece, run: Run, label: str
 ) -> tuple[Tensor, Carry]:
-    """A step at each token, read in the dual form: phi_k, phi_q, v and the coefficients."""
+    """A step at each token, read in the dual form: phi_k, phi_q, v, kept and the coefficients."""
     phi_k, phi_q, v = several(row[:3])
-    seen, left = Reads(*row[3:6]), Leaves(*row[6:])  # type: ignore[arg-type]
+    seen, left = Reads(*row[4:7]), Leaves(*row[7:])  # type: ignore[arg-type]
     graph = _given(graph_of(config))
-    anchor = _anchor(carry, piece, run, label)
+    anchor, kept = _anchor(carry, piece, run, label), _since(carry, row[3], run, label)
     memory, slots = carry.memory, carry.slots
-    grads = layers.gradients(graph, config.bias, anchor, phi_k, v, run=run, label=label)
+    grads = factored(config, graph, anchor, (phi_k, v, kept), run=run, label=label)
     y = layers.read(graph, memory, slots, grads, seen, phi_q, run=run, label=label)
     memory, slots = layers.write(memory, slots, grads, left, run=run, label=label)
-    return y, carry._replace(memory=memory, slots=slots, anchor=anchor)
+    new = carry._replace(memory=memory, slots=slots, anchor=anchor)
+    return y, _closed(new, kept, piece, run, label)
 
 
 def commit_built(
     config: MemoryConfig, carry: Carry, row: Tensors, piece: Piece, run: Run, label: str
 ) -> tuple[Tensor, Carry]:
-    """A step at each token, built one after the other: phi_k, phi_q, v, the gates and the mask."""
+    """A step at each token, built one after the other: phi_k, phi_q, v, the gates, the mask and
+    kept."""
     phi_k, phi_q, v, *gates = several(row[:6])
     written = row[6]
-    anchor = _anchor(carry, piece, run, label)
-    built = token_gradients(config, anchor, phi_k, v, run=run, label=label)
+    anchor, kept = _anchor(carry, piece, run, label), _since(carry, row[7], run, label)
+    built = token_gradients(config, anchor, (phi_k, v, kept), run=run, label=label)
     columns = [several(run(UNBIND, item, label=label)) for item in (*gates, *built)]
     masks = [None] * piece.size if written is None else written.unbind(1)
     states: list[Memory] = []
@@ -57,7 +66,26 @@ def commit_built(
         carry = stepped if mask is None else select(mask, stepped, carry, run, label)
         states.append(carry.memory if config.read == "after" else before)
     y = predict_states(config, states, phi_q, run=run, label=label)
-    return y, carry._replace(anchor=anchor)
+    return y, _closed(carry._replace(anchor=anchor), kept, piece, run, label)
+
+
+def _since(carry: Carry, kept: Tensor | None, run: Run, label: str) -> Tensor | None:
+    """The products of retain since the piece's start as those since its chunk's."""
+    if kept is None:
+        return None
+    return one(run(_TIMES, carry.pending_retain[0], kept, label=label))
+
+
+def _closed(carry: Carry, kept: Tensor | None, piece: Piece, run: Run, label: str) -> Carry:
+    """The carry with the product that the chunk goes on with: 1 where it closes."""
+    if kept is None:
+        return carry
+    last = one(run(_LAST, kept, label=label))
+    if isinstance(piece.closes, Tensor):
+        last = one(run(SELECT, piece.closes, torch.ones_like(last), last, label=label))
+    elif piece.closes:
+        last = torch.ones_like(last)
+    return carry._replace(pending_retain=(last,))
 
 
 def _anchor(carry: Carry, piece: Piece, run: Run, label: str) -> Memory:
@@ -71,9 +99,10 @@ def _anchor(carry: Carry, piece: Piece, run: Run, label: str) -> Memory:
 def commit_chunk(
     config: MemoryConfig, carry: Carry, row: Tensors, piece: Piece, run: Run, label: str
 ) -> tuple[Tensor, Carry]:
-    """One step where a chunk closes: phi_k, phi_q, v and the gates."""
-    phi_k, phi_q, v, lr, retain, momentum = several(row)
-    pending = summed(config, carry.memory, carry.pending, (phi_k, v, lr), run=run, label=label)
+    """One step where a chunk closes: phi_k, phi_q, v, the gates and kept."""
+    phi_k, phi_q, v, lr, retain, momentum = several(row[:6])
+    seen = phi_k, v, _since(carry, row[6], run, label)
+    pending = summed(config, carry.memory, carry.pending, seen, lr, run=run, label=label)
     kept = one(run(_PRODUCT, carry.pending_retain[0], retain, label=label))
     waiting = carry._replace(pending=pending, pending_retain=(kept,))
     if piece.closes is False:
@@ -108,6 +137,15 @@ def _given(graph: Graph | None) -> Graph:
     return graph
 
 
+def _times(total: Tensor, kept: Tensor) -> tuple[Tensors, Tensors]:
+    return (total.unsqueeze(1) * kept,), (total, kept)
+
+
+def _times_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
+    total, kept = inputs
+    return (g * kept).sum(1), total.unsqueeze(1) * g
+
+
 def _product(total: Tensor, gates: Tensor) -> tuple[Tensors, Tensors]:
     return (total * gates.prod(1),), (total, gates)
 
@@ -129,5 +167,6 @@ def _last_vjp(gates: Tensor, g: Tensor) -> tuple[Tensor]:
     return (torch.cat([torch.zeros_like(gates[:, :-1]), g.unsqueeze(1)], 1),)
 
 
+_TIMES = Block("chunk.since", _times, _times_vjp)
 _PRODUCT = Block("chunk.product", _product, _product_vjp)
 _LAST = Block("chunk.last", _last, _last_vjp)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hecate.algorithm import GD, Momentum
 from hecate.engine.by_hand import ByHand
+from hecate.engine.call import TRACED, Call
 from hecate.engine.coordinates import by_coordinate
 from hecate.engine.launch import load_kernels, scan, scan_vjp
 from hecate.engine.parallel import parallel, parallel_refusal
@@ -31,16 +32,8 @@ from hecate.structure import Matrix, Memory, Vector
 from hecate.tape import Run, Tensors, execute
 
 
-def compiled_refusal(
-    config: MemoryConfig,
-    *,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    traced: bool = False,
-) -> str | None:
-    """Why the compiled engine cannot run a config on such tensors exactly; None if it can."""
-    if traced:
-        return "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
+def compiled_refusal(config: MemoryConfig) -> str | None:
+    """Why the compiled engine cannot run a config exactly; None if it can."""
     rule = config.rule
     if config.chunk > 1 or config.commit == "chunk":
         return (
@@ -61,10 +54,17 @@ def compiled_refusal(
         return f"retention {rule.retention.kind!r} as configured has no kernel"
     if step.threshold is not None and config.decay_order == "before_gradient":
         return f"retention {rule.retention.kind!r} ahead of the gradient has no kernel"
-    if device != "cpu":
-        return f"its kernels run on the CPU, the tensors are on {device}"
-    if dtype not in (torch.float32, torch.float64):
-        return f"its kernels are for float32 and float64, the state is {dtype}"
+    return None
+
+
+def compiled_unfit(_: MemoryConfig, call: Call) -> str | None:
+    """Why the compiled engine cannot run a call here; None if it can."""
+    if call.traced:
+        return TRACED
+    if call.device != "cpu":
+        return f"its kernels run on the CPU, the tensors are on {call.device}"
+    if call.dtype not in (torch.float32, torch.float64):
+        return f"its kernels are for float32 and float64, the state is {call.dtype}"
     if load_kernels() is None:
         return 'it needs numba: pip install "hecate[cpu]"'
     return None

@@ -26,6 +26,7 @@ from torch import Tensor
 from hecate.algorithm import GD
 from hecate.bias import L2, Dot
 from hecate.engine.by_hand import ByHand
+from hecate.engine.call import TRACED, Call
 from hecate.engine.compiled import by_torch, run_kernel
 from hecate.engine.tokens import Carry, Tokens
 from hecate.retention import Decay, NoRetention
@@ -34,12 +35,13 @@ from hecate.rule.rule import several
 from hecate.structure import Matrix, Memory
 from hecate.tape import Run, Tensors, differentiable
 
-# Largest relative difference from the parallel engine: rounding of the inputs' dtype.
 SMALLEST = 2.0**-40  # retain gates whose logarithms add up without losing float32's digits
+TRIAL = 150  # tokens: two blocks of a kernel, and what is left
+# Largest relative difference from the parallel engine: rounding of the inputs' dtype.
 PARITY = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-18}
 
 
-class Call(NamedTuple):
+class Kernel(NamedTuple):
     """A kernel, and what it takes beside q, k and v."""
 
     module: str
@@ -48,8 +50,8 @@ class Call(NamedTuple):
     takes_gate: bool
 
 
-def kernel_call(config: MemoryConfig, channelwise: bool) -> Call | str:
-    """The kernel that computes a config, or why there is none."""
+def kernel_of(config: MemoryConfig, *, channelwise: bool) -> Kernel | str:
+    """The kernel that computes a config, or why there is none, whichever way its gates are."""
     rule = config.rule
     if config.chunk > 1 or config.commit == "chunk":
         return (
@@ -70,56 +72,65 @@ def kernel_call(config: MemoryConfig, channelwise: bool) -> Call | str:
     decays = rule.retention.uses_retain
     if type(rule.bias) is Dot:
         name = "gla" if channelwise else "simple_gla"
-        return Call(f"fla.ops.{name}", f"chunk_{name}", False, decays)
+        return Kernel(f"fla.ops.{name}", f"chunk_{name}", False, decays)
     if not decays:
-        return Call("fla.ops.delta_rule", "chunk_delta_rule", True, False)
+        return Kernel("fla.ops.delta_rule", "chunk_delta_rule", True, False)
     if config.decay_order == "with_step":
         return "its gated kernels decay before the gradient, not decay_order='with_step'"
     name = "kda" if channelwise else "gated_delta_rule"
-    return Call(f"fla.ops.{name}", f"chunk_{name}", True, True)
+    return Kernel(f"fla.ops.{name}", f"chunk_{name}", True, True)
 
 
-class FlaScan(NamedTuple):
-    """What decides over a kernel beside the config: the values' dtype, the retain gates `[B, T, H]`
-    or `[B, T, H, P]`, masks, and the state's shape `(V, P)`."""
-
-    values: torch.dtype = torch.float32
-    retain: Tensor | None = None
-    masked: bool = False
-    shape: tuple[int, ...] = (64, 64)
-
-
-def fla_refusal(
-    config: MemoryConfig, scan: FlaScan, *, device: str = "cpu", traced: bool = False
-) -> str | None:
-    """Why its kernels cannot run a config on such tensors exactly; None if they can."""
-    channelwise = scan.retain is not None and scan.retain.dim() == 4
-    call = kernel_call(config, channelwise)
-    if isinstance(call, str):
-        return call
-    if scan.masked:
-        return "its kernels take neither write nor reset masks"
-    if traced:
-        return "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
-    if scan.values not in PARITY:
-        return f"its kernels are for {', '.join(map(str, PARITY))}, the values are {scan.values}"
-    if device != "cuda":
-        return f"its kernels run on a GPU, the tensors are on {device}"
+def fla_refusal(config: MemoryConfig) -> str | None:
+    """Why its kernels cannot run a config exactly; None if they can."""
+    if config.on_nonfinite == "skip":
+        return "its kernels take no masks, and on_nonfinite='skip' leaves tokens out by one"
     if config.dtype == torch.float64:
         return "its kernels keep a float32 state, not state_dtype='float64'"
-    if load_kernel(call) is None:
-        return f'it needs {call.module}.{call.function}: pip install "hecate[cuda]"'
-    if call.takes_gate and scan.retain is not None and bool((scan.retain < SMALLEST).any()):
+    found = kernel_of(config, channelwise=False)
+    return found if isinstance(found, str) else None
+
+
+def fla_unfit(config: MemoryConfig, call: Call) -> str | None:
+    """Why the kernel of a config cannot run a call here; None if it can."""
+    if call.masked:
+        return "its kernels take neither write nor reset masks"
+    if call.traced:
+        return TRACED
+    if call.values not in PARITY:
+        return f"its kernels are for {', '.join(map(str, PARITY))}, the values are {call.values}"
+    if call.dtype != torch.float32:
+        return f"its kernels keep a float32 state, q, k or v make it {call.dtype}"
+    if call.device != "cuda":
+        return f"its kernels run on a GPU, the tensors are on {call.device}"
+    channelwise = call.retain is not None and call.retain.dim() == 4
+    kernel = _known(config, channelwise)
+    if load_kernel(kernel) is None:
+        return f'it needs {kernel.module}.{kernel.function}: pip install "hecate[cuda]"'
+    # A look at the gates waits for the device: last of all but the one that is remembered.
+    if kernel.takes_gate and call.retain is not None and bool((call.retain < SMALLEST).any()):
         return f"its gates are logarithms, and a retain gate is below {SMALLEST:.0e}"
-    return _difference(config, channelwise, scan.values, device, scan.shape)
+    plain = MemoryConfig(
+        bias=config.bias,
+        retention=Decay() if kernel.takes_gate else NoRetention(),
+        decay_order=config.decay_order if kernel.takes_gate else "with_step",
+    )
+    return _difference(plain, channelwise, call.values, call.device, call.shape)
+
+
+def _known(config: MemoryConfig, channelwise: bool) -> Kernel:
+    found = kernel_of(config, channelwise=channelwise)
+    if isinstance(found, str):
+        raise TypeError("the engine was chosen without its refusal being asked")
+    return found
 
 
 @cache
-def load_kernel(call: Call) -> Callable[..., tuple[Tensor, Tensor]] | None:
+def load_kernel(kernel: Kernel) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """The kernel; None if it cannot be imported."""
     try:
         found: Callable[..., tuple[Tensor, Tensor]] | None = getattr(
-            importlib.import_module(call.module), call.function, None
+            importlib.import_module(kernel.module), kernel.function, None
         )
     except ImportError:
         return None
@@ -135,7 +146,7 @@ def by_fla(
     run: Run,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Carry]:
-    """Runs a sequence in a kernel: outputs `[N, T, V]` and the final carry."""
+    """Runs tokens `[B, T, H, *]` in a kernel: outputs `[B, T, H, V]` and the final carry."""
     return run_kernel(_kernel(config, carry, dtype), tokens, carry, initial, run=run)
 
 
@@ -161,30 +172,25 @@ def _leaf(tensor: Tensor | None) -> Tensor | None:
 def _outputs(config: MemoryConfig, dtype: torch.dtype, inputs: Tensors) -> Tensors:
     memory, _, *fields = inputs
     tokens = Tokens(*fields)  # type: ignore[arg-type]
-    call = kernel_call(config, tokens.retain.dim() == 3)
-    kernel = None if isinstance(call, str) else load_kernel(call)
-    if kernel is None or isinstance(call, str) or memory is None:
-        raise TypeError("the engine was chosen without its refusal being asked")
-    phi_k, phi_q, v = (
-        item.to(dtype).unsqueeze(2) for item in (tokens.phi_k, tokens.phi_q, tokens.v)
-    )
-    options: dict[str, Tensor] = {}
-    if call.takes_lr:
-        options["beta"] = tokens.lr.to(dtype).unsqueeze(2)
-    else:
-        v = (tokens.lr.unsqueeze(-1) * tokens.v).to(dtype).unsqueeze(2)
-    if call.takes_gate:
-        options["g"] = tokens.retain.log().unsqueeze(2)
-    y, state = kernel(
-        q=phi_q,
-        k=phi_k,
-        v=v,
+    kernel = _known(config, tokens.retain.dim() == 4)
+    function = load_kernel(kernel)
+    if function is None or memory is None:
+        raise TypeError("the engine was chosen without asking whether it is fit")
+    # Gates stay in float32: what a kernel multiplies by them it rounds afterwards.
+    options: dict[str, Tensor] = {"beta": tokens.lr} if kernel.takes_lr else {}
+    if kernel.takes_gate:
+        options["g"] = tokens.retain.log()
+    v = tokens.v if kernel.takes_lr else tokens.lr.unsqueeze(-1) * tokens.v
+    y, state = function(
+        q=tokens.phi_q.to(dtype),
+        k=tokens.phi_k.to(dtype),
+        v=v.to(dtype),
         scale=1.0,
-        initial_state=memory.mT.unsqueeze(1).float().contiguous(),
+        initial_state=memory.mT.unflatten(0, (-1, v.shape[2])).float().contiguous(),
         output_final_state=True,
         **options,
     )
-    return y.squeeze(2).to(memory.dtype), state.squeeze(1).mT.to(memory.dtype)
+    return y.to(memory.dtype), state.flatten(0, 1).mT.to(memory.dtype)
 
 
 def _pulled(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
@@ -205,6 +211,7 @@ def _pulled(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> T
 
 
 @cache
+@torch.inference_mode(False)
 def _difference(
     config: MemoryConfig,
     channelwise: bool,
@@ -212,29 +219,17 @@ def _difference(
     device: str,
     shape: tuple[int, ...],
 ) -> str | None:
-    """Why a kernel is not trusted: what it computes beside the parallel engine."""
-    height, width = shape
-    generator = torch.Generator().manual_seed(0)
+    """Why a kernel is not trusted: what it computes beside the parallel engine.
 
-    def draw(*size: int) -> Tensor:
-        return torch.randn(2, *size, generator=generator).to(device=device, dtype=dtype).float()
-
-    length = 128
-    keys = torch.nn.functional.normalize(draw(length, width), dim=-1).to(dtype).float()
-    gate = draw(length, width) if channelwise else draw(length)
-    retain = torch.nn.functional.logsigmoid(gate + 4.0).exp()
-    lr = draw(length).sigmoid().to(dtype).float()
-    inputs: Tensors = (
-        draw(height, width), draw(height, width), keys, draw(length, width), draw(length, height),
-        lr, retain, torch.zeros_like(lr), None, None,
-    )  # fmt: skip
-    cotangents = (draw(length, height), draw(height, width))
-
+    Two heads, one that forgets little and one that forgets much, over blocks of which the last is
+    not full.
+    """
+    inputs, cotangents = _trial(channelwise, dtype, device, shape)
     kernel = _kernel(config, Carry((), (), (), (), (), torch.zeros(2, device=device)), dtype)
     try:
         outputs, record = kernel.forward(inputs, True)
         found = (*outputs, *kernel.vjp(inputs, record, cotangents))
-    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+    except Exception as error:  # its compiler raises types of its own
         return f"its kernel fails on {dtype} with widths {shape}: {error}"
     with torch.no_grad():  # no second derivatives
         expected = (*kernel.plain(*inputs), *kernel.by_autograd(inputs, cotangents))
@@ -249,3 +244,27 @@ def _difference(
                 f"on {dtype}, more than {PARITY[dtype]:.1e}"
             )
     return None
+
+
+def _trial(
+    channelwise: bool, dtype: torch.dtype, device: str, shape: tuple[int, ...]
+) -> tuple[Tensors, tuple[Tensor, Tensor]]:
+    """Inputs of a kernel, one sequence of two heads in numbers of a dtype, and cotangents."""
+    height, width = shape
+    lead = (1, TRIAL, 2)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        drawn = torch.randn(*size, generator=generator, dtype=torch.float32, device="cpu")
+        return drawn.to(dtype).float().to(device)
+
+    keys = torch.nn.functional.normalize(draw(*lead, width), dim=-1).to(dtype).float()
+    gate = draw(*lead, width) if channelwise else draw(*lead)
+    ways = draw(2, 2).new_tensor([[4.0, 1.0], [1.0, 3.0]])  # mean and spread per head
+    mean, spread = (way.unsqueeze(-1) if channelwise else way for way in ways.T)
+    lr = draw(*lead).sigmoid()
+    inputs: Tensors = (
+        draw(2, height, width), draw(2, height, width), keys, draw(*lead, width),
+        draw(*lead, height), lr, (mean + spread * gate).sigmoid(), torch.zeros_like(lr), None, None,
+    )  # fmt: skip
+    return inputs, (draw(*lead, height), draw(2, height, width))

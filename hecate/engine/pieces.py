@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
 
 from hecate.engine.coefficients import coefficients, last_row
+from hecate.engine.products import running_products
 from hecate.engine.tokens import UNBIND, Tokens, split_time
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
@@ -50,23 +52,50 @@ def cut(tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:
 def coefficient_rows(
     config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run
 ) -> list[Tensors]:
-    """`Reads` and `Leaves` of every step; steps of equal size share one call."""
+    """`Reads` and `Leaves` of every step."""
+    return _of_steps(lambda size: _coefficients(config, size), tokens[3:7], sizes, run)
+
+
+def kept_rows(config: MemoryConfig, retain: Tensor, sizes: list[int], run: Run) -> list[Tensors]:
+    """The product of retain from the first token of every step to each of its own, `[N, C]` or
+    `[N, C, P]`: what is left of a state whose decay the gradients see; None where they do not."""
+    if config.decay_order == "with_step":
+        return [(None,)] * len(sizes)
+    return _of_steps(_products, (retain,), sizes, run)
+
+
+def _of_steps(
+    block_of: Callable[[int], Block], tensors: Tensors, sizes: list[int], run: Run
+) -> list[Tensors]:
+    """What a block makes of the gates of every step; steps of equal size share one call."""
     groups: list[list[int]] = []
     for size in sizes:
         if groups and groups[-1][-1] == size:
             groups[-1].append(size)
         else:
             groups.append([size])
-    spans = cut(tokens[3:7], [sum(group) for group in groups], run)
+    spans = cut(tensors, [sum(group) for group in groups], run)
     rows: list[Tensors] = []
     for group, span in zip(groups, spans, strict=True):
-        outputs = run(_coefficients(config, group[0]), *span, label="coefficients")
+        outputs = run(block_of(group[0]), *span, label="coefficients")
         each = [
             [None] * len(group) if out is None else several(run(UNBIND, out, label="coefficients"))
             for out in outputs
         ]
         rows += zip(*each, strict=True)
     return rows
+
+
+def _products(size: int) -> Block:
+    """Gates `[N, c C]` or `[N, c C, P]` -> their running products, with the steps on axis 1."""
+
+    def forward(gates: Tensor) -> tuple[Tensors, None]:
+        gates = gates.unflatten(1, (-1, size))
+        if gates.dim() == 3:
+            return (running_products(gates),), None
+        return (running_products(gates.mT).mT,), None
+
+    return Block("chunk.kept", forward)
 
 
 def _coefficients(config: MemoryConfig, size: int) -> Block:

@@ -49,4 +49,29 @@ def _plain(*inputs: Tensor | None) -> Tensors:
     return differentiate(lambda run, gates: run(block, gates), inputs, "tape")
 
 
+def running_products(gates: Tensor) -> Tensor:
+    """prod of gates over l <= t: `[..., C]` -> `[..., C]`, its derivative without division too.
+
+    With R as above, g_l = prod_(j < l) gates (R^T g)[l].
+    """
+    return one(execute(_RUNNING.block(keeps=False), gates))
+
+
+def _run(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+    products = one(inputs).cumprod(-1)
+    return (products,), (products,)
+
+
+def _run_vjp(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+    products, (g,) = one(record), cotangents
+    earlier = torch.nn.functional.pad(products[..., :-1], (1, 0), value=1.0)
+    return (earlier * (_spans(one(inputs)).mT @ g.unsqueeze(-1)).squeeze(-1),)
+
+
+def _run_plain(*inputs: Tensor | None) -> Tensors:
+    gates = one(inputs)
+    return (gates[..., :1] * span_products(gates)[..., 0],)
+
+
+_RUNNING = ByHand("running_products", _run, _run_vjp, _run_plain)
 _BY_HAND = ByHand("span_products", _forward, _vjp, _plain)

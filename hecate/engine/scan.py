@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from hecate.engine.arguments import (
     complete_state,
 )
 from hecate.engine.by_hand import is_traced
+from hecate.engine.call import Call
 from hecate.engine.chunk import chunk_steps, chunked
 from hecate.engine.compiled import compiled
 from hecate.engine.finite import (
@@ -28,7 +28,7 @@ from hecate.engine.finite import (
     finite_writes,
     raise_at_first,
 )
-from hecate.engine.fla import FlaScan, by_fla
+from hecate.engine.fla import by_fla
 from hecate.engine.parallel import parallel
 from hecate.engine.parts import (
     Part,
@@ -165,19 +165,18 @@ def _chosen(
     chosen, reason = choose_engine(
         parts[0].config,
         asked,
-        length=length,
-        steps=chunk_steps(parts[0].config, sequence, parts[0].state, parts[0].position),
-        cells=math.prod(shape),
-        device=sequence.v.device.type,
-        dtype=dtype,
-        scan=FlaScan(
+        Call(
+            length,
+            chunk_steps(parts[0].config, sequence, parts[0].state, parts[0].position),
+            shape,
+            sequence.v.device.type,
+            dtype,
             sequence.v.dtype,
             sequence.retain,
             sequence.write is not None or sequence.reset is not None,
-            shape,
+            # `auto` takes a single token through the loop, whoever looks on.
+            traced=(asked != "auto" or length > 1) and is_traced(*sequence[:6], *held),
         ),
-        # `auto` takes a single token through the loop, whoever looks on.
-        traced=(asked != "auto" or length > 1) and is_traced(*sequence[:6], *held),
     )
     if not torch.compiler.is_compiling():
         _LOG.debug("memory %r, %d tokens: engine %s (%s)", name, length, chosen, reason)
@@ -264,12 +263,13 @@ def _program(
 
 def _engine(name: str, part: Part, values: torch.dtype) -> Callable[..., tuple[Tensor, Carry]]:
     engines: dict[str, Callable[..., tuple[Tensor, Carry]]] = {
-        "chunk": partial(chunked, position=part.position),
+        "chunk": partial(in_folds, partial(chunked, position=part.position)),
+        "compiled": compiled,
         "fla": partial(by_fla, dtype=values),
-        "parallel": parallel,
-        "sequential": sequential,
+        "parallel": partial(in_folds, parallel),
+        "sequential": partial(in_folds, sequential),
     }
-    return compiled if name == "compiled" else partial(in_folds, engines[name])
+    return engines[name]
 
 
 def _counting(tokens: Tokens) -> Tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal, get_args
@@ -9,9 +10,10 @@ from typing import Literal, get_args
 import torch
 
 from hecate.bias import L2
+from hecate.engine.call import Call
 from hecate.engine.chunk import chunk_refusal
-from hecate.engine.compiled import compiled_refusal
-from hecate.engine.fla import FlaScan, fla_refusal
+from hecate.engine.compiled import compiled_refusal, compiled_unfit
+from hecate.engine.fla import fla_refusal, fla_unfit
 from hecate.engine.parallel import parallel_refusal
 from hecate.errors import ConfigError
 from hecate.rule import MemoryConfig
@@ -20,6 +22,17 @@ Engine = Literal["auto", "sequential", "parallel", "chunk", "compiled", "fla"]
 Chosen = Literal["sequential", "parallel", "chunk", "compiled", "fla"]
 ENGINES = get_args(Engine)
 
+# Why an engine is not exact for a config, and why it cannot run a call of it here.
+REFUSALS: dict[Chosen, Callable[[MemoryConfig], str | None]] = {
+    "fla": fla_refusal,
+    "compiled": compiled_refusal,
+    "parallel": parallel_refusal,
+    "chunk": chunk_refusal,
+}
+UNFIT: dict[Chosen, Callable[[MemoryConfig, Call], str | None]] = {
+    "fla": fla_unfit,
+    "compiled": compiled_unfit,
+}
 # Why `auto` is content with an engine that refuses nothing.
 REASONS: dict[Chosen, str] = {
     "fla": "a kernel of flash-linear-attention that has passed its parity test",
@@ -37,57 +50,56 @@ COMPILED_BYTES = 1 << 16
 CHUNK_TOKENS = 2
 
 
-def choose_engine(
-    config: MemoryConfig,
-    asked: Engine,
-    *,
-    length: int = 2,
-    steps: int = 0,
-    cells: int = 0,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    traced: bool = False,
-    scan: FlaScan | None = None,
-) -> tuple[Chosen, str]:
-    """The engine to run and why; `ConfigError` if the one asked for is not exact here.
-
-    Beside the config: the number of tokens, in how many steps the chunk engine takes them, V x P of
-    a state, where tensors are and in which dtype the state is, whether torch has to see every
-    operation, and what flash-linear-attention has to know of the inputs.
-    """
+def check_exact(config: MemoryConfig, asked: Engine) -> None:
+    """`ConfigError` for an engine that is not exact for a config, whatever it is called with."""
     if asked not in ENGINES:
         known = ", ".join(repr(name) for name in ENGINES)
         raise ConfigError(f"engine must be one of {known}, got {asked!r}")
-    refusal_of: dict[Chosen, Callable[[], str | None]] = {
-        "fla": lambda: fla_refusal(config, scan or FlaScan(), device=device, traced=traced),
-        "compiled": lambda: compiled_refusal(config, device=device, dtype=dtype, traced=traced),
-        "parallel": lambda: parallel_refusal(config),
-        "chunk": lambda: chunk_refusal(config),
-    }
+    if asked != "auto" and asked != "sequential":
+        _refuse(asked, REFUSALS[asked](config))
+
+
+def choose_engine(
+    config: MemoryConfig, asked: Engine, call: Call | None = None
+) -> tuple[Chosen, str]:
+    """The engine to run a call and why; `ConfigError` if the one asked for is not exact here."""
+    call = call or Call()
+    check_exact(config, asked)
     if asked != "auto":
-        refusal = None if asked == "sequential" else refusal_of[asked]()
-        if refusal is not None:
-            raise ConfigError(
-                f"engine={asked!r} cannot run this memory exactly: {refusal}; "
-                "use engine='auto' or 'sequential'"
-            )
+        _refuse(asked, _unfit(config, asked, call))
         return asked, "asked for"
-    if length == 1:
+    if call.length == 1:
         return "sequential", "a single token"
-    if CHUNK_TOKENS * steps > length and config.chunk > 1:
-        return "sequential", f"{steps} chunks for {length} tokens: resets leave too little in each"
+    if CHUNK_TOKENS * call.steps > call.length and config.chunk > 1:
+        return "sequential", (
+            f"{call.steps} chunks for {call.length} tokens: resets leave too little in each"
+        )
+    left = dict(REFUSALS)
     # Before anything loads numba: few tokens, or states for which block products are faster.
-    large = isinstance(config.bias, L2) and cells * dtype.itemsize > COMPILED_BYTES
-    if length < COMPILED_TOKENS or (large and parallel_refusal(config) is None):
-        del refusal_of["compiled"]
-    if scan is None or scan.values == torch.float32:
-        del refusal_of["fla"]  # its products of float32 are rounded more than ours
+    size = math.prod(call.shape) * call.dtype.itemsize
+    large = isinstance(config.bias, L2) and size > COMPILED_BYTES
+    if call.length < COMPILED_TOKENS or (large and parallel_refusal(config) is None):
+        del left["compiled"]
+    if call.values == torch.float32:
+        del left["fla"]  # its products of float32 are rounded more than ours
     refused = {}
-    for name, ask in refusal_of.items():
-        refused[name] = ask()
+    for name, refusal in left.items():
+        refused[name] = refusal(config) or _unfit(config, name, call)
         if refused[name] is None:
             return name, REASONS[name]
     return "sequential", refused["chunk" if config.chunk > 1 else "parallel"] or ""
+
+
+def _unfit(config: MemoryConfig, name: Chosen, call: Call) -> str | None:
+    return UNFIT[name](config, call) if name in UNFIT else None
+
+
+def _refuse(name: str, reason: str | None) -> None:
+    if reason is not None:
+        raise ConfigError(
+            f"engine={name!r} cannot run this memory exactly: {reason}; "
+            "use engine='auto' or 'sequential'"
+        )
 
 
 def exact_engines(config: MemoryConfig, *, length: int = 2) -> list[Chosen]:
@@ -95,5 +107,5 @@ def exact_engines(config: MemoryConfig, *, length: int = 2) -> list[Chosen]:
     found: list[Chosen] = []
     for engine in REASONS:
         with suppress(ConfigError):
-            found.append(choose_engine(config, engine, length=length)[0])
+            found.append(choose_engine(config, engine, Call(length))[0])
     return found

@@ -137,14 +137,25 @@ def _written(block: Block, token: Tokens, carry: Carry, run: Run, label: str) ->
     return carry._replace(memory=new[:width], slots=new[width:])
 
 
+def _anchor(config: MemoryConfig, carry: Carry, kept: Tensor, run: Run, label: str) -> Memory:
+    """Where the token's gradient is taken; `kept` is the product of the chunk's retain gates."""
+    anchor = carry.anchor if frozen_gradients(config) else carry.memory
+    if config.decay_order == "with_step":
+        return anchor
+    return config.rule.decayed(anchor, kept, run=run, label=label)
+
+
+def _kept(token: Tokens, carry: Carry, run: Run, label: str) -> Tensor:
+    """The product of the chunk's retain gates up to the token, where the state carries one."""
+    if not carry.pending_retain:
+        return token.retain
+    return one(run(_MULTIPLY, carry.pending_retain[0], token.retain, label=label))
+
+
 def _commit_token(config: MemoryConfig, token: Tokens, carry: Carry, run: Run, label: str) -> Carry:
-    rule = config.rule
-    anchor: Memory = carry.memory
-    if frozen_gradients(config):
-        anchor = carry.anchor
-    elif config.decay_order == "before_gradient":
-        anchor = rule.decayed(carry.memory, token.retain, run=run, label=label)
-    memory, slots = rule.write(
+    kept = _kept(token, carry, run, label)
+    anchor = _anchor(config, carry, kept, run, label)
+    memory, slots = config.rule.write(
         carry.memory,
         carry.slots,
         token.phi_k,
@@ -154,17 +165,20 @@ def _commit_token(config: MemoryConfig, token: Tokens, carry: Carry, run: Run, l
         run=run,
         label=label,
     )
-    position = carry.position
-    if config.chunk > 1:
-        position = (position + 1) % config.chunk
-    return carry._replace(memory=memory, slots=slots, position=position)
+    carry = carry._replace(memory=memory, slots=slots)
+    if config.chunk == 1:
+        return carry
+    position = (carry.position + 1) % config.chunk
+    if carry.pending_retain:
+        left = one(run(SELECT, position == 0, torch.ones_like(kept), kept, label=label))
+        carry = carry._replace(pending_retain=(left,))
+    return carry._replace(position=position)
 
 
 def _commit_chunk(config: MemoryConfig, token: Tokens, carry: Carry, run: Run, label: str) -> Carry:
     rule = config.rule
-    anchor: Memory = carry.memory
-    if config.decay_order == "before_gradient":
-        anchor = rule.decayed(carry.memory, token.retain, run=run, label=label)
+    retain = _kept(token, carry, run, label)
+    anchor = _anchor(config, carry, retain, run, label)
     own = Token(token.phi_k, token.v, token.lr)
     grads, slots = rule.descended(anchor, own, carry.slots, run=run, label=label)
     carry = carry._replace(slots=slots)
@@ -172,7 +186,6 @@ def _commit_chunk(config: MemoryConfig, token: Tokens, carry: Carry, run: Run, l
         one(run(_ACCUMULATE, total, token.lr, grad, label=label))
         for total, grad in zip(carry.pending, grads, strict=True)
     )
-    retain = one(run(_MULTIPLY, carry.pending_retain[0], token.retain, label=label))
     gates = TokenGates(torch.ones_like(token.lr), retain, token.momentum)
     memory, slots = rule.apply(carry.memory, carry.slots, pending, gates, run=run, label=label)
     position = (carry.position + 1) % config.chunk

@@ -89,7 +89,7 @@ def unflatten_state(carry: Carry, like: MemoryState) -> MemoryState:
         }
 
     names = list(like.memory)
-    pending = named(names, carry.pending) if like.pending else {}
+    pending = named(names, carry.pending) if carry.pending else {}
     if carry.pending_retain:
         pending["retain"] = carry.pending_retain[0].unflatten(0, lead)
     return MemoryState(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine import Engine
-from hecate.engine.select import choose_engine
+from hecate.engine.select import check_exact
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.state import LayerState
 from hecate.rule import MemoryConfig
@@ -46,8 +46,9 @@ def check_sizes(
 
 
 def check_engine(config: MemoryConfig, engine: Engine, autodiff: Autodiff) -> None:
-    """Refuses at build what every scan of the layer would refuse."""
-    choose_engine(config, engine)
+    """Refuses at build what every scan of the layer would refuse; whether the engine can run here,
+    on this device and these tensors, is asked of each."""
+    check_exact(config, engine)
     if autodiff not in get_args(Autodiff):
         raise ConfigError(f"autodiff must be one of {get_args(Autodiff)}, got {shorten(autodiff)}")
 

@@ -33,7 +33,7 @@ class MemoryConfig(Config):
             that of the last.
         read: y_t reads the state "after" or "before" token t (and the commit that it triggers).
         decay_order: "before_gradient" lets the gradient see the decayed memory, as gated DeltaNet
-            does.
+            does; with chunk > 1, that of the chunk's start, decayed by the product of retain since.
         normalizer: "sum" divides the read by phi(q).z, where z is the same memory with bias dot
             and value 1.
         key_norm: "l2" or "sum" normalisation of phi(k) and phi(q), after phi.
@@ -148,20 +148,12 @@ class MemoryConfig(Config):
 
     @model_validator(mode="after")
     def _possible(self) -> MemoryConfig:
-        if self.decay_order == "before_gradient":
-            if not self.retention.uses_retain:
-                raise ConfigError(
-                    f"'before_gradient' needs a retention that decays; retention "
-                    f"{self.retention.kind!r} has nothing to decay",
-                    path=("decay_order",),
-                )
-            if self.chunk > 1:
-                raise ConfigError(
-                    f"'before_gradient' takes each gradient at the decayed previous state, chunk="
-                    f"{self.chunk} at the state of the chunk's start; use chunk=1 or "
-                    "decay_order='with_step'",
-                    path=("decay_order",),
-                )
+        if self.decay_order == "before_gradient" and not self.retention.uses_retain:
+            raise ConfigError(
+                f"'before_gradient' needs a retention that decays; retention "
+                f"{self.retention.kind!r} has nothing to decay",
+                path=("decay_order",),
+            )
         if self.retention.gate_form.channels and not self.structure.linear:
             raise ConfigError(
                 f"retention.channels gives every phi channel a retain of its own, but structure "

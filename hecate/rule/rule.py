@@ -182,7 +182,10 @@ class MemoryRule(Config):
     def decayed(
         self, memory: Memory, retain: Tensor, *, run: Run = execute, label: str = ""
     ) -> Memory:
-        """The memory after retention and before the step: the anchor of `before_gradient`."""
+        """The memory after retention and before any step: the anchor of `before_gradient`.
+
+        `retain` is the token's gate, or in a chunk the product of its gates up to the token.
+        """
         block = self.retention.block()
         return tuple(
             one(run(block, weight, torch.zeros_like(weight), retain, label=label))

@@ -35,8 +35,9 @@ class MemoryState(NamedTuple):
         slots: the algorithm's tensors by `name.weight`, of the weights' shapes, and those of its
             context by name.
         anchor: weights at the chunk's start, where gradients are taken; empty unless chunk > 1.
-        pending: the unfinished chunk of `commit="chunk"`: summed lr-weighted gradients by weight
-            name and the product of the retain gates as `"retain"`; empty otherwise.
+        pending: what an unfinished chunk has summed up: under `commit="chunk"` the lr-weighted
+            gradients by weight name; and there, as where gradients see the decayed state of the
+            chunk's start, the product of its retain gates as `"retain"`.
         position: tokens written since the chunk's start, `[B, H]` int64.
         normalizer: the state of the sum normaliser, or None.
         seen: tokens written since the start or the last reset, `[B]` int64, where the feature map
@@ -102,6 +103,12 @@ def slot_shapes(
     return shapes | config.algorithm.context_shapes(d_phi, d_v)
 
 
+def accumulated_retain(config: MemoryConfig) -> bool:
+    """Whether the product of a chunk's retain gates is carried from token to token."""
+    seen = frozen_gradients(config) and config.decay_order == "before_gradient"
+    return seen or config.commit == "chunk"
+
+
 def initial_state(
     config: MemoryConfig,
     initial: dict[str, Tensor],
@@ -127,6 +134,7 @@ def initial_state(
     pending: dict[str, Tensor] = {}
     if config.commit == "chunk":
         pending = {name: torch.zeros_like(weight) for name, weight in memory.items()}
+    if accumulated_retain(config):
         pending["retain"] = first.new_ones(batch, *retain.shape[2:])
     weights = {name: tuple(weight.shape[2:]) for name, weight in memory.items()}
     shapes = slot_shapes(config, weights, d_phi, d_v)

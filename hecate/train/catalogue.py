@@ -96,7 +96,7 @@ def _example(variant: Any) -> Any:
 
 
 def _rules() -> Table:
-    from hecate.engine import choose_engine
+    from hecate.engine import Call, choose_engine
     from hecate.rule import RULES
 
     rows = []
@@ -108,7 +108,7 @@ def _rules() -> Table:
             config.algorithm,
             config.feature_map,
         )
-        engine, _ = choose_engine(config, "auto", length=1024)  # a sequence, not a step
+        engine, _ = choose_engine(config, "auto", Call(length=1024))  # a sequence, not a step
         rows.append([name, *(knob.kind for knob in knobs), engine, paper])
     heads = [
         "rule",

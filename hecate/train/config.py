@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from hecate.data import Bundled, DataConfig
-from hecate.engine import choose_engine
+from hecate.engine import Call, choose_engine
 from hecate.errors import ConfigError, shorten
 from hecate.frozen import FrozenDict
 from hecate.models import LanguageModelConfig
@@ -179,10 +179,12 @@ class ExperimentConfig(Config):
             path: choose_engine(
                 rule.config,
                 "auto",
-                length=min(self.seq_len, rule.window or self.seq_len),
-                cells=rule.config.feature_map.output_dim(rule.d_key) * rule.d_value,
-                device=self.budget.device,
-                dtype=rule.config.dtype,
+                Call(
+                    length=min(self.seq_len, rule.window or self.seq_len),
+                    shape=(rule.d_value, rule.config.feature_map.output_dim(rule.d_key)),
+                    device=self.budget.device,
+                    dtype=rule.config.dtype,
+                ),
             )
             for path, rule in self.model.rules().items()
         }

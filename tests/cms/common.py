@@ -28,6 +28,11 @@ LEVELS: list[dict[str, Any]] = [
     {"name": "middle", "period": 2, "memory": {**MOMENTUM, "feature_map": "elu"}},
     {"name": "slow", "period": 4, "memory": {**DELTA, "read": "before"}, "conv_kernel": 0},
 ]
+GATED: list[dict[str, Any]] = [
+    {"name": "now", "memory": {"kind": "gated_delta", "chunk": 2}},
+    {"name": "often", "period": 2, "memory": "gated_delta"},
+    {"name": "seldom", "period": 4, "memory": {"kind": "gated_delta", "algorithm": "momentum"}},
+]
 JOINS = [
     ("sequential", "sum"),
     ("nested", "sum"),
@@ -108,6 +113,7 @@ def told(level: Any, layer: CMS) -> reference.Level:
         chunk=level.period if level.period > 1 else level.memory.chunk,
         commit="chunk" if level.period > 1 else level.memory.commit,
         read=memory.read,
+        decay_order=memory.decay_order,
         key_norm=memory.key_norm,
         step=memory.step,
         phi=PHI[memory.feature_map.kind],

@@ -163,10 +163,6 @@ BAD = [
     ({"levels": [{"name": "a", "period": 4, "memory": {"commit": "chunk"}}]}, "period=4 sets"),
     ({"levels": [{"name": "a"}], "aggregation": "rsqrt"}, "only composition 'independent'"),
     ({"levels": [{"name": "a", "conv_kernel": 1}]}, "must be 0"),
-    (
-        {"levels": [{"name": "a", "period": 2, "memory": {"kind": "gated_delta"}}]},
-        "decay_order",
-    ),
 ]
 NESTED = [
     ([{"name": "a", "period": 2}, {"name": "b", "period": 3}], "no multiple of 2"),

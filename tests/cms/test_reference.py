@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.cms.common import JOINS, LEVELS, cms_of, expected, inputs, masks
+from tests.cms.common import GATED, JOINS, LEVELS, cms_of, expected, inputs, masks
 from tests.nn.layers import near
 
 DEEP = {
@@ -36,6 +36,13 @@ def test_against_the_reference(join, masked):
 def test_deep_memories_against_the_reference(composition):
     levels = [{"name": f"every {n}", "period": n, "memory": DEEP} for n in (2, 4)]
     compare(cms_of(composition, levels=levels), inputs(), **masks(seed=5))
+
+
+@pytest.mark.spec("CMS-LAYER-D1", "CMS-NEST-D1", "RULE-ORDER-D1")
+@pytest.mark.parametrize("composition", ["independent", "nested"])
+def test_gated_delta_at_every_period(composition):
+    """Each level's gradients see the memory of its window's start, decayed by the gates since."""
+    compare(cms_of(composition, levels=GATED), inputs(), **masks(seed=5))
 
 
 @pytest.mark.spec("CMS-LAYER-D1")

@@ -43,6 +43,14 @@ CASES = {
         {"memory": {"decay_order": "before_gradient"}, "chunk": 2},
         {"decay_order": "before_gradient"},
     ),
+    "order in chunks": (
+        {"memory": {"decay_order": "before_gradient", "chunk": 4}, "chunk": 2},
+        {"decay_order": "before_gradient", "chunk": 4},
+    ),
+    "order at commits": (
+        {"memory": {"decay_order": "before_gradient", "chunk": 3, "commit": "chunk"}},
+        {"decay_order": "before_gradient", "chunk": 3, "commit": "chunk"},
+    ),
     "momentum": (
         {"memory": {"algorithm": {"kind": "momentum", "lr": 0.3}}, "chunk": 2},
         {"momentum": True},

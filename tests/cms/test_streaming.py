@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hecate.cms import CMSState
-from tests.cms.common import JOINS, LEVELS, cms_of, inputs, masks
+from tests.cms.common import GATED, JOINS, LEVELS, cms_of, inputs, masks
 from tests.nn.layers import in_pieces, leaves, near
 
 LENGTH = 11
@@ -38,12 +38,15 @@ def layers():
     made["carrying"] = cms_of("nested", levels=CARRYING)
     frozen = {**LEVELS[0]["memory"], "chunk": 2}
     made["frozen"] = cms_of("nested", levels=[{"name": "x", "memory": frozen}, *LEVELS[2:]])
+    made["gated"] = cms_of("nested", levels=GATED)
     torch.set_default_dtype(before)
     return made
 
 
 @pytest.mark.spec("CMS-LAYER-I1", "CMS-NEST-I1")
-@pytest.mark.parametrize("name", ["-".join(join) for join in JOINS] + ["carrying", "frozen"])
+@pytest.mark.parametrize(
+    "name", ["-".join(join) for join in JOINS] + ["carrying", "frozen", "gated"]
+)
 @settings(max_examples=15)
 @given(cuts=cuts_of, write=rows_of, reset=rows_of)
 def test_any_split_with_masks(layers, name, cuts, write, reset):

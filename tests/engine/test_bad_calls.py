@@ -25,10 +25,6 @@ class Root(retention.Retention):
 
 IMPOSSIBLE = [
     ({"decay_order": "before_gradient"}, ["decay_order", "before_gradient", "retention 'none'"]),
-    (
-        {"decay_order": "before_gradient", "retention": "decay", "chunk": 4},
-        ["decay_order", "before_gradient", "chunk=4"],
-    ),
     ({"normalizer": "sum"}, ["normalizer", "'sum'", "feature_map 'identity'"]),
     (
         {"normalizer": "sum", "feature_map": {"kind": "linear", "d_phi": 4}},

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, named_rule
 from hecate.bias import L2
-from hecate.engine import choose_engine, chunk
+from hecate.engine import Call, choose_engine, chunk
 from hecate.engine.chunk import chunk_refusal
 from hecate.errors import ConfigError, NonFiniteError
 from hecate.tape import Tape
@@ -54,6 +54,7 @@ FIELDS = st.fixed_dictionaries(
         "chunk": st.integers(2, 7),
         "commit": st.sampled_from(["token", "chunk"]),
         "read": st.sampled_from(["after", "before"]),
+        "decay_order": st.sampled_from(["with_step", "before_gradient"]),
         "normalizer": st.sampled_from(["none", "none", "sum"]),
         "key_norm": st.sampled_from(["none", "l2"]),
         "step": st.sampled_from(["raw", "normalized"]),
@@ -286,7 +287,7 @@ def test_ttt_linear_against_its_paper(length):
     assert config.chunk == 16
     case = case_of(config, batch=1, heads=1, length=length, d=4, width=3)
     case = case._replace(initial={"weight": torch.zeros(1, 3, 4)})
-    assert choose_engine(config, "auto", length=length)[0] == "chunk"
+    assert choose_engine(config, "auto", Call(length=length))[0] == "chunk"
     y, state = case.scan()
     q, k, v, lr = (item[0, :, 0].numpy() for item in (case.q, case.k, case.v, case.gates.lr))
     q, k = (item / np.linalg.norm(item, axis=1, keepdims=True) for item in (q, k))
@@ -490,7 +491,7 @@ def test_auto_takes_the_token_loop_where_resets_leave_too_little_in_a_chunk(capl
         with caplog.at_level("DEBUG", logger="hecate.engine"):
             case._replace(reset=reset).scan()
         assert f"engine {expected}" in caplog.messages[-1]
-    chosen, reason = choose_engine(case.config, "auto", length=12, steps=12)
+    chosen, reason = choose_engine(case.config, "auto", Call(length=12, steps=12))
     assert chosen == "sequential" and "12 chunks for 12 tokens" in reason
 
 
@@ -506,7 +507,7 @@ def test_auto():
         assert choose_engine(config_of(**fields), "auto")[0] == expected
     for fields in ({"retention": "soft_clip_of_a_user"}, {"structure": "diagonal_of_a_user"}):
         assert choose_engine(config_of(chunk=8, **fields), "auto")[0] == "chunk"
-    chosen, reason = choose_engine(config_of(chunk=8), "auto", length=1)
+    chosen, reason = choose_engine(config_of(chunk=8), "auto", Call(length=1))
     assert (chosen, reason) == ("sequential", "a single token")
     with pytest.raises(ConfigError, match=r"engine must be one of 'auto'.*got 'fast'"):
         choose_engine(config_of(), "fast")

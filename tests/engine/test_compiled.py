@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hecate import Gates, MemoryConfig, NonFiniteError, memory_scan
 from hecate.bias import L2, Bias, ErrorBias, Huber, KernelForm
-from hecate.engine import choose_engine
+from hecate.engine import Call, choose_engine
 from hecate.engine import compiled as module
 from hecate.engine import scan as scans
-from hecate.engine.compiled import compiled_refusal
+from hecate.engine.compiled import compiled_refusal, compiled_unfit
 from hecate.errors import ConfigError
 from hecate.nn import Memory
 from hecate.retention import ElasticNet, Retention, StepForm
@@ -406,7 +406,7 @@ def test_a_bias_of_ones_own():
     with pytest.raises(AssertionError, match="engine compiled"):
         check_rule(config_of(bias=Misnamed(), retention="decay"))
     case = case_of(config_of(bias=Clipped(), **TITANS), length=40)
-    assert choose_engine(case.config, "auto", length=40)[0] == "compiled"
+    assert choose_engine(case.config, "auto", Call(length=40))[0] == "compiled"
     whole(case, engine="compiled").equals(whole(case, engine="sequential"))
 
 
@@ -415,7 +415,7 @@ def test_a_retention_of_ones_own():
     assert ElasticNet().kernel_form() == StepForm(1e-4)
     assert Harder().kernel_form() is None
     case = case_of(config_of(retention=Harder(threshold=0.05)), length=40)
-    assert choose_engine(case.config, "auto", length=40)[0] == "sequential"
+    assert choose_engine(case.config, "auto", Call(length=40))[0] == "sequential"
     with pytest.raises(ConfigError, match="retention 'compiled_test_harder' as configured"):
         case.scan(engine="compiled")
 
@@ -440,7 +440,7 @@ def test_rules_without_a_kernel_are_refused_by_name_and_left_by_auto(fields, rea
     config = config_of(**fields)
     with pytest.raises(ConfigError, match=f"engine='compiled'.*{reason}"):
         scan(config, engine="compiled")
-    assert choose_engine(config, "auto", length=100)[0] != "compiled"
+    assert choose_engine(config, "auto", Call(length=100))[0] != "compiled"
     with pytest.raises(ConfigError, match=reason):
         Memory(8, heads=2, config=config, engine="compiled")
 
@@ -453,8 +453,8 @@ def test_tensors_that_kernels_cannot_read():
         ({"dtype": torch.bfloat16}, "bfloat16"),
         ({"traced": True}, "torch.compile"),
     ):
-        assert word in str(compiled_refusal(config, **options))
-        assert choose_engine(config, "auto", length=100, **options)[0] == "parallel"
+        assert word in str(compiled_unfit(config, Call(**options)))
+        assert choose_engine(config, "auto", Call(length=100, **options))[0] == "parallel"
     config = config_of(on_nonfinite="propagate")
     case = case_of(config, length=40)
     meta = [item.to("meta") for item in (case.q, case.k, case.v)]
@@ -499,12 +499,12 @@ def test_compile_takes_another_engine():
 @pytest.mark.spec("ENG-NUM-D4")
 def test_auto():
     delta, huber = MemoryConfig(), MemoryConfig(bias="huber")
-    assert choose_engine(delta, "auto", length=2048, cells=64 * 64)[0] == "compiled"
-    assert choose_engine(delta, "auto", length=2048, cells=256 * 256)[0] == "parallel"
+    assert choose_engine(delta, "auto", Call(length=2048, shape=(64, 64)))[0] == "compiled"
+    assert choose_engine(delta, "auto", Call(length=2048, shape=(256, 256)))[0] == "parallel"
     for other in (huber, MemoryConfig(bias="dot"), MemoryConfig(retention="elastic_net")):
-        assert choose_engine(other, "auto", length=2048, cells=256 * 256)[0] == "compiled"
-    assert choose_engine(delta, "auto", length=31)[0] == "parallel"
-    assert choose_engine(delta, "auto", length=1)[0] == "sequential"
+        assert choose_engine(other, "auto", Call(length=2048, shape=(256, 256)))[0] == "compiled"
+    assert choose_engine(delta, "auto", Call(length=31))[0] == "parallel"
+    assert choose_engine(delta, "auto", Call(length=1))[0] == "sequential"
     with pytest.raises(ConfigError, match=r"must be one of.*'compiled'.*got 'fast'"):
         choose_engine(delta, "fast")
 
@@ -513,7 +513,7 @@ def test_auto():
 def test_without_numba(monkeypatch):
     monkeypatch.setattr(module, "load_kernels", lambda: None)
     config = config_of()
-    assert choose_engine(config, "auto", length=100)[0] == "parallel"
+    assert choose_engine(config, "auto", Call(length=100))[0] == "parallel"
     assert torch.isfinite(scan(config)).all()
     with pytest.raises(ConfigError, match=r'pip install "hecate\[cpu\]"'):
         scan(config, engine="compiled")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hecate import MemoryConfig
-from hecate.engine import choose_engine
+from hecate.engine import Call, choose_engine
 from tests.memories import Case, case_of, config_of, flat_state
 
 pytestmark = pytest.mark.gpu
@@ -111,7 +111,7 @@ def test_retain_per_channel():
 
 
 def test_auto_never_takes_cpu_kernels():
-    assert choose_engine(MemoryConfig(), "auto", length=1000, device="cuda")[0] == "parallel"
+    assert choose_engine(MemoryConfig(), "auto", Call(length=1000, device="cuda"))[0] == "parallel"
 
 
 def test_derivatives_of_second_order():

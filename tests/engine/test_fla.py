@@ -5,11 +5,13 @@ import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan
-from hecate.engine import fla
+from hecate.cms import CMS, CMSConfig
+from hecate.engine import Call, fla, select
 from hecate.engine.parallel import parallel
 from hecate.engine.select import choose_engine
 from hecate.engine.tokens import Carry, Tokens
 from hecate.errors import ConfigError
+from hecate.nn import Memory
 from hecate.tape import execute
 
 CONFIGS = {
@@ -81,8 +83,10 @@ def scan_of(name: str, config: MemoryConfig, engine: str):
         tokens = Tokens(*rest, torch.zeros_like(rest[3]))
         carry = Carry((memory,), (), (), (), (), torch.zeros(2))
         start = (torch.zeros_like(memory),)
-        if engine == "fla":
-            y, new = fla.by_fla(config, tokens, carry, start, run=execute, dtype=torch.float64)
+        if engine == "fla":  # the two memories as heads of one sequence
+            by_head = Tokens(*(x if x is None else x.transpose(0, 1)[None] for x in tokens))
+            y, new = fla.by_fla(config, by_head, carry, start, run=execute, dtype=torch.float64)
+            y = y[0].transpose(0, 1)
         else:
             y, new = parallel(config, tokens, carry, start, run=execute)
         return y, new.memory[0]
@@ -133,6 +137,10 @@ def test_a_kernel_is_trusted_only_after_it_agrees(name, stand_in):
     ask = (config, name in CHANNELWISE, torch.float32, "cpu", (8, 8))
     stand_in(kernel)
     assert fla._difference(*ask) is None
+    # Whoever asks first: what is found is remembered.
+    fla._difference.cache_clear()
+    with torch.inference_mode(), torch.device("meta"):
+        assert fla._difference(*ask) is None
 
     def reads_before(**inputs):
         y, state = kernel(**inputs)
@@ -148,6 +156,42 @@ def test_a_kernel_is_trusted_only_after_it_agrees(name, stand_in):
     assert "fails on torch.float32 with widths (8, 8): no shared memory" in fla._difference(*ask)
 
 
+class OutOfResources(Exception):
+    """What a compiler of kernels raises is no RuntimeError."""
+
+
+@pytest.mark.spec("ENG-FLA-I2")
+@pytest.mark.parametrize("fault", ["compiler", "last block", "strong decay", "swapped heads"])
+def test_a_kernel_that_is_right_only_where_it_is_easy_is_refused(fault, stand_in):
+    def faulty(**inputs):
+        if fault == "compiler":
+            raise OutOfResources("shared memory")
+        if fault == "strong decay":
+            inputs["g"] = inputs["g"].clamp_min(-1.0)
+        y, state = kernel(**inputs)
+        if fault == "last block":
+            y = torch.cat([y[:, :128], 0 * y[:, 128:]], 1)
+        return y, state.flip(1) if fault == "swapped heads" else state
+
+    config = MemoryConfig.model_validate(CONFIGS["gated delta"])
+    stand_in(faulty)
+    found = fla._difference(config, False, torch.bfloat16, "cpu", (8, 8))
+    assert ("fails on" if fault == "compiler" else "differs from the parallel engine") in found
+
+
+@pytest.mark.spec("ENG-FLA-I2")
+def test_a_kernel_is_tried_once_for_all_configs_that_it_computes(stand_in):
+    stand_in(kernel)
+    call = Call(device="cuda", values=torch.bfloat16)
+    tried = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fla, "_difference", lambda *ask: tried.append(ask))
+        for fields in ({}, {"feature_map": "elu"}, {"key_norm": "l2", "step": "implicit"}):
+            config = MemoryConfig.model_validate({**CONFIGS["gated delta"], **fields})
+            assert fla.fla_unfit(config, call) is None
+    assert len(set(tried)) == 1
+
+
 @pytest.mark.spec("ENG-FLA-I2")
 @pytest.mark.parametrize(
     ("fields", "reason"),
@@ -157,11 +201,56 @@ def test_a_kernel_is_trusted_only_after_it_agrees(name, stand_in):
         ({"bias": "huber"}, "bias 'huber'"),
         ({"algorithm": "momentum"}, "algorithm 'momentum'"),
         ({"bias": "l2", "retention": "decay"}, "decay_order='with_step'"),
-        ({}, "run on a GPU"),
+        ({"on_nonfinite": "skip"}, "on_nonfinite='skip'"),
+        ({"state_dtype": "float64"}, "state_dtype='float64'"),
     ],
 )
-def test_refusals_say_why(fields, reason):
-    assert reason in fla.fla_refusal(MemoryConfig.model_validate(fields), fla.FlaScan())
+def test_refusals_say_why_and_of_the_config_alone(fields, reason):
+    config = MemoryConfig.model_validate(fields)
+    assert reason in fla.fla_refusal(config)
+    with pytest.raises(ConfigError, match=f"engine='fla'.*{reason}"):
+        Memory(8, heads=2, config=config, engine="fla")
+
+
+@pytest.mark.spec("ENG-FLA-I2", "ENG-FLA-I3")
+def test_a_call_that_does_not_fit_says_why(stand_in):
+    stand_in(None)
+    config, on_device = MemoryConfig.model_validate(CONFIGS["gated delta"]), Call(device="cuda")
+    assert fla.fla_refusal(config) is None
+    for changes, reason in (
+        ({"device": "cpu"}, "run on a GPU, the tensors are on cpu"),
+        ({"masked": True}, "neither write nor reset masks"),
+        ({"traced": True}, "torch.compile"),
+        ({"values": torch.float64}, "the values are torch.float64"),
+        ({"dtype": torch.float64}, "q, k or v make it torch.float64"),
+        ({}, r"needs fla.ops.gated_delta_rule.chunk_gated_delta_rule: pip install"),
+    ):
+        assert reason in fla.fla_unfit(config, on_device._replace(**changes))
+        with pytest.raises(ConfigError, match="engine='fla' cannot run this memory exactly"):
+            choose_engine(config, "fla", on_device._replace(**changes))
+
+
+@pytest.mark.spec("ENG-FLA-I3")
+def test_a_layer_takes_an_engine_of_another_device(stand_in, monkeypatch):
+    """Whether a GPU is at hand is asked of each call, not where a model is built."""
+    rule = {"kind": "gated_delta", "on_nonfinite": "propagate"}
+    source = {"generator": torch.Generator(), "dtype": torch.float32}
+    layer = Memory(8, heads=2, config=rule, engine="fla", **source)
+    levels = [{"name": "fast", "memory": rule}]
+    CMS(8, 2, CMSConfig(levels=levels), engine="fla", **source)
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    with pytest.raises(ConfigError, match="engine='fla'.*a GPU, the tensors are on cpu"):
+        layer(x)
+    # As if it were there: rows and heads find their own memory, with a state to go on from.
+    stand_in(kernel)
+    monkeypatch.setitem(select.UNFIT, "fla", lambda *call: None)
+    with torch.no_grad():
+        _, state = layer(x)
+        y, final = layer(x.flip(0), state)
+        layer.engine = "sequential"
+        expected, true = layer(x.flip(0), state)
+    close(y, expected, 1e-5)
+    close(final.memory.memory["weight"], true.memory.memory["weight"], 1e-5)
 
 
 def test_asking_for_it_where_it_cannot_run_is_an_error():
@@ -174,10 +263,10 @@ def test_asking_for_it_where_it_cannot_run_is_an_error():
 def test_auto_takes_a_trusted_kernel_for_half_precision_on_a_gpu(stand_in):
     config = MemoryConfig(bias="dot", retention="decay", state_dtype="float32")
     gates = torch.full((2, 5, 1), 0.9)
-    half = fla.FlaScan(torch.bfloat16, gates, False, (8, 8))
+    half = Call(100, shape=(8, 8), device="cuda", values=torch.bfloat16, retain=gates)
 
-    def chosen(scan: fla.FlaScan, **options) -> str:
-        return choose_engine(config, "auto", length=100, device="cuda", scan=scan, **options)[0]
+    def chosen(call: Call) -> str:
+        return choose_engine(config, "auto", call)[0]
 
     assert chosen(half) == "parallel"  # no kernel to be found
     stand_in(kernel)
@@ -188,7 +277,7 @@ def test_auto_takes_a_trusted_kernel_for_half_precision_on_a_gpu(stand_in):
         assert chosen(half._replace(values=torch.float32)) == "parallel"
         assert chosen(half._replace(masked=True)) == "parallel"
         assert chosen(half._replace(retain=gates * (torch.arange(5) != 2)[:, None])) == "parallel"
-        assert chosen(half, traced=True) == "parallel"
+        assert chosen(half._replace(traced=True)) == "parallel"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fla, "_difference", lambda *ask: "differs")
         assert chosen(half) == "parallel"

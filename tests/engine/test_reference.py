@@ -28,6 +28,8 @@ FIELDS = [
     {"read": "before", "chunk": 2, "commit": "chunk"},
     {"decay_order": "before_gradient"},
     {"decay_order": "before_gradient", "commit": "chunk"},
+    {"decay_order": "before_gradient", "chunk": 3},
+    {"decay_order": "before_gradient", "chunk": 3, "commit": "chunk", "read": "before"},
     {"key_norm": "l2"},
     {"key_norm": "sum", "feature_map": "relu"},
     {"query_scale": "key_dim"},
@@ -98,9 +100,7 @@ def test_parallel_engine_with_every_field(fields):
 
 
 @pytest.mark.spec("RET-DECAY-D1", "ENG-CHAN-D1")
-@pytest.mark.parametrize(
-    "fields", [f for f in FIELDS if "chunk" not in str(f) or "commit" in f], ids=id_of
-)
+@pytest.mark.parametrize("fields", FIELDS, ids=id_of)
 def test_decay_per_phi_channel(fields):
     for seed, (bias, algorithm) in enumerate(product(("dot", "l2"), ("gd", "momentum"))):
         config = config_of(bias=bias, retention="decay", algorithm=algorithm, **fields)

@@ -6,6 +6,7 @@ import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 SECONDS, BYTES = 5.0, 64 << 20

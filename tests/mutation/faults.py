@@ -200,6 +200,16 @@ FAULTS = [
         ("layers", "gslot = torch.addcmul(over(s, g) * g, over(e, g), gcarried)", "gslot = over(s, g) * g"),
     ),
     *_of(
+        "engine",
+        "tests/engine/test_decay_order.py",
+        ("sequential", "anchor = carry.anchor if frozen_gradients(config) else carry.memory", "anchor = carry.memory"),
+        ("sequential", "left = one(run(SELECT, position == 0, torch.ones_like(kept), kept, label=label))", "left = kept"),
+        ("commits", "        last = torch.ones_like(last)", "        pass"),
+        ("commits", "return (total.unsqueeze(1) * kept,), (total, kept)", "return (kept,), (total, kept)"),
+        ("anchored", "return grads._replace(h=(p,))", "return grads"),
+        ("products", "earlier = torch.nn.functional.pad(products[..., :-1], (1, 0), value=1.0)", "earlier = torch.nn.functional.pad(products[..., :-1], (1, 0))"),
+    ),
+    *_of(
         "nn",
         "tests/nn/test_sliding.py tests/nn/test_compose.py",
         ("slots", "place > rank - self.window", "place >= rank - self.window"),

@@ -88,23 +88,25 @@ def written(rule, state, p, v, lr, retain, momentum):
     anchor = state.weights
     if rule.chunk > 1 and rule.commit == "token":
         anchor = state.weights if state.position == 0 else state.anchor
-    elif rule.decay_order == "before_gradient":
-        anchor = [retain * w for w in state.weights]
+    # What the chunk has kept so far, this token's gate included; 1 where a chunk begins.
+    kept, first = state.kept * retain, anchor
+    if rule.decay_order == "before_gradient":
+        anchor = [kept * w for w in first]
     z = predict(rule, anchor, p)
     grads = backprop(rule, anchor, p, z, loss_gradient(rule, z[-1], v))
     position = (state.position + 1) % rule.chunk
     if rule.commit == "chunk":
         pending = [a + lr * g for a, g in zip(state.pending, grads, strict=True)]
-        kept = state.kept * retain
         if position:
-            return State(state.weights, state.slots, anchor, pending, kept, position)
+            return State(state.weights, state.slots, first, pending, kept, position)
         descent, retain = pending, kept
     else:
         descent = [lr * g for g in grads]
     carried = momentum if rule.momentum else 0.0
     slots = [carried * s - g for s, g in zip(state.slots, descent, strict=True)]
     weights = [retain * w + s for w, s in zip(state.weights, slots, strict=True)]
-    return State(weights, slots, anchor, [0 * w for w in weights], 1.0, position)
+    kept = kept if position else 1.0
+    return State(weights, slots, first, [0 * w for w in weights], kept, position)
 
 
 def predict(rule, weights, p):

@@ -28,12 +28,12 @@ def test_fifty_tokens_against_numpy(knob, kept, structure):
 
 
 @pytest.mark.spec("RET-ANY-V1", "RULE-ORDER-D1")
+@pytest.mark.parametrize("chunk", [1, 3])
 @every_knob
-def test_every_retention_before_the_gradient(knob):
+def test_every_retention_before_the_gradient(knob, chunk):
     if knob.uses_retain:
-        check_rule(
-            MemoryConfig(retention=knob, decay_order="before_gradient", algorithm="momentum")
-        )
+        fields = {"decay_order": "before_gradient", "algorithm": "momentum", "chunk": chunk}
+        check_rule(MemoryConfig(retention=knob, **fields))
 
 
 @pytest.mark.spec("RET-START-D1")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hecate import Gates, MemoryConfig, memory_scan, structure
-from hecate.engine.compiled import compiled_refusal
+from hecate.engine.call import Call
 from hecate.engine.coordinates import coordinate_refusal
 from hecate.engine.parallel import parallel_refusal
 from hecate.engine.select import choose_engine, exact_engines
@@ -29,9 +29,7 @@ WAYS = [
     )
     if retention == "decay" or order == "with_step"
 ]
-ENGINES = ["sequential", "parallel"] + (
-    [] if compiled_refusal(MemoryConfig(structure="vector")) else ["compiled"]
-)
+ENGINES = ["sequential", *exact_engines(MemoryConfig(structure="vector"))]
 
 
 def vector(**fields) -> MemoryConfig:
@@ -111,7 +109,7 @@ def test_biases_that_couple_coordinates_run_token_by_token():
     for refusal in (parallel_refusal(config), coordinate_refusal(config)):
         assert "bias 'huber'" in refusal and "coordinates apart" in refusal
     assert coordinate_refusal(config_of(bias=config.bias)) is None
-    assert choose_engine(config, "auto", length=100)[0] == "sequential"
+    assert choose_engine(config, "auto", Call(length=100))[0] == "sequential"
     with pytest.raises(ConfigError, match="coordinates apart"):
         choose_engine(config, "parallel")
     check_rule(config)
