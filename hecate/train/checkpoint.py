@@ -130,11 +130,14 @@ def newest_checkpoint(folder: Path) -> tuple[Path, Checkpoint, list[Skipped]] | 
     `CheckpointError` if there are checkpoints but all are damaged. [CKPT-RESUME-D1]
     """
     skipped: list[Skipped] = []
-    for path in reversed(checkpoints(folder)):
+    paths = checkpoints(folder)
+    for path in reversed(paths):
         try:
             return path, load_checkpoint(path), skipped
         except CheckpointError as error:
             skipped.append(Skipped(path, str(error)))
+    if checkpoints(folder) != paths:  # a run that goes on has replaced them since
+        return newest_checkpoint(folder)
     if skipped:
         reasons = "\n".join(f"  {item.reason}" for item in skipped)
         raise CheckpointError(

@@ -133,6 +133,21 @@ def test_what_is_older_goes_when_the_newer_is_on_disk(tmp_path, monkeypatch):
 
 
 @pytest.mark.spec("CKPT-RESUME-D1")
+def test_a_reader_beside_a_run_finds_the_next_checkpoint(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path, 1, state(3.0))
+    load = module.load_checkpoint
+
+    def late(path):
+        if path.name == "step_00000001":
+            save_checkpoint(tmp_path, 2, state(2.0))
+            prune_checkpoints(tmp_path, 1)
+        return load(path)
+
+    monkeypatch.setattr(module, "load_checkpoint", late)
+    assert newest_checkpoint(tmp_path)[0].name == "step_00000002"
+
+
+@pytest.mark.spec("CKPT-RESUME-D1")
 def test_what_version_0_1_had_renamed_away_is_still_found(tmp_path):
     save_checkpoint(tmp_path, 7, state(1.0)).rename(tmp_path / ".tmp-old-step_00000007-123")
     (tmp_path / ".tmp-step_00000007-123").mkdir()
