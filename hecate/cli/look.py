@@ -98,7 +98,7 @@ def tape(
     context: typer.Context,
     source: SourceArgument,
     overrides: SetOption = None,
-    tokens: Annotated[int, typer.Option(min=1, help="How many to scan.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, max=4096, help="How many to scan.")] = 4,
 ) -> None:
     """Scan a few random tokens with each memory of a model and print the tape: every block call,
     then the norm of the cotangents that came back through it."""
@@ -123,7 +123,9 @@ def lab(
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="In seconds, less exact.")] = False,
-    seeds: Annotated[int | None, typer.Option(min=1, help="How many, from 0 on.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="How many, from 0 on.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the CSV, JSON and PNG files.")] = Path("lab"),
     figure: Annotated[bool, typer.Option(help="Draw the figure (needs matplotlib).")] = True,
 ) -> None:

@@ -46,7 +46,9 @@ def load(tmp_path, monkeypatch):
 
 
 @pytest.mark.spec("TRAIN-COMPOSE-D1")
-@pytest.mark.parametrize("up", ["../secret", "{folder}/secret", "sub/../../secret", "secret\\0"])
+@pytest.mark.parametrize(
+    "up", ["../presets/mqar", "{folder}/secret", "sub/../../secret", "secret\\0"]
+)
 def test_a_preset_is_a_name_and_no_path(load, tmp_path, up):
     (tmp_path.parent / "secret.yaml").write_text("seed: 7")
     name = up.format(folder=tmp_path.parent)
@@ -269,3 +271,15 @@ def _put(value, path, new):
     changed = value.copy()
     changed[path[0]] = _put(value[path[0]], path[1:], new)
     return changed
+
+
+@pytest.mark.parametrize("size", ["1000000000000", "9" * 400])
+def test_numbers_of_options_have_an_end(size, capsys):
+    for argv in (
+        ("tape", "mqar", "--tokens", size), ("generate", "gone", "--seed", size),
+        ("generate", "gone", "--tokens", size), ("report", "gone", "--tokens", size),
+        ("lab", "levels", "--seeds", size), ("train", "mqar", "--steps", size + "9" * 9),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 2 and "Traceback" not in capsys.readouterr().err
