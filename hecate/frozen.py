@@ -32,4 +32,4 @@ def content_hash(value: Any) -> int:
         return int.from_bytes(digest, "big")
     if isinstance(value, tuple):
         return hash(tuple(map(content_hash, value)))
-    return 0 if value is None else hash(value)  # None: by its address, before Python 3.12
+    return 0x6E6F6E65 if value is None else hash(value)  # None: by its address, in Python 3.11

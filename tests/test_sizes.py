@@ -172,6 +172,8 @@ def test_large_draws_are_counted_first():
     wide = phi.RandomFourier(d_phi=MAX_SIZE, orthogonal=True)
     refused(lambda: wide.init(1 << 12), "'w'", "16 GiB", "8 GiB", "lower heads, d_key")
     refused(lambda: phi.Hedgehog().init(MAX_SIZE), "4 TiB")
+    many = {"heads": 64, "device": "meta"}
+    refused(lambda: phi.Linear(d_phi=1 << 16).init(1 << 12, **many), "[64, 4096, 65536]", "64 GiB")
     refused(lambda: phi.Concat(maps=(phi.Linear(d_phi=MAX_SIZE),) * 4).init(1 << 12), "'0.weight'")
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hecate"
 
 FLOORS = [
-    {"errors", "variant", "declared", "tape"},
+    {"errors", "sizes", "frozen", "schema", "variant", "declared", "tape"},
     {"phi", "bias", "retention", "algorithm", "structure"},
     {"rule", "engine"},
     {"nn", "cms", "optim"},
@@ -22,7 +22,11 @@ FLOORS = [
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 FREE = {"testing"}  # for users' tests: sees every floor, and no floor sees it
 ACROSS = {  # imports within a floor, each in one direction only
+    ("sizes", "errors"),
+    ("schema", "errors"),
     ("variant", "errors"),
+    ("variant", "frozen"),
+    ("variant", "schema"),
     ("tape", "errors"),
     ("engine", "rule"),
     ("cms", "nn"),

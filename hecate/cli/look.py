@@ -97,7 +97,7 @@ def tape(
     context: typer.Context,
     source: SourceArgument,
     overrides: SetOption = None,
-    tokens: Annotated[int, typer.Option(min=1, help="How many to scan.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, max=4096, help="How many to scan.")] = 4,
 ) -> None:
     """Scan a few random tokens with each memory of a model and print the tape: every block call,
     then the norm of the cotangents that came back through it."""

@@ -96,9 +96,9 @@ def generate(
     context: typer.Context,
     run: RunArgument,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    tokens: Annotated[int, typer.Option(min=0, help="Bytes to generate.")] = 200,
+    tokens: Annotated[int, typer.Option(min=0, max=1 << 20, help="Bytes to generate.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte.")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Seed of the draws.")] = 0,
     checkpoint: Annotated[str, typer.Option(help="Which one: best or newest.")] = "best",
 ) -> None:
     """Continue a text, one byte at a time on a state of constant size."""
@@ -137,7 +137,9 @@ def report(
     tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How many to read; the run's own length, at most 256, if left out."
+            min=1,
+            max=1 << 20,
+            help="How many to read; the run's own length, at most 256, if left out.",
         ),
     ] = None,
     out: Annotated[

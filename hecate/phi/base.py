@@ -49,11 +49,11 @@ class Traits(NamedTuple):
 def _checked_width(output_dim: Callable[..., int]) -> Callable[..., int]:
     @wraps(output_dim)
     def checked(self: FeatureMap, d: int) -> int:
-        what = f"feature map {self.kind!r}"
-        check_size(d, f"{what}: the width of inputs", "lower d_model or d_key")
+        what = f"feature map {self.kind!r}: "
+        check_size(d, what + "the width of inputs", "lower d_model or d_key")
         cure = "choose fewer features, or put a narrower `linear` before it with `compose`"
-        d_phi = output_dim(self, d)
-        return check_size(d_phi, f"{what}: d_phi for inputs of width {d}", cure, MAX_NUMBERS)
+        what += f"d_phi for inputs of width {d}"
+        return check_size(output_dim(self, d), what, cure, MAX_NUMBERS)
 
     return checked
 
@@ -63,8 +63,7 @@ def _checked_init(init: Callable[..., Params]) -> Callable[..., Params]:
     def checked(self: FeatureMap, d: int, *, heads: int = 1, **how: Any) -> Params:
         self.output_dim(d)
         check_size(heads, "heads", "lower heads")
-        cure = f"lower heads, d_key or the features of feature map {self.kind!r}"
-        check_shapes(self.shapes(d), cure, heads)
+        check_shapes(self.shapes(d), f"lower heads, d_key or the features of {self.kind!r}", heads)
         return init(self, d, heads=heads, **how)
 
     return checked
@@ -76,7 +75,7 @@ class FeatureMap(Variant, family="feature_map"):
     A variant gives `output_dim`, `forward` with `vjp` on the next lines, `traits` where they differ
     from the defaults, and `init` with `shapes` where it has parameters. A map without a
     hand-written `vjp` gives `features` instead and is differentiated by `torch.func.vjp`; `hecate
-    list` says so. Whatever a variant answers, `output_dim` and `init` refuse what no memory holds.
+    list` says so. `output_dim` and `init` of every variant refuse what no memory holds.
 
     Shapes: x `[..., D]`, or `[..., H, D]` when its parameters are per head; features `[...,
     d_phi]`. The same instance with the same parameters serves the write and the read.

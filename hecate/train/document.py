@@ -99,20 +99,21 @@ def dump_yaml(value: Mapping[str, Any]) -> str:
 
 def read_yaml(path: Path) -> Document:
     """Reads a file; `ConfigError` names the file, and the line where there is one."""
+    name = str(path) if len(str(path)) < 200 else shorten(str(path))
     try:
         content = read_file(path, MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             size = max(path.stat().st_size, len(content))
             raise ConfigError(
-                f"{path} has {size} bytes, a config may have {MAX_BYTES}; is it really a config?"
+                f"{name} has {size} bytes, a config may have {MAX_BYTES}; is it really a config?"
             )
         text = content.decode()
     except OSError as error:
-        raise ConfigError(f"cannot read config {path}: {error.strerror or error}") from None
+        raise ConfigError(f"cannot read config {name}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
+        raise ConfigError(f"{name} is not UTF-8 text (byte {error.start})") from None
     except ValueError as error:  # what no path can be
-        raise ConfigError(f"cannot read config {shorten(str(path))}: {error}") from None
+        raise ConfigError(f"cannot read config {name}: {error}") from None
     return parse_yaml(text, path.name)
 
 

@@ -520,4 +520,16 @@ FAULTS = [
         ("linear_transformer", "state.layers[index], **masks", "state.layers[0], **masks"),
         ("linear_transformer", ".parameters())", ".parameters() if item.dim() > 1)"),
     ),
+    *_of(
+        ".",
+        "tests/test_sizes.py tests/train/test_hostile.py tests/test_nesting.py",
+        ("sizes", "whole = (*lead, *shape)", "whole = shape"),
+        ("frozen", "hash(tuple(map(content_hash, value)))", "hash(value)"),
+        ("variant", "depth = _nesting.get() + variant", "depth = variant"),
+    ),
+    *_of(
+        "train",
+        "tests/test_cli.py",
+        ("estimate", "(layers - 1) * of(model.blocks[0])", "layers * of(model.blocks[0])"),
+    ),
 ]  # fmt: skip
