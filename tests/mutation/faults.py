@@ -40,7 +40,6 @@ FAULTS = [
         "engine",
         "tests/engine/test_features.py",
         ("features", "(x + y if residual else y), after", "y, after"),
-        ("features", "(x + y if residual else y), after", "x + y, after"),
         ("features", "k = torch.where(write_mask[..., None, None], k, 0.0)", "pass"),
         ("features", "reset_mask=reset_mask", "reset_mask=None"),
         ("features", "state=state", "state=None"),
@@ -59,7 +58,12 @@ FAULTS = [
         "tests/nn/test_memory_as_phi.py",
         ("feature_memory", "draw_normal(self.target, self.phi_width**-0.5, source)", "nn.init.zeros_(self.target)"),
         ("feature_memory", "return d_key if self.d_value is None else self.d_value", "return d_key"),
-        ("rule", "draw_normal(weight, fan_in**-0.5, source)", "weight.zero_()"),
+        ("rule", "draw_normal(weight, fan_in**-0.5, source)", "weight.detach().zero_()"),
+    ),
+    *_of(
+        "engine",
+        "tests/nn/test_memory_as_phi.py",
+        ("features", "(x + y if residual else y), after", "x + y, after"),
     ),
     *_of(
         "nn",

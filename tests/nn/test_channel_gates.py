@@ -150,7 +150,7 @@ def test_published_starting_values():
     gates.reset_parameters(seeded())
     rate, step = gates.retain.rate.exp(), torch.nn.functional.softplus(gates.bias["retain"])
     assert 1 <= rate.min() < 2 and 15 < rate.max() <= 16
-    assert 1e-3 <= step.min() < 1.1e-3 and 0.9e-1 < step.max() <= 1e-1
+    assert 1e-3 <= step.min() < 1.1e-3 and 0.97e-1 < step.max() <= 1e-1
     # log-uniform: the mean of n draws is within five standard errors of the middle.
     spread = (math.log(1e-1) - math.log(1e-3)) / 12**0.5
     assert abs(step.log().mean() - math.log(1e-2)) < 5 * spread / step.numel() ** 0.5

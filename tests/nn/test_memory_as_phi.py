@@ -90,6 +90,8 @@ def test_any_split_masks_and_causality(inner, cuts):
 def test_it_starts_with_features_and_every_gradient_is_right(inner):
     layer, x = built(inner, shake=0.0), inputs(1, 3)
     assert layer(x)[0][:, 0].norm() > 1e-3  # the first token is written and read somewhere
+    for drawn in (layer.feature_memory.target, *layer.feature_memory.initial.tensors.values()):
+        assert 0.2 < drawn.std() * D_KEY**0.5 < 2
     layer = built(inner)
     names = [n for n, _ in layer.named_parameters() if n.startswith("feature_memory.")]
     assert "feature_memory.target" in names
