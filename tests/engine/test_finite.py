@@ -56,10 +56,15 @@ def test_overflow_is_found_at_the_token_where_it_happens():
     config = MemoryConfig(on_nonfinite="raise")
     k = torch.full((1, 200, 1, 1), 2.0, dtype=torch.float32)
     for engine in ("sequential", "parallel"):
-        # M k - v is (-3)^n after n writes; 3^81 > 3.4e38 is met by the prediction of token 81.
-        with pytest.raises(NonFiniteError, match=r"token 81:.*\* \|phi\(k\)\|\^2=4") as caught:
+        # M k - v is (-3)^n after n writes: 3^81 > 3.4e38 is read at token 80; M is half of it.
+        place = r"an output .* token 80, while.* overflows .*\* \|phi\(k\)\|\^2=4"
+        with pytest.raises(NonFiniteError, match=place) as caught:
             memory_scan(config, k, k, k / 2, Gates(torch.ones(1, 200, 1)), engine=engine)
         assert "key_norm='l2'" in str(caught.value)
+        # Asked for half as much, it is the memory's own error that overflows, one token later.
+        place = r"memory 'memory' became .* token 81: .*\* \|phi\(k\)\|\^2=4"
+        with pytest.raises(NonFiniteError, match=place):
+            memory_scan(config, k / 4, k, k / 2, Gates(torch.ones(1, 200, 1)), engine=engine)
 
 
 @pytest.mark.spec("ENG-FINITE-D1")
@@ -68,6 +73,33 @@ def test_a_query_that_overflows_is_told_apart_and_placed():
         case = spoiled("delta", [(1, 5, 1, "q", torch.inf), (2, 3, 0, "q", torch.nan)])
         with pytest.raises(NonFiniteError, match=r"batch row 2, head 0, token 3.*quer"):
             case.scan(engine=engine)
+
+
+@pytest.mark.spec("ENG-FINITE-D1")
+@pytest.mark.parametrize(("name", "engine"), runs())
+@pytest.mark.parametrize("first", ["output", "memory", "both"])
+def test_the_earlier_of_a_broken_output_and_a_broken_memory_is_named(name, engine, first):
+    """Blocks spoil outputs ahead of the token that breaks them: those are not named."""
+    ask, write = {"output": (2, 6), "memory": (6, 2), "both": (4, 4)}[first]
+    case = spoiled(name, [(1, write, 1, "v", torch.nan), (2, ask, 0, "q", torch.inf)])
+    place = {
+        "output": "an output of memory.* batch row 2, head 0, token 2, while",
+        "memory": "memory 'mine' became.* batch row 1, head 1, token 2:",
+        "both": "memory 'mine' became.* batch row 1, head 1, token 4:",
+    }[first]
+    with pytest.raises(NonFiniteError, match=place):
+        case.scan(engine=engine, name="mine")
+
+
+@pytest.mark.spec("ENG-FINITE-D1")
+def test_an_output_that_overflows_in_its_own_dtype_alone_is_placed():
+    """The state is float32 and finite; 300 times 300 is more than float16 holds."""
+    x = torch.full((1, 3, 1, 1), 1.0, dtype=torch.float16)
+    x[0, 1:] = 300
+    config = MemoryConfig(bias="dot")
+    for engine in ("sequential", "parallel"):
+        with pytest.raises(NonFiniteError, match=r"an output .* token 1, while"):
+            memory_scan(config, x, x / x, x, engine=engine)
 
 
 @pytest.mark.spec("ENG-FINITE-D2")

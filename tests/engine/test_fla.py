@@ -175,7 +175,7 @@ def test_a_kernel_that_is_right_only_where_it_is_easy_is_refused(fault, stand_in
 
     config = MemoryConfig.model_validate(CONFIGS["gated delta"])
     stand_in(faulty)
-    found = fla._difference(config, False, torch.bfloat16, "cpu", (8, 8))
+    found = fla._difference(config, False, torch.float32, "cpu", (8, 8))
     assert ("fails on" if fault == "compiler" else "differs from the parallel engine") in found
 
 

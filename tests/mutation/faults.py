@@ -205,6 +205,20 @@ FAULTS = [
     ),
     *_of(
         "engine",
+        "tests/engine/test_finite.py",
+        ("finite", "broken = (~(kept & told)).nonzero()", "broken = (~kept).nonzero()"),
+        ("finite", "torch.isfinite(read.to(y.dtype)).all(1)", "torch.isfinite(read).all(1)"),
+    ),
+    *_of(
+        "engine",
+        "tests/engine/test_fla.py",
+        ("fla", "initial_state=memory.mT.unflatten(0, (-1, v.shape[2]))", "initial_state=memory.unflatten(0, (-1, v.shape[2]))"),
+        ("fla", "if config.on_nonfinite == \"skip\":", "if False:"),
+        ("fla", "except Exception as error:", "except RuntimeError as error:"),
+        ("select", "_refuse(asked, _unfit(config, asked, call))", "pass"),
+    ),
+    *_of(
+        "engine",
         "tests/engine/test_decay_order.py",
         ("sequential", "anchor = carry.anchor if frozen_gradients(config) else carry.memory", "anchor = carry.memory"),
         ("sequential", "left = one(run(SELECT, position == 0, torch.ones_like(kept), kept, label=label))", "left = kept"),
