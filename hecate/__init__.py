@@ -17,7 +17,7 @@ from hecate.errors import (
     StabilityWarning,
 )
 from hecate.phi import FeatureMapKind
-from hecate.rule import Gates, MemoryConfig, MemoryRule, MemoryState, named_rule
+from hecate.rule import Gates, MemoryConfig, MemoryRule, MemoryState, memory_weights, named_rule
 
 __version__ = "0.1.0"
 
@@ -40,6 +40,7 @@ __all__ = [
     "bias",
     "memory_scan",
     "memory_step",
+    "memory_weights",
     "named_rule",
     "phi",
     "retention",

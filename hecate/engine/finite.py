@@ -63,7 +63,7 @@ def finite_writes(memories: list[Watched], *, stop: bool = False) -> Tensor:
         for index, (memory, token) in enumerate(zip(memories, tokens, strict=True)):
             asked = ok if token.write is None else ok & token.write
             own = token._replace(write=asked)
-            _, skipped = token_step(memory.config, own, carries[index], memory.initial, run=execute)
+            skipped = token_step(memory.config, own, carries[index], memory.initial, run=execute)[1]
             carries[index] = select(ok, tried[index], skipped, execute)
     return torch.stack(good, 1)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.errors import ConfigError
 from hecate.retention.base import Retention
 from hecate.retention.none import NoRetention
 
@@ -23,7 +24,8 @@ class NormCap(Retention):
     VJP: inside gX = g, beyond gX = (norm/|X|)(g - X <X, g>/|X|^2), then the inner VJP of gX. The
     border counts as inside.
     Traits: not linear; takes a retain gate if the inner retention does; starts at the inner start,
-    projected.
+    projected. Refuses an inner retention that carries a dual state, whose length is not the
+    memory's.
     Cost: one norm per weight.
     Origin: ours; projected gradient descent. [RET-CAP-D1]
     """
@@ -31,6 +33,17 @@ class NormCap(Retention):
     kind: Literal["norm_cap"] = "norm_cap"
     norm: float = Field(1.0, gt=0)
     retention: Retention = NoRetention()
+
+    @model_validator(mode="after")
+    def _carries_memories(self) -> Self:
+        if self.retention.dual:
+            raise ConfigError(
+                f"{self.retention.kind!r} carries a dual state, whose length is not that of the "
+                "memory that retention 'norm_cap' would bound; use it without 'norm_cap' (scale, "
+                "low and high of kl and bounded bound a memory), or cap another retention",
+                ("retention",),
+            )
+        return self
 
     @property
     def uses_retain(self) -> bool:  # type: ignore[override]
