@@ -143,7 +143,7 @@ class Boxes(nn.Module):
         return phi
 
     def ask(self, carried: Weights, phi: Tensor) -> tuple[Tensor, ...]:
-        """Each box's answers `[B, T, H, D]` from what they carry `[B, boxes H, ...]` and one phi."""
+        """Answers `[B, T, H, D]` to one phi of the boxes that carry `[B, boxes H, ...]`."""
         batch, _, heads, _ = phi.shape
         boxes = next(iter(carried.values())).shape[1] // heads
         asked = phi.transpose(1, 2).unsqueeze(1).expand(-1, boxes, -1, -1, -1).flatten(0, 2)

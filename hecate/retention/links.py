@@ -211,6 +211,6 @@ class LqLink(Link):
 
     @property
     def _radial(self) -> tuple[float, float, float]:
-        """Its length |.|_q, raised to q - 1, is that of M. What `_power` does to coordinates inverts
-        it, and it inverts `_power`."""
+        """Its length |.|_q, raised to q - 1, is that of M. It inverts `_power` on coordinates, and
+        `_power` inverts it on lengths."""
         return self.q - 2, self.eps ** (1 / (self.q - 1)), self.q

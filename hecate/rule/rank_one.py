@@ -9,6 +9,8 @@ memory X itself, or at other weights: those of a dual state X, or of a chunk's s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from hecate.algorithm import AlgorithmKind, Momentum
 from hecate.bias import BiasKind
 from hecate.retention import RetentionKind
-from hecate.structure import Layered, StructureKind
+from hecate.structure import Layered, Memory, StructureKind
 from hecate.structure.graph import Graph, factors, factors_vjp, outers, through, trace
 from hecate.tape import Block, Run, Tensors, one
 from hecate.tape.ops import over, sum_to_gate
@@ -58,19 +60,8 @@ def rank_one_block(
         down = -over(lr, memory[0])
         stepped = [down * di for di in d]
         keep = over(retain, memory[0]) if decays else None
-        if slots:
-            kept = over(momentum, slots[0])
-            carried = [
-                outers(kept * s, di, hi) for s, di, hi in zip(slots, stepped, h, strict=True)
-            ]
-            steps = [retention.centred(s, retain) for s in carried]
-            pairs = zip(steps, memory, strict=True)
-            new = [s + m if keep is None else torch.addcmul(s, keep, m) for s, m in pairs]
-        else:
-            carried = []
-            left = memory if keep is None else [keep * weight for weight in memory]
-            rows = [retention.centred(hi, retain) for hi in h]
-            new = [outers(m, di, hi) for m, di, hi in zip(left, stepped, rows, strict=True)]
+        centred = partial(retention.centred, retain=retain)
+        new, carried = _advanced(memory, slots, keep, momentum, centred, stepped, h)
         gates = (down, keep, retain, momentum)
         return (*new, *carried), (gates, state, past, d, h, stepped, flowed, of_bias)
 
@@ -111,6 +102,26 @@ def rank_one_block(
         return run(step, lr, retain, momentum, *grads, *state[:split])
 
     return Block(f"write.{step.name.removeprefix('step.')}", forward, vjp, program)
+
+
+def _advanced(
+    memory: Memory,
+    slots: Memory,
+    keep: Tensor | None,
+    momentum: Tensor,
+    centred: Callable[[Tensor], Tensor],
+    d: list[Tensor],
+    h: Memory,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Memory and slots after the step d h^T."""
+    if slots:
+        kept = over(momentum, slots[0])
+        carried = [outers(kept * s, di, hi) for s, di, hi in zip(slots, d, h, strict=True)]
+        pairs = zip(map(centred, carried), memory, strict=True)
+        return [s + m if keep is None else torch.addcmul(s, keep, m) for s, m in pairs], carried
+    left = memory if keep is None else [keep * weight for weight in memory]
+    rows = zip(left, d, map(centred, h), strict=True)
+    return [outers(m, di, hi) for m, di, hi in rows], []
 
 
 def _sum(shares: list[Tensor]) -> Tensor:

@@ -95,9 +95,7 @@ def memory_weights(config: MemoryConfig, state: MemoryState) -> dict[str, Tensor
     """
     lead = state.position.shape
     weights = config.rule.weights(tuple(item.flatten(0, 1) for item in state.memory.values()))
-    return {
-        name: item.unflatten(0, lead) for name, item in zip(state.memory, weights, strict=True)
-    }
+    return {name: item.unflatten(0, lead) for name, item in zip(state.memory, weights, strict=True)}
 
 
 def frozen_gradients(config: MemoryConfig) -> bool:

@@ -64,7 +64,8 @@ def check_knobs(
     slots = [slot for weight in memory for slot in slots_of(weight)]
     for retain in gates:
         check(config.retention.block(), start(draw(*shape)), draw(*shape), retain)
-        check(config.retention.weights_block(), start(draw(*shape)))
+        moved = config.retention.step(start(draw(*shape)), draw(*shape), retain)
+        check(config.retention.weights_block(), moved)
         states = [start(draw(*weight.shape)) for weight in memory]
         check(config.rule.step_block(), gate(n), retain, gate(n), *grads, *states, *slots)
         _check_retention(config, draw(*shape), draw(*shape), retain)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hecate import ConfigError, Gates, MemoryConfig, memory_scan, memory_weights, retention
+from hecate import Gates, MemoryConfig, memory_scan, memory_weights, retention
 from hecate.engine.select import exact_engines
 from hecate.tape.ops import over
 from hecate.testing import check_rule
@@ -166,12 +166,24 @@ def test_gates_per_channel_keep_the_constant_that_they_can_tell():
 
 
 @pytest.mark.spec("RET-CAP-D2")
-@pytest.mark.parametrize("kind", ["kl", "lq", "bounded", {"kind": "bregman", "link": "sigmoid"}])
-def test_a_dual_state_is_not_capped(kind):
-    name = kind if isinstance(kind, str) else kind["kind"]
-    with pytest.raises(ConfigError, match=rf"retention: '{name}' carries a dual.*'norm_cap'"):
-        retention.NormCap(retention=kind)
-    assert retention.NormCap(retention="bregman").retention.linear  # by the identity
+@every_link
+def test_around_a_dual_state_a_cap_projects_the_memory_alone(knob, link):
+    """What is carried goes on beyond the ball: told the opposite, the memory comes back from it."""
+    norm = 0.4
+
+    class Lazy(type(link)):
+        def memory(self, carried):
+            free = super().memory(carried)
+            return free * min(1, norm / np.sqrt(np.sum(free**2)))
+
+    lazy = Lazy.__new__(Lazy)
+    lazy.__dict__.update(link.__dict__)
+    cap = retention.NormCap(norm=norm, retention=knob)
+    for timing in TIMINGS:
+        case = case_of(config_at(cap, timing), batch=1, length=11, masks=True)
+        agrees(case, lazy, timing)
+    free = case.scan()[1].memory["weight"]
+    assert bool((knob.weights(free.flatten(0, 1)).flatten(1).norm(dim=1) > norm).any())
 
 
 @pytest.mark.spec("RET-MIRROR-D2")
