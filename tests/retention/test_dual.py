@@ -69,7 +69,7 @@ def expected(case: Case, link: Any, timing: mirror.Timing, dot: bool) -> tuple[A
     return np.stack(rows), np.stack(memories)
 
 
-@pytest.mark.spec("RET-MIRROR-D1", "RET-MIRROR-I1")
+@pytest.mark.spec("RET-MIRROR-D1", "RET-MIRROR-I1", "RET-MIRROR-E1")
 @pytest.mark.parametrize("size", [5.0, 9.0])
 @every_link
 def test_six_writes_and_six_of_the_opposite_end_where_they_began(knob, link, size):
