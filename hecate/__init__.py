@@ -28,7 +28,14 @@ _NAMES = {
         "StabilityWarning",
     ),
     "hecate.phi": ("FeatureMapKind",),
-    "hecate.rule": ("Gates", "MemoryConfig", "MemoryRule", "MemoryState", "named_rule"),
+    "hecate.rule": (
+        "Gates",
+        "MemoryConfig",
+        "MemoryRule",
+        "MemoryState",
+        "memory_weights",
+        "named_rule",
+    ),
 }
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
 

@@ -28,6 +28,7 @@ from hecate.rule import (
     MemoryConfig,
     MemoryRule,
     MemoryState,
+    memory_weights,
     named_rule,
 )
 
@@ -53,6 +54,7 @@ __all__ = [
     "cms",
     "memory_scan",
     "memory_step",
+    "memory_weights",
     "models",
     "named_rule",
     "nn",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hecate import Gates, MemoryConfig, memory_scan
+from hecate import Gates, MemoryConfig, memory_scan, memory_weights
 from tests.reference import knobs as reference
 
 STRUCTURES: dict[str, Any] = {
@@ -47,7 +47,8 @@ def worst_error(
     expected, final = reference.scan(loss, kept, q, k, v, *gates, list(weights.values()))
     pairs = [(y[0, :, 0].numpy(), expected)]
     pairs += [
-        (mine[0, 0].numpy(), true) for mine, true in zip(state.memory.values(), final, strict=True)
+        (mine[0, 0].numpy(), true)
+        for mine, true in zip(memory_weights(config, state).values(), final, strict=True)
     ]
     assert all(np.isfinite(true).all() and np.linalg.norm(true) > 1e-2 for _, true in pairs)
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)

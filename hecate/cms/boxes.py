@@ -146,13 +146,14 @@ class Boxes(nn.Module):
             phi = one(execute(norm.block(keeps=False), phi))
         return phi
 
-    def ask(self, weights: Weights, phi: Tensor) -> tuple[Tensor, ...]:
-        """Each box's answers `[B, T, H, D]` from weights `[B, boxes H, ...]` and one phi."""
+    def ask(self, carried: Weights, phi: Tensor) -> tuple[Tensor, ...]:
+        """Answers `[B, T, H, D]` to one phi of the boxes that carry `[B, boxes H, ...]`."""
         batch, _, heads, _ = phi.shape
-        boxes = next(iter(weights.values())).shape[1] // heads
+        boxes = next(iter(carried.values())).shape[1] // heads
         asked = phi.transpose(1, 2).unsqueeze(1).expand(-1, boxes, -1, -1, -1).flatten(0, 2)
-        memory = tuple(weight.flatten(0, 1) for weight in weights.values())
-        answers = predict(self.config.memory, memory, asked, run=execute, label="")
+        rule = self.config.memory
+        memory = rule.rule.weights(tuple(item.flatten(0, 1) for item in carried.values()))
+        answers = predict(rule, memory, asked, run=execute, label="")
         return answers.unflatten(0, (batch, boxes, heads)).transpose(2, 3).unbind(1)
 
     def ask_static(self, phi: Tensor) -> dict[str, Tensor]:

@@ -162,7 +162,9 @@ class CMSConfig(Config):
                     path=(*path, "memory", "normalizer"),
                 )
             ways = (fast.rule.retention, slow.rule.retention)
-            if ways[0] != ways[1] and any(type(way).start is not Retention.start for way in ways):
+            if ways[0] != ways[1] and any(
+                way.dual or type(way).start is not Retention.start for way in ways
+            ):
                 yield ConfigError(
                     f"nested {pair}: retention {ways[0].kind!r} and {ways[1].kind!r} keep memories "
                     "in sets of their own, and a copy need not lie in the other; give both the "

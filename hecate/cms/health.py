@@ -14,6 +14,7 @@ from hecate.cms.state import CMSState
 from hecate.engine.positions import written_before
 from hecate.errors import HealthWarning, ShapeError
 from hecate.nn import LayerState, Memory
+from hecate.rule import memory_weights
 from hecate.tape import Tape
 from hecate.tape.tape import Call
 
@@ -104,8 +105,8 @@ def _health(layer: CMS, index: int, passed: _Passed) -> LevelHealth:
         period=level.period,
         commits=float((passed.written % every == 0).sum(1).double().mean()),
         fired=fired,
-        norm_start=_norm(passed.before.levels[index]),
-        norm_end=_norm(passed.after.levels[index]),
+        norm_start=_norm(memory, passed.before.levels[index]),
+        norm_end=_norm(memory, passed.after.levels[index]),
         output_rms=float(out.double().square().mean().sqrt()),
         half_life=_half_life(memory, given),
         cotangent=float(norms.get(f"{level.name}/level", torch.zeros(()))),
@@ -119,8 +120,9 @@ def _ends(call: Call) -> tuple[Tensor, Tensor]:
     return call.inputs[0], call.outputs[0]  # type: ignore[return-value]
 
 
-def _norm(state: LayerState) -> float:
-    squares = [w.double().square().flatten(2).sum(2) for w in state.memory.memory.values()]
+def _norm(memory: Memory, state: LayerState) -> float:
+    weights = memory_weights(memory.config, state.memory)
+    squares = [w.double().square().flatten(2).sum(2) for w in weights.values()]
     return float(torch.stack(squares).sum(0).sqrt().mean())
 
 

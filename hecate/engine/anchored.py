@@ -33,20 +33,21 @@ def shared_graph(config: MemoryConfig, *, decayed: bool) -> Graph | None:
     return graph_of(config) if proportional or not decayed else None
 
 
-def predict(config: MemoryConfig, memory: Memory, p: Tensor, *, run: Run, label: str) -> Tensor:
+def predict(config: MemoryConfig, weights: Memory, p: Tensor, *, run: Run, label: str) -> Tensor:
     """The answers of one memory to many keys or queries `[N, C, P]`."""
     graph = graph_of(config)
     if graph is not None:
-        return layers.predict(graph, memory, p, run=run, label=label)
-    return _each(config, _repeated(memory, p.shape[1], run, label), p, run, label)
+        return layers.predict(graph, weights, p, run=run, label=label)
+    return _each(config, _repeated(weights, p.shape[1], run, label), p, run, label)
 
 
 def predict_states(
     config: MemoryConfig, states: list[Memory], p: Tensor, *, run: Run, label: str
 ) -> Tensor:
     """The answer of the t-th state to the t-th query."""
-    memory = tuple(one(run(_STACK, *weights, label=label)) for weights in zip(*states, strict=True))
-    return _each(config, memory, p, run, label)
+    memory = tuple(one(run(_STACK, *column, label=label)) for column in zip(*states, strict=True))
+    weights = config.rule.weights(memory, run=run, label=label)
+    return _each(config, weights, p, run, label)
 
 
 def token_gradients(
@@ -57,19 +58,25 @@ def token_gradients(
     run: Run,
     label: str,
 ) -> Memory:
-    """The gradient of every token (p, v, kept) at one anchor: `[N, C, ...]` for each weight."""
+    """The gradient of every token (p, v, kept): `[N, C, ...]` for each weight.
+
+    The anchor is the weights at which they are taken; with `kept`, what is carried, which the
+    products decay.
+    """
     p, v, kept = row
     graph = shared_graph(config, decayed=kept is not None)
     if graph is not None:
         grads = factored(config, graph, anchor, row, run=run, label=label)
         return layers.spread(grads, run=run, label=label)
     size = p.shape[1]
-    memory = _repeated(anchor, size, run, label)
+    weights = _repeated(anchor, size, run, label)
     if kept is not None:
         product = one(run(_FOLD, kept, label=label))
-        memory = config.rule.decayed(memory, product, run=run, label=label)
+        decayed = config.rule.decayed(weights, product, run=run, label=label)
+        weights = config.rule.weights(decayed, run=run, label=label)
     keys, values = (one(run(_FOLD, item, label=label)) for item in (p, v))
-    flat = config.rule.gradient(memory, keys, values, run=run, label=label)
+    block = config.structure.gradient_block(config.bias.block())
+    flat = several(run(block, keys, values, *weights, label=label))
     return tuple(one(run(_unfold(size), grad, label=label)) for grad in flat)
 
 
@@ -102,8 +109,7 @@ def summed(
     run: Run,
     label: str,
 ) -> Memory:
-    """The lr-weighted gradients of (p, v, kept) at one anchor, added to those of the chunk so
-    far."""
+    """The lr-weighted gradients of `token_gradients`, added to those of the chunk so far."""
     graph = shared_graph(config, decayed=row[2] is not None)
     if graph is not None:
         grads = factored(config, graph, anchor, row, run=run, label=label)
@@ -113,13 +119,13 @@ def summed(
     return tuple(one(run(_SUM, total, grad, lr, label=label)) for total, grad in pairs)
 
 
-def _each(config: MemoryConfig, memory: Memory, p: Tensor, run: Run, label: str) -> Tensor:
+def _each(config: MemoryConfig, weights: Memory, p: Tensor, run: Run, label: str) -> Tensor:
     queries = one(run(_FOLD, p, label=label))
-    flat = config.rule.read(memory, queries, run=run, label=label)
+    flat = one(run(config.structure.predict_block(), queries, *weights, label=label))
     return one(run(_unfold(p.shape[1]), flat, label=label))
 
 
-def _repeated(memory: Memory, size: int, run: Run, label: str) -> Memory:
+def _repeated(weights: Memory, size: int, run: Run, label: str) -> Memory:
     def forward(weight: Tensor) -> tuple[Tensors, None]:
         wide = weight.unsqueeze(1).expand(weight.shape[0], size, *weight.shape[1:])
         return (wide.flatten(0, 1),), None
@@ -128,7 +134,7 @@ def _repeated(memory: Memory, size: int, run: Run, label: str) -> Memory:
         return (g.unflatten(0, (-1, size)).sum(1),)
 
     block = Block("chunk.repeat", forward, vjp)
-    return several(tuple(one(run(block, weight, label=label)) for weight in memory))
+    return several(tuple(one(run(block, weight, label=label)) for weight in weights))
 
 
 def _scale(p: Tensor, kept: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:

@@ -53,7 +53,8 @@ def commit_built(
     phi_k, phi_q, v, *gates = several(row[:6])
     written = row[6]
     anchor, kept = _anchor(carry, piece, run, label), _since(carry, row[7], run, label)
-    built = token_gradients(config, anchor, (phi_k, v, kept), run=run, label=label)
+    at = config.rule.weights(anchor, run=run, label=label) if kept is None else anchor
+    built = token_gradients(config, at, (phi_k, v, kept), run=run, label=label)
     columns = [several(run(UNBIND, item, label=label)) for item in (*gates, *built)]
     masks = [None] * piece.size if written is None else written.unbind(1)
     states: list[Memory] = []
@@ -101,15 +102,16 @@ def commit_chunk(
 ) -> tuple[Tensor, Carry]:
     """One step where a chunk closes: phi_k, phi_q, v, the gates and kept."""
     phi_k, phi_q, v, lr, retain, momentum = several(row[:6])
-    seen = phi_k, v, _since(carry, row[6], run, label)
-    pending = summed(config, carry.memory, carry.pending, seen, lr, run=run, label=label)
+    rule, since = config.rule, _since(carry, row[6], run, label)
+    weights = rule.weights(carry.memory, run=run, label=label)
+    seen, at = (phi_k, v, since), weights if since is None else carry.memory
+    pending = summed(config, at, carry.pending, seen, lr, run=run, label=label)
     kept = one(run(_PRODUCT, carry.pending_retain[0], retain, label=label))
     waiting = carry._replace(pending=pending, pending_retain=(kept,))
     if piece.closes is False:
-        return predict(config, carry.memory, phi_q, run=run, label=label), waiting
+        return predict(config, weights, phi_q, run=run, label=label), waiting
     last = one(run(_LAST, momentum, label=label))
     gates = TokenGates(torch.ones_like(last), kept, last)
-    rule = config.rule
     memory, slots = rule.apply(carry.memory, carry.slots, pending, gates, run=run, label=label)
     new = carry._replace(
         memory=memory,
@@ -120,12 +122,13 @@ def commit_chunk(
     if isinstance(piece.closes, Tensor):
         new = select(piece.closes, new, waiting, run, label)
     if config.read == "before":
-        return predict(config, carry.memory, phi_q, run=run, label=label), new
+        return predict(config, weights, phi_q, run=run, label=label), new
     # The closing token alone sees the commit.
+    after = rule.weights(new.memory, run=run, label=label)
     queries = several(run(split_time([piece.size - 1, 1]), phi_q, label=label))
     parts = [
         predict(config, source, asked, run=run, label=label)
-        for source, asked in zip((carry.memory, new.memory), queries, strict=True)
+        for source, asked in zip((weights, after), queries, strict=True)
         if asked.shape[1]
     ]
     return one(run(CONCAT, *parts, label=label)), new

@@ -73,7 +73,7 @@ def _stepped(
     memories: list[Watched], tokens: list[Tokens], carries: list[Carry]
 ) -> list[tuple[Tensor, Carry]]:
     return [
-        token_step(memory.config, token, carry, memory.initial, run=execute)
+        token_step(memory.config, token, carry, memory.initial, run=execute)[:2]
         for memory, token, carry in zip(memories, tokens, carries, strict=True)
     ]
 

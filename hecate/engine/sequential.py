@@ -73,10 +73,11 @@ def _segment(
         for tensor in tokens
     ]
     outputs: list[Tensor] = []
+    weights: Memory | None = None
     for t in range(tokens.v.shape[1]):
         token = Tokens(*(None if column is None else column[t] for column in columns))  # type: ignore[arg-type]
-        label = f"token {first + t}"
-        y, carry = token_step(config, token, carry, initial, run=run, label=label, blocks=blocks)
+        how: dict[str, Any] = {"run": run, "label": f"token {first + t}", "blocks": blocks}
+        y, carry, weights = token_step(config, token, carry, initial, weights=weights, **how)
         outputs.append(y)
     return one(run(_STACK, *outputs, label="outputs")), carry
 
@@ -89,11 +90,10 @@ class TokenBlocks(NamedTuple):
 
 
 def blocks_of(config: MemoryConfig) -> TokenBlocks:
-    """The blocks of a config; a write that takes its gradient elsewhere is not one block."""
+    """The blocks of a config; a chunk's sum is not written by one block."""
     rule = config.rule
-    plain = config.chunk == 1 and config.commit == "token"
-    here = plain and config.decay_order != "before_gradient"
-    return TokenBlocks(rule.structure.predict_block(), rule.write_block() if here else None)
+    write = rule.write_block() if config.commit == "token" else None
+    return TokenBlocks(rule.structure.predict_block(), write)
 
 
 def token_step(
@@ -105,12 +105,23 @@ def token_step(
     run: Run,
     label: str = "",
     blocks: TokenBlocks | None = None,
-) -> tuple[Tensor, Carry]:
-    """One token, time axis dropped: reset, read before, write, read after."""
+    weights: Memory | None = None,
+) -> tuple[Tensor, Carry, Memory | None]:
+    """One token, time axis dropped: reset, read before, write, read after.
+
+    `weights` are those of the carried memory where they are known; the third result are those of
+    the new one, if this token has read them.
+    """
     blocks = blocks or blocks_of(config)
+    linked = partial(config.rule.weights, run=run, label=label)
     if token.reset is not None:
         carry = select(token.reset, restart(config, initial, carry), carry, run, label)
+        weights = None
     before = carry
+    at: Memory | None = None  # where the gradient is taken, if not at the memory itself
+    anchor, kept = carry.memory, token.retain
+    if carry.pending_retain:  # the product of the chunk's retain gates
+        kept = one(run(_MULTIPLY, carry.pending_retain[0], kept, label=label))
     if frozen_gradients(config):
         opens = carry.position == 0
         anchor = tuple(
@@ -118,53 +129,44 @@ def token_step(
             for now, then in zip(carry.memory, carry.anchor, strict=True)
         )
         carry = carry._replace(anchor=anchor)
-    if blocks.write is not None:
-        carry = _written(blocks.write, token, carry, run, label)
-    else:
-        commit = _commit_chunk if config.commit == "chunk" else _commit_token
-        carry = commit(config, token, carry, run, label)
+    if config.decay_order == "before_gradient":
+        at = linked(config.rule.decayed(anchor, kept, run=run, label=label))
+    elif frozen_gradients(config):
+        at = linked(anchor)
+    if weights is None and (at is None or config.read == "before"):
+        weights = linked(carry.memory)
+    if at is None and config.rule.retention.dual:
+        at = weights
+    commit = _commit_chunk if config.commit == "chunk" else partial(_commit_token, blocks.write)
+    carry = commit(config, token, carry, at, kept, run, label)
     if token.write is not None:
         carry = select(token.write, carry, before, run, label)
-    source = carry if config.read == "after" else before
-    return one(run(blocks.read, token.phi_q, *source.memory, label=label)), carry
+    late = config.read == "after"
+    weights = linked(carry.memory) if late or weights is None else weights
+    y = one(run(blocks.read, token.phi_q, *weights, label=label))
+    return y, carry, weights if late else None
 
 
-def _written(block: Block, token: Tokens, carry: Carry, run: Run, label: str) -> Carry:
-    state = (*carry.memory, *carry.slots)
-    gates = (token.lr, token.retain, token.momentum)
-    new = several(run(block, *gates, token.phi_k, token.v, *state, label=label))
-    width = len(carry.memory)
-    return carry._replace(memory=new[:width], slots=new[width:])
-
-
-def _anchor(config: MemoryConfig, carry: Carry, kept: Tensor, run: Run, label: str) -> Memory:
-    """Where the token's gradient is taken; `kept` is the product of the chunk's retain gates."""
-    anchor = carry.anchor if frozen_gradients(config) else carry.memory
-    if config.decay_order == "with_step":
-        return anchor
-    return config.rule.decayed(anchor, kept, run=run, label=label)
-
-
-def _kept(token: Tokens, carry: Carry, run: Run, label: str) -> Tensor:
-    """The product of the chunk's retain gates up to the token, where the state carries one."""
-    if not carry.pending_retain:
-        return token.retain
-    return one(run(_MULTIPLY, carry.pending_retain[0], token.retain, label=label))
-
-
-def _commit_token(config: MemoryConfig, token: Tokens, carry: Carry, run: Run, label: str) -> Carry:
-    kept = _kept(token, carry, run, label)
-    anchor = _anchor(config, carry, kept, run, label)
-    memory, slots = config.rule.write(
-        carry.memory,
-        carry.slots,
-        token.phi_k,
-        token.v,
-        TokenGates(token.lr, token.retain, token.momentum),
-        anchor=anchor,
-        run=run,
-        label=label,
-    )
+def _commit_token(
+    block: Block | None,
+    config: MemoryConfig,
+    token: Tokens,
+    carry: Carry,
+    weights: Memory | None,
+    kept: Tensor,
+    run: Run,
+    label: str,
+) -> Carry:
+    gates = TokenGates(token.lr, token.retain, token.momentum)
+    given = (token.phi_k, token.v)
+    if block is not None:
+        state = (*carry.memory, *carry.slots, *(weights or ()))
+        new = several(run(block, *gates, *given, *state, label=label))
+        memory, slots = new[: len(carry.memory)], new[len(carry.memory) :]
+    else:
+        memory, slots = config.rule.write(
+            carry.memory, carry.slots, *given, gates, weights=weights, run=run, label=label
+        )
     carry = carry._replace(memory=memory, slots=slots)
     if config.chunk == 1:
         return carry
@@ -175,28 +177,34 @@ def _commit_token(config: MemoryConfig, token: Tokens, carry: Carry, run: Run, l
     return carry._replace(position=position)
 
 
-def _commit_chunk(config: MemoryConfig, token: Tokens, carry: Carry, run: Run, label: str) -> Carry:
+def _commit_chunk(
+    config: MemoryConfig,
+    token: Tokens,
+    carry: Carry,
+    weights: Memory | None,
+    kept: Tensor,
+    run: Run,
+    label: str,
+) -> Carry:
     rule = config.rule
-    retain = _kept(token, carry, run, label)
-    anchor = _anchor(config, carry, retain, run, label)
     own = Token(token.phi_k, token.v, token.lr)
-    grads, slots = rule.descended(anchor, own, carry.slots, run=run, label=label)
+    grads, slots = rule.descended(weights or carry.memory, own, carry.slots, run=run, label=label)
     carry = carry._replace(slots=slots)
     pending = tuple(
         one(run(_ACCUMULATE, total, token.lr, grad, label=label))
         for total, grad in zip(carry.pending, grads, strict=True)
     )
-    gates = TokenGates(torch.ones_like(token.lr), retain, token.momentum)
+    gates = TokenGates(torch.ones_like(token.lr), kept, token.momentum)
     memory, slots = rule.apply(carry.memory, carry.slots, pending, gates, run=run, label=label)
     position = (carry.position + 1) % config.chunk
     committed = carry._replace(
         memory=memory,
         slots=slots,
         pending=tuple(torch.zeros_like(total) for total in pending),
-        pending_retain=(torch.ones_like(retain),),
+        pending_retain=(torch.ones_like(kept),),
         position=position,
     )
-    waiting = carry._replace(pending=pending, pending_retain=(retain,), position=position)
+    waiting = carry._replace(pending=pending, pending_retain=(kept,), position=position)
     return select(position == 0, committed, waiting, run, label)
 
 

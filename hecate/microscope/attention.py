@@ -54,7 +54,7 @@ def nonlinearity(config: MemoryConfig) -> str | None:
         return f"structure {structure.kind!r} is not linear in the weights that hold values"
     if not (bias.linear and still_declared(bias, "linear", ("loss", "grad", "rho", "psi"))):
         return f"bias {bias.kind!r} has a gradient that is not linear in prediction and value"
-    if not (retention.weighted_sum and _declared(retention, ("step", "start"))):
+    if not (retention.weighted_sum and _declared(retention, ("step", "start", "weights"))):
         return f"retention {retention.kind!r} does not keep a weighted sum of what was written"
     if not (algorithm.weighted_sum and _declared(algorithm, ("direction", "gradient"))):
         return f"algorithm {algorithm.kind!r} takes steps that are not linear in gradients"

@@ -12,7 +12,7 @@ from hecate.errors import ConfigError, ShapeError
 from hecate.microscope.calls import joined_mask
 from hecate.microscope.states import Moment, gates_of, key_features
 from hecate.nn.asked import Asked
-from hecate.rule import MemoryConfig, MemoryState
+from hecate.rule import MemoryConfig, MemoryState, memory_weights
 from hecate.tape import execute
 
 
@@ -114,7 +114,7 @@ def answered(config: MemoryConfig, state: MemoryState, phi: Tensor) -> Tensor:
     """A state's answers `[B, T, H, V]` to features `[B, T, H, P]`, without query_scale."""
     batch, _, heads, _ = phi.shape
     asked = phi.transpose(1, 2).flatten(0, 1)
-    memory = tuple(weight.flatten(0, 1) for weight in state.memory.values())
+    memory = tuple(weight.flatten(0, 1) for weight in memory_weights(config, state).values())
     y = predict(config, memory, asked, run=execute, label="")
     if state.normalizer is not None:
         count = tuple(weight.flatten(0, 1) for weight in state.normalizer.memory.values())

@@ -40,12 +40,12 @@ def moments(scans: list[Asked], points: int) -> Iterator[Moment]:
         begun += own
 
 
-def norms_of(state: MemoryState) -> dict[str, Tensor]:
+def norms_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Frobenius norm of each weight, `[B, H]`."""
-    return {name: weight.flatten(2).norm(dim=2) for name, weight in state.memory.items()}
+    return {name: weight.flatten(2).norm(dim=2) for name, weight in weights.items()}
 
 
-def ranks_of(state: MemoryState, *, diagonal: bool) -> dict[str, Tensor]:
+def ranks_of(weights: dict[str, Tensor], *, diagonal: bool) -> dict[str, Tensor]:
     """Effective rank of each weight that is a matrix, `[B, H]`. [SCOPE-RANK-D1]
 
     exp of the entropy of s / sum(s), s the singular values (Roy and Vetterli, The effective rank,
@@ -53,7 +53,7 @@ def ranks_of(state: MemoryState, *, diagonal: bool) -> dict[str, Tensor]:
     diagonal memory is the matrix with its weights on the diagonal.
     """
     ranks: dict[str, Tensor] = {}
-    for name, weight in state.memory.items():
+    for name, weight in weights.items():
         if diagonal:
             ranks[name] = effective_rank(weight.abs())
         elif weight.dim() == 4 and min(weight.shape[2:]) > 1:

@@ -16,7 +16,7 @@ from hecate.microscope.attention import Attention, implicit_attention, nonlinear
 from hecate.microscope.recall import Recall, Recaller
 from hecate.microscope.states import gates_of, moments, norms_of, ranks_of
 from hecate.nn.asked import Asked
-from hecate.rule import MemoryConfig
+from hecate.rule import MemoryConfig, memory_weights
 
 
 class MemoryView:
@@ -115,8 +115,9 @@ class MemoryView:
             recaller = Recaller(self.scans)
             for moment in moments(self.scans, self.points):
                 recaller.ask(moment)
-                norms.append(norms_of(moment.state))
-                ranks.append(ranks_of(moment.state, diagonal=diagonal))
+                weights = memory_weights(self.config, moment.state)
+                norms.append(norms_of(weights))
+                ranks.append(ranks_of(weights, diagonal=diagonal))
             return recaller.result(), _stacked(norms), _stacked(ranks)
 
     def draw(self, figure: Any = None, *, row: int = 0, heads: int = 4) -> Any:

@@ -35,7 +35,8 @@ class Retention(Variant, family="retention"):
     """The new memory from the old one and a direction D (the step, sign included).
 
     A variant gives `step` and `step_vjp` for one weight tensor; the latter falls back to
-    `torch.func`.
+    `torch.func`. What is carried from step to step is the memory itself, unless `weights` says how
+    the memory follows from it: then it is a dual state, as in mirror descent.
 
     Shapes: memory and direction `[N, ...]`; retain `[N]`, or `[N, P]` per phi channel (the last
     axis).
@@ -44,9 +45,21 @@ class Retention(Variant, family="retention"):
     uses_retain: ClassVar[bool] = False
 
     @property
+    def dual(self) -> bool:
+        """Whether a dual state is carried, of which the memory is the function `weights`."""
+        return type(self).weights is not Retention.weights
+
+    @property
     def linear(self) -> bool:
-        """Whether the step is `a M + D` with a fixed by the gates, as the parallel form needs."""
+        """Whether the step is `a M + D` with a fixed by the gates, and M itself is carried, as the
+        parallel form needs."""
         return False
+
+    @property
+    def additive(self) -> bool:
+        """Whether the step is `a X + D` of what is carried, a fixed by the gates, whatever the
+        memory is of X; D as `centred` leaves it."""
+        return self.linear
 
     @property
     def weighted_sum(self) -> bool:
@@ -65,7 +78,8 @@ class Retention(Variant, family="retention"):
         return GateForm()
 
     def start(self, weights: Tensor) -> Tensor:
-        """Where a memory starts whose initial weights `[N, ...]` are these: themselves by default.
+        """What is carried at first by a memory whose initial weights `[N, ...]` are these:
+        themselves by default.
 
         A retention that keeps memories in a set maps every tensor into it, smoothly, and zero to a
         constant from which gradients flow. It sees initial weights, never a state that goes on.
@@ -73,8 +87,24 @@ class Retention(Variant, family="retention"):
         """
         return weights
 
+    def weights(self, carried: Tensor) -> Tensor:
+        """The memory M of what is carried: what predicts, is descended and read. [RET-MIRROR-D1]"""
+        return carried
+
+    def weights_vjp(self, carried: Tensor, g: Tensor) -> Tensor:
+        """Cotangent of what is carried from that of the memory."""
+        _, pull = torch.func.vjp(self.weights, carried)  # type: ignore[misc]
+        return torch.as_tensor(pull(g)[0])
+
+    def centred(self, direction: Tensor, retain: Tensor) -> Tensor:
+        """A direction as an additive step takes it: without what no memory would ever see of it.
+
+        An orthogonal projection of the last axis.
+        """
+        return direction
+
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
-        """The new memory."""
+        """What is carried on: the new memory, or its dual state."""
         raise NotImplementedError(f"{type(self).__name__} defines no step")
 
     def step_vjp(
@@ -97,7 +127,7 @@ class Retention(Variant, family="retention"):
 
     def kernel_form(self) -> StepForm | None:
         """`kernel`, unless a subclass redefines the step below the class that declared it."""
-        formulas = ("step", "step_vjp", "through", "build_link")
+        formulas = ("step", "step_vjp", "weights", "centred", "through", "build_link")
         return self.kernel if still_declared(self, "kernel", formulas) else None
 
     def block(self) -> Block:
@@ -110,6 +140,18 @@ class Retention(Variant, family="retention"):
             return self.step_vjp(*inputs, g)
 
         return Block(f"retention.{self.kind}", forward, vjp if self.hand_written() else None)
+
+    def weights_block(self) -> Block:
+        """`weights` as a tape block: (carried) -> memory."""
+
+        def forward(*inputs: Tensor) -> tuple[Tensors, Tensors]:
+            return (self.weights(*inputs),), inputs
+
+        def vjp(inputs: tuple[Tensor], g: Tensor) -> Tensors:
+            return (self.weights_vjp(*inputs, g),)
+
+        by_hand = type(self).weights_vjp is not Retention.weights_vjp
+        return Block(f"retention.{self.kind}.weights", forward, vjp if by_hand else None)
 
 
 RetentionKind = Retention

@@ -1,9 +1,8 @@
 """Links: memories as functions of a dual state that evolves linearly.
 
-A link maps every dual state A to a feasible memory M = memory(A), and back: A = dual(M). It is the
-gradient of a convex function and its inverse; the step A' = retain A + D is mirror descent. Both
-directions are guarded by an eps near the border of the feasible set, where one of them is
-singular, and differentiated as computed.
+A link maps every dual state A to a feasible memory M = memory(A). It is the gradient of a convex
+function, and the step A' = retain A + D is mirror descent. A is what is carried, so a link is never
+inverted on the way, and however close M comes to the border of its set, nothing is forgotten there.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from hecate.variant import Variant
 
 
 class Link(Variant, family="link"):
-    """A bijection between dual states and feasible memories.
+    """A function from dual states to feasible memories.
 
-    A variant gives `memory`, `dual` and their VJPs, which fall back to `torch.func`.
+    A variant gives `memory`; `memory_vjp` falls back to `torch.func`, and initial weights are read
+    as a dual state unless `start` says which dual state they are the memory of.
 
     Shapes: dual and memory `[N, ...]`, one weight of N memories.
     """
@@ -32,13 +32,14 @@ class Link(Variant, family="link"):
         """Whether `memory` is the identity."""
         return False
 
+    @property
+    def row_invariant(self) -> bool:
+        """Whether a constant added to a row of A, along the last axis, leaves the memory alone."""
+        return False
+
     def memory(self, dual: Tensor) -> Tensor:
         """The memory of a dual state."""
         raise NotImplementedError(f"{type(self).__name__} defines no memory")
-
-    def dual(self, memory: Tensor) -> Tensor:
-        """The dual state of a memory."""
-        raise NotImplementedError(f"{type(self).__name__} defines no dual")
 
     def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
         """Cotangent of the dual state from that of the memory."""
@@ -46,15 +47,9 @@ class Link(Variant, family="link"):
         (gdual,) = pull(g)
         return torch.as_tensor(gdual)
 
-    def dual_vjp(self, memory: Tensor, g: Tensor) -> Tensor:
-        """Cotangent of the memory from that of the dual state."""
-        _, pull = torch.func.vjp(self.dual, memory)  # type: ignore[misc]
-        (gmemory,) = pull(g)
-        return torch.as_tensor(gmemory)
-
     def start(self, weights: Tensor) -> Tensor:
-        """Where a memory starts whose initial weights are these: they are read as a dual state."""
-        return self.memory(weights)
+        """The dual state at which a memory starts whose initial weights are these."""
+        return weights
 
 
 class IdentityLink(Link):
@@ -74,44 +69,33 @@ class IdentityLink(Link):
     def memory(self, dual: Tensor) -> Tensor:
         return dual
 
-    def dual(self, memory: Tensor) -> Tensor:
-        return memory
-
     def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
-        return g
-
-    def dual_vjp(self, memory: Tensor, g: Tensor) -> Tensor:
         return g
 
 
 class SoftmaxLink(Link):
-    """softmax: M = scale softmax(A) along the last axis, A = log max(M/scale, eps).
+    """softmax: M = scale softmax(A) along the last axis.
 
-    Rows are distributions times `scale`: the gradient of the log-sum-exp, dual to the entropy. The
-    dual state is known up to a constant per row, which the softmax forgets.
+    Rows are distributions times `scale`: the gradient of the log-sum-exp, dual to the entropy. A
+    constant per row of A is invisible.
 
-    VJP: scale s (g - s.g) with s = softmax(A); g/M, 0 where M/scale < eps.
+    VJP: scale s (g - s.g) with s = softmax(A).
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora. [RET-LINK-D2]
     """
 
     kind: Literal["softmax"] = "softmax"
     scale: float = Field(1.0, gt=0)
-    # Small enough for any row of sensible logits, large enough for 1/eps^2 in float32.
-    eps: float = Field(1e-18, gt=0, lt=1)
+
+    @property
+    def row_invariant(self) -> bool:
+        return True
 
     def memory(self, dual: Tensor) -> Tensor:
         return self.scale * dual.softmax(-1)
 
-    def dual(self, memory: Tensor) -> Tensor:
-        return (memory / self.scale).clamp(min=self.eps).log()
-
     def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
         share = dual.softmax(-1)
         return self.scale * share * (g - (share * g).sum(-1, keepdim=True))
-
-    def dual_vjp(self, memory: Tensor, g: Tensor) -> Tensor:
-        share = memory / self.scale
-        return torch.where(share >= self.eps, g / (self.scale * share.clamp(min=self.eps)), 0.0)
 
 
 class SignedSoftmaxLink(Link):
@@ -119,63 +103,31 @@ class SignedSoftmaxLink(Link):
 
     A positive and a negative bank that share one simplex: M = P - Q, where P and Q are proportional
     to exp(A) and exp(-A) and sum to `scale` together. What one bank is told the other is told with
-    the opposite sign, so M alone remembers both: A = asinh(s/y) with s = M/scale and y the root of
-    sum sqrt(y^2 + s^2) = 1, taken as at least eps.
+    the opposite sign.
 
-    VJP: scale (c g - s (s.g)) with c = cosh(A)/sum cosh(A); by the implicit function theorem
-    for the root, with r = sqrt(y^2 + s^2): (g/r + (s/r) sum(g s/r) / (y^2 sum(1/r))) / scale, no
-    second term where y = eps.
-    Cost: the root takes 24 Newton steps.
+    VJP: scale (c g - s (s.g)) with c = cosh(A)/sum cosh(A), s = M/scale.
     References: Exponentiated Gradient versus Gradient Descent for Linear Predictors (Kivinen and
     Warmuth, 1997, Information and Computation 132). [RET-LINK-D3]
     """
 
     kind: Literal["signed_softmax"] = "signed_softmax"
     scale: float = Field(1.0, gt=0)
-    eps: float = Field(1e-6, gt=0, lt=1)
 
     def memory(self, dual: Tensor) -> Tensor:
         return self.scale * dual.tanh() * torch.logaddexp(dual, -dual).softmax(-1)
-
-    def dual(self, memory: Tensor) -> Tensor:
-        share = memory / self.scale
-        return (share / self._root(share)).asinh()
 
     def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
         both = torch.logaddexp(dual, -dual).softmax(-1)
         share = dual.tanh() * both
         return self.scale * (both * g - share * (share * g).sum(-1, keepdim=True))
 
-    def dual_vjp(self, memory: Tensor, g: Tensor) -> Tensor:
-        share = memory / self.scale
-        root = self._root(share)
-        radius = (root.square() + share.square()).sqrt()
-        slope = share / radius
-        moves = (g * slope).sum(-1, keepdim=True) / (root.square() * (1 / radius).sum(-1, True))
-        return (g / radius + torch.where(root > self.eps, slope * moves, 0.0)) / self.scale
-
-    def _root(self, share: Tensor) -> Tensor:
-        """y `[..., 1]`. The sum is convex and grows with y: from the right Newton only descends."""
-
-        def newton(y: Tensor, share: Tensor) -> Tensor:
-            radius = (y.square() + share.square()).sqrt()
-            excess = radius.sum(-1, keepdim=True) - 1
-            return (y - excess / (y / radius).sum(-1, keepdim=True)).clamp(min=self.eps)
-
-        y = torch.full_like(share[..., :1], max(1 / share.shape[-1], self.eps))
-        for _ in range(22):
-            y = newton(y, share.detach())
-        # At the root one step has the exact first derivative, two have the exact second one too.
-        return newton(newton(y.detach(), share), share)
-
 
 class SigmoidLink(Link):
-    """sigmoid: M = low + (high - low) sigmoid(A), A = logit of (M - low)/(high - low).
+    """sigmoid: M = low + (high - low) sigmoid(A).
 
-    Every weight stays between two bounds. The share s = (M - low)/(high - low) is kept within [eps,
-    1 - eps] before its logit is taken.
+    Every weight stays between two bounds.
 
-    VJP: (high - low) s (1 - s) g; g / ((high - low) s (1 - s)), 0 where s was moved.
+    VJP: (high - low) s (1 - s) g with s = sigmoid(A).
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Bregman divergence of
     the logit. [RET-LINK-D4]
     """
@@ -183,7 +135,6 @@ class SigmoidLink(Link):
     kind: Literal["sigmoid"] = "sigmoid"
     low: float = 0.0
     high: float = 1.0
-    eps: float = Field(1e-6, gt=0, lt=0.5)
 
     @model_validator(mode="after")
     def _low_below_high(self) -> Self:
@@ -197,30 +148,18 @@ class SigmoidLink(Link):
     def memory(self, dual: Tensor) -> Tensor:
         return self.low + (self.high - self.low) * dual.sigmoid()
 
-    def dual(self, memory: Tensor) -> Tensor:
-        share = self._share(memory).clamp(self.eps, 1 - self.eps)
-        return share.log() - (-share).log1p()
-
     def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
         return (self.high - self.low) * dual.sigmoid() * (-dual).sigmoid() * g
-
-    def dual_vjp(self, memory: Tensor, g: Tensor) -> Tensor:
-        share = self._share(memory)
-        safe = share.clamp(self.eps, 1 - self.eps)
-        kept = (share >= self.eps) & (share <= 1 - self.eps)
-        return torch.where(kept, g / ((self.high - self.low) * safe * (1 - safe)), 0.0)
-
-    def _share(self, memory: Tensor) -> Tensor:
-        return (memory - self.low) / (self.high - self.low)
 
 
 class LqLink(Link):
     """lq: M = sign(A) |A|^(p-1) / |A|_p^(p-2) with p = q/(q-1), or A / |A|_q^(q-2) as printed.
 
-    `form="exact"` is the gradient of 1/2 |A|_p^2, dual to 1/2 |M|_q^2; its inverse is the same with
-    p and q exchanged. `form="paper"` is what MIRAS prints for Moneta, which leaves the power of the
-    coordinates out and takes q for p. Norms are over all of a weight. Numbers below eps, and
-    lengths, have the power's chord instead of the power: exactly invertible, with slopes at 0.
+    `form="exact"` is the gradient of 1/2 |A|_p^2, dual to 1/2 |M|_q^2; its inverse, by which
+    initial weights become a dual state, is the same with p and q exchanged. `form="paper"` is what
+    MIRAS prints for Moneta, which leaves the power of the coordinates out and takes q for p. Norms
+    are over all of a weight. Numbers below eps, and lengths, have the power's chord instead of the
+    power: a finite slope at 0.
 
     VJP: that of the power per coordinate and of the length, one after the other.
     Warning: `paper` is degree 3 - q in A: beyond q = 3 more evidence makes a smaller memory, and A
@@ -249,32 +188,21 @@ class LqLink(Link):
             return radial(dual, 2 - self.q, self.eps, self.q)
         return radial(power(dual, *self._power), *self._radial)
 
-    def dual(self, memory: Tensor) -> Tensor:
-        if self.form == "paper":
-            return radial(memory, *self._printed)
-        m, floor = self._power
-        n, far, q = self._radial
-        return power(radial(memory, m, floor, q), n, far)
-
     def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
         if self.form == "paper":
             return radial_vjp(dual, 2 - self.q, self.eps, self.q, g)
         g = radial_vjp(power(dual, *self._power), *self._radial, g)
         return power_vjp(dual, *self._power, g)
 
-    def dual_vjp(self, memory: Tensor, g: Tensor) -> Tensor:
-        if self.form == "paper":
-            return radial_vjp(memory, *self._printed, g)
-        m, floor = self._power
-        n, far, q = self._radial
-        g = power_vjp(radial(memory, m, floor, q), n, far, g)
-        return radial_vjp(memory, m, floor, q, g)
-
     def start(self, weights: Tensor) -> Tensor:
-        """Every memory but a zero one under `paper` is feasible."""
-        if self.form == "exact":
+        """The dual state whose memory the weights are; `paper` first adds its constant to them."""
+        q = self.q
+        if weights.numel() == 0:
             return weights
-        return weights + max(weights.shape[1:].numel(), 1) ** (-1 / self.q)
+        if self.form == "paper":
+            moved = weights + max(weights.shape[1:].numel(), 1) ** (-1 / q)
+            return radial(moved, (q - 2) / (3 - q), self.eps ** (3 - q if q < 3 else 1), q)
+        return power(radial(weights, *self._power, q), *self._radial[:2])
 
     @property
     def _power(self) -> tuple[float, float]:
@@ -283,11 +211,6 @@ class LqLink(Link):
 
     @property
     def _radial(self) -> tuple[float, float, float]:
-        """Its length |.|_q, raised to q - 1, is that of M."""
+        """Its length |.|_q, raised to q - 1, is that of M. It inverts `_power` on coordinates, and
+        `_power` inverts it on lengths."""
         return self.q - 2, self.eps ** (1 / (self.q - 1)), self.q
-
-    @property
-    def _printed(self) -> tuple[float, float, float]:
-        """The inverse of the printed map."""
-        q = self.q
-        return (q - 2) / (3 - q), self.eps ** (3 - q if q < 3 else 1), q

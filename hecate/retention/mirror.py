@@ -13,10 +13,14 @@ from hecate.tape.ops import over, sum_to_gate
 
 
 class MirrorRetention(Retention):
-    """M' = link(retain dual(M) + D): mirror descent with decay. [RET-MIRROR-D1]
+    """A' = retain A + D, M = link(A): mirror descent with decay. [RET-MIRROR-D1]
 
-    What is carried is the feasible memory; its dual state is recovered from it at every step, so
-    engines, reads and states see weights as with any other retention. A variant names its link.
+    What is carried is the dual state A, and M is computed from it wherever the memory predicts or
+    is read: the step is linear, and what A was told it keeps however close M is to the border of
+    its set. A variant names its link.
+
+    Where the link does not see a constant along a row, D is taken without its own under a gate
+    that rows share: M is the same, and no constant grows in A over a million tokens.
     """
 
     retain: float = Field(0.99, ge=0, le=1)
@@ -31,12 +35,20 @@ class MirrorRetention(Retention):
 
     @property
     def through(self) -> Link:
-        """The link: its `dual` turns a memory into logits or their like, its `memory` back."""
+        """The link: its `memory` turns a dual state, logits or their like, into weights."""
         return self._link  # type: ignore[attr-defined]
+
+    @property
+    def dual(self) -> bool:
+        return not self.through.linear
 
     @property
     def linear(self) -> bool:
         return self.through.linear
+
+    @property
+    def additive(self) -> bool:
+        return True
 
     @property
     def default_retain(self) -> float:
@@ -45,17 +57,26 @@ class MirrorRetention(Retention):
     def start(self, weights: Tensor) -> Tensor:
         return self.through.start(weights)
 
+    def weights(self, carried: Tensor) -> Tensor:
+        return self.through.memory(carried)
+
+    def weights_vjp(self, carried: Tensor, g: Tensor) -> Tensor:
+        return self.through.memory_vjp(carried, g)
+
+    def centred(self, direction: Tensor, retain: Tensor) -> Tensor:
+        # Channels that decay apart would tell the constant of a row.
+        if retain.dim() > 1 or not self.through.row_invariant:
+            return direction
+        return direction - direction.mean(-1, keepdim=True)
+
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
-        link = self.through
-        return link.memory(over(retain, memory) * link.dual(memory) + direction)
+        return over(retain, memory) * memory + self.centred(direction, retain)
 
     def step_vjp(
         self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        link, kept = self.through, over(retain, memory)
-        dual = link.dual(memory)
-        gdual = link.memory_vjp(kept * dual + direction, g)
-        return link.dual_vjp(memory, kept * gdual), gdual, sum_to_gate(gdual * dual, retain)
+        gmemory = over(retain, memory) * g
+        return gmemory, self.centred(g, retain), sum_to_gate(g * memory, retain)
 
     def model_post_init(self, context: object) -> None:
         """Keeps the link."""

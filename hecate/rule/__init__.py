@@ -3,7 +3,7 @@
 from hecate.rule.config import MemoryConfig
 from hecate.rule.named import RULES, NamedRule, named_rule
 from hecate.rule.rule import MemoryRule, TokenGates
-from hecate.rule.state import Gates, MemoryState, bytes_of, detached
+from hecate.rule.state import Gates, MemoryState, bytes_of, detached, memory_weights
 
 __all__ = [
     "RULES",
@@ -15,5 +15,6 @@ __all__ = [
     "TokenGates",
     "bytes_of",
     "detached",
+    "memory_weights",
     "named_rule",
 ]

@@ -33,6 +33,10 @@ class MemoryRule(Config):
     goes with any rule. All are pure: they return new tensors and touch nothing. `run` executes the
     blocks: `execute` forgets them, a `Tape` records them.
 
+    `memory` is what is carried from token to token, `weights` what predicts: the same, unless the
+    retention carries a dual state. A write is retain times what is carried plus the step on the
+    gradient by the weights.
+
     Shapes: phi_k, phi_q `[N, P]`, v `[N, V]`; weights and slots `[N, ...]` in the structure's
     order, slots of one weight after the other. [RULE-WRITE-D1]
     """
@@ -42,28 +46,37 @@ class MemoryRule(Config):
     retention: RetentionKind = NoRetention()
     algorithm: AlgorithmKind = GD()
 
+    def weights(self, memory: Memory, *, run: Run = execute, label: str = "") -> Memory:
+        """The weights of what a memory carries."""
+        if not self.retention.dual:
+            return memory
+        block = self.retention.weights_block()
+        return tuple(one(run(block, item, label=label)) for item in memory)
+
     def read(self, memory: Memory, phi_q: Tensor, *, run: Run = execute, label: str = "") -> Tensor:
-        """y = f(memory, phi_q)."""
-        return one(run(self.structure.predict_block(), phi_q, *memory, label=label))
+        """y = f(weights, phi_q)."""
+        weights = self.weights(memory, run=run, label=label)
+        return one(run(self.structure.predict_block(), phi_q, *weights, label=label))
 
     def gradient(
-        self, anchor: Memory, phi_k: Tensor, v: Tensor, *, run: Run = execute, label: str = ""
+        self, memory: Memory, phi_k: Tensor, v: Tensor, *, run: Run = execute, label: str = ""
     ) -> Memory:
-        """Gradient of the inner loss by the weights, taken at `anchor`."""
-        return _Loss(self, anchor, run, label).gradient(phi_k, v)
+        """Gradient of the inner loss by the weights, taken at those of a memory."""
+        weights = self.weights(memory, run=run, label=label)
+        return _Loss(self, weights, run, label).gradient(phi_k, v)
 
     def descended(
         self,
-        anchor: Memory,
+        weights: Memory,
         token: Token,
         slots: Memory = (),
         *,
         run: Run = execute,
         label: str = "",
     ) -> tuple[Memory, Memory]:
-        """The gradient that the algorithm descends at `anchor`, and the slots with its context."""
-        context = len(self.algorithm.slots) * len(anchor)
-        loss = _Loss(self, anchor, run, label)
+        """The gradient that the algorithm descends at weights, and the slots with its context."""
+        context = len(self.algorithm.slots) * len(weights)
+        loss = _Loss(self, weights, run, label)
         grads, kept = self.algorithm.gradient(loss, token, slots[context:])
         return grads, (*slots[:context], *kept)
 
@@ -77,7 +90,7 @@ class MemoryRule(Config):
         run: Run = execute,
         label: str = "",
     ) -> tuple[Memory, Memory]:
-        """One step of the algorithm followed by retention: the new weights and slots."""
+        """One step of the algorithm followed by retention: the new memory and slots."""
         context = len(self.algorithm.slots) * len(memory)
         own = slots[:context]
         new = several(run(self.step_block(), *gates, *gradient, *memory, *own, label=label))
@@ -150,39 +163,42 @@ class MemoryRule(Config):
         v: Tensor,
         gates: TokenGates,
         *,
-        anchor: Memory | None = None,
+        weights: Memory | None = None,
         run: Run = execute,
         label: str = "",
     ) -> tuple[Memory, Memory]:
-        """One token's write; the gradient is taken at `anchor`, by default at the memory itself."""
-        block = self.write_block() if anchor is None else None
+        """One token's write; the gradient is taken at weights, by default those of the memory."""
+        if weights is None and self.retention.dual:
+            weights = self.weights(memory, run=run, label=label)
+        block = self.write_block()
         if block is not None:
-            new = several(run(block, *gates, phi_k, v, *memory, *slots, label=label))
+            state = (*memory, *slots, *(weights or ()))
+            new = several(run(block, *gates, phi_k, v, *state, label=label))
             return new[: len(memory)], new[len(memory) :]
-        anchor = memory if anchor is None else anchor
         token = Token(phi_k, v, gates.lr)
-        grads, slots = self.descended(anchor, token, slots, run=run, label=label)
+        grads, slots = self.descended(weights or memory, token, slots, run=run, label=label)
         return self.apply(memory, slots, grads, gates, run=run, label=label)
 
     def write_block(self) -> Block | None:
         """`write` as one block where gradients need not be built; None elsewhere.
 
-        (lr, retain, momentum, phi_k, v, *memory, *slots) -> (*memory, *slots).
+        (lr, retain, momentum, phi_k, v, *memory, *slots, *weights) -> (*memory, *slots), weights
+        left out where they are the memory.
         """
-        structure, retention = self.structure, self.retention
+        structure, algorithm = self.structure, self.algorithm
         if not isinstance(structure, Layered) or not has_rank_one(
-            structure, retention, self.algorithm
+            structure, self.retention, algorithm
         ):
             return None
         gradient = structure.gradient_block(self.bias.block())
-        return rank_one_block(
-            structure.graph(), self.bias, retention.uses_retain, self.step_block(), gradient
-        )
+        knobs = (self.bias, self.retention, len(algorithm.slots))
+        return rank_one_block(structure.graph(), *knobs, self.step_block(), gradient)
 
     def decayed(
         self, memory: Memory, retain: Tensor, *, run: Run = execute, label: str = ""
     ) -> Memory:
-        """The memory after retention and before any step: the anchor of `before_gradient`.
+        """What is carried after retention and before any step: where `before_gradient` takes the
+        gradient.
 
         `retain` is the token's gate, or in a chunk the product of its gates up to the token.
         """
@@ -194,7 +210,9 @@ class MemoryRule(Config):
 
     def blocks(self) -> tuple[Block, ...]:
         """The blocks a write and a read are made of."""
+        link = (self.retention.weights_block(),) if self.retention.dual else ()
         return (
+            *link,
             self.structure.predict_block(),
             self.bias.block(),
             self.structure.pullback_block(),
@@ -204,10 +222,10 @@ class MemoryRule(Config):
 
 
 class _Loss(NamedTuple):
-    """The inner loss of a rule at one state. [RULE-LOSS-D1]"""
+    """The inner loss of a rule at some weights. [RULE-LOSS-D1]"""
 
     rule: MemoryRule
-    anchor: Memory
+    weights: Memory
     runner: Run
     label: str
 
@@ -221,14 +239,14 @@ class _Loss(NamedTuple):
 
     def gradient(self, phi_k: Tensor, v: Tensor) -> Memory:
         block = self.rule.structure.gradient_block(self.rule.bias.block())
-        return self.run(block, phi_k, v, *self.anchor)
+        return self.run(block, phi_k, v, *self.weights)
 
     def error(self, phi_k: Tensor, v: Tensor) -> Tensor:
-        pred = one(self.run(self.rule.structure.predict_block(), phi_k, *self.anchor))
+        pred = one(self.run(self.rule.structure.predict_block(), phi_k, *self.weights))
         return one(self.run(self.rule.bias.block(), pred, v))
 
     def pullback(self, phi_k: Tensor, u: Tensor) -> Memory:
-        return self.run(self.rule.structure.pullback_block(), phi_k, u, *self.anchor)
+        return self.run(self.rule.structure.pullback_block(), phi_k, u, *self.weights)
 
     def run(self, block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
         return several(self.runner(block, *inputs, label=self.label))

@@ -31,10 +31,12 @@ class MemoryState(NamedTuple):
     """Everything needed to go on: a pytree of tensors, one memory per sequence and head.
 
     Fields:
-        memory: weights by name, `[B, H, ...]`; `{"weight": [B, H, V, P]}` for a matrix.
+        memory: weights by name, `[B, H, ...]`; `{"weight": [B, H, V, P]}` for a matrix. Under a
+            retention with a link (kl, lq, bounded, bregman) the dual state A that it carries, of
+            which the weights are a function: `memory_weights`.
         slots: the algorithm's tensors by `name.weight`, of the weights' shapes, and those of its
             context by name.
-        anchor: weights at the chunk's start, where gradients are taken; empty unless chunk > 1.
+        anchor: `memory` at the chunk's start, where gradients are taken; empty unless chunk > 1.
         pending: what an unfinished chunk has summed up: under `commit="chunk"` the lr-weighted
             gradients by weight name; and there, as where gradients see the decayed state of the
             chunk's start, the product of its retain gates as `"retain"`.
@@ -84,6 +86,17 @@ def map_state(function: Callable[[Tensor], Tensor], state: MemoryState) -> Memor
     named = (each(memory), each(slots), each(anchor), each(pending))
     counted = None if seen is None else function(seen)
     return MemoryState(*named, function(position), nested, counted)
+
+
+def memory_weights(config: MemoryConfig, state: MemoryState) -> dict[str, Tensor]:
+    """The weights by name, `[B, H, ...]`, with which a state predicts and is read.
+
+    They are `state.memory` itself, unless the retention carries a dual state: then its link maps
+    that to the weights, feasible ones such as the distributions of kl. Gradients flow through it.
+    """
+    lead = state.position.shape
+    weights = config.rule.weights(tuple(item.flatten(0, 1) for item in state.memory.values()))
+    return {name: item.unflatten(0, lead) for name, item in zip(state.memory, weights, strict=True)}
 
 
 def frozen_gradients(config: MemoryConfig) -> bool:

@@ -64,6 +64,8 @@ def check_knobs(
     slots = [slot for weight in memory for slot in slots_of(weight)]
     for retain in gates:
         check(config.retention.block(), start(draw(*shape)), draw(*shape), retain)
+        moved = config.retention.step(start(draw(*shape)), draw(*shape), retain)
+        check(config.retention.weights_block(), moved)
         states = [start(draw(*weight.shape)) for weight in memory]
         check(config.rule.step_block(), gate(n), retain, gate(n), *grads, *states, *slots)
         _check_retention(config, draw(*shape), draw(*shape), retain)
@@ -122,11 +124,22 @@ def _check_retention(
     config: MemoryConfig, memory: Tensor, direction: Tensor, retain: Tensor
 ) -> None:
     retention, name = config.retention, f"retention.{config.retention.kind}"
-    if not retention.linear:
+    same = torch.equal(retention.weights(memory), memory)
+    require(same or retention.dual, f"{name}: `weights` is a function of a dual state not declared")
+    require(
+        not (retention.linear and retention.dual),
+        f"{name}: declared linear, but what is carried is a dual state, which only the step can be "
+        "linear in: declare it additive",
+    )
+    if not retention.additive:
         return
     kept = retention.step(memory, torch.zeros_like(direction), retain)
     both = retention.step(2 * memory, direction, retain)
-    close(f"{name}: declared linear, so a M + D", both, 2 * kept + direction)
+    added = direction if retention.linear else retention.centred(direction, retain)
+    declared = "linear, so a M + D" if retention.linear else "additive, so a X + D"
+    close(f"{name}: declared {declared}", both, 2 * kept + added)
+    whole, left = (retention.weights(kept + item) for item in (direction, added))
+    close(f"{name}: `centred` leaves out what the memory sees", left, whole)
 
 
 def close(what: str, got: Tensor, expected: Tensor, signal: float = 1.0) -> None:

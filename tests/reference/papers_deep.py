@@ -82,15 +82,18 @@ def simplex(logits, scale):
 
 
 def memora(q, k, v, eta, alpha, w1, w2, scale):
-    """W = c softmax(alpha log(W / c) - eta grad) by rows, from softmax(W_0)."""
-    w1, w2, out = simplex(w1, scale), simplex(w2, scale), []
+    """A = alpha A - eta grad |M(k) - v|^2 / 2 from A = W_0, W = c softmax(A) by rows.
+
+    The paper prints W = c softmax(alpha log(W) - eta grad): log(W / c) is A but for a constant per
+    row, which alpha and the softmax leave without effect.
+    """
+    duals, out = [w1, w2], []
     for t in range(len(v)):
-        u = miras_read(w1, w2, k[t]) - v[t]
-        g1, g2 = miras_gradients(w1, w2, k[t], u)
-        w1 = simplex(alpha[t] * np.log(w1 / scale) - eta[t] * g1, scale)
-        w2 = simplex(alpha[t] * np.log(w2 / scale) - eta[t] * g2, scale)
-        out.append(miras_read(w1, w2, q[t]))
-    return np.array(out), w1, w2
+        w1, w2 = (simplex(a, scale) for a in duals)
+        grads = miras_gradients(w1, w2, k[t], miras_read(w1, w2, k[t]) - v[t])
+        duals = [alpha[t] * a - eta[t] * g for a, g in zip(duals, grads, strict=True)]
+        out.append(miras_read(*(simplex(a, scale) for a in duals), q[t]))
+    return np.array(out), *(simplex(a, scale) for a in duals)
 
 
 # Test-Time Training Done Right (Zhang et al. 2025, 2505.23884).

@@ -21,8 +21,7 @@ from tests.retention.examples import KNOBS, PAIRS, draw, every_knob, stepped
 @pytest.mark.parametrize("structure", ["matrix", "mlp"])
 @pytest.mark.parametrize(("knob", "kept"), PAIRS, ids=map(repr, KNOBS))
 def test_fifty_tokens_against_numpy(knob, kept, structure):
-    """The reference carries dual states and banks: that nothing is lost by carrying the memory
-    instead is part of what is compared."""
+    """The reference carries dual states, or banks."""
     lr = 0.3 if structure == "matrix" else 0.03  # exact lq lengthens steps by sqrt(weights)
     assert worst_error(structure, "l2", knob, reference.l2, kept, lr=lr) <= 1e-12
 
@@ -67,14 +66,31 @@ def test_starts_are_mapped_once_and_states_go_on_as_they_are(knob):
     assert torch.equal(back.memory["weight"], start.memory["weight"])
 
 
+def begun(knob, weights):
+    """The memory that starts from initial weights."""
+    return knob.weights(knob.start(weights))
+
+
+@pytest.mark.spec("RET-START-D1", "RET-LQ-D1")
+@pytest.mark.parametrize("q", [1.5, 4.0])
+def test_a_memory_of_lq_starts_at_its_weights(q, generator):
+    weights = torch.randn(3, 4, 5, generator=generator)
+    weights[0, 0], weights[1] = 0.0, 1e-9 * weights[1]  # the chord included
+    knob = retention.Lq(q=q)
+    torch.testing.assert_close(begun(knob, weights), weights, rtol=1e-12, atol=0)
+    shifted = weights + 20 ** (-1 / 4)
+    paper = begun(retention.Lq(form="paper"), weights)
+    torch.testing.assert_close(paper, shifted, rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.spec("RET-START-D1")
 def test_constants_of_the_start():
     zero = torch.zeros(1, 2, 3)
-    assert torch.allclose(retention.KL(scale=3.0).start(zero), torch.ones(1, 2, 3))
-    assert torch.equal(retention.KL(signed=True).start(zero), zero)
-    assert torch.equal(retention.Bounded(low=-1.0, high=2.0).start(zero), zero + 0.5)
-    assert torch.equal(retention.Lq().start(zero), zero)
-    assert torch.allclose(retention.Lq(form="paper").start(zero), zero + 6**-0.25)
+    assert torch.allclose(begun(retention.KL(scale=3.0), zero), torch.ones(1, 2, 3))
+    assert torch.equal(begun(retention.KL(signed=True), zero), zero)
+    assert torch.equal(begun(retention.Bounded(low=-1.0, high=2.0), zero), zero + 0.5)
+    assert torch.equal(begun(retention.Lq(), zero), zero)
+    assert torch.allclose(begun(retention.Lq(form="paper"), zero), zero + 6**-0.25)
     columns = torch.tensor([[[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]])
     assert torch.equal(retention.Sphere().start(zero), columns)
     rows = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
@@ -150,7 +166,7 @@ def test_infeasible_states_find_back(knob, generator):
         if "elastic_net" in repr(knob):
             continue  # shrinks whatever it keeps
         again = knob.step(moved, 0 * direction, torch.ones(2))
-        atol = 1e-5 if "eps=1e-06" in repr(knob) or "signed=True" in repr(knob) else 1e-12
+        atol = 1e-5 if "eps=1e-06" in repr(knob) else 1e-12
         torch.testing.assert_close(again, moved, rtol=1e-9, atol=atol)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hecate import Gates, MemoryState, memory_scan, named_rule
+from hecate import Gates, MemoryState, memory_scan, memory_weights, named_rule
 from tests.rule.trials import TRIALS, Array, Trial
 
 
@@ -40,6 +40,8 @@ def errors(name: str, length: int = 70, **options: Any) -> dict[str, float]:
     for path, expected in trial.state.items():
         *part, key = path.split(".", 1) if path.split(".")[0] in _PARTS else ("memory", path)
         tensors = state.normalizer.memory if part == ["normalizer"] else getattr(state, part[0])
+        if part == ["memory"]:
+            tensors = memory_weights(named_rule(name), state)
         found[path] = _error(tensors[key][0, 0].numpy(), expected)
     return found
 

@@ -13,7 +13,7 @@ from hecate import Gates, MemoryState, memory_scan, named_rule
 from hecate.engine.select import exact_engines
 from hecate.errors import ConfigError
 from hecate.nn import GateHeads, Memory
-from hecate.retention import KL, Lq, Sphere
+from hecate.retention import Sphere
 from hecate.rule import RULES
 from hecate.testing import check_rule
 from tests.memories import close
@@ -102,7 +102,7 @@ def cut(gates: Gates, tokens: slice) -> Gates:
 @pytest.mark.parametrize("name", FORGETTING)
 def test_half_life_at_the_starting_gates(name):
     """After log(1/2) / log(retain) tokens: half of what a linear memory answers, of every weight
-    of a deep one, of the logits of a distribution; directions forget by new writes alone. Per
+    of a deep one, or of the dual state that it carries; directions forget by new writes alone. Per
     channel, each at its own pace; the item lies in the first."""
     config = named_rule(name)
     channels = starting_gates(name)(torch.zeros(1, 1, 3)).retain.detach().reshape(-1)
@@ -123,12 +123,6 @@ def test_half_life_at_the_starting_gates(name):
     for key, weight in one.items():
         if isinstance(config.retention, Sphere):
             close(last[key], weight, rounding, key)
-        elif isinstance(config.retention, KL):
-            logits, final = (w.log() - w.log().mean(-1, True) for w in (weight, last[key]))
-            close(final, kept * logits, rounding, key)
-        elif isinstance(config.retention, Lq):  # the weights themselves too, where none is tiny
-            dual, final = (config.retention.through.dual(w) for w in (weight, last[key]))
-            close(final, kept * dual, 10 * rounding, key)
         else:
             each = channels**half_life if len(channels) > 1 else kept
             close(last[key], each * weight, rounding, key)
