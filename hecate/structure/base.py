@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from hecate.tape import Block, Run, Tensors, one
 from hecate.variant import Variant
 
 Memory = tuple[Tensor, ...]
+Normal = Callable[[tuple[int, ...]], Tensor]
 
 
 class Structure(Variant, family="structure"):
@@ -50,18 +52,23 @@ class Structure(Variant, family="structure"):
         blank = without_storage(shapes, heads, dtype, device)
         if blank is not None:
             return blank
-        generator = generator or torch.Generator().manual_seed(0)
+        source = generator
+
+        def normal(shape: tuple[int, ...]) -> Tensor:
+            nonlocal source
+            if source is None:  # not before it is needed: torch.compile cannot trace its making
+                source = torch.Generator().manual_seed(0)
+            return torch.randn(shape, generator=source, dtype=torch.float64, device="cpu")
+
         return {
-            name: self.start(name, (heads, *shape), generator, dtype=dtype, device=device)
+            name: self.start(name, (heads, *shape), normal, dtype=dtype, device=device)
             for name, shape in shapes.items()
         }
 
-    def start(
-        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
-    ) -> Tensor:
-        """How a weight `[H, ...]` starts, of the dtype and on the device of `place`."""
-        draw = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-        return (draw / math.sqrt(shape[-1])).to(**place)
+    def start(self, name: str, shape: tuple[int, ...], normal: Normal, **place: Any) -> Tensor:
+        """How a weight `[H, ...]` starts, of the dtype and on the device of `place`; `normal`
+        draws N(0, 1) of a shape."""
+        return (normal(shape) / math.sqrt(shape[-1])).to(**place)
 
     @property
     def linear(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hecate.structure.base import Normal
 from hecate.structure.graph import INPUT, Graph, Linear
 from hecate.structure.layered import Layered
 
@@ -38,7 +39,5 @@ class Matrix(Layered):
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d_v, d_phi)}
 
-    def start(
-        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
-    ) -> Tensor:
+    def start(self, name: str, shape: tuple[int, ...], normal: Normal, **place: Any) -> Tensor:
         return torch.zeros(shape, **place)

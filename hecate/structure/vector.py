@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.structure.base import Memory, Structure
+from hecate.structure.base import Memory, Normal, Structure
 
 
 class Vector(Structure):
@@ -45,9 +45,7 @@ class Vector(Structure):
             )
         return {"weight": (d_phi,)}
 
-    def start(
-        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
-    ) -> Tensor:
+    def start(self, name: str, shape: tuple[int, ...], normal: Normal, **place: Any) -> Tensor:
         return torch.zeros(shape, **place)
 
     def predict(self, memory: Memory, p: Tensor) -> Tensor:
