@@ -33,7 +33,8 @@ def error_bound(query, patterns, i, sharpness, fixed_point=None):
     if fixed_point is not None:
         far = max(far, float(np.linalg.norm(fixed_point - patterns[i])))
     margin = separation(patterns, i) - 2 * far * longest
-    return 2 * (len(patterns) - 1) * np.exp(-sharpness * margin) * longest
+    with np.errstate(over="ignore"):  # of patterns closer than that the bound is infinite
+        return 2 * (len(patterns) - 1) * np.exp(-sharpness * margin) * longest
 
 
 def positive_feature_moment(query, keys, targets, answer):

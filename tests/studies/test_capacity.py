@@ -11,7 +11,7 @@ import torch
 from hecate.engine import memory_scan
 from hecate.phi import DPFP, ELU
 from hecate.rule import MemoryConfig
-from studies import associations, capacity
+from studies import associations
 from studies.associations import (
     ENOUGH,
     PATIENCE,
@@ -24,19 +24,8 @@ from studies.associations import (
     train,
 )
 from studies.capacity import CONTENDERS, SIZES, SumRule, rank_floor, untrained
-from studies.run import progress
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
-
-
-@pytest.fixture(scope="module")
-def quick():
-    """The quick run of one seed: its rows by map and size."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    result = capacity.Capacity().run(True, [0], progress)
-    torch.set_default_dtype(before)
-    return {(row[0], row[1]): row for row in result.rows}, result
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -201,8 +190,9 @@ def test_published_below_the_floor_is_where_the_last_block_is_short():
     assert all(size % 32 for _, size in below)
 
 
-def test_the_quick_run_shows_the_order_of_capacities(quick):
-    rows, result = quick
+def quick_run_shows(result):
+    """The order of capacities; `test_studies` runs it."""
+    rows = {(row[0], row[1]): row for row in result.rows}
 
     def loss(name, size):
         return rows[name, size][4].mean

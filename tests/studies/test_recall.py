@@ -117,8 +117,8 @@ def test_the_rate_is_the_better_one_on_a_seed_of_its_own(monkeypatch):
     assert asked[:4] == [(JUDGE, RATES[0]), (JUDGE, RATES[1]), (0, RATES[0]), (1, RATES[0])]
 
 
-def test_the_quick_run_shows_state_and_rule():
-    result = Recall().run(True, [0], progress)
+def quick_run_shows(result):
+    """What state and rule are worth; `test_studies` runs it."""
     accuracy = {(row[0], row[2]): row[-1].mean for row in result.rows}
     assert accuracy["delta", 16] > accuracy["delta", 4] + 0.3
     assert accuracy["delta", 16] > accuracy["sum", 16] + 0.05

@@ -15,7 +15,12 @@ from hecate.errors import CheckpointError, ConfigError
 from studies import Result, Spread, Study, studies
 from studies.__main__ import main
 from studies.run import run_study
+from tests.studies import test_capacity, test_overwrite, test_recall
 
+SHOWN = {module.__name__.rpartition("_")[2]: module.quick_run_shows for module in (
+    test_capacity, test_overwrite, test_recall
+)}  # fmt: skip
+"""What the numbers of a quick run have to say."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -73,6 +78,8 @@ def test_a_quick_run_of_every_study(name, tmp_path, capsys):
     ]
     assert numbers and all(math.isfinite(value) for value in numbers)
     assert any(isinstance(cell, Spread) and cell.error > 0 for row in result.rows for cell in row)
+    if name in SHOWN:
+        SHOWN[name](result)
     out = capsys.readouterr().out
     assert "seeds 0 to 1" in out and all(str(row[0]) in out for row in result.rows)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
