@@ -69,15 +69,13 @@ class ByHand(NamedTuple):
     ) -> Sequence[Tensor | None]:
         """Cotangents of the inputs: by hand, or by torch where it has to see every operation."""
         if is_traced(*inputs):
-            return tuple(Block(self.name, self._blank).pullback(inputs, cotangents))
+            blank = Block(self.name, lambda *inputs: (self.plain(*inputs), None))
+            return tuple(blank.pullback(blank.apply(inputs)[1], cotangents))
         if is_recorded((*inputs, *cotangents)) or is_traced(*cotangents):
             return self.by_autograd(inputs, cotangents)
         if record is None:
             record = self.forward(inputs, True)[1]
         return self.vjp(inputs, record, cotangents)
-
-    def _blank(self, *inputs: Tensor | None) -> tuple[Tensors, None]:
-        return self.plain(*inputs), None
 
     def by_autograd(self, inputs: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
         """Cotangents of inputs by autograd, which records them in turn if asked to."""
