@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +16,7 @@ from hecate.engine.arguments import (
     complete_state,
 )
 from hecate.engine.by_hand import is_traced
-from hecate.engine.chunk import chunk_steps, chunked
-from hecate.engine.compiled import compiled
+from hecate.engine.chunk import chunk_steps
 from hecate.engine.finite import (
     Watched,
     all_finite,
@@ -28,11 +24,9 @@ from hecate.engine.finite import (
     finite_writes,
     raise_at_first,
 )
-from hecate.engine.fla import FlaScan, by_fla
-from hecate.engine.parallel import parallel
+from hecate.engine.fla import FlaScan
 from hecate.engine.parts import (
     Part,
-    counting_along,
     counts_along,
     merged,
     normalizer_part,
@@ -41,23 +35,18 @@ from hecate.engine.parts import (
 )
 from hecate.engine.positions import numbered
 from hecate.engine.prepare import (
-    DIVIDE,
     Sequence,
-    cast,
     fold_heads,
-    in_folds,
     params_tensors,
     to_tokens,
-    with_tensors,
 )
+from hecate.engine.program import counting, engine_of, program_of
 from hecate.engine.select import Chosen, Engine, choose_engine
-from hecate.engine.sequential import sequential
-from hecate.engine.tokens import Carry, Tokens, expand_to
+from hecate.engine.tokens import expand_to
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.rule import one, several
-from hecate.structure import Memory
-from hecate.tape import Autodiff, Program, Run, Tape, Tensors, differentiate, execute
+from hecate.tape import Autodiff, Tape, differentiate, execute
 
 _LOG = logging.getLogger("hecate.engine")
 
@@ -139,9 +128,9 @@ def memory_scan(
         empty = merged(parts, [part.carry for part in parts])
         return torch.zeros_like(v), empty._replace(seen=seen)
     sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
-    runs = [_engine(chosen, part, sequence.v.dtype) for part in parts]
+    runs = [engine_of(chosen, part, sequence.v.dtype) for part in parts]
     along = len(parts) > 1 and counts_along(parts[0], chosen)
-    program = _program(parts, params, dtype, runs, along)
+    program = program_of(parts, params, dtype, runs, along)
     flat = (*sequence, *held)
     y, *rest = program(tape, *flat) if tape is not None else differentiate(program, flat, autodiff)
     carries = split_carries(several(tuple(rest)), parts)
@@ -216,73 +205,12 @@ def memory_step(
     return y.squeeze(1), state
 
 
-def _program(
-    parts: list[Part],
-    params: Params,
-    dtype: torch.dtype,
-    engines: list[Callable[..., Any]],
-    along: bool,
-) -> Program:
-    """The scan as a function of its tensors; `along` lets one scan run memory and normaliser."""
-    config, fields, n_params = parts[0].config, len(Sequence._fields), len(params_tensors(params))
-    # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to
-    # another level, so only their number and order are used.
-    layouts = [
-        (part.config, len(part.initial), part.carry, runs)
-        for part, runs in zip(parts, engines, strict=True)
-    ]
-
-    def program(run: Run, *flat: Tensor) -> Tensors:
-        at = fields + n_params
-        own = with_tensors(params, flat[fields:at])
-        tokens = to_tokens(config, Sequence(*flat[:fields]), own, dtype, run)
-        initials: list[Memory] = []
-        carries: list[Carry] = []
-        for _, count, layout, _ in layouts:
-            initials.append(flat[at : at + count])
-            at += count
-            carries.append(layout.rebuilt(flat[at:]))
-            at += len(layout.flat)
-        if along:
-            results = counting_along(engines[0], config, tokens, carries, initials, run=run)
-        else:
-            results = [
-                runs(own, _counting(tokens) if index else tokens, *given, run=run)
-                for index, ((own, _, _, runs), *given) in enumerate(
-                    zip(layouts, carries, initials, strict=True)
-                )
-            ]
-        (y, _), *others = results
-        for z, _ in others:
-            y = one(run(DIVIDE.block(keeps=run is not execute), y, z, label="normalizer"))
-        if y.dtype != (given := flat[Sequence._fields.index("v")].dtype):
-            y = one(run(cast(given), y, label="outputs"))
-        return (y, *(tensor for _, carry in results for tensor in carry.flat))
-
-    return program
-
-
-def _engine(name: str, part: Part, values: torch.dtype) -> Callable[..., tuple[Tensor, Carry]]:
-    engines: dict[str, Callable[..., tuple[Tensor, Carry]]] = {
-        "chunk": partial(chunked, position=part.position),
-        "fla": partial(by_fla, dtype=values),
-        "parallel": parallel,
-        "sequential": sequential,
-    }
-    return compiled if name == "compiled" else partial(in_folds, engines[name])
-
-
-def _counting(tokens: Tokens) -> Tokens:
-    """The tokens of a sum normaliser: the value is 1."""
-    return tokens._replace(v=torch.ones_like(tokens.v[..., :1]))
-
-
 def _watched(
     parts: list[Part], sequence: Sequence, params: Params, dtype: torch.dtype
 ) -> list[Watched]:
     tokens = fold_heads(to_tokens(parts[0].config, sequence, params, dtype, execute), execute)
     return [
-        Watched(part.config, _counting(tokens) if index else tokens, part.carry, part.initial)
+        Watched(part.config, counting(tokens) if index else tokens, part.carry, part.initial)
         for index, part in enumerate(parts)
     ]
 
