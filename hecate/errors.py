@@ -88,8 +88,8 @@ def format_path(path: Iterable[str | int]) -> str:
 
 
 def shorten(value: object) -> str:
-    """`repr(value)`, cut to 80 characters."""
-    text = repr(value)
+    """`repr(value)` on one line, cut to 80 characters."""
+    text = " ".join(repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -136,6 +136,11 @@ def is_traced(*tensors: Tensor | None) -> bool:
     )
 
 
+def may_look(*tensors: Tensor) -> bool:
+    """Whether values may steer Python at no cost: on a CPU, where torch need not see all."""
+    return all(tensor.device.type == "cpu" for tensor in tensors) and not is_traced(*tensors)
+
+
 def is_recorded(tensors: Tensors) -> bool:
     """Whether autograd records what is done with these tensors."""
     return torch.is_grad_enabled() and any(

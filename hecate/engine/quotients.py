@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hecate.bias import L2, Dot
-from hecate.engine.by_hand import ByHand, is_traced
+from hecate.engine.by_hand import ByHand, may_look
 from hecate.engine.tokens import Carry, Tokens
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one
@@ -36,7 +36,7 @@ def near_one(*sizes: Tensor, share: float = 0.25) -> bool:
     They are looked at on a CPU only, where it costs no waiting, and where values may steer.
     """
     for size in sizes:
-        if size.device.type != "cpu" or is_traced(size):
+        if not may_look(size):
             return False
         if size.numel():
             low, high = torch.where(size > 0, size, 1.0).detach().aminmax()
@@ -140,7 +140,7 @@ def stepped(config: MemoryConfig, given: Step, run: Run) -> Step:
     rule = _NORMALIZED if config.step == "normalized" else _IMPLICIT
     floor = torch.full_like(lr, NORMALIZED_EPS if config.step == "normalized" else 1.0)
     size, top = largest(phi), reach(phi.dtype, 0.4)
-    if size.device.type == "cpu" and not is_traced(size) and bool((size <= top).all()):
+    if may_look(size) and bool((size <= top).all()):
         return Step(phi, v, one(run(rule, lr, phi, floor, label="step")))
     dot, l2 = type(config.bias) is Dot, type(config.bias) is L2
     # The values of a sum normaliser are 1, whatever becomes of v.
@@ -185,42 +185,46 @@ _IMPLICIT = Block("step.implicit", _implicit, _implicit_vjp)
 # The sum normaliser.
 
 
-def _divide(numerator: Tensor, denominator: Tensor) -> tuple[Tensors, Tensors]:
-    # A sum of weights is 0 for an empty memory, whose numerator is 0 as well; one that is no normal
-    # number would have a derivative that is no number.
+def _divide(
+    numerator: Tensor, denominator: Tensor, unit: Tensor | None
+) -> tuple[Tensors, tuple[Tensor, Tensor, Tensor]]:
+    # The sum of weights is 0 for an empty memory; one that is no normal number would have a
+    # derivative that is no number.
     filled = denominator >= torch.finfo(denominator.dtype).tiny
-    safe = torch.where(filled, denominator, 1.0)
-    mean = torch.where(filled, numerator, 0.0) / safe
+    safe = torch.where(filled, denominator, 1.0 if unit is None else unit)
+    mean = numerator / safe
     return (mean,), (mean, safe, filled)
 
 
-def _divide_vjp(residuals: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
+def _divide_vjp(residuals: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, None]:
     mean, safe, filled = residuals
-    g = torch.where(filled, g / safe, 0.0)
-    return g, -(g * mean).sum(-1, keepdim=True)
+    g = g / safe
+    return g, torch.where(filled, -(g * mean).sum(-1, keepdim=True), 0.0), None
 
 
 DIVIDE = ByHand.of(Block("normalizer", _divide, _divide_vjp))
 
 
 class Levelled(NamedTuple):
-    """A scan with a sum normaliser whose features are near 1, and what its states then are to be
-    multiplied by `[N]`; None for 1."""
+    """A scan with a sum normaliser whose features are near 1: what 1 has become `[B, T, H, 1]` and
+    what its states are to be multiplied by at the end `[N]`, both None for 1."""
 
     tokens: Tokens
     carries: list[Carry]
     initials: list[Memory]
+    unit: Tensor | None = None
     back: Tensor | None = None
 
 
 def levelled(config: MemoryConfig, given: Levelled, run: Run) -> Levelled:
     """The same quotients from features near 1, so that a cotangent over a small sum of weights
     stays representable: those of a query cancel, and so do those of all keys with the states."""
-    tokens, carries, initials, _ = given
+    tokens, carries, initials, unit, _ = given
     size = largest(tokens.phi_q)
     if not near_one(size):
-        phi_q = scaled(tokens.phi_q, levelling(size), run, "normalizer")
-        given = given._replace(tokens=(tokens := tokens._replace(phi_q=phi_q)))
+        unit = levelling(size)
+        tokens = tokens._replace(phi_q=scaled(tokens.phi_q, unit, run, "normalizer"))
+        given = given._replace(tokens=tokens, unit=unit)
     if type(config.bias) is not Dot or config.algorithm.kind not in ("gd", "momentum"):
         return given
     batch, _, heads = tokens.lr.shape
@@ -230,12 +234,14 @@ def levelled(config: MemoryConfig, given: Levelled, run: Run) -> Levelled:
     if near_one(size):
         return given
     level = levelling(size)
-    phi_k = scaled(tokens.phi_k, level[:, None, :, None], run, "normalizer")
+    wide = level[:, None, :, None]
+    phi_k = scaled(tokens.phi_k, wide, run, "normalizer")
     level = level.flatten()
     return Levelled(
         tokens._replace(phi_k=phi_k),
         [times(carry, level, run) for carry in carries],
         [_times(initial, level, run) for initial in initials],
+        wide if unit is None else unit * wide,
         1 / level,
     )
 

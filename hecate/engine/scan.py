@@ -14,9 +14,11 @@ from hecate.engine.arguments import (
     complete,
     complete_initial,
     complete_state,
+    state_dtype,
 )
 from hecate.engine.by_hand import is_traced
 from hecate.engine.chunk import chunk_steps
+from hecate.engine.cotangents import watch_cotangents
 from hecate.engine.finite import (
     Watched,
     all_finite,
@@ -25,6 +27,7 @@ from hecate.engine.finite import (
     raise_at_first,
 )
 from hecate.engine.fla import FlaScan
+from hecate.engine.given import check_named, check_state, check_tokens
 from hecate.engine.parts import (
     Part,
     counts_along,
@@ -43,6 +46,7 @@ from hecate.engine.prepare import (
 from hecate.engine.program import counting, engine_of, program_of
 from hecate.engine.select import Chosen, Engine, choose_engine
 from hecate.engine.tokens import expand_to
+from hecate.errors import ConfigError, shorten
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.rule import one, several
@@ -102,17 +106,23 @@ def memory_scan(
             raised while compiling or inside `torch.func` transforms, which forbid looking at
             values.
     """
+    if not isinstance(config, MemoryConfig):
+        raise ConfigError(
+            f"config must be a MemoryConfig, got {shorten(config)} ({type(config).__name__}); make "
+            "one by MemoryConfig(...) or MemoryConfig.model_validate(...)"
+        )
     if not torch.compiler.is_compiling():
         config = config.validated()
     sequence = complete(
         config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None
     )
+    check_state(state)
+    if initial is not None:
+        check_named("initial", initial)
     sequence = as_wide_as(state, sequence)
     sequence, seen = numbered(config, state, sequence)
     params = check_params(config.feature_map, phi_params, k)
-    dtype = config.dtype
-    for tensor in (q, k, v):
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    dtype = state_dtype(config, q, k, v, state, initial)
     start = complete_initial(
         config, initial, sequence, dtype, unread=state is not None and sequence.reset is None
     )
@@ -125,8 +135,7 @@ def memory_scan(
     if autodiff == "auto" and chosen != "sequential" and config.structure.linear:
         autodiff = "torch"
     if q.shape[1] == 0 or sequence.v.numel() == 0:
-        empty = merged(parts, [part.carry for part in parts])
-        return torch.zeros_like(v), empty._replace(seen=seen)
+        return _nothing(parts, v, seen, *sequence, *held)
     sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
     runs = [engine_of(chosen, part, sequence.v.dtype) for part in parts]
     along = len(parts) > 1 and counts_along(parts[0], chosen)
@@ -137,7 +146,22 @@ def memory_scan(
     if config.on_nonfinite == "raise" and can_inspect(one((y,)), *carries[0].flat):
         if not all(all_finite(one((y,)), carry) for carry in carries):
             raise_at_first(_watched(parts, sequence, params, dtype), one((y,)), name)
-    return one((y,)), merged(parts, carries)._replace(seen=seen)
+    state = merged(parts, carries)._replace(seen=seen)
+    if config.on_nonfinite == "raise" and one((y,)).requires_grad:
+        watch_cotangents(name, one((y,)), state)
+    return one((y,)), state
+
+
+def _nothing(
+    parts: list[Part], v: Tensor, seen: Tensor | None, *inputs: Tensor | None
+) -> tuple[Tensor, MemoryState]:
+    """The outputs of no tokens, where every input has the gradient 0, and the state as it was."""
+    y = torch.zeros_like(v)
+    for item in inputs:
+        if item is not None and item.is_floating_point():
+            y = y + item.sum().to(v.dtype)  # to no number at all
+    own = [part.carry.rebuilt(tuple(item.clone() for item in part.carry.flat)) for part in parts]
+    return y, merged(parts, own)._replace(seen=None if seen is None else seen.clone())
 
 
 def _chosen(
@@ -190,13 +214,15 @@ def memory_step(
 
     A loop of it equals `memory_scan`.
     """
-    wide = [gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates or Gates()]
+    check_tokens(q, k, v, "[B, H, width]")
+    if isinstance(gates, Gates):
+        gates = Gates(*(gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates))
     y, state = memory_scan(
         config,
         q.unsqueeze(1),
         k.unsqueeze(1),
         v.unsqueeze(1),
-        Gates(*wide),
+        gates,
         state=state,
         phi_params=phi_params,
         initial=initial,
