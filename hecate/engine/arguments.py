@@ -113,7 +113,7 @@ def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> P
     if torch.compiler.is_compiling():
         return params or feature_map.init(k.shape[-1], generator=_UNREAD)
     width, heads = k.shape[-1], k.shape[2]
-    expected = _expected(feature_map, width, heads)
+    expected = _expected(feature_map, width, max(heads, 1))
     if params is None and expected:
         raise ConfigError(
             f"feature_map {feature_map.kind!r} has parameters ({', '.join(expected)}); pass as "

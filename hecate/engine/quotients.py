@@ -8,6 +8,7 @@ which rounds nothing and cancels in the quotient. [RULE-RANGE-I1]
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -25,25 +26,22 @@ from hecate.tape.ops import over
 NORMALIZED_EPS = 1e-6
 
 
+@cache
 def reach(dtype: torch.dtype, share: float) -> float:
     """The power of two at a share of a dtype's exponents: at 1/2 its square is the largest."""
     return 2.0 ** int(share * math.log2(torch.finfo(dtype).max))
 
 
-def near_one(*sizes: Tensor, share: float = 0.25) -> bool:
-    """Whether sizes, but for zeros, are known to lie within `reach` of 1.
+def near_one(size: Tensor, share: float = 0.25) -> bool:
+    """Whether sizes are known to lie within `reach` of 1.
 
     They are looked at on a CPU only, where it costs no waiting, and where values may steer.
     """
-    for size in sizes:
-        if not may_look(size):
-            return False
-        if size.numel():
-            low, high = torch.where(size > 0, size, 1.0).detach().aminmax()
-            far = reach(size.dtype, share)
-            if not (float(low) * far >= 1 and float(high) <= far):
-                return False
-    return True
+    if not may_look(size):
+        return False
+    low, high = size.detach().aminmax() if size.numel() else (1.0, 1.0)
+    far = reach(size.dtype, share)
+    return float(low) * far >= 1 and float(high) <= far
 
 
 def levelling(largest: Tensor) -> Tensor:
@@ -55,7 +53,7 @@ def levelling(largest: Tensor) -> Tensor:
 
 def largest(x: Tensor) -> Tensor:
     """The largest absolute value along the last axis, kept as an axis of one."""
-    return torch.linalg.vector_norm(x.detach(), math.inf, -1, keepdim=True)
+    return x.detach().abs().amax(-1, keepdim=True)
 
 
 def scaled(x: Tensor, factor: Tensor, run: Run, label: str) -> Tensor:
@@ -79,11 +77,11 @@ _SCALED = Block("scaled", _scaled, _scaled_vjp)
 
 def _l2_norm(x: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
     # A zero vector stays zero; the constant 1 keeps the root's derivative out of it.
-    level, size = None, largest(x)
-    if not near_one(size):
-        level = levelling(size)
+    square, level = x.square().sum(-1, keepdim=True), None
+    if not near_one(square, share=0.5):
+        level = levelling(largest(x))
         x = x * level
-    square = x.square().sum(-1, keepdim=True)
+        square = x.square().sum(-1, keepdim=True)
     norm = torch.where(square > 0, square, 1.0).sqrt()
     unit = x / norm
     return (unit,), (unit, norm if level is None else norm / level)
@@ -139,13 +137,14 @@ def stepped(config: MemoryConfig, given: Step, run: Run) -> Step:
     phi, v, lr = given
     rule = _NORMALIZED if config.step == "normalized" else _IMPLICIT
     floor = torch.full_like(lr, NORMALIZED_EPS if config.step == "normalized" else 1.0)
-    size, top = largest(phi), reach(phi.dtype, 0.4)
-    if may_look(size) and bool((size <= top).all()):
+    top = reach(phi.dtype, 0.4)
+    if may_look(phi) and phi.numel() and float(largest(phi).amax()) <= top:
         return Step(phi, v, one(run(rule, lr, phi, floor, label="step")))
     dot, l2 = type(config.bias) is Dot, type(config.bias) is L2
     # The values of a sum normaliser are 1, whatever becomes of v.
     same = dot or (l2 and config.normalizer == "none")
     same = same and config.structure.linear and config.algorithm.linear
+    size = largest(phi)
     level = torch.where(size > top, levelling(size) * (1.0 if same else top), 1.0)
     factor = level.squeeze(-1)
     phi = scaled(phi, level, run, "step")

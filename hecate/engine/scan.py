@@ -100,11 +100,12 @@ def memory_scan(
         name: what errors call this memory.
 
     Raises:
-        ConfigError: an engine or gate that the config cannot honour.
-        ShapeError: tensors that do not fit together.
-        NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token. It cannot be
-            raised while compiling or inside `torch.func` transforms, which forbid looking at
-            values.
+        ConfigError: an engine or gate that the config cannot honour, a gate out of its range,
+            parameters that are not those of phi.
+        ShapeError: tensors that do not fit together, or what is no tensor.
+        NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token; on a CPU also
+            in the backward pass, for a gradient that reaches the memory. It cannot be raised while
+            compiling or inside `torch.func` transforms, which forbid looking at values.
     """
     if not isinstance(config, MemoryConfig):
         raise ConfigError(

@@ -7,7 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from hecate.engine.quotients import largest, levelling, near_one, reach
+from hecate.engine.by_hand import may_look
+from hecate.engine.quotients import largest, levelling, reach
 from hecate.errors import ConfigError, shorten
 
 QKNorm = Literal["none", "l2", "rms"]
@@ -25,10 +26,12 @@ def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = 1e-6) -> Tensor:
     if norm == "none":
         return x
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    size, top = largest(wide), reach(wide.dtype, 0.4)
-    if not near_one(size):  # too long to be squared: brought near 1, and eps with it
-        level = torch.where(size > top, levelling(size), 1.0)
+    mean = torch.sum if norm == "l2" else torch.mean
+    size = mean(wide.square(), -1, keepdim=True)
+    if not (may_look(size) and bool(size.isfinite().all())):
+        # Too long to be squared: brought near 1, and eps with it.
+        longest = largest(wide)
+        level = torch.where(longest > reach(wide.dtype, 0.4), levelling(longest), 1.0)
         wide, eps = wide * level, eps * level
-    square = wide.square()
-    size = square.sum(-1, keepdim=True) if norm == "l2" else square.mean(-1, keepdim=True)
+        size = mean(wide.square(), -1, keepdim=True)
     return (wide * (size + eps * eps).rsqrt()).to(x.dtype)
