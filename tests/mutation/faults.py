@@ -384,7 +384,7 @@ FAULTS = [
         ("functional", "dtype = torch.promote_types(q.dtype, torch.float32)", "dtype = q.dtype"),
         ("functional", "with without_autocast(k.device.type):", "if True:"),
         ("functional", "held = torch.cat([held, total], 2)", "held = torch.cat([held, 0 * total], 2)"),
-        ("functional", "execute(DIVIDE.block(keeps=False), y, weights + eps, unit)", "execute(DIVIDE.block(keeps=False), y, weights)"),
+        ("functional", "execute(DIVIDE.block(keeps=False), y, weights + eps, unit)", "execute(DIVIDE.block(keeps=False), y, weights, unit)"),
         ("functional", "at = place.repeat_interleave(q.shape[2] // k.shape[2], 1), place", "at = place.repeat(1, q.shape[2] // k.shape[2]), place"),
         ("linear", "source = torch.where(write_mask.unsqueeze(-1), source, 0.0)", "pass"),
         ("linear", "self.dropout, self.training)", "self.dropout, True)"),
