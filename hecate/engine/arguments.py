@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hecate.engine.by_hand import is_traced
 from hecate.engine.finite import can_inspect
 from hecate.engine.gates import complete_gates
-from hecate.engine.given import check_mask, check_named, check_tokens, described
+from hecate.engine.given import check_mask, check_tokens
 from hecate.engine.prepare import Sequence
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.phi import FeatureMap, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.state import initial_state, map_state
-
-# What is drawn to learn a map's parameter names is thrown away; made here, because torch.compile
-# cannot make a generator.
-_UNREAD = torch.Generator()
 
 
 def complete(
@@ -107,88 +103,6 @@ def _borders(cu_seqlens: Tensor, k: Tensor) -> Tensor:
     return torch.isin(steps, cu_seqlens.to(k.device)).unsqueeze(0)
 
 
-def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> Params:
-    """The feature map's parameters; an error when it needs some and none are given, or where they
-    are not those of its `init`. [ENG-CALL-I6]"""
-    if torch.compiler.is_compiling():
-        return params or feature_map.init(k.shape[-1], generator=_UNREAD)
-    width, heads = k.shape[-1], k.shape[2]
-    expected = _expected(feature_map, width, max(heads, 1))
-    if params is None and expected:
-        raise ConfigError(
-            f"feature_map {feature_map.kind!r} has parameters ({', '.join(expected)}); pass as "
-            f"phi_params what feature_map.init({width}, heads=..., generator=...) returns"
-        )
-    if params is None:
-        return {"learned": {}, "frozen": {}}
-    if not isinstance(params, dict) or not {"learned", "frozen"} <= params.keys():
-        raise ConfigError(
-            "phi_params must be what feature_map.init returns, a mapping with 'learned' and "
-            f"'frozen', got {described(params)}"
-        )
-    if "position" in params:
-        raise ConfigError("leave 'position' out of phi_params: a scan counts its tokens itself")
-    given = 0
-    for group in ("learned", "frozen"):
-        tensors = params[group]  # type: ignore[literal-required]
-        check_named(f"phi_params[{group!r}]", tensors)
-        given += len(tensors)
-        for name, tensor in tensors.items():
-            wanted = expected.get(name)
-            if wanted is None or wanted.group != group:
-                given = -1
-                break
-            if (
-                tensor.shape[1:] != wanted.shape[1:]
-                or tensor.shape[0] not in (1, wanted.shape[0], heads)
-                or tensor.dtype.is_floating_point != wanted.floating
-                or tensor.device != k.device
-            ):
-                _refuse(name, tensor, wanted, k)
-    if given != len(expected):
-        held = {group: [*params[group]] for group in ("learned", "frozen")}  # type: ignore[literal-required]
-        raise ConfigError(
-            f"feature_map {feature_map.kind!r} for keys of width {width} has the parameters "
-            f"{ {name: each.group for name, each in expected.items()} }, got {held}; were they "
-            "made by another map?"
-        )
-    return params
-
-
-class _Expected(NamedTuple):
-    """A parameter as `init` makes it."""
-
-    group: str
-    shape: tuple[int, ...]
-    floating: bool
-
-
-@lru_cache(maxsize=256)
-def _expected(feature_map: FeatureMap, width: int, heads: int) -> dict[str, _Expected]:
-    """A map's parameters by name, made on no device."""
-    made = feature_map.init(width, heads=heads, device="meta")
-    return {
-        name: _Expected(group, tuple(tensor.shape), tensor.is_floating_point())
-        for group in ("learned", "frozen")
-        for name, tensor in made[group].items()  # type: ignore[literal-required]
-    }
-
-
-def _refuse(name: str, tensor: Tensor, wanted: _Expected, k: Tensor) -> None:
-    if tensor.device != k.device:
-        raise ShapeError(
-            f"phi parameter {name!r} is on {tensor.device}, k on {k.device}; move them together"
-        )
-    heads = k.shape[2]
-    if tensor.dim() and tensor.shape[0] not in (1, heads) and wanted.shape[0] in (1, heads):
-        raise ShapeError(f"phi parameter {name!r} is for {tensor.shape[0]} heads, k has {heads}")
-    kind = "floating point" if wanted.floating else "of whole numbers"
-    raise ShapeError(
-        f"phi parameter {name!r} must be {kind} {list(wanted.shape)}, or [1, ...] for all heads, "
-        f"got {described(tensor)}; pass what feature_map.init({k.shape[-1]}, heads={heads}) returns"
-    )
-
-
 def complete_initial(
     config: MemoryConfig,
     initial: dict[str, Tensor] | None,
@@ -202,6 +116,8 @@ def complete_initial(
     d_phi, d_v = config.feature_map.output_dim(d), sequence.v.shape[-1]
     shapes = config.structure.shapes(d_phi, d_v)
     place: dict[str, Any] = {"dtype": dtype, "device": sequence.k.device}
+    if initial is None and unread and not is_traced(sequence.k):
+        return _unread(config, batch, heads, d_phi, d_v, sequence.retain.shape[3:], **place)
     if initial is None and unread:
         initial = {name: torch.zeros(heads, *shape, **place) for name, shape in shapes.items()}
     elif initial is None:
@@ -210,6 +126,28 @@ def complete_initial(
     _check_tensors("initial", initial, wanted, sequence.k.device, batch=batch)
     cast = {name: initial[name].to(dtype) for name in shapes}
     return initial_state(config, cast, batch, sequence.retain, d_phi=d_phi, d_v=d_v)
+
+
+@lru_cache(maxsize=64)
+def _unread(
+    config: MemoryConfig,
+    batch: int,
+    heads: int,
+    d_phi: int,
+    d_v: int,
+    channels: torch.Size,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> MemoryState:
+    """Zeros of a state's shapes, one number each: a step that goes on makes none of its own."""
+    with torch.inference_mode(False):
+        zero = torch.zeros((), dtype=dtype, device=device)
+        shapes = config.structure.shapes(d_phi, d_v)
+        initial = {name: zero.expand(heads, *shape) for name, shape in shapes.items()}
+        retain = zero.expand(batch, 1, heads, *channels)
+        state = initial_state(config, initial, batch, retain, d_phi=d_phi, d_v=d_v)
+        return map_state(lambda item: item.new_zeros(()).expand(item.shape), state)
 
 
 def complete_state(

@@ -21,6 +21,9 @@ from hecate.rule.rule import one, several
 from hecate.tape import Block, Tensors, differentiable
 from hecate.tape.block import distinct
 
+# Of tensors under `is_grads_batched`; looking a key up by its name costs more than all else here.
+_BATCHED = torch._C._parse_dispatch_key("Batched")
+
 
 class ByHand(NamedTuple):
     """A forward pass, its hand-written backward pass, and the same in plain torch.
@@ -129,7 +132,7 @@ def is_traced(*tensors: Tensor | None) -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     return any(
-        torch._C._dispatch_keys(tensor).has("Batched")  # by `is_grads_batched`
+        torch._C._dispatch_keys(tensor).has(_BATCHED)
         or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
         for tensor in tensors
         if tensor is not None

@@ -109,8 +109,8 @@ def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
 def _check_range(limits: Range, given: Tensor, write: Tensor | None) -> None:
     if given.numel() == 0 or not may_look(given):
         return
-    low, high = given.detach().aminmax()
-    if float(low) >= 0 and float(high) <= limits.top:
+    low, high = given.aminmax()
+    if low.item() >= 0 and high.item() <= limits.top:
         return
     bad = given.isfinite() & ((given < 0) | (given > limits.top))
     if write is not None:

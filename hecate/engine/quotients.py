@@ -39,9 +39,10 @@ def near_one(size: Tensor, share: float = 0.25) -> bool:
     """
     if not may_look(size):
         return False
-    low, high = size.detach().aminmax() if size.numel() else (1.0, 1.0)
-    far = reach(size.dtype, share)
-    return float(low) * far >= 1 and float(high) <= far
+    if not size.numel():
+        return True
+    (low, high), far = size.aminmax(), reach(size.dtype, share)
+    return low.item() * far >= 1 and high.item() <= far
 
 
 def levelling(largest: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ def stepped(config: MemoryConfig, given: Step, run: Run) -> Step:
     rule = _NORMALIZED if config.step == "normalized" else _IMPLICIT
     floor = torch.full_like(lr, NORMALIZED_EPS if config.step == "normalized" else 1.0)
     top = reach(phi.dtype, 0.4)
-    if may_look(phi) and phi.numel() and float(largest(phi).amax()) <= top:
+    if may_look(phi) and phi.numel() and largest(phi).amax().item() <= top:
         return Step(phi, v, one(run(rule, lr, phi, floor, label="step")))
     dot, l2 = type(config.bias) is Dot, type(config.bias) is L2
     # The values of a sum normaliser are 1, whatever becomes of v.
@@ -247,8 +248,8 @@ def levelled(config: MemoryConfig, given: Levelled, run: Run) -> Levelled:
 
 def times(carry: Carry, factor: Tensor, run: Run) -> Carry:
     """A state with everything that is linear in the writes times a constant `[N]`."""
-    names = ("memory", "slots", "anchor", "pending")
-    return carry._replace(**{name: _times(getattr(carry, name), factor, run) for name in names})
+    linear = (_times(item, factor, run) for item in carry[:4])
+    return Carry(*linear, *carry[4:])  # type: ignore[arg-type, call-arg]
 
 
 def _times(tensors: Memory, factor: Tensor, run: Run) -> Memory:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hecate.engine.arguments import (
     as_wide_as,
-    check_params,
     complete,
     complete_initial,
     complete_state,
@@ -28,6 +27,7 @@ from hecate.engine.finite import (
 )
 from hecate.engine.fla import FlaScan
 from hecate.engine.given import check_named, check_state, check_tokens
+from hecate.engine.parameters import check_params
 from hecate.engine.parts import (
     Part,
     counts_along,
@@ -215,7 +215,8 @@ def memory_step(
 
     A loop of it equals `memory_scan`.
     """
-    check_tokens(q, k, v, "[B, H, width]")
+    if not all(isinstance(item, Tensor) and item.dim() == 3 for item in (q, k, v)):
+        check_tokens(q, k, v, "[B, H, width]")
     if isinstance(gates, Gates):
         gates = Gates(*(gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates))
     y, state = memory_scan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -28,7 +29,7 @@ def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = 1e-6) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = torch.sum if norm == "l2" else torch.mean
     size = mean(wide.square(), -1, keepdim=True)
-    if not (may_look(size) and bool(size.isfinite().all())):
+    if not (may_look(size) and math.isfinite(size.sum().item())):
         # Too long to be squared: brought near 1, and eps with it.
         longest = largest(wide)
         level = torch.where(longest > reach(wide.dtype, 0.4), levelling(longest), 1.0)

@@ -134,9 +134,8 @@ def _autograd_vjp(block: Block, inputs: Tensors) -> tuple[Tensors, Callable[...,
         smooth, others = ([o for o in present if differentiable(o) == own] for own in (True, False))
         return tuple(smooth), tuple(others)
 
-    smooth, pull, others = torch.func.vjp(
-        outputs_of, *(inputs[index] for index in where), has_aux=True
-    )
+    varied = (inputs[index] for index in where)
+    smooth, pull, others = torch.func.vjp(outputs_of, *varied, has_aux=True)  # type: ignore[misc]
     left = {True: iter(smooth), False: iter(others)}
     outputs = tuple(None if kind is None else next(left[kind]) for kind in layout)
 

@@ -163,7 +163,7 @@ FAULTS = [
         "tests/engine/test_given.py tests/engine/test_cotangents.py tests/engine/test_empty.py",
         ("gates", "(given < 0) | (given > limits.top)", "given < 0"),
         ("gates", "bad = bad & expand_to(write, bad)", "pass"),
-        ("arguments", "tensor.dtype.is_floating_point != wanted.floating", "False"),
+        ("parameters", "tensor.dtype.is_floating_point != wanted.floating", "False"),
         ("cotangents", "g = cotangents[index]", "g = cotangents[0] if index else None"),
         ("scan", "y = y + item.sum().to(v.dtype)", "pass"),
     ),

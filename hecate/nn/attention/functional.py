@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from hecate.engine import Engine
-from hecate.engine.arguments import check_params, document_starts
+from hecate.engine.arguments import document_starts
 from hecate.engine.by_hand import ByHand
+from hecate.engine.parameters import check_params
 from hecate.engine.positions import counted
 from hecate.engine.quotients import DIVIDE, largest, levelling, near_one
 from hecate.nn.attention.arguments import check_call, check_options, check_positions
