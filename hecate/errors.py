@@ -96,9 +96,9 @@ def format_path(path: Iterable[str | int]) -> str:
 
 
 def shorten(value: object) -> str:
-    """`repr(value)`, cut to 80 characters."""
+    """`repr(value)` on one line, cut to 80 characters."""
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())
     except (RecursionError, ValueError):  # nested too deeply, an integer of too many digits
         return f"a {type(value).__name__} too large to show"
     return text if len(text) <= 80 else text[:77] + "..."

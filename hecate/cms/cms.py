@@ -178,8 +178,7 @@ class CMS(nn.Module):
             y, levels = nested_flow(self, x, levels, own, (before != count, count), run=run)
         else:
             y, levels = flow(self, x, levels, own, run=run)
-        if x.shape[1]:
-            written = count[:, -1]
+        written = count[:, -1] if x.shape[1] else written.clone()
         return y, CMSState(levels, written)  # type: ignore[arg-type]
 
     def joined(self, x: Tensor, *outputs: Tensor) -> Tensor:

@@ -172,8 +172,6 @@ class SelfReferential(nn.Module):
             position = torch.zeros(batch, dtype=torch.int64, device=tokens.x.device)
             anchor = start if config.anchored else {}
             state = SelfReferentialState(fresh, anchor, position, None, None)
-        elif length == 0:
-            return tokens.phi.new_empty(batch, 0, self.heads, self.d_head), state
         masks = (tokens.write, tokens.reset)
         cut = Stretches([0, length], None, state.position)
         if config.refers and length:
@@ -188,7 +186,7 @@ class SelfReferential(nn.Module):
                 anchor = _where(cut.opens[:, at], anchor, state.anchor)
             y, state = self._stretch(here, state, anchor, how)
             outputs.append(y)
-        return torch.cat(outputs, 1), state._replace(position=cut.position)
+        return torch.cat(outputs, 1), state._replace(position=cut.position.clone())
 
     def _how(self) -> dict[str, Any]:
         """What every scan of the boxes is told."""

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hecate.engine.by_hand import is_traced
 from hecate.engine.finite import can_inspect
+from hecate.engine.gates import complete_gates
+from hecate.engine.given import check_mask, check_tokens
 from hecate.engine.prepare import Sequence
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.phi import FeatureMap, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.state import initial_state, map_state
-
-# What is drawn to learn a map's parameter names is thrown away; made here, because torch.compile
-# cannot make a generator.
-_UNREAD = torch.Generator()
 
 
 def complete(
@@ -33,29 +31,35 @@ def complete(
     going_on: bool = False,
 ) -> Sequence:
     """The checked inputs with every gate as a tensor."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            raise ShapeError(f"{name} must be [B, T, H, width], got {list(tensor.shape)}")
-        if not tensor.is_floating_point():
-            raise ShapeError(f"{name} must be floating point, got {tensor.dtype}")
-        if tensor.device != k.device:
-            raise ShapeError(f"{name} is on {tensor.device}, k on {k.device}; move them together")
+    check_tokens(q, k, v)
     if q.shape != k.shape or v.shape[:3] != k.shape[:3]:
         raise ShapeError(
             f"q and k must be [B, T, H, D] and v [B, T, H, V] with equal B, T, H; got q "
             f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         )
     reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
-    lead = k.shape[:2]
-    for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
-        if mask is not None and (mask.shape != lead or mask.dtype != torch.bool):
-            raise ShapeError(
-                f"{name} must be bool [B, T] = {list(lead)}, got {mask.dtype} {list(mask.shape)}"
-            )
-        if mask is not None and mask.device != k.device:
-            raise ShapeError(f"{name} is on {mask.device}, k on {k.device}; move them together")
-    lr, retain, momentum = _gates(config, gates or Gates(), k)
+    check_mask("write_mask", write_mask, k)
+    check_mask("reset_mask", reset_mask, k)
+    lr, retain, momentum = complete_gates(config, gates, k, write_mask)
     return Sequence(q, k, v, lr, retain, momentum, write_mask, reset_mask)
+
+
+def state_dtype(
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: MemoryState | None,
+    initial: dict[str, Tensor] | None,
+) -> torch.dtype:
+    """In what a state is held: the highest precision among the config, the inputs and the state to
+    go on from or to start at."""
+    start = initial if state is None else state.memory
+    dtype = config.dtype
+    for tensor in (q, k, v, *(() if start is None else start.values())):
+        if tensor.dtype != dtype:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
 
 
 def document_starts(
@@ -74,67 +78,6 @@ def document_starts(
             "give cu_seqlens or reset_mask, not both: both mark where documents start"
         )
     return _borders(cu_seqlens, k)
-
-
-def _gates(config: MemoryConfig, gates: Gates, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if gates.retain is not None and not config.retention.uses_retain:
-        raise ConfigError(
-            f"gates.retain is given, but retention {config.retention.kind!r} takes no retain gate; "
-            "leave it None or choose retention 'decay'"
-        )
-    if gates.momentum is not None and not config.algorithm.uses_momentum:
-        raise ConfigError(
-            f"gates.momentum is given, but algorithm {config.algorithm.kind!r} takes no momentum "
-            "gate; leave it None or choose algorithm 'momentum'"
-        )
-    if isinstance(gates.lr, int | float):
-        config.check_step(float(gates.lr))
-    if isinstance(gates.retain, Tensor) and gates.retain.dim() == 4:
-        _check_channels(config, gates.retain, k)
-    return (
-        _gate("lr", gates.lr, config.algorithm.lr, k, math.inf),
-        _gate("retain", gates.retain, config.retention.default_retain, k, 1.0),
-        _gate("momentum", gates.momentum, config.algorithm.default_momentum, k, 1.0),
-    )
-
-
-def _gate(name: str, given: Tensor | float | None, default: float, k: Tensor, top: float) -> Tensor:
-    shape = k.shape[:3]
-    if isinstance(given, Tensor):
-        if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and name != "retain"):
-            raise ShapeError(
-                f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got "
-                f"{list(given.shape)}"
-            )
-        if not given.is_floating_point():
-            raise ShapeError(f"gates.{name} must be floating point, got {given.dtype}")
-        if given.device != k.device:
-            raise ShapeError(
-                f"gates.{name} is on {given.device}, k on {k.device}; move them together"
-            )
-        return given
-    value = default if given is None else float(given)
-    # No math.isinf: to torch.compile the defaults of a second config are symbols.
-    if not 0 <= value <= top or value == math.inf:
-        limit = "a finite number >= 0" if top == math.inf else "in [0, 1]"
-        raise ConfigError(f"gates.{name} must be {limit}, got {value:g}")
-    return torch.full(
-        shape, value, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device
-    )
-
-
-def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
-    width = config.feature_map.output_dim(k.shape[-1])
-    if not config.structure.linear:
-        raise ConfigError(
-            "gates.retain has one value per phi channel, but structure "
-            f"{config.structure.kind!r} has weights without a phi axis; pass [B, T, H] or use "
-            "structure 'matrix' or 'vector'"
-        )
-    if retain.shape[-1] != width:
-        raise ShapeError(
-            f"gates.retain per phi channel must be [B, T, H, {width}], got {list(retain.shape)}"
-        )
 
 
 def _borders(cu_seqlens: Tensor, k: Tensor) -> Tensor:
@@ -160,33 +103,6 @@ def _borders(cu_seqlens: Tensor, k: Tensor) -> Tensor:
     return torch.isin(steps, cu_seqlens.to(k.device)).unsqueeze(0)
 
 
-def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> Params:
-    """The feature map's parameters; an error when it needs some and none are given."""
-    if params is not None:
-        if not isinstance(params, dict) or not {"learned", "frozen"} <= params.keys():
-            raise ConfigError(
-                "phi_params must be what feature_map.init returns, a mapping with 'learned' and "
-                f"'frozen', got {shorten(params)}"
-            )
-        if "position" in params:
-            raise ConfigError("leave 'position' out of phi_params: a scan counts its tokens itself")
-        for group in ("learned", "frozen"):
-            for name, tensor in params[group].items():
-                if tensor.shape[0] not in (1, k.shape[2]):
-                    raise ShapeError(
-                        f"phi parameter {name!r} is for {tensor.shape[0]} heads, k has {k.shape[2]}"
-                    )
-        return params
-    empty = feature_map.init(k.shape[-1], generator=_UNREAD)
-    if empty["learned"] or empty["frozen"]:
-        names = ", ".join([*empty["learned"], *empty["frozen"]])
-        raise ConfigError(
-            f"feature_map {feature_map.kind!r} has parameters ({names}); pass as phi_params what "
-            f"feature_map.init({k.shape[-1]}, heads=..., generator=...) returns"
-        )
-    return empty
-
-
 def complete_initial(
     config: MemoryConfig,
     initial: dict[str, Tensor] | None,
@@ -200,6 +116,8 @@ def complete_initial(
     d_phi, d_v = config.feature_map.output_dim(d), sequence.v.shape[-1]
     shapes = config.structure.shapes(d_phi, d_v)
     place: dict[str, Any] = {"dtype": dtype, "device": sequence.k.device}
+    if initial is None and unread and not is_traced(sequence.k):
+        return _unread(config, batch, heads, d_phi, d_v, sequence.retain.shape[3:], **place)
     if initial is None and unread:
         initial = {name: torch.zeros(heads, *shape, **place) for name, shape in shapes.items()}
     elif initial is None:
@@ -208,6 +126,28 @@ def complete_initial(
     _check_tensors("initial", initial, wanted, sequence.k.device, batch=batch)
     cast = {name: initial[name].to(dtype) for name in shapes}
     return initial_state(config, cast, batch, sequence.retain, d_phi=d_phi, d_v=d_v)
+
+
+@lru_cache(maxsize=64)
+def _unread(
+    config: MemoryConfig,
+    batch: int,
+    heads: int,
+    d_phi: int,
+    d_v: int,
+    channels: torch.Size,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> MemoryState:
+    """Zeros of a state's shapes, one number each: a step that goes on makes none of its own."""
+    with torch.inference_mode(False):
+        zero = torch.zeros((), dtype=dtype, device=device)
+        shapes = config.structure.shapes(d_phi, d_v)
+        initial = {name: zero.expand(heads, *shape) for name, shape in shapes.items()}
+        retain = zero.expand(batch, 1, heads, *channels)
+        state = initial_state(config, initial, batch, retain, d_phi=d_phi, d_v=d_v)
+        return map_state(lambda item: item.new_zeros(()).expand(item.shape), state)
 
 
 def complete_state(

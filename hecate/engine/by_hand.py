@@ -21,6 +21,9 @@ from hecate.rule.rule import one, several
 from hecate.tape import Block, Tensors, differentiable
 from hecate.tape.block import distinct
 
+# Of tensors under `is_grads_batched`; looking a key up by its name costs more than all else here.
+_BATCHED = torch._C._parse_dispatch_key("Batched")
+
 
 class ByHand(NamedTuple):
     """A forward pass, its hand-written backward pass, and the same in plain torch.
@@ -69,15 +72,13 @@ class ByHand(NamedTuple):
     ) -> Sequence[Tensor | None]:
         """Cotangents of the inputs: by hand, or by torch where it has to see every operation."""
         if is_traced(*inputs):
-            return tuple(Block(self.name, self._blank).pullback(inputs, cotangents))
+            blank = Block(self.name, lambda *inputs: (self.plain(*inputs), None))
+            return tuple(blank.pullback(blank.apply(inputs)[1], cotangents))
         if is_recorded((*inputs, *cotangents)) or is_traced(*cotangents):
             return self.by_autograd(inputs, cotangents)
         if record is None:
             record = self.forward(inputs, True)[1]
         return self.vjp(inputs, record, cotangents)
-
-    def _blank(self, *inputs: Tensor | None) -> tuple[Tensors, None]:
-        return self.plain(*inputs), None
 
     def by_autograd(self, inputs: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
         """Cotangents of inputs by autograd, which records them in turn if asked to."""
@@ -131,11 +132,16 @@ def is_traced(*tensors: Tensor | None) -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     return any(
-        torch._C._dispatch_keys(tensor).has("Batched")  # by `is_grads_batched`
+        torch._C._dispatch_keys(tensor).has(_BATCHED)
         or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
         for tensor in tensors
         if tensor is not None
     )
+
+
+def may_look(*tensors: Tensor) -> bool:
+    """Whether values may steer Python at no cost: on a CPU, where torch need not see all."""
+    return all(tensor.device.type == "cpu" for tensor in tensors) and not is_traced(*tensors)
 
 
 def is_recorded(tensors: Tensors) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hecate.engine.given import check_mask, check_tokens
 from hecate.engine.scan import memory_scan
 from hecate.engine.select import Engine
 from hecate.errors import ShapeError
@@ -44,12 +45,14 @@ def memory_features(
     Shapes: q, k `[B, T, H, D]`, v and features `[B, T, H, V]`, V = D with the residual. The other
     arguments are those of `memory_scan`, which runs twice, once for each read.
     """
+    check_tokens(q, k, v)
+    check_mask("write_mask", write_mask, k)
     if residual and v.shape != k.shape:
         raise ShapeError(
             f"v must be as wide as k, {list(k.shape)}, for phi(x) = x + M(x) to have a sum, got "
             f"{list(v.shape)}; or take phi(x) = M(x), residual=False"
         )
-    if write_mask is not None and write_mask.shape == k.shape[:2]:
+    if write_mask is not None:
         # The k of a masked token may hold garbage, and it is read at as well.
         k = torch.where(write_mask[..., None, None], k, 0.0)
 

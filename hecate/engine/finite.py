@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine.prepare import DIVIDE
+from hecate.engine.quotients import DIVIDE
 from hecate.engine.sequential import select, token_step
 from hecate.engine.tokens import Carry, Tokens
 from hecate.errors import NonFiniteError
@@ -100,7 +100,7 @@ def raise_at_first(memories: list[Watched], y: Tensor, name: str) -> None:
         carries = [carry for _, carry in stepped]
         read, *weights = (output for output, _ in stepped)
         for weight in weights:
-            read = one(execute(DIVIDE.block(keeps=False), read, weight))
+            read = one(execute(DIVIDE.block(keeps=False), read, weight, None))
         kept, told = _finite(carries), torch.isfinite(read.to(y.dtype)).all(1)
         broken = (~(kept & told)).nonzero()
         if broken.numel():

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from hecate.engine.by_hand import ByHand
+from hecate.engine.quotients import L2_NORM, SUM_NORM, Step, stepped
 from hecate.engine.tokens import SELECT, Carry, Tokens
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one
 from hecate.structure import Memory
 from hecate.tape import Block, Run, Tensors, execute
-
-NORMALIZED_EPS = 1e-6
 
 
 class Sequence(NamedTuple):
@@ -64,8 +63,7 @@ def to_tokens(
     if config.query_scale == "key_dim":
         phi_q = one(run(_scale(1 / math.sqrt(inputs.k.shape[-1])), phi_q, label="query_scale"))
     if config.step != "raw":
-        rule = _NORMALIZED if config.step == "normalized" else _IMPLICIT
-        lr = one(run(rule, lr, phi_k, label="step"))
+        phi_k, v, lr = stepped(config, Step(phi_k, v, lr), run)
     masks = (None if mask is None else by_head(mask, heads) for mask in inputs[6:8])
     return Tokens(phi_k, phi_q, v, lr, retain, momentum, *masks)
 
@@ -146,74 +144,7 @@ def _fold_vjp(shape: torch.Size, g: Tensor) -> tuple[Tensor]:
     return (g.unflatten(0, (shape[0], shape[2])).transpose(1, 2),)
 
 
-def _l2_norm(x: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
-    # A zero vector stays zero; the constant 1 keeps the root's derivative out of it.
-    square = x.square().sum(-1, keepdim=True)
-    norm = torch.where(square > 0, square, 1.0).sqrt()
-    unit = x / norm
-    return (unit,), (unit, norm)
-
-
-def _l2_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
-    unit, norm = residuals
-    product = unit * g
-    along = product.sum(-1, keepdim=True)
-    # Into the same tensor: pages of a long sequence's fresh tensors cost more than the arithmetic.
-    return (torch.addcmul(g, unit, along, value=-1, out=product).div_(norm),)
-
-
-def _sum_norm(x: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
-    total = x.sum(-1, keepdim=True)
-    total = torch.where(total > 0, total, 1.0)
-    share = x / total
-    return (share,), (share, total)
-
-
-def _sum_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
-    share, total = residuals
-    return ((g - (share * g).sum(-1, keepdim=True)) / total,)
-
-
-def _normalized(lr: Tensor, phi: Tensor) -> tuple[Tensors, Tensors]:
-    return (lr / (NORMALIZED_EPS + phi.square().sum(-1)),), (lr, phi)
-
-
-def _normalized_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
-    lr, phi = inputs
-    total = NORMALIZED_EPS + phi.square().sum(-1)
-    return g / total, (-2 * g * lr / total.square()).unsqueeze(-1) * phi
-
-
-def _implicit(lr: Tensor, phi: Tensor) -> tuple[Tensors, Tensors]:
-    return (lr / (1 + lr * phi.square().sum(-1)),), (lr, phi)
-
-
-def _implicit_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
-    lr, phi = inputs
-    square = phi.square().sum(-1)
-    total = (1 + lr * square).square()
-    return g / total, (-2 * g * lr * lr / total).unsqueeze(-1) * phi
-
-
-def _divide(numerator: Tensor, denominator: Tensor) -> tuple[Tensors, Tensors]:
-    # The sum of weights is 0 only for an empty memory, whose numerator is 0 as well.
-    safe = torch.where(denominator > 0, denominator, 1.0)
-    mean = numerator / safe
-    return (mean,), (mean, safe, denominator > 0)
-
-
-def _divide_vjp(residuals: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
-    mean, safe, filled = residuals
-    g = g / safe
-    return g, torch.where(filled, -(g * mean).sum(-1, keepdim=True), 0.0)
-
-
-L2_NORM = ByHand.of(Block("l2_norm", _l2_norm, _l2_norm_vjp))
-SUM_NORM = ByHand.of(Block("sum_norm", _sum_norm, _sum_norm_vjp))
-DIVIDE = ByHand.of(Block("normalizer", _divide, _divide_vjp))
 _FOLD = Block("fold_heads", _fold, _fold_vjp)
-_NORMALIZED = Block("step.normalized", _normalized, _normalized_vjp)
-_IMPLICIT = Block("step.implicit", _implicit, _implicit_vjp)
 
 
 def params_tensors(params: Params) -> tuple[Tensor, ...]:

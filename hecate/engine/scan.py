@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hecate.engine.arguments import (
     as_wide_as,
-    check_params,
     complete,
     complete_initial,
     complete_state,
+    state_dtype,
 )
 from hecate.engine.by_hand import is_traced
 from hecate.engine.call import Call
-from hecate.engine.chunk import chunk_steps, chunked
-from hecate.engine.compiled import compiled
+from hecate.engine.chunk import chunk_steps
+from hecate.engine.cotangents import watch_cotangents
 from hecate.engine.finite import (
     Watched,
     all_finite,
@@ -28,11 +25,10 @@ from hecate.engine.finite import (
     finite_writes,
     raise_at_first,
 )
-from hecate.engine.fla import by_fla
-from hecate.engine.parallel import parallel
+from hecate.engine.given import check_named, check_state, check_tokens
+from hecate.engine.parameters import check_params
 from hecate.engine.parts import (
     Part,
-    counting_along,
     counts_along,
     merged,
     normalizer_part,
@@ -41,23 +37,19 @@ from hecate.engine.parts import (
 )
 from hecate.engine.positions import numbered
 from hecate.engine.prepare import (
-    DIVIDE,
     Sequence,
-    cast,
     fold_heads,
-    in_folds,
     params_tensors,
     to_tokens,
-    with_tensors,
 )
+from hecate.engine.program import counting, engine_of, program_of
 from hecate.engine.select import Chosen, Engine, choose_engine
-from hecate.engine.sequential import sequential
-from hecate.engine.tokens import Carry, Tokens, expand_to
+from hecate.engine.tokens import expand_to
+from hecate.errors import ConfigError, shorten
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.rule import one, several
-from hecate.structure import Memory
-from hecate.tape import Autodiff, Program, Run, Tape, Tensors, differentiate, execute
+from hecate.tape import Autodiff, Tape, differentiate, execute
 
 _LOG = logging.getLogger("hecate.engine")
 
@@ -107,23 +99,30 @@ def memory_scan(
         name: what errors call this memory.
 
     Raises:
-        ConfigError: an engine or gate that the config cannot honour.
-        ShapeError: tensors that do not fit together.
-        NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token. It cannot be
-            raised while compiling or inside `torch.func` transforms, which forbid looking at
-            values.
+        ConfigError: an engine or gate that the config cannot honour, a gate out of its range,
+            parameters that are not those of phi.
+        ShapeError: tensors that do not fit together, or what is no tensor.
+        NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token; on a CPU also
+            in the backward pass, for a gradient that reaches the memory. It cannot be raised while
+            compiling or inside `torch.func` transforms, which forbid looking at values.
     """
+    if not isinstance(config, MemoryConfig):
+        raise ConfigError(
+            f"config must be a MemoryConfig, got {shorten(config)} ({type(config).__name__}); make "
+            "one by MemoryConfig(...) or MemoryConfig.model_validate(...)"
+        )
     if not torch.compiler.is_compiling():
         config = config.validated()
     sequence = complete(
         config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None
     )
+    check_state(state)
+    if initial is not None:
+        check_named("initial", initial)
     sequence = as_wide_as(state, sequence)
     sequence, seen = numbered(config, state, sequence)
     params = check_params(config.feature_map, phi_params, k)
-    dtype = config.dtype
-    for tensor in (q, k, v):
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    dtype = state_dtype(config, q, k, v, state, initial)
     start = complete_initial(
         config, initial, sequence, dtype, unread=state is not None and sequence.reset is None
     )
@@ -136,19 +135,33 @@ def memory_scan(
     if autodiff == "auto" and chosen != "sequential" and config.structure.linear:
         autodiff = "torch"
     if q.shape[1] == 0 or sequence.v.numel() == 0:
-        empty = merged(parts, [part.carry for part in parts])
-        return torch.zeros_like(v), empty._replace(seen=seen)
+        return _nothing(parts, v, seen, *sequence, *held)
     sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
-    runs = [_engine(chosen, part, sequence.v.dtype) for part in parts]
+    runs = [engine_of(chosen, part, sequence.v.dtype) for part in parts]
     along = len(parts) > 1 and counts_along(parts[0], chosen)
-    program = _program(parts, params, dtype, runs, along)
+    program = program_of(parts, params, dtype, runs, along)
     flat = (*sequence, *held)
     y, *rest = program(tape, *flat) if tape is not None else differentiate(program, flat, autodiff)
     carries = split_carries(several(tuple(rest)), parts)
     if config.on_nonfinite == "raise" and can_inspect(one((y,)), *carries[0].flat):
         if not all(all_finite(one((y,)), carry) for carry in carries):
             raise_at_first(_watched(parts, sequence, params, dtype), one((y,)), name)
-    return one((y,)), merged(parts, carries)._replace(seen=seen)
+    state = merged(parts, carries)._replace(seen=seen)
+    if config.on_nonfinite == "raise" and one((y,)).requires_grad:
+        watch_cotangents(name, one((y,)), state)
+    return one((y,)), state
+
+
+def _nothing(
+    parts: list[Part], v: Tensor, seen: Tensor | None, *inputs: Tensor | None
+) -> tuple[Tensor, MemoryState]:
+    """The outputs of no tokens, where every input has the gradient 0, and the state as it was."""
+    y = torch.zeros_like(v)
+    for item in inputs:
+        if item is not None and item.is_floating_point():
+            y = y + item.sum().to(v.dtype)  # to no number at all
+    own = [part.carry.rebuilt(tuple(item.clone() for item in part.carry.flat)) for part in parts]
+    return y, merged(parts, own)._replace(seen=None if seen is None else seen.clone())
 
 
 def _chosen(
@@ -200,13 +213,16 @@ def memory_step(
 
     A loop of it equals `memory_scan`.
     """
-    wide = [gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates or Gates()]
+    if not all(isinstance(item, Tensor) and item.dim() == 3 for item in (q, k, v)):
+        check_tokens(q, k, v, "[B, H, width]")
+    if isinstance(gates, Gates):
+        gates = Gates(*(gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates))
     y, state = memory_scan(
         config,
         q.unsqueeze(1),
         k.unsqueeze(1),
         v.unsqueeze(1),
-        Gates(*wide),
+        gates,
         state=state,
         phi_params=phi_params,
         initial=initial,
@@ -215,74 +231,12 @@ def memory_step(
     return y.squeeze(1), state
 
 
-def _program(
-    parts: list[Part],
-    params: Params,
-    dtype: torch.dtype,
-    engines: list[Callable[..., Any]],
-    along: bool,
-) -> Program:
-    """The scan as a function of its tensors; `along` lets one scan run memory and normaliser."""
-    config, fields, n_params = parts[0].config, len(Sequence._fields), len(params_tensors(params))
-    # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to
-    # another level, so only their number and order are used.
-    layouts = [
-        (part.config, len(part.initial), part.carry, runs)
-        for part, runs in zip(parts, engines, strict=True)
-    ]
-
-    def program(run: Run, *flat: Tensor) -> Tensors:
-        at = fields + n_params
-        own = with_tensors(params, flat[fields:at])
-        tokens = to_tokens(config, Sequence(*flat[:fields]), own, dtype, run)
-        initials: list[Memory] = []
-        carries: list[Carry] = []
-        for _, count, layout, _ in layouts:
-            initials.append(flat[at : at + count])
-            at += count
-            carries.append(layout.rebuilt(flat[at:]))
-            at += len(layout.flat)
-        if along:
-            results = counting_along(engines[0], config, tokens, carries, initials, run=run)
-        else:
-            results = [
-                runs(own, _counting(tokens) if index else tokens, *given, run=run)
-                for index, ((own, _, _, runs), *given) in enumerate(
-                    zip(layouts, carries, initials, strict=True)
-                )
-            ]
-        (y, _), *others = results
-        for z, _ in others:
-            y = one(run(DIVIDE.block(keeps=run is not execute), y, z, label="normalizer"))
-        if y.dtype != (given := flat[Sequence._fields.index("v")].dtype):
-            y = one(run(cast(given), y, label="outputs"))
-        return (y, *(tensor for _, carry in results for tensor in carry.flat))
-
-    return program
-
-
-def _engine(name: str, part: Part, values: torch.dtype) -> Callable[..., tuple[Tensor, Carry]]:
-    engines: dict[str, Callable[..., tuple[Tensor, Carry]]] = {
-        "chunk": partial(in_folds, partial(chunked, position=part.position)),
-        "compiled": compiled,
-        "fla": partial(by_fla, dtype=values),
-        "parallel": partial(in_folds, parallel),
-        "sequential": partial(in_folds, sequential),
-    }
-    return engines[name]
-
-
-def _counting(tokens: Tokens) -> Tokens:
-    """The tokens of a sum normaliser: the value is 1."""
-    return tokens._replace(v=torch.ones_like(tokens.v[..., :1]))
-
-
 def _watched(
     parts: list[Part], sequence: Sequence, params: Params, dtype: torch.dtype
 ) -> list[Watched]:
     tokens = fold_heads(to_tokens(parts[0].config, sequence, params, dtype, execute), execute)
     return [
-        Watched(part.config, _counting(tokens) if index else tokens, part.carry, part.initial)
+        Watched(part.config, counting(tokens) if index else tokens, part.carry, part.initial)
         for index, part in enumerate(parts)
     ]
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine.arguments import check_params, complete
+from hecate.engine.arguments import complete
+from hecate.engine.parameters import check_params
 from hecate.engine.positions import numbered
 from hecate.engine.prepare import Sequence, to_tokens
 from hecate.nn.asked import Asked

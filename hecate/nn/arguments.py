@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine import Engine
+from hecate.engine.given import described
 from hecate.engine.select import check_exact
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.state import LayerState
@@ -112,13 +113,6 @@ def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tenso
                 f"{name} must be bool [B, T] = {list(x.shape[:2])} on {x.device}, got "
                 f"{described(mask)}" + (f" on {mask.device}" if isinstance(mask, Tensor) else "")
             )
-
-
-def described(given: object) -> str:
-    """What a caller gave in place of a tensor of another kind, for an error."""
-    if not isinstance(given, Tensor):
-        return "None" if given is None else f"{shorten(given)}, no tensor"
-    return f"{given.dtype} {list(given.shape)}"
 
 
 def _check_state(layer: Memory, x: Tensor, state: LayerState) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from hecate.engine.by_hand import may_look
+from hecate.engine.quotients import largest, levelling, reach
 from hecate.errors import ConfigError, shorten
 
 QKNorm = Literal["none", "l2", "rms"]
@@ -18,12 +21,18 @@ def check_norm(norm: QKNorm) -> None:
         raise ConfigError(f"qk_norm must be one of {get_args(QKNorm)}, got {shorten(norm)}")
 
 
-def normalise_qk(x: Tensor, norm: QKNorm, eps: float = 1e-6) -> Tensor:
+def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = 1e-6) -> Tensor:
     """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better."""
     check_norm(norm)
     if norm == "none":
         return x
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    square = wide.square()
-    size = square.sum(-1, keepdim=True) if norm == "l2" else square.mean(-1, keepdim=True)
+    mean = torch.sum if norm == "l2" else torch.mean
+    size = mean(wide.square(), -1, keepdim=True)
+    if not (may_look(size) and math.isfinite(size.sum().item())):
+        # Too long to be squared: brought near 1, and eps with it.
+        longest = largest(wide)
+        level = torch.where(longest > reach(wide.dtype, 0.4), levelling(longest), 1.0)
+        wide, eps = wide * level, eps * level
+        size = mean(wide.square(), -1, keepdim=True)
     return (wide * (size + eps * eps).rsqrt()).to(x.dtype)

@@ -10,9 +10,11 @@ from torch import Tensor
 from hecate.engine import memory_scan
 from hecate.engine.positions import written_before
 from hecate.engine.prepare import Sequence, to_tokens
+from hecate.engine.quotients import L2_NORM
 from hecate.errors import ConfigError
 from hecate.phi import Identity, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.rule.rule import one
 from hecate.tape import execute
 from hecate.tape.bridge import without_autocast
 
@@ -66,8 +68,7 @@ def project_queries(
         opens = opens & write
     if reset is not None:
         opens = opens | reset
-    square = phi_k.square().sum(-1, keepdim=True)
-    unit = phi_k / torch.where(square > 0, square, 1.0).sqrt()
+    unit = one(execute(L2_NORM.block(keeps=False), phi_k))
     if kind == "sum":
         given: dict[str, Any] = {"state": state, "write_mask": write, "reset_mask": opens}
         phi_q, after = memory_scan(

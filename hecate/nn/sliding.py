@@ -173,7 +173,11 @@ class SlidingAttention(nn.Module):
             v = torch.cat([state.values.to(v.dtype), v], 1)
         k, v = in_order(line, k), in_order(line, v)
         plain = state is None and write_mask is None and reset_mask is None
-        y = self._attend(q, k, v, line, plain) if q.numel() else q
+        if q.numel():
+            y = self._attend(q, k, v, line, plain)
+        else:  # of no tokens every parameter has the gradient 0
+            unread = (k, v) if self.tokens is None else (k, v, self.tokens)
+            y = q + sum(part.sum().to(q.dtype) for part in unread)
         return self.out(y.flatten(-2)), self._carried(k, v, line, state)
 
     def _keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +192,7 @@ class SlidingAttention(nn.Module):
         if line.own.shape[1]:
             present = (line.document == line.own[:, -1:]).expand(k.shape[0], -1)
         elif before is not None:
-            present = before.present
+            present = before.present.clone()
         else:
             present = k.new_zeros(k.shape[:2], dtype=torch.bool)
         return SlidingState(last(k, count), last(v, count), last(present, count))

@@ -193,6 +193,14 @@ class FeatureMap(Variant, family="feature_map"):
         """Whether the derivative is written by hand."""
         return cls.vjp is not FeatureMap.vjp
 
+    def inner_maps(self) -> tuple[FeatureMap, ...]:
+        """The maps that this one is made of."""
+        return ()
+
+    def _by_hand(self) -> bool:
+        # One map without a VJP leaves all to torch: a VJP around it would evaluate it again.
+        return self.hand_written() and all(map_._by_hand() for map_ in self.inner_maps())
+
     def block(self, params: Params) -> tuple[Block, tuple[Tensor, ...]]:
         """This map as a tape block, and the parameter tensors to pass after x."""
         names = (*params["learned"],), (*params["frozen"],)
@@ -216,7 +224,7 @@ class FeatureMap(Variant, family="feature_map"):
             return (gx, *(glearned[name] for name in names[0]), *constants)
 
         tensors = (*params["learned"].values(), *params["frozen"].values(), *position)
-        return Block(f"phi.{self.kind}", forward, vjp if self.hand_written() else None), tensors
+        return Block(f"phi.{self.kind}", forward, vjp if self._by_hand() else None), tensors
 
 
 class _Degree:

@@ -23,6 +23,9 @@ class Wrapper(FeatureMap):
 
     inner: FeatureMap
 
+    def inner_maps(self) -> tuple[FeatureMap, ...]:
+        return (self.inner,)
+
     def output_dim(self, d: int) -> int:
         return self.inner.output_dim(d)
 
@@ -51,6 +54,9 @@ class Several(FeatureMap):
     """Helper for maps made of several. Not a variant itself: it has no kind."""
 
     maps: tuple[FeatureMap, ...] = Field(min_length=1, strict=False)
+
+    def inner_maps(self) -> tuple[FeatureMap, ...]:
+        return self.maps
 
     def input_dims(self, d: int) -> list[int]:
         """The width that each map is given."""

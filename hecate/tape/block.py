@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,8 +21,8 @@ class Block(NamedTuple):
     `forward(*inputs) -> (outputs, residuals)` returns a tuple of tensors and whatever its VJP
     needs; `vjp(residuals, *cotangents) -> input cotangents` returns one tensor or None per input,
     None meaning "no gradient flows here". A cotangent of an output that nobody used, or of
-    integers, arrives as zeros. Without a `vjp` the block is differentiated by `torch.func.vjp`;
-    `hand_written` tells which.
+    integers, arrives as zeros. Without a `vjp` the block is differentiated by `torch.func.vjp`,
+    from the one evaluation that is recorded; `hand_written` tells which.
 
     `program` is set on blocks that are programs themselves, so that a tape can look inside. A block
     that `recomputes` has its inputs as residuals and runs its program again in the VJP, unless it
@@ -45,20 +46,24 @@ class Block(NamedTuple):
         return self.vjp is not None
 
     def apply(self, inputs: Tensors) -> tuple[Tensors, Any]:
-        """Runs the forward; the residuals of a block without a VJP are its inputs."""
-        outputs, residuals = (self.record or self.forward)(*inputs)
+        """Runs the forward; the residual of a block without a VJP is torch's own pullback."""
+        if self.vjp is None:
+            return _autograd_vjp(self, inputs)
+        outputs, residuals = self._checked((self.record or self.forward)(*inputs))
+        return outputs, residuals
+
+    def _checked(self, returned: tuple[Tensors, Any]) -> tuple[Tensors, Any]:
+        outputs, residuals = returned
         if not isinstance(outputs, tuple):
             raise ShapeError(
                 f"block {self.name!r} must return (outputs, residuals) with a tuple of outputs, "
                 f"got a {type(outputs).__name__}; write `(y,), residuals` for a single output"
             )
-        return outputs, residuals if self.vjp is not None else inputs
+        return outputs, residuals
 
     def pullback(self, residuals: Any, cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Input cotangents from output cotangents."""
-        if self.vjp is not None:
-            return self.vjp(residuals, *cotangents)
-        return _autograd_vjp(self.forward, residuals, cotangents)
+        return (residuals if self.vjp is None else partial(self.vjp, residuals))(*cotangents)
 
 
 class Run(Protocol):
@@ -112,20 +117,33 @@ def distinct(outputs: Tensors, known: set[int]) -> Tensors:
     return tuple(own)
 
 
-def _autograd_vjp(
-    forward: Callable[..., tuple[Tensors, Any]], inputs: Tensors, cotangents: Sequence[Tensor]
-) -> list[Tensor | None]:
+def _autograd_vjp(block: Block, inputs: Tensors) -> tuple[Tensors, Callable[..., Any]]:
+    """Outputs of a block and `pull(*cotangents)`, both from one evaluation of its forward."""
     where = [index for index, value in enumerate(inputs) if differentiable(value)]
+    if not where:
+        return block._checked(block.forward(*inputs))[0], lambda *_: [None] * len(inputs)
+    layout: list[bool | None] = []  # of the outputs: None, or whether gradients flow to it
 
-    def outputs_of(*varied: Tensor) -> tuple[Tensor, ...]:
+    def outputs_of(*varied: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         filled = list(inputs)
         for index, value in zip(where, varied, strict=True):
             filled[index] = value
-        return tuple(out for out in forward(*filled)[0] if out is not None and differentiable(out))
+        outputs = block._checked(block.forward(*filled))[0]
+        layout[:] = (None if out is None else differentiable(out) for out in outputs)
+        present = [out for out in outputs if out is not None]
+        smooth, others = ([o for o in present if differentiable(o) == own] for own in (True, False))
+        return tuple(smooth), tuple(others)
 
-    pull = torch.func.vjp(outputs_of, *(inputs[index] for index in where))[1]
-    flowing = tuple(cotangent for cotangent in cotangents if differentiable(cotangent))
-    grads: list[Tensor | None] = [None] * len(inputs)
-    for index, grad in zip(where, pull(flowing), strict=True):
-        grads[index] = grad
-    return grads
+    varied = (inputs[index] for index in where)
+    smooth, pull, others = torch.func.vjp(outputs_of, *varied, has_aux=True)  # type: ignore[misc]
+    left = {True: iter(smooth), False: iter(others)}
+    outputs = tuple(None if kind is None else next(left[kind]) for kind in layout)
+
+    def pulled(*cotangents: Tensor) -> list[Tensor | None]:
+        grads: list[Tensor | None] = [None] * len(inputs)
+        flowing = tuple(cotangent for cotangent in cotangents if differentiable(cotangent))
+        for index, grad in zip(where, pull(flowing), strict=True):
+            grads[index] = grad
+        return grads
+
+    return outputs, pulled

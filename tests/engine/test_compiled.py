@@ -18,7 +18,7 @@ from hecate import Gates, MemoryConfig, NonFiniteError, memory_scan
 from hecate.bias import L2, Bias, ErrorBias, Huber, KernelForm
 from hecate.engine import Call, choose_engine
 from hecate.engine import compiled as module
-from hecate.engine import scan as scans
+from hecate.engine import program as scans
 from hecate.engine.compiled import compiled_refusal, compiled_unfit
 from hecate.errors import ConfigError
 from hecate.nn import Memory

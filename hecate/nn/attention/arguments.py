@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hecate.engine import Engine
+from hecate.engine.given import check_mask, check_tokens, described
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.nn.arguments import check_engine, check_sequence, described
+from hecate.nn.arguments import check_engine, check_sequence
 from hecate.nn.attention.state import LinearAttentionState
 from hecate.nn.attention.sums import MEMORIES
 from hecate.nn.positions import Position, Relative, Rotation
@@ -114,13 +115,7 @@ def check_call(
     normalizer: str,
 ) -> None:
     """Refuses tensors that do not fit together."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not _is_real(tensor) or tensor.dim() != 4:
-            raise ShapeError(
-                f"{name} must be floating point [B, T, heads, width], got {described(tensor)}"
-            )
-        if tensor.device != k.device:
-            raise ShapeError(f"{name} is on {tensor.device}, k on {k.device}; move them together")
+    check_tokens(q, k, v, "[B, T, heads, width]")
     if v.shape[:3] != k.shape[:3] or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise ShapeError(
             "q must be [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] with equal B, S, G, D; got "
@@ -128,14 +123,8 @@ def check_call(
         )
     if not k.shape[2] or not q.shape[2] or q.shape[2] % k.shape[2]:
         raise ShapeError(f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads")
-    for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
-        fits = isinstance(mask, Tensor) and mask.shape == k.shape[:2] and mask.dtype == torch.bool
-        if mask is not None and not fits:
-            raise ShapeError(
-                f"{name} must be bool {list(k.shape[:2])} like the keys, got {described(mask)}"
-            )
-        if mask is not None and mask.device != k.device:
-            raise ShapeError(f"{name} is on {mask.device}, k on {k.device}; move them together")
+    check_mask("write_mask", write_mask, k)
+    check_mask("reset_mask", reset_mask, k)
     _check_relative(positions, state, reset_mask, causal=causal)
     ordered = causal or positions.needs_order or feature_map.needs_position
     if (ordered or reset_mask is not None) and q.shape[1] != k.shape[1]:

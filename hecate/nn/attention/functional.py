@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from hecate.engine import Engine
-from hecate.engine.arguments import check_params, document_starts
+from hecate.engine.arguments import document_starts
 from hecate.engine.by_hand import ByHand
+from hecate.engine.parameters import check_params
 from hecate.engine.positions import counted
-from hecate.engine.prepare import DIVIDE
+from hecate.engine.quotients import DIVIDE, largest, levelling, near_one
 from hecate.nn.attention.arguments import check_call, check_options, check_positions
 from hecate.nn.attention.state import LinearAttentionState
 from hecate.nn.attention.sums import Pass, from_both_sides, over_all, running
@@ -204,8 +205,12 @@ def _read(
     total = None if state is None or state.total is None else state.total.to(v.dtype).unsqueeze(2)
     if normalizer == "none":
         return *way(q, k, v, held, how), None
+    alike, size, unit = q is total_q, largest(total_q), None
+    if eps == 0 and not near_one(size):  # else no sum is small; a query's own size cancels
+        unit = levelling(size)
+        q, total_q = q * unit, total_q * unit
     ones = torch.ones_like(v[..., :1])
-    if q is total_q:  # one pass for both sums: that of weights has 1 for a value
+    if alike:  # one pass for both sums: that of weights has 1 for a value
         if held is not None and total is not None:
             held = torch.cat([held, total], 2)
         y, after = way(q, k, torch.cat([v, ones], -1), held, how)
@@ -215,5 +220,5 @@ def _read(
         y, weighted = way(q, k, v, held, how)
         weights, after = way(total_q, total_k, ones, total, how)
         y = torch.where(weights + eps > 0, y, 0.0)
-    y = one(execute(DIVIDE.block(keeps=False), y, weights + eps))
+    y = one(execute(DIVIDE.block(keeps=False), y, weights + eps, unit))
     return y, weighted, after.squeeze(2)
