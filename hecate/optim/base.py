@@ -32,8 +32,9 @@ class MatrixOptimizer(Optimizer):
 
     State exists from construction, so that the checkpoint of a fresh optimiser is complete; it is
     float32 or better for half-precision parameters, through `load_state_dict` as well. All
-    gradients are checked before anything is written. `step` draws no random numbers. Options belong
-    to the group, so that schedulers and groups with settings of their own work.
+    gradients are checked before anything is written, by all processes of a mesh together. `step`
+    draws no random numbers. Options belong to the group, so that schedulers and groups with
+    settings of their own work; each step checks the numbers among them anew.
 
     Shapes: a parameter of 2 dimensions is its own matrix; more are flattened to `[first, rest]`
     (`matrix="flatten"`) or to `[rest, last]` (`"last"`); 1 dimension is one row, none `[1, 1]`. A

@@ -22,7 +22,7 @@ from hecate.optim.options import (
     common_options,
 )
 from hecate.optim.orthogonal import orthogonalised, settings
-from hecate.optim.tensors import SMALL, Bulk, as_matrix, outline, state_dtype
+from hecate.optim.tensors import SMALL, Bulk, as_matrix, largest, outline, state_dtype
 
 CHANGE, OUT = "w_in", "w_out"
 
@@ -186,7 +186,6 @@ class DeepMomentum(MatrixOptimizer):
 def _length(rows: Tensor) -> Tensor:
     """By matrix, the root mean square of rows that are not zero; 1 if all are. `[n, 1, 1]`."""
     moved = (rows != 0).any(-1, keepdim=True).sum(-2, keepdim=True) * rows.shape[-1]
-    largest = rows.detach().abs().amax((-2, -1), keepdim=True)
-    largest = torch.where(largest > 0, largest, 1)  # squares of what is left lie within the dtype
-    power = (rows / largest).square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)
-    return largest * torch.where(power > 0, power, 1).sqrt()
+    size = largest(rows, (-2, -1))  # squares of what is left lie within the dtype
+    power = (rows / size).square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)
+    return size * torch.where(power > 0, power, 1).sqrt()

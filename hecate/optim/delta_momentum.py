@@ -23,7 +23,7 @@ from hecate.optim.options import (
     name_of,
 )
 from hecate.optim.orthogonal import orthogonalised, settings
-from hecate.optim.tensors import Bulk, as_matrix
+from hecate.optim.tensors import Bulk, as_matrix, tamed
 from hecate.tape.bridge import can_inspect
 
 HELD = "momentum"
@@ -140,13 +140,18 @@ class DeltaMomentum(MatrixOptimizer):
         m, g = (as_matrix(x, group["matrix"]) for x in (held, grad))
         erase, stable = _erase(group), group["form"] == "stable"
         rows = group["reading"] == "rows"
+        g, size = tamed(g, -1 if rows else (-2, -1), g.dtype)
+        weight = erase * size * size
         square = (g * g).sum(-1, keepdim=True) if rows else (g * g).sum()
         if group["reading"] == "scalar":
             momentum = torch.as_tensor(group["momentum"]).to(square)
-            factor = erase * square
+            factor = weight * square
             out = (torch.minimum(factor, momentum) if stable else factor) * m
         else:
-            c = erase / (1 + erase * square) if stable else erase
+            c = weight
+            if stable:
+                weight = weight.clamp(max=torch.finfo(g.dtype).max ** 0.75)  # c is at its limit
+                c = weight / (1 + weight * square)
             if rows:
                 out = c * (m * g).sum(-1, keepdim=True) * g
             elif len(g) > g.shape[-1]:

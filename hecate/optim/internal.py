@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hecate.optim.lift import RowMap
+from hecate.optim.tensors import tamed
 from hecate.phi import Params
 
 GRAM, CROSS, PHI = "lift_gram", "lift_cross", "phi."
@@ -59,13 +60,13 @@ def learn_phi(row_map: RowMap, state: dict[str, Tensor], g: Tensor, lr: float) -
 
     [OPT-PHI-D4]
     """
-    target = row_map.target(g)
+    target, size = tamed(row_map.target(g), (-2, -1), g.dtype)
     power = target.square().sum()
     power = torch.where(power > 0, power, 1)
 
     def loss(learned: dict[str, Tensor]) -> Tensor:
         told = row_map.with_params({**row_map.params, "learned": learned}, g)(g)
-        return (told - target).square().sum() / (2 * power)
+        return (told / size - target).square().sum() / (2 * power)
 
     grads = torch.func.grad(loss)(row_map.params["learned"])
     for name, grad in grads.items():

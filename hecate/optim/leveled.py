@@ -45,7 +45,8 @@ class Leveled(torch.optim.Optimizer):
 
     `inner` is the wrapped optimiser: hooks registered there fire at commits only and see in `.grad`
     the gradient of the window. State (windows included), schedulers, hooks, closures, groups,
-    deepcopy and pickle are those of any torch optimiser.
+    deepcopy and pickle are those of any torch optimiser. Gradients of a window that is
+    incomplete at the end of training are in the state dict; `flush` commits them.
 
     Cost: one tensor per parameter of a level with C > 1, and one addition per step.
     References: A. Behrouz et al., Nested Learning: The Illusion of Deep Learning Architectures,

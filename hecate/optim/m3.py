@@ -157,7 +157,9 @@ class M3(MatrixOptimizer):
             put(group, state, key, x)
 
     def _second(self, group: Group, bulk: Bulk, grads: list[Tensor], states: list[State]) -> None:
-        held = [(g * g, state) for g, state in zip(grads, states, strict=True) if SQUARE in state]
+        held = [
+            (_square(g), state) for g, state in zip(grads, states, strict=True) if SQUARE in state
+        ]
         if held:
             squares, kept = [s for s, _ in held], [state for _, state in held]
             self._write(group, bulk, kept, SQUARE, squares, group["retain"])
@@ -206,6 +208,11 @@ class M3(MatrixOptimizer):
         summed = group["accumulate"] == "sum"
         scale = 1 if summed else 1 - group["retain"] ** int(state[STEP])
         return (state[SQUARE] / scale).sqrt() + group["eps"]
+
+
+def _square(g: Tensor) -> Tensor:
+    """g^2, at most the largest number: an average with infinity would be NaN from then on."""
+    return (g * g).clamp(max=torch.finfo(g.dtype).max)
 
 
 def _as_vector(p: Tensor, group: Group) -> bool:

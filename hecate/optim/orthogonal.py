@@ -18,7 +18,7 @@ from hecate.optim.options import (
     check_count,
     check_number,
 )
-from hecate.optim.tensors import SMALL
+from hecate.optim.tensors import SMALL, tamed
 
 Polynomial = Literal["quintic", "cubic"] | tuple[float, float, float]
 AdjustLr = Literal["original", "match_rms_adamw", "none"]
@@ -38,7 +38,8 @@ def newton_schulz(
     matrix: rows of a shard alone would be another algorithm.
     """
     tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.to(dtype or matrix.dtype)
+    dtype = dtype or matrix.dtype
+    x = tamed(matrix, (-2, -1), dtype)[0].to(dtype)
     x = x.mT if tall else x
     # One matrix takes its norm as `torch.optim.Muon` does, bit for bit.
     length = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
@@ -71,7 +72,8 @@ def orthogonalised(matrix: Tensor, options: Mapping[str, Any] | None) -> Tensor:
         matrix, POLYNOMIALS[options["polynomial"]], options["steps"], options["eps"]
     )
     if options["rescale"]:
-        found = found * (matrix.norm() / math.sqrt(min(matrix.shape)))
+        small, size = tamed(matrix, (-2, -1), matrix.dtype)
+        found = found * (size * (small.norm() / math.sqrt(min(matrix.shape))))
     return found
 
 

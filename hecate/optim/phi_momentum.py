@@ -63,7 +63,8 @@ class PhiMomentum(PhiOptimizer):
     row's length, and divides what identity and vjp make of them by their gain on Gaussian rows:
     updates are about as long as gradients, at any length. It warns where they do not descend. `rms`
     and `unit` restore nothing: steps have one length for all gradients. `none` leaves rows as they
-    are. `auto` is restored, but none for maps of degree 1 and for identity through bounded slopes.
+    are. `auto` is restored, but none for maps of degree 1, for identity through bounded slopes,
+    and for literal phi.
     space: where m lives. `phi` holds `[rows, d_phi]` and lifts what it holds; with vjp by the
     Jacobian at the present gradient, which is another rule than `weight`.
     precondition: `diagonal` u / (sqrt(v) + eps) or `kronecker` L^(-1/4) u R^(-1/4), of the lifted
@@ -172,7 +173,8 @@ class PhiMomentum(PhiOptimizer):
         if group["lift"] == "auto":
             group["lift"] = choose(feature_map)
         if group["input_scale"] == "auto":
-            group["input_scale"] = choose_scale(feature_map, group["lift"])
+            printed = not (group["center"] or group["odd"])
+            group["input_scale"] = "none" if printed else choose_scale(feature_map, group["lift"])
         check_choice(group, "input_scale", ("none", "rms", "unit", "restored"))
         if group["ridge"] is None:
             group["ridge"] = 1e-6 if group["lift"] == "learned" else 0.0

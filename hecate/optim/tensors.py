@@ -37,6 +37,13 @@ def largest(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     return torch.where(found > 0, found, 1)
 
 
+def tamed(x: Tensor, dim: int | tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x / s and s: the largest |entry| along dim where its fourth power leaves dtype, else 1."""
+    size = largest(x, dim)
+    size = torch.where(size > torch.finfo(dtype).max ** 0.25, size, 1)
+    return x / size, size
+
+
 def outline(p: Tensor) -> Tensor:
     """p's shape without its numbers, for questions that a shard of uneven parts would refuse."""
     return torch.empty(p.shape, device="meta")

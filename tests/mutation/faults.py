@@ -429,7 +429,7 @@ FAULTS = [
         "tests/optim/test_delta_and_deep.py",
         ("delta_momentum", "return square.max() if group", "return square.sum() if group"),
         ("delta_momentum", "torch.minimum(factor, momentum) if stable else factor", "factor"),
-        ("deep_momentum", "power = (rows / largest).square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)", "power = (rows / largest).square().mean((-2, -1), keepdim=True)"),
+        ("deep_momentum", "power = (rows / size).square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)", "power = (rows / size).square().mean((-2, -1), keepdim=True)"),
         ("deep_momentum", "every = [self.state[p] for p in group", "every = states or [self.state[p] for p in group"),
     ),
     *_of(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hecate import phi
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, NonFiniteError
 from hecate.optim import (
     DGD,
     M3,
@@ -115,3 +115,29 @@ def test_parameters_without_numbers_are_no_trouble(name, view):
         assert p.isfinite().all() and bool((p != 1).all())  # true of none
     optimizer.load_state_dict(optimizer.state_dict())
     moved(optimizer, *together)
+
+
+SQUARES = {"diagonal", "m3", "m3 row"}  # their state holds squares, as Adam's does
+
+
+@pytest.mark.spec("OPT-BASE-I5")
+@pytest.mark.parametrize("size", [1e20, 1e30])
+@every
+def test_gradients_whose_squares_leave_float32(name, size):
+    """The same steps as in float64, to the rounding of float32."""
+    weights = []
+    for dtype in (torch.float32, torch.float64):
+        w = torch.nn.Parameter(torch.zeros(3, 5, dtype=dtype))
+        optimizer = built(name, w)
+        for step in range(2):
+            draws = torch.Generator().manual_seed(step)
+            w.grad = (size * torch.randn(3, 5, generator=draws, dtype=torch.float32)).to(dtype)
+            if name == "kronecker" and dtype == torch.float32:
+                with pytest.raises(NonFiniteError, match="squares of an update left torch.float32"):
+                    optimizer.step()
+                return
+            optimizer.step()
+        weights.append(w.detach().double())
+    assert weights[0].isfinite().all()
+    if name not in SQUARES:
+        assert (weights[0] - weights[1]).norm() <= 1e-4 * weights[1].norm()

@@ -93,6 +93,8 @@ def test_auto_says_what_it_chose():
         assert chosen(made) == "restored"
     assert chosen("tanh", lift="vjp") == "restored"  # J vanishes far out
     assert chosen("exp", input_scale="unit") == "unit"
+    with pytest.warns(UserWarning, match="a gradient of zero moves weights"):
+        assert chosen("exp", center=False) == "none"
 
 
 SGD = {  # what the identity needs to be SGD: dtype, weight decay, options
