@@ -43,6 +43,16 @@ def test_cotangents_are_those_of_autograd(join):
         assert level.output_rms == pytest.approx(out.square().mean().sqrt().item())
 
 
+@pytest.mark.spec("CMS-HEALTH-D1", "RET-MIRROR-D2")
+def test_norms_are_those_of_the_weights():
+    """A level that carries logits is as long as its distributions."""
+    layer, x = cms_of(levels=[{"name": "logits", "memory": {"retention": "kl"}}]), inputs()
+    _, state = layer(x)
+    rows = state.levels[0].memory.memory["weight"].softmax(-1)
+    (level,) = layer.health(x)
+    assert level.norm_end == pytest.approx(rows.norm(dim=(2, 3)).mean().item())
+
+
 @pytest.mark.spec("CMS-HEALTH-D1")
 def test_half_lives():
     levels = [

@@ -666,3 +666,8 @@ def test_any_retention_starts_where_it_says(retention):
     near([mine, leaves(after)], [y, leaves(state)], 1e-12)
     still = layer_of(config_of(phase=1, memory={"retention": retention}))
     near(still(inputs())[0][:, :2], y[:, :2], 1e-12)
+    knob, boxes = config_of(memory={"retention": retention}).memory.retention, still.boxes
+    phi = boxes.asked(torch.randn(1, 1, HEADS, D_MODEL // HEADS, generator=seeded(3)))
+    weights = knob.weights(knob.start(boxes.initial["q"].tensors["weight"]))
+    answer = torch.einsum("hvp,bthp->bthv", weights, phi)
+    near(boxes.ask_static(phi)["q"], answer, 1e-12)

@@ -101,6 +101,7 @@ def test_scans_in_a_row(asked):
         {"query_scale": "key_dim", "chunk": 4, "commit": "chunk"},
         {"structure": "mlp", "algorithm": "momentum"},
         {"structure": "vector"},
+        {"retention": "kl"},
     ],
     ids=str,
 )
@@ -113,6 +114,21 @@ def test_what_is_recalled_is_what_a_scan_would_read(fields):
     error = (scale * view.answers - asked.v).norm(dim=-1) / asked.v.norm(dim=-1)
     times = torch.arange(6)
     torch.testing.assert_close(view.recall.error[:, :, times + 1, times], error.transpose(1, 2))
+
+
+@pytest.mark.spec("SCOPE-VIEW-D1", "RET-MIRROR-D2")
+def test_norms_and_ranks_are_those_of_the_weights():
+    """Not of the logits that kl carries: its rows are distributions over two features."""
+    asked = asked_of(config_of(retention="kl"), length=4, d=2, width=3)
+    view = MemoryView("m", [asked], 1)
+    for norm, state in zip(view.norms["weight"].unbind(-1), (None, asked.scan()[1]), strict=True):
+        own = asked.between(0, 0, None).scan()[1] if state is None else state
+        rows = own.memory["weight"].softmax(-1)
+        torch.testing.assert_close(norm, rows.flatten(2).norm(dim=-1))
+    shares = torch.linalg.svdvals(rows)
+    shares = shares / shares.sum(-1, keepdim=True)
+    expected = torch.special.entr(shares).sum(-1).exp()
+    torch.testing.assert_close(view.ranks["weight"][..., -1], expected)
 
 
 def test_gates_are_filled_in():
