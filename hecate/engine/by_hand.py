@@ -132,7 +132,7 @@ def is_traced(*tensors: Tensor | None) -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     return any(
-        torch._C._dispatch_keys(tensor).has(_BATCHED)
+        torch._C._dispatch_keys(tensor).has(_BATCHED)  # type: ignore[arg-type]
         or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
         for tensor in tensors
         if tensor is not None

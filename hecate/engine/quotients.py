@@ -8,7 +8,6 @@ which rounds nothing and cancels in the quotient. [RULE-RANGE-I1]
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,6 @@ from hecate.tape.ops import over
 NORMALIZED_EPS = 1e-6
 
 
-@cache
 def reach(dtype: torch.dtype, share: float) -> float:
     """The power of two at a share of a dtype's exponents: at 1/2 its square is the largest."""
     return 2.0 ** int(share * math.log2(torch.finfo(dtype).max))
