@@ -240,6 +240,6 @@ def test_within_a_floor_imports_go_one_way():
     assert all(FLOOR[a] == FLOOR[b] for a, b in ACROSS)
 
 
-def test_no_file_is_longer_than_300_lines():
+def test_no_file_is_longer_than_600_lines():
     lengths = {named(path): len(path.read_text().splitlines()) for path in sources()}
-    assert not {name: length for name, length in lengths.items() if length > 300}
+    assert not {name: length for name, length in lengths.items() if length > 600}

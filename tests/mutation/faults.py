@@ -237,7 +237,7 @@ FAULTS = [
     *_of(
         "engine",
         "tests/engine/test_decay_order.py",
-        ("sequential", "anchor = carry.anchor if frozen_gradients(config) else carry.memory", "anchor = carry.memory"),
+        ("sequential", "config.rule.decayed(anchor, kept, run=run, label=label)", "config.rule.decayed(carry.memory, kept, run=run, label=label)"),
         ("sequential", "left = one(run(SELECT, position == 0, torch.ones_like(kept), kept, label=label))", "left = kept"),
         ("commits", "        last = torch.ones_like(last)", "        pass"),
         ("commits", "return (total.unsqueeze(1) * kept,), (total, kept)", "return (kept,), (total, kept)"),
