@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hecate import MemoryConfig, memory_scan
 from hecate.cms import CMS, CMSConfig
-from hecate.errors import ConfigError, HecateError, ShapeError
+from hecate.errors import ConfigError, HecateError
 from hecate.models import Hope, HopeConfig, LinearTransformer, LinearTransformerConfig
 from hecate.train import ExperimentConfig, Trainer
 from hecate.train.document import dump_yaml, parse_yaml

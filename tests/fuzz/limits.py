@@ -6,6 +6,7 @@ import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 SECONDS, BYTES = 5.0, 64 << 20
@@ -29,8 +30,7 @@ def within(seconds: float = SECONDS, allowed: int | None = BYTES) -> Iterator[No
     signal.setitimer(signal.ITIMER_PROF, seconds)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if allowed is not None:
-        with open("/proc/self/statm") as file:
-            held = int(file.read().split()[0]) * resource.getpagesize()
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + allowed, limits[1]))
     try:
         yield
