@@ -24,7 +24,7 @@ import torch
 
 from hecate.errors import HecateError
 from hecate.microscope.style import COLOURS, finish
-from hecate.models import LanguageModel
+from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.rule import RULES
 from hecate.train import ExperimentConfig, Trainer, load_experiment
 from studies.study import Cell, Progress, Result, Study
@@ -71,8 +71,7 @@ class Job(NamedTuple):
         """The preset made small, with values and, where they may be, keys of this width."""
         memory = RULES[self.rule].config
         own = [f"budget.steps={self.steps}", EVALUATION, *SHARED, *SETTINGS[self.task]]
-        narrow = memory.feature_map.kind == "polynomial"
-        own += [f"model.d_value={d_value}", f"model.d_key={NARROW_KEYS if narrow else d_value}"]
+        own += [f"model.{name}={size}" for name, size in widths(self.rule, d_value).items()]
         if hasattr(memory.structure, "expansion"):
             own.append("model.memory.structure.expansion=1")
         if memory.chunk > CHUNK:
@@ -80,17 +79,24 @@ class Job(NamedTuple):
         return load_experiment(f"{self.task}-{self.rule}", own)
 
 
+def widths(rule: str, d_value: int) -> dict[str, int]:
+    """Of values and, where they may be, of keys."""
+    narrow = RULES[rule].config.feature_map.kind == "polynomial"
+    return {"d_value": d_value, "d_key": NARROW_KEYS if narrow else d_value}
+
+
 @cache
 def width(rule: str) -> int:
     """The width of heads whose state is closest to `STATE_BYTES`, the smaller of two."""
-    sizes = {d: _bytes(Job(rule, "mqar", 1).of_width(d)) for d in WIDTHS}
+    config = Job(rule, "mqar", 1).of_width(WIDTHS[0]).model_for_data()
+    sizes = {d: _bytes(config.model_copy(update=widths(rule, d))) for d in WIDTHS}
     return min(sizes, key=lambda d: abs(sizes[d] - STATE_BYTES))
 
 
 @torch.no_grad()
-def _bytes(config: ExperimentConfig) -> int:
-    model = LanguageModel(config.model_for_data(), generator=torch.Generator().manual_seed(0))
-    _, state = model(torch.zeros(1, 1, dtype=torch.int64))
+def _bytes(config: LanguageModelConfig) -> int:
+    model = LanguageModel(config, generator=torch.Generator().manual_seed(0))
+    _, state = model(torch.zeros(1, 0, dtype=torch.int64))
     return sum(layer.memory.bytes for layer in state)
 
 
@@ -108,7 +114,10 @@ def train(job: Job) -> Record:
             loss = math.nan
             for _ in range(job.steps):
                 loss = trainer.train_step().loss
-            record |= {"engine": config.engines()["memory"][0], "state_bytes": _bytes(config)}
+            record |= {
+                "engine": config.engines()["memory"][0],
+                "state_bytes": _bytes(config.model_for_data()),
+            }
             record |= {"loss": loss, "value": trainer.evaluate().value(trainer.source.metric)}
     except HecateError as error:
         record["failed"] = f"{type(error).__name__}: {error}"

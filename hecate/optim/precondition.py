@@ -51,7 +51,7 @@ def root(factor: Tensor, eps: float) -> Tensor:
     """(A + eps max(eigenvalue))^(-1/4) of a positive semi-definite A."""
     try:
         values, vectors = torch.linalg.eigh(factor)
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         raise NonFiniteError(
             f"precondition 'kronecker' met statistics without eigenvalues, {list(factor.shape)}: "
             f"squares of an update left {factor.dtype}, or a NaN came by on_nonfinite='propagate'; "

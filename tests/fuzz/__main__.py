@@ -10,10 +10,31 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 
 from tests.fuzz import configs, scans
+
+CHECKS: dict[str, Callable[[int], str]] = {"configs": configs.check, "scans": scans.check}
+
+
+def run(what: str, seeds: Iterable[int]) -> tuple[Counter[str], list[str], tuple[float, int]]:
+    """How often each outcome came, the faults, and the slowest case: seconds of CPU and seed."""
+    found: Counter[str] = Counter()
+    faults: list[str] = []
+    slowest = (0.0, 0)
+    for seed in seeds:
+        start = time.process_time()
+        try:
+            found[CHECKS[what](seed)] += 1
+        except Exception as error:  # whatever it is, it is the finding
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            faults.append(f"seed {seed}: {text}  [{Path(frame.filename).name}:{frame.lineno}]")
+        slowest = max(slowest, (time.process_time() - start, seed))
+    return found, faults, slowest
 
 
 def main() -> None:
@@ -23,34 +44,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first case; then one by one")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found: Counter[str] = Counter()
-    faults: list[str] = []
-    slowest = (0.0, 0)
     began = time.process_time()
-    for seed in range(options.seed, options.seed + options.cases):
-        start = time.process_time()
-        try:
-            found[CHECKS[options.what](seed)] += 1
-        except Exception as error:  # whatever it is, it is the finding
-            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            faults.append(
-                f"seed {seed}: {text}  [{frame.filename.rpartition('/')[2]}:{frame.lineno}]"
-            )
-        slowest = max(slowest, (time.process_time() - start, seed))
-    seconds = time.process_time() - began
+    seeds = range(options.seed, options.seed + options.cases)
+    found, faults, (most, slowest) = run(options.what, seeds)
     print(
-        f"{options.cases} {options.what} from seed {options.seed}: {seconds:.0f} s of CPU, ", end=""
+        f"{options.cases} {options.what} from seed {options.seed}: {len(faults)} faults, "
+        f"{time.process_time() - began:.0f} s of CPU, at most {most:.2f} s (seed {slowest})"
     )
-    print(f"slowest {slowest[0]:.2f} s (seed {slowest[1]}), {len(faults)} faults")
     for kind, count in found.most_common():
         print(f"{count:6} {kind}")
-    for fault in faults:
-        print(f"fault: {fault}", file=sys.stderr)
+    if options.cases == 1 and options.what == "scans":
+        print(*scans.describe(options.seed), sep="\n")
+    print(*faults, sep="\n", file=sys.stderr)
     sys.exit(bool(faults))
 
-
-CHECKS = {"configs": configs.check, "scans": scans.check}
 
 if __name__ == "__main__":
     main()

@@ -30,8 +30,7 @@ def within(seconds: float = SECONDS, allowed: int | None = BYTES) -> Iterator[No
     signal.setitimer(signal.ITIMER_PROF, seconds)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if allowed is not None:
-        with Path("/proc/self/statm").open() as file:
-            held = int(file.read().split()[0]) * resource.getpagesize()
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + allowed, limits[1]))
     try:
         yield
