@@ -282,7 +282,9 @@ def test_json_constants_are_refused(constant):
     "text", ['{"radius": 1.0, "radius": 2.0}', b'{"kind": "round", "kind": "round"}']
 )
 def test_keys_given_twice_are_refused(text):
-    with pytest.raises(ConfigError, match="(radius|kind): given twice in one JSON object; keep one"):
+    with pytest.raises(
+        ConfigError, match="(radius|kind): given twice in one JSON object; keep one"
+    ):
         Round.model_validate_json(text)
 
 
