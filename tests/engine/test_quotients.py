@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -171,3 +173,14 @@ def test_attention_over_small_weights(dtype, causal):
         for mine, true in zip(found[-1], found[0], strict=True):
             tolerance = 8 * (abs(x) + 1) * torch.finfo(dtype).eps
             torch.testing.assert_close(mine, true, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.spec("RULE-NORM-D1")
+def test_an_empty_memory_divides_by_one_whatever_the_size_of_features():
+    fields = {"bias": "dot", "feature_map": "elu", "normalizer": "sum", "read": "before"}
+    config = MemoryConfig(**fields)
+    x = torch.full((1, 3, 1, 2), -60.0, dtype=torch.float32)
+    start = {"weight": torch.ones(1, 2, 2, dtype=torch.float32)}
+    for engine in engines_of(config):
+        y, _ = memory_scan(config, x, x, x, Gates(0.5), initial=start, engine=engine)
+        assert float(y[0, 0, 0, 0]) == pytest.approx(2 * math.exp(-60.0), rel=1e-4, abs=0)
