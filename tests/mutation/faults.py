@@ -406,6 +406,9 @@ FAULTS = [
         ("leveled", "self._windows = windows\n", "self._windows.update(windows)\n"),
         ("leveled", "self.inner.__setstate__(shared)", "pass"),
         ("leveled", "self.state.pop(parameter, None)", "pass"),
+        ("lift", "features = features * length(g)", "pass"),
+        ("lift", "return lifted if self.gain == 1 else lifted / self.gain", "return lifted"),
+        ("windows", 'bool(entries[i].get("has_window", True))', "True"),
         ("leveled", 'if self.state or any(group["commits"] for group in groups):', "if True:"),
     ),
     *_of(
