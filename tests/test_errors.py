@@ -110,6 +110,10 @@ def test_did_you_mean():
     assert did_you_mean("sigm", ["sigma", "d_phi"]) == " Did you mean 'sigma'?"
     assert did_you_mean("zzz", ["sigma", "d_phi"]) == ""
     assert did_you_mean(None, []) == ""
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    assert did_you_mean(deep, ["sigma"]) == ""
 
 
 def test_shorten():

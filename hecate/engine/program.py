@@ -28,7 +28,7 @@ from hecate.engine.tokens import Carry, Tokens
 from hecate.phi import Params
 from hecate.rule.rule import one
 from hecate.structure import Memory
-from hecate.tape import Program, Run, Tensors, execute
+from hecate.tape import Block, Program, Run, Tensors, execute
 
 
 def program_of(
@@ -78,9 +78,23 @@ def program_of(
             results = [(out, times(carry, back, run)) for out, carry in results]
         if y.dtype != (asked := flat[Sequence._fields.index("v")].dtype):
             y = one(run(cast(asked), y, label="outputs"))
-        return (y, *(tensor for _, carry in results for tensor in carry.flat))
+        states = (tensor for _, carry in results for tensor in carry.flat)
+        return (y, *(_apart(tensor, flat, run) for tensor in states))
 
     return program
+
+
+def _apart(tensor: Tensor, given: tuple[Tensor, ...], run: Run) -> Tensor:
+    """A copy of what no token has changed, such as an anchor, so that no result is an input."""
+    same = tensor.is_floating_point() and any(tensor is item for item in given)
+    return one(run(_COPY, tensor, label="state")) if same else tensor
+
+
+def _copy(x: Tensor) -> tuple[Tensors, None]:
+    return (x.clone(),), None
+
+
+_COPY = Block("copy", _copy, lambda _, g: (g,))
 
 
 def engine_of(name: str, part: Part, values: torch.dtype) -> Callable[..., tuple[Tensor, Carry]]:

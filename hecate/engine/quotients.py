@@ -136,13 +136,14 @@ def stepped(config: MemoryConfig, given: Step, run: Run) -> Step:
     phi, v, lr = given
     rule = _NORMALIZED if config.step == "normalized" else _IMPLICIT
     floor = torch.full_like(lr, NORMALIZED_EPS if config.step == "normalized" else 1.0)
-    top = reach(phi.dtype, 0.4)
-    if may_look(phi) and phi.numel() and largest(phi).amax().item() <= top:
-        return Step(phi, v, one(run(rule, lr, phi, floor, label="step")))
     dot, l2 = type(config.bias) is Dot, type(config.bias) is L2
     # The values of a sum normaliser are 1, whatever becomes of v.
     same = dot or (l2 and config.normalizer == "none")
     same = same and config.structure.linear and config.algorithm.linear
+    # Its derivative has |phi|^4 in it.
+    top = reach(phi.dtype, 0.2 if same else 0.4)
+    if may_look(phi) and phi.numel() and largest(phi).amax().item() <= top:
+        return Step(phi, v, one(run(rule, lr, phi, floor, label="step")))
     size = largest(phi)
     level = torch.where(size > top, levelling(size) * (1.0 if same else top), 1.0)
     factor = level.squeeze(-1)

@@ -115,3 +115,19 @@ def test_a_language_model_over_nothing():
 def trained(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("commit", ["token", "chunk"])
+def test_what_no_token_has_changed_is_a_copy(commit):
+    """The anchor of an unfinished chunk, and the memory before the chunk's commit."""
+    config = MemoryConfig(chunk=4, commit=commit, retention="decay", state_dtype="float64")
+    x = torch.ones(1, 1, 2, 3)
+    _, state = memory_scan(config, x, x, x)
+    for engine in ("sequential", "chunk"):
+        _, later = memory_scan(config, x, x, x, state=state, engine=engine)
+        before = {
+            item.untyped_storage().data_ptr()
+            for item in (*state.memory.values(), *state.anchor.values())
+        }
+        for item in (*later.memory.values(), *later.anchor.values(), *later.pending.values()):
+            assert item.untyped_storage().data_ptr() not in before

@@ -47,7 +47,12 @@ def agree(got: list[Tensor], true: list[Tensor], rtol: float) -> None:
         close(mine / units[0], other / units[1], rtol, name)
 
 
-SIZES = [(torch.float32, 1e30), (torch.float32, 1e-30), (torch.float64, 1e200)]
+SIZES = [
+    (torch.float32, 1e30),
+    (torch.float32, 1e12),
+    (torch.float32, 1e-30),
+    (torch.float64, 1e200),
+]
 NORMS = [
     {"key_norm": "l2"},
     {"key_norm": "l2", "bias": "huber"},

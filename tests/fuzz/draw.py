@@ -73,8 +73,8 @@ class _Drawer:
 
     def _number(self, node: dict[str, Any], _: int) -> float:
         low = node.get("minimum", node.get("exclusiveMinimum", 0.0))
-        high = node.get("maximum", node.get("exclusiveMaximum", low + 2.0))
-        ends = [node[name] for name in ("minimum", "maximum") if name in node]
+        high = min(low + 2.0, node.get("maximum", node.get("exclusiveMaximum", math.inf)))
+        ends = [end for end in (low, high) if end in (node.get("minimum"), node.get("maximum"))]
         inside = [low + (high - low) * part for part in (0.01, 0.3, 0.5, 0.9)]
         return self.rng.choice(inside + ends)
 

@@ -22,8 +22,10 @@ from studies.run import run_study
 
 @pytest.fixture(autouse=True)
 def as_on_the_command_line() -> Iterator[None]:
-    """float32 throughout."""
+    """float32 throughout; a job of the study of rules flushes subnormal numbers in its process."""
     torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_flush_denormal(False)
 
 
 @pytest.mark.parametrize("name", [name for name in studies() if name.startswith("cost-")])
