@@ -184,6 +184,8 @@ class SelfReferential(nn.Module):
                 anchor = _where(here.reset[:, 0], start, anchor)
             if cut.opens is not None:
                 anchor = _where(cut.opens[:, at], anchor, state.anchor)
+            elif config.anchored:  # no token, so no chunk opens
+                anchor = state.anchor
             y, state = self._stretch(here, state, anchor, how)
             outputs.append(y)
         return torch.cat(outputs, 1), state._replace(position=cut.position.clone())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hecate.engine.by_hand import is_traced
 from hecate.engine.chunk import chunked
 from hecate.engine.compiled import compiled
 from hecate.engine.fla import by_fla
@@ -78,16 +79,27 @@ def program_of(
             results = [(out, times(carry, back, run)) for out, carry in results]
         if y.dtype != (asked := flat[Sequence._fields.index("v")].dtype):
             y = one(run(cast(asked), y, label="outputs"))
-        states = (tensor for _, carry in results for tensor in carry.flat)
-        return (y, *(_apart(tensor, flat, run) for tensor in states))
+        return (y, *_apart([item for _, carry in results for item in carry.flat], flat, run))
 
     return program
 
 
-def _apart(tensor: Tensor, given: tuple[Tensor, ...], run: Run) -> Tensor:
-    """A copy of what no token has changed, such as an anchor, so that no result is an input."""
-    same = tensor.is_floating_point() and any(tensor is item for item in given)
-    return one(run(_COPY, tensor, label="state")) if same else tensor
+def _apart(state: list[Tensor], given: Tensors, run: Run) -> list[Tensor]:
+    """The state with copies of what no token has changed, such as an anchor: no result is an input,
+    nor a view of one."""
+    known = [item for item in given if item is not None]
+    where: Callable[[Tensor], int] = id if is_traced(*known) else _storage
+    held = {where(item) for item in known}
+    return [
+        one(run(_COPY, item, label="state"))
+        if item.is_floating_point() and where(item) in held
+        else item
+        for item in state
+    ]
+
+
+def _storage(item: Tensor) -> int:
+    return item.untyped_storage().data_ptr()
 
 
 def _copy(x: Tensor) -> tuple[Tensors, None]:

@@ -14,6 +14,7 @@ from hecate.errors import ConfigError
 from hecate.nn.parameters import draw_normal
 from hecate.nn.rule import RuleParameters, draw_answering
 from hecate.rule import MemoryConfig, MemoryState
+from hecate.sizes import Size
 from hecate.tape import Autodiff
 
 
@@ -26,7 +27,7 @@ class FeatureMemoryConfig(MemoryConfig):
     """
 
     residual: bool = True
-    d_value: int | None = Field(None, ge=1)
+    d_value: Size | None = Field(None, ge=1)
 
     @model_validator(mode="before")
     @classmethod

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.retention.base import GateForm, Retention, StepForm
+from hecate.sizes import Size
 from hecate.tape.ops import over, sum_to_gate
 
 
@@ -37,7 +38,7 @@ class Decay(Retention):
     kind: Literal["decay"] = "decay"
     retain: float = Field(0.99, ge=0, le=1)
     channels: bool = False
-    rank: Annotated[int, Field(ge=1)] | Literal["head"] | None = None
+    rank: Annotated[Size, Field(ge=1)] | Literal["head"] | None = None
     gate: Literal["sigmoid", "root", "softplus"] = "sigmoid"
     uses_retain: ClassVar[bool] = True
 

@@ -16,7 +16,7 @@ from hecate.optim import Leveled
 from hecate.optim.base import MatrixOptimizer
 from hecate.train.facts import OptimizerFacts, differences
 
-_MOVING = ("params", "param_names", "lr", "elapsed")
+_MOVING = ("params", "param_names", "lr", "elapsed", "commits")
 
 
 def pack(
@@ -111,7 +111,10 @@ def _check_state(names: list[str], optimizer: Optimizer, state: Mapping[int, Any
     stepped = _stepped(optimizer)
     for index, (name, p) in enumerate(zip(names, parameters, strict=True)):
         entries = dict(state.get(index, {}))
-        window = entries.pop("window", None) if isinstance(optimizer, Leveled) else None
+        window = None
+        if isinstance(optimizer, Leveled):
+            entries.pop("has_window", None)
+            window = entries.pop("window", None)
         if window is not None and (not isinstance(window, Tensor) or window.shape != p.shape):
             raise ConfigError(f"the window of {name} has not its shape {list(p.shape)}")
         if not entries or stepped is None:

@@ -44,8 +44,8 @@ IMPOSSIBLE = [
     ),
     ({"key_norm": "sum"}, ["key_norm", "'sum'", "feature_map 'identity'"]),
     (
-        {"key_norm": "l2", "algorithm": {"kind": "gd", "lr": 2.0}},
-        ["algorithm.lr", "lr=2", "key_norm 'l2'"],
+        {"key_norm": "l2", "algorithm": {"kind": "gd", "lr": 2.5}},
+        ["algorithm.lr", "lr=2.5", "key_norm 'l2'"],
     ),
     (
         {
