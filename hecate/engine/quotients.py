@@ -185,51 +185,45 @@ _IMPLICIT = Block("step.implicit", _implicit, _implicit_vjp)
 
 
 def _divide(
-    numerator: Tensor, denominator: Tensor, *units: Tensor | None
-) -> tuple[Tensors, tuple[Tensor, ...]]:
-    # The sum of weights is 0 for an empty memory, which divides by 1, or by what 1 has become: the
-    # units one by one, for their product may leave the dtype. One that is no normal number would
-    # have a derivative that is no number.
+    numerator: Tensor, denominator: Tensor, unit: Tensor | None
+) -> tuple[Tensors, tuple[Tensor, Tensor, Tensor]]:
+    # The sum of weights is 0 for an empty memory; one that is no normal number would have a
+    # derivative that is no number.
     filled = denominator >= torch.finfo(denominator.dtype).tiny
-    safe = torch.where(filled, denominator, 1.0)
+    safe = torch.where(filled, denominator, 1.0 if unit is None else unit)
     mean = numerator / safe
-    ones = tuple(torch.where(filled, 1.0, unit) for unit in units if unit is not None)
-    for unit in ones:
-        mean = mean / unit
-    return (mean,), (mean, filled, safe, *ones)
+    return (mean,), (mean, safe, filled)
 
 
-def _divide_vjp(residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor | None, ...]:
-    mean, filled, *divisors = residuals
-    for divisor in divisors:
-        g = g / divisor
-    return g, torch.where(filled, -(g * mean).sum(-1, keepdim=True), 0.0), None, None
+def _divide_vjp(residuals: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, None]:
+    mean, safe, filled = residuals
+    g = g / safe
+    return g, torch.where(filled, -(g * mean).sum(-1, keepdim=True), 0.0), None
 
 
 DIVIDE = ByHand.of(Block("normalizer", _divide, _divide_vjp))
 
 
 class Levelled(NamedTuple):
-    """A scan with a sum normaliser whose features are near 1: what 1 has become, a factor each for
-    queries and keys `[B, T, H, 1]`, and what its states are to be multiplied by at the end `[N]`;
-    None for 1."""
+    """A scan with a sum normaliser whose features are near 1: what 1 has become `[B, T, H, 1]` and
+    what its states are to be multiplied by at the end `[N]`, both None for 1."""
 
     tokens: Tokens
     carries: list[Carry]
     initials: list[Memory]
-    units: tuple[Tensor | None, Tensor | None] = (None, None)
+    unit: Tensor | None = None
     back: Tensor | None = None
 
 
 def levelled(config: MemoryConfig, given: Levelled, run: Run) -> Levelled:
     """The same quotients from features near 1, so that a cotangent over a small sum of weights
     stays representable: those of a query cancel, and so do those of all keys with the states."""
-    tokens, carries, initials, (unit, _), _ = given
+    tokens, carries, initials, unit, _ = given
     size = largest(tokens.phi_q)
     if not near_one(size):
         unit = levelling(size)
         tokens = tokens._replace(phi_q=scaled(tokens.phi_q, unit, run, "normalizer"))
-        given = given._replace(tokens=tokens, units=(unit, None))
+        given = given._replace(tokens=tokens, unit=unit)
     if type(config.bias) is not Dot or config.algorithm.kind not in ("gd", "momentum"):
         return given
     batch, _, heads = tokens.lr.shape
@@ -246,7 +240,7 @@ def levelled(config: MemoryConfig, given: Levelled, run: Run) -> Levelled:
         tokens._replace(phi_k=phi_k),
         [times(carry, level, run) for carry in carries],
         [_times(initial, level, run) for initial in initials],
-        (unit, wide),
+        wide if unit is None else unit * wide,
         1 / level,
     )
 

@@ -220,5 +220,5 @@ def _read(
         y, weighted = way(q, k, v, held, how)
         weights, after = way(total_q, total_k, ones, total, how)
         y = torch.where(weights + eps > 0, y, 0.0)
-    y = one(execute(DIVIDE.block(keeps=False), y, weights + eps, unit, None))
+    y = one(execute(DIVIDE.block(keeps=False), y, weights + eps, unit))
     return y, weighted, after.squeeze(2)
