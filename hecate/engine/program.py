@@ -62,7 +62,7 @@ def program_of(
         given = Levelled(tokens, carries, initials)
         if len(layouts) > 1:
             given = levelled(config, given, run)
-        tokens, carries, initials, unit, back = given
+        tokens, carries, initials, units, back = given
         if along:
             results = counting_along(engines[0], config, tokens, carries, initials, run=run)
         else:
@@ -74,7 +74,7 @@ def program_of(
             ]
         (y, _), *others = results
         for z, _ in others:
-            y = one(run(DIVIDE.block(keeps=run is not execute), y, z, unit, label="normalizer"))
+            y = one(run(DIVIDE.block(keeps=run is not execute), y, z, *units, label="normalizer"))
         if back is not None:
             results = [(out, times(carry, back, run)) for out, carry in results]
         if y.dtype != (asked := flat[Sequence._fields.index("v")].dtype):

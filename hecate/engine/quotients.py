@@ -8,7 +8,7 @@ which rounds nothing and cancels in the quotient. [RULE-RANGE-I1]
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -184,46 +184,52 @@ _IMPLICIT = Block("step.implicit", _implicit, _implicit_vjp)
 # The sum normaliser.
 
 
-def _divide(
-    numerator: Tensor, denominator: Tensor, unit: Tensor | None
-) -> tuple[Tensors, tuple[Tensor, Tensor, Tensor]]:
+def _divide(numerator: Tensor, denominator: Tensor, *units: Tensor) -> tuple[Tensors, Any]:
     # The sum of weights is 0 for an empty memory; one that is no normal number would have a
-    # derivative that is no number.
+    # derivative that is no number. What is divided by 1 then is divided by what 1 has become.
     filled = denominator >= torch.finfo(denominator.dtype).tiny
-    safe = torch.where(filled, denominator, 1.0 if unit is None else unit)
-    mean = numerator / safe
-    return (mean,), (mean, safe, filled)
+    divisors = [torch.where(filled, denominator, 1.0)]
+    divisors += [torch.where(filled, 1.0, unit) for unit in units]
+    mean = _over(numerator, divisors)
+    return (mean,), (mean, divisors, filled)
 
 
-def _divide_vjp(residuals: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, None]:
-    mean, safe, filled = residuals
-    g = g / safe
-    return g, torch.where(filled, -(g * mean).sum(-1, keepdim=True), 0.0), None
+def _divide_vjp(kept: tuple[Tensor, list[Tensor], Tensor], g: Tensor) -> Tensors:
+    mean, divisors, filled = kept
+    g = _over(g, divisors)
+    gz = torch.where(filled, -(g * mean).sum(-1, keepdim=True), 0.0)
+    return g, gz, *(None for _ in divisors[1:])
+
+
+def _over(x: Tensor, divisors: list[Tensor]) -> Tensor:
+    for divisor in divisors:
+        x = x / divisor
+    return x
 
 
 DIVIDE = ByHand.of(Block("normalizer", _divide, _divide_vjp))
 
 
 class Levelled(NamedTuple):
-    """A scan with a sum normaliser whose features are near 1: what 1 has become `[B, T, H, 1]` and
-    what its states are to be multiplied by at the end `[N]`, both None for 1."""
+    """A scan with a sum normaliser whose features are near 1: the factors `[B, 1 or T, H, 1]` by
+    which they came there, and what its states are to be multiplied by at the end `[N]`."""
 
     tokens: Tokens
     carries: list[Carry]
     initials: list[Memory]
-    unit: Tensor | None = None
+    units: tuple[Tensor, ...] = ()
     back: Tensor | None = None
 
 
 def levelled(config: MemoryConfig, given: Levelled, run: Run) -> Levelled:
     """The same quotients from features near 1, so that a cotangent over a small sum of weights
     stays representable: those of a query cancel, and so do those of all keys with the states."""
-    tokens, carries, initials, unit, _ = given
+    tokens, carries, initials, units, _ = given
     size = largest(tokens.phi_q)
     if not near_one(size):
-        unit = levelling(size)
-        tokens = tokens._replace(phi_q=scaled(tokens.phi_q, unit, run, "normalizer"))
-        given = given._replace(tokens=tokens, unit=unit)
+        units = (levelling(size),)
+        tokens = tokens._replace(phi_q=scaled(tokens.phi_q, *units, run, "normalizer"))
+        given = given._replace(tokens=tokens, units=units)
     if type(config.bias) is not Dot or config.algorithm.kind not in ("gd", "momentum"):
         return given
     batch, _, heads = tokens.lr.shape
@@ -240,7 +246,7 @@ def levelled(config: MemoryConfig, given: Levelled, run: Run) -> Levelled:
         tokens._replace(phi_k=phi_k),
         [times(carry, level, run) for carry in carries],
         [_times(initial, level, run) for initial in initials],
-        wide if unit is None else unit * wide,
+        (*units, wide),
         1 / level,
     )
 

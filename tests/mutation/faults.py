@@ -186,7 +186,7 @@ FAULTS = [
         "tests/engine/test_quotients.py tests/engine/test_reference.py",
         ("quotients", "floor * factor.square() if same else floor", "floor"),
         ("quotients", "        v = scaled(v, level, run, \"step\")", "        pass"),
-        ("quotients", "wide if unit is None else unit * wide", "unit"),
+        ("quotients", "(*units, wide)", "units"),
         ("quotients", "norm if level is None else norm / level", "norm"),
     ),
     *_of(
@@ -447,7 +447,7 @@ FAULTS = [
         ("functional", "dtype = torch.promote_types(q.dtype, torch.float32)", "dtype = q.dtype"),
         ("functional", "with without_autocast(k.device.type):", "if True:"),
         ("functional", "held = torch.cat([held, total], 2)", "held = torch.cat([held, 0 * total], 2)"),
-        ("functional", "execute(DIVIDE.block(keeps=False), y, weights + eps, unit)", "execute(DIVIDE.block(keeps=False), y, weights, unit)"),
+        ("functional", "execute(DIVIDE.block(keeps=False), y, weights + eps, *units)", "execute(DIVIDE.block(keeps=False), y, weights, *units)"),
         ("functional", "at = place.repeat_interleave(q.shape[2] // k.shape[2], 1), place", "at = place.repeat(1, q.shape[2] // k.shape[2]), place"),
         ("linear", "source = torch.where(write_mask.unsqueeze(-1), source, 0.0)", "pass"),
         ("linear", "self.dropout, self.training)", "self.dropout, True)"),

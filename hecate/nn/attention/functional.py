@@ -205,10 +205,11 @@ def _read(
     total = None if state is None or state.total is None else state.total.to(v.dtype).unsqueeze(2)
     if normalizer == "none":
         return *way(q, k, v, held, how), None
-    alike, size, unit = q is total_q, largest(total_q), None
+    alike, size = q is total_q, largest(total_q)
+    units: tuple[Tensor, ...] = ()
     if eps == 0 and not near_one(size):  # else no sum is small; a query's own size cancels
-        unit = levelling(size)
-        q, total_q = q * unit, total_q * unit
+        units = (levelling(size),)
+        q, total_q = q * units[0], total_q * units[0]
     ones = torch.ones_like(v[..., :1])
     if alike:  # one pass for both sums: that of weights has 1 for a value
         if held is not None and total is not None:
@@ -220,5 +221,5 @@ def _read(
         y, weighted = way(q, k, v, held, how)
         weights, after = way(total_q, total_k, ones, total, how)
         y = torch.where(weights + eps > 0, y, 0.0)
-    y = one(execute(DIVIDE.block(keeps=False), y, weights + eps, unit))
+    y = one(execute(DIVIDE.block(keeps=False), y, weights + eps, *units))
     return y, weighted, after.squeeze(2)
