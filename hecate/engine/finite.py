@@ -100,7 +100,7 @@ def raise_at_first(memories: list[Watched], y: Tensor, name: str) -> None:
         carries = [carry for _, carry in stepped]
         read, *weights = (output for output, _ in stepped)
         for weight in weights:
-            read = one(execute(DIVIDE.block(keeps=False), read, weight, None))
+            read = one(execute(DIVIDE.block(keeps=False), read, weight))
         kept, told = _finite(carries), torch.isfinite(read.to(y.dtype)).all(1)
         broken = (~(kept & told)).nonzero()
         if broken.numel():
