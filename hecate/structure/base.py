@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ class Structure(Variant, family="structure"):
     Shapes: weights `[N, ...]` in the order of `shapes`, p `[N, P]`, pred and u `[N, V]`; N = batch
     x heads.
     """
+
+    drawn: ClassVar[bool] = True  # whether the weights start from a draw, else at zero
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         """Shape of each weight of one memory, by name."""
@@ -50,6 +52,9 @@ class Structure(Variant, family="structure"):
         blank = without_storage(shapes, heads, dtype, device)
         if blank is not None:
             return blank
+        if not self.drawn:
+            place: dict[str, Any] = {"device": device, "dtype": dtype}
+            return {name: torch.zeros(heads, *shape, **place) for name, shape in shapes.items()}
         generator = generator or torch.Generator().manual_seed(0)
         return {
             name: self.start(name, (heads, *shape), generator, dtype=dtype, device=device)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import ClassVar, Literal
 
 from hecate.structure.graph import INPUT, Graph, Linear
 from hecate.structure.layered import Layered
@@ -27,6 +24,7 @@ class Matrix(Layered):
     """
 
     kind: Literal["matrix"] = "matrix"
+    drawn: ClassVar[bool] = False
 
     @property
     def linear(self) -> bool:
@@ -37,8 +35,3 @@ class Matrix(Layered):
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d_v, d_phi)}
-
-    def start(
-        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
-    ) -> Tensor:
-        return torch.zeros(shape, **place)
