@@ -119,7 +119,8 @@ def _check_range(limits: Range, given: Tensor, write: Tensor | None) -> None:
     if len(places):
         at = tuple(int(index) for index in places[0])
         channel = f", channel {at[3]}" if len(at) > 3 else ""
+        value = float(given[at].detach())
         raise ConfigError(
-            f"gates.{limits.name} must be {limits}, got {float(given[at].detach()):g} at batch row {at[0]}, "
-            f"token {at[1]}, head {at[2]}{channel}"
+            f"gates.{limits.name} must be {limits}, got {value:g} at batch row {at[0]}, token "
+            f"{at[1]}, head {at[2]}{channel}"
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from hecate.tape import Block, Run, Tensors, one
 from hecate.variant import Variant
 
 Memory = tuple[Tensor, ...]
-Normal = Callable[[tuple[int, ...]], Tensor]
 
 
 class Structure(Variant, family="structure"):
@@ -27,6 +25,8 @@ class Structure(Variant, family="structure"):
     Shapes: weights `[N, ...]` in the order of `shapes`, p `[N, P]`, pred and u `[N, V]`; N = batch
     x heads.
     """
+
+    drawn: ClassVar[bool] = True  # whether the weights start from a draw, else at zero
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         """Shape of each weight of one memory, by name."""
@@ -52,23 +52,21 @@ class Structure(Variant, family="structure"):
         blank = without_storage(shapes, heads, dtype, device)
         if blank is not None:
             return blank
-        source = generator
-
-        def normal(shape: tuple[int, ...]) -> Tensor:
-            nonlocal source
-            if source is None:  # not before it is needed: torch.compile cannot trace its making
-                source = torch.Generator().manual_seed(0)
-            return torch.randn(shape, generator=source, dtype=torch.float64, device="cpu")
-
+        if not self.drawn:
+            place: dict[str, Any] = {"device": device, "dtype": dtype}
+            return {name: torch.zeros(heads, *shape, **place) for name, shape in shapes.items()}
+        generator = generator or torch.Generator().manual_seed(0)
         return {
-            name: self.start(name, (heads, *shape), normal, dtype=dtype, device=device)
+            name: self.start(name, (heads, *shape), generator, dtype=dtype, device=device)
             for name, shape in shapes.items()
         }
 
-    def start(self, name: str, shape: tuple[int, ...], normal: Normal, **place: Any) -> Tensor:
-        """How a weight `[H, ...]` starts, of the dtype and on the device of `place`; `normal`
-        draws N(0, 1) of a shape."""
-        return (normal(shape) / math.sqrt(shape[-1])).to(**place)
+    def start(
+        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
+    ) -> Tensor:
+        """How a weight `[H, ...]` starts, of the dtype and on the device of `place`."""
+        draw = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        return (draw / math.sqrt(shape[-1])).to(**place)
 
     @property
     def linear(self) -> bool:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-
-from hecate.structure.base import Normal
 from hecate.structure.graph import INPUT, Graph, Linear
 from hecate.structure.layered import Layered
 
@@ -28,6 +24,7 @@ class Matrix(Layered):
     """
 
     kind: Literal["matrix"] = "matrix"
+    drawn: ClassVar[bool] = False
 
     @property
     def linear(self) -> bool:
@@ -38,6 +35,3 @@ class Matrix(Layered):
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d_v, d_phi)}
-
-    def start(self, name: str, shape: tuple[int, ...], normal: Normal, **place: Any) -> Tensor:
-        return torch.zeros(shape, **place)

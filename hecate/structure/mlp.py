@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hecate.errors import ConfigError
 from hecate.sizes import Depth, Size
-from hecate.structure.base import Normal
 from hecate.structure.graph import INPUT, ONE, Apply, Graph, Linear
 from hecate.structure.layered import Layered
 from hecate.structure.ops import Act, Add, Normalise
@@ -61,8 +60,10 @@ class MLP(Layered):
                 shapes[f"b{i + 1}"] = (widths[i + 1], 1)
         return shapes
 
-    def start(self, name: str, shape: tuple[int, ...], normal: Normal, **place: Any) -> Tensor:
-        drawn = super().start(name, shape, normal, **place)
+    def start(
+        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
+    ) -> Tensor:
+        drawn = super().start(name, shape, generator, **place)
         return torch.zeros_like(drawn) if name.startswith("b") else drawn
 
     def graph(self) -> Graph:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from hecate.structure.base import Memory, Normal, Structure, matvec, outer
+from hecate.structure.base import Memory, Structure, matvec, outer
 
 EPS = 1e-6
 
@@ -33,8 +34,10 @@ class Slots(Structure):
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d_v, d_phi)}
 
-    def start(self, name: str, shape: tuple[int, ...], normal: Normal, **place: Any) -> Tensor:
-        draw = normal(shape)
+    def start(
+        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
+    ) -> Tensor:
+        draw = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
         return (draw / draw.norm(dim=1, keepdim=True)).to(**place)
 
     def predict(self, memory: Memory, p: Tensor) -> Tensor:

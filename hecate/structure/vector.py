@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.structure.base import Memory, Normal, Structure
+from hecate.structure.base import Memory, Structure
 
 
 class Vector(Structure):
@@ -28,6 +28,7 @@ class Vector(Structure):
     """
 
     kind: Literal["vector"] = "vector"
+    drawn: ClassVar[bool] = False
 
     @property
     def linear(self) -> bool:
@@ -44,9 +45,6 @@ class Vector(Structure):
                 f"{d_phi} and values width {d_v}; make them equal or use structure 'matrix'"
             )
         return {"weight": (d_phi,)}
-
-    def start(self, name: str, shape: tuple[int, ...], normal: Normal, **place: Any) -> Tensor:
-        return torch.zeros(shape, **place)
 
     def predict(self, memory: Memory, p: Tensor) -> Tensor:
         return memory[0] * p

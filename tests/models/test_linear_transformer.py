@@ -237,7 +237,9 @@ def test_the_defaults_and_their_count():
     # 287 x 256, then 4 x (4 x 256^2 + 3 x 256 x 1024 + 2 x 256), then 256
     assert LinearTransformer.param_count(embed_dim=287) == 73_472 + 4 * 1_049_088 + 256
     huge = LinearTransformer.param_count(embed_dim=8, hidden_size=2**14, num_heads=2**8)
-    assert huge == 8 * 2**14 + 4 * (16 * 2**28 + 2 * 2**14) + 2**14  # no room for its 64 GiB
+    assert huge == 8 * 2**14 + 4 * (16 * 2**28 + 2 * 2**14) + 2**14  # no room for its weights
+    with pytest.raises(ConfigError, match="hidden_size: .* 12 TiB .* limit of 8 GiB"):
+        LinearTransformer.param_count(embed_dim=8, hidden_size=2**20, num_heads=2**14)
 
 
 @pytest.mark.spec("TRF-LIN-I1")
