@@ -140,7 +140,7 @@ def drawn(seed: int, lengths: tuple[int, ...] = LENGTHS) -> Scan:
     if rng.random() < 0.5:
         for name, shape in shapes.items():
             per = (batch,) if rng.random() < 0.2 else ()
-            leaves[f"initial.{name}"] = normal(*per, heads, *shape, scale=shape[-1] ** -0.5)
+            leaves[f"initial.{name}"] = normal(*per, heads, *shape, scale=max(shape[-1], 1) ** -0.5)
     phi = config.feature_map.init(d, heads=heads, generator=source, dtype=torch.float64)
     leaves |= {f"phi.{name}": item for name, item in phi["learned"].items()}
     leaves = {name: item.to(dtype) for name, item in leaves.items()}
