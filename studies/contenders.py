@@ -57,7 +57,10 @@ class Entrant(NamedTuple):
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """The optimiser of these groups."""
-        return self.kind(groups, **self.options)
+        with warnings.catch_warnings():
+            # Learning rates are chosen by trying them, large ones too.
+            warnings.filterwarnings("ignore", "lift 'pinv' misses")
+            return self.kind(groups, **self.options)
 
 
 def maps() -> dict[str, FeatureMap]:

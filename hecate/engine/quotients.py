@@ -19,7 +19,7 @@ from hecate.engine.tokens import Carry, Tokens
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one
 from hecate.structure import Memory
-from hecate.tape import Block, Run, Tensors
+from hecate.tape import Block, Run, Tensors, execute
 from hecate.tape.ops import over
 
 NORMALIZED_EPS = 1e-6
@@ -134,7 +134,9 @@ def stepped(config: MemoryConfig, given: Step, run: Run) -> Step:
     be squared is cut to a length that can be. [RULE-STEP-I2]
     """
     phi, v, lr = given
-    rule = _NORMALIZED if config.step == "normalized" else _IMPLICIT
+    rule = (_NORMALIZED if config.step == "normalized" else _IMPLICIT).block(
+        keeps=run is not execute
+    )
     floor = torch.full_like(lr, NORMALIZED_EPS if config.step == "normalized" else 1.0)
     dot, l2 = type(config.bias) is Dot, type(config.bias) is L2
     # The values of a sum normaliser are 1, whatever becomes of v.
@@ -177,8 +179,9 @@ def _implicit_vjp(kept: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tenso
     return g * slope, (-2 * g * step * step).unsqueeze(-1) * phi, None
 
 
-_NORMALIZED = Block("step.normalized", _normalized, _normalized_vjp)
-_IMPLICIT = Block("step.implicit", _implicit, _implicit_vjp)
+# By hand under autograd too: the derivative by lr is a difference of nearly equal terms to it.
+_NORMALIZED = ByHand.of(Block("step.normalized", _normalized, _normalized_vjp))
+_IMPLICIT = ByHand.of(Block("step.implicit", _implicit, _implicit_vjp))
 
 
 # The sum normaliser.

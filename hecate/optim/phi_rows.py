@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from hecate.errors import ConfigError, shorten
+from hecate.errors import ConfigError, StabilityWarning, shorten
 from hecate.optim.base import MatrixOptimizer
 from hecate.optim.lift import (
     Call,
@@ -154,6 +154,18 @@ class PhiOptimizer(MatrixOptimizer):
                 f"{made.feature_map.kind!r}, more than max_decode_error = "
                 f"{group['max_decode_error']}; use {advice}more features, a wider bandwidth, or "
                 "lift='vjp'"
+            )
+        # A wrong part of size e turns an update by up to e: momentum then feeds oscillations where
+        # e sqrt(lr curvature) is above what it loses per step, 1 - momentum. [OPT-LIFT-I3]
+        slack = 1 - float(torch.as_tensor(group["momentum"]).detach())
+        if error > slack > 0:
+            warnings.warn(
+                f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through "
+                f"{made.feature_map.kind!r}: with momentum {1 - slack:.3g} updates may grow where "
+                f"lr times curvature is above {(slack / error) ** 2:.2g}; use more features, a "
+                "wider bandwidth, less momentum or a lower lr",
+                StabilityWarning,
+                stacklevel=8,
             )
         return made.decoded(decoder.to(like)), error
 

@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import string
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,16 +98,26 @@ BAD = [
 """What a field may be given by mistake or malice; lone surrogates and NULs included."""
 
 
+def copied(value: Any) -> Any:
+    """A copy, however deep the value is."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        return copy.deepcopy(value)
+    finally:
+        sys.setrecursionlimit(before)
+
+
 def spoilt(value: Any, rng: random.Random) -> Any:
     """A copy with one to three random faults, some of which are none."""
-    value = copy.deepcopy(value)
+    value = copied(value)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         value = _SPOILERS[rng.randrange(len(_SPOILERS))](value, rng)
     return value
 
 
 def _replace(value: Any, rng: random.Random) -> Any:
-    return _at_random(value, rng, lambda _: copy.deepcopy(rng.choice(BAD)))
+    return _at_random(value, rng, lambda _: copied(rng.choice(BAD)))
 
 
 def _drop(value: Any, rng: random.Random) -> Any:
@@ -151,7 +162,7 @@ def _nest(value: Any, rng: random.Random) -> Any:
 def _swap(value: Any, rng: random.Random) -> Any:
     """A value in place of another: often a kind of one family where another stands."""
     found = [node for _, node in nodes(value)]
-    return _at_random(value, rng, lambda _: copy.deepcopy(rng.choice(found)))
+    return _at_random(value, rng, lambda _: copied(rng.choice(found)))
 
 
 _SPOILERS = [_replace, _replace, _replace, _drop, _misspell, _misspell, _nest, _swap]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hecate import phi
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, StabilityWarning
 from hecate.optim import PhiMomentum
 from tests.optim.test_fixed_points_and_descent import EVERY, label
 
@@ -122,3 +122,19 @@ def test_identity_is_sgd_with_these_options_and_not_without(name):
         steps[str(made)] = w.detach()
     assert torch.equal(steps[str(options)], steps["None"])
     assert torch.equal(steps["{}"], steps["None"]) == (not options)
+
+
+@pytest.mark.spec("OPT-LIFT-I3")
+def test_what_pinv_misses_is_told_with_the_rate_below_which_it_descends():
+    g = torch.Generator().manual_seed(0)
+    ends = []
+    for over in (0.5, 8.0):
+        w = torch.nn.Parameter(torch.randn(8, 64, generator=g, dtype=torch.float64))
+        with pytest.warns(StabilityWarning, match=r"misses 0\.6\d of .*curvature is above 0\.026"):
+            optimizer = PhiMomentum([w], 0.025 * over, feature_map=phi.RandomFourier(d_phi=128))
+        start = w.square().sum().item()
+        for _ in range(120):
+            w.grad = w.detach().clone()  # of |w|^2 / 2, whose curvature is 1
+            optimizer.step()
+        ends.append(w.square().sum().item() / start)
+    assert ends[0] < 0.5 and ends[1] > 1
