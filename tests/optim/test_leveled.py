@@ -484,3 +484,19 @@ def test_a_wrapped_optimiser_keeps_the_dtype_of_its_state():
     other = Leveled([weight], PhiMomentum, period=2, matrix="last")
     with pytest.raises(ConfigError, match="written with matrix = 'flatten'"):
         other.load_state_dict(one.state_dict())
+
+
+def test_a_parameter_without_a_gradient_has_no_window_after_loading_either():
+    def built() -> tuple[list[nn.Parameter], Leveled]:
+        params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+        return params, Leveled(params, torch.optim.AdamW, lr=0.1, weight_decay=0.5, period=2)
+
+    (moved, still), first = built()
+    moved.grad = torch.ones(2)
+    first.step()
+    (moved, still), second = built()
+    second.load_state_dict(first.state_dict())
+    moved.grad = torch.ones(2)
+    second.step()
+    assert not torch.equal(moved, torch.ones(2))
+    assert torch.equal(still, torch.ones(2)), "weight decay is for what has a gradient"
