@@ -47,13 +47,12 @@ ERRORS = [
     {"kind": "lp", "p": 2.5},
     {"kind": "l1", "eps": 0.1},
 ]
-PARTS = 5  # a kernel is compiled for every bias
 
 
-def fields_of(part: int) -> st.SearchStrategy[dict]:
-    """Configurations with every fifth bias."""
+def fields_of(bias: str | dict) -> st.SearchStrategy[dict]:
+    """Configurations with a bias."""
     return st.builds(
-        lambda fields, retention, bias: {
+        lambda fields, retention: {
             **fields,
             "retention": retention,
             "bias": bias,
@@ -61,7 +60,6 @@ def fields_of(part: int) -> st.SearchStrategy[dict]:
         },
         LINEAR,
         st.sampled_from(KEPT),
-        st.sampled_from(ERRORS[part::PARTS]),
     )
 
 
@@ -75,12 +73,12 @@ def shrunk(case: Case) -> Case:
 
 
 @pytest.mark.spec("ENG-NUM-I1", "ENG-NUM-V1", "ENG-SCAN-I1")
-@pytest.mark.parametrize("part", range(PARTS))
-@settings(max_examples=60 // PARTS)
+@pytest.mark.parametrize("bias", ERRORS, ids=str)  # one by one: each compiles kernels of its own
+@settings(max_examples=5)
 @given(data=st.data())
-def test_whole_and_pieces_against_sequential(part, data):
+def test_whole_and_pieces_against_sequential(bias, data):
     """Outputs, final state and the gradients of all inputs, whatever the configuration."""
-    case = shrunk(data.draw(cases(fields_of(part), length=data.draw(LENGTHS))))
+    case = shrunk(data.draw(cases(fields_of(bias), length=data.draw(LENGTHS))))
     assert compiled_refusal(case.config) is None
     try:
         expected = whole(case, engine="sequential")
