@@ -41,9 +41,9 @@ REASONS: dict[Chosen, str] = {
     "chunk": "gradients of a chunk at one state: exact in chunks",
 }
 
-# Measured, see benchmarks: from this length on kernels are worth loading, and up to this size of a
-# l2 state (128 x 128 in float32) they beat block products, forward and backward together; with dot,
-# whose rows go in tiles, up to 256 x 256 at least.
+# Measured by `python -m studies cost-engines`: from this length on kernels are worth loading, and
+# up to this size of a l2 state (128 x 128 in float32) they beat block products, forward and
+# backward together; with dot, whose rows go in tiles, up to 256 x 256 at least.
 COMPILED_TOKENS = 32
 COMPILED_BYTES = 1 << 16
 # Tokens that a step of the chunk engine has to take on average to beat as many of the token loop.
