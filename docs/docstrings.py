@@ -7,9 +7,7 @@ from typing import Any
 
 import griffe
 
-HEADED = re.compile(
-    r"\n(Shapes?|VJP|Traits|Cost|Warning|References?|Origin|Units|Errors|Source): ", re.MULTILINE
-)
+HEADED = re.compile(r"\n(Shapes?|VJP|Traits|Cost|Warning|References?|Origin|Units|Errors|Source): ", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):

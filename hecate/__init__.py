@@ -1,7 +1,7 @@
 """hecate: memories that are written and read at every token.
 
-A `MemoryRule` is four knobs (structure, attentional bias, retention, algorithm); a feature map phi
-takes keys and queries to phi-space before any of them; `memory_scan` runs it over a sequence.
+A `MemoryRule` is four knobs (structure, attentional bias, retention, algorithm); a feature map phi takes keys and
+queries to phi-space before any of them; `memory_scan` runs it over a sequence.
 """
 
 import importlib
@@ -28,14 +28,7 @@ _NAMES = {
         "StabilityWarning",
     ),
     "hecate.phi": ("FeatureMapKind",),
-    "hecate.rule": (
-        "Gates",
-        "MemoryConfig",
-        "MemoryRule",
-        "MemoryState",
-        "memory_weights",
-        "named_rule",
-    ),
+    "hecate.rule": ("Gates", "MemoryConfig", "MemoryRule", "MemoryState", "memory_weights", "named_rule"),
 }
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
 

@@ -1,16 +1,4 @@
-from hecate import (
-    algorithm,
-    bias,
-    cms,
-    models,
-    nn,
-    optim,
-    phi,
-    retention,
-    structure,
-    tape,
-    testing,
-)
+from hecate import algorithm, bias, cms, models, nn, optim, phi, retention, structure, tape, testing
 from hecate.engine import memory_scan, memory_step
 from hecate.errors import (
     CheckpointError,
@@ -23,14 +11,7 @@ from hecate.errors import (
     StabilityWarning,
 )
 from hecate.phi import FeatureMapKind
-from hecate.rule import (
-    Gates,
-    MemoryConfig,
-    MemoryRule,
-    MemoryState,
-    memory_weights,
-    named_rule,
-)
+from hecate.rule import Gates, MemoryConfig, MemoryRule, MemoryState, memory_weights, named_rule
 
 __version__: str
 

@@ -35,14 +35,12 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def resolve_families(
-    schema: Schema, find: Callable[[str], tuple[Schema, dict[str, Schema]]]
-) -> Schema:
-    """Replaces family placeholders by references, and adds what they refer to: `find` gives the
-    union of a family and the schema of each of its kinds.
+def resolve_families(schema: Schema, find: Callable[[str], tuple[Schema, dict[str, Schema]]]) -> Schema:
+    """Replaces family placeholders by references, and adds what they refer to: `find` gives the union of a family and
+    the schema of each of its kinds.
 
-    pydantic cannot do this itself: a family is open, so its union is not known when a class is
-    built, and it is recursive, because combinators hold members of their own family.
+    pydantic cannot do this itself: a family is open, so its union is not known when a class is built, and it is
+    recursive, because combinators hold members of their own family.
     """
     definitions: Schema = schema.pop("$defs", {})
 

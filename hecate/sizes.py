@@ -1,7 +1,7 @@
 """One ceiling for all sizes, held by arithmetic before anything is allocated or repeated.
 
-A size out of the question is a `ConfigError` with the bytes, the limit and the knob, never the
-traceback of what would have allocated it. [VAR-SIZE-I1]
+A size out of the question is a `ConfigError` with the bytes, the limit and the knob, never the traceback of what would
+have allocated it. [VAR-SIZE-I1]
 """
 
 from __future__ import annotations
@@ -44,25 +44,17 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], cure: str, *lead: int) -
 def check_size(size: int, what: str, cure: str, limit: int = MAX_SIZE) -> int:
     """The size, refused where it is no whole number or above the limit."""
     if not hasattr(size, "__index__") or size > limit:
-        raise ConfigError(
-            f"{what} must be a whole number up to {limit:,}, got {shorten(size)}; {cure}"
-        )
+        raise ConfigError(f"{what} must be a whole number up to {limit:,}, got {shorten(size)}; {cure}")
     return size
 
 
 def without_storage(
-    shapes: Mapping[str, tuple[int, ...]],
-    heads: int,
-    dtype: torch.dtype,
-    device: torch.device | str | None,
+    shapes: Mapping[str, tuple[int, ...]], heads: int, dtype: torch.dtype, device: torch.device | str | None
 ) -> dict[str, Tensor] | None:
     """Tensors `[H, ...]` where the device is "meta", for which nothing is drawn; None elsewhere."""
     if device is None or torch.device(device).type != "meta":
         return None
-    return {
-        name: torch.empty(heads, *shape, dtype=dtype, device=device)
-        for name, shape in shapes.items()
-    }
+    return {name: torch.empty(heads, *shape, dtype=dtype, device=device) for name, shape in shapes.items()}
 
 
 def readable(count: float) -> str:

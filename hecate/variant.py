@@ -1,9 +1,8 @@
 """Configuration values and the open discriminated union.
 
-A *family* (feature maps, biases, ...) is an abstract `Variant`; each concrete subclass is a
-variant, told apart by the text of its `kind` field. Subclassing registers. The family class itself
-is the type to annotate a field with: such a field accepts an instance, a mapping with a `kind`, or
-a bare string.
+A *family* (feature maps, biases, ...) is an abstract `Variant`; each concrete subclass is a variant, told apart by the
+text of its `kind` field. Subclassing registers. The family class itself is the type to annotate a field with: such a
+field accepts an instance, a mapping with a `kind`, or a bare string.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ def _validating(cls: type[Any]) -> Iterator[None]:
 class Config(BaseModel, metaclass=_ConfigMeta):
     """A frozen, strict value: unknown fields, wrong types, NaN and infinity are `ConfigError`s.
 
-    Copies are validated as well: `model_copy(update=...)` and instances nested in other configs.
-    """
+    Copies are validated as well: `model_copy(update=...)` and instances nested in other configs."""
 
     # What `validated` returns, None for the object itself, and the hash; never copied.
     __slots__ = ("_checked", "_hash")
@@ -115,11 +113,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
                         type=PydanticCustomError(
                             "unknown_field",
                             "unknown field of {owner}; {listing}{hint}",
-                            {
-                                "owner": cls.__name__,
-                                "listing": listing,
-                                "hint": did_you_mean(key, known),
-                            },
+                            {"owner": cls.__name__, "listing": listing, "hint": did_you_mean(key, known)},
                         ),
                         loc=(str(key),),
                         input=data[key],
@@ -176,8 +170,8 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 class Variant(Config):
     """One choice of a family; `kind` names it in YAML, JSON and error messages.
 
-    A family is declared with `class Bias(Variant, family="bias")`, a variant by subclassing the
-    family with a `kind: Literal["huber"] = "huber"` field.
+    A family is declared with `class Bias(Variant, family="bias")`, a variant by subclassing the family with a `kind:
+    Literal["huber"] = "huber"` field.
     """
 
     kind: str
@@ -204,9 +198,7 @@ class Variant(Config):
                 )
             return
         if cls.__pydantic_complete__ and get_args(field.annotation) != (kind,):
-            raise ConfigError(
-                f"{cls.__qualname__} must pin its kind: `kind: Literal[{kind!r}] = {kind!r}`"
-            )
+            raise ConfigError(f"{cls.__qualname__} must pin its kind: `kind: Literal[{kind!r}] = {kind!r}`")
         taken = cls._registry.get(kind)
         identity = (cls.__module__, cls.__qualname__)
         if taken is not None and (taken.__module__, taken.__qualname__) != identity:
@@ -293,6 +285,4 @@ def _schemas(family: str) -> tuple[JsonSchemaValue, dict[str, JsonSchemaValue]]:
     """The union of a family, and the schema of each of its kinds."""
     root = next(root for root in Variant.__subclasses__() if root._family == family)
     kinds = root.variants().items()
-    return root._union_schema(), {
-        kind: super(Config, variant).model_json_schema() for kind, variant in kinds
-    }
+    return root._union_schema(), {kind: super(Config, variant).model_json_schema() for kind, variant in kinds}

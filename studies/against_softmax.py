@@ -22,10 +22,7 @@ class Tokens(NamedTuple):
     def drawn(cls, seed: int, d: int, queries: int, keys: int, scale: float = 1.0) -> Tokens:
         """Entries of q and k have the standard deviation `scale`, those of v have 1."""
         g = torch.Generator().manual_seed(seed)
-        q, k, v = (
-            torch.randn(count, d, generator=g, dtype=torch.float64)
-            for count in (queries, keys, keys)
-        )
+        q, k, v = (torch.randn(count, d, generator=g, dtype=torch.float64) for count in (queries, keys, keys))
         return cls(scale * q, scale * k, v)
 
     def scores(self) -> Tensor:

@@ -67,8 +67,7 @@ class Associator(nn.Module, ABC):
 
         self.embedding = nn.Parameter(torch.randn(count, width, generator=g, dtype=torch.float32))
         self.key, self.query = (
-            uniform(math.sqrt(6 / (n + WIDTH)) if xavier else WIDTH**-0.5, n, WIDTH)
-            for n in (fan, width)
+            uniform(math.sqrt(6 / (n + WIDTH)) if xavier else WIDTH**-0.5, n, WIDTH) for n in (fan, width)
         )
         self.key_bias, self.query_bias = (uniform(n**-0.5, WIDTH) for n in (fan, width))
         self.gate, self.gate_bias = uniform(fan**-0.5, fan, 1), uniform(fan**-0.5, 1)
@@ -120,13 +119,7 @@ class Trained(NamedTuple):
 
 
 def train(
-    model: Associator,
-    count: int,
-    length: int,
-    replace: bool,
-    seed: int,
-    steps: int,
-    eval_length: int | None = None,
+    model: Associator, count: int, length: int, replace: bool, seed: int, steps: int, eval_length: int | None = None
 ) -> Trained:
     """Adam until the loss is ENOUGH, PATIENCE evaluations brought nothing, or the budget is used.
 

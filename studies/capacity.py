@@ -13,18 +13,7 @@ from hecate.engine import memory_scan
 from hecate.microscope.style import COLOURS, MARKERS, finish
 from hecate.phi import DPFP, ELU, Favor, FeatureMap
 from hecate.rule import MemoryConfig
-from studies.associations import (
-    BATCH,
-    EPS,
-    EVAL_ROWS,
-    PATIENCE,
-    WIDTH,
-    Associator,
-    Pairs,
-    Trained,
-    shown,
-    train,
-)
+from studies.associations import BATCH, EPS, EVAL_ROWS, PATIENCE, WIDTH, Associator, Pairs, Trained, shown, train
 from studies.study import Cell, Progress, Result, Spread, Study
 
 SIZES = (20, 40, 60, 80, 100, 120, 160, 200)
@@ -159,12 +148,7 @@ class Outcome(NamedTuple):
         """Its line in the table."""
         contender = self.contender
         ours = Spread.of(1000 * trained.best for trained in self.trained)
-        known: list[Cell] = [
-            contender.name,
-            self.size,
-            contender.d_phi,
-            round(1000 * self.published, 4),
-        ]
+        known: list[Cell] = [contender.name, self.size, contender.d_phi, round(1000 * self.published, 4)]
         if contender.d_phi is None:
             return [*known, ours, shown(self.trained), None, None, None]
         losses, recalled = zip(*self.untrained, strict=True)
@@ -209,11 +193,7 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
         "phi", "pairs S", "d_phi", "published (1e-3)", "ours (1e-3)", "steps", "floor (1e-3)",
         "least squares, random keys (1e-3)", "recalled, one delta pass",
     ]  # fmt: skip
-    cut = [
-        f"{o.contender.name} S={o.size}"
-        for o in outcomes
-        if not all(trained.finished for trained in o.trained)
-    ]
+    cut = [f"{o.contender.name} S={o.size}" for o in outcomes if not all(trained.finished for trained in o.trained)]
     below = [o for o in outcomes if o.published < o.contender.floor(o.size)]
     caps = ", ".join(f"{c.name} {c.quick_steps if quick else c.steps}" for c in CONTENDERS)
     notes = [

@@ -155,10 +155,7 @@ def draw(figure: Any, taken: Times, held: Mapping[tuple[str, int], int]) -> None
         look = {"color": COLOURS[index], "ls": DASHES[index], "marker": MARKERS[index], "ms": 4}
         left.loglog(contexts, times, label=name, **look)
         right.loglog(contexts, [held[name, context] / 1024 for context in contexts], **look)
-    for axes, title, what in (
-        (left, "time", "CPU time per token (ms)"),
-        (right, "memory", "state (KiB)"),
-    ):
+    for axes, title, what in ((left, "time", "CPU time per token (ms)"), (right, "memory", "state (KiB)")):
         finish(axes, title, "context (tokens)", what, legend=False)
         ticks(axes, contexts)
     one_legend(figure, left, 4)

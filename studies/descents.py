@@ -163,9 +163,7 @@ def score(make: Make, grid: Sequence[float], tuning: Surface, shown: Surface, st
     return Score(final(history)[0], float(tried[best]), float(lrs[best]))
 
 
-def sweep(
-    make: Make, grid: Sequence[float], warps: Sequence[Warp], seeds: Sequence[int], steps: int
-) -> Sweep:
+def sweep(make: Make, grid: Sequence[float], warps: Sequence[Warp], seeds: Sequence[int], steps: int) -> Sweep:
     """Each surface with the learning rate that is fastest there from the paper's start."""
     lrs = torch.tensor(grid, dtype=torch.float64)[:, None]
     surface = warped(warps, [PUBLISHED])

@@ -49,9 +49,7 @@ def ranked(samples: Sequence[Sequence[Tensor]]) -> list[int]:
     return ranks.mean(0).argsort(stable=True).tolist()
 
 
-def _dots(
-    axes: Any, rows: list[int], samples: Sequence[Tensor], index: int, name: str, **look: Any
-) -> None:
+def _dots(axes: Any, rows: list[int], samples: Sequence[Tensor], index: int, name: str, **look: Any) -> None:
     if not rows:
         return
     x, dx = mean_and_error(torch.stack(list(samples), 1))

@@ -86,10 +86,7 @@ def _drawn(seed: int) -> tuple[Tensor, ...]:
 
 def initial(kind: Kind, seeds: Sequence[int]) -> dict[str, Tensor]:
     """Weights `[S, 1, ...]` where memories start."""
-    drawn = [
-        kind.structure.init(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1000 + seed))
-        for seed in seeds
-    ]
+    drawn = [kind.structure.init(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1000 + seed)) for seed in seeds]
     return {name: torch.stack([one[name] for one in drawn]) for name in drawn[0]}
 
 
@@ -101,9 +98,7 @@ class Answers(NamedTuple):
 
 
 @torch.no_grad()
-def answers(
-    kind: Kind, chunk: int, gates: Gates, world: World, start: dict[str, Tensor]
-) -> Answers:
+def answers(kind: Kind, chunk: int, gates: Gates, world: World, start: dict[str, Tensor]) -> Answers:
     """Writes a world and asks for every pair."""
     config, q = kind.config(chunk), world.keys.unsqueeze(2)
     y, state = memory_scan(config, world.k, world.k, world.v, gates, initial=start)
@@ -159,10 +154,7 @@ class Drift(Study):
                 step = lr / (1 - share) * curvature(world.k, chunks[-1]) if linear else None
                 recalled = torch.stack([one.recalled for one in found])
                 outcomes.append(Outcome(kind, lr, retain, errors, recalled, step))
-        costs = {
-            kind.name: _costs(kind, chunks, 2 if quick else 5)
-            for kind in progress(KINDS, "CPU time")
-        }
+        costs = {kind.name: _costs(kind, chunks, 2 if quick else 5) for kind in progress(KINDS, "CPU time")}
         return report(outcomes, chunks, costs)
 
 
@@ -269,9 +261,7 @@ def _draw(axes: Any, outcomes: list[Outcome], chunks: Sequence[int], what: str) 
     finish(axes, title, "chunk (tokens)", label, legend=own, **limits)
 
 
-def _draw_costs(
-    axes: Any, costs: dict[str, Times], chunks: Sequence[int], row: int, what: str
-) -> None:
+def _draw_costs(axes: Any, costs: dict[str, Times], chunks: Sequence[int], row: int, what: str) -> None:
     for index, (name, times) in enumerate(costs.items()):
         ratios = torch.tensor([times[row]], dtype=torch.float64) / times[row][0]
         curve(axes, chunks, ratios, 3 + index, name, marker="^", markersize=4)

@@ -62,9 +62,7 @@ class Hopfield(Study):
     """Associative recall of random patterns."""
 
     name: ClassVar[str] = "hopfield"
-    about: ClassVar[str] = (
-        "How many patterns does a memory recover in one update, as a matrix and as softmax?"
-    )
+    about: ClassVar[str] = "How many patterns does a memory recover in one update, as a matrix and as softmax?"
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
         """Every memory at every width."""
@@ -114,10 +112,7 @@ def report(outcomes: Sequence[Outcome], budget: Budget) -> Result:
         _draw_widths(over_width, outcomes)
         _draw_sizes(over_size, outcomes)
 
-    data = {
-        o.memory.name: {"beta": o.memory.beta, "counts": o.counts, "shares": o.shares}
-        for o in outcomes
-    }
+    data = {o.memory.name: {"beta": o.memory.beta, "counts": o.counts, "shares": o.shares} for o in outcomes}
     rows = [_row(o, budget) for o in outcomes]
     return Result(columns, rows, list(_notes(outcomes, budget)), draw, size=(17, 7), data=data)
 
@@ -220,9 +215,7 @@ def _draw_shares(axes: Any, outcomes: Sequence[Outcome]) -> None:
         "share recovered without a wrong bit", xscale="log", ylim=(-0.03, 1.03),
         legend=False,
     )  # fmt: skip
-    axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=8.5, frameon=False, ncols=2
-    )
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=8.5, frameon=False, ncols=2)
 
 
 def _draw_widths(axes: Any, outcomes: Sequence[Outcome]) -> None:

@@ -50,8 +50,7 @@ class Kernels(Study):
         """Every map at several widths and scales."""
         widths = (8, SHOWN) if quick else (8, 16, SHOWN, 64)
         found = {
-            d: [[every_map(seed, d, scale) for scale in SCALES] for seed in seeds]
-            for d in progress(widths, "widths")
+            d: [[every_map(seed, d, scale) for scale in SCALES] for seed in seeds] for d in progress(widths, "widths")
         }
         return report(found)
 
@@ -88,10 +87,7 @@ def report(found: Found) -> Result:
         f"keys in use (of {KEYS})", f"rank of {QUERIES} x {KEYS}",
     ]  # fmt: skip
     at_one = SCALES.index(1.0)
-    rows = [
-        _row(name, [seed[at_one][name] for seed in found[SHOWN]])
-        for name in found[SHOWN][0][at_one]
-    ]
+    rows = [_row(name, [seed[at_one][name] for seed in found[SHOWN]]) for name in found[SHOWN][0][at_one]]
     notes = [*_how(), *_misprints(), *_comparison(found)]
 
     def draw(figure: Any) -> None:
@@ -148,10 +144,7 @@ def residual() -> float:
         "gelu": (0.43779, 0.19426, 0.16918, 0.04134, 0.15743),
     }
     x = torch.tensor(SCORES, dtype=torch.float64)
-    return max(
-        float((weights_of(n, x) - torch.tensor(w, dtype=torch.float64)).abs().max())
-        for n, w in five.items()
-    )
+    return max(float((weights_of(n, x) - torch.tensor(w, dtype=torch.float64)).abs().max()) for n, w in five.items())
 
 
 def missed(scores: Sequence[float]) -> list[str]:
@@ -193,16 +186,14 @@ def _comparison(found: Found) -> Iterator[str]:
         for d, by_seed in found.items():
             gaps = [
                 Spread.of(
-                    seed[SCALES.index(s)][f"{name} phi"].distance
-                    - seed[SCALES.index(s)][f"{name} f"].distance
+                    seed[SCALES.index(s)][f"{name} phi"].distance - seed[SCALES.index(s)][f"{name} f"].distance
                     for seed in by_seed
                 )
                 for s in (0.5, 1.0, 2.0)
             ]
             parts.append(f"d = {d}: {', '.join(map(str, gaps))}")
         yield (
-            f"{name}: distance to softmax of phi(q).phi(k) minus that of f(q.k), scales 0.5, 1, 2: "
-            f"{'; '.join(parts)}"
+            f"{name}: distance to softmax of phi(q).phi(k) minus that of f(q.k), scales 0.5, 1, 2: {'; '.join(parts)}"
         )
     yield (
         "f(q.k) has full rank, phi(q).phi(k) at most d_phi: no finite map has these functions of "
@@ -214,9 +205,7 @@ def _draw_scores(axes: Any) -> None:
     x = torch.tensor(SCORES, dtype=torch.float64)
     for index, name in enumerate(FORMULAS):
         places = [i + 0.2 * (index - 1.5) for i in range(5)]
-        axes.bar(
-            places, weights_of(name, x).tolist(), 0.18, color=COLOURS[index], label=FORMULAS[name]
-        )
+        axes.bar(places, weights_of(name, x).tolist(), 0.18, color=COLOURS[index], label=FORMULAS[name])
         if name in PRINTED:
             printed = [float(text) for text in PRINTED[name]]
             label = "printed in the note" if name == "gelu" else None
@@ -239,9 +228,7 @@ def _draw_shapes(axes: Any) -> None:
 
 
 def _draw_distance(axes: Any, found: Found) -> None:
-    lines = [
-        (f"{name} {form}", index) for index, name in enumerate(MAPS, 1) for form in ("f", "phi")
-    ]
+    lines = [(f"{name} {form}", index) for index, name in enumerate(MAPS, 1) for form in ("f", "phi")]
     for name, index in [*lines, ("favor phi", 6)]:
         rows = [[scale[name].distance for scale in seed] for seed in found[SHOWN]]
         base, form = name.split()
@@ -269,6 +256,4 @@ def _draw_cloud(axes: Any, name: str, number: int) -> None:
         look = {"markersize": 3, "alpha": 0.5, "color": "black" if mark == "x" else COLOURS[0]}
         axes.plot(flat, KEYS * weights.flatten().numpy(), mark, label=text, **look)
     title = f"{name}: every weight of 24 queries, d = {SHOWN}"
-    finish(
-        axes, title, "score q.k / sqrt(d)", "weight (1 = uniform)", yscale="symlog", ylim=(0, 40)
-    )
+    finish(axes, title, "score q.k / sqrt(d)", "weight (1 = uniform)", yscale="symlog", ylim=(0, 40))

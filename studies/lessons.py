@@ -109,9 +109,7 @@ def learn(make: Make, lr: float, seed: int, lesson: Lesson) -> float:
     return bits if bits < CEILING else CEILING
 
 
-def score_lesson(
-    make: Make, grid: Sequence[float], seeds: Sequence[int], other: int, lesson: Lesson
-) -> Score:
+def score_lesson(make: Make, grid: Sequence[float], seeds: Sequence[int], other: int, lesson: Lesson) -> Score:
     """Bits held out, at the learning rate that was best on one other seed."""
     tried = [learn(make, lr, other, lesson) for lr in grid]
     lr = grid[tried.index(min(tried))]

@@ -57,9 +57,7 @@ class Levels(Study):
     """Several levels against one, under equal state."""
 
     name: ClassVar[str] = "levels"
-    about: ClassVar[str] = (
-        "Do several memory levels forget less than one of the same size, task A | B | A?"
-    )
+    about: ClassVar[str] = "Do several memory levels forget less than one of the same size, task A | B | A?"
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
         """Every setting on the seeds shown and, to choose by, on as many others."""
@@ -100,8 +98,7 @@ def families(quick: bool) -> list[Family]:
         Family("one level, fast gates", [System((Level(WIDTH, 1.0, 16),))]),
         Family("one level, slow gates", [System((Level(WIDTH, slow[1], NEVER, 64),))]),
         Family(
-            "one level, best gates",
-            [System((Level(WIDTH, lr, life),)) for life, lr in itertools.product(lives, rates)],
+            "one level, best gates", [System((Level(WIDTH, lr, life),)) for life, lr in itertools.product(lives, rates)]
         ),
         Family("two levels, sum", several((32, 55), (1, 64), False)),
         Family("two levels, residual", several((32, 55), (1, 64), True)),
@@ -126,8 +123,7 @@ def report(outcomes: list[Outcome], phase: int) -> Result:
         "seeds, so older bindings did not count",
         f"size: at most {WIDTH * WIDTH} weights everywhere; a level with a period also carries the "
         "sum of its window, which 'window counted' fits into the bytes of one level",
-        "reads are added up; but for 'sum' a level is written with what slower ones do not know; "
-        "nothing is trained",
+        "reads are added up; but for 'sum' a level is written with what slower ones do not know; nothing is trained",
         "claimed (Nested Learning, 2025): levels of several frequencies forget less; nothing is "
         "published for this world",
         f"best of several ({several.family.name}) minus best of one level: {_gap(several, one)}",
@@ -146,9 +142,7 @@ def report(outcomes: list[Outcome], phase: int) -> Result:
         _draw_ages(once, one, several)
         _draw_table_ages(often, one, several, phase)
 
-    return Result(
-        columns, [_row(o) for o in outcomes], notes, draw, size=(11, 10), data=_data(outcomes)
-    )
+    return Result(columns, [_row(o) for o in outcomes], notes, draw, size=(11, 10), data=_data(outcomes))
 
 
 def _row(outcome: Outcome) -> list[Cell]:
@@ -230,8 +224,5 @@ def _draw_table_ages(axes: Any, one: Outcome, several: Outcome, phase: int) -> N
 def _parts(one: Outcome, several: Outcome) -> list[tuple[str, Recall]]:
     """One level, several together, and each of those alone; index 0 is the one to draw."""
     levels = several.family.systems[several.chosen].levels
-    alone = [
-        (f"of these, alone: {level}", several.best.alone(number))
-        for number, level in enumerate(levels, 1)
-    ]
+    alone = [(f"of these, alone: {level}", several.best.alone(number)) for number, level in enumerate(levels, 1)]
     return [(one.family.name, one.best), (several.family.name, several.best), *alone]

@@ -43,10 +43,7 @@ CLAIMS: Mapping[str, Claim] = {
     "squared_relu": Claim(
         "positive",
         "no",
-        lambda m: (
-            f"{m.facts.zero_kernel:.1%} of kernel values are exactly 0; error {m.error:.2f} of "
-            "the plain mean's"
-        ),
+        lambda m: f"{m.facts.zero_kernel:.1%} of kernel values are exactly 0; error {m.error:.2f} of the plain mean's",
     ),
     "exp": Claim(
         "closest to softmax; stable",
@@ -59,10 +56,7 @@ CLAIMS: Mapping[str, Claim] = {
     "random_fourier m=64": Claim(
         "positive by construction",
         "no",
-        lambda m: (
-            f"{m.facts.negative:.0%} of features and {m.facts.negative_kernel:.0%} of kernel values"
-            " are negative"
-        ),
+        lambda m: f"{m.facts.negative:.0%} of features and {m.facts.negative_kernel:.0%} of kernel values are negative",
     ),
     "favor m=64 trigonometric": Claim(
         "exact; unbiased with exp(-|x|^2/2)",

@@ -11,14 +11,7 @@ from torch import Tensor
 
 from hecate import phi
 from hecate.phi import FeatureMap
-from studies.against_softmax import (
-    Tokens,
-    correlation,
-    features,
-    normalised,
-    output_error,
-    parameters,
-)
+from studies.against_softmax import Tokens, correlation, features, normalised, output_error, parameters
 from studies.timing import cpu_times
 
 WIDTH, WIDE = 16, 64  # of inputs; of features, where they can be chosen
@@ -122,9 +115,7 @@ def _field(name: str, value: Any) -> str:
     return f"{short.get(name, name)}={value:g}"
 
 
-def measure(
-    map_: FeatureMap, seeds: Sequence[int], others: Sequence[int], scales: Sequence[float]
-) -> Measured:
+def measure(map_: FeatureMap, seeds: Sequence[int], others: Sequence[int], scales: Sequence[float]) -> Measured:
     """All that stands in the table."""
     best = [best_scale(map_, others, scales, length) for length in (1.0, LONG)]
     as_is, scaled, long = (
@@ -143,9 +134,7 @@ def quality(map_: FeatureMap, seed: int, scale: float, length: float) -> Quality
     return Quality(error, correlation(kernel, target))
 
 
-def best_scale(
-    map_: FeatureMap, seeds: Sequence[int], scales: Sequence[float], length: float
-) -> float:
+def best_scale(map_: FeatureMap, seeds: Sequence[int], scales: Sequence[float], length: float) -> float:
     """The scale with the smallest mean error on these seeds."""
     errors = [sum(quality(map_, seed, s, length).error for seed in seeds) for s in scales]
     return scales[errors.index(min(errors))]

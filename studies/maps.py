@@ -35,9 +35,7 @@ class Maps(Study):
     """A table of all maps, by the same measures."""
 
     name: ClassVar[str] = "maps"
-    about: ClassVar[str] = (
-        "Which feature map reads like softmax, what does it cost, and is it safe?"
-    )
+    about: ClassVar[str] = "Which feature map reads like softmax, what does it cost, and is it safe?"
     timed: ClassVar[bool] = True
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
@@ -73,12 +71,7 @@ def report(found: Sequence[Measured], times: Sequence[float], ends: tuple[float,
         for m in found
     }  # fmt: skip
     return Result(
-        columns,
-        [_row(m, time) for m, time in zip(found, times, strict=True)],
-        notes,
-        draw,
-        size=(14, 17),
-        data=data,
+        columns, [_row(m, time) for m, time in zip(found, times, strict=True)], notes, draw, size=(14, 17), data=data
     )
 
 
@@ -197,9 +190,7 @@ def _draw_maps(figure: Any, found: Sequence[Measured], times: Sequence[float]) -
     means = [Spread.of(q.error for q in m.scaled) for m in found]
     order = sorted(range(len(found)), key=lambda i: -means[i].mean)
     rows = list(range(len(order)))
-    quality_axes, rank_axes, cost_axes = figure.subplots(
-        1, 3, sharey=True, width_ratios=(1.5, 1, 1)
-    )
+    quality_axes, rank_axes, cost_axes = figure.subplots(1, 3, sharey=True, width_ratios=(1.5, 1, 1))
     for index, (name, fill) in enumerate((("scaled", "full"), ("as_is", "none"), ("long", "none"))):
         spreads = [Spread.of(q.error for q in getattr(found[i], name)) for i in order]
         label = ("best scale", "as is", f"best scale, tokens x{LONG:g}")[index]

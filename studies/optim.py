@@ -10,16 +10,7 @@ from studies.contenders import FORMS, AtZero, Entrant, costs, state_bytes, zero_
 from studies.descents import quadratic, rosenbrock, score, sweep
 from studies.dots import Panel, dot_plot, ranked
 from studies.lessons import Lesson, draw_recall, draw_text, score_lesson
-from studies.outcomes import (
-    TASKS,
-    Budget,
-    Lessons,
-    Outcome,
-    at_zero,
-    has,
-    settings,
-    verdicts,
-)
+from studies.outcomes import TASKS, Budget, Lessons, Outcome, at_zero, has, settings, verdicts
 from studies.study import Cell, Progress, Result, Spread, Study
 
 
@@ -27,9 +18,7 @@ class Optim(Study):
     """Memories of gradients against momentum, AdamW and Muon, each at its best learning rate."""
 
     name: ClassVar[str] = "optim"
-    about: ClassVar[str] = (
-        "Do optimisers whose momentum is a memory descend faster than plain momentum and AdamW?"
-    )
+    about: ClassVar[str] = "Do optimisers whose momentum is a memory descend faster than plain momentum and AdamW?"
     count: ClassVar[int] = 4
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
@@ -42,8 +31,7 @@ class Optim(Study):
         if budget.recall:
             lessons["recall"] = draw_recall([*seeds, others[0]], budget.recall)
         outcomes = [
-            _outcome(entrant, budget, seeds, others, lessons)
-            for entrant in progress(budget.entrants, "optimisers")
+            _outcome(entrant, budget, seeds, others, lessons) for entrant in progress(budget.entrants, "optimisers")
         ]
         times = costs(budget.entrants)  # they differ from run to run: printed, not filed
         rows = [(e.name, f"{t:.1f}") for e, t in zip(budget.entrants, times, strict=True)]
@@ -52,16 +40,10 @@ class Optim(Study):
 
 
 def _outcome(
-    entrant: Entrant,
-    budget: Budget,
-    seeds: Sequence[int],
-    others: Sequence[int],
-    lessons: Lessons,
+    entrant: Entrant, budget: Budget, seeds: Sequence[int], others: Sequence[int], lessons: Lessons
 ) -> Outcome:
     make, grid = entrant.make, budget.grid
-    learned = {
-        task: score_lesson(make, grid, seeds, others[0], lesson) for task, lesson in lessons.items()
-    }
+    learned = {task: score_lesson(make, grid, seeds, others[0], lesson) for task, lesson in lessons.items()}
     return Outcome(
         entrant,
         score(make, grid, quadratic(others), quadratic(seeds), budget.quadratic),
@@ -97,10 +79,7 @@ def report(outcomes: Sequence[Outcome], budget: Budget, lessons: Lessons) -> Res
 def _row(outcome: Outcome, base: Outcome, lessons: Lessons) -> list[Cell]:
     reached, won, lost = outcome.sweep.against(base.sweep)
     shares = [Spread.of(share.tolist()) for share in (reached, won, lost)]
-    scores = [
-        Spread.of(getattr(outcome, task).values.tolist())
-        for task in ("quadratic", "rosenbrock", *lessons)
-    ]
+    scores = [Spread.of(getattr(outcome, task).values.tolist()) for task in ("quadratic", "rosenbrock", *lessons)]
     return [outcome.entrant.name, *scores[:2], *shares, *scores[2:], round(outcome.bytes, 2)]
 
 

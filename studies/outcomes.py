@@ -15,12 +15,7 @@ from studies.lessons import PAIRS, SYMBOLS, WIDTH, Lesson
 from studies.study import Spread
 
 GRID = tuple(10.0 ** (half / 2 - 4) for half in range(11))  # learning rates
-TASKS = {
-    "quadratic": "Quadratic",
-    "rosenbrock": "Rosenbrock",
-    "text": "Text",
-    "recall": "MQAR",
-}
+TASKS = {"quadratic": "Quadratic", "rosenbrock": "Rosenbrock", "text": "Text", "recall": "MQAR"}
 Lessons = Mapping[str, Lesson]
 
 
@@ -150,10 +145,7 @@ def _published(outcomes: Sequence[Outcome], base: Outcome) -> Iterator[str]:
     for outcome in outcomes[1:]:
         _, won, lost = outcome.sweep.against(base.sweep)
         behind += [outcome.entrant.name] if won.mean() < lost.mean() else []
-    yield (
-        f"warped: {base.entrant.name} wins more often than it loses against: "
-        f"{', '.join(behind) or 'none'}"
-    )
+    yield (f"warped: {base.entrant.name} wins more often than it loses against: {', '.join(behind) or 'none'}")
 
 
 def _edges(outcomes: Sequence[Outcome], grid: tuple[float, ...]) -> Iterator[str]:

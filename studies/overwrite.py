@@ -36,9 +36,7 @@ QUICK = (20,)
 
 def sum_rule(feature_map: FeatureMap) -> MemoryConfig:
     """Linear attention: every value is added, the answer divided by the sum of weights."""
-    return MemoryConfig(
-        feature_map=feature_map, bias="dot", normalizer="sum", on_nonfinite="propagate"
-    )
+    return MemoryConfig(feature_map=feature_map, bias="dot", normalizer="sum", on_nonfinite="propagate")
 
 
 def delta_rule(feature_map: FeatureMap) -> MemoryConfig:
@@ -90,9 +88,7 @@ class Remembering(Associator):
         _, state = memory_scan(self.config, k, k, v, gates, phi_params=params)
         unwritten = torch.zeros(asked.shape, dtype=torch.bool)
         nothing = q.new_zeros(*q.shape[:3], pairs.size)
-        y, _ = memory_scan(
-            self.config, q, q, nothing, state=state, phi_params=params, write_mask=unwritten
-        )
+        y, _ = memory_scan(self.config, q, q, nothing, state=state, phi_params=params, write_mask=unwritten)
         return y.squeeze(2)
 
 
@@ -196,14 +192,11 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
     ]  # fmt: skip
     used = {o.contender.name: o.contender for o in outcomes}.values()
     caps = ", ".join(f"{c.name} {c.quick_steps if quick else c.steps}" for c in used)
-    cut = [
-        f"{o.contender.name} S={o.size}" for o in outcomes if not all(t.finished for t in o.curves)
-    ]
+    cut = [f"{o.contender.name} S={o.size}" for o in outcomes if not all(t.finished for t in o.curves)]
     notes = [
         "losses in thousandths: |one-hot value - answer|^2 / 2 of a question, best evaluation of a "
         "training; 500 is saying nothing; mean +- standard error over seeds",
-        "trained on 2S pairs drawn from S keys and S values with replacement; the answer is the "
-        "key's last value",
+        "trained on 2S pairs drawn from S keys and S values with replacement; the answer is the key's last value",
         "published: the code of the paper evaluates on S pairs, not on the 2S that it trains on; "
         "ours does the same, and the column beside it is the last model's loss on 2S pairs",
         f"Adam 1e-3, batch {BATCH}, evaluated every {EVERY} steps on {EVAL_ROWS} sequences, until "

@@ -44,9 +44,7 @@ class Memory(NamedTuple):
 
 CLASSICAL = Memory("classical: identity, no diagonal", Identity(), diagonal=False)
 IDENTITY = Memory("identity", Identity())
-POLYNOMIALS = tuple(
-    Memory(f"polynomial, degree {p}", Polynomial(degree=p, coefficients="ones")) for p in (2, 3)
-)
+POLYNOMIALS = tuple(Memory(f"polynomial, degree {p}", Polynomial(degree=p, coefficients="ones")) for p in (2, 3))
 SOFTMAX = tuple(Memory(f"softmax, beta {beta:g}", None, beta) for beta in (0.25, 1.0, 4.0))
 BETAS = (0.1, 0.4, 1.0, 2.0, 4.0, 6.0)  # of which favor takes the best on other seeds
 
@@ -152,18 +150,13 @@ def expected(kernel: Callable[[Tensor], Tensor], d: int, count: float, own: bool
     wrong = flips(d)
     steps = torch.arange(d, dtype=torch.float64)
     rest = 2 * steps - (d - 1)  # x.y without the bit
-    weight = (
-        math.lgamma(d) - torch.lgamma(steps + 1) - torch.lgamma(d - steps) - (d - 1) * math.log(2)
-    ).exp()
+    weight = (math.lgamma(d) - torch.lgamma(steps + 1) - torch.lgamma(d - steps) - (d - 1) * math.log(2)).exp()
     same, other = (kernel(rest + bit if own else rest) for bit in (1, -1))
     pull = float((weight * (same - other)).sum() / 2)
     square = float((weight * (same.square() + other.square())).sum() / 2)
     noise = math.sqrt(max(count - 1, 0) * (square - pull**2)) or math.ulp(0)
     signal = float(kernel(torch.tensor(float(d - 2 * wrong), dtype=torch.float64)))
-    good, bad = (
-        (1 + math.erf((signal + sign * (count - 1) * pull) / noise / math.sqrt(2))) / 2
-        for sign in (1, -1)
-    )
+    good, bad = ((1 + math.erf((signal + sign * (count - 1) * pull) / noise / math.sqrt(2))) / 2 for sign in (1, -1))
     return good ** (d - wrong) * bad**wrong
 
 
@@ -226,9 +219,7 @@ def expected_growth(outcome: Outcome) -> float:
     return _fit(widths, hoped, math.log)
 
 
-def _fit(
-    widths: Sequence[int], capacities: Sequence[float], axis: Callable[[float], float]
-) -> float:
+def _fit(widths: Sequence[int], capacities: Sequence[float], axis: Callable[[float], float]) -> float:
     """Least squares."""
     unit = math.log(2) if axis is float else 1.0
     x = torch.tensor([axis(d) for d in widths], dtype=torch.float64)

@@ -51,9 +51,7 @@ class Performer(Study):
     """The Performers' lemmas, their comparison, and what the signs of a QR do to it."""
 
     name: ClassVar[str] = "performer"
-    about: ClassVar[str] = (
-        "Are positive orthogonal features the best estimate of softmax attention?"
-    )
+    about: ClassVar[str] = "Are positive orthogonal features the best estimate of softmax attention?"
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
         """Formulas, attention and signs."""
@@ -83,16 +81,7 @@ def _errors(kind: str, scale: float, length: int, seed: int) -> list[float]:
     tokens = Tokens.drawn(seed, WIDTH, length, length, scale)
     variant, orthogonal, norms = KINDS[kind]
     return [
-        read_error(
-            Favor(
-                variant=variant,
-                num_features=count,
-                orthogonal=orthogonal,
-                norms=norms,
-            ),
-            tokens,
-            seed,
-        )
+        read_error(Favor(variant=variant, num_features=count, orthogonal=orthogonal, norms=norms), tokens, seed)
         for count in COUNTS
     ]
 
@@ -178,9 +167,7 @@ def _attention_rows(found: Found) -> Iterator[list[Cell]]:
                 spread = gap(found, size, left, right, count)
                 level = not abs(spread.mean) > 2 * spread.error
                 verdict = "level" if level else "better" if spread.mean < 0 else "worse"
-                published = (
-                    "better" if left.split(",")[0] in ("positive", "trigonometric") else None
-                )
+                published = "better" if left.split(",")[0] in ("positive", "trigonometric") else None
                 yield [
                     f"{left} against {right}", f"{size} norms, {count} features", published,
                     spread, verdict,
@@ -235,9 +222,7 @@ def _draw_formulas(axes: Any, degrees: int, found: Found) -> None:
 def _draw_signs(axes: Any, found: Found) -> None:
     axes.axhline(1, color="0.4", linestyle="--", linewidth=0.8)
     for index, fixed in enumerate((False, True)):
-        spreads = [
-            Spread.of(v / exact(name) for v in found.signs[name, fixed]) for name in SIGN_MAPS
-        ]
+        spreads = [Spread.of(v / exact(name) for v in found.signs[name, fixed]) for name in SIGN_MAPS]
         places = [i + 0.4 * index - 0.2 for i in range(len(SIGN_MAPS))]
         look = {"color": COLOURS[(1, 2)[index]], "label": "signs fixed" if fixed else "raw QR"}
         axes.bar(places, [s.mean for s in spreads], 0.36, **look)

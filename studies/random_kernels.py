@@ -60,17 +60,12 @@ def uncertainty(variant: str, x: Tensor, y: Tensor, features: int, draws: int) -
     return math.sqrt((kurtosis - 1) / draws)
 
 
-def sampled(
-    variant: str, pairs: Sequence[tuple[Tensor, Tensor]], features: int, draws: int, seed: int
-) -> list[float]:
+def sampled(variant: str, pairs: Sequence[tuple[Tensor, Tensor]], features: int, draws: int, seed: int) -> list[float]:
     """The same by drawing: one map per draw, the same ones for every pair."""
     map_ = favor(variant, features)
     g = torch.Generator().manual_seed(seed)
     params = map_.init(WIDTH, heads=draws, generator=g, dtype=torch.float64)
-    return [
-        float((estimate(map_, params, x, y) - math.exp(float(x @ y))).square().mean())
-        for x, y in pairs
-    ]
+    return [float((estimate(map_, params, x, y) - math.exp(float(x @ y))).square().mean()) for x, y in pairs]
 
 
 def estimate(map_: FeatureMap, params: Params, x: Tensor, y: Tensor) -> Tensor:

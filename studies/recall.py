@@ -118,9 +118,7 @@ def state_bytes(model: nn.Module) -> int:
     if isinstance(state, SlidingState):
         return bytes_of((state.keys, state.values))
     memory = state.memory
-    own = (
-        [memory.memory] if memory.normalizer is None else [memory.memory, memory.normalizer.memory]
-    )
+    own = [memory.memory] if memory.normalizer is None else [memory.memory, memory.normalizer.memory]
     return bytes_of(own)
 
 

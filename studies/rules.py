@@ -32,21 +32,10 @@ from studies.study import Cell, Progress, Result, Study
 Record = dict[str, Any]
 
 SETTINGS = {
-    "mqar": (
-        "data.num_pairs=8",
-        "data.seq_len=32",
-        "data.vocab_size=48",
-        "budget.batch_size=32",
-    ),
+    "mqar": ("data.num_pairs=8", "data.seq_len=32", "data.vocab_size=48", "budget.batch_size=32"),
     "quickstart": ("model.layers=1", "budget.batch_size=8", "budget.seq_len=64"),
 }
-SHARED = (
-    "model.d_model=32",
-    "model.heads=2",
-    "model.qk_norm=none",
-    "optim.lr=1e-2",
-    "optim.warmup=20",
-)
+SHARED = ("model.d_model=32", "model.heads=2", "model.qk_norm=none", "optim.lr=1e-2", "optim.warmup=20")
 STEPS = {"mqar": 400, "quickstart": 200}
 EVALUATION = "budget.eval_batches=16"
 CHUNK = 8  # a commit per chunk can be recalled in later chunks alone
@@ -114,10 +103,7 @@ def train(job: Job) -> Record:
             loss = math.nan
             for _ in range(job.steps):
                 loss = trainer.train_step().loss
-            record |= {
-                "engine": config.engines()["memory"][0],
-                "state_bytes": _bytes(config.model_for_data()),
-            }
+            record |= {"engine": config.engines()["memory"][0], "state_bytes": _bytes(config.model_for_data())}
             record |= {"loss": loss, "value": trainer.evaluate().value(trainer.source.metric)}
     except HecateError as error:
         record["failed"] = f"{type(error).__name__}: {error}"
@@ -197,8 +183,7 @@ def report(records: Sequence[Record], errors: dict[str, float], steps: dict[str,
         known = (some.get("engine"), f"{error:.0e}", some.get("state_bytes"))
         rows.append((rule, *known, *values, round(seconds)))
     notes = [
-        "error: the largest relative error of outputs and states against the numpy transcription "
-        "of the rule's paper",
+        "error: the largest relative error of outputs and states against the numpy transcription of the rule's paper",
         " ".join(SHARED),
         *(f"{task}: {steps[task]} steps; {' '.join(SETTINGS[task])}" for task in SETTINGS),
         *(f"{r['rule']}, {r['task']}: {r['failed']}" for r in records if "failed" in r),

@@ -29,12 +29,7 @@ def list_studies() -> None:
 
 
 def run_studies(
-    names: Sequence[str],
-    *,
-    quick: bool = False,
-    seeds: int | None = None,
-    out: Path,
-    figure: bool = True,
+    names: Sequence[str], *, quick: bool = False, seeds: int | None = None, out: Path, figure: bool = True
 ) -> dict[str, Result]:
     """Studies by name, `cost` or `all`, one after the other, and what each took if several."""
     chosen = list(dict.fromkeys(name for given in names for name in names_of(given)))
@@ -49,14 +44,7 @@ def run_studies(
     return results
 
 
-def run_study(
-    name: str,
-    *,
-    quick: bool = False,
-    seeds: int | None = None,
-    out: Path,
-    figure: bool = True,
-) -> Result:
+def run_study(name: str, *, quick: bool = False, seeds: int | None = None, out: Path, figure: bool = True) -> Result:
     """Runs, prints and writes; a quick run's files are called NAME-quick, so as to replace none."""
     study = find_study(name)()
     count = (min(2, study.count) if quick else study.count) if seeds is None else seeds
@@ -91,10 +79,9 @@ def progress(items: Sequence[T], what: str) -> Iterator[T]:
 
 def to_csv(result: Result) -> str:
     """The table; a column with spreads is followed by one of their standard errors."""
-    spread = [
-        any(isinstance(cell, Spread) for cell in column)
-        for column in zip(*result.rows, strict=True)
-    ] or [False] * len(result.columns)
+    spread = [any(isinstance(cell, Spread) for cell in column) for column in zip(*result.rows, strict=True)] or [
+        False
+    ] * len(result.columns)
     header = [
         text
         for name, wide in zip(result.columns, spread, strict=True)
@@ -105,11 +92,7 @@ def to_csv(result: Result) -> str:
     writer.writerow(header)
     for row in result.rows:
         writer.writerow(
-            [
-                value
-                for cell, wide in zip(row, spread, strict=True)
-                for value in (_two(cell) if wide else [cell])
-            ]
+            [value for cell, wide in zip(row, spread, strict=True) for value in (_two(cell) if wide else [cell])]
         )
     return stream.getvalue()
 
@@ -130,14 +113,9 @@ def to_json(study: Study, result: Result, quick: bool, seeds: int) -> str:
     return json.dumps(facts, indent=1, allow_nan=False) + "\n"
 
 
-def _write(
-    study: Study, result: Result, quick: bool, seeds: int, out: Path, figure: bool
-) -> list[Path]:
+def _write(study: Study, result: Result, quick: bool, seeds: int, out: Path, figure: bool) -> list[Path]:
     stem = f"{study.name}-quick" if quick else study.name
-    contents: dict[str, str | bytes] = {
-        "csv": to_csv(result),
-        "json": to_json(study, result, quick, seeds),
-    }
+    contents: dict[str, str | bytes] = {"csv": to_csv(result), "json": to_json(study, result, quick, seeds)}
     if figure:
         contents["png"] = _image(result)
     with refusing(f"write {out}", "choose another --out"):

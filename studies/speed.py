@@ -161,9 +161,7 @@ def report(taken: Times, lengths: Sequence[int]) -> Result:
         "266 features = int(64 log 64), Performers' own choice, cost four times the products of 64",
     ]
     columns = ["N", "claimed", *(heading for heading, *_ in RATIOS)]
-    data: dict[str, dict[int, list[float]]] = {
-        f"{name}, {direction}": {} for name, direction, _ in taken
-    }
+    data: dict[str, dict[int, list[float]]] = {f"{name}, {direction}": {} for name, direction, _ in taken}
     for (name, direction, length), times in taken.items():
         data[f"{name}, {direction}"][length] = times
     return Result(columns, rows, notes, lambda figure: draw(figure, taken), (10.0, 4.6), data)
@@ -177,9 +175,7 @@ def ratio(taken: Times, theirs: str, ours: str, direction: str, length: int) -> 
     return Spread.of(a / b for a, b in pairs)
 
 
-def crossover(
-    taken: Times, theirs: str, ours: str, direction: str, lengths: Sequence[int]
-) -> str | None:
+def crossover(taken: Times, theirs: str, ours: str, direction: str, lengths: Sequence[int]) -> str | None:
     """Where the ratio rises through 1 for good: a straight line between points of the log plot."""
     known = [(n, r.mean) for n in lengths if (r := ratio(taken, theirs, ours, direction, n))]
     below = [i for i, (_, value) in enumerate(known) if value < 1]
@@ -197,9 +193,7 @@ def draw(figure: Any, taken: Times) -> None:
     panels = figure.subplots(1, 2, sharey=True)
     lengths = sorted({length for *_, length in taken})
     kinds = ("naive softmax", "torch SDPA", "ReLU", "266 ReLU features")
-    for axes, ending, title in zip(
-        panels, ("", ", causal"), ("every query sees all keys", "causal"), strict=True
-    ):
+    for axes, ending, title in zip(panels, ("", ", causal"), ("every query sees all keys", "causal"), strict=True):
         for index, kind in enumerate(kinds):
             look = {"color": COLOURS[index], "marker": MARKERS[index], "ms": 4}
             for direction, dash in (("forward", "-"), ("both", "--")):

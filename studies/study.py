@@ -105,9 +105,7 @@ class Study(ABC):
         if name is None or not getattr(cls, "about", None):
             raise ConfigError(f"study {cls.__qualname__} needs a name and, in about, its question")
         if name in (ALL, COST):
-            raise ConfigError(
-                f"{name!r} stands for several studies; give {cls.__qualname__} another name"
-            )
+            raise ConfigError(f"{name!r} stands for several studies; give {cls.__qualname__} another name")
         taken = Study._known.get(name)
         identity = (cls.__module__, cls.__qualname__)
         if taken is not None and (taken.__module__, taken.__qualname__) != identity:
@@ -135,10 +133,7 @@ def find_study(name: str) -> type[Study]:
     """A study by name; `ConfigError` says which there are."""
     known = studies()
     if name not in known:
-        raise ConfigError(
-            f"no study {name!r}; known: {', '.join(known)}, or cost, or all."
-            f"{did_you_mean(name, known)}"
-        )
+        raise ConfigError(f"no study {name!r}; known: {', '.join(known)}, or cost, or all.{did_you_mean(name, known)}")
     return known[name]
 
 

@@ -123,14 +123,10 @@ class _Running:
         g = torch.Generator().manual_seed(number)
         whole = level.width == WIDTH
         eye = torch.eye(WIDTH, dtype=torch.float32)
-        self.key, self.value = (
-            eye if whole else haar(WIDTH, g)[:, : level.width].float() for _ in range(2)
-        )
+        self.key, self.value = (eye if whole else haar(WIDTH, g)[:, : level.width].float() for _ in range(2))
         decays = level.half_life != NEVER
         rule = {"retention": "decay" if decays else "none", "read": "before"}
-        self.rule = LevelConfig.model_validate(
-            {"name": f"level {number}", "period": level.period, "memory": rule}
-        ).rule
+        self.rule = LevelConfig.model_validate({"name": f"level {number}", "period": level.period, "memory": rule}).rule
         retain = 0.5 ** (1 / level.half_life) if decays else None
         self.gates = Gates(lr=level.lr, retain=retain)
         self.state: MemoryState | None = None

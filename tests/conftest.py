@@ -10,9 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # Deadlines measure the machine; the function-scoped fixtures below serve every example alike.
-settings.register_profile(
-    "local", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
@@ -31,9 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if unstable:
-        raise pytest.UsageError(
-            f"a test's name holds an address, so workers disagree: {unstable[0]}"
-        )
+        raise pytest.UsageError(f"a test's name holds an address, so workers disagree: {unstable[0]}")
     for item in items:
         if "gpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs --device cuda"))

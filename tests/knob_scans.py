@@ -17,20 +17,14 @@ STRUCTURES: dict[str, Any] = {
 TOKENS, WIDTH = 50, 4
 
 
-def worst_error(
-    structure: str, bias: Any, retention: Any, loss: Any, kept: Any, *, lr: float = 0.3
-) -> float:
+def worst_error(structure: str, bias: Any, retention: Any, loss: Any, kept: Any, *, lr: float = 0.3) -> float:
     """Largest relative error of outputs and of final memories, float64."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(TOKENS, WIDTH)) / s for s in (1.0, 2.0, 1.0))
     rates = lr * rng.uniform(0.2, 1.0, TOKENS)
     retain, momentum = rng.uniform(0.96, 1.0, TOKENS), rng.uniform(0.0, 0.6, TOKENS)
     config = MemoryConfig(
-        structure=STRUCTURES[structure],
-        bias=bias,
-        retention=retention,
-        algorithm="momentum",
-        state_dtype="float64",
+        structure=STRUCTURES[structure], bias=bias, retention=retention, algorithm="momentum", state_dtype="float64"
     )
     shapes = config.structure.shapes(WIDTH, WIDTH)
     weights = {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
@@ -47,8 +41,7 @@ def worst_error(
     expected, final = reference.scan(loss, kept, q, k, v, *gates, list(weights.values()))
     pairs = [(y[0, :, 0].numpy(), expected)]
     pairs += [
-        (mine[0, 0].numpy(), true)
-        for mine, true in zip(memory_weights(config, state).values(), final, strict=True)
+        (mine[0, 0].numpy(), true) for mine, true in zip(memory_weights(config, state).values(), final, strict=True)
     ]
     assert all(np.isfinite(true).all() and np.linalg.norm(true) > 1e-2 for _, true in pairs)
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)

@@ -46,9 +46,7 @@ class Case(NamedTuple):
         left = iter(leaves)
         q, k, v = next(left), next(left), next(left)
         gates = Gates(*(next(left) if isinstance(g, Tensor) else g for g in self.gates))
-        return self._replace(
-            q=q, k=k, v=v, gates=gates, initial={name: next(left) for name in self.initial}
-        )
+        return self._replace(q=q, k=k, v=v, gates=gates, initial={name: next(left) for name in self.initial})
 
     def fresh(self) -> Case:
         """Detached copies that require gradients."""
@@ -110,8 +108,7 @@ def case_of(
     lead = (batch, length, heads)
     d_phi = config.feature_map.output_dim(d)
     initial = {
-        name: normal(heads, *shape) / shape[-1] ** 0.5
-        for name, shape in config.structure.shapes(d_phi, width).items()
+        name: normal(heads, *shape) / shape[-1] ** 0.5 for name, shape in config.structure.shapes(d_phi, width).items()
     }
     wide = (*lead, d_phi) if channels else lead
     # A deep memory's curvature grows with its weights: steps that a matrix bears blow it up.
@@ -122,10 +119,7 @@ def case_of(
         gate(0.1, 0.9, *lead) if config.algorithm.uses_momentum else None,
     )
     q, k, v = normal(*lead, d), normal(*lead, d) / d**0.5, normal(*lead, width)
-    masked = [
-        torch.rand(batch, length, generator=generator) < share if masks else None
-        for share in (0.7, 0.2)
-    ]
+    masked = [torch.rand(batch, length, generator=generator) < share if masks else None for share in (0.7, 0.2)]
     return Case(config, q, k, v, gates, initial, *masked)
 
 
@@ -173,9 +167,7 @@ def reference_scan(case: Case) -> tuple[np.ndarray, dict[str, np.ndarray]]:
                 weights,
                 *(None if mask is None else mask[b] for mask in masks),
             )
-            for name, weight, slot, pending in zip(
-                names, state.weights, state.slots, state.pending, strict=True
-            ):
+            for name, weight, slot, pending in zip(names, state.weights, state.slots, state.pending, strict=True):
                 final.setdefault(f"memory.{name}", []).append(weight)
                 final.setdefault(f"slots.momentum.{name}", []).append(slot)
                 final.setdefault(f"pending.{name}", []).append(pending)

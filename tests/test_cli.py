@@ -58,9 +58,7 @@ def test_train_evaluate_generate_and_resume(hecate, tmp_path):
     best = min(evals, key=lambda r: r["validation_loss"])
     assert code == 0 and f"{best['bits_per_byte']:.4f}" in out and f"(step {best['step']})" in out
 
-    texts = {
-        hecate("generate", "run", "--prompt", "ab", "--tokens", "5", "--seed", s)[1] for s in "112"
-    }
+    texts = {hecate("generate", "run", "--prompt", "ab", "--tokens", "5", "--seed", s)[1] for s in "112"}
     assert len(texts) == 2 and all(text.startswith("ab") for text in texts)
     greedy = {hecate("generate", "run", "--temperature", "0", "--seed", s)[1] for s in "12"}
     assert len(greedy) == 1 and greedy.pop().startswith("def ")
@@ -212,9 +210,7 @@ def test_help_has_examples_and_imports_nothing_heavy():
         "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
         "print('HEAVY', sorted({'hecate.train', 'hecate.models', 'matplotlib'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
     assert "Example" in done.stdout and "HEAVY []" in done.stdout
 
 
@@ -247,8 +243,7 @@ def test_own_parts_are_imported_before_a_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["train", "eval", "generate", "report", "list", "show", "schema", "estimate", "tape"],
+    "command", ["train", "eval", "generate", "report", "list", "show", "schema", "estimate", "tape"]
 )
 def test_every_command_has_an_example(hecate, command):
     code, out, _ = hecate(command, "--help")
@@ -306,16 +301,9 @@ def test_estimate_counts_what_is_built(hecate, preset):
 def test_tape_prints_calls_and_norms(hecate):
     code, out, _ = hecate("tape", "cms", "--tokens", "2")
     assert code == 0
-    for text in (
-        "model.levels[0].memory",
-        "model.levels[2].memory",
-        "phi.random_fourier",
-        "l2_norm",
-    ):
+    for text in ("model.levels[0].memory", "model.levels[2].memory", "phi.random_fourier", "l2_norm"):
         assert text in out
-    norms = [
-        float(line.split()[0]) for line in out.splitlines() if line.startswith("  ") and "/" in line
-    ]
+    norms = [float(line.split()[0]) for line in out.splitlines() if line.startswith("  ") and "/" in line]
     assert len(norms) > 10 and any(norm > 0 for norm in norms)
     code, _, err = hecate("tape", "nothing")
     assert code == 2 and "no preset" in err

@@ -32,9 +32,7 @@ def shipped() -> list[type[Variant]]:
 
 def docstring_faults(kind: str, docstring: str, known: set[str]) -> list[str]:
     first = docstring.split("\n\n", 1)[0]
-    cited = {
-        name for group in re.findall(r"\[([^\]]+)\]", docstring) for name in SPEC_ID.findall(group)
-    }
+    cited = {name for group in re.findall(r"\[([^\]]+)\]", docstring) for name in SPEC_ID.findall(group)}
     faults = []
     if not (first.startswith(f"{kind}: ") and first.endswith(".")):
         faults.append(f"the first paragraph must read `{kind}: formula.`, got {first!r}")
@@ -53,9 +51,7 @@ def test_docstrings_of_variants():
         f"{cls.__module__}.{cls.__qualname__}: {fault}"
         for cls in variants
         for fault in docstring_faults(
-            cls.model_fields["kind"].default,
-            inspect.cleandoc(vars(cls).get("__doc__") or ""),
-            known,
+            cls.model_fields["kind"].default, inspect.cleandoc(vars(cls).get("__doc__") or ""), known
         )
     ]
     assert not found, "\n".join(found)

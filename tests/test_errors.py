@@ -30,9 +30,7 @@ def test_every_error_is_a_hecate_error_and_what_python_would_raise():
     kinds = {
         item
         for item in vars(errors).values()
-        if isinstance(item, type)
-        and issubclass(item, Exception)
-        and item.__module__ == "hecate.errors"
+        if isinstance(item, type) and issubclass(item, Exception) and item.__module__ == "hecate.errors"
     }
     assert {item for item in kinds if not issubclass(item, HecateError)} == {
         errors.HealthWarning,
@@ -82,10 +80,7 @@ def test_errors_raised_by_validators_keep_their_paths():
 
     with pytest.raises(ConfigError) as caught:
         Outer(inner=[{"n": 1}, {"n": 12, "m": 1}])
-    assert str(caught.value).splitlines() == [
-        "inner[0].n: must be even, got 1",
-        "inner[1].n: must be at most m + 10",
-    ]
+    assert str(caught.value).splitlines() == ["inner[0].n: must be even, got 1", "inner[1].n: must be at most m + 10"]
 
 
 def test_sentences_of_types_without_a_special_word():

@@ -76,9 +76,7 @@ def test_json_texts():
     text = refused(lambda: MemoryConfig.model_validate_json(twice))
     assert text == "d_phi: given twice in one JSON object; keep one"
     for wrong in ("", "{", "nul", b"\xff\xff", '{"chunk": ' + "9" * 5000 + "}", 3):
-        assert "not valid JSON" in refused(
-            lambda wrong=wrong: MemoryConfig.model_validate_json(wrong)
-        )
+        assert "not valid JSON" in refused(lambda wrong=wrong: MemoryConfig.model_validate_json(wrong))
 
 
 def test_values_too_deep_or_too_long_to_show():
@@ -94,9 +92,7 @@ def test_an_odd_map_inside_odd_lift_is_evaluated_once(odd, monkeypatch):
     inner = phi.FeatureMap.model_validate(odd)
     lift, calls = phi.OddLift(inner=inner), []
     forward = type(inner).forward
-    monkeypatch.setattr(
-        type(inner), "forward", lambda s, x, p: calls.append(s is lift.inner) or forward(s, x, p)
-    )
+    monkeypatch.setattr(type(inner), "forward", lambda s, x, p: calls.append(s is lift.inner) or forward(s, x, p))
     x = torch.linspace(-2, 2, 12).reshape(3, 4)
     assert torch.equal(lift(x), inner(x)) and sum(calls) == 1
     features, residuals = lift.forward(x, {"learned": {}, "frozen": {}})

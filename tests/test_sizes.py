@@ -34,11 +34,7 @@ def configs(root: type[Config] = Config) -> list[type[Config]]:
 
 HELD = ("hecate.train.facts", "hecate.train.manifest")  # by files, whose sizes are what they hold
 CONCRETE = sorted(
-    {
-        c
-        for c in configs()
-        if not (issubclass(c, Variant) and c.is_family()) and c.__module__ not in HELD
-    },
+    {c for c in configs() if not (issubclass(c, Variant) and c.is_family()) and c.__module__ not in HELD},
     key=lambda c: (c.__module__, c.__qualname__),
 )
 REQUIRED = {"maps": ("elu", "relu"), "inner": "elu", "name": "a", "paths": ("a",)} | {
@@ -145,9 +141,7 @@ def test_layers_refuse_widths_before_they_are_built(size):
 @pytest.mark.parametrize("kind", ours(phi.FeatureMap))
 def test_feature_maps_refuse_widths_before_they_draw(kind, size):
     variant = phi.FeatureMap.variants()[kind]
-    fields = {
-        n: REQUIRED.get(n, 4) for n, info in variant.model_fields.items() if info.is_required()
-    }
+    fields = {n: REQUIRED.get(n, 4) for n, info in variant.model_fields.items() if info.is_required()}
     refused(lambda: variant(**fields).output_dim(size), kind, "lower d_model or d_key")
     refused(lambda: variant(**fields).init(size), kind)
     refused(lambda: variant(**fields).init(8, heads=size), "heads")
@@ -157,9 +151,7 @@ def test_feature_maps_refuse_widths_before_they_draw(kind, size):
 @pytest.mark.parametrize("kind", ours(phi.FeatureMap))
 def test_shapes_are_those_that_init_gives_and_none_is_drawn_without_storage(kind, monkeypatch):
     variant = phi.FeatureMap.variants()[kind]
-    fields = {
-        n: REQUIRED.get(n, 4) for n, info in variant.model_fields.items() if info.is_required()
-    }
+    fields = {n: REQUIRED.get(n, 4) for n, info in variant.model_fields.items() if info.is_required()}
     for own in (fields, fields | {"coefficients": "learned"}, fields | {"form": "paired"}):
         try:
             feature_map = variant(**own)
@@ -231,8 +223,7 @@ def test_models_refuse_what_their_blocks_and_tables_would_take():
     refused(lambda: LanguageModelConfig(mlp_ratio=1e300), "mlp_ratio")
     refused(
         lambda: ExperimentConfig(
-            model={"d_model": 1 << 12, "mlp_ratio": 1.0},
-            data={"kind": "copy", "vocab_size": MAX_SIZE},
+            model={"d_model": 1 << 12, "mlp_ratio": 1.0}, data={"kind": "copy", "vocab_size": MAX_SIZE}
         ),
         "model.d_model: 'embedding'",
     )

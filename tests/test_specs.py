@@ -9,18 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.spec_files import (
-    ROOT,
-    SPEC_ID,
-    SPECS,
-    Example,
-    examples,
-    files,
-    marked,
-    marked_in_tests,
-    stated,
-    statements,
-)
+from tests.spec_files import ROOT, SPEC_ID, SPECS, Example, examples, files, marked, marked_in_tests, stated, statements
 
 BLOCKS = [example for path in files() for example in examples(path)]
 CONTRACT = ("purpose", "expects", "guarantees", "cost", "trade-off", "source")
@@ -53,9 +42,7 @@ def test_ids_are_unique():
 
 def malformed(text: str) -> list[str]:
     """Lines that look like statements, yet whose id the other checks would not see."""
-    lines = [
-        line for line in text.splitlines() if re.match(r"^\s*[-*] \*\*[A-Z0-9]+-[A-Z0-9-]+", line)
-    ]
+    lines = [line for line in text.splitlines() if re.match(r"^\s*[-*] \*\*[A-Z0-9]+-[A-Z0-9-]+", line)]
     return [line for line in lines if not statements(line)]
 
 
@@ -109,9 +96,7 @@ def test_specs_stay_short():
 
 
 def test_the_readers_themselves(tmp_path):
-    text = (
-        "## A\n- **PHI-ELU-D1** x\n```python\nassert 1  # PHI-X-V2\n```\n## B\n- **PHI-ELU-D1** y\n"
-    )
+    text = "## A\n- **PHI-ELU-D1** x\n```python\nassert 1  # PHI-X-V2\n```\n## B\n- **PHI-ELU-D1** y\n"
     assert statements(text) == ["PHI-ELU-D1"] * 2
     assert unexampled(text) == ["B"]
     assert malformed("- **PHI-elu-D1** x") == [] and malformed("- **PHI-ELU-Q1** x")

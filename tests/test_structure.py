@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hecate"
 
 FLOORS = [
-    {"errors", "sizes", "frozen", "schema", "variant", "declared", "tape"},
+    {"errors", "checks", "sizes", "frozen", "schema", "variant", "declared", "tape"},
     {"phi", "bias", "retention", "algorithm", "structure"},
     {"rule", "engine"},
     {"nn", "cms", "optim"},
@@ -22,6 +22,7 @@ FLOORS = [
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 FREE = {"testing"}  # for users' tests: sees every floor, and no floor sees it
 ACROSS = {  # imports within a floor, each in one direction only
+    ("checks", "errors"),
     ("sizes", "errors"),
     ("schema", "errors"),
     ("variant", "errors"),
@@ -158,11 +159,7 @@ CHECKS: dict[Callable[[ast.AST, str], Iterator[str]], dict[str, list[str]]] = {
     # check -> room -> sources that it must complain about
     upward_imports: {
         "tape": ["from hecate.phi import ELU", "def f():\n    import hecate.engine.scan"],
-        "phi": [
-            "from hecate.bias import L2",
-            "from hecate import bias",
-            "from .base import FeatureMap",
-        ],
+        "phi": ["from hecate.bias import L2", "from hecate import bias", "from .base import FeatureMap"],
         "rule": ["from hecate.engine import scan", "from hecate.testing import check_vjp"],
         "engine": ["import hecate"],
         "models": ["from hecate.data import text"],
@@ -170,9 +167,7 @@ CHECKS: dict[Callable[[ast.AST, str], Iterator[str]], dict[str, list[str]]] = {
     },
     bare_asserts: {"phi": ["assert x > 0, 'positive'"]},
     long_functions: {"phi": ["def f():\n" + "    x = 1\n" * 60]},
-    unpickling: {
-        "train": ["import pickle", "from torch import load", "torch.load('x')", "f = torch.load"]
-    },
+    unpickling: {"train": ["import pickle", "from torch import load", "torch.load('x')", "f = torch.load"]},
     global_randomness: {
         "phi": [
             "torch.manual_seed(0)",
@@ -201,10 +196,7 @@ ALLOWED = {
     long_functions: [("phi", "def f():\n" + "    x = 1\n" * 59)],
     unpickling: [("train", "from safetensors.torch import load")],
     global_randomness: [
-        (
-            "phi",
-            "torch.randn(3, generator=g)\nx.normal_(generator=g)\ntorch.Generator().manual_seed(0)",
-        ),
+        ("phi", "torch.randn(3, generator=g)\nx.normal_(generator=g)\ntorch.Generator().manual_seed(0)"),
         ("train", "with torch.random.fork_rng(), x as y:\n    torch.manual_seed(0)"),
         ("data", "random.Random(0)\nnp.random.default_rng(0)\nrng.shuffle(x)"),
     ],

@@ -1,7 +1,7 @@
 """Inner algorithms: how a write turns a gradient into a step."""
 
 from hecate.algorithm.adaptive import Adaptive
-from hecate.algorithm.base import Algorithm, AlgorithmKind, InnerLoss, Token
+from hecate.algorithm.base import Algorithm, AlgorithmForm, AlgorithmKind, InnerLoss, Token
 from hecate.algorithm.deep_momentum import DeepMomentum
 from hecate.algorithm.delta_momentum import DeltaMomentum
 from hecate.algorithm.ftrl import FTRL
@@ -18,6 +18,7 @@ __all__ = [
     "RLS",
     "Adaptive",
     "Algorithm",
+    "AlgorithmForm",
     "AlgorithmKind",
     "DeepMomentum",
     "DeltaMomentum",

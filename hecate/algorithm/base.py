@@ -8,9 +8,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hecate.declared import still_declared
 from hecate.tape import Block, Tensors
 from hecate.tape.ops import over, sum_to_gate
 from hecate.variant import Variant
+
+
+class AlgorithmForm(NamedTuple):
+    """How kernels and parallel forms take the direction from the token's own gradient G: D = -lr G, or with `momentum`
+    S' = momentum S - lr G and D = S', or with `nesterov` too D = momentum S' - lr G.
+    """
+
+    momentum: bool = False
+    nesterov: bool = False
 
 
 class Token(NamedTuple):
@@ -54,11 +64,10 @@ class InnerLoss(Protocol):
 class Algorithm(Variant, family="algorithm"):
     """The direction D (sign included) from a gradient G, for one weight tensor at a time.
 
-    State beside the weights lives in `slots`: one tensor for each name, of the weight's shape
-    unless `slot_shapes` says otherwise, zero at the start. A variant gives `direction` and
-    `direction_vjp`; the latter falls back to `torch.func`. One that wants more than the token's own
-    gradient also gives `gradient`, and what it has to remember for that in `context_shapes`, once
-    per memory and zero at the start.
+    State beside the weights lives in `slots`: one tensor for each name, of the weight's shape unless `slot_shapes` says
+    otherwise, zero at the start. A variant gives `direction` and `direction_vjp`; the latter falls back to
+    `torch.func`. One that wants more than the token's own gradient also gives `gradient`, and what it has to remember
+    for that in `context_shapes`, once per memory and zero at the start.
 
     Shapes: G, D and slots `[N, ...]`; lr and momentum `[N]`.
     """
@@ -70,8 +79,8 @@ class Algorithm(Variant, family="algorithm"):
 
     @property
     def weighted_sum(self) -> bool:
-        """Whether D is a sum of the gradients so far, with weights fixed by keys and gates; slots
-        without the values' width in their shape then hear of no value."""
+        """Whether D is a sum of the gradients so far, with weights fixed by keys and gates; slots without the values'
+        width in their shape then hear of no value."""
         return self.linear
 
     @property
@@ -102,15 +111,11 @@ class Algorithm(Variant, family="algorithm"):
         """The gradient that `direction` gets, by default the token's own, and the new context."""
         return loss.gradient(token.phi_k, token.v), context
 
-    def direction(
-        self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor
-    ) -> tuple[Tensor, ...]:
+    def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
         """The direction, followed by the new slots."""
         raise NotImplementedError(f"{type(self).__name__} defines no direction")
 
-    def direction_vjp(
-        self, inputs: tuple[Tensor, ...], *cotangents: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def direction_vjp(self, inputs: tuple[Tensor, ...], *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         """Cotangents of (grad, lr, momentum, *slots) from those of (direction, *slots)."""
         _, pull = torch.func.vjp(self.direction, *inputs)  # type: ignore[misc]
         return tuple(pull(cotangents))
@@ -119,6 +124,16 @@ class Algorithm(Variant, family="algorithm"):
     def takes_any_gradient(cls) -> bool:
         """Whether `direction` gets the token's own gradient, unchanged and without a context."""
         return cls.gradient is Algorithm.gradient
+
+    @property
+    def kernel(self) -> AlgorithmForm | None:
+        """The form in which kernels compute `direction`; None, the default, leaves it to torch."""
+        return None
+
+    def kernel_form(self) -> AlgorithmForm | None:
+        """`kernel`, unless a subclass redefines the formulas below the class that declared it."""
+        formulas = ("gradient", "direction", "direction_vjp", "slots", "slot_shapes", "context_shapes")
+        return self.kernel if still_declared(self, "kernel", formulas) else None
 
     @classmethod
     def hand_written(cls) -> bool:
@@ -131,22 +146,16 @@ class Algorithm(Variant, family="algorithm"):
         def forward(*inputs: Tensor) -> tuple[Tensors, Tensors]:
             return self.direction(*inputs), inputs
 
-        return Block(
-            f"algorithm.{self.kind}", forward, self.direction_vjp if self.hand_written() else None
-        )
+        return Block(f"algorithm.{self.kind}", forward, self.direction_vjp if self.hand_written() else None)
 
 
 class Descent(Algorithm):
     """An algorithm whose direction is D = -lr G; variants choose the gradient."""
 
-    def direction(
-        self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor
-    ) -> tuple[Tensor, ...]:
+    def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
         return (-over(lr, grad) * grad,)
 
-    def direction_vjp(
-        self, inputs: tuple[Tensor, ...], *cotangents: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def direction_vjp(self, inputs: tuple[Tensor, ...], *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (grad, lr, _), (g,) = inputs, cotangents
         return -over(lr, grad) * g, -sum_to_gate(grad * g, lr), None
 

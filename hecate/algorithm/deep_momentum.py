@@ -17,17 +17,17 @@ from hecate.tape.ops import over
 class DeepMomentum(Algorithm):
     """deep_momentum: D = lr m'(G), m' = momentum m - c grad_m ell(m; G), m(g) = W_2 tanh(W_1 g).
 
-    The momentum is a memory of gradients: a network that maps the rows of G to the rows of a step
-    and is itself trained at every write. `objective="descent"` teaches it the step of gradient
-    descent, ell = |m(g) + g|^2 / 2, which past gradients shape as far as the network generalises,
-    with c = rate / (1 + rate B), B = |H|_F^2 + |W_2|_F^2 |G|_F^2 with H = tanh(G W_1^T): B bounds
-    the curvature of ell along the network, so however large G is, the network never steps past
-    what it is taught. `"paper"` is the printed ell = <m(g), 1>, whose direction does not depend on
-    the sign of g, with c = rate. One network per weight, shared by its rows. It starts at a fixed
-    draw for W_1 and at W_2 = 0, and `momentum` decays its distance from that start.
+    The momentum is a memory of gradients: a network that maps the rows of G to the rows of a step and is itself trained
+    at every write. `objective="descent"` teaches it the step of gradient descent, ell = |m(g) + g|^2 / 2, which past
+    gradients shape as far as the network generalises, with c = rate / (1 + rate B), B = |H|_F^2 + |W_2|_F^2 |G|_F^2
+    with H = tanh(G W_1^T): B bounds the curvature of ell along the network, so however large G is, the network never
+    steps past
+    what it is taught. `"paper"` is the printed ell = <m(g), 1>, whose direction does not depend on the sign of g, with
+    c = rate. One network per weight, shared by its rows. It starts at a fixed draw for W_1 and at W_2 = 0, and
+    `momentum` decays its distance from that start.
 
-    Shapes: G `[N, ..., P]`, a vector counts as one row; slots W_1 minus its start `[N, width, P]`,
-    W_2 `[N, P, width]`; lr, momentum `[N]`.
+    Shapes: G `[N, ..., P]`, a vector counts as one row; slots W_1 minus its start `[N, width, P]`, W_2 `[N, P, width]`;
+    lr, momentum `[N]`.
     VJP: by torch.func through the network and its gradient.
     Traits: two slots.
     Cost: 10 V P width per weight.
@@ -53,9 +53,7 @@ class DeepMomentum(Algorithm):
     def slot_shapes(self, weight: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         return {"w_in": (self.width, weight[-1]), "w_out": (weight[-1], self.width)}
 
-    def direction(
-        self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor
-    ) -> tuple[Tensor, ...]:
+    def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
         rows = grad.reshape(grad.shape[0], -1, grad.shape[-1])
         start, (change, w_out) = self._start(grad), slots
         hidden = torch.tanh(rows @ (start + change).mT)

@@ -15,18 +15,18 @@ from hecate.tape.ops import over, sum_to_gate
 class FTRL(Algorithm):
     """ftrl: A' = A - lr G, D = W(A') - W(A), W(A) = soft(A, l1) / (1 + l2).
 
-    All steps so far are summed in A and the regulariser |W|^2 / 2 + l2 |W|^2 / 2 + l1 |W|_1 is
-    applied to the sum: under retention `none` the memory is its start plus W(A), the minimiser of
-    <-A, W> plus the regulariser. Lazy, where retention `elastic_net` thresholds at every token:
-    small steps in one direction add up here and are cut off there. l1 = l2 = 0 is gd.
+    All steps so far are summed in A and the regulariser |W|^2 / 2 + l2 |W|^2 / 2 + l1 |W|_1 is applied to the sum:
+    under retention `none` the memory is its start plus W(A), the minimiser of <-A, W> plus the regulariser. Lazy, where
+    retention `elastic_net` thresholds at every token: small steps in one direction add up here and are cut off there.
+    l1 = l2 = 0 is gd.
 
     Shapes: G, A `[N, ...]`; lr `[N]`.
-    VJP: with m = 1[|A| > l1] / (1 + l2), m' that of A', and a = g_A' + m' g_D: g_G = -lr a, g_lr =
-    -<G, a>, g_A = a - m g_D. At the threshold |A| = l1 the slope is 0.
+    VJP: with m = 1[|A| > l1] / (1 + l2), m' that of A', and a = g_A' + m' g_D: g_G = -lr a, g_lr = -<G, a>, g_A = a - m
+    g_D. At the threshold |A| = l1 the slope is 0.
     Traits: one slot; contracts while lr |phi|^2 curvature < 2 (1 + l2).
     Cost: two thresholds per weight.
-    References: MIRAS (Behrouz et al., 2025, arXiv 2504.13173); Follow-the-Regularized-Leader and
-    Mirror Descent (McMahan, 2011). [ALG-FTRL-D1]
+    References: MIRAS (Behrouz et al., 2025, arXiv 2504.13173); Follow-the-Regularized-Leader and Mirror Descent
+    (McMahan, 2011). [ALG-FTRL-D1]
     """
 
     kind: Literal["ftrl"] = "ftrl"
@@ -42,15 +42,11 @@ class FTRL(Algorithm):
     def stable_step(self) -> float:
         return 2.0 * (1 + self.l2)
 
-    def direction(
-        self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor
-    ) -> tuple[Tensor, ...]:
+    def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
         total = slots[0] - over(lr, grad) * grad
         return self._link(total) - self._link(slots[0]), total
 
-    def direction_vjp(
-        self, inputs: tuple[Tensor, ...], *cotangents: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def direction_vjp(self, inputs: tuple[Tensor, ...], *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         grad, lr, _, before = inputs
         gdirection, gtotal = cotangents
         total = before - over(lr, grad) * grad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from hecate.algorithm.base import Descent
+from hecate.algorithm.base import AlgorithmForm, Descent
 
 
 class GD(Descent):
@@ -21,3 +21,7 @@ class GD(Descent):
 
     kind: Literal["gd"] = "gd"
     linear: ClassVar[bool] = True
+
+    @property
+    def kernel(self) -> AlgorithmForm:
+        return AlgorithmForm()

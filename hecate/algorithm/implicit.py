@@ -15,20 +15,19 @@ from hecate.tape.ops import over, sum_to_gate
 class Implicit(Descent):
     """implicit: D = -lr / (1 + lr c |phi|^2) G, c the bias' curvature.
 
-    For l2 (c = 1) the exact proximal step argmin |M' - M|^2 / 2 + lr ell(M'): the error shrinks by
-    1 / (1 + lr |phi|^2), so no lr diverges. For dot (c = 0) the proximal step is that of gd. For
-    another bias it minimises the quadratic of curvature c that bounds the loss from above. In a
-    diagonal memory every coordinate has its own phi_j^2. The same numbers as `step="implicit"`
-    where c = 1 for a matrix.
+    For l2 (c = 1) the exact proximal step argmin |M' - M|^2 / 2 + lr ell(M'): the error shrinks by 1 / (1 + lr
+    |phi|^2), so no lr diverges. For dot (c = 0) the proximal step is that of gd. For another bias it minimises the
+    quadratic of curvature c that bounds the loss from above. In a diagonal memory every coordinate has its own phi_j^2.
+    The same numbers as `step="implicit"` where c = 1 for a matrix.
 
     Shapes: G `[N, V, P]`, lr `[N]`, phi_k `[N, P]`.
     VJP: with s = c |phi|^2 and f = 1 / (1 + lr s), G' = f G: g_G = f g, g_lr = -s f^2 <G, g>,
     g_phi = -2 c lr f^2 <G, g> phi; then as gd.
-    Traits: no slots; linear; stable for every lr. Needs a structure linear in its weights and a
-    bias of bounded curvature: elsewhere no constant bounds the loss.
+    Traits: no slots; linear; stable for every lr. Needs a structure linear in its weights and a bias of bounded
+    curvature: elsewhere no constant bounds the loss.
     Cost: one product of length P more than gd.
-    References: Longhorn (Liu et al., 2024, arXiv 2407.14207); Nested Learning (Behrouz et al.,
-    2025, arXiv 2512.24695), Eq 57, whose constant holds for |x| = 1 only. [ALG-IMPL-D1]
+    References: Longhorn (Liu et al., 2024, arXiv 2407.14207); Nested Learning (Behrouz et al., 2025, arXiv 2512.24695),
+    Eq 57, whose constant holds for |x| = 1 only. [ALG-IMPL-D1]
     """
 
     kind: Literal["implicit"] = "implicit"

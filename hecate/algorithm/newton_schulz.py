@@ -13,10 +13,7 @@ from hecate.algorithm.base import Algorithm
 from hecate.tape.ops import over, sum_to_gate
 
 Coefficients = tuple[float, float, float]
-POLYNOMIALS: dict[str, Coefficients] = {
-    "quintic": (3.4445, -4.7750, 2.0315),
-    "cubic": (1.5, -0.5, 0.0),
-}
+POLYNOMIALS: dict[str, Coefficients] = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}
 
 
 def iterated(x: Tensor, coefficients: Coefficients) -> Tensor:
@@ -31,22 +28,20 @@ def iterated(x: Tensor, coefficients: Coefficients) -> Tensor:
 class NewtonSchulz(Algorithm):
     """newton_schulz: S' = momentum S + G, D = -lr NS(S').
 
-    NS pushes every singular value of S' towards 1: X_0 = S' / sqrt(|S'|_F^2 + eps^2), then `steps`
-    times X <- a X + (b A + c A^2) X with A = X X^T. `quintic` (Muon's coefficients) is fast and
-    ends with singular values in about [0.68, 1.13]; `cubic` (1.5, -0.5, 0) converges to 1, slowly
-    from small ones. `rescale` multiplies by |S'|_F / sqrt(min(V, P)): the step then has about the
-    length of the momentum. A weight that is a vector counts as one row.
+    NS pushes every singular value of S' towards 1: X_0 = S' / sqrt(|S'|_F^2 + eps^2), then `steps` times X <- a X + (b
+    A + c A^2) X with A = X X^T. `quintic` (Muon's coefficients) is fast and ends with singular values in about [0.68,
+    1.13]; `cubic` (1.5, -0.5, 0) converges to 1, slowly from small ones. `rescale` multiplies by |S'|_F / sqrt(min(V,
+    P)): the step then has about the length of the momentum. A weight that is a vector counts as one row.
 
     Shapes: G, S `[N, ..., P]`; lr, momentum `[N]`.
     VJP: the iterations backwards; with B = b A + c A^2 and Y = a X + B X: g_B = g X^T,
     g_A = b g_B + c (A g_B + g_B A), g_X = a g + B g + (g_A + g_A^T) X.
-    Traits: one slot; a step is never longer than about 1.2 lr sqrt(min(V, P)) without `rescale`, so
-    no lr diverges at once.
+    Traits: one slot; a step is never longer than about 1.2 lr sqrt(min(V, P)) without `rescale`, so no lr diverges at
+    once.
     Cost: steps x 3 products of min(V, P)^2 max(V, P).
-    Warning: without `rescale` even a tiny gradient makes a full step; retention alone bounds |M|.
-    Texts that write S' = momentum S - G with M' = M - lr NS(S') ascend.
-    References: ATLAS (Behrouz et al., 2025, arXiv 2505.23735); Muon (Jordan et al., 2024).
-    [ALG-NS-D1]
+    Warning: without `rescale` even a tiny gradient makes a full step; retention alone bounds |M|. Texts that write S' =
+    momentum S - G with M' = M - lr NS(S') ascend.
+    References: ATLAS (Behrouz et al., 2025, arXiv 2505.23735); Muon (Jordan et al., 2024). [ALG-NS-D1]
     """
 
     kind: Literal["newton_schulz"] = "newton_schulz"
@@ -66,15 +61,11 @@ class NewtonSchulz(Algorithm):
     def stable_step(self) -> float:
         return math.inf if not self.rescale else 2.0
 
-    def direction(
-        self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor
-    ) -> tuple[Tensor, ...]:
+    def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
         carried = over(momentum, grad) * slots[0] + grad
         return -over(lr, grad) * self._orthogonal(carried)[0], carried
 
-    def direction_vjp(
-        self, inputs: tuple[Tensor, ...], *cotangents: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def direction_vjp(self, inputs: tuple[Tensor, ...], *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         grad, lr, momentum, slot = inputs
         gdirection, gcarried = cotangents
         carried = over(momentum, grad) * slot + grad

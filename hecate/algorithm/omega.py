@@ -18,13 +18,12 @@ from hecate.tape import Block, Tensors
 class Omega(Algorithm):
     """omega: G = sum_(a < window) decay^a grad ell(M; phi_(t-a), v_(t-a)), then `inner`'s step.
 
-    Every write descends the loss of the last `window` tokens at the present memory, the token a
-    steps back weighted by decay^a, instead of the loss of its own token: the Omega rule of ATLAS.
-    Any algorithm may follow (`inner`); window = 1 is that algorithm itself. The step size is this
-    algorithm's lr.
+    Every write descends the loss of the last `window` tokens at the present memory, the token a steps back weighted by
+    decay^a, instead of the loss of its own token: the Omega rule of ATLAS. Any algorithm may follow (`inner`); window =
+    1 is that algorithm itself. The step size is this algorithm's lr.
 
-    Shapes: context `keys` `[N, window, P]`, `values` `[N, window, V]`, `filled` `[N, window]` (0
-    where no token has been), oldest first.
+    Shapes: context `keys` `[N, window, P]`, `values` `[N, window, V]`, `filled` `[N, window]` (0 where no token has
+    been), oldest first.
     VJP: that of each token's gradient; the window passes cotangents on to the tokens it holds,
     and none to `filled`, which is a mark and no quantity.
     Traits: those of `inner`, whose stability bound is divided by the sum of weights.
@@ -83,11 +82,7 @@ class Omega(Algorithm):
         return self.inner.slot_shapes(weight)
 
     def context_shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
-        return {
-            "keys": (self.window, d_phi),
-            "values": (self.window, d_v),
-            "filled": (self.window,),
-        }
+        return {"keys": (self.window, d_phi), "values": (self.window, d_v), "filled": (self.window,)}
 
     def gradient(
         self, loss: InnerLoss, token: Token, context: tuple[Tensor, ...]
@@ -95,26 +90,16 @@ class Omega(Algorithm):
         keys, values, filled = loss.run(_PUSH, token.phi_k, token.v, *context)
         columns = [loss.run(_UNBIND, item) for item in (keys, values, filled)]
         total: tuple[Tensor, ...] = ()
-        for age, (p, v, weight) in enumerate(
-            zip(*(reversed(item) for item in columns), strict=True)
-        ):
+        for age, (p, v, weight) in enumerate(zip(*(reversed(item) for item in columns), strict=True)):
             block = _weighted(self.decay**age)
             grads = [loss.run(block, g, weight)[0] for g in loss.gradient(p, v)]
-            total = (
-                tuple(loss.run(_ADD, a, b)[0] for a, b in zip(total, grads, strict=True))
-                if total
-                else tuple(grads)
-            )
+            total = tuple(loss.run(_ADD, a, b)[0] for a, b in zip(total, grads, strict=True)) if total else tuple(grads)
         return total, (keys, values, filled)
 
-    def direction(
-        self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor
-    ) -> tuple[Tensor, ...]:
+    def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
         return self.inner.direction(grad, lr, momentum, *slots)
 
-    def direction_vjp(
-        self, inputs: tuple[Tensor, ...], *cotangents: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def direction_vjp(self, inputs: tuple[Tensor, ...], *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         return self.inner.direction_vjp(inputs, *cotangents)
 
 

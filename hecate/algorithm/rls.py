@@ -17,18 +17,16 @@ class RLS(Descent):
     """rls: D = -lr u (C' phi)^T, C' the inverse of sum_i discount^(t-i) phi_i phi_i^T + ridge.
 
     With l2, lr = 1, retention none and a memory that starts at zero, M is the minimiser of
-    sum_i discount^(t-i) |M phi_i - v_i|^2 + discount^t ridge |M|^2 after every token: what Mesa
-    layers solve for. C' = (C - C phi (C phi)^T / (discount + phi.C phi)) / discount. With another
-    bias u is its gradient and C a preconditioner.
+    sum_i discount^(t-i) |M phi_i - v_i|^2 + discount^t ridge |M|^2 after every token: what Mesa layers solve for. C' =
+    (C - C phi (C phi)^T / (discount + phi.C phi)) / discount. With another bias u is its gradient and C a
+    preconditioner.
 
     Shapes: context `inverse` `[N, P, P]`, C minus its start I / ridge.
     VJP: through C' by the reverse of the rank-one update, written out in the code.
-    Traits: no slots; stable for lr < 2 with l2. Needs a structure linear in its weights: phi is
-    their only input.
+    Traits: no slots; stable for lr < 2 with l2. Needs a structure linear in its weights: phi is their only input.
     Cost: 4 P^2 and a state of P^2 more than gd.
-    Warning: with discount < 1, C grows as discount^-t in directions that no key visits (wind-up).
-    References: MesaNet (von Oswald et al., 2025, arXiv 2506.05233); Adaptive Filter Theory (Haykin,
-    2002). [ALG-RLS-D1]
+    Warning: with discount < 1, C grows as discount^-t in directions that no key visits (wind-up). References: MesaNet
+    (von Oswald et al., 2025, arXiv 2506.05233); Adaptive Filter Theory (Haykin, 2002). [ALG-RLS-D1]
     """
 
     kind: Literal["rls"] = "rls"

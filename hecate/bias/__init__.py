@@ -10,17 +10,4 @@ from hecate.bias.lp import Lp
 from hecate.bias.robust import Robust
 from hecate.bias.yaad import Yaad
 
-__all__ = [
-    "KL",
-    "L1",
-    "L2",
-    "Bias",
-    "BiasKind",
-    "Dot",
-    "ErrorBias",
-    "Huber",
-    "KernelForm",
-    "Lp",
-    "Robust",
-    "Yaad",
-]
+__all__ = ["KL", "L1", "L2", "Bias", "BiasKind", "Dot", "ErrorBias", "Huber", "KernelForm", "Lp", "Robust", "Yaad"]

@@ -15,9 +15,8 @@ from hecate.variant import Variant
 class KernelForm(NamedTuple):
     """How the kernels of the compiled engine compute u = grad, coordinate by coordinate.
 
-    With e = pred - target: `"target"`: u = -target; `"error"`: e; `"clip"`: e clipped to [-a, a];
-    `"power"`: s^(a-1) e/r with r = s = |e| for a >= 2, else r = sqrt(e^2 + b^2), s = r - b;
-    `"sign"`: e / sqrt(e^2 + b^2). [ENG-NUM-D2]
+    With e = pred - target: `"target"`: u = -target; `"error"`: e; `"clip"`: e clipped to [-a, a]; `"power"`: s^(a-1)
+    e/r with r = s = |e| for a >= 2, else r = sqrt(e^2 + b^2), s = r - b; `"sign"`: e / sqrt(e^2 + b^2). [ENG-NUM-D2]
     """
 
     name: Literal["target", "error", "clip", "power", "sign"]
@@ -28,9 +27,9 @@ class KernelForm(NamedTuple):
 class Bias(Variant, family="bias"):
     """An inner loss `ell(pred, target)`, summed over the value dimension.
 
-    A variant gives `loss`, `grad = d ell / d pred`, and `grad_vjp`, the derivative of `grad`; the
-    last two fall back to `torch.func` when left out (`hecate list` says so). There is no hidden
-    factor: what `loss` says is what `grad` differentiates.
+    A variant gives `loss`, `grad = d ell / d pred`, and `grad_vjp`, the derivative of `grad`; the last two fall back to
+    `torch.func` when left out (`hecate list` says so). There is no hidden factor: what `loss` says is what `grad`
+    differentiates.
 
     Shapes: pred and target `[..., V]`; loss `[...]`; grad `[..., V]`.
     """
@@ -55,8 +54,7 @@ class Bias(Variant, family="bias"):
 
     @property
     def curvature(self) -> float | None:
-        """Upper bound of the Hessian's eigenvalues, None if unbounded: with it, `lr |phi|^2
-        curvature < 2`
+        """Upper bound of the Hessian's eigenvalues, None if unbounded: with it, `lr |phi|^2 curvature < 2`
         keeps a linear memory contractive."""
         return None
 

@@ -13,15 +13,14 @@ from hecate.bias.base import Bias, KernelForm
 class Dot(Bias):
     """dot: ell = -<pred, v>.
 
-    The Hebbian bias of linear attention: every write adds `lr v phi(k)^T`, whatever the memory
-    holds.
+    The Hebbian bias of linear attention: every write adds `lr v phi(k)^T`, whatever the memory holds.
 
     Shapes: pred, v `[..., V]`.
     VJP: u = -v, so g_pred = 0 and g_v = -g.
     Traits: curvature 0; unbounded below, so only retention bounds the memory.
     Cost: O(V).
-    References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236); MIRAS (Behrouz
-    et al., 2025, arXiv 2504.13173). [BIAS-DOT-D1]
+    References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236); MIRAS (Behrouz et al., 2025, arXiv
+    2504.13173). [BIAS-DOT-D1]
     """
 
     kind: Literal["dot"] = "dot"

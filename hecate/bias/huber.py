@@ -12,16 +12,14 @@ from hecate.bias.base import ErrorBias, KernelForm
 
 
 class Huber(ErrorBias):
-    """huber: ell = 1/2 e^2 for |e| <= delta, delta |e| - delta^2/2 beyond, per coordinate or of the
-    norm.
+    """huber: ell = 1/2 e^2 for |e| <= delta, delta |e| - delta^2/2 beyond, per coordinate or of the norm.
 
-    Quadratic near zero and linear far out: a single outlier moves the memory by a bounded amount.
-    `norm=True` applies the same function to |e|_2, which keeps the direction of the error.
+    Quadratic near zero and linear far out: a single outlier moves the memory by a bounded amount. `norm=True` applies
+    the same function to |e|_2, which keeps the direction of the error.
 
     Shapes: e `[..., V]`.
     VJP: coordinate u = clip(e, -delta, delta), J = 1[|e| <= delta]; norm u = e min(1, delta/|e|),
-    J g = g inside, (delta/|e|)(g - e (e.g)/|e|^2) outside. The threshold itself counts as inside.
-    Traits: curvature 1.
+    J g = g inside, (delta/|e|)(g - e (e.g)/|e|^2) outside. The threshold itself counts as inside. Traits: curvature 1.
     Cost: O(V).
     References: MIRAS (Behrouz et al., 2025, arXiv 2504.13173). [BIAS-HUBER-D1]
     """
@@ -57,9 +55,7 @@ class Huber(ErrorBias):
         size = self._norm(error)
         unit = error / size
         along = (unit * tangent).sum(-1, keepdim=True)
-        return torch.where(
-            size <= self.delta, tangent, (self.delta / size) * (tangent - unit * along)
-        )
+        return torch.where(size <= self.delta, tangent, (self.delta / size) * (tangent - unit * along))
 
     def _norm(self, error: Tensor) -> Tensor:
         square = error.square().sum(-1, keepdim=True)

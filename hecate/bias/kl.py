@@ -15,19 +15,18 @@ from hecate.errors import ConfigError
 class KL(Bias):
     """kl: ell = log sum exp(pred) - <pred, t> + sum t log t, t = softmax(v/temperature) or t = v.
 
-    The memory predicts logits and is told a distribution: KL(t || softmax(pred)) whenever t sums to
-    1. `target="softmax"` makes one of any value; `"distribution"` takes v as it is, one-hot
-    included, for memories of classes or tokens. A v that sums to something else is not rescaled.
+    The memory predicts logits and is told a distribution: KL(t || softmax(pred)) whenever t sums to 1.
+    `target="softmax"` makes one of any value; `"distribution"` takes v as it is, one-hot included, for memories of
+    classes or tokens. A v that sums to something else is not rescaled.
 
     Shapes: pred, v `[..., V]`.
-    VJP: u = s - t with s = softmax(pred); J g = s (g - s.g), g_v = -t (g - t.g)/temperature for
-    softmax and -g for a distribution.
-    Traits: curvature 1/2; infinite loss, but the same u, where v has negative entries. No kernel: a
-    coordinate needs the sum over all.
+    VJP: u = s - t with s = softmax(pred); J g = s (g - s.g), g_v = -t (g - t.g)/temperature for softmax and -g for a
+    distribution.
+    Traits: curvature 1/2; infinite loss, but the same u, where v has negative entries. No kernel: a coordinate needs
+    the sum over all.
     Cost: O(V).
-    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173) for the choice of a
-    loss; Learning with Fenchel-Young Losses (Blondel et al., 2020, arXiv 1901.02324) for its form.
-    [BIAS-KL-D1]
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173) for the choice of a loss; Learning with
+    Fenchel-Young Losses (Blondel et al., 2020, arXiv 1901.02324) for its form. [BIAS-KL-D1]
     """
 
     kind: Literal["kl"] = "kl"

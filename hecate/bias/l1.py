@@ -13,17 +13,16 @@ from hecate.bias.base import ErrorBias, KernelForm
 class L1(ErrorBias):
     """l1: ell = sum_i (r_i - eps) with r = sqrt(e^2 + eps^2).
 
-    Every coordinate pulls with force at most 1, however far off it is: an outlier weighs no more
-    than any other error, and a write says little more than on which side of v the memory was. It is
-    the limit p = 1 of `lp`, smoothed alike; a tanh in place of e/r is another function.
+    Every coordinate pulls with force at most 1, however far off it is: an outlier weighs no more than any other error,
+    and a write says little more than on which side of v the memory was. It is the limit p = 1 of `lp`, smoothed alike;
+    a tanh in place of e/r is another function.
 
     Shapes: e `[..., V]`.
     VJP: u = e/r, J = diag(eps^2 / r^3); at e = 0: u = 0, J = 1/eps.
     Traits: curvature 1/eps at e = 0, which bounds no useful step: declared unbounded.
     Cost: O(V).
-    Warning: steps of lr |phi|^2 do not shrink near the target; the memory ends within that of it.
-    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), value-less memory.
-    [BIAS-L1-D1]
+    Warning: steps of lr |phi|^2 do not shrink near the target; the memory ends within that of it. References: It's All
+    Connected (Behrouz et al., 2025, arXiv 2504.13173), value-less memory. [BIAS-L1-D1]
     """
 
     kind: Literal["l1"] = "l1"

@@ -12,9 +12,8 @@ from hecate.bias.base import ErrorBias, KernelForm
 class L2(ErrorBias):
     """l2: ell = 1/2 |e|^2, e = pred - v.
 
-    The delta rule's bias: a write corrects what the memory already predicts. The factor 1/2 is
-    kept, so that one step with lr |phi|^2 = 1 stores v exactly; papers that write |e|^2 print the
-    same gradient.
+    The delta rule's bias: a write corrects what the memory already predicts. The factor 1/2 is kept, so that one step
+    with lr |phi|^2 = 1 stores v exactly; papers that write |e|^2 print the same gradient.
 
     Shapes: e `[..., V]`.
     VJP: u = e, g_pred = g, g_v = -g.

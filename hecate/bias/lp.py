@@ -14,14 +14,14 @@ from hecate.bias.base import ErrorBias, KernelForm
 class Lp(ErrorBias):
     """lp: ell = 1/p sum_i s_i^p with s = |e| for p >= 2 and s = sqrt(e^2 + eps^2) - eps for p < 2.
 
-    p > 2 stresses large errors (Moneta uses 3), p < 2 resists outliers. p = 2 is `l2` exactly.
-    Below 2 the derivative of |e|^p is singular at 0, hence the smoothing; what is computed is the
-    exact derivative of the smoothed loss. A tanh-smoothed sign, as some write, is another function.
+    p > 2 stresses large errors (Moneta uses 3), p < 2 resists outliers. p = 2 is `l2` exactly. Below 2 the derivative
+    of |e|^p is singular at 0, hence the smoothing; what is computed is the exact derivative of the smoothed loss. A
+    tanh-smoothed sign, as some write, is another function.
 
     Shapes: e `[..., V]`.
     VJP: u = s^(p-1) e/r with r = sqrt(e^2 + eps^2) (r = |e| for p >= 2);
-    J = diag((p-1) s^(p-2) (e/r)^2 + s^(p-1) eps^2 / r^3). At e = 0 both are 0, save J = 1 for p =
-    2. Traits: curvature 1 for p = 2, else unbounded.
+    J = diag((p-1) s^(p-2) (e/r)^2 + s^(p-1) eps^2 / r^3). At e = 0 both are 0, save J = 1 for p = 2. Traits: curvature
+    1 for p = 2, else unbounded.
     Cost: O(V).
     References: MIRAS (Behrouz et al., 2025, arXiv 2504.13173), Moneta. [BIAS-LP-D1]
     """

@@ -13,18 +13,17 @@ from hecate.bias.base import ErrorBias
 class Robust(ErrorBias):
     """robust: ell = 1/2 |e|^2 + radius (r - eps) + 1/2 radius^2 with r = sqrt(|e|^2 + eps^2).
 
-    The squared error against the worst value within a ball of the given radius around v, max over
-    |d|_2 <= radius of 1/2 |pred - v - d|^2 = 1/2 (|e| + radius)^2, whose kink at e = 0 is smoothed
-    by eps. Values that are only known up to the radius are written harder than l2 would, by a
-    constant pull towards v.
+    The squared error against the worst value within a ball of the given radius around v, max over |d|_2 <= radius of
+    1/2 |pred - v - d|^2 = 1/2 (|e| + radius)^2, whose kink at e = 0 is smoothed by eps. Values that are only known up
+    to the radius are written harder than l2 would, by a constant pull towards v.
 
     Shapes: e `[..., V]`.
     VJP: u = e + radius e/r, J g = g + radius (g - e (e.g)/r^2)/r.
-    Traits: curvature 1 + radius/eps at e = 0, which bounds no useful step: declared unbounded
-    unless radius is 0, which is `l2`. No kernel: a coordinate needs the norm of all.
+    Traits: curvature 1 + radius/eps at e = 0, which bounds no useful step: declared unbounded unless radius is 0, which
+    is `l2`. No kernel: a coordinate needs the norm of all.
     Cost: O(V).
-    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), robust optimisation
-    against shifts of values. [BIAS-ROBUST-D1]
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), robust optimisation against shifts of
+    values. [BIAS-ROBUST-D1]
     """
 
     kind: Literal["robust"] = "robust"

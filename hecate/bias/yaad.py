@@ -12,23 +12,19 @@ from hecate.bias.base import ErrorBias
 
 
 class Yaad(ErrorBias):
-    """yaad: ell = 1/2 |e|^2 for |e|_2 <= delta, delta (sum_i (r_i - eps) - delta/2) beyond, r =
-    sqrt(e^2 + eps^2).
+    """yaad: ell = 1/2 |e|^2 for |e|_2 <= delta, delta (sum_i (r_i - eps) - delta/2) beyond, r = sqrt(e^2 + eps^2).
 
-    The write that MIRAS prints for Yaad: l2's while the error is inside a ball, delta times l1's
-    beyond it. The whole vector decides, each coordinate is then followed by its sign. With several
-    coordinates this is no Huber loss: see the warning.
+    The write that MIRAS prints for Yaad: l2's while the error is inside a ball, delta times l1's beyond it. The whole
+    vector decides, each coordinate is then followed by its sign. With several coordinates this is no Huber loss: see
+    the warning.
 
     Shapes: e `[..., V]`.
-    VJP: u = e, J = 1 inside; u = delta e/r, J = diag(delta eps^2 / r^3) outside. The threshold
-    counts as inside.
+    VJP: u = e, J = 1 inside; u = delta e/r, J = diag(delta eps^2 / r^3) outside. The threshold counts as inside.
     Traits: curvature unbounded. No kernel: a coordinate needs the norm of all.
     Cost: O(V).
-    Warning: at |e|_2 = delta u jumps from e to delta sign(e), whose length is up to sqrt(V) times
-    that of e, and the loss by delta (|e|_1 - delta). `huber` is continuous, per coordinate and with
-    `norm=True`.
-    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad. [BIAS-YAAD-D1]
-    """
+    Warning: at |e|_2 = delta u jumps from e to delta sign(e), whose length is up to sqrt(V) times that of e, and the
+    loss by delta (|e|_1 - delta). `huber` is continuous, per coordinate and with `norm=True`.
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad. [BIAS-YAAD-D1]"""
 
     kind: Literal["yaad"] = "yaad"
     delta: float = Field(1.0, gt=0)

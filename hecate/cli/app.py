@@ -99,8 +99,7 @@ def _import(modules: Sequence[str]) -> None:
             importlib.import_module(name)
         except ImportError as error:
             raise ConfigError(
-                f"--import {name}: {error}; name a module in this folder or an installed one, "
-                "without .py"
+                f"--import {name}: {error}; name a module in this folder or an installed one, without .py"
             ) from error
         except (Exception, SystemExit) as error:  # whatever a user's module does
             where = f"{type(error).__name__}: {error}"

@@ -39,9 +39,7 @@ def list_(
         print_table(header, rows)
 
 
-@app.command(
-    epilog="Examples: hecate show mqar --set data.num_pairs=16 | hecate show quickstart --engine"
-)
+@app.command(epilog="Examples: hecate show mqar --set data.num_pairs=16 | hecate show quickstart --engine")
 def show(
     context: typer.Context,
     source: SourceArgument,
@@ -75,10 +73,7 @@ def schema(context: typer.Context) -> None:
 
 @app.command(epilog="Examples: hecate estimate hope | hecate estimate mine.yaml --mem-limit 8G")
 def estimate(
-    context: typer.Context,
-    source: SourceArgument,
-    overrides: SetOption = None,
-    limit: LimitOption = None,
+    context: typer.Context, source: SourceArgument, overrides: SetOption = None, limit: LimitOption = None
 ) -> None:
     """Sizes of an experiment before it is run: parameters, state, memory, work; allocates none."""
     with reported(context):
@@ -99,8 +94,8 @@ def tape(
     overrides: SetOption = None,
     tokens: Annotated[int, typer.Option(min=1, max=4096, help="How many to scan.")] = 4,
 ) -> None:
-    """Scan a few random tokens with each memory of a model and print the tape: every block call,
-    then the norm of the cotangents that came back through it."""
+    """Scan a few random tokens with each memory of a model and print the tape: every block call, then the norm of the
+    cotangents that came back through it."""
     with reported(context):
         from hecate.train.compose import load_experiment
         from hecate.train.estimate import taped

@@ -12,9 +12,7 @@ from hecate.cli.app import LimitOption, SetOption, app, complete_preset, reporte
 if TYPE_CHECKING:
     from hecate.train import ExperimentConfig, RunResult
 
-RunArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)
-]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
 
 
 @app.command(
@@ -136,19 +134,14 @@ def report(
     run: RunArgument,
     tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=1 << 20,
-            help="How many to read; the run's own length, at most 256, if left out.",
-        ),
+        typer.Option(min=1, max=1 << 20, help="How many to read; the run's own length, at most 256, if left out."),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of figures/ and report.md; the run folder if left out."),
+        Path | None, typer.Option(help="Folder of figures/ and report.md; the run folder if left out.")
     ] = None,
 ) -> None:
-    """Look at a run's memories under the microscope: implicit attention, norms, ranks, gates, and
-    what they recall against age; a figure each, and a section of report.md."""
+    """Look at a run's memories under the microscope: implicit attention, norms, ranks, gates, and what they recall
+    against age; a figure each, and a section of report.md."""
     with reported(context):
         from hecate.microscope.report import report_run
 
@@ -162,10 +155,7 @@ def _refuse_other_source(source: str | None, out: Path | None) -> None:
     from hecate.errors import ConfigError
 
     if source is not None and out is not None:
-        raise ConfigError(
-            f"--resume takes its config from {out}; leave {source!r} out and change settings "
-            "with --set"
-        )
+        raise ConfigError(f"--resume takes its config from {out}; leave {source!r} out and change settings with --set")
 
 
 def _show_result(result: RunResult, config: ExperimentConfig) -> None:

@@ -14,9 +14,7 @@ def check_state(levels: int, x: Tensor, state: CMSState | None) -> None:
     if state is None:
         return
     if not isinstance(state, CMSState):
-        raise ShapeError(
-            f"state must be the CMSState that this layer returned, got {type(state).__name__}"
-        )
+        raise ShapeError(f"state must be the CMSState that this layer returned, got {type(state).__name__}")
     if len(state.levels) != levels:
         raise ShapeError(
             f"state.levels must hold one state for each of {levels} levels, got "

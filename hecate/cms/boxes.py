@@ -26,9 +26,9 @@ Weights = dict[str, Tensor]
 class Boxes(nn.Module):
     """H heads of boxes, each a memory `D -> D` of one rule, with the phi they share. [SELF-BOX-D1]
 
-    A box answers x by M(phi(n(x))): the path of a key, n the `input_norm`, `key_norm` included and
-    `query_scale` not. Weights of several boxes lie on the head axis, box after box. A gate is
-    sigmoid(w.answer + b) per head, with w = 1/D (the mean) and b the rule's own value to start.
+    A box answers x by M(phi(n(x))): the path of a key, n the `input_norm`, `key_norm` included and `query_scale` not.
+    Weights of several boxes lie on the head axis, box after box. A gate is sigmoid(w.answer + b) per head, with w = 1/D
+    (the mean) and b the rule's own value to start.
     """
 
     def __init__(
@@ -50,9 +50,7 @@ class Boxes(nn.Module):
         d_phi = rule.feature_map.output_dim(d_head)
         start = rule.structure.init(d_phi, d_head, heads=heads, **shapes)
         own: dict[str, Any] = dict(place)
-        self.initial = nn.ModuleDict(
-            {box: TensorDict(start, learned=True, **own) for box in (*config.boxes, "memory")}
-        )
+        self.initial = nn.ModuleDict({box: TensorDict(start, learned=True, **own) for box in (*config.boxes, "memory")})
         self.phi_learned = TensorDict(params["learned"], learned=True, **own)
         self.phi_frozen = TensorDict(params["frozen"], learned=False, **own)
         momentum = rule.algorithm.default_momentum
@@ -65,12 +63,8 @@ class Boxes(nn.Module):
             form = rule.retention.gate_form
             self.retain = RetainForm(form, heads, d_head, d_head=d_head, d_phi=d_phi, **own)
             shapes["retain"] = (self.retain.rows, self.retain.inputs)
-        self.gate_weight = nn.ParameterDict(
-            {gate: torch.empty(shape, **own) for gate, shape in shapes.items()}
-        )
-        self.gate_bias = nn.ParameterDict(
-            {gate: torch.empty(shape[0], **own) for gate, shape in shapes.items()}
-        )
+        self.gate_weight = nn.ParameterDict({gate: torch.empty(shape, **own) for gate, shape in shapes.items()})
+        self.gate_bias = nn.ParameterDict({gate: torch.empty(shape[0], **own) for gate, shape in shapes.items()})
 
     def draw(self, source: torch.Generator, like: Tensor) -> None:
         """Everything anew from a generator, in the dtype and on the device of `like`."""
@@ -127,10 +121,7 @@ class Boxes(nn.Module):
                 for name, item in tensors.items()
             }
 
-        return {
-            "learned": wide(self.phi_learned.tensors),
-            "frozen": wide(self.phi_frozen.tensors),
-        }
+        return {"learned": wide(self.phi_learned.tensors), "frozen": wide(self.phi_frozen.tensors)}
 
     def asked(self, x: Tensor) -> Tensor:
         """Features of what boxes are asked, `[B, T, H, D] -> [B, T, H, P]`."""
@@ -182,12 +173,7 @@ class Boxes(nn.Module):
         return values
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        targets: tuple[Tensor, ...],
-        gates: dict[str, Tensor],
-        **how: Any,
+        self, q: Tensor, k: Tensor, targets: tuple[Tensor, ...], gates: dict[str, Tensor], **how: Any
     ) -> tuple[Tensor, MemoryState]:
         """Writes every box at k with its target, all `[B, T, H, D]`, and reads the memory at q."""
         boxes = len(self.written)

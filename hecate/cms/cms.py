@@ -25,8 +25,7 @@ from hecate.tape import Autodiff, Run, execute
 
 
 class CMS(nn.Module):
-    """A layer of levels: `(x [B, T, d_model], state=None) -> (y [B, T, d_model], state)`.
-    [CMS-LAYER-D1]
+    """A layer of levels: `(x [B, T, d_model], state=None) -> (y [B, T, d_model], state)`. [CMS-LAYER-D1]
 
         gentle = {"retention": "decay", "algorithm": {"kind": "gd", "lr": 0.1}}
         slow = {"name": "slow", "period": 64, "memory": gentle}
@@ -34,8 +33,8 @@ class CMS(nn.Module):
         y, state = layer(x)
         y, state = layer(more, state)   # any split gives the same result
 
-    Every level is an `nn.Memory`, is read at every token and commits every `period` tokens; tokens
-    are counted, not calls. With L_l the levels, x_0 = x and n_l RMS norms with weights:
+    Every level is an `nn.Memory`, is read at every token and commits every `period` tokens; tokens are counted, not
+    calls. With L_l the levels, x_0 = x and n_l RMS norms with weights:
 
         sequential   x_(l+1) = x_l + L_l(n_l(x_l)),  y = x_K - x_0 = the sum of all outputs
         nested       the same, and after a commit of level l + 1 level l restarts from its memory
@@ -51,14 +50,14 @@ class CMS(nn.Module):
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call the layer; a level is `name/level`.
         generator: source of all draws, of which it gives one: every level draws from a generator
-            made of that and the level's name, so other levels do not change its start; None uses
-            torch's default generator.
+            made of that and the level's name, so other levels do not change its start; None uses torch's default
+            generator.
 
     Raises:
         ConfigError: sizes that do not fit, with the path of the level.
     Warns:
-        StabilityWarning: if the steps of a window, measured on random keys, allow divergence.
-        HealthWarning: if a chained level passes nothing until its first commit.
+        StabilityWarning: if the steps of a window, measured on random keys, allow divergence. HealthWarning: if a
+        chained level passes nothing until its first commit.
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq 70 to 74.
     """
 
@@ -87,15 +86,11 @@ class CMS(nn.Module):
         for index, level in enumerate(config.levels):
             try:
                 how["generator"] = source_for(level.name, base)
-                self.levels.append(
-                    _memory(d_model, heads, level, f"{name}/{level.name}", how, place)
-                )
+                self.levels.append(_memory(d_model, heads, level, f"{name}/{level.name}", how, place))
             except ConfigError as error:
                 raise error.under("levels", index) from None
         residual = config.composition in ("sequential", "nested")
-        self.norms = nn.ModuleList(
-            nn.RMSNorm(d_model, eps=1e-6, **place) for _ in config.levels if residual
-        )
+        self.norms = nn.ModuleList(nn.RMSNorm(d_model, eps=1e-6, **place) for _ in config.levels if residual)
         if config.composition == "nested":
             check_shapes(config, self.memories)
         self.weight = self.bias = None
@@ -155,14 +150,7 @@ class CMS(nn.Module):
             check_state(len(self.levels), x, state)
         return self.passed(x, state, masks)
 
-    def passed(
-        self,
-        x: Tensor,
-        state: CMSState | None,
-        masks: Masks,
-        *,
-        run: Run = execute,
-    ) -> tuple[Tensor, CMSState]:
+    def passed(self, x: Tensor, state: CMSState | None, masks: Masks, *, run: Run = execute) -> tuple[Tensor, CMSState]:
         """`forward`, unchecked, by calls of `run`."""
         written = x.new_zeros(x.shape[0], dtype=torch.int64) if state is None else state.written
         levels: Levels = (None,) * len(self.levels) if state is None else state.levels
@@ -197,27 +185,18 @@ class CMS(nn.Module):
         return total  # type: ignore[return-value]
 
     def push_up(
-        self,
-        level: LevelConfig,
-        state: CMSState | None = None,
-        *,
-        generator: torch.Generator | None = None,
+        self, level: LevelConfig, state: CMSState | None = None, *, generator: torch.Generator | None = None
     ) -> tuple[CMS, CMSState | None]:
         """A new layer with a faster level in front; the present ones move to slower slots.
 
-        It computes the same function until it is trained, because the new level's output projection
-        is zero; that projection gets a gradient at once, the rest of the level after one step.
-        `state` is taken over, the new level starting empty at its place in the schedule.
-        [CMS-GROW-I1]
+        It computes the same function until it is trained, because the new level's output projection is zero; that
+        projection gets a gradient at once, the rest of the level after one step. `state` is taken over, the new level
+        starting empty at its place in the schedule. [CMS-GROW-I1]
         """
         return grown(self, level, 0, state, generator)
 
     def stack_up(
-        self,
-        level: LevelConfig,
-        state: CMSState | None = None,
-        *,
-        generator: torch.Generator | None = None,
+        self, level: LevelConfig, state: CMSState | None = None, *, generator: torch.Generator | None = None
     ) -> tuple[CMS, CMSState | None]:
         """As `push_up`, with a slower level behind the present ones."""
         return grown(self, level, len(self.levels), state, generator)
@@ -233,12 +212,7 @@ class CMS(nn.Module):
 
 
 def _memory(
-    d_model: int,
-    heads: int,
-    level: LevelConfig,
-    name: str,
-    how: dict[str, Any],
-    place: dict[str, Any],
+    d_model: int, heads: int, level: LevelConfig, name: str, how: dict[str, Any], place: dict[str, Any]
 ) -> Memory:
     return Memory(
         d_model,

@@ -30,8 +30,8 @@ class LevelConfig(Config):
             as in `hecate.nn.Memory`; heads None takes those of the `CMS`.
         firing: "learned" lets a gate decide token by token and head by head whether the level is
             written; of any level, the fastest too. [CMS-FIRE-D1]
-        restart: the memory restarts from its starting weights every that many tokens; None, never.
-        query_projection: "sum" or "orthogonal" projects phi(q) onto the keys of the present chunk.
+        restart: the memory restarts from its starting weights every that many tokens; None, never. query_projection:
+        "sum" or "orthogonal" projects phi(q) onto the keys of the present chunk.
     """
 
     name: str = Field(min_length=1)
@@ -91,8 +91,8 @@ class CMSConfig(Config):
     Fields:
         levels: at least one, with unique names and periods that never fall.
         composition: "sequential" adds each level's output to what the next one reads; "nested" does
-            too, and a commit of a slower level restarts the faster one from it; "chained" passes
-            outputs alone; "independent" lets every level read the input.
+            too, and a commit of a slower level restarts the faster one from it; "chained" passes outputs alone;
+            "independent" lets every level read the input.
         aggregation: how "independent" adds up outputs: "sum"; "rsqrt" times 1/sqrt(levels);
             "learned" times a weight per level and channel; "gated" times sigmoid(W x + b).
     """
@@ -114,8 +114,7 @@ class CMSConfig(Config):
         for index, name in enumerate(names):
             if name in names[:index]:
                 raise ConfigError(
-                    f"{name!r} is the name of level {names.index(name)} already; give each level "
-                    "one of its own",
+                    f"{name!r} is the name of level {names.index(name)} already; give each level one of its own",
                     path=("levels", index, "name"),
                 )
         if self.composition != "independent" and self.aggregation != "sum":
@@ -162,9 +161,7 @@ class CMSConfig(Config):
                     path=(*path, "memory", "normalizer"),
                 )
             ways = (fast.rule.retention, slow.rule.retention)
-            if ways[0] != ways[1] and any(
-                way.dual or type(way).start is not Retention.start for way in ways
-            ):
+            if ways[0] != ways[1] and any(way.dual or type(way).start is not Retention.start for way in ways):
                 yield ConfigError(
                     f"nested {pair}: retention {ways[0].kind!r} and {ways[1].kind!r} keep memories "
                     "in sets of their own, and a copy need not lie in the other; give both the "

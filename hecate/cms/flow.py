@@ -20,14 +20,7 @@ Levels = tuple[LayerState | None, ...]
 Masks = dict[str, Tensor | None]
 
 
-def flow(
-    layer: CMS,
-    x: Tensor,
-    levels: Levels,
-    masks: list[Masks],
-    *,
-    run: Run = execute,
-) -> tuple[Tensor, Levels]:
+def flow(layer: CMS, x: Tensor, levels: Levels, masks: list[Masks], *, run: Run = execute) -> tuple[Tensor, Levels]:
     """Every level once over x: the layer's output and the states of the levels.
 
     A level's call on a tape is named `level` and labelled with its name.
@@ -56,13 +49,7 @@ def flow(
 
 
 def nested_flow(
-    layer: CMS,
-    x: Tensor,
-    levels: Levels,
-    masks: list[Masks],
-    written: tuple[Tensor, Tensor],
-    *,
-    run: Run = execute,
+    layer: CMS, x: Tensor, levels: Levels, masks: list[Masks], written: tuple[Tensor, Tensor], *, run: Run = execute
 ) -> tuple[Tensor, Levels]:
     """The flow in windows that end where a level commits from which another restarts.
 
@@ -71,10 +58,7 @@ def nested_flow(
     periods = [level.period for level in layer.config.levels]
     outputs: list[Tensor] = []
     for window, write, count in in_windows(*written, periods[1:]):
-        own = [
-            {name: None if mask is None else mask[:, window] for name, mask in each.items()}
-            for each in masks
-        ]
+        own = [{name: None if mask is None else mask[:, window] for name, mask in each.items()} for each in masks]
         piece = one(run(_plain("window", lambda x, at=window: x[:, at]), x))
         y, levels = flow(layer, piece, levels, own, run=run)
 

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def grown(
-    layer: CMS,
-    level: LevelConfig,
-    at: int,
-    state: CMSState | None,
-    generator: torch.Generator | None,
+    layer: CMS, level: LevelConfig, at: int, state: CMSState | None, generator: torch.Generator | None
 ) -> tuple[CMS, CMSState | None]:
     """The layer and its state with a silent level at index `at`."""
     config = layer.config

@@ -53,8 +53,7 @@ def levels_health(layer: CMS, x: Tensor, state: CMSState | None) -> list[LevelHe
     """Runs the layer on a tape, walks back from a unit cotangent of y, and reports."""
     if x.dim() != 3 or x.numel() == 0:
         raise ShapeError(
-            f"health needs tokens: x must be [B, T, {layer.d_model}] with B and T at least 1, got "
-            f"{list(x.shape)}"
+            f"health needs tokens: x must be [B, T, {layer.d_model}] with B and T at least 1, got {list(x.shape)}"
         )
     with torch.no_grad():
         _, started = layer(x[:, :0], state)  # checks state, and gives one where there is none
@@ -63,17 +62,10 @@ def levels_health(layer: CMS, x: Tensor, state: CMSState | None) -> list[LevelHe
         y, after = layer.passed(x, started, masks, run=tape)
         tape.backward([y], [torch.full_like(y, y.numel() ** -0.5)], [x])
         written = written_before(started.written, None, None, x.shape[1]) + 1
-        found = [
-            _health(layer, index, _Passed(tape, started, after, written))
-            for index in range(len(layer.levels))
-        ]
+        found = [_health(layer, index, _Passed(tape, started, after, written)) for index in range(len(layer.levels))]
     for level in found:
         if level.dead is not None:
-            warnings.warn(
-                f"level {level.name!r} of {layer.name!r} is dead: {level.dead}",
-                HealthWarning,
-                stacklevel=3,
-            )
+            warnings.warn(f"level {level.name!r} of {layer.name!r} is dead: {level.dead}", HealthWarning, stacklevel=3)
     return found
 
 
@@ -89,11 +81,7 @@ class _Passed(NamedTuple):
 def _health(layer: CMS, index: int, passed: _Passed) -> LevelHealth:
     level, memory = layer.config.levels[index], layer.memories[index]
     every = memory.config.chunk if memory.config.commit == "chunk" else 1
-    calls = [
-        call
-        for call in passed.tape.calls
-        if call.block.name == "level" and call.label == level.name
-    ]
+    calls = [call for call in passed.tape.calls if call.block.name == "level" and call.label == level.name]
     given, out = (torch.cat(list(ends), 1) for ends in zip(*map(_ends, calls), strict=True))
     gates = memory.gates.values(given)
     fired = None

@@ -1,9 +1,8 @@
 """Nested levels: after a commit of a slower level, the faster one restarts from its memory.
 
-The slowest goes first, so that a commit of several levels at one token hands the slowest memory
-down through all of them. A restart is a fresh start with slots at zero; the short convolution, the
-feature memory and the token counts go on, since they belong to the sequence. It takes place after
-the committing token. [CMS-NEST-D1]
+The slowest goes first, so that a commit of several levels at one token hands the slowest memory down through all of
+them. A restart is a fresh start with slots at zero; the short convolution, the feature memory and the token counts go
+on, since they belong to the sequence. It takes place after the committing token. [CMS-NEST-D1]
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ def check_shapes(config: CMSConfig, memories: tuple[Memory, ...]) -> None:
     """Refuses neighbours whose memories cannot be copied into one another."""
     for index, (fast, slow) in enumerate(pairwise(memories), 1):
         shapes = [
-            {name: tuple(tensor.shape) for name, tensor in memory.initial.tensors.items()}
-            for memory in (fast, slow)
+            {name: tuple(tensor.shape) for name, tensor in memory.initial.tensors.items()} for memory in (fast, slow)
         ]
         if shapes[0] != shapes[1]:
             names = [level.name for level in config.levels[index - 1 : index + 1]]
@@ -38,13 +36,11 @@ def check_shapes(config: CMSConfig, memories: tuple[Memory, ...]) -> None:
             )
 
 
-def in_windows(
-    write: Tensor, count: Tensor, periods: list[int]
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def in_windows(write: Tensor, count: Tensor, periods: list[int]) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Windows that end where some row closes one of `periods`, and their last tokens.
 
-    `write` tells which tokens are written, `count` how many have been, both `[B, T]`; what comes
-    with each window are the columns `[B]` of its last token.
+    `write` tells which tokens are written, `count` how many have been, both `[B, T]`; what comes with each window are
+    the columns `[B]` of its last token.
     """
     length = count.shape[1]
     if length == 0:
@@ -80,8 +76,8 @@ def restarted(
 
 
 def _fresh(source: MemoryState, like: MemoryState) -> MemoryState:
-    """A start from the memory of `source`: the faster level has just closed a window of its own, so
-    nothing is pending and its next token takes a new anchor."""
+    """A start from the memory of `source`: the faster level has just closed a window of its own, so nothing is pending
+    and its next token takes a new anchor."""
     normalizer = like.normalizer
     if normalizer is not None and source.normalizer is not None:
         normalizer = _fresh(source.normalizer, normalizer)

@@ -32,9 +32,8 @@ class SelfReferenceConfig(Config):
         qk_norm: normalisation of q and k before phi.
         input_norm: that of what boxes are asked, x and v; without one they can grow without bound.
 
-    Warning: the gradients of a long `memory.chunk`, all taken at one state, add up and can diverge
-    at an lr that one token stands. `chunk=C` with `memory.chunk=1` adapts projections as rarely and
-    stays stable.
+    Warning: the gradients of a long `memory.chunk`, all taken at one state, add up and can diverge at an lr that one
+    token stands. `chunk=C` with `memory.chunk=1` adapts projections as rarely and stays stable.
     """
 
     memory: MemoryConfig = MemoryConfig.model_validate({"retention": "decay"})
@@ -163,8 +162,8 @@ class SelfReferentialState(NamedTuple):
 
     Fields:
         boxes: the boxes that are written, the memory last; box-major on the head axis.
-        anchor: their weights where the present chunk started; empty if a chunk is one token.
-        position: tokens written since then, `[B]` int64.
+        anchor: their weights where the present chunk started; empty if a chunk is one token. position: tokens written
+        since then, `[B]` int64.
         conv, conv_segment: as in `hecate.nn.LayerState`.
         features: the state of the feature memory; None without one.
     """
@@ -187,18 +186,11 @@ class SelfReferentialState(NamedTuple):
 
 
 def check_state(
-    state: SelfReferentialState,
-    shapes: dict[str, tuple[int, ...] | None],
-    batch: int,
-    *,
-    features: bool,
+    state: SelfReferentialState, shapes: dict[str, tuple[int, ...] | None], batch: int, *, features: bool
 ) -> None:
     """Refuses a state that another layer or batch made; a scan looks at the rest of the boxes."""
     if not isinstance(state, SelfReferentialState):
-        raise ShapeError(
-            "state must be the SelfReferentialState that this layer returned, got "
-            f"{type(state).__name__}"
-        )
+        raise ShapeError(f"state must be the SelfReferentialState that this layer returned, got {type(state).__name__}")
     given: dict[str, Tensor | None] = {"position": state.position, "conv": state.conv}
     given |= {f"boxes.memory[{name!r}]": item for name, item in state.boxes.memory.items()}
     given |= {f"anchor[{name!r}]": item for name, item in state.anchor.items()}

@@ -31,9 +31,9 @@ class SelfReferential(nn.Module):
         y, state = layer(more, state)   # and on from there; any split gives the same result
 
     Every head has a memory and its projections k, v, q, lr, retain (and momentum), all boxes of
-    one rule. x goes through a static projection to heads and a short causal convolution; each box
-    answers it, the answers are the token's key, value, query and gates, and the boxes are written
-    at that key. Their initial weights are parameters: the projections of a plain memory, from
+    one rule. x goes through a static projection to heads and a short causal convolution; each box answers it, the
+    answers are the token's key, value, query and gates, and the boxes are written at that key. Their initial weights
+    are parameters: the projections of a plain memory, from
     which they depart as the sequence goes by.
 
     Args:
@@ -94,9 +94,7 @@ class SelfReferential(nn.Module):
                     "d_value out",
                     path=("feature_memory", "d_value"),
                 )
-            self.feature_memory = FeatureMemory(
-                d_model, heads, inner, d_key=width, learned_initial=True, **place
-            )
+            self.feature_memory = FeatureMemory(d_model, heads, inner, d_key=width, learned_initial=True, **place)
         self.output_gate = None
         if output_gate:
             self.output_gate = blank(nn.Linear, d_model, heads * width, bias=False, **place)
@@ -137,8 +135,8 @@ class SelfReferential(nn.Module):
         write_mask: Tensor | None = None,
         reset_mask: Tensor | None = None,
     ) -> tuple[Tensor, SelfReferentialState]:
-        """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in
-        `memory_scan`. A masked token's input is zero to the convolution."""
+        """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in `memory_scan`. A masked token's
+        input is zero to the convolution."""
         if not torch.compiler.is_compiling():
             self._check(x, state, write_mask, reset_mask)
         mixed, conv, segment = mix(
@@ -159,9 +157,7 @@ class SelfReferential(nn.Module):
             y = y * nn.functional.silu(self.output_gate(x))
         return self.out(y), own._replace(conv=conv, conv_segment=segment)
 
-    def _run(
-        self, tokens: _Tokens, state: SelfReferentialState | None
-    ) -> tuple[Tensor, SelfReferentialState]:
+    def _run(self, tokens: _Tokens, state: SelfReferentialState | None) -> tuple[Tensor, SelfReferentialState]:
         """Stretch by stretch; all tokens of one read the boxes in the same state."""
         config, (batch, length) = self.config, tokens.x.shape[:2]
         start: Weights = {}
@@ -205,11 +201,7 @@ class SelfReferential(nn.Module):
         }
 
     def _stretch(
-        self,
-        tokens: _Tokens,
-        state: SelfReferentialState,
-        anchor: Weights,
-        how: dict[str, Any],
+        self, tokens: _Tokens, state: SelfReferentialState, anchor: Weights, how: dict[str, Any]
     ) -> tuple[Tensor, SelfReferentialState]:
         """Asks the boxes at the anchor, writes them, reads the memory at q."""
         boxes, config = self.boxes, self.config
@@ -240,11 +232,7 @@ class SelfReferential(nn.Module):
         return y, state._replace(boxes=memory, anchor=anchor, features=features)
 
     def _check(
-        self,
-        x: Tensor,
-        state: SelfReferentialState | None,
-        write_mask: Tensor | None,
-        reset_mask: Tensor | None,
+        self, x: Tensor, state: SelfReferentialState | None, write_mask: Tensor | None, reset_mask: Tensor | None
     ) -> None:
         check_sequence(self.into.weight, x, write_mask=write_mask, reset_mask=reset_mask)
         if state is None:
@@ -291,7 +279,4 @@ class _Tokens(NamedTuple):
 
 def _where(rows: Tensor, yes: Weights, no: Weights) -> Weights:
     """Per sequence, one set of weights or the other."""
-    return {
-        name: torch.where(rows.reshape(-1, *[1] * (yes[name].dim() - 1)), yes[name], no[name])
-        for name in yes
-    }
+    return {name: torch.where(rows.reshape(-1, *[1] * (yes[name].dim() - 1)), yes[name], no[name]) for name in yes}

@@ -15,8 +15,8 @@ class Stretches(NamedTuple):
 
     Fields:
         borders: 0, the cuts, T.
-        opens: `[B, T]`, whether a chunk starts with the token; None where one does at every cut.
-        position: `[B]`, tokens written since the last chunk's start.
+        opens: `[B, T]`, whether a chunk starts with the token; None where one does at every cut. position: `[B]`,
+        tokens written since the last chunk's start.
     """
 
     borders: list[int]
@@ -24,13 +24,11 @@ class Stretches(NamedTuple):
     position: Tensor
 
 
-def stretches(
-    period: int, position: Tensor, write: Tensor | None, reset: Tensor | None, length: int
-) -> Stretches:
+def stretches(period: int, position: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> Stretches:
     """A cut wherever a chunk of `period` written tokens ends, or a document starts, in any row.
 
-    Masked tokens do not count; a reset starts a chunk. Where values cannot be looked at, every
-    token is a stretch of its own, which is as exact and slower. [SELF-CHUNK-D1]
+    Masked tokens do not count; a reset starts a chunk. Where values cannot be looked at, every token is a stretch of
+    its own, which is as exact and slower. [SELF-CHUNK-D1]
     """
     if period == 1:
         return Stretches([*range(length + 1)], None, position)

@@ -20,8 +20,8 @@ KEYS = 512  # of a window that are drawn; a longer one is extrapolated
 
 
 def warn_if_windows_diverge(level: LevelConfig, memory: Memory) -> None:
-    """Measures the largest eigenvalue of the sum of lr phi(k) phi(k)^T over a window of random
-    keys, at the ceiling of the lr gate. [CMS-LAYER-I4]"""
+    """Measures the largest eigenvalue of the sum of lr phi(k) phi(k)^T over a window of random keys, at the ceiling of
+    the lr gate. [CMS-LAYER-I4]"""
     config = memory.config
     algorithm = config.algorithm
     if level.period == 1 or not algorithm.linear or config.diverging(math.inf) is None:

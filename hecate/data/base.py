@@ -32,13 +32,10 @@ class Batch(NamedTuple):
 def stream(seed: int, split: Split, step: int) -> np.random.Generator:
     """The random numbers of one batch: independent for every (seed, split, step). [DATA-BASE-D1]
 
-    numpy rather than `torch.Generator`: a SeedSequence mixes all three numbers into 128 bits,
-    whereas torch's CPU generator keeps 32 bits of its seed, so that two steps of a long run would
-    coincide.
+    numpy rather than `torch.Generator`: a SeedSequence mixes all three numbers into 128 bits, whereas torch's CPU
+    generator keeps 32 bits of its seed, so that two steps of a long run would coincide.
     """
-    return np.random.Generator(
-        np.random.PCG64(np.random.SeedSequence((seed, _SPLITS[split], step)))
-    )
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, _SPLITS[split], step))))
 
 
 def distinct(rng: np.random.Generator, rows: int, pool: int, count: int) -> NDArray[np.int64]:

@@ -20,15 +20,15 @@ from hecate.errors import DataError
 class Bundled(DataConfig):
     """bundled: bytes of Python's own language reference and standard library.
 
-    Needs no network and no file of ours: the topics of `pydoc_data.topics` (the text behind
-    `help()`) and the top-level `.py` files of the standard library, found at run time. Documents
-    longer than 64 KiB are cut there, the order is that of the SHA-256 of their names (prose and
-    code mixed, so that the held-out tail resembles the rest), and the whole is cut at `max_bytes`.
+    Needs no network and no file of ours: the topics of `pydoc_data.topics` (the text behind `help()`) and the top-level
+    `.py` files of the standard library, found at run time. Documents longer than 64 KiB are cut there, the order is
+    that of the SHA-256 of their names (prose and code mixed, so that the held-out tail resembles the rest), and the
+    whole is cut at `max_bytes`.
 
     Shapes: tokens, targets `[B, T]`; every position is labelled with the next byte.
     Cost: at most `max_bytes` in memory.
-    Warning: another Python version ships other texts, so bits per byte compare only within one
-    version; the report prints the version and the SHA-256 of the corpus.
+    Warning: another Python version ships other texts, so bits per byte compare only within one version; the report
+    prints the version and the SHA-256 of the corpus.
     References: the Python documentation and standard library, PSF licence. [DATA-BUNDLED-D1]
     """
 

@@ -15,9 +15,8 @@ from hecate.data.task import Task
 class Copy(Task):
     """copy: s1 ... sn | s1 ... sn, where the second half is predicted.
 
-    n symbols (ids 1 .. V-1) drawn with replacement, the delimiter 0, and the symbols again but the
-    last, which no label needs. From the delimiter on, each position is labelled with the next
-    symbol.
+    n symbols (ids 1 .. V-1) drawn with replacement, the delimiter 0, and the symbols again but the last, which no label
+    needs. From the delimiter on, each position is labelled with the next symbol.
 
     Shapes: tokens, targets `[rows, 2 n]`, n labels per row.
     Cost: O(rows n).
@@ -34,9 +33,7 @@ class Copy(Task):
     def length(self) -> int:
         return 2 * self.symbols
 
-    def sample(
-        self, rng: np.random.Generator, rows: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def sample(self, rng: np.random.Generator, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         text = rng.integers(1, self.vocab_size, size=(rows, self.symbols), dtype=np.int64)
         tokens = np.concatenate([text, np.zeros((rows, 1), dtype=np.int64), text[:, :-1]], axis=1)
         return tokens, np.concatenate([np.full_like(text, IGNORED), text], axis=1)

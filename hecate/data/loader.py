@@ -9,8 +9,7 @@ from hecate.errors import DataError
 class Loader:
     """Training batches in order; the whole state is five plain values. [DATA-LOADER-D1]
 
-    The batch of a step depends on (seed, step) alone, so resuming needs no replay and no generator
-    state.
+    The batch of a step depends on (seed, step) alone, so resuming needs no replay and no generator state.
     """
 
     def __init__(self, source: Source, *, seed: int, batch_size: int, seq_len: int) -> None:

@@ -17,16 +17,16 @@ from hecate.sizes import Size
 class MQAR(Task):
     """mqar: k1 v1 ... kN vN, then each key once more, answered by its value.
 
-    The recall task of the Zoology study. N pairs without repeated keys (ids 1 .. V/2-1) or values
-    (ids V/2 .. V-1); then the keys return in slots of two tokens, at gaps g drawn without
-    replacement with p(g) proportional to g^(power-1), so most queries follow soon and a few wait
-    long. The label, the key's value, stands at the query itself: the model answers after reading
-    the key. Everything else is filler, random ids when `random_filler`, otherwise 0.
+    The recall task of the Zoology study. N pairs without repeated keys (ids 1 .. V/2-1) or values (ids V/2 .. V-1);
+    then the keys return in slots of two tokens, at gaps g drawn without replacement with p(g) proportional to
+    g^(power-1), so most queries follow soon and a few wait long. The label, the key's value, stands at the query
+    itself: the model answers after reading the key. Everything else is filler, random ids when `random_filler`,
+    otherwise 0.
 
     Shapes: tokens, targets `[rows, seq_len]`, N labels per row.
     Cost: O(rows (V + seq_len) log V), vectorised.
-    References: Zoology: Measuring and Improving Recall in Efficient Language Models (Arora et al.,
-    2023, arXiv 2312.04927). [DATA-MQAR-D1]
+    References: Zoology: Measuring and Improving Recall in Efficient Language Models (Arora et al., 2023, arXiv
+    2312.04927). [DATA-MQAR-D1]
     """
 
     kind: Literal["mqar"] = "mqar"
@@ -39,10 +39,7 @@ class MQAR(Task):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.seq_len % 2:
-            raise ConfigError(
-                f"must be even, pairs and query slots are two tokens, got {self.seq_len}",
-                ("seq_len",),
-            )
+            raise ConfigError(f"must be even, pairs and query slots are two tokens, got {self.seq_len}", ("seq_len",))
         if 4 * self.num_pairs > self.seq_len:
             raise ConfigError(
                 f"num_pairs={self.num_pairs} needs seq_len >= {4 * self.num_pairs} (two tokens "
@@ -65,9 +62,7 @@ class MQAR(Task):
     def length(self) -> int:
         return self.seq_len
 
-    def sample(
-        self, rng: np.random.Generator, rows: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def sample(self, rng: np.random.Generator, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         pairs, half = self.num_pairs, self.vocab_size // 2
         keys = 1 + distinct(rng, rows, half - 1, pairs)
         values = half + distinct(rng, rows, self.vocab_size - half, pairs)
@@ -84,9 +79,8 @@ class MQAR(Task):
     def _gaps(self, rng: np.random.Generator, rows: int) -> NDArray[np.int64]:
         """Query slots `[rows, num_pairs]`, drawn one after the other without replacement.
 
-        Sorting E_g / p(g) with standard exponential E_g is the same law as drawing and removing:
-        the smallest of independent exponentials with rates p(g) is g with probability p(g), and so
-        on.
+        Sorting E_g / p(g) with standard exponential E_g is the same law as drawing and removing: the smallest of
+        independent exponentials with rates p(g) is g with probability p(g), and so on.
         """
         slots = self.seq_len // 2 - self.num_pairs
         weights = np.arange(1, slots + 1, dtype=np.float64) ** (self.power - 1)

@@ -17,9 +17,7 @@ class NGrams(NamedTuple):
     unigram: NDArray[np.float64]
     bigram: NDArray[np.float64]
 
-    def bits(
-        self, previous: NDArray[np.uint8], following: NDArray[np.uint8]
-    ) -> tuple[float, float]:
+    def bits(self, previous: NDArray[np.uint8], following: NDArray[np.uint8]) -> tuple[float, float]:
         """Mean bits per byte of `following` under the unigram and, given `previous`, the bigram."""
         return (
             float(-np.log2(self.unigram[following]).mean()),
@@ -30,10 +28,9 @@ class NGrams(NamedTuple):
 def fit_ngrams(train: NDArray[np.uint8]) -> NGrams:
     """Smoothed counts of the training bytes. [DATA-NGRAM-D1]
 
-    Unigram p(b) = (c(b) + 1) / (n + 256). Bigram p(b|a) = (c(ab) + m p(b)) / (c(a) + m): a
-    Dirichlet prior of weight m around the unigram. m is the best of a fixed grid when counts of the
-    first nine tenths predict the last tenth; the returned counts are those of all training bytes.
-    Validation bytes are never seen.
+    Unigram p(b) = (c(b) + 1) / (n + 256). Bigram p(b|a) = (c(ab) + m p(b)) / (c(a) + m): a Dirichlet prior of weight m
+    around the unigram. m is the best of a fixed grid when counts of the first nine tenths predict the last tenth; the
+    returned counts are those of all training bytes. Validation bytes are never seen.
     """
     cut = max(len(train) - len(train) // 10, 1)
     head, tail = train[:cut], train[cut - 1 :]

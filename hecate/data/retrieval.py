@@ -17,20 +17,18 @@ from hecate.sizes import Size
 class Retrieval(Task):
     """retrieval: k1 v1 ... kL vL k, answered by the value last paired with k.
 
-    The two settings of the fast weight programmer study, as tokens: keys are ids 1 .. S, values S+1
-    .. 2S. Without `replacement` every key and every value occurs once (L = S): capacity. With it
-    both are drawn with replacement (L = 2S) and the label is the value written last: overwriting,
-    which a sum of outer products cannot do and a delta rule can. `queries` keys, distinct and
-    uniform among those that occurred, are asked at the end; where fewer occurred the rest is the
-    unlabelled filler 0.
+    The two settings of the fast weight programmer study, as tokens: keys are ids 1 .. S, values S+1 .. 2S. Without
+    `replacement` every key and every value occurs once (L = S): capacity. With it both are drawn with replacement (L =
+    2S) and the label is the value written last: overwriting, which a sum of outer products cannot do and a delta rule
+    can. `queries` keys, distinct and uniform among those that occurred, are asked at the end; where fewer occurred the
+    rest is the unlabelled filler 0.
 
     Shapes: tokens, targets `[rows, 2 L + queries]`, at most `queries` labels per row.
     Cost: O(rows S log S), vectorised.
-    Warning: the study feeds key and value as one vector and minimises a squared error; here they
-    are consecutive tokens and the loss is the cross-entropy, so its published losses do not
-    compare.
-    References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag, Irie, Schmidhuber,
-    2021, arXiv 2102.11174). [DATA-RETRIEVAL-D1]
+    Warning: the study feeds key and value as one vector and minimises a squared error; here they are consecutive tokens
+    and the loss is the cross-entropy, so its published losses do not compare.
+    References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag, Irie, Schmidhuber, 2021, arXiv
+    2102.11174). [DATA-RETRIEVAL-D1]
     """
 
     kind: Literal["retrieval"] = "retrieval"
@@ -42,9 +40,7 @@ class Retrieval(Task):
     def _possible(self) -> Self:
         if self.queries > self.num_keys:
             raise ConfigError(
-                f"queries={self.queries} distinct keys cannot be asked with "
-                f"num_keys={self.num_keys}",
-                ("queries",),
+                f"queries={self.queries} distinct keys cannot be asked with num_keys={self.num_keys}", ("queries",)
             )
         return self
 
@@ -59,9 +55,7 @@ class Retrieval(Task):
     def length(self) -> int:
         return 2 * self.pairs + self.queries
 
-    def sample(
-        self, rng: np.random.Generator, rows: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def sample(self, rng: np.random.Generator, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         size, pairs = self.num_keys, self.pairs
         if self.replacement:
             keys = rng.integers(0, size, size=(rows, pairs), dtype=np.int64)

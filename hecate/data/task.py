@@ -20,9 +20,7 @@ class Task(DataConfig):
     Every task has a fixed length and labels only the positions whose answer the row determines.
     """
 
-    def sample(
-        self, rng: np.random.Generator, rows: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def sample(self, rng: np.random.Generator, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`rows` fresh examples: tokens and targets, both `[rows, length]`."""
         raise NotImplementedError(f"{type(self).__name__} does not define sample")
 
@@ -55,9 +53,7 @@ class TaskSource(Source):
     def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
         self._check(seq_len)
         for index in range(batches):
-            yield as_batch(
-                *self.task.sample(stream(VALIDATION_SEED, "validation", index), batch_size)
-            )
+            yield as_batch(*self.task.sample(stream(VALIDATION_SEED, "validation", index), batch_size))
 
     def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:
         return self.task.chances()

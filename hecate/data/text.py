@@ -23,16 +23,13 @@ _GLOB = frozenset("*?[")
 class Text(DataConfig):
     """text: bytes of files; the last `validation` of them held out.
 
-    `paths` are files, folders (every file below whose suffix is in `suffixes`) or globs, relative
-    to the working directory. Files are sorted by path and joined by a newline; the contiguous tail
-    of the whole is the validation split, so no byte is in both. Token ids are bytes, and there is
-    no tokeniser.
+    `paths` are files, folders (every file below whose suffix is in `suffixes`) or globs, relative to the working
+    directory. Files are sorted by path and joined by a newline; the contiguous tail of the whole is the validation
+    split, so no byte is in both. Token ids are bytes, and there is no tokeniser.
 
     Shapes: tokens, targets `[B, T]`; every position is labelled with the next byte.
-    Cost: the bytes are held in memory once; `max_bytes` refuses a corpus that is larger than
-    expected.
-    References: the split and the random windows are those of common character-level tutorials.
-    [DATA-TEXT-D1]
+    Cost: the bytes are held in memory once; `max_bytes` refuses a corpus that is larger than expected.
+    References: the split and the random windows are those of common character-level tutorials. [DATA-TEXT-D1]
     """
 
     kind: Literal["text"] = "text"
@@ -88,9 +85,7 @@ class TextSource(Source):
     metric = "bits_per_byte"
     vocab_size = BYTES
 
-    def __init__(
-        self, documents: Sequence[bytes], validation: float, facts: dict[str, str | int | float]
-    ) -> None:
+    def __init__(self, documents: Sequence[bytes], validation: float, facts: dict[str, str | int | float]) -> None:
         corpus = np.frombuffer(SEPARATOR.join(documents), dtype=np.uint8)
         cut = len(corpus) - max(int(len(corpus) * validation), 1)
         self.train: NDArray[np.uint8] = corpus[: max(cut, 0)]
@@ -115,9 +110,7 @@ class TextSource(Source):
     def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:
         starts = self._validation_starts(batch_size, seq_len, batches)
         windows = self.validation[starts[:, None] + np.arange(seq_len + 1)]
-        unigram, bigram = fit_ngrams(self.train).bits(
-            windows[:, :-1].ravel(), windows[:, 1:].ravel()
-        )
+        unigram, bigram = fit_ngrams(self.train).bits(windows[:, :-1].ravel(), windows[:, 1:].ravel())
         return {"uniform": 8.0, "unigram": unigram, "bigram": bigram}
 
     def describe(self) -> dict[str, str | int | float]:

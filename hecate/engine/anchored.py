@@ -1,8 +1,8 @@
 """Many tokens at one state, and one token at each of many states, whatever the structure.
 
 Structures of linear layers take batched products; any other is asked as if every token had a
-memory of its own. So is one whose tokens each see the state decayed by a product of their own,
-`kept`, unless it is a matrix that decays in proportion, where that scales keys. [ENG-CHUNK-D5]
+memory of its own. So is one whose tokens each see the state decayed by a product of their own, `kept`, unless it is a
+matrix that decays in proportion, where that scales keys. [ENG-CHUNK-D5]
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ def predict(config: MemoryConfig, weights: Memory, p: Tensor, *, run: Run, label
     return _each(config, _repeated(weights, p.shape[1], run, label), p, run, label)
 
 
-def predict_states(
-    config: MemoryConfig, states: list[Memory], p: Tensor, *, run: Run, label: str
-) -> Tensor:
+def predict_states(config: MemoryConfig, states: list[Memory], p: Tensor, *, run: Run, label: str) -> Tensor:
     """The answer of the t-th state to the t-th query."""
     memory = tuple(one(run(_STACK, *column, label=label)) for column in zip(*states, strict=True))
     weights = config.rule.weights(memory, run=run, label=label)
@@ -51,17 +49,11 @@ def predict_states(
 
 
 def token_gradients(
-    config: MemoryConfig,
-    anchor: Memory,
-    row: tuple[Tensor, Tensor, Tensor | None],
-    *,
-    run: Run,
-    label: str,
+    config: MemoryConfig, anchor: Memory, row: tuple[Tensor, Tensor, Tensor | None], *, run: Run, label: str
 ) -> Memory:
     """The gradient of every token (p, v, kept): `[N, C, ...]` for each weight.
 
-    The anchor is the weights at which they are taken; with `kept`, what is carried, which the
-    products decay.
+    The anchor is the weights at which they are taken; with `kept`, what is carried, which the products decay.
     """
     p, v, kept = row
     graph = shared_graph(config, decayed=kept is not None)
@@ -89,8 +81,8 @@ def factored(
     run: Run,
     label: str,
 ) -> Gradients:
-    """The same in factors. `kept`, `[N, C]` or `[N, C, P]`, is a matrix's alone: the error of a key
-    p_t at `kept_t W` is that of `kept_t p_t` at W, and what it writes at is p_t."""
+    """The same in factors. `kept`, `[N, C]` or `[N, C, P]`, is a matrix's alone: the error of a key p_t at `kept_t W`
+    is that of `kept_t p_t` at W, and what it writes at is p_t."""
     p, v, kept = row
     if kept is None:
         return layers.gradients(graph, config.bias, anchor, p, v, run=run, label=label)

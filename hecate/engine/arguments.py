@@ -45,15 +45,10 @@ def complete(
 
 
 def state_dtype(
-    config: MemoryConfig,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: MemoryState | None,
-    initial: dict[str, Tensor] | None,
+    config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, state: MemoryState | None, initial: dict[str, Tensor] | None
 ) -> torch.dtype:
-    """In what a state is held: the highest precision among the config, the inputs and the state to
-    go on from or to start at."""
+    """In what a state is held: the highest precision among the config, the inputs and the state to go on from or to
+    start at."""
     start = initial if state is None else state.memory
     dtype = config.dtype
     for tensor in (q, k, v, *(() if start is None else start.values())):
@@ -74,9 +69,7 @@ def document_starts(
             "state would never be read; mark the later documents with reset_mask"
         )
     if reset_mask is not None:
-        raise ConfigError(
-            "give cu_seqlens or reset_mask, not both: both mark where documents start"
-        )
+        raise ConfigError("give cu_seqlens or reset_mask, not both: both mark where documents start")
     return _borders(cu_seqlens, k)
 
 
@@ -84,8 +77,7 @@ def _borders(cu_seqlens: Tensor, k: Tensor) -> Tensor:
     length = k.shape[1]
     if not isinstance(cu_seqlens, Tensor):
         raise ShapeError(
-            f"cu_seqlens must be an integer tensor [documents + 1], got {shorten(cu_seqlens)}; "
-            "wrap it in torch.tensor"
+            f"cu_seqlens must be an integer tensor [documents + 1], got {shorten(cu_seqlens)}; wrap it in torch.tensor"
         )
     if k.shape[0] != 1 or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
         raise ShapeError(
@@ -96,8 +88,7 @@ def _borders(cu_seqlens: Tensor, k: Tensor) -> Tensor:
         borders = [int(border) for border in cu_seqlens]
         if borders[:1] != [0] or borders[-1:] != [length] or borders != sorted(borders):
             raise ShapeError(
-                f"cu_seqlens must rise from 0 to T = {length}, the borders of every document; got "
-                f"{shorten(borders)}"
+                f"cu_seqlens must rise from 0 to T = {length}, the borders of every document; got {shorten(borders)}"
             )
     steps = torch.arange(length, device=k.device)
     return torch.isin(steps, cu_seqlens.to(k.device)).unsqueeze(0)
@@ -151,11 +142,7 @@ def _unread(
 
 
 def complete_state(
-    config: MemoryConfig,
-    state: MemoryState | None,
-    start: MemoryState,
-    sequence: Sequence,
-    dtype: torch.dtype,
+    config: MemoryConfig, state: MemoryState | None, start: MemoryState, sequence: Sequence, dtype: torch.dtype
 ) -> MemoryState:
     """The state to go on from, checked against what this config carries."""
     if state is None:
@@ -213,10 +200,6 @@ def _check_tensors(
     for name, shape in expected.items():
         allowed = [shape] if batch is None else [shape, (batch, *shape)]
         if tuple(given[name].shape) not in allowed:
-            raise ShapeError(
-                f"{what}[{name!r}] must be {list(shape)}, got {list(given[name].shape)}"
-            )
+            raise ShapeError(f"{what}[{name!r}] must be {list(shape)}, got {list(given[name].shape)}")
         if given[name].device != device:
-            raise ShapeError(
-                f"{what}[{name!r}] is on {given[name].device}, k on {device}; move them together"
-            )
+            raise ShapeError(f"{what}[{name!r}] is on {given[name].device}, k on {device}; move them together")

@@ -1,7 +1,7 @@
 """Blocks of the parallel engine: what depends on gates and keys alone, and the walk over states.
 
-`parts_of` turns a group of blocks into a few matrices, all blocks at once. `walk` carries the
-memory from block to block through them, and `walk_vjp` is the same walk backwards, by hand.
+`parts_of` turns a group of blocks into a few matrices, all blocks at once. `walk` carries the memory from block to
+block through them, and `walk_vjp` is the same walk backwards, by hand.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hecate.tape.ops import over
 
 
 class Parts(NamedTuple):
-    """A group of g blocks of C tokens, `[g, N, ...]`, for base states side by side in `[V, b P]`:
-    first M, first S, initial M, where they exist."""
+    """A group of g blocks of C tokens, `[g, N, ...]`, for base states side by side in `[V, b P]`: first M, first S,
+    initial M, where they exist."""
 
     read: Tensor  # [C, b P]: the queries as the base states see them
     attend: Tensor  # [C, C]: the writes as the queries see them
@@ -35,8 +35,8 @@ class Parts(NamedTuple):
 
 
 class States(NamedTuple):
-    """What is carried from block to block `[N, V, P]`, and the weights at which memories restart,
-    None where nothing resets."""
+    """What is carried from block to block `[N, V, P]`, and the weights at which memories restart, None where nothing
+    resets."""
 
     memory: Tensor
     slot: Tensor | None
@@ -55,9 +55,7 @@ def parts_of(config: MemoryConfig, chunks: Tokens) -> Parts:
         return Parts(chunks.phi_q, attend, stepped, None, seen, lower, None, None)
     # An axis G before time: 1, or the P phi channels where retain differs between them.
     retain = chunks.retain.mT if chunks.retain.dim() == 4 else chunks.retain.unsqueeze(2)
-    write, reset = (
-        None if mask is None else mask.unsqueeze(2) for mask in (chunks.write, chunks.reset)
-    )
+    write, reset = (None if mask is None else mask.unsqueeze(2) for mask in (chunks.write, chunks.reset))
     momentum = chunks.momentum.unsqueeze(2)
     after, before, slot_rows = coefficients(config, retain, momentum, write, reset)
     rows = after if config.read == "after" else before
@@ -84,8 +82,7 @@ def walk(
 ) -> tuple[Tensor, Tensor, Tensor, States]:
     """Outputs, base states and writes of all blocks, and the states that leave the last.
 
-    `by_hand` says that no derivative of the operations is wanted, so that a solution need not carry
-    its own.
+    `by_hand` says that no derivative of the operations is wanted, so that a solution need not carry its own.
     """
     all_bases: list[Tensor] = []
     all_writes: list[Tensor] = []
@@ -187,9 +184,7 @@ def _earlier(part: Parts, drawn: tuple[Tensor, ...], later: States) -> States:
     if part.leaving is None:
         return later._replace(memory=drawn[0] + later.memory)
     weights = part.leaving.unsqueeze(1).unbind(-1)
-    pulled = [
-        torch.addcmul(own, weight, later.memory) for own, weight in zip(drawn, weights, strict=True)
-    ]
+    pulled = [torch.addcmul(own, weight, later.memory) for own, weight in zip(drawn, weights, strict=True)]
     slot, initial = later.slot, later.initial
     if slot is not None and part.slot_leaving is not None:
         slot = torch.addcmul(pulled[1], over(part.slot_leaving, slot), slot)
@@ -225,9 +220,7 @@ def _writes(bias: Bias, part: Parts, base: Tensor, v: Tensor, by_hand: bool) -> 
     return -errors
 
 
-def _writes_vjp(
-    bias: Bias, part: Parts, pred: Tensor, v: Tensor, g: Tensor
-) -> tuple[Tensor, Tensor]:
+def _writes_vjp(bias: Bias, part: Parts, pred: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Cotangents of the base predictions and of v from that of w."""
     lower = one((part.lower,))
     if type(bias) is L2:

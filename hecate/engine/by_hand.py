@@ -1,9 +1,8 @@
 """Blocks with a hand-written backward pass that leave the work to torch where it must see all.
 
-A hand-written pass is a function of numbers: it cannot be differentiated again, nor mapped, nor
-traced. So each has a plain program of differentiable operations beside it, which takes its place
-under `torch.compile`, `torch.func`, dispatch modes, forward mode and batched cotangents, and for
-second derivatives.
+A hand-written pass is a function of numbers: it cannot be differentiated again, nor mapped, nor traced. So each has a
+plain program of differentiable operations beside it, which takes its place under `torch.compile`, `torch.func`,
+dispatch modes, forward mode and batched cotangents, and for second derivatives.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _BATCHED = torch._C._parse_dispatch_key("Batched")
 class ByHand(NamedTuple):
     """A forward pass, its hand-written backward pass, and the same in plain torch.
 
-    forward: (inputs, keeps) -> (outputs, record), the record, tensors in any nesting, being needed
-    only if it is to be kept.
+    forward: (inputs, keeps) -> (outputs, record), the record, tensors in any nesting, being needed only if it is to be
+    kept.
     vjp: (inputs, record, cotangents) -> cotangents of the inputs.
     plain: (*inputs) -> outputs, in differentiable operations only.
     """
@@ -41,8 +40,8 @@ class ByHand(NamedTuple):
 
     @classmethod
     def of(cls, block: Block) -> ByHand:
-        """A block with its own VJP under autograd too, where recording its operations one by one
-        would pass over the tensors several times as often."""
+        """A block with its own VJP under autograd too, where recording its operations one by one would pass over the
+        tensors several times as often."""
         return cls(
             block.name,
             lambda inputs, _: block.forward(*inputs),
@@ -67,9 +66,7 @@ class ByHand(NamedTuple):
 
         return Block(self.name, forward, vjp)
 
-    def pullback(
-        self, inputs: Tensors, record: Any, cotangents: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
+    def pullback(self, inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Cotangents of the inputs: by hand, or by torch where it has to see every operation."""
         if is_traced(*inputs):
             blank = Block(self.name, lambda *inputs: (self.plain(*inputs), None))
@@ -146,6 +143,4 @@ def may_look(*tensors: Tensor) -> bool:
 
 def is_recorded(tensors: Tensors) -> bool:
     """Whether autograd records what is done with these tensors."""
-    return torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
-    )
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

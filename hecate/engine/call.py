@@ -11,8 +11,8 @@ from torch import Tensor
 class Call(NamedTuple):
     """One scan, as far as the choice of an engine depends on it.
 
-    A config alone says whether an engine is exact (`*_refusal`); whether it can run here, on these
-    tensors, is asked of the call (`*_unfit`).
+    A config alone says whether an engine is exact (`*_refusal`); whether it can run here, on these tensors, is asked of
+    the call (`*_unfit`).
 
     Fields:
         length: number of tokens.

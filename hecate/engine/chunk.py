@@ -1,17 +1,15 @@
 """The chunk engine: exact evaluation of gradients frozen at a chunk's start, and of chunk commits.
 
-All gradients of a chunk are taken at one state, so predictions, bias gradients and backpropagation
-are batched products over its C tokens. For structures made of linear layers every gradient is rank
-one per layer, and where retention and algorithm are linear the state after token t is read without
-being built, layer by layer (the dual form):
+All gradients of a chunk are taken at one state, so predictions, bias gradients and backpropagation are batched products
+over its C tokens. For structures made of linear layers every gradient is rank one per layer, and where retention and
+algorithm are linear the state after token t is read without being built, layer by layer (the dual form):
 
     W_t h = a_t W_0 h + s_t S_0 h - sum_{i <= t} K[t, i] lr_i d_i (h_i . h)
 
-with the coefficients of `hecate.engine.coefficients`. Any other retention or algorithm steps from
-token to token, on gradients that are known beforehand, and all its states are read at once.
-`commit="chunk"` reads one state throughout and takes one step per chunk, whatever algorithm and
-retention. Masks and resets lay each memory's tokens into cells of its own (`hecate.engine.grid`).
-[ENG-CHUNK-D1]
+with the coefficients of `hecate.engine.coefficients`. Any other retention or algorithm steps from token to token, on
+gradients that are known beforehand, and all its states are read at once. `commit="chunk"` reads one state throughout
+and takes one step per chunk, whatever algorithm and retention. Masks and resets lay each memory's tokens into cells of
+its own (`hecate.engine.grid`). [ENG-CHUNK-D1]
 """
 
 from __future__ import annotations
@@ -51,8 +49,7 @@ def chunk_refusal(config: MemoryConfig) -> str | None:
 
 
 def known_position(state: MemoryState | None) -> int | None:
-    """Tokens since the chunk's start, 0 without a state; None if memories differ or none may
-    look."""
+    """Tokens since the chunk's start, 0 without a state; None if memories differ or none may look."""
     if state is None or state.position.numel() == 0:
         return 0
     if not can_inspect(state.position):
@@ -61,26 +58,19 @@ def known_position(state: MemoryState | None) -> int | None:
     return low if low == high and low >= 0 else None
 
 
-def chunk_steps(
-    config: MemoryConfig, sequence: Sequence, state: MemoryState, position: int | None
-) -> int:
+def chunk_steps(config: MemoryConfig, sequence: Sequence, state: MemoryState, position: int | None) -> int:
     """How many steps a sequence takes; 0 without chunks."""
     length, heads = sequence.lr.shape[1:]
     if config.chunk == 1 or sequence.lr.numel() == 0:
         return 0
     size = min(cell_size(config, channelwise=sequence.retain.dim() == 4), length)
-    write, reset = (
-        None if mask is None else fold_mask(mask, heads)
-        for mask in (sequence.write, sequence.reset)
-    )
+    write, reset = (None if mask is None else fold_mask(mask, heads) for mask in (sequence.write, sequence.reset))
     if aligned(config, write, reset, position):
         return len(pieces_of(position or 0, length, config.chunk, size))
     return steps_of(write, reset, state.position.flatten(), length, config.chunk, size)
 
 
-def aligned(
-    config: MemoryConfig, write: Tensor | None, reset: Tensor | None, position: int | None
-) -> bool:
+def aligned(config: MemoryConfig, write: Tensor | None, reset: Tensor | None, position: int | None) -> bool:
     """Whether all memories stand at one known place of their chunk and stay together."""
     return write is None and reset is None and position is not None and position < config.chunk
 
@@ -104,20 +94,13 @@ def _dual(config: MemoryConfig, channelwise: bool) -> bool:
 
 
 def chunked(
-    config: MemoryConfig,
-    tokens: Tokens,
-    carry: Carry,
-    initial: Memory,
-    *,
-    run: Run,
-    position: int | None = 0,
+    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run, position: int | None = 0
 ) -> tuple[Tensor, Carry]:
     """Runs a sequence chunk by chunk: outputs `[N, T, V]` and the final carry.
 
-    `position` is that of every memory in its chunk at the start, None if it is not known or not one
-    number; the carried chunk is finished first, the last one may stay unfinished. A tape keeps one
-    carry per segment of about sqrt(steps) steps, which is taped again when its turn comes, and
-    everything where tokens and carries of all steps are small.
+    `position` is that of every memory in its chunk at the start, None if it is not known or not one number; the carried
+    chunk is finished first, the last one may stay unfinished. A tape keeps one carry per segment of about sqrt(steps)
+    steps, which is taped again when its turn comes, and everything where tokens and carries of all steps are small.
     """
     length, channelwise = tokens.v.shape[1], tokens.retain.dim() == 3
     size = min(cell_size(config, channelwise=channelwise), length)
@@ -139,13 +122,7 @@ def chunked(
 
 
 def _loop(
-    config: MemoryConfig,
-    step: Step,
-    rows: list[Tensors],
-    pieces: list[Piece],
-    carry: Carry,
-    initial: Memory,
-    run: Run,
+    config: MemoryConfig, step: Step, rows: list[Tensors], pieces: list[Piece], carry: Carry, initial: Memory, run: Run
 ) -> tuple[Tensor, Carry]:
     width, each = len(carry.flat), len(rows[0])
 
@@ -186,9 +163,7 @@ def _bytes(tensors: Tensors) -> int:
 def _laid(grid: Grid, tokens: Tokens, run: Run) -> Tokens:
     """The tokens in their cells."""
     lay = grid.lay()
-    phi_k, phi_q, v, lr, retain, momentum = (
-        one(run(lay, tensor, label="cells")) for tensor in tokens[:6]
-    )
+    phi_k, phi_q, v, lr, retain, momentum = (one(run(lay, tensor, label="cells")) for tensor in tokens[:6])
     kept = one(run(SELECT, grid.write, retain, torch.ones_like(retain), label="cells"))
     return Tokens(phi_k, phi_q, v, lr, kept, momentum, grid.write)
 
@@ -200,9 +175,7 @@ def _borders(grid: Grid | None, at: int) -> Tensors:
     return grid.opens[:, at], grid.closes[:, at], resets
 
 
-def _columns(
-    config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run
-) -> tuple[Step, list[Tensors]]:
+def _columns(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> tuple[Step, list[Tensors]]:
     """The step to take, and what each needs of its tokens."""
     rows = kept_rows(config, tokens.retain, sizes, run)
     if config.commit == "chunk":

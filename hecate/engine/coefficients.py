@@ -21,8 +21,8 @@ from hecate.rule import MemoryConfig
 
 
 class Rows(NamedTuple):
-    """A state per token as coefficients: of the block's writes `[..., C, C]`, and of each base
-    state (first M, first S, initial M, where they exist) `[..., C]`."""
+    """A state per token as coefficients: of the block's writes `[..., C, C]`, and of each base state (first M, first S,
+    initial M, where they exist) `[..., C]`."""
 
     writes: Tensor
     bases: tuple[Tensor, ...]
@@ -33,11 +33,7 @@ class Rows(NamedTuple):
 
 
 def coefficients(
-    config: MemoryConfig,
-    retain: Tensor,
-    momentum: Tensor,
-    write: Tensor | None = None,
-    reset: Tensor | None = None,
+    config: MemoryConfig, retain: Tensor, momentum: Tensor, write: Tensor | None = None, reset: Tensor | None = None
 ) -> tuple[Rows, Rows, Rows | None]:
     """Rows of the state after each token, before it (but after its reset), and of S after it.
 

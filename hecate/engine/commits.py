@@ -1,7 +1,6 @@
 """What the chunk engine does with the tokens of one piece, by the way they are committed.
 
-Each takes the carry and the row of its piece, and returns the outputs `[N, C, V]` and the new
-carry.
+Each takes the carry and the row of its piece, and returns the outputs `[N, C, V]` and the new carry.
 """
 
 from __future__ import annotations
@@ -10,14 +9,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine import layers
-from hecate.engine.anchored import (
-    factored,
-    graph_of,
-    predict,
-    predict_states,
-    summed,
-    token_gradients,
-)
+from hecate.engine.anchored import factored, graph_of, predict, predict_states, summed, token_gradients
 from hecate.engine.layers import Leaves, Reads
 from hecate.engine.pieces import Piece
 from hecate.engine.sequential import select
@@ -48,8 +40,7 @@ def commit_dual(
 def commit_built(
     config: MemoryConfig, carry: Carry, row: Tensors, piece: Piece, run: Run, label: str
 ) -> tuple[Tensor, Carry]:
-    """A step at each token, built one after the other: phi_k, phi_q, v, the gates, the mask and
-    kept."""
+    """A step at each token, built one after the other: phi_k, phi_q, v, the gates, the mask and kept."""
     phi_k, phi_q, v, *gates = several(row[:6])
     written = row[6]
     anchor, kept = _anchor(carry, piece, run, label), _since(carry, row[7], run, label)
@@ -60,9 +51,7 @@ def commit_built(
     states: list[Memory] = []
     for mask, *each in zip(masks, *columns, strict=True):
         before, own, grads = carry.memory, TokenGates(*each[:3]), tuple(each[3:])
-        memory, slots = config.rule.apply(
-            carry.memory, carry.slots, grads, own, run=run, label=label
-        )
+        memory, slots = config.rule.apply(carry.memory, carry.slots, grads, own, run=run, label=label)
         stepped = carry._replace(memory=memory, slots=slots)
         carry = stepped if mask is None else select(mask, stepped, carry, run, label)
         states.append(carry.memory if config.read == "after" else before)

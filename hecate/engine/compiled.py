@@ -1,10 +1,10 @@
 """The exact compiled engine for matrix memories on a CPU: token by token, the state in cache.
 
-The recurrence of the token loop in numba kernels, forward and backward (the extra `cpu`). The
-forward keeps the predictions `[N, T, V]` and the state of every max(64, sqrt(T))-th token; the
-backward writes the states of one such segment again and walks it in reverse. Memories are shared
-out over `torch.get_num_threads()` threads, each computed by one, so results do not depend on their
-number. Subnormal numbers are kept unless `torch.set_flush_denormal` says otherwise.
+The recurrence of the token loop in numba kernels, forward and backward (the extra `cpu`). The forward keeps the
+predictions `[N, T, V]` and the state of every max(64, sqrt(T))-th token; the backward writes the states of one such
+segment again and walks it in reverse. Memories are shared out over `torch.get_num_threads()` threads, each computed by
+one, so results do not depend on their number. Subnormal numbers are kept unless `torch.set_flush_denormal` says
+otherwise.
 
 Second derivatives and batched cotangents go through the torch engines instead. [ENG-NUM-D1]
 """
@@ -36,9 +36,7 @@ def compiled_refusal(config: MemoryConfig) -> str | None:
     """Why the compiled engine cannot run a config exactly; None if it can."""
     rule = config.rule
     if config.chunk > 1 or config.commit == "chunk":
-        return (
-            f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
-        )
+        return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
     for name, knob, known in (
         ("structure", rule.structure, (Matrix, Vector)),
         ("algorithm", rule.algorithm, (GD, Momentum)),
@@ -70,9 +68,7 @@ def compiled_unfit(_: MemoryConfig, call: Call) -> str | None:
     return None
 
 
-def compiled(
-    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
-) -> tuple[Tensor, Carry]:
+def compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
     """Runs a sequence in the kernels: outputs shaped like the values and the final carry."""
     if carry.memory[0].dim() == 2:
         folded = partial(by_coordinate, compiled)
@@ -104,12 +100,8 @@ def by_torch(config: MemoryConfig, like: Carry) -> Callable[..., Tensors]:
     return plain
 
 
-def run_kernel(
-    kernel: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
-) -> tuple[Tensor, Carry]:
+def run_kernel(kernel: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
     """Runs a sequence in a kernel: outputs shaped like the values and the final carry."""
     block = kernel.block(keeps=run is not execute)
-    y, memory, *slots = several(
-        run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens")
-    )
+    y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens"))
     return y, carry._replace(memory=(memory,), slots=tuple(slots))

@@ -1,8 +1,8 @@
 """A diagonal memory of width P as P memories of one number: how block engines run it.
 
-Each coordinate is a 1 x 1 matrix memory with its own key, query and value and the token's gates, so
-`[N, T, P]` becomes `[N P, T, 1]` at the edge of an engine, and retain per channel a gate per
-memory. That is exact for a bias that treats coordinates apart. [STR-VECTOR-R1]
+Each coordinate is a 1 x 1 matrix memory with its own key, query and value and the token's gates, so `[N, T, P]` becomes
+`[N P, T, 1]` at the edge of an engine, and retain per channel a gate per memory. That is exact for a bias that treats
+coordinates apart. [STR-VECTOR-R1]
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ def by_coordinate(
 
     scalars = _Linear(lambda x: x.repeat_interleave(width, 0), lambda g: _rows(g, width).sum(1))
     channels = _Linear(lambda x: x.mT.flatten(0, 1), lambda g: _rows(g, width).mT)
-    vectors = _Linear(
-        lambda x: x.mT.flatten(0, 1).unsqueeze(-1), lambda g: _rows(g.squeeze(-1), width).mT
-    )
+    vectors = _Linear(lambda x: x.mT.flatten(0, 1).unsqueeze(-1), lambda g: _rows(g.squeeze(-1), width).mT)
     weights = _Linear(lambda w: w.reshape(-1, 1, 1), lambda g: g.reshape(-1, width))
     retain = channels if tokens.retain.dim() == 3 else scalars
     own = Tokens(
@@ -58,9 +56,7 @@ def by_coordinate(
         *of(tokens[5:6], scalars.block),
         *(None if mask is None else mask.repeat_interleave(width, 0) for mask in tokens[6:]),
     )
-    memory, slots, first = (
-        of(item, weights.block) for item in (carry.memory, carry.slots, initial)
-    )
+    memory, slots, first = (of(item, weights.block) for item in (carry.memory, carry.slots, initial))
     y, new = engine(config, own, carry._replace(memory=memory, slots=slots), first, run=run)
     memory, slots = (of(item, weights.inverse) for item in (new.memory, new.slots))
     return one(of((y,), vectors.inverse)), carry._replace(memory=memory, slots=slots)
@@ -74,9 +70,7 @@ class _Linear(NamedTuple):
 
     @property
     def block(self) -> Block:
-        return Block(
-            "coordinates", lambda x: ((self.there(x),), None), lambda _, g: (self.back(g),)
-        )
+        return Block("coordinates", lambda x: ((self.there(x),), None), lambda _, g: (self.back(g),))
 
     @property
     def inverse(self) -> Block:

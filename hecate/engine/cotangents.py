@@ -12,8 +12,8 @@ from hecate.rule import MemoryState
 
 
 def watch_cotangents(name: str, y: Tensor, state: MemoryState) -> None:
-    """Lets the backward pass look at what reaches y and the state, as `on_nonfinite="raise"` does
-    ahead of it: on a CPU, and where values may steer. [ENG-FINITE-V1]"""
+    """Lets the backward pass look at what reaches y and the state, as `on_nonfinite="raise"` does ahead of it: on a
+    CPU, and where values may steer. [ENG-FINITE-V1]"""
     if not may_look(y):
         return
     held = {"outputs": y}

@@ -32,18 +32,17 @@ def memory_features(
     autodiff: Autodiff = "auto",
     name: str = "feature memory",
 ) -> tuple[Tensor, Tensor, MemoryState]:
-    """phi_t(x) = x + M_t(x) at x = q_t and x = k_t: the features, and M's state at the end; with
-    `residual=False` M_t(x) itself.
+    """phi_t(x) = x + M_t(x) at x = q_t and x = k_t: the features, and M's state at the end; with `residual=False`
+    M_t(x) itself.
 
-    M is a memory of its own, written with (k_t, v_t) at every token, and both features of a token
-    read it in one state (`inner.read` says whether before or after that token's write), so nothing
-    sees a later token. An empty M leaves q and k as they are. Pass the features as q and k to
-    `memory_scan`: any rule follows on any rule. v = k makes M self-supervised: it learns which
-    directions keys take, and the features stretch those. Without the residual they are as wide as
-    v, and 0 while M is empty. [ENG-FEAT-D1]
+    M is a memory of its own, written with (k_t, v_t) at every token, and both features of a token read it in one state
+    (`inner.read` says whether before or after that token's write), so nothing sees a later token. An empty M leaves q
+    and k as they are. Pass the features as q and k to `memory_scan`: any rule follows on any rule. v = k makes M
+    self-supervised: it learns which directions keys take, and the features stretch those. Without the residual they are
+    as wide as v, and 0 while M is empty. [ENG-FEAT-D1]
 
-    Shapes: q, k `[B, T, H, D]`, v and features `[B, T, H, V]`, V = D with the residual. The other
-    arguments are those of `memory_scan`, which runs twice, once for each read.
+    Shapes: q, k `[B, T, H, D]`, v and features `[B, T, H, V]`, V = D with the residual. The other arguments are those
+    of `memory_scan`, which runs twice, once for each read.
     """
     check_tokens(q, k, v)
     check_mask("write_mask", write_mask, k)

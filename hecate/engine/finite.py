@@ -46,20 +46,14 @@ def finite_writes(memories: list[Watched]) -> Tensor:
         tried = [carry for _, carry in _stepped(memories, tokens, carries)]
         ok = _finite(tried)
         good.append(ok)
-        masked = [
-            token._replace(write=ok if token.write is None else ok & token.write)
-            for token in tokens
-        ]
+        masked = [token._replace(write=ok if token.write is None else ok & token.write) for token in tokens]
         skipped = [carry for _, carry in _stepped(memories, masked, carries)]
         carries = [select(ok, *pair, execute) for pair in zip(tried, skipped, strict=True)]
     return torch.stack(good, 1)
 
 
 def _columns(memories: list[Watched]) -> list[list[tuple[Tensor, ...] | None]]:
-    return [
-        [None if tensor is None else tensor.unbind(1) for tensor in memory.tokens]
-        for memory in memories
-    ]
+    return [[None if tensor is None else tensor.unbind(1) for tensor in memory.tokens] for memory in memories]
 
 
 def _at(columns: list[list[tuple[Tensor, ...] | None]], t: int) -> list[Tokens]:
@@ -69,9 +63,7 @@ def _at(columns: list[list[tuple[Tensor, ...] | None]], t: int) -> list[Tokens]:
     ]
 
 
-def _stepped(
-    memories: list[Watched], tokens: list[Tokens], carries: list[Carry]
-) -> list[tuple[Tensor, Carry]]:
+def _stepped(memories: list[Watched], tokens: list[Tokens], carries: list[Carry]) -> list[tuple[Tensor, Carry]]:
     return [
         token_step(memory.config, token, carry, memory.initial, run=execute)[:2]
         for memory, token, carry in zip(memories, tokens, carries, strict=True)
@@ -113,8 +105,7 @@ def raise_at_first(memories: list[Watched], y: Tensor, name: str) -> None:
             if bool(torch.isfinite(tokens[0].phi_q[row]).all()):
                 reason = f"it overflows {y.dtype}, {step}"
             raise NonFiniteError(
-                f"an output of memory {name!r} is non-finite at {place}, while the memory itself "
-                f"is finite: {reason}"
+                f"an output of memory {name!r} is non-finite at {place}, while the memory itself is finite: {reason}"
             )
     raise NonFiniteError(
         f"memory {name!r} became non-finite in the engine's block products, although token by "

@@ -8,9 +8,9 @@
 | l2 | decay, before_gradient | `fla.ops.gated_delta_rule` |
 | l2 | decay per phi channel, before_gradient | `fla.ops.kda` |
 
-They compute in the dtype of v with a float32 state. Before a kernel is used for the first time with
-a dtype and widths, it has to reproduce the parallel engine on random tokens, outputs, final state
-and gradients, within `PARITY`; otherwise it is refused with the difference found. [ENG-FLA-D1]
+They compute in the dtype of v with a float32 state. Before a kernel is used for the first time with a dtype and widths,
+it has to reproduce the parallel engine on random tokens, outputs, final state and gradients, within `PARITY`; otherwise
+it is refused with the difference found. [ENG-FLA-D1]
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ def kernel_of(config: MemoryConfig, *, channelwise: bool) -> Kernel | str:
     """The kernel that computes a config, or why there is none, whichever way its gates are."""
     rule = config.rule
     if config.chunk > 1 or config.commit == "chunk":
-        return (
-            f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
-        )
+        return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
     if config.normalizer == "sum":
         return "its kernels have no sum normaliser that can be carried on"
     if config.read == "before":
@@ -138,13 +136,7 @@ def load_kernel(kernel: Kernel) -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 
 def by_fla(
-    config: MemoryConfig,
-    tokens: Tokens,
-    carry: Carry,
-    initial: Memory,
-    *,
-    run: Run,
-    dtype: torch.dtype,
+    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run, dtype: torch.dtype
 ) -> tuple[Tensor, Carry]:
     """Runs tokens `[B, T, H, *]` in a kernel: outputs `[B, T, H, V]` and the final carry."""
     return run_kernel(_kernel(config, carry, dtype), tokens, carry, initial, run=run)
@@ -213,16 +205,11 @@ def _pulled(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> T
 @cache
 @torch.inference_mode(False)
 def _difference(
-    config: MemoryConfig,
-    channelwise: bool,
-    dtype: torch.dtype,
-    device: str,
-    shape: tuple[int, ...],
+    config: MemoryConfig, channelwise: bool, dtype: torch.dtype, device: str, shape: tuple[int, ...]
 ) -> str | None:
     """Why a kernel is not trusted: what it computes beside the parallel engine.
 
-    Two heads, one that forgets little and one that forgets much, over blocks of which the last is
-    not full.
+    Two heads, one that forgets little and one that forgets much, over blocks of which the last is not full.
     """
     inputs, cotangents = _trial(channelwise, dtype, device, shape)
     kernel = _kernel(config, Carry((), (), (), (), (), torch.zeros(2, device=device)), dtype)

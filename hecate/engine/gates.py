@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hecate.checks import described
 from hecate.engine.by_hand import may_look
-from hecate.engine.given import described
 from hecate.engine.tokens import expand_to
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import Gates, MemoryConfig
@@ -21,9 +21,8 @@ def complete_gates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """lr, retain and momentum of keys `[B, T, H, D]` as tensors.
 
-    Tensors are looked at on a CPU, where values may steer: a number out of range is refused with
-    its place, but at tokens that are not written. What is no finite number is left to
-    `on_nonfinite`. [ENG-CALL-I5]
+    Tensors are looked at on a CPU, where values may steer: a number out of range is refused with its place, but at
+    tokens that are not written. What is no finite number is left to `on_nonfinite`. [ENG-CALL-I5]
     """
     if gates is None:
         gates = Gates()
@@ -60,36 +59,24 @@ class Range(NamedTuple):
         return "a finite number >= 0" if self.top == math.inf else "in [0, 1]"
 
 
-def _gate(
-    limits: Range, given: Tensor | float | None, default: float, k: Tensor, write: Tensor | None
-) -> Tensor:
+def _gate(limits: Range, given: Tensor | float | None, default: float, k: Tensor, write: Tensor | None) -> Tensor:
     shape, (name, top) = k.shape[:3], limits
     if isinstance(given, Tensor):
         if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and name != "retain"):
-            raise ShapeError(
-                f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got "
-                f"{list(given.shape)}"
-            )
+            raise ShapeError(f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got {list(given.shape)}")
         if not given.is_floating_point():
             raise ShapeError(f"gates.{name} must be floating point, got {given.dtype}")
         if given.device != k.device:
-            raise ShapeError(
-                f"gates.{name} is on {given.device}, k on {k.device}; move them together"
-            )
+            raise ShapeError(f"gates.{name} is on {given.device}, k on {k.device}; move them together")
         _check_range(limits, given, write)
         return given
     if given is not None and not isinstance(given, Real):
-        raise ShapeError(
-            f"gates.{name} must be a number or a tensor [B, T, H] = {list(shape)}, got "
-            f"{described(given)}"
-        )
+        raise ShapeError(f"gates.{name} must be a number or a tensor [B, T, H] = {list(shape)}, got {described(given)}")
     value = default if given is None else float(given)
     # No math.isinf: to torch.compile the defaults of a second config are symbols.
     if not 0 <= value <= top or value == math.inf:
         raise ConfigError(f"gates.{name} must be {limits}, got {value:g}")
-    return torch.full(
-        shape, value, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device
-    )
+    return torch.full(shape, value, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
 
 
 def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
@@ -101,9 +88,7 @@ def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
             "structure 'matrix' or 'vector'"
         )
     if retain.shape[-1] != width:
-        raise ShapeError(
-            f"gates.retain per phi channel must be [B, T, H, {width}], got {list(retain.shape)}"
-        )
+        raise ShapeError(f"gates.retain per phi channel must be [B, T, H, {width}], got {list(retain.shape)}")
 
 
 def _check_range(limits: Range, given: Tensor, write: Tensor | None) -> None:

@@ -5,41 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hecate.errors import ShapeError, shorten
+from hecate.checks import described, expect, expect_beside
+from hecate.errors import ShapeError
 from hecate.rule import MemoryState
 
 
-def described(given: object) -> str:
-    """Dtype and shape of a tensor, else what it is, for an error."""
-    if isinstance(given, Tensor):
-        return f"{given.dtype} {list(given.shape)}"
-    return "None" if given is None else f"{shorten(given)} ({type(given).__name__}), no tensor"
-
-
-def check_tokens(q: Tensor, k: Tensor, v: Tensor, shape: str = "[B, T, H, width]") -> None:
+def check_tokens(q: Tensor, k: Tensor, v: Tensor, axes: str = "B T H width") -> None:
     """Refuses what are no floating point tensors of the rank of a shape on one device."""
-    rank = shape.count(",") + 1
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise ShapeError(f"{name} must be a tensor {shape}, got {described(tensor)}")
-        if tensor.dim() != rank:
-            raise ShapeError(f"{name} must be {shape}, got {list(tensor.shape)}")
-        if not tensor.is_floating_point():
-            raise ShapeError(f"{name} must be floating point, got {tensor.dtype}")
+        expect(tensor, axes, name=name)
     for name, tensor in (("q", q), ("v", v)):
-        if tensor.device != k.device:
-            raise ShapeError(f"{name} is on {tensor.device}, k on {k.device}; move them together")
+        expect_beside(tensor, k, name)
 
 
 def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
     """Refuses what is no mask over the tokens of keys `[B, T, H, D]`."""
-    if mask is None:
-        return
-    lead = k.shape[:2]
-    if not isinstance(mask, Tensor) or mask.shape != lead or mask.dtype != torch.bool:
-        raise ShapeError(f"{name} must be bool [B, T] = {list(lead)}, got {described(mask)}")
-    if mask.device != k.device:
-        raise ShapeError(f"{name} is on {mask.device}, k on {k.device}; move them together")
+    if mask is not None:
+        expect(mask, "B T", name=name, sizes=k.shape[:2], dtype=torch.bool, like=k)
 
 
 def check_state(state: MemoryState | None) -> None:
@@ -47,9 +29,7 @@ def check_state(state: MemoryState | None) -> None:
     if state is None:
         return
     if not isinstance(state, MemoryState):
-        raise ShapeError(
-            f"state must be the MemoryState that a scan returned, got {described(state)}"
-        )
+        raise ShapeError(f"state must be the MemoryState that a scan returned, got {described(state)}")
     for field in ("position", "seen"):
         tensor = getattr(state, field)
         if not isinstance(tensor, Tensor) and not (field == "seen" and tensor is None):

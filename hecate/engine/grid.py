@@ -1,9 +1,9 @@
 """Where the tokens of a chunk engine stand when chunks differ between memories.
 
-A masked token does not move its memory's place in the chunk, and a reset starts a chunk anew. So
-every memory lays its own tokens into cells of at most S: a cell begins where a chunk opens, where a
-reset is, and after S tokens. Cells are filled from the right, so the token that closes a chunk is
-the last of its cell; what stays empty writes nothing, and nobody reads it. [ENG-CHUNK-D4]
+A masked token does not move its memory's place in the chunk, and a reset starts a chunk anew. So every memory lays its
+own tokens into cells of at most S: a cell begins where a chunk opens, where a reset is, and after S tokens. Cells are
+filled from the right, so the token that closes a chunk is the last of its cell; what stays empty writes nothing, and
+nobody reads it. [ENG-CHUNK-D4]
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from hecate.tape import Block, Tensors
 class Grid(NamedTuple):
     """The cells of N memories, K each, and the maps between tokens and places.
 
-    `places` `[N, T]` names the place of a token in `[N, K S]`, `tokens` the token at a place, T for
-    none. Masks are `[N, K]`: whether a cell holds the token that opens or that closes a chunk, and
-    whether the memory restarts before it. `write` is `[N, K S]`; `position` that after the last
-    token.
+    `places` `[N, T]` names the place of a token in `[N, K S]`, `tokens` the token at a place, T for none. Masks are
+    `[N, K]`: whether a cell holds the token that opens or that closes a chunk, and whether the memory restarts before
+    it. `write` is `[N, K S]`; `position` that after the last token.
     """
 
     cells: int
@@ -59,9 +58,7 @@ class Grid(NamedTuple):
         return Block("chunk.collect", forward, vjp)
 
 
-def grid_of(
-    write: Tensor | None, reset: Tensor | None, position: Tensor, length: int, chunk: int, size: int
-) -> Grid:
+def grid_of(write: Tensor | None, reset: Tensor | None, position: Tensor, length: int, chunk: int, size: int) -> Grid:
     """The cells of a sequence from its masks `[N, T]` and the positions `[N]` at its start."""
     shape = (position.shape[0], length)
     written = _all(shape, position) if write is None else write
@@ -94,9 +91,7 @@ def grid_of(
     )
 
 
-def steps_of(
-    write: Tensor | None, reset: Tensor | None, position: Tensor, length: int, chunk: int, size: int
-) -> int:
+def steps_of(write: Tensor | None, reset: Tensor | None, position: Tensor, length: int, chunk: int, size: int) -> int:
     """How many cells the longest memory has: the steps that the chunk engine takes."""
     shape = (position.shape[0], length)
     written = _all(shape, position) if write is None else write
@@ -111,8 +106,8 @@ def _all(shape: tuple[int, int], like: Tensor) -> Tensor:
 def _cells(
     written: Tensor, reset: Tensor | None, position: Tensor, chunk: int, size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Per token: its place in the chunk, whether only the carried state lies before it, its cell,
-    and its place in the cell."""
+    """Per token: its place in the chunk, whether only the carried state lies before it, its cell, and its place in the
+    cell."""
     count = written.long().cumsum(1) - written.long()
     base = (-position).unsqueeze(1).expand_as(count)
     if reset is not None:

@@ -1,8 +1,8 @@
 """The gradients of a block under any bias: u_t = g(base_t - sum_{i<t} L[t,i] u_i, v_t), exactly.
 
-L is strictly lower triangular, so within a sub-block of b tokens the fixed-point iteration is exact
-after b steps, whatever g is: step s settles row s. Convergence is usually reached earlier and then
-detected. Sub-blocks bound how far the iterates can overshoot while they settle. [ENG-IMP-D1]
+L is strictly lower triangular, so within a sub-block of b tokens the fixed-point iteration is exact after b steps,
+whatever g is: step s settles row s. Convergence is usually reached earlier and then detected. Sub-blocks bound how far
+the iterates can overshoot while they settle. [ENG-IMP-D1]
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ LOOK = 4  # steps between looks at whether an iteration has settled, on devices
 def implicit_gradients(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:
     """u `[N, C, V]` from base, v `[N, C, V]` and the strictly lower triangular `[N, C, C]`.
 
-    The derivative comes from the implicit function theorem, not from the iteration: with J the
-    Jacobian of g by its first argument, the cotangent e of the errors' arguments obeys e = J (g_u -
-    L^T e), an upper triangular system solved the same way from the last token back. [ENG-IMP-V1]
-    """
+    The derivative comes from the implicit function theorem, not from the iteration: with J the Jacobian of g by its
+    first argument, the cotangent e of the errors' arguments obeys e = J (g_u - L^T e), an upper triangular system
+    solved the same way from the last token back. [ENG-IMP-V1]"""
 
     def forward(base: Tensor, lower: Tensor, v: Tensor) -> tuple[Tensors, Tensors]:
         u = solve(bias, base, lower, v)
@@ -88,11 +87,10 @@ def adjoint(bias: Bias, pred: Tensor, lower: Tensor, v: Tensor, g: Tensor) -> Te
 
 
 def _settled(before: Tensor, after: Tensor, step: int) -> bool:
-    """Whether a step changed rounding only. Values may not tell while autograd records: an
-    iteration cut short has the right value, but not yet the right derivative.
+    """Whether a step changed rounding only. Values may not tell while autograd records: an iteration cut short has the
+    right value, but not yet the right derivative.
 
-    Off the CPU a look makes the host wait for the device, so only every few steps are looked at.
-    """
+    Off the CPU a look makes the host wait for the device, so only every few steps are looked at."""
     if after.requires_grad or (step % LOOK and after.device.type != "cpu"):
         return False
     if is_traced(before, after) or not can_inspect(before, after):

@@ -1,14 +1,14 @@
 """Kernels of the compiled engine for wide rows: one memory after the other, its state in cache.
 
-`narrow` serves the rows that fit into registers, on the same arguments. Rows of a state go in fours
-and in vectors of 64 bytes; the caller pads widths to multiples of both with zeros, which no rule
-moves. Each kernel runs the memories lo <= n < hi and holds no lock, so that threads may share a
-batch: one thread computes a memory, and its numbers do not depend on how many there are.
+`narrow` serves the rows that fit into registers, on the same arguments. Rows of a state go in fours and in vectors of
+64 bytes; the caller pads widths to multiples of both with zeros, which no rule moves. Each kernel runs the memories lo
+<= n < hi and holds no lock, so that threads may share a batch: one thread computes a memory, and its numbers do not
+depend on how many there are.
 
-Arrays are flat, C-contiguous and of one float type; nothing checks bounds. Names: M state, S
-momentum, G and H their cotangents, k, q, v as in `Tokens`. An array of size 0 is "not given";
-None compiles a kernel without it: S (gradient descent), retain, cut (the threshold in which a step
-ends) and form where u = -v (bias dot).
+Arrays are flat, C-contiguous and of one float type; nothing checks bounds. Names: M state, S momentum, G and H their
+cotangents, k, q, v as in `Tokens`. An array of size 0 is "not given";
+None compiles a kernel without it: S (gradient descent), retain, cut (the threshold in which a step ends) and form where
+u = -v (bias dot).
 [ENG-NUM-D1]
 """
 
@@ -125,8 +125,8 @@ def _replay(
 
 @helper
 def _finish(k, ko, gk, gq, gr, sw, m, sm, P, moves, channels, order, seen, rows):
-    """Cotangents of phi_k, phi_q and retain (returned, with momentum's) from the sums of rows; for
-    phi_q these are over the state before the write, or else over the one `seen`."""
+    """Cotangents of phi_k, phi_q and retain (returned, with momentum's) from the sums of rows; for phi_q these are over
+    the state before the write, or else over the one `seen`."""
     total, slow, wrote = splat(k, 0.0), splat(k, m), splat(k, -sw)
     for j in range(0, P, lanes(k)):
         rj, kj = load(rows, j), load(k, ko + j)

@@ -1,9 +1,9 @@
 """Vectors for the kernels of the compiled engine: explicit SIMD, as numba has none.
 
-`Lanes` is a vector of 64 bytes of one float type, or of some times as many: a whole row of a state.
-LLVM splits what is wider than its registers.
-The compiler contracts a product and a sum into one rounding and reorders nothing else, so NaN and
-infinities stay what they are. Arrays are flat and C-contiguous; nothing checks bounds.
+`Lanes` is a vector of 64 bytes of one float type, or of some times as many: a whole row of a state. LLVM splits what is
+wider than its registers.
+The compiler contracts a product and a sum into one rounding and reorders nothing else, so NaN and infinities stay what
+they are. Arrays are flat and C-contiguous; nothing checks bounds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ BYTES = 64
 # numba's cache on disk watches the file of a function alone, hence a name after all of them.
 _DIGEST = hashlib.sha256(
     b"".join(
-        Path(__file__).with_name(f"{name}.py").read_bytes()
-        for name in ("lanes", "rows", "kernels", "fours", "narrow")
+        Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("lanes", "rows", "kernels", "fours", "narrow")
     )
 ).hexdigest()[:12]
 

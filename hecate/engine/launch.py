@@ -73,8 +73,8 @@ class Scan(NamedTuple):
 
     @property
     def vectors(self) -> int | None:
-        """Vectors of what stays in registers, None if nothing does: a row or, where u does not look
-        at the memory, a tile of it."""
+        """Vectors of what stays in registers, None if nothing does: a row or, where u does not look at the memory, a
+        tile of it."""
         vectors = -(-self.memory.shape[2] * self.memory.element_size() // BYTES)
         if self.form.name == "target":
             vectors = min(vectors, TILE)
@@ -130,9 +130,7 @@ class Scan(NamedTuple):
             self.fitting(tokens.phi_q, columns=True),
             self.fitting(tokens.v, rows=True),
             tokens.lr,
-            self.fitting(tokens.retain, columns=self.channels)
-            if self.config.retention.uses_retain
-            else None,
+            self.fitting(tokens.retain, columns=self.channels) if self.config.retention.uses_retain else None,
             tokens.momentum,
             none.bool() if tokens.write is None else tokens.write,
             none.bool() if tokens.reset is None else tokens.reset,
@@ -187,18 +185,12 @@ def scan(config: MemoryConfig, inputs: Tensors, *, keeps: bool) -> tuple[Tensors
     kept = new(count, pieces, height, width) if keeps else new(0)
     record = (new(y.shape if keeps else 0), kept, None if slot is None else kept.clone())
     buffers = [None if item is None else flat(item) for item in (memory, slot, y, *record)]
-    call.launch(
-        "forward",
-        [*call.arguments(), *buffers, *call.choices()],
-        [] if call.vectors else [2 * width],
-    )
+    call.launch("forward", [*call.arguments(), *buffers, *call.choices()], [] if call.vectors else [2 * width])
     states = [item for item in (memory, slot) if item is not None]
     return (y[..., :v], *(_cut(state, call.memory) for state in states)), record
 
 
-def scan_vjp(
-    config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]
-) -> Tensors:
+def scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
     """Cotangents of all inputs."""
     call = Scan.of(config, inputs)
     (_, height, width), tokens = call.sizes, call.tokens

@@ -1,12 +1,11 @@
 """A stack of linear layers over the tokens of a chunk, as blocks of batched products.
 
-Gradients of all tokens are taken at one anchor, where each is rank one per layer, G_i = d_i h_i^T:
-h_i the layer's input, d_i the cotangent of its output. States between the tokens are read through
-their coefficients (`hecate.engine.coefficients`) and never built. The structure's own graph says
-which layers there are and what lies between them. [ENG-CHUNK-D2]
+Gradients of all tokens are taken at one anchor, where each is rank one per layer, G_i = d_i h_i^T: h_i the layer's
+input, d_i the cotangent of its output. States between the tokens are read through their coefficients
+(`hecate.engine.coefficients`) and never built. The structure's own graph says which layers there are and what lies
+between them. [ENG-CHUNK-D2]
 
-Shapes: h, d `[N, C, width]`, weights W, M, S `[N, out, in]`, coefficients `[N, C]` or `[N, C, C]`.
-"""
+Shapes: h, d `[N, C, width]`, weights W, M, S `[N, out, in]`, coefficients `[N, C]` or `[N, C, C]`."""
 
 from __future__ import annotations
 
@@ -68,24 +67,14 @@ def predict(graph: Graph, weights: Memory, p: Tensor, *, run: Run, label: str) -
     return one(run(_predict(graph), p, *weights, label=label))
 
 
-def gradients(
-    graph: Graph, bias: Bias, weights: Memory, p: Tensor, v: Tensor, *, run: Run, label: str
-) -> Gradients:
+def gradients(graph: Graph, bias: Bias, weights: Memory, p: Tensor, v: Tensor, *, run: Run, label: str) -> Gradients:
     """The inner gradients of all tokens at one anchor."""
     both = several(run(_gradients(graph, bias), p, v, *weights, label=label))
     return Gradients(both[: len(weights)], both[len(weights) :])
 
 
 def read(
-    graph: Graph,
-    memory: Memory,
-    slots: Memory,
-    grads: Gradients,
-    reads: Reads,
-    q: Tensor,
-    *,
-    run: Run,
-    label: str,
+    graph: Graph, memory: Memory, slots: Memory, grads: Gradients, reads: Reads, q: Tensor, *, run: Run, label: str
 ) -> Tensor:
     """Each query through the layers of its own token's state."""
     values = [q]
@@ -110,9 +99,7 @@ def write(
     carried: list[Tensor] = []
     for index, weight in enumerate(memory):
         slot = slots[index] if slots else None
-        written, *rest = several(
-            run(_WRITE, weight, slot, grads.d[index], grads.h[index], *leaves, label=label)
-        )
+        written, *rest = several(run(_WRITE, weight, slot, grads.d[index], grads.h[index], *leaves, label=label))
         new.append(written)
         carried += rest
     return tuple(new), tuple(carried)
@@ -121,16 +108,13 @@ def write(
 def summed(pending: Memory, grads: Gradients, lr: Tensor, *, run: Run, label: str) -> Memory:
     """lr-weighted gradients added to those of the chunk so far."""
     return tuple(
-        one(run(_SUM, total, d, h, lr, label=label))
-        for total, d, h in zip(pending, grads.d, grads.h, strict=True)
+        one(run(_SUM, total, d, h, lr, label=label)) for total, d, h in zip(pending, grads.d, grads.h, strict=True)
     )
 
 
 def spread(grads: Gradients, *, run: Run, label: str) -> Memory:
     """The gradient of every token, built: `[N, C, out, in]` for each weight."""
-    return tuple(
-        one(run(_SPREAD, d, h, label=label)) for d, h in zip(grads.d, grads.h, strict=True)
-    )
+    return tuple(one(run(_SPREAD, d, h, label=label)) for d, h in zip(grads.d, grads.h, strict=True))
 
 
 def _predict(graph: Graph) -> Block:
@@ -224,16 +208,7 @@ def _read_vjp(residuals: Any, g: Tensor) -> Tensors:
         back = torch.bmm(g, slot)
         gs, gq = (back * q).sum(-1), torch.addcmul(gq, s.unsqueeze(-1), back)
         gslot = torch.bmm(_times(s, g).mT, q)
-    return (
-        gq,
-        torch.bmm(gscores.mT, q),
-        -torch.bmm(attend.mT, g),
-        gattend * scores,
-        ga,
-        gs,
-        gmemory,
-        gslot,
-    )
+    return (gq, torch.bmm(gscores.mT, q), -torch.bmm(attend.mT, g), gattend * scores, ga, gs, gmemory, gslot)
 
 
 def _write(

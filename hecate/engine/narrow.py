@@ -1,16 +1,15 @@
 """Kernels of the compiled engine for rows that fit into registers: a row is one vector.
 
-The rows of a matrix memory meet only in what its tokens share: keys, queries and gates. So four
-rows of a state stay in registers for a whole segment of tokens, then come the next four, and what
-the tokens' cotangents collect from them is summed up in memory. The arithmetic, the names and the
-arguments are those of `kernels`, which serves wider rows; `width` is a tuple as long as a row has
-vectors. Where u does not look at the memory (bias dot), columns do not meet either, and wide rows
-go in tiles of that width.
+The rows of a matrix memory meet only in what its tokens share: keys, queries and gates. So four rows of a state stay in
+registers for a whole segment of tokens, then come the next four, and what the tokens' cotangents collect from them is
+summed up in memory. The arithmetic, the names and the arguments are those of `kernels`, which serves wider rows;
+`width` is a tuple as long as a row has vectors. Where u does not look at the memory (bias dot), columns do not meet
+either, and wide rows go in tiles of that width.
 
-The backward runs a segment forward once more, which pulls the reads back and keeps, for its four
-rows, what the walk in reverse needs: nothing for a hebbian memory. A threshold lets cotangents pass
-where the memory after it is not 0. Heads that lie side by side take turns, so that what one leaves
-of a page or a row of the cache is there for the next. [ENG-NUM-D1, ENG-NUM-V1]
+The backward runs a segment forward once more, which pulls the reads back and keeps, for its four rows, what the walk in
+reverse needs: nothing for a hebbian memory. A threshold lets cotangents pass where the memory after it is not 0. Heads
+that lie side by side take turns, so that what one leaves of a page or a row of the cache is there for the next.
+[ENG-NUM-D1, ENG-NUM-V1]
 """
 
 from __future__ import annotations
@@ -245,8 +244,7 @@ def backward(
     kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, cut, channels, order,
     before, width, states, states_S, after, us, sums_r, sums_m,
 ):  # fmt: skip
-    """Cotangents of all inputs, added to zeros, from those of y (gy) and, in place, of the final M
-    and S (G, H)."""
+    """Cotangents of all inputs, added to zeros, from those of y (gy) and, in place, of the final M and S (G, H)."""
     pieces, none = (T + segment - 1) // segment, splat(k, 0.0)
     for job in range(hi * pieces - 1, lo * pieces - 1, -1):
         n, piece = turn(job, lo, hi, heads, pieces)

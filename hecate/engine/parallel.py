@@ -1,23 +1,22 @@
 """The exact chunk-parallel engine for linear memories.
 
-Within a block of C tokens every state is a combination of the block's first state and its own
-writes, with coefficients that depend on the gates alone. With R[t, j] the product of retain over j
-< l <= t, P[j, i] that of momentum over i < l <= j, and K = R P (both lower triangular):
+Within a block of C tokens every state is a combination of the block's first state and its own writes, with coefficients
+that depend on the gates alone. With R[t, j] the product of retain over j < l <= t, P[j, i] that of momentum over i < l
+<= j, and K = R P (both lower triangular):
 
     M_t = a_t M_0 + s_t S_0 - sum_{i <= t} K[t, i] lr_i u_i p_i^T
 
-For bias dot u_t = -v_t; for l2 the errors solve one unit lower triangular system. gd is the case P
-= I. A masked token multiplies by one and adds nothing; a reset cuts every product that crosses it.
+For bias dot u_t = -v_t; for l2 the errors solve one unit lower triangular system. gd is the case P = I. A masked token
+multiplies by one and adds nothing; a reset cuts every product that crosses it.
 
-Groups of blocks are walked one after the other. The forward keeps the state of every block and the
-writes; the backward goes through the groups in reverse. The walk over states and the solves are
-pulled back by hand; what depends on gates and keys alone is made again and recorded by autograd for
-one group at a time. So memory grows with T / C states and the work stays in cache.
+Groups of blocks are walked one after the other. The forward keeps the state of every block and the writes; the backward
+goes through the groups in reverse. The walk over states and the solves are pulled back by hand; what depends on gates
+and keys alone is made again and recorded by autograd for one group at a time. So memory grows with T / C states and the
+work stays in cache.
 
-Measured against autograd recording it all (8 memories of 64 x 64, float32, one thread, processor
-time of forward and backward): 0.6 to 0.8 of the time at T = 2048, 0.33 to 0.6 at T = 16384, where
-the peak falls from 600 to 220 MiB without gates and from 1030 to 260 MiB for gated delta.
-[ENG-PAR-D1, ENG-PAR-D3]
+Measured against autograd recording it all (8 memories of 64 x 64, float32, one thread, processor time of forward and
+backward): 0.6 to 0.8 of the time at T = 2048, 0.33 to 0.6 at T = 16384, where the peak falls from 600 to 220 MiB
+without gates and from 1030 to 260 MiB for gated delta. [ENG-PAR-D1, ENG-PAR-D3]
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ def parallel_refusal(config: MemoryConfig) -> str | None:
     """Why the parallel engine cannot run a config exactly; None if it can."""
     rule = config.rule
     if config.chunk > 1 or config.commit == "chunk":
-        return (
-            f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
-        )
+        return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
     if not rule.structure.linear:
         return f"structure {rule.structure.kind!r} is not linear in its weights"
     if not rule.retention.linear:
@@ -62,13 +59,7 @@ def parallel_refusal(config: MemoryConfig) -> str | None:
 
 
 def parallel(
-    config: MemoryConfig,
-    tokens: Tokens,
-    carry: Carry,
-    initial: Memory,
-    *,
-    run: Run,
-    size: int = CHUNK,
+    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run, size: int = CHUNK
 ) -> tuple[Tensor, Carry]:
     """Runs a sequence block by block: outputs `[N, T, V]` and the final carry.
 
@@ -89,9 +80,7 @@ def parallel(
         return _scan(config, *_named(inputs, states), size, keeps=False, by_hand=False)[0]
 
     block = ByHand("engine.parallel", forward, vjp, plain).block(keeps=run is not execute)
-    y, memory, *slots = several(
-        run(block, *carry.memory, *carry.slots, *initial, *tokens, label="blocks")
-    )
+    y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *tokens, label="blocks"))
     return y, carry._replace(memory=(memory,), slots=tuple(slots))
 
 
@@ -105,8 +94,8 @@ def _named(inputs: Tensors, states: int) -> tuple[Tokens, States]:
 def _scan(
     config: MemoryConfig, tokens: Tokens, states: States, size: int, *, keeps: bool, by_hand: bool
 ) -> tuple[Tensors, Tensors]:
-    """Outputs and last states; if asked for, the record for `_scan_vjp`: per group the base states
-    of its blocks and, where they are not the values themselves, its writes."""
+    """Outputs and last states; if asked for, the record for `_scan_vjp`: per group the base states of its blocks and,
+    where they are not the values themselves, its writes."""
     outputs: list[Tensor] = []
     record: list[Tensor] = []
     for start, stop, block in _groups(tokens, size):
@@ -121,29 +110,19 @@ def _scan(
 
 
 def _scan_vjp(
-    config: MemoryConfig,
-    tokens: Tokens,
-    states: States,
-    size: int,
-    record: Tensors,
-    cotangents: Sequence[Tensor],
+    config: MemoryConfig, tokens: Tokens, states: States, size: int, record: Tensors, cotangents: Sequence[Tensor]
 ) -> Tensors:
     """Cotangents of all inputs."""
     gy, gmemory, *gslots = cotangents
     initial = None if states.initial is None else torch.zeros_like(states.initial)
     later = States(gmemory, gslots[0] if gslots else None, initial)
     used = (True,) * 4 + (config.retention.uses_retain, config.algorithm.uses_momentum)
-    found = [
-        torch.empty_like(one((tensor,))) if needed else None
-        for tensor, needed in zip(tokens, used, strict=False)
-    ]
+    found = [torch.empty_like(one((tensor,))) if needed else None for tensor, needed in zip(tokens, used, strict=False)]
     kept = list(several(record))
     for start, stop, block in reversed(list(_groups(tokens, size))):
         chunks = _chunked(tokens, start, stop, block)
         writes = chunks.v if type(config.bias) is Dot else kept.pop()
-        own, later = _group_vjp(
-            config, chunks, _blocks(gy[:, start:stop], block), kept.pop(), writes, later
-        )
+        own, later = _group_vjp(config, chunks, _blocks(gy[:, start:stop], block), kept.pop(), writes, later)
         for whole, piece in zip(found, own, strict=False):
             if whole is not None and piece is not None:
                 _put(piece.transpose(0, 1), whole[:, start:stop])
@@ -151,12 +130,7 @@ def _scan_vjp(
 
 
 def _group_vjp(
-    config: MemoryConfig,
-    chunks: Tokens,
-    gy: Tensor,
-    bases: Tensor,
-    writes: Tensor,
-    later: States,
+    config: MemoryConfig, chunks: Tokens, gy: Tensor, bases: Tensor, writes: Tensor, later: States
 ) -> tuple[Tokens, States]:
     """Cotangents of a group's tokens and of the states that enter it."""
     with torch.enable_grad():
@@ -171,9 +145,7 @@ def _group_vjp(
         for part, cotangent in zip(parts, cotangents, strict=True)
         if part is not None and part.requires_grad
     ]
-    gk, gq, *gates = torch.autograd.grad(
-        [part for part, _ in used], leaves, [g for _, g in used], allow_unused=True
-    )
+    gk, gq, *gates = torch.autograd.grad([part for part, _ in used], leaves, [g for _, g in used], allow_unused=True)
     return Tokens(gk, gq, gv, *gates), later
 
 

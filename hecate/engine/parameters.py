@@ -8,18 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine.given import check_named, described
+from hecate.checks import described
+from hecate.engine.given import check_named
 from hecate.errors import ConfigError, ShapeError
 from hecate.phi import FeatureMap, Params
 
-# What is drawn to learn a map's parameter names is thrown away; made here, because torch.compile
-# cannot make a generator.
+# What is drawn to learn a map's parameter names is thrown away; made here, because torch.compile cannot make a
+# generator.
 _UNREAD = torch.Generator()
 
 
 def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> Params:
-    """The feature map's parameters; an error when it needs some and none are given, or where they
-    are not those of its `init`. [ENG-CALL-I6]"""
+    """The feature map's parameters; an error when it needs some and none are given, or where they are not those of its
+    `init`. [ENG-CALL-I6]"""
     if torch.compiler.is_compiling():
         return params or feature_map.init(k.shape[-1], generator=_UNREAD)
     width, heads = k.shape[-1], k.shape[2]
@@ -86,9 +87,7 @@ def _expected(feature_map: FeatureMap, width: int, heads: int) -> dict[str, _Exp
 
 def _refuse(name: str, tensor: Tensor, wanted: _Expected, k: Tensor) -> None:
     if tensor.device != k.device:
-        raise ShapeError(
-            f"phi parameter {name!r} is on {tensor.device}, k on {k.device}; move them together"
-        )
+        raise ShapeError(f"phi parameter {name!r} is on {tensor.device}, k on {k.device}; move them together")
     heads = k.shape[2]
     if tensor.dim() and tensor.shape[0] not in (1, heads) and wanted.shape[0] in (1, heads):
         raise ShapeError(f"phi parameter {name!r} is for {tensor.shape[0]} heads, k has {heads}")

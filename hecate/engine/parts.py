@@ -35,18 +35,13 @@ class Part(NamedTuple):
         return *self.initial, *self.carry.flat
 
 
-def part_of(
-    config: MemoryConfig, own: MemoryState, start: MemoryState, given: MemoryState | None
-) -> Part:
-    """A memory that goes on from `own`, the complete form of the state given, and restarts at
-    `start`."""
+def part_of(config: MemoryConfig, own: MemoryState, start: MemoryState, given: MemoryState | None) -> Part:
+    """A memory that goes on from `own`, the complete form of the state given, and restarts at `start`."""
     # Flattened apart even where they are one state: to a program they are two inputs.
     return Part(config, own, flatten_state(own), flatten_memory(start), position_of(config, given))
 
 
-def normalizer_part(
-    config: MemoryConfig, state: MemoryState, sequence: Sequence, dtype: torch.dtype
-) -> Part:
+def normalizer_part(config: MemoryConfig, state: MemoryState, sequence: Sequence, dtype: torch.dtype) -> Part:
     """z, the sum of weights: the same memory with bias dot and the value 1 at every token."""
     own = config.counting
     batch, _, heads = sequence.lr.shape
@@ -67,9 +62,7 @@ def position_of(config: MemoryConfig, state: MemoryState | None) -> int | None:
 
 def merged(parts: list[Part], carries: list[Carry]) -> MemoryState:
     """The new state, with that of the normaliser inside."""
-    main, *others = (
-        unflatten_state(carry, part.state) for part, carry in zip(parts, carries, strict=True)
-    )
+    main, *others = (unflatten_state(carry, part.state) for part, carry in zip(parts, carries, strict=True))
     return main._replace(normalizer=others[0] if others else None)
 
 
@@ -95,23 +88,16 @@ def counting_along(
     carry, count = carries
     joined = several(run(_WITH_LAST, *carry.memory, *count.memory, label="normalizer"))
     slots = tuple(
-        one(run(_WITH_LAST, *pair, label="normalizer"))
-        for pair in zip(carry.slots, count.slots, strict=True)
+        one(run(_WITH_LAST, *pair, label="normalizer")) for pair in zip(carry.slots, count.slots, strict=True)
     )
     initial = several(run(_WITH_LAST, *initials[0], *initials[1], label="normalizer"))
     tokens = tokens._replace(v=one(run(_WITH_ONE, tokens.v, label="normalizer")))
     both = carry._replace(memory=joined, slots=slots)
     y, both = engine(config.counting, tokens, both, initial, run=run)
     outputs = several(run(last_apart(-1), y, label="normalizer"))
-    memories, *others = (
-        several(run(last_apart(1), item, label="normalizer"))
-        for item in (*both.memory, *both.slots)
-    )
+    memories, *others = (several(run(last_apart(1), item, label="normalizer")) for item in (*both.memory, *both.slots))
     return [
-        (
-            outputs[index],
-            own._replace(memory=(memories[index],), slots=tuple(slot[index] for slot in others)),
-        )
+        (outputs[index], own._replace(memory=(memories[index],), slots=tuple(slot[index] for slot in others)))
         for index, own in enumerate(carries)
     ]
 

@@ -18,8 +18,8 @@ from hecate.tape import Block, Run, Tensors
 class Piece(NamedTuple):
     """Tokens of one chunk, taken in one step.
 
-    Whether they hold the token that opens and the one that closes the chunk: known for all
-    memories, or told by a mask `[N]`.
+    Whether they hold the token that opens and the one that closes the chunk: known for all memories, or told by a mask
+    `[N]`.
     """
 
     size: int
@@ -42,16 +42,11 @@ def pieces_of(position: int, length: int, chunk: int, size: int) -> list[Piece]:
 def cut(tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:
     """Pieces of each tensor `[N, T, ...]`, piece by piece."""
     block = split_time(sizes)
-    cut = [
-        (None,) * len(sizes) if tensor is None else several(run(block, tensor, label="split"))
-        for tensor in tensors
-    ]
+    cut = [(None,) * len(sizes) if tensor is None else several(run(block, tensor, label="split")) for tensor in tensors]
     return list(zip(*cut, strict=True))
 
 
-def coefficient_rows(
-    config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run
-) -> list[Tensors]:
+def coefficient_rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> list[Tensors]:
     """`Reads` and `Leaves` of every step."""
     return _of_steps(lambda size: _coefficients(config, size), tokens[3:7], sizes, run)
 
@@ -64,9 +59,7 @@ def kept_rows(config: MemoryConfig, retain: Tensor, sizes: list[int], run: Run) 
     return _of_steps(_products, (retain,), sizes, run)
 
 
-def _of_steps(
-    block_of: Callable[[int], Block], tensors: Tensors, sizes: list[int], run: Run
-) -> list[Tensors]:
+def _of_steps(block_of: Callable[[int], Block], tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:
     """What a block makes of the gates of every step; steps of equal size share one call."""
     groups: list[list[int]] = []
     for size in sizes:
@@ -79,8 +72,7 @@ def _of_steps(
     for group, span in zip(groups, spans, strict=True):
         outputs = run(block_of(group[0]), *span, label="coefficients")
         each = [
-            [None] * len(group) if out is None else several(run(UNBIND, out, label="coefficients"))
-            for out in outputs
+            [None] * len(group) if out is None else several(run(UNBIND, out, label="coefficients")) for out in outputs
         ]
         rows += zip(*each, strict=True)
     return rows
@@ -102,9 +94,7 @@ def _coefficients(config: MemoryConfig, size: int) -> Block:
     """Gates and the write mask `[N, c C]` -> `Reads` and `Leaves`, with the steps on axis 1."""
 
     def forward(*given: Tensor | None) -> tuple[Tensors, None]:
-        lr, retain, momentum, write = (
-            None if item is None else item.unflatten(1, (-1, size)) for item in given
-        )
+        lr, retain, momentum, write = (None if item is None else item.unflatten(1, (-1, size)) for item in given)
         lr, retain, momentum = several((lr, retain, momentum))
         after, before, slot = coefficients(config, retain, momentum, write)
         seen = after if config.read == "after" else before

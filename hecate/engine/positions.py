@@ -10,13 +10,11 @@ from hecate.errors import ShapeError
 from hecate.rule import MemoryConfig, MemoryState
 
 
-def numbered(
-    config: MemoryConfig, state: MemoryState | None, sequence: Sequence
-) -> tuple[Sequence, Tensor | None]:
+def numbered(config: MemoryConfig, state: MemoryState | None, sequence: Sequence) -> tuple[Sequence, Tensor | None]:
     """The sequence with its tokens' positions, and the count of tokens at its end.
 
-    A position is the number of tokens written since the start or the last reset; both are None
-    where phi needs none. [ENG-POS-D1]
+    A position is the number of tokens written since the start or the last reset; both are None where phi needs none.
+    [ENG-POS-D1]
     """
     needed, seen = config.feature_map.needs_position, None if state is None else state.seen
     if state is not None and (seen is not None) != needed:
@@ -39,9 +37,7 @@ def numbered(
     return sequence._replace(position=position), seen
 
 
-def counted(
-    seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int
-) -> tuple[Tensor, Tensor]:
+def counted(seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
     """`written_before`, and the count `[B]` after the last token."""
     position = written_before(seen, write, reset, length)
     if length:

@@ -20,8 +20,8 @@ from hecate.tape import Block, Run, Tensors, execute
 
 
 class Sequence(NamedTuple):
-    """Inputs of a scan, checked and complete: `[B, T, H, *]`, gates `[B, T, H]` (retain also per
-    channel), masks `[B, T]` or None, positions `[B, T]` or None where phi needs none."""
+    """Inputs of a scan, checked and complete: `[B, T, H, *]`, gates `[B, T, H]` (retain also per channel), masks `[B,
+    T]` or None, positions `[B, T]` or None where phi needs none."""
 
     q: Tensor
     k: Tensor
@@ -34,14 +34,11 @@ class Sequence(NamedTuple):
     position: Tensor | None = None
 
 
-def to_tokens(
-    config: MemoryConfig, inputs: Sequence, params: Params, dtype: torch.dtype, run: Run
-) -> Tokens:
+def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: torch.dtype, run: Run) -> Tokens:
     """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]`."""
     heads = inputs.lr.shape[2]
     q, k, v, lr, retain, momentum = (
-        tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs"))
-        for tensor in inputs[:6]
+        tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs")) for tensor in inputs[:6]
     )
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.

@@ -41,11 +41,7 @@ def _vjp(_: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
 
 def _plain(*inputs: Tensor | None) -> Tensors:
     """The same formula as torch operations, for derivatives of any order."""
-    block = Block(
-        "span_products",
-        lambda gates: _forward((gates,), True),
-        lambda record, g: _vjp((), record, (g,)),
-    )
+    block = Block("span_products", lambda gates: _forward((gates,), True), lambda record, g: _vjp((), record, (g,)))
     return differentiate(lambda run, gates: run(block, gates), inputs, "tape")
 
 

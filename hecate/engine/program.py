@@ -15,14 +15,7 @@ from hecate.engine.compiled import compiled
 from hecate.engine.fla import by_fla
 from hecate.engine.parallel import parallel
 from hecate.engine.parts import Part, counting_along
-from hecate.engine.prepare import (
-    Sequence,
-    cast,
-    in_folds,
-    params_tensors,
-    to_tokens,
-    with_tensors,
-)
+from hecate.engine.prepare import Sequence, cast, in_folds, params_tensors, to_tokens, with_tensors
 from hecate.engine.quotients import DIVIDE, Levelled, levelled, times
 from hecate.engine.sequential import sequential
 from hecate.engine.tokens import Carry, Tokens
@@ -33,20 +26,13 @@ from hecate.tape import Block, Program, Run, Tensors, execute
 
 
 def program_of(
-    parts: list[Part],
-    params: Params,
-    dtype: torch.dtype,
-    engines: list[Callable[..., Any]],
-    along: bool,
+    parts: list[Part], params: Params, dtype: torch.dtype, engines: list[Callable[..., Any]], along: bool
 ) -> Program:
     """The scan as a function of its tensors; `along` lets one scan run memory and normaliser."""
     config, fields, n_params = parts[0].config, len(Sequence._fields), len(params_tensors(params))
-    # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to
-    # another level, so only their number and order are used.
-    layouts = [
-        (part.config, len(part.initial), part.carry, runs)
-        for part, runs in zip(parts, engines, strict=True)
-    ]
+    # A program computes with its arguments alone: under torch.func the tensors in `parts` belong to another level, so
+    # only their number and order are used.
+    layouts = [(part.config, len(part.initial), part.carry, runs) for part, runs in zip(parts, engines, strict=True)]
 
     def program(run: Run, *flat: Tensor) -> Tensors:
         at = fields + n_params
@@ -68,9 +54,7 @@ def program_of(
         else:
             results = [
                 runs(own, counting(tokens) if index else tokens, *start, run=run)
-                for index, ((own, _, _, runs), *start) in enumerate(
-                    zip(layouts, carries, initials, strict=True)
-                )
+                for index, ((own, _, _, runs), *start) in enumerate(zip(layouts, carries, initials, strict=True))
             ]
         (y, _), *others = results
         for z, _ in others:
@@ -85,15 +69,13 @@ def program_of(
 
 
 def _apart(state: list[Tensor], given: Tensors, run: Run) -> list[Tensor]:
-    """The state with copies of what no token has changed, such as an anchor: no result is an input,
-    nor a view of one."""
+    """The state with copies of what no token has changed, such as an anchor: no result is an input, nor a view of
+    one."""
     known = [item for item in given if item is not None]
     where: Callable[[Tensor], int] = id if is_traced(*known) else _storage
     held = {where(item) for item in known}
     return [
-        one(run(_COPY, item, label="state"))
-        if item.is_floating_point() and where(item) in held
-        else item
+        one(run(_COPY, item, label="state")) if item.is_floating_point() and where(item) in held else item
         for item in state
     ]
 

@@ -1,8 +1,8 @@
 """Quotients by sizes and sums of features: key_norm, step sizes, the sum normaliser.
 
-A size is the root of squares and a step divides by squares, which leave a dtype's range long before
-the features do. So where features are far from 1 they are first brought near it by a power of two,
-which rounds nothing and cancels in the quotient. [RULE-RANGE-I1]
+A size is the root of squares and a step divides by squares, which leave a dtype's range long before the features do. So
+where features are far from 1 they are first brought near it by a power of two, which rounds nothing and cancels in the
+quotient. [RULE-RANGE-I1]
 """
 
 from __future__ import annotations
@@ -128,15 +128,12 @@ class Step(NamedTuple):
 def stepped(config: MemoryConfig, given: Step, run: Run) -> Step:
     """A token's key, value and step size under `config.step`.
 
-    The write of lr/|phi|^2 is (e/|phi|)(phi/|phi|)^T, which may be representable where |phi|^2 is
-    not. Where the gradient is linear in prediction and value it is the write of (c phi, c v) with
-    lr/|c phi|^2, and for dot that of c phi alone with c lr/|c phi|^2. Elsewhere a key too long to
-    be squared is cut to a length that can be. [RULE-STEP-I2]
+    The write of lr/|phi|^2 is (e/|phi|)(phi/|phi|)^T, which may be representable where |phi|^2 is not. Where the
+    gradient is linear in prediction and value it is the write of (c phi, c v) with lr/|c phi|^2, and for dot that of c
+    phi alone with c lr/|c phi|^2. Elsewhere a key too long to be squared is cut to a length that can be. [RULE-STEP-I2]
     """
     phi, v, lr = given
-    rule = (_NORMALIZED if config.step == "normalized" else _IMPLICIT).block(
-        keeps=run is not execute
-    )
+    rule = (_NORMALIZED if config.step == "normalized" else _IMPLICIT).block(keeps=run is not execute)
     floor = torch.full_like(lr, NORMALIZED_EPS if config.step == "normalized" else 1.0)
     dot, l2 = type(config.bias) is Dot, type(config.bias) is L2
     # The values of a sum normaliser are 1, whatever becomes of v.
@@ -188,8 +185,8 @@ _IMPLICIT = ByHand.of(Block("step.implicit", _implicit, _implicit_vjp))
 
 
 def _divide(numerator: Tensor, denominator: Tensor, *units: Tensor) -> tuple[Tensors, Any]:
-    # The sum of weights is 0 for an empty memory; one that is no normal number would have a
-    # derivative that is no number. What is divided by 1 then is divided by what 1 has become.
+    # The sum of weights is 0 for an empty memory; one that is no normal number would have a derivative that is no
+    # number. What is divided by 1 then is divided by what 1 has become.
     filled = denominator >= torch.finfo(denominator.dtype).tiny
     divisors = [torch.where(filled, denominator, 1.0)]
     divisors += [torch.where(filled, 1.0, unit) for unit in units]
@@ -214,8 +211,8 @@ DIVIDE = ByHand.of(Block("normalizer", _divide, _divide_vjp))
 
 
 class Levelled(NamedTuple):
-    """A scan with a sum normaliser whose features are near 1: the factors `[B, 1 or T, H, 1]` by
-    which they came there, and what its states are to be multiplied by at the end `[N]`."""
+    """A scan with a sum normaliser whose features are near 1: the factors `[B, 1 or T, H, 1]` by which they came there,
+    and what its states are to be multiplied by at the end `[N]`."""
 
     tokens: Tokens
     carries: list[Carry]
@@ -225,8 +222,8 @@ class Levelled(NamedTuple):
 
 
 def levelled(config: MemoryConfig, given: Levelled, run: Run) -> Levelled:
-    """The same quotients from features near 1, so that a cotangent over a small sum of weights
-    stays representable: those of a query cancel, and so do those of all keys with the states."""
+    """The same quotients from features near 1, so that a cotangent over a small sum of weights stays representable:
+    those of a query cancel, and so do those of all keys with the states."""
     tokens, carries, initials, units, _ = given
     size = largest(tokens.phi_q)
     if not near_one(size):

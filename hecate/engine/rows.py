@@ -1,29 +1,15 @@
 """Four rows of a state at a time: what the kernels of the compiled engine are made of.
 
-What the four share is loaded once. Arrays are flat; `o`, `to`, `go` are where the four begin and P
-is the width of a row. `rows` is a worker's scratch space, seven rows of sums and gates: retain, the
-key that predicts, and the sums for predicting key, step key, query, retain, query by momentum.
+What the four share is loaded once. Arrays are flat; `o`, `to`, `go` are where the four begin and P is the width of a
+row. `rows` is a worker's scratch space, seven rows of sums and gates: retain, the key that predicts, and the sums for
+predicting key, step key, query, retain, query by momentum.
 """
 
 from __future__ import annotations
 
 import math
 
-from hecate.engine.lanes import (
-    add,
-    alive,
-    helper,
-    inline,
-    lanes,
-    load,
-    mad,
-    mul,
-    number,
-    shrunk,
-    splat,
-    store,
-    sums,
-)
+from hecate.engine.lanes import add, alive, helper, inline, lanes, load, mad, mul, number, shrunk, splat, store, sums
 
 ROWS = 4
 
@@ -217,9 +203,7 @@ def collect(A, B, o, after, G, H, go, k, q, ko, g0, g1, g2, g3, P, rows, cut, be
             x2, x3 = add(load(H, go + 2 * P + j), x2), add(load(H, go + 3 * P + j), x3)
             b0, b1 = load(B, o + j), load(B, o + P + j)
             b2, b3 = load(B, o + 2 * P + j), load(B, o + 3 * P + j)
-            accumulate(
-                rows, 6 * P + j, mad(read1, b1, mul(read0, b0)), mad(read3, b3, mul(read2, b2))
-            )
+            accumulate(rows, 6 * P + j, mad(read1, b1, mul(read0, b0)), mad(read3, b3, mul(read2, b2)))
             gm = mad(x0, b0, mad(x1, b1, mad(x2, b2, mad(x3, b3, gm))))
         d0, d1, d2, d3 = mad(x0, kj, d0), mad(x1, kj, d1), mad(x2, kj, d2), mad(x3, kj, d3)
     d0, d1, d2, d3 = sums(d0, d1, d2, d3)

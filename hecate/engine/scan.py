@@ -7,41 +7,17 @@ import logging
 import torch
 from torch import Tensor
 
-from hecate.engine.arguments import (
-    as_wide_as,
-    complete,
-    complete_initial,
-    complete_state,
-    state_dtype,
-)
+from hecate.engine.arguments import as_wide_as, complete, complete_initial, complete_state, state_dtype
 from hecate.engine.by_hand import is_traced
 from hecate.engine.call import Call
 from hecate.engine.chunk import chunk_steps
 from hecate.engine.cotangents import watch_cotangents
-from hecate.engine.finite import (
-    Watched,
-    all_finite,
-    can_inspect,
-    finite_writes,
-    raise_at_first,
-)
+from hecate.engine.finite import Watched, all_finite, can_inspect, finite_writes, raise_at_first
 from hecate.engine.given import check_named, check_state, check_tokens
 from hecate.engine.parameters import check_params
-from hecate.engine.parts import (
-    Part,
-    counts_along,
-    merged,
-    normalizer_part,
-    part_of,
-    split_carries,
-)
+from hecate.engine.parts import Part, counts_along, merged, normalizer_part, part_of, split_carries
 from hecate.engine.positions import numbered
-from hecate.engine.prepare import (
-    Sequence,
-    fold_heads,
-    params_tensors,
-    to_tokens,
-)
+from hecate.engine.prepare import Sequence, fold_heads, params_tensors, to_tokens
 from hecate.engine.program import counting, engine_of, program_of
 from hecate.engine.select import Chosen, Engine, choose_engine
 from hecate.engine.tokens import expand_to
@@ -74,9 +50,9 @@ def memory_scan(
 ) -> tuple[Tensor, MemoryState]:
     """Writes and reads a memory at every token of a sequence. [ENG-SCAN-D1]
 
-    Shapes: q, k `[B, T, H, D]`, v `[B, T, H, V]`; result y `[B, T, H, V]` in v's dtype and the
-    state after the last token, in `config.state_dtype` or better. Scanning a sequence in pieces,
-    each from the state of the last, gives the same result as scanning it whole.
+    Shapes: q, k `[B, T, H, D]`, v `[B, T, H, V]`; result y `[B, T, H, V]` in v's dtype and the state after the last
+    token, in `config.state_dtype` or better. Scanning a sequence in pieces, each from the state of the last, gives the
+    same result as scanning it whole.
 
     Args:
         gates: lr, retain and momentum; None takes the rule's defaults.
@@ -84,12 +60,12 @@ def memory_scan(
             any.
         state: the state to go on from; None starts at `initial`.
         initial: weights `[H, ...]` or `[B, H, ...]` by name, where a memory starts and restarts;
-            None takes the structure's own (zero for a matrix). The retention has the last word on
-            where that is: `Retention.start`.
+            None takes the structure's own (zero for a matrix). The retention has the last word on where that is:
+            `Retention.start`.
         write_mask: `[B, T]` bool; at False the token is read but leaves the memory exactly as it
             was, whatever it carries.
-        reset_mask: `[B, T]` bool; at True the memory restarts from `initial` before that token.
-        cu_seqlens: `[documents + 1]` int, borders of documents packed into one row (B = 1); resets
+        reset_mask: `[B, T]` bool; at True the memory restarts from `initial` before that token. cu_seqlens: `[documents
+        + 1]` int, borders of documents packed into one row (B = 1); resets
             at each.
         engine: `"auto"` picks the fastest exact one; results agree within rounding.
         autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record;
@@ -103,8 +79,8 @@ def memory_scan(
             parameters that are not those of phi.
         ShapeError: tensors that do not fit together, or what is no tensor.
         NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token; on a CPU also
-            in the backward pass, for a gradient that reaches the memory. It cannot be raised while
-            compiling or inside `torch.func` transforms, which forbid looking at values.
+            in the backward pass, for a gradient that reaches the memory. It cannot be raised while compiling or inside
+            `torch.func` transforms, which forbid looking at values.
     """
     if not isinstance(config, MemoryConfig):
         raise ConfigError(
@@ -113,9 +89,7 @@ def memory_scan(
         )
     if not torch.compiler.is_compiling():
         config = config.validated()
-    sequence = complete(
-        config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None
-    )
+    sequence = complete(config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None)
     check_state(state)
     if initial is not None:
         check_named("initial", initial)
@@ -123,9 +97,7 @@ def memory_scan(
     sequence, seen = numbered(config, state, sequence)
     params = check_params(config.feature_map, phi_params, k)
     dtype = state_dtype(config, q, k, v, state, initial)
-    start = complete_initial(
-        config, initial, sequence, dtype, unread=state is not None and sequence.reset is None
-    )
+    start = complete_initial(config, initial, sequence, dtype, unread=state is not None and sequence.reset is None)
     own = complete_state(config, state, start, sequence, dtype)
     parts = [part_of(config, own, start, state)]
     if config.normalizer == "sum":
@@ -152,9 +124,7 @@ def memory_scan(
     return one((y,)), state
 
 
-def _nothing(
-    parts: list[Part], v: Tensor, seen: Tensor | None, *inputs: Tensor | None
-) -> tuple[Tensor, MemoryState]:
+def _nothing(parts: list[Part], v: Tensor, seen: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, MemoryState]:
     """The outputs of no tokens, where every input has the gradient 0, and the state as it was."""
     y = torch.zeros_like(v)
     for item in inputs:
@@ -165,12 +135,7 @@ def _nothing(
 
 
 def _chosen(
-    asked: Engine,
-    sequence: Sequence,
-    parts: list[Part],
-    held: tuple[Tensor, ...],
-    dtype: torch.dtype,
-    name: str,
+    asked: Engine, sequence: Sequence, parts: list[Part], held: tuple[Tensor, ...], dtype: torch.dtype, name: str
 ) -> Chosen:
     """The engine for this call, told to the log."""
     length = sequence.v.shape[1]
@@ -208,13 +173,12 @@ def memory_step(
     initial: dict[str, Tensor] | None = None,
     name: str = "memory",
 ) -> tuple[Tensor, MemoryState]:
-    """One token: q, k `[B, H, D]`, v `[B, H, V]`, gates `[B, H]` -> y `[B, H, V]` and the new
-    state.
+    """One token: q, k `[B, H, D]`, v `[B, H, V]`, gates `[B, H]` -> y `[B, H, V]` and the new state.
 
     A loop of it equals `memory_scan`.
     """
     if not all(isinstance(item, Tensor) and item.dim() == 3 for item in (q, k, v)):
-        check_tokens(q, k, v, "[B, H, width]")
+        check_tokens(q, k, v, "B H width")
     if isinstance(gates, Gates):
         gates = Gates(*(gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates))
     y, state = memory_scan(
@@ -231,9 +195,7 @@ def memory_step(
     return y.squeeze(1), state
 
 
-def _watched(
-    parts: list[Part], sequence: Sequence, params: Params, dtype: torch.dtype
-) -> list[Watched]:
+def _watched(parts: list[Part], sequence: Sequence, params: Params, dtype: torch.dtype) -> list[Watched]:
     tokens = fold_heads(to_tokens(parts[0].config, sequence, params, dtype, execute), execute)
     return [
         Watched(part.config, counting(tokens) if index else tokens, part.carry, part.initial)
@@ -241,9 +203,7 @@ def _watched(
     ]
 
 
-def _leave_out_nonfinite(
-    parts: list[Part], sequence: Sequence, params: Params, dtype: torch.dtype
-) -> Sequence:
+def _leave_out_nonfinite(parts: list[Part], sequence: Sequence, params: Params, dtype: torch.dtype) -> Sequence:
     """Under `on_nonfinite="skip"`, masks the tokens that would break a memory."""
     if parts[0].config.on_nonfinite != "skip":
         return sequence

@@ -29,10 +29,7 @@ REFUSALS: dict[Chosen, Callable[[MemoryConfig], str | None]] = {
     "parallel": parallel_refusal,
     "chunk": chunk_refusal,
 }
-UNFIT: dict[Chosen, Callable[[MemoryConfig, Call], str | None]] = {
-    "fla": fla_unfit,
-    "compiled": compiled_unfit,
-}
+UNFIT: dict[Chosen, Callable[[MemoryConfig, Call], str | None]] = {"fla": fla_unfit, "compiled": compiled_unfit}
 # Why `auto` is content with an engine that refuses nothing.
 REASONS: dict[Chosen, str] = {
     "fla": "a kernel of flash-linear-attention that has passed its parity test",
@@ -41,9 +38,9 @@ REASONS: dict[Chosen, str] = {
     "chunk": "gradients of a chunk at one state: exact in chunks",
 }
 
-# Measured by `python -m studies cost-engines`: from this length on kernels are worth loading, and
-# up to this size of a l2 state (128 x 128 in float32) they beat block products, forward and
-# backward together; with dot, whose rows go in tiles, up to 256 x 256 at least.
+# Measured by `python -m studies cost-engines`: from this length on kernels are worth loading, and up to this size of a
+# l2 state (128 x 128 in float32) they beat block products, forward and backward together; with dot, whose rows go in
+# tiles, up to 256 x 256 at least.
 COMPILED_TOKENS = 32
 COMPILED_BYTES = 1 << 16
 # Tokens that a step of the chunk engine has to take on average to beat as many of the token loop.
@@ -59,9 +56,7 @@ def check_exact(config: MemoryConfig, asked: Engine) -> None:
         _refuse(asked, REFUSALS[asked](config))
 
 
-def choose_engine(
-    config: MemoryConfig, asked: Engine, call: Call | None = None
-) -> tuple[Chosen, str]:
+def choose_engine(config: MemoryConfig, asked: Engine, call: Call | None = None) -> tuple[Chosen, str]:
     """The engine to run a call and why; `ConfigError` if the one asked for is not exact here."""
     call = call or Call()
     check_exact(config, asked)
@@ -71,9 +66,7 @@ def choose_engine(
     if call.length == 1:
         return "sequential", "a single token"
     if CHUNK_TOKENS * call.steps > call.length and config.chunk > 1:
-        return "sequential", (
-            f"{call.steps} chunks for {call.length} tokens: resets leave too little in each"
-        )
+        return "sequential", (f"{call.steps} chunks for {call.length} tokens: resets leave too little in each")
     left = dict(REFUSALS)
     # Before anything loads numba: few tokens, or states for which block products are faster.
     size = math.prod(call.shape) * call.dtype.itemsize
@@ -97,8 +90,7 @@ def _unfit(config: MemoryConfig, name: Chosen, call: Call) -> str | None:
 def _refuse(name: str, reason: str | None) -> None:
     if reason is not None:
         raise ConfigError(
-            f"engine={name!r} cannot run this memory exactly: {reason}; "
-            "use engine='auto' or 'sequential'"
+            f"engine={name!r} cannot run this memory exactly: {reason}; use engine='auto' or 'sequential'"
         )
 
 

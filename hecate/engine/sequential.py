@@ -1,8 +1,7 @@
 """The token loop: the truth that every other engine is compared with.
 
-Memory of the backward pass grows with sqrt(T): the sequence is cut into segments of about sqrt(T)
-tokens, the outer tape keeps one carry per segment, and a segment is taped again when its turn
-comes.
+Memory of the backward pass grows with sqrt(T): the sequence is cut into segments of about sqrt(T) tokens, the outer
+tape keeps one carry per segment, and a segment is taped again when its turn comes.
 """
 
 from __future__ import annotations
@@ -24,18 +23,12 @@ from hecate.tape.ops import over, sum_to_gate
 
 
 def sequential(
-    config: MemoryConfig,
-    tokens: Tokens,
-    carry: Carry,
-    initial: Memory,
-    *,
-    run: Run,
-    segment: int | None = None,
+    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run, segment: int | None = None
 ) -> tuple[Tensor, Carry]:
     """Runs the token loop: outputs `[N, T, V]` and the final carry.
 
-    `segment` is the number of tokens between checkpoints, by default ceil(sqrt(T)); there are none
-    where nothing is kept.
+    `segment` is the number of tokens between checkpoints, by default ceil(sqrt(T)); there are none where nothing is
+    kept.
     """
     if run is execute:
         return _segment(config, tokens, carry, initial, run, 0)
@@ -68,10 +61,7 @@ def _segment(
     config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, run: Run, first: int
 ) -> tuple[Tensor, Carry]:
     blocks = blocks_of(config)
-    columns = [
-        None if tensor is None else several(run(UNBIND, tensor, label="tokens"))
-        for tensor in tokens
-    ]
+    columns = [None if tensor is None else several(run(UNBIND, tensor, label="tokens")) for tensor in tokens]
     outputs: list[Tensor] = []
     weights: Memory | None = None
     for t in range(tokens.v.shape[1]):
@@ -109,8 +99,8 @@ def token_step(
 ) -> tuple[Tensor, Carry, Memory | None]:
     """One token, time axis dropped: reset, read before, write, read after.
 
-    `weights` are those of the carried memory where they are known; the third result are those of
-    the new one, if this token has read them.
+    `weights` are those of the carried memory where they are known; the third result are those of the new one, if this
+    token has read them.
     """
     blocks = blocks or blocks_of(config)
     linked = partial(config.rule.weights, run=run, label=label)
@@ -178,13 +168,7 @@ def _commit_token(
 
 
 def _commit_chunk(
-    config: MemoryConfig,
-    token: Tokens,
-    carry: Carry,
-    weights: Memory | None,
-    kept: Tensor,
-    run: Run,
-    label: str,
+    config: MemoryConfig, token: Tokens, carry: Carry, weights: Memory | None, kept: Tensor, run: Run, label: str
 ) -> Carry:
     rule = config.rule
     own = Token(token.phi_k, token.v, token.lr)
@@ -211,8 +195,7 @@ def _commit_chunk(
 def select(mask: Tensor, yes: Carry, no: Carry, run: Run, label: str = "") -> Carry:
     """Per memory, one carry or the other; the branch not taken gets exactly zero gradient."""
     chosen = [
-        a if a is b else one(run(SELECT, mask, a, b, label=label))
-        for a, b in zip(yes.flat, no.flat, strict=True)
+        a if a is b else one(run(SELECT, mask, a, b, label=label)) for a, b in zip(yes.flat, no.flat, strict=True)
     ]
     return no.rebuilt(tuple(chosen))
 

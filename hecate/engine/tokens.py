@@ -14,8 +14,8 @@ from hecate.tape import Block, Tensors
 
 
 class Tokens(NamedTuple):
-    """One sequence, time on axis 1: phi_k, phi_q `[N, T, P]`, v `[N, T, V]`, gates and masks `[N,
-    T]`; or each with an axis of heads behind time, `[B, T, H, *]`.
+    """One sequence, time on axis 1: phi_k, phi_q `[N, T, P]`, v `[N, T, V]`, gates and masks `[N, T]`; or each with an
+    axis of heads behind time, `[B, T, H, *]`.
 
     `retain` may be `[N, T, P]`. `write` and `reset` are boolean or None.
     """
@@ -84,9 +84,7 @@ def unflatten_state(carry: Carry, like: MemoryState) -> MemoryState:
     lead = like.position.shape
 
     def named(names: list[str], tensors: Memory) -> dict[str, Tensor]:
-        return {
-            name: tensor.unflatten(0, lead) for name, tensor in zip(names, tensors, strict=True)
-        }
+        return {name: tensor.unflatten(0, lead) for name, tensor in zip(names, tensors, strict=True)}
 
     names = list(like.memory)
     pending = named(names, carry.pending) if carry.pending else {}

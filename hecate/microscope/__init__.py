@@ -5,12 +5,4 @@ from hecate.microscope.look import look
 from hecate.microscope.recall import Recall
 from hecate.microscope.view import MemoryView, View
 
-__all__ = [
-    "Attention",
-    "MemoryView",
-    "Recall",
-    "View",
-    "implicit_attention",
-    "look",
-    "nonlinearity",
-]
+__all__ = ["Attention", "MemoryView", "Recall", "View", "implicit_attention", "look", "nonlinearity"]

@@ -1,7 +1,7 @@
 """The attention map that a memory computes without ever forming it.
 
-Where every step is linear in the values, the answer is y_t = sum_s A[t, s] v_s + what is left of
-the start, with A fixed by queries, keys and gates. A is read off by scanning one-hot values from
+Where every step is linear in the values, the answer is y_t = sum_s A[t, s] v_s + what is left of the start, with A
+fixed by queries, keys and gates. A is read off by scanning one-hot values from
 an empty memory, with the engine and the conventions of the rule itself.
 """
 
@@ -44,12 +44,7 @@ class Attention(NamedTuple):
 
 def nonlinearity(config: MemoryConfig) -> str | None:
     """The setting that makes answers non-linear in values, as declared; None if none does."""
-    structure, bias, retention, algorithm = (
-        config.structure,
-        config.bias,
-        config.retention,
-        config.algorithm,
-    )
+    structure, bias, retention, algorithm = (config.structure, config.bias, config.retention, config.algorithm)
     if not (structure.weighted_sum and _declared(structure, ("predict", "graph", "gradient"))):
         return f"structure {structure.kind!r} is not linear in the weights that hold values"
     if not (bias.linear and still_declared(bias, "linear", ("loss", "grad", "rho", "psi"))):
@@ -68,8 +63,7 @@ def _declared(knob: object, formulas: tuple[str, ...]) -> bool:
 def implicit_attention(asked: Asked) -> Attention:
     """The attention map of a scan, and what the start adds.
 
-    Cost: a scan with values as wide as the sequence is long; for a diagonal memory one of T times
-    as many sequences.
+    Cost: a scan with values as wide as the sequence is long; for a diagonal memory one of T times as many sequences.
 
     Raises:
         ConfigError: a rule that is not linear in its values, with the setting at fault; or one
@@ -137,10 +131,7 @@ def _emptied(state: MemoryState, empty: MemoryState, blind: set[str]) -> MemoryS
 
     def chosen(given: dict[str, Tensor], fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         # A slot of a weight is called slot.weight.
-        return {
-            name: given[name] if name.rpartition(".")[2] in blind else zero
-            for name, zero in fresh.items()
-        }
+        return {name: given[name] if name.rpartition(".")[2] in blind else zero for name, zero in fresh.items()}
 
     return empty._replace(
         memory=chosen(state.memory, empty.memory),

@@ -93,8 +93,8 @@ def memory_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def joined(calls: list[Call]) -> list[Asked]:
-    """Calls one after the other as few scans: a call that goes on where the last one stopped, in
-    the very state, belongs to its scan."""
+    """Calls one after the other as few scans: a call that goes on where the last one stopped, in the very state,
+    belongs to its scan."""
     scans: list[Asked] = []
     run: list[Call] = []
     for call in calls:
@@ -140,13 +140,7 @@ def _calls(seen: _Seen) -> Iterator[tuple[str, Call]]:
         q, k, gates = given["q"], given["k"], module.gates(given["x"])
         v = module.values(k)
         own: dict[str, Any] = {"phi_params": module.phi_params, "initial": module.initial.tensors}
-        yield (
-            "",
-            Call(
-                Asked(module.config, q, k, v, gates, state=given["state"], **own, **masks),
-                output[2],
-            ),
-        )
+        yield ("", Call(Asked(module.config, q, k, v, gates, state=given["state"], **own, **masks), output[2]))
     elif isinstance(module, Boxes):
         yield from _boxes(module, given, output[1])
 
@@ -215,9 +209,7 @@ def joined_mask(pieces: list[Asked], name: str) -> Tensor:
     """`write_mask` or `reset_mask` of consecutive calls, `[B, T]`; None writes all, resets none."""
     masks = [getattr(item, name) for item in pieces]
     filled = (
-        item.v.new_full(item.v.shape[:2], name == "write_mask", dtype=torch.bool)
-        if mask is None
-        else mask
+        item.v.new_full(item.v.shape[:2], name == "write_mask", dtype=torch.bool) if mask is None else mask
         for mask, item in zip(masks, pieces, strict=True)
     )
     return torch.cat(list(filled), 1)

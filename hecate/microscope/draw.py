@@ -55,9 +55,7 @@ def _figure(size: tuple[float, float]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError(
-            "drawing needs matplotlib, which is not installed: pip install hecate[plot]"
-        ) from None
+        raise ConfigError("drawing needs matplotlib, which is not installed: pip install hecate[plot]") from None
     return Figure(figsize=size, layout="constrained")
 
 
@@ -94,13 +92,9 @@ def _maps(figure: Any, view: MemoryView, row: int, most: int) -> None:
         axis = figure.add_subplot(grid[2 * place + 1])
         axis.set_facecolor(GREY)
         masked = torch.where(seen, maps[head].cpu(), torch.nan)
-        image = axis.imshow(
-            masked.numpy(), cmap=colours, norm=norm, aspect="auto", interpolation="nearest"
-        )
+        image = axis.imshow(masked.numpy(), cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
         rows, columns = outstanding(maps[head].cpu())
-        axis.plot(
-            columns.numpy(), rows.numpy(), "o", markersize=3.5, markerfacecolor="none", **RING
-        )
+        axis.plot(columns.numpy(), rows.numpy(), "o", markersize=3.5, markerfacecolor="none", **RING)
         axis.set(title=f"head {head}", xlabel="written token", yticks=[])
         axes.append(axis)
     how: dict[str, Any] = {"shrink": 0.9, "pad": 0.01, "extend": extend}
@@ -115,8 +109,8 @@ def _maps(figure: Any, view: MemoryView, row: int, most: int) -> None:
 
 def outstanding(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Rows and columns of the largest weight on an earlier token, where it is 3 times the root
-    mean square of those of its row, unless more than 3 rows look at that token; of a map `[T, T]`
-    of up to 128 tokens, else none."""
+    mean square of those of its row, unless more than 3 rows look at that token; of a map `[T, T]` of up to 128 tokens,
+    else none."""
     past, length = weights.tril(-1).abs(), len(weights)
     earlier = torch.arange(length).clamp(min=1)
     usual = (past.square().sum(1) / earlier).sqrt()
@@ -130,8 +124,7 @@ def outstanding(weights: Tensor) -> tuple[Tensor, Tensor]:
 def _scale(maps: Tensor) -> tuple[Any, Any, str]:
     """A root colour scale, about zero where signs differ, and whether some weights are beyond.
 
-    It is made for the past: a token's weight in its own answer, often the largest, may be beyond.
-    """
+    It is made for the past: a token's weight in its own answer, often the largest, may be beyond."""
     from matplotlib import colormaps
     from matplotlib.colors import FuncNorm, PowerNorm
 
@@ -158,9 +151,7 @@ def _scale(maps: Tensor) -> tuple[Any, Any, str]:
     return norm, colours, "both" if beyond else "neither"
 
 
-def _over_time(
-    axis: Any, view: MemoryView, items: dict[str, Tensor], row: int, title: str, label: str
-) -> None:
+def _over_time(axis: Any, view: MemoryView, items: dict[str, Tensor], row: int, title: str, label: str) -> None:
     """A curve per weight, the mean over heads in a band from the least to the largest."""
     for index, (name, values) in enumerate(items.items()):
         _band(axis, view.times, values[row], index, name)
@@ -202,10 +193,7 @@ def _recall(axis: Any, view: MemoryView, row: int) -> None:
 def _band(axis: Any, x: Tensor, values: Tensor, index: int, label: str) -> None:
     """Mean over heads of values `[H, N]`, and a band from the least to the largest; NaN is none."""
     look = {"color": COLOURS[index % 7], "linestyle": DASHES[index % 7]}
-    least, most = (
-        values.nan_to_num(nan=torch.inf).amin(0),
-        values.nan_to_num(nan=-torch.inf).amax(0),
-    )
+    least, most = (values.nan_to_num(nan=torch.inf).amin(0), values.nan_to_num(nan=-torch.inf).amax(0))
     at, mean, low, high = (item.cpu().numpy() for item in (x, values.nanmean(0), least, most))
     axis.plot(at, mean, label=label, **look)
     if len(values) > 1:

@@ -18,8 +18,8 @@ from hecate.rule.rule import one
 
 
 def is_memory(layer: LinearAttention) -> bool:
-    """Whether a layer answers from a memory: not from sums over what comes later, nor from features
-    that positions have turned or a table weighs. [SCOPE-LIN-D1]"""
+    """Whether a layer answers from a memory: not from sums over what comes later, nor from features that positions have
+    turned or a table weighs. [SCOPE-LIN-D1]"""
     positions = layer.positions
     turned = isinstance(positions, Rotation) and positions.where == "numerator"
     table = isinstance(positions, Relative) and positions.form == "table"
@@ -27,8 +27,8 @@ def is_memory(layer: LinearAttention) -> bool:
 
 
 def asked_of(layer: LinearAttention, given: dict[str, Any]) -> tuple[Asked, str | None]:
-    """What a layer's call asks of its memory, one per query head, and why the answers are not the
-    layer's; None if they are."""
+    """What a layer's call asks of its memory, one per query head, and why the answers are not the layer's; None if they
+    are."""
     x, state, write = given["x"], given.get("state"), given.get("write_mask")
     group, source = layer.heads // layer.kv_heads, x
     if write is not None:

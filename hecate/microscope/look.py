@@ -26,13 +26,12 @@ def look(
         view["blocks.0.memory"].attention.map   # [B, H, T, T]
         view["blocks.0.memory"].save("memory.png")
 
-    The model runs once, in evaluation mode and without gradients, and is left as it was. What its
-    memories were asked is then scanned again in float64, so that the numbers are those of the
-    pictured rule rather than of its rounding. Every `nn.Memory` is found wherever it is: alone, as
-    a level of a CMS, beside attention; so are feature memories, and the boxes of self-referential
-    ones, whose values are what the boxes were taught. The sums of a causal
-    `nn.LinearAttention` (`PerformerAttention` has one) are a memory per query head; with positions
-    in the numerator or in a table they are none, and left out.
+    The model runs once, in evaluation mode and without gradients, and is left as it was. What its memories were asked
+    is then scanned again in float64, so that the numbers are those of the pictured rule rather than of its rounding.
+    Every `nn.Memory` is found wherever it is: alone, as a level of a CMS, beside attention; so are feature memories,
+    and the boxes of self-referential ones, whose values are what the boxes were taught. The sums of a causal
+    `nn.LinearAttention` (`PerformerAttention` has one) are a memory per query head; with positions in the numerator or
+    in a table they are none, and left out.
 
     Args:
         model: a model of tokens or a layer of `x [B, T, d_model]`, called as
@@ -50,9 +49,7 @@ def look(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be an nn.Module, got {shorten(model)}")
     if type(points) is not int or points < 1:
-        raise ConfigError(
-            f"must be an integer of at least 1, got {shorten(points)}", path=("points",)
-        )
+        raise ConfigError(f"must be an integer of at least 1, got {shorten(points)}", path=("points",))
     if not memory_names(model):
         raise ConfigError(
             f"{type(model).__name__} has no memories to look at: there is no hecate.nn.Memory, CMS "
@@ -69,8 +66,5 @@ def look(
     if not calls:
         raise ConfigError("no memory was written: write_mask leaves out every token")
     return View(
-        {
-            name: MemoryView(name, joined(found), points, unread=found[0].unread)
-            for name, found in calls.items()
-        }
+        {name: MemoryView(name, joined(found), points, unread=found[0].unread) for name, found in calls.items()}
     )

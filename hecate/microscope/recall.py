@@ -39,9 +39,7 @@ class Recall(NamedTuple):
     def by_age(self, name: str = "cosine", row: int = 0) -> AgeCurve:
         """One of the three by age, in bins 0, 1, 2-3, 4-7, ..., over the moments of a sequence."""
         if name not in ("cosine", "error", "chance"):
-            raise ConfigError(
-                f"must be 'cosine', 'error' or 'chance', got {name!r}", path=("name",)
-            )
+            raise ConfigError(f"must be 'cosine', 'error' or 'chance', got {name!r}", path=("name",))
         if not 0 <= row < len(self.cosine):
             raise ConfigError(f"there are {len(self.cosine)} sequences, got row {row}")
         ages = self.times[:, None] - 1 - torch.arange(self.cosine.shape[-1])
@@ -59,8 +57,8 @@ class Recall(NamedTuple):
 
 
 class AgeCurve(NamedTuple):
-    """Means by age: the mean age of each bin in tokens `[A]`, and a mean per head `[H, A]`, NaN for
-    a head that wrote nothing of that age."""
+    """Means by age: the mean age of each bin in tokens `[A]`, and a mean per head `[H, A]`, NaN for a head that wrote
+    nothing of that age."""
 
     ages: Tensor
     means: Tensor

@@ -29,8 +29,8 @@ class Reported(NamedTuple):
 
 
 def report_run(run: Path, *, tokens: int | None = None, out: Path | None = None) -> Reported:
-    """Draws the memories of a run's newest sound checkpoint on its first validation sequence, and
-    puts the pictures into its report. [SCOPE-REPORT-D1]
+    """Draws the memories of a run's newest sound checkpoint on its first validation sequence, and puts the pictures
+    into its report. [SCOPE-REPORT-D1]
 
     Args:
         run: a run folder.
@@ -55,8 +55,7 @@ def report_run(run: Path, *, tokens: int | None = None, out: Path | None = None)
         write_file(path, with_section(before, section))
     except OSError as error:
         raise CheckpointError(
-            f"cannot write the report into {folder}: {error.strerror or error}; choose another "
-            "--out"
+            f"cannot write the report into {folder}: {error.strerror or error}; choose another --out"
         ) from None
     return Reported(path, figures, step, read.shape[1])
 
@@ -80,8 +79,7 @@ def _read(path: Path) -> str:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
         raise CheckpointError(
-            f"{path} is no UTF-8 text, so nothing can be added to it; move it away, or choose "
-            "another --out"
+            f"{path} is no UTF-8 text, so nothing can be added to it; move it away, or choose another --out"
         ) from None
 
 
@@ -90,8 +88,7 @@ def _check_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "the report is made of pictures, and matplotlib is not installed: "
-            "pip install hecate[plot]"
+            "the report is made of pictures, and matplotlib is not installed: pip install hecate[plot]"
         ) from None
 
 
@@ -104,8 +101,7 @@ def _sequence(trainer: Trainer, tokens: int | None) -> Tensor:
     count = min(config.seq_len, LONGEST) if tokens is None else tokens
     if fixed is not None and count > fixed:
         raise ConfigError(
-            f"sequences of task {config.data.kind!r} have {fixed} tokens, got {count}; give at "
-            "most that many",
+            f"sequences of task {config.data.kind!r} have {fixed} tokens, got {count}; give at most that many",
             path=("tokens",),
         )
     length = count if fixed is None else fixed
@@ -133,8 +129,7 @@ def _section(view: View, figures: Sequence[Path], step: int, tokens: int) -> str
 def _facts(view: MemoryView) -> tuple[str, str, str, str]:
     """Means over heads and weights: at the start and at the end, of the youngest and the oldest."""
     norm, rank = (
-        " -> ".join(f"{_mean(items, at):.3g}" for at in (0, -1)) if items else "-"
-        for items in (view.norms, view.ranks)
+        " -> ".join(f"{_mean(items, at):.3g}" for at in (0, -1)) if items else "-" for items in (view.norms, view.ranks)
     )
     if not view.recall.known():
         return norm, rank, "nothing was written", view.refusal or "yes"

@@ -49,9 +49,9 @@ def norms_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def ranks_of(weights: dict[str, Tensor], *, diagonal: bool) -> dict[str, Tensor]:
     """Effective rank of each weight that is a matrix, `[B, H]`. [SCOPE-RANK-D1]
 
-    exp of the entropy of s / sum(s), s the singular values (Roy and Vetterli, The effective rank,
-    2007): between 1 and the rank, and the rank where they are equal; 0 for a matrix of zeros. A
-    diagonal memory is the matrix with its weights on the diagonal.
+    exp of the entropy of s / sum(s), s the singular values (Roy and Vetterli, The effective rank, 2007): between 1 and
+    the rank, and the rank where they are equal; 0 for a matrix of zeros. A diagonal memory is the matrix with its
+    weights on the diagonal.
     """
     ranks: dict[str, Tensor] = {}
     for name, weight in weights.items():
@@ -70,20 +70,11 @@ def effective_rank(values: Tensor) -> Tensor:
 
 
 def gates_of(scans: list[Asked]) -> dict[str, Tensor]:
-    """Every gate that the rule has, defaults filled in, `[B, T, H]` (retain `[B, T, H, P]` per
-    channel)."""
+    """Every gate that the rule has, defaults filled in, `[B, T, H]` (retain `[B, T, H, P]` per channel)."""
     config = scans[0].config
     sequences = [_sequence(asked) for asked in scans]
-    has = {
-        "lr": True,
-        "retain": config.retention.uses_retain,
-        "momentum": config.algorithm.uses_momentum,
-    }
-    return {
-        name: torch.cat([getattr(item, name) for item in sequences], 1)
-        for name, used in has.items()
-        if used
-    }
+    has = {"lr": True, "retain": config.retention.uses_retain, "momentum": config.algorithm.uses_momentum}
+    return {name: torch.cat([getattr(item, name) for item in sequences], 1) for name, used in has.items() if used}
 
 
 def key_features(scans: list[Asked]) -> Tensor:

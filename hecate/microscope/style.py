@@ -28,9 +28,7 @@ def mean_and_error(samples: Tensor) -> tuple[Any, Any]:
     return samples.mean(0).cpu().numpy(), (deviation / count**0.5).cpu().numpy()
 
 
-def finish(
-    axes: Any, title: str, xlabel: str, ylabel: str, *, legend: bool = True, **settings: Any
-) -> None:
+def finish(axes: Any, title: str, xlabel: str, ylabel: str, *, legend: bool = True, **settings: Any) -> None:
     """Title, axes with their units, a light grid, and the legend below, where it hides nothing."""
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
     axes.grid(alpha=0.3, linewidth=0.6)

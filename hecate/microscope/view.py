@@ -29,9 +29,7 @@ class MemoryView:
         unread: why its answers to q are not used; None if they are.
     """
 
-    def __init__(
-        self, name: str, scans: list[Asked], points: int = 64, *, unread: str | None = None
-    ) -> None:
+    def __init__(self, name: str, scans: list[Asked], points: int = 64, *, unread: str | None = None) -> None:
         self.name, self.scans, self.points, self.unread = name, scans, points, unread
 
     @property
@@ -191,9 +189,7 @@ class View(Mapping[str, MemoryView]):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         names = _file_names(list(self))
-        return [
-            item.save(folder / names[name], row=row, heads=heads) for name, item in self.items()
-        ]
+        return [item.save(folder / names[name], row=row, heads=heads) for name, item in self.items()]
 
 
 def _file_names(names: list[str]) -> dict[str, str]:

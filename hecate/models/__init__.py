@@ -5,11 +5,4 @@ from hecate.models.hope import Hope, HopeConfig
 from hecate.models.language_model import LanguageModel
 from hecate.models.linear_transformer import LinearTransformer, LinearTransformerConfig
 
-__all__ = [
-    "Hope",
-    "HopeConfig",
-    "LanguageModel",
-    "LanguageModelConfig",
-    "LinearTransformer",
-    "LinearTransformerConfig",
-]
+__all__ = ["Hope", "HopeConfig", "LanguageModel", "LanguageModelConfig", "LinearTransformer", "LinearTransformerConfig"]

@@ -34,8 +34,8 @@ class BlockState(NamedTuple):
 class Block(nn.Module):
     """x + memory(norm(x)), then the same with levels where they follow, then x + mlp(x).
 
-    Its state is that of `memory`, or a `BlockState`. What they are is what `LanguageModelConfig`
-    asks for; each is a layer `(x, state, masks) -> (y, state)`. [LM-MIXER-D1]
+    Its state is that of `memory`, or a `BlockState`. What they are is what `LanguageModelConfig` asks for; each is a
+    layer `(x, state, masks) -> (y, state)`. [LM-MIXER-D1]
     """
 
     def __init__(
@@ -91,9 +91,7 @@ class Block(nn.Module):
         return (x if self.mlp is None else x + self.mlp(x)), after
 
 
-def _mixers(
-    config: LanguageModelConfig, name: str, **how: Any
-) -> tuple[nn.Module, nn.Module | None]:
+def _mixers(config: LanguageModelConfig, name: str, **how: Any) -> tuple[nn.Module, nn.Module | None]:
     """A block's memory, and the levels that follow it."""
     sizes, cms = (config.d_model, config.heads), config.cms
     own = _own_memory(config, name, **how)
@@ -144,12 +142,7 @@ class GatedMLP(nn.Module):
     """W_down(silu(W_gate x) * W_up x) of the normalised input."""
 
     def __init__(
-        self,
-        width: int,
-        hidden: int,
-        *,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        self, width: int, hidden: int, *, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
         super().__init__()
         place: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}

@@ -39,9 +39,9 @@ _AROUND = ("conv_kernel", "output_gate", "feature_memory")
 class LanguageModelConfig(Config):
     """Sizes of a `LanguageModel` and what mixes the tokens of its blocks. [LM-MIXER-D1]
 
-    One memory per block is the default. `levels` puts a continuum of memories in its place,
-    `self_reference` a self-referential memory, `attention` composes either with softmax attention;
-    self-reference (or attention alone) with levels puts the levels after it, as HOPE does.
+    One memory per block is the default. `levels` puts a continuum of memories in its place, `self_reference` a
+    self-referential memory, `attention` composes either with softmax attention; self-reference (or attention alone)
+    with levels puts the levels after it, as HOPE does.
 
     Fields:
         vocab_size: tokens; None is filled from the data.
@@ -82,8 +82,7 @@ class LanguageModelConfig(Config):
     def _sizes(self) -> Self:
         if self.d_model % self.heads and (self.d_key is None or self.d_value is None):
             raise ConfigError(
-                f"must divide d_model={self.d_model}, got {self.heads}; or give d_key and d_value",
-                path=("heads",),
+                f"must divide d_model={self.d_model}, got {self.heads}; or give d_key and d_value", path=("heads",)
             )
         if self.conv_kernel == 1:
             raise ConfigError("must be 0 (none) or at least 2, got 1", path=("conv_kernel",))
@@ -114,8 +113,7 @@ class LanguageModelConfig(Config):
             for field in ("composition", "aggregation"):
                 if self._is_set(field):
                     raise ConfigError(
-                        f"{getattr(self, field)!r} joins levels, and there are none; give levels "
-                        "or leave it out",
+                        f"{getattr(self, field)!r} joins levels, and there are none; give levels or leave it out",
                         path=(field,),
                     )
         if self.plain:
@@ -185,6 +183,4 @@ class LanguageModelConfig(Config):
         """The levels as one layer's config; None without any."""
         if not self.levels:
             return None
-        return CMSConfig(
-            levels=self.levels, composition=self.composition, aggregation=self.aggregation
-        )
+        return CMSConfig(levels=self.levels, composition=self.composition, aggregation=self.aggregation)

@@ -16,8 +16,8 @@ from hecate.nn.parameters import blank, draw_normal, source_of
 class LanguageModel(nn.Module):
     """Pre-norm blocks of memories and gated MLP between an embedding and a linear head.
 
-    `model(tokens [B, T], state=None) -> (logits [B, T, vocab], state)`: any split of a sequence
-    gives the same logits, and a token costs the same whatever came before it. [LM-MODEL-D1]
+    `model(tokens [B, T], state=None) -> (logits [B, T, vocab], state)`: any split of a sequence gives the same logits,
+    and a token costs the same whatever came before it. [LM-MODEL-D1]
 
     Args:
         config: sizes and memory; `vocab_size` must be set.
@@ -71,9 +71,7 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Logits of the next token at every position, and the state after the last one."""
         if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            raise ShapeError(
-                f"tokens must be int64 or int32 [B, T], got {tokens.dtype} {list(tokens.shape)}"
-            )
+            raise ShapeError(f"tokens must be int64 or int32 [B, T], got {tokens.dtype} {list(tokens.shape)}")
         if state is not None and len(state) != len(self.blocks):
             raise ShapeError(
                 f"state must hold one state for each of {len(self.blocks)} layers, got "

@@ -47,14 +47,14 @@ class LinearTransformerConfig(Config):
 
     Fields:
         embed_dim: width of the input; the only one without a default.
-        hidden_size, num_layers, num_heads: width, depth, heads of hidden_size // num_heads.
-        dropout: probability with which training zeroes a channel of what a layer adds; like
+        hidden_size, num_layers, num_heads: width, depth, heads of hidden_size // num_heads. dropout: probability with
+        which training zeroes a channel of what a layer adds; like
             `nn.Dropout` it draws from torch's own generator.
         window_size: most tokens of one call; None for any number. No parameter and no state has
             its size. In Edifice it is the length that the input is compiled for.
         output: "last" for the last written token alone, "sequence" for every token.
-        feature_map, causal, normalizer, eps, kv_heads, positions: as in `nn.LinearAttention`.
-        mlp_ratio: hidden width of the gated MLP over hidden_size; 0 leaves it out.
+        feature_map, causal, normalizer, eps, kv_heads, positions: as in `nn.LinearAttention`. mlp_ratio: hidden width
+        of the gated MLP over hidden_size; 0 leaves it out.
     """
 
     embed_dim: Size = Field(ge=1)
@@ -75,10 +75,7 @@ class LinearTransformerConfig(Config):
     @model_validator(mode="after")
     def _buildable(self) -> Self:
         if self.hidden_size % self.num_heads:
-            raise ConfigError(
-                f"must divide hidden_size={self.hidden_size}, got {self.num_heads}",
-                path=("num_heads",),
-            )
+            raise ConfigError(f"must divide hidden_size={self.hidden_size}, got {self.num_heads}", path=("num_heads",))
         if 0 < self.mlp_ratio * self.hidden_size < 1:
             raise ConfigError(
                 f"gives no hidden unit at hidden_size={self.hidden_size}, got "
@@ -154,21 +151,19 @@ class LinearTransformer(nn.Module):
           S_t = S_(t-1) + phi(k_t) v_t^T   [d_phi, d]      z_t = z_(t-1) + phi(k_t)   [d_phi]
           y_t = S_t^T phi(q_t) / (z_t . phi(q_t))
 
-    Causal it streams: any split of a sequence gives the same answers, from a state of num_heads
-    d_phi (d + 1) numbers per layer (fewer with `kv_heads`), whatever the length; but for positions
-    that no such state can have, which refuse one. Training keeps O(T) activations. Of a padded
-    sequence (`write_mask` False) the last written token answers.
-    Not causal, a token sees all of its sequence, in one call and without a state. The last token
-    sees all of it either way: with one layer its output is the same, with more it is not, for the
-    tokens that it looks at have then seen what follows them. [TRF-LIN-D1]
+    Causal it streams: any split of a sequence gives the same answers, from a state of num_heads d_phi (d + 1) numbers
+    per layer (fewer with `kv_heads`), whatever the length; but for positions that no such state can have, which refuse
+    one. Training keeps O(T) activations. Of a padded sequence (`write_mask` False) the last written token answers.
+    Not causal, a token sees all of its sequence, in one call and without a state. The last token sees all of it either
+    way: with one layer its output is the same, with more it is not, for the tokens that it looks at have then seen what
+    follows them. [TRF-LIN-D1]
 
-    Cost: per token and head 2 d_phi d multiplications, and phi, where softmax attention over N
-    tokens takes 2 N d: fewer from N > d_phi on, or 2 d_phi where a causal softmax skips what it
-    does not see. Which is faster at what N is a matter of the kernels.
+    Cost: per token and head 2 d_phi d multiplications, and phi, where softmax attention over N tokens takes 2 N d:
+    fewer from N > d_phi on, or 2 d_phi where a causal softmax skips what it does not see. Which is faster at what N is
+    a matter of the kernels.
 
-    References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236). Options are
-    named as in the Elixir library Edifice, whose blocks have layer norm and a plain MLP instead.
-    """
+    References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236). Options are named as in the Elixir
+    library Edifice, whose blocks have layer norm and a plain MLP instead."""
 
     def __init__(
         self,
@@ -184,8 +179,7 @@ class LinearTransformer(nn.Module):
         width = config.hidden_size
         self.project = blank(nn.Linear, config.embed_dim, width, bias=False, **place)
         self.layers = nn.ModuleList(
-            TransformerLayer(config, f"layer {index}", generator, **place)
-            for index in range(config.num_layers)
+            TransformerLayer(config, f"layer {index}", generator, **place) for index in range(config.num_layers)
         )
         self.norm = nn.RMSNorm(width, eps=1e-6, **place)
         if self.project.weight.device.type != "meta":

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
+from hecate.checks import described
 from hecate.engine import Engine
-from hecate.engine.given import described
 from hecate.engine.select import check_exact
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.state import LayerState
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 Firing = Literal["always", "learned"]
 
 
-def check_sizes(
-    d_model: int, heads: int, d_key: int | None, d_value: int | None, conv_kernel: int
-) -> None:
+def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None, conv_kernel: int) -> None:
     """Refuses widths that are no positive integers or that do not fit together."""
     sizes = {"d_model": d_model, "heads": heads, "d_key": d_key, "d_value": d_value}
     for name, size in sizes.items():
@@ -35,8 +33,7 @@ def check_sizes(
         check_size(size, name, "lower it")
     if (d_key is None or d_value is None) and d_model % heads:
         raise ConfigError(
-            f"d_model={d_model} is not divisible by heads={heads}; change one of them or give "
-            "d_key and d_value"
+            f"d_model={d_model} is not divisible by heads={heads}; change one of them or give d_key and d_value"
         )
     if type(conv_kernel) is not int or conv_kernel < 0 or conv_kernel == 1:
         raise ConfigError(f"conv_kernel must be 0 (none) or at least 2, got {shorten(conv_kernel)}")
@@ -47,8 +44,8 @@ def check_sizes(
 
 
 def check_engine(config: MemoryConfig, engine: Engine, autodiff: Autodiff) -> None:
-    """Refuses at build what every scan of the layer would refuse; whether the engine can run here,
-    on this device and these tensors, is asked of each."""
+    """Refuses at build what every scan of the layer would refuse; whether the engine can run here, on this device and
+    these tensors, is asked of each."""
     check_exact(config, engine)
     if autodiff not in get_args(Autodiff):
         raise ConfigError(f"autodiff must be one of {get_args(Autodiff)}, got {shorten(autodiff)}")
@@ -80,12 +77,7 @@ def check_firing(config: MemoryConfig, firing: Firing) -> None:
         )
 
 
-def check_inputs(
-    layer: Memory,
-    x: Tensor,
-    state: LayerState | None,
-    **masks: Tensor | None,
-) -> None:
+def check_inputs(layer: Memory, x: Tensor, state: LayerState | None, **masks: Tensor | None) -> None:
     """Refuses tensors that do not fit the layer or each other."""
     check_sequence(layer.qkv.weight, x, **masks)
     if state is not None:
@@ -100,10 +92,7 @@ def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tenso
     if x.device != weight.device:
         raise ShapeError(f"{what} is on {x.device}, the layer on {weight.device}; move one of them")
     if x.dtype != weight.dtype and not _autocast(x):
-        raise ShapeError(
-            f"{what} is {x.dtype}, the layer {weight.dtype}; convert one of them, or use "
-            "torch.autocast"
-        )
+        raise ShapeError(f"{what} is {x.dtype}, the layer {weight.dtype}; convert one of them, or use torch.autocast")
     for name, mask in masks.items():
         if mask is None:
             continue
@@ -117,9 +106,7 @@ def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tenso
 
 def _check_state(layer: Memory, x: Tensor, state: LayerState) -> None:
     if not isinstance(state, LayerState):
-        raise ShapeError(
-            f"state must be the LayerState that this layer returned, got {type(state).__name__}"
-        )
+        raise ShapeError(f"state must be the LayerState that this layer returned, got {type(state).__name__}")
     held = {
         "features": ("feature memory", layer.feature_memory is not None),
         "projection": ("query projection", layer.query_projection != "none"),

@@ -45,9 +45,7 @@ class Asked(NamedTuple):
         """Tokens at <= t < end, from another state."""
         names = ("q", "k", "v", "write_mask", "reset_mask")
         given = {name: getattr(self, name) for name in names}
-        cut: dict[str, Any] = {
-            name: None if item is None else item[:, at:end] for name, item in given.items()
-        }
+        cut: dict[str, Any] = {name: None if item is None else item[:, at:end] for name, item in given.items()}
         gates = (gate[:, at:end] if isinstance(gate, Tensor) else gate for gate in self.gates)
         cut |= {"gates": Gates(*gates), "state": state}
         return self._replace(**cut)

@@ -12,18 +12,12 @@ class ShortConv(nn.Module):
     """Depthwise causal convolution: y_t = silu(sum_j w_j x_(t-j)), j = 0..kernel-1. [NN-CONV-D1]
 
     Shapes: x `[B, T, C]`, state `[B, kernel-1, C]` (the last inputs, zero at the start).
-    `segment` `[B, kernel-1+T]`, if given, numbers the documents of state and inputs: a tap that
-    would reach into another document reads zero. A token that is not `written` `[B, T]` sees itself
-    and is zero to the tokens after it.
+    `segment` `[B, kernel-1+T]`, if given, numbers the documents of state and inputs: a tap that would reach into
+    another document reads zero. A token that is not `written` `[B, T]` sees itself and is zero to the tokens after it.
     """
 
     def __init__(
-        self,
-        channels: int,
-        kernel: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, channels: int, kernel: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.kernel = kernel
@@ -40,11 +34,7 @@ class ShortConv(nn.Module):
         return f"{self.weight.shape[1]}, kernel={self.kernel}"
 
     def forward(
-        self,
-        x: Tensor,
-        state: Tensor | None = None,
-        segment: Tensor | None = None,
-        written: Tensor | None = None,
+        self, x: Tensor, state: Tensor | None = None, segment: Tensor | None = None, written: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The convolved sequence and the state after it."""
         batch, length, channels = x.shape
@@ -74,8 +64,8 @@ def mix(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """A layer's convolution under its masks: the result, its new state and that state's documents.
 
-    A masked token is zero to the tokens after it and reads with its own input; a reset hides
-    earlier documents. None leaves x as it is.
+    A masked token is zero to the tokens after it and reads with its own input; a reset hides earlier documents. None
+    leaves x as it is.
     """
     if conv is None:
         return x, None, None

@@ -54,12 +54,11 @@ class FeatureMemoryConfig(MemoryConfig):
 class FeatureMemory(RuleParameters):
     """A memory M before phi: q and k become x + M_t(x), or M_t(x) with `residual=False`.
 
-    With `residual`, M is written with (k_t, k_t) under gates of its own: it learns as the sequence
-    goes by which directions keys take, and an empty M, as a matrix starts, leaves q and k as they
-    are. Without, phi is the memory: M is written with (k_t, U k_t), U `[H, F, D]` learned, so that
-    features follow what U asks for and the sequence has shown; M starts at learned weights drawn
-    as N(0, 1/fan_in) (a deep one at its own), since an empty one would make every feature 0.
-    [NN-FEAT-D1] [NN-FEAT-D2]
+    With `residual`, M is written with (k_t, k_t) under gates of its own: it learns as the sequence goes by which
+    directions keys take, and an empty M, as a matrix starts, leaves q and k as they are. Without, phi is the memory: M
+    is written with (k_t, U k_t), U `[H, F, D]` learned, so that features follow what U asks for and the sequence has
+    shown; M starts at learned weights drawn
+    as N(0, 1/fan_in) (a deep one at its own), since an empty one would make every feature 0. [NN-FEAT-D1] [NN-FEAT-D2]
 
     Shapes: x `[B, T, d_model]`, q and k `[B, T, H, D]` in, `[B, T, H, F]` out, F = `d_value`.
     """

@@ -12,8 +12,8 @@ from hecate.phi import FeatureMap, Params
 
 
 class FeatureParameters(nn.Module):
-    """The parameters of phi for `heads` heads with keys of width `d_key`: `phi_learned` trained,
-    `phi_frozen`, the draws of a random map, as buffers."""
+    """The parameters of phi for `heads` heads with keys of width `d_key`: `phi_learned` trained, `phi_frozen`, the
+    draws of a random map, as buffers."""
 
     def hold_features(
         self,

@@ -27,11 +27,11 @@ def start_logit(start: float, power: int = 1) -> float:
 
 
 class RetainForm(nn.Module):
-    """A retain gate from its logits, as `GateForm` says: `rate` is log A of softplus, `down` the
-    first map of a head of low rank, shared by all heads. [NN-GATE-D2]
+    """A retain gate from its logits, as `GateForm` says: `rate` is log A of softplus, `down` the first map of a head of
+    low rank, shared by all heads. [NN-GATE-D2]
 
-    Shapes: logits `[..., rows]`, rows H or H P, to gates `[..., H]` or `[..., H, P]`; `down` takes
-    `[..., width]`, and what it returns has the width `inputs`.
+    Shapes: logits `[..., rows]`, rows H or H P, to gates `[..., H]` or `[..., H, P]`; `down` takes `[..., width]`, and
+    what it returns has the width `inputs`.
     """
 
     def __init__(
@@ -69,15 +69,7 @@ class RetainForm(nn.Module):
             return torch.exp(logsigmoid(logit) / ROOT)
         return torch.sigmoid(logit)
 
-    def draw(
-        self,
-        source: torch.Generator,
-        weight: Tensor,
-        bias: Tensor,
-        start: float,
-        *,
-        fill: float = 0.0,
-    ) -> None:
+    def draw(self, source: torch.Generator, weight: Tensor, bias: Tensor, start: float, *, fill: float = 0.0) -> None:
         """Starting values; a head that is not of low rank gets `fill` for its weights."""
         if self.down is None:
             nn.init.constant_(weight, fill)
@@ -96,26 +88,23 @@ class RetainForm(nn.Module):
 
 
 class GateHeads(nn.Module):
-    """lr = lr_max sigmoid(w.x + b), retain = sigmoid(w.x + b), momentum = sigmoid(w.x + b), per
-    head.
+    """lr = lr_max sigmoid(w.x + b), retain = sigmoid(w.x + b), momentum = sigmoid(w.x + b), per head.
 
-    Gates see the token, never phi(k). At initialisation w = 0, so every gate starts at a stated
-    value: lr at half of `config.algorithm.lr` (which is its ceiling), times (1 - momentum) if the
-    algorithm has momentum, because momentum multiplies the effective step by 1/(1 - momentum);
-    retain and momentum at the config's own values, kept 1e-4 away from 0 and 1. An item stored at
-    the start thus halves after log(1/2)/log(retain) tokens. [NN-GATE-D1]
+    Gates see the token, never phi(k). At initialisation w = 0, so every gate starts at a stated value: lr at half of
+    `config.algorithm.lr` (which is its ceiling), times (1 - momentum) if the algorithm has momentum, because momentum
+    multiplies the effective step by 1/(1 - momentum); retain and momentum at the config's own values, kept 1e-4 away
+    from 0 and 1. An item stored at the start thus halves after log(1/2)/log(retain) tokens. [NN-GATE-D1]
 
-    The retention may ask for retain per phi channel, by a head of low rank, w = w_2 W_1, or by
-    another function of w.x + b: `hecate.retention.Decay`. Low-rank weights start at N(0, 0.02^2),
-    so retain starts near its stated value, and at it where x is 0. [NN-GATE-D2]
+    The retention may ask for retain per phi channel, by a head of low rank, w = w_2 W_1, or by another function of w.x
+    + b: `hecate.retention.Decay`. Low-rank weights start at N(0, 0.02^2), so retain starts near its stated value, and
+    at it where x is 0. [NN-GATE-D2]
 
-    With `firing`, a fourth gate g = sigmoid(w.x + b), 3/4 at the start, decides whether a token is
-    written: h = 1[g > 1/2] makes lr h lr and retain 1 - h (1 - retain), so an idle token neither
-    writes nor decays. h passes its gradient to g unchanged (straight through). [CMS-FIRE-D1]
+    With `firing`, a fourth gate g = sigmoid(w.x + b), 3/4 at the start, decides whether a token is written: h = 1[g >
+    1/2] makes lr h lr and retain 1 - h (1 - retain), so an idle token neither writes nor decays. h passes its gradient
+    to g unchanged (straight through). [CMS-FIRE-D1]
 
-    Shapes: x `[B, T, d_model]` -> gates `[B, T, H]`, retain per channel `[B, T, H, P]`, in float32
-    or better; None for gates the rule lacks. P is the width of phi at keys of width `d_key`
-    (default d_model // heads).
+    Shapes: x `[B, T, d_model]` -> gates `[B, T, H]`, retain per channel `[B, T, H, P]`, in float32 or better; None for
+    gates the rule lacks. P is the width of phi at keys of width `d_key` (default d_model // heads).
     """
 
     def __init__(
@@ -148,16 +137,12 @@ class GateHeads(nn.Module):
             starts["firing"] = 0.75
         self.starts = starts
         shapes = {name: shapes.get(name, (heads, d_model)) for name in starts}
-        self.weight = nn.ParameterDict(
-            {name: torch.empty(shape, **place) for name, shape in shapes.items()}
-        )
-        self.bias = nn.ParameterDict(
-            {name: torch.empty(shape[0], **place) for name, shape in shapes.items()}
-        )
+        self.weight = nn.ParameterDict({name: torch.empty(shape, **place) for name, shape in shapes.items()})
+        self.bias = nn.ParameterDict({name: torch.empty(shape[0], **place) for name, shape in shapes.items()})
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Weights to zero, biases to the starting values; a retain gate of low rank or softplus
-        draws from `generator` (None: torch's default generator)."""
+        """Weights to zero, biases to the starting values; a retain gate of low rank or softplus draws from `generator`
+        (None: torch's default generator)."""
         for name, start in self.starts.items():
             weight, bias = self.weight[name], self.bias[name]
             if name == "retain" and self.retain is not None:

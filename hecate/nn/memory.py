@@ -14,12 +14,7 @@ from hecate.nn.conv import ShortConv, mix
 from hecate.nn.feature_memory import FeatureMemory, FeatureMemoryConfig
 from hecate.nn.norm import QKNorm, check_norm, normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
-from hecate.nn.projection import (
-    Projection,
-    check_projection,
-    project_queries,
-    projected_config,
-)
+from hecate.nn.projection import Projection, check_projection, project_queries, projected_config
 from hecate.nn.rule import RuleParameters
 from hecate.nn.state import LayerState
 from hecate.rule import MemoryConfig, MemoryState
@@ -33,24 +28,23 @@ class Memory(RuleParameters):
         y, state = layer(x)             # a whole sequence
         y, state = layer(more, state)   # and on from there; any split gives the same result
 
-    x goes through projections to q, k, v, a short causal convolution with SiLU, `qk_norm`, phi
-    (inside the scan), the memory, an RMS norm per head, an output gate silu(W x) and the output
-    projection. Gates come from x. Parameters live here; the memory's state is explicit, per
-    sequence, never a buffer.
+    x goes through projections to q, k, v, a short causal convolution with SiLU, `qk_norm`, phi (inside the scan), the
+    memory, an RMS norm per head, an output gate silu(W x) and the output projection. Gates come from x. Parameters live
+    here; the memory's state is explicit, per sequence, never a buffer.
 
     Args:
         d_model: width of x and y.
         heads: number of memories; each has key width `d_key` and value width `d_value`.
-        config: the memory's rule and conventions; `algorithm.lr` is the ceiling of the lr gate.
-        d_key, d_value: per head; default d_model // heads.
+        config: the memory's rule and conventions; `algorithm.lr` is the ceiling of the lr gate. d_key, d_value: per
+        head; default d_model // heads.
         conv_kernel: taps of the short convolution, 0 for none.
         qk_norm: normalisation of q and k before phi (`config.key_norm` acts after it).
         output_gate: whether the output is multiplied by silu(W x).
-        learned_initial: whether the memory's starting weights are trained; else they stay as drawn.
-        feature_memory: a second memory, whose answers are added to q and k before phi, or take
+        learned_initial: whether the memory's starting weights are trained; else they stay as drawn. feature_memory: a
+        second memory, whose answers are added to q and k before phi, or take
             their place (and are normalised again); None for none. See `FeatureMemory`.
-        firing: "learned" lets a gate decide which tokens are written. See `GateHeads`.
-        query_projection: what phi(q) is projected onto before it is read with: "none", or by "sum"
+        firing: "learned" lets a gate decide which tokens are written. See `GateHeads`. query_projection: what phi(q) is
+        projected onto before it is read with: "none", or by "sum"
             or "orthogonal" the keys of the present chunk. See `project_queries`.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call this memory.
@@ -107,9 +101,7 @@ class Memory(RuleParameters):
         self.projected = config if query_projection == "none" else projected_config(config)
         self.feature_memory = None
         if inner is not None:
-            self.feature_memory = FeatureMemory(
-                d_model, heads, inner, d_key=d_key, **start, **place
-            )
+            self.feature_memory = FeatureMemory(d_model, heads, inner, d_key=d_key, **start, **place)
         keys, values = heads * d_key, heads * d_value
         self.splits = [keys, keys, values]
         self.qkv = blank(nn.Linear, d_model, sum(self.splits), bias=False, **place)
@@ -154,12 +146,10 @@ class Memory(RuleParameters):
         reset_mask: Tensor | None = None,
         restart_mask: Tensor | None = None,
     ) -> tuple[Tensor, LayerState]:
-        """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in
-        `memory_scan`.
+        """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in `memory_scan`.
 
-        To the convolution a masked token is zero for the tokens after it, while it reads with its
-        own input; a reset hides earlier documents from it. `restart_mask` resets the memory alone.
-        """
+        To the convolution a masked token is zero for the tokens after it, while it reads with its own input; a reset
+        hides earlier documents from it. `restart_mask` resets the memory alone."""
         masks = {"write_mask": write_mask, "reset_mask": reset_mask}
         if not torch.compiler.is_compiling():
             check_inputs(self, x, state, **masks, restart_mask=restart_mask)
@@ -189,17 +179,13 @@ class Memory(RuleParameters):
             None if state is None else state.conv_segment,
             **how,
         )
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)) for part in mixed.split(self.splits, dim=-1)
-        )
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in mixed.split(self.splits, dim=-1))
         q, k = (normalise_qk(part, self.qk_norm) for part in (q, k))
         features = None
         if self.feature_memory is not None:
             features = None if state is None else state.features
             own = {"engine": self.engine, "autodiff": self.autodiff}
-            q, k, features = self.feature_memory(
-                x, q, k, features, **how, **own, name=f"{self.name} (features)"
-            )
+            q, k, features = self.feature_memory(x, q, k, features, **how, **own, name=f"{self.name} (features)")
             q, k = (normalise_qk(part, self.qk_norm) for part in (q, k))
         if restart_mask is not None:
             how["reset_mask"] = restart_mask if reset_mask is None else restart_mask | reset_mask
@@ -212,14 +198,9 @@ class Memory(RuleParameters):
         return asked, (conv, segment, features, held)
 
     def _projected(
-        self,
-        asked: Asked,
-        memory: MemoryState | None,
-        held: MemoryState | None,
-        masks: dict[str, Tensor | None],
+        self, asked: Asked, memory: MemoryState | None, held: MemoryState | None, masks: dict[str, Tensor | None]
     ) -> tuple[Asked, MemoryState]:
-        """The same asked with projected queries, features in place of q and k, and what the
-        projection holds on to."""
+        """The same asked with projected queries, features in place of q and k, and what the projection holds on to."""
         position = torch.zeros(len(asked.q), dtype=torch.int64, device=asked.q.device)
         if memory is not None:
             position = memory.position[:, 0]

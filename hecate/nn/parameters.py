@@ -36,9 +36,7 @@ def draw_base(generator: torch.Generator | None) -> int:
     return int(torch.randint(2**62, (), generator=source_of(generator), device="cpu"))
 
 
-def draw_normal(
-    weight: Tensor, std: float, generator: torch.Generator, mean: Tensor | float = 0.0
-) -> None:
+def draw_normal(weight: Tensor, std: float, generator: torch.Generator, mean: Tensor | float = 0.0) -> None:
     """Fills a parameter with N(mean, std^2): one seed, one draw, whatever its dtype and device."""
     draw = torch.randn(weight.shape, generator=generator, dtype=torch.float64, device="cpu")
     with torch.no_grad():
@@ -51,9 +49,7 @@ def draw_uniform(shape: torch.Size, low: float, high: float, generator: torch.Ge
     return low + (high - low) * draw
 
 
-def blank(
-    layer: type[nn.Module], *sizes: int, device: torch.device | str | None, **options: Any
-) -> Any:
+def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None, **options: Any) -> Any:
     """A torch layer whose creation draws nothing; `ConfigError` if no memory would hold it."""
     check_shapes({layer.__name__: sizes}, "lower one of the two widths")
     # skip_init knows no default device, neither torch.set_default_device nor `with device:`.
@@ -65,12 +61,7 @@ class TensorDict(nn.Module):
     """Named tensors as parameters or as buffers; names may hold dots, which torch forbids."""
 
     def __init__(
-        self,
-        like: dict[str, Tensor],
-        *,
-        learned: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        self, like: dict[str, Tensor], *, learned: bool, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
         super().__init__()
         self.names = {name: name.replace(".", "__") for name in like}

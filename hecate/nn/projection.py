@@ -54,9 +54,9 @@ def project_queries(
 ) -> tuple[Tensor, Tensor, MemoryState]:
     """P_t phi(q_t), phi(k_t) and what P holds at the end. [CMS-TNT-D2]
 
-    P_t is made of the unit features of keys written in the memory's present chunk, the token's own
-    among them: "sum" adds up their projections k k^T, "orthogonal" projects onto their span.
-    `position` `[B]` counts the tokens written in the unfinished chunk at the start.
+    P_t is made of the unit features of keys written in the memory's present chunk, the token's own among them: "sum"
+    adds up their projections k k^T, "orthogonal" projects onto their span. `position` `[B]` counts the tokens written
+    in the unfinished chunk at the start.
 
     Shapes: q, k `[B, T, H, D]`, features `[B, T, H, P]`, masks `[B, T]`.
     Cost: "sum" that of one more memory with P x P weights; "orthogonal" a loop over tokens.
@@ -71,9 +71,7 @@ def project_queries(
     unit = one(execute(L2_NORM.block(keeps=False), phi_k))
     if kind == "sum":
         given: dict[str, Any] = {"state": state, "write_mask": write, "reset_mask": opens}
-        phi_q, after = memory_scan(
-            SUM, phi_q, unit, unit, Gates(lr=1.0), **given, name="projection"
-        )
+        phi_q, after = memory_scan(SUM, phi_q, unit, unit, Gates(lr=1.0), **given, name="projection")
         return phi_q, phi_k, after
     if state is None:
         _, state = memory_scan(SUM, phi_q[:, :0], unit[:, :0], unit[:, :0])
@@ -93,9 +91,7 @@ def _features(
     return tokens.phi_q, tokens.phi_k
 
 
-def _orthogonal(
-    q: Tensor, k: Tensor, opens: Tensor, write: Tensor | None, span: Tensor
-) -> tuple[Tensor, Tensor]:
+def _orthogonal(q: Tensor, k: Tensor, opens: Tensor, write: Tensor | None, span: Tensor) -> tuple[Tensor, Tensor]:
     """Gram-Schmidt, token by token: P grows by r r^T / |r|^2, r the part of k outside the span."""
     outputs: list[Tensor] = []
     for t in range(q.shape[1]):
@@ -118,6 +114,5 @@ def check_projection(config: MemoryConfig, kind: Projection) -> None:
     refusal = None if kind == "none" else projection_refusal(config)
     if refusal is not None:
         raise ConfigError(
-            f"query_projection={kind!r}: {refusal}; use 'none' or change the memory",
-            path=("query_projection",),
+            f"query_projection={kind!r}: {refusal}; use 'none' or change the memory", path=("query_projection",)
         )

@@ -24,8 +24,8 @@ from hecate.structure import Structure
 class RuleParameters(FeatureParameters):
     """The learned side of a `MemoryConfig` for H heads with keys D and values V.
 
-    `gates` come from x `[B, T, d_model]`; `phi_learned` and `phi_frozen` are the feature map's,
-    `initial` the starting weights, trained or not.
+    `gates` come from x `[B, T, d_model]`; `phi_learned` and `phi_frozen` are the feature map's, `initial` the starting
+    weights, trained or not.
     """
 
     def __init__(
@@ -61,9 +61,7 @@ class RuleParameters(FeatureParameters):
         self.gates.reset_parameters(source)
         self.draw_features(source, like)
         d_phi = self.config.feature_map.output_dim(self.phi_width)
-        self.initial.copy_(
-            self.config.structure.init(d_phi, self.d_value, heads=self.heads, **place)
-        )
+        self.initial.copy_(self.config.structure.init(d_phi, self.d_value, heads=self.heads, **place))
 
     def warn_if_unstable(self, name: str, qk_norm: QKNorm) -> None:
         """Measures lr |phi(k)|^2 on random keys at the lr gate's ceiling."""
@@ -72,17 +70,10 @@ class RuleParameters(FeatureParameters):
 
 
 def warn_if_unstable(
-    config: MemoryConfig,
-    params: Params,
-    *,
-    heads: int,
-    d_key: int,
-    name: str,
-    qk_norm: QKNorm,
-    erases: int = 1,
+    config: MemoryConfig, params: Params, *, heads: int, d_key: int, name: str, qk_norm: QKNorm, erases: int = 1
 ) -> None:
-    """Warns the layer's builder, four calls up, if lr |phi(k)|^2 times `erases`, the times that a
-    write takes the key's direction out, allows divergence."""
+    """Warns the layer's builder, four calls up, if lr |phi(k)|^2 times `erases`, the times that a write takes the key's
+    direction out, allows divergence."""
     # An infinite key diverges wherever a key can.
     if config.step != "raw" or config.key_norm != "none" or config.diverging(math.inf) is None:
         return
@@ -123,8 +114,8 @@ def draw_answering(
     source: torch.Generator,
     like: Tensor,
 ) -> None:
-    """Starting weights of a memory that has to answer before it is written: the structure's own,
-    but N(0, 1/fan_in) for a linear one, whose own is zero, where it would answer nothing."""
+    """Starting weights of a memory that has to answer before it is written: the structure's own, but N(0, 1/fan_in) for
+    a linear one, whose own is zero, where it would answer nothing."""
     if not structure.linear:
         place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
         initial.copy_(structure.init(d_phi, d_value, heads=heads, **place))

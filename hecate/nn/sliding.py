@@ -1,8 +1,7 @@
 """Softmax attention over the last tokens, with an explicit state and linear cost.
 
-A query sees the slots behind it that its window reaches and its document holds (`slots.py`). Blocks
-of queries, each with the slots that its window can reach, go through torch's attention in one call.
-"""
+A query sees the slots behind it that its window reaches and its document holds (`slots.py`). Blocks of queries, each
+with the slots that its window can reach, go through torch's attention in one call."""
 
 from __future__ import annotations
 
@@ -50,31 +49,31 @@ class SlidingState(NamedTuple):
 class SlidingAttention(nn.Module):
     """Causal attention of width `window`: `(x [B, T, d_model], state=None) -> (y, state)`.
 
-    y_t = W_out softmax(q_t . k_s / sqrt(D)) v_s over the `persistent` tokens and the written tokens
-    s <= t of t's document, the last `window` of them. [ATT-SLIDE-D1]
+    y_t = W_out softmax(q_t . k_s / sqrt(D)) v_s over the `persistent` tokens and the written tokens s <= t of t's
+    document, the last `window` of them. [ATT-SLIDE-D1]
 
-    A masked token takes no place: it sees the tokens written before it, not itself, nobody sees it,
-    and the state stays as it was. Where it sees nothing y is 0. The kernel is torch's.
+    A masked token takes no place: it sees the tokens written before it, not itself, nobody sees it, and the state stays
+    as it was. Where it sees nothing y is 0. The kernel is torch's.
 
     Args:
-        d_model, heads: width of x and y, number of query heads of width D = d_model // heads.
-        window: tokens that a token sees, itself included; None for all (T^2 cost, growing state).
-        persistent: learned inputs p_1..p_n whose keys and values every token sees. They have no
+        d_model, heads: width of x and y, number of query heads of width D = d_model // heads. window: tokens that a
+        token sees, itself included; None for all (T^2 cost, growing state). persistent: learned inputs p_1..p_n whose
+        keys and values every token sees. They have no
             position, are not queries, and reach nothing but this attention.
         rotary: whether the first half of every head's channels is rotated by the position; the
             other half carries none, and by it alone persistent tokens are found.
-        kv_heads: heads of keys and values, each shared by heads // kv_heads; None means `heads`.
-        qk_norm: "rms" gives q and k unit root mean square and q a learned gain per head.
+        kv_heads: heads of keys and values, each shared by heads // kv_heads; None means `heads`. qk_norm: "rms" gives q
+        and k unit root mean square and q a learned gain per head.
         name: what errors call this layer.
         generator: source of all draws; None uses torch's default generator.
 
-    Cost: window + block - 1 keys per query in blocks of max(64, window / 2) queries. Without a
-    window T (N + T) products after N tokens, and unless torch's causal kernel applies (no state,
-    masks nor persistent tokens) a mask of that size.
+    Cost: window + block - 1 keys per query in blocks of max(64, window / 2) queries. Without a window T (N + T)
+    products after N tokens, and unless torch's causal kernel applies (no state, masks nor persistent tokens) a mask of
+    that size.
 
-    References: Beltagy et al., Longformer (2020), arXiv 2004.05150; persistent memory: Behrouz et
-    al., Titans (2025), arXiv 2501.00663; rotation: Su et al. (2021), arXiv 2104.09864; shared
-    heads: Ainslie et al. (2023), arXiv 2305.13245.
+    References: Beltagy et al., Longformer (2020), arXiv 2004.05150; persistent memory: Behrouz et al., Titans (2025),
+    arXiv 2501.00663; rotation: Su et al. (2021), arXiv 2104.09864; shared heads: Ainslie et al. (2023), arXiv
+    2305.13245.
     """
 
     def __init__(
@@ -124,9 +123,7 @@ class SlidingAttention(nn.Module):
             reason = f"kv_heads={self.kv_heads} does not divide heads={self.heads}"
             raise ConfigError(reason, ("kv_heads",))
         if self.qk_norm not in get_args(AttentionNorm):
-            raise ConfigError(
-                f"qk_norm must be one of {get_args(AttentionNorm)}, got {shorten(self.qk_norm)}"
-            )
+            raise ConfigError(f"qk_norm must be one of {get_args(AttentionNorm)}, got {shorten(self.qk_norm)}")
         if self.rotary and self.width % 4:
             raise ConfigError(
                 f"rotary=True turns half of a head's channels in pairs: d_model={self.d_model} "
@@ -185,9 +182,7 @@ class SlidingAttention(nn.Module):
         k, v = self.key_value(x).unflatten(-1, (2, self.kv_heads, self.width)).unbind(-3)
         return (k if self.gain is None else normalise_qk(k, "rms")), v
 
-    def _carried(
-        self, k: Tensor, v: Tensor, line: Line, before: SlidingState | None
-    ) -> SlidingState:
+    def _carried(self, k: Tensor, v: Tensor, line: Line, before: SlidingState | None) -> SlidingState:
         count = None if self.window is None else self.window - 1
         if line.own.shape[1]:
             present = (line.document == line.own[:, -1:]).expand(k.shape[0], -1)
@@ -238,15 +233,12 @@ class SlidingAttention(nn.Module):
 
     def _check(self, x: Tensor, state: SlidingState | None, beside: Tensor | None) -> None:
         if beside is not None and beside.shape != x.shape:
-            raise ShapeError(
-                f"{self.name}: beside must be {list(x.shape)} like x, got {list(beside.shape)}"
-            )
+            raise ShapeError(f"{self.name}: beside must be {list(x.shape)} like x, got {list(beside.shape)}")
         if state is None:
             return
         if not isinstance(state, SlidingState):
             raise ShapeError(
-                f"{self.name}: state must be the SlidingState that this layer returned, got "
-                f"{type(state).__name__}"
+                f"{self.name}: state must be the SlidingState that this layer returned, got {type(state).__name__}"
             )
         slots = state.present.shape[-1] if self.window is None else self.window - 1
         shape = (x.shape[0], slots, 1 if beside is None else 2, self.kv_heads, self.width)

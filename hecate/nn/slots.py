@@ -12,8 +12,8 @@ from torch.nn import functional as F
 class Line(NamedTuple):
     """N slots, those kept from earlier calls and T new tokens, in the order of writing.
 
-    Rows are 1 where all sequences are alike. Slots that nobody may see come first: masked tokens
-    and places that were never filled.
+    Rows are 1 where all sequences are alike. Slots that nobody may see come first: masked tokens and places that were
+    never filled.
 
     Fields:
         order: where each slot is in kept and new tokens, `[B, N]`; None: in that order.
@@ -30,9 +30,7 @@ class Line(NamedTuple):
     end: Tensor
 
 
-def line_of(
-    present: Tensor | None, like: Tensor, write: Tensor | None, reset: Tensor | None
-) -> Line:
+def line_of(present: Tensor | None, like: Tensor, write: Tensor | None, reset: Tensor | None) -> Line:
     """The line of kept slots `present` `[B, K]` and the new tokens of `like` `[B, T, ...]`."""
     batch, length = like.shape[:2]
     kept = 0 if present is None else present.shape[1]
@@ -78,8 +76,7 @@ def last(x: Tensor, count: int | None) -> Tensor:
 class Blocks:
     """Queries in blocks, and for every block the window of slots that they may see.
 
-    A sequence no longer than a window or 64 tokens, or without window, is a single block that sees
-    the line.
+    A sequence no longer than a window or 64 tokens, or without window, is a single block that sees the line.
     """
 
     def __init__(self, line: Line, window: int | None) -> None:

@@ -1,7 +1,7 @@
 """What every optimiser here shares: checks, the matrix view, complete state, one step's frame.
 
-A subclass says how a parameter's state starts (`fresh_state`) and what one step does to a list of
-parameters of one device and dtype (`update`). Everything that makes it a `torch.optim.Optimizer`
+A subclass says how a parameter's state starts (`fresh_state`) and what one step does to a list of parameters of one
+device and dtype (`update`). Everything that makes it a `torch.optim.Optimizer`
 in every respect stands here once.
 """
 
@@ -30,15 +30,14 @@ ROUNDING = 1e-12  # schedulers of torch end a little below 0
 class MatrixOptimizer(Optimizer):
     """An optimiser that sees each parameter as a matrix of rows.
 
-    State exists from construction, so that the checkpoint of a fresh optimiser is complete; it is
-    float32 or better for half-precision parameters, through `load_state_dict` as well. All
-    gradients are checked before anything is written, by all processes of a mesh together. `step`
-    draws no random numbers. Options belong to the group, so that schedulers and groups with
-    settings of their own work; each step checks the numbers among them anew.
+    State exists from construction, so that the checkpoint of a fresh optimiser is complete; it is float32 or better for
+    half-precision parameters, through `load_state_dict` as well. All gradients are checked before anything is written,
+    by all processes of a mesh together. `step` draws no random numbers. Options belong to the group, so that schedulers
+    and groups with settings of their own work; each step checks the numbers among them anew.
 
-    Shapes: a parameter of 2 dimensions is its own matrix; more are flattened to `[first, rest]`
-    (`matrix="flatten"`) or to `[rest, last]` (`"last"`); 1 dimension is one row, none `[1, 1]`. A
-    parameter without numbers has no state and no step. [OPT-BASE-D1]
+    Shapes: a parameter of 2 dimensions is its own matrix; more are flattened to `[first, rest]` (`matrix="flatten"`) or
+    to `[rest, last]` (`"last"`); 1 dimension is one row, none `[1, 1]`. A parameter without numbers has no state and no
+    step. [OPT-BASE-D1]
     """
 
     structural: ClassVar[tuple[str, ...]] = ("state_dtype", "matrix")  # as in the checkpoint
@@ -52,15 +51,12 @@ class MatrixOptimizer(Optimizer):
         """The state of a parameter before its first step, sharded as the parameter is."""
 
     @abstractmethod
-    def update(
-        self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]
-    ) -> None:
+    def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """One step on parameters of one device and dtype, in place.
 
         All tensors are this process's own, or whole where it `gathers`. Gradients point
-        uphill (`maximize` is dealt with) and are finite unless the group says `propagate`. Under
-        `differentiable` a new tensor takes the place of a state's entry; otherwise entries are
-        overwritten in place.
+        uphill (`maximize` is dealt with) and are finite unless the group says `propagate`. Under `differentiable` a new
+        tensor takes the place of a state's entry; otherwise entries are overwritten in place.
         """
 
     def gathers(self, group: Group, p: Tensor) -> bool:
@@ -195,8 +191,8 @@ class MatrixOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state; refuses that of other parameters or options, before anything changes.
 
-        torch casts state to its parameter's dtype, which rounds a float32 momentum of bfloat16
-        weights; here every entry keeps the dtype of a fresh state. [OPT-BASE-I2]
+        torch casts state to its parameter's dtype, which rounds a float32 momentum of bfloat16 weights; here every
+        entry keeps the dtype of a fresh state. [OPT-BASE-I2]
         """
         handle = self.register_load_state_dict_pre_hook(examine_state)  # after the user's own
         try:

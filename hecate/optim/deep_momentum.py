@@ -12,15 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from hecate import algorithm
 from hecate.optim.base import MatrixOptimizer, State, put
-from hecate.optim.options import (
-    Group,
-    MatrixView,
-    OnNonfinite,
-    StateDtype,
-    check_choice,
-    check_count,
-    common_options,
-)
+from hecate.optim.options import Group, MatrixView, OnNonfinite, StateDtype, check_choice, check_count, common_options
 from hecate.optim.orthogonal import orthogonalised, settings
 from hecate.optim.tensors import SMALL, Bulk, as_matrix, largest, outline, state_dtype
 
@@ -30,31 +22,28 @@ CHANGE, OUT = "w_in", "w_out"
 class DeepMomentum(MatrixOptimizer):
     """deep_momentum: w <- (1 - lr weight_decay) w + lr NS m(g), m <- momentum m - c grad ell(m; g).
 
-    The momentum is the network m(u) = W_2 tanh(W_1 u) of the memories' `deep_momentum`, on rows of
-    the gradient, trained by one explicit step before it is read: `objective="descent"` teaches it
-    -g with c = rate / (1 + rate B), B a bound of its curvature, so that no gradient makes it
-    overshoot; `"paper"` is the printed ell = <m(g), 1> with c = rate, whose direction does not
-    depend on the sign of g. It starts at a fixed draw for W_1 and at W_2 = 0; `momentum` decays the
-    distance from there. The loss is the sum over rows.
+    The momentum is the network m(u) = W_2 tanh(W_1 u) of the memories' `deep_momentum`, on rows of the gradient,
+    trained by one explicit step before it is read: `objective="descent"` teaches it -g with c = rate / (1 + rate B), B
+    a bound of its curvature, so that no gradient makes it overshoot; `"paper"` is the printed ell = <m(g), 1> with c =
+    rate, whose direction does not depend on the sign of g. It starts at a fixed draw for W_1 and at W_2 = 0; `momentum`
+    decays the distance from there. The loss is the sum over rows.
 
-    input_scale: `rms` (the default of `descent`) divides the gradient by the root mean square of
-    its rows that are not zero (`shared`: of all of them). A gradient of length s teaches m only s^2
-    as fast and is answered s times as long: without it steps shrink like s^3, and a model whose
-    gradients are small stands still. With it B is of the order of rows times width, c close to 1/B.
-    orthogonalize: Newton-Schulz on m'(g), eq. 52 (the default of `descent`); True, False, or fields
-    of its algorithm. Of a direction that has the share v of the rows' power m answers less than
-    about v / (v + 1 - momentum), so without it only the strongest direction moves. Steps are as
-    long as those of `Muon` with adjust_lr_fn="none", lr alike.
-    shared: one network for all rows of one width in a group, trained on those of this step
-    together; every parameter of that width keeps a copy, also without a gradient. Else one each.
-    width: hidden units, and the most directions that an answer has. rate: step size of the network.
+    input_scale: `rms` (the default of `descent`) divides the gradient by the root mean square of its rows that are not
+    zero (`shared`: of all of them). A gradient of length s teaches m only s^2 as fast and is answered s times as long:
+    without it steps shrink like s^3, and a model whose gradients are small stands still. With it B is of the order of
+    rows times width, c close to 1/B. orthogonalize: Newton-Schulz on m'(g), eq. 52 (the default of `descent`); True,
+    False, or fields of its algorithm. Of a direction that has the share v of the rows' power m answers less than about
+    v / (v + 1 - momentum), so without it only the strongest direction moves. Steps are as long as those of `Muon` with
+    adjust_lr_fn="none", lr alike.
+    shared: one network for all rows of one width in a group, trained on those of this step together; every parameter of
+    that width keeps a copy, also without a gradient. Else one each. width: hidden units, and the most directions that
+    an answer has. rate: step size of the network.
 
     Shapes: gradient `[r, c]`; state W_1 minus its start `[width, c]`, W_2 `[c, width]`.
     Cost: 10 r c width. Sharded parameters are gathered.
-    Warning: eq. 50 alone, `objective="paper"`, or `descent` with `input_scale="none"` and
-    `orthogonalize=False`, trains slowly or not at all.
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 50 and 52.
-    [OPT-DEEP-D1]
+    Warning: eq. 50 alone, `objective="paper"`, or `descent` with `input_scale="none"` and `orthogonalize=False`, trains
+    slowly or not at all.
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 50 and 52. [OPT-DEEP-D1]
     """
 
     structural: ClassVar[tuple[str, ...]] = (
@@ -114,15 +103,10 @@ class DeepMomentum(MatrixOptimizer):
         shapes = {CHANGE: (width, columns), OUT: (columns, width)}
         return {k: torch.zeros(s, dtype=dtype, device=p.device) for k, s in shapes.items()}
 
-    def update(
-        self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]
-    ) -> None:
+    def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Trains each network on its rows, reads it there, and moves the weights."""
         bulk = Bulk(group["foreach"], group["differentiable"], states[0][OUT].dtype)
-        rows = [
-            as_matrix(g, group["matrix"]).to(state[OUT])
-            for g, state in zip(grads, states, strict=True)
-        ]
+        rows = [as_matrix(g, group["matrix"]).to(state[OUT]) for g, state in zip(grads, states, strict=True)]
         found = dict[int, Tensor]()
         for members in self._together(group, rows):
             if group["shared"]:
@@ -171,9 +155,7 @@ class DeepMomentum(MatrixOptimizer):
             together.setdefault(x.shape[-1] if group["shared"] else alone, []).append(i)
         return list(together.values())
 
-    def _owners(
-        self, group: Group, states: list[State], members: list[int]
-    ) -> list[tuple[int, State]]:
+    def _owners(self, group: Group, states: list[State], members: list[int]) -> list[tuple[int, State]]:
         """The states that hold the networks of these gradients, and which of them."""
         if not group["shared"]:
             return [(place, states[i]) for place, i in enumerate(members)]

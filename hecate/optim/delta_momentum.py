@@ -32,25 +32,21 @@ HELD = "momentum"
 class DeltaMomentum(MatrixOptimizer):
     """delta_momentum: m <- m (momentum I - c g^T g) + g, w <- (1 - lr weight_decay) w - lr m.
 
-    The momentum as a delta-rule memory of gradients: what it holds along the present gradient is
-    erased before that is added. Eq. 49 puts -lr g into m and adds m to w: the same while lr is
-    constant. Its g^T g lacks the factor that descent gives it; here it is `erase`, a number or
-    `"lr"`.
+    The momentum as a delta-rule memory of gradients: what it holds along the present gradient is erased before that is
+    added. Eq. 49 puts -lr g into m and adds m to w: the same while lr is constant. Its g^T g lacks the factor that
+    descent gives it; here it is `erase`, a number or `"lr"`.
 
-    reading: what g^T g is. `matrix`, of all rows; `rows`, each row of m erases along its own row of
-    g; `scalar`, the number |g|^2 of the whole gradient, m <- max(0, momentum - erase |g|^2) m + g.
-    The last two, with `erase="lr"`, beat tuned momentum on two thirds of eq. 53's surfaces.
-    form: `stable`, c = erase / (1 + erase |g|^2) with |g| of the matrix or row, so that no
-    eigenvalue of the bracket leaves [momentum - 1, momentum]; for `scalar` the max. `hope`, c =
-    erase and no max, as printed: refused (`beyond="raise"`) or warned of (`"warn"`) at a gradient
-    with erase |g|_2^2 > 1 + momentum, where m grows.
+    reading: what g^T g is. `matrix`, of all rows; `rows`, each row of m erases along its own row of g; `scalar`, the
+    number |g|^2 of the whole gradient, m <- max(0, momentum - erase |g|^2) m + g. The last two, with `erase="lr"`, beat
+    tuned momentum on two thirds of eq. 53's surfaces.
+    form: `stable`, c = erase / (1 + erase |g|^2) with |g| of the matrix or row, so that no eigenvalue of the bracket
+    leaves [momentum - 1, momentum]; for `scalar` the max. `hope`, c = erase and no max, as printed: refused
+    (`beyond="raise"`) or warned of (`"warn"`) at a gradient with erase |g|_2^2 > 1 + momentum, where m grows.
     orthogonalize: Newton-Schulz on m before it moves the weights; True, or fields of its algorithm.
 
     Shapes: see `MatrixOptimizer`; momentum like the parameter.
-    Cost: `matrix` two products of min(r, c)^2 max(r, c); others memory-bound. Sharded parameters
-    are gathered.
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 48 and 49.
-    [OPT-DELTA-D1]
+    Cost: `matrix` two products of min(r, c)^2 max(r, c); others memory-bound. Sharded parameters are gathered.
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 48 and 49. [OPT-DELTA-D1]
     """
 
     numbers: ClassVar[Mapping[str, float]] = {**MatrixOptimizer.numbers, "momentum": 1}
@@ -117,9 +113,7 @@ class DeltaMomentum(MatrixOptimizer):
         """Zero momentum."""
         return {HELD: zeros_like_state(p, group)}
 
-    def update(
-        self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]
-    ) -> None:
+    def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Erases, adds, and moves the weights."""
         held = [state[HELD] for state in states]
         bulk = Bulk(group["foreach"], group["differentiable"], held[0].dtype)

@@ -12,15 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hecate.errors import ConfigError
 from hecate.optim.base import MatrixOptimizer, State
-from hecate.optim.options import (
-    Group,
-    MatrixView,
-    OnNonfinite,
-    StateDtype,
-    check_choice,
-    common_options,
-    name_of,
-)
+from hecate.optim.options import Group, MatrixView, OnNonfinite, StateDtype, check_choice, common_options, name_of
 from hecate.optim.sharding import is_sharded
 from hecate.optim.tensors import Bulk, state_dtype
 from hecate.tape.bridge import can_inspect
@@ -38,28 +30,28 @@ class Samples(NamedTuple):
 class DGD(MatrixOptimizer):
     """dgd: w <- w ((1 - lr weight_decay) I - c x x^T) - c g x^T, c = lr / (1 + lr |x|^2).
 
-    The exact minimiser of |w' x + g|^2 / 2 + |w' - w|^2 / (2 lr) at an input x whose output has the
-    gradient g: descent that also lowers w's own answer to x. It needs every sample's x and g, which
-    `attach` takes from the `torch.nn.Linear` layers of a module.
+    The exact minimiser of |w' x + g|^2 / 2 + |w' - w|^2 / (2 lr) at an input x whose output has the gradient g: descent
+    that also lowers w's own answer to x. It needs every sample's x and g, which `attach` takes from the
+    `torch.nn.Linear` layers of a module.
 
-    batch: how n samples make one step. `mean` averages their steps, each from the w before it;
-    `sequential` takes them in order, each from the w that the last one left, with the gradients of
-    the w before the first. The decay is taken once.
-    reduction: how the loss joins samples. `mean` (the default): a sample's own gradient is n times
-    what reaches the layer; `sum`: it is that.
-    unattached: what happens to parameters that are no weight of an attached layer, such as biases:
-    `refuse`, or `sgd`, w <- (1 - lr weight_decay) w - lr gradient.
+    batch: how n samples make one step. `mean` averages their steps, each from the w before it; `sequential` takes them
+    in order, each from the w that the last one left, with the gradients of the w before the first. The decay is taken
+    once.
+    reduction: how the loss joins samples. `mean` (the default): a sample's own gradient is n times what reaches the
+    layer; `sum`: it is that.
+    unattached: what happens to parameters that are no weight of an attached layer, such as biases: `refuse`, or `sgd`,
+    w <- (1 - lr weight_decay) w - lr gradient.
 
-    rescaled: what happens to a gradient that is a multiple of what the samples make up, as after
-    clipping by norm or under a loss scaler: `refuse`, or `follow`, which multiplies their g alike.
+    rescaled: what happens to a gradient that is a multiple of what the samples make up, as after clipping by norm or
+    under a loss scaler: `refuse`, or `follow`, which multiplies their g alike.
 
     Shapes: w `[out, in]`; inputs `[..., in]`. No state.
     Cost: `mean` two products of n out in; `sequential` also n CHUNK (in + out).
-    Warning: samples are kept from the backward pass until this optimiser's `zero_grad`. They must
-    account for the gradient: what is clipped by value or averaged over processes is refused, and
+    Warning: samples are kept from the backward pass until this optimiser's `zero_grad`. They must account for the
+    gradient: what is clipped by value or averaged over processes is refused, and
     so are sharded weights, whose samples no process has all of.
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57, whose c = lr / (1
-    + lr) holds for |x| = 1. [OPT-DGD-D1]
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57, whose c = lr / (1 + lr) holds for |x|
+    = 1. [OPT-DGD-D1]
     """
 
     def __init__(
@@ -153,9 +145,7 @@ class DGD(MatrixOptimizer):
         """None."""
         return {}
 
-    def update(
-        self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]
-    ) -> None:
+    def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """One step per weight from its samples."""
         bulk = Bulk(group["foreach"], group["differentiable"], params[0].dtype)
         lr, decay = bulk.number(group["lr"]), group["weight_decay"]
@@ -182,9 +172,7 @@ class DGD(MatrixOptimizer):
         for xs, gs, cs in zip(x.split(CHUNK), g.split(CHUNK), c.split(CHUNK), strict=True):
             # An error e_t = w_t x_t + g_t with w_t = w - sum_(s < t) c_s e_s x_s^T: triangular.
             system = torch.tril(xs @ xs.mT, -1) * cs.mT
-            errors = torch.linalg.solve_triangular(
-                system, xs @ moved.mT + gs, upper=False, unitriangular=True
-            )
+            errors = torch.linalg.solve_triangular(system, xs @ moved.mT + gs, upper=False, unitriangular=True)
             moved = moved - (cs * errors).mT @ xs
         return w - moved
 

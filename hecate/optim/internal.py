@@ -1,7 +1,7 @@
 """What an optimiser learns by an objective of its own: the lift, and the parameters of phi.
 
-Both read gradients as data: the lift and phi shall tell the gradient back, P phi~(g) = g. They live
-in the state of each parameter, and a gradient of zero leaves them as they are.
+Both read gradients as data: the lift and phi shall tell the gradient back, P phi~(g) = g. They live in the state of
+each parameter, and a gradient of zero leaves them as they are.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ def fresh_lift(d_phi: int, width: int, device: torch.device) -> dict[str, Tensor
     return {k: torch.zeros(s, dtype=torch.float64, device=device) for k, s in zeros.items()}
 
 
-def learn_lift(
-    state: dict[str, Tensor], features: Tensor, rows: Tensor, forget: float, ridge: float
-) -> Tensor:
+def learn_lift(state: dict[str, Tensor], features: Tensor, rows: Tensor, forget: float, ridge: float) -> Tensor:
     """P = argmin sum_s forget^(t-s) |phi~(g_s) P - g_s|^2 + ridge tr(A)/d_phi |P|^2, `[d_phi, c]`.
 
-    Recursive least squares by its normal equations: A <- forget A + Phi^T Phi, B <- forget B +
-    Phi^T G, P = (A + ridge tr(A)/d_phi)^(-1) B. A step whose features are all zero forgets nothing.
-    [OPT-LIFT-D4]
+    Recursive least squares by its normal equations: A <- forget A + Phi^T Phi, B <- forget B + Phi^T G, P = (A + ridge
+    tr(A)/d_phi)^(-1) B. A step whose features are all zero forgets nothing. [OPT-LIFT-D4]
     """
     gram, cross = state[GRAM], state[CROSS]
     features, rows = features.to(gram.dtype), rows.to(gram.dtype)
@@ -49,9 +46,7 @@ def fresh_phi(params: Params) -> dict[str, Tensor]:
 
 def own_phi(row_map: RowMap, state: dict[str, Tensor], like: Tensor) -> RowMap:
     """The map with the learned parameters that this state holds."""
-    learned = {
-        name.removeprefix(PHI): value for name, value in state.items() if name.startswith(PHI)
-    }
+    learned = {name.removeprefix(PHI): value for name, value in state.items() if name.startswith(PHI)}
     return row_map.with_params({**row_map.params, "learned": learned}, like)
 
 

@@ -10,14 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hecate.optim.base import State
-from hecate.optim.options import (
-    Group,
-    MatrixView,
-    OnNonfinite,
-    StateDtype,
-    check_choice,
-    common_options,
-)
+from hecate.optim.options import Group, MatrixView, OnNonfinite, StateDtype, check_choice, common_options
 from hecate.optim.phi_rows import PhiOptimizer, map_of
 from hecate.optim.sharding import is_spread
 from hecate.optim.tensors import Bulk, as_matrix, outline, state_dtype
@@ -29,21 +22,18 @@ MEMORY = "memory"
 class KernelMomentum(PhiOptimizer):
     """kernel_momentum: S <- momentum S + sum_j g_j phi~(g_j)^T, w_j <- w_j - lr S phi~(g_j).
 
-    The accumulator is a matrix memory whose keys and values are the columns g_j of the gradient
-    (`keys="rows"`: its rows). Each step writes the gradient, then reads with it: u_j = sum_(s, i)
-    momentum^(t-s) k(g_i^s, g_j) g_i^s, so that past gradients count by their similarity to the
-    present one, k(x, y) = phi~(x).phi~(y). phi~ is centred or odd-lifted as in `PhiMomentum`, of
-    the key scaled by `input_scale`; values keep their length.
+    The accumulator is a matrix memory whose keys and values are the columns g_j of the gradient (`keys="rows"`: its
+    rows). Each step writes the gradient, then reads with it: u_j = sum_(s, i) momentum^(t-s) k(g_i^s, g_j) g_i^s, so
+    that past gradients count by their similarity to the present one, k(x, y) = phi~(x).phi~(y). phi~ is centred or
+    odd-lifted as in `PhiMomentum`, of the key scaled by `input_scale`; values keep their length.
 
     Shapes: gradient `[r, c]`, S `[r, d_phi]` (`keys="rows"`: `[c, d_phi]`).
     Traits: the first step descends, <g, u> >= 0, for every phi: it is the sum of the product of
     two positive semi-definite matrices. A gradient of zero reads nothing.
     Cost: O(r c d_phi) a step.
-    Warning: similar columns add up; start from a smaller lr than that of plain momentum. A
-    parameter of one dimension is one row: choose `keys="rows"` for it. Sharded parameters are
-    gathered, and every process keeps S.
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 50 and 51: W + m(u).
-    [OPT-KERNEL-D1]
+    Warning: similar columns add up; start from a smaller lr than that of plain momentum. A parameter of one dimension
+    is one row: choose `keys="rows"` for it. Sharded parameters are gathered, and every process keeps S.
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 50 and 51: W + m(u). [OPT-KERNEL-D1]
     """
 
     structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "keys")
@@ -98,9 +88,7 @@ class KernelMomentum(PhiOptimizer):
         self.row_map(group, memory.new_empty(0, width))
         return {MEMORY: memory}
 
-    def update(
-        self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]
-    ) -> None:
+    def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Writes each gradient into its memory, reads with it, and moves the weights."""
         held = [state[MEMORY] for state in states]
         bulk = Bulk(group["foreach"], group["differentiable"], held[0].dtype)

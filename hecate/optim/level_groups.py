@@ -16,10 +16,9 @@ def level_groups(
 ) -> list[Group]:
     """Parameter groups by name: one per period, the fastest first.
 
-    `level_groups(model.named_parameters(), {"*.levels.2.*": 64, "*.levels.1.*": 8})`: the first
-    pattern (shell style) that fits a name decides, `default` where none does. Parameters that need
-    no gradient are left out. A pattern that decides nothing is a `ConfigError`. [OPTIM-LEVEL-D4]
-    """
+    `level_groups(model.named_parameters(), {"*.levels.2.*": 64, "*.levels.1.*": 8})`: the first pattern (shell style)
+    that fits a name decides, `default` where none does. Parameters that need no gradient are left out. A pattern that
+    decides nothing is a `ConfigError`. [OPTIM-LEVEL-D4]"""
     for period in (*periods.values(), default):
         check_level({"period": period, "reduce": "mean"})
     named = [(name, value) for name, value in named_parameters if value.requires_grad]
@@ -34,9 +33,7 @@ def level_groups(
         names = [name for name, _ in named]
         some = ", ".join(names[:4]) + (", ..." if names[4:] else "")
         hint = did_you_mean(pattern, names)
-        raise ConfigError(
-            f"the pattern {pattern!r} decides no parameter's level; names are {some}.{hint}"
-        )
+        raise ConfigError(f"the pattern {pattern!r} decides no parameter's level; names are {some}.{hint}")
     return [{"params": found[period], "period": period} for period in sorted(found)]
 
 

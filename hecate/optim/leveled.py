@@ -1,7 +1,7 @@
 """Parameters that learn at different rates: the continuum of levels, for a model's own weights.
 
-A level is a parameter group with a period C. Its gradients are collected for C steps while its
-parameters stand still; then one step of an ordinary torch optimiser is taken for it alone.
+A level is a parameter group with a period C. Its gradients are collected for C steps while its parameters stand still;
+then one step of an ordinary torch optimiser is taken for it alone.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from hecate.optim.windows import add_windows, added, refuse_shapes, windows_of
 class Leveled(torch.optim.Optimizer):
     """Leveled: theta_l <- step(theta_l, mean of the last C_l gradients) at t = 0 mod C_l.
 
-    Wraps any torch optimiser that needs no closure: `Leveled(groups, torch.optim.AdamW, lr=1e-3)`
-    passes every option but its own to AdamW, and a group may have its own value of each. Between
-    commits the wrapped optimiser does not see a level, so nothing of it decays and nothing counts:
-    Adam's `step` of a slow level is the number of its commits. With period 1 everywhere it is
-    AdamW, bit for bit.
+    Wraps any torch optimiser that needs no closure: `Leveled(groups, torch.optim.AdamW, lr=1e-3)` passes every option
+    but its own to AdamW, and a group may have its own value of each. Between commits the wrapped optimiser does not see
+    a level, so nothing of it decays and nothing counts: Adam's `step` of a slow level is the number of its commits.
+    With period 1 everywhere it is AdamW, bit for bit.
 
-    What a step contributes is what `.grad` holds when `step` is called; so clipping clips each of
-    the C gradients, `zero_grad` clears `.grad` and never a window, and a step without a gradient
-    adds zero (a parameter without any in the whole window is left out, as torch does). Windows of
-    half precision are summed in float32. `.grad` is the step's own again after a commit. The
-    learning rate of a commit is that of its step. If the wrapped step raises, its window is spent.
+    What a step contributes is what `.grad` holds when `step` is called; so clipping clips each of the C gradients,
+    `zero_grad` clears `.grad` and never a window, and a step without a gradient adds zero (a parameter without any in
+    the whole window is left out, as torch does). Windows of half precision are summed in float32. `.grad` is the step's
+    own again after a commit. The learning rate of a commit is that of its step. If the wrapped step raises, its window
+    is spent.
 
     Args:
         params: parameters or groups, as for any torch optimiser.
@@ -43,14 +42,14 @@ class Leveled(torch.optim.Optimizer):
             SGD; a group may have its own.
         options: for `factory`.
 
-    `inner` is the wrapped optimiser: hooks registered there fire at commits only and see in `.grad`
-    the gradient of the window. State (windows included), schedulers, hooks, closures, groups,
-    deepcopy and pickle are those of any torch optimiser. Gradients of a window that is
+    `inner` is the wrapped optimiser: hooks registered there fire at commits only and see in `.grad` the gradient of the
+    window. State (windows included), schedulers, hooks, closures, groups, deepcopy and pickle are those of any torch
+    optimiser. Gradients of a window that is
     incomplete at the end of training are in the state dict; `flush` commits them.
 
     Cost: one tensor per parameter of a level with C > 1, and one addition per step.
-    References: A. Behrouz et al., Nested Learning: The Illusion of Deep Learning Architectures,
-    2025, eq. 71, whose sum over t = i - C..i has one term too many. [OPTIM-LEVEL-D1]
+    References: A. Behrouz et al., Nested Learning: The Illusion of Deep Learning Architectures, 2025, eq. 71, whose sum
+    over t = i - C..i has one term too many. [OPTIM-LEVEL-D1]
     """
 
     def __init__(
@@ -107,8 +106,7 @@ class Leveled(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's, with a `window` of each parameter of a slow level among its state.
 
-        Zero if there is none (`has_window`), so that a fresh state has all that a later one has.
-        """
+        Zero if there is none (`has_window`), so that a fresh state has all that a later one has."""
         self._make_state()
         hook = self.register_state_dict_post_hook(add_windows, prepend=True)
         try:
@@ -160,8 +158,8 @@ class Leveled(torch.optim.Optimizer):
             group.setdefault("commits", 1)  # written by a version that did not count
 
     def _is_asked_for_state(self) -> bool:
-        """Whether this is the step of zeros at lr 0 by which torch's distributed checkpoints make
-        state where they find none: it counts as no step, because `state_dict` makes it."""
+        """Whether this is the step of zeros at lr 0 by which torch's distributed checkpoints make state where they find
+        none: it counts as no step, because `state_dict` makes it."""
         groups = self.param_groups
         if self.state or any(group["commits"] for group in groups):
             return False
@@ -172,8 +170,8 @@ class Leveled(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _make_state(self) -> None:
-        """The state of levels before their first commit, which begins without it: by a step of
-        zeros at lr 0, as torch's distributed checkpoints make it."""
+        """The state of levels before their first commit, which begins without it: by a step of zeros at lr 0, as
+        torch's distributed checkpoints make it."""
         fresh = [
             group
             for group in self.param_groups

@@ -1,8 +1,7 @@
 """Rows to phi-space and back: centred features of a gradient, and the lift P to weight space.
 
-A gradient of zero must move nothing, so features enter as phi~(g) = phi(g) - phi(0), or as the odd
-part (phi(g) - phi(-g)) / 2, which is the map `OddLift`. A lift takes `[rows, d_phi]` back to
-`[rows, columns]`.
+A gradient of zero must move nothing, so features enter as phi~(g) = phi(g) - phi(0), or as the odd part (phi(g) -
+phi(-g)) / 2, which is the map `OddLift`. A lift takes `[rows, d_phi]` back to `[rows, columns]`.
 """
 
 from __future__ import annotations
@@ -18,18 +17,7 @@ from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.optim.tensors import largest
-from hecate.phi import (
-    ELU,
-    Compose,
-    FeatureMap,
-    Identity,
-    Linear,
-    Normalise,
-    OddLift,
-    Params,
-    Polynomial,
-    RandomFourier,
-)
+from hecate.phi import ELU, Compose, FeatureMap, Identity, Linear, Normalise, OddLift, Params, Polynomial, RandomFourier
 from hecate.phi.elementwise import Elementwise
 
 LiftName = Literal["identity", "vjp", "pinv", "learned", "prefix", "callable"]
@@ -39,15 +27,7 @@ Call = Callable[[Tensor, Tensor], Tensor]
 
 RISING = {"identity", "elu", "exp", "sigmoid", "softplus", "tanh"}  # strictly, in every component
 HALVES = {"gelu_shifted", "leaky_relu_squared", "relu", "squared_relu"}  # their odd part rises
-STEADY = {
-    "elu",
-    "gelu_shifted",
-    "identity",
-    "relu",
-    "sigmoid",
-    "softplus",
-    "tanh",
-}  # of bounded slope
+STEADY = {"elu", "gelu_shifted", "identity", "relu", "sigmoid", "softplus", "tanh"}  # of bounded slope
 PROBE = 67  # no multiple of a vector register: a kernel's main loop and its tail both run
 
 
@@ -64,8 +44,8 @@ def on_numbers(feature_map: FeatureMap) -> bool:
 
 
 def choose(feature_map: FeatureMap) -> LiftName:
-    """What `lift="auto"` means: identity where components keep their sign, pinv where features
-    decode linearly or forget lengths, else vjp."""
+    """What `lift="auto"` means: identity where components keep their sign, pinv where features decode linearly or
+    forget lengths, else vjp."""
     inner = feature_map.inner if isinstance(feature_map, OddLift) else feature_map
     rising = RISING | HALVES if isinstance(feature_map, OddLift) else RISING
     if inner.kind in rising:
@@ -81,8 +61,8 @@ def _forgets_length(feature_map: FeatureMap) -> bool:
 
 
 def choose_scale(feature_map: FeatureMap, lift: str) -> Scale:
-    """What `input_scale="auto"` means: none where updates descend at gradients of any length, which
-    are those of maps of degree 1 and, taken as they are, of `STEADY` ones; else restored."""
+    """What `input_scale="auto"` means: none where updates descend at gradients of any length, which are those of maps
+    of degree 1 and, taken as they are, of `STEADY` ones; else restored."""
     inner = feature_map.inner if isinstance(feature_map, OddLift) else feature_map
     steady = lift == "identity" and inner.kind in STEADY
     return "none" if steady or inner.traits().degree == 1 else "restored"
@@ -196,8 +176,7 @@ def called(call: Call, held: Tensor, g: Tensor) -> Tensor:
     lifted = call(held, g)
     if lifted.shape != g.shape:
         raise ShapeError(
-            f"the lift must return {list(g.shape)} from features {list(held.shape)}, "
-            f"got {list(lifted.shape)}"
+            f"the lift must return {list(g.shape)} from features {list(held.shape)}, got {list(lifted.shape)}"
         )
     return lifted
 
@@ -229,8 +208,8 @@ def checksum(params: Params) -> str:
 def calibrated(row_map: RowMap, width: int, seed: int, ridge: float) -> tuple[Tensor, float]:
     """pinv: P = argmin E|phi~(x) P - x|^2 + ridge |P|^2 over seeded Gaussian rows x, and its error.
 
-    `row_map` is in float64. The error, sqrt(E|phi~(x) P - x|^2 / E|x|^2), is taken on rows that the
-    fit has not seen: 0 decodes exactly, 1 tells nothing. [OPT-LIFT-D3]
+    `row_map` is in float64. The error, sqrt(E|phi~(x) P - x|^2 / E|x|^2), is taken on rows that the fit has not seen: 0
+    decodes exactly, 1 tells nothing. [OPT-LIFT-D3]
     """
     d_phi = row_map.feature_map.output_dim(width)
     count = max(256, 4 * d_phi)

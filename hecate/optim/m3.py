@@ -22,13 +22,7 @@ from hecate.optim.options import (
     common_options,
     name_of,
 )
-from hecate.optim.orthogonal import (
-    AdjustLr,
-    Polynomial,
-    adjustment,
-    check_muon_steps,
-    muon_steps,
-)
+from hecate.optim.orthogonal import AdjustLr, Polynomial, adjustment, check_muon_steps, muon_steps
 from hecate.optim.tensors import Bulk, as_matrix
 
 FAST, SLOW, UPDATE, WINDOW, SQUARE, STEP = (
@@ -39,24 +33,23 @@ FAST, SLOW, UPDATE, WINDOW, SQUARE, STEP = (
 class M3(MatrixOptimizer):
     """m3: w <- (1 - lr weight_decay) w - lr a (NS(m1) + slow NS(m2)), m2 moved once a slow_period.
 
-    accumulate: `ema_mean`, m1 <- momentum m1 + (1 - momentum) g and at the end of a period m2 <-
-    slow_momentum m2 + (1 - slow_momentum) s with s the mean of its gradients, `slow_period` many;
-    `ema_last`, the same with s the last one alone; `sum`, as printed, without decay: m1 <- m1 +
-    momentum g, m2 <- m2 + slow_momentum (sum of a period's), v <- v + retain g^2. At a
-    period's end m2 is moved before m1, by a window that ends with the present gradient.
-    second_moment: `none`; `before`, NS(m / (sqrt(v) + eps)); `after`, as printed, (NS(m1) + slow
-    NS(m2)) / (sqrt(v) + eps), which gives up the equal singular values that NS made. v <- retain v
-    + (1 - retain) g^2; averages are divided by 1 - retain^t where their scale matters.
-    vectors: parameters of fewer than 2 dimensions take `adam`, (m1 + slow m2) / (sqrt(v) + eps), or
-    `row`, NS of one row: its direction.
+    accumulate: `ema_mean`, m1 <- momentum m1 + (1 - momentum) g and at the end of a period m2 <- slow_momentum m2 + (1
+    - slow_momentum) s with s the mean of its gradients, `slow_period` many; `ema_last`, the same with s the last one
+    alone; `sum`, as printed, without decay: m1 <- m1 + momentum g, m2 <- m2 + slow_momentum (sum of a period's), v <- v
+    + retain g^2. At a
+    period's end m2 is moved before m1, by a window that ends with the present gradient. second_moment: `none`;
+    `before`, NS(m / (sqrt(v) + eps)); `after`, as printed, (NS(m1) + slow NS(m2)) / (sqrt(v) + eps), which gives up the
+    equal singular values that NS made. v <- retain v + (1 - retain) g^2; averages are divided by 1 - retain^t where
+    their scale matters.
+    vectors: parameters of fewer than 2 dimensions take `adam`, (m1 + slow m2) / (sqrt(v) + eps), or `row`, NS of one
+    row: its direction.
     a by `adjust_lr_fn`: see `Muon`, which this is with slow=0 (nesterov=False), bit for bit.
 
-    Shapes: see `MatrixOptimizer`. State: fast, slow, slow_update (NS of slow), step; slow_window
-    unless `ema_last`; square where v is used.
+    Shapes: see `MatrixOptimizer`. State: fast, slow, slow_update (NS of slow), step; slow_window unless `ema_last`;
+    square where v is used.
     Cost: 1 + 1 / slow_period times that of `Muon`. Sharded parameters are gathered.
-    Warning: `sum` never forgets a gradient and swings about a minimum like an undamped spring.
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1. [OPT-M3-D1]
-    """
+    Warning: `sum` never forgets a gradient and swings about a minimum like an undamped spring. References: Nested
+    Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1. [OPT-M3-D1]"""
 
     structural: ClassVar[tuple[str, ...]] = (
         *MatrixOptimizer.structural, "accumulate", "second_moment", "vectors", "slow_period",
@@ -107,8 +100,7 @@ class M3(MatrixOptimizer):
         scaled = [p for p in group["params"] if _keeps_square(p, group)]
         if scaled and group["accumulate"] != "sum" and group["retain"] == 1:
             raise ConfigError(
-                f"retain 1 never writes the second moment of {name_of(group, scaled[0])}; "
-                "choose one below 1"
+                f"retain 1 never writes the second moment of {name_of(group, scaled[0])}; choose one below 1"
             )
 
     def gathers(self, group: Group, p: Tensor) -> bool:
@@ -123,9 +115,7 @@ class M3(MatrixOptimizer):
         state = {name: zeros_like_state(p, group) for name in names}
         return state | {STEP: torch.zeros((), dtype=torch.int64)}
 
-    def update(
-        self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]
-    ) -> None:
+    def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Moves both averages, orthogonalises what moved, and moves the weights."""
         bulk = Bulk(group["foreach"], group["differentiable"], states[0][FAST].dtype)
         lr, slow = bulk.number(group["lr"]), bulk.number(group["slow"])
@@ -145,21 +135,15 @@ class M3(MatrixOptimizer):
         ratios = [_ratio(p, group) for p in params]
         bulk.move(params, updates, lr, group["weight_decay"], ratios)
 
-    def _write(
-        self, group: Group, bulk: Bulk, states: list[State], key: str, ys: list[Tensor], rate: Any
-    ) -> None:
+    def _write(self, group: Group, bulk: Bulk, states: list[State], key: str, ys: list[Tensor], rate: Any) -> None:
         """x <- x + rate y (`sum`), else x <- rate x + (1 - rate) y."""
         xs, rate = [state[key] for state in states], bulk.number(rate)
         summed = group["accumulate"] == "sum"
-        for state, x in zip(
-            states, bulk.add(xs, ys, rate) if summed else bulk.lerp(xs, ys, 1 - rate), strict=True
-        ):
+        for state, x in zip(states, bulk.add(xs, ys, rate) if summed else bulk.lerp(xs, ys, 1 - rate), strict=True):
             put(group, state, key, x)
 
     def _second(self, group: Group, bulk: Bulk, grads: list[Tensor], states: list[State]) -> None:
-        held = [
-            (_square(g), state) for g, state in zip(grads, states, strict=True) if SQUARE in state
-        ]
+        held = [(_square(g), state) for g, state in zip(grads, states, strict=True) if SQUARE in state]
         if held:
             squares, kept = [s for s, _ in held], [state for _, state in held]
             self._write(group, bulk, kept, SQUARE, squares, group["retain"])
@@ -184,9 +168,7 @@ class M3(MatrixOptimizer):
             if how != "ema_last":
                 put(group, state, WINDOW, torch.zeros_like(state[WINDOW]))
 
-    def _outputs(
-        self, group: Group, states: list[State], key: str, counts: list[int]
-    ) -> list[Tensor]:
+    def _outputs(self, group: Group, states: list[State], key: str, counts: list[int]) -> list[Tensor]:
         """What an average adds to the update, after its `counts`-th write."""
         found, inputs = dict[int, Tensor](), dict[int, Tensor]()
         rate = group["momentum" if key == FAST else "slow_momentum"]

@@ -11,21 +11,8 @@ from torch.optim.optimizer import ParamsT
 
 from hecate.errors import ConfigError
 from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
-from hecate.optim.options import (
-    Group,
-    MatrixView,
-    OnNonfinite,
-    StateDtype,
-    common_options,
-    name_of,
-)
-from hecate.optim.orthogonal import (
-    AdjustLr,
-    Polynomial,
-    adjustment,
-    check_muon_steps,
-    muon_steps,
-)
+from hecate.optim.options import Group, MatrixView, OnNonfinite, StateDtype, common_options, name_of
+from hecate.optim.orthogonal import AdjustLr, Polynomial, adjustment, check_muon_steps, muon_steps
 from hecate.optim.tensors import Bulk, as_matrix
 
 HELD = "momentum"
@@ -34,17 +21,15 @@ HELD = "momentum"
 class Muon(MatrixOptimizer):
     """muon: m <- momentum m + (1 - momentum) g, w <- (1 - lr weight_decay) w - lr a NS(u).
 
-    u is m, or with `nesterov` momentum m + (1 - momentum) g. NS pushes the singular values of u's
-    matrix towards 1, so that a step has about the same length along every direction. a, by
-    `adjust_lr_fn`: `original` sqrt(max(1, rows / columns)), `match_rms_adamw` 0.2 sqrt(max(rows,
-    columns)), `none` 1. With `ns_dtype="bfloat16"` and `state_dtype="parameter"` this is
-    `torch.optim.Muon`, bit for bit on matrices of 2^14 numbers or more, or with `foreach=False`;
-    the default iterates in the dtype of the state, float32 or better.
+    u is m, or with `nesterov` momentum m + (1 - momentum) g. NS pushes the singular values of u's matrix towards 1, so
+    that a step has about the same length along every direction. a, by `adjust_lr_fn`: `original` sqrt(max(1, rows /
+    columns)), `match_rms_adamw` 0.2 sqrt(max(rows, columns)), `none` 1. With `ns_dtype="bfloat16"` and
+    `state_dtype="parameter"` this is `torch.optim.Muon`, bit for bit on matrices of 2^14 numbers or more, or with
+    `foreach=False`; the default iterates in the dtype of the state, float32 or better.
 
     Shapes: see `MatrixOptimizer`; parameters of fewer than 2 dimensions are refused.
-    Cost: ns_steps x 3 products of min(r, c)^2 max(r, c). Sharded parameters are gathered.
-    References: Muon (Jordan et al., 2024); Nested Learning (Behrouz et al., 2025, arXiv
-    2512.24695), eq. 42. [OPT-MUON-D1]
+    Cost: ns_steps x 3 products of min(r, c)^2 max(r, c). Sharded parameters are gathered. References: Muon (Jordan et
+    al., 2024); Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 42. [OPT-MUON-D1]
     """
 
     numbers: ClassVar[Mapping[str, float]] = {**MatrixOptimizer.numbers, "momentum": 1}
@@ -92,9 +77,7 @@ class Muon(MatrixOptimizer):
         """Zero momentum."""
         return {HELD: zeros_like_state(p, group)}
 
-    def update(
-        self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]
-    ) -> None:
+    def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Averages the gradients, orthogonalises, and moves the weights."""
         held = [state[HELD] for state in states]
         bulk = Bulk(group["foreach"], group["differentiable"], held[0].dtype)

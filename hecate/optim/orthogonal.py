@@ -12,12 +12,7 @@ from torch import Tensor
 from hecate.algorithm import NewtonSchulz
 from hecate.algorithm.newton_schulz import POLYNOMIALS, Coefficients, iterated
 from hecate.errors import ConfigError
-from hecate.optim.options import (
-    Group,
-    check_choice,
-    check_count,
-    check_number,
-)
+from hecate.optim.options import Group, check_choice, check_count, check_number
 from hecate.optim.tensors import SMALL, tamed
 
 Polynomial = Literal["quintic", "cubic"] | tuple[float, float, float]
@@ -34,8 +29,8 @@ def newton_schulz(
 ) -> Tensor:
     """NS(U) `[..., r, c]`: singular values of U / max(|U|_F, eps) towards 1. [OPT-ORTH-D1]
 
-    Zero stays zero. `dtype` is that of the iteration, None the matrix's own. Acts on the whole
-    matrix: rows of a shard alone would be another algorithm.
+    Zero stays zero. `dtype` is that of the iteration, None the matrix's own. Acts on the whole matrix: rows of a shard
+    alone would be another algorithm.
     """
     tall = matrix.shape[-2] > matrix.shape[-1]
     dtype = dtype or matrix.dtype
@@ -58,9 +53,7 @@ def settings(given: bool | Mapping[str, Any] | NewtonSchulz | None) -> dict[str,
     made = NewtonSchulz(**({} if given is True else dict(given)))
     for name in ("lr", "momentum"):
         if getattr(made, name) != NewtonSchulz.model_fields[name].default:
-            raise ConfigError(
-                f"orthogonalize has no {name}, got {getattr(made, name)}; set the optimiser's own"
-            )
+            raise ConfigError(f"orthogonalize has no {name}, got {getattr(made, name)}; set the optimiser's own")
     return made.model_dump()
 
 
@@ -68,9 +61,7 @@ def orthogonalised(matrix: Tensor, options: Mapping[str, Any] | None) -> Tensor:
     """NS(matrix) by `settings`, of the matrix's own length with `rescale`; None leaves it."""
     if options is None:
         return matrix
-    found = newton_schulz(
-        matrix, POLYNOMIALS[options["polynomial"]], options["steps"], options["eps"]
-    )
+    found = newton_schulz(matrix, POLYNOMIALS[options["polynomial"]], options["steps"], options["eps"])
     if options["rescale"]:
         small, size = tamed(matrix, (-2, -1), matrix.dtype)
         found = found * (size * (small.norm() / math.sqrt(min(matrix.shape))))
@@ -113,9 +104,7 @@ def check_muon_steps(group: Group) -> None:
     if isinstance(given, str):
         check_choice(group, "ns_coefficients", tuple(POLYNOMIALS))
     elif not (isinstance(given, tuple | list) and len(given) == 3 and all(map(_is_finite, given))):
-        raise ConfigError(
-            f"ns_coefficients must be three numbers or one of {list(POLYNOMIALS)}, got {given}"
-        )
+        raise ConfigError(f"ns_coefficients must be three numbers or one of {list(POLYNOMIALS)}, got {given}")
     check_count(group, "ns_steps", 99)
     check_number(group, "eps")
     if not group["eps"]:

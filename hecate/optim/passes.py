@@ -11,9 +11,7 @@ from torch import Tensor
 from hecate.optim.base import State, put
 from hecate.optim.internal import GRAM, learn_lift, learn_phi, own_phi
 from hecate.optim.lift import RowMap, on_numbers
-from hecate.optim.options import (
-    Group,
-)
+from hecate.optim.options import Group
 from hecate.optim.orthogonal import orthogonalised
 from hecate.optim.phi_rows import map_of
 from hecate.optim.precondition import COLUMNS, ROWS, SQUARE, diagonal, kronecker
@@ -47,8 +45,7 @@ def number_by_number(group: Group) -> bool:
 class Numberwise:
     """For maps that act on every number alone: shapes do not matter, small tensors go together.
 
-    `squares`, if any, are those of the diagonal preconditioner, before a step and then after it.
-    """
+    `squares`, if any, are those of the diagonal preconditioner, before a step and then after it."""
 
     def __init__(self, group: Group, bulk: Bulk, row_map: RowMap, squares: list[Tensor]) -> None:
         self.group, self.bulk, self.row_map = group, bulk, row_map
@@ -83,13 +80,11 @@ class Batch(NamedTuple):
 class Rowwise:
     """For all maps, lifts, preconditioners and accumulators, on matrices `[rows, columns]`.
 
-    Gradients of one width go through phi together, unless each parameter learns its own lift or
-    phi. `guarded` counts rows that the guard changed.
+    Gradients of one width go through phi together, unless each parameter learns its own lift or phi. `guarded` counts
+    rows that the guard changed.
     """
 
-    def __init__(
-        self, group: Group, bulk: Bulk, states: list[State], map_for: Callable[[Tensor], RowMap]
-    ) -> None:
+    def __init__(self, group: Group, bulk: Bulk, states: list[State], map_for: Callable[[Tensor], RowMap]) -> None:
         self.group, self.bulk, self.states, self.map_for = group, bulk, states, map_for
         self.in_phi = group["space"] == "phi"
         self.guarded: Tensor | int = 0
@@ -103,9 +98,7 @@ class Rowwise:
         if self.in_phi:
             written = self._spread([batch.features for batch in self.batches])
         else:
-            lifted = [
-                self._guard(batch, self._back(batch, batch.features)) for batch in self.batches
-            ]
+            lifted = [self._guard(batch, self._back(batch, batch.features)) for batch in self.batches]
             written = self._preconditioned(self._shaped(self._spread(lifted)))
         if self.group["phi_lr"]:
             for batch in self.batches:
@@ -196,12 +189,7 @@ class Rowwise:
 
 
 def move(
-    group: Group,
-    bulk: Bulk,
-    through: Pass,
-    params: list[Tensor],
-    grads: list[Tensor],
-    held: list[Tensor],
+    group: Group, bulk: Bulk, through: Pass, params: list[Tensor], grads: list[Tensor], held: list[Tensor]
 ) -> list[Tensor]:
     """One step in place; the new momentum, which under autograd is not the old tensor."""
     lr, momentum = bulk.number(group["lr"]), bulk.number(group["momentum"])

@@ -46,44 +46,41 @@ ONLY_WITH = {
 class PhiMomentum(PhiOptimizer):
     """phi_momentum: m <- momentum m + P phi~(g), w <- w - lr m.
 
-    Momentum that remembers features of gradients instead of gradients. phi is any feature map of
-    the memories, applied to the rows of the gradient's matrix; phi~ is phi centred, phi(g) -
-    phi(0), or odd-lifted, (phi(g) - phi(-g)) / 2, so that a gradient of zero moves nothing; the
-    lift P takes features back. With `Identity` this is `torch.optim.SGD` with momentum, bit for
-    bit; in half precision with `state_dtype="parameter"`, with weight_decay with `decoupled=False`.
-    `form="hope"` is m <- momentum m - lr P phi~(g), w <- w + m, as printed; both agree while
+    Momentum that remembers features of gradients instead of gradients. phi is any feature map of the memories, applied
+    to the rows of the gradient's matrix; phi~ is phi centred, phi(g) - phi(0), or odd-lifted, (phi(g) - phi(-g)) / 2,
+    so that a gradient of zero moves nothing; the lift P takes features back. With `Identity` this is `torch.optim.SGD`
+    with momentum, bit for bit; in half precision with `state_dtype="parameter"`, with weight_decay with
+    `decoupled=False`. `form="hope"` is m <- momentum m - lr P phi~(g), w <- w + m, as printed; both agree while
     lr is constant.
 
-    lift: `identity` (equal widths); `vjp`, J^T phi~(g) with the map's own derivative; `pinv`, a
-    linear decoder fitted once to Gaussian rows; `learned`, the same fitted to the gradients seen,
-    discounted by `forget`; `prefix`, a polynomial's features of degree 1; or a function of
-    (features, rows). `auto` takes identity where components keep their sign, pinv for linear,
-    random_fourier and what forgets lengths (normalise), else vjp; the group then says which.
-    input_scale: what phi gets. `restored` gives it rows at length 1, multiplies features by the
-    row's length, and divides what identity and vjp make of them by their gain on Gaussian rows:
-    updates are about as long as gradients, at any length. It warns where they do not descend. `rms`
-    and `unit` restore nothing: steps have one length for all gradients. `none` leaves rows as they
-    are. `auto` is restored, but none for maps of degree 1, for identity through bounded slopes,
+    lift: `identity` (equal widths); `vjp`, J^T phi~(g) with the map's own derivative; `pinv`, a linear decoder fitted
+    once to Gaussian rows; `learned`, the same fitted to the gradients seen, discounted by `forget`; `prefix`, a
+    polynomial's features of degree 1; or a function of (features, rows). `auto` takes identity where components keep
+    their sign, pinv for linear, random_fourier and what forgets lengths (normalise), else vjp; the group then says
+    which. input_scale: what phi gets. `restored` gives it rows at length 1, multiplies features by the row's length,
+    and divides what identity and vjp make of them by their gain on Gaussian rows: updates are about as long as
+    gradients, at any length. It warns where they do not descend. `rms` and `unit` restore nothing: steps have one
+    length for all gradients. `none` leaves rows as they are. `auto` is restored, but none for maps of degree 1, for
+    identity through bounded slopes,
     and for literal phi.
-    space: where m lives. `phi` holds `[rows, d_phi]` and lifts what it holds; with vjp by the
-    Jacobian at the present gradient, which is another rule than `weight`.
-    precondition: `diagonal` u / (sqrt(v) + eps) or `kronecker` L^(-1/4) u R^(-1/4), of the lifted
-    update, statistics kept by `retain`.
+    space: where m lives. `phi` holds `[rows, d_phi]` and lifts what it holds; with vjp by the Jacobian at the present
+    gradient, which is another rule than `weight`.
+    precondition: `diagonal` u / (sqrt(v) + eps) or `kronecker` L^(-1/4) u R^(-1/4), of the lifted update, statistics
+    kept by `retain`.
     orthogonalize: Newton-Schulz on what moves the weights; True, or fields of its algorithm.
     guard: rows whose update climbs, <g, u> < 0: `skip` leaves them out, `flip` turns them.
     phi_lr: learned parameters of phi descend |P phi~(g) - g|^2 / (2 |g|^2), per parameter.
     odd: None odd-lifts what centring would cut in half (relu and its kin), else centres.
-    seed: of frozen draws and of the decoder's calibration; they are made again, not saved.
-    decoupled: weight_decay shrinks weights by lr weight_decay; False adds it to gradients, as SGD.
-    dampening: factor 1 - dampening on what is written, from the first step on.
+    seed: of frozen draws and of the decoder's calibration; they are made again, not saved. decoupled: weight_decay
+    shrinks weights by lr weight_decay; False adds it to gradients, as SGD. dampening: factor 1 - dampening on what is
+    written, from the first step on.
 
     Shapes: see `MatrixOptimizer`; state per parameter: momentum like it (or `[rows, d_phi]`).
-    Cost: identity and componentwise maps are memory-bound; others O(numel d_phi) a step. Sharded
-    parameters are gathered only where rows are cut, or phi_lr, a learned lift, kronecker or
-    orthogonalize need all of them.
-    Warning: with `input_scale="none"` a lift serves gradients of the lengths it was made for: vjp
-    through bounded maps vanishes for long rows, pinv through random Fourier features climbs.
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 51. [OPT-PHI-D1]
+    Cost: identity and componentwise maps are memory-bound; others O(numel d_phi) a step. Sharded parameters are
+    gathered only where rows are cut, or phi_lr, a learned lift, kronecker or orthogonalize need all of them.
+    Warning: with `input_scale="none"` a lift serves gradients of the lengths it was made for: vjp through bounded maps
+    vanishes for long rows, pinv through random Fourier features climbs. References: Nested Learning (Behrouz et al.,
+    2025, arXiv 2512.24695), eq. 51. [OPT-PHI-D1]
     """
 
     structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "space", "precondition")
@@ -190,8 +187,7 @@ class PhiMomentum(PhiOptimizer):
         drawn = [self.drawn(group, width)["learned"] for width in self.widths(group)]
         if group["phi_lr"] and drawn and not any(drawn):
             raise ConfigError(
-                f"phi_lr trains learned parameters, {group['feature_map']['kind']!r} has none; "
-                "leave it at 0"
+                f"phi_lr trains learned parameters, {group['feature_map']['kind']!r} has none; leave it at 0"
             )
         inner = [
             name
@@ -203,9 +199,7 @@ class PhiMomentum(PhiOptimizer):
             if used
         ]
         if inner and group["differentiable"]:
-            raise ConfigError(
-                f"differentiable=True does not reach through {inner[0]}; leave it out"
-            )
+            raise ConfigError(f"differentiable=True does not reach through {inner[0]}; leave it out")
         for p in group["params"]:
             sides = as_matrix(outline(p), group["matrix"]).shape
             if group["precondition"] == "kronecker" and max(sides) > WIDEST:
@@ -246,15 +240,10 @@ class PhiMomentum(PhiOptimizer):
         if group["precondition"] == "diagonal":
             state[SQUARE] = zeros_like_state(p, group)
         if group["precondition"] == "kronecker":
-            state[ROWS], state[COLUMNS] = (
-                rows.new_zeros(height, height),
-                rows.new_zeros(width, width),
-            )
+            state[ROWS], state[COLUMNS] = (rows.new_zeros(height, height), rows.new_zeros(width, width))
         return state
 
-    def update(
-        self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]
-    ) -> None:
+    def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Writes phi~ of the gradients into the momentum and moves the weights by it."""
         held = [state[HELD] for state in states]
         bulk = Bulk(group["foreach"], group["differentiable"], held[0].dtype)
@@ -268,12 +257,7 @@ class PhiMomentum(PhiOptimizer):
             state[HELD] = value
 
     def _by_number(
-        self,
-        group: Group,
-        bulk: Bulk,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
+        self, group: Group, bulk: Bulk, params: list[Tensor], grads: list[Tensor], states: list[State]
     ) -> None:
         """In blocks that stay in the cache from phi to the weights, where nothing needs a graph."""
         row_map = self.row_map(group, states[0][HELD].new_empty(0, 1))
@@ -281,9 +265,7 @@ class PhiMomentum(PhiOptimizer):
         kept = [[state[key] for state in states] for key in keys]
         if bulk.foreach:
             plain = isinstance(row_map.feature_map, Identity) and len(keys) == 1
-            for some, slopes, held, *rest in blocks(
-                (params, grads, *kept), BLOCK if plain else CACHE
-            ):
+            for some, slopes, held, *rest in blocks((params, grads, *kept), BLOCK if plain else CACHE):
                 numbers = Numberwise(group, bulk, row_map, rest[0] if rest else [])
                 move(group, bulk, numbers, some, slopes, held)
             return

@@ -13,20 +13,8 @@ from torch.optim.optimizer import ParamsT
 
 from hecate.errors import ConfigError, StabilityWarning, shorten
 from hecate.optim.base import MatrixOptimizer
-from hecate.optim.lift import (
-    Call,
-    RowMap,
-    calibrated,
-    checksum,
-    gauged,
-    initial,
-    needs_odd,
-    placed,
-)
-from hecate.optim.options import (
-    Group,
-    check_choice,
-)
+from hecate.optim.lift import Call, RowMap, calibrated, checksum, gauged, initial, needs_odd, placed
+from hecate.optim.options import Group, check_choice
 from hecate.optim.tensors import as_matrix, outline
 from hecate.phi import FeatureMap, OddLift, Params
 
@@ -38,19 +26,15 @@ MADE_OF = ("feature_map", "odd", "center", "input_scale", "lift", "ridge", "seed
 class PhiOptimizer(MatrixOptimizer):
     """An optimiser that reads gradients through a feature map, row by row.
 
-    Frozen draws are not kept: they are drawn from the group's `seed`, the same on every device and
-    process, and a checkpoint holds their checksum. [OPT-PHI-I3]
+    Frozen draws are not kept: they are drawn from the group's `seed`, the same on every device and process, and a
+    checkpoint holds their checksum. [OPT-PHI-I3]
     """
 
     structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, *MADE_OF[:5])
     carried: ClassVar[tuple[str, ...]] = ("_given", "_call", "_maps")
 
     def __init__(
-        self,
-        params: ParamsT,
-        defaults: Group,
-        phi_params: Mapping[int, Params] | None,
-        call: Call | None = None,
+        self, params: ParamsT, defaults: Group, phi_params: Mapping[int, Params] | None, call: Call | None = None
     ) -> None:
         self._given = dict(phi_params or {})
         for width, given in self._given.items():
@@ -89,9 +73,7 @@ class PhiOptimizer(MatrixOptimizer):
                 "-lr P phi(0) at every step; leave center=True unless that is what you study",
                 stacklevel=7,
             )
-        group["phi_checksums"] = {
-            str(width): checksum(self.drawn(group, width)) for width in self.widths(group)
-        }
+        group["phi_checksums"] = {str(width): checksum(self.drawn(group, width)) for width in self.widths(group)}
 
     def agree(self, group: Group, other: Group) -> None:
         """Refuses a checkpoint of other options, or whose draws this seed no longer gives."""
@@ -155,8 +137,8 @@ class PhiOptimizer(MatrixOptimizer):
                 f"{group['max_decode_error']}; use {advice}more features, a wider bandwidth, or "
                 "lift='vjp'"
             )
-        # A wrong part of size e turns an update by up to e: momentum then feeds oscillations where
-        # e sqrt(lr curvature) is above what it loses per step, 1 - momentum. [OPT-LIFT-I3]
+        # A wrong part of size e turns an update by up to e: momentum then feeds oscillations where e sqrt(lr curvature)
+        # is above what it loses per step, 1 - momentum. [OPT-LIFT-I3]
         slack = 1 - float(torch.as_tensor(group["momentum"]).detach())
         if error > slack > 0:
             warnings.warn(

@@ -52,8 +52,8 @@ def put_back(value: Tensor, found: Tensor) -> None:
 def agreed(params: list[Tensor], bad: set[Tensor]) -> set[Tensor]:
     """Those of params that are bad on any process with a part of them, in the same order there.
 
-    One reduction of a flag for each parameter (for a mesh of several dimensions: along each), and
-    none where nothing is sharded.
+    One reduction of a flag for each parameter (for a mesh of several dimensions: along each), and none where nothing is
+    sharded.
     """
     meshes = dict.fromkeys(p.device_mesh for p in params if is_sharded(p))  # type: ignore[attr-defined]
     if not meshes or torch.compiler.is_compiling():

@@ -94,15 +94,12 @@ def blocks(lists: tuple[list[Tensor], ...], most: int) -> Iterator[tuple[list[Te
 class Bulk:
     """In-place arithmetic on lists of tensors: foreach kernels, a loop, or differentiable.
 
-    In float32 and float64 foreach and loop compute the same numbers bit for bit. In half precision
-    torch's foreach kernels round factors to it on a CPU, so there only an explicit `foreach=True`
-    takes them. A factor may be a tensor of one element that autograd follows; then nothing that
-    autograd saved is overwritten.
+    In float32 and float64 foreach and loop compute the same numbers bit for bit. In half precision torch's foreach
+    kernels round factors to it on a CPU, so there only an explicit `foreach=True` takes them. A factor may be a tensor
+    of one element that autograd follows; then nothing that autograd saved is overwritten.
     """
 
-    def __init__(
-        self, foreach: bool | None, differentiable: bool, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, foreach: bool | None, differentiable: bool, dtype: torch.dtype = torch.float32) -> None:
         halves = foreach is None and dtype.itemsize < 4
         self.foreach = not (foreach is False or differentiable or halves)
         self.differentiable = differentiable
@@ -157,12 +154,7 @@ class Bulk:
         return list(torch._foreach_mul(xs, factor)) if self.foreach else [factor * x for x in xs]
 
     def move(
-        self,
-        params: list[Tensor],
-        updates: list[Tensor],
-        lr: Any,
-        decay: Any,
-        ratios: list[float] | None = None,
+        self, params: list[Tensor], updates: list[Tensor], lr: Any, decay: Any, ratios: list[float] | None = None
     ) -> None:
         """p <- (1 - lr decay) p - lr ratio u; an update may have the shape of p's matrix."""
         values = self.decay(params, 1 - lr * decay) if decay else params

@@ -17,13 +17,12 @@ from hecate.variant import Variant
 
 
 class Params(TypedDict):
-    """Parameters of a feature map: `learned` ones are trained, `frozen` ones are drawn once and
-    kept.
+    """Parameters of a feature map: `learned` ones are trained, `frozen` ones are drawn once and kept.
 
     Every tensor has a leading head axis `[H, ...]`; with `H = 1` it serves any number of heads.
 
-    `position` is no parameter but travels with them, so that combinators hand it on unread: whole
-    numbers that broadcast with x's shape without its last axis, there for maps that need it.
+    `position` is no parameter but travels with them, so that combinators hand it on unread: whole numbers that
+    broadcast with x's shape without its last axis, there for maps that need it.
     """
 
     learned: dict[str, Tensor]
@@ -72,13 +71,13 @@ def _checked_init(init: Callable[..., Params]) -> Callable[..., Params]:
 class FeatureMap(Variant, family="feature_map"):
     """A map of keys and queries to phi-space, applied per head and before every update and read.
 
-    A variant gives `output_dim`, `forward` with `vjp` on the next lines, `traits` where they differ
-    from the defaults, and `init` with `shapes` where it has parameters. A map without a
-    hand-written `vjp` gives `features` instead and is differentiated by `torch.func.vjp`; `hecate
-    list` says so. `output_dim` and `init` of every variant refuse what no memory holds.
+    A variant gives `output_dim`, `forward` with `vjp` on the next lines, `traits` where they differ from the defaults,
+    and `init` with `shapes` where it has parameters. A map without a hand-written `vjp` gives `features` instead and is
+    differentiated by `torch.func.vjp`; `hecate list` says so. `output_dim` and `init` of every variant refuse what no
+    memory holds.
 
-    Shapes: x `[..., D]`, or `[..., H, D]` when its parameters are per head; features `[...,
-    d_phi]`. The same instance with the same parameters serves the write and the read.
+    Shapes: x `[..., D]`, or `[..., H, D]` when its parameters are per head; features `[..., d_phi]`. The same instance
+    with the same parameters serves the write and the read.
     """
 
     @classmethod
@@ -140,13 +139,11 @@ class FeatureMap(Variant, family="feature_map"):
         gx, glearned = pull(g)
         return gx, glearned
 
-    def __call__(
-        self, x: Tensor, params: Params | None = None, *, position: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, params: Params | None = None, *, position: Tensor | None = None) -> Tensor:
         """phi(x) `[..., d_phi]`; `params` may be left out for maps without parameters.
 
-        Maps that need positions take them here, for x `[B, T, H, D]` as `[T, 1]` or `[B, T, 1]`:
-        which axis is time only the caller knows. A scan counts them itself.
+        Maps that need positions take them here, for x `[B, T, H, D]` as `[T, 1]` or `[B, T, 1]`: which axis is time
+        only the caller knows. A scan counts them itself.
         """
         if params is None:
             params = {"learned": {}, "frozen": {}}
@@ -230,8 +227,7 @@ class FeatureMap(Variant, family="feature_map"):
 class _Degree:
     """phi(c x) = c^degree phi(x) for c > 0; None if not homogeneous.
 
-    Invisible on the class itself, so that a variant (`Polynomial`) may have a field of this name.
-    """
+    Invisible on the class itself, so that a variant (`Polynomial`) may have a field of this name."""
 
     def __get__(self, instance: FeatureMap | None, owner: type[FeatureMap]) -> float | None:
         if instance is None:
@@ -275,9 +271,7 @@ def project(x: Tensor, w: Tensor) -> Tensor:
     if w.shape[0] == 1:
         return x @ w[0]
     if x.dim() < 2 or x.shape[-2] != w.shape[0]:
-        raise ShapeError(
-            f"expected inputs [..., {w.shape[0]} heads, {w.shape[1]}], got {list(x.shape)}"
-        )
+        raise ShapeError(f"expected inputs [..., {w.shape[0]} heads, {w.shape[1]}], got {list(x.shape)}")
     # One product for each head: to `@`, every token would have a matrix of its own.
     rows = x.reshape(-1, *x.shape[-2:]).transpose(0, 1)
     return torch.bmm(rows, w).transpose(0, 1).reshape(*x.shape[:-1], w.shape[-1])

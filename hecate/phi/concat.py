@@ -14,16 +14,15 @@ from hecate.phi.nested import Several, own, prefixed
 class Concat(Several):
     """concat: phi(x) = [phi_1(x), ..., phi_n(x)].
 
-    The kernel of the result is the sum of the kernels. Parameters are named by position:
-    `0.weight`.
+    The kernel of the result is the sum of the kernels. Parameters are named by position: `0.weight`.
 
     Shapes: x `[..., D]` -> `[..., sum of the widths]`.
     VJP: g is cut at the widths; gx = sum of the maps' gx.
-    Traits: non_negative, kernel_non_negative if all are; parity and degree if all agree; norm_bound
-    the sum; is_random, needs_position if any is.
+    Traits: non_negative, kernel_non_negative if all are; parity and degree if all agree; norm_bound the sum; is_random,
+    needs_position if any is.
     Cost: the sum of the maps' costs.
-    References: kernel algebra; Kernel Methods for Pattern Analysis (Shawe-Taylor and Cristianini,
-    2004). [PHI-CONCAT-D1]
+    References: kernel algebra; Kernel Methods for Pattern Analysis (Shawe-Taylor and Cristianini, 2004).
+    [PHI-CONCAT-D1]
     """
 
     kind: Literal["concat"] = "concat"

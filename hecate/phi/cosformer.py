@@ -19,19 +19,16 @@ from hecate.tape.bridge import can_inspect
 class CosFormer(FeatureMap):
     """cosformer: phi(x, i) = [max(x, 0) cos(pi i / 2M), max(x, 0) sin(pi i / 2M)], M = max_length.
 
-    The kernel relu(q).relu(k) cos(pi (i - j) / 2M) prefers recent keys: it falls from 1 to 0 as the
-    distance i - j goes from 0 to M. Positions 0..M are taken, beyond it the kernel would turn
-    negative; every reset starts again from 0.
+    The kernel relu(q).relu(k) cos(pi (i - j) / 2M) prefers recent keys: it falls from 1 to 0 as the distance i - j goes
+    from 0 to M. Positions 0..M are taken, beyond it the kernel would turn negative; every reset starts again from 0.
 
     Shapes: x `[..., D]` -> `[..., 2 D]`; position `[...]` or what broadcasts to it.
     VJP: gx = g_cos cos(pi i / 2M) + g_sin sin(pi i / 2M) for x > 0, else 0.
     Traits: non_negative, kernel_non_negative, degree 1, needs_position.
     Cost: O(D).
-    Warning: a position beyond M is a ConfigError, and NaN where values cannot be looked at, as
-    while compiling. Keys at distance M, and keys without a common positive entry, have a kernel of
-    exactly 0.
-    References: cosFormer: Rethinking Softmax in Attention (Qin et al., 2022, arXiv 2202.08791).
-    [PHI-COSFORMER-D1]
+    Warning: a position beyond M is a ConfigError, and NaN where values cannot be looked at, as while compiling. Keys at
+    distance M, and keys without a common positive entry, have a kernel of exactly 0.
+    References: cosFormer: Rethinking Softmax in Attention (Qin et al., 2022, arXiv 2202.08791). [PHI-COSFORMER-D1]
     """
 
     kind: Literal["cosformer"] = "cosformer"
@@ -49,9 +46,7 @@ class CosFormer(FeatureMap):
         features = torch.cat([rectified * cos, rectified * sin], -1)
         return features.to(x.dtype), (x, cos, sin)
 
-    def vjp(
-        self, residuals: tuple[Tensor, Tensor, Tensor], g: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def vjp(self, residuals: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x, cos, sin = residuals
         g_cos, g_sin = g.to(cos.dtype).chunk(2, -1)
         rectified = torch.addcmul(g_cos * cos, g_sin, sin).to(x.dtype)

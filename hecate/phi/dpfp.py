@@ -17,20 +17,18 @@ from hecate.sizes import Size
 class DPFP(FeatureMap):
     """dpfp: phi(x) = [y * roll(y, 1), ..., y * roll(y, nu)], y = [relu(x), relu(-x)].
 
-    Sparse products of rectified components: orthants of key space get features of their own, which
-    widens the state to 2 D nu without parameters or randomness.
+    Sparse products of rectified components: orthants of key space get features of their own, which widens the state to
+    2 D nu without parameters or randomness.
 
     Shapes: x `[..., D]` -> `[..., 2 D nu]`; `roll(y, j)[i] = y[i - j]`.
-    VJP: gy = sum_j (g_j roll(y, j) + roll(g_j y, -j)), gx = gy[:D] for x > 0, -gy[D:] for x < 0, 0
-    at x = 0.
+    VJP: gy = sum_j (g_j roll(y, j) + roll(g_j y, -j)), gx = gy[:D] for x > 0, -gy[D:] for x < 0, 0 at x = 0.
     Traits: non_negative, kernel_non_negative, degree 2.
     Cost: O(D nu).
-    Warning: |phi(x)|^2 grows with the fourth power of x, so normalise features for delta-type
-    rules. For small D all features may be 0 (always for D = 1). The negative half is relu(-x): an
-    implementation with -relu(x) loses the sign of x and half the rank. nu above D repeats products
-    in other places.
-    References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021, arXiv
-    2102.11174). [PHI-DPFP-D1]
+    Warning: |phi(x)|^2 grows with the fourth power of x, so normalise features for delta-type rules. For small D all
+    features may be 0 (always for D = 1). The negative half is relu(-x): an implementation with -relu(x) loses the sign
+    of x and half the rank. nu above D repeats products in other places.
+    References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021, arXiv 2102.11174).
+    [PHI-DPFP-D1]
     """
 
     kind: Literal["dpfp"] = "dpfp"
@@ -55,9 +53,7 @@ class DPFP(FeatureMap):
         products = [y * other for other in rolled]
         return torch.cat(products, -1).to(x.dtype), (y, rolled)
 
-    def vjp(
-        self, residuals: tuple[Tensor, list[Tensor]], g: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def vjp(self, residuals: tuple[Tensor, list[Tensor]], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         y, rolled = residuals
         parts = g.to(y.dtype).chunk(self.nu, -1)
         gy = (parts[0] * y).roll(-1, -1)

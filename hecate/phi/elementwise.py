@@ -12,9 +12,8 @@ from hecate.phi.base import FeatureMap, Params, compute_dtype
 class Elementwise(FeatureMap):
     """Helper for maps that act on each component alone: a variant gives `value`, `derivative`.
 
-    Both are called with float32 or better; features and cotangents are rounded once, to the dtype
-    of x. The VJP is gx = g derivative(x), or `pull` where x and the value give it at less cost. Not
-    a variant itself: it has no kind.
+    Both are called with float32 or better; features and cotangents are rounded once, to the dtype of x. The VJP is gx =
+    g derivative(x), or `pull` where x and the value give it at less cost. Not a variant itself: it has no kind.
     """
 
     @abstractmethod

@@ -14,15 +14,14 @@ from hecate.phi.elementwise import Elementwise
 class Exp(Elementwise):
     """exp: phi(x) = exp(x - shift), componentwise.
 
-    Strictly positive and sharp. Its kernel is sum_i exp(x_i + y_i - 2 shift), which is not
-    exp(x.y): for an approximation of softmax use `taylor` or `favor`.
+    Strictly positive and sharp. Its kernel is sum_i exp(x_i + y_i - 2 shift), which is not exp(x.y): for an
+    approximation of softmax use `taylor` or `favor`.
 
-    The shift is one constant for all keys and queries. It multiplies every kernel value by exp(-2
-    shift), leaves normalised weights as they are and moves the range: features are finite for x <=
-    shift + 88.7 in float32 and bfloat16, shift + 11.0 in float16, shift + 709.7 in float64. Beyond
-    it they are infinite, visibly so. There is no clamp (it would change values and stop gradients)
-    and no per-key maximum (it would change attention weights). To bound the inputs instead, compose
-    with `normalise`.
+    The shift is one constant for all keys and queries. It multiplies every kernel value by exp(-2 shift), leaves
+    normalised weights as they are and moves the range: features are finite for x <= shift + 88.7 in float32 and
+    bfloat16, shift + 11.0 in float16, shift + 709.7 in float64. Beyond it they are infinite, visibly so. There is no
+    clamp (it would change values and stop gradients) and no per-key maximum (it would change attention weights). To
+    bound the inputs instead, compose with `normalise`.
 
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = exp(x - shift) g.

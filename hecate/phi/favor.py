@@ -18,29 +18,25 @@ from hecate.sizes import Size
 class Favor(RandomMap):
     """favor: phi(x) = exp(Wx' - |x'|^2/2) / sqrt(m), W ~ N(0, I), x' = x d^(-1/4).
 
-    The softmax kernel exp(q.k / sqrt(d)) in expectation, so linear attention with it estimates
-    softmax attention. `scale="none"` uses x' = x and estimates exp(q.k); choose it when keys are
-    l2-normalised. m is num_features. `variant="hyperbolic"` is [exp(Wx'), exp(-Wx')]
-    exp(-|x'|^2/2) / sqrt(num_features); `"trigonometric"` is [cos(Wx'), sin(Wx')] exp(+|x'|^2/2) /
-    sqrt(m) with m = num_features / 2. Positive maps are accurate where the kernel is small, the
-    trigonometric one where x is close to y. `norms="sqrt"` gives every row of W the length
-    sqrt(d): lower variance for a smaller kernel (SMREG), which `exact_kernel` then returns. No
-    feature depends on another token: there is no maximum to subtract, which would make a causal
-    memory see the future.
+    The softmax kernel exp(q.k / sqrt(d)) in expectation, so linear attention with it estimates softmax attention.
+    `scale="none"` uses x' = x and estimates exp(q.k); choose it when keys are l2-normalised. m is num_features.
+    `variant="hyperbolic"` is [exp(Wx'), exp(-Wx')]
+    exp(-|x'|^2/2) / sqrt(num_features); `"trigonometric"` is [cos(Wx'), sin(Wx')] exp(+|x'|^2/2) / sqrt(m) with m =
+    num_features / 2. Positive maps are accurate where the kernel is small, the trigonometric one where x is close to y.
+    `norms="sqrt"` gives every row of W the length
+    sqrt(d): lower variance for a smaller kernel (SMREG), which `exact_kernel` then returns. No feature depends on
+    another token: there is no maximum to subtract, which would make a causal memory see the future.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D)),
     made even for pairs); frozen w `[H, D, num_features]`, or half as many columns for pairs.
     VJP: for x' and positive: gx' = W^T (g phi) - x' sum(g phi); hyperbolic: W^T (g+ phi+ - g-
-    phi-) - x' sum(g phi); trigonometric: W^T (g_sin phi_cos - g_cos phi_sin) + x' sum(g phi).
-    Traits: is_random; positive and hyperbolic also non_negative, kernel_non_negative.
-    Cost: O(D num_features) multiplications, one exponential per feature (one per token when
-    trigonometric).
-    Warning: the relative variance of the positive map is about exp(|x' + y'|^2) / m, 3000 / m for
-    x' and y' of length 2 at a right angle: keep keys short. In float32 positive features can
-    overflow from D = 170 on, trigonometric ones from |x'| = 13 on. A trigonometric kernel can be
-    negative: no sum normaliser.
-    References: Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794).
-    [PHI-FAVOR-D1]
+    phi-) - x' sum(g phi); trigonometric: W^T (g_sin phi_cos - g_cos phi_sin) + x' sum(g phi). Traits: is_random;
+    positive and hyperbolic also non_negative, kernel_non_negative.
+    Cost: O(D num_features) multiplications, one exponential per feature (one per token when trigonometric).
+    Warning: the relative variance of the positive map is about exp(|x' + y'|^2) / m, 3000 / m for x' and y' of length 2
+    at a right angle: keep keys short. In float32 positive features can overflow from D = 170 on, trigonometric ones
+    from |x'| = 13 on. A trigonometric kernel can be negative: no sum normaliser.
+    References: Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794). [PHI-FAVOR-D1]
     """
 
     kind: Literal["favor"] = "favor"

@@ -16,21 +16,18 @@ from hecate.sizes import Size
 class Hadamard(Learned):
     """hadamard: phi(x) = (x W_1) * (x W_2), both matrices learned per head.
 
-    d_phi learned quadratic forms: a polynomial map of degree 2 that chooses its features instead of
-    keeping all D (D + 1) / 2. The rank of the features is that of d_phi independent products, not
+    d_phi learned quadratic forms: a polynomial map of degree 2 that chooses its features instead of keeping all D (D +
+    1) / 2. The rank of the features is that of d_phi independent products, not
     D as with `linear`.
 
-    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`; learned w_1, w_2 `[H, D, d_phi]`, both
-    from N(0, 1/D).
-    VJP: with a = x W_1, b = x W_2: ga = g b, gb = g a; gx = ga W_1^T + gb W_2^T, gW_1 = x^T ga,
-    gW_2 = x^T gb summed over tokens.
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`; learned w_1, w_2 `[H, D, d_phi]`, both from N(0, 1/D).
+    VJP: with a = x W_1, b = x W_2: ga = g b, gb = g a; gx = ga W_1^T + gb W_2^T, gW_1 = x^T ga, gW_2 = x^T gb summed
+    over tokens.
     Traits: even, degree 2; features and kernel have either sign.
     Cost: O(D d_phi).
-    Warning: x and -x have the same features, and |phi(x)|^2 grows with the fourth power of x:
-    normalise features for delta-type rules. The library that offers this map adds biases, which
-    make it neither even nor of a degree.
-    Origin: gated linear units without the activation; libraries of linear attention. [PHI-HADA-D1]
-    """
+    Warning: x and -x have the same features, and |phi(x)|^2 grows with the fourth power of x: normalise features for
+    delta-type rules. The library that offers this map adds biases, which make it neither even nor of a degree.
+    Origin: gated linear units without the activation; libraries of linear attention. [PHI-HADA-D1]"""
 
     kind: Literal["hadamard"] = "hadamard"
     d_phi: Size = Field(gt=0, description="number of features")

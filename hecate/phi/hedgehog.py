@@ -15,19 +15,17 @@ from hecate.phi.softmax import both_softmax, both_softmax_vjp
 class Hedgehog(Learned):
     """hedgehog: phi(x) = [softmax(z), softmax(-z)], z = x W + b, W and b learned per head.
 
-    Spiky, positive features that can be trained until linear attention mimics softmax attention. W
-    starts as the identity and b at 0, where phi is `softmax` with half_space.
+    Spiky, positive features that can be trained until linear attention mimics softmax attention. W starts as the
+    identity and b at 0, where phi is `softmax` with half_space.
 
-    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., 2 D]`; learned weight `[H, D, D]`, bias `[H,
-    D]`.
-    VJP: gz = f (g - f.g) of the first half minus that of the second; gx = gz W^T, gW = x^T gz and
-    gb = gz summed over tokens.
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., 2 D]`; learned weight `[H, D, D]`, bias `[H, D]`.
+    VJP: gz = f (g - f.g) of the first half minus that of the second; gx = gz W^T, gW = x^T gz and gb = gz summed over
+    tokens.
     Traits: non_negative, kernel_non_negative, norm_bound 2.
     Cost: O(D^2).
-    Warning: the paper learns one map for queries and another for keys. Here one map serves both, so
-    that phi(q).phi(k) is a kernel; give q and k projections of their own before the map.
-    References: The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry
-    (Zhang et al., 2024, arXiv 2402.04347). [PHI-HEDGEHOG-D1]
+    Warning: the paper learns one map for queries and another for keys. Here one map serves both, so that phi(q).phi(k)
+    is a kernel; give q and k projections of their own before the map. References: The Hedgehog & the Porcupine:
+    Expressive Linear Attentions with Softmax Mimicry (Zhang et al., 2024, arXiv 2402.04347). [PHI-HEDGEHOG-D1]
     """
 
     kind: Literal["hedgehog"] = "hedgehog"
@@ -51,8 +49,6 @@ class Hedgehog(Learned):
         features = both_softmax(affine(self.kind, x, params))
         return features.to(x.dtype), (features, x, params)
 
-    def vjp(
-        self, residuals: tuple[Tensor, Tensor, Any], g: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def vjp(self, residuals: tuple[Tensor, Tensor, Any], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         features, x, params = residuals
         return affine_vjp(x, params, both_softmax_vjp(features, g.to(features.dtype)))

@@ -18,12 +18,11 @@ class LeakyReLUSquared(Elementwise):
     A sharp non-negative map that keeps a gradient for negative inputs.
 
     Shapes: x `[..., D]` -> `[..., D]`.
-    VJP: gx = 2 (x + shift) g for x > 0, 2 slope (slope x + shift) g otherwise; at 0 the second
-    holds.
+    VJP: gx = 2 (x + shift) g for x > 0, 2 slope (slope x + shift) g otherwise; at 0 the second holds.
     Traits: non_negative, kernel_non_negative; degree 2 when shift = 0.
     Cost: O(D).
-    Warning: not monotone. It is 0 at x = -shift/slope (-5 by default) and rises again below: the
-    most negative inputs do not matter least.
+    Warning: not monotone. It is 0 at x = -shift/slope (-5 by default) and rises again below: the most negative inputs
+    do not matter least.
     Origin: a variant known from tutorials on linear attention. [PHI-LEAKY2-D1]
     """
 

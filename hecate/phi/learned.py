@@ -14,8 +14,8 @@ from hecate.sizes import without_storage
 
 
 class Learned(FeatureMap):
-    """Helper for maps with learned parameters of the `shapes` that a variant gives: matrices start
-    from N(0, 1/fan_in), vectors at 0. Not a variant itself: it has no kind."""
+    """Helper for maps with learned parameters of the `shapes` that a variant gives: matrices start from N(0, 1/fan_in),
+    vectors at 0. Not a variant itself: it has no kind."""
 
     def init(
         self,

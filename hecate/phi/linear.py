@@ -17,11 +17,10 @@ from hecate.sizes import Size
 class Linear(Learned):
     """linear: phi(x) = x W, W learned per head.
 
-    Mixes and resizes key space. A d_phi below d saves state; a d_phi above d costs state and buys
-    no capacity, because the kernel x W W^T y has rank at most d.
+    Mixes and resizes key space. A d_phi below d saves state; a d_phi above d costs state and buys no capacity, because
+    the kernel x W W^T y has rank at most d.
 
-    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`; learned weight `[H, D, d_phi]`, drawn
-    from N(0, 1/D).
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`; learned weight `[H, D, d_phi]`, drawn from N(0, 1/D).
     VJP: gx = g W^T, gW = x^T g summed over tokens.
     Traits: odd, degree 1.
     Cost: O(D d_phi).

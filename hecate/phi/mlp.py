@@ -20,8 +20,8 @@ class MLP(Learned):
 
     A learned non-linear key space. The residual form keeps the width; the plain one has any d_phi.
 
-    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`, d_phi = D unless given; learned w_in
-    `[H, D, d_hidden]` from N(0, 1/D) and w_out `[H, d_hidden, d_phi]` from N(0, 1/d_hidden).
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`, d_phi = D unless given; learned w_in `[H, D, d_hidden]`
+    from N(0, 1/D) and w_out `[H, d_hidden, d_phi]` from N(0, 1/d_hidden).
     VJP: with a = x W_in: ga = (g W_out^T) s'(a), gx = ga W_in^T (+ g), gW_in = x^T ga,
     gW_out = s(a)^T g, summed over tokens. relu: s'(0) = 0.
     Traits: degree 1 for relu, odd for tanh, none otherwise.
@@ -39,8 +39,7 @@ class MLP(Learned):
     def _one_width(self) -> Self:
         if self.residual and self.d_phi is not None:
             raise ConfigError(
-                f"is the input width when residual is true, got {self.d_phi}; "
-                "leave it out, or set residual to false",
+                f"is the input width when residual is true, got {self.d_phi}; leave it out, or set residual to false",
                 ("d_phi",),
             )
         return self
@@ -50,8 +49,7 @@ class MLP(Learned):
 
     def traits(self) -> Traits:
         return Traits(
-            parity="odd" if self.activation == "tanh" else "none",
-            degree=1.0 if self.activation == "relu" else None,
+            parity="odd" if self.activation == "tanh" else "none", degree=1.0 if self.activation == "relu" else None
         )
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:

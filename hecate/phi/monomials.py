@@ -1,13 +1,12 @@
 """Tensor powers of a vector, in full or with equal entries merged, and their derivatives.
 
-The block of degree i holds all products of i components. Merged ("symmetric"), the C(d + i - 1, i)
-distinct monomials are kept, each times the square root of how often it occurs in the full power, so
-that in both layouts the inner product of two blocks is (x.y)^i.
+The block of degree i holds all products of i components. Merged ("symmetric"), the C(d + i - 1, i) distinct monomials
+are kept, each times the square root of how often it occurs in the full power, so that in both layouts the inner product
+of two blocks is (x.y)^i.
 
-Monomials of degree i are ordered by their largest variable v: each is a monomial of degree i - 1 in
-the variables 0 .. v times x_v, and those are a prefix of the block before. All tables below follow
-from that and are computed on the device, without atomics, so results are reproducible bit by bit.
-"""
+Monomials of degree i are ordered by their largest variable v: each is a monomial of degree i - 1 in the variables 0 ..
+v times x_v, and those are a prefix of the block before. All tables below follow from that and are computed on the
+device, without atomics, so results are reproducible bit by bit."""
 
 from __future__ import annotations
 
@@ -63,9 +62,7 @@ def powers(x: Tensor, degree: int, symmetric: bool) -> list[Tensor]:
     return blocks
 
 
-def powers_vjp(
-    x: Tensor, blocks: Sequence[Tensor], cotangents: Sequence[Tensor | None], symmetric: bool
-) -> Tensor:
+def powers_vjp(x: Tensor, blocks: Sequence[Tensor], cotangents: Sequence[Tensor | None], symmetric: bool) -> Tensor:
     """Cotangent of x from the cotangents of the blocks of degree 0 .. p, None for none."""
     degree = len(blocks) - 1
     steps = _steps(x, degree) if symmetric else [None] * degree

@@ -101,11 +101,7 @@ def own(params: Params, index: int) -> Params:
     def stripped(group: dict[str, Tensor]) -> dict[str, Tensor]:
         return {k.removeprefix(mark): t for k, t in group.items() if k.startswith(mark)}
 
-    return {
-        **params,
-        "learned": stripped(params["learned"]),
-        "frozen": stripped(params["frozen"]),
-    }
+    return {**params, "learned": stripped(params["learned"]), "frozen": stripped(params["frozen"])}
 
 
 def prefixed(items: dict[str, Item], index: int) -> dict[str, Item]:

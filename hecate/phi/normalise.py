@@ -15,21 +15,19 @@ from hecate.phi.nested import Wrapper
 class Normalise(Wrapper):
     """normalise: phi(x) = f / sqrt(|f|^2 + eps^2), or f / (sum f + eps), with f = inner(x).
 
-    Bounds |phi(x)|^2 by 1 whatever the keys are, so that a delta-type rule is stable for every lr <
-    2. `norm="l2"` divides by the length, `"sum"` by the sum of features, which must then be
-    non-negative; the sum is what fast weight programmers use. eps only matters near 0, where it
-    keeps the map smooth: features that are all 0 stay 0. Parameters are the inner map's, under
-    their own names.
+    Bounds |phi(x)|^2 by 1 whatever the keys are, so that a delta-type rule is stable for every lr < 2. `norm="l2"`
+    divides by the length, `"sum"` by the sum of features, which must then be non-negative; the sum is what fast weight
+    programmers use. eps only matters near 0, where it keeps the map smooth: features that are all 0 stay 0. Parameters
+    are the inner map's, under their own names.
 
     Shapes: x `[..., D]` -> `[..., width of inner]`.
-    VJP: with n = phi(x) and s the divisor: gf = (g - n (n.g)) / s for l2, (g - n.g) / s for sum;
-    then inner's VJP of gf.
-    Traits: norm_bound 1; non_negative, kernel_non_negative, parity, is_random, needs_position of
-    inner.
+    VJP: with n = phi(x) and s the divisor: gf = (g - n (n.g)) / s for l2, (g - n.g) / s for sum; then inner's VJP of
+    gf.
+    Traits: norm_bound 1; non_negative, kernel_non_negative, parity, is_random, needs_position of inner.
     Cost: inner's, plus O(d_phi).
-    References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021, arXiv
-    2102.11174) for the sum; Parallelizing Linear Transformers with the Delta Rule over Sequence
-    Length (Yang et al., 2024, arXiv 2406.06484) for the length. [PHI-NORM-D1]
+    References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021, arXiv 2102.11174) for the
+    sum; Parallelizing Linear Transformers with the Delta Rule over Sequence Length (Yang et al., 2024, arXiv
+    2406.06484) for the length. [PHI-NORM-D1]
     """
 
     kind: Literal["normalise"] = "normalise"
@@ -56,9 +54,7 @@ class Normalise(Wrapper):
         normalised = wide / divisor
         return normalised.to(features.dtype), (normalised, divisor, residuals)
 
-    def vjp(
-        self, residuals: tuple[Tensor, Tensor, Any], g: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def vjp(self, residuals: tuple[Tensor, Tensor, Any], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         normalised, divisor, inner = residuals
         wide = g.to(normalised.dtype)
         along = (normalised * wide).sum(-1, keepdim=True)

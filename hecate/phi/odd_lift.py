@@ -16,13 +16,12 @@ from hecate.phi.nested import Wrapper
 class OddLift(Wrapper):
     """odd_lift: phi(x) = (inner(x) - inner(-x)) / 2.
 
-    Makes any map admissible where signs must survive, above all for gradients in an optimiser:
-    momentum through a map that is not odd drifts. Parameters are the inner map's, under their own
-    names.
+    Makes any map admissible where signs must survive, above all for gradients in an optimiser: momentum through a map
+    that is not odd drifts. Parameters are the inner map's, under their own names.
 
     Shapes: x `[..., D]` -> `[..., width of inner]`.
-    VJP: gx = (inner^T(x) g + inner^T(-x) g) / 2, parameters (their cotangent at x - at -x) / 2.
-    Traits: odd; degree and norm_bound of inner; is_random, needs_position of inner.
+    VJP: gx = (inner^T(x) g + inner^T(-x) g) / 2, parameters (their cotangent at x - at -x) / 2. Traits: odd; degree and
+    norm_bound of inner; is_random, needs_position of inner.
     Cost: twice inner, which is taken as it is where it is odd.
     Warning: the odd part of an even map is 0, so even maps are refused.
     Origin: ours; the odd part of a function. [PHI-ODD-D1]
@@ -34,8 +33,7 @@ class OddLift(Wrapper):
     def _something_left(self) -> Self:
         if self.inner.parity == "even":
             raise ConfigError(
-                f"must not be an even map, got {self.inner.kind!r}: its odd part is 0 everywhere",
-                ("inner",),
+                f"must not be an even map, got {self.inner.kind!r}: its odd part is 0 everywhere", ("inner",)
             )
         return self
 

@@ -18,21 +18,20 @@ from hecate.sizes import Size
 class PerformerReLU(RandomMap):
     """performer_relu: phi(x) = (relu(Wx) + kernel_epsilon) / sqrt(num_features).
 
-    With W ~ N(0, I) and m = num_features, the arc-cosine kernel of order 1, |x| |y| (sin t + (pi -
-    t) cos t) / (2 pi) with the angle t, in expectation, plus a small term of kernel_epsilon that
-    keeps a normaliser off zero: without it a query has no feature at all with probability 2^-m.
-    `arc_cosine` has the other orders. The factor 1/sqrt(m), absent in the reference code, makes the
-    kernel independent of m; it cancels in a normalised read and matters in every other. Both norms
-    are unbiased up to kernel_epsilon, and `"sqrt"` (all rows of length sqrt(d)) has the lower
+    With W ~ N(0, I) and m = num_features, the arc-cosine kernel of order 1, |x| |y| (sin t + (pi - t) cos t) / (2 pi)
+    with the angle t, in expectation, plus a small term of kernel_epsilon that keeps a normaliser off zero: without it a
+    query has no feature at all with probability 2^-m. `arc_cosine` has the other orders. The factor 1/sqrt(m), absent
+    in the reference code, makes the kernel independent of m; it cancels in a normalised read and matters in every
+    other. Both norms are unbiased up to kernel_epsilon, and `"sqrt"` (all rows of length sqrt(d)) has the lower
     variance. The reference scales x by d^(-1/4) first, which is kernel_epsilon * d^(1/4) here.
 
-    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D)));
-    frozen w `[H, D, num_features]`.
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D))); frozen w `[H, D,
+    num_features]`.
     VJP: gx = W^T (g 1[Wx > 0]) / sqrt(m); the derivative at the kink Wx = 0 is 0.
     Traits: is_random, non_negative, kernel_non_negative; degree 1 if kernel_epsilon = 0.
     Cost: O(D num_features).
-    References: Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794);
-    Kernel Methods for Deep Learning (Cho and Saul, 2009). [PHI-PRELU-D1]
+    References: Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794); Kernel Methods for
+    Deep Learning (Cho and Saul, 2009). [PHI-PRELU-D1]
     """
 
     kind: Literal["performer_relu"] = "performer_relu"

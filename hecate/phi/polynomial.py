@@ -21,21 +21,19 @@ Coefficients = Literal["exponential", "ones", "learned"]
 class Polynomial(Learned):
     """polynomial: phi(x) = [sqrt(a_i multinomial(b)) x^b for |b| = i] for i = 0 .. degree.
 
-    Every monomial up to a degree, so scaled that the kernel is exactly sum_i a_i (x.y)^i: capacity
-    of order d^degree. The coefficients are 1/i! (the exponential's series), ones, or learned:
-    softplus of one number per degree and head, which keeps them positive, starting at 1/i!.
-    `form="raw"` is [x, vec(x x^T)], of degree 2 without a constant, kernel x.y + (x.y)^2.
+    Every monomial up to a degree, so scaled that the kernel is exactly sum_i a_i (x.y)^i: capacity of order d^degree.
+    The coefficients are 1/i! (the exponential's series), ones, or learned: softplus of one number per degree and head,
+    which keeps them positive, starting at 1/i!. `form="raw"` is [x, vec(x x^T)], of degree 2 without a constant, kernel
+    x.y + (x.y)^2.
 
-    Shapes: x `[..., D]` (`[..., H, D]` when learned) -> `[..., C(D + degree, degree)]`; raw `[...,
-    D + D^2]`; learned coefficients `[H, degree + 1]`.
-    VJP: from degree to degree, g_(i-1) += x.G_i and gx += G_i m_(i-1), G_i the cotangent of all
-    products of m_(i-1) with a component of x; coefficient c_i receives sigmoid(c_i) / (2 a_i) times
-    g.phi of its block.
+    Shapes: x `[..., D]` (`[..., H, D]` when learned) -> `[..., C(D + degree, degree)]`; raw `[..., D + D^2]`; learned
+    coefficients `[H, degree + 1]`.
+    VJP: from degree to degree, g_(i-1) += x.G_i and gx += G_i m_(i-1), G_i the cotangent of all products of m_(i-1)
+    with a component of x; coefficient c_i receives sigmoid(c_i) / (2 a_i) times g.phi of its block.
     Traits: kernel_non_negative for even degree with fixed coefficients (symmetric form only).
     Cost: O(degree D^degree / degree!).
-    Warning: |phi(x)|^2 grows like |x|^(2 degree); normalise keys for delta-type rules. Components
-    alone (x^p without cross terms) have capacity d only, and unscaled monomials do not give powers
-    of x.y.
+    Warning: |phi(x)|^2 grows like |x|^(2 degree); normalise keys for delta-type rules. Components alone (x^p without
+    cross terms) have capacity d only, and unscaled monomials do not give powers of x.y.
     References: ATLAS (Behrouz et al., 2025, arXiv 2505.23735). [PHI-POLY-D1]
     """
 
@@ -51,14 +49,11 @@ class Polynomial(Learned):
     def _raw_is_quadratic(self) -> Self:
         if self.form == "raw" and self.degree != 2:
             raise ConfigError(
-                f"must be 2 when form is 'raw', got {self.degree}; "
-                "form 'symmetric' takes any degree",
-                ("degree",),
+                f"must be 2 when form is 'raw', got {self.degree}; form 'symmetric' takes any degree", ("degree",)
             )
         if self.form == "raw" and self.coefficients not in (None, "ones"):
             raise ConfigError(
-                f"must be 'ones' or null when form is 'raw', got {self.coefficients!r}; "
-                "form 'symmetric' takes all",
+                f"must be 'ones' or null when form is 'raw', got {self.coefficients!r}; form 'symmetric' takes all",
                 ("coefficients",),
             )
         return self
@@ -97,9 +92,7 @@ class Polynomial(Learned):
         gx = powers_vjp(wide, blocks, scaled, self._symmetric).to(x.dtype)
         if raw is None:
             return gx, {}
-        groots = torch.cat(
-            [(b * p).sum(-1, keepdim=True) for b, p in zip(blocks, given, strict=True)], -1
-        )
+        groots = torch.cat([(b * p).sum(-1, keepdim=True) for b, p in zip(blocks, given, strict=True)], -1)
         factor = raw.sigmoid() / (2 * torch.nn.functional.softplus(raw).sqrt())
         return gx, {"coefficients": sum_to_heads(groots, raw.shape[0]).to(raw.dtype) * factor}
 

@@ -21,21 +21,20 @@ from hecate.tape.bridge import without_autocast
 class Polysketch(RandomMap):
     """polysketch: phi(x) = s (x) s with equal products merged, s a sketch of x to the degree / 2.
 
-    (x.y)^degree for a high degree in few features. The sketch multiplies pairs of random
-    projections, and pairs of projections of those, s = (a V) * (b V') / sqrt(sketch) at each of
-    log2(degree) - 1 levels with fresh Gaussian V everywhere, so that E s(x).s(y) = (x.y)^(degree /
-    2) without bias. The outer product makes the kernel (s(x).s(y))^2 >= 0; its mean is larger than
-    (x.y)^degree by the variance of the sketch, and `exact_kernel` is that mean.
+    (x.y)^degree for a high degree in few features. The sketch multiplies pairs of random projections, and pairs of
+    projections of those, s = (a V) * (b V') / sqrt(sketch) at each of log2(degree) - 1 levels with fresh Gaussian V
+    everywhere, so that E s(x).s(y) = (x.y)^(degree / 2) without bias. The outer product makes the kernel (s(x).s(y))^2
+    >= 0; its mean is larger than (x.y)^degree by the variance of the sketch, and `exact_kernel` is that mean.
 
-    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., sketch (sketch + 1) / 2]`; frozen w `[H, D,
-    (degree / 2) sketch]` and for each level above v1, v2, ... `[H, nodes, sketch, sketch]`.
-    VJP: gs that of `polynomial` at degree 2; down the levels ga = g b / sqrt(sketch), gb = g a /
-    sqrt(sketch), each times its V^T.
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., sketch (sketch + 1) / 2]`; frozen w `[H, D, (degree / 2) sketch]`
+    and for each level above v1, v2, ... `[H, nodes, sketch, sketch]`.
+    VJP: gs that of `polynomial` at degree 2; down the levels ga = g b / sqrt(sketch), gb = g a / sqrt(sketch), each
+    times its V^T.
     Traits: is_random, kernel_non_negative, even, degree of the field.
     Cost: O(degree D sketch + degree sketch^2).
     Warning: |phi(x)|^2 grows with |x|^(2 degree): normalise keys.
-    References: PolySketchFormer: Fast Transformers via Sketching Polynomial Kernels (Kacham et al.,
-    2023, arXiv 2310.01655). [PHI-PSKETCH-D1]
+    References: PolySketchFormer: Fast Transformers via Sketching Polynomial Kernels (Kacham et al., 2023, arXiv
+    2310.01655). [PHI-PSKETCH-D1]
     """
 
     kind: Literal["polysketch"] = "polysketch"

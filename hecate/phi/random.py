@@ -19,13 +19,12 @@ Norms = Literal["chi", "sqrt"]
 
 
 class RandomMap(FeatureMap):
-    """A feature map with frozen random draws. A variant gives `draw`, the draws of one head, and
-    their `shapes` where they are not those of one projection.
+    """A feature map with frozen random draws. A variant gives `draw`, the draws of one head, and their `shapes` where
+    they are not those of one projection.
 
-    Draws are made in float64 on the CPU, head after head, and then cast: one seed gives one map on
-    every dtype and device, and the first heads of a map do not depend on how many follow. Without
-    a generator the seed is 0; the global random state is neither read nor changed. [PHI-RAND-I1]
-    """
+    Draws are made in float64 on the CPU, head after head, and then cast: one seed gives one map on every dtype and
+    device, and the first heads of a map do not depend on how many follow. Without
+    a generator the seed is 0; the global random state is neither read nor changed. [PHI-RAND-I1]"""
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         """By default those of a projection `w` onto the features."""
@@ -46,9 +45,7 @@ class RandomMap(FeatureMap):
     ) -> Params:
         """Fresh draws for inputs of width d, independent for each head."""
         if d < 1 or heads < 1:
-            raise ShapeError(
-                f"{self.kind} needs a width and a head count of at least 1, got {d} and {heads}"
-            )
+            raise ShapeError(f"{self.kind} needs a width and a head count of at least 1, got {d} and {heads}")
         if generator is None:
             generator = torch.Generator().manual_seed(0)
         if generator.device.type != "cpu":
@@ -89,10 +86,9 @@ def normal(d: int, m: int, generator: torch.Generator) -> Tensor:
 def haar(d: int, generator: torch.Generator) -> Tensor:
     """A Haar-distributed orthogonal `[d, d]`: QR of a Gaussian, the diagonal of R made positive.
 
-    Without the signs Q is not Haar (LAPACK fixes them by convention), which biases every one-sided
-    map.
-    References: How to generate random matrices from the classical compact groups (Mezzadri, 2006,
-    arXiv math-ph/0609050). [PHI-RAND-D1]
+    Without the signs Q is not Haar (LAPACK fixes them by convention), which biases every one-sided map.
+    References: How to generate random matrices from the classical compact groups (Mezzadri, 2006, arXiv
+    math-ph/0609050). [PHI-RAND-D1]
     """
     gaussian = normal(d, d, generator)
     with _one_thread():
@@ -101,15 +97,12 @@ def haar(d: int, generator: torch.Generator) -> Tensor:
     return signed
 
 
-def projections(
-    d: int, m: int, generator: torch.Generator, *, orthogonal: bool, norms: Norms = "chi"
-) -> Tensor:
+def projections(d: int, m: int, generator: torch.Generator, *, orthogonal: bool, norms: Norms = "chi") -> Tensor:
     """m projection vectors as the columns of a `[d, m]` matrix.
 
-    `orthogonal` stacks ceil(m / d) independent Haar blocks and cuts them to m columns; otherwise
-    the directions are independent. `norms="chi"` gives lengths of fresh Gaussian vectors, so that
-    each column is marginally N(0, I); `"sqrt"` gives all columns the length sqrt(d). [PHI-RAND-D2]
-    """
+    `orthogonal` stacks ceil(m / d) independent Haar blocks and cuts them to m columns; otherwise the directions are
+    independent. `norms="chi"` gives lengths of fresh Gaussian vectors, so that each column is marginally N(0, I);
+    `"sqrt"` gives all columns the length sqrt(d). [PHI-RAND-D2]"""
     if orthogonal:
         columns = torch.cat([haar(d, generator) for _ in range(-(-m // d))], dim=1)[:, :m]
     else:

@@ -18,23 +18,21 @@ from hecate.sizes import Size
 class RandomFourier(RandomMap):
     """random_fourier: phi(x) = sqrt(2/d_phi) cos(Wx + b), W ~ N(0, 1/sigma^2), b ~ U[0, 2 pi).
 
-    The Gaussian kernel exp(-|x - y|^2 / (2 sigma^2)) in expectation: sigma is the distance within
-    which two keys count as alike. `form="paired"` is [cos(Wx), sin(Wx)] / sqrt(m) with d_phi = 2m
-    and no b; at equal width it never has the larger variance, and |phi(x)| = 1. `orthogonal` draws
-    W in Haar blocks with chi norms, which lowers the variance where the kernel is large. Bounded
-    features keep a delta rule stable for every lr < 1.
+    The Gaussian kernel exp(-|x - y|^2 / (2 sigma^2)) in expectation: sigma is the distance within which two keys count
+    as alike. `form="paired"` is [cos(Wx), sin(Wx)] / sqrt(m) with d_phi = 2m and no b; at equal width it never has the
+    larger variance, and |phi(x)| = 1. `orthogonal` draws W in Haar blocks with chi norms, which lowers the variance
+    where the kernel is large. Bounded features keep a delta rule stable for every lr < 1.
 
-    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`; frozen w `[H, D, d_phi]` and b `[H,
-    d_phi]`, or w `[H, D, d_phi / 2]` alone when paired.
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`; frozen w `[H, D, d_phi]` and b `[H, d_phi]`, or w `[H, D,
+    d_phi / 2]` alone when paired.
     VJP: gx = W^T (-sqrt(2/d_phi) sin(Wx + b) g); paired: gx = W^T (cos(Wx) g_sin - sin(Wx) g_cos)
     / sqrt(m).
     Traits: is_random, norm_bound 2 (paired: 1). Neither features nor kernel are non-negative.
     Cost: O(D d_phi) multiplications, one cosine per feature.
-    Warning: the error of a phase grows with |Wx|: in float32 up to 6e-5 at |x| = 100 and 6e-3 at
-    1e4. Phases are never computed below float32; float64 draws make them float64.
-    References: Random Features for Large-Scale Kernel Machines (Rahimi and Recht, 2007); Random
-    Feature Attention (Peng et al., 2021, arXiv 2103.02143); Orthogonal Random Features (Yu et al.,
-    2016, arXiv 1610.09072). [PHI-RFF-D1]
+    Warning: the error of a phase grows with |Wx|: in float32 up to 6e-5 at |x| = 100 and 6e-3 at 1e4. Phases are never
+    computed below float32; float64 draws make them float64.
+    References: Random Features for Large-Scale Kernel Machines (Rahimi and Recht, 2007); Random Feature Attention (Peng
+    et al., 2021, arXiv 2103.02143); Orthogonal Random Features (Yu et al., 2016, arXiv 1610.09072). [PHI-RFF-D1]
     """
 
     kind: Literal["random_fourier"] = "random_fourier"

@@ -22,23 +22,19 @@ from hecate.sizes import Size
 class RandomMaclaurin(RandomMap):
     """random_maclaurin: phi_i(x) = sqrt(a_n / (p_n d_phi)) prod_(j <= n) w_ij.x, n = n_i random.
 
-    Any kernel sum_n a_n (x.y)^n with a_n >= 0 in expectation: rows w_ij are random signs, and
-    feature i is a product of n_i of them, n_i drawn with probability p_n in proportion to 2^-n
-    among the n with a_n > 0. The series is `"exponential"`, a_n = 1 / n! up to degree (it is cut
-    there, and the kernel is the cut series), `"binomial"` for (1 + x.y)^degree, or given by the
-    coefficients a_0, a_1, ... themselves.
+    Any kernel sum_n a_n (x.y)^n with a_n >= 0 in expectation: rows w_ij are random signs, and feature i is a product of
+    n_i of them, n_i drawn with probability p_n in proportion to 2^-n among the n with a_n > 0. The series is
+    `"exponential"`, a_n = 1 / n! up to degree (it is cut there, and the kernel is the cut series), `"binomial"` for (1
+    + x.y)^degree, or given by the coefficients a_0, a_1, ... themselves.
 
-    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`; frozen w `[H, D, degree d_phi]` with
-    columns of 0 where n_i < j, offset `[H, degree d_phi]` with 1 there, so that the factor is 1,
-    and scale `[H, d_phi]`.
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`; frozen w `[H, D, degree d_phi]` with columns of 0 where n_i
+    < j, offset `[H, degree d_phi]` with 1 there, so that the factor is 1, and scale `[H, d_phi]`.
     VJP: with the factors z_ij: gz_ij = scale_i g_i prod_(l != j) z_il, gx = W^T gz.
     Traits: is_random; even or odd if all n with a_n > 0 are, degree n if there is only one.
     Cost: O(D d_phi degree).
-    Warning: the variance of a kernel value is (sum_n a_n^2 m^n / p_n - k^2) / d_phi with m = |x|^2
-    |y|^2 + 2 (x.y)^2 - 2 sum_i x_i^2 y_i^2: keep keys at or below length 1. Features and kernel
-    have either sign: no sum normaliser.
-    References: Random Feature Maps for Dot Product Kernels (Kar and Karnick, 2012, arXiv
-    1201.6530). [PHI-MACL-D1]
+    Warning: the variance of a kernel value is (sum_n a_n^2 m^n / p_n - k^2) / d_phi with m = |x|^2 |y|^2 + 2 (x.y)^2 -
+    2 sum_i x_i^2 y_i^2: keep keys at or below length 1. Features and kernel have either sign: no sum normaliser.
+    References: Random Feature Maps for Dot Product Kernels (Kar and Karnick, 2012, arXiv 1201.6530). [PHI-MACL-D1]
     """
 
     kind: Literal["random_maclaurin"] = "random_maclaurin"
@@ -46,9 +42,7 @@ class RandomMaclaurin(RandomMap):
     series: Literal["exponential", "binomial"] | None = Field(
         default=None, description="null: exponential, unless coefficients are given"
     )
-    degree: Degree | None = Field(
-        default=None, ge=1, description="last power of the series; null: 8"
-    )
+    degree: Degree | None = Field(default=None, ge=1, description="last power of the series; null: 8")
     coefficients: tuple[float, ...] | None = Field(
         default=None, description="a_0, a_1, ... in place of a series, none negative"
     )
@@ -59,9 +53,7 @@ class RandomMaclaurin(RandomMap):
             return self
         for name in ("series", "degree"):
             if (given := getattr(self, name)) is not None:
-                raise ConfigError(
-                    f"must be left out when coefficients are given, got {given!r}", (name,)
-                )
+                raise ConfigError(f"must be left out when coefficients are given, got {given!r}", (name,))
         if min(self.coefficients, default=0.0) < 0 or not any(self.coefficients[1:]):
             raise ConfigError(
                 "must be a_0, a_1, ... without a negative one, as their square roots scale the "
@@ -111,11 +103,7 @@ class RandomMaclaurin(RandomMap):
         shape = (d, unused.numel())
         signs = 2.0 * torch.randint(0, 2, shape, device="cpu", generator=generator) - 1
         offset = unused.flatten().double()
-        return {
-            "w": signs.double() * (1 - offset),
-            "offset": offset,
-            "scale": (a[n] / (p[n] * self.d_phi)).sqrt(),
-        }
+        return {"w": signs.double() * (1 - offset), "offset": offset, "scale": (a[n] / (p[n] * self.d_phi)).sqrt()}
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
         w, offset, scale = (self.drawn(params, name) for name in ("w", "offset", "scale"))

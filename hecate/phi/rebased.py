@@ -18,19 +18,19 @@ from hecate.sizes import Count
 class Rebased(Learned):
     """rebased: phi(x) = [z_i^2, sqrt(2) z_i z_j for i < j] / sqrt(D), z = scale * LN(x) + shift.
 
-    The kernel is (z_q.z_k)^2 / D, a parabola whose least value training can move: `taylor` cannot
-    go below 1/2, this map can ignore a key altogether. LN(x) is x minus its mean over its standard
-    deviation, sqrt(variance + eps); scale and shift are learned per head and start at 1 and 0.
+    The kernel is (z_q.z_k)^2 / D, a parabola whose least value training can move: `taylor` cannot go below 1/2, this
+    map can ignore a key altogether. LN(x) is x minus its mean over its standard deviation, sqrt(variance + eps); scale
+    and shift are learned per head and start at 1 and 0.
 
-    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., D (D + 1) / 2]`; learned scale, shift `[H, D]`.
-    VJP: gz that of `polynomial` at degree 2; with n = LN(x): gscale = gz n and gshift = gz summed
-    over tokens, gn = gz scale, gx = (gn - mean(gn) - n mean(gn n)) / sqrt(variance + eps).
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., D (D + 1) / 2]`; learned scale, shift `[H, D]`. VJP: gz that of
+    `polynomial` at degree 2; with n = LN(x): gscale = gz n and gshift = gz summed over tokens, gn = gz scale, gx = (gn
+    - mean(gn) - n mean(gn n)) / sqrt(variance + eps).
     Traits: kernel_non_negative; single features are signed.
     Cost: O(D^2).
-    Warning: a kernel can be exactly 0, so a sum normaliser can be. The paper learns one scale and
-    shift for queries and another for keys; here one pair serves both.
-    References: Linear Transformers with Learnable Kernel Functions are Better In-Context Models
-    (Aksenov et al., 2024, arXiv 2402.10644). [PHI-REBASED-D1]
+    Warning: a kernel can be exactly 0, so a sum normaliser can be. The paper learns one scale and shift for queries and
+    another for keys; here one pair serves both.
+    References: Linear Transformers with Learnable Kernel Functions are Better In-Context Models (Aksenov et al., 2024,
+    arXiv 2402.10644). [PHI-REBASED-D1]
     """
 
     kind: Literal["rebased"] = "rebased"

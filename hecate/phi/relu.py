@@ -16,16 +16,15 @@ from hecate.tape.activation import activate_vjp
 class ReLU(Elementwise):
     """relu: phi(x) = max(x, 0) + shift.
 
-    Sparse non-negative features. Without a shift a query may have all-zero features, and a read
-    that is divided by phi(q).z is then 0/0; a small shift (1e-3 is usual) makes every feature
-    positive. The shift does not revive gradients: the derivative for x < 0 stays 0.
+    Sparse non-negative features. Without a shift a query may have all-zero features, and a read that is divided by
+    phi(q).z is then 0/0; a small shift (1e-3 is usual) makes every feature positive. The shift does not revive
+    gradients: the derivative for x < 0 stays 0.
 
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = g for x > 0, else 0; the derivative at 0 is taken as 0.
     Traits: non_negative, kernel_non_negative; degree 1 when shift = 0.
     Cost: O(D).
-    References: Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794).
-    [PHI-RELU-D1]
+    References: Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794). [PHI-RELU-D1]
     """
 
     kind: Literal["relu"] = "relu"

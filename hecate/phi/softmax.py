@@ -14,18 +14,17 @@ from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype
 class Softmax(FeatureMap):
     """softmax: phi(x) = softmax(x / temperature) over the components of x.
 
-    Positive features that sum to 1: a soft choice of a slot. `half_space` appends softmax(-x /
-    temperature), so that the smallest components are seen as sharply as the largest. It is not the
-    softmax of attention, which runs over keys.
+    Positive features that sum to 1: a soft choice of a slot. `half_space` appends softmax(-x / temperature), so that
+    the smallest components are seen as sharply as the largest. It is not the softmax of attention, which runs over
+    keys.
 
     Shapes: x `[..., D]` -> `[..., D]`, with half_space `[..., 2 D]`.
     VJP: with f = phi(x): gx = f (g - f.g) / temperature, minus the same of the other half.
     Traits: non_negative, kernel_non_negative, norm_bound 1 (half_space 2).
     Cost: O(D).
     Warning: a constant added to all components of x changes nothing, in either form.
-    References: Efficient Attention: Attention with Linear Complexities (Shen et al., 2018, arXiv
-    1812.01243) for one half; The Hedgehog & the Porcupine (Zhang et al., 2024, arXiv 2402.04347)
-    for both. [PHI-SOFTMAX-D1]
+    References: Efficient Attention: Attention with Linear Complexities (Shen et al., 2018, arXiv 1812.01243) for one
+    half; The Hedgehog & the Porcupine (Zhang et al., 2024, arXiv 2402.04347) for both. [PHI-SOFTMAX-D1]
     """
 
     kind: Literal["softmax"] = "softmax"

@@ -15,9 +15,8 @@ from hecate.phi.elementwise import Elementwise
 class Softplus(Elementwise):
     """softplus: phi(x) = log(1 + exp(beta x)) / beta.
 
-    A smooth, strictly positive relu; beta sets how sharp the bend is. Evaluated without a
-    threshold, so it is positive down to the underflow of exp(beta x) and has all derivatives
-    everywhere.
+    A smooth, strictly positive relu; beta sets how sharp the bend is. Evaluated without a threshold, so it is positive
+    down to the underflow of exp(beta x) and has all derivatives everywhere.
 
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = sigmoid(beta x) g.

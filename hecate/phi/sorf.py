@@ -19,22 +19,22 @@ from hecate.tape.bridge import without_autocast
 class SORF(RandomMap):
     """sorf: phi(x) = [cos(Wx), sin(Wx)] / sqrt(m), W = sqrt(P) / sigma H S_3 H S_2 H S_1, m rows.
 
-    `random_fourier` (paired) with a product of random signs S and Walsh-Hadamard matrices H in
-    place of a Gaussian matrix: D log D operations instead of D^2, 3 bits per row instead of D
-    numbers. P is the smallest power of two from D on, x is padded with zeros to it, and ceil(m / P)
-    independent blocks are stacked. The rows of a block are orthogonal and have length sqrt(P).
+    `random_fourier` (paired) with a product of random signs S and Walsh-Hadamard matrices H in place of a Gaussian
+    matrix: D log D operations instead of D^2, 3 bits per row instead of D numbers. P is the smallest power of two from
+    D on, x is padded with zeros to it, and ceil(m / P) independent blocks are stacked. The rows of a block are
+    orthogonal and have length sqrt(P).
 
-    The kernel approximates exp(-|x - y|^2 / (2 sigma^2)) and, unlike those of the other random
-    maps, not without bias, as rows are only nearly uniform on the sphere: `exact_kernel` is None.
+    The kernel approximates exp(-|x - y|^2 / (2 sigma^2)) and, unlike those of the other random maps, not without bias,
+    as rows are only nearly uniform on the sphere: `exact_kernel` is None.
 
-    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`, d_phi = 2 m; frozen w `[H, D, blocks]`
-    (S_1, padding needs no sign) and signs `[H, blocks, 2, P]`.
-    VJP: gz = (cos(Wx) g_sin - sin(Wx) g_cos) / sqrt(m); gx = W^T gz, the same steps backwards.
-    Traits: is_random, norm_bound 1. Neither features nor kernel are non-negative.
-    Cost: O((d_phi + P) log P) additions, one cosine per feature. Measured on one CPU core: four
-    times slower than `random_fourier` at D = 64, even at 256, faster at 1024.
-    Warning: for D = 1 the kernel is cos((x - y) / sigma); for small D prefer `random_fourier`.
-    References: Orthogonal Random Features (Yu et al., 2016, arXiv 1610.09072). [PHI-SORF-D1]
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`, d_phi = 2 m; frozen w `[H, D, blocks]` (S_1, padding needs
+    no sign) and signs `[H, blocks, 2, P]`.
+    VJP: gz = (cos(Wx) g_sin - sin(Wx) g_cos) / sqrt(m); gx = W^T gz, the same steps backwards. Traits: is_random,
+    norm_bound 1. Neither features nor kernel are non-negative.
+    Cost: O((d_phi + P) log P) additions, one cosine per feature. Measured on one CPU core: four times slower than
+    `random_fourier` at D = 64, even at 256, faster at 1024.
+    Warning: for D = 1 the kernel is cos((x - y) / sigma); for small D prefer `random_fourier`. References: Orthogonal
+    Random Features (Yu et al., 2016, arXiv 1610.09072). [PHI-SORF-D1]
     """
 
     kind: Literal["sorf"] = "sorf"
@@ -93,8 +93,8 @@ class SORF(RandomMap):
 def walsh_hadamard(x: Tensor) -> Tensor:
     """The orthonormal Walsh-Hadamard transform of `[..., P]`, P a power of two; its own inverse.
 
-    H_P is a Kronecker product of small H: each one transforms the leading digits of the index and
-    moves them to the end. Products of 16 x 16 take fewer passes over memory than single sums.
+    H_P is a Kronecker product of small H: each one transforms the leading digits of the index and moves them to the
+    end. Products of 16 x 16 take fewer passes over memory than single sums.
     """
     left = x.shape[-1]
     with without_autocast(x.device.type):

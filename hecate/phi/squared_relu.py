@@ -14,16 +14,16 @@ from hecate.phi.elementwise import Elementwise
 class SquaredReLU(Elementwise):
     """squared_relu: phi(x) = max(x, 0)^2.
 
-    Sharper than relu: large components dominate the kernel. It approximates no softmax. Features
-    are non-negative, not positive: half of them are exactly 0 for symmetric inputs.
+    Sharper than relu: large components dominate the kernel. It approximates no softmax. Features are non-negative, not
+    positive: half of them are exactly 0 for symmetric inputs.
 
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = 2 max(x, 0) g; continuous at 0, the second derivative is not.
     Traits: non_negative, kernel_non_negative, degree 2.
     Cost: O(D).
-    Warning: |phi(x)|^2 grows with the fourth power of x; normalise keys for delta-type rules.
-    References: Primer: Searching for Efficient Transformers for Language Modeling (So et al., 2021,
-    arXiv 2109.08668) for the activation. [PHI-SQRELU-D1]
+    Warning: |phi(x)|^2 grows with the fourth power of x; normalise keys for delta-type rules. References: Primer:
+    Searching for Efficient Transformers for Language Modeling (So et al., 2021, arXiv 2109.08668) for the activation.
+    [PHI-SQRELU-D1]
     """
 
     kind: Literal["squared_relu"] = "squared_relu"

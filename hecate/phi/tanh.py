@@ -15,8 +15,7 @@ from hecate.tape.activation import activate
 class Tanh(Elementwise):
     """tanh: phi(x) = tanh(x), componentwise.
 
-    Bounded and odd: signs survive, outliers do not, and |phi(x)|^2 < D keeps a delta rule stable
-    for lr < 2 / D.
+    Bounded and odd: signs survive, outliers do not, and |phi(x)|^2 < D keeps a delta rule stable for lr < 2 / D.
 
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = (1 - tanh(x)^2) g.

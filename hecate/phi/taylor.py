@@ -18,19 +18,17 @@ from hecate.sizes import Count
 class Taylor(FeatureMap):
     """taylor: phi(x) = [1, x', vec(x' x'^T) / sqrt(2), ...] up to order, x' = x / d^(1/4).
 
-    The series of softmax's kernel: phi(x).phi(y) = 1 + z + z^2/2 + ... with z = x.y / sqrt(d).
-    Close to exp(z) while |z| is small, which keys of unit norm guarantee. `compact` merges equal
-    products, which nearly halves the width at order 2 and leaves the kernel as it is.
+    The series of softmax's kernel: phi(x).phi(y) = 1 + z + z^2/2 + ... with z = x.y / sqrt(d). Close to exp(z) while
+    |z| is small, which keys of unit norm guarantee. `compact` merges equal products, which nearly halves the width at
+    order 2 and leaves the kernel as it is.
 
-    Shapes: x `[..., D]` -> `[..., C(D + order, order)]`; not compact: `[..., 1 + D + ... +
-    D^order]`.
+    Shapes: x `[..., D]` -> `[..., C(D + order, order)]`; not compact: `[..., 1 + D + ... + D^order]`.
     VJP: that of `polynomial` at x', with gx = gx' / d^(1/4).
-    Traits: kernel_non_negative for even order (at order 2 the kernel is at least 1/2; single
-    features are signed).
+    Traits: kernel_non_negative for even order (at order 2 the kernel is at least 1/2; single features are signed).
     Cost: O(order D^order / order!) when compact.
-    Warning: the width is quadratic in D at order 2: project keys to about 16 components first.
-    References: Simple Linear Attention Language Models Balance the Recall-Throughput Tradeoff
-    (Arora et al., 2024, arXiv 2402.18668). [PHI-TAYLOR-D1]
+    Warning: the width is quadratic in D at order 2: project keys to about 16 components first. References: Simple
+    Linear Attention Language Models Balance the Recall-Throughput Tradeoff (Arora et al., 2024, arXiv 2402.18668).
+    [PHI-TAYLOR-D1]
     """
 
     kind: Literal["taylor"] = "taylor"
@@ -51,9 +49,7 @@ class Taylor(FeatureMap):
         parts = [block * _root(i) for i, block in enumerate(blocks)]
         return torch.cat(parts, -1).to(x.dtype), (scaled, blocks)
 
-    def vjp(
-        self, residuals: tuple[Tensor, Sequence[Tensor]], g: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def vjp(self, residuals: tuple[Tensor, Sequence[Tensor]], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         scaled, blocks = residuals
         sizes = widths(scaled.shape[-1], self.order, self.compact)
         parts = torch.split(g.to(scaled.dtype), sizes, -1)

@@ -19,18 +19,17 @@ from hecate.tape.bridge import without_autocast
 class TensorProduct(Several):
     """tensor_product: phi(x) = phi_1(x) (x) ... (x) phi_n(x), all products of one feature each.
 
-    The kernel of the result is the product of the kernels: two keys are alike where every map finds
-    them alike. The last map's index runs fastest. Parameters are named by position: `0.weight`.
+    The kernel of the result is the product of the kernels: two keys are alike where every map finds them alike. The
+    last map's index runs fastest. Parameters are named by position: `0.weight`.
 
     Shapes: x `[..., D]` -> `[..., product of the widths]`.
-    VJP: from the last map to the first, with G the cotangent as a matrix [features so far, width of
-    the map]: g_map = G^T features so far, G = G features of the map; gx = sum of the maps' gx.
-    Traits: non_negative, kernel_non_negative if all are; odd for an odd number of odd maps among
-    even ones, even for an even number; degree the sum, norm_bound the product if all have one;
-    is_random, needs_position if any is.
+    VJP: from the last map to the first, with G the cotangent as a matrix [features so far, width of the map]: g_map =
+    G^T features so far, G = G features of the map; gx = sum of the maps' gx. Traits: non_negative, kernel_non_negative
+    if all are; odd for an odd number of odd maps among even ones, even for an even number; degree the sum, norm_bound
+    the product if all have one; is_random, needs_position if any is.
     Cost: the sum of the maps' costs and O(d_phi).
-    References: kernel algebra; Kernel Methods for Pattern Analysis (Shawe-Taylor and Cristianini,
-    2004). [PHI-TENSOR-D1]
+    References: kernel algebra; Kernel Methods for Pattern Analysis (Shawe-Taylor and Cristianini, 2004).
+    [PHI-TENSOR-D1]
     """
 
     kind: Literal["tensor_product"] = "tensor_product"

@@ -7,14 +7,7 @@ from hecate.retention.decay import Decay
 from hecate.retention.elastic_net import ElasticNet
 from hecate.retention.kl import KL
 from hecate.retention.l2 import L2
-from hecate.retention.links import (
-    IdentityLink,
-    Link,
-    LqLink,
-    SigmoidLink,
-    SignedSoftmaxLink,
-    SoftmaxLink,
-)
+from hecate.retention.links import IdentityLink, Link, LqLink, SigmoidLink, SignedSoftmaxLink, SoftmaxLink
 from hecate.retention.lq import Lq
 from hecate.retention.mirror import MirrorRetention
 from hecate.retention.none import NoRetention

@@ -13,8 +13,8 @@ from hecate.variant import Variant
 
 
 class StepForm(NamedTuple):
-    """How the kernels of the compiled engine take a step: retain M + D, then every cell by
-    `threshold` towards 0, and to 0 within it.
+    """How the kernels of the compiled engine take a step: retain M + D, then every cell by `threshold` towards 0, and
+    to 0 within it.
 
     A gradient passes where the new cell is not 0; with None, everywhere. [ENG-NUM-D6]
     """
@@ -23,8 +23,8 @@ class StepForm(NamedTuple):
 
 
 class GateForm(NamedTuple):
-    """How a layer makes the retain gate from a token: one logit per head or per phi channel, of a
-    linear head or of one of low `rank` ("head": as wide as a key), and what squashes it."""
+    """How a layer makes the retain gate from a token: one logit per head or per phi channel, of a linear head or of one
+    of low `rank` ("head": as wide as a key), and what squashes it."""
 
     channels: bool = False
     rank: int | Literal["head"] | None = None
@@ -34,12 +34,11 @@ class GateForm(NamedTuple):
 class Retention(Variant, family="retention"):
     """The new memory from the old one and a direction D (the step, sign included).
 
-    A variant gives `step` and `step_vjp` for one weight tensor; the latter falls back to
-    `torch.func`. What is carried from step to step is the memory itself, unless `weights` says how
-    the memory follows from it: then it is a dual state, as in mirror descent.
+    A variant gives `step` and `step_vjp` for one weight tensor; the latter falls back to `torch.func`. What is carried
+    from step to step is the memory itself, unless `weights` says how the memory follows from it: then it is a dual
+    state, as in mirror descent.
 
-    Shapes: memory and direction `[N, ...]`; retain `[N]`, or `[N, P]` per phi channel (the last
-    axis).
+    Shapes: memory and direction `[N, ...]`; retain `[N]`, or `[N, P]` per phi channel (the last axis).
     """
 
     uses_retain: ClassVar[bool] = False
@@ -51,20 +50,20 @@ class Retention(Variant, family="retention"):
 
     @property
     def linear(self) -> bool:
-        """Whether the step is `a M + D` with a fixed by the gates, and M itself is carried, as the
-        parallel form needs."""
+        """Whether the step is `a M + D` with a fixed by the gates, and M itself is carried, as the parallel form
+        needs."""
         return False
 
     @property
     def additive(self) -> bool:
-        """Whether the step is `a X + D` of what is carried, a fixed by the gates, whatever the
-        memory is of X; D as `centred` leaves it."""
+        """Whether the step is `a X + D` of what is carried, a fixed by the gates, whatever the memory is of X; D as
+        `centred` leaves it."""
         return self.linear
 
     @property
     def weighted_sum(self) -> bool:
-        """Whether memories stay weighted sums of what was written, with weights fixed by the gates:
-        what a sum of weights can normalise."""
+        """Whether memories stay weighted sums of what was written, with weights fixed by the gates: what a sum of
+        weights can normalise."""
         return self.linear
 
     @property
@@ -78,12 +77,10 @@ class Retention(Variant, family="retention"):
         return GateForm()
 
     def start(self, weights: Tensor) -> Tensor:
-        """What is carried at first by a memory whose initial weights `[N, ...]` are these:
-        themselves by default.
+        """What is carried at first by a memory whose initial weights `[N, ...]` are these: themselves by default.
 
-        A retention that keeps memories in a set maps every tensor into it, smoothly, and zero to a
-        constant from which gradients flow. It sees initial weights, never a state that goes on.
-        [RET-START-D1]
+        A retention that keeps memories in a set maps every tensor into it, smoothly, and zero to a constant from which
+        gradients flow. It sees initial weights, never a state that goes on. [RET-START-D1]
         """
         return weights
 

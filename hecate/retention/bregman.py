@@ -10,17 +10,15 @@ from hecate.retention.mirror import MirrorRetention
 
 
 class Bregman(MirrorRetention):
-    """bregman: M = link(A), A' = retain A + D, link identity, softmax, signed_softmax, sigmoid or
-    lq.
+    """bregman: M = link(A), A' = retain A + D, link identity, softmax, signed_softmax, sigmoid or lq.
 
-    The general form behind `kl`, `bounded` and `lq`: a Bregman divergence pulls the memory towards
-    its past, and the link is the inverse of its potential's gradient. A subclass of `Link` is a
-    link too: `memory`, and if wanted its VJP and where it starts.
+    The general form behind `kl`, `bounded` and `lq`: a Bregman divergence pulls the memory towards its past, and the
+    link is the inverse of its potential's gradient. A subclass of `Link` is a link too: `memory`, and if wanted its VJP
+    and where it starts.
 
     Shapes: A, D `[N, ...]`; retain `[N]` or `[N, P]`.
     VJP: of the step as `decay`, of M the link's.
-    Traits: carries A, whose steps are linear; M = A for the identity, which is `decay`; starts
-    where the link says.
+    Traits: carries A, whose steps are linear; M = A for the identity, which is `decay`; starts where the link says.
     Cost: a multiply-add, and the link where the memory is used.
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173). [RET-BREGMAN-D1]
     """

@@ -1,9 +1,8 @@
 """Links: memories as functions of a dual state that evolves linearly.
 
-A link maps every dual state A to a feasible memory M = memory(A). It is the gradient of a convex
-function, and the step A' = retain A + D is mirror descent. A is what is carried, so a link is never
-inverted on the way, and however close M comes to the border of its set, nothing is forgotten there.
-"""
+A link maps every dual state A to a feasible memory M = memory(A). It is the gradient of a convex function, and the step
+A' = retain A + D is mirror descent. A is what is carried, so a link is never inverted on the way, and however close M
+comes to the border of its set, nothing is forgotten there."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from hecate.variant import Variant
 class Link(Variant, family="link"):
     """A function from dual states to feasible memories.
 
-    A variant gives `memory`; `memory_vjp` falls back to `torch.func`, and initial weights are read
-    as a dual state unless `start` says which dual state they are the memory of.
+    A variant gives `memory`; `memory_vjp` falls back to `torch.func`, and initial weights are read as a dual state
+    unless `start` says which dual state they are the memory of.
 
     Shapes: dual and memory `[N, ...]`, one weight of N memories.
     """
@@ -76,12 +75,11 @@ class IdentityLink(Link):
 class SoftmaxLink(Link):
     """softmax: M = scale softmax(A) along the last axis.
 
-    Rows are distributions times `scale`: the gradient of the log-sum-exp, dual to the entropy. A
-    constant per row of A is invisible.
+    Rows are distributions times `scale`: the gradient of the log-sum-exp, dual to the entropy. A constant per row of A
+    is invisible.
 
     VJP: scale s (g - s.g) with s = softmax(A).
-    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora. [RET-LINK-D2]
-    """
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora. [RET-LINK-D2]"""
 
     kind: Literal["softmax"] = "softmax"
     scale: float = Field(1.0, gt=0)
@@ -101,13 +99,12 @@ class SoftmaxLink(Link):
 class SignedSoftmaxLink(Link):
     """signed_softmax: M = scale sinh(A) / sum cosh(A) along the last axis.
 
-    A positive and a negative bank that share one simplex: M = P - Q, where P and Q are proportional
-    to exp(A) and exp(-A) and sum to `scale` together. What one bank is told the other is told with
-    the opposite sign.
+    A positive and a negative bank that share one simplex: M = P - Q, where P and Q are proportional to exp(A) and
+    exp(-A) and sum to `scale` together. What one bank is told the other is told with the opposite sign.
 
     VJP: scale (c g - s (s.g)) with c = cosh(A)/sum cosh(A), s = M/scale.
-    References: Exponentiated Gradient versus Gradient Descent for Linear Predictors (Kivinen and
-    Warmuth, 1997, Information and Computation 132). [RET-LINK-D3]
+    References: Exponentiated Gradient versus Gradient Descent for Linear Predictors (Kivinen and Warmuth, 1997,
+    Information and Computation 132). [RET-LINK-D3]
     """
 
     kind: Literal["signed_softmax"] = "signed_softmax"
@@ -128,8 +125,8 @@ class SigmoidLink(Link):
     Every weight stays between two bounds.
 
     VJP: (high - low) s (1 - s) g with s = sigmoid(A).
-    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Bregman divergence of
-    the logit. [RET-LINK-D4]
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Bregman divergence of the logit.
+    [RET-LINK-D4]
     """
 
     kind: Literal["sigmoid"] = "sigmoid"
@@ -140,8 +137,7 @@ class SigmoidLink(Link):
     def _low_below_high(self) -> Self:
         if self.low >= self.high:
             raise ConfigError(
-                f"must lie above low={self.low:g}, got {self.high:g}; weights stay between the two",
-                ("high",),
+                f"must lie above low={self.low:g}, got {self.high:g}; weights stay between the two", ("high",)
             )
         return self
 
@@ -155,18 +151,15 @@ class SigmoidLink(Link):
 class LqLink(Link):
     """lq: M = sign(A) |A|^(p-1) / |A|_p^(p-2) with p = q/(q-1), or A / |A|_q^(q-2) as printed.
 
-    `form="exact"` is the gradient of 1/2 |A|_p^2, dual to 1/2 |M|_q^2; its inverse, by which
-    initial weights become a dual state, is the same with p and q exchanged. `form="paper"` is what
-    MIRAS prints for Moneta, which leaves the power of the coordinates out and takes q for p. Norms
-    are over all of a weight. Numbers below eps, and lengths, have the power's chord instead of the
-    power: a finite slope at 0.
+    `form="exact"` is the gradient of 1/2 |A|_p^2, dual to 1/2 |M|_q^2; its inverse, by which initial weights become a
+    dual state, is the same with p and q exchanged. `form="paper"` is what MIRAS prints for Moneta, which leaves the
+    power of the coordinates out and takes q for p. Norms are over all of a weight. Numbers below eps, and lengths, have
+    the power's chord instead of the power: a finite slope at 0.
 
     VJP: that of the power per coordinate and of the length, one after the other.
-    Warning: `paper` is degree 3 - q in A: beyond q = 3 more evidence makes a smaller memory, and A
-    = 0 is a pole. Such memories start at n^(-1/q) in each of the n weights of a tensor, to which
-    initial weights are added.
-    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Moneta. [RET-LINK-D5]
-    """
+    Warning: `paper` is degree 3 - q in A: beyond q = 3 more evidence makes a smaller memory, and A = 0 is a pole. Such
+    memories start at n^(-1/q) in each of the n weights of a tensor, to which initial weights are added.
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Moneta. [RET-LINK-D5]"""
 
     kind: Literal["lq"] = "lq"
     q: float = Field(4.0, gt=1)
@@ -211,6 +204,6 @@ class LqLink(Link):
 
     @property
     def _radial(self) -> tuple[float, float, float]:
-        """Its length |.|_q, raised to q - 1, is that of M. It inverts `_power` on coordinates, and
-        `_power` inverts it on lengths."""
+        """Its length |.|_q, raised to q - 1, is that of M. It inverts `_power` on coordinates, and `_power` inverts it
+        on lengths."""
         return self.q - 2, self.eps ** (1 / (self.q - 1)), self.q

@@ -15,9 +15,8 @@ from hecate.tape.ops import over, sum_to_gate
 class MirrorRetention(Retention):
     """A' = retain A + D, M = link(A): mirror descent with decay. [RET-MIRROR-D1]
 
-    What is carried is the dual state A, and M is computed from it wherever the memory predicts or
-    is read: the step is linear, and what A was told it keeps however close M is to the border of
-    its set. A variant names its link.
+    What is carried is the dual state A, and M is computed from it wherever the memory predicts or is read: the step is
+    linear, and what A was told it keeps however close M is to the border of its set. A variant names its link.
 
     Where the link does not see a constant along a row, D is taken without its own under a gate
     that rows share: M is the same, and no constant grows in A over a million tokens.
@@ -72,9 +71,7 @@ class MirrorRetention(Retention):
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         return over(retain, memory) * memory + self.centred(direction, retain)
 
-    def step_vjp(
-        self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gmemory = over(retain, memory) * g
         return gmemory, self.centred(g, retain), sum_to_gate(g * memory, retain)
 

@@ -35,7 +35,5 @@ class NoRetention(Retention):
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         return memory + direction
 
-    def step_vjp(
-        self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
+    def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, None]:
         return g, g, None

@@ -15,17 +15,16 @@ from hecate.retention.none import NoRetention
 class NormCap(Retention):
     """norm_cap: M' = X min(1, norm/|X|_F), X what the inner retention makes of M and D.
 
-    The memory is projected onto a ball after every step: as long as it fits, nothing happens; a
-    memory that outgrows it is scaled down as a whole. Each weight of a deep memory has its own
-    ball. Bounds what an undecayed or unstable memory can become. Around a retention that carries a
-    dual state A, X is the memory of A and A goes on as it is: the projection is lazy, as in dual
-    averaging, and bounds what predicts and is read while A keeps what it was told.
+    The memory is projected onto a ball after every step: as long as it fits, nothing happens; a memory that outgrows it
+    is scaled down as a whole. Each weight of a deep memory has its own ball. Bounds what an undecayed or unstable
+    memory can become. Around a retention that carries a dual state A, X is the memory of A and A goes on as it is: the
+    projection is lazy, as in dual averaging, and bounds what predicts and is read while A keeps what it was told.
 
     Shapes: M, D `[N, ...]`; retain as the inner retention takes it.
-    VJP: inside gX = g, beyond gX = (norm/|X|)(g - X <X, g>/|X|^2), then the inner VJP of gX. The
-    border counts as inside.
-    Traits: not linear; takes a retain gate if the inner retention does; starts at the inner start,
-    projected; carries a dual state if the inner retention does.
+    VJP: inside gX = g, beyond gX = (norm/|X|)(g - X <X, g>/|X|^2), then the inner VJP of gX. The border counts as
+    inside.
+    Traits: not linear; takes a retain gate if the inner retention does; starts at the inner start, projected; carries a
+    dual state if the inner retention does.
     Cost: one norm per weight.
     Origin: ours; projected gradient descent. [RET-CAP-D1]
     """

@@ -1,9 +1,7 @@
-"""Odd powers of numbers and of lengths, linear near 0 so that both they and their inverses have
-slopes there.
+"""Odd powers of numbers and of lengths, linear near 0 so that both they and their inverses have slopes there.
 
-`power`: x max(|x|, floor)^m, per coordinate; `radial`: x max(|x|_q, floor)^m, per memory. The
-inverse of an exponent m is the exponent -m/(1 + m) with the floor floor^(1 + m). The floor itself
-counts as beyond.
+`power`: x max(|x|, floor)^m, per coordinate; `radial`: x max(|x|_q, floor)^m, per memory. The inverse of an exponent m
+is the exponent -m/(1 + m) with the floor floor^(1 + m). The floor itself counts as beyond.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ def radial_vjp(x: Tensor, m: float, floor: float, q: float, g: Tensor) -> Tensor
 
 def _length(x: Tensor, floor: float, q: float) -> tuple[Tensor, Tensor]:
     """max(|x|_q, floor) and whether the norm is the larger."""
-    # With the largest entry taken out, powers neither overflow nor vanish. It cancels, so it is a
-    # constant to the derivative.
+    # With the largest entry taken out, powers neither overflow nor vanish. It cancels, so it is a constant to the
+    # derivative.
     largest = x.detach().abs().amax(_inner(x), keepdim=True).clamp(min=floor)
     total = (x / largest).abs().pow(q).sum(_inner(x), keepdim=True)
     beyond = largest * total.pow(1 / q) >= floor

@@ -15,22 +15,22 @@ from hecate.tape.ops import over, sum_to_gate
 class Sphere(Retention):
     """sphere: M' = X / |X| with X = retain M + D - M (M.D), slot by slot.
 
-    A step along the sphere on which each slot lives: the part of D that would only lengthen it is
-    dropped, and the rest turns it. Directions are kept, lengths are not: this is Lattice's update,
-    where slots compete by angle. `form="divide"` takes the whole of D, X = retain M + D and M' =
-    X |M| / |X|: every slot keeps the length it starts with, as large-chunk TTT's weights do. A slot
-    is a column of a weight (one phi channel, as Lattice has it) or a row (one output); a weight
-    with a single axis is one slot. The smaller retain, the further a step turns.
+    A step along the sphere on which each slot lives: the part of D that would only lengthen it is dropped, and the rest
+    turns it. Directions are kept, lengths are not: this is Lattice's update, where slots compete by angle.
+    `form="divide"` takes the whole of D, X = retain M + D and M' =
+    X |M| / |X|: every slot keeps the length it starts with, as large-chunk TTT's weights do. A slot is a column of a
+    weight (one phi channel, as Lattice has it) or a row (one output); a weight with a single axis is one slot. The
+    smaller retain, the further a step turns.
 
     Shapes: M, D `[N, V, P]`; retain `[N]` or `[N, P]`.
-    VJP: with U = X/|X| and h = (g - U (U.g)) s/|X|, s = 1 or |M|: `tangent`: g_D = h - M (M.h), g_M
-    = retain h - h (M.D) - D (M.h); `divide`: g_D = h, g_M = retain h + M (U.g)/|M|; g_retain =
+    VJP: with U = X/|X| and h = (g - U (U.g)) s/|X|, s = 1 or |M|: `tangent`: g_D = h - M (M.h), g_M = retain h - h
+    (M.D) - D (M.h); `divide`: g_D = h, g_M = retain h + M (U.g)/|M|; g_retain =
     <h, M>.
-    Traits: not linear; starts at the identity pattern (slot i along coordinate i) plus the initial
-    weights, which `tangent` normalises.
+    Traits: not linear; starts at the identity pattern (slot i along coordinate i) plus the initial weights, which
+    `tangent` normalises.
     Cost: three sums over slots.
-    References: Lattice (Karami and Mirrokni, 2025, arXiv 2504.05646); `divide`: Test-Time Training
-    Done Right (Zhang et al., 2025, arXiv 2505.23884). [RET-SPHERE-D1]
+    References: Lattice (Karami and Mirrokni, 2025, arXiv 2504.05646); `divide`: Test-Time Training Done Right (Zhang et
+    al., 2025, arXiv 2505.23884). [RET-SPHERE-D1]
     """
 
     kind: Literal["sphere"] = "sphere"
@@ -61,9 +61,7 @@ class Sphere(Retention):
         unit = moved / self._length(moved)[0]
         return unit * self._length(memory)[0] if self.form == "divide" else unit
 
-    def step_vjp(
-        self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         moved = self._moved(memory, direction, retain)
         length, beyond = self._length(moved)
         unit = moved / length

@@ -22,24 +22,22 @@ from hecate.variant import Config
 class MemoryConfig(Config):
     """A memory rule, its feature map, and the conventions on which papers differ.
 
-    The default is the delta rule: matrix, l2, no retention, gd with lr 1, identity. Where a config
-    is read, the name of a rule stands for its fields: `titans`, or `{kind: titans, chunk: 16}` to
-    change some.
+    The default is the delta rule: matrix, l2, no retention, gd with lr 1, identity. Where a config is read, the name of
+    a rule stands for its fields: `titans`, or `{kind: titans, chunk: 16}` to change some.
 
     Fields beside the knobs:
-        chunk: gradients are taken at the state of the chunk's start; 1 means at the previous token.
-        commit: "token" steps at each token; "chunk" sums the chunk's lr-weighted gradients and
-            takes one step at its last token, with retain the product of the chunk's and momentum
-            that of the last.
-        read: y_t reads the state "after" or "before" token t (and the commit that it triggers).
-        decay_order: "before_gradient" lets the gradient see the decayed memory, as gated DeltaNet
+        chunk: gradients are taken at the state of the chunk's start; 1 means at the previous token. commit: "token"
+        steps at each token; "chunk" sums the chunk's lr-weighted gradients and
+            takes one step at its last token, with retain the product of the chunk's and momentum that of the last.
+        read: y_t reads the state "after" or "before" token t (and the commit that it triggers). decay_order:
+        "before_gradient" lets the gradient see the decayed memory, as gated DeltaNet
             does; with chunk > 1, that of the chunk's start, decayed by the product of retain since.
         normalizer: "sum" divides the read by phi(q).z, where z is the same memory with bias dot
             and value 1.
         key_norm: "l2" or "sum" normalisation of phi(k) and phi(q), after phi.
         query_scale: "key_dim" multiplies phi(q) by D^(-1/2), D the key width, after key_norm.
-        step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2).
-        state_dtype: float32 or float64; inputs of higher precision raise it.
+        step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2). state_dtype:
+        float32 or float64; inputs of higher precision raise it.
         on_nonfinite: "raise", "skip" (leave such a token unwritten) or "propagate".
     """
 
@@ -102,13 +100,12 @@ class MemoryConfig(Config):
         return self.feature_map.norm_bound if self.key_norm == "none" else 1.0
 
     def diverging(self, square: float, lr: float | None = None) -> float | None:
-        """lr |phi|^2 curvature at |phi|^2 = `square`, where it lies beyond `stable_step` and
-        repeated writes may diverge; None where they cannot. [RULE-STABLE-D1]
+        """lr |phi|^2 curvature at |phi|^2 = `square`, where it lies beyond `stable_step` and repeated writes may
+        diverge; None where they cannot. [RULE-STABLE-D1]
 
-        `lr` is a number for every token, or the open end of a gate below it (by default
-        `algorithm.lr`, the ceiling of a layer's gate): the limit itself is allowed. A bias without
-        a bound of its curvature counts as l2. What a memory that is not linear does is not known.
-        """
+        `lr` is a number for every token, or the open end of a gate below it (by default `algorithm.lr`, the ceiling of
+        a layer's gate): the limit itself is allowed. A bias without a bound of its curvature counts as l2. What a
+        memory that is not linear does is not known."""
         curvature = self.bias.curvature
         largest = square * (self.algorithm.lr if lr is None else lr)
         largest *= 1.0 if curvature is None else curvature
@@ -162,9 +159,7 @@ class MemoryConfig(Config):
                 path=("retention", "channels"),
             )
         refusal = self.algorithm.refusal(
-            linear=self.structure.linear,
-            diagonal=self.structure.diagonal,
-            curvature=self.bias.curvature,
+            linear=self.structure.linear, diagonal=self.structure.diagonal, curvature=self.bias.curvature
         )
         if refusal is not None:
             raise ConfigError(

@@ -5,15 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hecate import retention
-from hecate.algorithm import (
-    GD,
-    RLS,
-    DeepMomentum,
-    DeltaMomentum,
-    Momentum,
-    NewtonSchulz,
-    Omega,
-)
+from hecate.algorithm import GD, RLS, DeepMomentum, DeltaMomentum, Momentum, NewtonSchulz, Omega
 from hecate.bias import L2, Dot, Lp, Yaad
 from hecate.errors import ConfigError, did_you_mean, shorten
 from hecate.phi import ELU, Concat, Identity, Linear, Normalise, Polynomial
@@ -63,8 +55,7 @@ RULES: dict[str, NamedRule] = {
     ),
     "delta": NamedRule(
         MemoryConfig(bias=L2(), key_norm="l2"),
-        "Parallelizing Linear Transformers with the Delta Rule (Yang et al., 2024, arXiv "
-        "2406.06484)",
+        "Parallelizing Linear Transformers with the Delta Rule (Yang et al., 2024, arXiv 2406.06484)",
     ),
     "gated_delta": NamedRule(
         MemoryConfig(bias=L2(), retention=Decay(), decay_order="before_gradient", key_norm="l2"),
@@ -82,8 +73,7 @@ RULES: dict[str, NamedRule] = {
     ),
     "longhorn": NamedRule(
         MemoryConfig(bias=L2(), step="implicit"),
-        "Longhorn (Liu et al., 2024, arXiv 2407.14207): the exact proximal step, not its diagonal "
-        "approximation",
+        "Longhorn (Liu et al., 2024, arXiv 2407.14207): the exact proximal step, not its diagonal approximation",
     ),
     "dgd": NamedRule(
         MemoryConfig(bias=L2(), retention=Decay(), step="implicit"),
@@ -118,10 +108,7 @@ RULES: dict[str, NamedRule] = {
     ),
     "ttt_linear_norm": NamedRule(
         MemoryConfig(
-            structure=MLP(layers=1, residual=True, norm="layer", bias=True),
-            bias=L2(),
-            algorithm=GD(lr=1.0),
-            chunk=16,
+            structure=MLP(layers=1, residual=True, norm="layer", bias=True), bias=L2(), algorithm=GD(lr=1.0), chunk=16
         ),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(W x + b), "
         "without gain and offset of the norm; lr is eta of the released code, whose gate also "
@@ -129,9 +116,7 @@ RULES: dict[str, NamedRule] = {
     ),
     "ttt_mlp": NamedRule(
         MemoryConfig(
-            structure=MLP(
-                layers=2, expansion=4, activation="gelu", residual=True, norm="layer", bias=True
-            ),
+            structure=MLP(layers=2, expansion=4, activation="gelu", residual=True, norm="layer", bias=True),
             bias=L2(),
             algorithm=GD(lr=0.1),
             chunk=16,
@@ -156,11 +141,7 @@ RULES: dict[str, NamedRule] = {
     ),
     "moneta": NamedRule(
         MemoryConfig(
-            structure=_MIRAS,
-            bias=Lp(p=3.0),
-            retention=Lq(q=4.0, eps=1e-3),
-            algorithm=GD(lr=2e-3),
-            key_norm="l2",
+            structure=_MIRAS, bias=Lp(p=3.0), retention=Lq(q=4.0, eps=1e-3), algorithm=GD(lr=2e-3), key_norm="l2"
         ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Moneta, with the exact map "
         "of q = 4; the printed one, retention.form='paper', lacks the power of the coordinates",
@@ -178,15 +159,8 @@ RULES: dict[str, NamedRule] = {
         "write jumps, and training that meets the jump stalls",
     ),
     "memora": NamedRule(
-        MemoryConfig(
-            structure=_MIRAS,
-            bias=L2(),
-            retention=KL(scale=8.0),
-            algorithm=GD(lr=0.05),
-            key_norm="l2",
-        ),
-        "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora: rows of weights are "
-        "distributions",
+        MemoryConfig(structure=_MIRAS, bias=L2(), retention=KL(scale=8.0), algorithm=GD(lr=0.05), key_norm="l2"),
+        "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora: rows of weights are distributions",
     ),
     "omeganet": NamedRule(
         MemoryConfig(
@@ -207,8 +181,7 @@ RULES: dict[str, NamedRule] = {
             feature_map=Polynomial(degree=2),
             key_norm="l2",
         ),
-        "ATLAS (Behrouz et al., 2025, arXiv 2505.23735) with one linear layer, as omeganet; it "
-        "descends along NS(S)",
+        "ATLAS (Behrouz et al., 2025, arXiv 2505.23735) with one linear layer, as omeganet; it descends along NS(S)",
     ),
     "lattice": NamedRule(
         MemoryConfig(structure=Slots(), bias=L2(), retention=Sphere(), key_norm="l2"),
@@ -220,12 +193,7 @@ RULES: dict[str, NamedRule] = {
             structure=TwoPass(codes=_CODES),
             bias=L2(),
             retention=Decay(),
-            feature_map=Concat(
-                maps=[
-                    Normalise(inner=Identity()),
-                    Normalise(inner=Linear(d_phi=_CODES)),
-                ]
-            ),
+            feature_map=Concat(maps=[Normalise(inner=Identity()), Normalise(inner=Linear(d_phi=_CODES))]),
         ),
         "Trellis (2025, arXiv 2512.23852): codes are a learned linear map of the key, of length 1; "
         "both passes share lr and retain",
@@ -252,7 +220,5 @@ def named_rule(name: str) -> MemoryConfig:
         ConfigError: an unknown name, with the known ones and the nearest.
     """
     if not isinstance(name, str) or name not in RULES:
-        raise ConfigError(
-            f"unknown rule {shorten(name)}; known: {', '.join(RULES)}.{did_you_mean(name, RULES)}"
-        )
+        raise ConfigError(f"unknown rule {shorten(name)}; known: {', '.join(RULES)}.{did_you_mean(name, RULES)}")
     return RULES[name].config

@@ -1,10 +1,9 @@
 """A write whose gradient has rank one in every layer, as one block that never builds it.
 
-Where retention keeps `a X + D` and the direction is linear in the gradients d h^T, a token's write
-is two rank-one products per layer and its derivative needs those of d and h alone. It equals the
-gradient followed by the step, block by block, which is its program. The gradient is taken at the
-memory X itself, or at other weights: those of a dual state X, or of a chunk's start.
-[RULE-WRITE-D1]
+Where retention keeps `a X + D` and the direction is linear in the gradients d h^T, a token's write is two rank-one
+products per layer and its derivative needs those of d and h alone. It equals the gradient followed by the step, block
+by block, which is its program. The gradient is taken at the memory X itself, or at other weights: those of a dual state
+X, or of a chunk's start. [RULE-WRITE-D1]
 """
 
 from __future__ import annotations
@@ -25,26 +24,19 @@ from hecate.tape import Block, Run, Tensors, one
 from hecate.tape.ops import over, sum_to_gate
 
 
-def has_rank_one(
-    structure: StructureKind, retention: RetentionKind, algorithm: AlgorithmKind
-) -> bool:
+def has_rank_one(structure: StructureKind, retention: RetentionKind, algorithm: AlgorithmKind) -> bool:
     """Whether a write is `a X - lr d h^T` per layer, with momentum or without."""
     plain = algorithm.kind == "gd" or (isinstance(algorithm, Momentum) and not algorithm.nesterov)
     return plain and retention.additive and isinstance(structure, Layered) and structure.factored
 
 
 def rank_one_block(
-    graph: Graph,
-    bias: BiasKind,
-    retention: RetentionKind,
-    per_weight: int,
-    step: Block,
-    gradient: Block,
+    graph: Graph, bias: BiasKind, retention: RetentionKind, per_weight: int, step: Block, gradient: Block
 ) -> Block:
     """(lr, retain, momentum, p, v, *memory, *slots, *weights) -> (*memory, *slots).
 
-    `step` and `gradient` are the blocks that it stands for, `per_weight` counts slots; weights are
-    left out where they are the memory.
+    `step` and `gradient` are the blocks that it stands for, `per_weight` counts slots; weights are left out where they
+    are the memory.
     """
     loss, decays = bias.block(), retention.uses_retain
     count, split = graph.weights, graph.weights * (1 + per_weight)
@@ -79,9 +71,7 @@ def rank_one_block(
         if slots:
             kept = [a + b for a, b in zip(kept, later, strict=True)]
             gslots = [over(momentum, g) * g for g in kept]
-            gmomentum = _sum(
-                [sum_to_gate(g * s, momentum) for g, s in zip(kept, slots, strict=True)]
-            )
+            gmomentum = _sum([sum_to_gate(g * s, momentum) for g, s in zip(kept, slots, strict=True)])
         pulled = [torch.bmm(hi, g.mT) for hi, g in zip(h, kept, strict=True)]
         glr = -_sum([(di * x).sum((1, 2)) for di, x in zip(d, pulled, strict=True)])
         gd = [down * x for x in pulled]

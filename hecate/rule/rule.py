@@ -29,16 +29,15 @@ class TokenGates(NamedTuple):
 class MemoryRule(Config):
     """Structure, attentional bias, retention and algorithm: the four choices of MIRAS.
 
-    Every method works on phi(k) and phi(q), never on keys themselves, which is why any feature map
-    goes with any rule. All are pure: they return new tensors and touch nothing. `run` executes the
-    blocks: `execute` forgets them, a `Tape` records them.
+    Every method works on phi(k) and phi(q), never on keys themselves, which is why any feature map goes with any rule.
+    All are pure: they return new tensors and touch nothing. `run` executes the blocks: `execute` forgets them, a `Tape`
+    records them.
 
-    `memory` is what is carried from token to token, `weights` what predicts: the same, unless the
-    retention carries a dual state. A write is retain times what is carried plus the step on the
-    gradient by the weights.
+    `memory` is what is carried from token to token, `weights` what predicts: the same, unless the retention carries a
+    dual state. A write is retain times what is carried plus the step on the gradient by the weights.
 
-    Shapes: phi_k, phi_q `[N, P]`, v `[N, V]`; weights and slots `[N, ...]` in the structure's
-    order, slots of one weight after the other. [RULE-WRITE-D1]
+    Shapes: phi_k, phi_q `[N, P]`, v `[N, V]`; weights and slots `[N, ...]` in the structure's order, slots of one
+    weight after the other. [RULE-WRITE-D1]
     """
 
     structure: StructureKind = Matrix()
@@ -58,21 +57,13 @@ class MemoryRule(Config):
         weights = self.weights(memory, run=run, label=label)
         return one(run(self.structure.predict_block(), phi_q, *weights, label=label))
 
-    def gradient(
-        self, memory: Memory, phi_k: Tensor, v: Tensor, *, run: Run = execute, label: str = ""
-    ) -> Memory:
+    def gradient(self, memory: Memory, phi_k: Tensor, v: Tensor, *, run: Run = execute, label: str = "") -> Memory:
         """Gradient of the inner loss by the weights, taken at those of a memory."""
         weights = self.weights(memory, run=run, label=label)
         return _Loss(self, weights, run, label).gradient(phi_k, v)
 
     def descended(
-        self,
-        weights: Memory,
-        token: Token,
-        slots: Memory = (),
-        *,
-        run: Run = execute,
-        label: str = "",
+        self, weights: Memory, token: Token, slots: Memory = (), *, run: Run = execute, label: str = ""
     ) -> tuple[Memory, Memory]:
         """The gradient that the algorithm descends at weights, and the slots with its context."""
         context = len(self.algorithm.slots) * len(weights)
@@ -81,14 +72,7 @@ class MemoryRule(Config):
         return grads, (*slots[:context], *kept)
 
     def apply(
-        self,
-        memory: Memory,
-        slots: Memory,
-        gradient: Memory,
-        gates: TokenGates,
-        *,
-        run: Run = execute,
-        label: str = "",
+        self, memory: Memory, slots: Memory, gradient: Memory, gates: TokenGates, *, run: Run = execute, label: str = ""
     ) -> tuple[Memory, Memory]:
         """One step of the algorithm followed by retention: the new memory and slots."""
         context = len(self.algorithm.slots) * len(memory)
@@ -97,8 +81,7 @@ class MemoryRule(Config):
         return new[: len(memory)], (*new[len(memory) :], *slots[context:])
 
     def step_block(self) -> Block:
-        """`apply` as one block: (lr, retain, momentum, *gradient, *memory, *slots) -> (*memory,
-        *slots).
+        """`apply` as one block: (lr, retain, momentum, *gradient, *memory, *slots) -> (*memory, *slots).
 
         Its derivative is the chain rule over those of the algorithm and of the retention.
         """
@@ -135,15 +118,9 @@ class MemoryRule(Config):
                 gslots += pulled[3:]
             return glr, gretain, gmomentum, *ggradient, *gmemory, *gslots
 
-        def program(
-            run: Run, lr: Tensor, retain: Tensor, momentum: Tensor, *rest: Tensor
-        ) -> Tensors:
+        def program(run: Run, lr: Tensor, retain: Tensor, momentum: Tensor, *rest: Tensor) -> Tensors:
             weights = len(rest) // (2 + count)
-            gradient, memory, slots = (
-                rest[:weights],
-                rest[weights : 2 * weights],
-                rest[2 * weights :],
-            )
+            gradient, memory, slots = (rest[:weights], rest[weights : 2 * weights], rest[2 * weights :])
             new: list[Tensor | None] = []
             carried: list[Tensor | None] = []
             for index, (grad, weight) in enumerate(zip(gradient, memory, strict=True)):
@@ -182,31 +159,23 @@ class MemoryRule(Config):
     def write_block(self) -> Block | None:
         """`write` as one block where gradients need not be built; None elsewhere.
 
-        (lr, retain, momentum, phi_k, v, *memory, *slots, *weights) -> (*memory, *slots), weights
-        left out where they are the memory.
+        (lr, retain, momentum, phi_k, v, *memory, *slots, *weights) -> (*memory, *slots), weights left out where they
+        are the memory.
         """
         structure, algorithm = self.structure, self.algorithm
-        if not isinstance(structure, Layered) or not has_rank_one(
-            structure, self.retention, algorithm
-        ):
+        if not isinstance(structure, Layered) or not has_rank_one(structure, self.retention, algorithm):
             return None
         gradient = structure.gradient_block(self.bias.block())
         knobs = (self.bias, self.retention, len(algorithm.slots))
         return rank_one_block(structure.graph(), *knobs, self.step_block(), gradient)
 
-    def decayed(
-        self, memory: Memory, retain: Tensor, *, run: Run = execute, label: str = ""
-    ) -> Memory:
-        """What is carried after retention and before any step: where `before_gradient` takes the
-        gradient.
+    def decayed(self, memory: Memory, retain: Tensor, *, run: Run = execute, label: str = "") -> Memory:
+        """What is carried after retention and before any step: where `before_gradient` takes the gradient.
 
         `retain` is the token's gate, or in a chunk the product of its gates up to the token.
         """
         block = self.retention.block()
-        return tuple(
-            one(run(block, weight, torch.zeros_like(weight), retain, label=label))
-            for weight in memory
-        )
+        return tuple(one(run(block, weight, torch.zeros_like(weight), retain, label=label)) for weight in memory)
 
     def blocks(self) -> tuple[Block, ...]:
         """The blocks a write and a read are made of."""

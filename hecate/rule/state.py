@@ -17,9 +17,8 @@ Tree = TypeVar("Tree")
 class Gates(NamedTuple):
     """Inner learning rate, kept fraction and momentum factor of every token.
 
-    Each is a tensor `[B, T, H]`, a float for all tokens, or None for the rule's default; `retain`
-    may also be `[B, T, H, P]`, one value per phi channel. `memory_step` takes them without the T
-    axis.
+    Each is a tensor `[B, T, H]`, a float for all tokens, or None for the rule's default; `retain` may also be `[B, T,
+    H, P]`, one value per phi channel. `memory_step` takes them without the T axis.
     """
 
     lr: Tensor | float | None = None
@@ -32,14 +31,14 @@ class MemoryState(NamedTuple):
 
     Fields:
         memory: weights by name, `[B, H, ...]`; `{"weight": [B, H, V, P]}` for a matrix. Under a
-            retention with a link (kl, lq, bounded, bregman) the dual state A that it carries, of
-            which the weights are a function: `memory_weights`.
+            retention with a link (kl, lq, bounded, bregman) the dual state A that it carries, of which the weights are
+            a function: `memory_weights`.
         slots: the algorithm's tensors by `name.weight`, of the weights' shapes, and those of its
             context by name.
-        anchor: `memory` at the chunk's start, where gradients are taken; empty unless chunk > 1.
-        pending: what an unfinished chunk has summed up: under `commit="chunk"` the lr-weighted
-            gradients by weight name; and there, as where gradients see the decayed state of the
-            chunk's start, the product of its retain gates as `"retain"`.
+        anchor: `memory` at the chunk's start, where gradients are taken; empty unless chunk > 1. pending: what an
+        unfinished chunk has summed up: under `commit="chunk"` the lr-weighted
+            gradients by weight name; and there, as where gradients see the decayed state of the chunk's start, the
+            product of its retain gates as `"retain"`.
         position: tokens written since the chunk's start, `[B, H]` int64.
         normalizer: the state of the sum normaliser, or None.
         seen: tokens written since the start or the last reset, `[B]` int64, where the feature map
@@ -91,9 +90,8 @@ def map_state(function: Callable[[Tensor], Tensor], state: MemoryState) -> Memor
 def memory_weights(config: MemoryConfig, state: MemoryState) -> dict[str, Tensor]:
     """The weights by name, `[B, H, ...]`, with which a state predicts and is read.
 
-    They are `state.memory` itself, unless the retention carries a dual state: then its link maps
-    that to the weights, feasible ones such as the distributions of kl. Gradients flow through it.
-    """
+    They are `state.memory` itself, unless the retention carries a dual state: then its link maps that to the weights,
+    feasible ones such as the distributions of kl. Gradients flow through it."""
     lead = state.position.shape
     weights = config.rule.weights(tuple(item.flatten(0, 1) for item in state.memory.values()))
     return {name: item.unflatten(0, lead) for name, item in zip(state.memory, weights, strict=True)}
@@ -123,18 +121,12 @@ def accumulated_retain(config: MemoryConfig) -> bool:
 
 
 def initial_state(
-    config: MemoryConfig,
-    initial: dict[str, Tensor],
-    batch: int,
-    retain: Tensor,
-    *,
-    d_phi: int,
-    d_v: int,
+    config: MemoryConfig, initial: dict[str, Tensor], batch: int, retain: Tensor, *, d_phi: int, d_v: int
 ) -> MemoryState:
     """The state before any token, from initial weights `[H, ...]` (shared) or `[B, H, ...]`.
 
-    `retain` is the sequence's gate `[B, T, H]` or `[B, T, H, P]`; an unfinished chunk keeps its
-    product. The retention has the last word on where a memory starts.
+    `retain` is the sequence's gate `[B, T, H]` or `[B, T, H, P]`; an unfinished chunk keeps its product. The retention
+    has the last word on where a memory starts.
     """
     ranks = {name: len(shape) for name, shape in config.structure.shapes(d_phi, d_v).items()}
     memory: dict[str, Tensor] = {}

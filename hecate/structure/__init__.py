@@ -9,15 +9,4 @@ from hecate.structure.slots import Slots
 from hecate.structure.two_pass import TwoPass
 from hecate.structure.vector import Vector
 
-__all__ = [
-    "MLP",
-    "GatedMLP",
-    "Layered",
-    "Matrix",
-    "Memory",
-    "Slots",
-    "Structure",
-    "StructureKind",
-    "TwoPass",
-    "Vector",
-]
+__all__ = ["MLP", "GatedMLP", "Layered", "Matrix", "Memory", "Slots", "Structure", "StructureKind", "TwoPass", "Vector"]

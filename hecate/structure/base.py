@@ -18,12 +18,11 @@ Memory = tuple[Tensor, ...]
 class Structure(Variant, family="structure"):
     """A model `pred = f(memory, p)` small enough to be trained at every token.
 
-    A variant gives `shapes`, `predict` and its two derivatives: `predict_vjp`, whose weight part is
-    the inner gradient (`pullback`), and `pullback_vjp`, the second-order term that carries the
-    outer gradient through the inner one. Both fall back to `torch.func`. `gradient` joins them.
+    A variant gives `shapes`, `predict` and its two derivatives: `predict_vjp`, whose weight part is the inner gradient
+    (`pullback`), and `pullback_vjp`, the second-order term that carries the outer gradient through the inner one. Both
+    fall back to `torch.func`. `gradient` joins them.
 
-    Shapes: weights `[N, ...]` in the order of `shapes`, p `[N, P]`, pred and u `[N, V]`; N = batch
-    x heads.
+    Shapes: weights `[N, ...]` in the order of `shapes`, p `[N, P]`, pred and u `[N, V]`; N = batch x heads.
     """
 
     drawn: ClassVar[bool] = True  # whether the weights start from a draw, else at zero
@@ -44,8 +43,7 @@ class Structure(Variant, family="structure"):
     ) -> dict[str, Tensor]:
         """Initial weights `[H, ...]`, a point from which gradients flow: N(0, 1/fan_in) by default.
 
-        Without a generator the draw comes from one seeded with 0, so it is a constant of the
-        structure.
+        Without a generator the draw comes from one seeded with 0, so it is a constant of the structure.
         """
         shapes = self.shapes(d_phi, d_v)
         check_shapes(shapes, f"narrow the memory of structure {self.kind!r} or lower heads", heads)
@@ -61,23 +59,20 @@ class Structure(Variant, family="structure"):
             for name, shape in shapes.items()
         }
 
-    def start(
-        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
-    ) -> Tensor:
+    def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any) -> Tensor:
         """How a weight `[H, ...]` starts, of the dtype and on the device of `place`."""
         draw = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
         return (draw / math.sqrt(shape[-1])).to(**place)
 
     @property
     def linear(self) -> bool:
-        """Whether pred is linear in the weights and in p, with one weight: `[V, P]`, or `[P]` if
-        diagonal."""
+        """Whether pred is linear in the weights and in p, with one weight: `[V, P]`, or `[P]` if diagonal."""
         return False
 
     @property
     def weighted_sum(self) -> bool:
-        """Whether pred is linear in the weights whose shape has the values' width, and the inner
-        gradient of these in them too; those of the others then hear of no value."""
+        """Whether pred is linear in the weights whose shape has the values' width, and the inner gradient of these in
+        them too; those of the others then hear of no value."""
         return self.linear
 
     @property
@@ -99,11 +94,9 @@ class Structure(Variant, family="structure"):
         """The inner gradient: cotangents of the weights from u = d loss / d pred."""
         return self.predict_vjp(memory, p, u)[0]
 
-    def pullback_vjp(
-        self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory
-    ) -> tuple[Tensors, Tensor, Tensor]:
-        """Cotangents of (memory, p, u) from those of `pullback`'s result; None where it is linear
-        in p u alone, so that no gradient flows to a weight."""
+    def pullback_vjp(self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory) -> tuple[Tensors, Tensor, Tensor]:
+        """Cotangents of (memory, p, u) from those of `pullback`'s result; None where it is linear in p u alone, so that
+        no gradient flows to a weight."""
         _, pull = torch.func.vjp(self.pullback, memory, p, u)  # type: ignore[misc]
         gmemory, gp, gu = pull(cotangents)
         return gmemory, gp, gu
@@ -124,9 +117,7 @@ class Structure(Variant, family="structure"):
             gmemory, gp = self.predict_vjp(inputs[1:], inputs[0], g)
             return gp, *gmemory
 
-        return Block(
-            f"structure.{self.kind}.predict", forward, vjp if self.hand_written() else None
-        )
+        return Block(f"structure.{self.kind}.predict", forward, vjp if self.hand_written() else None)
 
     def pullback_block(self) -> Block:
         """`pullback` as a tape block: (p, u, *weights) -> gradients."""
@@ -138,13 +129,9 @@ class Structure(Variant, family="structure"):
             gmemory, gp, gu = self.pullback_vjp(inputs[2:], inputs[0], inputs[1], cotangents)
             return gp, gu, *gmemory
 
-        return Block(
-            f"structure.{self.kind}.pullback", forward, vjp if self.hand_written() else None
-        )
+        return Block(f"structure.{self.kind}.pullback", forward, vjp if self.hand_written() else None)
 
-    def gradient(
-        self, bias: Block, memory: Memory, p: Tensor, target: Tensor
-    ) -> tuple[Memory, Any]:
+    def gradient(self, bias: Block, memory: Memory, p: Tensor, target: Tensor) -> tuple[Memory, Any]:
         """The inner gradient and what `gradient_vjp` reuses; `bias` is (pred, target) -> u.
 
         Override the two together to compute once what prediction and pullback share.

@@ -1,7 +1,7 @@
 """Models of linear layers, written down once and walked in every direction.
 
-A graph lists its nodes in the order of evaluation: a linear layer `W h`, or an operation without
-weights. From the list come the prediction, the factors of the inner gradient, which is rank one
+A graph lists its nodes in the order of evaluation: a linear layer `W h`, or an operation without weights. From the list
+come the prediction, the factors of the inner gradient, which is rank one
 per layer, G_i = d_i h_i^T, and the derivatives of both, the second order included. [STR-GRAPH-D1]
 
 Shapes: p and every value `[N, C, width]`, C tokens that meet the same weights `[N, out, in]`.
@@ -138,11 +138,7 @@ def traced(graph: Graph, values: list[Tensor]) -> Trace:
 
 
 def backward(
-    graph: Graph,
-    weights: Sequence[Tensor],
-    past: Trace,
-    flowing: Cotangents,
-    lowest: int = INPUT,
+    graph: Graph, weights: Sequence[Tensor], past: Trace, flowing: Cotangents, lowest: int = INPUT
 ) -> Cotangents:
     """Backpropagation: completes the cotangents of all values from the lowest on, in place."""
     for index in reversed(range(len(graph.nodes))):
@@ -161,8 +157,8 @@ def backward(
 def factors(
     graph: Graph, weights: Sequence[Tensor], past: Trace, u: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Cotangents]:
-    """d and h of every weight from the cotangent u of the prediction, and the cotangents of all
-    values but the input."""
+    """d and h of every weight from the cotangent u of the prediction, and the cotangents of all values but the
+    input."""
     flowing = Cotangents(len(past.values))
     flowing.add(len(graph.nodes), u)
     backward(graph, weights, past, flowing, lowest=INPUT + 1)
@@ -194,9 +190,8 @@ def factors_vjp(
 ) -> tuple[list[Tensor | None], Tensor | None, Cotangents]:
     """The reverse of `factors`: (weight cotangents, cotangent of u, those of the values).
 
-    The weights' are added to those known. Backpropagation went down from the prediction, so its
-    reverse goes up from the input. What the values received still has to pass the layers below
-    them: `through`.
+    The weights' are added to those known. Backpropagation went down from the prediction, so its reverse goes up from
+    the input. What the values received still has to pass the layers below them: `through`.
     """
     gweights: list[Tensor | None] = list(known or [None] * len(weights))
     up, values = Cotangents(len(past.values)), Cotangents(len(past.values))

@@ -9,25 +9,15 @@ import torch
 from torch import Tensor
 
 from hecate.structure.base import Memory, Structure
-from hecate.structure.graph import (
-    Cotangents,
-    Graph,
-    evaluate,
-    factors,
-    factors_vjp,
-    through,
-    trace,
-    traced,
-)
+from hecate.structure.graph import Cotangents, Graph, evaluate, factors, factors_vjp, through, trace, traced
 from hecate.tape import Block, Tensors, one
 
 
 class Layered(Structure):
     """Helper for structures of linear layers: a variant gives `graph` and `shapes`.
 
-    Both derivatives follow from the graph, and so does the dual form of the chunk engine, which
-    reads the state of every token without building its weights. Not a variant itself: it has no
-    kind.
+    Both derivatives follow from the graph, and so does the dual form of the chunk engine, which reads the state of
+    every token without building its weights. Not a variant itself: it has no kind.
     """
 
     @abstractmethod
@@ -51,9 +41,7 @@ class Layered(Structure):
         d, h, _ = factors(graph, memory, past, u.unsqueeze(1))
         return tuple(di.mT * hi for di, hi in zip(d, h, strict=True))
 
-    def pullback_vjp(
-        self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory
-    ) -> tuple[Tensors, Tensor, Tensor]:
+    def pullback_vjp(self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory) -> tuple[Tensors, Tensor, Tensor]:
         graph = self.graph()
         past = trace(graph, memory, p.unsqueeze(1))
         d, h, flowed = factors(graph, memory, past, u.unsqueeze(1))
@@ -82,9 +70,7 @@ class Layered(Structure):
 
         return Block(f"structure.{self.kind}.predict", forward, vjp)
 
-    def gradient(
-        self, bias: Block, memory: Memory, p: Tensor, target: Tensor
-    ) -> tuple[Memory, Any]:
+    def gradient(self, bias: Block, memory: Memory, p: Tensor, target: Tensor) -> tuple[Memory, Any]:
         if not self.factored:
             return super().gradient(bias, memory, p, target)
         graph = self.graph()

@@ -11,13 +11,11 @@ from hecate.structure.layered import Layered
 class Matrix(Layered):
     """matrix: pred = M p, M in R^(V x P).
 
-    The linear associative memory of linear attention, DeltaNet and Titans with one layer. It starts
-    at zero, from where gradients flow at once because the inner gradient u p^T does not vanish with
-    M.
+    The linear associative memory of linear attention, DeltaNet and Titans with one layer. It starts at zero, from where
+    gradients flow at once because the inner gradient u p^T does not vanish with M.
 
     Shapes: M `[N, V, P]`, p `[N, P]`, u `[N, V]`.
-    VJP: predict: g_M = u p^T, g_p = M^T u. Pullback G = u p^T: g_u = C p, g_p = C^T u, g_M = 0.
-    Traits: linear.
+    VJP: predict: g_M = u p^T, g_p = M^T u. Pullback G = u p^T: g_u = C p, g_p = C^T u, g_M = 0. Traits: linear.
     Cost: V P per read and per write.
     References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021,
     arXiv 2102.11174). [STR-MATRIX-D1]

@@ -19,20 +19,18 @@ from hecate.tape.activation import Activation
 class MLP(Layered):
     """mlp: pred = W_L act(W_(L-1) ... act(W_1 p)), normalised if norm, plus p if residual.
 
-    The deep memory of Titans, and with `residual` and `norm="layer"` the p + LN(f(p)) of TTT, one
-    layer for TTT-linear. The norm has no gain and no offset; the gradient goes through it. `bias`
-    adds b_i to every layer. Hidden width is `expansion` times the larger of the input and output
-    widths.
+    The deep memory of Titans, and with `residual` and `norm="layer"` the p + LN(f(p)) of TTT, one layer for TTT-linear.
+    The norm has no gain and no offset; the gradient goes through it. `bias` adds b_i to every layer. Hidden width is
+    `expansion` times the larger of the input and output widths.
 
-    Shapes: W_1 `[N, E, P]`, W_i `[N, E, E]`, W_L `[N, V, E]`, b_i `[N, width, 1]`, p `[N, P]`, u
-    `[N, V]`.
-    VJP: predict: backpropagation. Pullback G_i = d_i h_(i-1)^T with d_(i-1) = act'(z_(i-1)) W_i^T
-    d_i: the reverse of both passes, with the activation's second derivative.
+    Shapes: W_1 `[N, E, P]`, W_i `[N, E, E]`, W_L `[N, V, E]`, b_i `[N, width, 1]`, p `[N, P]`, u `[N, V]`.
+    VJP: predict: backpropagation. Pullback G_i = d_i h_(i-1)^T with d_(i-1) = act'(z_(i-1)) W_i^T d_i: the reverse of
+    both passes, with the activation's second derivative.
     Cost: 2 (E P + (L-2) E^2 + V E) per read, three times that per write.
-    Warning: all-zero weights are a point where no gradient flows; `init` draws N(0, 1/fan_in), and
-    zero for the b_i. Values of width 1 have no layer norm: it is 0 whatever they are.
-    References: Titans (Behrouz et al., 2025, arXiv 2501.00663); Learning to (Learn at Test Time)
-    (Sun et al., 2024, arXiv 2407.04620). [STR-MLP-D1]
+    Warning: all-zero weights are a point where no gradient flows; `init` draws N(0, 1/fan_in), and zero for the b_i.
+    Values of width 1 have no layer norm: it is 0 whatever they are.
+    References: Titans (Behrouz et al., 2025, arXiv 2501.00663); Learning to (Learn at Test Time) (Sun et al., 2024,
+    arXiv 2407.04620). [STR-MLP-D1]
     """
 
     kind: Literal["mlp"] = "mlp"
@@ -60,9 +58,7 @@ class MLP(Layered):
                 shapes[f"b{i + 1}"] = (widths[i + 1], 1)
         return shapes
 
-    def start(
-        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
-    ) -> Tensor:
+    def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any) -> Tensor:
         drawn = super().start(name, shape, generator, **place)
         return torch.zeros_like(drawn) if name.startswith("b") else drawn
 

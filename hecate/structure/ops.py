@@ -50,9 +50,7 @@ class Add(NamedTuple):
     def vjp(self, slopes: None, g: Tensor) -> tuple[Tensor, Tensor]:
         return g, g
 
-    def vjp_vjp(
-        self, slopes: None, g: Tensor, cotangents: tuple[Tensor, ...]
-    ) -> tuple[tuple[None, None], Tensor]:
+    def vjp_vjp(self, slopes: None, g: Tensor, cotangents: tuple[Tensor, ...]) -> tuple[tuple[None, None], Tensor]:
         return (None, None), cotangents[0] + cotangents[1]
 
 
@@ -81,8 +79,8 @@ class Multiply(NamedTuple):
 class Normalise(NamedTuple):
     """y = (x - mean) / s, s = sqrt(variance + eps), over the last axis of width n.
 
-    With J v = (v - mean(v) - y <v, y>/n) / s, symmetric: the VJP is J g, and that of J g is, for
-    the cotangent c, J c for g and -(<c, J g> y + <g, y> J c + <c, y> J g) / (n s) for x.
+    With J v = (v - mean(v) - y <v, y>/n) / s, symmetric: the VJP is J g, and that of J g is, for the cotangent c, J c
+    for g and -(<c, J g> y + <g, y> J c + <c, y> J g) / (n s) for x.
     """
 
     eps: float

@@ -15,18 +15,17 @@ EPS = 1e-6
 class Slots(Structure):
     """slots: pred = sum_i p_i s_i / |s_i|, one slot s_i for each coordinate of phi.
 
-    A matrix whose columns are read by direction: phi says how much of each slot a key asks for. The
-    gradient by a slot is orthogonal to it, p_i (u - n_i (n_i.u)) / |s_i| with n_i = s_i / |s_i|: a
-    write turns slots instead of growing them. With retention `sphere` every slot also stays on its
-    sphere, which is Lattice's memory. |s| is sqrt(s.s + eps^2), eps = 1e-6.
+    A matrix whose columns are read by direction: phi says how much of each slot a key asks for. The gradient by a slot
+    is orthogonal to it, p_i (u - n_i (n_i.u)) / |s_i| with n_i = s_i / |s_i|: a write turns slots instead of growing
+    them. With retention `sphere` every slot also stays on its sphere, which is Lattice's memory. |s| is sqrt(s.s +
+    eps^2), eps = 1e-6.
 
     Shapes: weight `[N, V, P]`, p `[N, P]`, u `[N, V]`.
-    VJP: with c_i the cotangent of G_i, b_i = c_i.u - (c_i.n_i)(n_i.u) and w_i = p_i / |s_i|: g_p =
-    b_i / |s_i|, g_u = sum_i w_i (c_i - n_i (c_i.n_i)), g_s from both n_i and |s_i|.
+    VJP: with c_i the cotangent of G_i, b_i = c_i.u - (c_i.n_i)(n_i.u) and w_i = p_i / |s_i|: g_p = b_i / |s_i|, g_u =
+    sum_i w_i (c_i - n_i (c_i.n_i)), g_s from both n_i and |s_i|.
     Cost: 3 V P per read and per write.
-    Warning: slots that start alike stay alike; `init` draws unit slots from a fixed seed.
-    References: Lattice (2025, arXiv 2504.05646); circulating code divides by the norm of all slots
-    together. [STR-SLOTS-D1]
+    Warning: slots that start alike stay alike; `init` draws unit slots from a fixed seed. References: Lattice (2025,
+    arXiv 2504.05646); circulating code divides by the norm of all slots together. [STR-SLOTS-D1]
     """
 
     kind: Literal["slots"] = "slots"
@@ -34,9 +33,7 @@ class Slots(Structure):
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d_v, d_phi)}
 
-    def start(
-        self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any
-    ) -> Tensor:
+    def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any) -> Tensor:
         draw = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
         return (draw / draw.norm(dim=1, keepdim=True)).to(**place)
 
@@ -50,9 +47,7 @@ class Slots(Structure):
         unit, norm = _unit(memory)
         return (_across(unit, outer(u, p)) / norm,)
 
-    def pullback_vjp(
-        self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory
-    ) -> tuple[Memory, Tensor, Tensor]:
+    def pullback_vjp(self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory) -> tuple[Memory, Tensor, Tensor]:
         unit, norm = _unit(memory)
         (c,) = cotangents
         along, seen = (c * unit).sum(1), matvec(unit.mT, u)

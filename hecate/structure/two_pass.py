@@ -17,16 +17,16 @@ from hecate.tape import Block, Tensors, one
 class TwoPass(Structure):
     """two_pass: y = W_v f(W_k w), phi = [w; a], written so that f(W_k w) -> a and W_v a -> v.
 
-    A bounded memory of `codes` slots: the key memory W_k learns to answer a key w with its code a,
-    the value memory W_v to answer the code with the value. The last `codes` coordinates of phi(k)
-    are the code that the model gives its token; those of phi(q) are not looked at. The key pass
-    descends |f(W_k w) - a|^2 / 2 through f, the value pass the bias at W_v a.
+    A bounded memory of `codes` slots: the key memory W_k learns to answer a key w with its code a, the value memory W_v
+    to answer the code with the value. The last `codes` coordinates of phi(k) are the code that the model gives its
+    token; those of phi(q) are not looked at. The key pass descends |f(W_k w) - a|^2 / 2 through f, the value pass the
+    bias at W_v a.
 
     Shapes: w_key `[N, codes, P - codes]`, w_value `[N, V, codes]`, p `[N, P]`.
     VJP: by torch.func.
     Cost: 2 codes (P + V) per read, three times that per write.
-    Warning: reading with the key instead of the query, or leaving out the Jacobian of f, are errors
-    of circulating programs.
+    Warning: reading with the key instead of the query, or leaving out the Jacobian of f, are errors of circulating
+    programs.
     References: Trellis (2025, arXiv 2512.23852). [STR-TWO-D1]
     """
 
@@ -51,9 +51,7 @@ class TwoPass(Structure):
         keys, values = memory
         return matvec(values, self._code(matvec(keys, p[..., : -self.codes])))
 
-    def gradient(
-        self, bias: Block, memory: Memory, p: Tensor, target: Tensor
-    ) -> tuple[Memory, Any]:
+    def gradient(self, bias: Block, memory: Memory, p: Tensor, target: Tensor) -> tuple[Memory, Any]:
         keys, values = memory
         w, a = p[..., : -self.codes], p[..., -self.codes :]
         z = matvec(keys, w)

@@ -18,19 +18,17 @@ Program = Callable[..., Tensors]  # program(run, *inputs) -> outputs, built from
 class Block(NamedTuple):
     """A differentiable operation on whole batches, given by two plain functions.
 
-    `forward(*inputs) -> (outputs, residuals)` returns a tuple of tensors and whatever its VJP
-    needs; `vjp(residuals, *cotangents) -> input cotangents` returns one tensor or None per input,
-    None meaning "no gradient flows here". A cotangent of an output that nobody used, or of
-    integers, arrives as zeros. Without a `vjp` the block is differentiated by `torch.func.vjp`,
-    from the one evaluation that is recorded; `hand_written` tells which.
+    `forward(*inputs) -> (outputs, residuals)` returns a tuple of tensors and whatever its VJP needs; `vjp(residuals,
+    *cotangents) -> input cotangents` returns one tensor or None per input, None meaning "no gradient flows here". A
+    cotangent of an output that nobody used, or of integers, arrives as zeros. Without a `vjp` the block is
+    differentiated by `torch.func.vjp`, from the one evaluation that is recorded; `hand_written` tells which.
 
-    `program` is set on blocks that are programs themselves, so that a tape can look inside. A block
-    that `recomputes` has its inputs as residuals and runs its program again in the VJP, unless it
-    has a `record`: a forward that keeps what the VJP would compute again, for whoever pulls back.
+    `program` is set on blocks that are programs themselves, so that a tape can look inside. A block that `recomputes`
+    has its inputs as residuals and runs its program again in the VJP, unless it has a `record`: a forward that keeps
+    what the VJP would compute again, for whoever pulls back.
 
-    Neither function may change its arguments in place: tapes and `torch.func` both rely on that. A
-    tensor that reaches a block by closure rather than as an input is a constant: no gradient flows
-    to it.
+    Neither function may change its arguments in place: tapes and `torch.func` both rely on that. A tensor that reaches
+    a block by closure rather than as an input is a constant: no gradient flows to it.
     """
 
     name: str
@@ -103,8 +101,7 @@ def differentiable(tensor: Tensor | None) -> bool:
 def distinct(outputs: Tensors, known: set[int]) -> Tensors:
     """Outputs that are objects of their own: a repeated one, or one already known, becomes a view.
 
-    A block may return an input as it is; told apart by identity, the two would share one cotangent.
-    """
+    A block may return an input as it is; told apart by identity, the two would share one cotangent."""
     ids = set(map(id, outputs))
     if len(ids) == len(outputs) and known.isdisjoint(ids):
         return outputs

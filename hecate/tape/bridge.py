@@ -20,12 +20,11 @@ Autodiff = Literal["auto", "tape", "torch"]
 def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto") -> Tensors:
     """Runs `program(run, *inputs)` so that torch can differentiate it.
 
-    `"tape"` saves the inputs and what the program's checkpoints return; the backward pass tapes the
-    rest again and each checkpoint in its turn. Where torch has to see every operation (second
-    derivatives, `torch.func`, `torch.compile`), it saves the inputs alone and everything runs
-    again, as plain torch. `"torch"` leaves the recording to autograd (more memory, forward-mode
-    AD). `"auto"` is the tape, except while `torch.compile` traces: there the compiler plans its own
-    recomputation and a Python-side tape would only hide the graph from it.
+    `"tape"` saves the inputs and what the program's checkpoints return; the backward pass tapes the rest again and each
+    checkpoint in its turn. Where torch has to see every operation (second derivatives, `torch.func`, `torch.compile`),
+    it saves the inputs alone and everything runs again, as plain torch. `"torch"` leaves the recording to autograd
+    (more memory, forward-mode AD). `"auto"` is the tape, except while `torch.compile` traces: there the compiler plans
+    its own recomputation and a Python-side tape would only hide the graph from it.
     """
     if autodiff not in get_args(Autodiff):
         raise ConfigError(f"autodiff must be one of {get_args(Autodiff)}, got {autodiff!r}")
@@ -60,9 +59,7 @@ class _Taped(torch.autograd.Function):
         ctx.sizes = [len(tensors), *(len(each.outputs) for each in made or ())]
         ctx.records = [each.record for each in made or ()]
         ctx.save_for_backward(*tensors, *(item for each in made or () for item in each.outputs))
-        ctx.mark_non_differentiable(
-            *(out for out in output if out is not None and not differentiable(out))
-        )
+        ctx.mark_non_differentiable(*(out for out in output if out is not None and not differentiable(out)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -79,9 +76,7 @@ class _Taped(torch.autograd.Function):
 
 def _recorded(inputs: Tensors) -> bool:
     """Whether autograd records what is done with these tensors."""
-    return torch.is_grad_enabled() and any(
-        value is not None and value.requires_grad for value in inputs
-    )
+    return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs)
 
 
 def _full_precision(inputs: Tensors) -> AbstractContextManager[Any]:
@@ -99,8 +94,8 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def can_inspect(*tensors: Tensor) -> bool:
-    """Whether values exist and may steer Python: not on the meta device, not while compiling, not
-    inside `torch.func` transforms."""
+    """Whether values exist and may steer Python: not on the meta device, not while compiling, not inside `torch.func`
+    transforms."""
     if torch.compiler.is_compiling() or any(tensor.is_meta for tensor in tensors):
         return False
     return not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)

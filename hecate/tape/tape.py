@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.tape.block import (
-    Block,
-    Program,
-    Run,
-    Tensors,
-    differentiable,
-    distinct,
-    execute,
-)
+from hecate.tape.block import Block, Program, Run, Tensors, differentiable, distinct, execute
 
 
 class Call(NamedTuple):
@@ -54,9 +46,8 @@ class Tape:
         print(tape)                      # one line per call
         tape.norms("layer 0")            # cotangent norms by label, after backward
 
-    Tensors are told apart by identity; a tape keeps what it recorded alive. Recording never copies
-    and never touches `torch.autograd`, so every VJP is itself plain torch and can be differentiated
-    again.
+    Tensors are told apart by identity; a tape keeps what it recorded alive. Recording never copies and never touches
+    `torch.autograd`, so every VJP is itself plain torch and can be differentiated again.
     """
 
     def __init__(self, *, observe: bool = False) -> None:
@@ -81,10 +72,7 @@ class Tape:
         return outputs
 
     def backward(
-        self,
-        outputs: Sequence[Tensor | None],
-        cotangents: Sequence[Tensor | None],
-        inputs: Sequence[Tensor | None],
+        self, outputs: Sequence[Tensor | None], cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
         """Cotangents of `inputs` from cotangents of `outputs`; None where no gradient flows.
 
@@ -121,16 +109,13 @@ class Tape:
             return call.block.pullback(call.residuals, cotangents)
         inner = Tape(observe=True)
         grads = replay(inner, call.block.program, call.inputs, cotangents)
-        self.observed += [
-            item._replace(label=_join(call.label, item.label)) for item in inner.observed
-        ]
+        self.observed += [item._replace(label=_join(call.label, item.label)) for item in inner.observed]
         return grads
 
     def norms(self, label: str = "") -> dict[str, Tensor]:
         """Cotangent norms of the last `backward` by `label/block`, of one label and those below it.
 
-        Needs `Tape(observe=True)`; calls that share a name are combined as a root sum of squares.
-        """
+        Needs `Tape(observe=True)`; calls that share a name are combined as a root sum of squares."""
         if not self.observe:
             raise ConfigError("this tape kept no cotangent norms; record with Tape(observe=True)")
         squares: dict[str, Tensor] = {}
@@ -145,9 +130,7 @@ class Tape:
         """Bytes of the distinct storages that the tape keeps alive: inputs, outputs, residuals."""
         held: dict[int, int] = {}
         for call in self.calls:
-            for item in torch.utils._pytree.tree_leaves(
-                (call.inputs, call.outputs, call.residuals)
-            ):
+            for item in torch.utils._pytree.tree_leaves((call.inputs, call.outputs, call.residuals)):
                 if isinstance(item, Tensor):
                     storage = item.untyped_storage()
                     held[storage._cdata] = storage.nbytes()
@@ -156,9 +139,7 @@ class Tape:
     def __str__(self) -> str:
         lines = []
         for index, call in enumerate(self.calls):
-            shapes = [
-                ", ".join(_shape(item) for item in side) for side in (call.inputs, call.outputs)
-            ]
+            shapes = [", ".join(_shape(item) for item in side) for side in (call.inputs, call.outputs)]
             source = "" if call.block.hand_written else "  (vjp by torch.func)"
             head = f"{index:>4}  {call.label:<16} {call.block.name:<24}"
             lines.append(f"{head} {shapes[0]} -> {shapes[1]}{source}")
@@ -168,9 +149,8 @@ class Tape:
 def checkpoint(name: str, program: Program, *, keep: bool = False) -> Block:
     """A block that keeps only its inputs and tapes `program` again when it is pulled back.
 
-    Memory falls from all intermediate values to those of one program at a time, for one more
-    forward. `keep` is for programs that are small enough to be taped at once: who will pull the
-    block back then keeps everything.
+    Memory falls from all intermediate values to those of one program at a time, for one more forward. `keep` is for
+    programs that are small enough to be taped at once: who will pull the block back then keeps everything.
     """
 
     def forward(*inputs: Tensor | None) -> tuple[Tensors, Tensors]:
@@ -215,11 +195,7 @@ def remembering(made: list[Made]) -> Run:
 
 
 def replay(
-    tape: Tape,
-    program: Program,
-    inputs: Tensors,
-    cotangents: Sequence[Tensor],
-    remembered: Sequence[Made] = (),
+    tape: Tape, program: Program, inputs: Tensors, cotangents: Sequence[Tensor], remembered: Sequence[Made] = ()
 ) -> tuple[Tensor | None, ...]:
     """Tapes a program and walks back, letting go of each call behind it.
 
@@ -244,9 +220,7 @@ def _accumulate(
     block: Block | None,
 ) -> None:
     if len(values) != len(cotangents):
-        raise ShapeError(
-            f"{_source(block)}: expected {len(values)} cotangents, got {len(cotangents)}"
-        )
+        raise ShapeError(f"{_source(block)}: expected {len(values)} cotangents, got {len(cotangents)}")
     for index, (value, cotangent) in enumerate(zip(values, cotangents, strict=True)):
         if value is None or cotangent is None or not differentiable(value):
             continue
@@ -267,9 +241,7 @@ def _source(block: Block | None) -> str:
 
 
 def _norm(cotangents: list[Tensor]) -> Tensor:
-    squares = [
-        item.detach().abs().double().square().sum() for item in cotangents if differentiable(item)
-    ]
+    squares = [item.detach().abs().double().square().sum() for item in cotangents if differentiable(item)]
     return torch.stack(squares).sum().sqrt()
 
 

@@ -23,11 +23,10 @@ def check_feature_map(
 ) -> None:
     """Checks a feature map: draws, shapes, dtypes, heads, the VJP and every declared trait.
 
-    All of it with parameters per head and with one set for all heads, learned ones moved away from
-    their initial values, where gradients may vanish. Inputs are sampled at random, so kinks (where
-    a map is not differentiable) have probability zero; at x = 0 features and cotangents must be
-    finite. `smooth=False` skips the second derivatives. Maps that need positions are given ones
-    spread over 0..positions - 1. Raises AssertionError naming what failed.
+    All of it with parameters per head and with one set for all heads, learned ones moved away from their initial
+    values, where gradients may vanish. Inputs are sampled at random, so kinks (where a map is not differentiable) have
+    probability zero; at x = 0 features and cotangents must be finite. `smooth=False` skips the second derivatives. Maps
+    that need positions are given ones spread over 0..positions - 1. Raises AssertionError naming what failed.
     """
     generator = generator or torch.Generator().manual_seed(0)
     name = f"phi.{feature_map.kind}"
@@ -72,10 +71,7 @@ def _check_init(name: str, feature_map: FeatureMap, d: int, heads: int) -> Param
     before = torch.get_rng_state()
     params, again, other = fresh(7), fresh(7), fresh(8)
     require(torch.equal(before, torch.get_rng_state()), f"{name}: init uses the global generator")
-    for first, second in (
-        (params["learned"], again["learned"]),
-        (params["frozen"], again["frozen"]),
-    ):
+    for first, second in ((params["learned"], again["learned"]), (params["frozen"], again["frozen"])):
         require(first.keys() == second.keys(), f"{name}: init is not reproducible")
         for key, item in first.items():
             require(torch.equal(item, second[key]), f"{name}: init is not reproducible in {key!r}")
@@ -94,8 +90,7 @@ def _check_init(name: str, feature_map: FeatureMap, d: int, heads: int) -> Param
 
 def _moved(params: Params, generator: torch.Generator) -> Params:
     learned = {
-        key: t + 0.3 * torch.randn(t.shape, dtype=t.dtype, generator=generator)
-        for key, t in params["learned"].items()
+        key: t + 0.3 * torch.randn(t.shape, dtype=t.dtype, generator=generator) for key, t in params["learned"].items()
     }
     return {**params, "learned": learned}
 
@@ -116,10 +111,7 @@ def _check_features(name: str, feature_map: FeatureMap, params: Params, x: Tenso
 def _check_heads(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
     features = feature_map(x, params)
     for head in range(x.shape[1]):
-        one: Params = {
-            "learned": _one_head(params["learned"], head),
-            "frozen": _one_head(params["frozen"], head),
-        }
+        one: Params = {"learned": _one_head(params["learned"], head), "frozen": _one_head(params["frozen"], head)}
         if "position" in params:
             one["position"] = params["position"][:, 0]
         alone = feature_map(x[:, head], one)
@@ -157,10 +149,7 @@ def _check_learned_dtype(name: str, feature_map: FeatureMap, params: Params, x: 
     low = _cast(params, torch.bfloat16)
     features, residuals = feature_map.forward(x.float(), low)
     for key, got in feature_map.vjp(residuals, torch.ones_like(features))[1].items():
-        require(
-            got.dtype == torch.bfloat16,
-            f"{name}: {key!r} is bfloat16, its cotangent {got.dtype}",
-        )
+        require(got.dtype == torch.bfloat16, f"{name}: {key!r} is bfloat16, its cotangent {got.dtype}")
 
 
 def _check_zero(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
@@ -183,9 +172,7 @@ def _check_kernel(name: str, feature_map: FeatureMap, x: Tensor) -> None:
         return
     require(kernel.shape == x.shape[:-1], f"{name}: exact_kernel has shape {list(kernel.shape)}")
     size = float(kernel.abs().max())
-    require(
-        bool((kernel - mirrored).abs().max() <= 1e-12 * size), f"{name}: exact_kernel not symmetric"
-    )
+    require(bool((kernel - mirrored).abs().max() <= 1e-12 * size), f"{name}: exact_kernel not symmetric")
 
 
 def _check_parameters_matter(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
@@ -197,18 +184,11 @@ def _check_parameters_matter(name: str, feature_map: FeatureMap, params: Params,
     )
     for key, g in glearned.items():
         size = float(g.norm())
-        require(
-            size > SIGNAL_FLOOR, f"{name}: {key!r} has a gradient of {size:.1e}: it does nothing"
-        )
+        require(size > SIGNAL_FLOOR, f"{name}: {key!r} has a gradient of {size:.1e}: it does nothing")
 
 
 def _check_traits(
-    name: str,
-    feature_map: FeatureMap,
-    params: Params,
-    heads: int,
-    d: int,
-    generator: torch.Generator,
+    name: str, feature_map: FeatureMap, params: Params, heads: int, d: int, generator: torch.Generator
 ) -> None:
     declared = feature_map.traits()
     # Small inputs too: a degree or a bound may hold except near zero, where an epsilon shows.
@@ -221,10 +201,7 @@ def _check_traits(
         if declared.kernel_non_negative:
             kernel = torch.einsum("nhp,mhp->hnm", f, f)
             floor = -1e-12 * float(kernel.abs().max())
-            require(
-                bool((kernel >= floor).all()),
-                f"{name}: declared kernel_non_negative, got {float(kernel.min())}",
-            )
+            require(bool((kernel >= floor).all()), f"{name}: declared kernel_non_negative, got {float(kernel.min())}")
         if declared.parity != "none":
             sign = 1 if declared.parity == "even" else -1
             error = (f - sign * feature_map(-x, params)).abs().max()
@@ -235,9 +212,7 @@ def _check_traits(
             require(bool(error <= 1e-10 * grown * size), f"{name}: not of degree {declared.degree}")
         if declared.norm_bound is not None:
             largest = float(f.square().sum(-1).max())
-            require(
-                largest <= declared.norm_bound * (1 + 1e-12), f"{name}: |phi|^2 reached {largest}"
-            )
+            require(largest <= declared.norm_bound * (1 + 1e-12), f"{name}: |phi|^2 reached {largest}")
 
 
 def _one_head(tensors: dict[str, Tensor], head: int) -> dict[str, Tensor]:

@@ -15,12 +15,7 @@ RTOL = 1e-10
 
 
 def check_knobs(
-    config: MemoryConfig,
-    *,
-    d: int = 3,
-    width: int = 3,
-    smooth: bool = True,
-    generator: torch.Generator | None = None,
+    config: MemoryConfig, *, d: int = 3, width: int = 3, smooth: bool = True, generator: torch.Generator | None = None
 ) -> None:
     """Checks the derivatives and declared traits of bias, retention, algorithm and structure."""
     generator = generator or torch.Generator().manual_seed(0)
@@ -37,10 +32,7 @@ def check_knobs(
     n, d_phi = 4, config.feature_map.output_dim(d)
     _check_bias(config, draw(64, width), draw(64, width), draw(64, width))
     check(config.bias.block(), draw(n, width), draw(n, width))
-    memory = tuple(
-        draw(n, *shape) / shape[-1] ** 0.5
-        for shape in config.structure.shapes(d_phi, width).values()
-    )
+    memory = tuple(draw(n, *shape) / shape[-1] ** 0.5 for shape in config.structure.shapes(d_phi, width).values())
     p, u = draw(n, d_phi), draw(n, width)
     check(config.structure.predict_block(), p, *memory)
     check(config.structure.pullback_block(), p, u, *memory)
@@ -90,9 +82,7 @@ def _check_bias(config: MemoryConfig, pred: Tensor, target: Tensor, way: Tensor)
         )
 
 
-def _check_structure(
-    config: MemoryConfig, memory: tuple[Tensor, ...], p: Tensor, u: Tensor
-) -> None:
+def _check_structure(config: MemoryConfig, memory: tuple[Tensor, ...], p: Tensor, u: Tensor) -> None:
     structure, name = config.structure, f"structure.{config.structure.kind}"
     whole, _ = structure.predict_vjp(memory, p, u)
     for got, expected in zip(structure.pullback(memory, p, u), whole, strict=True):
@@ -115,14 +105,11 @@ def check_diagonal(name: str, structure: Structure, memory: tuple[Tensor, ...], 
     pred, other = structure.predict(memory, p), structure.predict(tuple(moved[:-1]), moved[-1])
     require(structure.linear, f"{name}: declared diagonal, which only a linear structure can be")
     require(
-        torch.equal(pred[..., 1:], other[..., 1:]),
-        f"{name}: declared diagonal, but coordinates of the prediction mix",
+        torch.equal(pred[..., 1:], other[..., 1:]), f"{name}: declared diagonal, but coordinates of the prediction mix"
     )
 
 
-def _check_retention(
-    config: MemoryConfig, memory: Tensor, direction: Tensor, retain: Tensor
-) -> None:
+def _check_retention(config: MemoryConfig, memory: Tensor, direction: Tensor, retain: Tensor) -> None:
     retention, name = config.retention, f"retention.{config.retention.kind}"
     same = torch.equal(retention.weights(memory), memory)
     require(same or retention.dual, f"{name}: `weights` is a function of a dual state not declared")

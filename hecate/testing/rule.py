@@ -27,8 +27,8 @@ def check_rule(
 ) -> None:
     """Checks a configuration in float64: its knobs' derivatives and traits, then a whole scan.
 
-    A scan must give the same outputs, final state and gradients by tape and by autograd, whole and
-    in pieces, on every engine that runs it, and with masked tokens (holding NaN) as without them;
+    A scan must give the same outputs, final state and gradients by tape and by autograd, whole and in pieces, on every
+    engine that runs it, and with masked tokens (holding NaN) as without them;
     a later token must change nothing before it. `smooth=False` leaves out second derivatives.
     Keys have width `d`, values `width`. Raises AssertionError naming what failed.
     """
@@ -65,9 +65,7 @@ class _Result(NamedTuple):
     names: list[str]
 
 
-def _inputs(
-    config: MemoryConfig, d: int, width: int, heads: int, length: int, generator: torch.Generator
-) -> _Case:
+def _inputs(config: MemoryConfig, d: int, width: int, heads: int, length: int, generator: torch.Generator) -> _Case:
     lead = (2, length, heads)
 
     def draw(*shape: int) -> Tensor:
@@ -93,11 +91,7 @@ def _inputs(
 
 def _scan(case: _Case, leaves: dict[str, Tensor], **options: Any) -> tuple[Tensor, MemoryState]:
     def under(prefix: str) -> dict[str, Tensor]:
-        return {
-            name.removeprefix(prefix): item
-            for name, item in leaves.items()
-            if name.startswith(prefix)
-        }
+        return {name.removeprefix(prefix): item for name, item in leaves.items() if name.startswith(prefix)}
 
     gates = Gates(leaves["lr"], leaves.get("retain"), leaves.get("momentum"))
     params: Params = {"learned": under("phi."), "frozen": case.frozen}
@@ -114,11 +108,7 @@ def _scan(case: _Case, leaves: dict[str, Tensor], **options: Any) -> tuple[Tenso
 
 
 def _run(
-    case: _Case,
-    *,
-    engine: Any = "sequential",
-    autodiff: Any = "tape",
-    cuts: tuple[int, ...] | None = None,
+    case: _Case, *, engine: Any = "sequential", autodiff: Any = "tape", cuts: tuple[int, ...] | None = None
 ) -> _Result:
     points = {name: item.detach().clone().requires_grad_() for name, item in case.leaves.items()}
     length = points["q"].shape[1]
@@ -175,8 +165,7 @@ def _check_causality(case: _Case) -> None:
         y, _ = _scan(case, case.leaves, engine="sequential")
         other, _ = _scan(case, changed, engine="sequential")
     require(
-        torch.equal(y[:, :last], other[:, :last]),
-        f"{_name(case.config)}: the last token changes outputs before it",
+        torch.equal(y[:, :last], other[:, :last]), f"{_name(case.config)}: the last token changes outputs before it"
     )
 
 
@@ -185,9 +174,7 @@ def _same(config: MemoryConfig, what: str, got: _Result, expected: _Result) -> N
     close(f"{what}: outputs", got.y, expected.y)
     for mine, theirs in zip(_floats(got.state), _floats(expected.state), strict=True):
         close(f"{what}: final state", mine, theirs)
-    require(
-        torch.equal(got.state.position, expected.state.position), f"{what}: position in the chunk"
-    )
+    require(torch.equal(got.state.position, expected.state.position), f"{what}: position in the chunk")
     signal = max(float(grad.norm()) for grad in expected.grads)
     for name, mine, theirs in zip(got.names, got.grads, expected.grads, strict=True):
         close(f"{what}: gradient of {name}", mine, theirs, signal)

@@ -26,36 +26,25 @@ def check_vjp(
 ) -> None:
     """Checks a block's VJP in float64 against autograd through its forward and central differences.
 
-    Errors are relative to the norm of the true gradient, which must exceed `signal_floor`: a
-    gradient that is zero everywhere proves nothing. `second_order` compares the gradient of the
-    VJP, by the inputs and by the cotangents, with autograd's. Inputs at the positions `constants`,
-    such as frozen draws, are not varied, and the VJP must return None for them.
+    Errors are relative to the norm of the true gradient, which must exceed `signal_floor`: a gradient that is zero
+    everywhere proves nothing. `second_order` compares the gradient of the VJP, by the inputs and by the cotangents,
+    with autograd's. Inputs at the positions `constants`, such as frozen draws, are not varied, and the VJP must return
+    None for them.
     Raises AssertionError with the input's index and both numbers.
     """
     generator = generator or torch.Generator().manual_seed(0)
     case = _case(block, inputs, constants, generator)
     hand = block.pullback(case.residuals, case.cotangents)
-    require(
-        len(hand) == len(inputs),
-        f"{block.name}: the VJP returns {len(hand)} cotangents for {len(inputs)} inputs",
-    )
+    require(len(hand) == len(inputs), f"{block.name}: the VJP returns {len(hand)} cotangents for {len(inputs)} inputs")
     leaking = [index for index in constants if hand[index] is not None]
     require(not leaking, f"{block.name}: the VJP gives cotangents to the constants {leaking}")
-    flowing = [
-        (o, g) for o, g in zip(case.outputs, case.cotangents, strict=True) if o.requires_grad
-    ]
+    flowing = [(o, g) for o, g in zip(case.outputs, case.cotangents, strict=True) if o.requires_grad]
     true = torch.autograd.grad(
-        [out for out, _ in flowing],
-        case.points,
-        [g for _, g in flowing],
-        create_graph=second_order,
-        allow_unused=True,
+        [out for out, _ in flowing], case.points, [g for _, g in flowing], create_graph=second_order, allow_unused=True
     )
     signal = max((float(g.detach().norm()) for g in true if g is not None), default=0.0)
     if signal < signal_floor:
-        raise AssertionError(
-            f"{block.name}: no gradient above {signal_floor}, the check would prove nothing"
-        )
+        raise AssertionError(f"{block.name}: no gradient above {signal_floor}, the check would prove nothing")
     for index, point, expected in zip(case.varied, case.points, true, strict=True):
         _close(
             f"{block.name}: VJP of input {index} against autograd",
@@ -81,20 +70,14 @@ class _Case(NamedTuple):
 
 
 def _case(
-    block: Block,
-    inputs: Sequence[Tensor | None],
-    constants: Collection[int],
-    generator: torch.Generator,
+    block: Block, inputs: Sequence[Tensor | None], constants: Collection[int], generator: torch.Generator
 ) -> _Case:
     tensors = [None if item is None else item.detach().clone() for item in inputs]
     varied, points = [], []
     for index, item in enumerate(tensors):
         if item is None or index in constants or not differentiable(item):
             continue
-        require(
-            item.dtype == torch.float64,
-            f"{block.name}: input {index} must be float64, got {item.dtype}",
-        )
+        require(item.dtype == torch.float64, f"{block.name}: input {index} must be float64, got {item.dtype}")
         varied.append(index)
         points.append(item.requires_grad_())
     returned, residuals = block.apply(tuple(tensors))
@@ -109,12 +92,7 @@ def _case(
 
 
 def _check_differences(
-    block: Block,
-    case: _Case,
-    true: Sequence[Tensor | None],
-    rtol: float,
-    signal: float,
-    generator: torch.Generator,
+    block: Block, case: _Case, true: Sequence[Tensor | None], rtol: float, signal: float, generator: torch.Generator
 ) -> None:
     def value(*args: Tensor) -> Tensor:
         filled = list(case.tensors)
@@ -132,9 +110,7 @@ def _check_differences(
             ahead = value(*(point + step * way for point, way in moves))
             behind = value(*(point - step * way for point, way in moves))
             slope = float((ahead - behind) / (2 * step))
-            exact = sum(
-                float((g * way).sum()) for g, way in zip(true, ways, strict=True) if g is not None
-            )
+            exact = sum(float((g * way).sum()) for g, way in zip(true, ways, strict=True) if g is not None)
             # Round-off of the two values, divided by the step, adds to the truncation error.
             noise = 1e-15 * float(ahead.abs() + behind.abs()) / step
             if not abs(slope - exact) <= rtol * max(signal, abs(exact)) + 10 * noise:
@@ -153,11 +129,7 @@ def _check_second_order(
     generator: torch.Generator,
 ) -> None:
     pairs = [
-        (
-            hand[index],
-            expected,
-            torch.randn(expected.shape, dtype=expected.dtype, generator=generator),
-        )
+        (hand[index], expected, torch.randn(expected.shape, dtype=expected.dtype, generator=generator))
         for index, expected in zip(case.varied, true, strict=True)
         if expected is not None and expected.requires_grad
     ]
@@ -189,17 +161,12 @@ def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _close(what: str, got: Tensor, expected: Tensor, rtol: float, signal: float) -> None:
-    require(
-        got.shape == expected.shape,
-        f"{what}: shape {list(got.shape)}, expected {list(expected.shape)}",
-    )
+    require(got.shape == expected.shape, f"{what}: shape {list(got.shape)}, expected {list(expected.shape)}")
     got, expected = got.detach(), expected.detach()
     error = float((got - expected).norm())
     scale = max(float(expected.norm()), 1e-3 * signal)
     if not error <= rtol * scale:
-        raise AssertionError(
-            f"{what}: error {error:.3e} against a norm of {float(expected.norm()):.3e}"
-        )
+        raise AssertionError(f"{what}: error {error:.3e} against a norm of {float(expected.norm()):.3e}")
 
 
 def require(condition: bool, message: str) -> None:

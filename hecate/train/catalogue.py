@@ -52,10 +52,7 @@ def variant_rows(root: type[Variant]) -> Table:
         **({} if root in _PLAIN else {"gradient": _gradient}),
         "paper": paper,
     }
-    rows = [
-        [kind, *(column(variant) for column in columns.values())]
-        for kind, variant in root.variants().items()
-    ]
+    rows = [[kind, *(column(variant) for column in columns.values())] for kind, variant in root.variants().items()]
     return ["kind", *columns], rows
 
 
@@ -70,8 +67,8 @@ def _gradient(variant: Any) -> str:
 
 
 def _traits(variant: Any) -> str:
-    """Declared traits at the default settings, or which settings they wait for; what the docstring
-    says where a family declares none."""
+    """Declared traits at the default settings, or which settings they wait for; what the docstring says where a family
+    declares none."""
     if not issubclass(variant, FeatureMap):
         match = _TRAITS.search(inspect.getdoc(variant) or "")
         return " ".join(match[1].split()).rstrip(".") if match else ""
@@ -89,9 +86,7 @@ def _example(variant: Any) -> Any:
     fields: dict[str, Any] = {}
     for name, field in variant.model_fields.items():
         if field.is_required():
-            fields[name] = (
-                2 if field.annotation is int else 1.0 if field.annotation is float else "elu"
-            )
+            fields[name] = 2 if field.annotation is int else 1.0 if field.annotation is float else "elu"
     return variant(**fields)
 
 
@@ -101,25 +96,10 @@ def _rules() -> Table:
 
     rows = []
     for name, (config, paper) in RULES.items():
-        knobs = (
-            config.structure,
-            config.bias,
-            config.retention,
-            config.algorithm,
-            config.feature_map,
-        )
+        knobs = (config.structure, config.bias, config.retention, config.algorithm, config.feature_map)
         engine, _ = choose_engine(config, "auto", Call(length=1024))  # a sequence, not a step
         rows.append([name, *(knob.kind for knob in knobs), engine, paper])
-    heads = [
-        "rule",
-        "structure",
-        "bias",
-        "retention",
-        "algorithm",
-        "feature map",
-        "engine",
-        "paper",
-    ]
+    heads = ["rule", "structure", "bias", "retention", "algorithm", "feature map", "engine", "paper"]
     return heads, rows
 
 

@@ -1,8 +1,8 @@
 """Checkpoints: a folder per step with safetensors and a JSON manifest, complete or absent.
 
-A checkpoint is written to a temporary folder, forced to disk and renamed to a name that is free;
-only then is anything older deleted. So a process killed at any instant leaves the newest complete
-one. Nothing is pickled, neither written nor read.
+A checkpoint is written to a temporary folder, forced to disk and renamed to a name that is free; only then is anything
+older deleted. So a process killed at any instant leaves the newest complete one. Nothing is pickled, neither written
+nor read.
 """
 
 from __future__ import annotations
@@ -17,25 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hecate.errors import CheckpointError, ConfigError
-from hecate.train.files import (
-    make_folder,
-    new_folder,
-    refusing,
-    remove_folder,
-    sweep,
-    sync,
-    write_file,
-)
-from hecate.train.manifest import (
-    MANIFEST,
-    TENSORS,
-    Content,
-    bad,
-    dump_manifest,
-    read_manifest,
-    refuse_link,
-    summary,
-)
+from hecate.train.files import make_folder, new_folder, refusing, remove_folder, sweep, sync, write_file
+from hecate.train.manifest import MANIFEST, TENSORS, Content, bad, dump_manifest, read_manifest, refuse_link, summary
 
 # Version 0.1 renamed a checkpoint to `.tmp-old-...` while it wrote the step again.
 _NAME = re.compile(r"(\.tmp-old-)?step_(\d{8,})(?:-(\d+))?")
@@ -66,9 +49,8 @@ class _Order(NamedTuple):
 def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint) -> Path:
     """Writes `folder/step_XXXXXXXX` atomically and durably. [CKPT-WRITE-D1]
 
-    A step that is there already is written beside it, as `step_XXXXXXXX-2`, which takes the name
-    once the older one is deleted. Tensors that share storage (tied weights) are stored once and
-    listed as aliases.
+    A step that is there already is written beside it, as `step_XXXXXXXX-2`, which takes the name once the older one is
+    deleted. Tensors that share storage (tied weights) are stored once and listed as aliases.
     """
     stored, aliases = _untie(checkpoint.tensors)
     manifest = dump_manifest(step, checkpoint.facts, aliases, stored)
@@ -140,15 +122,11 @@ def newest_checkpoint(folder: Path) -> tuple[Path, Checkpoint, list[Skipped]] | 
         return newest_checkpoint(folder)
     if skipped:
         reasons = "\n".join(f"  {item.reason}" for item in skipped)
-        raise CheckpointError(
-            f"no checkpoint in {folder} can be used; start again with another --out:\n{reasons}"
-        )
+        raise CheckpointError(f"no checkpoint in {folder} can be used; start again with another --out:\n{reasons}")
     return None
 
 
-def prune_checkpoints(
-    folder: Path, keep: int, better: str = "validation_loss", *, upto: int | None = None
-) -> None:
+def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", *, upto: int | None = None) -> None:
     """Deletes all but the `keep` newest and the one lowest in `better`. [CKPT-PRUNE-D1]
 
     Those that cannot be read, or are later than the step `upto`, neither count nor go.

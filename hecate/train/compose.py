@@ -23,8 +23,8 @@ _PATH = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d{1,9}\])*")
 
 
 def presets() -> list[str]:
-    """Names of the presets that ship with hecate; those of `BY_RULE` also as `PRESET-RULE`, with
-    the rule's own settings but for chunks longer than `RECALL_CHUNK` in `mqar-RULE`."""
+    """Names of the presets that ship with hecate; those of `BY_RULE` also as `PRESET-RULE`, with the rule's own
+    settings but for chunks longer than `RECALL_CHUNK` in `mqar-RULE`."""
     files = sorted(path.stem for path in _PRESETS.glob("*.yaml"))
     return [*files, *(f"{name}-{rule}" for name in BY_RULE for rule in RULES)]
 
@@ -32,8 +32,7 @@ def presets() -> list[str]:
 def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """The experiment of a preset name or YAML file with `a.b.c=value` overrides. [TRAIN-COMPOSE-D1]
 
-    Every problem is reported with the path of the setting and the line, or the `--set`, that wrote
-    it.
+    Every problem is reported with the path of the setting and the line, or the `--set`, that wrote it.
     """
     document = _extended(_open(str(source), None), [])
     if overrides:
@@ -68,9 +67,7 @@ def _open(name: str, folder: Path | None) -> tuple[Document, Path]:
         return _preset(name)
     path = Path(name) if folder is None else folder / name
     if folder is not None and not _resolved(path).is_relative_to(_resolved(folder)):
-        raise ConfigError(
-            f"must name a preset or a file in the folder of the config, got {name!r}", ("extends",)
-        )
+        raise ConfigError(f"must name a preset or a file in the folder of the config, got {name!r}", ("extends",))
     return read_yaml(path), path
 
 
@@ -119,28 +116,20 @@ def _extended(opened: tuple[Document, Path], chain: list[Path]) -> Document:
         return document
     mark = document.marks[("extends",)]
     if not isinstance(base_name, str) or not base_name or "\0" in base_name:
-        raise ConfigError(
-            f"must be a preset or a file name, got {shorten(base_name)}  [{mark}]", ("extends",)
-        )
-    rest = Document(
-        {k: v for k, v in document.value.items() if k != "extends"}, document.marks, document.label
-    )
+        raise ConfigError(f"must be a preset or a file name, got {shorten(base_name)}  [{mark}]", ("extends",))
+    rest = Document({k: v for k, v in document.value.items() if k != "extends"}, document.marks, document.label)
     try:
         base = _extended(_open(base_name, path.parent), [*chain, _resolved(path)])
     except ConfigError as error:
         if any("  [" in p.message for p in error.problems):
             raise
-        raise ConfigError(
-            Problem(p.path or ("extends",), f"{p.message}  [{mark}]") for p in error.problems
-        ) from None
+        raise ConfigError(Problem(p.path or ("extends",), f"{p.message}  [{mark}]") for p in error.problems) from None
     marks = dict(base.marks)
     value = _merge(base.value, rest.value, (), marks, rest.marks)
     return Document(value, marks, rest.label)
 
 
-def _merge(
-    base: Any, over: Any, path: Location, marks: dict[Location, str], new: dict[Location, str]
-) -> Any:
+def _merge(base: Any, over: Any, path: Location, marks: dict[Location, str], new: dict[Location, str]) -> Any:
     """`over` on top of `base`; a mapping of another kind replaces instead of mixing the fields."""
     if isinstance(base, str) and isinstance(over, dict) and "kind" not in over:
         base = {"kind": base}
@@ -179,9 +168,7 @@ def _parse_override(text: str) -> _Override:
         raise ConfigError(f"--set needs path=value, such as optim.lr=1e-3, got {shorten(text)}")
     parts = tuple(name or int(index) for name, index in _STEP.findall(path))
     if len(parts) > MAX_DEPTH:
-        raise ConfigError(
-            f"--set takes a path of at most {MAX_DEPTH} steps, got {len(parts)}: {shorten(path)}"
-        )
+        raise ConfigError(f"--set takes a path of at most {MAX_DEPTH} steps, got {len(parts)}: {shorten(path)}")
     label = f"--set {text}" if len(text) < 200 else f"--set {text[:197]}..."
     if parts[0] == "optim" and parts[1:2] and parts[1] in OF_ADAMW:
         parts = ("optim", "optimizer", *parts[1:])
@@ -214,11 +201,7 @@ def _paths(value: Any, path: Location) -> Iterable[Location]:
     if path:
         yield path
     items: Iterable[tuple[Any, Any]] = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     )
     for key, inner in items:
         yield from _paths(inner, (*path, key))
@@ -237,14 +220,10 @@ def _full_path(item: _Override, known: list[Location]) -> Location:
             listing = ", ".join(format_path(path) for path in matches)
             raise ConfigError(f"could mean {listing}; write the whole path  [{item.text}]", head)
     names = {str(path[-1]) for path in known}
-    raise ConfigError(
-        f"no such setting.{did_you_mean(item.path[-1], names)}  [{item.text}]", item.path
-    )
+    raise ConfigError(f"no such setting.{did_you_mean(item.path[-1], names)}  [{item.text}]", item.path)
 
 
-def _assign(
-    value: Any, rest: Location, path: Location, item: _Override, marks: dict[Location, str]
-) -> Any:
+def _assign(value: Any, rest: Location, path: Location, item: _Override, marks: dict[Location, str]) -> Any:
     if not rest:
         _remark(path, marks, {path: item.text})
         return item.value
@@ -253,9 +232,7 @@ def _assign(
         if not isinstance(value, list) or head >= len(value):
             size = f"{len(value)} entries" if isinstance(value, list) else "no list"
             raise ConfigError(f"there is {size} to index  [{item.text}]", here)
-        return [
-            _assign(v, rest[1:], here, item, marks) if i == head else v for i, v in enumerate(value)
-        ]
+        return [_assign(v, rest[1:], here, item, marks) if i == head else v for i, v in enumerate(value)]
     if isinstance(value, str):
         value = {"kind": value}
     if value is not None and not isinstance(value, dict):

@@ -28,12 +28,11 @@ OF_ADAMW = ("betas", "eps")
 class OptimConfig(Config):
     """The outer optimiser, which trains the parameters (not the memories), and its learning rate.
 
-    The rate, the same for every kind, rises linearly for `warmup` steps to `lr`, then follows
-    `schedule` down to `final * lr` at the last step of the budget. Norm scales, biases and other
-    vectors do not decay.
+    The rate, the same for every kind, rises linearly for `warmup` steps to `lr`, then follows `schedule` down to `final
+    * lr` at the last step of the budget. Norm scales, biases and other vectors do not decay.
     `clip` bounds the norm of the whole gradient; null turns it off.
-    `periods` is of names to numbers: parameters whose name fits a pattern (shell style, the first
-    that fits decides) step once in so many steps, by the mean of their gradients.
+    `periods` is of names to numbers: parameters whose name fits a pattern (shell style, the first that fits decides)
+    step once in so many steps, by the mean of their gradients.
     """
 
     lr: float = Field(3e-3, gt=0)
@@ -43,9 +42,9 @@ class OptimConfig(Config):
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     final: float = Field(0.1, ge=0, le=1)
     clip: float | None = Field(1.0, gt=0)
-    periods: Annotated[
-        dict[str, Annotated[Count, Field(ge=1)]], AfterValidator(FrozenDict[str, int])
-    ] = Field(default_factory=dict)
+    periods: Annotated[dict[str, Annotated[Count, Field(ge=1)]], AfterValidator(FrozenDict[str, int])] = Field(
+        default_factory=dict
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -84,8 +83,8 @@ class OptimConfig(Config):
 class BudgetConfig(Config):
     """How long, how often and on what: `minutes` ends a run early and gives up reproducibility.
 
-    `seq_len` is for texts (256 when null); a task brings its own. `threads` is applied by the
-    command line alone. `keep` newest checkpoints stay, and the best one. A run resumed with
+    `seq_len` is for texts (256 when null); a task brings its own. `threads` is applied by the command line alone.
+    `keep` newest checkpoints stay, and the best one. A run resumed with
     other `steps` follows the schedule of the new number from there on.
     """
 
@@ -151,8 +150,7 @@ class ExperimentConfig(Config):
         fixed, asked = self.data.length(), self.budget.seq_len
         if fixed is not None and asked not in (None, fixed):
             raise ConfigError(
-                f"data {self.data.kind!r} has sequences of length {fixed}, got {asked}; leave it "
-                "out",
+                f"data {self.data.kind!r} has sequences of length {fixed}, got {asked}; leave it out",
                 ("budget", "seq_len"),
             )
         return self

@@ -1,8 +1,7 @@
 """YAML in and out: plain values with the line of every key, and refusals instead of surprises.
 
-Scalars follow the YAML 1.2 core schema, not PyYAML's 1.1: `1e-3` is a number, `no` and `on` are
-texts, and so are numbers with a leading zero and dates, which are then refused where a number is
-expected.
+Scalars follow the YAML 1.2 core schema, not PyYAML's 1.1: `1e-3` is a number, `no` and `on` are texts, and so are
+numbers with a leading zero and dates, which are then refused where a number is expected.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ class _Loader(yaml.SafeLoader):
             self.aliases += 1
             if self.aliases > MAX_ALIASES:
                 raise yaml.MarkedYAMLError(
-                    problem=f"more than {MAX_ALIASES} aliases; write the values out",
-                    problem_mark=self.get_mark(),
+                    problem=f"more than {MAX_ALIASES} aliases; write the values out", problem_mark=self.get_mark()
                 )
         self.depth += 1
         node = super().compose_node(parent, index)
@@ -104,9 +102,7 @@ def read_yaml(path: Path) -> Document:
         content = read_file(path, MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             size = max(path.stat().st_size, len(content))
-            raise ConfigError(
-                f"{name} has {size} bytes, a config may have {MAX_BYTES}; is it really a config?"
-            )
+            raise ConfigError(f"{name} has {size} bytes, a config may have {MAX_BYTES}; is it really a config?")
         text = content.decode()
     except OSError as error:
         raise ConfigError(f"cannot read config {name}: {error.strerror or error}") from None
@@ -137,13 +133,9 @@ def parse_value(text: str, label: str) -> tuple[Any, dict[Location, str]]:
         return (None if node is None else reader.read(node, ())), reader.marks
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise ConfigError(
-            f"not valid YAML: {error.problem or error.context}  [{_place(label, mark)}]"
-        ) from None
+        raise ConfigError(f"not valid YAML: {error.problem or error.context}  [{_place(label, mark)}]") from None
     except yaml.reader.ReaderError as error:
-        raise ConfigError(
-            f"not valid YAML: character #x{error.character:04x} is not allowed  [{label}]"
-        ) from None
+        raise ConfigError(f"not valid YAML: character #x{error.character:04x} is not allowed  [{label}]") from None
     except RecursionError:
         raise ConfigError(f"nested too deeply for a config  [{label}]") from None
     finally:
@@ -191,15 +183,9 @@ class _Reader:
                 shown = repr(key) if isinstance(key, str) else f"a {key_node.id}"
                 raise self._refuse(path, f"a key must be a text, got {shown}", key_node)
             if key == "<<":
-                raise self._refuse(
-                    path, "merge keys (<<) are not supported; use 'extends'", key_node
-                )
+                raise self._refuse(path, "merge keys (<<) are not supported; use 'extends'", key_node)
             if key in seen:
-                raise self._refuse(
-                    (*path, key),
-                    f"given twice, in lines {seen[key]} and {line}; keep one",
-                    key_node,
-                )
+                raise self._refuse((*path, key), f"given twice, in lines {seen[key]} and {line}; keep one", key_node)
             seen[key] = line
             self.marks[(*path, key)] = _place(self.label, key_node.start_mark)
             result[key] = self.read(value_node, (*path, key))

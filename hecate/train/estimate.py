@@ -24,8 +24,8 @@ FLOAT = 4  # bytes
 
 
 class Sizes(NamedTuple):
-    """Numbers of a model and of one of its blocks, bytes of a sequence's state, weights that a
-    token meets in linear layers."""
+    """Numbers of a model and of one of its blocks, bytes of a sequence's state, weights that a token meets in linear
+    layers."""
 
     parameters: int
     block: int
@@ -62,8 +62,8 @@ def training_bytes(config: ExperimentConfig, sizes: Sizes) -> int:
 
 
 def check_memory(config: ExperimentConfig, limit: int | None) -> None:
-    """Refuses an experiment that takes more bytes than `limit`, or than its device has where that
-    is None. [TRAIN-EST-D3]"""
+    """Refuses an experiment that takes more bytes than `limit`, or than its device has where that is None.
+    [TRAIN-EST-D3]"""
     sizes = sizes_of(config)
     needed, limit = training_bytes(config, sizes), limit or _installed(config.budget.device)
     if needed > limit:
@@ -103,8 +103,8 @@ def _numbers(module: nn.Module) -> int:
 def estimate_rows(config: ExperimentConfig) -> list[tuple[str, str]]:
     """What the model weighs, carries and computes; nothing is allocated. [TRAIN-EST-D1]
 
-    State: what one sequence carries from token to token, whatever its length without attention.
-    Work: multiplications and additions of a token with the weights of linear layers, forward.
+    State: what one sequence carries from token to token, whatever its length without attention. Work: multiplications
+    and additions of a token with the weights of linear layers, forward.
     """
     sizes, batch = sizes_of(config), config.budget.batch_size
     tokens = batch * config.seq_len
@@ -113,17 +113,11 @@ def estimate_rows(config: ExperimentConfig) -> list[tuple[str, str]]:
         ("parameters", f"{sizes.parameters:,}"),
         (f"of which in each of {config.model.layers} blocks", f"{sizes.block:,}"),
         ("weights", readable(sizes.parameters * FLOAT)),
-        (
-            "weights, gradients and two moments in training",
-            readable(4 * sizes.parameters * FLOAT),
-        ),
+        ("weights, gradients and two moments in training", readable(4 * sizes.parameters * FLOAT)),
         ("training takes at least", readable(training_bytes(config, sizes))),
         ("state per sequence", readable(sizes.state)),
         (f"state of a batch of {batch}", readable(sizes.state * batch)),
-        (
-            "tokens whose keys and values in attention weigh as much",
-            f"{sizes.state / cache:,.0f}",
-        ),
+        ("tokens whose keys and values in attention weigh as much", f"{sizes.state / cache:,.0f}"),
         ("work with weights per token", f"{2e-6 * sizes.work:,.2f} MFLOP"),
         ("tokens per step", f"{tokens:,}"),
         ("tokens in all", f"{tokens * config.budget.steps:,}"),
@@ -132,8 +126,8 @@ def estimate_rows(config: ExperimentConfig) -> list[tuple[str, str]]:
 
 
 def taped(config: ExperimentConfig, tokens: int) -> dict[str, tuple[str, dict[str, float]]]:
-    """Every memory of a model's block, by its path, scanned over random tokens: the tape and the
-    norms of the cotangents by label, from a unit cotangent of the output. [TRAIN-EST-D2]"""
+    """Every memory of a model's block, by its path, scanned over random tokens: the tape and the norms of the
+    cotangents by label, from a unit cotangent of the output. [TRAIN-EST-D2]"""
     heads = config.model.heads
     return {path: _taped(rule, heads, tokens) for path, rule in config.model.rules().items()}
 
@@ -152,8 +146,6 @@ def _taped(rule: Scanned, heads: int, tokens: int) -> tuple[str, dict[str, float
     start = rule.config.structure.init(d_phi, rule.d_value, **how)
     tape = Tape(observe=True)
     with torch.no_grad():
-        y, _ = memory_scan(
-            rule.config, q, k, v, Gates(), phi_params=params, initial=start, tape=tape
-        )
+        y, _ = memory_scan(rule.config, q, k, v, Gates(), phi_params=params, initial=start, tape=tape)
         tape.backward([y], [torch.full_like(y, y.numel() ** -0.5)], [q, k, v])
     return str(tape), {name: float(norm) for name, norm in tape.norms().items()}

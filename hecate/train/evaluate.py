@@ -44,9 +44,7 @@ class StateLeaf(NamedTuple):
 
 def batch_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats over labelled positions, in float32."""
-    return functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED
-    )
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
 
 
 @torch.no_grad()
@@ -70,9 +68,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -
 
 
 @torch.no_grad()
-def state_leaves(
-    model: nn.Module, source: Source, seq_len: int, device: torch.device
-) -> list[StateLeaf]:
+def state_leaves(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> list[StateLeaf]:
     """What one sequence carries from call to call, after `seq_len` validation tokens."""
     batch = next(iter(source.validation_batches(1, seq_len, 1)))
     training = model.training

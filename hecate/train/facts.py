@@ -68,13 +68,9 @@ def refuse_other_config(saved: Mapping[str, Any], config: ExperimentConfig, wher
         else:
             more = f"; and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else ""
             what = f"another {part!r} ({'; '.join(lines[:_SHOWN])}{more})"
-        raise CheckpointError(
-            f"{where} was trained with {what}; resume with the config of its run folder"
-        )
+        raise CheckpointError(f"{where} was trained with {what}; resume with the config of its run folder")
     if fault is not None:
-        raise CheckpointError(
-            f"{where} has a config that is not valid: {fault}; use an earlier checkpoint"
-        )
+        raise CheckpointError(f"{where} has a config that is not valid: {fault}; use an earlier checkpoint")
 
 
 def differences(saved: Any, own: Any, path: str) -> list[str]:

@@ -59,9 +59,7 @@ def _save(figure: Any, path: Path) -> None:
 
 def _baselines(axes: Any, baselines: Mapping[str, float]) -> None:
     for index, (name, value) in enumerate(baselines.items()):
-        axes.axhline(
-            value, color="0.3", linewidth=1, linestyle=("-", "--", ":")[index % 3], label=name
-        )
+        axes.axhline(value, color="0.3", linewidth=1, linestyle=("-", "--", ":")[index % 3], label=name)
 
 
 def _smoothed(points: Sequence[tuple[int, float]], weight: float = 0.95) -> list[tuple[int, float]]:

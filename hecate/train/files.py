@@ -1,7 +1,6 @@
 """Writing so that a reader, or a writer that was killed, finds the old content or the new one.
 
-What is not finished has a name `.tmp-NAME-PID`, and is swept away when a run starts. Only
-metrics.jsonl is appended to.
+What is not finished has a name `.tmp-NAME-PID`, and is swept away when a run starts. Only metrics.jsonl is appended to.
 """
 
 from __future__ import annotations

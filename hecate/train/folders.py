@@ -25,11 +25,8 @@ def latest_folder(source: str | None) -> Path:
     found = [
         path
         for path in Path("runs").glob(f"{name}*")
-        if re.fullmatch(r"(-\d+)?", path.name.removeprefix(name))
-        and (path / "config.yaml").exists()
+        if re.fullmatch(r"(-\d+)?", path.name.removeprefix(name)) and (path / "config.yaml").exists()
     ]
     if not found:
-        raise CheckpointError(
-            f"there is no run of {name!r} in runs/ to resume; give its folder: --out"
-        )
+        raise CheckpointError(f"there is no run of {name!r} in runs/ to resume; give its folder: --out")
     return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)

@@ -22,8 +22,7 @@ def generate(
 ) -> Iterator[int]:
     """Yields `tokens` ids drawn after `prompt`; temperature 0 takes the likeliest. [TRAIN-GEN-D1]
 
-    The prompt is read once, then every token costs one step on the carried state, however long the
-    text.
+    The prompt is read once, then every token costs one step on the carried state, however long the text.
     """
     if not prompt:
         raise ConfigError("generation needs a prompt of at least one token; give --prompt a text")

@@ -41,9 +41,7 @@ def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimize
 
 
 def parameter_groups(
-    named: Iterable[tuple[str, nn.Parameter]],
-    weight_decay: float,
-    periods: Mapping[Tensor, int] | None = None,
+    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, periods: Mapping[Tensor, int] | None = None
 ) -> list[Group]:
     """Groups by decay and period: matrices decay, vectors (scales, biases) do not.
 
@@ -61,9 +59,7 @@ def parameter_groups(
     return [found[key] for key in sorted(found)]
 
 
-def _built(
-    path: tuple[str, ...], kind: OptimizerKind, model: nn.Module, groups: list[Group], lr: float
-) -> Optimizer:
+def _built(path: tuple[str, ...], kind: OptimizerKind, model: nn.Module, groups: list[Group], lr: float) -> Optimizer:
     try:
         return kind.build(model, groups, lr)
     except ConfigError as error:

@@ -19,9 +19,7 @@ HEADER = (
 )  # fmt: skip
 
 
-def model_health(
-    model: nn.Module, source: Source, seq_len: int, device: torch.device
-) -> dict[str, list[LevelHealth]]:
+def model_health(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> dict[str, list[LevelHealth]]:
     """`CMS.health` of every layer of levels, on what it is given on one validation sequence."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CMS)}
     seen: dict[str, Tensor] = {}

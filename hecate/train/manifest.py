@@ -50,9 +50,7 @@ class Content(Config):
             raise ConfigError(f"must be a mapping, got {metrics!r}", ("facts", "metrics"))
         for name, value in metrics.items():
             if type(value) not in (int, float) or not math.isfinite(value):
-                raise ConfigError(
-                    f"must be a finite number, got {value!r}", ("facts", "metrics", name)
-                )
+                raise ConfigError(f"must be a finite number, got {value!r}", ("facts", "metrics", name))
         return self
 
 
@@ -71,8 +69,7 @@ def dump_manifest(
         Content.model_validate(json.loads(json.dumps(content)))
     except (ValueError, TypeError) as error:  # ConfigError among them
         raise CheckpointError(
-            f"cannot write a checkpoint of step {step!r}: {error}; its facts must be plain JSON "
-            "with finite numbers"
+            f"cannot write a checkpoint of step {step!r}: {error}; its facts must be plain JSON with finite numbers"
         ) from None
     document = {"format": FORMAT, "version": VERSION, "digest": digest, "content": content}
     return json.dumps(document, indent=1, sort_keys=True) + "\n"
@@ -97,10 +94,7 @@ def read_manifest(folder: Path) -> Content:
         raise bad(file, f"is not a {FORMAT} manifest")
     version = document.get("version")
     if type(version) is int and version > VERSION:
-        raise CheckpointError(
-            f"{file} has format version {version}, this hecate reads up to {VERSION}: upgrade "
-            "hecate"
-        )
+        raise CheckpointError(f"{file} has format version {version}, this hecate reads up to {VERSION}: upgrade hecate")
     if type(version) is not int or version != VERSION:
         raise bad(file, f"has format version {version!r}, which there never was")
     odd = sorted(set(document) - {"format", "version", "digest", "content"})
@@ -136,16 +130,13 @@ def refuse_link(path: Path) -> None:
     """A link may lead out of the run: to a file of others, or one that changes."""
     if path.is_symlink():
         raise CheckpointError(
-            f"{path} is a symbolic link, which may lead out of the run; put what it points to in "
-            "its place"
+            f"{path} is a symbolic link, which may lead out of the run; put what it points to in its place"
         )
 
 
 def bad(file: Path, reason: str) -> CheckpointError:
     """What is wrong with a file of a checkpoint, and the remedy."""
-    return CheckpointError(
-        f"{file} {reason}; delete {file.parent} and resume from an earlier checkpoint"
-    )
+    return CheckpointError(f"{file} {reason}; delete {file.parent} and resume from an earlier checkpoint")
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -33,8 +33,7 @@ class MetricsWriter:
             except BlockingIOError:
                 os.close(self._file)
                 raise CheckpointError(
-                    f"another process is training in {path.parent}: wait for it, or choose "
-                    "another --out"
+                    f"another process is training in {path.parent}: wait for it, or choose another --out"
                 ) from None
         self._cut(len(b"".join(_lines(path))))
 
@@ -90,10 +89,7 @@ class MetricsWriter:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._file)
         if self._board is not None:
@@ -133,7 +129,5 @@ def _board(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ConfigError(
-            "needs TensorBoard: install hecate[track] or leave it false", ("tensorboard",)
-        ) from None
+        raise ConfigError("needs TensorBoard: install hecate[track] or leave it false", ("tensorboard",)) from None
     return SummaryWriter(str(folder))

@@ -1,7 +1,7 @@
 """The optimisers of a training run, by kind: fields are hyperparameters, `build` the optimiser.
 
-They train the parameters of a model, not its memories. Learning rate and weight decay are those of
-`OptimConfig`, whatever the kind.
+They train the parameters of a model, not its memories. Learning rate and weight decay are those of `OptimConfig`,
+whatever the kind.
 """
 
 from __future__ import annotations
@@ -18,14 +18,7 @@ from hecate import optim
 from hecate.errors import ConfigError
 from hecate.phi import FeatureMap, Identity
 from hecate.sizes import Count, Size
-from hecate.train.optimiser_kind import (
-    Group,
-    Named,
-    OptimizerKind,
-    PartialKind,
-    is_vector,
-    outer_layers,
-)
+from hecate.train.optimiser_kind import Group, Named, OptimizerKind, PartialKind, is_vector, outer_layers
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -42,8 +35,7 @@ class AdamW(OptimizerKind):
 
     m and v average gradients and their squares at the rates `betas`; ^ divides by 1 - beta^t.
 
-    References: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv
-    1711.05101. [TRAIN-OPTIM-D1]
+    References: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv 1711.05101. [TRAIN-OPTIM-D1]
     """
 
     kind: Literal["adamw"] = "adamw"
@@ -57,8 +49,7 @@ class SGD(OptimizerKind):
 
     `torch.optim.SGD`, whose decay passes through the momentum. `nesterov` moves by g + momentum m.
 
-    References: B. Polyak, Some methods of speeding up the convergence of iteration methods, 1964.
-    [TRAIN-OPTIM-D2]
+    References: B. Polyak, Some methods of speeding up the convergence of iteration methods, 1964. [TRAIN-OPTIM-D2]
     """
 
     kind: Literal["sgd"] = "sgd"
@@ -112,8 +103,7 @@ class KernelMomentum(OptimizerKind):
 
     `hecate.optim.KernelMomentum`, which says what its options mean.
 
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 50 and 51.
-    [OPT-KERNEL-D1]
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 50 and 51. [OPT-KERNEL-D1]
     """
 
     kind: Literal["kernel_momentum"] = "kernel_momentum"
@@ -133,8 +123,7 @@ class DeltaMomentum(OptimizerKind):
 
     `hecate.optim.DeltaMomentum`, which says what its options mean.
 
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 48 and 49.
-    [TRAIN-OPTIM-D2]
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 48 and 49. [TRAIN-OPTIM-D2]
     """
 
     kind: Literal["delta_momentum"] = "delta_momentum"
@@ -172,12 +161,10 @@ class DeepMomentum(OptimizerKind):
 class DGD(PartialKind):
     """dgd: w <- w ((1 - lr weight_decay) I - c x x^T) - c g x^T, c = lr / (1 + lr |x|^2).
 
-    `hecate.optim.DGD`, attached to the model, for the weights of Linear layers that nothing else
-    uses, but for the output layer; `fallback` is what it documents for others, plain descent.
-    Samples follow clipping.
+    `hecate.optim.DGD`, attached to the model, for the weights of Linear layers that nothing else uses, but for the
+    output layer; `fallback` is what it documents for others, plain descent. Samples follow clipping.
 
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57. [TRAIN-OPTIM-D6]
-    """
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57. [TRAIN-OPTIM-D6]"""
 
     kind: Literal["dgd"] = "dgd"
     fallback: OptimizerKind = SGD(momentum=0.0)
@@ -234,8 +221,7 @@ class M3(MatrixKind):
 
     `hecate.optim.M3`, which says what its options mean.
 
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1.
-    [TRAIN-OPTIM-D3]
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1. [TRAIN-OPTIM-D3]
     """
 
     kind: Literal["m3"] = "m3"
@@ -254,8 +240,8 @@ class Muon(MatrixKind):
 
     `hecate.optim.Muon`, which says what its options mean.
 
-    References: Muon (Jordan et al., 2024); Nested Learning (Behrouz et al., 2025, arXiv
-    2512.24695), eq. 42. [TRAIN-OPTIM-D3]
+    References: Muon (Jordan et al., 2024); Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 42.
+    [TRAIN-OPTIM-D3]
     """
 
     kind: Literal["muon"] = "muon"

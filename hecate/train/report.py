@@ -21,11 +21,7 @@ BETTER = {"bits_per_byte": "lower is better", "accuracy": "higher is better"}
 
 
 def write_report(
-    trainer: Trainer,
-    folder: Path,
-    score: Score | None,
-    baselines: Mapping[str, float],
-    status: str,
+    trainer: Trainer, folder: Path, score: Score | None, baselines: Mapping[str, float], status: str
 ) -> Path:
     """Writes report.md and, with matplotlib, figures/*.png; returns the report's path."""
     metric, config = trainer.source.metric, trainer.config
@@ -57,24 +53,17 @@ def result_table(metric: str, score: Score | None, baselines: Mapping[str, float
     rows = [(f"{name} (baseline)", f"{value:.4f}") for name, value in baselines.items()]
     rows.append(("**this model**", f"**{score.value(metric):.4f}**"))
     header = ("predictor", f"{UNIT[metric]} ({BETTER[metric]})")
-    return (
-        _table(header, rows) + f"\n\n{score.labels} validation labels, loss {score.loss:.4f} nats."
-    )
+    return _table(header, rows) + f"\n\n{score.labels} validation labels, loss {score.loss:.4f} nats."
 
 
-def _sizes(
-    trainer: Trainer, leaves: Sequence[StateLeaf], records: Sequence[Mapping[str, Any]]
-) -> str:
+def _sizes(trainer: Trainer, leaves: Sequence[StateLeaf], records: Sequence[Mapping[str, Any]]) -> str:
     parameters = sum(p.numel() for p in trainer.model.parameters())
     trained = [r for r in records if r.get("event") == "train"]
     speeds = sorted(r["tokens_per_second"] for r in trained)
     budget = trainer.config.budget
     rows: list[tuple[str, Any]] = [
         ("parameters", f"{parameters:,}"),
-        (
-            "state per sequence",
-            f"{sum(leaf.bytes for leaf in leaves):,} bytes, whatever its length",
-        ),
+        ("state per sequence", f"{sum(leaf.bytes for leaf in leaves):,} bytes, whatever its length"),
         ("training tokens", f"{trainer.step * budget.batch_size * trainer.config.seq_len:,}"),
     ]
     if speeds:
@@ -136,9 +125,7 @@ def _states(leaves: Sequence[StateLeaf], length: int) -> str:
 def _commands(folder: Path) -> str:
     environment = json.loads((folder / "env.json").read_text(encoding="utf-8"))
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    config, again, run = (
-        shlex.quote(str(path)) for path in (folder / "config.yaml", f"{folder}-again", folder)
-    )
+    config, again, run = (shlex.quote(str(path)) for path in (folder / "config.yaml", f"{folder}-again", folder))
     return (
         f"```\nhecate train {config} --out {again}\nhecate eval {run}\n"
         f"hecate generate {run}\n```\n\nPython {environment['python']}, {versions}; "

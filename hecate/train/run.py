@@ -63,9 +63,8 @@ def run_experiment(
 ) -> RunResult:
     """Trains, evaluates, saves and reports into `folder`. [TRAIN-RUN-D1]
 
-    The caller's global random state is left as it was: the run has its own, seeded by the config.
-    What takes more than `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3]
-    """
+    The caller's global random state is left as it was: the run has its own, seeded by the config. What takes more than
+    `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3]"""
     config = config.validated()
     _check_folder(folder, resume)
     if model is None:
@@ -89,17 +88,11 @@ def _check_folder(folder: Path, resume: bool) -> None:
     """Refuses to write over another run, or to resume what is none."""
     exists = (folder / "config.yaml").exists()
     if resume and not exists:
-        raise CheckpointError(
-            f"{folder} is not a run folder: it has no config.yaml; leave --resume out"
-        )
+        raise CheckpointError(f"{folder} is not a run folder: it has no config.yaml; leave --resume out")
     if exists and not resume:
-        raise CheckpointError(
-            f"{folder} already holds a run; continue it with --resume or choose another --out"
-        )
+        raise CheckpointError(f"{folder} already holds a run; continue it with --resume or choose another --out")
     metrics = folder / "metrics.jsonl"
-    if not exists and (
-        (folder / CHECKPOINTS).exists() or (metrics.is_file() and metrics.stat().st_size)
-    ):
+    if not exists and ((folder / CHECKPOINTS).exists() or (metrics.is_file() and metrics.stat().st_size)):
         raise CheckpointError(
             f"{folder} holds checkpoints or metrics of a run that has lost its config.yaml; put "
             "that back and --resume, or choose another --out"
@@ -137,12 +130,7 @@ class _Run:
     """The loop over steps, and what happens between them."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        folder: Path,
-        display: Display,
-        metrics: MetricsWriter,
-        signals: Signals,
+        self, trainer: Trainer, folder: Path, display: Display, metrics: MetricsWriter, signals: Signals
     ) -> None:
         self.trainer, self.folder, self.display = trainer, folder, display
         self.metrics, self.signals = metrics, signals
@@ -275,11 +263,5 @@ class _Run:
 
     def _result(self, status: Status, baselines: dict[str, float]) -> RunResult:
         return RunResult(
-            status,
-            self.trainer.step,
-            self.folder,
-            self.metric,
-            self._score(),
-            baselines,
-            self.signals.received,
+            status, self.trainer.step, self.folder, self.metric, self._score(), baselines, self.signals.received
         )

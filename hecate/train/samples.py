@@ -65,7 +65,5 @@ def _example(trainer: Trainer) -> str:
     for position in torch.nonzero(targets != IGNORED).flatten().tolist():
         token, target, answer = (int(t[position]) for t in (tokens, targets, answers))
         verdict = "right" if answer == target else "wrong"
-        lines.append(
-            f"position {position}: after {token} answer {answer}, label {target}: {verdict}"
-        )
+        lines.append(f"position {position}: after {token} answer {answer}, label {target}: {verdict}")
     return "\n".join(lines)

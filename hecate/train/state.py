@@ -19,9 +19,7 @@ from hecate.train.facts import OptimizerFacts, differences
 _MOVING = ("params", "param_names", "lr", "elapsed", "commits")
 
 
-def pack(
-    model: nn.Module, optimizers: Iterable[Optimizer]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def pack(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by name (`model/...`, `optimizer/<parameter>/...`) and plain values."""
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
     values: dict[str, dict[str, Any]] = {}
@@ -52,14 +50,11 @@ def unpack(
     """Loads what `pack` gave; `CheckpointError` names the first thing that does not fit."""
     optimizers, facts = list(optimizers), OptimizerFacts.model_validate(dict(values))
     if facts.optimizer != _called(optimizers):
-        raise CheckpointError(
-            f"{where} was trained with {facts.optimizer}, this run uses {_called(optimizers)}"
-        )
+        raise CheckpointError(f"{where} was trained with {facts.optimizer}, this run uses {_called(optimizers)}")
     own = [names for optimizer in optimizers for names in _named_groups(model, optimizer)]
     if [group.get("params") for group in facts.groups] != own:
         raise CheckpointError(
-            f"{where} optimises other parameters than this model, or in other groups; use its own "
-            "config"
+            f"{where} optimises other parameters than this model, or in other groups; use its own config"
         )
     _refuse_strangers({name for names in own for name in names}, tensors, facts.values, where)
     saved = _fitting(model, tensors, where)
@@ -77,9 +72,7 @@ def unpack(
     model.load_state_dict(saved)
 
 
-def _refuse_strangers(
-    known: set[str], tensors: Iterable[str], values: Iterable[str], where: str
-) -> None:
+def _refuse_strangers(known: set[str], tensors: Iterable[str], values: Iterable[str], where: str) -> None:
     """Names of state that nothing here has."""
     for key in [*tensors, *(f"optimizer/{name}/" for name in values)]:
         owner = key.removeprefix("optimizer/").rpartition("/")[0]
@@ -226,6 +219,5 @@ def _named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 def _called(optimizers: Iterable[Optimizer]) -> str:
     """Names of the classes: `Muon + AdamW`, `Leveled(AdamW)`."""
     return " + ".join(
-        f"Leveled({type(o.inner).__name__})" if isinstance(o, Leveled) else type(o).__name__
-        for o in optimizers
+        f"Leveled({type(o.inner).__name__})" if isinstance(o, Leveled) else type(o).__name__ for o in optimizers
     )

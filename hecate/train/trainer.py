@@ -38,16 +38,12 @@ def build_model(config: ExperimentConfig) -> nn.Module:
 class Trainer:
     """Model, optimiser and data cursor of an experiment. [TRAIN-LOOP-D1]
 
-    The same config gives the same bits, at any thread count for which torch does, and a restored
-    trainer continues with the bits of one that never stopped.
+    The same config gives the same bits, at any thread count for which torch does, and a restored trainer continues with
+    the bits of one that never stopped.
     """
 
     def __init__(
-        self,
-        config: ExperimentConfig,
-        *,
-        source: Source | None = None,
-        model: nn.Module | None = None,
+        self, config: ExperimentConfig, *, source: Source | None = None, model: nn.Module | None = None
     ) -> None:
         config = config.validated()
         if config.budget.device == "cuda" and not torch.cuda.is_available():
@@ -57,12 +53,7 @@ class Trainer:
         self.source = source or config.data.load()
         self.model = (model or build_model(config)).to(self.device)
         self.optimizers = build_optimizers(self.model, config.optim)
-        self.loader = Loader(
-            self.source,
-            seed=config.seed,
-            batch_size=config.budget.batch_size,
-            seq_len=config.seq_len,
-        )
+        self.loader = Loader(self.source, seed=config.seed, batch_size=config.budget.batch_size, seq_len=config.seq_len)
         self.step = 0
 
     def train_step(self) -> StepResult:
@@ -103,9 +94,7 @@ class Trainer:
     def evaluate(self) -> Score:
         """The score on the validation batches of the budget."""
         budget = self.config.budget
-        batches = self.source.validation_batches(
-            budget.batch_size, self.config.seq_len, budget.eval_batches
-        )
+        batches = self.source.validation_batches(budget.batch_size, self.config.seq_len, budget.eval_batches)
         return evaluate(self.model, batches, self.device)
 
     def baselines(self) -> dict[str, float]:

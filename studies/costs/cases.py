@@ -26,8 +26,7 @@ def gates(length: int, *, largest: float = 1.0, batch: int = BATCH) -> tuple[Ten
     """lr in (0, largest), retain in (0.9, 0.999) and momentum in (0.4, 0.9), `[B, T, H]`."""
     generator = torch.Generator().manual_seed(1)
     lr, retain, momentum = (
-        torch.rand((batch, length, HEADS), generator=generator, dtype=torch.float32)
-        for _ in range(3)
+        torch.rand((batch, length, HEADS), generator=generator, dtype=torch.float32) for _ in range(3)
     )
     return largest * lr, 0.9 + 0.099 * retain, 0.4 + 0.5 * momentum
 

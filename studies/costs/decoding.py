@@ -44,10 +44,7 @@ def decode(size: Size) -> Iterator[Row]:
             for index, context in enumerate(contexts):
                 sides = steps[name][index], steps[cache][index]
                 yield Row(
-                    "decode",
-                    f"{name}, context {context}",
-                    cache,
-                    forward=_per_token(timed(*sides, size.repeats)),
+                    "decode", f"{name}, context {context}", cache, forward=_per_token(timed(*sides, size.repeats))
                 )
 
 
@@ -102,8 +99,6 @@ def _cache(context: int) -> Steps:
             k[:, :, t : t + 1] = k[:, :, :1]
             v[:, :, t : t + 1] = v[:, :, :1]
             new: Tensor = q[:, :, :1]
-            torch.nn.functional.scaled_dot_product_attention(
-                new, k[:, :, : t + 1], v[:, :, : t + 1]
-            )
+            torch.nn.functional.scaled_dot_product_attention(new, k[:, :, : t + 1], v[:, :, : t + 1])
 
     return run

@@ -99,26 +99,18 @@ def compare(
             if tolerance is not None:
                 errors.append(difference(*(side() for side in sides)))
                 if not errors[-1] <= tolerance:
-                    raise AssertionError(
-                        f"{group}, {case}: results differ by {errors[-1]:.2e} from {peer}"
-                    )
+                    raise AssertionError(f"{group}, {case}: results differ by {errors[-1]:.2e} from {peer}")
             costs[name] = timed(*sides, repeats)
     share = None
     if flops is not None and "f" in costs:
         share = flops / (1e6 * costs["f"].ours) / matmul_gflops()
-    return row._replace(
-        forward=costs.get("f"),
-        both=costs.get("b"),
-        error=max(errors, default=None),
-        ceiling=share,
-    )
+    return row._replace(forward=costs.get("f"), both=costs.get("b"), error=max(errors, default=None), ceiling=share)
 
 
 def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """The largest relative distance between two lists of tensors."""
     return max(
-        float((a - b).detach().norm() / b.detach().norm().clamp(min=1e-30))
-        for a, b in zip(ours, theirs, strict=True)
+        float((a - b).detach().norm() / b.detach().norm().clamp(min=1e-30)) for a, b in zip(ours, theirs, strict=True)
     )
 
 
@@ -187,9 +179,7 @@ def peak_mib(run: Run) -> float:
     The profiler's record of every allocation, temporaries inside operators and the backward pass
     included; memory that does not come from torch is not seen.
     """
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     changes = [
         (event.start_ns(), event.nbytes())

@@ -13,11 +13,7 @@ from hecate.nn import Composed, Memory
 from studies.costs.cases import BATCH, HEADS, WIDTH
 from studies.costs.harness import Function, Row, Size, compare
 
-RULE: dict[str, Any] = {
-    "retention": "decay",
-    "algorithm": {"kind": "gd", "lr": 0.01},
-    "key_norm": "l2",
-}
+RULE: dict[str, Any] = {"retention": "decay", "algorithm": {"kind": "gd", "lr": 0.01}, "key_norm": "l2"}
 
 
 def levels(size: Size) -> Iterator[Row]:
@@ -38,18 +34,12 @@ def levels(size: Size) -> Iterator[Row]:
         "levels 1, 8, 64, independent": cms("independent", 1, 8, 64),
         "levels 8, 64, nested": cms("nested", 8, 64),
         **{
-            f"self-referential, chunk {chunk}": SelfReferential(
-                d_model, HEADS, {"memory": RULE, "chunk": chunk}, **how
-            )
+            f"self-referential, chunk {chunk}": SelfReferential(d_model, HEADS, {"memory": RULE, "chunk": chunk}, **how)
             for chunk in (16, 64)
         },
         **{
             f"{kind} around it": Composed(
-                d_model,
-                HEADS,
-                {"kind": kind, **({"segment": 64} if kind == "mac" else {"window": 64})},
-                plain,
-                **how,
+                d_model, HEADS, {"kind": kind, **({"segment": 64} if kind == "mac" else {"window": 64})}, plain, **how
             )
             for kind in ("mag", "mal", "mac")
         },

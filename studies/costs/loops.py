@@ -51,9 +51,7 @@ def matrix_loop(
     return together(outputs, q)
 
 
-def mlp_loop(
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, w1: Tensor, w2: Tensor
-) -> Tensor:
+def mlp_loop(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     """Two layers with SiLU, l2, decay and plain steps; the inner gradient by hand."""
     batch = q.shape[0]
     first = w1.expand(batch, *w1.shape).flatten(0, 1)

@@ -110,11 +110,7 @@ def _price(feature_map: phi.FeatureMap, keys: Tensor, x: Tensor, size: Size) -> 
 
     with torch.no_grad():
         alone = timed(lambda: features(ours), lambda: torch.relu(plain), size.repeats)
-    trained = timed(
-        forward_backward(features, [ours]),
-        forward_backward(torch.relu, [plain]),
-        size.repeats,
-    )
+    trained = timed(forward_backward(features, [ours]), forward_backward(torch.relu, [plain]), size.repeats)
     each = 1e6 / len(keys)
     return Row(
         "phi",

@@ -88,9 +88,7 @@ def _steps(make: Make, size: Size, matrices: bool) -> Run:
     """Steps on gradients of one backward pass."""
     model = _model(size, bias=not matrices)
     optimizer = make(model)
-    x = torch.randn(
-        SAMPLES, _width(size), generator=torch.Generator().manual_seed(1), dtype=torch.float32
-    )
+    x = torch.randn(SAMPLES, _width(size), generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     model(x).square().mean().backward()
     return optimizer.step
 

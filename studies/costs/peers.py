@@ -145,8 +145,7 @@ class Titans(NamedTuple):
         y, state = module(rows)
         last = state.states[0]
         final = {
-            name: last[theirs].mT.unflatten(0, (batch, heads))
-            for name, theirs in zip(initial, names, strict=True)
+            name: last[theirs].mT.unflatten(0, (batch, heads)) for name, theirs in zip(initial, names, strict=True)
         }
         return y.unflatten(0, (batch, heads)).transpose(1, 2), final
 

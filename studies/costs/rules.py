@@ -51,9 +51,7 @@ def gated_delta(size: Size) -> Iterator[Row]:
         def theirs(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor) -> Tensor:
             return chunked(q, k, v, retain.log(), lr, chunk_size=32)[0]
 
-    config = named_rule("gated_delta").model_copy(
-        update={"key_norm": "none", "query_scale": "key_dim"}
-    )
+    config = named_rule("gated_delta").model_copy(update={"key_norm": "none", "query_scale": "key_dim"})
     yield compare(
         "gated delta",
         f"gated delta, T={size.length}",
@@ -113,10 +111,7 @@ def mlp(size: Size) -> Iterator[Row]:
         initial = deep.init(WIDTH, WIDTH, heads=4)
         lr, retain, momentum = gates(length, largest=0.01)
         if per_chunk:  # one step per chunk has one gate: the peer's is the mean over the chunk
-            retain, momentum = (
-                gate[:, ::chunk].repeat_interleave(chunk, 1)[:, :length]
-                for gate in (retain, momentum)
-            )
+            retain, momentum = (gate[:, ::chunk].repeat_interleave(chunk, 1)[:, :length] for gate in (retain, momentum))
         yield compare(
             "mlp",
             f"Titans MLP, one step per {'chunk' if per_chunk else 'token'}, T={length}",
@@ -131,12 +126,8 @@ def mlp(size: Size) -> Iterator[Row]:
         )
 
 
-def _mlp(
-    config: MemoryConfig, initial: dict[str, Tensor], per_chunk: bool
-) -> Callable[..., Tensor]:
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor
-    ) -> Tensor:
+def _mlp(config: MemoryConfig, initial: dict[str, Tensor], per_chunk: bool) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor) -> Tensor:
         if per_chunk:  # a chunk keeps the product of its retain gates, and its last momentum
             retain = retain ** (1 / config.chunk)
             means = momentum.unflatten(1, (-1, config.chunk)).mean(2)
@@ -168,9 +159,7 @@ def biases(size: Size) -> Iterator[Row]:
         (("huber", slopes["huber"]), True),
     ):
         config = MemoryConfig(
-            bias=loss,
-            retention="decay",
-            algorithm=algorithm.Momentum() if momentum else algorithm.GD(),
+            bias=loss, retention="decay", algorithm=algorithm.Momentum() if momentum else algorithm.GD()
         )
         yield compare(
             "biases",

@@ -68,8 +68,7 @@ def group(name: str, cases: Callable[[Size], Iterator[Row]]) -> type[Costs]:
 def cells(row: Row) -> tuple[Cell, ...]:
     """A row of the table."""
     times = [
-        slope if cost is None else cost.ratio
-        for cost, slope in zip((row.forward, row.both), row.slopes, strict=True)
+        slope if cost is None else cost.ratio for cost, slope in zip((row.forward, row.both), row.slopes, strict=True)
     ]
     note = row.note if row.ceiling is None else f"{row.ceiling:.0%} of matmul {row.note}".strip()
     memory = None if row.memory is None else row.memory.ratio

@@ -11,16 +11,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan, structure
 from studies.costs.cases import WIDTH, gates, scan, sequence
-from studies.costs.harness import (
-    NONE,
-    Cost,
-    Function,
-    Row,
-    Size,
-    compare,
-    forward_backward,
-    peak_mib,
-)
+from studies.costs.harness import NONE, Cost, Function, Row, Size, compare, forward_backward, peak_mib
 from studies.costs.loops import matrix_loop, mlp_loop
 
 
@@ -39,12 +30,7 @@ def tape(size: Size) -> Iterator[Row]:
             mlp_loop,
             (*inputs, *initial.values()),
         ),
-        (
-            "matrix memory, gated",
-            partial(_matrix, MemoryConfig(retention="decay")),
-            matrix_loop,
-            inputs,
-        ),
+        ("matrix memory, gated", partial(_matrix, MemoryConfig(retention="decay")), matrix_loop, inputs),
     ]
     for name, ours, theirs, given in loops:
         for autodiff in ("tape", "torch"):
@@ -78,18 +64,9 @@ def _matrix(config: MemoryConfig, autodiff: str) -> Function:
 
 
 def _mlp(config: MemoryConfig, autodiff: Any) -> Function:
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, w1: Tensor, w2: Tensor
-    ) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         return memory_scan(
-            config,
-            q,
-            k,
-            v,
-            Gates(lr, retain),
-            initial={"w1": w1, "w2": w2},
-            engine="sequential",
-            autodiff=autodiff,
+            config, q, k, v, Gates(lr, retain), initial={"w1": w1, "w2": w2}, engine="sequential", autodiff=autodiff
         )[0]
 
     return run

@@ -41,9 +41,7 @@ def test_losses_and_gradients_against_numpy(knob, generator):
     pred, target = draws(generator, distributions="distribution" in repr(knob))
     pairs = [loss_of(knob)(p, t) for p, t in zip(pred.numpy(), target.numpy(), strict=True)]
     np.testing.assert_allclose(knob.loss(pred, target), [a for a, _ in pairs], rtol=1e-12)
-    np.testing.assert_allclose(
-        knob.grad(pred, target), [b for _, b in pairs], rtol=1e-12, atol=1e-15
-    )
+    np.testing.assert_allclose(knob.grad(pred, target), [b for _, b in pairs], rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.spec("BIAS-L1-D1", "BIAS-YAAD-D1", "BIAS-ROBUST-D1", "BIAS-KL-D1")
@@ -142,10 +140,7 @@ def test_kl_is_a_divergence(generator):
     one_hot = torch.nn.functional.one_hot(classes, 5).to(pred.dtype)
     entropy = torch.nn.functional.cross_entropy(pred, classes, reduction="none")
     torch.testing.assert_close(knob.loss(pred, one_hot), entropy)
-    assert (
-        torch.isinf(knob.loss(pred, -one_hot)).all()
-        and torch.isfinite(knob.grad(pred, -one_hot)).all()
-    )
+    assert torch.isinf(knob.loss(pred, -one_hot)).all() and torch.isfinite(knob.grad(pred, -one_hot)).all()
 
 
 @pytest.mark.spec("BIAS-KL-I2")

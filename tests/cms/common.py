@@ -13,16 +13,8 @@ from tests.reference import cms as reference
 from tests.reference.memory import Rule
 
 D_MODEL, HEADS = 8, 2
-DELTA: dict[str, Any] = {
-    "key_norm": "l2",
-    "retention": "decay",
-    "algorithm": {"kind": "gd", "lr": 0.4},
-}
-MOMENTUM: dict[str, Any] = {
-    "key_norm": "l2",
-    "retention": "decay",
-    "algorithm": {"kind": "momentum", "lr": 0.1},
-}
+DELTA: dict[str, Any] = {"key_norm": "l2", "retention": "decay", "algorithm": {"kind": "gd", "lr": 0.4}}
+MOMENTUM: dict[str, Any] = {"key_norm": "l2", "retention": "decay", "algorithm": {"kind": "momentum", "lr": 0.1}}
 LEVELS: list[dict[str, Any]] = [
     {"name": "fast", "memory": {**DELTA, "feature_map": "elu"}},
     {"name": "middle", "period": 2, "memory": {**MOMENTUM, "feature_map": "elu"}},
@@ -54,11 +46,7 @@ def cms_of(
     **options: Any,
 ) -> CMS:
     """A layer whose parameters are off their starting values."""
-    config = CMSConfig(
-        levels=LEVELS if levels is None else levels,
-        composition=composition,
-        aggregation=aggregation,
-    )
+    config = CMSConfig(levels=LEVELS if levels is None else levels, composition=composition, aggregation=aggregation)
     with warnings.catch_warnings():
         if composition == "chained":  # which its own test expects
             warnings.simplefilter("ignore", HealthWarning)

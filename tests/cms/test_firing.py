@@ -44,9 +44,7 @@ def test_idle_tokens_change_nothing_but_are_counted(period):
 
 @pytest.mark.spec("CMS-FIRE-D1")
 def test_levels_start_firing_and_firing_changes_nothing():
-    plain, firing = (
-        Memory(8, 2, DELTA, firing=firing, generator=seeded()) for firing in ("always", "learned")
-    )
+    plain, firing = (Memory(8, 2, DELTA, firing=firing, generator=seeded()) for firing in ("always", "learned"))
     x = inputs()
     assert (firing.gates.values(x)["firing"] == 0.75).all()
     assert torch.equal(plain(x)[0], firing(x)[0])
@@ -102,10 +100,7 @@ def test_harmful_writes_are_shut_and_useful_ones_opened(harm):
 @pytest.mark.spec("CMS-FIRE-I2")
 @pytest.mark.parametrize(
     ("memory", "match"),
-    [
-        ({"algorithm": "adaptive"}, "algorithm 'adaptive'"),
-        ({"retention": "elastic_net"}, "retention 'elastic_net'"),
-    ],
+    [({"algorithm": "adaptive"}, "algorithm 'adaptive'"), ({"retention": "elastic_net"}, "retention 'elastic_net'")],
 )
 def test_rules_that_an_idle_token_would_change(memory, match):
     with pytest.raises(ConfigError, match=match):

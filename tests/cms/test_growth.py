@@ -13,12 +13,7 @@ NEW = {
     "stack": LevelConfig(name="new", period=8, memory={**DELTA, "feature_map": "relu"}),
 }
 TWO = [{**level, "period": 2 * (i + 1)} for i, level in enumerate(LEVELS[:2])]
-WAYS = [
-    (*join, way)
-    for join in JOINS
-    for way in NEW
-    if join[0] != "chained" and (join[0], way) != ("nested", "stack")
-]
+WAYS = [(*join, way) for join in JOINS for way in NEW if join[0] != "chained" and (join[0], way) != ("nested", "stack")]
 
 
 def grow(layer, way, state=None):

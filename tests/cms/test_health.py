@@ -75,11 +75,7 @@ def test_half_lives():
 
 @pytest.mark.spec("CMS-HEALTH-I1")
 def test_dead_levels_are_named_with_a_reason():
-    late = {
-        "name": "late",
-        "period": 64,
-        "memory": {**DELTA, "algorithm": {"kind": "gd", "lr": 0.01}},
-    }
+    late = {"name": "late", "period": 64, "memory": {**DELTA, "algorithm": {"kind": "gd", "lr": 0.01}}}
     layer = cms_of(levels=[LEVELS[0], late], shake=0.0)
     with pytest.warns(HealthWarning, match="'late' of 'cms' is dead: it has never committed"):
         found = layer.health(inputs())
@@ -98,10 +94,7 @@ def test_dead_levels_are_named_with_a_reason():
         chain.memories[1].out.weight.zero_()
     with pytest.warns(HealthWarning) as caught:
         found = chain.health(inputs())
-    assert [str(item.message).split("dead: ")[1] for item in caught] == [
-        "no gradient reaches it",
-        "its output is zero",
-    ]
+    assert [str(item.message).split("dead: ")[1] for item in caught] == ["no gradient reaches it", "its output is zero"]
 
 
 @pytest.mark.spec("CMS-HEALTH-I1")

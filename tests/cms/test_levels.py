@@ -130,9 +130,7 @@ def test_gradients_through_restarts():
     levels = [{**level, **small, "memory": {**DELTA, "feature_map": "elu"}} for level in LEVELS[:2]]
     layer = cms_of("nested", levels=levels)
     names = [name for name, _ in layer.named_parameters() if "initial" in name or "qkv" in name]
-    values = [
-        p.detach().clone().requires_grad_() for n, p in layer.named_parameters() if n in names
-    ]
+    values = [p.detach().clone().requires_grad_() for n, p in layer.named_parameters() if n in names]
 
     def outputs(x, *values):
         own = dict(zip(names, values, strict=True))
@@ -156,10 +154,7 @@ BAD = [
     ({"levels": [{"name": "a"}, {"name": "a"}]}, "level 0 already"),
     ({"levels": [{"name": "a", "period": 4}, {"name": "b", "period": 2}]}, "from fast to slow"),
     ({"levels": [{"name": "a", "period": 0}]}, "must be >= 1"),
-    (
-        {"levels": [{"name": "a", "period": 4, "memory": {"chunk": 2}}]},
-        "chunk=2 and commit='token'",
-    ),
+    ({"levels": [{"name": "a", "period": 4, "memory": {"chunk": 2}}]}, "chunk=2 and commit='token'"),
     ({"levels": [{"name": "a", "period": 4, "memory": {"commit": "chunk"}}]}, "period=4 sets"),
     ({"levels": [{"name": "a"}], "aggregation": "rsqrt"}, "only composition 'independent'"),
     ({"levels": [{"name": "a", "conv_kernel": 1}]}, "must be 0"),
@@ -175,10 +170,7 @@ NESTED = [
         ],
         "sum of weights",
     ),
-    (
-        [{"name": "a", "memory": {"retention": "sphere"}}, {"name": "b", "period": 2}],
-        "sets of their own",
-    ),
+    ([{"name": "a", "memory": {"retention": "sphere"}}, {"name": "b", "period": 2}], "sets of their own"),
     ([{"name": "a", "memory": {"on_nonfinite": "skip"}}, {"name": "b", "period": 2}], "'skip'"),
     ([{"name": "a", "d_key": 3}, {"name": "b", "period": 2}], "copies one into the other"),
 ]

@@ -49,10 +49,7 @@ def test_against_the_reference(projection, masked):
 )
 def test_any_split(projection, cuts, write, reset):
     layer, x = two_scales(projection), inputs(length=LENGTH)
-    own = {
-        "write_mask": torch.tensor(write).reshape(2, LENGTH),
-        "reset_mask": torch.tensor(reset).reshape(2, LENGTH),
-    }
+    own = {"write_mask": torch.tensor(write).reshape(2, LENGTH), "reset_mask": torch.tensor(reset).reshape(2, LENGTH)}
     y, state = layer(x, **own)
     pieces, last = in_pieces(layer, x, cuts, **own)
     near(pieces, y, what="y")

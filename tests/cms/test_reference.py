@@ -6,10 +6,7 @@ import torch
 from tests.cms.common import GATED, JOINS, LEVELS, cms_of, expected, inputs, masks
 from tests.nn.layers import near
 
-DEEP = {
-    "structure": {"kind": "mlp", "expansion": 1, "residual": False},
-    "algorithm": {"kind": "momentum", "lr": 0.05},
-}
+DEEP = {"structure": {"kind": "mlp", "expansion": 1, "residual": False}, "algorithm": {"kind": "momentum", "lr": 0.05}}
 
 
 def compare(layer, x, **given):

@@ -39,10 +39,7 @@ CASES = {
         {"memory": {"read": "before", "algorithm": {"kind": "gd", "lr": 0.3}}, "qk_norm": "rms"},
         {"read": "before"},
     ),
-    "order": (
-        {"memory": {"decay_order": "before_gradient"}, "chunk": 2},
-        {"decay_order": "before_gradient"},
-    ),
+    "order": ({"memory": {"decay_order": "before_gradient"}, "chunk": 2}, {"decay_order": "before_gradient"}),
     "order in chunks": (
         {"memory": {"decay_order": "before_gradient", "chunk": 4}, "chunk": 2},
         {"decay_order": "before_gradient", "chunk": 4},
@@ -51,10 +48,7 @@ CASES = {
         {"memory": {"decay_order": "before_gradient", "chunk": 3, "commit": "chunk"}},
         {"decay_order": "before_gradient", "chunk": 3, "commit": "chunk"},
     ),
-    "momentum": (
-        {"memory": {"algorithm": {"kind": "momentum", "lr": 0.3}}, "chunk": 2},
-        {"momentum": True},
-    ),
+    "momentum": ({"memory": {"algorithm": {"kind": "momentum", "lr": 0.3}}, "chunk": 2}, {"momentum": True}),
     "huber": (
         {"memory": {"bias": {"kind": "huber", "delta": 0.3}, "key_norm": "l2"}, "chunk": 2},
         {"bias": "huber", "delta": 0.3, "key_norm": "l2"},
@@ -64,10 +58,7 @@ CASES = {
         {"memory": {"feature_map": "elu", "step": "normalized", "query_scale": "key_dim"}},
         {"phi": ref.elu, "step": "normalized", "query_scale": "key_dim"},
     ),
-    "deep": (
-        {"memory": {**MLP, "chunk": 3}},
-        {"residual": True, "momentum": True, "activation": "silu", "chunk": 3},
-    ),
+    "deep": ({"memory": {**MLP, "chunk": 3}}, {"residual": True, "momentum": True, "activation": "silu", "chunk": 3}),
 }
 
 
@@ -108,10 +99,7 @@ def numpy_of(layer):
     boxes, gate = layer.boxes, layer.boxes.gate_weight
     heads = [
         {
-            "boxes": {
-                box: [array(w[h]) for w in held.tensors.values()]
-                for box, held in boxes.initial.items()
-            },
+            "boxes": {box: [array(w[h]) for w in held.tensors.values()] for box, held in boxes.initial.items()},
             "gate_weight": {name: array(w[h]) for name, w in gate.items()},
             "gate_bias": {name: array(b[h]) for name, b in boxes.gate_bias.items()},
         }
@@ -373,9 +361,7 @@ def test_from_zero_nothing_ever_learns(phase):
 def test_learns_to_recall(phase):
     # Four of eight keys, each with one of eight values, then the keys again in another order.
     width, pairs, one_hot = 8, 4, torch.eye(8)
-    layer = SelfReferential(
-        2 * width, 1, {"phase": phase, "chunk": 2}, conv_kernel=0, generator=seeded()
-    )
+    layer = SelfReferential(2 * width, 1, {"phase": phase, "chunk": 2}, conv_kernel=0, generator=seeded())
     optimiser = torch.optim.Adam(layer.parameters(), lr=3e-2)
     source, losses = seeded(1), []
     for _ in range(80):
@@ -488,9 +474,7 @@ def test_one_seed_one_layer_on_any_device():
     meta.to_empty(device="cpu").reset_parameters(seeded(3))
     copies = [built[1], meta, copy.deepcopy(built[0])]
     for other in copies:
-        for (name, mine), own in zip(
-            built[0].state_dict().items(), other.state_dict().values(), strict=True
-        ):
+        for (name, mine), own in zip(built[0].state_dict().items(), other.state_dict().values(), strict=True):
             assert torch.equal(mine, own), name
     other = SelfReferential(D_MODEL, HEADS, config, generator=seeded(4))
     assert not torch.equal(other.into.weight, built[0].into.weight)
@@ -499,9 +483,7 @@ def test_one_seed_one_layer_on_any_device():
 @pytest.mark.parametrize("how", ["autocast", "dtype"])
 @pytest.mark.spec("SELF-LAYER-I2")
 def test_low_precision_keeps_the_boxes_in_float32(how):
-    config = config_of(
-        "far", memory={"feature_map": {"kind": "linear", "d_phi": 5}, "key_norm": "l2"}
-    )
+    config = config_of("far", memory={"feature_map": {"kind": "linear", "d_phi": 5}, "key_norm": "l2"})
     # Numbers that bfloat16 holds, so that activations alone are rounded.
     layer, x = layer_of(config, shake=0.0).bfloat16().float(), inputs().bfloat16().float()
     expected, _ = layer(x)
@@ -642,9 +624,7 @@ def test_config_is_a_value():
     assert "phase=3" in repr(SelfReferential(4, 1))
 
 
-@pytest.mark.parametrize(
-    "structure", ["vector", "slots", {"kind": "gated_mlp"}, {"kind": "two_pass", "codes": 1}]
-)
+@pytest.mark.parametrize("structure", ["vector", "slots", {"kind": "gated_mlp"}, {"kind": "two_pass", "codes": 1}])
 @pytest.mark.spec("SELF-BOX-D1")
 def test_any_structure(structure):
     rule = {"structure": structure, "chunk": 2, "algorithm": {"kind": "gd", "lr": 0.3}}

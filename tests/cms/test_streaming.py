@@ -44,17 +44,12 @@ def layers():
 
 
 @pytest.mark.spec("CMS-LAYER-I1", "CMS-NEST-I1")
-@pytest.mark.parametrize(
-    "name", ["-".join(join) for join in JOINS] + ["carrying", "frozen", "gated"]
-)
+@pytest.mark.parametrize("name", ["-".join(join) for join in JOINS] + ["carrying", "frozen", "gated"])
 @settings(max_examples=15)
 @given(cuts=cuts_of, write=rows_of, reset=rows_of)
 def test_any_split_with_masks(layers, name, cuts, write, reset):
     x, shape = inputs(length=LENGTH), (2, LENGTH)
-    given_masks = {
-        "write_mask": torch.tensor(write).reshape(shape),
-        "reset_mask": torch.tensor(reset).reshape(shape),
-    }
+    given_masks = {"write_mask": torch.tensor(write).reshape(shape), "reset_mask": torch.tensor(reset).reshape(shape)}
     y, state = layers[name](x, **given_masks)
     pieces, last = in_pieces(layers[name], x, cuts, **given_masks)
     near(pieces, y, what="y")
@@ -68,9 +63,7 @@ def test_gradients_of_pieces_are_those_of_the_whole(layers, join):
     layer, x = layers["-".join(join)], inputs()
     own = list(layer.parameters())
     whole = torch.autograd.grad(layer(x)[0].square().sum(), own, allow_unused=True)
-    pieces = torch.autograd.grad(
-        in_pieces(layer, x, [0, 3, 4, 9])[0].square().sum(), own, allow_unused=True
-    )
+    pieces = torch.autograd.grad(in_pieces(layer, x, [0, 3, 4, 9])[0].square().sum(), own, allow_unused=True)
     near(pieces, whole, 1e-9)
 
 

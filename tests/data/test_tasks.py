@@ -20,9 +20,7 @@ def rows(task, count=64, seed=0):
 
 @pytest.mark.spec("DATA-MQAR-D1")
 @pytest.mark.parametrize("filler", [True, False])
-@pytest.mark.parametrize(
-    ("vocab", "pairs", "length"), [(12, 2, 16), (16, 7, 28), (17, 4, 64), (256, 8, 64)]
-)
+@pytest.mark.parametrize(("vocab", "pairs", "length"), [(12, 2, 16), (16, 7, 28), (17, 4, 64), (256, 8, 64)])
 def test_mqar_rows(vocab, pairs, length, filler):
     task = MQAR(vocab_size=vocab, num_pairs=pairs, seq_len=length, random_filler=filler)
     for tokens, targets in rows(task):
@@ -46,9 +44,7 @@ def test_mqar_gaps_follow_the_power_law_drawn_one_after_the_other():
     gaps = task._gaps(stream(0, "train", 0), count)
     p = np.array([g ** (0.3 - 1) for g in range(1, slots + 1)])
     p /= p.sum()
-    second = np.array(
-        [sum(p[i] * p[j] / (1 - p[i]) for i in range(slots) if i != j) for j in range(slots)]
-    )
+    second = np.array([sum(p[i] * p[j] / (1 - p[i]) for i in range(slots) if i != j) for j in range(slots)])
     for column, expected in ((0, p), (1, second)):
         seen = np.bincount(gaps[:, column], minlength=slots) / count
         # five standard deviations of a binomial share, in each of twelve cells
@@ -140,9 +136,7 @@ def test_retrieval_asks_present_keys_uniformly():
 
 
 def test_retrieval_refuses_more_queries_than_keys():
-    with pytest.raises(
-        ConfigError, match="queries=5 distinct keys cannot be asked with num_keys=4"
-    ):
+    with pytest.raises(ConfigError, match="queries=5 distinct keys cannot be asked with num_keys=4"):
         Retrieval(num_keys=4, queries=5)
 
 
@@ -211,9 +205,7 @@ def test_another_length_is_refused():
 
 
 @pytest.mark.spec("DATA-CHANCE-D1")
-@pytest.mark.parametrize(
-    ("task", "name"), [(MQAR(num_pairs=4), "a value of the row"), (Copy(), "any symbol")]
-)
+@pytest.mark.parametrize(("task", "name"), [(MQAR(num_pairs=4), "a value of the row"), (Copy(), "any symbol")])
 def test_chances_are_the_accuracy_of_guessing(task, name):
     rng = np.random.default_rng(0)
     tokens, targets = task.sample(stream(0, "train", 0), 4000)

@@ -104,10 +104,7 @@ def test_the_bundled_corpus_is_the_same_in_every_process():
     assert len(source.train) + len(source.validation) <= 1 << 18
     text = source.train.tobytes() + source.validation.tobytes()
     assert b"def " in text
-    code = (
-        "from hecate.data import Bundled\n"
-        "print(Bundled(max_bytes=1 << 18).load().fingerprint, end='')"
-    )
+    code = "from hecate.data import Bundled\nprint(Bundled(max_bytes=1 << 18).load().fingerprint, end='')"
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,
         env={"PYTHONHASHSEED": "17", "PATH": "/usr/bin"},

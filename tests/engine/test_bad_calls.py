@@ -26,32 +26,17 @@ class Root(retention.Retention):
 IMPOSSIBLE = [
     ({"decay_order": "before_gradient"}, ["decay_order", "before_gradient", "retention 'none'"]),
     ({"normalizer": "sum"}, ["normalizer", "'sum'", "feature_map 'identity'"]),
-    (
-        {"normalizer": "sum", "feature_map": {"kind": "linear", "d_phi": 4}},
-        ["normalizer", "feature_map 'linear'"],
-    ),
-    (
-        {"normalizer": "sum", "feature_map": "elu", "structure": "mlp"},
-        ["normalizer", "structure 'mlp'"],
-    ),
+    ({"normalizer": "sum", "feature_map": {"kind": "linear", "d_phi": 4}}, ["normalizer", "feature_map 'linear'"]),
+    ({"normalizer": "sum", "feature_map": "elu", "structure": "mlp"}, ["normalizer", "structure 'mlp'"]),
     (
         {"normalizer": "sum", "feature_map": "elu", "retention": "root_of_a_test"},
         ["normalizer", "retention 'root_of_a_test'"],
     ),
-    (
-        {"normalizer": "sum", "feature_map": "elu", "query_scale": "key_dim"},
-        ["normalizer", "query_scale='key_dim'"],
-    ),
+    ({"normalizer": "sum", "feature_map": "elu", "query_scale": "key_dim"}, ["normalizer", "query_scale='key_dim'"]),
     ({"key_norm": "sum"}, ["key_norm", "'sum'", "feature_map 'identity'"]),
+    ({"key_norm": "l2", "algorithm": {"kind": "gd", "lr": 2.5}}, ["algorithm.lr", "lr=2.5", "key_norm 'l2'"]),
     (
-        {"key_norm": "l2", "algorithm": {"kind": "gd", "lr": 2.5}},
-        ["algorithm.lr", "lr=2.5", "key_norm 'l2'"],
-    ),
-    (
-        {
-            "feature_map": {"kind": "random_fourier", "d_phi": 8},
-            "algorithm": {"kind": "gd", "lr": 3},
-        },
+        {"feature_map": {"kind": "random_fourier", "d_phi": 8}, "algorithm": {"kind": "gd", "lr": 3}},
         ["algorithm.lr", "lr=3", "feature_map 'random_fourier'"],
     ),
     (
@@ -76,9 +61,7 @@ def test_impossible_combinations_name_both_settings(fields, words):
     # A copy cannot smuggle it in either.
     with pytest.raises(ConfigError):
         MemoryConfig().model_copy(update=fields)
-    own = {
-        k: v for k, v in fields.items() if k in ("decay_order", "normalizer", "key_norm", "chunk")
-    }
+    own = {k: v for k, v in fields.items() if k in ("decay_order", "normalizer", "key_norm", "chunk")}
     if set(own) == set(fields):
         forged = MemoryConfig().model_copy()
         object.__setattr__(forged, "__dict__", {**forged.__dict__, **own})
@@ -185,11 +168,7 @@ def test_tensors_that_do_not_fit(name):
             ["gates.retain", "structure 'mlp'"],
         ),
         (DECAY, {"gates": Gates(retain=torch.ones(2, 4, 3, 7))}, ["[B, T, H, 5]", "[2, 4, 3, 7]"]),
-        (
-            None,
-            {"cu_seqlens": torch.tensor([0, 4]), "reset_mask": ROWS},
-            ["cu_seqlens", "reset_mask"],
-        ),
+        (None, {"cu_seqlens": torch.tensor([0, 4]), "reset_mask": ROWS}, ["cu_seqlens", "reset_mask"]),
         (
             MemoryConfig(feature_map={"kind": "linear", "d_phi": 7}),
             {},
@@ -197,11 +176,7 @@ def test_tensors_that_do_not_fit(name):
         ),
         (None, {"engine": "fast"}, ["engine", "'fast'"]),
         (None, {"autodiff": "jax"}, ["autodiff", "'jax'"]),
-        (
-            MemoryConfig(structure={"kind": "mlp", "residual": True}),
-            {},
-            ["residual=True", "d_phi=5", "6"],
-        ),
+        (MemoryConfig(structure={"kind": "mlp", "residual": True}), {}, ["residual=True", "d_phi=5", "6"]),
     ],
 )
 def test_arguments_that_the_config_cannot_honour(config, changes, words):
@@ -262,9 +237,7 @@ def test_states_of_another_config_are_refused():
 
 
 @pytest.mark.spec("ENG-CALL-I4")
-@pytest.mark.parametrize(
-    "borders", [[0, 5, 9], [0, 3], [1, 4], [0, 3, 2, 4], [0, -1, 4], [], [0]], ids=str
-)
+@pytest.mark.parametrize("borders", [[0, 5, 9], [0, 3], [1, 4], [0, 3, 2, 4], [0, -1, 4], [], [0]], ids=str)
 def test_borders_that_are_not_borders(borders):
     one = X[:1]
     with pytest.raises(ShapeError, match=r"cu_seqlens.*from 0 to T = 4"):
@@ -310,10 +283,7 @@ def test_an_unfinished_chunk_takes_retain_of_either_width(first):
     """The product of retain gates of one chunk, some per head and some per phi channel."""
     config = MemoryConfig(retention="decay", chunk=4, commit="chunk", state_dtype="float64")
     generator = torch.Generator().manual_seed(0)
-    k, v = (
-        torch.randn(2, 7, 3, 5, generator=generator),
-        torch.randn(2, 7, 3, 2, generator=generator),
-    )
+    k, v = (torch.randn(2, 7, 3, 5, generator=generator), torch.randn(2, 7, 3, 2, generator=generator))
     retain = torch.rand(2, 7, 3, 5, generator=generator)
     narrow = torch.arange(7) < 2 if first == "token" else torch.arange(7) >= 2
     retain = torch.where(narrow[:, None, None], retain[..., :1], retain)
@@ -322,9 +292,7 @@ def test_an_unfinished_chunk_takes_retain_of_either_width(first):
     for part in (slice(0, 2), slice(2, 3), slice(3, 7)):
         own = retain[:, part]
         own = own[..., 0] if bool(narrow[part].all()) else own
-        row, state = memory_scan(
-            config, k[:, part], k[:, part], v[:, part], Gates(0.1, own), state=state
-        )
+        row, state = memory_scan(config, k[:, part], k[:, part], v[:, part], Gates(0.1, own), state=state)
         rows.append(row)
     torch.testing.assert_close(torch.cat(rows, 1), y, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(state.memory, final.memory, rtol=1e-12, atol=1e-14)

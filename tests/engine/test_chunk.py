@@ -111,9 +111,7 @@ def test_engines_may_take_turns(data):
 @pytest.mark.parametrize("commit", ["token", "chunk"])
 def test_gates_of_exactly_zero_and_one(which, value, commit):
     for structure in ("matrix", SMOOTH):
-        config = config_of(
-            structure=structure, chunk=4, commit=commit, retention="decay", algorithm="momentum"
-        )
+        config = config_of(structure=structure, chunk=4, commit=commit, retention="decay", algorithm="momentum")
         case = case_of(config, length=10, d=2, width=2)
         for where in (slice(0, 10), slice(4, 5), slice(7, 8), slice(9, 10)):
             gates = [gate.clone() for gate in case.gates]
@@ -305,8 +303,7 @@ def test_ttt_with_its_norm_inside_against_its_released_form(name, length):
     y, state = case.scan(engine="chunk")
     q, k, v, lr = (item[0, :, 0].numpy() for item in (case.q, case.k, case.v, case.gates.lr))
     params = [
-        item[0].squeeze(-1).numpy() if key.startswith("b") else item[0].numpy()
-        for key, item in case.initial.items()
+        item[0].squeeze(-1).numpy() if key.startswith("b") else item[0].numpy() for key, item in case.initial.items()
     ]
     gelu = tuple(np.vectorize(item) for item in ACTIVATIONS["gelu"])
     expected, final = papers.ttt(q, k, v, lr, 16, params, gelu if name == "ttt_mlp" else None)
@@ -369,12 +366,7 @@ def test_masks_and_resets_where_chunks_begin_and_end(place, commit, read):
     holes, resets = PLACES[place]
     for structure in ("matrix", SMOOTH, "diagonal_of_a_user"):
         config = config_of(
-            structure=structure,
-            retention="decay",
-            algorithm="momentum",
-            chunk=3,
-            commit=commit,
-            read=read,
+            structure=structure, retention="decay", algorithm="momentum", chunk=3, commit=commit, read=read
         )
         case = case_of(config, length=11, d=2, width=2)
         write = ~marked(*holes["write"], length=11) if holes else None
@@ -455,9 +447,7 @@ def test_skipped_tokens_are_masked_tokens():
 
 
 @pytest.mark.spec("ENG-CHUNK-D2")
-@pytest.mark.parametrize(
-    "fields", [{}, {"retention": "soft_clip_of_a_user"}], ids=["dual", "built"]
-)
+@pytest.mark.parametrize("fields", [{}, {"retention": "soft_clip_of_a_user"}], ids=["dual", "built"])
 def test_chunks_longer_than_a_step(fields, monkeypatch):
     """A chunk may be taken in several steps, whose gradients share its anchor."""
     monkeypatch.setattr("hecate.engine.chunk.DUAL", 3)

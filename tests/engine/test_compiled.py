@@ -85,13 +85,7 @@ def test_whole_and_pieces_against_sequential(bias, data):
     except NonFiniteError:
         assume(False)
     # Steps of lp are unbounded: where the memory runs away, so does rounding.
-    assume(
-        all(
-            float(item.detach().abs().max()) < 1e3
-            for item in (expected.y, *expected.grads)
-            if item.numel()
-        )
-    )
+    assume(all(float(item.detach().abs().max()) < 1e3 for item in (expected.y, *expected.grads) if item.numel()))
     whole(case, engine="compiled", autodiff="torch").equals(expected)
     whole(case, engine="compiled", autodiff="tape").equals(expected)
     cuts = data.draw(st.lists(st.integers(0, case.k.shape[1]), max_size=3))
@@ -99,9 +93,7 @@ def test_whole_and_pieces_against_sequential(bias, data):
 
 
 @pytest.mark.spec("ENG-NUM-I1")
-@pytest.mark.parametrize(
-    ("d", "width"), [(1, 1), (7, 5), (8, 4), (9, 9), (16, 8), (33, 17), (64, 3), (75, 5)]
-)
+@pytest.mark.parametrize(("d", "width"), [(1, 1), (7, 5), (8, 4), (9, 9), (16, 8), (33, 17), (64, 3), (75, 5)])
 def test_widths_around_whole_vectors(d, width):
     """Up to 64 numbers a row stays in registers; beyond, it does in tiles for dot alone."""
     for fields in (
@@ -144,8 +136,7 @@ def test_what_is_zero_already_gets_no_gradient():
     )
     v = torch.zeros_like(ours.v)  # with initial weights of 0, every cell stays there
     cases = [
-        case._replace(v=v, initial={"weight": torch.zeros_like(case.initial["weight"])})
-        for case in (ours, theirs)
+        case._replace(v=v, initial={"weight": torch.zeros_like(case.initial["weight"])}) for case in (ours, theirs)
     ]
     results = [whole(case, engine="compiled") for case in cases]
     assert max(float(grad.abs().max()) for grad in results[0].grads) == 0
@@ -203,22 +194,15 @@ def test_single_precision(bias, algorithm):
     )  # fmt: skip
     exact = exact.with_leaves([leaf.double() for leaf in case.leaves])
     true, ours, theirs = (
-        whole(own, engine=engine)
-        for own, engine in ((exact, "sequential"), (case, "compiled"), (case, "sequential"))
+        whole(own, engine=engine) for own, engine in ((exact, "sequential"), (case, "compiled"), (case, "sequential"))
     )
-    pairs = zip(
-        [ours.y, *ours.grads], [theirs.y, *theirs.grads], [true.y, *true.grads], strict=True
-    )
+    pairs = zip([ours.y, *ours.grads], [theirs.y, *theirs.grads], [true.y, *true.grads], strict=True)
     size = max(float(grad.norm()) for grad in true.grads)
     for got, loop, expected in pairs:
         assert got.dtype == loop.dtype == torch.float32
-        error, own = (
-            float((item.detach().double() - expected.detach()).norm()) for item in (got, loop)
-        )
+        error, own = (float((item.detach().double() - expected.detach()).norm()) for item in (got, loop))
         # Sums go in another order, so rounding of 67 steps may fall out differently.
-        assert error <= 2 * own + 67 * torch.finfo(torch.float32).eps * min(
-            size, float(expected.detach().norm()) + 1
-        )
+        assert error <= 2 * own + 67 * torch.finfo(torch.float32).eps * min(size, float(expected.detach().norm()) + 1)
 
 
 @pytest.mark.spec("ENG-NUM-I3")
@@ -231,16 +215,12 @@ def test_threads_change_no_bit(algorithm, monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         results.append(whole(case, engine="compiled"))
     for other in results[1:]:
-        for mine, first in zip(
-            [other.y, *other.grads], [results[0].y, *results[0].grads], strict=True
-        ):
+        for mine, first in zip([other.y, *other.grads], [results[0].y, *results[0].grads], strict=True):
             assert torch.equal(mine, first)
 
 
 @pytest.mark.spec("ENG-NUM-V2")
-@pytest.mark.parametrize(
-    ("bias", "retention"), [("l2", "decay"), (BIASES[2], "decay"), ("l2", SHRUNK)], ids=str
-)
+@pytest.mark.parametrize(("bias", "retention"), [("l2", "decay"), (BIASES[2], "decay"), ("l2", SHRUNK)], ids=str)
 @pytest.mark.parametrize("autodiff", ["torch", "tape"])
 def test_second_derivatives(bias, retention, autodiff):
     config = config_of(bias=bias, retention=retention, algorithm="momentum")
@@ -295,9 +275,7 @@ def test_inputs_are_never_changed(d):
     before = [(copy.deepcopy(item.detach()), item._version) for item in given]
     y, after = case.scan(state.detach(), engine="compiled")
     g = torch.ones_like(y)
-    torch.autograd.grad(
-        [y, after.memory["weight"]], case.leaves, [g, after.memory["weight"].detach()]
-    )
+    torch.autograd.grad([y, after.memory["weight"]], case.leaves, [g, after.memory["weight"].detach()])
     assert torch.equal(g, torch.ones_like(y))
     for item, (saved, version) in zip(given, before, strict=True):
         assert torch.equal(item, saved) and item._version == version
@@ -402,9 +380,7 @@ def test_a_bias_of_ones_own():
     assert Doubled().kernel_form() is None and L2().kernel_form() is not None
     for bias in (Own(), Doubled(), Huber(norm=True)):
         config = config_of(bias=bias)
-        with pytest.raises(
-            ConfigError, match=f"engine='compiled'.*{bias.kind!r}.*no kernel.*'auto'"
-        ):
+        with pytest.raises(ConfigError, match=f"engine='compiled'.*{bias.kind!r}.*no kernel.*'auto'"):
             scan(config, engine="compiled")
         assert torch.isfinite(scan(config)).all()
     with pytest.raises(AssertionError, match="engine compiled"):

@@ -23,16 +23,10 @@ CASES = {
     "huber": ("parallel", {**TITANS, "bias": {"kind": "huber", "delta": 0.4}}),
     "lp": ("parallel", {**TITANS, "bias": {"kind": "lp", "p": 1.5, "eps": 0.1}}),
     "vector": ("parallel", {**TITANS, "structure": "vector"}),
-    "attention": (
-        "parallel",
-        {"bias": "dot", "feature_map": "elu", "normalizer": "sum", "key_norm": "l2"},
-    ),
+    "attention": ("parallel", {"bias": "dot", "feature_map": "elu", "normalizer": "sum", "key_norm": "l2"}),
     "frozen": ("chunk", {**TITANS, "chunk": 8}),
     "commit": ("chunk", {**TITANS, "chunk": 8, "commit": "chunk"}),
-    "frozen, deep": (
-        "chunk",
-        {**TITANS, "chunk": 8, "structure": {"kind": "mlp", "expansion": 1}},
-    ),
+    "frozen, deep": ("chunk", {**TITANS, "chunk": 8, "structure": {"kind": "mlp", "expansion": 1}}),
 }
 EVERY = pytest.mark.parametrize(("engine", "fields"), CASES.values(), ids=CASES)
 
@@ -60,9 +54,7 @@ def results(case: Case, engine: str, autodiff: str = "auto") -> list[Tensor]:
 
 def error(mine: list[Tensor], true: list[Tensor]) -> float:
     """The largest error in norm, relative to the norm of the truth."""
-    return max(
-        float((a - b).norm()) / max(float(b.norm()), 1e-6) for a, b in zip(mine, true, strict=True)
-    )
+    return max(float((a - b).norm()) / max(float(b.norm()), 1e-6) for a, b in zip(mine, true, strict=True))
 
 
 def drawn(fields: dict, dtype: torch.dtype, *, masks: bool = False) -> tuple[Case, Case]:
@@ -115,9 +107,7 @@ def test_auto_never_takes_cpu_kernels():
 
 
 def test_derivatives_of_second_order():
-    case = moved(
-        case_of(config_of(**TITANS), batch=1, heads=1, length=4, d=2), torch.float64, "cuda"
-    )
+    case = moved(case_of(config_of(**TITANS), batch=1, heads=1, length=4, d=2), torch.float64, "cuda")
     case = case.fresh()
     y, _ = case.scan(engine="parallel")
     (grad,) = torch.autograd.grad(y.square().sum(), case.k, create_graph=True)

@@ -125,9 +125,6 @@ def test_what_no_token_has_changed_is_a_copy(commit):
     _, state = memory_scan(config, x, x, x)
     for engine in ("sequential", "chunk"):
         _, later = memory_scan(config, x, x, x, state=state, engine=engine)
-        before = {
-            item.untyped_storage().data_ptr()
-            for item in (*state.memory.values(), *state.anchor.values())
-        }
+        before = {item.untyped_storage().data_ptr() for item in (*state.memory.values(), *state.anchor.values())}
         for item in (*later.memory.values(), *later.anchor.values(), *later.pending.values()):
             assert item.untyped_storage().data_ptr() not in before

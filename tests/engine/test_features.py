@@ -34,22 +34,16 @@ class Case:
 
     def __init__(self, name, length=T, batch=B, heads=H, seed=0, masked=False):
         source = torch.Generator().manual_seed(seed)
-        self.inner, self.outer = (
-            MemoryConfig(state_dtype="float64", **fields) for fields in PAIRS[name]
-        )
+        self.inner, self.outer = (MemoryConfig(state_dtype="float64", **fields) for fields in PAIRS[name])
         lead = (batch, length, heads)
         widths = {"q": D, "k": D, "v": V, "target": D}
-        self.leaves = {
-            n: torch.randn(*lead, d, generator=source) / d**0.5 for n, d in widths.items()
-        }
+        self.leaves = {n: torch.randn(*lead, d, generator=source) / d**0.5 for n, d in widths.items()}
         for side, config, (d, v) in (("in", self.inner, (D, D)), ("out", self.outer, (D, V))):
             self.leaves[f"{side}.lr"] = 0.1 + 0.3 * torch.rand(*lead, generator=source)
             self.leaves[f"{side}.retain"] = 0.5 + 0.4 * torch.rand(*lead, generator=source)
             self.leaves[f"{side}.momentum"] = 0.5 * torch.rand(*lead, generator=source)
             for n, shape in config.structure.shapes(d, v).items():
-                self.leaves[f"{side}.initial.{n}"] = 0.3 * torch.randn(
-                    heads, *shape, generator=source
-                )
+                self.leaves[f"{side}.initial.{n}"] = 0.3 * torch.randn(heads, *shape, generator=source)
         self.write = self.reset = None
         if masked:
             self.write = torch.rand(batch, length, generator=source) < 0.7
@@ -154,10 +148,7 @@ def test_both_memories_learn(name):
     idle = {
         f"{side}.{gate}"
         for side, config in (("in", case.inner), ("out", case.outer))
-        for gate, used in (
-            ("retain", config.retention.uses_retain),
-            ("momentum", config.algorithm.uses_momentum),
-        )
+        for gate, used in (("retain", config.retention.uses_retain), ("momentum", config.algorithm.uses_momentum))
         if not used
     }
     assert {n for n, size in sizes.items() if size < 1e-3} == idle, sizes
@@ -191,9 +182,7 @@ def test_documents_and_masked_garbage(name):
     case.write = torch.zeros(1, T, dtype=torch.bool)
     case.write[:, kept] = True
     dirty = {
-        n: torch.where(case.write[..., None, None], t, torch.nan)
-        if n in ("k", "v", "target")
-        else t
+        n: torch.where(case.write[..., None, None], t, torch.nan) if n in ("k", "v", "target") else t
         for n, t in case.leaves.items()
     }
     y, _ = case.run(dirty)
@@ -209,14 +198,10 @@ def test_features_see_no_later_token(name, at):
     case = Case(name)
     points = {n: t.clone().requires_grad_() for n, t in case.leaves.items() if "initial" not in n}
     start = {n: t for n, t in case.leaves.items() if n not in points}
-    phi_q, phi_k, _ = memory_features(
-        case.inner, points["q"], points["k"], points["target"], case.gates("in", points)
-    )
+    phi_q, phi_k, _ = memory_features(case.inner, points["q"], points["k"], points["target"], case.gates("in", points))
     y, _ = case.run({**points, **start})
     for out in (phi_q, phi_k, y):
-        grads = torch.autograd.grad(
-            out[:, at].square().sum(), points.values(), retain_graph=True, allow_unused=True
-        )
+        grads = torch.autograd.grad(out[:, at].square().sum(), points.values(), retain_graph=True, allow_unused=True)
         assert all(g is None or float(g[:, at + 1 :].abs().sum()) == 0 for g in grads)
         assert float(max(g.abs().max() for g in grads if g is not None)) > 1e-3
 

@@ -122,9 +122,7 @@ def test_skip_leaves_exactly_that_token_unwritten(name, engine, autodiff):
                 mask[0, token] = False
         alone = clean._replace(
             **{n: getattr(clean, n)[row : row + 1, :, head : head + 1] for n in ("q", "k", "v")},
-            gates=Gates(
-                *(None if g is None else g[row : row + 1, :, head : head + 1] for g in clean.gates)
-            ),
+            gates=Gates(*(None if g is None else g[row : row + 1, :, head : head + 1] for g in clean.gates)),
             initial={n: w[head : head + 1] for n, w in clean.initial.items()},
             write=mask,
         )
@@ -212,21 +210,15 @@ def test_step_sizes_beyond_the_bound_are_refused_with_numbers():
 def test_a_hundred_thousand_tokens_stay_bounded_in_float32(fields):
     generator = torch.Generator().manual_seed(0)
     length = 100_000
-    q, k, v = (
-        torch.randn(1, length, 1, 8, generator=generator, dtype=torch.float32) for _ in range(3)
-    )
+    q, k, v = (torch.randn(1, length, 1, 8, generator=generator, dtype=torch.float32) for _ in range(3))
     lr = torch.rand(1, length, 1, generator=generator, dtype=torch.float32)
     if "algorithm" in fields:
         lr = 0.1 * lr  # momentum 0.9 sums ten steps
-    y, state = memory_scan(
-        MemoryConfig(key_norm="l2", **fields), q, k, v, Gates(lr), engine="parallel"
-    )
+    y, state = memory_scan(MemoryConfig(key_norm="l2", **fields), q, k, v, Gates(lr), engine="parallel")
     weight = state.memory["weight"]
     assert weight.dtype == torch.float32 and float(y.abs().max()) < 100
     # The end depends on the recent past alone: a scan of the last tokens in float64 finds the same.
     tail = slice(length - 2000, length)
     exact = MemoryConfig(key_norm="l2", state_dtype="float64", **fields)
-    late, _ = memory_scan(
-        exact, *(x[:, tail].double() for x in (q, k, v)), Gates(lr[:, tail].double())
-    )
+    late, _ = memory_scan(exact, *(x[:, tail].double() for x in (q, k, v)), Gates(lr[:, tail].double()))
     close(y[:, -100:], late[:, -100:], 1e-4)

@@ -62,13 +62,7 @@ def case(name: str, length: int = 7) -> tuple[MemoryConfig, list[Tensor]]:
 
     gate = draw(length, 3) if name in CHANNELWISE else draw(length)
     # The adapter hands the state over in float32, as the kernels want it: nothing to round here.
-    inputs = [
-        draw(4, 3).float().double(),
-        draw(length, 3),
-        draw(length, 3),
-        draw(length, 4),
-        draw(length).sigmoid(),
-    ]
+    inputs = [draw(4, 3).float().double(), draw(length, 3), draw(length, 3), draw(length, 4), draw(length).sigmoid()]
     return config, [*inputs, gate.sigmoid()]
 
 
@@ -100,10 +94,7 @@ def test_a_kernel_gets_the_rule_s_tokens_and_gives_its_gradients(name, stand_in)
     stand_in(kernel)
     config, inputs = case(name)
     own, true = ([item.clone().requires_grad_() for item in inputs] for _ in range(2))
-    found, expected = (
-        scan_of(name, config, "fla")(*own),
-        scan_of(name, config, "parallel")(*true),
-    )
+    found, expected = (scan_of(name, config, "fla")(*own), scan_of(name, config, "parallel")(*true))
     for mine, right in zip(found, expected, strict=True):
         close(mine, right, 1e-12)
     grads = torch.autograd.grad(sum(item.sin().sum() for item in found), own, allow_unused=True)

@@ -13,13 +13,7 @@ from hecate import Gates, MemoryConfig, memory_scan, memory_step, phi
 from hecate.cms import CMS, CMSConfig
 from hecate.engine import memory_features
 from hecate.errors import ConfigError, HecateError, ShapeError
-from hecate.nn import (
-    LinearAttention,
-    Memory,
-    PerformerAttention,
-    SlidingAttention,
-    linear_attention,
-)
+from hecate.nn import LinearAttention, Memory, PerformerAttention, SlidingAttention, linear_attention
 from tests.memories import case_of, config_of, flat_state
 
 X = torch.ones(2, 4, 3, 5)
@@ -50,12 +44,7 @@ def attention(**changes: Any) -> Any:
     return linear_attention(**{"q": X, "k": X, "v": X, **changes})
 
 
-KINDS: dict[str, Any] = {
-    "list": [[1.0]],
-    "array": X.numpy(),
-    "number": 1.0,
-    "text": "x",
-}
+KINDS: dict[str, Any] = {"list": [[1.0]], "array": X.numpy(), "number": 1.0, "text": "x"}
 PLACES: dict[Callable[..., Any], list[str]] = {
     scan: [
         *("q", "k", "v", "write_mask", "reset_mask", "cu_seqlens", "gates", "phi_params"),
@@ -87,17 +76,9 @@ PARAMS = MAPPED.feature_map.init(5, heads=3, generator=torch.Generator())
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "None for k": (scan, {"k": None}, ["k must be a tensor", "None"]),
     "None for v of a step": (step, {"v": None}, ["v must be a tensor [B, H, width]"]),
-    "a step's time axis": (
-        step,
-        {"q": X, "k": X, "v": X},
-        ["q must be [B, H, width]", "[2, 4, 3, 5]"],
-    ),
+    "a step's time axis": (step, {"q": X, "k": X, "v": X}, ["q must be [B, H, width]", "[2, 4, 3, 5]"]),
     "a dict for the config": (scan, {"config": {"bias": "dot"}}, ["MemoryConfig", "(dict)"]),
-    "a tuple of gates": (
-        scan,
-        {"gates": (0.1, None, None)},
-        ["Gates(lr, retain, momentum)", "(tuple)"],
-    ),
+    "a tuple of gates": (scan, {"gates": (0.1, None, None)}, ["Gates(lr, retain, momentum)", "(tuple)"]),
     "a text as a gate": (scan, {"gates": Gates("high")}, ["gates.lr", "'high'"]),
     "a list as a gate": (scan, {"gates": Gates([0.1])}, ["gates.lr", "[2, 4, 3]", "(list)"]),
     "a tensor of params": (scan, {"config": LINEAR, "phi_params": X}, ["phi_params", "'learned'"]),
@@ -139,14 +120,8 @@ BAD_PARAMS: dict[str, tuple[Any, list[str]]] = {
     "shape": (changed("frozen", W, lambda w: w[..., :3]), ["'w'", "[3, 5, 8]", "[3, 5, 3]"]),
     "rank": (changed("frozen", W, lambda w: w[0, 0, 0]), ["'w'", "[3, 5, 8]", "[]"]),
     "heads": (changed("frozen", W, lambda w: w[:2]), ["'w' is for 2 heads", "k has 3"]),
-    "no tensor": (
-        changed("frozen", W, lambda w: w.tolist()),
-        ["'frozen'", "['w'] must be a tensor"],
-    ),
-    "a name": (
-        {"learned": {}, "frozen": {"a": PARAMS["frozen"][W]}},
-        ["'w'", "'a'", "another map"],
-    ),
+    "no tensor": (changed("frozen", W, lambda w: w.tolist()), ["'frozen'", "['w'] must be a tensor"]),
+    "a name": ({"learned": {}, "frozen": {"a": PARAMS["frozen"][W]}}, ["'w'", "'a'", "another map"]),
     "one missing": ({"learned": {}, "frozen": {}}, ["'w'", "another map"]),
     "the group": ({"learned": PARAMS["frozen"], "frozen": {}}, ["'frozen'", "another map"]),
     "no groups": ({"w": X}, ["'learned' and 'frozen'"]),
@@ -179,9 +154,7 @@ def test_parameters_of_one_head_or_another_precision_serve():
 
 def at(value: float, *where: int) -> Tensor:
     """LR with a value at a place."""
-    return LR.index_put(
-        tuple(torch.tensor(index) for index in where), torch.tensor(value, dtype=LR.dtype)
-    )
+    return LR.index_put(tuple(torch.tensor(index) for index in where), torch.tensor(value, dtype=LR.dtype))
 
 
 @pytest.mark.spec("ENG-CALL-I5")
@@ -211,10 +184,7 @@ def test_gates_out_of_range_are_refused_with_their_place(name, value, limit):
     mask[1, 2] = False
     scan(config=DECAY, gates=bad, write_mask=mask)
     # What may not be looked at is not.
-    meta = [
-        X.to("meta"),
-        Gates(**{n: g if g is None else g.to("meta") for n, g in bad._asdict().items()}),
-    ]
+    meta = [X.to("meta"), Gates(**{n: g if g is None else g.to("meta") for n, g in bad._asdict().items()})]
     assert memory_scan(DECAY, meta[0], meta[0], meta[0], meta[1])[0].is_meta
     torch.func.vmap(lambda g: scan(config=DECAY, gates=Gates(**{name: g}))[0])(gate[None])
 

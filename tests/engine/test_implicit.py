@@ -8,13 +8,7 @@ import torch
 from hecate import bias
 from hecate.engine.implicit import SUB_BLOCK, implicit_gradients
 
-BIASES = [
-    bias.L2(),
-    bias.Huber(delta=0.5),
-    bias.Huber(delta=0.5, norm=True),
-    bias.Lp(p=1.5, eps=0.1),
-    bias.Lp(p=2.5),
-]
+BIASES = [bias.L2(), bias.Huber(delta=0.5), bias.Huber(delta=0.5, norm=True), bias.Lp(p=1.5, eps=0.1), bias.Lp(p=2.5)]
 
 
 def _inputs(length: int, coupling: float, seed: int = 0) -> list[torch.Tensor]:

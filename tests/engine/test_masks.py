@@ -60,9 +60,7 @@ def test_what_a_masked_token_carries_changes_no_bit(name, engine, autodiff, junk
         where = mask.reshape(*mask.shape, *[1] * (item.dim() - 2)) if item is not None else None
         return None if item is None else torch.where(where, item, junk)
 
-    spoiled = clean._replace(
-        k=dirty(case.k), v=dirty(case.v), gates=Gates(*map(dirty, case.gates))
-    ).fresh()
+    spoiled = clean._replace(k=dirty(case.k), v=dirty(case.v), gates=Gates(*map(dirty, case.gates))).fresh()
     results = []
     for own in (clean, spoiled):
         y, state = own.scan(engine=engine, autodiff=autodiff)
@@ -93,9 +91,7 @@ def test_masked_tokens_might_as_well_be_absent(name, engine):
     again = case._replace(write=torch.zeros(1, 9, dtype=torch.bool))
     frozen, unchanged = again.scan(engine=engine)
     assert float(frozen.norm()) > 0.01 or name == "linear attention"
-    assert torch.equal(
-        unchanged.memory[next(iter(case.initial))][0], case.initial[next(iter(case.initial))]
-    )
+    assert torch.equal(unchanged.memory[next(iter(case.initial))][0], case.initial[next(iter(case.initial))])
 
 
 @pytest.mark.spec("ENG-RESET-D1", "ENG-RESET-I1")
@@ -109,14 +105,7 @@ def test_resets_are_separate_scans(name, engine):
     got = (y, *flat_state(state).values(), *gradients(case, y, state))
     cu_seqlens = torch.tensor(borders, dtype=torch.int32)
     other, _ = memory_scan(
-        case.config,
-        case.q,
-        case.k,
-        case.v,
-        case.gates,
-        initial=case.initial,
-        cu_seqlens=cu_seqlens,
-        engine=engine,
+        case.config, case.q, case.k, case.v, case.gates, initial=case.initial, cu_seqlens=cu_seqlens, engine=engine
     )
     assert torch.equal(y, other)
     rows = []

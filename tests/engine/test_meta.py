@@ -11,9 +11,7 @@ from hecate.models import LanguageModel, LanguageModelConfig
 
 @pytest.mark.parametrize("engine", ["auto", "sequential"])
 @pytest.mark.parametrize(
-    "fields",
-    [{}, {"structure": "mlp"}, {"bias": "dot", "feature_map": "elu", "normalizer": "sum"}],
-    ids=str,
+    "fields", [{}, {"structure": "mlp"}, {"bias": "dot", "feature_map": "elu", "normalizer": "sum"}], ids=str
 )
 def test_scan_on_the_meta_device(fields, engine):
     x = torch.empty(2, 5, 3, 4, device="meta")

@@ -90,9 +90,7 @@ def test_groups_of_blocks_walk_to_the_token_loop(fields, autodiff, small_groups)
             config_of(**fields),
             batch=1, length=length, d=3, width=3, channels=channels, ends=0.05,
         )  # fmt: skip
-        masked = case_of(
-            config_of(**fields), batch=1, length=length, d=3, width=3, channels=channels, masks=True
-        )
+        masked = case_of(config_of(**fields), batch=1, length=length, d=3, width=3, channels=channels, masks=True)
         for own in (case, masked):
             expected = whole(own, engine="sequential")
             whole(own, engine="parallel", autodiff=autodiff).equals(expected)

@@ -57,9 +57,7 @@ def test_equals_the_sum_over_all_pairs(normalizer, masked):
     w = np.ones((B, T), bool) if write is None else write.numpy()
     r = np.zeros((B, T), bool) if reset is None else reset.numpy()
     for engine in ("auto", *exact_engines(config, length=T)):
-        y, state = memory_scan(
-            config, q, k, v, Gates(lr), write_mask=write, reset_mask=reset, engine=engine
-        )
+        y, state = memory_scan(config, q, k, v, Gates(lr), write_mask=write, reset_mask=reset, engine=engine)
         for b in range(B):
             assert int(state.seen[b]) == reference.positions(w[b], r[b])[1]
             for h in range(H):
@@ -83,9 +81,7 @@ def test_any_split(name, cuts, write, reset):
     def run(at, end, state):
         part = [item[:, at:end] for item in (q, k, v)]
         gates, masks = Gates(lr[:, at:end]), (write[:, at:end], reset[:, at:end])
-        return memory_scan(
-            config, *part, gates, state=state, write_mask=masks[0], reset_mask=masks[1]
-        )
+        return memory_scan(config, *part, gates, state=state, write_mask=masks[0], reset_mask=masks[1])
 
     expected, last = run(0, T, None)
     state, ys = None, []
@@ -207,9 +203,7 @@ def test_beyond_the_largest_position():
     q, k, v, lr = drawn()
     exact = config_of(largest=T - 1)
     _, state = memory_scan(exact, q, k, v, Gates(lr))
-    with pytest.raises(
-        ConfigError, match=r"max_length=8 .*0\.\.8, got 9\.\.9.*max_length or reset"
-    ):
+    with pytest.raises(ConfigError, match=r"max_length=8 .*0\.\.8, got 9\.\.9.*max_length or reset"):
         memory_step(exact, q[:, 0], k[:, 0], v[:, 0], Gates(lr[:, 0]), state=state)
     reset = torch.ones(B, 1, dtype=torch.bool)
     part = (item[:, :1] for item in (q, k, v))

@@ -58,12 +58,7 @@ SIZES = st.fixed_dictionaries(
 @st.composite
 def cases(draw: Any, fields: Any = ANY, *, channels: bool = True, **fixed: Any) -> Case:
     config = draw(fields.map(possible).filter(lambda config: config is not None))
-    wide = (
-        channels
-        and config.structure.linear
-        and config.retention.uses_retain
-        and draw(st.booleans())
-    )
+    wide = channels and config.structure.linear and config.retention.uses_retain and draw(st.booleans())
     return case_of(config, channels=wide, **{**draw(SIZES), **fixed})
 
 
@@ -112,13 +107,7 @@ def step_by_step(case: Case) -> Result:
     for t in range(case.k.shape[1]):
         gates = Gates(*(g[:, t] if isinstance(g, Tensor) else g for g in case.gates))
         y, state = memory_step(
-            case.config,
-            case.q[:, t],
-            case.k[:, t],
-            case.v[:, t],
-            gates,
-            state=state,
-            initial=case.initial,
+            case.config, case.q[:, t], case.k[:, t], case.v[:, t], gates, state=state, initial=case.initial
         )
         rows.append(y.unsqueeze(1))
     return Result(case, torch.cat([case.v[:, :0], *rows], 1), state)
@@ -137,9 +126,7 @@ def test_sequential_whole_pieces_steps_tape_and_torch(data):
         step_by_step(case).equals(expected)
 
 
-@pytest.mark.spec(
-    "ENG-PAR-I1", "ENG-PAR-V1", "ENG-PAR-D2", "ENG-IMP-D1", "ENG-IMP-V1", "ENG-SCAN-I1"
-)
+@pytest.mark.spec("ENG-PAR-I1", "ENG-PAR-V1", "ENG-PAR-D2", "ENG-IMP-D1", "ENG-IMP-V1", "ENG-SCAN-I1")
 @settings(max_examples=80)
 @given(st.data())
 def test_parallel_whole_and_pieces_against_sequential(data):
@@ -180,10 +167,7 @@ def test_resets_masks_and_zero_gates_at_the_borders_of_blocks(length):
             mark = torch.zeros(1, length, dtype=torch.bool)
             mark[:, at] = True
             zero = torch.where(mark[..., None], 0.0, 1.0)
-            gates = [
-                Gates(*(g * zero if i == which else g for i, g in enumerate(case.gates)))
-                for which in range(3)
-            ]
+            gates = [Gates(*(g * zero if i == which else g for i, g in enumerate(case.gates))) for which in range(3)]
             variants = [case._replace(reset=mark), case._replace(write=~mark)]
             variants += [case._replace(gates=own) for own in gates]
             variants.append(case._replace(reset=mark, write=~mark, gates=gates[1]))
@@ -196,12 +180,7 @@ def test_resets_masks_and_zero_gates_at_the_borders_of_blocks(length):
 @pytest.mark.parametrize("engine", ["sequential", "parallel"])
 def test_empty_inputs(shape, engine):
     batch, length, heads = shape
-    case = case_of(
-        possible({"retention": "decay", "algorithm": "momentum"}),
-        batch=batch,
-        length=length,
-        heads=heads,
-    )
+    case = case_of(possible({"retention": "decay", "algorithm": "momentum"}), batch=batch, length=length, heads=heads)
     result = whole(case, engine=engine)
     assert result.y.shape == (batch, length, heads, 2)
     assert result.state.memory["weight"].shape == (batch, heads, 2, 3)
@@ -237,10 +216,7 @@ def test_a_later_token_moves_nothing_before_it(data):
         seed=77,
     )
     mixed = case._replace(
-        **{
-            name: torch.cat([getattr(case, name)[:, :at], getattr(other, name)[:, at:]], 1)
-            for name in ("q", "k", "v")
-        },
+        **{name: torch.cat([getattr(case, name)[:, :at], getattr(other, name)[:, at:]], 1) for name in ("q", "k", "v")},
         gates=Gates(
             *(
                 None if a is None else torch.cat([a[:, :at], b[:, at:]], 1)

@@ -26,9 +26,7 @@ def engines_of(config: MemoryConfig) -> list[str]:
     return ["sequential", *exact_engines(config)]
 
 
-def results(
-    config: MemoryConfig, tensors: list[Tensor], engine: str, autodiff: str
-) -> list[Tensor]:
+def results(config: MemoryConfig, tensors: list[Tensor], engine: str, autodiff: str) -> list[Tensor]:
     """y and the gradients, each in units of its own size."""
     lr = torch.full(tensors[1].shape[:3], 0.5, dtype=tensors[1].dtype).requires_grad_()
     y, _ = memory_scan(config, *tensors, Gates(lr), engine=engine, autodiff=autodiff)
@@ -47,12 +45,7 @@ def agree(got: list[Tensor], true: list[Tensor], rtol: float) -> None:
         close(mine / units[0], other / units[1], rtol, name)
 
 
-SIZES = [
-    (torch.float32, 1e30),
-    (torch.float32, 1e12),
-    (torch.float32, 1e-30),
-    (torch.float64, 1e200),
-]
+SIZES = [(torch.float32, 1e30), (torch.float32, 1e12), (torch.float32, 1e-30), (torch.float64, 1e200)]
 NORMS = [
     {"key_norm": "l2"},
     {"key_norm": "l2", "bias": "huber"},
@@ -119,9 +112,7 @@ def depths(dtype: torch.dtype) -> list[float]:
 @pytest.mark.spec("RULE-NORM-V1")
 @pytest.mark.parametrize("autodiff", ["tape", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    "fields", [{}, {"algorithm": "momentum", "retention": "decay"}, {"chunk": 2}], ids=str
-)
+@pytest.mark.parametrize("fields", [{}, {"algorithm": "momentum", "retention": "decay"}, {"chunk": 2}], ids=str)
 def test_a_mean_over_small_weights_and_its_gradient(fields, dtype, autodiff):
     """With equal keys y is a mean of values whatever the size of phi: the truth is that of x = 0
     where elu's slope is 1 as well; a gradient by keys or queries scales as phi'(x) / phi(x) = 1."""

@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from hecate import MemoryConfig
-from tests.memories import (
-    BIASES,
-    DEEP,
-    case_of,
-    close,
-    config_of,
-    flat_state,
-    reference_scan,
-)
+from tests.memories import BIASES, DEEP, case_of, close, config_of, flat_state, reference_scan
 
 FIELDS = [
     {},
@@ -75,9 +67,7 @@ def test_every_field_with_every_knob(fields, structure):
     for bias, (retention, algorithm) in product(BIASES, KNOBS):
         if not usable(fields, retention, structure):
             continue
-        config = config_of(
-            structure=structure, bias=bias, retention=retention, algorithm=algorithm, **fields
-        )
+        config = config_of(structure=structure, bias=bias, retention=retention, algorithm=algorithm, **fields)
         seed += 1
         for masks in (False, True):
             against_numpy(config, seed=seed, masks=masks, batch=1, ends=0.2, length=8)
@@ -88,9 +78,7 @@ TAME = [bias for bias in BIASES if bias != {"kind": "lp", "p": 3.0}]
 
 
 @pytest.mark.spec("ENG-PAR-D1", "ENG-PAR-R1")
-@pytest.mark.parametrize(
-    "fields", [f for f in FIELDS if "chunk" not in f and "commit" not in f], ids=id_of
-)
+@pytest.mark.parametrize("fields", [f for f in FIELDS if "chunk" not in f and "commit" not in f], ids=id_of)
 def test_parallel_engine_with_every_field(fields):
     for seed, (bias, (retention, algorithm)) in enumerate(product(TAME, KNOBS)):
         if usable(fields, retention, "matrix"):
@@ -113,9 +101,7 @@ def test_decay_per_phi_channel(fields):
 @pytest.mark.parametrize("residual", [False, True])
 def test_deep_memories(activation, layers, residual):
     structure = {"kind": "mlp", "layers": layers, "expansion": 2, "activation": activation}
-    config = config_of(
-        structure={**structure, "residual": residual}, retention="decay", algorithm="momentum"
-    )
+    config = config_of(structure={**structure, "residual": residual}, retention="decay", algorithm="momentum")
     against_numpy(config, d=3, width=3, batch=1, heads=1)
 
 
@@ -146,9 +132,7 @@ def test_norms_biases_and_gates_inside_a_memory(fields):
 )
 def test_gradients_against_differences_of_the_numpy_loop(fields, structure):
     """No derivative of hecate or torch enters the expected value."""
-    config = config_of(
-        structure=structure, bias=BIASES[2], retention="decay", algorithm="momentum", **fields
-    )
+    config = config_of(structure=structure, bias=BIASES[2], retention="decay", algorithm="momentum", **fields)
     case = case_of(config, batch=1, heads=1, length=6, seed=3).fresh()
     y, _ = case.scan()
     g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
@@ -160,9 +144,7 @@ def test_gradients_against_differences_of_the_numpy_loop(fields, structure):
         for sign in (1, -1):
             moved = [item.detach().clone() for item in case.leaves]
             moved[leaf] = moved[leaf] + sign * step * way
-            ends.append(
-                float((torch.as_tensor(reference_scan(case.with_leaves(moved))[0]) * g).sum())
-            )
+            ends.append(float((torch.as_tensor(reference_scan(case.with_leaves(moved))[0]) * g).sum()))
         slope, exact = (ends[0] - ends[1]) / (2 * step), float((grad * way).sum())
         # Truncation is of order step^2, round-off of order 1e-16 / step.
         assert abs(slope - exact) <= 1e-6 * max(float(grad.norm() * way.norm()), 1e-3), leaf

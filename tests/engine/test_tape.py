@@ -51,15 +51,7 @@ def test_a_recorded_scan_can_be_read():
     tape = Tape(observe=True)
     y, _ = case.scan(engine="sequential", tape=tape)
     text = str(tape)
-    for word in (
-        "phi(k)",
-        "phi.identity",
-        "key_norm",
-        "l2_norm",
-        "segment 0",
-        "segment 2",
-        "outputs",
-    ):
+    for word in ("phi(k)", "phi.identity", "key_norm", "l2_norm", "segment 0", "segment 2", "outputs"):
         assert word in text, text
     assert len(text.splitlines()) < 40
     tape.backward([y], [torch.ones_like(y)], [case.q, case.k, case.v])

@@ -12,12 +12,7 @@ from hecate.engine.parallel import parallel_refusal
 from tests.memories import DEEP, case_of, close, config_of, flat_state
 
 CONFIGS = {
-    "titans": {
-        "retention": "decay",
-        "algorithm": "momentum",
-        "feature_map": "elu",
-        "key_norm": "l2",
-    },
+    "titans": {"retention": "decay", "algorithm": "momentum", "feature_map": "elu", "key_norm": "l2"},
     "gated delta": {"retention": "decay", "decay_order": "before_gradient", "step": "implicit"},
     "linear attention": {"bias": "dot", "feature_map": "elu", "normalizer": "sum"},
     "deep frozen": {"structure": DEEP, "chunk": 2, "bias": {"kind": "lp", "p": 1.5, "eps": 0.3}},
@@ -116,9 +111,7 @@ def test_compiles_to_one_graph_with_the_same_gradients(name, engine, autodiff):
     for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
         leaves = case.fresh().leaves
         outputs = run(*leaves)
-        grads = torch.autograd.grad(
-            [item.square().sum() for item in outputs], leaves, materialize_grads=True
-        )
+        grads = torch.autograd.grad([item.square().sum() for item in outputs], leaves, materialize_grads=True)
         results.append((*outputs, *grads))
     for mine, true in zip(*results, strict=True):
         close(mine, true, 1e-12)
@@ -133,9 +126,7 @@ def test_one_process_compiles_configs_and_gates_of_other_numbers(gate):
     def scan(config, gates, *inputs):
         return memory_scan(config, *inputs, gates)[0]
 
-    q, k, v = (
-        torch.randn(1, 4, 1, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)
-    )
+    q, k, v = (torch.randn(1, 4, 1, 3, generator=torch.Generator().manual_seed(i)) for i in range(3))
     compiled = torch.compile(scan, backend="aot_eager", fullgraph=True)
     for number in (0.9, 0.7, 0.6):
         config = MemoryConfig(

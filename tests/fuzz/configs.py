@@ -75,12 +75,8 @@ def check(seed: int) -> str:
 
 def ways(root: type[Config], value: Any) -> dict[str, Callable[[], Config]]:
     """The ways in that can say a value: YAML has no depth of thousands, nor texts that are none."""
-    found: dict[str, Callable[[], Config]] = {
-        "python": lambda: root.model_validate(value),
-    }
-    if isinstance(value, dict) and all(
-        isinstance(key, str) and key.isidentifier() for key in value
-    ):
+    found: dict[str, Callable[[], Config]] = {"python": lambda: root.model_validate(value)}
+    if isinstance(value, dict) and all(isinstance(key, str) and key.isidentifier() for key in value):
         found["fields"] = lambda: root(**value)
     if all(len(path) < DEEP for path, _ in nodes(value)):
         text = json.dumps(value)
@@ -154,9 +150,7 @@ BUILDS: dict[Any, Callable[[Any], None]] = {
     ExperimentConfig: _experiment,
     MemoryConfig: _memory,
     CMSConfig: _layer(lambda config: CMS(8, 2, config), lambda _: torch.randn(2, 9, 8)),
-    LinearTransformerConfig: _layer(
-        LinearTransformer, lambda config: torch.randn(2, 5, config.embed_dim)
-    ),
+    LinearTransformerConfig: _layer(LinearTransformer, lambda config: torch.randn(2, 5, config.embed_dim)),
     HopeConfig: _layer(Hope, lambda _: torch.tensor([[0, 1, 1, 0]])),
 }
 

@@ -71,12 +71,7 @@ class Scan(NamedTuple):
 
 
 def run(
-    scan: Scan,
-    *,
-    engine: Any = "sequential",
-    autodiff: Any = "torch",
-    cuts: tuple[int, ...] = (),
-    grads: bool = True,
+    scan: Scan, *, engine: Any = "sequential", autodiff: Any = "torch", cuts: tuple[int, ...] = (), grads: bool = True
 ) -> dict[str, Tensor]:
     """Outputs, state and the gradients of a random sum of them, on copies that must not change."""
     points = {n: t.detach().clone().requires_grad_(grads) for n, t in scan.leaves.items()}
@@ -84,9 +79,7 @@ def run(
     own, state = scan._replace(leaves=points, frozen=frozen, masks=masks), None
     if scan.state is not None:
         tensors, layout = scan.state
-        state = pytree.tree_unflatten(
-            [points[t] if isinstance(t, str) else t for t in tensors], layout
-        )
+        state = pytree.tree_unflatten([points[t] if isinstance(t, str) else t for t in tensors], layout)
     rows = []
     for at, end in pairwise((0, *cuts, scan.length)):
         y, state = (own.part(at, end) if cuts else own).call(state, engine, autodiff)
@@ -169,9 +162,7 @@ def _config(rng: random.Random, d: int) -> MemoryConfig:
             return config
 
 
-def _shapes(
-    config: MemoryConfig, rng: random.Random, d: int
-) -> tuple[int, dict[str, tuple[int, ...]]]:
+def _shapes(config: MemoryConfig, rng: random.Random, d: int) -> tuple[int, dict[str, tuple[int, ...]]]:
     """A width of values and the memory's shapes; vectors and residuals ask for that of phi."""
     d_phi = config.feature_map.output_dim(d)
     for width in (d_phi if rng.random() < 0.2 else rng.randint(1, 9), d_phi):
@@ -183,11 +174,7 @@ def _shapes(
 
 
 def _gates(
-    config: MemoryConfig,
-    rng: random.Random,
-    source: torch.Generator,
-    leaves: dict[str, Tensor],
-    d_phi: int,
+    config: MemoryConfig, rng: random.Random, source: torch.Generator, leaves: dict[str, Tensor], d_phi: int
 ) -> dict[str, float]:
     """Adds the gates that are tensors to the leaves, and returns the others."""
     numbers: dict[str, float] = {}
@@ -205,9 +192,7 @@ def _gates(
     return numbers
 
 
-def _masks(
-    rng: random.Random, source: torch.Generator, batch: int, length: int
-) -> dict[str, Tensor]:
+def _masks(rng: random.Random, source: torch.Generator, batch: int, length: int) -> dict[str, Tensor]:
     masks = {
         name: torch.rand(batch, length, generator=source) < share
         for name, share in (("write_mask", 0.7), ("reset_mask", 0.15))

@@ -129,8 +129,7 @@ def test_closed_forms(bias, retention):
     for row in range(2):
         for head in range(2):
             q, k, lr, retain = (
-                item[row, :, head].numpy()
-                for item in (asked.q, asked.k, asked.gates.lr, _retain(asked))
+                item[row, :, head].numpy() for item in (asked.q, asked.k, asked.gates.lr, _retain(asked))
             )
             expected = form(q, k, lr, retain)
             np.testing.assert_allclose(found.map[row, head].numpy(), expected, rtol=0, atol=1e-12)
@@ -156,10 +155,7 @@ def additive(config: Any, generator: torch.Generator) -> bool:
     """Whether answers minus the start are additive in values, some of them large."""
     asked = asked_of(config, length=6, width=3, d=3)
     a, b = (5 * torch.randn(asked.v.shape, generator=generator) for _ in range(2))
-    y = {
-        name: asked._replace(v=v).scan()[0]
-        for name, v in {"a": a, "b": b, "both": a + b, "none": 0 * a}.items()
-    }
+    y = {name: asked._replace(v=v).scan()[0] for name, v in {"a": a, "b": b, "both": a + b, "none": 0 * a}.items()}
     gap = y["both"] - y["a"] - y["b"] + y["none"]
     return float(gap.abs().max()) < 1e-9 * max(float(item.abs().max()) for item in y.values())
 
@@ -167,32 +163,21 @@ def additive(config: Any, generator: torch.Generator) -> bool:
 def variants() -> dict[str, Any]:
     """Every variant of every knob in an otherwise linear rule, and every named rule."""
     found: dict[str, Any] = {name: rule.config for name, rule in RULES.items()}
-    families = {
-        "structure": Structure,
-        "bias": Bias,
-        "retention": Retention,
-        "algorithm": Algorithm,
-    }
+    families = {"structure": Structure, "bias": Bias, "retention": Retention, "algorithm": Algorithm}
     for field, family in families.items():
         for kind, cls in family.variants().items():
             if cls.__module__.startswith("hecate.") and kind != "two_pass":  # among the rules
                 found[f"{field} {kind}"] = config_of(**{field: kind})
     found |= {name: config_of(**fields) for name, fields in LINEAR.items()}
     # Chunks that end within the few tokens of a test.
-    return {
-        name: item.model_copy(update={"chunk": min(item.chunk, 3)}) for name, item in found.items()
-    }
+    return {name: item.model_copy(update={"chunk": min(item.chunk, 3)}) for name, item in found.items()}
 
 
 @pytest.mark.spec("SCOPE-ATT-D2")
 def test_declarations_are_true(generator):
     configs = variants()
     assert len(configs) > 60
-    wrong = [
-        name
-        for name, config in configs.items()
-        if additive(config, generator) != (nonlinearity(config) is None)
-    ]
+    wrong = [name for name, config in configs.items() if additive(config, generator) != (nonlinearity(config) is None)]
     assert not wrong
 
 
@@ -253,7 +238,5 @@ def test_nothing_read_and_float32():
     asked = asked_of()
     empty = implicit_attention(asked.between(0, 0, None))
     assert empty.map.shape == (2, 2, 0, 0) and empty.start.shape == (2, 2, 0, 2)
-    narrow = asked._replace(
-        q=asked.q.float(), k=asked.k.float(), v=asked.v.float(), gates=Gates(lr=0.25)
-    )
+    narrow = asked._replace(q=asked.q.float(), k=asked.k.float(), v=asked.v.float(), gates=Gates(lr=0.25))
     assert implicit_attention(narrow).map.dtype == torch.float64

@@ -39,16 +39,9 @@ def levels(generator: torch.Generator, composition: str) -> CMS:
 
 LAYERS: dict[str, Any] = {
     "memory": lambda g: Memory(WIDTH, HEADS, "gated_delta", generator=g),
-    "features": lambda g: Memory(
-        WIDTH, HEADS, "delta", feature_memory="titans_linear", generator=g
-    ),
+    "features": lambda g: Memory(WIDTH, HEADS, "delta", feature_memory="titans_linear", generator=g),
     "projected": lambda g: Memory(
-        WIDTH,
-        HEADS,
-        GENTLE | {"chunk": 4, "commit": "chunk"},
-        query_projection="sum",
-        firing="learned",
-        generator=g,
+        WIDTH, HEADS, GENTLE | {"chunk": 4, "commit": "chunk"}, query_projection="sum", firing="learned", generator=g
     ),
     "sequential": lambda g: levels(g, "sequential"),
     "nested": lambda g: levels(g, "nested"),
@@ -107,9 +100,7 @@ def test_a_call_that_goes_on_is_one_scan(generator):
 
 @pytest.mark.spec("SCOPE-LOOK-D1")
 def test_names(generator):
-    config = LanguageModelConfig(
-        vocab_size=5, d_model=WIDTH, heads=HEADS, layers=2, levels=LEVELS, mlp_ratio=1.0
-    )
+    config = LanguageModelConfig(vocab_size=5, d_model=WIDTH, heads=HEADS, layers=2, levels=LEVELS, mlp_ratio=1.0)
     tokens = torch.arange(10).reshape(2, 5) % 5
     view = look(LanguageModel(config, generator=generator), tokens)
     assert list(view) == [f"blocks.{i}.memory.{name}" for i in (0, 1) for name in ("fast", "slow")]

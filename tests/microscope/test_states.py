@@ -18,10 +18,7 @@ LENGTH = 10
 
 def delta_states(asked, row, head):
     """The gated delta rule by hand: the memory before the first token and after each."""
-    k, v, lr, retain = (
-        item[row, :, head].numpy()
-        for item in (asked.k, asked.v, asked.gates.lr, asked.gates.retain)
-    )
+    k, v, lr, retain = (item[row, :, head].numpy() for item in (asked.k, asked.v, asked.gates.lr, asked.gates.retain))
     memory = asked.initial["weight"][head].numpy()
     states = [memory]
     for t in range(len(lr)):
@@ -43,9 +40,7 @@ def test_against_a_loop(asked):
         for head in range(2):
             states, k, v = delta_states(asked, row, head)
             for t, memory in enumerate(states):
-                norm, rank = (
-                    float(item["weight"][row, head, t]) for item in (view.norms, view.ranks)
-                )
+                norm, rank = (float(item["weight"][row, head, t]) for item in (view.norms, view.ranks))
                 assert norm == pytest.approx(np.linalg.norm(memory), rel=1e-12)
                 share = np.linalg.svd(memory)[1]
                 share = share / share.sum()
@@ -71,9 +66,7 @@ def test_any_number_of_moments_shows_the_same(asked, points):
     whole, some = MemoryView("m", [asked]), MemoryView("m", [asked], points)
     assert len(some.times) == min(points, LENGTH) + 1 and some.times[-1] == LENGTH
     torch.testing.assert_close(some.norms["weight"], whole.norms["weight"][..., some.times])
-    torch.testing.assert_close(
-        some.recall.cosine, whole.recall.cosine[:, :, some.times], equal_nan=True
-    )
+    torch.testing.assert_close(some.recall.cosine, whole.recall.cosine[:, :, some.times], equal_nan=True)
 
 
 def test_scans_in_a_row(asked):
@@ -86,9 +79,7 @@ def test_scans_in_a_row(asked):
     torch.testing.assert_close(split.answers, whole.answers)
     cut = LENGTH // 2 + 1
     assert not split.attention.map[..., cut:, :cut].any()
-    torch.testing.assert_close(
-        split.attention.map[..., cut:, cut:], whole.attention.map[..., cut:, cut:]
-    )
+    torch.testing.assert_close(split.attention.map[..., cut:, cut:], whole.attention.map[..., cut:, cut:])
     assert state is rest.state
 
 

@@ -39,9 +39,7 @@ def count(c):
     memory += gates * heads * (d + 1) + d * out * c.output_gate + out  # gates, output gate, norm
     memory += out * d + c.learned_initial * out * key  # output projection, starting memory
     if c.feature_memory is not None:
-        inner = (
-            1 + c.feature_memory.retention.uses_retain + c.feature_memory.algorithm.uses_momentum
-        )
+        inner = 1 + c.feature_memory.retention.uses_retain + c.feature_memory.algorithm.uses_momentum
         memory += inner * heads * (d + 1) + heads * key * key
     block = d + memory + (d + 3 * d * hidden if hidden else 0)
     return c.vocab_size * d * (1 if c.tie_embeddings else 2) + c.layers * block + d

@@ -43,9 +43,7 @@ def expected_of(model, x, write_mask=None, reset_mask=None):
 @pytest.mark.spec("TRF-LIN-D1")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    "fields", [{}, {"kv_heads": 1, "mlp_ratio": 0.0}, {"num_layers": 3, "eps": 0.5}]
-)
+@pytest.mark.parametrize("fields", [{}, {"kv_heads": 1, "mlp_ratio": 0.0}, {"num_layers": 3, "eps": 0.5}])
 def test_against_every_weight_formed(causal, masked, fields):
     model = model_of(causal=causal, output="sequence", **fields)
     x, masks = inputs().requires_grad_(), masks_of(2, LENGTH) if masked else {}
@@ -199,9 +197,7 @@ def count(c):
     places=st.sampled_from(PLACES),
     output=st.sampled_from(["last", "sequence"]),
 )
-def test_param_count_is_the_true_count(
-    embed, heads, head, layers, shared, ratio, causal, fields, places, output
-):
+def test_param_count_is_the_true_count(embed, heads, head, layers, shared, ratio, causal, fields, places, output):
     torch.set_default_dtype(torch.float64)
     normalizer = "sum" if FeatureMap(fields).kernel_non_negative else "none"
     options = {

@@ -27,25 +27,13 @@ LEVELS = [
 ]
 MIXERS = {
     "levels": ({"levels": LEVELS}, CMS, None),
-    "gated": (
-        {"levels": LEVELS, "composition": "independent", "aggregation": "gated"},
-        CMS,
-        None,
-    ),
+    "gated": ({"levels": LEVELS, "composition": "independent", "aggregation": "gated"}, CMS, None),
     "self": ({"self_reference": {}}, SelfReferential, None),
     "hope": ({"self_reference": {}, "levels": LEVELS, "mlp_ratio": 0.0}, SelfReferential, CMS),
-    "hope_attention": (
-        {"attention": {"kind": "attention", "window": 4}, "levels": LEVELS},
-        Composed,
-        CMS,
-    ),
+    "hope_attention": ({"attention": {"kind": "attention", "window": 4}, "levels": LEVELS}, Composed, CMS),
     "mag": ({"memory": "titans_linear", "attention": {"window": 4}}, Composed, None),
     "mac_levels": ({"levels": LEVELS, "attention": {"kind": "mac", "segment": 3}}, Composed, None),
-    "mal_self": (
-        {"self_reference": {}, "attention": {"kind": "mal", "window": 4}, "levels": LEVELS},
-        Composed,
-        CMS,
-    ),
+    "mal_self": ({"self_reference": {}, "attention": {"kind": "mal", "window": 4}, "levels": LEVELS}, Composed, CMS),
 }
 
 
@@ -74,9 +62,7 @@ def test_the_future_changes_nothing_and_all_learn(name):
     near(model(changed)[0][:, :5], model(tokens)[0][:, :5], 1e-13)
     logits, _ = model(tokens)
     cross_entropy(logits.flatten(0, 1), tokens_of(seed=3).flatten()).backward()
-    assert [
-        n for n, item in model.named_parameters() if item.numel() and not item.grad.norm() > 0
-    ] == []
+    assert [n for n, item in model.named_parameters() if item.numel() and not item.grad.norm() > 0] == []
 
 
 def test_the_levels_stand_around_the_blocks_formula():
@@ -99,18 +85,12 @@ REFUSED = {
     "composition: 'nested' joins levels, and there are none": {"composition": "nested"},
     "memory: belongs to a block's plain memory, but levels": {"levels": LEVELS, "memory": "titans"},
     "qk_norm: .*self_reference takes its place": {"self_reference": {}, "qk_norm": "rms"},
-    "memory: .*attention takes its place": {
-        "attention": {"kind": "attention"},
-        "memory": "titans",
-    },
+    "memory: .*attention takes its place": {"attention": {"kind": "attention"}, "memory": "titans"},
     r"levels\[0\].*not divisible by heads=3": {"levels": [{"name": "a", "heads": 3}]},
     r"levels\[1\]\.memory\.feature_map\.sigma: must be > 0.0, got -1.0": {
         "levels": [
             {"name": "a"},
-            {
-                "name": "b",
-                "memory": {"feature_map": {"kind": "random_fourier", "d_phi": 8, "sigma": -1.0}},
-            },
+            {"name": "b", "memory": {"feature_map": {"kind": "random_fourier", "d_phi": 8, "sigma": -1.0}}},
         ]
     },
 }
@@ -140,9 +120,7 @@ def test_hope_is_a_language_model_with_other_defaults():
     near(plain(tokens_of())[0], hope(tokens_of())[0], 0.0)
     _, state = hope(tokens_of())
     assert isinstance(state[0], BlockState)
-    attention = HopeConfig(
-        **sizes, self_reference=None, attention={"kind": "attention", "window": 4}
-    )
+    attention = HopeConfig(**sizes, self_reference=None, attention={"kind": "attention", "window": 4})
     assert isinstance(Hope(attention).blocks[0].memory, Composed)
 
 

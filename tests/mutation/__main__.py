@@ -32,11 +32,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", type=Path, default=Path("runs/mutation.json"))
     options = parser.parse_args()
-    chosen = [
-        fault
-        for fault in FAULTS
-        if not options.names or any(n in fault.path for n in options.names)
-    ]
+    chosen = [fault for fault in FAULTS if not options.names or any(n in fault.path for n in options.names)]
     if not chosen:
         parser.error(f"no fault has any of {', '.join(options.names)} in its path")
     with tempfile.TemporaryDirectory() as scratch:
@@ -77,8 +73,7 @@ def _judge(fault: Fault, folder: Path) -> dict[str, object]:
     killed = code == FAILED
     what = "noticed" if killed else f"SURVIVES (pytest exit {code})"
     print(
-        f"{what:<10} {time.monotonic() - start:5.0f} s  {fault.path}: "
-        f"{fault.old.strip()!r} -> {fault.new.strip()!r}",
+        f"{what:<10} {time.monotonic() - start:5.0f} s  {fault.path}: {fault.old.strip()!r} -> {fault.new.strip()!r}",
         flush=True,
     )
     return {"path": fault.path, "old": fault.old, "new": fault.new, "killed": killed}

@@ -22,9 +22,7 @@ class Fault(NamedTuple):
 
 PHI = "tests/phi"
 KNOBS = "tests/rule tests/engine/test_reference.py"
-ENGINES = (
-    "tests/engine/test_reference.py tests/engine/test_masks.py tests/engine/test_properties.py"
-)
+ENGINES = "tests/engine/test_reference.py tests/engine/test_masks.py tests/engine/test_properties.py"
 CHUNK = "tests/engine/test_chunk.py"
 TAPE = "tests/tape tests/engine/test_tape.py"
 NN = "tests/nn"
@@ -118,7 +116,7 @@ FAULTS = [
         ("cosformer", "(position <= self.max_length)", "(position <= 2 * self.max_length)"),
         ("cosformer", "return behind.sin(), ahead.sin()", "return ahead.cos(), ahead.sin()"),
         ("cosformer", "torch.addcmul(g_cos * cos, g_sin, sin)", "torch.addcmul(g_cos * cos, g_sin, sin, value=-1)"),
-        ("nested", "        **params,\n", ""),
+        ("nested", "{**params, \"learned\"", "{\"learned\""),
         # Feature maps: derivatives.
         ("random_fourier", "gphase = phase.sin() * g * -math.sqrt(2 / self.d_phi)", "gphase = phase.cos() * g * -math.sqrt(2 / self.d_phi)"),
         ("random_fourier", "(phase.cos() * gsin - phase.sin() * gcos)", "(phase.cos() * gsin + phase.sin() * gcos)"),

@@ -21,9 +21,7 @@ def shaken(layer, seed=1, shake=0.3):
 
 
 def sliding_of(window=5, *, seed=0, **options):
-    return shaken(
-        SlidingAttention(D_MODEL, HEADS, window=window, generator=seeded(seed), **options)
-    )
+    return shaken(SlidingAttention(D_MODEL, HEADS, window=window, generator=seeded(seed), **options))
 
 
 class HebbianLayer(nn.Module):
@@ -74,11 +72,7 @@ def composed_of(name, memory=None, *, seed=0, shake=0.3):
 def reference_of(layer):
     """The reference of a `SlidingAttention`."""
     return Attention(
-        dict(layer.named_parameters()),
-        layer.heads,
-        layer.kv_heads,
-        rotary=layer.rotary,
-        norm=layer.qk_norm == "rms",
+        dict(layer.named_parameters()), layer.heads, layer.kv_heads, rotary=layer.rotary, norm=layer.qk_norm == "rms"
     )
 
 

@@ -23,11 +23,7 @@ OTHER_RULES: dict[str, dict[str, Any]] = {
     "sum": {"feature_map": "elu", "key_norm": "sum", "query_scale": "key_dim"},
     "lp": {"bias": {"kind": "lp", "p": 1.5, "eps": 0.1}, "key_norm": "l2"},
     "huber": {"bias": {"kind": "huber", "delta": 0.7}, "key_norm": "l2"},
-    "deep": {
-        "structure": {"kind": "mlp", "expansion": 1},
-        "algorithm": {"kind": "momentum", "lr": 0.1},
-        "chunk": 2,
-    },
+    "deep": {"structure": {"kind": "mlp", "expansion": 1}, "algorithm": {"kind": "momentum", "lr": 0.1}, "chunk": 2},
 }
 
 
@@ -58,9 +54,7 @@ def inputs(batch: int = 2, length: int = 7, *, seed: int = 2, width: int = D_MOD
     return torch.randn(batch, length, width, generator=seeded(seed))
 
 
-def in_pieces(
-    layer: torch.nn.Module, x: Tensor, cuts: list[int], **masks: Tensor | None
-) -> tuple[Tensor, Any]:
+def in_pieces(layer: torch.nn.Module, x: Tensor, cuts: list[int], **masks: Tensor | None) -> tuple[Tensor, Any]:
     """The layer over x cut at the given places, each piece from the state of the last."""
     state, ys = None, []
     borders = [0, *sorted(cuts), x.shape[1]]

@@ -73,19 +73,12 @@ class Case:
         generator = seeded(seed)
         keys = length if keys is None else keys
         shapes = ((length, heads, D_KEY), (keys, groups, D_KEY), (keys, groups, D_VALUE))
-        self.qkv = [
-            torch.randn(batch, *shape, generator=generator, requires_grad=True) for shape in shapes
-        ]
+        self.qkv = [torch.randn(batch, *shape, generator=generator, requires_grad=True) for shape in shapes]
         self.params = self.map.init(D_KEY, heads=groups, generator=generator, dtype=torch.float64)
         numerator = getattr(self.positions, "where", "before") == "numerator"
         width = self.map.output_dim(D_KEY) if numerator else D_KEY
-        start = self.positions.init(
-            width, heads=groups, causal=options["causal"], dtype=torch.float64
-        )
-        self.turns = {
-            name: item + 0.3 * torch.randn(item.shape, generator=generator)
-            for name, item in start.items()
-        }
+        start = self.positions.init(width, heads=groups, causal=options["causal"], dtype=torch.float64)
+        self.turns = {name: item + 0.3 * torch.randn(item.shape, generator=generator) for name, item in start.items()}
         self.learned = [*self.params["learned"].values(), *self.turns.values()]
         for item in self.learned:
             item.requires_grad_()

@@ -206,15 +206,11 @@ CALLS = {
     "write_mask must be bool .* on cpu, got .* on meta": lambda call: call(
         inputs(), write_mask=masks_of(2, 7).to("meta")
     ),
-    r"state.conv must be \[3, 3, 36\].*3 sequences, got \[2, 3, 36\]": lambda call: call(
-        inputs(3), call(inputs())[1]
-    ),
+    r"state.conv must be \[3, 3, 36\].*3 sequences, got \[2, 3, 36\]": lambda call: call(inputs(3), call(inputs())[1]),
     r"state.conv must be \[2, 3, 36\].*got \[2, 1, 36\]": lambda call: call(
         inputs(), built(conv_kernel=2)(inputs())[1]
     ),
-    r"state.conv must be .*got None": lambda call: call(
-        inputs(), built(conv_kernel=0)(inputs())[1]
-    ),
+    r"state.conv must be .*got None": lambda call: call(inputs(), built(conv_kernel=0)(inputs())[1]),
     "got MemoryState": lambda call: call(inputs(), call(inputs())[1].memory),
     r"state.memory must hold \['w1', 'w2'\], got \['weight'\]": lambda call: call(
         inputs(), built(config={"retention": "decay"})(inputs())[1]

@@ -10,16 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn import AttentionConfig, Composed, Memory
-from tests.nn.attentions import (
-    CONFIGS,
-    D_MODEL,
-    HEADS,
-    HebbianLayer,
-    composed_of,
-    hebbian_of,
-    masks_of,
-    reference_of,
-)
+from tests.nn.attentions import CONFIGS, D_MODEL, HEADS, HebbianLayer, composed_of, hebbian_of, masks_of, reference_of
 from tests.nn.layers import in_pieces, leaves, near, seeded
 from tests.nn.layers import inputs as narrow
 from tests.reference.attention import gate, mac, sliding
@@ -115,11 +106,7 @@ rows_of = st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH)
 @pytest.mark.spec("ATT-COMP-I1")
 @every_kind
 @settings(max_examples=15)
-@given(
-    cuts=st.lists(st.integers(0, LENGTH), max_size=LENGTH),
-    write=st.none() | rows_of,
-    reset=st.none() | rows_of,
-)
+@given(cuts=st.lists(st.integers(0, LENGTH), max_size=LENGTH), write=st.none() | rows_of, reset=st.none() | rows_of)
 def test_any_split(layers, name, cuts, write, reset):
     x, given_masks = inputs(), {"write_mask": write, "reset_mask": reset}
     masks = {n: None if m is None else torch.tensor(m).view(2, -1) for n, m in given_masks.items()}
@@ -312,9 +299,7 @@ def test_meta_then_materialised_equals_built(name):
     def built(device):
         source = seeded()
         memory = Memory(D_MODEL, 2, generator=seeded(), device=device)
-        layer = Composed(
-            D_MODEL, HEADS, CONFIGS[name], memory, generator=source, device=device
-        ).to_empty(device="cpu")
+        layer = Composed(D_MODEL, HEADS, CONFIGS[name], memory, generator=source, device=device).to_empty(device="cpu")
         layer.reset_parameters(seeded())
         return layer
 
@@ -332,11 +317,7 @@ def test_config_round_trip():
 
 
 FIELDS = {
-    "window: is 8, but kind 'mac' attends within segment=4": {
-        "kind": "mac",
-        "segment": 4,
-        "window": 8,
-    },
+    "window: is 8, but kind 'mac' attends within segment=4": {"kind": "mac", "segment": 4, "window": 8},
     "segment: is None, but kind 'mac' needs it": {"kind": "mac"},
     "segment: is 4, but only kind 'mac' has segments, not 'mag'.*window": {"segment": 4},
     "gate: is 'add', but kind 'attention' has no memory": {"kind": "attention", "gate": "add"},
@@ -392,9 +373,9 @@ CALLS = {
     r"state.keys must be \[3, 4, 1, 2, 8\]": lambda layers: layers["attention"](
         inputs(3), layers["attention"](inputs())[1]
     ),
-    "'mac' .* must have 2 rows, one per sequence; that of Unlike holds .7.": lambda layers: (
-        composed_of("mac", Unlike())(inputs())
-    ),
+    "'mac' .* must have 2 rows, one per sequence; that of Unlike holds .7.": lambda layers: composed_of(
+        "mac", Unlike()
+    )(inputs()),
 }
 
 

@@ -53,9 +53,7 @@ def test_is_two_scans_written_out(inner):
     own = {"phi_params": part.phi_params, "initial": part.initial.tensors}
     phi_q, phi_k, state = memory_features(part.config, q, k, k, part.gates(x), **own)
     phi_q, phi_k = normalise_qk(phi_q, "l2"), normalise_qk(phi_k, "l2")
-    y, memory = memory_scan(
-        layer.config, phi_q, phi_k, v, layer.gates(x), initial=layer.initial.tensors
-    )
+    y, memory = memory_scan(layer.config, phi_q, phi_k, v, layer.gates(x), initial=layer.initial.tensors)
     y = torch.nn.functional.rms_norm(y, (y.shape[-1],), eps=1e-6) * layer.norm
     expected, after = layer(x)
     near(layer.out(y.flatten(-2)), expected)

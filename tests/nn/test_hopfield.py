@@ -131,12 +131,7 @@ def test_separated_patterns_are_fixed_points_and_attract():
 
 @pytest.mark.spec("TRF-HOP-I2")
 @settings(max_examples=60)
-@given(
-    seed=st.integers(0, 10**6),
-    count=st.integers(2, 9),
-    sharpness=st.floats(0.5, 8),
-    distance=st.floats(0, 1),
-)
+@given(seed=st.integers(0, 10**6), count=st.integers(2, 9), sharpness=st.floats(0.5, 8), distance=st.floats(0, 1))
 def test_the_retrieval_bound(seed, count, sharpness, distance):
     torch.set_default_dtype(torch.float64)
     patterns = 1.5 * normal(count, 6, seed=seed)
@@ -173,10 +168,7 @@ def test_masked_patterns_count_for_nothing():
     mask = torch.tensor([[True, False, True, True, False], [False, True, False, False, False]])
     patterns = torch.where(mask.unsqueeze(-1), patterns, 9 * patterns)  # longer than the present
     memory = Hopfield(1.0)
-    apart, bound = (
-        memory.separation(patterns, mask=mask),
-        memory.error_bound(query, patterns, mask=mask),
-    )
+    apart, bound = (memory.separation(patterns, mask=mask), memory.error_bound(query, patterns, mask=mask))
     kept = patterns[0][mask[0]]
     near(apart[0][mask[0]], memory.separation(kept))
     near(bound[0][:, mask[0]], memory.error_bound(query[0], kept))
@@ -290,9 +282,7 @@ def test_what_does_not_fit(query, patterns, rest, named):
 def test_autocast_does_not_round_the_scores():
     memory, query, patterns = Hopfield(2.0, steps=3), normal(3, 4), normal(5, 4, seed=1)
     expected = memory(query.float(), patterns.float())
-    energy, bound = (
-        f(query.float(), patterns.float()) for f in (memory.energy, memory.error_bound)
-    )
+    energy, bound = (f(query.float(), patterns.float()) for f in (memory.energy, memory.error_bound))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = memory(query.float(), patterns.float())
         assert torch.equal(memory.energy(query.float(), patterns.float()), energy)

@@ -65,15 +65,7 @@ def test_other_tokens(masks, keys):
 @pytest.mark.parametrize("engine", ["auto", "sequential", "parallel", "compiled"])
 @either_way
 def test_every_engine_over_several_blocks(engine, causal):
-    Case(
-        batch=1,
-        length=70,
-        heads=2,
-        groups=1,
-        causal=causal,
-        masks=("write", "reset"),
-        engine=engine,
-    ).check()
+    Case(batch=1, length=70, heads=2, groups=1, causal=causal, masks=("write", "reset"), engine=engine).check()
 
 
 @pytest.mark.spec("LIN-ATT-D3")
@@ -103,9 +95,7 @@ def test_masked_keys_and_values_may_be_anything(causal, positions, masks):
     (y, state), (z, after) = (case.run(None, *pair) for pair in (zero, bad))
     assert all(map(torch.equal, leaves((z, after)), leaves((y, state))))
     wanted = [q, *case.qkv[1:], *case.learned]
-    slopes = [
-        torch.autograd.grad(item.square().sum(), wanted, allow_unused=True) for item in (y, z)
-    ]
+    slopes = [torch.autograd.grad(item.square().sum(), wanted, allow_unused=True) for item in (y, z)]
     near(slopes[1], slopes[0], 0.0)
     assert not torch.where(shown, 0.0, slopes[1][1]).any()
 
@@ -250,9 +240,7 @@ def test_the_state_is_small_detachable_and_wide():
 @pytest.mark.parametrize("engine", ["parallel", "compiled"])
 def test_a_causal_backward_pass_keeps_no_state_per_token(engine):
     length, width = 512, 32
-    q, k, v = (
-        torch.randn(1, length, 1, width, generator=seeded(i)).requires_grad_() for i in range(3)
-    )
+    q, k, v = (torch.randn(1, length, 1, width, generator=seeded(i)).requires_grad_() for i in range(3))
     kept = {}
 
     def keep(tensor):
@@ -272,9 +260,7 @@ def test_a_causal_backward_pass_keeps_no_state_per_token(engine):
 @pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS)
 @either_way
 def test_second_derivatives(options, causal):
-    layer = LinearAttention(
-        4, 2, kv_heads=1, d_key=3, d_value=1, causal=causal, generator=seeded(), **options
-    )
+    layer = LinearAttention(4, 2, kv_heads=1, d_key=3, d_value=1, causal=causal, generator=seeded(), **options)
     x = narrow(1, 3, width=4).requires_grad_()
     write = torch.tensor([[True, False, True]])
 
@@ -364,12 +350,7 @@ def test_checkpoint(reentrant):
 @pytest.mark.spec("LIN-ATT-I6")
 @pytest.mark.parametrize(
     "name, causal, masked",
-    [
-        ("elu", True, True),
-        ("cosformer", True, False),
-        ("string", False, False),
-        ("decay", False, True),
-    ],
+    [("elu", True, True), ("cosformer", True, False), ("string", False, False), ("decay", False, True)],
 )
 def test_compile(name, causal, masked):
     torch._dynamo.reset()
@@ -463,11 +444,7 @@ BUILDS = {
     r"dropout must be a number in \[0, 1\), got 1": {"dropout": 1},
     "causal=True with d_context=5": {"d_context": 5},
     "positions 'rotary' with d_context=5": {"d_context": 5, "causal": False, "positions": "rotary"},
-    "feature_map 'cosformer' with d_context": {
-        "d_context": 5,
-        "causal": False,
-        "feature_map": "cosformer",
-    },
+    "feature_map 'cosformer' with d_context": {"d_context": 5, "causal": False, "feature_map": "cosformer"},
     "positions 'rotary' .*no pair": {"positions": "rotary", "d_key": 1},
     "unknown position kind 'rotery'.*rotary": {"positions": "rotery"},
     "unknown feature_map kind 'elo'.*elu": {"feature_map": "elo"},
@@ -495,9 +472,7 @@ def calls():
         "write_mask is over context": lambda: cross(x, all_(x)[1], write_mask=write),
         r"context must be \[B, T, 5\]": lambda: cross(x, context=x),
         r"write_mask must be bool .*\[2, 4\]": lambda: cross(x, context=context, write_mask=write),
-        "cannot be told apart in cross-attention": lambda: cross(
-            x, context=context, reset_mask=write
-        ),
+        "cannot be told apart in cross-attention": lambda: cross(x, context=context, reset_mask=write),
         "causal=False with a state and reset_mask": lambda: all_(x, state, reset_mask=write),
         "give cu_seqlens or state": lambda: plain(x[:1], state, cu_seqlens=torch.tensor([0, 1, 3])),
         "cu_seqlens must rise": lambda: plain(x[:1], cu_seqlens=torch.tensor([0, 4])),
@@ -518,19 +493,13 @@ def calls():
         r"x must be \[B, T, 12\], got None": lambda: plain(None),
         "write_mask must be bool .* no tensor": lambda: plain(x, write_mask=[[True] * 3] * 2),
         "cu_seqlens must be an integer tensor": lambda: plain(x[:1], cu_seqlens=[0, 3]),
-        "state.weighted must be .*int64": lambda: plain(
-            x, state._replace(weighted=state.weighted.long())
-        ),
+        "state.weighted must be .*int64": lambda: plain(x, state._replace(weighted=state.weighted.long())),
         "state.total must be .*no tensor": lambda: plain(x, state._replace(total=1)),
         "0 key heads do not divide 2": lambda: linear_attention(
             torch.ones(1, 3, 2, 2), torch.ones(1, 3, 0, 2), torch.ones(1, 3, 0, 2)
         ),
-        "engine must be one of": lambda: linear_attention(
-            *[x[:, :, None]] * 3, causal=False, engine="fast"
-        ),
-        "autodiff must be one of": lambda: linear_attention(
-            *[x[:, :, None]] * 3, causal=False, autodiff="fast"
-        ),
+        "engine must be one of": lambda: linear_attention(*[x[:, :, None]] * 3, causal=False, engine="fast"),
+        "autodiff must be one of": lambda: linear_attention(*[x[:, :, None]] * 3, causal=False, autodiff="fast"),
         "phi_params must be what": lambda: linear_attention(*[x[:, :, None]] * 3, "elu", {"w": x}),
         "got 3": lambda: linear_attention(*[x[:, :, None]] * 3, "elu", 3),
         "position_params must be a mapping": lambda: linear_attention(

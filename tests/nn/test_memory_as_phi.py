@@ -41,9 +41,7 @@ def unit(z):
 def test_against_a_loop(read):
     """Token by token in numpy: M is written with (k, U k) and read at q and k, then the outer."""
     inner = {"kind": "delta", "key_norm": "none", "retention": "decay", "read": read, "d_value": 9}
-    layer = layer_of(
-        OUTER, feature_memory={**inner, "residual": False}, conv_kernel=0, output_gate=False
-    )
+    layer = layer_of(OUTER, feature_memory={**inner, "residual": False}, conv_kernel=0, output_gate=False)
     x = inputs(1, 10)
     given = layer.qkv(x).detach()[0].split(layer.splits, -1)
     q, k, v = (part.unflatten(-1, (HEADS, -1)).numpy() for part in given)
@@ -130,10 +128,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match="residual: unknown field"):
         Memory(12, 2, FeatureMemoryConfig(residual=False))  # no memory but a feature memory
     with pytest.raises(ConfigError, match="feature_memory: .* width 32 and values width 7"):
-        LanguageModelConfig(
-            vocab_size=5,
-            feature_memory={"residual": False, "d_value": 7, "structure": "vector"},
-        )
+        LanguageModelConfig(vocab_size=5, feature_memory={"residual": False, "d_value": 7, "structure": "vector"})
     plain = Memory(12, 2, OUTER, feature_memory=MemoryConfig(retention="decay"))
     assert plain.feature_memory.config == FeatureMemoryConfig(retention="decay")
     q, v = torch.ones(1, 2, 1, 2), torch.ones(1, 2, 1, 3)

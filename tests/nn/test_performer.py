@@ -124,17 +124,14 @@ def test_weights_over_a_context_and_what_is_padding_in_it():
 def test_many_features_are_softmax_attention():
     counts, repeats, scaled = (256, 4096), 80, []
     for count in counts:
-        layer = PerformerAttention(
-            D_MODEL, HEADS, num_features=count, orthogonal=False, generator=seeded()
-        )
+        layer = PerformerAttention(D_MODEL, HEADS, num_features=count, orthogonal=False, generator=seeded())
         x, inner = inputs(), layer.attention
         with torch.no_grad():
             inner.query.weight *= 0.4  # short vectors, whose features have light tails
             inner.key_value.weight[:D_MODEL] *= 0.4
             q = inner.query(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             k, v = (
-                part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-                for part in inner.key_value(x).split(inner.splits, -1)
+                part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in inner.key_value(x).split(inner.splits, -1)
             )
             soft = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             soft = inner.out(soft.transpose(1, 2).flatten(-2))
@@ -154,11 +151,7 @@ def test_many_features_are_softmax_attention():
 def test_the_number_of_features():
     for width in (1, 2, 8, 64):
         usual = max(width, int(width * math.log(width)))
-        for kernel, expected in (
-            ("positive", usual),
-            ("relu", usual),
-            ("hyperbolic", usual + usual % 2),
-        ):
+        for kernel, expected in (("positive", usual), ("relu", usual), ("hyperbolic", usual + usual % 2)):
             layer = PerformerAttention(2 * width, 2, kernel=kernel, device="meta")
             assert layer.attention.feature_map.output_dim(width) == expected
 

@@ -38,12 +38,8 @@ def test_rotations_against_a_weight_for_every_pair(positions, feature_map, causa
 @pytest.mark.parametrize("positions", [ROTATIONS["rotary-numerator"], LINEAR, TABLE])
 @pytest.mark.parametrize("feature_map, normalizer", [("identity", "none"), ("cosformer", "sum")])
 @either_way
-def test_without_a_normaliser_and_on_top_of_a_map_with_positions(
-    positions, feature_map, normalizer, causal
-):
-    Case(
-        feature_map, causal=causal, positions=positions, normalizer=normalizer, masks=("write",)
-    ).check()
+def test_without_a_normaliser_and_on_top_of_a_map_with_positions(positions, feature_map, normalizer, causal):
+    Case(feature_map, causal=causal, positions=positions, normalizer=normalizer, masks=("write",)).check()
 
 
 @pytest.mark.spec("ATT-REL-D1")
@@ -60,9 +56,7 @@ def test_decay_against_a_weight_for_every_pair(causal, masks):
 @pytest.mark.parametrize("normalizer", ["sum", "none"])
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_a_table_against_a_weight_for_every_pair(causal, masks, normalizer, length):
-    Case(
-        "t2r", causal=causal, length=length, positions=TABLE, masks=masks, normalizer=normalizer
-    ).check()
+    Case("t2r", causal=causal, length=length, positions=TABLE, masks=masks, normalizer=normalizer).check()
 
 
 @pytest.mark.spec("ATT-REL-D1")
@@ -169,9 +163,7 @@ def test_what_a_table_cannot_do_is_refused():
 @pytest.mark.spec("ATT-REL-D1")
 @either_way
 def test_second_derivatives_of_a_table(causal):
-    case = Case(
-        batch=1, length=3, heads=2, groups=1, causal=causal, positions=TABLE, masks=("write",)
-    )
+    case = Case(batch=1, length=3, heads=2, groups=1, causal=causal, positions=TABLE, masks=("write",))
 
     def run(q, k, v, bias):
         return case.run(q, k, v, position_params={"bias": bias})[0]

@@ -222,9 +222,7 @@ def test_every_parameter_learns_from_a_cold_start():
 @pytest.mark.spec("ATT-SLIDE-I4")
 def test_draws_copies_meta_and_names():
     def built(seed=0, **options):
-        return SlidingAttention(
-            D_MODEL, HEADS, window=4, persistent=2, generator=seeded(seed), **options
-        )
+        return SlidingAttention(D_MODEL, HEADS, window=4, persistent=2, generator=seeded(seed), **options)
 
     torch.manual_seed(1)
     before = torch.get_rng_state()

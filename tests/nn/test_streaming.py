@@ -113,9 +113,7 @@ def test_left_padding_equals_no_padding(layers, rule):
 def test_a_masked_token_leaves_the_memory_bit_for_bit(layers, rule):
     x = inputs(length=LENGTH)
     _, state = layers[rule](x)
-    _, after = layers[rule](
-        inputs(length=3, seed=8), state, write_mask=torch.zeros(2, 3, dtype=torch.bool)
-    )
+    _, after = layers[rule](inputs(length=3, seed=8), state, write_mask=torch.zeros(2, 3, dtype=torch.bool))
     near(after.memory, state.memory, 0.0)
 
 

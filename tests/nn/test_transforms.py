@@ -24,9 +24,7 @@ def test_the_formula(rule):
     layer, x = layer_of(config), inputs()
     mixed = (x @ layer.qkv.weight.mT).mT
     taps = layer.conv.weight.mT.flip(1).unsqueeze(1)
-    mixed = torch.nn.functional.conv1d(
-        torch.nn.functional.pad(mixed, (3, 0)), taps, groups=mixed.shape[1]
-    )
+    mixed = torch.nn.functional.conv1d(torch.nn.functional.pad(mixed, (3, 0)), taps, groups=mixed.shape[1])
     q, k, v = torch.nn.functional.silu(mixed).mT.split([12, 12, 2 * layer.d_value], -1)
     q, k = (normalise_qk(item.unflatten(-1, (2, 6)), "l2") for item in (q, k))
     y, state = memory_scan(
@@ -159,11 +157,7 @@ def test_autocast_keeps_the_state_in_float32(dtype, conv_kernel):
     tolerance = 6 * torch.finfo(dtype).eps
     near(rough.float() / y.norm(), y / y.norm(), tolerance)
     scale = leaves(state.memory.memory)[0].norm()
-    near(
-        leaves(rough_state.memory.memory)[0] / scale,
-        leaves(state.memory.memory)[0] / scale,
-        tolerance,
-    )
+    near(leaves(rough_state.memory.memory)[0] / scale, leaves(state.memory.memory)[0] / scale, tolerance)
     near(torch.cat([item[0] for item in pieces], 1).float() / y.norm(), y / y.norm(), tolerance)
 
 
@@ -207,10 +201,6 @@ def test_compile(engine):
 
 def test_module_moves_and_is_seeded(device):
     layer = Memory(12, 2, DELTA, generator=seeded(), device=device)
-    near(
-        [item.cpu() for item in layer.parameters()],
-        list(Memory(12, 2, DELTA, generator=seeded()).parameters()),
-        0.0,
-    )
+    near([item.cpu() for item in layer.parameters()], list(Memory(12, 2, DELTA, generator=seeded()).parameters()), 0.0)
     y, _ = layer(inputs().to(device))
     near(y.cpu(), Memory(12, 2, DELTA, generator=seeded())(inputs())[0], 1e-10)

@@ -21,10 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
 @dataclass(frozen=True)
@@ -271,9 +268,7 @@ def check_only_parameters_with_gradients_move(rule: Rule) -> None:
     feed(params, 0)
     params[0].grad = None
     optimizer.step()
-    assert torch.equal(params[0], before) and not torch.equal(
-        params[1].detach(), draw(3, 5, seed=1)
-    )
+    assert torch.equal(params[0], before) and not torch.equal(params[1].detach(), draw(3, 5, seed=1))
 
 
 def check_gradients_are_left_alone(rule: Rule) -> None:
@@ -611,7 +606,5 @@ def check_no_warnings(rule: Rule) -> None:
 
 
 CHECKS: dict[str, Callable[[Rule], None]] = {
-    name.removeprefix("check_"): value
-    for name, value in list(globals().items())
-    if name.startswith("check_")
+    name.removeprefix("check_"): value for name, value in list(globals().items()) if name.startswith("check_")
 }

@@ -65,20 +65,14 @@ def equal(a, b) -> bool:
 def test_state_exists_at_construction(name):
     module = model()
     optimizer = optimizer_of(name, module)
-    fresh = {
-        k: {n: t.shape for n, t in s.items()} for k, s in optimizer.state_dict()["state"].items()
-    }
+    fresh = {k: {n: t.shape for n, t in s.items()} for k, s in optimizer.state_dict()["state"].items()}
     assert len(fresh) == 4
     advance(module, optimizer)
-    later = {
-        k: {n: t.shape for n, t in s.items()} for k, s in optimizer.state_dict()["state"].items()
-    }
+    later = {k: {n: t.shape for n, t in s.items()} for k, s in optimizer.state_dict()["state"].items()}
     assert fresh == later
 
 
-@pytest.mark.parametrize(
-    "cls", [PhiMomentum, KernelMomentum, DeltaMomentum, DeepMomentum, M3, Muon, DGD]
-)
+@pytest.mark.parametrize("cls", [PhiMomentum, KernelMomentum, DeltaMomentum, DeepMomentum, M3, Muon, DGD])
 def test_a_group_holds_the_arguments(cls):
     arguments = set(inspect.signature(cls).parameters)
     group = cls([torch.nn.Parameter(torch.zeros(2, 3))]).param_groups[0]
@@ -172,9 +166,7 @@ def test_a_sum_that_overflows_is_no_alarm():
 def test_load_errors_name_the_parameter_and_both_shapes():
     wide = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
     saved = optimizer_of("identity", wide).state_dict()
-    with pytest.raises(
-        ShapeError, match=r"'momentum' of parameter '0\.weight' is \[5, 4\].*\[6, 4\]"
-    ):
+    with pytest.raises(ShapeError, match=r"'momentum' of parameter '0\.weight' is \[5, 4\].*\[6, 4\]"):
         optimizer_of("identity", model()).load_state_dict(saved)
     saved = optimizer_of("diagonal", model()).state_dict()
     with pytest.raises(ConfigError, match="precondition = 'diagonal'.*None"):
@@ -227,10 +219,7 @@ REFUSED = [
     ({"feature_map": phi.Linear(d_phi=2), "lift": "identity"}, "makes 2 of 4"),
     ({"feature_map": "elu", "lift": "prefix"}, "features of degree 1"),
     ({"lift": "callable"}, "pass it as lift="),
-    (
-        {"feature_map": phi.RandomFourier(d_phi=8), "input_scale": "none"},
-        r"misses \d\.\d+ of a Gaussian row of 4",
-    ),
+    ({"feature_map": phi.RandomFourier(d_phi=8), "input_scale": "none"}, r"misses \d\.\d+ of a Gaussian row of 4"),
     ({"differentiable": True, "precondition": "kronecker"}, "does not reach through"),
     ({"feature_map": "eluu"}, "elu"),
     ({"decoupled": "no"}, "decoupled must be one of"),
@@ -309,9 +298,7 @@ def test_literal_phi_warns_and_drifts():
 
 def test_a_lift_of_the_wrong_shape_is_refused():
     p = torch.nn.Parameter(torch.zeros(3, 4))
-    optimizer = PhiMomentum(
-        [p], feature_map=phi.Linear(d_phi=6), lift=lambda features, rows: features
-    )
+    optimizer = PhiMomentum([p], feature_map=phi.Linear(d_phi=6), lift=lambda features, rows: features)
     p.grad = torch.ones_like(p)
     with pytest.raises(ShapeError, match=r"must return \[3, 4\] .* got \[3, 6\]"):
         optimizer.step()

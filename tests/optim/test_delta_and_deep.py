@@ -31,9 +31,7 @@ def test_delta_reference(shape, reading, form):
 def test_erase_follows_lr():
     w = parameter(3, 5)
     optimizer = DeltaMomentum([w], 0.02, erase="lr", reading="scalar")
-    assert (
-        follow(w, optimizer, reference.DeltaMomentum(0.02, erase=0.02, reading="scalar")) <= 1e-12
-    )
+    assert follow(w, optimizer, reference.DeltaMomentum(0.02, erase=0.02, reading="scalar")) <= 1e-12
 
 
 @pytest.mark.spec("OPT-DELTA-I1")
@@ -133,16 +131,12 @@ def steps_to(make, problem: tuple[float, ...], limit: int = 100) -> int:
 
 
 @pytest.mark.spec("OPT-DELTA-R2")
-@pytest.mark.parametrize(
-    ("problem", "plain", "scalar"), [((1, 0.5, 1), 65, 32), ((10, 0.5, 1), 81, 47)]
-)
+@pytest.mark.parametrize(("problem", "plain", "scalar"), [((1, 0.5, 1), 65, 32), ((10, 0.5, 1), 81, 47)])
 def test_erasing_shortens_the_way_on_curved_surfaces(problem, plain, scalar):
     """Two of the 48 surfaces k in 1, 5, 10, 20; a in 0.5, 1, 2; w in 1, 3, 5, 10."""
     assert steps_to(lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9), problem) == plain
     for reading in ("scalar", "rows"):
-        found = steps_to(
-            lambda p, lr, r=reading: DeltaMomentum(p, lr, erase="lr", reading=r), problem
-        )
+        found = steps_to(lambda p, lr, r=reading: DeltaMomentum(p, lr, erase="lr", reading=r), problem)
         assert found == scalar if reading == "scalar" else found < plain
 
 
@@ -379,9 +373,7 @@ EVERY = [
 ]
 
 
-every = pytest.mark.parametrize(
-    ("cls", "options"), EVERY, ids=lambda o: o.__name__ if isinstance(o, type) else str(o)
-)
+every = pytest.mark.parametrize(("cls", "options"), EVERY, ids=lambda o: o.__name__ if isinstance(o, type) else str(o))
 
 
 def gain(cls, options) -> float:

@@ -135,10 +135,7 @@ def test_commits_come_when_they_would():
 @pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
 def test_state_of_another_shape_is_refused_at_load(factory, options, period, key, stepped):
     one, two = model(5), model(6)
-    saved, other = (
-        Leveled(module.parameters(), factory, lr=0.01, period=period, **options)
-        for module in (one, two)
-    )
+    saved, other = (Leveled(module.parameters(), factory, lr=0.01, period=period, **options) for module in (one, two))
     advance(one, saved, 0, 4)
     advance(two, other, 0, 4 * stepped)
     before = str(other.state_dict())

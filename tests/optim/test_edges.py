@@ -10,16 +10,7 @@ import torch
 
 from hecate import phi
 from hecate.errors import ConfigError, NonFiniteError
-from hecate.optim import (
-    DGD,
-    M3,
-    DeepMomentum,
-    DeltaMomentum,
-    KernelMomentum,
-    Leveled,
-    Muon,
-    PhiMomentum,
-)
+from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Leveled, Muon, PhiMomentum
 
 RFF = phi.RandomFourier(d_phi=16)
 KINDS = {

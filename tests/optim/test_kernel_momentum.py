@@ -45,9 +45,7 @@ def test_reference(name, keys, unit):
     rng = np.random.default_rng(5)
     for _ in range(100):
         g = 0.3 * (mine - 1) + 0.2 * rng.normal(size=mine.shape)
-        memory, mine = reference.kernel_step(
-            memory, mine, g, plain, 0.001, 0.8, columns=keys == "columns", unit=unit
-        )
+        memory, mine = reference.kernel_step(memory, mine, g, plain, 0.001, 0.8, columns=keys == "columns", unit=unit)
         w.grad = torch.tensor(g)
         optimizer.step()
     np.testing.assert_allclose(w.detach().numpy(), mine, rtol=1e-12, atol=1e-13)

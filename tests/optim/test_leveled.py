@@ -62,9 +62,7 @@ def leveled(params: nn.ParameterList, name: str = "adamw", **options: object) ->
     return Leveled(groups, factory, **{**copy.deepcopy(chosen), **options})
 
 
-def advance(
-    optimizer: torch.optim.Optimizer, params: nn.ParameterList, first: int, last: int
-) -> list[list[Tensor]]:
+def advance(optimizer: torch.optim.Optimizer, params: nn.ParameterList, first: int, last: int) -> list[list[Tensor]]:
     """Runs steps first..last; the weights after each."""
     history = []
     for t in range(first, last + 1):
@@ -86,10 +84,7 @@ def assert_same(left: list[list[Tensor]], right: list[list[Tensor]]) -> None:
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [
-        ("sgd", reference.sgd(0.1, 0.9, 0.01)),
-        ("adamw", reference.adamw(0.05, 0.9, 0.999, 1e-8, 0.1)),
-    ],
+    [("sgd", reference.sgd(0.1, 0.9, 0.01)), ("adamw", reference.adamw(0.05, 0.9, 0.999, 1e-8, 0.1))],
     ids=["sgd", "adamw"],
 )
 def test_equals_the_loop_written_out(name: str, rule: reference.Rule, reduce: str):
@@ -305,15 +300,11 @@ def test_state_dict_hooks_see_windows():
     optimizer = Leveled([parameter], torch.optim.SGD, lr=1.0, period=2)
     parameter.grad = torch.ones(1)
     optimizer.step()
-    optimizer.register_state_dict_post_hook(
-        lambda _, state: seen.append("window" in state["state"][0])
-    )
+    optimizer.register_state_dict_post_hook(lambda _, state: seen.append("window" in state["state"][0]))
     optimizer.register_load_state_dict_pre_hook(
         lambda _, state: {**state, "state": {0: {"window": torch.full((1,), 3.0)}}}
     )
-    optimizer.register_load_state_dict_post_hook(
-        lambda loaded: seen.append(loaded._windows[parameter].item())
-    )
+    optimizer.register_load_state_dict_post_hook(lambda loaded: seen.append(loaded._windows[parameter].item()))
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == [True, 3.0]
     assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
@@ -436,9 +427,7 @@ def test_torch_says_what_torch_would():
 
 @pytest.mark.spec("OPTIM-LEVEL-D4")
 def test_groups_by_name():
-    net = nn.ModuleDict(
-        {"level_0": nn.Linear(2, 2), "level_1": nn.Linear(2, 2), "head": nn.Linear(2, 1)}
-    )
+    net = nn.ModuleDict({"level_0": nn.Linear(2, 2), "level_1": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
     net["head"].bias.requires_grad_(False)
     named = list(net.named_parameters())
     groups = level_groups(named, {"level_1.bias": 2, "level_1.*": 8, "*.weight": 4})

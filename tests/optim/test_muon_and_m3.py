@@ -49,9 +49,7 @@ def test_muon_reference(shape, polynomial, how):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_muon_is_torchs_bit_for_bit(dtype, nesterov, how):
     shapes = [(7, 5), (7, 5), (3, 9), (20, 20), (130, 150)]
-    theirs, ours = (
-        [parameter(*s, seed=i, dtype=dtype) for i, s in enumerate(shapes)] for _ in "ab"
-    )
+    theirs, ours = ([parameter(*s, seed=i, dtype=dtype) for i, s in enumerate(shapes)] for _ in "ab")
     shared = {"lr": 0.02, "weight_decay": 0.05, "nesterov": nesterov, "adjust_lr_fn": how}
     muon = torch.optim.Muon(theirs, **shared)
     mine = Muon(ours, ns_dtype=torch.bfloat16, foreach=False, **shared)

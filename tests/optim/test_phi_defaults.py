@@ -61,9 +61,7 @@ def test_random_fourier_features_of_wide_rows_train_as_they_come(dtype):
 def test_updates_are_as_long_as_gaussian_gradients_whatever_phi():
     for made in (phi.Softmax(), phi.Polysketch(degree=4, sketch=3), phi.SquaredReLU()):
         w = torch.nn.Parameter(torch.zeros(64, 32))
-        row_map = (optimizer := PhiMomentum([w], feature_map=made)).row_map(
-            optimizer.param_groups[0], w.data
-        )
+        row_map = (optimizer := PhiMomentum([w], feature_map=made)).row_map(optimizer.param_groups[0], w.data)
         g = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))  # as they are gauged
         torch.testing.assert_close(row_map(g).norm(), g.norm(), rtol=1e-12, atol=0)
         torch.testing.assert_close(row_map(1e3 * g), 1e3 * row_map(g), rtol=1e-12, atol=1e-12)

@@ -78,13 +78,7 @@ def both(name: str, lift: str, **options):
     options = {"odd": name == "relu", "input_scale": "none"} | options
     theirs.setdefault("odd", options["odd"])
     optimizer = PhiMomentum(
-        [w],
-        lr=0.01,
-        feature_map=made,
-        phi_params={C: params},
-        max_decode_error=1.0,
-        **call,
-        **options,
+        [w], lr=0.01, feature_map=made, phi_params={C: params}, max_decode_error=1.0, **call, **options
     )
     ref = reference.PhiMomentum(plain, lift, call=halves, **theirs)
     if lift == "pinv":
@@ -145,18 +139,12 @@ def test_reference(name, lift, form, space):
 def test_reference_of_options(name, lift, options):
     w, optimizer, ref = both(name, lift, **options)
     # A root of statistics that are almost singular divides rounding errors by it.
-    assert follow(w, optimizer, ref) <= (
-        1e-9 if options.get("precondition") == "kronecker" else 1e-12
-    )
+    assert follow(w, optimizer, ref) <= (1e-9 if options.get("precondition") == "kronecker" else 1e-12)
     if options.get("guard") and name == "random_fourier":
         assert optimizer.stats["guarded"] >= 0
 
 
-GUARDS = {
-    "none": lambda w, g: w + 0.01 * g,
-    "skip": lambda w, g: w,
-    "flip": lambda w, g: w - 0.01 * g,
-}
+GUARDS = {"none": lambda w, g: w + 0.01 * g, "skip": lambda w, g: w, "flip": lambda w, g: w - 0.01 * g}
 
 
 @pytest.mark.spec("OPT-PHI-D3")
@@ -180,16 +168,12 @@ def pair(dtype: torch.dtype) -> tuple[list[torch.nn.Parameter], list[torch.nn.Pa
 
 @pytest.mark.spec("OPT-PHI-R1")
 @pytest.mark.parametrize("foreach", [None, False, True])
-@pytest.mark.parametrize(
-    "options", [{}, {"nesterov": True}, {"maximize": True}, {"weight_decay": 0.01}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"maximize": True}, {"weight_decay": 0.01}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_identity_is_sgd_bit_for_bit(dtype, options, foreach):
     theirs, ours = pair(dtype)
     sgd = torch.optim.SGD(theirs, 1e-2, momentum=0.9, foreach=foreach, **options)
-    mine = PhiMomentum(
-        ours, 1e-2, 0.9, state_dtype="parameter", decoupled=False, foreach=foreach, **options
-    )
+    mine = PhiMomentum(ours, 1e-2, 0.9, state_dtype="parameter", decoupled=False, foreach=foreach, **options)
     draws = torch.Generator().manual_seed(5)
     for _ in range(200):
         for a, b in zip(theirs, ours, strict=True):
@@ -253,9 +237,7 @@ def test_lifts_that_are_plain_momentum(options, space):
 def test_vjp_of_a_polynomial_is_a_positive_multiple_of_the_gradient():
     w = parameter(5, C)
     g = parameter(5, C, seed=1).detach()
-    optimizer = PhiMomentum(
-        [w], feature_map=phi.Polynomial(degree=3), lift="vjp", input_scale="none"
-    )
+    optimizer = PhiMomentum([w], feature_map=phi.Polynomial(degree=3), lift="vjp", input_scale="none")
     u = optimizer.row_map(optimizer.param_groups[0], g)(g)
     power = g.square().sum(-1, keepdim=True)
     # 1/2 sum_i |g|^(2i) / i!, differentiated.

@@ -64,9 +64,7 @@ def draw(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 def same_as_whole(mesh, options: dict) -> None:
     whole = [torch.nn.Parameter(draw(s, i)) for i, s in enumerate(SHAPES)]
-    spread = [
-        torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for p in whole
-    ]
+    spread = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for p in whole]
     one, two = PhiMomentum(whole, 0.05, **options), PhiMomentum(spread, 0.05, **options)
     looks = options.get("on_nonfinite") != "propagate"  # at one flag per parameter, in one message
     for step in range(4):
@@ -89,10 +87,7 @@ def gathered_exactly(mesh, cls, options: dict, placement, shapes=()) -> None:
     """Whole matrices on every process: not a bit of difference."""
     shapes = shapes or MATRICES + ([(3, 2, 3)] if cls is Muon else [(7,)])
     whole = [torch.nn.Parameter(draw(s, i)) for i, s in enumerate(shapes)]
-    spread = [
-        torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [placement(p)]))
-        for p in whole
-    ]
+    spread = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [placement(p)])) for p in whole]
     one, two = cls(whole, 0.05, **options), cls(spread, 0.05, **options)
     for step in range(4):
         for i, (p, q) in enumerate(zip(whole, spread, strict=True)):

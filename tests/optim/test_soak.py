@@ -8,16 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hecate.optim import (
-    DGD,
-    M3,
-    DeepMomentum,
-    DeltaMomentum,
-    KernelMomentum,
-    Leveled,
-    Muon,
-    PhiMomentum,
-)
+from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Leveled, Muon, PhiMomentum
 
 STEPS = 10_000
 LR = 1e-3
@@ -26,13 +17,9 @@ EVERY = {
     "tanh nesterov": lambda p: PhiMomentum(p, LR, feature_map="tanh", nesterov=True),
     "diagonal": lambda p: PhiMomentum(p, LR, precondition="diagonal"),
     "kronecker": lambda p: PhiMomentum(p, LR, precondition="kronecker"),
-    "learned lift": lambda p: PhiMomentum(
-        p, LR, feature_map={"kind": "linear", "d_phi": 3}, lift="learned"
-    ),
+    "learned lift": lambda p: PhiMomentum(p, LR, feature_map={"kind": "linear", "d_phi": 3}, lift="learned"),
     "learned phi": lambda p: PhiMomentum(p, LR, feature_map="hedgehog", phi_lr=0.01),
-    "phi space": lambda p: PhiMomentum(
-        p, LR, feature_map={"kind": "linear", "d_phi": 6}, space="phi"
-    ),
+    "phi space": lambda p: PhiMomentum(p, LR, feature_map={"kind": "linear", "d_phi": 6}, space="phi"),
     "kernel": lambda p: KernelMomentum(p, LR),
     "delta": lambda p: DeltaMomentum(p, LR),
     "deep": lambda p: DeepMomentum(p, LR, width=4),

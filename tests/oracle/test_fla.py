@@ -53,11 +53,7 @@ def linear_chunked(q, k, v):
 
 def normalised(q, k, v):
     y, (state, _) = peers.fla("linear_attn").naive_recurrent_linear_attn(
-        *(torch.nn.functional.elu(item) + 1 for item in (q, k)),
-        v,
-        scale=1.0,
-        output_final_state=True,
-        normalize=True,
+        *(torch.nn.functional.elu(item) + 1 for item in (q, k)), v, scale=1.0, output_final_state=True, normalize=True
     )
     return y, state
 
@@ -77,9 +73,7 @@ def longhorn(q, k, v, lr):
 def gated(function: str, *, lr_first: bool) -> Reference:
     def run(q, k, v, lr, retain):
         gates = (lr, retain.log()) if lr_first else (retain.log(), lr)
-        return getattr(peers.fla("gated_delta_rule"), function)(
-            q, k, v, *gates, output_final_state=True
-        )
+        return getattr(peers.fla("gated_delta_rule"), function)(q, k, v, *gates, output_final_state=True)
 
     return run
 
@@ -92,9 +86,7 @@ def product(q, k, v, lr, retain):
 
 def kda(function: str) -> Reference:
     def run(q, k, v, lr, retain):
-        return getattr(peers.fla("kda"), function)(
-            q, k, v, retain.log(), lr, output_final_state=True
-        )
+        return getattr(peers.fla("kda"), function)(q, k, v, retain.log(), lr, output_final_state=True)
 
     return run
 
@@ -142,11 +134,7 @@ CASES: dict[str, tuple[dict[str, Any], Reference, str]] = {
     # name: config, reference, gates in its order
     "linear": ({"bias": "dot", **SCALED}, linear, ""),
     "linear-chunked": ({"bias": "dot", **SCALED}, linear_chunked, ""),
-    "linear-normalised": (
-        {"bias": "dot", "feature_map": "elu", "normalizer": "sum"},
-        normalised,
-        "",
-    ),
+    "linear-normalised": ({"bias": "dot", "feature_map": "elu", "normalizer": "sum"}, normalised, ""),
     "delta": (SCALED, delta, "l"),
     "delta-chunked": (SCALED, delta_chunked, "l"),
     "longhorn": ({"step": "implicit", **SCALED}, longhorn, "l"),
@@ -160,32 +148,12 @@ CASES: dict[str, tuple[dict[str, Any], Reference, str]] = {
         gated("naive_chunk_gated_delta_rule", lr_first=False),
         "lr",
     ),
-    "gated-delta-product": (
-        {"retention": "decay", "decay_order": "before_gradient", **SCALED},
-        product,
-        "lr",
-    ),
-    "kda": (
-        {"retention": "decay", "decay_order": "before_gradient", **SCALED},
-        kda("naive_recurrent_kda"),
-        "lc",
-    ),
-    "kda-chunked": (
-        {"retention": "decay", "decay_order": "before_gradient", **SCALED},
-        kda("naive_chunk_kda"),
-        "lc",
-    ),
+    "gated-delta-product": ({"retention": "decay", "decay_order": "before_gradient", **SCALED}, product, "lr"),
+    "kda": ({"retention": "decay", "decay_order": "before_gradient", **SCALED}, kda("naive_recurrent_kda"), "lc"),
+    "kda-chunked": ({"retention": "decay", "decay_order": "before_gradient", **SCALED}, kda("naive_chunk_kda"), "lc"),
     "gla": ({"bias": "dot", "retention": "decay", **SCALED}, gla, "c"),
-    "simple-gla": (
-        {"bias": "dot", "retention": "decay", **SCALED},
-        simple_gla("naive_recurrent_simple_gla"),
-        "r",
-    ),
-    "simple-gla-chunked": (
-        {"bias": "dot", "retention": "decay", **SCALED},
-        simple_gla("naive_chunk_simple_gla"),
-        "r",
-    ),
+    "simple-gla": ({"bias": "dot", "retention": "decay", **SCALED}, simple_gla("naive_recurrent_simple_gla"), "r"),
+    "simple-gla-chunked": ({"bias": "dot", "retention": "decay", **SCALED}, simple_gla("naive_chunk_simple_gla"), "r"),
     "simple-gla-parallel": (
         {"bias": "dot", "retention": "decay", **SCALED},
         simple_gla("naive_parallel_simple_gla"),
@@ -207,10 +175,7 @@ CASES: dict[str, tuple[dict[str, Any], Reference, str]] = {
 def inputs_of(gates: str) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     lead = (BATCH, LENGTH, HEADS)
-    q, k = (
-        torch.nn.functional.normalize(torch.randn(*lead, KEYS, generator=generator), dim=-1)
-        for _ in range(2)
-    )
+    q, k = (torch.nn.functional.normalize(torch.randn(*lead, KEYS, generator=generator), dim=-1) for _ in range(2))
     v = torch.randn(*lead, VALUES, generator=generator)
     made = {
         "l": 0.1 + 0.8 * torch.rand(lead, generator=generator),

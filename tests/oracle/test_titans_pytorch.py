@@ -17,8 +17,7 @@ from studies.costs import peers
 pytestmark = [
     pytest.mark.oracle,
     pytest.mark.skipif(
-        not peers.installed("titans-pytorch"),
-        reason="titans-pytorch is not installed; pip install 'hecate[oracle]'",
+        not peers.installed("titans-pytorch"), reason="titans-pytorch is not installed; pip install 'hecate[oracle]'"
     ),
     # Its dependencies script and annotate in ways that this torch deprecates.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),

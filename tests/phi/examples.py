@@ -65,9 +65,7 @@ EXAMPLES: dict[str, list[phi.FeatureMap]] = {
         phi.TensorProduct(maps=(phi.Identity(), phi.ELU())),
         phi.TensorProduct(maps=(phi.CosFormer(), phi.ELU())),
         phi.TensorProduct(maps=(phi.Linear(d_phi=3), phi.CReLU())),
-        phi.TensorProduct(
-            maps=(phi.Linear(d_phi=3), phi.RandomFourier(d_phi=4), phi.Linear(d_phi=2))
-        ),
+        phi.TensorProduct(maps=(phi.Linear(d_phi=3), phi.RandomFourier(d_phi=4), phi.Linear(d_phi=2))),
     ],
     # Random maps. The derivative of arc_cosine at order 0 is 0, which no check can tell from wrong.
     "arc_cosine": [
@@ -75,10 +73,7 @@ EXAMPLES: dict[str, list[phi.FeatureMap]] = {
         phi.ArcCosine(order=2, num_features=8),
         phi.ArcCosine(order=2, num_features=8, norms="chi", orthogonal=False),
     ],
-    "nystrom": [
-        phi.Nystrom(num_centres=6, sigma=2.0),
-        phi.Nystrom(num_centres=6, sigma=2.0, centres="learned"),
-    ],
+    "nystrom": [phi.Nystrom(num_centres=6, sigma=2.0), phi.Nystrom(num_centres=6, sigma=2.0, centres="learned")],
     "polysketch": [phi.Polysketch(sketch=4), phi.Polysketch(sketch=3, degree=16)],
     "random_maclaurin": [
         phi.RandomMaclaurin(d_phi=12),

@@ -64,9 +64,7 @@ def one_sided_pair() -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def estimates(
-    feature_map: FeatureMap, x: Tensor, y: Tensor, replicas: int, *, seed: int = 1
-) -> Tensor:
+def estimates(feature_map: FeatureMap, x: Tensor, y: Tensor, replicas: int, *, seed: int = 1) -> Tensor:
     """The estimated kernel of one pair under `replicas` independent draws (one per head)."""
     d = x.shape[-1]
     params = feature_map.init(d, heads=replicas, generator=seeded(seed), dtype=F64)

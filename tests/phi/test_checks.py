@@ -57,9 +57,7 @@ def _vjp(wrong: float, dtype: torch.dtype | None = None) -> Callable:
         gw = (x * g).reshape(-1, *self.weight(x, params).shape).sum(0)
         shape = params["learned"]["w"].shape
         gw = gw.reshape(shape) if gw.numel() == shape.numel() else gw.sum(0).reshape(shape)
-        return wrong * g * self.weight(x, params), {
-            "w": gw.to(dtype or params["learned"]["w"].dtype)
-        }
+        return wrong * g * self.weight(x, params), {"w": gw.to(dtype or params["learned"]["w"].dtype)}
 
     return vjp
 
@@ -72,10 +70,7 @@ def _cut_off(self, residuals: Any, g: Tensor) -> tuple[Tensor, dict[str, Tensor]
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "wrong scale of gx": ("VJP of input 0", {"forward": _forward, "vjp": _vjp(1.001)}),
     "detached gx": ("second derivative", {"vjp": _cut_off}),
-    "wrong dtype of a learned cotangent": (
-        "cotangent",
-        {"forward": _forward, "vjp": _vjp(1.0, torch.float32)},
-    ),
+    "wrong dtype of a learned cotangent": ("cotangent", {"forward": _forward, "vjp": _vjp(1.0, torch.float32)}),
     "wrong width": ("d_phi", {"output_dim": lambda self, d: d + 1}),
     "not non-negative": ("non_negative", _trait(non_negative=True)),
     "kernel not non-negative": ("kernel_non_negative", _trait(kernel_non_negative=True)),
@@ -87,9 +82,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
         "kernel_non_negative",
         {
             "features": lambda self, x, params: (
-                self.weight(x, params).abs()
-                * x.abs()
-                * (params["position"].unsqueeze(-1) / 50).cos().to(x.dtype)
+                self.weight(x, params).abs() * x.abs() * (params["position"].unsqueeze(-1) / 50).cos().to(x.dtype)
             ),
             **_trait(needs_position=True, kernel_non_negative=True),
         },
@@ -98,10 +91,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "drawn without a word": ("declare is_random", {"init": _frozen_draw}),
     "global generator": ("global generator", {"init": _global_draw}),
     "idle parameter": ("idle", {"init": _useless}),
-    "wrong dtype": (
-        "float32",
-        {"features": lambda self, x, params: x.double() * self.weight(x.double(), params)},
-    ),
+    "wrong dtype": ("float32", {"features": lambda self, x, params: x.double() * self.weight(x.double(), params)}),
     "low precision": (
         "evaluate in float32",
         {
@@ -112,11 +102,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a norm at zero": (
         "x = 0",
-        {
-            "features": lambda self, x, params: (
-                self.weight(x, params) * x.square().sum(-1, keepdim=True).sqrt()
-            )
-        },
+        {"features": lambda self, x, params: self.weight(x, params) * x.square().sum(-1, keepdim=True).sqrt()},
     ),
     "heads mixed": (
         "head 0 differs",

@@ -151,10 +151,7 @@ def test_tensor_product_multiplies_every_feature_with_every_other():
     params, x = _params(feature_map, 3), _x(5, 3)
     assert list(params["learned"]) == ["2.weight"] and feature_map.output_dim(3) == 3 * 6 * 2
     weight = params["learned"]["2.weight"][0].numpy()
-    rows = [
-        reference.tensor_product(row, reference.crelu(row), reference.linear(row, weight))
-        for row in x.numpy()
-    ]
+    rows = [reference.tensor_product(row, reference.crelu(row), reference.linear(row, weight)) for row in x.numpy()]
     torch.testing.assert_close(feature_map(x, params), torch.tensor(np.stack(rows)), **EXACT)
 
 
@@ -275,31 +272,14 @@ def _by_hand(name: str, x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "feature_map"),
     [
-        (
-            "concat",
-            phi.Concat(
-                maps=(phi.Linear(d_phi=3), "exp", phi.Compose(maps=(phi.Linear(d_phi=3), Square())))
-            ),
-        ),
+        ("concat", phi.Concat(maps=(phi.Linear(d_phi=3), "exp", phi.Compose(maps=(phi.Linear(d_phi=3), Square()))))),
         ("compose", phi.Compose(maps=(phi.Linear(d_phi=3), "exp", Square()))),
-        (
-            "tensor_product",
-            phi.TensorProduct(maps=(phi.Linear(d_phi=3), "exp", phi.Linear(d_phi=3))),
-        ),
+        ("tensor_product", phi.TensorProduct(maps=(phi.Linear(d_phi=3), "exp", phi.Linear(d_phi=3)))),
         ("normalise", phi.Normalise(inner=phi.Linear(d_phi=3), eps=0.5)),
-        (
-            "normalise by sum",
-            phi.Normalise(
-                inner=phi.Compose(maps=(phi.Linear(d_phi=3), "exp")), norm="sum", eps=0.25
-            ),
-        ),
+        ("normalise by sum", phi.Normalise(inner=phi.Compose(maps=(phi.Linear(d_phi=3), "exp")), norm="sum", eps=0.25)),
         (
             "odd_lift",
-            phi.OddLift(
-                inner=phi.Compose(
-                    maps=(phi.Concat(maps=(phi.Linear(d_phi=3), "identity")), ExpPlus())
-                )
-            ),
+            phi.OddLift(inner=phi.Compose(maps=(phi.Concat(maps=(phi.Linear(d_phi=3), "identity")), ExpPlus()))),
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

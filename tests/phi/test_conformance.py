@@ -54,9 +54,7 @@ def _params(instance, d=5, heads=1, dtype=torch.float64):
 
 
 def _x(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(
-        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    ).to(dtype)
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def test_every_kind_has_examples_of_its_own_kind():
@@ -69,9 +67,7 @@ def test_every_kind_has_examples_of_its_own_kind():
     assert len(set(IDS)) == len(IDS)
 
 
-@pytest.mark.spec(
-    "PHI-FAMILY-D1", "PHI-FAMILY-V1", "PHI-FAMILY-I1", "PHI-FAMILY-I2", "PHI-FAMILY-I4"
-)
+@pytest.mark.spec("PHI-FAMILY-D1", "PHI-FAMILY-V1", "PHI-FAMILY-I1", "PHI-FAMILY-I2", "PHI-FAMILY-I4")
 @pytest.mark.parametrize("instance", ALL, ids=IDS)
 def test_conforms(instance):
     check_feature_map(instance)
@@ -85,10 +81,7 @@ def test_survives_yaml_and_json_and_is_hashable(instance):
         holder = Holder.model_validate({"feature_map": read})
         assert holder.feature_map == instance
         assert hash(holder.feature_map) == hash(instance)
-    assert (
-        Holder.model_validate_json(Holder(feature_map=instance).model_dump_json()).feature_map
-        == instance
-    )
+    assert Holder.model_validate_json(Holder(feature_map=instance).model_dump_json()).feature_map == instance
 
 
 @pytest.mark.parametrize("instance", ALL, ids=IDS)
@@ -106,9 +99,7 @@ def test_expanded_and_strided_inputs_give_the_same_features(instance):
     assert torch.equal(instance(x, params), instance(x.contiguous(), params))
     wide = _x(1, 5).expand(6, 5)
     # Different batch shapes may be summed in a different order, nothing more.
-    torch.testing.assert_close(
-        instance(wide, params)[3], instance(wide[:1], params)[0], rtol=1e-13, atol=1e-14
-    )
+    torch.testing.assert_close(instance(wide, params)[3], instance(wide[:1], params)[0], rtol=1e-13, atol=1e-14)
 
 
 @pytest.mark.parametrize("instance", ALL, ids=IDS)
@@ -145,6 +136,4 @@ def test_a_wrong_number_of_heads_or_a_missing_parameter_is_named(instance):
 @pytest.mark.spec("PHI-FAMILY-V2")
 def test_a_map_without_a_derivative_is_differentiated_and_says_so():
     assert not SineWave.hand_written()
-    assert all(
-        type(instance).hand_written() for instance in ALL if not isinstance(instance, SineWave)
-    )
+    assert all(type(instance).hand_written() for instance in ALL if not isinstance(instance, SineWave))

@@ -27,8 +27,7 @@ def _moved(feature_map: phi.FeatureMap, d: int, heads: int = 1) -> phi.Params:
     """Parameters away from their initial values."""
     params = feature_map.init(d, heads=heads, dtype=torch.float64)
     learned = {
-        name: value + 0.3 * _x(*value.shape, seed=7 + i)
-        for i, (name, value) in enumerate(params["learned"].items())
+        name: value + 0.3 * _x(*value.shape, seed=7 + i) for i, (name, value) in enumerate(params["learned"].items())
     }
     return {"learned": learned, "frozen": params["frozen"]}
 

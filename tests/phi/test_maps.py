@@ -43,10 +43,7 @@ def _rows(function, x: Tensor) -> Tensor:
         (phi.ReLU(shift=0.25), lambda x: reference.relu(x, 0.25)),
         (phi.SquaredReLU(), reference.squared_relu),
         (phi.LeakyReLUSquared(), reference.leaky_relu_squared),
-        (
-            phi.LeakyReLUSquared(slope=0.3, shift=0.5),
-            lambda x: reference.leaky_relu_squared(x, 0.3, 0.5),
-        ),
+        (phi.LeakyReLUSquared(slope=0.3, shift=0.5), lambda x: reference.leaky_relu_squared(x, 0.3, 0.5)),
         (phi.GELUShifted(), reference.gelu_shifted),
         (phi.GELUShifted(shift=-1.0), lambda x: reference.gelu_shifted(x, -1.0)),
         (phi.Softplus(), reference.softplus),
@@ -57,10 +54,7 @@ def _rows(function, x: Tensor) -> Tensor:
         (phi.Taylor(), lambda x: reference.taylor(x, 2, True)),
         (phi.Taylor(order=3, compact=False), lambda x: reference.taylor(x, 3, False)),
         (phi.Polynomial(degree=2), lambda x: reference.polynomial(x, [1, 1, 1 / 2])),
-        (
-            phi.Polynomial(degree=4, coefficients="ones"),
-            lambda x: reference.polynomial(x, [1] * 5),
-        ),
+        (phi.Polynomial(degree=4, coefficients="ones"), lambda x: reference.polynomial(x, [1] * 5)),
         (phi.Polynomial(degree=2, form="raw"), reference.polynomial_raw),
         (phi.Tanh(), np.tanh),
         (phi.Sigmoid(), reference.sigmoid),
@@ -133,10 +127,7 @@ def test_a_wide_linear_map_has_no_more_rank_than_its_input():
     [
         (phi.Identity(), lambda z: z),
         *[
-            (
-                phi.Polynomial(degree=p),
-                lambda z, p=p: sum(z**i / factorial(i) for i in range(p + 1)),
-            )
+            (phi.Polynomial(degree=p), lambda z, p=p: sum(z**i / factorial(i) for i in range(p + 1)))
             for p in (1, 2, 3, 5)
         ],
         (phi.Polynomial(degree=3, coefficients="ones"), lambda z: 1 + z + z**2 + z**3),
@@ -196,10 +187,7 @@ def test_low_precision_is_rounded_once(feature_map):
     high, high_residuals = feature_map.forward(x.float(), params)
     assert torch.equal(low, high.bfloat16())
     g = _x(50, feature_map.output_dim(4), seed=1).bfloat16()
-    assert torch.equal(
-        feature_map.vjp(low_residuals, g)[0],
-        feature_map.vjp(high_residuals, g.float())[0].bfloat16(),
-    )
+    assert torch.equal(feature_map.vjp(low_residuals, g)[0], feature_map.vjp(high_residuals, g.float())[0].bfloat16())
 
 
 @pytest.mark.spec("PHI-POLY-D3")
@@ -241,9 +229,7 @@ def test_what_a_polynomial_map_is_not():
     ids=str,
 )
 def test_a_width_that_does_not_fit_is_refused_without_allocating(feature_map, d, knob):
-    with pytest.raises(
-        ConfigError, match=rf"^{knob}: gives d_phi = [\d,]+ .* 65,536.*lower {knob}"
-    ):
+    with pytest.raises(ConfigError, match=rf"^{knob}: gives d_phi = [\d,]+ .* 65,536.*lower {knob}"):
         feature_map.output_dim(d)
     with pytest.raises(ConfigError, match="max_d_phi"):
         feature_map(torch.zeros(1, d), EMPTY)
@@ -398,9 +384,7 @@ def test_traits_that_a_map_must_not_declare(feature_map, absent):
         assert feature_map.parity == "none"
 
 
-@pytest.mark.spec(
-    "PHI-ELU-V1", "PHI-RELU-V1", "PHI-SQRELU-V1", "PHI-LEAKY2-V1", "PHI-DPFP-V1", "PHI-MLP-V1"
-)
+@pytest.mark.spec("PHI-ELU-V1", "PHI-RELU-V1", "PHI-SQRELU-V1", "PHI-LEAKY2-V1", "PHI-DPFP-V1", "PHI-MLP-V1")
 @pytest.mark.parametrize(
     ("feature_map", "at_zero"),
     [
@@ -437,9 +421,7 @@ def test_relu_inside_mlp_has_derivative_zero_at_its_kink():
     assert not bool(gx.any()) and not bool(glearned["w_in"].any())
 
 
-@pytest.mark.spec(
-    "PHI-SOFTPLUS-V1", "PHI-GELU-V1", "PHI-EXP-V1", "PHI-TAYLOR-V1", "PHI-POLY-V1", "PHI-LINEAR-V1"
-)
+@pytest.mark.spec("PHI-SOFTPLUS-V1", "PHI-GELU-V1", "PHI-EXP-V1", "PHI-TAYLOR-V1", "PHI-POLY-V1", "PHI-LINEAR-V1")
 @pytest.mark.parametrize(
     "feature_map",
     [
@@ -468,9 +450,7 @@ def test_smooth_maps_have_second_derivatives(feature_map):
     inputs = [t.clone().requires_grad_() for t in (x, g, *tensors)]
     assert torch.autograd.gradcheck(pulled_back, inputs)
     assert torch.autograd.gradgradcheck(
-        lambda x, *learned: feature_map(
-            x, {"learned": dict(zip(names, learned, strict=True)), "frozen": {}}
-        ),
+        lambda x, *learned: feature_map(x, {"learned": dict(zip(names, learned, strict=True)), "frozen": {}}),
         [inputs[0], *inputs[2:]],
     )
 

@@ -20,16 +20,7 @@ from hecate.phi import (
     RandomMaclaurin,
 )
 from hecate.phi.random import default_width, haar, projections
-from tests.phi.random_common import (
-    F64,
-    SIGMAS,
-    deviation,
-    each_map,
-    estimates,
-    gaussian,
-    one_sided_pair,
-    seeded,
-)
+from tests.phi.random_common import F64, SIGMAS, deviation, each_map, estimates, gaussian, one_sided_pair, seeded
 from tests.reference import random_features as reference
 
 
@@ -56,9 +47,7 @@ def reference_features(feature_map: FeatureMap, x: np.ndarray, params) -> np.nda
     if isinstance(feature_map, Nystrom):
         return reference.nystrom(x, w, feature_map.sigma, feature_map.eps)
     if isinstance(feature_map, SORF):
-        rows = reference.sorf_projections(
-            len(x), w, frozen["signs"], feature_map.sigma, feature_map.d_phi // 2
-        )
+        rows = reference.sorf_projections(len(x), w, frozen["signs"], feature_map.sigma, feature_map.d_phi // 2)
         return reference.fourier_paired(x, rows)
     if isinstance(feature_map, RandomMaclaurin):
         used = frozen["offset"].reshape(-1, feature_map.d_phi).T == 0
@@ -86,9 +75,7 @@ def test_features_match_the_formula(feature_map):
     params = feature_map.init(5, dtype=F64)
     for row in gaussian(20, 5, seed=3):
         got = feature_map(row, params).numpy()
-        np.testing.assert_allclose(
-            got, reference_features(feature_map, row.numpy(), params), rtol=1e-12, atol=1e-14
-        )
+        np.testing.assert_allclose(got, reference_features(feature_map, row.numpy(), params), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.spec("PHI-FAVOR-R1")
@@ -109,9 +96,7 @@ def test_the_reference_scaling_is_another_epsilon():
     params = feature_map.init(d, dtype=F64)
     x = gaussian(10, d)
     published = (x * d**-0.25 @ params["frozen"]["w"][0]).relu() + epsilon
-    torch.testing.assert_close(
-        published / math.sqrt(24), d**-0.25 * feature_map(x, params), rtol=1e-12, atol=0
-    )
+    torch.testing.assert_close(published / math.sqrt(24), d**-0.25 * feature_map(x, params), rtol=1e-12, atol=0)
 
 
 @pytest.mark.spec("PHI-RAND-D3", "PHI-PRELU-E5")
@@ -122,10 +107,7 @@ def test_default_width():
     assert Favor(variant="trigonometric").output_dim(1) == 2  # 1, made even
     for feature_map in (Favor(), Favor(variant="hyperbolic"), PerformerReLU()):
         x = gaussian(3, 1)
-        assert feature_map(x, feature_map.init(1, dtype=F64)).shape == (
-            3,
-            feature_map.output_dim(1),
-        )
+        assert feature_map(x, feature_map.init(1, dtype=F64)).shape == (3, feature_map.output_dim(1))
 
 
 @pytest.mark.spec("PHI-RAND-D1", "PHI-RAND-E1")
@@ -186,9 +168,7 @@ def test_one_sided_relu_features_are_unbiased_where_raw_qr_is_not():
     raw = []
     for _ in range(8000):
         w = reference.raw_qr_projections(8, rng)
-        raw.append(
-            reference.relu_features(x.numpy(), w, 0) @ reference.relu_features(y.numpy(), w, 0)
-        )
+        raw.append(reference.relu_features(x.numpy(), w, 0) @ reference.relu_features(y.numpy(), w, 0))
     assert deviation(torch.tensor(raw), kernel) > 4 * SIGMAS
     assert np.mean(raw) == pytest.approx(0.81 * kernel, rel=0.05), "19 per cent too small"
 
@@ -215,12 +195,7 @@ def test_row_norms(orthogonal):
     d, replicas = 6, 3000
     generator = seeded(4)
     chi, sqrt = (
-        torch.stack(
-            [
-                projections(d, 9, generator, orthogonal=orthogonal, norms=norms)
-                for _ in range(replicas)
-            ]
-        )
+        torch.stack([projections(d, 9, generator, orthogonal=orthogonal, norms=norms) for _ in range(replicas)])
         for norms in ("chi", "sqrt")
     )
     torch.testing.assert_close(sqrt.square().sum(1), torch.full((replicas, 9), float(d), dtype=F64))
@@ -288,10 +263,7 @@ def test_a_default_device_does_not_move_the_draws(feature_map):
         got = feature_map.init(3)["frozen"]
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     away = feature_map.init(3, device="meta")
-    assert feature_map(torch.zeros(4, 3, device="meta"), away).shape == (
-        4,
-        feature_map.output_dim(3),
-    )
+    assert feature_map(torch.zeros(4, 3, device="meta"), away).shape == (4, feature_map.output_dim(3))
 
 
 @each_map

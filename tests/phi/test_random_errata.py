@@ -63,9 +63,7 @@ def test_the_scale_belongs_into_the_projection_and_the_norm():
     x, y = gaussian(d, seed=1), gaussian(d, seed=2)
     feature_map, plain = Favor(num_features=24), Favor(num_features=24, scale="none")
     params = feature_map.init(d, dtype=F64)
-    assert float(feature_map.exact_kernel(x, y)) == pytest.approx(
-        math.exp(float(x @ y) / math.sqrt(d)), rel=1e-12
-    )
+    assert float(feature_map.exact_kernel(x, y)) == pytest.approx(math.exp(float(x @ y) / math.sqrt(d)), rel=1e-12)
     torch.testing.assert_close(feature_map(x, params), plain(x * d**-0.25, params))
     # Scaled in the projection alone, the norm term survives: another kernel by this factor.
     half = float(x @ x + y @ y) / 2

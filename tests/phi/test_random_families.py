@@ -23,16 +23,7 @@ from hecate.phi import (
 from hecate.phi.random import project_precisely
 from hecate.phi.sorf import walsh_hadamard
 from hecate.testing import check_vjp
-from tests.phi.random_common import (
-    F64,
-    SIGMAS,
-    bound_block,
-    deviation,
-    estimates,
-    gaussian,
-    pair,
-    seeded,
-)
+from tests.phi.random_common import F64, SIGMAS, bound_block, deviation, estimates, gaussian, pair, seeded
 from tests.reference import random_features as reference
 
 WIDTH = 4096
@@ -101,10 +92,7 @@ def test_steps_see_directions_only_and_pass_no_gradient():
     traits = feature_map.traits()
     assert traits.non_negative and traits.is_random and traits.degree == 0
     zero = feature_map(torch.zeros(1, 2, 5, dtype=F64), params)
-    assert (
-        not bool(zero.any())
-        and float(feature_map.exact_kernel(x[0, 0].detach(), 0 * x[0, 0].detach())) == 0
-    )
+    assert not bool(zero.any()) and float(feature_map.exact_kernel(x[0, 0].detach(), 0 * x[0, 0].detach())) == 0
     low = feature_map.init(5, heads=2)
     assert feature_map(x.detach().bfloat16(), low).dtype == torch.bfloat16
 
@@ -209,10 +197,7 @@ def test_structured_projections_approximate_the_gaussian_kernel(sigma):
     feature_map = SORF(d_phi=WIDTH, sigma=sigma)
     params = feature_map.init(64, generator=seeded(11), dtype=F64)
     distance = torch.linspace(0.1, 2.5, 64, dtype=F64)
-    x, way = (
-        gaussian(64, 64, seed=8),
-        torch.nn.functional.normalize(gaussian(64, 64, seed=7), dim=-1),
-    )
+    x, way = (gaussian(64, 64, seed=8), torch.nn.functional.normalize(gaussian(64, 64, seed=7), dim=-1))
     y = x + sigma * distance.unsqueeze(-1) * way
     got = (feature_map(x, params) * feature_map(y, params)).sum(-1)
     error = (got - (-(distance**2) / 2).exp()).abs().max()
@@ -269,8 +254,7 @@ def test_nystrom_kernel(sigma):
     x, y = gaussian(20, 3, seed=1), gaussian(20, 3, seed=2)
     fx, fy = feature_map(x, params), feature_map(y, params)
     expected = [
-        reference.nystrom_kernel(a, b, centres.numpy(), sigma, eps)
-        for a, b in zip(x.numpy(), y.numpy(), strict=True)
+        reference.nystrom_kernel(a, b, centres.numpy(), sigma, eps) for a, b in zip(x.numpy(), y.numpy(), strict=True)
     ]
     # Round-off is amplified by at most 1 / eps.
     torch.testing.assert_close((fx * fy).sum(-1), torch.tensor(expected), rtol=0, atol=1e-15 / eps)
@@ -329,11 +313,7 @@ def test_the_kernel_of_a_product_of_random_maps_is_the_product():
         (lambda: ArcCosine(order=3), ("order",), "0, 1 or 2"),
         (lambda: RandomMaclaurin(d_phi=4, coefficients=[1.0]), ("coefficients",), "beyond a_0"),
         (lambda: RandomMaclaurin(d_phi=4, coefficients=[]), ("coefficients",), "beyond a_0"),
-        (
-            lambda: RandomMaclaurin(d_phi=4, coefficients=[0.0, -1.0, 1.0]),
-            ("coefficients",),
-            "without a negative one",
-        ),
+        (lambda: RandomMaclaurin(d_phi=4, coefficients=[0.0, -1.0, 1.0]), ("coefficients",), "without a negative one"),
         (
             lambda: RandomMaclaurin(d_phi=4, coefficients=[0.0, 1.0], degree=1),
             ("degree",),

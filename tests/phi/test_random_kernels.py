@@ -17,10 +17,7 @@ def worst_error(feature_map: RandomFourier, params, *, pairs: int = 64, d: int =
     x = gaussian(pairs, d, seed=8)
     y = x + distance * way
     estimate = (feature_map(x, params) * feature_map(y, params)).sum(-1)
-    exact = [
-        reference.gaussian_kernel(a, b, feature_map.sigma)
-        for a, b in zip(x.numpy(), y.numpy(), strict=True)
-    ]
+    exact = [reference.gaussian_kernel(a, b, feature_map.sigma) for a, b in zip(x.numpy(), y.numpy(), strict=True)]
     np.testing.assert_allclose(feature_map.exact_kernel(x, y).numpy(), exact, rtol=1e-12)
     return float((estimate - torch.tensor(exact)).abs().max())
 
@@ -59,10 +56,7 @@ def test_fourier_variances(distance):
     x, y = pair(1.0, 1 - distance**2 / 2)  # |x - y| = distance
     kernel = reference.gaussian_kernel(x.numpy(), y.numpy(), 1.0)
     errors = {}
-    for form, formula in (
-        ("phased", reference.variance_phased),
-        ("paired", reference.variance_paired),
-    ):
+    for form, formula in (("phased", reference.variance_phased), ("paired", reference.variance_paired)):
         samples = estimates(RandomFourier(d_phi=width, form=form), x, y, replicas)
         errors[form] = (samples - kernel) ** 2
         assert deviation(errors[form], formula(kernel, width)) < SIGMAS
@@ -149,10 +143,7 @@ def test_orthogonal_blocks_lower_the_error():
         errors = {}
         for orthogonal in (False, True):
             feature_map = Favor(
-                num_features=d if variant == "positive" else 2 * d,
-                variant=variant,
-                orthogonal=orthogonal,
-                scale="none",
+                num_features=d if variant == "positive" else 2 * d, variant=variant, orthogonal=orthogonal, scale="none"
             )
             errors[orthogonal] = (estimates(feature_map, x, y, replicas) - kernel) ** 2
         noise = (errors[False].var() + errors[True].var()).sqrt() / math.sqrt(replicas)
@@ -184,9 +175,7 @@ def test_sqrt_norms_estimate_the_regularised_kernel():
 @pytest.mark.parametrize("epsilon", [0.0, 0.3])
 @pytest.mark.spec("PHI-PRELU-D1", "PHI-PRELU-D2")
 def test_relu_features_estimate_the_arc_cosine_kernel(epsilon, orthogonal, norms):
-    feature_map = PerformerReLU(
-        num_features=10, kernel_epsilon=epsilon, orthogonal=orthogonal, norms=norms
-    )
+    feature_map = PerformerReLU(num_features=10, kernel_epsilon=epsilon, orthogonal=orthogonal, norms=norms)
     for cosine in (-0.8, 0.1, 0.95):
         x, y = pair(1.3, cosine, 4)
         samples = estimates(feature_map, x, 2 * y, 4000)

@@ -68,13 +68,9 @@ def test_a_token_does_not_change_the_features_of_another(feature_map):
     x = gaussian(9, 6)
     later = x.clone()
     later[5:] *= 4.0  # a per-sequence maximum would move with these
-    torch.testing.assert_close(
-        feature_map(x, params)[:5], feature_map(later, params)[:5], rtol=1e-13, atol=1e-15
-    )
+    torch.testing.assert_close(feature_map(x, params)[:5], feature_map(later, params)[:5], rtol=1e-13, atol=1e-15)
     for t in range(9):
-        torch.testing.assert_close(
-            feature_map(x[t], params), feature_map(x, params)[t], rtol=1e-13, atol=1e-15
-        )
+        torch.testing.assert_close(feature_map(x[t], params), feature_map(x, params)[t], rtol=1e-13, atol=1e-15)
 
 
 @each_map
@@ -158,8 +154,6 @@ def test_transforms(feature_map):
     x = gaussian(3, 2, 5)
     expected = feature_map(x, params)
     torch.testing.assert_close(torch.func.vmap(lambda row: feature_map(row, params))(x), expected)
-    compiled = torch.compile(
-        lambda value: feature_map(value, params), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda value: feature_map(value, params), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected)
     torch._dynamo.reset()

@@ -17,16 +17,7 @@ from pathlib import Path
 
 import torch
 
-from tests.product.cells import (
-    Cell,
-    Verdict,
-    axes,
-    check_cell,
-    every_cell,
-    every_rule,
-    pairwise,
-    validate,
-)
+from tests.product.cells import Cell, Verdict, axes, check_cell, every_cell, every_rule, pairwise, validate
 
 
 def main() -> None:

@@ -65,13 +65,7 @@ class Cell(NamedTuple):
             # The root has its chord below eps: one this wide leaves no slope near infinity.
             examples["retention"] = examples["retention"].model_copy(update={"eps": 0.05})
         lr = examples["algorithm"].model_copy(update={"lr": 0.2})
-        return {
-            **examples,
-            "algorithm": lr,
-            **_WAYS[self.way],
-            "key_norm": "l2",
-            "state_dtype": "float64",
-        }
+        return {**examples, "algorithm": lr, **_WAYS[self.way], "key_norm": "l2", "state_dtype": "float64"}
 
 
 class Verdict(NamedTuple):
@@ -112,11 +106,7 @@ def pairwise(seed: int = 0) -> list[Cell]:
     names = Cell._fields
     generator = torch.Generator().manual_seed(seed)
     missing = {
-        ((a, x), (b, y))
-        for i, a in enumerate(names)
-        for b in names[i + 1 :]
-        for x in found[a]
-        for y in found[b]
+        ((a, x), (b, y)) for i, a in enumerate(names) for b in names[i + 1 :] for x in found[a] for y in found[b]
     }
     cells: list[Cell] = []
     while missing:
@@ -130,15 +120,10 @@ def pairwise(seed: int = 0) -> list[Cell]:
 
 
 def _around(
-    pair: tuple[tuple[str, str], tuple[str, str]],
-    found: dict[str, list[str]],
-    generator: torch.Generator,
+    pair: tuple[tuple[str, str], tuple[str, str]], found: dict[str, list[str]], generator: torch.Generator
 ) -> Cell:
     """A random cell with two kinds given."""
-    drawn = {
-        name: kinds[int(torch.randint(len(kinds), (), generator=generator))]
-        for name, kinds in found.items()
-    }
+    drawn = {name: kinds[int(torch.randint(len(kinds), (), generator=generator))] for name, kinds in found.items()}
     return Cell(**{**drawn, **dict(pair)})
 
 
@@ -203,9 +188,7 @@ def _agree(case: Any, what: str, got: Any, whole: Any) -> None:
         _same(case.config, what, got, whole)
     except AssertionError:
         errors = _distances(got, whole)
-        rounded = [
-            _distances(_run(_rounded(case, seed), autodiff="torch"), whole) for seed in (0, 1)
-        ]
+        rounded = [_distances(_run(_rounded(case, seed), autodiff="torch"), whole) for seed in (0, 1)]
         bounds = [ROUNDINGS * max(both) for both in zip(*rounded, strict=True)]
         if any(error > bound for error, bound in zip(errors, bounds, strict=True)):
             raise

@@ -9,11 +9,7 @@ from hecate.variant import Variant
 
 def shipped(family: type[Variant]) -> dict[str, type[Variant]]:
     """The variants of a family that come with hecate, not those of a test."""
-    return {
-        kind: variant
-        for kind, variant in family.variants().items()
-        if variant.__module__.startswith("hecate.")
-    }
+    return {kind: variant for kind, variant in family.variants().items() if variant.__module__.startswith("hecate.")}
 
 
 def example(variant: type[Variant]) -> Any:

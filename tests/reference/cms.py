@@ -127,9 +127,7 @@ def token(level, p, x, state, write, written):
         before = state["memory"][h]
         if write:
             rate = reference.step_size(rule.step, lr, phi_k)
-            state["memory"][h] = reference.written(
-                rule, before, phi_k, v[h], rate, retain, momentum
-            )
+            state["memory"][h] = reference.written(rule, before, phi_k, v[h], rate, retain, momentum)
             if written % rule.chunk == 0:
                 state["chunk"][h] = []
             state["chunk"][h].append(phi_k)

@@ -138,10 +138,7 @@ class ElasticNet(Decayed):
 
     def advance(self, carried, direction, retain):
         moved = retain * carried + direction
-        shrunk = [
-            0.0 if abs(x) <= self.threshold else x - np.sign(x) * self.threshold
-            for x in moved.ravel()
-        ]
+        shrunk = [0.0 if abs(x) <= self.threshold else x - np.sign(x) * self.threshold for x in moved.ravel()]
         return np.array(shrunk).reshape(moved.shape)
 
 

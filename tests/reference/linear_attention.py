@@ -25,10 +25,7 @@ def sees(write, reset, length, causal):
         document = [sum(r[: t + 1]) for t in range(len(r))]
         rows.append(
             [
-                [
-                    w[s] and (s <= t or not causal) and (not any(r) or document[s] == document[t])
-                    for s in range(len(w))
-                ]
+                [w[s] and (s <= t or not causal) and (not any(r) or document[s] == document[t]) for s in range(len(w))]
                 for t in range(length)
             ]
         )
@@ -97,19 +94,7 @@ def linear(logit):
 
 
 def attention(
-    q,
-    k,
-    v,
-    phi,
-    *,
-    causal,
-    normalised=True,
-    write=None,
-    reset=None,
-    eps=0.0,
-    turn=None,
-    where="before",
-    factor=None,
+    q, k, v, phi, *, causal, normalised=True, write=None, reset=None, eps=0.0, turn=None, where="before", factor=None
 ):
     """y `[B, T, H, V]`; phi, turn and factor are lists of one function per key head."""
     batch, length, heads = q.shape[:3]

@@ -229,10 +229,7 @@ ACTIVATIONS = {
         lambda x: x * (1 + erf(x / sqrt(2))) / 2,
         lambda x: (1 + erf(x / sqrt(2))) / 2 + x * exp(-x * x / 2) / sqrt(2 * pi),
     ),
-    "silu": (
-        lambda x: x * _sigmoid(x),
-        lambda x: _sigmoid(x) * (1 + x * (1 - _sigmoid(x))),
-    ),
+    "silu": (lambda x: x * _sigmoid(x), lambda x: _sigmoid(x) * (1 + x * (1 - _sigmoid(x)))),
     "tanh": (np.tanh, lambda x: 1 - np.tanh(x) ** 2),
     "relu": (lambda x: max(x, 0.0), lambda x: float(x > 0)),
 }

@@ -81,11 +81,7 @@ class M3:
         f, t = self.slow_period, len(self.past)
         if t % f == 0:
             windows = [self.past[i : i + f] for i in range(0, t, f)]
-            read = {
-                "sum": sum,
-                "ema_mean": lambda x: sum(x) / f,
-                "ema_last": lambda x: x[-1],
-            }[self.accumulate]
+            read = {"sum": sum, "ema_mean": lambda x: sum(x) / f, "ema_last": lambda x: x[-1]}[self.accumulate]
             self.late = self.output([read(x) for x in windows], self.slow_momentum)
         u = self.output(self.past, self.momentum) + self.slow * self.late
         if self.vector == "adam" or self.second_moment == "after":

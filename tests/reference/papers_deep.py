@@ -119,11 +119,7 @@ def swiglu_gradients(weights, x, u):
     a, b = w1 @ x, w3 @ x
     s = 1 / (1 + np.exp(-a))
     e = w2.T @ u
-    return [
-        np.outer(e * b * (s + a * s * (1 - s)), x),
-        np.outer(u, a * s * b),
-        np.outer(e * a * s, x),
-    ]
+    return [np.outer(e * b * (s + a * s * (1 - s)), x), np.outer(u, a * s * b), np.outer(e * a * s, x)]
 
 
 def rows(w):

@@ -49,9 +49,7 @@ ACTIVATIONS = {
 
 
 def linear(x, weight):
-    return np.array(
-        [sum(x[i] * weight[i, j] for i in range(len(x))) for j in range(len(weight[0]))]
-    )
+    return np.array([sum(x[i] * weight[i, j] for i in range(len(x))) for j in range(len(weight[0]))])
 
 
 def mlp(x, w_in, w_out, activation, residual):

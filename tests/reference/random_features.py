@@ -49,9 +49,7 @@ def sphere_average(function, d, radius, points=20001):
     """E function(w.e) for a unit vector e and w uniform on a sphere, by quadrature."""
     angle = np.linspace(0.0, math.pi, points)
     weight = np.sin(angle) ** (d - 2)
-    return np.trapezoid(function(radius * np.cos(angle)) * weight, angle) / np.trapezoid(
-        weight, angle
-    )
+    return np.trapezoid(function(radius * np.cos(angle)) * weight, angle) / np.trapezoid(weight, angle)
 
 
 def regularised_softmax(x, y):
@@ -141,9 +139,7 @@ def sketch(x, degree, matrices):
 
 def polysketch(x, degree, matrices):
     s = sketch(x, degree // 2, iter(matrices))
-    return np.array(
-        [s[i] * s[j] * (1 if i == j else math.sqrt(2)) for j in range(len(s)) for i in range(j + 1)]
-    )
+    return np.array([s[i] * s[j] * (1 if i == j else math.sqrt(2)) for j in range(len(s)) for i in range(j + 1)])
 
 
 def polysketch_draws(x, y, degree, width, replicas, rng):

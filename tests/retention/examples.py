@@ -40,10 +40,7 @@ PAIRS: list[tuple[Any, Any]] = [
         retention.NormCap(norm=0.8, retention=retention.ElasticNet(threshold=0.003)),
         reference.Capped(0.8, reference.ElasticNet(0.003)),
     ),
-    (
-        retention.NormCap(norm=1.5, retention="sphere"),
-        reference.Capped(1.5, reference.Sphere()),
-    ),
+    (retention.NormCap(norm=1.5, retention="sphere"), reference.Capped(1.5, reference.Sphere())),
 ]
 KNOBS = [knob for knob, _ in PAIRS]
 every_knob = pytest.mark.parametrize("knob", KNOBS, ids=repr)

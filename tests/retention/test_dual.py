@@ -39,12 +39,7 @@ TIMINGS = [
 
 def config_at(knob: Any, timing: mirror.Timing, **fields: Any) -> MemoryConfig:
     return config_of(
-        retention=knob,
-        chunk=timing.chunk,
-        commit=timing.commit,
-        read=timing.read,
-        decay_order=timing.order,
-        **fields,
+        retention=knob, chunk=timing.chunk, commit=timing.commit, read=timing.read, decay_order=timing.order, **fields
     )
 
 
@@ -213,9 +208,7 @@ def test_a_retention_of_a_user_that_carries_a_dual_state():
         def weights(self, carried: torch.Tensor) -> torch.Tensor:
             return carried + carried**3
 
-        def step(
-            self, memory: torch.Tensor, direction: torch.Tensor, retain: torch.Tensor
-        ) -> torch.Tensor:
+        def step(self, memory: torch.Tensor, direction: torch.Tensor, retain: torch.Tensor) -> torch.Tensor:
             return over(retain, memory) * memory + direction
 
     try:

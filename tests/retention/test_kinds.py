@@ -250,9 +250,7 @@ def test_norm_cap_projects_each_weight(generator):
     memory, direction, retain, moved = stepped(knob, generator)
     free = inner.step(memory, direction, retain)
     sizes = free.flatten(1).norm(dim=1)
-    assert bool((sizes > 2).any()) and torch.allclose(
-        moved.flatten(1).norm(dim=1), sizes.clamp(max=2.0)
-    )
+    assert bool((sizes > 2).any()) and torch.allclose(moved.flatten(1).norm(dim=1), sizes.clamp(max=2.0))
     assert torch.allclose(moved * (sizes / sizes.clamp(max=2)).reshape(-1, 1, 1), free)
     wide = retention.NormCap(norm=1e6, retention=inner).step(memory, direction, retain)
     assert torch.equal(wide, free)

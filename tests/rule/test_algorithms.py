@@ -13,39 +13,24 @@ T, P, V = 50, 4, 3
 START = algorithm.DeepMomentum(width=5)._start(torch.zeros(1, V, P, dtype=torch.float64)).numpy()
 CASES = {
     "nesterov": (algorithm.Momentum(nesterov=True), lambda: reference.nesterov()),
-    "newton_schulz": (
-        algorithm.NewtonSchulz(),
-        lambda: reference.newton_schulz("quintic", 5, False),
-    ),
+    "newton_schulz": (algorithm.NewtonSchulz(), lambda: reference.newton_schulz("quintic", 5, False)),
     "newton_schulz-cubic": (
         algorithm.NewtonSchulz(polynomial="cubic", steps=8, rescale=True),
         lambda: reference.newton_schulz("cubic", 8, True),
     ),
     "adaptive": (algorithm.Adaptive(), lambda: reference.adaptive(0.99, 1e-3)),
-    "delta_momentum": (
-        algorithm.DeltaMomentum(erase=2.0),
-        lambda: reference.delta_momentum("stable", 2.0),
-    ),
-    "delta_momentum-paper": (
-        algorithm.DeltaMomentum(form="paper"),
-        lambda: reference.delta_momentum("paper", 1.0),
-    ),
+    "delta_momentum": (algorithm.DeltaMomentum(erase=2.0), lambda: reference.delta_momentum("stable", 2.0)),
+    "delta_momentum-paper": (algorithm.DeltaMomentum(form="paper"), lambda: reference.delta_momentum("paper", 1.0)),
     "ftrl": (algorithm.FTRL(l1=0.05, l2=0.1), lambda: reference.ftrl(0.05, 0.1)),
     "implicit": (algorithm.Implicit(), lambda: reference.implicit()),
     "rls": (algorithm.RLS(lr=1.0), lambda: reference.rls(1.0, 1.0)),
-    "rls-discount": (
-        algorithm.RLS(lr=1.0, ridge=0.5, discount=0.9),
-        lambda: reference.rls(0.5, 0.9),
-    ),
+    "rls-discount": (algorithm.RLS(lr=1.0, ridge=0.5, discount=0.9), lambda: reference.rls(0.5, 0.9)),
     "omega": (algorithm.Omega(window=4), lambda: reference.omega(4, 1.0, False)),
     "omega-momentum": (
         algorithm.Omega(window=3, decay=0.7, inner=algorithm.Momentum()),
         lambda: reference.omega(3, 0.7, True),
     ),
-    "deep_momentum": (
-        algorithm.DeepMomentum(width=5),
-        lambda: reference.deep_momentum(START, 0.1, "descent"),
-    ),
+    "deep_momentum": (algorithm.DeepMomentum(width=5), lambda: reference.deep_momentum(START, 0.1, "descent")),
     "deep_momentum-paper": (
         algorithm.DeepMomentum(width=5, objective="paper"),
         lambda: reference.deep_momentum(START, 0.1, "paper"),
@@ -109,9 +94,7 @@ def test_newton_schulz_brings_singular_values_near_one():
     u, _, w = torch.linalg.svd(s, full_matrices=False)
     assert float((direction + u @ w).norm()) < 1e-9
     tall = algorithm.NewtonSchulz().direction(s.mT, one, 0 * one, 0 * s.mT)[0]
-    torch.testing.assert_close(
-        tall.mT, algorithm.NewtonSchulz().direction(s, one, 0 * one, 0 * s)[0]
-    )
+    torch.testing.assert_close(tall.mT, algorithm.NewtonSchulz().direction(s, one, 0 * one, 0 * s)[0])
 
 
 @pytest.mark.spec("ALG-NS-I2")

@@ -33,9 +33,7 @@ def test_slots_turn_as_in_lattice():
     start = Slots().init(M, V, dtype=torch.float64)
     columns = start["weight"][0].numpy()
     expected, slots = reference.lattice(columns.T, k, q, v, lr, retain, sphere=False)
-    y, state = memory_scan(
-        config, batched(q), batched(k), batched(v), Gates(batched(lr), batched(retain))
-    )
+    y, state = memory_scan(config, batched(q), batched(k), batched(v), Gates(batched(lr), batched(retain)))
     # eps = 1e-6 in |s| against slots of length about 1.
     np.testing.assert_allclose(y[0, :, 0].numpy(), expected, rtol=0, atol=1e-10)
     np.testing.assert_allclose(state.memory["weight"][0, 0].numpy().T, slots, rtol=0, atol=1e-10)
@@ -44,10 +42,7 @@ def test_slots_turn_as_in_lattice():
 @pytest.mark.spec("STR-SLOTS-I1")
 def test_a_write_is_across_its_slots():
     generator = torch.Generator().manual_seed(0)
-    memory, p, u = (
-        torch.randn(6, *shape, generator=generator, dtype=torch.float64)
-        for shape in ((V, M), (M,), (V,))
-    )
+    memory, p, u = (torch.randn(6, *shape, generator=generator, dtype=torch.float64) for shape in ((V, M), (M,), (V,)))
     (grad,) = Slots().pullback((memory,), p, u)
     assert float((grad * memory).sum(1).abs().max()) < 1e-10 and float(grad.norm()) > 1
 
@@ -64,11 +59,7 @@ def test_two_passes_as_in_trellis(link):
     config = MemoryConfig(structure=structure, retention="decay", state_dtype="float64")
     asked = np.concatenate([q, np.full((T, M), np.pi)], 1)  # the code of a query is not looked at
     y, state = memory_scan(
-        config,
-        batched(asked),
-        batched(np.concatenate([w, a], 1)),
-        batched(v),
-        Gates(batched(lr), batched(retain)),
+        config, batched(asked), batched(np.concatenate([w, a], 1)), batched(v), Gates(batched(lr), batched(retain))
     )
     np.testing.assert_allclose(y[0, :, 0].numpy(), expected, rtol=0, atol=1e-10)
     np.testing.assert_allclose(state.memory["w_key"][0, 0].numpy(), keys, rtol=0, atol=1e-10)
@@ -89,9 +80,7 @@ def test_with_the_identity_each_pass_is_a_gated_delta_rule():
         one = {"weight": start[name]}
         delta = MemoryConfig(**fields)
         _, alone = memory_scan(delta, key, key, value, Gates(lr, retain), initial=one)
-        torch.testing.assert_close(
-            state.memory[name], alone.memory["weight"], rtol=1e-11, atol=1e-11
-        )
+        torch.testing.assert_close(state.memory[name], alone.memory["weight"], rtol=1e-11, atol=1e-11)
 
 
 def test_codes_leave_room_for_keys():

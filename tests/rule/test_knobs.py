@@ -71,11 +71,7 @@ EXAMPLES = {  # by kind, or by family.kind where two families share a name
     "l1": [{"eps": 0.1}, {"eps": 1.0}],
     "yaad": [{"delta": 1.5, "eps": 0.1}, {"delta": 0.1, "eps": 0.1}, {"delta": 9.0}],
     "robust": [{"radius": 0.5, "eps": 0.1}, {"radius": 0.5}, {"radius": 0.0}],
-    "bias.kl": [
-        {},
-        {"temperature": 0.5},
-        {"target": "distribution"},
-    ],
+    "bias.kl": [{}, {"temperature": 0.5}, {"target": "distribution"}],
     "retention.kl": [{}, {"scale": 3.0}, {"signed": True}, {"signed": True, "scale": 3.0}],
     "retention.l2": [{}, {"decoupled": True}],
     "lq": [
@@ -162,9 +158,7 @@ def test_derivatives_and_traits(knob):
 @pytest.mark.spec("RULE-ANY-I1")
 @pytest.mark.parametrize("knob", every_variant(), ids=name_of)
 @pytest.mark.parametrize(
-    "fields",
-    [{"retention": "decay", "algorithm": "momentum"}, {"chunk": 3, "commit": "chunk"}],
-    ids=["token", "chunk"],
+    "fields", [{"retention": "decay", "algorithm": "momentum"}, {"chunk": 3, "commit": "chunk"}], ids=["token", "chunk"]
 )
 def test_every_variant_in_a_scan(knob, fields):
     check_rule(MemoryConfig(**{**fields, **knob}), smooth=smooth(knob))
@@ -176,8 +170,7 @@ def test_users_variants_together():
         assert FAMILIES[family].variants()[knob().kind] is knob
     config = MemoryConfig(**{family: knob().kind for family, knob in mine.items()})
     assert not any(
-        type(knob).hand_written()
-        for knob in (config.bias, config.retention, config.algorithm, config.structure)
+        type(knob).hand_written() for knob in (config.bias, config.retention, config.algorithm, config.structure)
     )
     check_rule(config)
 
@@ -194,24 +187,14 @@ def test_check_rule_finds_a_wrong_knob(monkeypatch):
             lambda self, m, d, r, g: (over(r, m) * g, g, sum_to_gate(g * d, r)),
             "retention.decay",
         ),
-        (
-            retention.Decay,
-            "step",
-            lambda self, m, d, r: over(r, m) * (m + d),
-            "retention.decay",
-        ),
+        (retention.Decay, "step", lambda self, m, d, r: over(r, m) * (m + d), "retention.decay"),
         (
             algorithm.Momentum,
             "direction_vjp",
             lambda self, i, *g: (-over(i[1], i[0]) * g[0], None, None, None),
             "algorithm.momentum",
         ),
-        (
-            structure.Matrix,
-            "pullback_vjp",
-            lambda self, m, p, u, c: (c[0], 0 * p, 0 * u),
-            "structure.matrix.pullback",
-        ),
+        (structure.Matrix, "pullback_vjp", lambda self, m, p, u, c: (c[0], 0 * p, 0 * u), "structure.matrix.pullback"),
     ]
     check_rule(config)
     for owner, name, fault, words in faults:
@@ -258,9 +241,7 @@ def test_losses_and_gradients_against_numpy(knob, generator):
     pred, target = (torch.randn(40, 3, generator=generator) for _ in range(2))
     rule = reference.Rule(bias=knob.kind, **knob.model_dump(exclude={"kind"}))
     rows = list(zip(pred.numpy(), target.numpy(), strict=True))
-    np.testing.assert_allclose(
-        knob.loss(pred, target), [reference.loss(rule, *row) for row in rows], rtol=1e-13
-    )
+    np.testing.assert_allclose(knob.loss(pred, target), [reference.loss(rule, *row) for row in rows], rtol=1e-13)
     np.testing.assert_allclose(
         knob.grad(pred, target), [reference.loss_gradient(rule, *row) for row in rows], rtol=1e-13
     )
@@ -284,9 +265,7 @@ def test_huber_at_its_threshold(norm):
 
 
 @pytest.mark.spec("BIAS-LP-I1")
-@pytest.mark.parametrize(
-    ("p", "slope"), [(1.01, 0.0), (1.5, 0.0), (2.0, 1.0), (2.5, 0.0), (3.0, 0.0)]
-)
+@pytest.mark.parametrize(("p", "slope"), [(1.01, 0.0), (1.5, 0.0), (2.0, 1.0), (2.5, 0.0), (3.0, 0.0)])
 def test_lp_at_zero_error(p, slope):
     knob = bias.Lp(p=p)
     point, target = torch.zeros(2, requires_grad=True), torch.zeros(2)
@@ -350,11 +329,7 @@ def test_decay_vjp_at_gates_of_zero_and_one(shape, value, generator):
 def test_initial_weights_flow_and_are_reproducible():
     mlp = structure.MLP(layers=3)
     weights = mlp.init(4, 2, heads=3, dtype=torch.float64)
-    assert {n: tuple(w.shape) for n, w in weights.items()} == {
-        "w1": (3, 16, 4),
-        "w2": (3, 16, 16),
-        "w3": (3, 2, 16),
-    }
+    assert {n: tuple(w.shape) for n, w in weights.items()} == {"w1": (3, 16, 4), "w2": (3, 16, 16), "w3": (3, 2, 16)}
     again = mlp.init(4, 2, heads=3, dtype=torch.float64)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     other = mlp.init(4, 2, heads=3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -88,9 +88,7 @@ def stored_and_left(name: str, length: int) -> tuple[Tensor, list[MemoryState]]:
     phi = config.feature_map.init(d, generator=torch.Generator().manual_seed(0), dtype=v.dtype)
     first, rest = ([item[:, part] for item in (q, k, v)] for part in (slice(1), slice(1, None)))
     y, one = memory_scan(config, *first, gates=cut(gates, slice(1)), phi_params=phi)
-    more, last = memory_scan(
-        config, *rest, gates=cut(gates, slice(1, None)), state=one, phi_params=phi
-    )
+    more, last = memory_scan(config, *rest, gates=cut(gates, slice(1, None)), state=one, phi_params=phi)
     return torch.cat([y, more], 1)[0, :, 0].detach(), [one, last]
 
 

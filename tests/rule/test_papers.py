@@ -33,9 +33,7 @@ def wide(array: Any) -> Any:
 
 
 def run(config: MemoryConfig, draw: Draw, k: Any, gates: tuple = (), **options: Any) -> Any:
-    y, state = memory_scan(
-        config, wide(draw.q), wide(k), wide(draw.v), Gates(*map(wide, gates)), **options
-    )
+    y, state = memory_scan(config, wide(draw.q), wide(k), wide(draw.v), Gates(*map(wide, gates)), **options)
     return y[0, :, 0], state
 
 
@@ -121,9 +119,7 @@ def test_titans_linear_with_momentum(engine, length):
     config = config_of(retention="decay", algorithm="momentum")
     # Their alpha is the forgotten share, their eta the momentum, their theta the learning rate.
     gates = (draw.rate, 1 - 0.3 * draw.keep, draw.carry)
-    y, memory, slot = papers.titans_linear(
-        draw.q, draw.unit, draw.v, draw.rate, 0.3 * draw.keep, draw.carry
-    )
+    y, memory, slot = papers.titans_linear(draw.q, draw.unit, draw.v, draw.rate, 0.3 * draw.keep, draw.carry)
     got = run(config, draw, draw.unit, gates, engine=engine)
     agree(got, y, memory)
     close(got[1].slots["momentum.weight"][0, 0], slot, 1e-10)
@@ -137,9 +133,7 @@ def test_titans_deep():
     gates = (0.3 * draw.rate, 1 - 0.3 * draw.keep, 0.5 * draw.carry)
     initial = {"w1": torch.tensor(draw.w1)[None], "w2": torch.tensor(draw.w2)[None]}
     got = run(config, draw, draw.unit, gates, initial=initial)
-    expected = papers.titans_mlp(
-        draw.q, draw.unit, draw.v, gates[0], 0.3 * draw.keep, gates[2], draw.w1, draw.w2
-    )
+    expected = papers.titans_mlp(draw.q, draw.unit, draw.v, gates[0], 0.3 * draw.keep, gates[2], draw.w1, draw.w2)
     agree(got, *expected[:3])
 
 
@@ -164,9 +158,7 @@ def test_ttt_linear_by_mini_batches(batch):
 # Rules that must coincide, inputs and all.
 
 
-def equal_rules(
-    one: dict, other: dict, first: tuple = (), second: tuple = (), **options: Any
-) -> None:
+def equal_rules(one: dict, other: dict, first: tuple = (), second: tuple = (), **options: Any) -> None:
     results = []
     for fields, gates in ((one, first), (other, second)):
         base = case_of(config_of(), length=12, **options)
@@ -182,9 +174,7 @@ def equal_rules(
 @pytest.mark.spec("ALG-MOM-R2")
 def test_momentum_of_zero_is_gradient_descent():
     fields = {"retention": "decay"}
-    equal_rules(
-        {**fields, "algorithm": "momentum"}, fields, (0.3, 0.8, 0.0), (0.3, 0.8), masks=True
-    )
+    equal_rules({**fields, "algorithm": "momentum"}, fields, (0.3, 0.8, 0.0), (0.3, 0.8), masks=True)
 
 
 @pytest.mark.spec("RET-DECAY-R2")
@@ -238,9 +228,7 @@ def test_the_two_decay_orders_differ_by_the_gradients_anchor():
     one = torch.ones(1, 1, 1, 1)
     for order, expected in (("with_step", 0.5 - 0.25), ("before_gradient", 0.5 - 0.125)):
         config = config_of(retention="decay", decay_order=order)
-        _, state = memory_scan(
-            config, one, one, 0 * one, Gates(0.25, 0.5), initial={"weight": one[0]}
-        )
+        _, state = memory_scan(config, one, one, 0 * one, Gates(0.25, 0.5), initial={"weight": one[0]})
         assert float(state.memory["weight"]) == expected
 
 

@@ -78,10 +78,7 @@ def test_layers_ask_the_same_question():
         "a layer": (2.0, lambda lr: Memory(1, 1, rule(lr))),
         "a window": (2.0 / 8, lambda lr: CMS(1, 1, level(lr))),
         "a box": (2.0, lambda lr: SelfReferential(1, 1, {"memory": rule(lr)})),
-        "a box that erases twice": (
-            1.0,
-            lambda lr: SelfReferential(1, 1, {"memory": rule(lr), "erase": "twice"}),
-        ),
+        "a box that erases twice": (1.0, lambda lr: SelfReferential(1, 1, {"memory": rule(lr), "erase": "twice"})),
     }
     for what, (limit, build) in builders.items():
         quiet(lambda build=build, limit=limit: build(limit))

@@ -102,9 +102,7 @@ def titans(config: MemoryConfig, length: int) -> Trial:
     x = Inputs(length)
     w1, w2 = x.weights(16, 4), x.weights(3, 16)
     given = gates(x, lr=0.2)
-    y, *state = papers.titans_mlp(
-        x.unit_q, x.unit_k, x.v, given["lr"], 1 - x.retain, x.momentum, w1, w2
-    )
+    y, *state = papers.titans_mlp(x.unit_q, x.unit_k, x.v, given["lr"], 1 - x.retain, x.momentum, w1, w2)
     names = ("w1", "w2", "slots.momentum.w1", "slots.momentum.w2")
     return Trial(x, y, dict(zip(names, state, strict=True)), given, {"w1": w1, "w2": w2})
 
@@ -125,10 +123,7 @@ def ttt(shapes: dict[str, tuple[int, ...]], gelu: Any) -> Any:
         lr = 0.1 * x.lr
         params = [w[:, 0] if w.shape[1] == 1 else w for w in initial.values()]
         y, final = papers.ttt(x.q, x.k, x.v, lr, config.chunk, params, gelu)
-        state = {
-            name: item.reshape(initial[name].shape)
-            for name, item in zip(shapes, final, strict=True)
-        }
+        state = {name: item.reshape(initial[name].shape) for name, item in zip(shapes, final, strict=True)}
         return Trial(x, y, state, {"lr": lr}, initial)
 
     return trial
@@ -157,9 +152,7 @@ def large_chunk(config: MemoryConfig, length: int) -> Trial:
     initial = {name: x.weights(*shape) for name, shape in shapes.items()}
     # The paper leaves open where weights start; here beside the identity.
     start = [w + np.eye(*w.shape)[np.arange(len(w)) % w.shape[1]] for w in initial.values()]
-    y, *final = papers_deep.large_chunk(
-        x.unit_q, x.unit_k, x.v, x.lr, x.momentum, start, config.chunk
-    )
+    y, *final = papers_deep.large_chunk(x.unit_q, x.unit_k, x.v, x.lr, x.momentum, start, config.chunk)
     state = {
         prefix + name: item
         for prefix, items in zip(("", "slots.momentum.", "pending."), final, strict=True)
@@ -208,9 +201,7 @@ def lattice(config: MemoryConfig, length: int) -> Trial:
 def trellis(config: MemoryConfig, length: int) -> Trial:
     x, codes = Inputs(length), config.structure.codes
     keys, values, to_code = x.weights(codes, 4), x.weights(3, codes), x.weights(4, codes)
-    q, k, a = (
-        item / np.sqrt((item**2).sum(1) + 1e-12)[:, None] for item in (x.q, x.k, x.k @ to_code)
-    )
+    q, k, a = (item / np.sqrt((item**2).sum(1) + 1e-12)[:, None] for item in (x.q, x.k, x.k @ to_code))
     y, *final = bounded.trellis("silu", keys, values, k, a, q, x.v, x.lr, x.retain)
     state = dict(zip(("w_key", "w_value"), final, strict=True))
     initial = {"w_key": keys, "w_value": values}
@@ -221,9 +212,7 @@ def trellis(config: MemoryConfig, length: int) -> Trial:
 def delta_momentum(config: MemoryConfig, length: int) -> Trial:
     x = Inputs(length)
     given = gates(x, lr=0.5)
-    y, weight, slot = papers_steps.delta_momentum(
-        x.unit_q, x.unit_k, x.v, *given.values(), config.algorithm.erase
-    )
+    y, weight, slot = papers_steps.delta_momentum(x.unit_q, x.unit_k, x.v, *given.values(), config.algorithm.erase)
     return Trial(x, y, {"weight": weight, "slots.momentum.weight": slot}, given)
 
 
@@ -231,9 +220,7 @@ def deep_momentum(config: MemoryConfig, length: int) -> Trial:
     x, algorithm = Inputs(length), config.algorithm
     # The rule's own constant draw, which no other program can repeat.
     start = algorithm._start(torch.zeros(1, 3, 4, dtype=torch.float64)).numpy()
-    y, weight, *slots = papers_steps.deep_momentum(
-        x.unit_q, x.unit_k, x.v, *gates(x).values(), start, algorithm.rate
-    )
+    y, weight, *slots = papers_steps.deep_momentum(x.unit_q, x.unit_k, x.v, *gates(x).values(), start, algorithm.rate)
     names = ("slots.w_in.weight", "slots.w_out.weight")
     return Trial(x, y, {"weight": weight, **dict(zip(names, slots, strict=True))}, gates(x))
 
@@ -272,8 +259,7 @@ TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     "ttt_linear": ttt_linear,
     "ttt_linear_norm": ttt({"w1": (4, 4), "b1": (4, 1)}, None),
     "ttt_mlp": ttt(
-        {"w1": (16, 4), "b1": (16, 1), "w2": (4, 16), "b2": (4, 1)},
-        (papers_deep.gelu, papers_deep.gelu_slope),
+        {"w1": (16, 4), "b1": (16, 1), "w2": (4, 16), "b2": (4, 1)}, (papers_deep.gelu, papers_deep.gelu_slope)
     ),
     "large_chunk_ttt": large_chunk,
     "moneta": miras(papers_deep.moneta, eps="retention.eps"),

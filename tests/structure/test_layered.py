@@ -67,16 +67,12 @@ def test_a_weight_used_twice_is_refused():
     tied, weight, p = Graph((Linear(0, INPUT), Linear(0, 1))), draw(1, 3, 3), draw(1, 2, 3)
     past = trace(tied, [weight], p)
     close(past.values[-1], p @ weight.mT @ weight.mT, 1e-12)
-    with pytest.raises(
-        ConfigError, match=r"each of its 1 weights in one layer.*\[0, 0\].*Structure"
-    ):
+    with pytest.raises(ConfigError, match=r"each of its 1 weights in one layer.*\[0, 0\].*Structure"):
         factors(tied, [weight], past, p)
 
 
 @pytest.mark.spec("STR-GRAPH-V1")
-@pytest.mark.parametrize(
-    "op", [Act("gelu"), Act("silu"), Act("tanh"), Add(), Multiply(), Normalise(1e-6)], ids=str
-)
+@pytest.mark.parametrize("op", [Act("gelu"), Act("silu"), Act("tanh"), Add(), Multiply(), Normalise(1e-6)], ids=str)
 def test_operations_against_autograd(op):
     """First and second derivatives of each operation by itself."""
     count = 2 if isinstance(op, Add | Multiply) else 1
@@ -88,9 +84,7 @@ def test_operations_against_autograd(op):
     pulled = op.vjp(slopes, g)
     cotangents = tuple(draw(2 + i, 3, 5)[:2] for i in range(count))
     shares, gg = op.vjp_vjp(slopes, g, cotangents)
-    expected = torch.autograd.grad(
-        true, [*inputs, g], cotangents, allow_unused=True, materialize_grads=True
-    )
+    expected = torch.autograd.grad(true, [*inputs, g], cotangents, allow_unused=True, materialize_grads=True)
     for mine, theirs in zip(pulled, true, strict=True):
         close(mine, theirs, 1e-12)
     for mine, theirs in zip([*shares, gg], expected, strict=True):
@@ -109,9 +103,7 @@ DEEP = [
 @pytest.mark.spec("STR-GRAPH-V1", "STR-MLP-V1", "STR-GATED-V1")
 @pytest.mark.parametrize("knob", DEEP, ids=repr)
 def test_second_order_against_autograd(knob):
-    memory = tuple(
-        draw(4, *shape, 1).squeeze(-1).requires_grad_() for shape in knob.shapes(3, 3).values()
-    )
+    memory = tuple(draw(4, *shape, 1).squeeze(-1).requires_grad_() for shape in knob.shapes(3, 3).values())
     p, u = draw(4, 3).requires_grad_(), draw(4, 3).flip(0).requires_grad_()
     true = torch.autograd.grad(knob.predict(memory, p), memory, u, create_graph=True)
     grads = knob.pullback(memory, p, u)
@@ -119,9 +111,7 @@ def test_second_order_against_autograd(knob):
         close(mine, theirs, 1e-12)
     cotangents = tuple(draw(*grad.shape) for grad in grads)
     points = [*memory, p, u]
-    expected = torch.autograd.grad(
-        true, points, cotangents, allow_unused=True, materialize_grads=True
-    )
+    expected = torch.autograd.grad(true, points, cotangents, allow_unused=True, materialize_grads=True)
     gmemory, gp, gu = knob.pullback_vjp(memory, p, u, cotangents)
     for mine, theirs in zip([*gmemory, gp, gu], expected, strict=True):
         close(mine, theirs, 1e-10)

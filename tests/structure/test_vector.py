@@ -24,9 +24,7 @@ FORMS = BIASES[:5]  # all but the norm of huber, which couples coordinates
 ORDERS = ["with_step", "before_gradient"]
 WAYS = [
     {"retention": retention, "algorithm": algorithm, "decay_order": order, "read": read}
-    for retention, algorithm, order, read in product(
-        ("none", "decay"), ("gd", "momentum"), ORDERS, ("after", "before")
-    )
+    for retention, algorithm, order, read in product(("none", "decay"), ("gd", "momentum"), ORDERS, ("after", "before"))
     if retention == "decay" or order == "with_step"
 ]
 ENGINES = ["sequential", *exact_engines(MemoryConfig(structure="vector"))]
@@ -84,9 +82,7 @@ def test_gradients_of_every_engine(fields, engine):
     """Several blocks, masks, resets, retain per channel; with the final state's gradient."""
     config = vector(bias="huber", retention="decay", algorithm="momentum", **fields)
     for channels in (False, True):
-        case = case_of(
-            config, length=29, d=3, width=3, masks=True, ends=0.1, channels=channels, seed=4
-        )
+        case = case_of(config, length=29, d=3, width=3, masks=True, ends=0.1, channels=channels, seed=4)
         whole(case, engine=engine).equals(whole(case, engine="sequential", autodiff="torch"))
 
 
@@ -130,9 +126,7 @@ def test_what_is_refused():
 def test_coordinates_that_mix_are_found(monkeypatch):
     memory, p = (torch.ones(2, 3),), torch.ones(2, 3)
     check_diagonal("structure.vector", structure.Vector(), memory, p)
-    monkeypatch.setattr(
-        structure.Vector, "predict", lambda self, memory, p: (memory[0] * p).cumsum(-1)
-    )
+    monkeypatch.setattr(structure.Vector, "predict", lambda self, memory, p: (memory[0] * p).cumsum(-1))
     with pytest.raises(AssertionError, match="coordinates of the prediction mix"):
         check_diagonal("structure.vector", structure.Vector(), memory, p)
 

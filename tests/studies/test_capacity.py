@@ -12,17 +12,7 @@ from hecate.engine import memory_scan
 from hecate.phi import DPFP, ELU
 from hecate.rule import MemoryConfig
 from studies import associations
-from studies.associations import (
-    ENOUGH,
-    PATIENCE,
-    WIDTH,
-    Associator,
-    Pairs,
-    draw_pairs,
-    evaluate,
-    loss_of,
-    train,
-)
+from studies.associations import ENOUGH, PATIENCE, WIDTH, Associator, Pairs, draw_pairs, evaluate, loss_of, train
 from studies.capacity import CONTENDERS, SIZES, SumRule, rank_floor, untrained
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
@@ -53,10 +43,7 @@ def projections(model: Associator, pairs: Pairs):
     """k, lr of every pair and q of every key, from the definition with whole one-hot vectors."""
     p = {name: item.detach().numpy() for name, item in model.named_parameters()}
     x = [
-        [
-            np.concatenate([np.eye(pairs.size)[v], p["embedding"][k]])
-            for k, v in zip(*row, strict=True)
-        ]
+        [np.concatenate([np.eye(pairs.size)[v], p["embedding"][k]]) for k, v in zip(*row, strict=True)]
         for row in zip(pairs.keys.tolist(), pairs.values.tolist(), strict=True)
     ]
     k = np.array(x) @ p["key"] + p["key_bias"]
@@ -71,9 +58,7 @@ def test_sequences():
     assert not torch.equal(pairs.keys, pairs.values)
     again = draw_pairs(5, 10, 30, True, generator())
     values, held = again.last()
-    for row, (keys, written) in enumerate(
-        zip(again.keys.tolist(), again.values.tolist(), strict=True)
-    ):
+    for row, (keys, written) in enumerate(zip(again.keys.tolist(), again.values.tolist(), strict=True)):
         known = dict(zip(keys, written, strict=True))
         assert held[row].tolist() == [key in known for key in range(5)]
         assert all(values[row, key] == value for key, value in known.items())
@@ -108,9 +93,7 @@ def test_the_sum_rule_is_a_memory_with_bias_dot():
     _, state = memory_scan(config, k, k, v)
     y, _ = memory_scan(config, q, q, v, state=state, write_mask=torch.zeros(3, 7, dtype=torch.bool))
     # EPS over a sum of 7 weights of at least some tenths
-    torch.testing.assert_close(
-        model.answers(pairs, asked, generator()), y[:, :, 0], rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(model.answers(pairs, asked, generator()), y[:, :, 0], rtol=1e-6, atol=0)
 
 
 def test_random_maps_are_drawn_at_every_call():

@@ -110,8 +110,7 @@ def test_rules_are_trained_row_by_row_and_never_twice(tmp_path: Path, monkeypatc
     assert sorted(jobs) == [(rule, task) for rule in ("atlas", "delta") for task in tasks]
     assert all(0 <= record["value"] < 9 and record["loss"] > 0 for record in records)
     narrow, matrix = (
-        next(record["state_bytes"] for record in records if record["rule"] == rule)
-        for rule in ("atlas", "delta")
+        next(record["state_bytes"] for record in records if record["rule"] == rule) for rule in ("atlas", "delta")
     )
     # Closest to 4 KiB: two heads of 23 x 23 floats and a position; 9 x 21 twice, and a window of
     # 4 tokens.

@@ -81,9 +81,7 @@ def test_distance():
 def test_curvature_is_the_largest_of_all_chunks():
     k = draw_world(SEEDS).k.double()
     wanted = max(
-        np.linalg.eigvalsh(part.T @ part)[-1]
-        for row in k[:, :, 0].numpy()
-        for part in row.reshape(-1, 64, WIDTH)
+        np.linalg.eigvalsh(part.T @ part)[-1] for row in k[:, :, 0].numpy() for part in row.reshape(-1, 64, WIDTH)
     )
     assert curvature(k, 64) == pytest.approx(wanted)
     assert curvature(k, 1) == pytest.approx(1)  # float32 keys of unit length
@@ -103,9 +101,7 @@ def test_a_step_beyond_two_over_curvature_overshoots():
 
 
 def test_the_quick_run_shows_drift_and_its_cost(monkeypatch):
-    monkeypatch.setattr(
-        drift, "_costs", lambda kind, chunks, rounds: ([1.0] * 4, [4.0, 3.0, 2.0, 1.0])
-    )
+    monkeypatch.setattr(drift, "_costs", lambda kind, chunks, rounds: ([1.0] * 4, [4.0, 3.0, 2.0, 1.0]))
     result = drift.Drift().run(True, [0, 1], progress)
     assert set(SHOWN) < set(QUICK) < set(CHUNKS)
     for row in result.rows:

@@ -109,10 +109,7 @@ def test_expected_recall_against_enumeration(own):
     kernel = (lambda z: z**3 + z) if own else (lambda z: z)
     pull, variance = moments(kernel, d, own)
     signal, noise = kernel(d - 2), math.sqrt((count - 1) * variance)
-    good, bad = (
-        0.5 * math.erfc(-(signal + sign * (count - 1) * pull) / noise / math.sqrt(2))
-        for sign in (1, -1)
-    )
+    good, bad = (0.5 * math.erfc(-(signal + sign * (count - 1) * pull) / noise / math.sqrt(2)) for sign in (1, -1))
     found = patterns.expected(kernel, d, count, own)
     assert found == pytest.approx(good ** (d - 1) * bad, rel=1e-9)
     assert (pull == 0) is not own
@@ -121,9 +118,7 @@ def test_expected_recall_against_enumeration(own):
 def test_expected_capacities_are_near_the_measured():
     for memory in (patterns.IDENTITY, *patterns.POLYNOMIALS):
         counts = patterns.grid(512)
-        found = [
-            patterns.capacity(counts, patterns.recovered(memory, 32, counts, s)) for s in (0, 1)
-        ]
+        found = [patterns.capacity(counts, patterns.recovered(memory, 32, counts, s)) for s in (0, 1)]
         hoped = patterns.expected_capacity(memory, 32)
         # Normal noise is an approximation; the measured are within a fifth of it.
         assert np.mean(found) == pytest.approx(hoped, rel=0.2)
@@ -135,10 +130,7 @@ def test_softmax_is_limited_by_the_nearest_pattern():
     ball = 1 + 16 + 16 * 15 // 2  # patterns at most 2 flips away
     assert patterns.nearest(16) == pytest.approx(1 + math.log(0.5) / math.log(1 - ball / 2**16))
     counts = patterns.grid(2**10)
-    found = [
-        patterns.capacity(counts, patterns.recovered(patterns.SOFTMAX[2], 16, counts, s))
-        for s in (0, 1)
-    ]
+    found = [patterns.capacity(counts, patterns.recovered(patterns.SOFTMAX[2], 16, counts, s)) for s in (0, 1)]
     assert np.mean(found) == pytest.approx(patterns.nearest(16), rel=0.2)
 
 
@@ -158,9 +150,7 @@ def test_growth_is_a_slope():
     assert found.capacities(32) == [16, 16] and found.reached() == [16, 32]
     assert patterns.growth(found, math.log) == pytest.approx([2, 2])
     assert patterns.growth(found, float) == pytest.approx([2 / 16, 2 / 16])
-    ratio = patterns.expected_capacity(found.memory, 32) / patterns.expected_capacity(
-        found.memory, 16
-    )
+    ratio = patterns.expected_capacity(found.memory, 32) / patterns.expected_capacity(found.memory, 16)
     assert patterns.expected_growth(found) == pytest.approx(math.log2(ratio))
     endless = found._replace(shares={16: [half[16]], 32: [[1.0] * 4]})
     assert endless.reached() == [16] and patterns.growth(endless, math.log) is None

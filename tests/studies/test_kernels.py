@@ -117,9 +117,7 @@ def test_the_kernel_of_favor_nears_softmax_and_that_of_tanh_does_not():
     tokens = lab.Tokens.drawn(0, 8, 16, 32, scale=0.5)
     favor = Favor(num_features=4096)
     found = [
-        lab.distance(
-            lab.normalised(tokens.kernel(phi, lab.parameters(phi, 8, 0))), tokens.softmax()
-        )
+        lab.distance(lab.normalised(tokens.kernel(phi, lab.parameters(phi, 8, 0))), tokens.softmax())
         for phi in (favor, Tanh())
     ]
     assert found[0] < 0.02 < found[1]

@@ -7,18 +7,7 @@ import pytest
 import torch
 
 from studies.levels import families
-from studies.two_paces import (
-    AGES,
-    NEVER,
-    PROBES,
-    TABLE,
-    WIDTH,
-    Level,
-    System,
-    _Running,
-    draw_stream,
-    measure,
-)
+from studies.two_paces import AGES, NEVER, PROBES, TABLE, WIDTH, Level, System, _Running, draw_stream, measure
 
 PHASE = 64
 SYSTEMS = [
@@ -62,9 +51,7 @@ def by_hand(system: System, stream, seed: int) -> tuple[np.ndarray, np.ndarray]:
                 window[n] = np.zeros_like(window[n])
         if (t + 1) % (3 * PHASE // (3 * PROBES)) == 0:
             rows = [
-                right(
-                    stream.table_keys[seed, i].double().numpy(), int(stream.table_values[seed, i])
-                )
+                right(stream.table_keys[seed, i].double().numpy(), int(stream.table_values[seed, i]))
                 for i in range(2 * TABLE)
             ]
             tables.append(np.mean(np.reshape(rows, (2, TABLE, -1)), 1).T)
@@ -90,9 +77,7 @@ def test_the_world_against_a_loop_by_hand(system: System):
         tables, ages = by_hand(system, stream, seed)
         assert 0.1 < tables.mean() < 0.9  # something to see
         np.testing.assert_allclose(recall.tables[:, seed].numpy(), tables, atol=1e-6)
-        np.testing.assert_allclose(
-            recall.bindings[:, seed].numpy(), np.nanmean(ages[:, later], 1), atol=1e-6
-        )
+        np.testing.assert_allclose(recall.bindings[:, seed].numpy(), np.nanmean(ages[:, later], 1), atol=1e-6)
 
 
 def test_the_stream_is_what_it_says():
@@ -105,9 +90,7 @@ def test_the_stream_is_what_it_says():
         assert torch.equal(drawn.any(1), stream.from_table[seed])
         entry = drawn[stream.from_table[seed]].int().argmax(1)
         assert torch.equal(entry // TABLE, phase[stream.from_table[seed]] % 2)
-        assert torch.equal(
-            stream.values[seed, stream.from_table[seed]], stream.table_values[seed, entry]
-        )
+        assert torch.equal(stream.values[seed, stream.from_table[seed]], stream.table_values[seed, entry])
 
 
 @pytest.mark.parametrize("quick", [True, False])

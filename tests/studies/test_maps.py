@@ -27,11 +27,7 @@ ELEMENTWISE = {
 
 
 def test_every_map_of_the_library_is_measured_and_has_a_name_of_its_own():
-    known = {
-        kind
-        for kind, variant in phi.FeatureMap.variants().items()
-        if variant.__module__.startswith("hecate.")
-    }
+    known = {kind for kind, variant in phi.FeatureMap.variants().items() if variant.__module__.startswith("hecate.")}
     measured = {map_.kind for map_ in lab.MAPS}
     parts = {inner.kind for map_ in lab.MAPS for inner in getattr(map_, "maps", ())}
     assert measured | parts == known and measured == known

@@ -30,16 +30,7 @@ from studies.descents import (
     warped,
 )
 from studies.dots import ranked
-from studies.lessons import (
-    CONTEXT,
-    LENGTH,
-    PAIRS,
-    draw_recall,
-    draw_text,
-    learn,
-    recall_loss,
-    recall_model,
-)
+from studies.lessons import CONTEXT, LENGTH, PAIRS, draw_recall, draw_text, learn, recall_loss, recall_model
 from studies.outcomes import Budget, Outcome
 
 BY_NAME = {entrant.name: entrant for entrant in ENTRANTS}
@@ -57,10 +48,7 @@ def psi(x: np.ndarray, warp: Warp) -> tuple[float, np.ndarray]:
     r, theta = x
     off = r - theta + warp.a * math.sin(warp.w * r)
     inner = 1 + warp.a * warp.w * math.cos(warp.w * r)
-    return (
-        r * r + warp.k * off * off,
-        np.array([2 * r + 2 * warp.k * off * inner, -2 * warp.k * off]),
-    )
+    return (r * r + warp.k * off * off, np.array([2 * r + 2 * warp.k * off * inner, -2 * warp.k * off]))
 
 
 def valley(x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -109,16 +97,13 @@ def test_the_quadratic_has_its_condition():
     alone = surface.loss(points)[:, 0]
     together = surface.loss(pairs.reshape(-1, 1, SIDE, SIDE))[:, 0].view(SIDE**2, SIDE**2)
     values = torch.linalg.eigvalsh(together - alone[:, None] - alone)  # x^T H y by polarisation
-    assert values[0].item() == pytest.approx(1 / CONDITION) and values[-1].item() == pytest.approx(
-        1
-    )
+    assert values[0].item() == pytest.approx(1 / CONDITION) and values[-1].item() == pytest.approx(1)
     assert not torch.equal(quadratic([6]).start, surface.start)
 
 
 def test_who_has_arrived_or_is_lost_stops_and_the_others_go_on():
     surface = Surface(
-        torch.tensor([[[1.0, 1.0]], [[4.0, 4.0]]], dtype=torch.float64),
-        lambda x: x.square().sum((-1, -2)),
+        torch.tensor([[[1.0, 1.0]], [[4.0, 4.0]]], dtype=torch.float64), lambda x: x.square().sum((-1, -2))
     )
     rates = torch.tensor([[1e-1], [1e-3], [1e3]], dtype=torch.float64).expand(-1, 2)
     history = descend(SGD.make, surface, rates, 60, enough=1.0)
@@ -171,9 +156,7 @@ def test_every_entrant_descends_and_shows_when_it_is_lost(entrant):
 
 def test_phi_identity_is_plain_momentum():
     rates = torch.tensor([[1e-3], [1e-1]], dtype=torch.float64)
-    plain, memory = (
-        descend(e.make, quadratic([0]), rates, 40) for e in (SGD, BY_NAME["phi identity"])
-    )
+    plain, memory = (descend(e.make, quadratic([0]), rates, 40) for e in (SGD, BY_NAME["phi identity"]))
     assert torch.equal(plain, memory)
 
 
@@ -225,9 +208,7 @@ def test_what_a_gradient_of_zero_does():
     for form in ("centred", "odd"):
         moved = {at.moved[form] for at in found.values()}
         assert {by for by in moved if not isinstance(by, str)} == {0.0}
-    refused = {
-        kind for kind, at in found.items() if any(isinstance(x, str) for x in at.moved.values())
-    }
+    refused = {kind for kind, at in found.items() if any(isinstance(x, str) for x in at.moved.values())}
     assert "cosformer" in refused and not any(
         "required" in str(reason) for at in found.values() for reason in at.moved.values()
     )
@@ -256,15 +237,12 @@ def outcome(entrant, values: list[float]) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
-    [([3.0, 3.1], "behind"), ([1.0, 1.1], "ahead of"), ([1.5, 2.6], "level with")],
+    ("values", "words"), [([3.0, 3.1], "behind"), ([1.0, 1.1], "ahead of"), ([1.5, 2.6], "level with")]
 )
 def test_the_notes_say_who_won(values, words):
     budget = Budget.of(quick=True)
     memory = outcome(BY_NAME["delta scalar"], values)
-    result = optim.report(
-        [outcome(SGD, [2.0, 2.0]), outcome(ADAMW, [2.0, 2.0]), memory], budget, {}
-    )
+    result = optim.report([outcome(SGD, [2.0, 2.0]), outcome(ADAMW, [2.0, 2.0]), memory], budget, {})
     notes = "\n".join(result.notes)
     assert f"delta scalar, is {words} SGD with momentum (torch)" in notes
     assert f"delta scalar, is {words} AdamW (torch)" in notes

@@ -9,18 +9,7 @@ import pytest
 import torch
 
 from studies.associations import Trained, draw_pairs
-from studies.overwrite import (
-    CONTENDERS,
-    DELTA,
-    RANDOM,
-    SIZES,
-    SUM,
-    WIDE,
-    Outcome,
-    Remembering,
-    Run,
-    claims,
-)
+from studies.overwrite import CONTENDERS, DELTA, RANDOM, SIZES, SUM, WIDE, Outcome, Remembering, Run, claims
 from tests.studies.test_capacity import dpfp, generator, projections
 
 SIZE = 6

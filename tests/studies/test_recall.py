@@ -46,9 +46,7 @@ def test_states_have_the_sizes_that_they_are_said_to_have():
             assert size == 2 * 4 * TASK.seq_len * WIDTH
         else:
             phi = mixer.memory.get("feature_map", {})
-            d_phi = (
-                phi["num_features"] if mixer.phi == "FAVOR+" else FEATURES[mixer.phi](mixer.d_key)
-            )
+            d_phi = phi["num_features"] if mixer.phi == "FAVOR+" else FEATURES[mixer.phi](mixer.d_key)
             assert size == 4 * d_phi * (WIDTH + (mixer.rule == "sum"))  # the normaliser is a row
     assert len(sizes) == 11 and all(row == sorted(set(row)) for row in sizes.values())
 

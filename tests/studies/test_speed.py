@@ -72,9 +72,7 @@ def test_a_crossover_is_where_the_ratio_passes_one_for_good():
     def taken(*ratios):
         lengths = [2**i for i in range(len(ratios))]
         sides = {"a": list(ratios), "b": [1.0] * len(ratios)}
-        return {
-            (s, "forward", n): [t] for s in sides for n, t in zip(lengths, sides[s], strict=True)
-        }, lengths
+        return {(s, "forward", n): [t] for s in sides for n, t in zip(lengths, sides[s], strict=True)}, lengths
 
     def found(*ratios):
         given, lengths = taken(*ratios)

@@ -61,9 +61,7 @@ def read(path):
         return list(csv.reader(file))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in studies() if name != "rules" and not name.startswith("cost-")]
-)
+@pytest.mark.parametrize("name", [name for name in studies() if name != "rules" and not name.startswith("cost-")])
 def test_a_quick_run_of_every_study(name, tmp_path, capsys):
     before = torch.get_rng_state()
     result = run_study(name, quick=True, out=tmp_path)
@@ -99,10 +97,7 @@ def test_the_same_seeds_give_the_same_files(name, tmp_path):
     for folder in ("first", "second"):
         run_study(name, quick=True, out=tmp_path / folder, figure=False)
     for ending in ("csv", "json"):
-        first, second = (
-            (tmp_path / folder / f"{name}-quick.{ending}").read_bytes()
-            for folder in ("first", "second")
-        )
+        first, second = ((tmp_path / folder / f"{name}-quick.{ending}").read_bytes() for folder in ("first", "second"))
         assert first == second
 
 
@@ -116,12 +111,7 @@ def test_the_files_say_what_the_table_says(study, tmp_path, capsys):
         ["bent, or so", "", "0.25", "", ""],
     ]
     facts = json.loads((folder / "coins.json").read_text())
-    assert facts["rows"][0] == [
-        "fair",
-        0.5,
-        {"mean": share.mean, "standard_error": share.error, "seeds": 3},
-        3,
-    ]
+    assert facts["rows"][0] == ["fair", 0.5, {"mean": share.mean, "standard_error": share.error, "seeds": 3}, 3]
     assert facts["rows"][1] == ["bent, or so", None, 0.25, None]
     assert facts["seeds"] == [0, 1, 2] and facts["quick"] is False
     assert len(facts["data"]["heads"]) == 3 and facts["data"]["none"] is None
@@ -178,9 +168,7 @@ def test_all_studies_run_one_after_the_other(study, tmp_path, monkeypatch, capsy
 def test_without_matplotlib_the_way_out_is_named_before_any_work(study, tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        sys.modules["studies.run"],
-        "find_spec",
-        lambda name: None if name == "matplotlib" else find(name),
+        sys.modules["studies.run"], "find_spec", lambda name: None if name == "matplotlib" else find(name)
     )
     with pytest.raises(ConfigError, match=r"pip install 'hecate\[plot\]'.*--no-figure"):
         run_study("coins", out=tmp_path)

@@ -8,17 +8,7 @@ from torch import Tensor
 
 from hecate.errors import ConfigError
 from hecate.tape import Block, Run, Tensors, differentiate
-from tests.tape.tape_blocks import (
-    APPLY,
-    MODES,
-    apply_forward,
-    apply_vjp,
-    checkpointed,
-    layer,
-    plain,
-    relative,
-    through,
-)
+from tests.tape.tape_blocks import APPLY, MODES, apply_forward, apply_vjp, checkpointed, layer, plain, relative, through
 
 
 @pytest.mark.spec("TAPE-BRIDGE-I1")
@@ -64,9 +54,7 @@ def test_jacrev_of_jacrev_equals_autograd_hessian(point):
     matrix, x = point[0][0].detach(), point[1][0].detach()
     hessian = torch.func.jacrev(torch.func.jacrev(lambda x: through(layer)(matrix, x)))(x)
     rows = [
-        torch.autograd.functional.hessian(
-            lambda x, row=row: through(layer, "torch")(matrix, x)[row], x
-        )
+        torch.autograd.functional.hessian(lambda x, row=row: through(layer, "torch")(matrix, x)[row], x)
         for row in range(3)
     ]
     assert relative(hessian, torch.stack(rows)) < 1e-12
@@ -111,9 +99,7 @@ def test_autocast_does_not_reach_inside(mode, point):
 
     matrix, x = (item.detach().float().requires_grad_() for item in point)
     island = Block("island", forward, vjp)
-    clear = torch.autograd.grad(
-        through(lambda run, *i: run(island, *i), mode)(matrix, x).sum(), matrix
-    )
+    clear = torch.autograd.grad(through(lambda run, *i: run(island, *i), mode)(matrix, x).sum(), matrix)
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
         assert (matrix @ x.unsqueeze(-1)).dtype == torch.bfloat16
         y = through(lambda run, *i: run(island, *i), mode)(matrix, x)

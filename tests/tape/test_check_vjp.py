@@ -7,23 +7,11 @@ import torch
 
 from hecate.tape import Block, checkpoint
 from hecate.testing import check_vjp
-from tests.tape.tape_blocks import (
-    APPLY,
-    SINE,
-    TANH,
-    apply_vjp,
-    plain,
-)
+from tests.tape.tape_blocks import APPLY, SINE, TANH, apply_vjp, plain
 
 FAULTS = {
-    "wrong sign": (
-        Block("f", TANH.forward, lambda y, g: (-g * (1 - y.square()),)),
-        "VJP of input 0",
-    ),
-    "one per cent off": (
-        Block("f", TANH.forward, lambda y, g: (1.01 * g * (1 - y.square()),)),
-        "VJP of input 0",
-    ),
+    "wrong sign": (Block("f", TANH.forward, lambda y, g: (-g * (1 - y.square()),)), "VJP of input 0"),
+    "one per cent off": (Block("f", TANH.forward, lambda y, g: (1.01 * g * (1 - y.square()),)), "VJP of input 0"),
     "no second derivative": (
         Block("f", TANH.forward, lambda y, g: (g * (1 - y.detach().square()),)),
         "second derivative by input 0",
@@ -34,10 +22,7 @@ FAULTS = {
     ),
     "gradient not declared": (Block("f", TANH.forward, lambda y, g: (None,)), "VJP of input 0"),
     "too many cotangents": (Block("f", TANH.forward, lambda y, g: (g, g)), "2 cotangents for 1"),
-    "no signal": (
-        Block("f", lambda x: ((1e-4 * x,), None), lambda r, g: (0 * g,)),
-        "would prove nothing",
-    ),
+    "no signal": (Block("f", lambda x: ((1e-4 * x,), None), lambda r, g: (0 * g,)), "would prove nothing"),
     "forward hides a dependence from autograd": (
         Block("f", lambda x: ((x * x.detach(),), x), lambda x, g: (g * x.detach(),)),
         "central differences",

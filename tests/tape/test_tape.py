@@ -8,16 +8,7 @@ from torch import Tensor
 
 from hecate.errors import ShapeError
 from hecate.tape import Block, Run, Tape, Tensors, checkpoint, execute
-from tests.tape.tape_blocks import (
-    APPLY,
-    MODES,
-    SINE,
-    TIMES,
-    checkpointed,
-    plain,
-    relative,
-    through,
-)
+from tests.tape.tape_blocks import APPLY, MODES, SINE, TIMES, checkpointed, plain, relative, through
 
 
 def test_block_says_whether_its_derivative_is_hand_written():
@@ -125,9 +116,7 @@ def test_program_that_returns_its_input(mode, point):
 @pytest.mark.spec("TAPE-REPLAY-I4")
 def test_unused_outputs_pull_back_zeros_and_none_where_nothing_flows(point):
     matrix, x = (item.detach() for item in point)
-    split = Block(
-        "split", lambda x: ((x.sin(), x.cos()), x), lambda x, gs, gc: (gs * x.cos() - gc * x.sin(),)
-    )
+    split = Block("split", lambda x: ((x.sin(), x.cos()), x), lambda x, gs, gc: (gs * x.cos() - gc * x.sin(),))
     tape = Tape()
     sine, cosine = tape(split, x)
     tape(APPLY, matrix, cosine)
@@ -151,9 +140,7 @@ def test_wrong_cotangents_are_refused():
     tape = Tape()
     a, b = torch.ones(3, 1), torch.ones(3, 4)
     outputs = tape(add, a, b)
-    with pytest.raises(
-        ShapeError, match=r"the VJP of 'add': cotangent 0 .* \[3, 1\], got \[3, 4\]"
-    ):
+    with pytest.raises(ShapeError, match=r"the VJP of 'add': cotangent 0 .* \[3, 1\], got \[3, 4\]"):
         tape.backward(outputs, [torch.ones(3, 4)], [a])
     with pytest.raises(ShapeError, match=r"backward: cotangent 0 .* \[3, 4\], got \[4\]"):
         tape.backward(outputs, [torch.ones(4)], [a])
@@ -187,17 +174,13 @@ def test_cotangents_take_the_dtype_of_their_tensor_as_in_autograd():
     def program(run: Run, x: Tensor) -> Tensors:
         return run(up, *run(low, x))
 
-    got, expected = (
-        torch.autograd.grad(through(program, mode)(x).sum(), x)[0] for mode in ("tape", "torch")
-    )
+    got, expected = (torch.autograd.grad(through(program, mode)(x).sum(), x)[0] for mode in ("tape", "torch"))
     assert got.dtype == torch.float32 and torch.equal(got, expected)
     assert received == [torch.bfloat16]
 
 
 def test_complex_tensors():
-    turn = Block(
-        "turn", lambda z, w: ((z * w,), (z, w)), lambda r, g: (g * r[1].conj(), g * r[0].conj())
-    )
+    turn = Block("turn", lambda z, w: ((z * w,), (z, w)), lambda r, g: (g * r[1].conj(), g * r[0].conj()))
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(3, dtype=torch.complex128, generator=generator, requires_grad=True)
     w = torch.randn(3, generator=generator, requires_grad=True)

@@ -8,14 +8,7 @@ from torch import Tensor
 
 from hecate.errors import ConfigError
 from hecate.tape import Block, Run, Tape, Tensors, checkpoint
-from tests.tape.tape_blocks import (
-    APPLY,
-    SINE,
-    TANH,
-    checkpointed,
-    plain,
-    through,
-)
+from tests.tape.tape_blocks import APPLY, SINE, TANH, checkpointed, plain, through
 
 
 def test_print_names_every_call_with_label_shapes_and_source(point):

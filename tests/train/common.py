@@ -13,9 +13,7 @@ TASK = {"kind": "mqar", "vocab_size": 16, "num_pairs": 2, "seq_len": 8}
 
 def tiny(**fields) -> ExperimentConfig:
     """A few milliseconds per step; `budget` and other mappings are merged into the defaults."""
-    budget = {"steps": 20, "batch_size": 4, "eval_every": 10, "eval_batches": 2} | {
-        "checkpoint_every": 10
-    }
+    budget = {"steps": 20, "batch_size": 4, "eval_every": 10, "eval_batches": 2} | {"checkpoint_every": 10}
     return ExperimentConfig.model_validate(
         {
             "name": "tiny",

@@ -241,10 +241,7 @@ def test_all_problems_of_independent_settings_are_listed_at_once(tmp_path):
 @pytest.mark.spec("TRAIN-CONFIG-D2")
 def test_a_state_that_would_not_fit_is_refused_without_building_it(tmp_path, monkeypatch):
     path = tmp_path / "x.yaml"
-    path.write_text(
-        "model:\n  d_model: 4096\n  heads: 1\n  memory:\n    feature_map: {kind: polynomial, "
-        "degree: 9}\n"
-    )
+    path.write_text("model:\n  d_model: 4096\n  heads: 1\n  memory:\n    feature_map: {kind: polynomial, degree: 9}\n")
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("allocates"))
     began = time.process_time()
     with pytest.raises(ConfigError, match=r"model.memory.*\[x.yaml:\d\]"):

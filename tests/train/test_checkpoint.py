@@ -14,14 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from hecate.errors import CheckpointError
-from hecate.train import (
-    Checkpoint,
-    checkpoints,
-    load_checkpoint,
-    newest_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-)
+from hecate.train import Checkpoint, checkpoints, load_checkpoint, newest_checkpoint, prune_checkpoints, save_checkpoint
 from hecate.train.checkpoint import best_checkpoint
 
 from .common import same_bits
@@ -58,10 +51,7 @@ def test_round_trip(tmp_path):
 
 @pytest.mark.spec("CKPT-WRITE-D2")
 def test_two_writes_are_the_same_bytes(tmp_path):
-    one, two = (
-        save_checkpoint(tmp_path / "a", 1, example()),
-        save_checkpoint(tmp_path / "b", 1, example()),
-    )
+    one, two = (save_checkpoint(tmp_path / "a", 1, example()), save_checkpoint(tmp_path / "b", 1, example()))
     for name in ("manifest.json", "tensors.safetensors"):
         assert (one / name).read_bytes() == (two / name).read_bytes()
 
@@ -217,9 +207,7 @@ for step in range(1, 100_000):
 
 @pytest.mark.spec("CKPT-WRITE-D3")
 def test_a_killed_writer_leaves_the_newest_complete_checkpoint(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     while int(process.stdout.readline()) < 3:
         pass
     time.sleep(0.05)

@@ -36,9 +36,7 @@ def test_presets_load_and_come_back_from_their_dump(name, load):
     assert load(dump_experiment(config)) == config
 
 
-_MAPS = st.sampled_from(
-    [phi.ELU(), phi.RandomFourier(d_phi=6, sigma=0.3), phi.Compose(maps=(phi.ELU(), phi.Exp()))]
-)
+_MAPS = st.sampled_from([phi.ELU(), phi.RandomFourier(d_phi=6, sigma=0.3), phi.Compose(maps=(phi.ELU(), phi.Exp()))])
 _DATA = st.sampled_from(
     [MQAR(power=1e-3), Copy(), Retrieval(), Text(paths=["no", "1e-3", "a b.txt"], validation=0.125)]
 )
@@ -50,9 +48,7 @@ _DATA = st.sampled_from(
     feature_map=_MAPS, data=_DATA, lr=st.floats(1e-12, 1e6), seed=st.integers(0, (1 << 63) - 1),
     prompt=st.text(max_size=8), clip=st.none() | st.floats(1e-3, 10),
 )  # fmt: skip
-def test_any_experiment_comes_back_from_its_dump(
-    tmp_path_factory, feature_map, data, lr, seed, prompt, clip
-):
+def test_any_experiment_comes_back_from_its_dump(tmp_path_factory, feature_map, data, lr, seed, prompt, clip):
     config = tiny(data=data, optim={"lr": lr, "clip": clip}, seed=seed, sample={"prompt": prompt})
     memory = config.model.memory.model_copy(update={"feature_map": feature_map, "key_norm": "l2"})
     model = config.model.model_copy(update={"memory": memory})
@@ -142,9 +138,7 @@ def test_every_rule_has_a_preset(stem):
     changed = load_experiment(f"{stem}-titans", ["model.memory.chunk=4"])
     assert changed.model.memory == named_rule("titans").model_copy(update={"chunk": 4})
     assert changed.data == load_experiment(stem).data
-    with pytest.raises(
-        ConfigError, match=rf"no preset '{stem}-titan'.*Did you mean '{stem}-titans'"
-    ):
+    with pytest.raises(ConfigError, match=rf"no preset '{stem}-titan'.*Did you mean '{stem}-titans'"):
         load_experiment(f"{stem}-titan")
 
 

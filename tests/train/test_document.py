@@ -55,9 +55,7 @@ _SCALAR = st.one_of(
     st.floats(allow_nan=False), _TEXT, _TRICKY,
 )  # fmt: skip
 _KEY = st.one_of(_TEXT, _TRICKY).filter(lambda key: key != "<<")
-_TREE = st.recursive(
-    _SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEY, inner, max_size=3)
-)
+_TREE = st.recursive(_SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEY, inner, max_size=3))
 
 
 @pytest.mark.spec("TRAIN-YAML-I1")

@@ -46,9 +46,7 @@ def load(tmp_path, monkeypatch):
 
 
 @pytest.mark.spec("TRAIN-COMPOSE-D1")
-@pytest.mark.parametrize(
-    "up", ["../presets/mqar", "{folder}/secret", "sub/../../secret", "secret\\0"]
-)
+@pytest.mark.parametrize("up", ["../presets/mqar", "{folder}/secret", "sub/../../secret", "secret\\0"])
 def test_a_preset_is_a_name_and_no_path(load, tmp_path, up):
     (tmp_path.parent / "secret.yaml").write_text("seed: 7")
     name = up.format(folder=tmp_path.parent)
@@ -133,17 +131,13 @@ def test_a_document_of_a_newer_hecate_is_told_apart_from_a_misspelt_one(load):
         ("wrong_kind", "must pin its kind"),
     ],
 )  # fmt: skip
-def test_a_module_that_cannot_be_imported_is_one_sentence(
-    tmp_path, capsys, monkeypatch, name, word
-):
+def test_a_module_that_cannot_be_imported_is_one_sentence(tmp_path, capsys, monkeypatch, name, word):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "broken_syntax.py").write_text("def (:")
     (tmp_path / "broken_name.py").write_text("nothing.of_this")
     (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
-    (tmp_path / "wrong_kind.py").write_text(
-        "from hecate import phi\nclass A(phi.FeatureMap):\n    kind: str = 'a'\n"
-    )
+    (tmp_path / "wrong_kind.py").write_text("from hecate import phi\nclass A(phi.FeatureMap):\n    kind: str = 'a'\n")
     with pytest.raises(SystemExit) as caught:
         main(["--import", name, "list"])
     out, err = capsys.readouterr()

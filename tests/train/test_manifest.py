@@ -10,14 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hecate.errors import CheckpointError
-from hecate.train import (
-    Checkpoint,
-    Trainer,
-    load_checkpoint,
-    newest_checkpoint,
-    open_run,
-    save_checkpoint,
-)
+from hecate.train import Checkpoint, Trainer, load_checkpoint, newest_checkpoint, open_run, save_checkpoint
 from hecate.train.checkpoint import best_checkpoint
 from hecate.train.config import ExperimentConfig
 from hecate.train.manifest import _digest, summary
@@ -222,9 +215,7 @@ def test_a_pipe_is_not_waited_for(saved, name):
 def test_a_manifest_is_canonical(saved, trained, tmp_path):
     text = (saved / "manifest.json").read_text()
     assert text == json.dumps(json.loads(text), indent=1, sort_keys=True) + "\n"
-    turned = Checkpoint(
-        dict(reversed(trained.tensors.items())), dict(reversed(trained.facts.items()))
-    )
+    turned = Checkpoint(dict(reversed(trained.tensors.items())), dict(reversed(trained.facts.items())))
     again = save_checkpoint(tmp_path / "again", 1, turned)
     assert (again / "manifest.json").read_text() == text
 

@@ -103,10 +103,7 @@ def test_a_kind_is_the_optimiser_written_out(kind, written):
     (ours,) = build_optimizers(model, config).values()
     matrices = [p for p in other.parameters() if p.dim() > 1]
     vectors = [p for p in other.parameters() if p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": 0.01},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
     theirs = written(groups, lr=0.1)
     for _ in range(3):
         for net, optimizer in (model, ours), (other, theirs):
@@ -269,9 +266,7 @@ def test_a_model_without_matrices_is_refused():
             super().__init__()
             self.row = nn.Parameter(torch.zeros(16))
 
-    with pytest.raises(
-        ConfigError, match=r"^optim\.optimizer: 'muon' trains matrices between .*, and this"
-    ):
+    with pytest.raises(ConfigError, match=r"^optim\.optimizer: 'muon' trains matrices between .*, and this"):
         build_optimizers(Row(), OptimConfig(optimizer="muon"))
 
 

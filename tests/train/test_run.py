@@ -53,10 +53,7 @@ def test_what_a_run_leaves(tmp_path, figures):
     assert load_experiment(folder / "config.yaml") == tiny()
     environment = json.loads((folder / "env.json").read_text())
     assert environment["versions"]["torch"] == torch.__version__ and environment["threads"] == 1
-    assert [p.name for p in checkpoints(folder / "checkpoints")] == [
-        "step_00000010",
-        "step_00000020",
-    ]
+    assert [p.name for p in checkpoints(folder / "checkpoints")] == ["step_00000010", "step_00000020"]
     assert sorted(p.name for p in (folder / "figures").iterdir()) == ["accuracy.png", "loss.png"]
     records = read_metrics(folder / "metrics.jsonl")
     assert [r["event"] for r in records].count("train") == 20
@@ -75,14 +72,8 @@ def test_what_a_run_leaves(tmp_path, figures):
 @pytest.mark.spec("TRAIN-RUN-D1")
 def test_a_text_run(tmp_path):
     result = run(tiny(**TEXT, budget={"steps": 2, "seq_len": 8}), tmp_path / "run")
-    assert result.metric == "bits_per_byte" and set(result.baselines) == {
-        "uniform",
-        "unigram",
-        "bigram",
-    }
-    assert result.score.value(result.metric) == pytest.approx(
-        result.score.loss / 0.6931471805599453
-    )
+    assert result.metric == "bits_per_byte" and set(result.baselines) == {"uniform", "unigram", "bigram"}
+    assert result.score.value(result.metric) == pytest.approx(result.score.loss / 0.6931471805599453)
     assert (result.folder / "samples.txt").read_text().startswith("--- step 2\ndef ")
     assert "| bigram (baseline) |" in (result.folder / "report.md").read_text()
 
@@ -98,9 +89,7 @@ def test_a_run_tells_what_its_levels_did(tmp_path):
     report = (run(config, tmp_path / "run").folder / "report.md").read_text()
     section = report.split("## Levels")[1].split("\n## ")[0]
     rows = [line.split(" | ") for line in section.splitlines() if "`" in line]
-    assert [row[0] for row in rows] == [
-        f"| `blocks.0.memory` {name}" for name in ("fast", "slow", "never")
-    ]
+    assert [row[0] for row in rows] == [f"| `blocks.0.memory` {name}" for name in ("fast", "slow", "never")]
     assert [(row[1], row[2]) for row in rows] == [("1", "8"), ("4", "2"), ("64", "0")]
     assert rows[0][-1] == "no |" and "never committed" in rows[2][-1]
     plain = (run(tiny(budget={"steps": 1}), tmp_path / "plain").folder / "report.md").read_text()
@@ -137,18 +126,11 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path):
         run(tiny(), tmp_path / "parts", model=Stops())
     parts = run(tiny(), tmp_path / "parts", model=TiedGRU(seed=9), resume=True)
     assert parts.score == whole.score
-    one, two = (
-        load_checkpoint(folder / "checkpoints" / "step_00000020")
-        for folder in (whole.folder, parts.folder)
-    )
+    one, two = (load_checkpoint(folder / "checkpoints" / "step_00000020") for folder in (whole.folder, parts.folder))
     assert same_bits(one.tensors, two.tensors) and one.facts == two.facts
     keys = ("step", "loss", "lr", "grad_norm")
     curves = [
-        [
-            tuple(r[k] for k in keys)
-            for r in read_metrics(f / "metrics.jsonl")
-            if r["event"] == "train"
-        ]
+        [tuple(r[k] for k in keys) for r in read_metrics(f / "metrics.jsonl") if r["event"] == "train"]
         for f in (whole.folder, parts.folder)
     ]
     assert curves[0] == curves[1]  # the steps that the crash undid are not counted twice
@@ -159,9 +141,7 @@ def test_resuming_says_what_it_skipped(tmp_path):
     run(tiny(), tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step_00000020" / "tensors.safetensors").write_bytes(b"x")
     text = io.StringIO()
-    result = run_experiment(
-        tiny(), tmp_path / "run", resume=True, display=Display(Console(file=text, width=500))
-    )
+    result = run_experiment(tiny(), tmp_path / "run", resume=True, display=Display(Console(file=text, width=500)))
     assert result.status == "finished"
     assert re.search(r"skipped step_00000020: .*is truncated or not a safetensors", text.getvalue())
     assert re.search(r"resumed from .*step_00000010 at step 10", text.getvalue())
@@ -219,9 +199,7 @@ def test_a_run_that_diverges_says_where(tmp_path):
             logits, state = super().forward(tokens, state)
             return logits / (int(self.seen) < 12), state
 
-    with pytest.raises(
-        NonFiniteError, match=r"^step 3: the loss is (nan|inf) at learning rate 0.003"
-    ):
+    with pytest.raises(NonFiniteError, match=r"^step 3: the loss is (nan|inf) at learning rate 0.003"):
         run(tiny(), tmp_path / "run", model=Diverges())
 
 
@@ -265,9 +243,7 @@ def test_metrics_survive_a_killed_writer(tmp_path):
 
 def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(
-        ConfigError, match=r"tensorboard: needs TensorBoard: install hecate\[track\]"
-    ):
+    with pytest.raises(ConfigError, match=r"tensorboard: needs TensorBoard: install hecate\[track\]"):
         run(tiny(tensorboard=True), tmp_path / "run")
 
 
@@ -282,9 +258,7 @@ def test_plain_lines_off_a_terminal_and_a_bar_on_one(tmp_path):
     run_experiment(tiny(), tmp_path / "a", display=Display(Console(file=plain)))
     assert re.search(r"^step +10/20  validation 0\.\d{4} accuracy", plain.getvalue(), re.MULTILINE)
     assert "\x1b" not in plain.getvalue() and len(plain.getvalue().splitlines()) == 2
-    run_experiment(
-        tiny(), tmp_path / "b", display=Display(Console(file=fancy, force_terminal=True, width=100))
-    )
+    run_experiment(tiny(), tmp_path / "b", display=Display(Console(file=fancy, force_terminal=True, width=100)))
     assert "\x1b" in fancy.getvalue() and "20/20" in fancy.getvalue()
 
 

@@ -113,9 +113,7 @@ def test_a_full_disk_is_one_error_and_the_run_goes_on_later(tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        with pytest.raises(
-            CheckpointError, match=r"^cannot write .*metrics\.jsonl: No space .*--resume"
-        ):
+        with pytest.raises(CheckpointError, match=r"^cannot write .*metrics\.jsonl: No space .*--resume"):
             run(tmp_path / "run")
     run(tmp_path / "run", resume=True)
     assert lines(tmp_path / "run") == WHOLE
@@ -197,8 +195,7 @@ WHERE = {  # what is under way, the step it is at, lines of metrics and checkpoi
 
 @pytest.mark.spec("TRAIN-RUN-D2")
 @pytest.mark.parametrize(
-    ("where", "number"),
-    [*((where, signal.SIGTERM) for where in WHERE), ("the last evaluation", signal.SIGINT)],
+    ("where", "number"), [*((where, signal.SIGTERM) for where in WHERE), ("the last evaluation", signal.SIGINT)]
 )
 def test_a_signal_ends_what_is_under_way(tmp_path, monkeypatch, where, number):
     name, step, calls = WHERE[where]

@@ -116,10 +116,7 @@ def test_tensors_that_do_not_fit_the_model_are_named():
     for tensors, message in (
         ({"model/extra": torch.zeros(1)}, "has an unknown tensor 'extra'"),
         ({"model/rnn.bias_hh_l0": torch.zeros(3)}, r"'rnn.bias_hh_l0' is \[3\] torch.float64"),
-        (
-            {"model/seen": torch.zeros(())},
-            "'seen' is .* torch.float64, the model has .* torch.int64",
-        ),
+        ({"model/seen": torch.zeros(())}, "'seen' is .* torch.float64, the model has .* torch.int64"),
     ):
         changed = checkpoint._replace(tensors={**checkpoint.tensors, **tensors})
         with pytest.raises(CheckpointError, match=message):
@@ -201,8 +198,7 @@ def test_only_matrices_decay():
     trainer = Trainer(tiny())
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     decayed, plain = (
-        {names[id(p)] for p in group["params"]}
-        for group in parameter_groups(trainer.model.named_parameters(), 0.1)
+        {names[id(p)] for p in group["params"]} for group in parameter_groups(trainer.model.named_parameters(), 0.1)
     )
     assert decayed | plain == set(names.values()) and not decayed & plain
     assert "embedding.weight" in decayed and "blocks.0.memory.qkv.weight" in decayed
@@ -212,9 +208,7 @@ def test_only_matrices_decay():
 
 
 def test_training_learns():
-    trainer = Trainer(
-        tiny(data={"kind": "copy", "vocab_size": 3, "symbols": 1}, optim={"lr": 0.02})
-    )
+    trainer = Trainer(tiny(data={"kind": "copy", "vocab_size": 3, "symbols": 1}, optim={"lr": 0.02}))
     trained(trainer, 60)
     assert trainer.evaluate().accuracy == 1.0
 

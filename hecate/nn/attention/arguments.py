@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hecate.checks import described
 from hecate.engine import Engine
-from hecate.engine.given import check_mask, check_tokens, described
+from hecate.engine.given import check_mask, check_tokens
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import check_engine, check_sequence
 from hecate.nn.attention.state import LinearAttentionState
@@ -25,13 +26,7 @@ NORMALIZERS = ("sum", "none")
 
 
 def check_options(
-    feature_map: FeatureMap,
-    *,
-    causal: bool,
-    normalizer: str,
-    eps: float,
-    engine: Engine,
-    autodiff: Autodiff,
+    feature_map: FeatureMap, *, causal: bool, normalizer: str, eps: float, engine: Engine, autodiff: Autodiff
 ) -> None:
     """Refuses a normaliser that the feature map cannot have, and engines that there are not."""
     check_engine(MEMORIES["after", "none"], engine, autodiff)
@@ -75,12 +70,7 @@ def check_width(feature_map: FeatureMap, positions: Position, d_key: int) -> Non
 
 
 def check_positions(
-    feature_map: FeatureMap,
-    positions: Position,
-    k: Tensor,
-    params: dict[str, Tensor] | None,
-    *,
-    causal: bool,
+    feature_map: FeatureMap, positions: Position, k: Tensor, params: dict[str, Tensor] | None, *, causal: bool
 ) -> None:
     """Refuses parameters that are not those of the positions, for keys `[B, S, G, D]`."""
     check_width(feature_map, positions, k.shape[-1])
@@ -115,7 +105,7 @@ def check_call(
     normalizer: str,
 ) -> None:
     """Refuses tensors that do not fit together."""
-    check_tokens(q, k, v, "[B, T, heads, width]")
+    check_tokens(q, k, v, "B T heads width")
     if v.shape[:3] != k.shape[:3] or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise ShapeError(
             "q must be [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] with equal B, S, G, D; got "
@@ -139,11 +129,7 @@ def check_call(
 
 
 def _check_relative(
-    positions: Position,
-    state: LinearAttentionState | None,
-    reset_mask: Tensor | None,
-    *,
-    causal: bool,
+    positions: Position, state: LinearAttentionState | None, reset_mask: Tensor | None, *, causal: bool
 ) -> None:
     relative = positions if isinstance(positions, Relative) else None
     if relative is not None and relative.form == "table":
@@ -166,18 +152,11 @@ def _check_relative(
 
 
 def _check_state(
-    feature_map: FeatureMap,
-    k: Tensor,
-    v: Tensor,
-    state: LinearAttentionState,
-    *,
-    normalizer: str,
-    counted: bool,
+    feature_map: FeatureMap, k: Tensor, v: Tensor, state: LinearAttentionState, *, normalizer: str, counted: bool
 ) -> None:
     if not isinstance(state, LinearAttentionState):
         raise ShapeError(
-            "state must be the LinearAttentionState that this attention returned, got "
-            f"{type(state).__name__}"
+            f"state must be the LinearAttentionState that this attention returned, got {type(state).__name__}"
         )
     lead, width = (k.shape[0], k.shape[2]), feature_map.output_dim(k.shape[-1])
     shapes: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """Linear attention without projections: y_t = sum_s w_ts v_s / sum_s w_ts, w = phi(q).phi(k).
 
-Keys and values enter as sums of phi(k) and v phi(k)^T, so the cost is linear in the number of
-tokens and what is carried from token to token has a fixed size.
+Keys and values enter as sums of phi(k) and v phi(k)^T, so the cost is linear in the number of tokens and what is
+carried from token to token has a fixed size.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ def linear_attention(
 ) -> tuple[Tensor, LinearAttentionState]:
     """y and the sums to go on from. [LIN-ATT-D1]
 
-    Shapes: q `[B, T, H, D]`, k `[B, S, G, D]`, v `[B, S, G, V]`, H a multiple of G (query heads h
-    G/H share a key head); y `[B, T, H, V]` in v's dtype. Causal attention needs S = T, as do
-    positions and documents.
+    Shapes: q `[B, T, H, D]`, k `[B, S, G, D]`, v `[B, S, G, V]`, H a multiple of G (query heads h G/H share a key
+    head); y `[B, T, H, V]` in v's dtype. Causal attention needs S = T, as do positions and documents.
 
     Args:
         feature_map, params: phi and its parameters, from `feature_map.init(D, heads=G)`.
@@ -67,27 +66,19 @@ def linear_attention(
         positions, position_params: what distance does to a weight.
         state: the sums to add to.
         write_mask: `[B, S]` bool; at False a key is nowhere seen, whatever it holds.
-        reset_mask: `[B, T]` bool; at True a document starts, which sees nothing of the others.
-        cu_seqlens: `[documents + 1]` int, borders of documents packed into one row (B = 1).
+        reset_mask: `[B, T]` bool; at True a document starts, which sees nothing of the others. cu_seqlens: `[documents
+        + 1]` int, borders of documents packed into one row (B = 1).
         engine, autodiff: passed to `memory_scan`, which runs causal sums.
         name: what errors call this attention.
 
-    A query that sees no token, or whose kernel with all it sees is 0, gets 0, as in `memory_scan`.
-    """
+    A query that sees no token, or whose kernel with all it sees is 0, gets 0, as in `memory_scan`."""
     if not isinstance(feature_map, FeatureMap):
         feature_map = FeatureMap.model_validate(feature_map)
     if not isinstance(positions, Position):
         positions = Position.model_validate(positions)
     reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=state is not None)
     if not torch.compiler.is_compiling():
-        check_options(
-            feature_map,
-            causal=causal,
-            normalizer=normalizer,
-            eps=eps,
-            engine=engine,
-            autodiff=autodiff,
-        )
+        check_options(feature_map, causal=causal, normalizer=normalizer, eps=eps, engine=engine, autodiff=autodiff)
         tensors = (q, k, v, state, write_mask, reset_mask)
         check_call(feature_map, positions, *tensors, causal=causal, normalizer=normalizer)
         check_positions(feature_map, positions, k, position_params, causal=causal)
@@ -141,8 +132,8 @@ class Turn(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Queries `[B, T r, G, P]` and keys `[B, S, G, P]` as they enter the sum of values and the sum
-    of weights, and values `[B, S, G, V]`."""
+    """Queries `[B, T r, G, P]` and keys `[B, S, G, P]` as they enter the sum of values and the sum of weights, and
+    values `[B, S, G, V]`."""
 
     q: Tensor
     k: Tensor
@@ -151,11 +142,8 @@ class Tokens(NamedTuple):
     total_k: Tensor
 
 
-def _prepared(
-    q: Tensor, k: Tensor, v: Tensor, write: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q `[B, T r, G, D]`, the r queries of a key head's group side by side, k and v; in float32 or
-    better."""
+def _prepared(q: Tensor, k: Tensor, v: Tensor, write: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q `[B, T r, G, D]`, the r queries of a key head's group side by side, k and v; in float32 or better."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     for tensor in (k, v):
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -166,14 +154,7 @@ def _prepared(
     return q.transpose(2, 3).flatten(1, 2), k, v
 
 
-def _features(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    phi: Phi,
-    turn: Turn,
-    at: tuple[Tensor | None, Tensor | None],
-) -> Tokens:
+def _features(q: Tensor, k: Tensor, v: Tensor, phi: Phi, turn: Turn, at: tuple[Tensor | None, Tensor | None]) -> Tokens:
     q, k = (phi(turn(x, place, "before"), place) for x, place in ((q, at[0]), (k, at[1])))
     return Tokens(turn(q, at[0], "numerator"), turn(k, at[1], "numerator"), v, q, k)
 
@@ -192,12 +173,7 @@ def _way(turn: Turn, k: Tensor, how: Pass, *, causal: bool) -> tuple[Way, Pass]:
 
 
 def _read(
-    way: Way,
-    tokens: Tokens,
-    state: LinearAttentionState | None,
-    how: Pass,
-    normalizer: Normalizer,
-    eps: float,
+    way: Way, tokens: Tokens, state: LinearAttentionState | None, how: Pass, normalizer: Normalizer, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """y `[B, T r, G, V]`, and the sums of weighted values and of features."""
     q, k, v, total_q, total_k = tokens

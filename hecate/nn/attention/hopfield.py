@@ -31,11 +31,11 @@ class Retrieved(NamedTuple):
 class Hopfield(nn.Module):
     """hopfield: xi <- X^T softmax(sharpness X xi), the patterns x_1..x_N being the rows of X.
 
-    A memory that keeps every pattern. With values V it reads V^T softmax(sharpness X xi): for one
-    step and sharpness D^(-1/2) that is softmax attention (as a layer: `SlidingAttention` with
-    window=None), and linear attention with `phi.Favor` tends to it as num_features grows, for
-    exp(k.q) is the kernel of infinitely many features. So it is what a phi is compared with. It has
-    no parameters, and no state but the patterns that it is called with. [TRF-HOP-D1, TRF-HOP-R1]
+    A memory that keeps every pattern. With values V it reads V^T softmax(sharpness X xi): for one step and sharpness
+    D^(-1/2) that is softmax attention (as a layer: `SlidingAttention` with window=None), and linear attention with
+    `phi.Favor` tends to it as num_features grows, for exp(k.q) is the kernel of infinitely many features. So it is what
+    a phi is compared with. It has no parameters, and no state but the patterns that it is called with. [TRF-HOP-D1,
+    TRF-HOP-R1]
 
     Args:
         sharpness: factor of the scores (the papers' inverse temperature beta).
@@ -43,16 +43,14 @@ class Hopfield(nn.Module):
         tolerance: a query that an update moves no further than this stays there; one whose count
             of steps reaches `steps` may not have settled.
 
-    Shapes: query `[..., Q, D]`, patterns `[..., N, D]`, values `[..., N, V]` (None: the patterns),
-    mask bool `[..., N]` (False: no such pattern, whatever is there); leading axes broadcast.
-    Evaluated in float32 or better, also under autocast. Without a present pattern the answer is 0.
-    VJP: autograd's, through every update.
+    Shapes: query `[..., Q, D]`, patterns `[..., N, D]`, values `[..., N, V]` (None: the patterns), mask bool `[..., N]`
+    (False: no such pattern, whatever is there); leading axes broadcast. Evaluated in float32 or better, also under
+    autocast. Without a present pattern the answer is 0. VJP: autograd's, through every update.
     Cost: steps Q N (D + V) multiplications, and Q N scores in memory.
-    References: Hopfield Networks is All You Need (Ramsauer et al., 2020, arXiv 2008.02217), eqs 1
-    to 3 and theorem 5; Rethinking Attention with Performers (Choromanski et al., 2021, arXiv
-    2009.14794). Tests hold the update against numpy and torch's attention, the energy's descent and
-    range, the retrieval bound on random patterns, and the limit against the estimator's variance.
-    The paper's storage capacity (theorem 3) is cited, not tested.
+    References: Hopfield Networks is All You Need (Ramsauer et al., 2020, arXiv 2008.02217), eqs 1 to 3 and theorem 5;
+    Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794). Tests hold the update against
+    numpy and torch's attention, the energy's descent and range, the retrieval bound on random patterns, and the limit
+    against the estimator's variance. The paper's storage capacity (theorem 3) is cited, not tested.
     """
 
     def __init__(self, sharpness: float, *, steps: int = 1, tolerance: float = 0.0) -> None:
@@ -67,12 +65,7 @@ class Hopfield(nn.Module):
         self.sharpness, self.steps, self.tolerance = sharpness, steps, tolerance
 
     def forward(
-        self,
-        query: Tensor,
-        patterns: Tensor,
-        values: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
+        self, query: Tensor, patterns: Tensor, values: Tensor | None = None, *, mask: Tensor | None = None
     ) -> Retrieved:
         """The values at the place where the query comes to rest, or is after `steps` updates."""
         _check(query, patterns, values, mask)
@@ -115,9 +108,9 @@ class Hopfield(nn.Module):
     def energy(self, query: Tensor, patterns: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """E = -lse(X xi) + |xi|^2 / 2 + (log N) / sharpness + M^2 / 2, `[..., Q]`.
 
-        lse(z) = log(sum exp(sharpness z)) / sharpness over the N present patterns, M the length of
-        the longest. An update lowers E by at least |xi_new - xi|^2 / 2; E >= 0 for every query and
-        E <= 2 M^2 for those no longer than M. Without a pattern E = |xi|^2 / 2. [TRF-HOP-I1]
+        lse(z) = log(sum exp(sharpness z)) / sharpness over the N present patterns, M the length of the longest. An
+        update lowers E by at least |xi_new - xi|^2 / 2; E >= 0 for every query and E <= 2 M^2 for those no longer than
+        M. Without a pattern E = |xi|^2 / 2. [TRF-HOP-I1]
         """
         _check(query, patterns, None, mask)
         query, patterns = _wide(query, _present(patterns, mask))
@@ -135,8 +128,7 @@ class Hopfield(nn.Module):
     def separation(patterns: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """x_i.x_i - max_(j != i) x_i.x_j over the present patterns, `[..., N]`.
 
-        Large where a pattern is easily told from others; inf for the only one, nan for an absent
-        one. [TRF-HOP-I2]
+        Large where a pattern is easily told from others; inf for the only one, nan for an absent one. [TRF-HOP-I2]
         """
         _check(patterns, patterns, None, mask)
         wide = patterns.to(compute_dtype(patterns))
@@ -152,11 +144,10 @@ class Hopfield(nn.Module):
     def error_bound(self, query: Tensor, patterns: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """2 M (N - 1) exp(-sharpness (separation_i - 2 M |xi - x_i|)), `[..., Q, N]`.
 
-        No less than the distance from pattern x_i of one update of xi. For the weight of x_j is at
-        most exp(-sharpness (x_i - x_j).xi), and (x_i - x_j).xi >= separation_i - 2 M |xi - x_i|;
-        theorem 5 of the paper is the same with the fixed point's distance in a maximum beside the
-        query's. It says nothing where it exceeds 2 M. Absent patterns have bound inf. [TRF-HOP-I2]
-        """
+        No less than the distance from pattern x_i of one update of xi. For the weight of x_j is at most exp(-sharpness
+        (x_i - x_j).xi), and (x_i - x_j).xi >= separation_i - 2 M |xi - x_i|; theorem 5 of the paper is the same with
+        the fixed point's distance in a maximum beside the query's. It says nothing where it exceeds 2 M. Absent
+        patterns have bound inf. [TRF-HOP-I2]"""
         _check(query, patterns, None, mask)
         apart = self.separation(patterns, mask=mask)
         query, wide = _wide(query, _present(patterns, mask))
@@ -200,15 +191,13 @@ def _check(query: Tensor, patterns: Tensor, values: Tensor | None, mask: Tensor 
             raise ShapeError(f"{name} must be a floating point tensor, got {given}; convert it")
     if query.dim() < 2 or patterns.dim() < 2 or query.shape[-1] != patterns.shape[-1]:
         raise ShapeError(
-            f"query must be [..., Q, D] and patterns [..., N, D], got {list(query.shape)} and "
-            f"{list(patterns.shape)}"
+            f"query must be [..., Q, D] and patterns [..., N, D], got {list(query.shape)} and {list(patterns.shape)}"
         )
     lead = query.shape[:-2], patterns.shape[:-2]
     pairs = zip(lead[0][::-1], lead[1][::-1], strict=False)
     if any(a != b and 1 not in (a, b) for a, b in pairs):
         raise ShapeError(
-            f"the leading axes of query and patterns must broadcast, got {list(query.shape)} and "
-            f"{list(patterns.shape)}"
+            f"the leading axes of query and patterns must broadcast, got {list(query.shape)} and {list(patterns.shape)}"
         )
     rest: dict[str, tuple[Any, tuple[int, ...]]] = {
         "values": (values, patterns.shape[:-1] if values is None else values.shape[:-1]),

@@ -27,11 +27,11 @@ class LinearAttention(FeatureParameters):
         y, state = layer(x)             # a whole sequence
         y, state = layer(more, state)   # and on from there; any split gives the same result
 
-    y_t = W_out sum_s phi(q_t).phi(k_s) v_s / sum_s phi(q_t).phi(k_s), s over the written tokens of
-    t's document, causal: up to t. [LIN-ATT-D1]
+    y_t = W_out sum_s phi(q_t).phi(k_s) v_s / sum_s phi(q_t).phi(k_s), s over the written tokens of t's document,
+    causal: up to t. [LIN-ATT-D1]
 
-    In cross-attention (`d_context` given) s goes over all tokens of `context`, which may come in
-    pieces: the state is the sums over what has come, and without a context it is only read.
+    In cross-attention (`d_context` given) s goes over all tokens of `context`, which may come in pieces: the state is
+    the sums over what has come, and without a context it is only read.
 
     Args:
         d_model, heads: width of x and y, number of query heads.
@@ -45,18 +45,17 @@ class LinearAttention(FeatureParameters):
         d_context: width of `context`; None for self-attention.
         positions: what the distance of two tokens does; see `hecate.nn.positions`.
         dropout: share of the heads' answers set to 0 ahead of W_out while training. Weights are
-            never formed, so none can be dropped. Like `nn.Dropout` it draws from torch's own
-            generator.
+            never formed, so none can be dropped. Like `nn.Dropout` it draws from torch's own generator.
         eps: added to the sum of weights.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call this layer.
         generator: source of all draws; None uses torch's default generator.
 
-    Cost: per token and head O(d_phi d_value), causal and not; the state has that size. A causal
-    backward pass keeps states of a few tokens, not of each.
+    Cost: per token and head O(d_phi d_value), causal and not; the state has that size. A causal backward pass keeps
+    states of a few tokens, not of each.
 
-    References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236); shared heads:
-    GQA (Ainslie et al., 2023, arXiv 2305.13245).
+    References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236); shared heads: GQA (Ainslie et al.,
+    2023, arXiv 2305.13245).
     """
 
     def __init__(
@@ -130,8 +129,8 @@ class LinearAttention(FeatureParameters):
     ) -> tuple[Tensor, LinearAttentionState]:
         """One pass over x `[B, T, d_model]`, and the sums to go on from.
 
-        `write_mask` is bool `[B, T]`, with a context `[B, S]`: at False a token is padding, which
-        no other token sees. `reset_mask` `[B, T]` or `cu_seqlens` mark where documents start.
+        `write_mask` is bool `[B, T]`, with a context `[B, S]`: at False a token is padding, which no other token sees.
+        `reset_mask` `[B, T]` or `cu_seqlens` mark where documents start.
         """
         if not torch.compiler.is_compiling():
             check_forward(self, x, state, context, write_mask, reset_mask, cu_seqlens)
@@ -141,10 +140,7 @@ class LinearAttention(FeatureParameters):
         if write_mask is not None:
             source = torch.where(write_mask.unsqueeze(-1), source, 0.0)
         q = self.query(x).unflatten(-1, (self.heads, -1))
-        k, v = (
-            part.unflatten(-1, (self.kv_heads, -1))
-            for part in self.key_value(source).split(self.splits, -1)
-        )
+        k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in self.key_value(source).split(self.splits, -1))
         y, after = linear_attention(
             q,
             k,

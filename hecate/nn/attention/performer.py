@@ -44,35 +44,33 @@ class PerformerState(NamedTuple):
 class PerformerAttention(nn.Module):
     """Linear attention with random features: `(x [B, T, d_model], state=None) -> (y, state)`.
 
-        layer = PerformerAttention(256, heads=4, redraw_every=1000)
-        optimizer.register_step_post_hook(lambda *_: layer.advance())
+        layer = PerformerAttention(256, heads=4, redraw_every=1000) optimizer.register_step_post_hook(lambda *_:
+        layer.advance())
 
-    y_t = W_out sum_s w_ts v_s with w_ts = phi(q_t).phi(k_s) / sum_s phi(q_t).phi(k_s), where phi is
-    `phi.Favor`, an estimate of softmax attention, or `phi.PerformerReLU`. [TRF-PERF-D1]
+    y_t = W_out sum_s w_ts v_s with w_ts = phi(q_t).phi(k_s) / sum_s phi(q_t).phi(k_s), where phi is `phi.Favor`, an
+    estimate of softmax attention, or `phi.PerformerReLU`. [TRF-PERF-D1]
 
-    Draws number n are a function of `seed` and n alone, which are in the state dict: equal on all
-    processes that start from one state dict (DDP's default), and the same after a resume. They
-    change in `advance` and `redraw`, never in a call, so that what runs a call twice, such as a
-    checkpoint, sees one phi. A state made with other draws is refused. [TRF-PERF-I1]
+    Draws number n are a function of `seed` and n alone, which are in the state dict: equal on all processes that start
+    from one state dict (DDP's default), and the same after a resume. They change in `advance` and `redraw`, never in a
+    call, so that what runs a call twice, such as a checkpoint, sees one phi. A state made with other draws is refused.
+    [TRF-PERF-I1]
 
     Args:
         d_model, heads: width of x and y, number of query heads.
         kernel: "positive", "hyperbolic" or "trigonometric" features of exp(q.k / sqrt(D)), or
-            "relu". Trigonometric ones can be negative, and so can sums of them: that kernel needs
-            normalizer="none".
-        num_features: d_phi; None for max(D, int(D log D)) of key heads of width D, even for pairs.
-        orthogonal: blocks of orthogonal projections; False for independent ones.
+            "relu". Trigonometric ones can be negative, and so can sums of them: that kernel needs normalizer="none".
+        num_features: d_phi; None for max(D, int(D log D)) of key heads of width D, even for pairs. orthogonal: blocks
+        of orthogonal projections; False for independent ones.
         norms: lengths of the projections, "chi" or "sqrt"; None for the map's own.
         kernel_epsilon: of "relu" alone; None for 1e-3.
         redraw_every: training steps between draws; None for one draw kept.
-        generator: source of all draws, the seed among them; None uses torch's default generator.
-        **options: every other option of `LinearAttention`.
+        generator: source of all draws, the seed among them; None uses torch's default generator. **options: every other
+        option of `LinearAttention`.
 
-    Cost: that of `LinearAttention`, and O(D d_phi) per token and head for phi. A call with a state
-    reads one number back from the device.
+    Cost: that of `LinearAttention`, and O(D d_phi) per token and head for phi. A call with a state reads one number
+    back from the device.
 
-    References: Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794).
-    """
+    References: Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794)."""
 
     seed: Tensor
     redraws: Tensor
@@ -96,9 +94,7 @@ class PerformerAttention(nn.Module):
     ) -> None:
         super().__init__()
         if redraw_every is not None and (type(redraw_every) is not int or redraw_every < 1):
-            raise ConfigError(
-                f"redraw_every must be an integer >= 1 or None, got {shorten(redraw_every)}"
-            )
+            raise ConfigError(f"redraw_every must be an integer >= 1 or None, got {shorten(redraw_every)}")
         if kernel == "trigonometric" and options.get("normalizer", "sum") != "none":
             raise ConfigError(
                 "kernel='trigonometric' has negative weights, whose sum can vanish or change sign; "
@@ -114,9 +110,7 @@ class PerformerAttention(nn.Module):
         own = {"num_features": num_features, "norms": norms, "kernel_epsilon": kernel_epsilon}
         phi = _feature_map(kernel, orthogonal=orthogonal, **own)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.attention = LinearAttention(
-            d_model, heads, feature_map=phi, generator=generator, **place, **options
-        )
+        self.attention = LinearAttention(d_model, heads, feature_map=phi, generator=generator, **place, **options)
         for name in ("seed", "redraws", "steps"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64, device=device))
         if self.seed.device.type != "meta":
@@ -177,9 +171,9 @@ class PerformerAttention(nn.Module):
     ) -> tuple[Tensor, PerformerState] | tuple[Tensor, PerformerState, Tensor]:
         """(y, state), and with `return_attention` the weights w `[B, H, T, S]` as a third.
 
-        The weights are those that y used: w @ v are the heads' answers ahead of dropout and W_out.
-        They take O(T S d_phi) time and O(T S) memory per head, and a call without a state. Other
-        arguments are those of `LinearAttention`.
+        The weights are those that y used: w @ v are the heads' answers ahead of dropout and W_out. They take O(T S
+        d_phi) time and O(T S) memory per head, and a call without a state. Other arguments are those of
+        `LinearAttention`.
         """
         if state is not None:
             self._check_state(state, return_attention)
@@ -195,8 +189,7 @@ class PerformerAttention(nn.Module):
         whole = isinstance(state, PerformerState) and isinstance(state.sums, LinearAttentionState)
         if not whole or not isinstance(state.redraws, Tensor):
             raise ShapeError(
-                f"{name}: state must be the PerformerState that this layer returned, got "
-                f"{type(state).__name__}"
+                f"{name}: state must be the PerformerState that this layer returned, got {type(state).__name__}"
             )
         if return_attention:
             raise ConfigError(

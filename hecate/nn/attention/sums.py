@@ -1,9 +1,8 @@
 """Weighted sums of values, y_t = sum_s (p_t.k_s) v_s: running, over everything, from both sides.
 
 Keys k `[B, S, G, P]` and values v `[B, S, G, V]` are features and what they stand for; queries
-`[B, T r, G, P]` come with the r queries of a key head's group side by side. The sums of a causal
-pass run in a memory with bias dot, whose engines keep states of a few tokens and make the others
-again in the backward pass.
+`[B, T r, G, P]` come with the r queries of a key head's group side by side. The sums of a causal pass run in a memory
+with bias dot, whose engines keep states of a few tokens and make the others again in the backward pass.
 """
 
 from __future__ import annotations
@@ -22,17 +21,14 @@ Retention = Literal["none", "decay"]
 
 # They do not look at values: as in other attention, what is not finite shows in the outputs.
 MEMORIES: dict[tuple[Read, Retention], MemoryConfig] = {
-    (read, retention): MemoryConfig(
-        bias="dot", read=read, retention=retention, on_nonfinite="propagate"
-    )
+    (read, retention): MemoryConfig(bias="dot", read=read, retention=retention, on_nonfinite="propagate")
     for read in ("after", "before")
     for retention in ("none", "decay")
 }
 
 
 class Pass(NamedTuple):
-    """What all sums of a call share: masks `[B, S]`, what is kept per token `[B, S, G]`, and how
-    memories are run."""
+    """What all sums of a call share: masks `[B, S]`, what is kept per token `[B, S, G]`, and how memories are run."""
 
     write: Tensor | None
     reset: Tensor | None
@@ -47,9 +43,9 @@ def running(
 ) -> tuple[Tensor, Tensor]:
     """Sums over the tokens up to each one, and the state `[B, G, V, P]` after the last.
 
-    The r queries of a group are r tokens to the memory, of which one is written. With `retain` a
-    token j written tokens away weighs retain^j; a memory decays as it is written, so to who reads
-    it without or before a write the last token is one nearer than it should be.
+    The r queries of a group are r tokens to the memory, of which one is written. With `retain` a token j written tokens
+    away weighs retain^j; a memory decays as it is written, so to who reads it without or before a write the last token
+    is one nearer than it should be.
     """
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     write, reset, retain = how.write, how.reset, how.retain
@@ -74,9 +70,7 @@ def running(
     return y, after.memory["weight"]
 
 
-def over_all(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, how: Pass
-) -> tuple[Tensor, Tensor]:
+def over_all(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, how: Pass) -> tuple[Tensor, Tensor]:
     """Sums over all written tokens, the same for every query: O((T + S) P V)."""
     if how.write is not None:
         k = torch.where(how.write[..., None, None], k, 0.0)
@@ -85,17 +79,13 @@ def over_all(
     return torch.einsum("btgp,bgvp->btgv", q, held), held
 
 
-def from_both_sides(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, how: Pass
-) -> tuple[Tensor, Tensor]:
+def from_both_sides(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, how: Pass) -> tuple[Tensor, Tensor]:
     """Sums over the whole document of each token: what runs up to it, and what runs back to it."""
     y, after = running(q, k, v, start, how)
     reset = how.reset
     if reset is not None:  # backwards a document starts with its last token
         reset = torch.cat([reset[:, 1:], torch.ones_like(reset[:, :1])], 1)
-    back = how._replace(
-        write=_flipped(how.write), reset=_flipped(reset), retain=_flipped(how.retain)
-    )
+    back = how._replace(write=_flipped(how.write), reset=_flipped(reset), retain=_flipped(how.retain))
     later, _ = running(q.flip(1), k.flip(1), v.flip(1), None, back, read="before")
     return y + later.flip(1), after
 

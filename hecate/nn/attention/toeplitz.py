@@ -12,21 +12,14 @@ from hecate.nn.attention.sums import Pass
 
 
 def by_distance(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor | None,
-    how: Pass,
-    *,
-    factors: Tensor,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, how: Pass, *, factors: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """The sums for queries `[B, T r, G, P]`, and an empty state: nothing can go on from one.
 
     `factors` are c of distances 0..T - 1, `[G, T]`, or -(T - 1)..T - 1 if not causal. Masked
-    tokens count for no distance: the convolution runs over the written ones, moved together, and a
-    query reads it where it stands among them. A masked query stands where the next written token
-    does, which it may not see, so a causal convolution leaves out distance 0; a token's own
+    tokens count for no distance: the convolution runs over the written ones, moved together, and a query reads it where
+    it stands among them. A masked query stands where the next written token does, which it may not see, so a causal
+    convolution leaves out distance 0; a token's own
     product is added. [ATT-REL-D2]
     """
     batch, length, heads = k.shape[:3]
@@ -66,9 +59,9 @@ def _kernel(factors: Tensor, length: int, *, causal: bool) -> Tensor:
 
 
 def _convolved(x: Tensor, kernel: Tensor) -> Tensor:
-    """x `[G, V, P, B, T]` convolved over T with kernels `[G, 2 T]`, in float64, because rounding
-    errors are shares of what all tokens sum to, beside which the first sums are small; what
-    rounding leaves of a sum that is 0 is 0, because a normaliser has to tell."""
+    """x `[G, V, P, B, T]` convolved over T with kernels `[G, 2 T]`, in float64, because rounding errors are shares of
+    what all tokens sum to, beside which the first sums are small; what rounding leaves of a sum that is 0 is 0, because
+    a normaliser has to tell."""
     length, dtype = x.shape[-1], x.dtype
     x, kernel = x.double(), kernel[:, None, None, None].double()
     spectrum = torch.fft.rfft(x, n=2 * length) * torch.fft.rfft(kernel)

@@ -19,8 +19,7 @@ class AttentionConfig(Config):
 
     Fields:
         kind: "mag" gates attention by the memory, "mal" attends to the memory's answers, "mac"
-            attends within segments to what the memory said at their start, "attention" leaves the
-            memory out.
+            attends within segments to what the memory said at their start, "attention" leaves the memory out.
         window: tokens that a token sees, itself included; None for all. Not for mac.
         segment: tokens of a segment; mac needs it, nothing else has it.
         persistent, rotary, kv_heads, qk_norm: as in `SlidingAttention`.
@@ -46,20 +45,17 @@ class AttentionConfig(Config):
             )
         if self.kind == "mac" and self.segment is None:
             raise ConfigError(
-                "is None, but kind 'mac' needs it: the tokens of a segment, at whose start the "
-                "memory is asked",
+                "is None, but kind 'mac' needs it: the tokens of a segment, at whose start the memory is asked",
                 path=("segment",),
             )
         if self.kind != "mac" and self.segment is not None:
             raise ConfigError(
-                f"is {self.segment}, but only kind 'mac' has segments, not {self.kind!r}; set "
-                "window instead",
+                f"is {self.segment}, but only kind 'mac' has segments, not {self.kind!r}; set window instead",
                 path=("segment",),
             )
         if self.kind == "attention" and self.gate is not None:
             raise ConfigError(
-                f"is {self.gate!r}, but kind 'attention' has no memory to gate with; leave it out",
-                path=("gate",),
+                f"is {self.gate!r}, but kind 'attention' has no memory to gate with; leave it out", path=("gate",)
             )
         return self
 

@@ -11,8 +11,8 @@ from hecate.nn.compose.config import Combination
 class Gate(nn.Module):
     """One vector from a carrier c and a memory's answer m, with learned weights w. [ATT-GATE-D1]
 
-    multiply: c * (1 + tanh(w * m)); add: c + w * m. Both leave c whole where the memory answers 0.
-    paper: rms(c) w_c * sigmoid(rms(m) w_m), which then halves it; for mal m alone.
+    multiply: c * (1 + tanh(w * m)); add: c + w * m. Both leave c whole where the memory answers 0. paper: rms(c) w_c *
+    sigmoid(rms(m) w_m), which then halves it; for mal m alone.
     """
 
     def __init__(
@@ -46,9 +46,7 @@ class Gate(nn.Module):
         if self.kind == "paper":
             width = (carrier.shape[-1],)
             carrier = nn.functional.rms_norm(carrier, width, eps=1e-6) * weight[0]
-            return carrier * torch.sigmoid(
-                nn.functional.rms_norm(answer, width, eps=1e-6) * weight[1]
-            )
+            return carrier * torch.sigmoid(nn.functional.rms_norm(answer, width, eps=1e-6) * weight[1])
         if self.kind == "add":
             return carrier + weight[0] * answer
         return carrier * (1 + torch.tanh(weight[0] * answer))

@@ -28,9 +28,9 @@ class Composed(nn.Module):
       y_t = Gate(a_t, M(a_t)), where M(a_t) writes and reads. [ATT-MAC-D1]
     - attention: y = A(x).
 
-    The memory is any layer with the call of `nn.Memory`. For mac its state must be a pytree whose
-    tensors have a row per sequence, and a masked token must be read and leave the memory alone:
-    that is how h is read. Segments begin with their document and count written tokens.
+    The memory is any layer with the call of `nn.Memory`. For mac its state must be a pytree whose tensors have a row
+    per sequence, and a masked token must be read and leave the memory alone: that is how h is read. Segments begin with
+    their document and count written tokens.
 
     Args:
         d_model, heads: width, and heads of the attention.
@@ -39,8 +39,8 @@ class Composed(nn.Module):
         name: what errors call this layer.
         generator: source of the attention's draws; None uses torch's default generator.
 
-    Cost: attention (`SlidingAttention`) plus memory; for mac the memory is called twice per
-    segment, one segment after another, and its places are read back to the host.
+    Cost: attention (`SlidingAttention`) plus memory; for mac the memory is called twice per segment, one segment after
+    another, and its places are read back to the host.
 
     References: Behrouz et al., Titans (2025), arXiv 2501.00663, section 4.
     """
@@ -100,9 +100,7 @@ class Composed(nn.Module):
     ) -> tuple[Tensor, ComposedState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]`."""
         if not torch.compiler.is_compiling():
-            check_sequence(
-                self.attention.query.weight, x, write_mask=write_mask, reset_mask=reset_mask
-            )
+            check_sequence(self.attention.query.weight, x, write_mask=write_mask, reset_mask=reset_mask)
             check_state(self.config.kind, self.name, x, state)
         if self.config.kind == "mac":
             return self._context(x, state, write_mask, reset_mask)
@@ -120,11 +118,7 @@ class Composed(nn.Module):
         return y, ComposedState(attention, memory)
 
     def _context(
-        self,
-        x: Tensor,
-        state: ComposedState | None,
-        write_mask: Tensor | None,
-        reset_mask: Tensor | None,
+        self, x: Tensor, state: ComposedState | None, write_mask: Tensor | None, reset_mask: Tensor | None
     ) -> tuple[Tensor, ComposedState]:
         """Memory as context, over pieces in which every row stays within one segment."""
         fresh = self._fresh(x)
@@ -138,10 +132,7 @@ class Composed(nn.Module):
                 state = where_rows(reset_mask[:, piece.begin], fresh, state)
             read, _ = self.memory(x[:, part], state.start, write_mask=_nowhere(x[:, part]))
             a, attention = self.attention(
-                x[:, part],
-                None if piece.aligned else state.attention,
-                write_mask=write,
-                beside=read,
+                x[:, part], None if piece.aligned else state.attention, write_mask=write, beside=read
             )
             answer, memory = self.memory(a, state.memory, write_mask=write)
             ys.append(self.gate(a, answer))

@@ -15,8 +15,8 @@ Tree = TypeVar("Tree")
 class Piece(NamedTuple):
     """Tokens begin..end of a call in which no row begins a segment or document but at `begin`.
 
-    `restarts`: some row begins a document; `closes`: some row completes a segment; `aligned`: all
-    rows are at the beginning of a segment.
+    `restarts`: some row begins a document; `closes`: some row completes a segment; `aligned`: all rows are at the
+    beginning of a segment.
     """
 
     begin: int
@@ -26,9 +26,7 @@ class Piece(NamedTuple):
     aligned: bool
 
 
-def pieces_of(
-    place: Tensor, like: Tensor, write: Tensor | None, reset: Tensor | None, size: int
-) -> list[Piece]:
+def pieces_of(place: Tensor, like: Tensor, write: Tensor | None, reset: Tensor | None, size: int) -> list[Piece]:
     """The pieces of a call over `like` `[B, T, ...]`; `place` `[B]` tokens are in a segment."""
     shape = like.shape[:2]
     if shape[1] == 0:
@@ -45,8 +43,7 @@ def pieces_of(
     cuts = {0, shape[1]} | {t for t, found in enumerate(restarts) if found}
     cuts |= {t + 1 for t, found in enumerate(closes) if found}
     return [
-        Piece(begin, end, restarts[begin], closes[end - 1], aligned[begin])
-        for begin, end in pairwise(sorted(cuts))
+        Piece(begin, end, restarts[begin], closes[end - 1], aligned[begin]) for begin, end in pairwise(sorted(cuts))
     ]
 
 

@@ -47,8 +47,7 @@ def check_memory(config: AttentionConfig, d_model: int, memory: nn.Module | None
         )
     if config.kind != "attention" and not isinstance(memory, nn.Module):
         raise ConfigError(
-            f"kind {config.kind!r} needs a memory layer, got {shorten(memory)}; give one, or "
-            "choose kind 'attention'"
+            f"kind {config.kind!r} needs a memory layer, got {shorten(memory)}; give one, or choose kind 'attention'"
         )
     width = getattr(memory, "d_model", d_model)
     if width != d_model:
@@ -61,8 +60,7 @@ def check_state(kind: str, name: str, x: Tensor, state: ComposedState | None) ->
         return
     if not isinstance(state, ComposedState):
         raise ShapeError(
-            f"{name}: state must be the ComposedState that this layer returned, got "
-            f"{type(state).__name__}"
+            f"{name}: state must be the ComposedState that this layer returned, got {type(state).__name__}"
         )
     expected = {"memory": kind != "attention", "start": kind == "mac", "place": kind == "mac"}
     for field, needed in expected.items():

@@ -7,13 +7,4 @@ from hecate.nn.positions.relative import Relative
 from hecate.nn.positions.rotary import Rotary
 from hecate.nn.positions.rotate import rotated
 
-__all__ = [
-    "CirculantString",
-    "NoPosition",
-    "Position",
-    "PositionKind",
-    "Relative",
-    "Rotary",
-    "Rotation",
-    "rotated",
-]
+__all__ = ["CirculantString", "NoPosition", "Position", "PositionKind", "Relative", "Rotary", "Rotation", "rotated"]

@@ -13,8 +13,7 @@ Params = dict[str, Tensor]
 
 
 class Position(Variant, family="position"):
-    """What the position of a token does to attention; positions count the written tokens of a
-    document. [ATT-POS-D1]
+    """What the position of a token does to attention; positions count the written tokens of a document. [ATT-POS-D1]
 
     Every learned parameter has a leading axis of key heads.
     """
@@ -49,10 +48,10 @@ class Position(Variant, family="position"):
 class Rotation(Position):
     """A rotation of vectors by their token's position: (R_i x).(R_j y) depends on i - j alone.
 
-    where: "before" turns q and k ahead of phi, so that the weight phi(R_i q).phi(R_j k) is still
-    positive, but for a nonlinear phi no function of the distance; "numerator" turns phi(q) and
-    phi(k) in the sum of values and leaves the sum of weights as it is, so that the weight is a
-    function of the distance, but not always positive, and weights do not add up to 1.
+    where: "before" turns q and k ahead of phi, so that the weight phi(R_i q).phi(R_j k) is still positive, but for a
+    nonlinear phi no function of the distance; "numerator" turns phi(q) and phi(k) in the sum of values and leaves the
+    sum of weights as it is, so that the weight is a function of the distance, but not always positive, and weights do
+    not add up to 1.
     """
 
     where: Literal["before", "numerator"] = "before"

@@ -14,15 +14,14 @@ from hecate.nn.positions.rotate import BASE
 class CirculantString(Rotation):
     """circulant_string: R_i = exp(i (C - C^T)), C the circulant matrix of a learned column c.
 
-    Circulant matrices share their eigenvectors, those of the Fourier transform, so R_i x =
-    irfft(e^(j i s) rfft(x)) with the speeds s = 2 Im rfft(c), and (R_i x).(R_j y) depends on i - j
-    alone. The speeds of every head are learned; they start as those of `rotary`.
+    Circulant matrices share their eigenvectors, those of the Fourier transform, so R_i x = irfft(e^(j i s) rfft(x))
+    with the speeds s = 2 Im rfft(c), and (R_i x).(R_j y) depends on i - j alone. The speeds of every head are learned;
+    they start as those of `rotary`.
 
     Shapes: x `[B, T, G, width]`, positions `[B, T]`; c `[G, width]`.
     Cost: O(width log width) per token; angles in float64.
-    Warning: as for `rotary`. Of an even width two frequencies, of an odd width one, stay.
-    References: Learning the RoPEs: Better 2D and 3D Position Encodings with STRING (Schenck et al.,
-    2025, arXiv 2502.02562). [ATT-STRING-D1]
+    Warning: as for `rotary`. Of an even width two frequencies, of an odd width one, stay. References: Learning the
+    RoPEs: Better 2D and 3D Position Encodings with STRING (Schenck et al., 2025, arXiv 2502.02562). [ATT-STRING-D1]
     """
 
     kind: Literal["circulant_string"] = "circulant_string"

@@ -12,8 +12,7 @@ class NoPosition(Position):
 
     The feature map itself may depend on positions (`cosformer`).
 
-    References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236). [ATT-POS-D1]
-    """
+    References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236). [ATT-POS-D1]"""
 
     kind: Literal["none"] = "none"
 

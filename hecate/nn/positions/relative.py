@@ -16,23 +16,20 @@ from hecate.sizes import Size
 class Relative(Position):
     """relative: weights exp(b_(i-j)) phi(q_i).phi(k_j), in the sum of values and that of weights.
 
-    What adding b_(i-j) to the scores is to softmax. `form` = "table": b is learned for every
-    distance up to `max_distance` either way and constant beyond, 0 at the start. The weights are a
-    Toeplitz matrix times a product of features, so the sums are convolutions, by FFT. Nothing of
-    fixed size sums up the past: no state can be gone on from, and no documents be packed. `form` =
-    "linear": b = -slope |i - j| with a learned slope per head, exp(-slope) = sigmoid(logit); then
-    causal sums decay, as a `retain` gate does, with a state and documents as ever. Slopes start at
+    What adding b_(i-j) to the scores is to softmax. `form` = "table": b is learned for every distance up to
+    `max_distance` either way and constant beyond, 0 at the start. The weights are a Toeplitz matrix times a product of
+    features, so the sums are convolutions, by FFT. Nothing of fixed size sums up the past: no state can be gone on
+    from, and no documents be packed. `form` = "linear": b = -slope |i - j| with a learned slope per head, exp(-slope) =
+    sigmoid(logit); then causal sums decay, as a `retain` gate does, with a state and documents as ever. Slopes start at
     2^(-8 g / G) for head g of 1..G.
 
-    Shapes: b `[G, K + 1]` for distances 0..K, `[G, 2 K + 1]` for -K..K if not causal; logit `[G]`.
-    Cost: table O(T log T P V) and T P V numbers in float64; linear as without positions, twice if
-    not causal.
-    Warning: an FFT mixes rounding errors of all tokens: a later token that changes moves the table
-    form's earlier outputs in their last digits, and one that is not finite makes all so. A weight
-    far below the largest is as inexact as that one.
-    References: Stable, Fast and Accurate: Kernelized Attention with Relative Positional Encoding
-    (Luo et al., 2021, arXiv 2106.12566); linear: Train Short, Test Long (Press et al., 2021, arXiv
-    2108.12409). [ATT-REL-D1, ATT-REL-D2]
+    Shapes: b `[G, K + 1]` for distances 0..K, `[G, 2 K + 1]` for -K..K if not causal; logit `[G]`. Cost: table O(T log
+    T P V) and T P V numbers in float64; linear as without positions, twice if not causal.
+    Warning: an FFT mixes rounding errors of all tokens: a later token that changes moves the table form's earlier
+    outputs in their last digits, and one that is not finite makes all so. A weight far below the largest is as inexact
+    as that one.
+    References: Stable, Fast and Accurate: Kernelized Attention with Relative Positional Encoding (Luo et al., 2021,
+    arXiv 2106.12566); linear: Train Short, Test Long (Press et al., 2021, arXiv 2108.12409). [ATT-REL-D1, ATT-REL-D2]
     """
 
     kind: Literal["relative"] = "relative"
@@ -75,8 +72,8 @@ class Relative(Position):
         return params["logit"].to(like.dtype).sigmoid().expand(like.shape[:3])
 
     def factors(self, like: Tensor, params: Params, *, causal: bool) -> Tensor:
-        """exp(b) of distances 0..S - 1 for keys `[B, S, G, *]`, or -(S - 1)..S - 1 if not causal:
-        `[G, S]` or `[G, 2 S - 1]`; of the table form."""
+        """exp(b) of distances 0..S - 1 for keys `[B, S, G, *]`, or -(S - 1)..S - 1 if not causal: `[G, S]` or `[G, 2 S
+        - 1]`; of the table form."""
         length = like.shape[1]
         distance = torch.arange(0 if causal else 1 - length, max(length, 1), device=like.device)
         index = distance.clamp(-self.max_distance, self.max_distance)

@@ -25,8 +25,8 @@ def turn_pairs(x: Tensor, position: Tensor, pairs: int, base: float) -> Tensor:
 def rotated(x: Tensor, position: Tensor) -> Tensor:
     """The first half of the channels turned in pairs by position * 10000^(-pair / pairs).
 
-    The product of two rotated vectors depends on their positions by the difference alone; the
-    second half of the channels carries no position. [ATT-ROT-D1]
+    The product of two rotated vectors depends on their positions by the difference alone; the second half of the
+    channels carries no position. [ATT-ROT-D1]
 
     Shapes: x `[..., D]`, D divisible by 4; position int64 that broadcasts to `[...]`.
     """
