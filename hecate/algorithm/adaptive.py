@@ -25,8 +25,9 @@ class Adaptive(Algorithm):
     G, s>.
     Traits: two slots; a coordinate's step is at most lr / sqrt(1 - decay) long, so no lr diverges at once.
     Cost: a root and a few multiplications per weight.
-    Warning: where gradients are exactly 0 the slope of a step is lr (1 - momentum) / eps. References: Adam (Kingma and
-    Ba, 2015, arXiv 1412.6980); MIRAS (Behrouz et al., 2025, arXiv 2504.13173). [ALG-ADAPT-D1]
+    Warning: where gradients are exactly 0 the slope of a step is lr (1 - momentum) / eps.
+    References: Adam (Kingma and Ba, 2015, arXiv 1412.6980); MIRAS (Behrouz et al., 2025, arXiv 2504.13173).
+    [ALG-ADAPT-D1]
     """
 
     kind: Literal["adaptive"] = "adaptive"

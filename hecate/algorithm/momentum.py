@@ -20,9 +20,9 @@ class Momentum(Algorithm):
     momentum and theta for lr.)
 
     Shapes: G, S `[N, ...]`; lr, momentum `[N]`.
-    VJP: with d = g_D + g_S': g_G = -lr d, g_lr = -<G, d>, g_momentum = <S, d>, g_S = momentum d. nesterov: d = momentum
-    g_D + g_S', g_G -= lr g_D, g_lr -= <G, g_D>, g_momentum += <S', g_D>. Traits: one slot; contracts while lr |phi|^2
-    curvature < 2 (1 + momentum); with nesterov
+    VJP: with d = g_D + g_S': g_G = -lr d, g_lr = -<G, d>, g_momentum = <S, d>, g_S = momentum d.
+    nesterov: d = momentum g_D + g_S', g_G -= lr g_D, g_lr -= <G, g_D>, g_momentum += <S', g_D>.
+    Traits: one slot; contracts while lr |phi|^2 curvature < 2 (1 + momentum); with nesterov
     that over 1 + 2 momentum.
     Cost: one multiply-add and one more tensor of state per weight.
     References: Titans (Behrouz et al., 2025, arXiv 2501.00663).

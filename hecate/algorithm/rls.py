@@ -25,8 +25,8 @@ class RLS(Descent):
     VJP: through C' by the reverse of the rank-one update, written out in the code.
     Traits: no slots; stable for lr < 2 with l2. Needs a structure linear in its weights: phi is their only input.
     Cost: 4 P^2 and a state of P^2 more than gd.
-    Warning: with discount < 1, C grows as discount^-t in directions that no key visits (wind-up). References: MesaNet
-    (von Oswald et al., 2025, arXiv 2506.05233); Adaptive Filter Theory (Haykin, 2002). [ALG-RLS-D1]
+    Warning: with discount < 1, C grows as discount^-t in directions that no key visits (wind-up).
+    References: MesaNet (von Oswald et al., 2025, arXiv 2506.05233); Adaptive Filter Theory (Haykin, 2002). [ALG-RLS-D1]
     """
 
     kind: Literal["rls"] = "rls"

@@ -19,7 +19,8 @@ class Huber(ErrorBias):
 
     Shapes: e `[..., V]`.
     VJP: coordinate u = clip(e, -delta, delta), J = 1[|e| <= delta]; norm u = e min(1, delta/|e|),
-    J g = g inside, (delta/|e|)(g - e (e.g)/|e|^2) outside. The threshold itself counts as inside. Traits: curvature 1.
+    J g = g inside, (delta/|e|)(g - e (e.g)/|e|^2) outside. The threshold itself counts as inside.
+    Traits: curvature 1.
     Cost: O(V).
     References: MIRAS (Behrouz et al., 2025, arXiv 2504.13173). [BIAS-HUBER-D1]
     """

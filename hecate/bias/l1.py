@@ -21,8 +21,8 @@ class L1(ErrorBias):
     VJP: u = e/r, J = diag(eps^2 / r^3); at e = 0: u = 0, J = 1/eps.
     Traits: curvature 1/eps at e = 0, which bounds no useful step: declared unbounded.
     Cost: O(V).
-    Warning: steps of lr |phi|^2 do not shrink near the target; the memory ends within that of it. References: It's All
-    Connected (Behrouz et al., 2025, arXiv 2504.13173), value-less memory. [BIAS-L1-D1]
+    Warning: steps of lr |phi|^2 do not shrink near the target; the memory ends within that of it.
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), value-less memory. [BIAS-L1-D1]
     """
 
     kind: Literal["l1"] = "l1"

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hecate.cms.self_reference import SelfReferenceConfig
-from hecate.engine import memory_scan
-from hecate.engine.anchored import predict
-from hecate.engine.quotients import L2_NORM, SUM_NORM
+from hecate.engine import L2_NORM, SUM_NORM, memory_scan, predict
 from hecate.nn.gates import RetainForm, start_logit
 from hecate.nn.norm import normalise_qk
 from hecate.nn.parameters import TensorDict

@@ -15,8 +15,7 @@ from hecate.cms.health import LevelHealth, levels_health
 from hecate.cms.nested import check_shapes
 from hecate.cms.state import CMSState
 from hecate.cms.warn import warn_if_nothing_passes, warn_if_windows_diverge
-from hecate.engine import Engine
-from hecate.engine.positions import written_before
+from hecate.engine import Engine, written_before
 from hecate.errors import ConfigError
 from hecate.nn import Memory
 from hecate.nn.arguments import check_inputs
@@ -56,8 +55,8 @@ class CMS(nn.Module):
     Raises:
         ConfigError: sizes that do not fit, with the path of the level.
     Warns:
-        StabilityWarning: if the steps of a window, measured on random keys, allow divergence. HealthWarning: if a
-        chained level passes nothing until its first commit.
+        StabilityWarning: if the steps of a window, measured on random keys, allow divergence.
+        HealthWarning: if a chained level passes nothing until its first commit.
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq 70 to 74.
     """
 

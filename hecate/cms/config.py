@@ -30,8 +30,8 @@ class LevelConfig(Config):
             as in `hecate.nn.Memory`; heads None takes those of the `CMS`.
         firing: "learned" lets a gate decide token by token and head by head whether the level is
             written; of any level, the fastest too. [CMS-FIRE-D1]
-        restart: the memory restarts from its starting weights every that many tokens; None, never. query_projection:
-        "sum" or "orthogonal" projects phi(q) onto the keys of the present chunk.
+        restart: the memory restarts from its starting weights every that many tokens; None, never.
+        query_projection: "sum" or "orthogonal" projects phi(q) onto the keys of the present chunk.
     """
 
     name: str = Field(min_length=1)

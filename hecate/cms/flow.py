@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hecate.cms.nested import in_windows, restarted
-from hecate.engine.tokens import CONCAT
+from hecate.engine import CONCAT
 from hecate.nn import LayerState
 from hecate.tape import Block, Run, execute, one
 

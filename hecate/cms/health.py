@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hecate.cms.state import CMSState
-from hecate.engine.positions import written_before
+from hecate.engine import written_before
 from hecate.errors import HealthWarning, ShapeError
 from hecate.nn import LayerState, Memory
 from hecate.rule import memory_weights

@@ -162,8 +162,8 @@ class SelfReferentialState(NamedTuple):
 
     Fields:
         boxes: the boxes that are written, the memory last; box-major on the head axis.
-        anchor: their weights where the present chunk started; empty if a chunk is one token. position: tokens written
-        since then, `[B]` int64.
+        anchor: their weights where the present chunk started; empty if a chunk is one token.
+        position: tokens written since then, `[B]` int64.
         conv, conv_segment: as in `hecate.nn.LayerState`.
         features: the state of the feature memory; None without one.
     """

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine.finite import can_inspect
+from hecate.tape.bridge import can_inspect
 
 
 class Stretches(NamedTuple):
@@ -15,8 +15,8 @@ class Stretches(NamedTuple):
 
     Fields:
         borders: 0, the cuts, T.
-        opens: `[B, T]`, whether a chunk starts with the token; None where one does at every cut. position: `[B]`,
-        tokens written since the last chunk's start.
+        opens: `[B, T]`, whether a chunk starts with the token; None where one does at every cut.
+        position: `[B]`, tokens written since the last chunk's start.
     """
 
     borders: list[int]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hecate.cms.config import CMSConfig, LevelConfig
-from hecate.engine.prepare import Sequence, to_tokens
+from hecate.engine import Sequence, to_tokens
 from hecate.errors import HealthWarning, StabilityWarning
 from hecate.nn import Memory, normalise_qk
 from hecate.phi import Params

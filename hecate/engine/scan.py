@@ -64,8 +64,8 @@ def memory_scan(
             `Retention.start`.
         write_mask: `[B, T]` bool; at False the token is read but leaves the memory exactly as it
             was, whatever it carries.
-        reset_mask: `[B, T]` bool; at True the memory restarts from `initial` before that token. cu_seqlens: `[documents
-        + 1]` int, borders of documents packed into one row (B = 1); resets
+        reset_mask: `[B, T]` bool; at True the memory restarts from `initial` before that token.
+        cu_seqlens: `[documents + 1]` int, borders of documents packed into one row (B = 1); resets
             at each.
         engine: `"auto"` picks the fastest exact one; results agree within rounding.
         autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record;

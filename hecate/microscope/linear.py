@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hecate.engine.arguments import document_starts
-from hecate.engine.positions import counted
+from hecate.engine import counted, document_starts
 from hecate.nn import LinearAttention, LinearAttentionState
 from hecate.nn.asked import Asked
 from hecate.nn.positions import Relative, Rotation

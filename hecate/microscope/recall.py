@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine.anchored import predict
+from hecate.engine import predict
 from hecate.errors import ConfigError, ShapeError
 from hecate.microscope.calls import joined_mask
 from hecate.microscope.states import Moment, gates_of, key_features

@@ -9,10 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine.arguments import complete
-from hecate.engine.parameters import check_params
-from hecate.engine.positions import numbered
-from hecate.engine.prepare import Sequence, to_tokens
+from hecate.engine import Sequence, check_params, complete, numbered, to_tokens
 from hecate.nn.asked import Asked
 from hecate.rule import MemoryState
 from hecate.tape import execute

@@ -47,14 +47,14 @@ class LinearTransformerConfig(Config):
 
     Fields:
         embed_dim: width of the input; the only one without a default.
-        hidden_size, num_layers, num_heads: width, depth, heads of hidden_size // num_heads. dropout: probability with
-        which training zeroes a channel of what a layer adds; like
+        hidden_size, num_layers, num_heads: width, depth, heads of hidden_size // num_heads.
+        dropout: probability with which training zeroes a channel of what a layer adds; like
             `nn.Dropout` it draws from torch's own generator.
         window_size: most tokens of one call; None for any number. No parameter and no state has
             its size. In Edifice it is the length that the input is compiled for.
         output: "last" for the last written token alone, "sequence" for every token.
-        feature_map, causal, normalizer, eps, kv_heads, positions: as in `nn.LinearAttention`. mlp_ratio: hidden width
-        of the gated MLP over hidden_size; 0 leaves it out.
+        feature_map, causal, normalizer, eps, kv_heads, positions: as in `nn.LinearAttention`.
+        mlp_ratio: hidden width of the gated MLP over hidden_size; 0 leaves it out.
     """
 
     embed_dim: Size = Field(ge=1)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hecate.checks import described
-from hecate.engine import Engine
-from hecate.engine.select import check_exact
+from hecate.engine import Engine, check_exact
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.state import LayerState
 from hecate.rule import MemoryConfig

@@ -8,8 +8,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from hecate.engine import memory_features
-from hecate.engine.select import Engine
+from hecate.engine import Engine, memory_features
 from hecate.errors import ConfigError
 from hecate.nn.parameters import draw_normal
 from hecate.nn.rule import RuleParameters, draw_answering

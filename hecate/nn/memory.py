@@ -35,16 +35,16 @@ class Memory(RuleParameters):
     Args:
         d_model: width of x and y.
         heads: number of memories; each has key width `d_key` and value width `d_value`.
-        config: the memory's rule and conventions; `algorithm.lr` is the ceiling of the lr gate. d_key, d_value: per
-        head; default d_model // heads.
+        config: the memory's rule and conventions; `algorithm.lr` is the ceiling of the lr gate.
+        d_key, d_value: per head; default d_model // heads.
         conv_kernel: taps of the short convolution, 0 for none.
         qk_norm: normalisation of q and k before phi (`config.key_norm` acts after it).
         output_gate: whether the output is multiplied by silu(W x).
-        learned_initial: whether the memory's starting weights are trained; else they stay as drawn. feature_memory: a
-        second memory, whose answers are added to q and k before phi, or take
+        learned_initial: whether the memory's starting weights are trained; else they stay as drawn.
+        feature_memory: a second memory, whose answers are added to q and k before phi, or take
             their place (and are normalised again); None for none. See `FeatureMemory`.
-        firing: "learned" lets a gate decide which tokens are written. See `GateHeads`. query_projection: what phi(q) is
-        projected onto before it is read with: "none", or by "sum"
+        firing: "learned" lets a gate decide which tokens are written. See `GateHeads`.
+        query_projection: what phi(q) is projected onto before it is read with: "none", or by "sum"
             or "orthogonal" the keys of the present chunk. See `project_queries`.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call this memory.

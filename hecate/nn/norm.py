@@ -8,8 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from hecate.engine.by_hand import may_look
-from hecate.engine.quotients import largest, levelling, reach
+from hecate.engine import largest, levelling, may_look, reach
 from hecate.errors import ConfigError, shorten
 
 QKNorm = Literal["none", "l2", "rms"]

@@ -7,10 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hecate.engine import memory_scan
-from hecate.engine.positions import written_before
-from hecate.engine.prepare import Sequence, to_tokens
-from hecate.engine.quotients import L2_NORM
+from hecate.engine import L2_NORM, Sequence, memory_scan, to_tokens, written_before
 from hecate.errors import ConfigError
 from hecate.phi import Identity, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState

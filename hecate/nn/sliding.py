@@ -56,14 +56,14 @@ class SlidingAttention(nn.Module):
     as it was. Where it sees nothing y is 0. The kernel is torch's.
 
     Args:
-        d_model, heads: width of x and y, number of query heads of width D = d_model // heads. window: tokens that a
-        token sees, itself included; None for all (T^2 cost, growing state). persistent: learned inputs p_1..p_n whose
-        keys and values every token sees. They have no
+        d_model, heads: width of x and y, number of query heads of width D = d_model // heads.
+        window: tokens that a token sees, itself included; None for all (T^2 cost, growing state).
+        persistent: learned inputs p_1..p_n whose keys and values every token sees. They have no
             position, are not queries, and reach nothing but this attention.
         rotary: whether the first half of every head's channels is rotated by the position; the
             other half carries none, and by it alone persistent tokens are found.
-        kv_heads: heads of keys and values, each shared by heads // kv_heads; None means `heads`. qk_norm: "rms" gives q
-        and k unit root mean square and q a learned gain per head.
+        kv_heads: heads of keys and values, each shared by heads // kv_heads; None means `heads`.
+        qk_norm: "rms" gives q and k unit root mean square and q a learned gain per head.
         name: what errors call this layer.
         generator: source of all draws; None uses torch's default generator.
 

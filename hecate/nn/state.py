@@ -14,8 +14,8 @@ class LayerState(NamedTuple):
 
     Fields:
         memory: the memory of every sequence and head, in float32 or better.
-        conv: the last inputs of the short convolution, `[B, kernel-1, C]`; None without one. conv_segment: the document
-        of each of those, `[B, kernel-1]` int64, 0 for the present one;
+        conv: the last inputs of the short convolution, `[B, kernel-1, C]`; None without one.
+        conv_segment: the document of each of those, `[B, kernel-1]` int64, 0 for the present one;
             None until a `reset_mask` was given.
         features: the state of the feature memory; None without one.
         projection: what queries are projected onto; None without `query_projection`.

@@ -31,13 +31,13 @@ class DeepMomentum(MatrixOptimizer):
     input_scale: `rms` (the default of `descent`) divides the gradient by the root mean square of its rows that are not
     zero (`shared`: of all of them). A gradient of length s teaches m only s^2 as fast and is answered s times as long:
     without it steps shrink like s^3, and a model whose gradients are small stands still. With it B is of the order of
-    rows times width, c close to 1/B. orthogonalize: Newton-Schulz on m'(g), eq. 52 (the default of `descent`); True,
-    False, or fields of its algorithm. Of a direction that has the share v of the rows' power m answers less than about
-    v / (v + 1 - momentum), so without it only the strongest direction moves. Steps are as long as those of `Muon` with
-    adjust_lr_fn="none", lr alike.
+    rows times width, c close to 1/B.
+    orthogonalize: Newton-Schulz on m'(g), eq. 52 (the default of `descent`); True, False, or fields of its algorithm.
+    Of a direction that has the share v of the rows' power m answers less than about v / (v + 1 - momentum), so without
+    it only the strongest direction moves. Steps are as long as those of `Muon` with adjust_lr_fn="none", lr alike.
     shared: one network for all rows of one width in a group, trained on those of this step together; every parameter of
-    that width keeps a copy, also without a gradient. Else one each. width: hidden units, and the most directions that
-    an answer has. rate: step size of the network.
+    that width keeps a copy, also without a gradient. Else one each.
+    width: hidden units, and the most directions that an answer has. rate: step size of the network.
 
     Shapes: gradient `[r, c]`; state W_1 minus its start `[width, c]`, W_2 `[c, width]`.
     Cost: 10 r c width. Sharded parameters are gathered.

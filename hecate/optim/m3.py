@@ -37,10 +37,10 @@ class M3(MatrixOptimizer):
     - slow_momentum) s with s the mean of its gradients, `slow_period` many; `ema_last`, the same with s the last one
     alone; `sum`, as printed, without decay: m1 <- m1 + momentum g, m2 <- m2 + slow_momentum (sum of a period's), v <- v
     + retain g^2. At a
-    period's end m2 is moved before m1, by a window that ends with the present gradient. second_moment: `none`;
-    `before`, NS(m / (sqrt(v) + eps)); `after`, as printed, (NS(m1) + slow NS(m2)) / (sqrt(v) + eps), which gives up the
-    equal singular values that NS made. v <- retain v + (1 - retain) g^2; averages are divided by 1 - retain^t where
-    their scale matters.
+    period's end m2 is moved before m1, by a window that ends with the present gradient.
+    second_moment: `none`; `before`, NS(m / (sqrt(v) + eps)); `after`, as printed, (NS(m1) + slow NS(m2)) / (sqrt(v) +
+    eps), which gives up the equal singular values that NS made. v <- retain v + (1 - retain) g^2; averages are divided
+    by 1 - retain^t where their scale matters.
     vectors: parameters of fewer than 2 dimensions take `adam`, (m1 + slow m2) / (sqrt(v) + eps), or `row`, NS of one
     row: its direction.
     a by `adjust_lr_fn`: see `Muon`, which this is with slow=0 (nesterov=False), bit for bit.
@@ -48,8 +48,8 @@ class M3(MatrixOptimizer):
     Shapes: see `MatrixOptimizer`. State: fast, slow, slow_update (NS of slow), step; slow_window unless `ema_last`;
     square where v is used.
     Cost: 1 + 1 / slow_period times that of `Muon`. Sharded parameters are gathered.
-    Warning: `sum` never forgets a gradient and swings about a minimum like an undamped spring. References: Nested
-    Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1. [OPT-M3-D1]"""
+    Warning: `sum` never forgets a gradient and swings about a minimum like an undamped spring.
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1. [OPT-M3-D1]"""
 
     structural: ClassVar[tuple[str, ...]] = (
         *MatrixOptimizer.structural, "accumulate", "second_moment", "vectors", "slow_period",

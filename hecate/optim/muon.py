@@ -28,8 +28,9 @@ class Muon(MatrixOptimizer):
     `foreach=False`; the default iterates in the dtype of the state, float32 or better.
 
     Shapes: see `MatrixOptimizer`; parameters of fewer than 2 dimensions are refused.
-    Cost: ns_steps x 3 products of min(r, c)^2 max(r, c). Sharded parameters are gathered. References: Muon (Jordan et
-    al., 2024); Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 42. [OPT-MUON-D1]
+    Cost: ns_steps x 3 products of min(r, c)^2 max(r, c). Sharded parameters are gathered.
+    References: Muon (Jordan et al., 2024); Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 42.
+    [OPT-MUON-D1]
     """
 
     numbers: ClassVar[Mapping[str, float]] = {**MatrixOptimizer.numbers, "momentum": 1}

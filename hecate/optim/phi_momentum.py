@@ -57,11 +57,12 @@ class PhiMomentum(PhiOptimizer):
     once to Gaussian rows; `learned`, the same fitted to the gradients seen, discounted by `forget`; `prefix`, a
     polynomial's features of degree 1; or a function of (features, rows). `auto` takes identity where components keep
     their sign, pinv for linear, random_fourier and what forgets lengths (normalise), else vjp; the group then says
-    which. input_scale: what phi gets. `restored` gives it rows at length 1, multiplies features by the row's length,
-    and divides what identity and vjp make of them by their gain on Gaussian rows: updates are about as long as
-    gradients, at any length. It warns where they do not descend. `rms` and `unit` restore nothing: steps have one
-    length for all gradients. `none` leaves rows as they are. `auto` is restored, but none for maps of degree 1, for
-    identity through bounded slopes,
+    which.
+    input_scale: what phi gets. `restored` gives it rows at length 1, multiplies features by the row's length, and
+    divides what identity and vjp make of them by their gain on Gaussian rows: updates are about as long as gradients,
+    at any length. It warns where they do not descend. `rms`
+    and `unit` restore nothing: steps have one length for all gradients. `none` leaves rows as they are. `auto` is
+    restored, but none for maps of degree 1, for identity through bounded slopes,
     and for literal phi.
     space: where m lives. `phi` holds `[rows, d_phi]` and lifts what it holds; with vjp by the Jacobian at the present
     gradient, which is another rule than `weight`.
@@ -71,16 +72,16 @@ class PhiMomentum(PhiOptimizer):
     guard: rows whose update climbs, <g, u> < 0: `skip` leaves them out, `flip` turns them.
     phi_lr: learned parameters of phi descend |P phi~(g) - g|^2 / (2 |g|^2), per parameter.
     odd: None odd-lifts what centring would cut in half (relu and its kin), else centres.
-    seed: of frozen draws and of the decoder's calibration; they are made again, not saved. decoupled: weight_decay
-    shrinks weights by lr weight_decay; False adds it to gradients, as SGD. dampening: factor 1 - dampening on what is
-    written, from the first step on.
+    seed: of frozen draws and of the decoder's calibration; they are made again, not saved.
+    decoupled: weight_decay shrinks weights by lr weight_decay; False adds it to gradients, as SGD.
+    dampening: factor 1 - dampening on what is written, from the first step on.
 
     Shapes: see `MatrixOptimizer`; state per parameter: momentum like it (or `[rows, d_phi]`).
     Cost: identity and componentwise maps are memory-bound; others O(numel d_phi) a step. Sharded parameters are
     gathered only where rows are cut, or phi_lr, a learned lift, kronecker or orthogonalize need all of them.
     Warning: with `input_scale="none"` a lift serves gradients of the lengths it was made for: vjp through bounded maps
-    vanishes for long rows, pinv through random Fourier features climbs. References: Nested Learning (Behrouz et al.,
-    2025, arXiv 2512.24695), eq. 51. [OPT-PHI-D1]
+    vanishes for long rows, pinv through random Fourier features climbs.
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 51. [OPT-PHI-D1]
     """
 
     structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "space", "precondition")

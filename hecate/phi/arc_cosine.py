@@ -30,8 +30,8 @@ class ArcCosine(RandomMap):
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D))); frozen w `[H, D,
     num_features]`.
     VJP: gx = W^T (order max(Wx, 0)^(order - 1) g) / sqrt(m), 0 at the kink Wx = 0.
-    Traits: is_random, non_negative, kernel_non_negative, degree order; norm_bound 1 at order 0. Cost: O(D
-    num_features).
+    Traits: is_random, non_negative, kernel_non_negative, degree order; norm_bound 1 at order 0.
+    Cost: O(D num_features).
     Warning: at order 0 the derivative is 0 wherever it exists, so nothing before the map learns through it. Order 2
     grows with the fourth power of x in |phi(x)|^2: normalise keys.
     References: Kernel Methods for Deep Learning (Cho and Saul, 2009). [PHI-ARCCOS-D1]

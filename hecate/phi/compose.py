@@ -13,11 +13,11 @@ from hecate.phi.nested import Several, own, prefixed
 class Compose(Several):
     """compose: phi(x) = phi_n(... phi_2(phi_1(x))), the maps applied from left to right.
 
-    For instance a narrowing `linear` before `taylor`, or unit keys before `random_fourier`. Parameters are named by
-    position: `0.weight`.
+    For instance a narrowing `linear` before `taylor`, or unit keys before `random_fourier`.
+    Parameters are named by position: `0.weight`.
 
-    Shapes: x `[..., D]` -> `[..., width of the last map]`; each map's width is the next one's D. VJP: the maps' VJPs
-    from right to left.
+    Shapes: x `[..., D]` -> `[..., width of the last map]`; each map's width is the next one's D.
+    VJP: the maps' VJPs from right to left.
     Traits: non_negative, kernel_non_negative and norm_bound of the last map; odd if all are odd, even if the first one
     that is not odd is even; degree the product if all have one; is_random, needs_position if any is.
     Cost: the sum of the maps' costs at their widths.

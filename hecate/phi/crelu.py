@@ -21,9 +21,9 @@ class CReLU(FeatureMap):
     VJP: gx = g_up for x > 0, -g_down for x < 0, 0 at x = 0.
     Traits: non_negative, kernel_non_negative, degree 1.
     Cost: O(D).
-    Warning: keys of opposite orthants have a kernel of exactly 0: a sum normaliser may divide by 0. References:
-    Understanding and Improving Convolutional Neural Networks via Concatenated Rectified Linear Units (Shang et al.,
-    2016, arXiv 1603.05201) for the activation. [PHI-CRELU-D1]
+    Warning: keys of opposite orthants have a kernel of exactly 0: a sum normaliser may divide by 0.
+    References: Understanding and Improving Convolutional Neural Networks via Concatenated Rectified Linear Units (Shang
+    et al., 2016, arXiv 1603.05201) for the activation. [PHI-CRELU-D1]
     """
 
     kind: Literal["crelu"] = "crelu"

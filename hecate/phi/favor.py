@@ -30,8 +30,8 @@ class Favor(RandomMap):
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D)),
     made even for pairs); frozen w `[H, D, num_features]`, or half as many columns for pairs.
     VJP: for x' and positive: gx' = W^T (g phi) - x' sum(g phi); hyperbolic: W^T (g+ phi+ - g-
-    phi-) - x' sum(g phi); trigonometric: W^T (g_sin phi_cos - g_cos phi_sin) + x' sum(g phi). Traits: is_random;
-    positive and hyperbolic also non_negative, kernel_non_negative.
+    phi-) - x' sum(g phi); trigonometric: W^T (g_sin phi_cos - g_cos phi_sin) + x' sum(g phi).
+    Traits: is_random; positive and hyperbolic also non_negative, kernel_non_negative.
     Cost: O(D num_features) multiplications, one exponential per feature (one per token when trigonometric).
     Warning: the relative variance of the positive map is about exp(|x' + y'|^2) / m, 3000 / m for x' and y' of length 2
     at a right angle: keep keys short. In float32 positive features can overflow from D = 170 on, trigonometric ones

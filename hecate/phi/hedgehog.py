@@ -24,8 +24,9 @@ class Hedgehog(Learned):
     Traits: non_negative, kernel_non_negative, norm_bound 2.
     Cost: O(D^2).
     Warning: the paper learns one map for queries and another for keys. Here one map serves both, so that phi(q).phi(k)
-    is a kernel; give q and k projections of their own before the map. References: The Hedgehog & the Porcupine:
-    Expressive Linear Attentions with Softmax Mimicry (Zhang et al., 2024, arXiv 2402.04347). [PHI-HEDGEHOG-D1]
+    is a kernel; give q and k projections of their own before the map.
+    References: The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry (Zhang et al., 2024,
+    arXiv 2402.04347). [PHI-HEDGEHOG-D1]
     """
 
     kind: Literal["hedgehog"] = "hedgehog"

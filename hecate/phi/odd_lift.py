@@ -20,8 +20,8 @@ class OddLift(Wrapper):
     that is not odd drifts. Parameters are the inner map's, under their own names.
 
     Shapes: x `[..., D]` -> `[..., width of inner]`.
-    VJP: gx = (inner^T(x) g + inner^T(-x) g) / 2, parameters (their cotangent at x - at -x) / 2. Traits: odd; degree and
-    norm_bound of inner; is_random, needs_position of inner.
+    VJP: gx = (inner^T(x) g + inner^T(-x) g) / 2, parameters (their cotangent at x - at -x) / 2.
+    Traits: odd; degree and norm_bound of inner; is_random, needs_position of inner.
     Cost: twice inner, which is taken as it is where it is odd.
     Warning: the odd part of an even map is 0, so even maps are refused.
     Origin: ours; the odd part of a function. [PHI-ODD-D1]

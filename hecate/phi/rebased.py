@@ -22,9 +22,9 @@ class Rebased(Learned):
     map can ignore a key altogether. LN(x) is x minus its mean over its standard deviation, sqrt(variance + eps); scale
     and shift are learned per head and start at 1 and 0.
 
-    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., D (D + 1) / 2]`; learned scale, shift `[H, D]`. VJP: gz that of
-    `polynomial` at degree 2; with n = LN(x): gscale = gz n and gshift = gz summed over tokens, gn = gz scale, gx = (gn
-    - mean(gn) - n mean(gn n)) / sqrt(variance + eps).
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., D (D + 1) / 2]`; learned scale, shift `[H, D]`.
+    VJP: gz that of `polynomial` at degree 2; with n = LN(x): gscale = gz n and gshift = gz summed over tokens, gn = gz
+    scale, gx = (gn - mean(gn) - n mean(gn n)) / sqrt(variance + eps).
     Traits: kernel_non_negative; single features are signed.
     Cost: O(D^2).
     Warning: a kernel can be exactly 0, so a sum normaliser can be. The paper learns one scale and shift for queries and

@@ -20,8 +20,8 @@ class Sigmoid(Elementwise):
     VJP: gx = sigmoid(x) sigmoid(-x) g.
     Traits: non_negative, kernel_non_negative.
     Cost: O(D).
-    Warning: every kernel of small inputs is close to D / 4: compare `elu`, which is as flat. Origin: a common
-    activation; no source proposes it for linear attention. [PHI-SIGMOID-D1]
+    Warning: every kernel of small inputs is close to D / 4: compare `elu`, which is as flat.
+    Origin: a common activation; no source proposes it for linear attention. [PHI-SIGMOID-D1]
     """
 
     kind: Literal["sigmoid"] = "sigmoid"

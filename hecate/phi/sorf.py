@@ -29,12 +29,12 @@ class SORF(RandomMap):
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`, d_phi = 2 m; frozen w `[H, D, blocks]` (S_1, padding needs
     no sign) and signs `[H, blocks, 2, P]`.
-    VJP: gz = (cos(Wx) g_sin - sin(Wx) g_cos) / sqrt(m); gx = W^T gz, the same steps backwards. Traits: is_random,
-    norm_bound 1. Neither features nor kernel are non-negative.
+    VJP: gz = (cos(Wx) g_sin - sin(Wx) g_cos) / sqrt(m); gx = W^T gz, the same steps backwards.
+    Traits: is_random, norm_bound 1. Neither features nor kernel are non-negative.
     Cost: O((d_phi + P) log P) additions, one cosine per feature. Measured on one CPU core: four times slower than
     `random_fourier` at D = 64, even at 256, faster at 1024.
-    Warning: for D = 1 the kernel is cos((x - y) / sigma); for small D prefer `random_fourier`. References: Orthogonal
-    Random Features (Yu et al., 2016, arXiv 1610.09072). [PHI-SORF-D1]
+    Warning: for D = 1 the kernel is cos((x - y) / sigma); for small D prefer `random_fourier`.
+    References: Orthogonal Random Features (Yu et al., 2016, arXiv 1610.09072). [PHI-SORF-D1]
     """
 
     kind: Literal["sorf"] = "sorf"

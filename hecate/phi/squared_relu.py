@@ -21,9 +21,9 @@ class SquaredReLU(Elementwise):
     VJP: gx = 2 max(x, 0) g; continuous at 0, the second derivative is not.
     Traits: non_negative, kernel_non_negative, degree 2.
     Cost: O(D).
-    Warning: |phi(x)|^2 grows with the fourth power of x; normalise keys for delta-type rules. References: Primer:
-    Searching for Efficient Transformers for Language Modeling (So et al., 2021, arXiv 2109.08668) for the activation.
-    [PHI-SQRELU-D1]
+    Warning: |phi(x)|^2 grows with the fourth power of x; normalise keys for delta-type rules.
+    References: Primer: Searching for Efficient Transformers for Language Modeling (So et al., 2021, arXiv 2109.08668)
+    for the activation. [PHI-SQRELU-D1]
     """
 
     kind: Literal["squared_relu"] = "squared_relu"

@@ -23,8 +23,8 @@ class T2R(Learned):
     VJP: with z = x W + b: gz = g for z > 0, else 0; gx = gz W^T, gW = x^T gz and gb = gz summed over tokens.
     Traits: non_negative, kernel_non_negative.
     Cost: O(D d_phi).
-    Warning: a feature that is 0 for all inputs receives no gradient again; a kernel can be 0. References: Finetuning
-    Pretrained Transformers into RNNs (Kasai et al., 2021, arXiv 2103.13076). [PHI-T2R-D1]
+    Warning: a feature that is 0 for all inputs receives no gradient again; a kernel can be 0.
+    References: Finetuning Pretrained Transformers into RNNs (Kasai et al., 2021, arXiv 2103.13076). [PHI-T2R-D1]
     """
 
     kind: Literal["t2r"] = "t2r"

@@ -26,9 +26,9 @@ class Taylor(FeatureMap):
     VJP: that of `polynomial` at x', with gx = gx' / d^(1/4).
     Traits: kernel_non_negative for even order (at order 2 the kernel is at least 1/2; single features are signed).
     Cost: O(order D^order / order!) when compact.
-    Warning: the width is quadratic in D at order 2: project keys to about 16 components first. References: Simple
-    Linear Attention Language Models Balance the Recall-Throughput Tradeoff (Arora et al., 2024, arXiv 2402.18668).
-    [PHI-TAYLOR-D1]
+    Warning: the width is quadratic in D at order 2: project keys to about 16 components first.
+    References: Simple Linear Attention Language Models Balance the Recall-Throughput Tradeoff (Arora et al., 2024,
+    arXiv 2402.18668). [PHI-TAYLOR-D1]
     """
 
     kind: Literal["taylor"] = "taylor"

@@ -24,9 +24,9 @@ class TensorProduct(Several):
 
     Shapes: x `[..., D]` -> `[..., product of the widths]`.
     VJP: from the last map to the first, with G the cotangent as a matrix [features so far, width of the map]: g_map =
-    G^T features so far, G = G features of the map; gx = sum of the maps' gx. Traits: non_negative, kernel_non_negative
-    if all are; odd for an odd number of odd maps among even ones, even for an even number; degree the sum, norm_bound
-    the product if all have one; is_random, needs_position if any is.
+    G^T features so far, G = G features of the map; gx = sum of the maps' gx.
+    Traits: non_negative, kernel_non_negative if all are; odd for an odd number of odd maps among even ones, even for an
+    even number; degree the sum, norm_bound the product if all have one; is_random, needs_position if any is.
     Cost: the sum of the maps' costs and O(d_phi).
     References: kernel algebra; Kernel Methods for Pattern Analysis (Shawe-Taylor and Cristianini, 2004).
     [PHI-TENSOR-D1]

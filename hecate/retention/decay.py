@@ -19,8 +19,8 @@ class Decay(Retention):
     papers write 1 - alpha and alpha for it), or per phi channel as in GLA. `memory_scan` takes whatever gate it is
     given; how a layer makes its own from the token x:
 
-        channels: a logit per phi channel, s = w.x + b with a w and b each, instead of per head. rank: w = w_2 W_1 with
-        so many rows in W_1, which all heads share; "head": as many as a key
+        channels: a logit per phi channel, s = w.x + b with a w and b each, instead of per head.
+        rank: w = w_2 W_1 with so many rows in W_1, which all heads share; "head": as many as a key
             is wide; None: w as it is.
         gate: "sigmoid": sigmoid(s), "root": sigmoid(s)^(1/16) as in GLA, both starting at `retain`;
             "softplus": exp(-A softplus(s)) as in KDA, A per head starting in U(1, 16), softplus(b) log-uniform in

@@ -23,9 +23,9 @@ class KL(MirrorRetention):
     Traits: carries the logits A, whose steps are linear and centred per row under a gate that rows share; starts at the
     initial weights as logits, so uniform (signed: 0) at 0.
     Cost: a multiply-add, and one softmax where the memory is used.
-    Warning: D is in units of logits, so an lr that is small for l2 may be far too small here. References: It's All
-    Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora; Exponentiated Gradient versus Gradient Descent for
-    Linear Predictors (Kivinen and Warmuth, 1997) for the banks. [RET-KL-D1]
+    Warning: D is in units of logits, so an lr that is small for l2 may be far too small here.
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora; Exponentiated Gradient versus
+    Gradient Descent for Linear Predictors (Kivinen and Warmuth, 1997) for the banks. [RET-KL-D1]
     """
 
     kind: Literal["kl"] = "kl"

@@ -26,18 +26,18 @@ class MemoryConfig(Config):
     a rule stands for its fields: `titans`, or `{kind: titans, chunk: 16}` to change some.
 
     Fields beside the knobs:
-        chunk: gradients are taken at the state of the chunk's start; 1 means at the previous token. commit: "token"
-        steps at each token; "chunk" sums the chunk's lr-weighted gradients and
+        chunk: gradients are taken at the state of the chunk's start; 1 means at the previous token.
+        commit: "token" steps at each token; "chunk" sums the chunk's lr-weighted gradients and
             takes one step at its last token, with retain the product of the chunk's and momentum that of the last.
-        read: y_t reads the state "after" or "before" token t (and the commit that it triggers). decay_order:
-        "before_gradient" lets the gradient see the decayed memory, as gated DeltaNet
+        read: y_t reads the state "after" or "before" token t (and the commit that it triggers).
+        decay_order: "before_gradient" lets the gradient see the decayed memory, as gated DeltaNet
             does; with chunk > 1, that of the chunk's start, decayed by the product of retain since.
         normalizer: "sum" divides the read by phi(q).z, where z is the same memory with bias dot
             and value 1.
         key_norm: "l2" or "sum" normalisation of phi(k) and phi(q), after phi.
         query_scale: "key_dim" multiplies phi(q) by D^(-1/2), D the key width, after key_norm.
-        step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2). state_dtype:
-        float32 or float64; inputs of higher precision raise it.
+        step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2).
+        state_dtype: float32 or float64; inputs of higher precision raise it.
         on_nonfinite: "raise", "skip" (leave such a token unwritten) or "propagate".
     """
 

@@ -35,8 +35,8 @@ class MemoryState(NamedTuple):
             a function: `memory_weights`.
         slots: the algorithm's tensors by `name.weight`, of the weights' shapes, and those of its
             context by name.
-        anchor: `memory` at the chunk's start, where gradients are taken; empty unless chunk > 1. pending: what an
-        unfinished chunk has summed up: under `commit="chunk"` the lr-weighted
+        anchor: `memory` at the chunk's start, where gradients are taken; empty unless chunk > 1.
+        pending: what an unfinished chunk has summed up: under `commit="chunk"` the lr-weighted
             gradients by weight name; and there, as where gradients see the decayed state of the chunk's start, the
             product of its retain gates as `"retain"`.
         position: tokens written since the chunk's start, `[B, H]` int64.

@@ -23,9 +23,9 @@ class GatedMLP(Layered):
     VJP: predict: backpropagation. Pullback, a = W_1 p, b = W_3 p, h = act(a) * b, e = W_2^T u: G_2 = u h^T, G_1 = (e b
     act'(a)) p^T, G_3 = (e act(a)) p^T: the reverse of both passes, with the activation's second derivative.
     Cost: 2 E (2 P + V) per read, three times that per write.
-    Warning: all-zero weights are a point where no gradient flows; `init` draws N(0, 1/fan_in). References: Test-Time
-    Training Done Right (Zhang et al., 2025, arXiv 2505.23884); GLU Variants Improve Transformer (Shazeer, 2020, arXiv
-    2002.05202). [STR-GATED-D1]
+    Warning: all-zero weights are a point where no gradient flows; `init` draws N(0, 1/fan_in).
+    References: Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884); GLU Variants Improve Transformer
+    (Shazeer, 2020, arXiv 2002.05202). [STR-GATED-D1]
     """
 
     kind: Literal["gated_mlp"] = "gated_mlp"

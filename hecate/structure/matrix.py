@@ -15,7 +15,8 @@ class Matrix(Layered):
     gradients flow at once because the inner gradient u p^T does not vanish with M.
 
     Shapes: M `[N, V, P]`, p `[N, P]`, u `[N, V]`.
-    VJP: predict: g_M = u p^T, g_p = M^T u. Pullback G = u p^T: g_u = C p, g_p = C^T u, g_M = 0. Traits: linear.
+    VJP: predict: g_M = u p^T, g_p = M^T u. Pullback G = u p^T: g_u = C p, g_p = C^T u, g_M = 0.
+    Traits: linear.
     Cost: V P per read and per write.
     References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021,
     arXiv 2102.11174). [STR-MATRIX-D1]

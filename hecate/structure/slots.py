@@ -24,8 +24,9 @@ class Slots(Structure):
     VJP: with c_i the cotangent of G_i, b_i = c_i.u - (c_i.n_i)(n_i.u) and w_i = p_i / |s_i|: g_p = b_i / |s_i|, g_u =
     sum_i w_i (c_i - n_i (c_i.n_i)), g_s from both n_i and |s_i|.
     Cost: 3 V P per read and per write.
-    Warning: slots that start alike stay alike; `init` draws unit slots from a fixed seed. References: Lattice (2025,
-    arXiv 2504.05646); circulating code divides by the norm of all slots together. [STR-SLOTS-D1]
+    Warning: slots that start alike stay alike; `init` draws unit slots from a fixed seed.
+    References: Lattice (2025, arXiv 2504.05646); circulating code divides by the norm of all slots together.
+    [STR-SLOTS-D1]
     """
 
     kind: Literal["slots"] = "slots"

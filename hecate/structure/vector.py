@@ -19,8 +19,8 @@ class Vector(Structure):
     gradients flow because the inner gradient u * p does not vanish with w.
 
     Shapes: w `[N, P]`, p and u `[N, P]`.
-    VJP: predict: g_w = u * p, g_p = w * u. Pullback G = u * p: g_u = C * p, g_p = C * u, g_w = 0. Traits: linear,
-    diagonal.
+    VJP: predict: g_w = u * p, g_p = w * u. Pullback G = u * p: g_u = C * p, g_p = C * u, g_w = 0.
+    Traits: linear, diagonal.
     Cost: P per read and per write.
     References: MIRAS (Behrouz et al., 2025, arXiv 2504.13173), memories of vector form. [STR-VECTOR-D1]
     """

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine import memory_scan
-from hecate.engine.select import exact_engines
+from hecate.engine import exact_engines, memory_scan
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.testing.knobs import check_knobs, close

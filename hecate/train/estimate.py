@@ -103,8 +103,8 @@ def _numbers(module: nn.Module) -> int:
 def estimate_rows(config: ExperimentConfig) -> list[tuple[str, str]]:
     """What the model weighs, carries and computes; nothing is allocated. [TRAIN-EST-D1]
 
-    State: what one sequence carries from token to token, whatever its length without attention. Work: multiplications
-    and additions of a token with the weights of linear layers, forward.
+    State: what one sequence carries from token to token, whatever its length without attention.
+    Work: multiplications and additions of a token with the weights of linear layers, forward.
     """
     sizes, batch = sizes_of(config), config.budget.batch_size
     tokens = batch * config.seq_len

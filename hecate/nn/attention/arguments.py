@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hecate.checks import described
-from hecate.engine import Engine
-from hecate.engine.given import check_mask, check_tokens
+from hecate.engine import Engine, check_mask, check_tokens
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import check_engine, check_sequence
 from hecate.nn.attention.state import LinearAttentionState

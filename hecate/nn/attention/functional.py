@@ -13,12 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine import Engine
-from hecate.engine.arguments import document_starts
-from hecate.engine.by_hand import ByHand
-from hecate.engine.parameters import check_params
-from hecate.engine.positions import counted
-from hecate.engine.quotients import DIVIDE, largest, levelling, near_one
+from hecate.engine import DIVIDE, ByHand, Engine, check_params, counted, document_starts, largest, levelling, near_one
 from hecate.nn.attention.arguments import check_call, check_options, check_positions
 from hecate.nn.attention.state import LinearAttentionState
 from hecate.nn.attention.sums import Pass, from_both_sides, over_all, running
@@ -66,8 +61,8 @@ def linear_attention(
         positions, position_params: what distance does to a weight.
         state: the sums to add to.
         write_mask: `[B, S]` bool; at False a key is nowhere seen, whatever it holds.
-        reset_mask: `[B, T]` bool; at True a document starts, which sees nothing of the others. cu_seqlens: `[documents
-        + 1]` int, borders of documents packed into one row (B = 1).
+        reset_mask: `[B, T]` bool; at True a document starts, which sees nothing of the others.
+        cu_seqlens: `[documents + 1]` int, borders of documents packed into one row (B = 1).
         engine, autodiff: passed to `memory_scan`, which runs causal sums.
         name: what errors call this attention.
 

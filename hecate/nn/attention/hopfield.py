@@ -45,7 +45,8 @@ class Hopfield(nn.Module):
 
     Shapes: query `[..., Q, D]`, patterns `[..., N, D]`, values `[..., N, V]` (None: the patterns), mask bool `[..., N]`
     (False: no such pattern, whatever is there); leading axes broadcast. Evaluated in float32 or better, also under
-    autocast. Without a present pattern the answer is 0. VJP: autograd's, through every update.
+    autocast. Without a present pattern the answer is 0.
+    VJP: autograd's, through every update.
     Cost: steps Q N (D + V) multiplications, and Q N scores in memory.
     References: Hopfield Networks is All You Need (Ramsauer et al., 2020, arXiv 2008.02217), eqs 1 to 3 and theorem 5;
     Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794). Tests hold the update against

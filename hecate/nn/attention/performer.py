@@ -59,8 +59,8 @@ class PerformerAttention(nn.Module):
         d_model, heads: width of x and y, number of query heads.
         kernel: "positive", "hyperbolic" or "trigonometric" features of exp(q.k / sqrt(D)), or
             "relu". Trigonometric ones can be negative, and so can sums of them: that kernel needs normalizer="none".
-        num_features: d_phi; None for max(D, int(D log D)) of key heads of width D, even for pairs. orthogonal: blocks
-        of orthogonal projections; False for independent ones.
+        num_features: d_phi; None for max(D, int(D log D)) of key heads of width D, even for pairs.
+        orthogonal: blocks of orthogonal projections; False for independent ones.
         norms: lengths of the projections, "chi" or "sqrt"; None for the map's own.
         kernel_epsilon: of "relu" alone; None for 1e-3.
         redraw_every: training steps between draws; None for one draw kept.

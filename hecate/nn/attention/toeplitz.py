@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from hecate.engine.positions import written_before
+from hecate.engine import written_before
 from hecate.nn.attention.sums import Pass
 
 

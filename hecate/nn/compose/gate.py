@@ -11,8 +11,8 @@ from hecate.nn.compose.config import Combination
 class Gate(nn.Module):
     """One vector from a carrier c and a memory's answer m, with learned weights w. [ATT-GATE-D1]
 
-    multiply: c * (1 + tanh(w * m)); add: c + w * m. Both leave c whole where the memory answers 0. paper: rms(c) w_c *
-    sigmoid(rms(m) w_m), which then halves it; for mal m alone.
+    multiply: c * (1 + tanh(w * m)); add: c + w * m. Both leave c whole where the memory answers 0.
+    paper: rms(c) w_c * sigmoid(rms(m) w_m), which then halves it; for mal m alone.
     """
 
     def __init__(

@@ -20,8 +20,9 @@ class CirculantString(Rotation):
 
     Shapes: x `[B, T, G, width]`, positions `[B, T]`; c `[G, width]`.
     Cost: O(width log width) per token; angles in float64.
-    Warning: as for `rotary`. Of an even width two frequencies, of an odd width one, stay. References: Learning the
-    RoPEs: Better 2D and 3D Position Encodings with STRING (Schenck et al., 2025, arXiv 2502.02562). [ATT-STRING-D1]
+    Warning: as for `rotary`. Of an even width two frequencies, of an odd width one, stay.
+    References: Learning the RoPEs: Better 2D and 3D Position Encodings with STRING (Schenck et al., 2025, arXiv
+    2502.02562). [ATT-STRING-D1]
     """
 
     kind: Literal["circulant_string"] = "circulant_string"

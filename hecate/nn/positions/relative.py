@@ -23,8 +23,8 @@ class Relative(Position):
     sigmoid(logit); then causal sums decay, as a `retain` gate does, with a state and documents as ever. Slopes start at
     2^(-8 g / G) for head g of 1..G.
 
-    Shapes: b `[G, K + 1]` for distances 0..K, `[G, 2 K + 1]` for -K..K if not causal; logit `[G]`. Cost: table O(T log
-    T P V) and T P V numbers in float64; linear as without positions, twice if not causal.
+    Shapes: b `[G, K + 1]` for distances 0..K, `[G, 2 K + 1]` for -K..K if not causal; logit `[G]`.
+    Cost: table O(T log T P V) and T P V numbers in float64; linear as without positions, twice if not causal.
     Warning: an FFT mixes rounding errors of all tokens: a later token that changes moves the table form's earlier
     outputs in their last digits, and one that is not finite makes all so. A weight far below the largest is as inexact
     as that one.
