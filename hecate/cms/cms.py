@@ -15,7 +15,7 @@ from hecate.cms.health import LevelHealth, levels_health
 from hecate.cms.nested import check_shapes
 from hecate.cms.state import CMSState
 from hecate.cms.warn import warn_if_nothing_passes, warn_if_windows_diverge
-from hecate.engine import Engine, written_before
+from hecate.engine import EngineName, written_before
 from hecate.errors import ConfigError
 from hecate.nn import Memory
 from hecate.nn.arguments import check_inputs
@@ -66,7 +66,7 @@ class CMS(nn.Module):
         heads: int,
         config: CMSConfig,
         *,
-        engine: Engine = "auto",
+        engine: EngineName = "auto",
         autodiff: Autodiff = "auto",
         name: str = "cms",
         generator: torch.Generator | None = None,

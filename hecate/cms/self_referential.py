@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hecate.cms.boxes import Boxes, Weights
 from hecate.cms.self_reference import SelfReferenceConfig, SelfReferentialState, check_state
 from hecate.cms.stretches import Stretches, stretches
-from hecate.engine import Engine
+from hecate.engine import EngineName
 from hecate.errors import ConfigError
 from hecate.nn.arguments import check_engine, check_sequence, check_sizes
 from hecate.nn.conv import ShortConv, mix
@@ -65,7 +65,7 @@ class SelfReferential(nn.Module):
         conv_kernel: int = 4,
         output_gate: bool = True,
         feature_memory: MemoryConfig | None = None,
-        engine: Engine = "auto",
+        engine: EngineName = "auto",
         autodiff: Autodiff = "auto",
         name: str = "self-referential memory",
         generator: torch.Generator | None = None,

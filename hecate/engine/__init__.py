@@ -11,7 +11,7 @@ from hecate.engine.positions import counted, numbered, written_before
 from hecate.engine.prepare import Sequence, to_tokens
 from hecate.engine.quotients import DIVIDE, L2_NORM, SUM_NORM, largest, levelling, near_one, reach
 from hecate.engine.scan import memory_scan, memory_step
-from hecate.engine.select import Engine, check_exact, choose_engine, exact_engines
+from hecate.engine.select import EngineName, check_exact, choose_engine, exact_engines
 from hecate.engine.tokens import CONCAT
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "SUM_NORM",
     "ByHand",
     "Call",
-    "Engine",
+    "EngineName",
     "Sequence",
     "check_exact",
     "check_mask",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hecate.engine.given import check_mask, check_tokens
 from hecate.engine.scan import memory_scan
-from hecate.engine.select import Engine
+from hecate.engine.select import EngineName
 from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
@@ -28,7 +28,7 @@ def memory_features(
     write_mask: Tensor | None = None,
     reset_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     autodiff: Autodiff = "auto",
     name: str = "feature memory",
 ) -> tuple[Tensor, Tensor, MemoryState]:

@@ -19,7 +19,7 @@ from hecate.engine.parts import Part, counts_along, merged, normalizer_part, par
 from hecate.engine.positions import numbered
 from hecate.engine.prepare import Sequence, fold_heads, params_tensors, to_tokens
 from hecate.engine.program import counting, engine_of, program_of
-from hecate.engine.select import Chosen, Engine, choose_engine
+from hecate.engine.select import Chosen, EngineName, choose_engine
 from hecate.engine.tokens import expand_to
 from hecate.errors import ConfigError, shorten
 from hecate.phi import Params
@@ -43,7 +43,7 @@ def memory_scan(
     write_mask: Tensor | None = None,
     reset_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     autodiff: Autodiff = "auto",
     tape: Tape | None = None,
     name: str = "memory",
@@ -135,7 +135,7 @@ def _nothing(parts: list[Part], v: Tensor, seen: Tensor | None, *inputs: Tensor 
 
 
 def _chosen(
-    asked: Engine, sequence: Sequence, parts: list[Part], held: tuple[Tensor, ...], dtype: torch.dtype, name: str
+    asked: EngineName, sequence: Sequence, parts: list[Part], held: tuple[Tensor, ...], dtype: torch.dtype, name: str
 ) -> Chosen:
     """The engine for this call, told to the log."""
     length = sequence.v.shape[1]

@@ -18,9 +18,9 @@ from hecate.engine.parallel import parallel_refusal
 from hecate.errors import ConfigError
 from hecate.rule import MemoryConfig
 
-Engine = Literal["auto", "sequential", "parallel", "chunk", "compiled", "fla"]
+EngineName = Literal["auto", "sequential", "parallel", "chunk", "compiled", "fla"]
 Chosen = Literal["sequential", "parallel", "chunk", "compiled", "fla"]
-ENGINES = get_args(Engine)
+ENGINES = get_args(EngineName)
 
 # Why an engine is not exact for a config, and why it cannot run a call of it here.
 REFUSALS: dict[Chosen, Callable[[MemoryConfig], str | None]] = {
@@ -47,7 +47,7 @@ COMPILED_BYTES = 1 << 16
 CHUNK_TOKENS = 2
 
 
-def check_exact(config: MemoryConfig, asked: Engine) -> None:
+def check_exact(config: MemoryConfig, asked: EngineName) -> None:
     """`ConfigError` for an engine that is not exact for a config, whatever it is called with."""
     if asked not in ENGINES:
         known = ", ".join(repr(name) for name in ENGINES)
@@ -56,7 +56,7 @@ def check_exact(config: MemoryConfig, asked: Engine) -> None:
         _refuse(asked, REFUSALS[asked](config))
 
 
-def choose_engine(config: MemoryConfig, asked: Engine, call: Call | None = None) -> tuple[Chosen, str]:
+def choose_engine(config: MemoryConfig, asked: EngineName, call: Call | None = None) -> tuple[Chosen, str]:
     """The engine to run a call and why; `ConfigError` if the one asked for is not exact here."""
     call = call or Call()
     check_exact(config, asked)

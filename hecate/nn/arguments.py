@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hecate.checks import described
-from hecate.engine import Engine, check_exact
+from hecate.engine import EngineName, check_exact
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.state import LayerState
 from hecate.rule import MemoryConfig
@@ -42,7 +42,7 @@ def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None
     check_shapes(shapes, "lower d_model, heads, d_key or d_value")
 
 
-def check_engine(config: MemoryConfig, engine: Engine, autodiff: Autodiff) -> None:
+def check_engine(config: MemoryConfig, engine: EngineName, autodiff: Autodiff) -> None:
     """Refuses at build what every scan of the layer would refuse; whether the engine can run here, on this device and
     these tensors, is asked of each."""
     check_exact(config, engine)

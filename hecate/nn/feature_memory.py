@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from hecate.engine import Engine, memory_features
+from hecate.engine import EngineName, memory_features
 from hecate.errors import ConfigError
 from hecate.nn.parameters import draw_normal
 from hecate.nn.rule import RuleParameters, draw_answering
@@ -107,7 +107,7 @@ class FeatureMemory(RuleParameters):
         *,
         write_mask: Tensor | None,
         reset_mask: Tensor | None,
-        engine: Engine,
+        engine: EngineName,
         autodiff: Autodiff,
         name: str,
     ) -> tuple[Tensor, Tensor, MemoryState]:

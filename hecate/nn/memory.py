@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hecate.engine import Engine
+from hecate.engine import EngineName
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_inputs, check_sizes
 from hecate.nn.asked import Asked
 from hecate.nn.conv import ShortConv, mix
@@ -71,7 +71,7 @@ class Memory(RuleParameters):
         feature_memory: MemoryConfig | None = None,
         firing: Firing = "always",
         query_projection: Projection = "none",
-        engine: Engine = "auto",
+        engine: EngineName = "auto",
         autodiff: Autodiff = "auto",
         name: str = "memory",
         generator: torch.Generator | None = None,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hecate.checks import described
-from hecate.engine import Engine, check_mask, check_tokens
+from hecate.engine import EngineName, check_mask, check_tokens
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import check_engine, check_sequence
 from hecate.nn.attention.state import LinearAttentionState
@@ -25,7 +25,7 @@ NORMALIZERS = ("sum", "none")
 
 
 def check_options(
-    feature_map: FeatureMap, *, causal: bool, normalizer: str, eps: float, engine: Engine, autodiff: Autodiff
+    feature_map: FeatureMap, *, causal: bool, normalizer: str, eps: float, engine: EngineName, autodiff: Autodiff
 ) -> None:
     """Refuses a normaliser that the feature map cannot have, and engines that there are not."""
     check_engine(MEMORIES["after", "none"], engine, autodiff)

@@ -13,7 +13,17 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine import DIVIDE, ByHand, Engine, check_params, counted, document_starts, largest, levelling, near_one
+from hecate.engine import (
+    DIVIDE,
+    ByHand,
+    EngineName,
+    check_params,
+    counted,
+    document_starts,
+    largest,
+    levelling,
+    near_one,
+)
 from hecate.nn.attention.arguments import check_call, check_options, check_positions
 from hecate.nn.attention.state import LinearAttentionState
 from hecate.nn.attention.sums import Pass, from_both_sides, over_all, running
@@ -44,7 +54,7 @@ def linear_attention(
     write_mask: Tensor | None = None,
     reset_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     autodiff: Autodiff = "auto",
     name: str = "attention",
 ) -> tuple[Tensor, LinearAttentionState]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hecate.engine import Engine
+from hecate.engine import EngineName
 from hecate.nn.arguments import check_sizes
 from hecate.nn.attention.arguments import check_forward, check_layer, width_of
 from hecate.nn.attention.functional import Normalizer, linear_attention
@@ -73,7 +73,7 @@ class LinearAttention(FeatureParameters):
         positions: PositionKind | str = "none",
         dropout: float = 0.0,
         eps: float = 0.0,
-        engine: Engine = "auto",
+        engine: EngineName = "auto",
         autodiff: Autodiff = "auto",
         name: str = "attention",
         generator: torch.Generator | None = None,

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine import Engine, memory_scan
+from hecate.engine import EngineName, memory_scan
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import Autodiff
 
@@ -33,7 +33,7 @@ class Pass(NamedTuple):
     write: Tensor | None
     reset: Tensor | None
     retain: Tensor | None = None
-    engine: Engine = "auto"
+    engine: EngineName = "auto"
     autodiff: Autodiff = "auto"
     name: str = "attention"
 
