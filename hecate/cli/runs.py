@@ -112,9 +112,8 @@ def generate(
         trainer, _ = open_run(run, checkpoint)
         if trainer.source.metric != "bits_per_byte":
             raise ConfigError(
-                f"{run} was trained on task {trainer.config.data.kind!r}, which has no text to "
-                "continue; "
-                "see samples.txt in the run folder"
+                f"{run} was trained on task {trainer.config.data.kind!r}, which has no text to continue; see "
+                "samples.txt in the run folder"
             )
         start = (trainer.config.sample.prompt if prompt is None else prompt).encode() or b"\n"
         decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -44,9 +44,8 @@ class Bundled(DataConfig):
         documents = {**_topics(), **_library()}
         if not documents:
             raise DataError(
-                "this Python ships neither pydoc_data.topics nor standard library sources; give "
-                "text "
-                "of your own with --set data.kind=text --set 'data.paths=[FILE_OR_FOLDER]'"
+                "this Python ships neither pydoc_data.topics nor standard library sources; give text of your own with "
+                "--set data.kind=text --set 'data.paths=[FILE_OR_FOLDER]'"
             )
         chosen, room = [], self.max_bytes
         for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):

@@ -32,9 +32,8 @@ class Loader:
         for name, here in self._identity().items():
             if state.get(name) != here:
                 raise DataError(
-                    f"the saved data cursor has {name}={state.get(name)!r}, this run has {here!r}: "
-                    "the batches would differ; resume with the data, seed and batch of the "
-                    "original run"
+                    f"the saved data cursor has {name}={state.get(name)!r}, this run has {here!r}: the batches would "
+                    "differ; resume with the data, seed and batch of the original run"
                 )
         step = state.get("step")
         if type(step) is not int or step < 0:

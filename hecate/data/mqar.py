@@ -42,16 +42,14 @@ class MQAR(Task):
             raise ConfigError(f"must be even, pairs and query slots are two tokens, got {self.seq_len}", ("seq_len",))
         if 4 * self.num_pairs > self.seq_len:
             raise ConfigError(
-                f"num_pairs={self.num_pairs} needs seq_len >= {4 * self.num_pairs} (two tokens "
-                "per pair "
-                f"and two per query), got seq_len={self.seq_len}",
+                f"num_pairs={self.num_pairs} needs seq_len >= {4 * self.num_pairs} (two tokens per pair and two per "
+                f"query), got seq_len={self.seq_len}",
                 ("num_pairs",),
             )
         if self.num_pairs > self.vocab_size // 2 - 1:
             raise ConfigError(
-                f"num_pairs={self.num_pairs} distinct keys need vocab_size >= "
-                f"{2 * self.num_pairs + 2}"
-                f", got vocab_size={self.vocab_size}",
+                f"num_pairs={self.num_pairs} distinct keys need vocab_size >= {2 * self.num_pairs + 2}, got "
+                f"vocab_size={self.vocab_size}",
                 ("num_pairs",),
             )
         return self

@@ -49,9 +49,8 @@ class Text(DataConfig):
                 total += path.stat().st_size
                 if total > self.max_bytes:
                     raise DataError(
-                        f"the corpus exceeds max_bytes={self.max_bytes} at {path}; raise "
-                        "data.max_bytes "
-                        "or name fewer files"
+                        f"the corpus exceeds max_bytes={self.max_bytes} at {path}; raise data.max_bytes or name fewer "
+                        "files"
                     )
                 documents.append(path.read_bytes())
             except OSError as error:
@@ -132,9 +131,8 @@ class TextSource(Source):
         for name, part in (("training", self.train), ("validation", self.validation)):
             if len(part) <= seq_len:
                 raise DataError(
-                    f"the {name} split has {len(part)} bytes, a window of seq_len={seq_len} "
-                    f"needs {seq_len + 1}; use more text, another data.validation or a smaller "
-                    "budget.seq_len"
+                    f"the {name} split has {len(part)} bytes, a window of seq_len={seq_len} needs {seq_len + 1}; use "
+                    "more text, another data.validation or a smaller budget.seq_len"
                 )
 
 

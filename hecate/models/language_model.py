@@ -1,16 +1,290 @@
-"""A language model whose token mixing is done by memories."""
+"""A language model whose token mixing is done by memories: its config, its blocks, and HOPE."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from hecate.cms import (
+    CMS,
+    Aggregation,
+    CMSConfig,
+    CMSState,
+    Composition,
+    LevelConfig,
+    SelfReferenceConfig,
+    SelfReferential,
+)  # fmt: skip
 from hecate.errors import ConfigError, ShapeError
-from hecate.models.block import Block
-from hecate.models.config import LanguageModelConfig
+from hecate.models.mlp import GatedMLP, hidden_width
+from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
 from hecate.nn.parameters import blank, draw_normal, source_of
+from hecate.rule import MemoryConfig, bytes_of, detached
+from hecate.sizes import MAX_SIZE, Depth, Size, check_shapes
+from hecate.variant import Config
+
+
+class Scanned(NamedTuple):
+    """A memory as a layer runs it: widths of keys and values, most tokens in one scan."""
+
+    config: MemoryConfig
+    d_key: int
+    d_value: int
+    window: int | None = None
+
+
+def _seen(features: FeatureMemoryConfig | None, d_key: int) -> int:
+    """Width of what a memory's phi sees of keys."""
+    return d_key if features is None else features.width(d_key)
+
+
+def _scans(
+    path: str, memory: MemoryConfig, features: FeatureMemoryConfig | None, d_key: int, d_value: int
+) -> dict[str, Scanned]:
+    """A memory, and the one that makes its features, by their paths."""
+    found = {f"{path}memory": Scanned(memory, _seen(features, d_key), d_value)}
+    if features is not None:
+        found[f"{path}feature_memory"] = Scanned(features, d_key, features.width(d_key))
+    return found
+
+
+_RULE = ("d_key", "d_value", "qk_norm", "learned_initial")
+_AROUND = ("conv_kernel", "output_gate", "feature_memory")
+
+
+class LanguageModelConfig(Config):
+    """Sizes of a `LanguageModel` and what mixes the tokens of its blocks. [LM-MIXER-D1]
+
+    One memory per block is the default. `levels` puts a continuum of memories in its place, `self_reference` a
+    self-referential memory, `attention` composes either with softmax attention; self-reference (or attention alone)
+    with levels puts the levels after it, as HOPE does.
+
+    Fields:
+        vocab_size: tokens; None is filled from the data.
+        d_model, layers, heads: width, depth, memories per layer.
+        d_key, d_value: widths per head; None means d_model // heads.
+        memory: rule and conventions of every layer's memory.
+        conv_kernel, qk_norm, output_gate, learned_initial, feature_memory: as in
+            `hecate.nn.Memory`. Levels bring their own, and self-reference its rule: what they
+            leave unread stays at its default.
+        levels, composition, aggregation: as in `hecate.cms.CMSConfig`.
+        self_reference: as in `hecate.cms.SelfReferential`.
+        attention: as in `hecate.nn.Composed`.
+        mlp_ratio: hidden width of the gated MLP over d_model; 0 leaves it out.
+        tie_embeddings: whether the output layer shares the embedding's weights.
+    """
+
+    vocab_size: Size | None = Field(None, ge=2)
+    d_model: Size = Field(128, ge=1)
+    layers: Depth = Field(2, ge=1)
+    heads: Size = Field(4, ge=1)
+    d_key: Size | None = Field(None, ge=1)
+    d_value: Size | None = Field(None, ge=1)
+    memory: MemoryConfig = MemoryConfig()
+    conv_kernel: Depth = Field(4, ge=0)
+    qk_norm: Literal["none", "l2", "rms"] = "l2"
+    output_gate: bool = True
+    learned_initial: bool = True
+    feature_memory: FeatureMemoryConfig | None = None
+    levels: tuple[LevelConfig, ...] = ()
+    composition: Composition = "sequential"
+    aggregation: Aggregation = "sum"
+    self_reference: SelfReferenceConfig | None = None
+    attention: AttentionConfig | None = None
+    mlp_ratio: float = Field(2.0, ge=0, le=MAX_SIZE)
+    tie_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Self:
+        if self.d_model % self.heads and (self.d_key is None or self.d_value is None):
+            raise ConfigError(
+                f"must divide d_model={self.d_model}, got {self.heads}; or give d_key and d_value", path=("heads",)
+            )
+        if self.conv_kernel == 1:
+            raise ConfigError("must be 0 (none) or at least 2, got 1", path=("conv_kernel",))
+        hidden_width(self.d_model, self.mlp_ratio, "d_model")
+        features, (d_key, d_value) = self.feature_memory, self._widths()
+        seen = _seen(features, d_key)
+        for field, memory, key, value in (
+            ("feature_memory", features, d_key, seen),
+            ("memory", self.memory, seen, d_value),
+        ):
+            try:
+                if memory is not None:
+                    memory.structure.shapes(memory.feature_map.output_dim(key), value)
+            except ConfigError as error:
+                raise ConfigError(f"{error} (keys have width {key})", path=(field,)) from None
+        return self
+
+    @model_validator(mode="after")
+    def _one_mixer(self) -> Self:
+        """Refuses settings that nothing would read."""
+        if not self.levels:
+            for field in ("composition", "aggregation"):
+                if self._is_set(field):
+                    raise ConfigError(
+                        f"{getattr(self, field)!r} joins levels, and there are none; give levels or leave it out",
+                        path=(field,),
+                    )
+        if self.plain:
+            return self
+        other = "levels" if self.levels else "attention"
+        if self.self_reference is not None:
+            other = "self_reference"
+        around = () if self.self_reference is not None else _AROUND
+        for field in ("memory", *_RULE, *around):
+            if self._is_set(field):
+                raise ConfigError(
+                    f"belongs to a block's plain memory, but {other} takes its place; set it "
+                    f"within {other} where it has such a field, or leave it out",
+                    path=(field,),
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _buildable(self) -> Self:
+        """Builds a block without storage, so that layers refuse here what they would refuse."""
+        try:
+            check_shapes({"embedding": (self.vocab_size or 1, self.d_model)}, "lower d_model")
+            MemoryBlock(self, "layer", device="meta")
+        except ConfigError as error:
+            raise error.or_at("d_model") from None
+        return self
+
+    @property
+    def plain(self) -> bool:
+        """Whether blocks have the memory of `memory`."""
+        return not (self.levels or self.self_reference is not None or self._attends_alone)
+
+    @property
+    def _attends_alone(self) -> bool:
+        return self.attention is not None and not self.attention.has_memory
+
+    def rules(self) -> dict[str, Scanned]:
+        """Every memory of a block that scans a sequence, by its path in this config."""
+        found: dict[str, Scanned] = {}
+        head = self.d_model // self.heads
+        if self.plain:
+            found |= _scans("", self.memory, self.feature_memory, *self._widths())
+        elif self.self_reference is not None:
+            inner, features = self.self_reference, self.feature_memory
+            window = inner.period if inner.refers else None
+            found["self_reference.memory"] = Scanned(inner.memory, head, head, window)
+            if features is not None:
+                found["feature_memory"] = Scanned(features, head, features.width(head))
+        for index, level in enumerate(self.levels):
+            own = self.d_model // (level.heads or self.heads)
+            widths = level.d_key or own, level.d_value or own
+            found |= _scans(f"levels[{index}].", level.rule, level.feature_memory, *widths)
+        return found
+
+    def _is_set(self, field: str) -> bool:
+        return bool(getattr(self, field) != type(self).model_fields[field].default)
+
+    def _widths(self) -> tuple[int, int]:
+        width = self.d_model // self.heads
+        return self.d_key or width, self.d_value or width
+
+    @property
+    def cms(self) -> CMSConfig | None:
+        """The levels as one layer's config; None without any."""
+        if not self.levels:
+            return None
+        return CMSConfig(levels=self.levels, composition=self.composition, aggregation=self.aggregation)
+
+
+class BlockState(NamedTuple):
+    """What a block with levels after its memory carries: a pytree of tensors."""
+
+    memory: Any
+    levels: CMSState
+
+    def detach(self) -> BlockState:
+        """The same state cut off from the graph that produced it."""
+        return detached(self)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors."""
+        return bytes_of(self)
+
+
+class MemoryBlock(nn.Module):
+    """x + memory(norm(x)), then the same with levels where they follow, then x + mlp(x).
+
+    Its state is that of `memory`, or a `BlockState`. What they are is what `LanguageModelConfig` asks for; each is a
+    layer `(x, state, masks) -> (y, state)`. [LM-MIXER-D1]
+    """
+
+    def __init__(
+        self, config: LanguageModelConfig, name: str, generator: torch.Generator | None = None, **place: Any
+    ) -> None:
+        super().__init__()
+        norm: dict[str, Any] = {"eps": 1e-6, **place}
+        first, second = _mixers(config, name, generator=generator, **place)
+        self.memory_norm = nn.RMSNorm(config.d_model, **norm)
+        self.memory = first
+        self.levels_norm = None if second is None else nn.RMSNorm(config.d_model, **norm)
+        self.levels = second
+        hidden = hidden_width(config.d_model, config.mlp_ratio, "d_model")
+        self.mlp = GatedMLP(config.d_model, hidden, generator, **place) if hidden else None
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws every parameter anew from `generator` (None: torch's default generator)."""
+        for layer in (self.memory, self.levels, self.mlp):
+            if layer is not None:
+                layer.reset_parameters(generator)  # type: ignore[operator]
+        for norm in (self.memory_norm, self.levels_norm):
+            if norm is not None:
+                nn.init.ones_(norm.weight)
+
+    def forward(
+        self, x: Tensor, state: Any, *, write_mask: Tensor | None, reset_mask: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """The block's output and its state after the last token."""
+        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
+        if self.levels is None or self.levels_norm is None:
+            y, after = self.memory(self.memory_norm(x), state, **masks)
+            x = x + y
+        else:
+            if state is not None and not isinstance(state, BlockState):
+                raise ShapeError(
+                    "state of a block with levels after its memory must be a BlockState, got "
+                    f"{type(state).__name__}; was it made by another model?"
+                )
+            first, second = (None, None) if state is None else state
+            y, first = self.memory(self.memory_norm(x), first, **masks)
+            x = x + y
+            y, second = self.levels(self.levels_norm(x), second, **masks)
+            x, after = x + y, BlockState(first, second)
+        return (x if self.mlp is None else x + self.mlp(x)), after
+
+
+def _mixers(config: LanguageModelConfig, name: str, **how: Any) -> tuple[Any, nn.Module | None]:
+    """A block's memory, and the levels that follow it."""
+    sizes, cms = (config.d_model, config.heads), config.cms
+    around: dict[str, Any] = {field: getattr(config, field) for field in _AROUND}
+    around |= {"name": name, **how}
+    levels = None if cms is None else partial(CMS, *sizes, cms, name=f"{name} levels", **how)
+    own: nn.Module | None = None
+    if config.self_reference is not None:
+        own = SelfReferential(*sizes, config.self_reference, **around)
+    elif config.plain:
+        around |= {field: getattr(config, field) for field in _RULE}
+        own = Memory(*sizes, config.memory, **around)
+    elif levels is not None and not config._attends_alone:
+        own, levels = levels(), None
+    if config.attention is not None:
+        try:
+            own = Composed(*sizes, config.attention, own, name=name, **how)
+        except ConfigError as error:
+            raise error.under("attention") from None
+    # Drawn in the order in which `reset_parameters` draws anew.
+    return own, None if levels is None else levels()
 
 
 class LanguageModel(nn.Module):
@@ -40,7 +314,7 @@ class LanguageModel(nn.Module):
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embedding = blank(nn.Embedding, config.vocab_size, config.d_model, **place)
         self.blocks = nn.ModuleList(
-            Block(config, f"layer {index}", generator, **place) for index in range(config.layers)
+            MemoryBlock(config, f"layer {index}", generator, **place) for index in range(config.layers)
         )
         self.norm = nn.RMSNorm(config.d_model, eps=1e-6, **place)
         self.head = None
@@ -74,8 +348,8 @@ class LanguageModel(nn.Module):
             raise ShapeError(f"tokens must be int64 or int32 [B, T], got {tokens.dtype} {list(tokens.shape)}")
         if state is not None and len(state) != len(self.blocks):
             raise ShapeError(
-                f"state must hold one state for each of {len(self.blocks)} layers, got "
-                f"{len(state)}; was it made by another model?"
+                f"state must hold one state for each of {len(self.blocks)} layers, got {len(state)}; was it made by "
+                "another model?"
             )
         # The tied head needs small rows, the blocks an input of unit scale.
         x = self._embed(tokens) * self.config.d_model**0.5
@@ -97,3 +371,36 @@ class LanguageModel(nn.Module):
                 f"{int(least)}..{int(most)}"
             ) from None
         return x
+
+
+def _level(name: str, period: int) -> LevelConfig:
+    """A residual MLP memory; the steps that a window sums up are as long for every period."""
+    memory = {"structure": {"kind": "mlp", "residual": True}, "algorithm": {"kind": "gd", "lr": 0.16 / period}}
+    return LevelConfig(name=name, period=period, memory=MemoryConfig.model_validate(memory))
+
+
+class HopeConfig(LanguageModelConfig):
+    """A `LanguageModelConfig` that starts from HOPE's blocks. [LM-HOPE-D1]
+
+    o = self-referential memory of x, then the levels, MLP memories that stand where a transformer has its MLP: their
+    weights are learned, and forgotten by no decay. Projections are read where chunks of 16 tokens start. Hope-Attention
+    is `self_reference=None, attention={"kind": "attention", "window": 256}`.
+
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq 94 to 97.
+    """
+
+    self_reference: SelfReferenceConfig | None = SelfReferenceConfig.model_validate(
+        {"memory": {"retention": "decay"}, "chunk": 16}
+    )
+    levels: tuple[LevelConfig, ...] = (_level("fast", 16), _level("middle", 64), _level("slow", 256))
+    mlp_ratio: float = 0.0
+
+
+class Hope(LanguageModel):
+    """The language model of a `HopeConfig`: `(tokens, state=None) -> (logits, state)`.
+
+        model = Hope(HopeConfig(vocab_size=256, d_model=128, heads=4))
+        logits, state = model(tokens)
+
+    Everything else is as in `LanguageModel`.
+    """

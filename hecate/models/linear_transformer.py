@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.models.block import GatedMLP
+from hecate.models.mlp import GatedMLP, hidden_width
 from hecate.nn import LinearAttention
 from hecate.nn.arguments import check_sequence
 from hecate.nn.parameters import blank, draw_normal, source_of
@@ -76,12 +76,7 @@ class LinearTransformerConfig(Config):
     def _buildable(self) -> Self:
         if self.hidden_size % self.num_heads:
             raise ConfigError(f"must divide hidden_size={self.hidden_size}, got {self.num_heads}", path=("num_heads",))
-        if 0 < self.mlp_ratio * self.hidden_size < 1:
-            raise ConfigError(
-                f"gives no hidden unit at hidden_size={self.hidden_size}, got "
-                f"{self.mlp_ratio:g}; set it to 0 or to at least {1 / self.hidden_size:g}",
-                path=("mlp_ratio",),
-            )
+        hidden_width(self.hidden_size, self.mlp_ratio, "hidden_size")
         # Without storage, so that the attention refuses here what it would refuse.
         try:
             TransformerLayer(self, "layer", device="meta")
@@ -90,39 +85,23 @@ class LinearTransformerConfig(Config):
         return self
 
 
+_ATTENTION = ("feature_map", "causal", "normalizer", "eps", "kv_heads", "positions")
+
+
 class TransformerLayer(nn.Module):
     """x + drop(attention(norm(x))), then x + drop(mlp(x)): pre-norm, both branches residual."""
 
     def __init__(
-        self,
-        config: LinearTransformerConfig,
-        name: str,
-        generator: torch.Generator | None = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, config: LinearTransformerConfig, name: str, generator: torch.Generator | None = None, **place: Any
     ) -> None:
         super().__init__()
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        width, hidden = config.hidden_size, int(config.mlp_ratio * config.hidden_size)
+        width = config.hidden_size
+        hidden = hidden_width(width, config.mlp_ratio, "hidden_size")
         self.norm = nn.RMSNorm(width, eps=1e-6, **place)
-        self.attention = LinearAttention(
-            width,
-            config.num_heads,
-            feature_map=config.feature_map,
-            causal=config.causal,
-            normalizer=config.normalizer,
-            eps=config.eps,
-            kv_heads=config.kv_heads,
-            positions=config.positions,
-            name=name,
-            generator=generator,
-            **place,
-        )
-        self.mlp = GatedMLP(width, hidden, **place) if hidden else None
+        options: dict[str, Any] = {option: getattr(config, option) for option in _ATTENTION}
+        self.attention = LinearAttention(width, config.num_heads, name=name, generator=generator, **options, **place)
+        self.mlp = GatedMLP(width, hidden, generator, **place) if hidden else None
         self.drop = nn.Dropout(config.dropout)
-        if self.mlp is not None and self.norm.weight.device.type != "meta":
-            self.mlp.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
@@ -211,9 +190,7 @@ class LinearTransformer(nn.Module):
     @classmethod
     def recommended_defaults(cls) -> dict[str, Any]:
         """Options to start from, for `build(embed_dim=..., **options)`."""
-        return {
-            "hidden_size": 256, "num_layers": 4, "num_heads": 4, "window_size": 60, "dropout": 0.1,
-        }  # fmt: skip
+        return {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "window_size": 60, "dropout": 0.1}
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
@@ -275,9 +252,8 @@ class LinearTransformer(nn.Module):
             fits = state.last is not None and tuple(state.last.shape) == expected
         if not fits:
             raise ShapeError(
-                f"state must be the TransformerState that this model returned for {x.shape[0]} "
-                f"sequences, of {len(self.layers)} layers and output {self.config.output!r}; got "
-                f"{type(state).__name__}"
+                f"state must be the TransformerState that this model returned for {x.shape[0]} sequences, of "
+                f"{len(self.layers)} layers and output {self.config.output!r}; got {type(state).__name__}"
             )
 
 

@@ -90,9 +90,8 @@ def _preset(name: str) -> tuple[Document, Path]:
     if stem not in BY_RULE or rule not in RULES:
         known = [*(name for name in presets() if "-" not in name), *(f"{n}-RULE" for n in BY_RULE)]
         raise ConfigError(
-            f"no preset {shorten(name)}; presets: {', '.join(known)}."
-            f"{did_you_mean(name[:80], presets())} "
-            "A file must end in .yaml or .yml"
+            f"no preset {shorten(name)}; presets: {', '.join(known)}.{did_you_mean(name[:80], presets())} A file must "
+            "end in .yaml or .yml"
         )
     path = files[stem]
     document, mark = read_yaml(path), f"preset {name}"

@@ -126,9 +126,8 @@ class ExperimentConfig(Config):
     def _of_this_version(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and "schema_version" in data:
             raise ConfigError(
-                f"is {shorten(data['schema_version'])}: the config is of a newer hecate, as those "
-                "of this one have no versions; upgrade hecate, or leave it out to have the rest "
-                "read as it is",
+                f"is {shorten(data['schema_version'])}: the config is of a newer hecate, as those of this one have no "
+                "versions; upgrade hecate, or leave it out to have the rest read as it is",
                 ("schema_version",),
             )
         return data
@@ -138,9 +137,8 @@ class ExperimentConfig(Config):
         needed, given = self.data.vocabulary(), self.model.vocab_size
         if given is not None and given != needed:
             raise ConfigError(
-                f"must equal the vocabulary of data {self.data.kind!r}, {needed}, got {given}; "
-                "leave it out "
-                "and it is filled in",
+                f"must equal the vocabulary of data {self.data.kind!r}, {needed}, got {given}; leave it out and it is "
+                "filled in",
                 ("model", "vocab_size"),
             )
         try:

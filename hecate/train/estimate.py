@@ -14,7 +14,7 @@ from torch import nn
 from hecate.engine import memory_scan
 from hecate.errors import ConfigError, shorten
 from hecate.models import LanguageModel
-from hecate.models.config import Scanned
+from hecate.models.language_model import Scanned
 from hecate.rule import Gates, bytes_of
 from hecate.sizes import readable
 from hecate.tape import Tape
@@ -69,10 +69,9 @@ def check_memory(config: ExperimentConfig, limit: int | None) -> None:
     if needed > limit:
         budget = config.budget
         raise ConfigError(
-            f"training takes at least {readable(needed)}, more than the limit of "
-            f"{readable(limit)}: {readable(4 * FLOAT * sizes.parameters)} for "
-            f"{sizes.parameters:,} parameters, the rest for batches of {budget.batch_size:,} "
-            f"sequences of {config.seq_len:,} tokens; lower model.d_model, model.layers, "
+            f"training takes at least {readable(needed)}, more than the limit of {readable(limit)}: "
+            f"{readable(4 * FLOAT * sizes.parameters)} for {sizes.parameters:,} parameters, the rest for batches of "
+            f"{budget.batch_size:,} sequences of {config.seq_len:,} tokens; lower model.d_model, model.layers, "
             "budget.batch_size or budget.seq_len, or raise --mem-limit",
             ("model",) if 8 * FLOAT * sizes.parameters > needed else ("budget", "batch_size"),
         )

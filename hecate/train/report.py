@@ -127,9 +127,8 @@ def _commands(folder: Path) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     config, again, run = (shlex.quote(str(path)) for path in (folder / "config.yaml", f"{folder}-again", folder))
     return (
-        f"```\nhecate train {config} --out {again}\nhecate eval {run}\n"
-        f"hecate generate {run}\n```\n\nPython {environment['python']}, {versions}; "
-        f"{environment['threads']} threads of {environment['cpus']} CPUs, "
+        f"```\nhecate train {config} --out {again}\nhecate eval {run}\nhecate generate {run}\n```\n\nPython "
+        f"{environment['python']}, {versions}; {environment['threads']} threads of {environment['cpus']} CPUs, "
         f"{environment['platform']}."
     )
 

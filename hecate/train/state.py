@@ -199,9 +199,8 @@ def _fitting(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> dic
     for name, value in own.items():
         if value.shape != saved[name].shape or value.dtype != saved[name].dtype:
             raise CheckpointError(
-                f"{where}: tensor {name!r} is {list(saved[name].shape)} {saved[name].dtype}, the "
-                "model "
-                f"has {list(value.shape)} {value.dtype}: it belongs to another model config"
+                f"{where}: tensor {name!r} is {list(saved[name].shape)} {saved[name].dtype}, the model has "
+                f"{list(value.shape)} {value.dtype}: it belongs to another model config"
             )
     return saved
 

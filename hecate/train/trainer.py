@@ -80,9 +80,8 @@ class Trainer:
                 raise NonFiniteError(f"the gradient norm is {norm} at learning rate {lr:g}")
         except NonFiniteError as error:
             raise NonFiniteError(
-                f"step {self.step + 1}: {error}; the parameters are untouched by this step. "
-                "Lower optim.lr "
-                "or the memory's lr, or set a memory key_norm"
+                f"step {self.step + 1}: {error}; the parameters are untouched by this step. Lower optim.lr or the "
+                "memory's lr, or set a memory key_norm"
             ) from error
         for optimizer in self.optimizers.values():
             optimizer.step()

@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 from hecate.cms import CMS, SelfReferential
 from hecate.errors import ConfigError, ShapeError
 from hecate.models import Hope, HopeConfig, LanguageModel, LanguageModelConfig
-from hecate.models.block import BlockState
+from hecate.models.language_model import BlockState
 from hecate.nn import Composed, Memory
 from hecate.train import load_experiment
 from tests.models.test_language_model import config_of, model_of, tokens_of

@@ -555,7 +555,7 @@ FAULTS = [
         ("linear_transformer", "found, before.to", "found, 0 * before.to"),
         ("linear_transformer", "latest - 1", "latest - 2"),
         ("linear_transformer", "x = x + self.drop(y)", "x = x + y"),
-        ("linear_transformer", "            positions=config.positions,", ""),
+        ("linear_transformer", '"kv_heads", "positions")', '"kv_heads")'),
         ("linear_transformer", "state.layers[index], **masks", "state.layers[0], **masks"),
         ("linear_transformer", ".parameters())", ".parameters() if item.dim() > 1)"),
     ),

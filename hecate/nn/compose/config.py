@@ -63,3 +63,8 @@ class AttentionConfig(Config):
     def combination(self) -> Combination:
         """The gate, chosen by the kind where none is given."""
         return self.gate or ("add" if self.kind == "mal" else "multiply")
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether a memory is part of the layer."""
+        return self.kind != "attention"
