@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hecate.data.bundled import Bundled
-from hecate.data.mqar import MQAR
+from hecate.data import MQAR, Bundled
 from studies.descents import CEILING, LOST, Make, Score
 
 Example = tuple[Tensor, Tensor]

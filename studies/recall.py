@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hecate.data.mqar import MQAR
+from hecate.data import MQAR
 from hecate.microscope.style import COLOURS, MARKERS, finish
 from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.nn import SlidingAttention

@@ -1,16 +1,17 @@
-"""The application that commands join, and how errors and warnings are told."""
+"""The command line: `hecate` and `python -m hecate`. Imports wait for the command that needs them: help is quick."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 app = typer.Typer(
     name="hecate",
@@ -20,24 +21,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="PATH=VALUE",
-        help="Override a setting, such as optim.lr=1e-3 or feature_map=elu. May be repeated.",
-    ),
-]  # fmt: skip
-
-
-LimitOption = Annotated[
-    str | None,
-    typer.Option(
-        "--mem-limit", metavar="SIZE",
-        help="Refuse what takes more memory than this, such as 8G; train takes the device's own "
-        "when left out.",
-    ),
-]  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,28 +42,27 @@ def _options(
     pass
 
 
-def complete_preset(incomplete: str) -> list[str]:
-    """Presets that begin so."""
-    folder = Path(__file__).parents[1] / "presets"
-    return sorted(p.stem for p in folder.glob("*.yaml") if p.stem.startswith(incomplete))
+class _Reported(TyperCommand):
+    """A command after the user's imports; a `HecateError` is one message, and the exit code 2, or 1 where a run itself
+    failed."""
+
+    def invoke(self, ctx: Any) -> Any:
+        from hecate.errors import HecateError, NonFiniteError
+
+        options = ctx.find_root().params
+        try:
+            with warnings.catch_warnings():
+                warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
+                _import(options.get("imports") or [])
+                return super().invoke(ctx)
+        except HecateError as error:
+            if options.get("debug"):
+                raise
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1 if isinstance(error, NonFiniteError) else 2) from None
 
 
-def complete_family(incomplete: str) -> list[str]:
-    """Families that begin so."""
-    from hecate.train.catalogue import FAMILIES
-
-    return [name for name in FAMILIES if name.startswith(incomplete)]
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    typer.echo(f"warning: {message}", err=True)
+_command = partial(app.command, cls=_Reported)
 
 
 def _import(modules: Sequence[str]) -> None:
@@ -92,8 +74,8 @@ def _import(modules: Sequence[str]) -> None:
     for name in modules:
         if not name.strip(".") or name.startswith(".") or any(c in name for c in "/\\\0"):
             raise ConfigError(
-                f"--import {name!r} is no name of a module; name one in this folder or an "
-                "installed one, without folders and .py"
+                f"--import {name!r} is no name of a module; name one in this folder or an installed one, without "
+                "folders and .py"
             )
         try:
             importlib.import_module(name)
@@ -106,18 +88,233 @@ def _import(modules: Sequence[str]) -> None:
             raise ConfigError(f"--import {name}: the module fails with {where}") from error
 
 
-@contextmanager
-def reported(context: typer.Context) -> Iterator[None]:
-    """Prints a `HecateError` as one message and exits with 2, or 1 when a run itself failed."""
-    from hecate.errors import HecateError, NonFiniteError
+def _presets(incomplete: str) -> list[str]:
+    """Presets that begin so."""
+    folder = Path(__file__).parents[1] / "presets"
+    return sorted(p.stem for p in folder.glob("*.yaml") if p.stem.startswith(incomplete))
 
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            _import(context.find_root().params.get("imports") or [])
-            yield
-    except HecateError as error:
-        if context.find_root().params.get("debug"):
-            raise
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1 if isinstance(error, NonFiniteError) else 2) from None
+
+def _families(incomplete: str) -> list[str]:
+    """Families that begin so."""
+    from hecate.train.catalogue import FAMILIES
+
+    return [name for name in FAMILIES if name.startswith(incomplete)]
+
+
+_Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="PRESET|FILE", help="A preset or a YAML file.", show_default=False, autocompletion=_presets
+    ),
+]  # fmt: skip
+_Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="PATH=VALUE",
+        help="Override a setting, such as optim.lr=1e-3 or feature_map=elu. May be repeated.",
+    ),
+]  # fmt: skip
+_Limit = Annotated[
+    str | None,
+    typer.Option(
+        "--mem-limit", metavar="SIZE",
+        help="Refuse what takes more memory than this, such as 8G; train takes the device's own when left out.",
+    ),
+]  # fmt: skip
+_Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
+_Which = Annotated[str, typer.Option("--checkpoint", help="Which one: best or newest.")]
+
+
+@_command("list", epilog="Examples: hecate list | hecate list phi | hecate list presets")
+def list_(
+    family: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FAMILY]", show_default=False, autocompletion=_families,
+            help="phi, bias, retention, algorithm, structure, position, data, optimizer, rules or presets.",
+        ),
+    ] = None,
+) -> None:  # fmt: skip
+    """List the variants of a family: formula, traits, gradient and paper."""
+    from hecate.train.catalogue import catalogue
+    from hecate.train.display import print_table
+
+    print_table(*catalogue(family))
+
+
+@_command(epilog="Examples: hecate show mqar --set data.num_pairs=16 | hecate show quickstart --engine")
+def show(
+    source: _Source,
+    overrides: _Set = None,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Say which engine runs the memory here, and why.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Print the resolved YAML of an experiment, every default written out."""
+    from hecate.train.compose import dump_experiment, load_experiment
+
+    config = load_experiment(source, overrides or [])
+    if engine:
+        for path, (chosen, reason) in config.engines().items():
+            typer.echo(f"model.{path}: {chosen}: {reason}")
+    else:
+        typer.echo(dump_experiment(config), nl=False)
+
+
+@_command(epilog="Example: hecate schema > experiment.schema.json")
+def schema() -> None:
+    """Print the JSON schema of an experiment, for editors that complete YAML."""
+    import json
+
+    from hecate.train.config import ExperimentConfig
+
+    typer.echo(json.dumps(ExperimentConfig.model_json_schema(), indent=1))
+
+
+@_command(epilog="Examples: hecate estimate hope | hecate estimate mine.yaml --mem-limit 8G")
+def estimate(source: _Source, overrides: _Set = None, limit: _Limit = None) -> None:
+    """Sizes of an experiment before it is run: parameters, state, memory, work; allocates none."""
+    from hecate.train.compose import load_experiment
+    from hecate.train.display import print_table
+    from hecate.train.estimate import check_memory, estimate_rows, parse_bytes
+
+    config = load_experiment(source, overrides or [])
+    if limit is not None:
+        check_memory(config, parse_bytes(limit))
+    print_table(("size", "value"), estimate_rows(config))
+
+
+@_command(epilog="Examples: hecate tape mqar | hecate tape cms --tokens 4")
+def tape(
+    source: _Source,
+    overrides: _Set = None,
+    tokens: Annotated[int, typer.Option(min=1, max=4096, help="How many to scan.")] = 4,
+) -> None:
+    """Scan a few random tokens with each memory of a model and print the tape: every block call, then the norm of the
+    cotangents that came back through it."""
+    from hecate.train.compose import load_experiment
+    from hecate.train.estimate import taped
+
+    for path, (calls, norms) in taped(load_experiment(source, overrides or []), tokens).items():
+        typer.echo(f"model.{path}\n{calls}\n")
+        for name, norm in norms.items():
+            typer.echo(f"  {norm:>10.3g}  {name}")
+        typer.echo("")
+
+
+@_command(
+    epilog="Examples: hecate train | hecate train mqar --set bias=dot | "
+    "hecate train my.yaml --out runs/mine | hecate train --out runs/mine --resume --steps 2000"
+)
+def train(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PRESET|FILE]", help="A preset or a YAML file; 'quickstart' when left out.",
+            show_default=False, autocompletion=_presets,
+        ),
+    ] = None,
+    overrides: _Set = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; a fresh runs/NAME when left out.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run from its newest sound checkpoint.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Same as --set budget.steps=N.")] = None,
+    limit: _Limit = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only.")] = False,
+) -> None:  # fmt: skip
+    """Train a model and write a run folder with checkpoints, figures and a report."""
+    import torch
+
+    from hecate.errors import ConfigError
+    from hecate.train import load_experiment, run_experiment
+    from hecate.train.display import Display, print_table
+    from hecate.train.estimate import parse_bytes
+    from hecate.train.run import fresh_folder, latest_folder
+
+    folder = out or (latest_folder(source) if resume else None)
+    if resume and source is not None and out is not None:
+        raise ConfigError(f"--resume takes its config from {out}; leave {source!r} out and change settings with --set")
+    base = folder / "config.yaml" if resume and folder else source or "quickstart"
+    config = load_experiment(base, [*(overrides or []), *([] if steps is None else [f"budget.steps={steps}"])])
+    folder = folder or fresh_folder(config.name)
+    if config.budget.threads is not None:
+        torch.set_num_threads(config.budget.threads)
+    mem_limit = None if limit is None else parse_bytes(limit)
+    result = run_experiment(config, folder, resume=resume, display=Display(quiet=quiet), mem_limit=mem_limit)
+    rows = [(f"{name} (baseline)", f"{value:.4f}") for name, value in result.baselines.items()]
+    if result.score is not None:
+        rows.append((config.name, f"{result.score.value(result.metric):.4f}"))
+        print_table(("predictor", result.metric.replace("_", " ")), rows)
+    written = folder / "report.md"  # a signal may have come before there was one
+    where = f"; report: {written}" if written.exists() else ""
+    typer.echo(f"{result.status} at step {result.step}{where}")
+    if result.signal is not None:
+        typer.echo(f"stopped by a signal; continue with: hecate train --out {folder} --resume")
+        raise typer.Exit(128 + result.signal)
+
+
+@_command("eval", epilog="Example: hecate eval runs/quickstart")
+def evaluate(run: _Run, checkpoint: _Which = "best") -> None:
+    """Score a run's checkpoint on its validation data, beside the baselines."""
+    from hecate.train.display import print_table
+    from hecate.train.run import open_run
+
+    trainer, step = open_run(run, checkpoint)
+    metric, score = trainer.source.metric, trainer.evaluate()
+    rows = [(name, f"{value:.4f}") for name, value in trainer.baselines().items()]
+    rows.append((f"{trainer.config.name} (step {step})", f"{score.value(metric):.4f}"))
+    print_table(("predictor", metric.replace("_", " ")), rows)
+
+
+@_command(epilog="Example: hecate generate runs/quickstart --prompt 'class ' --tokens 300")
+def generate(
+    run: _Run,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    tokens: Annotated[int, typer.Option(min=0, max=1 << 20, help="Bytes to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Seed of the draws.")] = 0,
+    checkpoint: _Which = "best",
+) -> None:
+    """Continue a text, one byte at a time on a state of constant size."""
+    import codecs
+
+    import torch
+
+    from hecate.errors import ConfigError
+    from hecate.train import generate as stream
+    from hecate.train.run import open_run
+
+    trainer, _ = open_run(run, checkpoint)
+    if trainer.source.metric != "bits_per_byte":
+        raise ConfigError(
+            f"{run} was trained on task {trainer.config.data.kind!r}, which has no text to continue; see samples.txt "
+            "in the run folder"
+        )
+    start = (trainer.config.sample.prompt if prompt is None else prompt).encode() or b"\n"
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    draws = torch.Generator().manual_seed(seed)
+    ids = stream(trainer.model, start, tokens, temperature=temperature, generator=draws, device=trainer.device)
+    typer.echo(decoder.decode(start), nl=False)
+    for token in ids:
+        typer.echo(decoder.decode(bytes([token])), nl=False)
+    typer.echo(decoder.decode(b"", final=True))
+
+
+@_command(epilog="Examples: hecate report runs/mqar | hecate report runs/cms --tokens 64")
+def report(
+    run: _Run,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=1 << 20, help="How many to read; the run's own length, at most 256, if left out."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of figures/ and report.md; the run folder if left out.")
+    ] = None,
+) -> None:
+    """Look at a run's memories under the microscope: implicit attention, norms, ranks, gates, and what they recall
+    against age; a figure each, and a section of report.md."""
+    from hecate.microscope.report import report_run
+
+    found = report_run(run, tokens=tokens, out=out)
+    for path in found.figures:
+        typer.echo(str(path))
+    typer.echo(f"step {found.step}, {found.tokens} tokens; report: {found.report}")

@@ -1,8 +1,9 @@
-"""What training data is: a config that loads into a source of batches; each is a pure function
-of (seed, step)."""
+"""What training data is: a config that loads into a source of batches, each a pure function of (seed, step); the
+cursor over them; and synthetic tasks, whose batches are generated."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar, Literal, NamedTuple
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hecate.errors import DataError
 from hecate.variant import Variant
 
 IGNORED = -100
@@ -90,3 +92,101 @@ class DataConfig(Variant, family="data"):
     def load(self) -> Source:
         """Reads or prepares the data; raises `DataError` when it cannot be used."""
         raise NotImplementedError(f"{type(self).__name__} does not define load")
+
+
+VALIDATION_SEED = 0
+
+
+class Task(DataConfig):
+    """A synthetic task: `sample` gives rows, `chances` the accuracy of guessing.
+
+    Every task has a fixed length and labels only the positions whose answer the row determines.
+    """
+
+    def sample(self, rng: np.random.Generator, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`rows` fresh examples: tokens and targets, both `[rows, length]`."""
+        raise NotImplementedError(f"{type(self).__name__} does not define sample")
+
+    def chances(self) -> dict[str, float]:
+        """Expected accuracy of predictors that know nothing but the format, by name."""
+        raise NotImplementedError(f"{type(self).__name__} does not define chances")
+
+    def load(self) -> TaskSource:
+        """The task as a source of batches."""
+        return TaskSource(self)
+
+
+class TaskSource(Source):
+    """Batches of a task; training and validation draw from independent streams."""
+
+    metric = "accuracy"
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.vocab_size = task.vocabulary()
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.task.model_dump_json().encode()).hexdigest()
+
+    def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int) -> Batch:
+        self._check(seq_len)
+        return as_batch(*self.task.sample(stream(seed, "train", step), batch_size))
+
+    def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
+        self._check(seq_len)
+        for index in range(batches):
+            yield as_batch(*self.task.sample(stream(VALIDATION_SEED, "validation", index), batch_size))
+
+    def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:
+        return self.task.chances()
+
+    def describe(self) -> dict[str, str | int | float]:
+        length = self.task.length()
+        return {"task": self.task.kind, "vocabulary": self.vocab_size, "length": length or 0}
+
+    def _check(self, seq_len: int) -> None:
+        if seq_len != self.task.length():
+            raise DataError(
+                f"task {self.task.kind!r} has sequences of length {self.task.length()}, got a "
+                f"request for {seq_len}; leave seq_len out"
+            )
+
+
+class Loader:
+    """Training batches in order; the whole state is five plain values. [DATA-LOADER-D1]
+
+    The batch of a step depends on (seed, step) alone, so resuming needs no replay and no generator state.
+    """
+
+    def __init__(self, source: Source, *, seed: int, batch_size: int, seq_len: int) -> None:
+        self.source, self.seed = source, seed
+        self.batch_size, self.seq_len = batch_size, seq_len
+        self.step = 0
+
+    def next(self) -> Batch:
+        """The batch at the cursor; advances the cursor by one."""
+        batch = self.source.train_batch(self.seed, self.step, self.batch_size, self.seq_len)
+        self.step += 1
+        return batch
+
+    def state_dict(self) -> dict[str, int | str]:
+        """The cursor, and what must be equal for it to mean the same batches."""
+        return {"step": self.step, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
+        """Moves the cursor; refuses a cursor over other data."""
+        for name, here in self._identity().items():
+            if state.get(name) != here:
+                raise DataError(
+                    f"the saved data cursor has {name}={state.get(name)!r}, this run has {here!r}: the batches would "
+                    "differ; resume with the data, seed and batch of the original run"
+                )
+        step = state.get("step")
+        if type(step) is not int or step < 0:
+            raise DataError(f"the saved data cursor has step={step!r}, which must be a count")
+        self.step = step
+
+    def _identity(self) -> dict[str, int | str]:
+        sizes = {"seed": self.seed, "batch_size": self.batch_size, "seq_len": self.seq_len}
+        return {**sizes, "fingerprint": self.source.fingerprint}

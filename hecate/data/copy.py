@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from hecate.data.base import IGNORED
-from hecate.data.task import Task
+from hecate.data.base import IGNORED, Task
 
 
 class Copy(Task):

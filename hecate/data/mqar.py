@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from hecate.data.base import IGNORED, distinct
-from hecate.data.task import Task
+from hecate.data.base import IGNORED, Task, distinct
 from hecate.errors import ConfigError
 from hecate.sizes import Size
 

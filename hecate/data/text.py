@@ -1,21 +1,24 @@
-"""Bytes of files, folders and globs."""
+"""Bytes of files, folders and globs, or those that every Python carries, with n-gram baselines."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from hecate.data.base import Batch, DataConfig, Source, as_batch, stream
-from hecate.data.ngram import BYTES, fit_ngrams
 from hecate.errors import DataError
 from hecate.sizes import Count
 
+BYTES = 256
 SEPARATOR = b"\n"
 _GLOB = frozenset("*?[")
 
@@ -139,3 +142,107 @@ class TextSource(Source):
 def _windows(text: NDArray[np.uint8], starts: NDArray[np.int64], seq_len: int) -> Batch:
     windows = text[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64)
     return as_batch(windows[:, :-1], windows[:, 1:])
+
+
+class Bundled(DataConfig):
+    """bundled: bytes of Python's own language reference and standard library.
+
+    Needs no network and no file of ours: the topics of `pydoc_data.topics` (the text behind `help()`) and the top-level
+    `.py` files of the standard library, found at run time. Documents longer than 64 KiB are cut there, the order is
+    that of the SHA-256 of their names (prose and code mixed, so that the held-out tail resembles the rest), and the
+    whole is cut at `max_bytes`.
+
+    Shapes: tokens, targets `[B, T]`; every position is labelled with the next byte.
+    Cost: at most `max_bytes` in memory.
+    Warning: another Python version ships other texts, so bits per byte compare only within one version; the report
+    prints the version and the SHA-256 of the corpus.
+    References: the Python documentation and standard library, PSF licence. [DATA-BUNDLED-D1]
+    """
+
+    kind: Literal["bundled"] = "bundled"
+    validation: float = Field(0.1, gt=0, lt=1)
+    max_bytes: int = Field(4 << 20, ge=1 << 12, le=64 << 20)
+
+    def vocabulary(self) -> int:
+        return BYTES
+
+    def load(self) -> TextSource:
+        """Collects the documents; `DataError` if this Python carries neither of the two."""
+        documents = {**_topics(), **_library()}
+        if not documents:
+            raise DataError(
+                "this Python ships neither pydoc_data.topics nor standard library sources; give text of your own with "
+                "--set data.kind=text --set 'data.paths=[FILE_OR_FOLDER]'"
+            )
+        chosen, room = [], self.max_bytes
+        for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
+            if room <= 0:
+                break
+            chosen.append(documents[name][: min(_DOCUMENT_BYTES, room)])
+            room -= len(chosen[-1]) + 1
+        version = ".".join(map(str, sys.version_info[:3]))
+        return TextSource(chosen, self.validation, {"documents": len(chosen), "python": version})
+
+
+_DOCUMENT_BYTES = 64 << 10
+
+
+def _topics() -> dict[str, bytes]:
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics
+    except (ImportError, AttributeError):
+        return {}
+    return {f"topic/{name}": str(text).encode() for name, text in topics.items()}
+
+
+def _library() -> dict[str, bytes]:
+    folder = sysconfig.get_paths().get("stdlib", "")
+    found: dict[str, bytes] = {}
+    for path in sorted(Path(folder).glob("*.py")) if folder else []:
+        try:
+            found[f"library/{path.name}"] = path.read_bytes()
+        except OSError:  # an unreadable module is one document fewer
+            continue
+    return found
+
+
+_GRID = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
+
+
+class NGrams(NamedTuple):
+    """Byte probabilities: unigram `[256]` and bigram `[256, 256]` (row: previous byte)."""
+
+    unigram: NDArray[np.float64]
+    bigram: NDArray[np.float64]
+
+    def bits(self, previous: NDArray[np.uint8], following: NDArray[np.uint8]) -> tuple[float, float]:
+        """Mean bits per byte of `following` under the unigram and, given `previous`, the bigram."""
+        return (
+            float(-np.log2(self.unigram[following]).mean()),
+            float(-np.log2(self.bigram[previous, following]).mean()),
+        )
+
+
+def fit_ngrams(train: NDArray[np.uint8]) -> NGrams:
+    """Smoothed counts of the training bytes. [DATA-NGRAM-D1]
+
+    Unigram p(b) = (c(b) + 1) / (n + 256). Bigram p(b|a) = (c(ab) + m p(b)) / (c(a) + m): a Dirichlet prior of weight m
+    around the unigram. m is the best of a fixed grid when counts of the first nine tenths predict the last tenth; the
+    returned counts are those of all training bytes. Validation bytes are never seen.
+    """
+    cut = max(len(train) - len(train) // 10, 1)
+    head, tail = train[:cut], train[cut - 1 :]
+    weight = 1.0
+    if len(tail) > 1:
+        costs = [_smoothed(head, m).bits(tail[:-1], tail[1:])[1] for m in _GRID]
+        weight = _GRID[int(np.argmin(costs))]
+    return _smoothed(train, weight)
+
+
+def _smoothed(text: NDArray[np.uint8], weight: float) -> NGrams:
+    single = np.bincount(text, minlength=BYTES).astype(np.float64)
+    pair_ids = text[:-1].astype(np.int64) * BYTES + text[1:]
+    pairs = np.bincount(pair_ids, minlength=BYTES * BYTES).astype(np.float64).reshape(BYTES, BYTES)
+    unigram = (single + 1) / (single.sum() + BYTES)
+    bigram = (pairs + weight * unigram) / (pairs.sum(1, keepdims=True) + weight)
+    return NGrams(unigram, bigram)

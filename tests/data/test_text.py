@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hecate.data import Bundled, Text, bundled, fit_ngrams
+from hecate.data import Bundled, Text, fit_ngrams
+from hecate.data import text as module
 from hecate.errors import DataError
 
 
@@ -115,21 +116,21 @@ def test_the_bundled_corpus_is_the_same_in_every_process():
 
 @pytest.mark.spec("DATA-BUNDLED-D2")
 def test_the_bundled_corpus_does_with_one_of_its_halves(monkeypatch):
-    monkeypatch.setattr(bundled, "_topics", dict)
+    monkeypatch.setattr(module, "_topics", dict)
     only_library = Bundled().load()
     monkeypatch.undo()
-    monkeypatch.setattr(bundled, "_library", dict)
+    monkeypatch.setattr(module, "_library", dict)
     only_topics = Bundled().load()
     assert len(only_topics.train) > 1 << 16 and len(only_library.train) > 1 << 20
-    monkeypatch.setattr(bundled, "_topics", dict)
+    monkeypatch.setattr(module, "_topics", dict)
     with pytest.raises(DataError, match=r"neither pydoc_data.topics .* data.kind=text"):
         Bundled().load()
 
 
 def test_missing_topics_and_sources_are_empty(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    monkeypatch.setattr(bundled.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
-    assert bundled._topics() == bundled._library() == {}
+    monkeypatch.setattr(module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
+    assert module._topics() == module._library() == {}
 
 
 @pytest.mark.spec("DATA-NGRAM-D1")
