@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hecate import algorithm, bias, phi, retention, structure
 from hecate.data import DataConfig
+from hecate.engine import Call, choose_engine
 from hecate.errors import ConfigError, did_you_mean
 from hecate.nn.positions import Position
-from hecate.phi.base import FeatureMap
+from hecate.rule import RULES
 from hecate.train.compose import BY_RULE, load_experiment, presets
 from hecate.train.optimiser_kind import OptimizerKind
 from hecate.variant import Variant
@@ -36,8 +38,9 @@ _REFERENCE = re.compile(r"References?: (.+?)(?=\n\s*\n|\[[A-Z]+-|\Z)", re.DOTALL
 def catalogue(family: str | None = None) -> Table:
     """Header and rows of one family, or the families themselves. [TRAIN-LIST-D1]"""
     if family is None:
-        rows = [[name, str(len(kinds)), " ".join(kinds)] for name, kinds in _kinds().items()]
-        return ["family", "count", "kinds"], rows
+        kinds = {name: list(root.variants()) for name, root in _VARIANTS.items()}
+        named = {**kinds, "rules": list(RULES), "presets": presets()}
+        return ["family", "count", "kinds"], [[name, str(len(own)), " ".join(own)] for name, own in named.items()]
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ConfigError(f"no family {family!r}; known: {known}.{did_you_mean(family, FAMILIES)}")
@@ -46,32 +49,22 @@ def catalogue(family: str | None = None) -> Table:
 
 def variant_rows(root: type[Variant]) -> Table:
     """Kind, formula, traits, gradient status and paper of every variant."""
-    columns: dict[str, Callable[[type[Variant]], str]] = {
-        "formula": lambda variant: variant.formula(),
-        **({} if root in _PLAIN else {"traits": _traits}),
-        **({} if root in _PLAIN else {"gradient": _gradient}),
-        "paper": paper,
-    }
-    rows = [[kind, *(column(variant) for column in columns.values())] for kind, variant in root.variants().items()]
-    return ["kind", *columns], rows
+    heads = ["formula", "paper"] if root in _PLAIN else ["formula", "traits", "gradient", "paper"]
+    rows = [[kind, *(_COLUMNS[head](variant) for head in heads)] for kind, variant in root.variants().items()]
+    return ["kind", *heads], rows
 
 
-def paper(variant: type[Variant]) -> str:
-    """The `References` of a docstring in one line."""
-    match = _REFERENCE.search(inspect.getdoc(variant) or "")
+def _section(pattern: re.Pattern[str], variant: type[Variant]) -> str:
+    """What a docstring says under a heading, in one line."""
+    match = pattern.search(inspect.getdoc(variant) or "")
     return " ".join(match[1].split()).rstrip(". ") if match else ""
-
-
-def _gradient(variant: Any) -> str:
-    return "hand-written" if variant.hand_written() else "torch.func"
 
 
 def _traits(variant: Any) -> str:
     """Declared traits at the default settings, or which settings they wait for; what the docstring says where a family
     declares none."""
-    if not issubclass(variant, FeatureMap):
-        match = _TRAITS.search(inspect.getdoc(variant) or "")
-        return " ".join(match[1].split()).rstrip(".") if match else ""
+    if not issubclass(variant, phi.FeatureMap):
+        return _section(_TRAITS, variant)
     try:
         traits = _example(variant).traits()
     except ConfigError:
@@ -79,6 +72,14 @@ def _traits(variant: Any) -> str:
         return f"depends on {', '.join(required)}"
     declared = {k: v for k, v in traits._asdict().items() if v not in (False, None, "none")}
     return ", ".join(k if v is True else f"{k}={v}" for k, v in declared.items())
+
+
+_COLUMNS: dict[str, Callable[[Any], str]] = {
+    "formula": lambda variant: variant.formula(),
+    "traits": _traits,
+    "gradient": lambda variant: "hand-written" if variant.hand_written() else "torch.func",
+    "paper": partial(_section, _REFERENCE),
+}
 
 
 def _example(variant: Any) -> Any:
@@ -91,9 +92,6 @@ def _example(variant: Any) -> Any:
 
 
 def _rules() -> Table:
-    from hecate.engine import Call, choose_engine
-    from hecate.rule import RULES
-
     rows = []
     for name, (config, paper) in RULES.items():
         knobs = (config.structure, config.bias, config.retention, config.algorithm, config.feature_map)
@@ -115,17 +113,8 @@ def _presets() -> Table:
     return ["preset", "data", "what it is", "steps"], rows
 
 
-def _kinds() -> dict[str, list[str]]:
-    kinds = {name: list(root.variants()) for name, root in _VARIANTS.items()}
-    return {**kinds, "rules": [row[0] for row in _rules()[1]], "presets": presets()}
-
-
-def _lister(root: type[Variant]) -> Callable[[], Table]:
-    return lambda: variant_rows(root)
-
-
 FAMILIES: dict[str, Callable[[], Table]] = {
-    **{name: _lister(root) for name, root in _VARIANTS.items()},
+    **{name: partial(variant_rows, root) for name, root in _VARIANTS.items()},
     "rules": _rules,
     "presets": _presets,
 }

@@ -1,25 +1,33 @@
 """Checkpoints: a folder per step with safetensors and a JSON manifest, complete or absent.
 
 A checkpoint is written to a temporary folder, forced to disk and renamed to a name that is free; only then is anything
-older deleted. So a process killed at any instant leaves the newest complete one. Nothing is pickled, neither written
-nor read.
+older deleted. So a process killed at any instant leaves the newest complete one. Its manifest is a strict document with
+a digest over all of it. Nothing is pickled, neither written nor read.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import torch
+from pydantic import Field, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hecate.errors import CheckpointError, ConfigError
 from hecate.train.files import make_folder, new_folder, refusing, remove_folder, sweep, sync, write_file
-from hecate.train.manifest import MANIFEST, TENSORS, Content, bad, dump_manifest, read_manifest, refuse_link, summary
+from hecate.variant import Config
 
+FORMAT = "hecate-checkpoint"
+VERSION = 1
+MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 # Version 0.1 renamed a checkpoint to `.tmp-old-...` while it wrote the step again.
 _NAME = re.compile(r"(\.tmp-old-)?step_(\d{8,})(?:-(\d+))?")
 
@@ -38,12 +46,37 @@ class Skipped(NamedTuple):
     reason: str
 
 
-class _Order(NamedTuple):
-    """Age of a checkpoint: a step may be written again, as `step_00000012-2`."""
+class Summary(Config):
+    """What a stored tensor must be."""
 
-    step: int
-    published: bool
-    edition: int
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class Content(Config):
+    """Step, plain facts, names of tensors that share memory with a stored one, stored tensors."""
+
+    step: int = Field(ge=0)
+    facts: dict[str, Any]
+    aliases: dict[str, str]
+    tensors: dict[str, Summary]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        for name, base in self.aliases.items():
+            if name in self.tensors or base not in self.tensors:
+                raise ConfigError(f"must name a stored tensor, got {base!r}", ("aliases", name))
+        own = self.facts.get("step", self.step)
+        if type(own) is not int or own != self.step:
+            raise ConfigError(f"must be the step {self.step}, got {own!r}", ("facts", "step"))
+        metrics = self.facts.get("metrics", {})
+        if not isinstance(metrics, dict):
+            raise ConfigError(f"must be a mapping, got {metrics!r}", ("facts", "metrics"))
+        for name, value in metrics.items():
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise ConfigError(f"must be a finite number, got {value!r}", ("facts", "metrics", name))
+        return self
 
 
 def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint) -> Path:
@@ -53,16 +86,19 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint) -> Path:
     deleted. Tensors that share storage (tied weights) are stored once and listed as aliases.
     """
     stored, aliases = _untie(checkpoint.tensors)
-    manifest = dump_manifest(step, checkpoint.facts, aliases, stored)
+    manifest = _manifest(step, checkpoint.facts, aliases, stored)
     target = folder / f"step_{step:08d}"
     remedy = "free some space or choose another --out (earlier checkpoints are intact)"
     with refusing(f"write checkpoint {target}", remedy):
         make_folder(folder)
-        older = [path for path in checkpoints(folder) if _order(path).step == step]
-        last = max((_order(path).edition for path in older if _order(path).published), default=0)
+        older = [path for path in checkpoints(folder) if _age(path)[0] == step]
+        last = max((edition for _, published, edition in map(_age, older) if published), default=0)
         fresh = folder / f"{target.name}-{last + 1}" if last else target
         with new_folder(fresh) as temporary:
-            _save_tensors(stored, temporary / TENSORS)
+            try:
+                save_file(stored, temporary / TENSORS)
+            except SafetensorError as error:
+                raise OSError(str(error)) from None
             write_file(temporary / MANIFEST, manifest)
         for path in older:
             remove_folder(path)
@@ -74,36 +110,32 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint) -> Path:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Reads a checkpoint after verifying every hash. [CKPT-READ-D1]"""
-    content = read_manifest(path)
-    known = _NAME.fullmatch(path.name)
-    if known and int(known[2]) != content.step:
-        raise bad(path / MANIFEST, f"is of step {content.step}")
-    file = path / TENSORS
+    content, file = read_manifest(path), path / TENSORS
+    if _NAME.fullmatch(path.name) and _age(path)[0] != content.step:
+        raise _bad(path / MANIFEST, f"is of step {content.step}")
     try:
         stored = load_file(file)
     except FileNotFoundError:
-        raise bad(file, "is missing") from None
+        raise _bad(file, "is missing") from None
     except (SafetensorError, OSError, ValueError) as error:
-        raise bad(file, f"is truncated or not a safetensors file ({error})") from None
-    expected = content.tensors
-    if set(stored) != set(expected):
-        odd = sorted(set(stored) ^ set(expected))
-        raise bad(file, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
+        raise _bad(file, f"is truncated or not a safetensors file ({error})") from None
+    if odd := sorted(set(stored) ^ set(content.tensors)):
+        raise _bad(file, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
     for name, tensor in stored.items():
-        found, own = summary(tensor), expected[name].model_dump(mode="json")
-        for key in ("dtype", "shape", "sha256"):
+        found, own = summary(tensor), content.tensors[name].model_dump(mode="json")
+        for key in own:
             if found[key] != own[key]:
-                raise bad(file, f"is damaged: tensor {name!r} has another {key} than recorded")
+                raise _bad(file, f"is damaged: tensor {name!r} has another {key} than recorded")
     tensors = {**stored, **{name: stored[base] for name, base in content.aliases.items()}}
     return Checkpoint(tensors, content.facts)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, oldest first; unfinished ones are not among them."""
-    refuse_link(folder)
+    _refuse_link(folder)
     with refusing(f"read the checkpoints in {folder}", "see what is there"):
         paths = list(folder.iterdir()) if folder.exists() else []
-    return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=_order)
+    return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=_age)
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path, Checkpoint, list[Skipped]] | None:
@@ -133,8 +165,8 @@ def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", 
     """
     if keep < 1:
         raise ConfigError(f"at least one checkpoint must be kept, got keep={keep}")
-    sound = [path for path, _ in _readable(folder) if upto is None or _order(path).step <= upto]
-    last = {_order(path).step: path for path in sound}
+    sound = [path for path, _ in _readable(folder) if upto is None or _age(path)[0] <= upto]
+    last = {_age(path)[0]: path for path in sound}
     kept = [*list(last.values())[-keep:], best_checkpoint(folder, better)]
     with refusing(f"delete checkpoints in {folder}", "make the folder writable"):
         for path in sound:
@@ -145,13 +177,79 @@ def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", 
 
 def best_checkpoint(folder: Path, better: str = "validation_loss") -> Path | None:
     """The readable checkpoint whose fact `better` is lowest, the newest of equals."""
-    scored: list[tuple[float, Path]] = []
-    for path, content in _readable(folder):
-        value = content.facts.get("metrics", {}).get(better)
-        if value is not None:
-            scored.append((float(value), path))
-    lowest = min((value for value, _ in scored), default=None)
-    return next((path for value, path in reversed(scored) if value == lowest), None)
+    scored = [(content.facts.get("metrics", {}).get(better), path) for path, content in _readable(folder)]
+    known = [(float(value), path) for value, path in scored if value is not None]
+    return min(reversed(known), key=lambda item: item[0])[1] if known else None
+
+
+def read_manifest(folder: Path) -> Content:
+    """The verified content of a checkpoint's manifest, without reading the tensors."""
+    for path in (folder, folder / MANIFEST, folder / TENSORS):
+        _refuse_link(path)
+        if path != folder and path.exists() and not path.is_file():
+            raise _bad(path, "is not a regular file")  # reading a pipe would wait for ever
+    file = folder / MANIFEST
+    try:
+        document = json.loads(file.read_bytes(), parse_constant=_not_json)
+    except FileNotFoundError:
+        raise _bad(file, "is missing") from None
+    except OSError as error:
+        raise _bad(file, f"cannot be read ({error.strerror or error})") from None
+    except (ValueError, RecursionError):
+        raise _bad(file, "is truncated or not JSON") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise _bad(file, f"is not a {FORMAT} manifest")
+    version, content = document.get("version"), document.get("content")
+    if type(version) is int and version > VERSION:
+        raise CheckpointError(f"{file} has format version {version}, this hecate reads up to {VERSION}: upgrade hecate")
+    if type(version) is not int or version != VERSION:
+        raise _bad(file, f"has format version {version!r}, which there never was")
+    if odd := sorted(set(document) - {"format", "version", "digest", "content"}):
+        raise _bad(file, f"has an unknown field {odd[0]!r}")
+    try:
+        same = isinstance(content, dict) and document.get("digest") == _digest(content)
+    except ValueError:  # a number beyond all floats
+        same = False
+    if not same:
+        raise _bad(file, "is damaged: its digest does not match")
+    try:
+        return Content.model_validate(content)
+    except ConfigError as error:
+        raise _bad(file, f"is not valid: {error}") from None
+
+
+def summary(tensor: Tensor) -> dict[str, Any]:
+    """The facts of a `Summary`."""
+    raw = tensor.reshape(-1).contiguous().view(torch.uint8).numpy()
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "sha256": hashlib.sha256(raw.data).hexdigest(),
+    }
+
+
+def _manifest(step: int, facts: Mapping[str, Any], aliases: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """The text of a manifest; equal states give equal texts. [CKPT-WRITE-D2]"""
+    summaries = {name: summary(tensor) for name, tensor in tensors.items()}
+    content = {"step": step, "facts": facts, "aliases": aliases, "tensors": summaries}
+    try:
+        digest = _digest(content)
+        Content.model_validate(json.loads(json.dumps(content)))
+    except (ValueError, TypeError) as error:  # ConfigError among them
+        raise CheckpointError(
+            f"cannot write a checkpoint of step {step!r}: {error}; its facts must be plain JSON with finite numbers"
+        ) from None
+    document = {"format": FORMAT, "version": VERSION, "digest": digest, "content": content}
+    return json.dumps(document, indent=1, sort_keys=True) + "\n"
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _not_json(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
 
 
 def _readable(folder: Path) -> list[tuple[Path, Content]]:
@@ -164,17 +262,24 @@ def _readable(folder: Path) -> list[tuple[Path, Content]]:
     return found
 
 
-def _order(path: Path) -> _Order:
+def _age(path: Path) -> tuple[int, bool, int]:
+    """Step, whether it was published, edition: a step may be written again, as `step_00000012-2`."""
     match = _NAME.fullmatch(path.name)
     retired, step, edition = match.groups() if match else (None, "0", None)
-    return _Order(int(step), retired is None, int(edition or 1))
+    return int(step), retired is None, int(edition or 1)
 
 
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
+def _refuse_link(path: Path) -> None:
+    """A link may lead out of the run: to a file of others, or one that changes."""
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link, which may lead out of the run; put what it points to in its place"
+        )
+
+
+def _bad(file: Path, reason: str) -> CheckpointError:
+    """What is wrong with a file of a checkpoint, and the remedy."""
+    return CheckpointError(f"{file} {reason}; delete {file.parent} and resume from an earlier checkpoint")
 
 
 def _untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

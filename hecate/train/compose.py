@@ -37,15 +37,6 @@ def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experi
     document = _extended(_open(str(source), None), [])
     if overrides:
         document = _overridden(document, [_parse_override(text) for text in overrides])
-    return _validated(document)
-
-
-def dump_experiment(config: ExperimentConfig) -> str:
-    """The resolved YAML of an experiment; loading it gives an equal one."""
-    return dump_yaml(config.model_dump(mode="json"))
-
-
-def _validated(document: Document) -> ExperimentConfig:
     try:
         return ExperimentConfig.model_validate(document.value)
     except ConfigError as error:
@@ -54,28 +45,25 @@ def _validated(document: Document) -> ExperimentConfig:
         ) from None
 
 
+def dump_experiment(config: ExperimentConfig) -> str:
+    """The resolved YAML of an experiment; loading it gives an equal one."""
+    return dump_yaml(config.model_dump(mode="json"))
+
+
 def _mark(document: Document, path: Location) -> str:
-    for length in range(len(path), -1, -1):
-        if path[:length] in document.marks and length:
-            return document.marks[path[:length]]
-    return document.label
+    places = (document.marks.get(path[:length]) for length in range(len(path), 0, -1))
+    return next((mark for mark in places if mark), document.label)
 
 
 def _open(name: str, folder: Path | None) -> tuple[Document, Path]:
     """Reads a preset by name or a file; `folder` confines what `extends` may name."""
-    if not name.endswith((".yaml", ".yml")) and (folder is not None or not _is_file(name)):
+    known = folder is None and os.path.isfile(name)  # noqa: PTH113 - no error where the name is too long
+    if not (known or name.endswith((".yaml", ".yml"))):
         return _preset(name)
     path = Path(name) if folder is None else folder / name
     if folder is not None and not _resolved(path).is_relative_to(_resolved(folder)):
         raise ConfigError(f"must name a preset or a file in the folder of the config, got {name!r}", ("extends",))
     return read_yaml(path), path
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except OSError:  # a name that is too long
-        return False
 
 
 def _resolved(path: Path) -> Path:
@@ -93,16 +81,13 @@ def _preset(name: str) -> tuple[Document, Path]:
             f"no preset {shorten(name)}; presets: {', '.join(known)}.{did_you_mean(name[:80], presets())} A file must "
             "end in .yaml or .yml"
         )
-    path = files[stem]
-    document, mark = read_yaml(path), f"preset {name}"
-    changes: list[dict[str, Any]] = [{"name": name, "model": {"memory": rule}}]
-    if stem == "mqar" and RULES[rule].config.chunk > RECALL_CHUNK:
-        changes.append({"model": {"memory": {"chunk": RECALL_CHUNK}}})
-    marks: dict[Location, str] = {("name",): mark, ("model",): mark, ("model", "memory"): mark}
-    value, merged = document.value, dict(document.marks)
-    for own in changes:
-        value = _merge(value, own, (), merged, marks)
-    return Document(value, merged, document.label), path
+    document, mark = read_yaml(files[stem]), f"preset {name}"
+    chunked = stem == "mqar" and RULES[rule].config.chunk > RECALL_CHUNK
+    memory = {"kind": rule, "chunk": RECALL_CHUNK} if chunked else rule
+    model = {**document.value.get("model", {}), "memory": memory}
+    marks = {**document.marks, ("name",): mark, ("model",): mark}
+    _remark(("model", "memory"), marks, {("model", "memory"): mark})
+    return Document({**document.value, "name": name, "model": model}, marks, document.label), files[stem]
 
 
 def _extended(opened: tuple[Document, Path], chain: list[Path]) -> Document:
@@ -132,12 +117,8 @@ def _merge(base: Any, over: Any, path: Location, marks: dict[Location, str], new
     """`over` on top of `base`; a mapping of another kind replaces instead of mixing the fields."""
     if isinstance(base, str) and isinstance(over, dict) and "kind" not in over:
         base = {"kind": base}
-    same_kind = (
-        isinstance(over, dict)
-        and isinstance(base, dict)
-        and ("kind" not in over or over["kind"] == base.get("kind", over["kind"]))
-    )
-    if not same_kind:
+    mappings = isinstance(over, dict) and isinstance(base, dict)
+    if not (mappings and ("kind" not in over or over["kind"] == base.get("kind", over["kind"]))):
         _remark(path, marks, new)
         return over
     if path in new:
@@ -199,11 +180,9 @@ def _subject(path: Location) -> Location:
 def _paths(value: Any, path: Location) -> Iterable[Location]:
     if path:
         yield path
-    items: Iterable[tuple[Any, Any]] = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    )
-    for key, inner in items:
-        yield from _paths(inner, (*path, key))
+    keys: Iterable[Any] = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield from _paths(value[key], (*path, key))
 
 
 def _full_path(item: _Override, known: list[Location]) -> Location:

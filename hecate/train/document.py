@@ -7,7 +7,7 @@ numbers with a leading zero and dates, which are then refused where a number is 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,27 +24,32 @@ MAX_VALUES = 20_000
 MAX_DEPTH = 64
 _TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+")
-_SCALARS: list[tuple[str, re.Pattern[str], str]] = [
-    ("null", re.compile(r"~|null|Null|NULL|"), "~nN"),
-    ("bool", re.compile(r"true|True|TRUE|false|False|FALSE"), "tTfF"),
-    ("int", _INT, "-+0123456789"),
-    (
-        "float",
-        re.compile(
-            r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)"
-            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
-        ),
-        "-+.0123456789",
-    ),
-]
+_FLOAT = (
+    r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+
+
+def _integer(text: str) -> int:
+    number = int(text, 0) if _INT.fullmatch(text) else int(text)
+    str(number)  # what has too many digits to be written is too long to be read
+    return number
+
+
+# By tag: the texts that have it, the first characters of those, and how they are read.
+_SCALARS: dict[str, tuple[str, list[str], Callable[[str], Any]]] = {
+    "null": (r"~|null|Null|NULL|", [*"~nN", ""], lambda text: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", [*"tTfF"], lambda text: text.lower() == "true"),
+    "int": (_INT.pattern, [*"-+0123456789"], _integer),
+    "float": (_FLOAT, [*"-+.0123456789"], lambda text: float(re.sub(r"\.(inf|nan)$", r"\1", text.lower()))),
+}
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     table: dict[str, list[tuple[str, re.Pattern[str]]]] = {"": []}
-    for tag, pattern, first in _SCALARS:
-        whole = re.compile(f"^(?:{pattern.pattern})$")
-        for character in [*first, *([""] if tag == "null" else [])]:
-            table.setdefault(character, []).append((_TAG + tag, whole))
+    for tag, (pattern, characters, _) in _SCALARS.items():
+        for character in characters:
+            table.setdefault(character, []).append((_TAG + tag, re.compile(f"^(?:{pattern})$")))
     return table
 
 
@@ -66,9 +71,8 @@ class _Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             self.aliases += 1
             if self.aliases > MAX_ALIASES:
-                raise yaml.MarkedYAMLError(
-                    problem=f"more than {MAX_ALIASES} aliases; write the values out", problem_mark=self.get_mark()
-                )
+                problem = f"more than {MAX_ALIASES} aliases; write the values out"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.get_mark())
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -116,8 +120,7 @@ def read_yaml(path: Path) -> Document:
 def parse_yaml(text: str, label: str) -> Document:
     """Parses a mapping; `label` names the source in marks and errors. [TRAIN-YAML-D1]"""
     value, marks = parse_value(text, label)
-    if value is None:
-        value = {}
+    value = {} if value is None else value
     if not isinstance(value, dict):
         raise ConfigError(f"must be a mapping of settings, got {shorten(value)}  [{label}:1]")
     return Document(value, marks, label)
@@ -167,9 +170,7 @@ class _Reader:
                 raise self._refuse(path, f"tag {node.tag!r} is not allowed", node)
             if isinstance(node, yaml.MappingNode):
                 return self._mapping(node, path)
-            if isinstance(node, yaml.SequenceNode):
-                return [self.read(item, (*path, i)) for i, item in enumerate(node.value)]
-            raise self._refuse(path, f"is no YAML value: {node.tag}", node)
+            return [self.read(item, (*path, i)) for i, item in enumerate(node.value)]
         finally:
             self._open.discard(id(node))
 
@@ -193,22 +194,14 @@ class _Reader:
 
     def _scalar(self, node: yaml.Node, path: Location) -> Any:
         text, tag = node.value, node.tag.removeprefix(_TAG)
+        if tag == "str":
+            return text
+        if tag not in _SCALARS:
+            raise self._refuse(path, f"tag {node.tag!r} is not allowed", node)
         try:
-            if tag == "str":
-                return text
-            if tag == "null":
-                return None
-            if tag == "bool":
-                return text.lower() == "true"
-            if tag == "int":
-                number = int(text, 0) if _INT.fullmatch(text) else int(text)
-                str(number)  # what has too many digits to be written is too long to be read
-                return number
-            if tag == "float":
-                return float(re.sub(r"\.(inf|nan)$", r"\1", text.lower()))
+            return _SCALARS[tag][2](text)
         except ValueError:
             raise self._refuse(path, f"is not a readable {tag}: {text[:40]!r}", node) from None
-        raise self._refuse(path, f"tag {node.tag!r} is not allowed", node)
 
     def _refuse(self, path: Location, message: str, node: yaml.Node) -> ConfigError:
         return ConfigError([Problem(path, f"{message}  [{_place(self.label, node.start_mark)}]")])

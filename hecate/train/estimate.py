@@ -127,8 +127,7 @@ def estimate_rows(config: ExperimentConfig) -> list[tuple[str, str]]:
 def taped(config: ExperimentConfig, tokens: int) -> dict[str, tuple[str, dict[str, float]]]:
     """Every memory of a model's block, by its path, scanned over random tokens: the tape and the norms of the
     cotangents by label, from a unit cotangent of the output. [TRAIN-EST-D2]"""
-    heads = config.model.heads
-    return {path: _taped(rule, heads, tokens) for path, rule in config.model.rules().items()}
+    return {path: _taped(rule, config.model.heads, tokens) for path, rule in config.model.rules().items()}
 
 
 def _taped(rule: Scanned, heads: int, tokens: int) -> tuple[str, dict[str, float]]:

@@ -1,9 +1,12 @@
-"""Scores of a model on validation batches, and the size of its state."""
+"""What a model does: its score on validation batches, its state and levels, and the text it goes on with."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from hecate.cms import CMS, LevelHealth
 from hecate.data import IGNORED, Batch, Source
+from hecate.errors import ConfigError, HealthWarning
 
 UNIT = {"bits_per_byte": "bits per byte", "accuracy": "accuracy"}
 
@@ -47,13 +52,22 @@ def batch_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Score:
-    """The score over all labels of all batches, each label with equal weight. [TRAIN-EVAL-D1]"""
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model as it evaluates, without gradients; as it was afterwards."""
     training = model.training
     model.eval()
-    loss, correct, labels = 0.0, 0, 0
     try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Score:
+    """The score over all labels of all batches, each label with equal weight. [TRAIN-EVAL-D1]"""
+    loss, correct, labels = 0.0, 0, 0
+    with _evaluating(model):
         for batch in batches:
             tokens, targets = batch.tokens.to(device), batch.targets.to(device)
             logits, _ = model(tokens)
@@ -62,21 +76,20 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -
             loss += float(batch_loss(logits, targets)) * count if count else 0.0
             correct += int((logits.argmax(-1) == targets)[labelled].sum())
             labels += count
-    finally:
-        model.train(training)
     return Score(loss / max(labels, 1), correct / max(labels, 1), labels)
 
 
-@torch.no_grad()
+def _one_sequence(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> tuple[Batch, Tensor, Any]:
+    """A validation batch of one sequence, the model's logits on it, and its state after it."""
+    batch = next(iter(source.validation_batches(1, seq_len, 1)))
+    with _evaluating(model):
+        logits, state = model(batch.tokens[:1].to(device))
+    return batch, logits, state
+
+
 def state_leaves(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> list[StateLeaf]:
     """What one sequence carries from call to call, after `seq_len` validation tokens."""
-    batch = next(iter(source.validation_batches(1, seq_len, 1)))
-    training = model.training
-    model.eval()
-    try:
-        _, state = model(batch.tokens[:1].to(device))
-    finally:
-        model.train(training)
+    *_, state = _one_sequence(model, source, seq_len, device)
     leaves: list[StateLeaf] = []
     found: list[tuple[Any, Any]] = pytree.tree_flatten_with_path(state)[0]
     for path, leaf in found:
@@ -85,3 +98,67 @@ def state_leaves(model: nn.Module, source: Source, seq_len: int, device: torch.d
             size = leaf.numel() * leaf.element_size()
             leaves.append(StateLeaf(pytree.keystr(path), tuple(leaf.shape), size, norm))
     return leaves
+
+
+def model_health(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> dict[str, list[LevelHealth]]:
+    """`CMS.health` of every layer of levels, on what it is given on one validation sequence."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CMS)}
+    seen: dict[str, Tensor] = {}
+
+    def note(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen[name] = inputs[0].detach()
+
+    handles = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in layers.items()]
+    try:
+        if layers:
+            _one_sequence(model, source, seq_len, device)
+    finally:
+        for handle in handles:
+            handle.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HealthWarning)  # the table has a column for it
+        return {name: layers[name].health(x) for name, x in seen.items()}
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    temperature: float,
+    generator: torch.Generator,
+    device: torch.device | None = None,
+) -> Iterator[int]:
+    """Yields `tokens` ids drawn after `prompt`; temperature 0 takes the likeliest. [TRAIN-GEN-D1]
+
+    The prompt is read once, then every token costs one step on the carried state, however long the text.
+    """
+    if not prompt:
+        raise ConfigError("generation needs a prompt of at least one token; give --prompt a text")
+    model.eval()
+    state = None
+    feed = torch.tensor([list(prompt)], device=device)
+    for _ in range(tokens):
+        logits, state = model(feed, state)
+        last = logits[0, -1].float().cpu()
+        if temperature == 0:
+            choice = int(last.argmax())
+        else:
+            weights = torch.softmax(last / temperature, -1)
+            choice = int(torch.multinomial(weights, 1, generator=generator))
+        yield choice
+        feed = torch.tensor([[choice]], device=device)
+
+
+def solved_example(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> str:
+    """The answers to one validation example of a task, beside its labels."""
+    batch, logits, _ = _one_sequence(model, source, seq_len, device)
+    answers = logits[0].argmax(-1).cpu()
+    tokens, targets = batch.tokens[0], batch.targets[0]
+    lines = [f"tokens: {' '.join(map(str, tokens.tolist()))}"]
+    for position in torch.nonzero(targets != IGNORED).flatten().tolist():
+        token, target, answer = (int(t[position]) for t in (tokens, targets, answers))
+        verdict = "right" if answer == target else "wrong"
+        lines.append(f"position {position}: after {token} answer {answer}, label {target}: {verdict}")
+    return "\n".join(lines)

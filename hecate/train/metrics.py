@@ -1,18 +1,20 @@
-"""metrics.jsonl: one JSON object per line, appended; a run holds it locked while it trains."""
+"""What a run writes as it goes, and drops again from where it is resumed: metrics.jsonl, one JSON object per line,
+appended and locked while it trains; and samples.txt."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import re
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from hecate.errors import CheckpointError, ConfigError
-from hecate.train.files import refusing
+from hecate.train.files import refusing, write_file
 
 Record = dict[str, Any]
+_HEADER = re.compile(rb"^--- step (\d+)\n", re.MULTILINE)  # of a sample
 _REMEDY = "free some space or make it writable, then continue with --resume"
 
 
@@ -88,9 +90,7 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._file)
         if self._board is not None:
             self._board.close()
@@ -131,3 +131,24 @@ def _board(folder: Path) -> Any:
     except ImportError:
         raise ConfigError("needs TensorBoard: install hecate[track] or leave it false", ("tensorboard",)) from None
     return SummaryWriter(str(folder))
+
+
+def add_sample(path: Path, step: int, text: str) -> None:
+    """Puts a sample behind those of earlier steps; others are of a run that was undone."""
+    indented = _HEADER.sub(rb" \g<0>", text.encode() + b"\n")  # a model may write a header, too
+    _replace(path, step - 1, b"--- step %d\n" % step + indented)
+
+
+def rewind_samples(path: Path, step: int) -> None:
+    """Drops samples after `step`, which a run that continues there draws again."""
+    if path.exists():
+        _replace(path, step, b"")
+
+
+def _replace(path: Path, step: int, more: bytes) -> None:
+    with refusing(f"write {path}", _REMEDY):
+        before = path.read_bytes() if path.exists() else b""
+        _, *parts = _HEADER.split(before)
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        kept = [b"--- step %s\n%s" % pair for pair in pairs if int(pair[0]) <= step]
+        write_file(path, b"".join(kept) + more)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
+import os
+import platform
+import re
+import sys
 import time
+from itertools import chain, count
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -22,17 +28,13 @@ from hecate.train.checkpoint import (
 )
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
-from hecate.train.display import Display
-from hecate.train.environment import environment
+from hecate.train.display import Display, Interrupted, Signals
 from hecate.train.estimate import check_memory
 from hecate.train.evaluate import UNIT, Score
-from hecate.train.facts import run_facts
 from hecate.train.files import make_folder, refusing, sweep, write_file
-from hecate.train.metrics import MetricsWriter
+from hecate.train.metrics import MetricsWriter, add_sample, rewind_samples
 from hecate.train.report import write_report
-from hecate.train.samples import add_sample, rewind_samples, sample_text
-from hecate.train.signals import Interrupted, Signals
-from hecate.train.state import restore_model
+from hecate.train.state import restore_model, run_facts
 from hecate.train.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
@@ -94,8 +96,8 @@ def _check_folder(folder: Path, resume: bool) -> None:
     metrics = folder / "metrics.jsonl"
     if not exists and ((folder / CHECKPOINTS).exists() or (metrics.is_file() and metrics.stat().st_size)):
         raise CheckpointError(
-            f"{folder} holds checkpoints or metrics of a run that has lost its config.yaml; put "
-            "that back and --resume, or choose another --out"
+            f"{folder} holds checkpoints or metrics of a run that has lost its config.yaml; put that back and "
+            "--resume, or choose another --out"
         )
 
 
@@ -113,17 +115,53 @@ def open_run(folder: Path, which: str = "best") -> tuple[Trainer, int]:
     if not (folder / "config.yaml").exists():
         raise CheckpointError(f"{folder} is not a run folder: it has no config.yaml")
     config = load_experiment(folder / "config.yaml")
-    best = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
-    if best is not None:
-        path, checkpoint = best, load_checkpoint(best)
-    else:
-        found = newest_checkpoint(folder / CHECKPOINTS)
-        if found is None:
-            raise CheckpointError(f"{folder} has no checkpoint yet; train it first")
-        path, checkpoint, _ = found
+    path = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
+    found = newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path), [])
+    if found is None:
+        raise CheckpointError(f"{folder} has no checkpoint yet; train it first")
+    path, checkpoint, _ = found
     trainer = Trainer(config)
     restore_model(trainer.model, checkpoint.tensors, str(path))
     return trainer, run_facts(checkpoint.facts, str(path)).step
+
+
+def fresh_folder(name: str) -> Path:
+    """The first of runs/NAME, runs/NAME-2, ... that does not exist."""
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
+
+
+def latest_folder(source: str | None) -> Path:
+    """The run of this experiment that was written last."""
+    name = load_experiment(source or "quickstart").name
+    found = [
+        path
+        for path in Path("runs").glob(f"{name}*")
+        if re.fullmatch(r"(-\d+)?", path.name.removeprefix(name)) and (path / "config.yaml").exists()
+    ]
+    if not found:
+        raise CheckpointError(f"there is no run of {name!r} in runs/ to resume; give its folder: --out")
+    return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)
+
+
+def environment(config: ExperimentConfig) -> dict[str, Any]:
+    """Versions, platform and threads: what a reader needs to repeat the numbers."""
+    return {
+        "python": platform.python_version(), "platform": platform.platform(),
+        "machine": platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(),
+        "device": config.budget.device, "versions": versions(), "command": sys.argv,
+    }  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that numbers depend on."""
+    found = {}
+    for name in ("hecate", "torch", "numpy", "pydantic", "safetensors", "PyYAML"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
 
 
 class _Run:
@@ -166,15 +204,16 @@ class _Run:
                 began = time.monotonic()
                 result = trainer.train_step()
                 speed = result.tokens / max(time.monotonic() - began, 1e-9)
-                self.metrics.write({
-                    "event": "train", "step": trainer.step, "loss": result.loss, "lr": result.lr,
-                    "grad_norm": result.grad_norm, "tokens_per_second": speed,
-                })  # fmt: skip
+                facts = {"loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm}
+                self.metrics.write({"event": "train", "step": trainer.step, **facts, "tokens_per_second": speed})
                 self.display.step(trainer.step, f"loss {result.loss:.3f}  {speed:,.0f} tokens/s")
                 self._between()
-            return self._finish(self._status())
+            status: Status = self._status()
+            baselines = self._finish(status)
         except Interrupted:
-            return self._stop()
+            status, baselines = "interrupted", self._stop()
+        score, number = self._score(), self.signals.received
+        return RunResult(status, trainer.step, self.folder, self.metric, score, baselines, number)
 
     def _status(self) -> Status:
         self.signals.check()
@@ -198,18 +237,15 @@ class _Run:
             self._save()
 
     def _evaluate(self) -> None:
-        trainer = self.trainer
         if self._score() is not None:
             return
         with self.signals.interruptible():
-            score = trainer.evaluate()
-        self.scored = (trainer.step, score)
-        self.metrics.write({"event": "eval", "step": trainer.step, **score.record(self.metric)})
-        seconds = time.monotonic() - self.began
-        self.display.say(
-            f"step {trainer.step:>6}/{trainer.config.budget.steps}  validation "
-            f"{score.value(self.metric):.4f} {UNIT[self.metric]}  [{seconds:.0f} s]"
-        )
+            score = self.trainer.evaluate()
+        step, steps, seconds = self.trainer.step, self.trainer.config.budget.steps, time.monotonic() - self.began
+        self.scored = (step, score)
+        self.metrics.write({"event": "eval", "step": step, **score.record(self.metric)})
+        shown = f"{score.value(self.metric):.4f} {UNIT[self.metric]}"
+        self.display.say(f"step {step:>6}/{steps}  validation {shown}  [{seconds:.0f} s]")
 
     def _score(self) -> Score | None:
         """Of the model as it stands, if it was evaluated."""
@@ -228,10 +264,11 @@ class _Run:
 
     def _sample(self) -> None:
         with self.signals.interruptible():
-            text = sample_text(self.trainer)
+            text = self.trainer.sample()
         add_sample(self.folder / "samples.txt", self.trainer.step, text)
 
-    def _finish(self, status: Status) -> RunResult:
+    def _finish(self, status: Status) -> dict[str, float]:
+        """What the end of the budget brings; the baselines."""
         self._evaluate()
         self._save()
         self._sample()
@@ -240,28 +277,21 @@ class _Run:
         self._end(status)
         with self.signals.interruptible():
             self._report(status, baselines)
-        return self._result(status, baselines)
+        return baselines
 
-    def _stop(self) -> RunResult:
+    def _stop(self) -> dict[str, float]:
         """Saves what a signal found, and reports it without evaluating anything."""
         self._save()
         if not self.ended:
             self._end("interrupted")
             self._report("interrupted", {})
-        return self._result("interrupted", {})
+        return {}
 
     def _end(self, status: Status) -> None:
         self.ended = True
-        self.metrics.write({
-            "event": "end", "step": self.trainer.step, "status": status,
-            "seconds": time.monotonic() - self.began,
-        })  # fmt: skip
+        seconds = time.monotonic() - self.began
+        self.metrics.write({"event": "end", "step": self.trainer.step, "status": status, "seconds": seconds})
 
     def _report(self, status: Status, baselines: dict[str, float]) -> None:
         with refusing(f"write the report of {self.folder}", "free some space and --resume"):
             write_report(self.trainer, self.folder, self._score(), baselines, status)
-
-    def _result(self, status: Status, baselines: dict[str, float]) -> RunResult:
-        return RunResult(
-            status, self.trainer.step, self.folder, self.metric, self._score(), baselines, self.signals.received
-        )

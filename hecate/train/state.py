@@ -1,22 +1,95 @@
-"""A training run as named tensors and plain facts, and back."""
+"""A training run as named tensors and plain facts, and back; and whether a checkpoint is of this run."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hecate.errors import CheckpointError, ConfigError, HecateError, shorten
 from hecate.optim import Leveled
 from hecate.optim.base import MatrixOptimizer
-from hecate.train.facts import OptimizerFacts, differences
+from hecate.train.config import ExperimentConfig
+from hecate.variant import Config
 
 _MOVING = ("params", "param_names", "lr", "elapsed", "commits")
+_MUST_MATCH = ("optim", "seed", "model", "data")
+_SHOWN = 8
+
+
+class OptimizerFacts(Config):
+    """What of optimisers is no tensor: their names, groups, and plain state by parameter."""
+
+    optimizer: str
+    groups: tuple[dict[str, Any], ...]
+    values: dict[str, dict[str, Any]]
+
+
+class RunFacts(Config):
+    """The facts of a run's checkpoint."""
+
+    step: int = Field(ge=0)
+    config: dict[str, Any]
+    optimizer: OptimizerFacts
+    cursor: dict[str, int | str]
+    metrics: dict[str, float]
+    versions: dict[str, str]
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+_MISSING = _Missing()
+
+
+def run_facts(facts: Mapping[str, Any], where: str) -> RunFacts:
+    """The facts of a checkpoint; `CheckpointError` names all that are not a run's."""
+    try:
+        return RunFacts.model_validate(dict(facts))
+    except ConfigError as error:
+        raise CheckpointError(f"{where} is not valid: {error}; use an earlier checkpoint") from None
+
+
+def refuse_other_config(saved: Mapping[str, Any], config: ExperimentConfig, where: str) -> None:
+    """Names the settings that differ from those of a checkpoint, with both values."""
+    own, fault = config.model_dump(mode="json"), None
+    try:
+        saved = ExperimentConfig.model_validate(saved).model_dump(mode="json")
+    except ConfigError as error:  # a kind that is not registered here, or no config
+        fault = error
+    for part in _MUST_MATCH:
+        lines = differences(saved.get(part, _MISSING), own[part], part)
+        if not lines:
+            continue
+        if any(line.startswith("optim.optimizer.kind ") for line in lines):
+            there, here = (settings["optim"]["optimizer"]["kind"] for settings in (saved, own))
+            what = f"optimizer {there!r}, this run has {here!r}"
+        else:
+            more = f"; and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else ""
+            what = f"another {part!r} ({'; '.join(lines[:_SHOWN])}{more})"
+        raise CheckpointError(f"{where} was trained with {what}; resume with the config of its run folder")
+    if fault is not None:
+        raise CheckpointError(f"{where} has a config that is not valid: {fault}; use an earlier checkpoint")
+
+
+def differences(saved: Any, own: Any, path: str) -> list[str]:
+    """Where two trees of settings differ: path, the saved value and this run's."""
+    if isinstance(saved, Mapping) and isinstance(own, Mapping):
+        keys = [*own, *(key for key in saved if key not in own)]
+        pairs = [(saved.get(k, _MISSING), own.get(k, _MISSING), f"{path}.{k}") for k in keys]
+        return [line for pair in pairs for line in differences(*pair)]
+    if saved == own and isinstance(saved, bool) == isinstance(own, bool):
+        return []
+    return [f"{path} is {shorten(saved)} there and {shorten(own)} here"]
 
 
 def pack(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -26,7 +99,7 @@ def pack(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[dict[str, T
     groups: list[dict[str, Any]] = []
     optimizers = list(optimizers)
     for optimizer in optimizers:
-        names = _names(model, optimizer)
+        names = list(chain(*_parameter_names(model, optimizer)))
         state = optimizer.state_dict()
         for index, entries in state["state"].items():
             for key, value in entries.items():
@@ -51,20 +124,21 @@ def unpack(
     optimizers, facts = list(optimizers), OptimizerFacts.model_validate(dict(values))
     if facts.optimizer != _called(optimizers):
         raise CheckpointError(f"{where} was trained with {facts.optimizer}, this run uses {_called(optimizers)}")
-    own = [names for optimizer in optimizers for names in _named_groups(model, optimizer)]
+    own = [names for optimizer in optimizers for names in _parameter_names(model, optimizer)]
     if [group.get("params") for group in facts.groups] != own:
         raise CheckpointError(
             f"{where} optimises other parameters than this model, or in other groups; use its own config"
         )
-    _refuse_strangers({name for names in own for name in names}, tensors, facts.values, where)
+    _refuse_strangers(set(chain(*own)), tensors, facts.values, where)
     saved = _fitting(model, tensors, where)
     groups, states = iter(facts.groups), []
     try:
         for optimizer in optimizers:
             mine = [next(groups) for _ in optimizer.param_groups]
             _check_options(mine, optimizer)
-            states.append(_state(model, optimizer, tensors, mine, facts.values))
-            _check_state(_names(model, optimizer), optimizer, states[-1]["state"])
+            names = list(chain(*_parameter_names(model, optimizer)))
+            states.append(_state(names, optimizer, tensors, mine, facts.values))
+            _check_state(names, optimizer, states[-1]["state"])
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
     except (HecateError, ValueError) as error:
@@ -118,8 +192,8 @@ def _check_state(names: list[str], optimizer: Optimizer, state: Mapping[int, Any
 
 
 def _stepped(optimizer: Optimizer) -> list[dict[str, Any]] | None:
-    """What a first step leaves as the state of each parameter, without storage; None where only
-    the step itself could tell."""
+    """What a first step leaves as the state of each parameter, without storage; None where only the step itself could
+    tell."""
     inner = optimizer.inner if isinstance(optimizer, Leveled) else optimizer
     if isinstance(inner, MatrixOptimizer):
         return [inner.state[p] for group in inner.param_groups for p in group["params"]]
@@ -149,14 +223,13 @@ def _kind(value: Any) -> str:
 
 
 def _state(
-    model: nn.Module,
+    names: list[str],
     optimizer: Optimizer,
     tensors: Mapping[str, Tensor],
     saved: list[dict[str, Any]],
     values: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """The state dict of one optimiser."""
-    names = _names(model, optimizer)
     state: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(names):
         prefix = f"optimizer/{name}/"
@@ -205,12 +278,8 @@ def _fitting(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> dic
     return saved
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Parameter names in the optimiser's order."""
-    return [name for group in _named_groups(model, optimizer) for name in group]
-
-
-def _named_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Names of the parameters of each group, in the optimiser's order."""
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 

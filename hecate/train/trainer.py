@@ -1,23 +1,24 @@
-"""One training run in memory: steps, evaluation and its exact state; no files and no output."""
+"""One training run in memory: its optimisers, steps, evaluation and exact state; no files and no output."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hecate.data import Loader, Source
-from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError, Problem
 from hecate.models import LanguageModel
-from hecate.optim import Leveled
+from hecate.optim import Leveled, level_groups
 from hecate.train.checkpoint import Checkpoint
-from hecate.train.config import ExperimentConfig
-from hecate.train.evaluate import Score, batch_loss, evaluate
-from hecate.train.facts import refuse_other_config, run_facts
-from hecate.train.groups import build_optimizers
-from hecate.train.state import pack, unpack
+from hecate.train.config import ExperimentConfig, OptimConfig
+from hecate.train.evaluate import Score, batch_loss, evaluate, generate, solved_example
+from hecate.train.optimiser_kind import Group, Named, OptimizerKind, PartialKind, is_vector
+from hecate.train.state import pack, refuse_other_config, run_facts, unpack
 
 
 class StepResult(NamedTuple):
@@ -55,6 +56,7 @@ class Trainer:
         self.optimizers = build_optimizers(self.model, config.optim)
         self.loader = Loader(self.source, seed=config.seed, batch_size=config.budget.batch_size, seq_len=config.seq_len)
         self.step = 0
+        self._validation = config.budget.batch_size, config.seq_len, config.budget.eval_batches
 
     def train_step(self) -> StepResult:
         """One batch, one update; `NonFiniteError` before a bad update would touch a parameter."""
@@ -92,14 +94,21 @@ class Trainer:
 
     def evaluate(self) -> Score:
         """The score on the validation batches of the budget."""
-        budget = self.config.budget
-        batches = self.source.validation_batches(budget.batch_size, self.config.seq_len, budget.eval_batches)
-        return evaluate(self.model, batches, self.device)
+        return evaluate(self.model, self.source.validation_batches(*self._validation), self.device)
 
     def baselines(self) -> dict[str, float]:
         """Scores of the simple predictors on the same validation batches."""
-        budget = self.config.budget
-        return self.source.baselines(budget.batch_size, self.config.seq_len, budget.eval_batches)
+        return self.source.baselines(*self._validation)
+
+    def sample(self) -> str:
+        """Text from the model as it stands, drawn with the experiment's seed; of a task one solved example."""
+        if self.source.metric != "bits_per_byte":
+            return solved_example(self.model, self.source, self.config.seq_len, self.device)
+        how = self.config.sample
+        prompt = how.prompt.encode() or b"\n"
+        draws = torch.Generator().manual_seed(self.config.seed)
+        ids = generate(self.model, prompt, how.tokens, temperature=how.temperature, generator=draws, device=self.device)
+        return (prompt + bytes(ids)).decode(errors="replace")
 
     def checkpoint(self, metrics: dict[str, float] | None = None) -> Checkpoint:
         """Everything that the next step depends on."""
@@ -131,8 +140,7 @@ class Trainer:
             self.loader.load_state_dict(facts.cursor)
         except DataError as error:
             raise CheckpointError(f"{where}: {error}") from None
-        optimizers, values = self.optimizers.values(), checkpoint.facts["optimizer"]
-        unpack(self.model, optimizers, checkpoint.tensors, values, where)
+        unpack(self.model, self.optimizers.values(), checkpoint.tensors, checkpoint.facts["optimizer"], where)
         torch.set_rng_state(checkpoint.tensors["rng/torch"])
         if self.device.type == "cuda" and "rng/cuda" in checkpoint.tensors:
             torch.cuda.set_rng_state(checkpoint.tensors["rng/cuda"], self.device)
@@ -140,13 +148,70 @@ class Trainer:
 
     def _check_random(self, tensors: dict[str, torch.Tensor], where: str) -> None:
         """Random states that generators take, before the run's own are changed."""
-        for name in ("rng/torch", "rng/cuda"):
-            if name == "rng/cuda" and (self.device.type != "cuda" or name not in tensors):
-                continue
-            device = "cuda" if name == "rng/cuda" else "cpu"
+        devices = {"rng/torch": "cpu"}
+        if self.device.type == "cuda" and "rng/cuda" in tensors:
+            devices["rng/cuda"] = "cuda"
+        for name, device in devices.items():
             try:
                 torch.Generator(device).set_state(tensors[name])
             except (KeyError, RuntimeError, TypeError):
                 raise CheckpointError(
                     f"{where} has no random state in tensor {name!r}; use an earlier checkpoint"
                 ) from None
+
+
+def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimizer]:
+    """The optimisers of a run by kind: one, or two with a fallback. [TRAIN-OPTIM-D2]"""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    kind: OptimizerKind = optim.optimizer
+    path: tuple[str, ...] = ("optim", "optimizer")
+    own, periods = kind.trains(model), _periods(named, optim.periods)
+    trained: list[tuple[tuple[str, ...], OptimizerKind, Named]] = [(path, kind, own)]
+    if isinstance(kind, PartialKind):
+        if not own:
+            raise ConfigError(
+                f"{kind.kind!r} trains {kind.about}, and this model has none; choose a kind for any parameter, such as "
+                "adamw",
+                path,
+            )
+        chosen = {name for name, _ in own}
+        trained.append(((*path, "fallback"), kind.fallback, [(n, p) for n, p in named if n not in chosen]))
+    found = {}
+    for path, kind, owned in trained:
+        try:
+            if owned:
+                groups = parameter_groups(owned, optim.weight_decay, periods)
+                found[kind.kind] = kind.build(model, groups, optim.lr)
+        except ConfigError as error:
+            raise ConfigError(Problem((*path, *p.path), p.message) for p in error.problems) from None
+    return found
+
+
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, periods: Mapping[Tensor, int] | None = None
+) -> list[Group]:
+    """Groups by decay and period: matrices decay, vectors (scales, biases) do not.
+
+    [TRAIN-OPTIM-D1]
+    """
+    found: dict[tuple[bool, int], Group] = {}
+    for name, p in named:
+        vector, period = is_vector(name, p), (periods or {}).get(p, 1)
+        group = found.setdefault((vector, period), {"params": [], "param_names": []})
+        group["params"].append(p)
+        group["param_names"].append(name)
+        group["weight_decay"] = 0.0 if vector else weight_decay
+        if periods:
+            group["period"] = period
+    return [found[key] for key in sorted(found)]
+
+
+def _periods(named: Named, patterns: Mapping[str, int]) -> dict[Tensor, int]:
+    """Steps per commit of every parameter; empty where no pattern is given."""
+    if not patterns:
+        return {}
+    try:
+        groups = level_groups(named, patterns)
+    except ConfigError as error:
+        raise ConfigError(str(error), ("optim", "periods")) from None
+    return {p: group["period"] for group in groups for p in group["params"]}

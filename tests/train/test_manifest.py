@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from hecate.errors import CheckpointError
 from hecate.train import Checkpoint, Trainer, load_checkpoint, newest_checkpoint, open_run, save_checkpoint
-from hecate.train.checkpoint import best_checkpoint
+from hecate.train.checkpoint import _digest, best_checkpoint, summary
 from hecate.train.config import ExperimentConfig
-from hecate.train.manifest import _digest, summary
 
 from .common import TINY_MODEL, same_bits, tiny
 

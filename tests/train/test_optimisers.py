@@ -22,8 +22,8 @@ from hecate.train import (
     run_experiment,
     save_checkpoint,
 )
-from hecate.train.groups import build_optimizers
 from hecate.train.optimisers import SGD, AdamW, Muon, PartialKind, PhiMomentum
+from hecate.train.trainer import build_optimizers
 
 from .common import TiedGRU, same_bits, tiny
 

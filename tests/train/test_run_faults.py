@@ -17,8 +17,7 @@ from hecate.errors import CheckpointError, ConfigError
 from hecate.train import checkpoints, load_checkpoint, newest_checkpoint, run_experiment
 from hecate.train import run as module
 from hecate.train.display import Display
-from hecate.train.metrics import MetricsWriter
-from hecate.train.samples import add_sample, rewind_samples
+from hecate.train.metrics import MetricsWriter, add_sample, rewind_samples
 
 from .common import TiedGRU, same_bits, tiny
 from .test_crash import KILLED, killed_at
@@ -185,9 +184,9 @@ def test_a_folder_with_parts_of_a_run_is_refused(tmp_path):
 
 WHERE = {  # what is under way, the step it is at, lines of metrics and checkpoints when it stops
     "an evaluation on the way": ("trainer.Trainer.evaluate", 2, 0),
-    "a sample on the way": ("run.sample_text", 2, 0),
+    "a sample on the way": ("trainer.Trainer.sample", 2, 0),
     "the last evaluation": ("trainer.Trainer.evaluate", 5, 2),
-    "the last sample": ("run.sample_text", 5, 2),
+    "the last sample": ("trainer.Trainer.sample", 5, 2),
     "the baselines": ("trainer.Trainer.baselines", 5, 0),
     "the report": ("report.state_leaves", 5, 0),
 }
