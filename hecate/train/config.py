@@ -155,11 +155,11 @@ class ExperimentConfig(Config):
 
     @model_validator(mode="after")
     def _every_parameter_steps(self) -> Self:
+        steps = self.budget.steps
         for pattern, period in self.optim.periods.items():
-            if period > self.budget.steps:
+            if period > steps:
                 raise ConfigError(
-                    f"must be at most budget.steps, {self.budget.steps}, got {period}: those "
-                    "parameters would never step",
+                    f"must be at most budget.steps, {steps}, got {period}: those parameters would never step",
                     ("optim", "periods", pattern),
                 )
         return self
@@ -171,19 +171,13 @@ class ExperimentConfig(Config):
 
     def engines(self) -> dict[str, tuple[str, str]]:
         """The engine that runs each memory on this machine in training, and why, by its path."""
-        return {
-            path: choose_engine(
-                rule.config,
-                "auto",
-                Call(
-                    length=min(self.seq_len, rule.window or self.seq_len),
-                    shape=(rule.d_value, rule.config.feature_map.output_dim(rule.d_key)),
-                    device=self.budget.device,
-                    dtype=rule.config.dtype,
-                ),
-            )
-            for path, rule in self.model.rules().items()
-        }
+        found: dict[str, tuple[str, str]] = {}
+        for path, rule in self.model.rules().items():
+            length = min(self.seq_len, rule.window or self.seq_len)
+            shape = rule.d_value, rule.config.feature_map.output_dim(rule.d_key)
+            call = Call(length=length, shape=shape, device=self.budget.device, dtype=rule.config.dtype)
+            found[path] = choose_engine(rule.config, "auto", call)
+        return found
 
     def model_for_data(self) -> LanguageModelConfig:
         """The model's config with the vocabulary filled in from the data."""

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -22,23 +22,20 @@ class Display:
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or Console(stderr=True)
         self._quiet = quiet
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        if self.console.is_terminal and not quiet:
-            self._bar = Progress(
-                TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
-                TextColumn("{task.fields[facts]}"), TimeRemainingColumn(), console=self.console,
-            )  # fmt: skip
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"), TimeRemainingColumn(),
+            console=self.console, disable=quiet or not self.console.is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task("", visible=False, facts="")
 
     def start(self, name: str, step: int, steps: int) -> None:
         """Begins at `step` of `steps`."""
-        if self._bar is not None:
-            self._task = self._bar.add_task(name, total=steps, completed=step, facts="")
+        self._bar.reset(self._task, description=name, total=steps, completed=step, visible=True)
 
     def step(self, step: int, facts: str) -> None:
         """Moves the bar."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=step, facts=facts)
+        self._bar.update(self._task, completed=step, facts=facts)
 
     def say(self, text: str) -> None:
         """A line above the bar, or a plain line."""
@@ -46,12 +43,11 @@ class Display:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
+        if not self._bar.disable:  # versions of rich print an empty line else
             self._bar.stop()
 
 

@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,8 +45,7 @@ class MetricsWriter:
         """One line, at once in the file, so that a reader never waits for it."""
         if record in self._again:
             return
-        with refusing(f"write {self._path}", _REMEDY):
-            self._refuse_moved()
+        with self._writing():
             rest = (json.dumps(record) + "\n").encode()
             while rest:
                 rest = rest[os.write(self._file, rest) :]
@@ -58,20 +59,15 @@ class MetricsWriter:
 
         What it writes of `step` itself a second time is left out. [TRAIN-METRICS-D1]
         """
-        end = offset = 0
-        for line in _lines(self._path):
-            offset += len(line)
-            record = _parsed(line)
-            if record and record["step"] <= step:
-                end = offset
-        self._cut(end)
-        kept = (_parsed(line) for line in _lines(self._path))
-        self._again = [record for record in kept if record and record["step"] == step]
+        lines = _lines(self._path)
+        records = [_parsed(line) for line in lines]
+        last = max((n for n, record in enumerate(records, 1) if record and record["step"] <= step), default=0)
+        self._cut(sum(map(len, lines[:last])))
+        self._again = [record for record in records[:last] if record and record["step"] == step]
 
     def sync(self) -> None:
         """Forces the records to disk: a checkpoint must not outlive those before it."""
-        with refusing(f"write {self._path}", _REMEDY):
-            self._refuse_moved()
+        with self._writing():
             os.fsync(self._file)
 
     def _cut(self, length: int) -> None:
@@ -79,13 +75,16 @@ class MetricsWriter:
             if os.fstat(self._file).st_size > length:
                 os.ftruncate(self._file, length)
 
-    def _refuse_moved(self) -> None:
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         """Where the file is no more, the folder is not either: what follows would be lost."""
-        if not (self._path.exists() and os.path.samestat(os.fstat(self._file), self._path.stat())):
-            raise CheckpointError(
-                f"{self._path} was moved or deleted while the run was writing it; continue with "
-                "--resume where the run folder is now, or start again"
-            )
+        with refusing(f"write {self._path}", _REMEDY):
+            if not (self._path.exists() and os.path.samestat(os.fstat(self._file), self._path.stat())):
+                raise CheckpointError(
+                    f"{self._path} was moved or deleted while the run was writing it; continue with --resume where the "
+                    "run folder is now, or start again"
+                )
+            yield
 
     def __enter__(self) -> Self:
         return self

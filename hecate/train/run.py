@@ -34,7 +34,7 @@ from hecate.train.evaluate import UNIT, Score
 from hecate.train.files import make_folder, refusing, sweep, write_file
 from hecate.train.metrics import MetricsWriter, add_sample, rewind_samples
 from hecate.train.report import write_report
-from hecate.train.state import restore_model, run_facts
+from hecate.train.state import model_state, run_facts
 from hecate.train.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
@@ -121,7 +121,7 @@ def open_run(folder: Path, which: str = "best") -> tuple[Trainer, int]:
         raise CheckpointError(f"{folder} has no checkpoint yet; train it first")
     path, checkpoint, _ = found
     trainer = Trainer(config)
-    restore_model(trainer.model, checkpoint.tensors, str(path))
+    trainer.model.load_state_dict(model_state(trainer.model, checkpoint.tensors, str(path)))
     return trainer, run_facts(checkpoint.facts, str(path)).step
 
 

@@ -130,7 +130,7 @@ def unpack(
             f"{where} optimises other parameters than this model, or in other groups; use its own config"
         )
     _refuse_strangers(set(chain(*own)), tensors, facts.values, where)
-    saved = _fitting(model, tensors, where)
+    saved = model_state(model, tensors, where)
     groups, states = iter(facts.groups), []
     try:
         for optimizer in optimizers:
@@ -258,12 +258,8 @@ def _with_tuples(saved: Any, own: Any) -> Any:
     return type(own)(_with_tuples(value, mine) for value, mine in zip(saved, inner, strict=False))
 
 
-def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Loads parameters and buffers; names, shapes and dtypes must be those of the model."""
-    model.load_state_dict(_fitting(model, tensors, where))
-
-
-def _fitting(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+def model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Parameters and buffers among saved tensors; names, shapes and dtypes must be those of the model."""
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     own = model.state_dict()
     for name in sorted(set(own) ^ set(saved)):
