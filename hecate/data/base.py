@@ -55,11 +55,8 @@ class Source(ABC):
 
     vocab_size: int
     metric: ClassVar[Metric]
-
-    @property
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """SHA-256 of everything that decides the batches; a resumed run must find the same one."""
+    fingerprint: str
+    """SHA-256 of everything that decides the batches; a resumed run must find the same one."""
 
     @abstractmethod
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int) -> Batch:
@@ -124,10 +121,7 @@ class TaskSource(Source):
     def __init__(self, task: Task) -> None:
         self.task = task
         self.vocab_size = task.vocabulary()
-
-    @property
-    def fingerprint(self) -> str:
-        return hashlib.sha256(self.task.model_dump_json().encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(task.model_dump_json().encode()).hexdigest()
 
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int) -> Batch:
         self._check(seq_len)

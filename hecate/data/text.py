@@ -93,11 +93,7 @@ class TextSource(Source):
         self.train: NDArray[np.uint8] = corpus[: max(cut, 0)]
         self.validation: NDArray[np.uint8] = corpus[max(cut, 0) :]
         self._facts = facts
-        self._digest = hashlib.sha256(corpus.tobytes() + f"/{cut}".encode()).hexdigest()
-
-    @property
-    def fingerprint(self) -> str:
-        return self._digest
+        self.fingerprint = hashlib.sha256(corpus.tobytes() + f"/{cut}".encode()).hexdigest()
 
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int) -> Batch:
         self._check(seq_len)
@@ -116,12 +112,8 @@ class TextSource(Source):
         return {"uniform": 8.0, "unigram": unigram, "bigram": bigram}
 
     def describe(self) -> dict[str, str | int | float]:
-        return {
-            **self._facts,
-            "training bytes": len(self.train),
-            "validation bytes": len(self.validation),
-            "sha256": self._digest,
-        }
+        sizes = {"training bytes": len(self.train), "validation bytes": len(self.validation)}
+        return {**self._facts, **sizes, "sha256": self.fingerprint}
 
     def _validation_starts(self, batch_size: int, seq_len: int, batches: int) -> NDArray[np.int64]:
         """Starts of windows that share no label, spread evenly over the validation split."""

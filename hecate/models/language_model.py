@@ -37,19 +37,14 @@ class Scanned(NamedTuple):
     window: int | None = None
 
 
-def _seen(features: FeatureMemoryConfig | None, d_key: int) -> int:
-    """Width of what a memory's phi sees of keys."""
-    return d_key if features is None else features.width(d_key)
-
-
 def _scans(
     path: str, memory: MemoryConfig, features: FeatureMemoryConfig | None, d_key: int, d_value: int
 ) -> dict[str, Scanned]:
     """A memory, and the one that makes its features, by their paths."""
-    found = {f"{path}memory": Scanned(memory, _seen(features, d_key), d_value)}
-    if features is not None:
-        found[f"{path}feature_memory"] = Scanned(features, d_key, features.width(d_key))
-    return found
+    if features is None:
+        return {f"{path}memory": Scanned(memory, d_key, d_value)}
+    seen = features.width(d_key)  # by the phi of the memory
+    return {f"{path}memory": Scanned(memory, seen, d_value), f"{path}feature_memory": Scanned(features, d_key, seen)}
 
 
 _RULE = ("d_key", "d_value", "qk_norm", "learned_initial")
@@ -107,15 +102,10 @@ class LanguageModelConfig(Config):
         if self.conv_kernel == 1:
             raise ConfigError("must be 0 (none) or at least 2, got 1", path=("conv_kernel",))
         hidden_width(self.d_model, self.mlp_ratio, "d_model")
-        features, (d_key, d_value) = self.feature_memory, self._widths()
-        seen = _seen(features, d_key)
-        for field, memory, key, value in (
-            ("feature_memory", features, d_key, seen),
-            ("memory", self.memory, seen, d_value),
-        ):
+        scans = _scans("", self.memory, self.feature_memory, *self._widths())
+        for field, (memory, key, value, _) in sorted(scans.items()):
             try:
-                if memory is not None:
-                    memory.structure.shapes(memory.feature_map.output_dim(key), value)
+                memory.structure.shapes(memory.feature_map.output_dim(key), value)
             except ConfigError as error:
                 raise ConfigError(f"{error} (keys have width {key})", path=(field,)) from None
         return self

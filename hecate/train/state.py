@@ -242,20 +242,10 @@ def _state(
     order = {name: index for index, name in enumerate(names)}
     groups = []
     for group, own in zip(saved, optimizer.param_groups, strict=True):
-        numbers = [order[name] for name in group["params"]]
-        options = {key: _with_tuples(value, own.get(key)) for key, value in group.items()}
-        groups.append({**options, "params": numbers, "param_names": group["params"]})
+        names = group["params"]
+        moved = {key: group[key] for key in _MOVING if key in group}  # other options are the run's own
+        groups.append({**own, **moved, "params": [order[name] for name in names], "param_names": names})
     return {"state": state, "param_groups": groups}
-
-
-def _with_tuples(saved: Any, own: Any) -> Any:
-    """A value read from JSON, which has no tuples, with those that `own` has."""
-    if isinstance(own, dict) and isinstance(saved, dict):
-        return {key: _with_tuples(value, own.get(key)) for key, value in saved.items()}
-    if not isinstance(own, tuple | list) or not isinstance(saved, list):
-        return saved
-    inner = [*own, *[None] * len(saved)]
-    return type(own)(_with_tuples(value, mine) for value, mine in zip(saved, inner, strict=False))
 
 
 def model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
+from pydantic import Field
 
-from hecate.data import IGNORED, MQAR, Copy, DataConfig, Loader, Retrieval, stream
+from hecate.data import IGNORED, MQAR, Copy, DataConfig, Loader, Retrieval, Task, stream
 from hecate.errors import ConfigError, DataError
+from hecate.train import Trainer, load_experiment
+from hecate.train.catalogue import catalogue
 
 
 def rows(task, count=64, seed=0):
@@ -221,3 +226,34 @@ def test_chances_are_the_accuracy_of_guessing(task, name):
 def test_the_family_is_open_and_lists_its_kinds():
     assert set(DataConfig.variants()) >= {"text", "bundled", "mqar", "copy", "retrieval"}
     assert all(variant.formula() for variant in DataConfig.variants().values())
+
+
+def test_a_task_of_your_own_is_one_class(monkeypatch, tmp_path):
+    monkeypatch.setattr(DataConfig, "_registry", dict(DataConfig._registry))
+
+    class Echo(Task):
+        """echo: a b, where b is a."""
+
+        kind: Literal["echo"] = "echo"
+        symbols: int = Field(4, ge=2)
+
+        def vocabulary(self):
+            return self.symbols
+
+        def length(self):
+            return 3
+
+        def sample(self, rng, rows):
+            tokens = np.repeat(rng.integers(0, self.symbols, size=(rows, 1)), 3, axis=1)
+            return tokens, np.where(np.arange(3) < 2, IGNORED, tokens)
+
+        def chances(self):
+            return {"any": 1 / self.symbols}
+
+    (tmp_path / "echo.yaml").write_text("data: {kind: echo, symbols: 6}\nmodel: {d_model: 8, layers: 1, heads: 2}\n")
+    config = load_experiment(tmp_path / "echo.yaml", ["budget.batch_size=2"])
+    trainer = Trainer(config)
+    assert trainer.train_step().tokens == 6 and trainer.baselines() == {"any": 1 / 6}
+    assert "echo" in [row[0] for row in catalogue("data")[1]]
+    with pytest.raises(ConfigError, match=r"data.symbols: must be >= 2, got 1  \[--set symbols=1\]"):
+        load_experiment(tmp_path / "echo.yaml", ["symbols=1"])
