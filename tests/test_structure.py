@@ -400,7 +400,7 @@ SHORT: set[str] = {
     "hecate/tape/ops.py",
 }
 # The house is to have at most 25,500 lines in 160 files.
-MOST_LINES, MOST_FILES = 30999, 268
+MOST_LINES, MOST_FILES = 30950, 268
 
 
 def test_files_have_40_to_600_lines():
