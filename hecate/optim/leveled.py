@@ -7,17 +7,19 @@ then one step of an ordinary torch optimiser is taken for it alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hecate.errors import ConfigError
+from hecate.checks import expect_count
+from hecate.errors import CheckpointError, ConfigError, ShapeError, did_you_mean, shorten
 from hecate.optim.base import MatrixOptimizer, examine_state
-from hecate.optim.level_groups import check_level
-from hecate.optim.options import Group
-from hecate.optim.windows import add_windows, added, refuse_shapes, windows_of
+from hecate.optim.options import Group, name_of
+from hecate.optim.tensors import state_dtype
 
 
 class Leveled(torch.optim.Optimizer):
@@ -265,3 +267,101 @@ def _refuse_closures(inner: torch.optim.Optimizer) -> None:
             f"{type(inner).__name__} evaluates its loss again within a step, which a window of "
             "past gradients cannot do; use an optimiser whose step needs no closure"
         )
+
+
+def level_groups(
+    named_parameters: Iterable[tuple[str, Tensor]], periods: Mapping[str, int], *, default: int = 1
+) -> list[Group]:
+    """Parameter groups by name: one per period, the fastest first.
+
+    `level_groups(model.named_parameters(), {"*.levels.2.*": 64, "*.levels.1.*": 8})`: the first pattern (shell style)
+    that fits a name decides, `default` where none does. Parameters that need no gradient are left out. A pattern that
+    decides nothing is a `ConfigError`. [OPTIM-LEVEL-D4]"""
+    for period in (*periods.values(), default):
+        check_level({"period": period, "reduce": "mean"})
+    named = [(name, value) for name, value in named_parameters if value.requires_grad]
+    found: dict[int, list[Tensor]] = {}
+    idle = dict.fromkeys(periods)
+    for name, parameter in named:
+        pattern = next((p for p in periods if fnmatchcase(name, p)), None)
+        idle.pop(pattern, None)  # type: ignore[arg-type]
+        period = default if pattern is None else periods[pattern]
+        found.setdefault(period, []).append(parameter)
+    for pattern in idle:
+        names = [name for name, _ in named]
+        some = ", ".join(names[:4]) + (", ..." if names[4:] else "")
+        hint = did_you_mean(pattern, names)
+        raise ConfigError(f"the pattern {pattern!r} decides no parameter's level; names are {some}.{hint}")
+    return [{"params": found[period], "period": period} for period in sorted(found)]
+
+
+def check_level(group: Group) -> None:
+    """Refuses a period or a reduction that means nothing."""
+    expect_count(group["period"], "period")
+    if group["reduce"] not in ("mean", "sum"):
+        raise ConfigError(f"reduce must be 'mean' or 'sum', got {shorten(group['reduce'])}")
+    if group["period"] > 1 and group.get("differentiable"):
+        raise ConfigError(
+            f"differentiable=True with period={group['period']}: a window keeps no graph of its steps; "
+            "use period=1 for this group"
+        )
+
+
+def added(window: Tensor | None, grad: Tensor) -> Tensor:
+    """A window, with one more gradient; half precision is summed in float32."""
+    wide = grad.detach().to(state_dtype(grad, "full"), copy=window is None)
+    if window is None:
+        return wide
+    return wide + window if window.is_sparse else window.add_(wide)
+
+
+def add_windows(optimizer: Any, state: dict[str, Any]) -> None:
+    """Puts the windows of slow levels beside what the wrapped optimiser keeps of a parameter."""
+    slow = {p for group in optimizer.param_groups if group["period"] > 1 for p in group["params"]}
+    for index, p in _indexed(state["param_groups"], optimizer.param_groups):
+        window = optimizer._windows.get(p)
+        entries = {**state["state"].get(index, {}), "has_window": torch.tensor(window is not None)}
+        if window is None and p in slow:
+            window = torch.zeros_like(p, dtype=state_dtype(p, "full"))
+        state["state"][index] = entries if window is None else {**entries, "window": window}
+
+
+def windows_of(state: dict[str, Any], groups: list[Group]) -> dict[Tensor, Tensor]:
+    """Copies of the running windows of a state dict; their dtype is not the parameter's."""
+    for number, group in enumerate(state["param_groups"]):
+        if "period" not in group or "elapsed" not in group:
+            raise CheckpointError(
+                f"param_groups[{number}] of the state has no period: another optimiser wrote it; "
+                "load it into one of that kind"
+            )
+    entries = {i: e for i, e in state["state"].items() if "window" in e}
+    windows = {i: {"window": e["window"]} for i, e in entries.items()}
+    refuse_shapes(windows, state["param_groups"], groups)
+    return {
+        p: entries[i]["window"].detach().to(p.device, copy=True)
+        for i, p in _indexed(state["param_groups"], groups)
+        if i in entries and bool(entries[i].get("has_window", True))
+    }
+
+
+def refuse_shapes(state: dict[int, Any], saved: list[Group], groups: list[Group]) -> None:
+    """Refuses what is not of its parameter's shape; factors of it, as Adafactor's, are together."""
+    for index, p in _indexed(saved, groups):
+        shapes = {k: v.shape for k, v in state.get(index, {}).items() if getattr(v, "ndim", 0)}
+        dims = [max(sizes) for sizes in zip(*shapes.values(), strict=False)]
+        ranks = {len(shape) for shape in shapes.values()}
+        if shapes and (ranks != {p.ndim} or dims != list(p.shape)):
+            key = next(k for k, shape in shapes.items() if shape != p.shape)
+            group = next(g for g in groups if any(q is p for q in g["params"]))
+            raise ShapeError(
+                f"state {key!r} of {name_of(group, p)} is {list(shapes[key])} in the checkpoint, "
+                f"which does not fit the parameter's {list(p.shape)}; load it into the same model"
+            )
+
+
+def _indexed(saved: list[Group], groups: list[Group]) -> list[tuple[int, Tensor]]:
+    """Parameters with their numbers in a state dict; none if groups differ, which torch reports."""
+    numbers, params = ([g["params"] for g in each] for each in (saved, groups))
+    if [len(each) for each in numbers] != [len(each) for each in params]:
+        return []
+    return list(zip(chain(*numbers), chain(*params), strict=True))

@@ -11,9 +11,9 @@ from hecate import algorithm, bias, phi, retention, structure
 from hecate.data import DataConfig
 from hecate.errors import ConfigError, did_you_mean
 from hecate.nn.positions import Position
+from hecate.optim import OptimizerKind
 from hecate.phi.base import FeatureMap
 from hecate.train.compose import BY_RULE, load_experiment, presets
-from hecate.train.optimiser_kind import OptimizerKind
 from hecate.variant import Variant
 
 Table = tuple[list[str], list[list[str]]]

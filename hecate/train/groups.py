@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hecate.errors import ConfigError, Problem
-from hecate.optim import level_groups
+from hecate.optim import Leveled, OptimizerKind, level_groups
+from hecate.optim.options import Group, Named
 from hecate.train.config import OptimConfig
-from hecate.train.optimiser_kind import Group, Named, OptimizerKind, PartialKind, is_vector
+from hecate.train.optimisers import PartialKind, is_vector
 
 _HERE = ("optim", "optimizer")
 
@@ -61,6 +62,8 @@ def parameter_groups(
 
 def _built(path: tuple[str, ...], kind: OptimizerKind, model: nn.Module, groups: list[Group], lr: float) -> Optimizer:
     try:
+        if kind.windowed and any("period" in group for group in groups):
+            return Leveled(groups, lambda given: kind.build(model, given, lr))
         return kind.build(model, groups, lr)
     except ConfigError as error:
         raise ConfigError(Problem((*path, *p.path), p.message) for p in error.problems) from None
