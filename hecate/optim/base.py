@@ -1,12 +1,8 @@
-"""What every optimiser here shares: checks, the matrix view, complete state, one step's frame.
-
-A subclass says how a parameter's state starts (`fresh_state`) and what one step does to a list of parameters of one
-device and dtype (`update`). Everything that makes it a `torch.optim.Optimizer`
-in every respect stands here once.
-"""
+"""What every optimiser here shares: what makes it a `torch.optim.Optimizer` in every respect."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -30,8 +26,10 @@ ROUNDING = 1e-12  # schedulers of torch end a little below 0
 class MatrixOptimizer(Optimizer):
     """An optimiser that sees each parameter as a matrix of rows.
 
-    A subclass declares its options once: as fields of `Options`, which with a `kind` is what a file configures too, and
-    of `Extras`, which a file does not have. They are the arguments of its constructor, by name but for `positional`.
+    A subclass says how a parameter's state starts (`fresh_state`) and what one step does to a list of parameters of one
+    device and dtype (`update`). It declares its options once: as fields of `Options`, which with a `kind` is what a
+    file configures too, and of `Extras`, which a file does not have. They are the arguments of its constructor, by name
+    but for `positional`.
 
     State exists from construction, so that the checkpoint of a fresh optimiser is complete; it is float32 or better for
     half-precision parameters, through `load_state_dict` as well. All gradients are checked before anything is written,
@@ -123,8 +121,10 @@ class MatrixOptimizer(Optimizer):
 
     def check_numbers(self, group: Group) -> None:
         """Refuses numbers that a scheduler or a user set to what the constructor refuses, but for rounding."""
-        for name in self.numbers:
+        for name, high in self.numbers.items():
             value = group[name]
+            if type(value) is float and 0 <= value <= high and value != math.inf:
+                continue
             if not isinstance(value, Tensor) or value.device.type == "cpu":
                 self.allowed[name].check(name, value, ROUNDING)
 
@@ -296,12 +296,13 @@ def _matching(name: str, own: State, other: State | None) -> State:
     return other
 
 
-def put(group: Group, state: State, key: str, value: Tensor) -> None:
-    """Puts a new value into a state: in place, or as a new tensor under `differentiable`."""
-    if group["differentiable"]:
-        state[key] = value
-    elif state[key] is not value:
-        state[key].copy_(value)
+def put(group: Group, states: list[State], key: str, values: list[Tensor]) -> None:
+    """Puts new values into states: in place, or as new tensors under `differentiable`."""
+    for state, value in zip(states, values, strict=True):
+        if group["differentiable"]:
+            state[key] = value
+        elif state[key] is not value:
+            state[key].copy_(value)
 
 
 def zeros_like_state(p: Tensor, group: Group) -> Tensor:

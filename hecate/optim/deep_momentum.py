@@ -104,7 +104,7 @@ class DeepMomentum(MatrixOptimizer):
             found.update(zip(members, parts, strict=True))
             for i, owner in self._owners(group, states, members):
                 for key, value in zip((CHANGE, OUT), network, strict=True):
-                    put(group, owner, key, value[i])
+                    put(group, [owner], key, [value[i]])
         updates = [-orthogonalised(found[i].reshape(p.shape), group) for i, p in enumerate(params)]
         bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
 

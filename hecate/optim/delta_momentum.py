@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from hecate.errors import ConfigError, StabilityWarning
 from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
 from hecate.optim.muon import HELD, orthogonalised, settings
-from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Share, name_of
+from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Share, name_of, warn
 from hecate.optim.tensors import Bulk, as_matrix, tamed
 from hecate.tape.bridge import can_inspect
 
@@ -75,7 +74,7 @@ class DeltaMomentum(MatrixOptimizer):
                 )
                 if group["beyond"] == "raise":
                     raise ConfigError(message)
-                warnings.warn(message, StabilityWarning, stacklevel=4)
+                warn(message, StabilityWarning)
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """Zero momentum."""
@@ -91,8 +90,7 @@ class DeltaMomentum(MatrixOptimizer):
         held = bulk.add(held, erased, -1)
         updates = [orthogonalised(m, group) for m in held]
         bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
-        for state, value in zip(states, held, strict=True):
-            put(group, state, HELD, value)
+        put(group, states, HELD, held)
 
     def _erased(self, group: Group, held: Tensor, grad: Tensor) -> Tensor:
         """What the gradient takes out of the momentum."""

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.optim.base import MatrixOptimizer, State
+from hecate.optim.base import MatrixOptimizer, State, put
 from hecate.optim.lift import PhiOptimizer, map_of
 from hecate.optim.options import Group, MatrixView, OptimizerKind, Share
 from hecate.optim.sharding import is_spread
@@ -87,5 +87,4 @@ class KernelMomentum(PhiOptimizer):
         if group["keys"] == "columns":
             read = [u.mT for u in read]
         bulk.move(params, [u.reshape(p.shape) for u, p in zip(read, params, strict=True)], lr, decay)
-        for state, memory in zip(states, held, strict=True):
-            state[MEMORY] = memory
+        put(group, states, MEMORY, held)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError, StabilityWarning, shorten
 from hecate.optim.base import MatrixOptimizer
-from hecate.optim.options import Group
+from hecate.optim.options import Group, warn
 from hecate.optim.tensors import as_matrix, largest, outline, tamed
 from hecate.phi import FeatureMap, OddLift, Params
 
@@ -88,7 +87,8 @@ class RowMap:
         if self.zero is not None:
             features = features - self.zero
         if self.mask:
-            moved = g != 0 if self.on_numbers else (g != 0).any(-1, keepdim=True)
+            alone = acts_on_numbers(self.feature_map, self.lift, self.scale)
+            moved = g != 0 if alone else (g != 0).any(-1, keepdim=True)
             features = torch.where(moved, features, 0)
         if self.scale == "restored":
             features = features * length(g)
@@ -121,11 +121,6 @@ class RowMap:
         """P phi~(g), in the shape of g."""
         features, residuals = self.features(g)
         return self.back(features, g, residuals)
-
-    @property
-    def on_numbers(self) -> bool:
-        """Whether u depends on each number of g alone, so that any shape will do."""
-        return acts_on_numbers(self.feature_map, self.lift, self.scale)
 
     def with_params(self, params: Params, like: Tensor) -> RowMap:
         """The same map with other parameters, for rows like `like` `[*, columns]`."""
@@ -197,28 +192,6 @@ def calibrated(row_map: RowMap, width: int, seed: int, ridge: float) -> tuple[Te
     return decoder, float(missed.norm() / rows[count:].norm())
 
 
-def gauged(row_map: RowMap, like: Tensor, seed: int) -> tuple[float, float]:
-    """Of seeded Gaussian rows and their updates u: |u| / |g|, and the cosine <u, g> / (|u| |g|).
-
-    In the dtype of `like`, whose rounding may be all that is left. Without updates (a constant
-    map) the gain is 1 and the cosine 0.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    shape = 32, like.shape[-1]
-    rows = torch.randn(shape, dtype=torch.float64, generator=generator).to(like.dtype)
-    with torch.no_grad():
-        updates = row_map(rows).double()
-        rows = rows.double()
-    gain, power = updates.norm() / rows.norm(), updates.norm() * rows.norm()
-    return (float(gain), float((updates * rows).sum() / power)) if power > 0 else (1.0, 0.0)
-
-
-def fresh_lift(d_phi: int, width: int, device: torch.device) -> dict[str, Tensor]:
-    """The statistics of a learned lift before any gradient, in float64."""
-    zeros = {GRAM: (d_phi, d_phi), CROSS: (d_phi, width)}
-    return {k: torch.zeros(s, dtype=torch.float64, device=device) for k, s in zeros.items()}
-
-
 def learn_lift(state: dict[str, Tensor], features: Tensor, rows: Tensor, forget: float, ridge: float) -> Tensor:
     """P = argmin sum_s forget^(t-s) |phi~(g_s) P - g_s|^2 + ridge tr(A)/d_phi |P|^2, `[d_phi, c]`.
 
@@ -234,11 +207,6 @@ def learn_lift(state: dict[str, Tensor], features: Tensor, rows: Tensor, forget:
     floor = torch.finfo(gram.dtype).tiny
     damping = ridge * gram.diagonal().sum() / size + floor
     return torch.linalg.solve(gram + damping * torch.eye(size).to(gram), cross)
-
-
-def fresh_phi(params: Params) -> dict[str, Tensor]:
-    """A parameter's own copy of phi's learned parameters."""
-    return {f"{PHI}{name}": value.clone() for name, value in params["learned"].items()}
 
 
 def own_phi(row_map: RowMap, state: dict[str, Tensor], like: Tensor) -> RowMap:
@@ -306,10 +274,9 @@ class PhiOptimizer(MatrixOptimizer):
             group["odd"] = group["center"] and plain.traits().rising == "odd_part"  # centring would cut it in half
         group["feature_map"] = plain.model_dump()
         if not (group["center"] or group["odd"] or plain.parity == "odd"):
-            warnings.warn(
+            warn(
                 f"center=False with {plain.kind!r}: a gradient of zero moves weights, by "
-                "-lr P phi(0) at every step; leave center=True unless that is what you study",
-                stacklevel=7,
+                "-lr P phi(0) at every step; leave center=True unless that is what you study"
             )
         group["phi_checksums"] = {str(width): checksum(self.drawn(group, width)) for width in self.widths(group)}
 
@@ -375,28 +342,34 @@ class PhiOptimizer(MatrixOptimizer):
         # is above what it loses per step, 1 - momentum. [OPT-LIFT-I3]
         slack = 1 - float(torch.as_tensor(group["momentum"]).detach())
         if error > slack > 0:
-            warnings.warn(
+            warn(
                 f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through "
                 f"{made.feature_map.kind!r}: with momentum {1 - slack:.3g} updates may grow where "
                 f"lr times curvature is above {(slack / error) ** 2:.2g}; use more features, a "
                 "wider bandwidth, less momentum or a lower lr",
                 StabilityWarning,
-                stacklevel=8,
             )
         return replace(made, decoder=decoder.to(like)), error
 
     def _gauged(self, group: Group, made: RowMap, like: Tensor) -> RowMap:
-        """The map with updates as long as Gaussian rows; warns if they do not descend."""
+        """The map with updates as long as 32 seeded Gaussian rows; warns where they do not descend.
+
+        In the dtype of `like`, whose rounding may be all that is left. A constant map has no updates: its gain is 1.
+        """
         width = like.shape[-1]
-        gain, cosine = gauged(_on_cpu(made, width, like.dtype), like, group["seed"])
+        generator = torch.Generator().manual_seed(group["seed"])
+        rows = torch.randn((32, width), dtype=torch.float64, generator=generator).to(like.dtype)
+        with torch.no_grad():
+            updates, rows = _on_cpu(made, width, like.dtype)(rows).double(), rows.double()
+        power = float(updates.norm() * rows.norm())
+        cosine = float((updates * rows).sum() / power) if power > 0 else 0.0
         if cosine < LEAST_COSINE:
-            warnings.warn(
+            warn(
                 f"updates of Gaussian rows of {width} by {made.feature_map.kind!r} and lift "
                 f"{made.lift!r} have the cosine {cosine:.3f} with them, so that no step descends; "
-                "use lift='pinv' or another feature_map",
-                stacklevel=8,
+                "use lift='pinv' or another feature_map"
             )
-        return replace(made, gain=gain)
+        return replace(made, gain=float(updates.norm() / rows.norm()) if power > 0 else 1.0)
 
     def drawn(self, group: Group, width: int) -> Params:
         """phi's parameters for rows of a width, in float64 on the CPU: the same on every device; or those given."""

@@ -198,8 +198,7 @@ class Muon(SpectralOptimizer):
             ahead = [g.lerp(m, momentum) for g, m in zip(grads, held, strict=True)]
         ratios = [ratio(u, group) for u in ahead]
         bulk.move(params, muon_steps(ahead, group), lr, group["weight_decay"], ratios=ratios)
-        for state, value in zip(states, held, strict=True):
-            put(group, state, HELD, value)
+        put(group, states, HELD, held)
 
 
 class M3(SpectralOptimizer):
@@ -267,8 +266,7 @@ class M3(SpectralOptimizer):
         bulk = Bulk(group, [states[0][FAST]])
         lr, slow = bulk.number(group["lr"]), bulk.number(group["slow"])
         grads = [g.to(state[FAST].dtype) for g, state in zip(grads, states, strict=True)]
-        for state in states:
-            put(group, state, STEP, state[STEP] + 1)
+        put(group, states, STEP, [state[STEP] + 1 for state in states])
         self._second(group, bulk, grads, states)
         self._slow(group, bulk, grads, states)
         self._write(group, bulk, states, FAST, grads, group["momentum"])
@@ -286,8 +284,7 @@ class M3(SpectralOptimizer):
         """x <- x + rate y (`sum`), else x <- rate x + (1 - rate) y."""
         xs, rate = [state[key] for state in states], bulk.number(rate)
         summed = group["accumulate"] == "sum"
-        for state, x in zip(states, bulk.add(xs, ys, rate) if summed else bulk.lerp(xs, ys, 1 - rate), strict=True):
-            put(group, state, key, x)
+        put(group, states, key, bulk.add(xs, ys, rate) if summed else bulk.lerp(xs, ys, 1 - rate))
 
     def _second(self, group: Group, bulk: Bulk, grads: list[Tensor], states: list[State]) -> None:
         held = [(_square(g), state) for g, state in zip(grads, states, strict=True) if SQUARE in state]
@@ -301,8 +298,7 @@ class M3(SpectralOptimizer):
         windows = grads
         if how != "ema_last":
             windows = bulk.add([state[WINDOW] for state in states], grads)
-            for state, window in zip(states, windows, strict=True):
-                put(group, state, WINDOW, window)
+            put(group, states, WINDOW, windows)
         due = [i for i, state in enumerate(states) if int(state[STEP]) % period == 0]
         if not due:
             return
@@ -310,10 +306,9 @@ class M3(SpectralOptimizer):
         written = [windows[i] / period if how == "ema_mean" else windows[i] for i in due]
         self._write(group, bulk, ended, SLOW, written, group["slow_momentum"])
         counts = [int(state[STEP]) // period for state in ended]
-        for state, u in zip(ended, self._outputs(group, ended, SLOW, counts), strict=True):
-            put(group, state, UPDATE, u)
-            if how != "ema_last":
-                put(group, state, WINDOW, torch.zeros_like(state[WINDOW]))
+        put(group, ended, UPDATE, self._outputs(group, ended, SLOW, counts))
+        if how != "ema_last":
+            put(group, ended, WINDOW, [torch.zeros_like(state[WINDOW]) for state in ended])
 
     def _outputs(self, group: Group, states: list[State], key: str, counts: list[int]) -> list[Tensor]:
         """What an average adds to the update, after its `counts`-th write."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
+import warnings
 from collections.abc import Callable
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
@@ -97,8 +99,9 @@ def allowed(field: FieldInfo) -> Allowed | None:
     Ends of intervals count as inside, because an experiment wants to see them.
     """
     words: list[Any] = []
-    kind, limits = None, list(field.metadata)
-    waiting = [field.annotation]
+    kind: type | None = None
+    limits: list[Any] = list(field.metadata)
+    waiting: list[Any] = [field.annotation]
     while waiting:
         found = waiting.pop(0)
         if get_origin(found) in (Union, UnionType):
@@ -115,8 +118,8 @@ def allowed(field: FieldInfo) -> Allowed | None:
         else:
             return None
     low = max((getattr(x, end) for x in limits for end in ("ge", "gt") if hasattr(x, end)), default=0)
-    ends = (getattr(x, end) - (kind is int and end == "lt") for x in limits for end in ("le", "lt") if hasattr(x, end))
-    return Allowed(tuple(words), kind, low, min(ends, default=math.inf))
+    tops = [x.le if hasattr(x, "le") else x.lt - (kind is int) for x in limits if hasattr(x, "le") or hasattr(x, "lt")]
+    return Allowed(tuple(words), kind, low, min(tops, default=math.inf))
 
 
 def signature_of(fields: dict[str, FieldInfo], positional: tuple[str, ...]) -> inspect.Signature:
@@ -127,6 +130,14 @@ def signature_of(fields: dict[str, FieldInfo], positional: tuple[str, ...]) -> i
         how, field = place if name in positional else name_only, fields[name]
         made.append(inspect.Parameter(name, how, default=field.default, annotation=field.annotation))
     return inspect.Signature(made)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning at the line of the caller outside of this package and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("hecate.optim", "torch.")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level + 1)
 
 
 def refuse_parameter(owner: str, p: Tensor, group: Group) -> None:

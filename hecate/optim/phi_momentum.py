@@ -14,7 +14,9 @@ from hecate.checks import expect_choice
 from hecate.errors import ConfigError, NonFiniteError
 from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
 from hecate.optim.lift import (
+    CROSS,
     GRAM,
+    PHI,
     LiftName,
     PhiOptimizer,
     RowMap,
@@ -22,8 +24,6 @@ from hecate.optim.lift import (
     acts_on_numbers,
     choose,
     choose_scale,
-    fresh_lift,
-    fresh_phi,
     learn_lift,
     learn_phi,
     map_of,
@@ -36,6 +36,7 @@ from hecate.optim.sharding import is_spread, like, local, rows_are_whole
 from hecate.optim.tensors import BLOCK, CACHE, Bulk, as_matrix, blocks, outline, pointwise
 from hecate.phi import FeatureMap, Identity
 
+IDENTITY = Identity()
 SQUARE, ROWS, COLUMNS = "square", "kronecker_rows", "kronecker_columns"
 WIDEST = 8192  # the largest side of a matrix whose kronecker factors are still kept
 PRECONDITIONED = ("precondition", ("diagonal", "kronecker"))
@@ -87,7 +88,7 @@ class PhiMomentum(PhiOptimizer):
 
         kind: Literal["phi_momentum"] = "phi_momentum"
         momentum: Share = 0.9
-        feature_map: FeatureMap = Identity()
+        feature_map: FeatureMap = IDENTITY
         lift: LiftName = "auto"
         center: bool = True
         odd: bool | None = None
@@ -220,9 +221,10 @@ class PhiMomentum(PhiOptimizer):
             placed = _rows_first(p, group)
             state[HELD] = like(p, features[: local(p).shape[0]]) if placed else features
         if group["lift"] == "learned":
-            state |= fresh_lift(d_phi, width, rows.device)
+            exact = rows.to(torch.float64)
+            state |= {GRAM: exact.new_zeros(d_phi, d_phi), CROSS: exact.new_zeros(d_phi, width)}
         if group["phi_lr"]:
-            state |= fresh_phi(row_map.params)
+            state |= {f"{PHI}{name}": value.clone() for name, value in row_map.params["learned"].items()}
         if group["precondition"] == "diagonal":
             state[SQUARE] = zeros_like_state(p, group)
         if group["precondition"] == "kronecker":
@@ -240,8 +242,7 @@ class PhiMomentum(PhiOptimizer):
         rows = Rowwise(group, bulk, states, lambda like: self.row_map(group, like))
         held = _step(group, bulk, rows.enter, rows.leave, params, grads, held)
         self._guarded = self._guarded + rows.guarded
-        for state, value in zip(states, held, strict=True):
-            state[HELD] = value
+        put(group, states, HELD, held)
 
     def _by_number(
         self, group: Group, bulk: Bulk, params: list[Tensor], grads: list[Tensor], states: list[State]
@@ -251,7 +252,7 @@ class PhiMomentum(PhiOptimizer):
         In blocks that stay in the cache from phi to the weights, where nothing needs a graph.
         """
         row_map = self.row_map(group, states[0][HELD].new_empty(0, 1))
-        plain = isinstance(row_map.feature_map, Identity)
+        plain = row_map.feature_map == IDENTITY
         keys = [HELD, SQUARE] if group["precondition"] else [HELD]
         lists = (params, grads, *([state[key] for state in states] for key in keys))
         squares: list[Tensor] = []
@@ -272,8 +273,7 @@ class PhiMomentum(PhiOptimizer):
             moved = _step(group, bulk, enter, list, some, slopes, held)
         if not bulk.foreach:
             for key, values in zip(keys, (moved, squares), strict=False):
-                for state, value in zip(states, values, strict=True):
-                    state[key] = value
+                put(group, states, key, values)
 
 
 def by_number(group: Group) -> bool:
@@ -371,19 +371,15 @@ class Rowwise:
         if name is None:
             return updates
         if name == "diagonal":
-            squares = [state[SQUARE] for state in self.states]
-            updates, squares = diagonal(self.bulk, squares, updates, retain, eps)
-            for state, square in zip(self.states, squares, strict=True):
-                state[SQUARE] = square
+            updates, squares = diagonal(self.bulk, [state[SQUARE] for state in self.states], updates, retain, eps)
+            put(self.group, self.states, SQUARE, squares)
             return updates
-        found = []
-        for update, state in zip(updates, self.states, strict=True):
-            matrix = as_matrix(update, self.group["matrix"])
-            matrix, left, right = kronecker(state[ROWS], state[COLUMNS], matrix, retain, eps)
-            put(self.group, state, ROWS, left)
-            put(self.group, state, COLUMNS, right)
-            found.append(matrix.reshape(update.shape))
-        return found
+        matrices = [as_matrix(u, self.group["matrix"]) for u in updates]
+        pairs = zip(matrices, self.states, strict=True)
+        found = [kronecker(state[ROWS], state[COLUMNS], u, retain, eps) for u, state in pairs]
+        put(self.group, self.states, ROWS, [left for _, left, _ in found])
+        put(self.group, self.states, COLUMNS, [right for *_, right in found])
+        return [u.reshape(given.shape) for (u, *_), given in zip(found, updates, strict=True)]
 
     def _spread(self, values: list[Tensor]) -> list[Tensor]:
         """Batches as one matrix per gradient, in their order."""
