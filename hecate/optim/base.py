@@ -26,10 +26,10 @@ ROUNDING = 1e-12  # schedulers of torch end a little below 0
 class MatrixOptimizer(Optimizer):
     """An optimiser that sees each parameter as a matrix of rows.
 
-    A subclass says how a parameter's state starts (`fresh_state`) and what one step does to a list of parameters of one
-    device and dtype (`update`). It declares its options once: as fields of `Options`, which with a `kind` is what a
-    file configures too, and of `Extras`, which a file does not have. They are the arguments of its constructor, by name
-    but for `positional`.
+    A subclass says what state a parameter has (`held`, or `fresh_state`) and what one step does to a list of parameters
+    of one device and dtype (`update`). It declares its options once: as fields of `Options`, which with a `kind` is
+    what a file configures too, and of `Extras`, which a file does not have. They are the arguments of its constructor,
+    by name but for `positional`.
 
     State exists from construction, so that the checkpoint of a fresh optimiser is complete; it is float32 or better for
     half-precision parameters, through `load_state_dict` as well. All gradients are checked before anything is written,
@@ -48,6 +48,7 @@ class MatrixOptimizer(Optimizer):
         """Arguments of the constructor alone, or of wider types there."""
 
     positional: ClassVar[tuple[str, ...]] = ("lr",)
+    held: ClassVar[tuple[str, ...]] = ()  # entries of state like the parameter
     structural: ClassVar[tuple[str, ...]] = ("state_dtype", "matrix")  # as in the checkpoint
     carried: ClassVar[tuple[str, ...]] = ()  # attributes that copies take along
     only_with: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {}  # an option, and the values of another it needs
@@ -92,17 +93,17 @@ class MatrixOptimizer(Optimizer):
 
     # What a subclass gives.
 
-    @abstractmethod
     def fresh_state(self, p: Tensor, group: Group) -> State:
-        """The state of a parameter before its first step, sharded as the parameter is."""
+        """The state of a parameter before its first step, sharded as the parameter is: zeros for each of `held`."""
+        return {name: zeros_like_state(p, group) for name in self.held}
 
     @abstractmethod
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """One step on parameters of one device and dtype, in place.
 
-        All tensors are this process's own, or whole where it `gathers`. Gradients point
-        uphill (`maximize` is dealt with) and are finite unless the group says `propagate`. Under `differentiable` a new
-        tensor takes the place of a state's entry; otherwise entries are overwritten in place.
+        All tensors are this process's own, or whole where it `gathers`. Gradients point uphill (`maximize` is dealt
+        with) and are finite unless the group says `propagate`. Under `differentiable` a new tensor takes the place of a
+        state's entry; otherwise entries are overwritten in place.
         """
 
     def gathers(self, group: Group, p: Tensor) -> bool:
@@ -159,9 +160,8 @@ class MatrixOptimizer(Optimizer):
                 continue
             if grad.layout is not torch.strided:
                 raise ConfigError(
-                    f"{type(self).__name__} takes dense gradients only, got {grad.layout} for "
-                    f"{name_of(group, p)}; give it to torch.optim.SparseAdam, or set sparse=False "
-                    "in its Embedding"
+                    f"{type(self).__name__} takes dense gradients only, got {grad.layout} for {name_of(group, p)}; "
+                    "give it to torch.optim.SparseAdam, or set sparse=False in its Embedding"
                 )
             gathered = is_sharded(p) and self.gathers(group, p)
             params, grads = buckets.setdefault((p.device, p.dtype, gathered), ([], []))
@@ -185,9 +185,8 @@ class MatrixOptimizer(Optimizer):
         names = [name_of(group, p) for group in fatal for p in group["params"] if p in bad]
         if names:
             raise NonFiniteError(
-                f"the gradient of {', '.join(names[:3])}{', ...' if names[3:] else ''} holds NaN "
-                "or infinity; nothing was changed. Lower lr or clip gradients; "
-                "on_nonfinite='skip' leaves such parameters as they are"
+                f"the gradient of {', '.join(names[:3])}{', ...' if names[3:] else ''} holds NaN or infinity; nothing "
+                "was changed. Lower lr or clip gradients; on_nonfinite='skip' leaves such parameters as they are"
             )
         good = [[i for i, p in enumerate(params) if p not in bad] for _, params, _ in due]
         return [

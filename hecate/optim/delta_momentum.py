@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError, StabilityWarning
-from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
+from hecate.optim.base import MatrixOptimizer, State, put
 from hecate.optim.muon import HELD, orthogonalised, settings
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Share, name_of, warn
 from hecate.optim.tensors import Bulk, as_matrix, tamed
@@ -52,6 +52,7 @@ class DeltaMomentum(MatrixOptimizer):
 
         orthogonalize: Any = False
 
+    held = (HELD,)
     positional = ("lr", "momentum", "erase")
 
     def check(self, group: Group) -> None:
@@ -68,17 +69,12 @@ class DeltaMomentum(MatrixOptimizer):
             largest = float(_erase(group) * _spectral(g, group))
             if largest > bound:
                 message = (
-                    f"erase |g|^2 = {largest:.3g} for {name_of(group, p)}, and form 'hope' grows "
-                    f"beyond 1 + momentum = {bound:.3g}; lower erase, clip gradients, or use form "
-                    "'stable'"
+                    f"erase |g|^2 = {largest:.3g} for {name_of(group, p)}, and form 'hope' grows beyond 1 + momentum = "
+                    f"{bound:.3g}; lower erase, clip gradients, or use form 'stable'"
                 )
                 if group["beyond"] == "raise":
                     raise ConfigError(message)
                 warn(message, StabilityWarning)
-
-    def fresh_state(self, p: Tensor, group: Group) -> State:
-        """Zero momentum."""
-        return {HELD: zeros_like_state(p, group)}
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Erases, adds, and moves the weights."""

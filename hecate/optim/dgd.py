@@ -127,15 +127,10 @@ class DGD(MatrixOptimizer):
             allowed = max(coarsest, torch.finfo(p.dtype).eps) ** 0.5 * grad.norm()
             if not (found - grad).norm() <= allowed:
                 raise ConfigError(
-                    f"the {len(seen)} passes seen by DGD do not make up the gradient of "
-                    f"{name_of(group, p)}; use this optimiser's own zero_grad, do not clip "
-                    "gradients by value nor average them over processes, and set "
-                    "rescaled='follow' if they are scaled or clipped by norm"
+                    f"the {len(seen)} passes seen by DGD do not make up the gradient of {name_of(group, p)}; use this "
+                    "optimiser's own zero_grad, do not clip gradients by value nor average them over processes, and "
+                    "set rescaled='follow' if they are scaled or clipped by norm"
                 )
-
-    def fresh_state(self, p: Tensor, group: Group) -> State:
-        """None."""
-        return {}
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """One step per weight from its samples."""

@@ -7,7 +7,8 @@ then one step of an ordinary torch optimiser is taken for it alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, Literal
@@ -46,8 +47,8 @@ class Leveled(torch.optim.Optimizer):
 
     `inner` is the wrapped optimiser: hooks registered there fire at commits only and see in `.grad` the gradient of the
     window. State (windows included), schedulers, hooks, closures, groups, deepcopy and pickle are those of any torch
-    optimiser. Gradients of a window that is
-    incomplete at the end of training are in the state dict; `flush` commits them.
+    optimiser. Gradients of a window that is incomplete at the end of training are in the state dict; `flush` commits
+    them.
 
     Cost: one tensor per parameter of a level with C > 1, and one addition per step.
     References: A. Behrouz et al., Nested Learning: The Illusion of Deep Learning Architectures, 2025, eq. 71, whose sum
@@ -64,12 +65,21 @@ class Leveled(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         self.inner = factory(params, **options)
-        _refuse_closures(self.inner)
+        closure = inspect.signature(self.inner.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"{type(self.inner).__name__} evaluates its loss again within a step, which a window of "
+                "past gradients cannot do; use an optimiser whose step needs no closure"
+            )
         self._windows: dict[Tensor, Tensor] = {}
         complete = isinstance(self.inner, MatrixOptimizer) or self.inner.state
         self._lazy = not complete  # it makes state in its first step, not when it is built
         own = {"period": period, "reduce": reduce, "elapsed": 0, "commits": 0}
-        _refuse_namesakes(self.inner, own)
+        for name in own.keys() & self.inner.defaults.keys():
+            raise ConfigError(
+                f"{type(self.inner).__name__} has a {name!r} of its own, which that of a level would "
+                "overwrite; wrap an optimiser without one"
+            )
         super().__init__(list(self.inner.param_groups), {**self.inner.defaults, **own})
         self.state = self.inner.state
 
@@ -80,7 +90,12 @@ class Leveled(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_capture()
+        slow = any(group["period"] > 1 for group in self.param_groups)
+        if slow and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "a CUDA graph would replay one step's choice of levels for ever; capture the "
+                "forward and backward pass only, or use period=1"
+            )
         if self._is_asked_for_state():
             return loss
         due = [group for group in self.param_groups if self._collect(group)]
@@ -174,27 +189,30 @@ class Leveled(torch.optim.Optimizer):
     def _make_state(self) -> None:
         """The state of levels before their first commit, which begins without it: by a step of zeros at lr 0, as
         torch's distributed checkpoints make it."""
-        fresh = [
-            group
-            for group in self.param_groups
-            if self._lazy and not group["commits"]
-            and not any(p in self.state for p in group["params"])
-        ]  # fmt: skip
-        if not fresh:
-            return
-        own = [(p, p.grad) for group in fresh for p in group["params"]]
+        untouched = (g for g in self.param_groups if self._lazy and not g["commits"])
+        fresh = [group for group in untouched if not any(p in self.state for p in group["params"])]
         rates = [(group, group["lr"]) for group in fresh if "lr" in group]
+        with self._lent(fresh):
+            try:
+                for p in (p for group in fresh for p in group["params"]):
+                    p.grad = torch.zeros_like(p) if p.requires_grad else None
+                for group, lr in rates:
+                    group["lr"] = 0 * lr
+                if fresh:
+                    inspect.unwrap(type(self.inner).step)(self.inner)  # no hook hears of it
+            finally:
+                for group, lr in rates:
+                    group["lr"] = lr
+
+    @contextmanager
+    def _lent(self, groups: list[Group]) -> Iterator[None]:
+        """The wrapped optimiser sees these groups and no other, and what becomes of their `.grad` is undone."""
+        own = [(p, p.grad) for group in groups for p in group["params"]]
+        self.inner.state, self.inner.param_groups = self.state, groups
         try:
-            for p, _ in own:
-                p.grad = torch.zeros_like(p) if p.requires_grad else None
-            for group, lr in rates:
-                group["lr"] = 0 * lr
-            self.inner.state, self.inner.param_groups = self.state, fresh
-            inspect.unwrap(type(self.inner).step)(self.inner)  # no hook hears of it
+            yield
         finally:
             self.inner.param_groups = list(self.param_groups)
-            for group, lr in rates:
-                group["lr"] = lr
             for p, grad in own:
                 p.grad = grad
 
@@ -209,9 +227,8 @@ class Leveled(torch.optim.Optimizer):
         return group["elapsed"] >= group["period"]
 
     def _commit(self, due: list[Group]) -> None:
-        """One step of the wrapped optimiser, which sees the groups that are due and no other."""
-        own = [(parameter, parameter.grad) for group in due for parameter in group["params"]]
-        try:
+        """One step of the wrapped optimiser for the groups that are due."""
+        with self._lent(due):
             for group in due:
                 if not _single(group):
                     self._show_windows(group)
@@ -220,12 +237,7 @@ class Leveled(torch.optim.Optimizer):
                         self.state.pop(parameter, None)  # of a step for state alone
                 group["elapsed"] = 0
                 group["commits"] += 1
-            self.inner.state, self.inner.param_groups = self.state, due
             self.inner.step()
-        finally:
-            self.inner.param_groups = list(self.param_groups)
-            for parameter, grad in own:
-                parameter.grad = grad
 
     def _show_windows(self, group: Group) -> None:
         """Moves the windows of a group to where an optimiser looks for gradients."""
@@ -236,37 +248,10 @@ class Leveled(torch.optim.Optimizer):
                 window = window / group["elapsed"]
             parameter.grad = None if window is None else window.to(dtype)
 
-    def _refuse_capture(self) -> None:
-        slow = any(group["period"] > 1 for group in self.param_groups)
-        if slow and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise ConfigError(
-                "a CUDA graph would replay one step's choice of levels for ever; capture the "
-                "forward and backward pass only, or use period=1"
-            )
-
 
 def _single(group: Group) -> bool:
     """Whether `.grad` is the whole window, so that nothing need be collected."""
     return group["period"] == 1 and group["elapsed"] == 1
-
-
-def _refuse_namesakes(inner: torch.optim.Optimizer, own: Group) -> None:
-    for name in own:
-        if name in inner.defaults:
-            raise ConfigError(
-                f"{type(inner).__name__} has a {name!r} of its own, which that of a level would "
-                "overwrite; wrap an optimiser without one"
-            )
-
-
-def _refuse_closures(inner: torch.optim.Optimizer) -> None:
-    """A level takes its gradients from steps gone by, so nothing can be evaluated again."""
-    closure = inspect.signature(inner.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"{type(inner).__name__} evaluates its loss again within a step, which a window of "
-            "past gradients cannot do; use an optimiser whose step needs no closure"
-        )
 
 
 def level_groups(

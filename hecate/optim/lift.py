@@ -287,10 +287,9 @@ class PhiOptimizer(MatrixOptimizer):
         for width, digits in group["phi_checksums"].items():
             if theirs.get(width, digits) != digits:
                 raise ConfigError(
-                    f"the draws of {group['feature_map']['kind']!r} for rows of {width} have "
-                    f"checksum {digits} here and {theirs[width]} in the checkpoint: seed "
-                    f"{group['seed']} here, {other.get('seed')} there; construct with the "
-                    "checkpoint's seed (or phi_params), and with the torch that wrote it"
+                    f"the draws of {group['feature_map']['kind']!r} for rows of {width} have checksum {digits} here "
+                    f"and {theirs[width]} in the checkpoint: seed {group['seed']} here, {other.get('seed')} there; "
+                    "construct with the checkpoint's seed (or phi_params), and with the torch that wrote it"
                 )
 
     def widths(self, group: Group) -> list[int]:
@@ -333,20 +332,18 @@ class PhiOptimizer(MatrixOptimizer):
         if error > group["max_decode_error"]:
             advice = "input_scale='restored', " if made.scale == "none" else ""
             raise ConfigError(
-                f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through "
-                f"{made.feature_map.kind!r}, more than max_decode_error = "
-                f"{group['max_decode_error']}; use {advice}more features, a wider bandwidth, or "
-                "lift='vjp'"
+                f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through {made.feature_map.kind!r}, more "
+                f"than max_decode_error = {group['max_decode_error']}; use {advice}more features, a wider bandwidth, "
+                "or lift='vjp'"
             )
         # A wrong part of size e turns an update by up to e: momentum then feeds oscillations where e sqrt(lr curvature)
         # is above what it loses per step, 1 - momentum. [OPT-LIFT-I3]
         slack = 1 - float(torch.as_tensor(group["momentum"]).detach())
         if error > slack > 0:
             warn(
-                f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through "
-                f"{made.feature_map.kind!r}: with momentum {1 - slack:.3g} updates may grow where "
-                f"lr times curvature is above {(slack / error) ** 2:.2g}; use more features, a "
-                "wider bandwidth, less momentum or a lower lr",
+                f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through {made.feature_map.kind!r}: with "
+                f"momentum {1 - slack:.3g} updates may grow where lr times curvature is above "
+                f"{(slack / error) ** 2:.2g}; use more features, a wider bandwidth, less momentum or a lower lr",
                 StabilityWarning,
             )
         return replace(made, decoder=decoder.to(like)), error
@@ -365,9 +362,8 @@ class PhiOptimizer(MatrixOptimizer):
         cosine = float((updates * rows).sum() / power) if power > 0 else 0.0
         if cosine < LEAST_COSINE:
             warn(
-                f"updates of Gaussian rows of {width} by {made.feature_map.kind!r} and lift "
-                f"{made.lift!r} have the cosine {cosine:.3f} with them, so that no step descends; "
-                "use lift='pinv' or another feature_map"
+                f"updates of Gaussian rows of {width} by {made.feature_map.kind!r} and lift {made.lift!r} have the "
+                f"cosine {cosine:.3f} with them, so that no step descends; use lift='pinv' or another feature_map"
             )
         return replace(made, gain=float(updates.norm() / rows.norm()) if power > 0 else 1.0)
 

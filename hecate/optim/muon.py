@@ -169,6 +169,7 @@ class Muon(SpectralOptimizer):
 
         weight_decay: NonNegative = 0.1
 
+    held = (HELD,)
     positional = (
         "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",
     )  # fmt: skip
@@ -182,10 +183,6 @@ class Muon(SpectralOptimizer):
                     f"Muon orthogonalises matrices, {name_of(group, p)} is none; give it a group "
                     "of AdamW, or use M3, which has a rule for vectors"
                 )
-
-    def fresh_state(self, p: Tensor, group: Group) -> State:
-        """Zero momentum."""
-        return {HELD: zeros_like_state(p, group)}
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Averages the gradients, orthogonalises, and moves the weights."""

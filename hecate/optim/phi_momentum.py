@@ -118,6 +118,7 @@ class PhiMomentum(PhiOptimizer):
         orthogonalize: Any = False
         phi_params: Any = None
 
+    held = (HELD,)
     positional = ("lr", "momentum", "feature_map", "lift", "center")
     structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "space", "precondition")
     carried: ClassVar[tuple[str, ...]] = (*PhiOptimizer.carried, "_guarded")
@@ -191,9 +192,8 @@ class PhiMomentum(PhiOptimizer):
             sides = as_matrix(outline(p), group["matrix"]).shape
             if group["precondition"] == "kronecker" and max(sides) > WIDEST:
                 raise ConfigError(
-                    f"precondition 'kronecker' keeps a square factor for each side of "
-                    f"{name_of(group, p)}, {list(sides)}, and stops at {WIDEST}; give it a group "
-                    "with 'diagonal'"
+                    f"precondition 'kronecker' keeps a square factor for each side of {name_of(group, p)}, "
+                    f"{list(sides)}, and stops at {WIDEST}; give it a group with 'diagonal'"
                 )
 
     def gathers(self, group: Group, p: Tensor) -> bool:
@@ -211,7 +211,7 @@ class PhiMomentum(PhiOptimizer):
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """Zero momentum, and what the lift, phi and the preconditioner learn."""
-        state = {HELD: zeros_like_state(p, group)}
+        state = super().fresh_state(p, group)
         height, width = as_matrix(outline(p), group["matrix"]).shape
         rows = local(state[HELD]).new_empty(0, width)
         d_phi = map_of(group).output_dim(width)

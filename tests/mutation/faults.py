@@ -398,7 +398,7 @@ FAULTS = [
         "tests/optim",
         ("leveled", 'return group["elapsed"] >= group["period"]', 'return group["elapsed"] > group["period"]'),
         ("leveled", 'window / group["elapsed"]', 'window / (group["elapsed"] + 1)'),
-        ("leveled", "self.inner.state, self.inner.param_groups = self.state, due", "self.inner.state = self.state"),
+        ("leveled", "self.inner.state, self.inner.param_groups = self.state, groups", "self.inner.state = self.state"),
         ("leveled", "self._windows.pop(parameter, None)", "self._windows.get(parameter)"),
         ("leveled", "copy=window is None", "copy=False"),
         ("leveled", "self._windows = windows\n", "self._windows.update(windows)\n"),

@@ -75,8 +75,7 @@ class Signs(MatrixOptimizer):
         kind: Literal["signs"] = "signs"
         momentum: Share = 0.9
 
-    def fresh_state(self, p, group):
-        return {"momentum": torch.zeros_like(p)}
+    held = ("momentum",)
 
     def update(self, group, params, grads, states):
         for p, g, state in zip(params, grads, states, strict=True):
@@ -85,6 +84,7 @@ class Signs(MatrixOptimizer):
 '''
 
 
+@pytest.mark.spec("OPT-BASE-D6")
 def test_an_optimiser_of_one_file_is_listed_configured_and_trains(tmp_path, monkeypatch, capsys):
     def hecate(*arguments: str) -> str:
         with pytest.raises(SystemExit) as caught:
