@@ -12,7 +12,7 @@ from hecate import algorithm
 from hecate.optim.base import MatrixOptimizer, State, put
 from hecate.optim.muon import orthogonalised, settings
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Share
-from hecate.optim.tensors import SMALL, Bulk, as_matrix, largest, outline, state_dtype
+from hecate.optim.tensors import Bulk, as_matrix, grouped, largest, outline, state_dtype, together
 from hecate.sizes import Size
 
 CHANGE, OUT = "w_in", "w_out"
@@ -89,7 +89,7 @@ class DeepMomentum(MatrixOptimizer):
         bulk = Bulk(group, [states[0][OUT]])
         rows = [as_matrix(g, group["matrix"]).to(state[OUT]) for g, state in zip(grads, states, strict=True)]
         found = dict[int, Tensor]()
-        for members in self._together(group, rows):
+        for members in grouped(x.shape[-1] for x in rows) if group["shared"] else together(rows, group):
             if group["shared"]:
                 joined = torch.cat([rows[i] for i in members])[None]
                 network = [states[members[0]][key][None] for key in (CHANGE, OUT)]
@@ -122,18 +122,6 @@ class DeepMomentum(MatrixOptimizer):
     def _network(self, group: Group) -> algorithm.DeepMomentum:
         names = ("width", "rate", "objective")
         return algorithm.DeepMomentum(**{name: group[name] for name in names})
-
-    def _together(self, group: Group, rows: list[Tensor]) -> list[list[int]]:
-        """Which gradients go through one network, or small ones of one shape each through its own.
-
-        A call costs more than the arithmetic of small ones.
-        """
-        together: dict[Any, list[int]] = {}
-        for i, x in enumerate(rows):
-            joins = x.numel() < SMALL and group["foreach"] is not False
-            alone = x.shape if joins else i
-            together.setdefault(x.shape[-1] if group["shared"] else alone, []).append(i)
-        return list(together.values())
 
     def _owners(self, group: Group, states: list[State], members: list[int]) -> list[tuple[int, State]]:
         """The states that hold the networks of these gradients, and which of them."""

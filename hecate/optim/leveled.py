@@ -96,7 +96,7 @@ class Leveled(torch.optim.Optimizer):
                 "a CUDA graph would replay one step's choice of levels for ever; capture the "
                 "forward and backward pass only, or use period=1"
             )
-        if self._is_asked_for_state():
+        if self._only_makes_state():
             return loss
         due = [group for group in self.param_groups if self._collect(group)]
         if due:
@@ -174,7 +174,7 @@ class Leveled(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("commits", 1)  # written by a version that did not count
 
-    def _is_asked_for_state(self) -> bool:
+    def _only_makes_state(self) -> bool:
         """Whether this is the step of zeros at lr 0 by which torch's distributed checkpoints make state where they find
         none: it counts as no step, because `state_dict` makes it."""
         groups = self.param_groups

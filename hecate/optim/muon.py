@@ -16,7 +16,7 @@ from hecate.checks import expect_choice
 from hecate.errors import ConfigError
 from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
-from hecate.optim.tensors import SMALL, Bulk, as_matrix, tamed
+from hecate.optim.tensors import Bulk, as_matrix, tamed, together
 from hecate.sizes import Count
 
 HELD = "momentum"
@@ -108,21 +108,14 @@ class SpectralOptimizer(MatrixOptimizer):
 
 
 def muon_steps(updates: list[Tensor], group: Group) -> list[Tensor]:
-    """NS of each update's matrix by a group's `ns_coefficients`, `ns_steps`, `eps` and `ns_dtype`.
-
-    Small matrices of one shape go together, because a call costs more than their arithmetic.
-    """
+    """NS of each update's matrix by a group's `ns_coefficients`, `ns_steps`, `eps` and `ns_dtype`."""
     matrices = [as_matrix(u, group["matrix"]) for u in updates]
     given = group["ns_coefficients"]
     coefficients = POLYNOMIALS[given] if isinstance(given, str) else given
     dtype = getattr(torch, group["ns_dtype"]) if group["ns_dtype"] else None
     arguments = coefficients, group["ns_steps"], group["eps"], dtype
-    together: dict[Any, list[int]] = {}
-    for i, u in enumerate(matrices):
-        joins = u.numel() < SMALL and group["foreach"] is not False
-        together.setdefault(u.shape if joins else i, []).append(i)
     found = dict[int, Tensor]()
-    for members in together.values():
+    for members in together(matrices, group):
         if len(members) == 1:
             found[members[0]] = newton_schulz(matrices[members[0]], *arguments)
         else:

@@ -33,7 +33,7 @@ from hecate.optim.lift import (
 from hecate.optim.muon import HELD, orthogonalised, settings
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
 from hecate.optim.sharding import is_spread, like, local, rows_are_whole
-from hecate.optim.tensors import BLOCK, CACHE, Bulk, as_matrix, blocks, outline, pointwise
+from hecate.optim.tensors import BLOCK, CACHE, Bulk, as_matrix, blocks, grouped, outline, pointwise
 from hecate.phi import FeatureMap, Identity
 
 IDENTITY = Identity()
@@ -94,7 +94,7 @@ class PhiMomentum(PhiOptimizer):
         odd: bool | None = None
         form: Literal["torch", "hope"] = "torch"
         space: Literal["weight", "phi"] = "weight"
-        input_scale: Literal["auto", "none", "rms", "unit"] = "auto"
+        input_scale: Literal["none", "rms", "unit"] | Literal["auto"] = "auto"
         precondition: Literal["diagonal", "kronecker"] | None = None
         orthogonalize: bool = False
         guard: Literal["none", "skip", "flip"] = "none"
@@ -308,13 +308,17 @@ class Rowwise:
         self.group, self.bulk, self.states, self.map_for = group, bulk, states, map_for
         self.in_phi = group["space"] == "phi"
         self.guarded: Tensor | int = 0
-        self.grads: list[Tensor] = []
+        self.shapes: list[torch.Size] = []
+        self.matrices: list[Tensor] = []
         self.batches: list[Batch] = []
 
     def enter(self, grads: list[Tensor]) -> list[Tensor]:
         """phi~(g) `[rows, d_phi]` in phi-space, else the preconditioned P phi~(g)."""
-        self.grads = grads
-        self.batches = [self._batch(members) for members in self._together()]
+        self.shapes = [g.shape for g in grads]
+        self.matrices = [as_matrix(g, self.group["matrix"]) for g in grads]
+        alone = self.group["phi_lr"] or self.group["lift"] == "learned"
+        together = grouped(i if alone else matrix.shape[-1] for i, matrix in enumerate(self.matrices))
+        self.batches = [self._batch(members) for members in together]
         if self.in_phi:
             written = self._spread([batch.features for batch in self.batches])
         else:
@@ -333,17 +337,8 @@ class Rowwise:
             held = self._preconditioned(self._shaped(self._spread(lifted)))
         return [orthogonalised(u, self.group) for u in held]
 
-    def _together(self) -> list[list[int]]:
-        if self.group["phi_lr"] or self.group["lift"] == "learned":
-            return [[i] for i in range(len(self.grads))]
-        widths: dict[int, list[int]] = {}
-        for i, g in enumerate(self.grads):
-            widths.setdefault(as_matrix(g, self.group["matrix"]).shape[-1], []).append(i)
-        return list(widths.values())
-
     def _batch(self, members: list[int]) -> Batch:
-        matrices = [as_matrix(self.grads[i], self.group["matrix"]) for i in members]
-        rows = _joined(matrices)
+        rows = _joined([self.matrices[i] for i in members])
         row_map, state = self.map_for(rows), self.states[members[0]]
         if self.group["phi_lr"]:
             row_map = own_phi(row_map, state, rows)
@@ -385,12 +380,12 @@ class Rowwise:
         """Batches as one matrix per gradient, in their order."""
         found: dict[int, Tensor] = {}
         for batch, value in zip(self.batches, values, strict=True):
-            counts = [as_matrix(self.grads[i], self.group["matrix"]).shape[0] for i in batch.members]
+            counts = [len(self.matrices[i]) for i in batch.members]
             found.update(zip(batch.members, value.split(counts), strict=True))
-        return [found[i] for i in range(len(self.grads))]
+        return [found[i] for i in range(len(self.matrices))]
 
     def _shaped(self, matrices: list[Tensor]) -> list[Tensor]:
-        return [m.reshape(g.shape) for m, g in zip(matrices, self.grads, strict=True)]
+        return [m.reshape(shape) for m, shape in zip(matrices, self.shapes, strict=True)]
 
 
 def _joined(matrices: list[Tensor]) -> Tensor:

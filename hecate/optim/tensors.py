@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,6 +60,20 @@ def sum_is_finite(tensors: list[Tensor]) -> bool:
         sums.append(_flatten_dense_tensors(small).sum())
     total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     return math.isfinite(total.item())
+
+
+def grouped(keys: Iterable[Any]) -> list[list[int]]:
+    """The places of equal keys, together."""
+    found: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        found.setdefault(key, []).append(i)
+    return list(found.values())
+
+
+def together(tensors: list[Tensor], group: dict[str, Any]) -> list[list[int]]:
+    """The places of small tensors of one shape, because a call costs more than their arithmetic; others alone."""
+    alone = group["foreach"] is False
+    return grouped(i if alone or x.numel() >= SMALL else x.shape for i, x in enumerate(tensors))
 
 
 def pointwise(f: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> list[Tensor]:
