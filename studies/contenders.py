@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from hecate.errors import ConfigError
 from hecate.optim import M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
-from hecate.optim.lift import choose, on_numbers
+from hecate.optim.lift import choose
 from hecate.phi import FeatureMap
 from studies.lessons import BYTES, CONTEXT, text_loss, text_model
 from studies.timing import cpu_times
@@ -72,7 +72,7 @@ def maps() -> dict[str, FeatureMap]:
 
 def _phi(kind: str, feature_map: FeatureMap) -> Entrant:
     """The lift is the one that PhiMomentum chooses; what takes whole rows gets them at length 1."""
-    scale = "none" if on_numbers(feature_map) else "unit"
+    scale = "none" if feature_map.traits().componentwise else "unit"
     options = {**KEPT, "feature_map": feature_map, "input_scale": scale}
     return Entrant(f"phi {kind}", PhiMomentum, options)
 

@@ -10,7 +10,7 @@ import torch
 
 from hecate import MemoryConfig, algorithm, phi, retention
 from hecate.errors import ConfigError
-from hecate.train.optimiser_kind import OptimizerKind
+from hecate.train import OptimizerKind
 from hecate.variant import MAX_NESTING, Variant
 
 MAPS = {"compose": "maps", "concat": "maps", "tensor_product": "maps", "odd_lift": "inner"}

@@ -5,10 +5,9 @@ from hecate.optim.deep_momentum import DeepMomentum
 from hecate.optim.delta_momentum import DeltaMomentum
 from hecate.optim.dgd import DGD
 from hecate.optim.kernel_momentum import KernelMomentum
-from hecate.optim.level_groups import level_groups
-from hecate.optim.leveled import Leveled
-from hecate.optim.m3 import M3
-from hecate.optim.muon import Muon
+from hecate.optim.leveled import Leveled, level_groups
+from hecate.optim.muon import M3, Muon
+from hecate.optim.options import OptimizerKind
 from hecate.optim.phi_momentum import PhiMomentum
 
 __all__ = [
@@ -20,6 +19,7 @@ __all__ = [
     "Leveled",
     "MatrixOptimizer",
     "Muon",
+    "OptimizerKind",
     "PhiMomentum",
     "level_groups",
 ]

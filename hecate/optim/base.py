@@ -1,23 +1,19 @@
-"""What every optimiser here shares: checks, the matrix view, complete state, one step's frame.
-
-A subclass says how a parameter's state starts (`fresh_state`) and what one step does to a list of parameters of one
-device and dtype (`update`). Everything that makes it a `torch.optim.Optimizer`
-in every respect stands here once.
-"""
+"""What every optimiser here shares: what makes it a `torch.optim.Optimizer` in every respect."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
+from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiable
 
 from hecate.errors import ConfigError, NonFiniteError, ShapeError
-from hecate.optim.options import Group, check_common, check_number, name_of, refuse_parameter
+from hecate.optim import options
+from hecate.optim.options import Allowed, Group, OptimizerKind, name_of, refuse_parameter
 from hecate.optim.sharding import agreed, is_sharded, local, put_back, whole
 from hecate.optim.tensors import state_dtype, sum_is_finite
 from hecate.tape.bridge import can_inspect
@@ -30,6 +26,11 @@ ROUNDING = 1e-12  # schedulers of torch end a little below 0
 class MatrixOptimizer(Optimizer):
     """An optimiser that sees each parameter as a matrix of rows.
 
+    A subclass says what state a parameter has (`held`, or `fresh_state`) and what one step does to a list of parameters
+    of one device and dtype (`update`). It declares its options once: as fields of `Options`, which with a `kind` is
+    what a file configures too, and of `Extras`, which a file does not have. They are the arguments of its constructor,
+    by name but for `positional`.
+
     State exists from construction, so that the checkpoint of a fresh optimiser is complete; it is float32 or better for
     half-precision parameters, through `load_state_dict` as well. All gradients are checked before anything is written,
     by all processes of a mesh together. `step` draws no random numbers. Options belong to the group, so that schedulers
@@ -40,43 +41,93 @@ class MatrixOptimizer(Optimizer):
     step. [OPT-BASE-D1]
     """
 
+    class Options(OptimizerKind):
+        """Fields of a file, and arguments of the constructor."""
+
+    class Extras(options.Extras):
+        """Arguments of the constructor alone, or of wider types there."""
+
+    positional: ClassVar[tuple[str, ...]] = ("lr",)
+    held: ClassVar[tuple[str, ...]] = ()  # entries of state like the parameter
     structural: ClassVar[tuple[str, ...]] = ("state_dtype", "matrix")  # as in the checkpoint
     carried: ClassVar[tuple[str, ...]] = ()  # attributes that copies take along
-    numbers: ClassVar[Mapping[str, float]] = {"lr": math.inf, "weight_decay": math.inf}  # at most
+    only_with: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {}  # an option, and the values of another it needs
+    allowed: ClassVar[Mapping[str, Allowed]]
+    numbers: ClassVar[Mapping[str, float]]  # and what they are at most
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        fields = {**cls.Options.model_fields, **cls.Extras.model_fields}
+        fields.pop("kind")
+        found = {name: options.allowed(field) for name, field in fields.items()}
+        cls.allowed = {name: limits for name, limits in found.items() if limits is not None}
+        numbers = (each for each in cls.allowed.items() if each[1].kind is float and None not in each[1].words)
+        cls.numbers = {name: limits.high for name, limits in numbers}
+        setattr(cls, "__signature__", options.signature_of(fields, cls.positional))  # noqa: B010 - unknown to mypy
+        if own := vars(cls).get("Options"):
+            own.factory, own.__doc__, own.__name__ = cls, cls.__doc__, cls.__name__
+
+    def __init__(self, params: ParamsT, *args: Any, **named: Any) -> None:
+        bound = getattr(type(self), "__signature__").bind(params, *args, **named)  # noqa: B009
+        bound.apply_defaults()
+        super().__init__(params, self.prepared({k: v for k, v in bound.arguments.items() if k != "params"}))
+        for name, (option, values) in self.only_with.items():
+            # Not in `check`: a group that lacks the other option may have inherited this one from the constructor.
+            given, default = self.defaults[name], bound.signature.parameters[name].default
+            acts = any(group[option] in values for group in self.param_groups)
+            if (isinstance(given, Tensor) or given != default) and not acts:
+                raise ConfigError(
+                    f"{name}={given} acts with {option} {' or '.join(map(repr, values))} alone, "
+                    f"which no group has; leave {name} out or set {option}"
+                )
+
+    def prepared(self, given: Group) -> Group:
+        """The defaults of groups, from the arguments of the constructor."""
+        for name in ("capturable", "fused"):
+            if given.pop(name):
+                raise ConfigError(
+                    f"{name}=True is not offered: this optimiser has no kernel for it; "
+                    "leave it out, foreach is the fast path"
+                )
+        return given
 
     # What a subclass gives.
 
-    @abstractmethod
     def fresh_state(self, p: Tensor, group: Group) -> State:
-        """The state of a parameter before its first step, sharded as the parameter is."""
+        """The state of a parameter before its first step, sharded as the parameter is: zeros for each of `held`."""
+        return {name: zeros_like_state(p, group) for name in self.held}
 
     @abstractmethod
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """One step on parameters of one device and dtype, in place.
 
-        All tensors are this process's own, or whole where it `gathers`. Gradients point
-        uphill (`maximize` is dealt with) and are finite unless the group says `propagate`. Under `differentiable` a new
-        tensor takes the place of a state's entry; otherwise entries are overwritten in place.
+        All tensors are this process's own, or whole where it `gathers`. Gradients point uphill (`maximize` is dealt
+        with) and are finite unless the group says `propagate`. Under `differentiable` a new tensor takes the place of a
+        state's entry; otherwise entries are overwritten in place.
         """
 
     def gathers(self, group: Group, p: Tensor) -> bool:
-        """Whether a step needs all of a sharded parameter, which then is gathered."""
-        return False
+        """Whether a step needs all of a sharded parameter, which then is gathered: unless a subclass knows better."""
+        return True
 
     def check(self, group: Group) -> None:
-        """Refuses options that cannot be computed; a subclass adds its own."""
-        check_common(group)
-        self.check_numbers(group)
+        """Refuses options that cannot be computed; a subclass adds what their fields do not say."""
+        if isinstance(lr := group["lr"], Tensor) and lr.numel() != 1:
+            raise ConfigError(f"Tensor lr must be 1-element, got shape {list(lr.shape)}")
+        for name, limits in self.allowed.items():
+            if name in group:
+                limits.check(name, group[name])
+        if group["foreach"] and group["differentiable"]:
+            raise ConfigError("foreach and differentiable exclude each other; set one of them")
 
-    def check_numbers(self, group: Group, slack: float = 0.0) -> None:
-        """Refuses `numbers` that are none, or further than slack from 0 to what they are at most.
-
-        Each step does so anew, because schedulers and users write to groups.
-        """
+    def check_numbers(self, group: Group) -> None:
+        """Refuses numbers that a scheduler or a user set to what the constructor refuses, but for rounding."""
         for name, high in self.numbers.items():
-            waits = isinstance(group[name], Tensor) and group[name].device.type != "cpu"
-            if not (slack and waits):
-                check_number(group, name, -slack, high + slack)
+            value = group[name]
+            if type(value) is float and 0 <= value <= high and value != math.inf:
+                continue
+            if not isinstance(value, Tensor) or value.device.type == "cpu":
+                self.allowed[name].check(name, value, ROUNDING)
 
     def examine(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
         """Refuses gradients that no step can be taken with, before anything is changed."""
@@ -91,7 +142,7 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self.check_numbers(group, ROUNDING)
+            self.check_numbers(group)
         due = [(group, *bucket) for group in self.param_groups for bucket in self._buckets(group)]
         checked = self._finite(due)
         for step in checked:
@@ -109,9 +160,8 @@ class MatrixOptimizer(Optimizer):
                 continue
             if grad.layout is not torch.strided:
                 raise ConfigError(
-                    f"{type(self).__name__} takes dense gradients only, got {grad.layout} for "
-                    f"{name_of(group, p)}; give it to torch.optim.SparseAdam, or set sparse=False "
-                    "in its Embedding"
+                    f"{type(self).__name__} takes dense gradients only, got {grad.layout} for {name_of(group, p)}; "
+                    "give it to torch.optim.SparseAdam, or set sparse=False in its Embedding"
                 )
             gathered = is_sharded(p) and self.gathers(group, p)
             params, grads = buckets.setdefault((p.device, p.dtype, gathered), ([], []))
@@ -135,9 +185,8 @@ class MatrixOptimizer(Optimizer):
         names = [name_of(group, p) for group in fatal for p in group["params"] if p in bad]
         if names:
             raise NonFiniteError(
-                f"the gradient of {', '.join(names[:3])}{', ...' if names[3:] else ''} holds NaN "
-                "or infinity; nothing was changed. Lower lr or clip gradients; "
-                "on_nonfinite='skip' leaves such parameters as they are"
+                f"the gradient of {', '.join(names[:3])}{', ...' if names[3:] else ''} holds NaN or infinity; nothing "
+                "was changed. Lower lr or clip gradients; on_nonfinite='skip' leaves such parameters as they are"
             )
         good = [[i for i, p in enumerate(params) if p not in bad] for _, params, _ in due]
         return [
@@ -246,12 +295,13 @@ def _matching(name: str, own: State, other: State | None) -> State:
     return other
 
 
-def put(group: Group, state: State, key: str, value: Tensor) -> None:
-    """Puts a new value into a state: in place, or as a new tensor under `differentiable`."""
-    if group["differentiable"]:
-        state[key] = value
-    elif state[key] is not value:
-        state[key].copy_(value)
+def put(group: Group, states: list[State], key: str, values: list[Tensor]) -> None:
+    """Puts new values into states: in place, or as new tensors under `differentiable`."""
+    for state, value in zip(states, values, strict=True):
+        if group["differentiable"]:
+            state[key] = value
+        elif state[key] is not value:
+            state[key].copy_(value)
 
 
 def zeros_like_state(p: Tensor, group: Group) -> Tensor:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from hecate import algorithm
 from hecate.optim.base import MatrixOptimizer, State, put
-from hecate.optim.options import Group, MatrixView, OnNonfinite, StateDtype, check_choice, check_count, common_options
-from hecate.optim.orthogonal import orthogonalised, settings
-from hecate.optim.tensors import SMALL, Bulk, as_matrix, largest, outline, state_dtype
+from hecate.optim.muon import orthogonalised, settings
+from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Share
+from hecate.optim.tensors import Bulk, as_matrix, grouped, largest, outline, state_dtype, together
+from hecate.sizes import Size
 
 CHANGE, OUT = "w_in", "w_out"
 
@@ -43,43 +42,32 @@ class DeepMomentum(MatrixOptimizer):
     Cost: 10 r c width. Sharded parameters are gathered.
     Warning: eq. 50 alone, `objective="paper"`, or `descent` with `input_scale="none"` and `orthogonalize=False`, trains
     slowly or not at all.
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 50 and 52. [OPT-DEEP-D1]
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 50. [OPT-DEEP-D1]
     """
 
-    structural: ClassVar[tuple[str, ...]] = (
-        *MatrixOptimizer.structural, "shared", "width", "input_scale",
-    )  # fmt: skip
+    class Options(OptimizerKind):
+        """Fields of a file, and arguments of the constructor."""
 
-    numbers: ClassVar[Mapping[str, float]] = {
-        **MatrixOptimizer.numbers, "momentum": 1, "rate": math.inf,
-    }  # fmt: skip
+        kind: Literal["deep_momentum"] = "deep_momentum"
+        momentum: Share = 0.9
+        width: Size = Field(32, ge=1)
+        rate: NonNegative = 0.1
+        shared: bool = False
+        objective: Literal["descent", "paper"] = "descent"
+        input_scale: Literal["rms", "none"] | None = None
+        orthogonalize: bool | None = None
+        matrix: MatrixView = "flatten"
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        momentum: float | Tensor = 0.9,
-        width: int = 32,
-        rate: float = 0.1,
-        *,
-        shared: bool = False,
-        objective: Literal["descent", "paper"] = "descent",
-        input_scale: Literal["rms", "none"] | None = None,
-        orthogonalize: bool | Mapping[str, Any] | None = None,
-        weight_decay: float = 0.0,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        on_nonfinite: OnNonfinite = "raise",
-        state_dtype: StateDtype = "full",
-        matrix: MatrixView = "flatten",
-        capturable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        super().__init__(params, common_options(**locals()))
+    class Extras(MatrixOptimizer.Extras):
+        """Arguments of the constructor alone, or of wider types there."""
+
+        orthogonalize: Any = None
+
+    positional = ("lr", "momentum", "width", "rate")
+    structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, "shared", "width", "input_scale")
 
     def check(self, group: Group) -> None:
-        """Refuses options that mean nothing."""
+        """Resolves what the objective decides, and refuses options that mean nothing."""
         taught = group["objective"] == "descent"
         if group["input_scale"] is None:
             group["input_scale"] = "rms" if taught else "none"
@@ -87,14 +75,7 @@ class DeepMomentum(MatrixOptimizer):
             group["orthogonalize"] = taught
         group["orthogonalize"] = settings(group["orthogonalize"]) or False
         super().check(group)
-        check_choice(group, "input_scale", ("rms", "none"))
-        check_count(group, "width")
-        check_choice(group, "objective", ("descent", "paper"))
         self._network(group)
-
-    def gathers(self, group: Group, p: Tensor) -> bool:
-        """Always: the whole matrix has a part in every row."""
-        return True
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """A network at its start."""
@@ -105,10 +86,10 @@ class DeepMomentum(MatrixOptimizer):
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Trains each network on its rows, reads it there, and moves the weights."""
-        bulk = Bulk(group["foreach"], group["differentiable"], states[0][OUT].dtype)
+        bulk = Bulk(group, [states[0][OUT]])
         rows = [as_matrix(g, group["matrix"]).to(state[OUT]) for g, state in zip(grads, states, strict=True)]
         found = dict[int, Tensor]()
-        for members in self._together(group, rows):
+        for members in grouped(x.shape[-1] for x in rows) if group["shared"] else together(rows, group):
             if group["shared"]:
                 joined = torch.cat([rows[i] for i in members])[None]
                 network = [states[members[0]][key][None] for key in (CHANGE, OUT)]
@@ -123,9 +104,8 @@ class DeepMomentum(MatrixOptimizer):
             found.update(zip(members, parts, strict=True))
             for i, owner in self._owners(group, states, members):
                 for key, value in zip((CHANGE, OUT), network, strict=True):
-                    put(group, owner, key, value[i])
-        options = group["orthogonalize"] or None
-        updates = [-orthogonalised(found[i], options) for i in range(len(rows))]
+                    put(group, [owner], key, [value[i]])
+        updates = [-orthogonalised(found[i].reshape(p.shape), group) for i, p in enumerate(params)]
         bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
 
     def _answers(self, group: Group, rows: Tensor, network: list[Tensor]) -> tuple[Tensor, ...]:
@@ -142,18 +122,6 @@ class DeepMomentum(MatrixOptimizer):
     def _network(self, group: Group) -> algorithm.DeepMomentum:
         names = ("width", "rate", "objective")
         return algorithm.DeepMomentum(**{name: group[name] for name in names})
-
-    def _together(self, group: Group, rows: list[Tensor]) -> list[list[int]]:
-        """Which gradients go through one network, or small ones of one shape each through its own.
-
-        A call costs more than the arithmetic of small ones.
-        """
-        together: dict[Any, list[int]] = {}
-        for i, x in enumerate(rows):
-            joins = x.numel() < SMALL and group["foreach"] is not False
-            alone = x.shape if joins else i
-            together.setdefault(x.shape[-1] if group["shared"] else alone, []).append(i)
-        return list(together.values())
 
     def _owners(self, group: Group, states: list[State], members: list[int]) -> list[tuple[int, State]]:
         """The states that hold the networks of these gradients, and which of them."""

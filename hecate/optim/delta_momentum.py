@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from hecate.errors import ConfigError, StabilityWarning
-from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
-from hecate.optim.options import (
-    Group,
-    MatrixView,
-    OnNonfinite,
-    StateDtype,
-    check_choice,
-    check_number,
-    common_options,
-    name_of,
-)
-from hecate.optim.orthogonal import orthogonalised, settings
+from hecate.optim.base import MatrixOptimizer, State, put
+from hecate.optim.muon import HELD, orthogonalised, settings
+from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Share, name_of, warn
 from hecate.optim.tensors import Bulk, as_matrix, tamed
 from hecate.tape.bridge import can_inspect
-
-HELD = "momentum"
 
 
 class DeltaMomentum(MatrixOptimizer):
@@ -49,44 +35,30 @@ class DeltaMomentum(MatrixOptimizer):
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 48 and 49. [OPT-DELTA-D1]
     """
 
-    numbers: ClassVar[Mapping[str, float]] = {**MatrixOptimizer.numbers, "momentum": 1}
+    class Options(OptimizerKind):
+        """Fields of a file, and arguments of the constructor."""
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        momentum: float | Tensor = 0.9,
-        erase: float | Literal["lr"] = 1.0,
-        *,
-        reading: Literal["matrix", "rows", "scalar"] = "matrix",
-        form: Literal["stable", "hope"] = "stable",
-        beyond: Literal["raise", "warn"] = "raise",
-        orthogonalize: bool | Mapping[str, Any] = False,
-        weight_decay: float = 0.0,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        on_nonfinite: OnNonfinite = "raise",
-        state_dtype: StateDtype = "full",
-        matrix: MatrixView = "flatten",
-        capturable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        super().__init__(params, common_options(**locals()))
+        kind: Literal["delta_momentum"] = "delta_momentum"
+        momentum: Share = 0.9
+        erase: NonNegative | Literal["lr"] = 1.0
+        reading: Literal["matrix", "rows", "scalar"] = "matrix"
+        form: Literal["stable", "hope"] = "stable"
+        beyond: Literal["raise", "warn"] = "raise"
+        orthogonalize: bool = False
+        matrix: MatrixView = "flatten"
+
+    class Extras(MatrixOptimizer.Extras):
+        """Arguments of the constructor alone, or of wider types there."""
+
+        orthogonalize: Any = False
+
+    held = (HELD,)
+    positional = ("lr", "momentum", "erase")
 
     def check(self, group: Group) -> None:
-        """Refuses options that mean nothing."""
+        """Makes `orthogonalize` plain, and refuses options that mean nothing."""
         group["orthogonalize"] = settings(group["orthogonalize"])
         super().check(group)
-        check_choice(group, "reading", ("matrix", "rows", "scalar"))
-        check_choice(group, "form", ("stable", "hope"))
-        check_choice(group, "beyond", ("raise", "warn"))
-
-    def check_numbers(self, group: Group, slack: float = 0.0) -> None:
-        """Refuses numbers that are none; erase may also be the word lr."""
-        super().check_numbers(group, slack)
-        if group["erase"] != "lr":
-            check_number(group, "erase", -slack)
 
     def examine(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
         """Refuses, or warns of, gradients beyond the bound of the printed form."""
@@ -97,37 +69,24 @@ class DeltaMomentum(MatrixOptimizer):
             largest = float(_erase(group) * _spectral(g, group))
             if largest > bound:
                 message = (
-                    f"erase |g|^2 = {largest:.3g} for {name_of(group, p)}, and form 'hope' grows "
-                    f"beyond 1 + momentum = {bound:.3g}; lower erase, clip gradients, or use form "
-                    "'stable'"
+                    f"erase |g|^2 = {largest:.3g} for {name_of(group, p)}, and form 'hope' grows beyond 1 + momentum = "
+                    f"{bound:.3g}; lower erase, clip gradients, or use form 'stable'"
                 )
                 if group["beyond"] == "raise":
                     raise ConfigError(message)
-                warnings.warn(message, StabilityWarning, stacklevel=4)
-
-    def gathers(self, group: Group, p: Tensor) -> bool:
-        """Always: the whole matrix has a part in every row."""
-        return True
-
-    def fresh_state(self, p: Tensor, group: Group) -> State:
-        """Zero momentum."""
-        return {HELD: zeros_like_state(p, group)}
+                warn(message, StabilityWarning)
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Erases, adds, and moves the weights."""
         held = [state[HELD] for state in states]
-        bulk = Bulk(group["foreach"], group["differentiable"], held[0].dtype)
+        bulk = Bulk(group, held)
         grads = [g.to(m.dtype) for g, m in zip(grads, held, strict=True)]
         erased = [self._erased(group, m, g) for m, g in zip(held, grads, strict=True)]
         held = bulk.add(bulk.decay(held, bulk.number(group["momentum"])), grads)
         held = bulk.add(held, erased, -1)
-        updates = held
-        if group["orthogonalize"] is not None:
-            matrices = [as_matrix(m, group["matrix"]) for m in held]
-            updates = [orthogonalised(m, group["orthogonalize"]) for m in matrices]
+        updates = [orthogonalised(m, group) for m in held]
         bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
-        for state, value in zip(states, held, strict=True):
-            put(group, state, HELD, value)
+        put(group, states, HELD, held)
 
     def _erased(self, group: Group, held: Tensor, grad: Tensor) -> Tensor:
         """What the gradient takes out of the momentum."""

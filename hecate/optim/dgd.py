@@ -7,12 +7,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import ParamsT
 from torch.utils.hooks import RemovableHandle
 
 from hecate.errors import ConfigError
 from hecate.optim.base import MatrixOptimizer, State
-from hecate.optim.options import Group, MatrixView, OnNonfinite, StateDtype, check_choice, common_options, name_of
+from hecate.optim.options import Group, NonNegative, OptimizerKind, name_of
 from hecate.optim.sharding import is_sharded
 from hecate.optim.tensors import Bulk, state_dtype
 from hecate.tape.bridge import can_inspect
@@ -50,32 +49,29 @@ class DGD(MatrixOptimizer):
     Warning: samples are kept from the backward pass until this optimiser's `zero_grad`. They must account for the
     gradient: what is clipped by value or averaged over processes is refused, and
     so are sharded weights, whose samples no process has all of.
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57, whose c = lr / (1 + lr) holds for |x|
-    = 1. [OPT-DGD-D1]
+    Eq. 57 has c = lr / (1 + lr), which holds for |x| = 1.
+
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57. [OPT-DGD-D1]
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-2,
-        *,
-        batch: Literal["mean", "sequential"] = "mean",
-        reduction: Literal["mean", "sum"] = "mean",
-        unattached: Literal["refuse", "sgd"] = "refuse",
-        rescaled: Literal["refuse", "follow"] = "refuse",
-        weight_decay: float = 0.0,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        on_nonfinite: OnNonfinite = "raise",
-        state_dtype: StateDtype = "full",
-        matrix: MatrixView = "flatten",
-        capturable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
+    class Options(OptimizerKind):
+        """Fields of a file, and arguments of the constructor."""
+
+        batch: Literal["mean", "sequential"] = "mean"
+        reduction: Literal["mean", "sum"] = "mean"
+
+    class Extras(MatrixOptimizer.Extras):
+        """Arguments of the constructor alone, or of wider types there."""
+
+        lr: NonNegative = 1e-2
+        unattached: Literal["refuse", "sgd"] = "refuse"
+        rescaled: Literal["refuse", "follow"] = "refuse"
+
+    def prepared(self, given: Group) -> Group:
+        """Attached to nothing so far."""
         self._seen: dict[Tensor, list[Samples]] = {}
         self._scales: dict[Tensor, Tensor | float] = {}
-        super().__init__(params, common_options(**locals()))
+        return super().prepared(given)
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Takes samples from every Linear in `module` whose weight is here, until removed."""
@@ -102,12 +98,8 @@ class DGD(MatrixOptimizer):
         super().__setstate__(state)
 
     def check(self, group: Group) -> None:
-        """Refuses options that mean nothing, and shards."""
+        """Refuses shards."""
         super().check(group)
-        check_choice(group, "batch", ("mean", "sequential"))
-        check_choice(group, "reduction", ("mean", "sum"))
-        check_choice(group, "unattached", ("refuse", "sgd"))
-        check_choice(group, "rescaled", ("refuse", "follow"))
         for p in group["params"]:
             if is_sharded(p):
                 raise ConfigError(
@@ -135,19 +127,14 @@ class DGD(MatrixOptimizer):
             allowed = max(coarsest, torch.finfo(p.dtype).eps) ** 0.5 * grad.norm()
             if not (found - grad).norm() <= allowed:
                 raise ConfigError(
-                    f"the {len(seen)} passes seen by DGD do not make up the gradient of "
-                    f"{name_of(group, p)}; use this optimiser's own zero_grad, do not clip "
-                    "gradients by value nor average them over processes, and set "
-                    "rescaled='follow' if they are scaled or clipped by norm"
+                    f"the {len(seen)} passes seen by DGD do not make up the gradient of {name_of(group, p)}; use this "
+                    "optimiser's own zero_grad, do not clip gradients by value nor average them over processes, and "
+                    "set rescaled='follow' if they are scaled or clipped by norm"
                 )
-
-    def fresh_state(self, p: Tensor, group: Group) -> State:
-        """None."""
-        return {}
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """One step per weight from its samples."""
-        bulk = Bulk(group["foreach"], group["differentiable"], params[0].dtype)
+        bulk = Bulk(group, params)
         lr, decay = bulk.number(group["lr"]), group["weight_decay"]
         attached = [p in self._seen for p in params]
         plain = [(p, g) for p, g, has in zip(params, grads, attached, strict=True) if not has]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
-from hecate.optim.base import State
-from hecate.optim.options import Group, MatrixView, OnNonfinite, StateDtype, check_choice, common_options
-from hecate.optim.phi_rows import PhiOptimizer, map_of
+from hecate.optim.base import MatrixOptimizer, State, put
+from hecate.optim.lift import PhiOptimizer, map_of
+from hecate.optim.options import Group, MatrixView, OptimizerKind, Share
 from hecate.optim.sharding import is_spread
 from hecate.optim.tensors import Bulk, as_matrix, outline, state_dtype
-from hecate.phi import FeatureMap, Identity, Params
+from hecate.phi import FeatureMap, Identity
 
 MEMORY = "memory"
 
@@ -33,48 +32,35 @@ class KernelMomentum(PhiOptimizer):
     Cost: O(r c d_phi) a step.
     Warning: similar columns add up; start from a smaller lr than that of plain momentum. A parameter of one dimension
     is one row: choose `keys="rows"` for it. Sharded parameters are gathered, and every process keeps S.
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 50 and 51: W + m(u). [OPT-KERNEL-D1]
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 50 and 51. [OPT-KERNEL-D1]
     """
 
     structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "keys")
-    numbers: ClassVar[Mapping[str, float]] = {**PhiOptimizer.numbers, "momentum": 1}
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        momentum: float | Tensor = 0.9,
-        feature_map: FeatureMap | Mapping[str, Any] | str = Identity(),  # noqa: B008 - frozen
-        center: bool = True,
-        *,
-        keys: Literal["columns", "rows"] = "columns",
-        odd: bool | None = None,
-        input_scale: Literal["none", "rms", "unit"] = "unit",
-        weight_decay: float = 0.0,
-        phi_params: Mapping[int, Params] | None = None,
-        seed: int | torch.Generator = 0,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        on_nonfinite: OnNonfinite = "raise",
-        state_dtype: StateDtype = "full",
-        matrix: MatrixView = "flatten",
-        capturable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        defaults = common_options(**locals())
-        super().__init__(params, defaults, phi_params)
+    class Options(OptimizerKind):
+        """Fields of a file, and arguments of the constructor."""
+
+        kind: Literal["kernel_momentum"] = "kernel_momentum"
+        momentum: Share = 0.9
+        feature_map: FeatureMap = Identity()
+        center: bool = True
+        keys: Literal["columns", "rows"] = "columns"
+        odd: bool | None = None
+        input_scale: Literal["none", "rms", "unit"] = "unit"
+        seed: int = Field(0, ge=0, lt=1 << 63)
+        matrix: MatrixView = "flatten"
+
+    class Extras(MatrixOptimizer.Extras):
+        """Arguments of the constructor alone, or of wider types there."""
+
+        phi_params: Any = None
+
+    positional = ("lr", "momentum", "feature_map", "center")
 
     def rows_of(self, x: Tensor, group: Group) -> Tensor:
         """Keys as rows `[n, key width]`."""
         matrix = as_matrix(x, group["matrix"])
         return matrix.mT if group["keys"] == "columns" else matrix
-
-    def check(self, group: Group) -> None:
-        """Refuses options that mean nothing."""
-        check_choice(group, "keys", ("columns", "rows"))
-        check_choice(group, "input_scale", ("none", "rms", "unit"))
-        super().check(group)
 
     def gathers(self, group: Group, p: Tensor) -> bool:
         """Where it is spread: the memory adds up keys of the whole matrix."""
@@ -91,7 +77,7 @@ class KernelMomentum(PhiOptimizer):
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Writes each gradient into its memory, reads with it, and moves the weights."""
         held = [state[MEMORY] for state in states]
-        bulk = Bulk(group["foreach"], group["differentiable"], held[0].dtype)
+        bulk = Bulk(group, held)
         lr, decay = bulk.number(group["lr"]), group["weight_decay"]
         keys = [self.rows_of(g.to(m.dtype), group) for g, m in zip(grads, held, strict=True)]
         features = [self.row_map(group, rows).features(rows)[0] for rows in keys]
@@ -100,6 +86,5 @@ class KernelMomentum(PhiOptimizer):
         read = [phi @ memory.mT for phi, memory in zip(features, held, strict=True)]
         if group["keys"] == "columns":
             read = [u.mT for u in read]
-        bulk.move(params, read, lr, decay)
-        for state, memory in zip(states, held, strict=True):
-            state[MEMORY] = memory
+        bulk.move(params, [u.reshape(p.shape) for u, p in zip(read, params, strict=True)], lr, decay)
+        put(group, states, MEMORY, held)

@@ -7,17 +7,20 @@ then one step of an ordinary torch optimiser is taken for it alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hecate.errors import ConfigError
+from hecate.checks import expect_count
+from hecate.errors import CheckpointError, ConfigError, ShapeError, did_you_mean, shorten
 from hecate.optim.base import MatrixOptimizer, examine_state
-from hecate.optim.level_groups import check_level
-from hecate.optim.options import Group
-from hecate.optim.windows import add_windows, added, refuse_shapes, windows_of
+from hecate.optim.options import Group, name_of
+from hecate.optim.tensors import state_dtype
 
 
 class Leveled(torch.optim.Optimizer):
@@ -44,8 +47,8 @@ class Leveled(torch.optim.Optimizer):
 
     `inner` is the wrapped optimiser: hooks registered there fire at commits only and see in `.grad` the gradient of the
     window. State (windows included), schedulers, hooks, closures, groups, deepcopy and pickle are those of any torch
-    optimiser. Gradients of a window that is
-    incomplete at the end of training are in the state dict; `flush` commits them.
+    optimiser. Gradients of a window that is incomplete at the end of training are in the state dict; `flush` commits
+    them.
 
     Cost: one tensor per parameter of a level with C > 1, and one addition per step.
     References: A. Behrouz et al., Nested Learning: The Illusion of Deep Learning Architectures, 2025, eq. 71, whose sum
@@ -62,12 +65,21 @@ class Leveled(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         self.inner = factory(params, **options)
-        _refuse_closures(self.inner)
+        closure = inspect.signature(self.inner.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"{type(self.inner).__name__} evaluates its loss again within a step, which a window of "
+                "past gradients cannot do; use an optimiser whose step needs no closure"
+            )
         self._windows: dict[Tensor, Tensor] = {}
         complete = isinstance(self.inner, MatrixOptimizer) or self.inner.state
         self._lazy = not complete  # it makes state in its first step, not when it is built
         own = {"period": period, "reduce": reduce, "elapsed": 0, "commits": 0}
-        _refuse_namesakes(self.inner, own)
+        for name in own.keys() & self.inner.defaults.keys():
+            raise ConfigError(
+                f"{type(self.inner).__name__} has a {name!r} of its own, which that of a level would "
+                "overwrite; wrap an optimiser without one"
+            )
         super().__init__(list(self.inner.param_groups), {**self.inner.defaults, **own})
         self.state = self.inner.state
 
@@ -78,8 +90,13 @@ class Leveled(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_capture()
-        if self._is_asked_for_state():
+        slow = any(group["period"] > 1 for group in self.param_groups)
+        if slow and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "a CUDA graph would replay one step's choice of levels for ever; capture the "
+                "forward and backward pass only, or use period=1"
+            )
+        if self._only_makes_state():
             return loss
         due = [group for group in self.param_groups if self._collect(group)]
         if due:
@@ -157,7 +174,7 @@ class Leveled(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("commits", 1)  # written by a version that did not count
 
-    def _is_asked_for_state(self) -> bool:
+    def _only_makes_state(self) -> bool:
         """Whether this is the step of zeros at lr 0 by which torch's distributed checkpoints make state where they find
         none: it counts as no step, because `state_dict` makes it."""
         groups = self.param_groups
@@ -172,27 +189,30 @@ class Leveled(torch.optim.Optimizer):
     def _make_state(self) -> None:
         """The state of levels before their first commit, which begins without it: by a step of zeros at lr 0, as
         torch's distributed checkpoints make it."""
-        fresh = [
-            group
-            for group in self.param_groups
-            if self._lazy and not group["commits"]
-            and not any(p in self.state for p in group["params"])
-        ]  # fmt: skip
-        if not fresh:
-            return
-        own = [(p, p.grad) for group in fresh for p in group["params"]]
+        untouched = (g for g in self.param_groups if self._lazy and not g["commits"])
+        fresh = [group for group in untouched if not any(p in self.state for p in group["params"])]
         rates = [(group, group["lr"]) for group in fresh if "lr" in group]
+        with self._lent(fresh):
+            try:
+                for p in (p for group in fresh for p in group["params"]):
+                    p.grad = torch.zeros_like(p) if p.requires_grad else None
+                for group, lr in rates:
+                    group["lr"] = 0 * lr
+                if fresh:
+                    inspect.unwrap(type(self.inner).step)(self.inner)  # no hook hears of it
+            finally:
+                for group, lr in rates:
+                    group["lr"] = lr
+
+    @contextmanager
+    def _lent(self, groups: list[Group]) -> Iterator[None]:
+        """The wrapped optimiser sees these groups and no other, and what becomes of their `.grad` is undone."""
+        own = [(p, p.grad) for group in groups for p in group["params"]]
+        self.inner.state, self.inner.param_groups = self.state, groups
         try:
-            for p, _ in own:
-                p.grad = torch.zeros_like(p) if p.requires_grad else None
-            for group, lr in rates:
-                group["lr"] = 0 * lr
-            self.inner.state, self.inner.param_groups = self.state, fresh
-            inspect.unwrap(type(self.inner).step)(self.inner)  # no hook hears of it
+            yield
         finally:
             self.inner.param_groups = list(self.param_groups)
-            for group, lr in rates:
-                group["lr"] = lr
             for p, grad in own:
                 p.grad = grad
 
@@ -207,9 +227,8 @@ class Leveled(torch.optim.Optimizer):
         return group["elapsed"] >= group["period"]
 
     def _commit(self, due: list[Group]) -> None:
-        """One step of the wrapped optimiser, which sees the groups that are due and no other."""
-        own = [(parameter, parameter.grad) for group in due for parameter in group["params"]]
-        try:
+        """One step of the wrapped optimiser for the groups that are due."""
+        with self._lent(due):
             for group in due:
                 if not _single(group):
                     self._show_windows(group)
@@ -218,12 +237,7 @@ class Leveled(torch.optim.Optimizer):
                         self.state.pop(parameter, None)  # of a step for state alone
                 group["elapsed"] = 0
                 group["commits"] += 1
-            self.inner.state, self.inner.param_groups = self.state, due
             self.inner.step()
-        finally:
-            self.inner.param_groups = list(self.param_groups)
-            for parameter, grad in own:
-                parameter.grad = grad
 
     def _show_windows(self, group: Group) -> None:
         """Moves the windows of a group to where an optimiser looks for gradients."""
@@ -234,34 +248,105 @@ class Leveled(torch.optim.Optimizer):
                 window = window / group["elapsed"]
             parameter.grad = None if window is None else window.to(dtype)
 
-    def _refuse_capture(self) -> None:
-        slow = any(group["period"] > 1 for group in self.param_groups)
-        if slow and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise ConfigError(
-                "a CUDA graph would replay one step's choice of levels for ever; capture the "
-                "forward and backward pass only, or use period=1"
-            )
-
 
 def _single(group: Group) -> bool:
     """Whether `.grad` is the whole window, so that nothing need be collected."""
     return group["period"] == 1 and group["elapsed"] == 1
 
 
-def _refuse_namesakes(inner: torch.optim.Optimizer, own: Group) -> None:
-    for name in own:
-        if name in inner.defaults:
-            raise ConfigError(
-                f"{type(inner).__name__} has a {name!r} of its own, which that of a level would "
-                "overwrite; wrap an optimiser without one"
+def level_groups(
+    named_parameters: Iterable[tuple[str, Tensor]], periods: Mapping[str, int], *, default: int = 1
+) -> list[Group]:
+    """Parameter groups by name: one per period, the fastest first.
+
+    `level_groups(model.named_parameters(), {"*.levels.2.*": 64, "*.levels.1.*": 8})`: the first pattern (shell style)
+    that fits a name decides, `default` where none does. Parameters that need no gradient are left out. A pattern that
+    decides nothing is a `ConfigError`. [OPTIM-LEVEL-D4]"""
+    for period in (*periods.values(), default):
+        check_level({"period": period, "reduce": "mean"})
+    named = [(name, value) for name, value in named_parameters if value.requires_grad]
+    found: dict[int, list[Tensor]] = {}
+    idle = dict.fromkeys(periods)
+    for name, parameter in named:
+        pattern = next((p for p in periods if fnmatchcase(name, p)), None)
+        idle.pop(pattern, None)  # type: ignore[arg-type]
+        period = default if pattern is None else periods[pattern]
+        found.setdefault(period, []).append(parameter)
+    for pattern in idle:
+        names = [name for name, _ in named]
+        some = ", ".join(names[:4]) + (", ..." if names[4:] else "")
+        hint = did_you_mean(pattern, names)
+        raise ConfigError(f"the pattern {pattern!r} decides no parameter's level; names are {some}.{hint}")
+    return [{"params": found[period], "period": period} for period in sorted(found)]
+
+
+def check_level(group: Group) -> None:
+    """Refuses a period or a reduction that means nothing."""
+    expect_count(group["period"], "period")
+    if group["reduce"] not in ("mean", "sum"):
+        raise ConfigError(f"reduce must be 'mean' or 'sum', got {shorten(group['reduce'])}")
+    if group["period"] > 1 and group.get("differentiable"):
+        raise ConfigError(
+            f"differentiable=True with period={group['period']}: a window keeps no graph of its steps; "
+            "use period=1 for this group"
+        )
+
+
+def added(window: Tensor | None, grad: Tensor) -> Tensor:
+    """A window, with one more gradient; half precision is summed in float32."""
+    wide = grad.detach().to(state_dtype(grad, "full"), copy=window is None)
+    if window is None:
+        return wide
+    return wide + window if window.is_sparse else window.add_(wide)
+
+
+def add_windows(optimizer: Any, state: dict[str, Any]) -> None:
+    """Puts the windows of slow levels beside what the wrapped optimiser keeps of a parameter."""
+    slow = {p for group in optimizer.param_groups if group["period"] > 1 for p in group["params"]}
+    for index, p in _indexed(state["param_groups"], optimizer.param_groups):
+        window = optimizer._windows.get(p)
+        entries = {**state["state"].get(index, {}), "has_window": torch.tensor(window is not None)}
+        if window is None and p in slow:
+            window = torch.zeros_like(p, dtype=state_dtype(p, "full"))
+        state["state"][index] = entries if window is None else {**entries, "window": window}
+
+
+def windows_of(state: dict[str, Any], groups: list[Group]) -> dict[Tensor, Tensor]:
+    """Copies of the running windows of a state dict; their dtype is not the parameter's."""
+    for number, group in enumerate(state["param_groups"]):
+        if "period" not in group or "elapsed" not in group:
+            raise CheckpointError(
+                f"param_groups[{number}] of the state has no period: another optimiser wrote it; "
+                "load it into one of that kind"
+            )
+    entries = {i: e for i, e in state["state"].items() if "window" in e}
+    windows = {i: {"window": e["window"]} for i, e in entries.items()}
+    refuse_shapes(windows, state["param_groups"], groups)
+    return {
+        p: entries[i]["window"].detach().to(p.device, copy=True)
+        for i, p in _indexed(state["param_groups"], groups)
+        if i in entries and bool(entries[i].get("has_window", True))
+    }
+
+
+def refuse_shapes(state: dict[int, Any], saved: list[Group], groups: list[Group]) -> None:
+    """Refuses what is not of its parameter's shape; factors of it, as Adafactor's, are together."""
+    for index, p in _indexed(saved, groups):
+        shapes = {k: v.shape for k, v in state.get(index, {}).items() if getattr(v, "ndim", 0)}
+        dims = [max(sizes) for sizes in zip(*shapes.values(), strict=False)]
+        ranks = {len(shape) for shape in shapes.values()}
+        if shapes and (ranks != {p.ndim} or dims != list(p.shape)):
+            key = next(k for k, shape in shapes.items() if shape != p.shape)
+            group = next(g for g in groups if any(q is p for q in g["params"]))
+            raise ShapeError(
+                f"state {key!r} of {name_of(group, p)} is {list(shapes[key])} in the checkpoint, "
+                f"which does not fit the parameter's {list(p.shape)}; load it into the same model"
             )
 
 
-def _refuse_closures(inner: torch.optim.Optimizer) -> None:
-    """A level takes its gradients from steps gone by, so nothing can be evaluated again."""
-    closure = inspect.signature(inner.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"{type(inner).__name__} evaluates its loss again within a step, which a window of "
-            "past gradients cannot do; use an optimiser whose step needs no closure"
-        )
+def _indexed(saved: list[Group], groups: list[Group]) -> list[tuple[int, Tensor]]:
+    """Parameters with their numbers in a state dict; none if groups differ, which torch reports."""
+    numbers, params = ([g["params"] for g in each] for each in (saved, groups))
+    if [len(each) for each in numbers] != [len(each) for each in params]:
+        return []
+    return list(zip(chain(*numbers), chain(*params), strict=True))

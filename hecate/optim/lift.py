@@ -10,62 +10,42 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from hecate.errors import ConfigError, ShapeError
-from hecate.optim.tensors import largest
-from hecate.phi import ELU, Compose, FeatureMap, Identity, Linear, Normalise, OddLift, Params, Polynomial, RandomFourier
-from hecate.phi.elementwise import Elementwise
+from hecate.errors import ConfigError, ShapeError, StabilityWarning, shorten
+from hecate.optim.base import MatrixOptimizer
+from hecate.optim.options import Group, warn
+from hecate.optim.tensors import as_matrix, largest, outline, tamed
+from hecate.phi import FeatureMap, OddLift, Params
 
-LiftName = Literal["identity", "vjp", "pinv", "learned", "prefix", "callable"]
-LIFTS = ("identity", "vjp", "pinv", "learned", "prefix", "callable")
+LiftName = Literal["auto", "identity", "vjp", "pinv", "learned", "prefix"]
 Scale = Literal["none", "rms", "unit", "restored"]
 Call = Callable[[Tensor, Tensor], Tensor]
 
-RISING = {"identity", "elu", "exp", "sigmoid", "softplus", "tanh"}  # strictly, in every component
-HALVES = {"gelu_shifted", "leaky_relu_squared", "relu", "squared_relu"}  # their odd part rises
-STEADY = {"elu", "gelu_shifted", "identity", "relu", "sigmoid", "softplus", "tanh"}  # of bounded slope
 PROBE = 67  # no multiple of a vector register: a kernel's main loop and its tail both run
-
-
-def needs_odd(feature_map: FeatureMap) -> bool:
-    """Whether centring alone loses the sign of half of all components, as for relu."""
-    return feature_map.kind in HALVES
-
-
-def on_numbers(feature_map: FeatureMap) -> bool:
-    """Whether a map acts on every number alone."""
-    if isinstance(feature_map, OddLift):
-        return on_numbers(feature_map.inner)
-    return isinstance(feature_map, Identity | ELU | Elementwise)
+LEAST_COSINE = 0.01  # below it an update is no descent
+GRAM, CROSS, PHI = "lift_gram", "lift_cross", "phi."  # in the state of a parameter
+MADE_OF = ("feature_map", "odd", "center", "input_scale", "lift", "ridge", "seed")  # of a row map
 
 
 def choose(feature_map: FeatureMap) -> LiftName:
     """What `lift="auto"` means: identity where components keep their sign, pinv where features decode linearly or
-    forget lengths, else vjp."""
-    inner = feature_map.inner if isinstance(feature_map, OddLift) else feature_map
-    rising = RISING | HALVES if isinstance(feature_map, OddLift) else RISING
-    if inner.kind in rising:
+    forget lengths (J_phi(x) x = 0, so that no update of vjp descends), else vjp."""
+    traits = feature_map.traits()
+    if traits.rising == "everywhere":
         return "identity"
-    decodes = isinstance(inner, Linear | RandomFourier) or _forgets_length(inner)
-    return "pinv" if decodes else "vjp"
-
-
-def _forgets_length(feature_map: FeatureMap) -> bool:
-    """Whether phi(c x) = phi(x), so that J_phi(x) x = 0 and no update of vjp descends."""
-    first = feature_map.maps[0] if isinstance(feature_map, Compose) else feature_map
-    return isinstance(first, Normalise) and first.inner.traits().degree is not None
+    return "pinv" if traits.decodes or traits.forgets_length else "vjp"
 
 
 def choose_scale(feature_map: FeatureMap, lift: str) -> Scale:
     """What `input_scale="auto"` means: none where updates descend at gradients of any length, which are those of maps
-    of degree 1 and, taken as they are, of `STEADY` ones; else restored."""
-    inner = feature_map.inner if isinstance(feature_map, OddLift) else feature_map
-    steady = lift == "identity" and inner.kind in STEADY
-    return "none" if steady or inner.traits().degree == 1 else "restored"
+    of degree 1 and, taken as they are, of componentwise ones of bounded slope; else restored."""
+    traits = feature_map.traits()
+    steady = lift == "identity" and traits.componentwise and traits.bounded_slope
+    return "none" if steady or traits.degree == 1 else "restored"
 
 
 def refuse_lift(feature_map: FeatureMap, lift: str, width: int) -> None:
@@ -76,7 +56,7 @@ def refuse_lift(feature_map: FeatureMap, lift: str, width: int) -> None:
             f"lift 'identity' needs as many features as columns, {feature_map.kind!r} makes {d_phi}"
             f" of {width}; use 'vjp', 'pinv' or 'learned'"
         )
-    if lift == "prefix" and not isinstance(feature_map, Polynomial):
+    if lift == "prefix" and feature_map.traits().linear_at is None:
         raise ConfigError(
             "lift 'prefix' reads the features of degree 1 of a polynomial, got "
             f"{feature_map.kind!r}; use 'vjp' or 'pinv'"
@@ -107,7 +87,8 @@ class RowMap:
         if self.zero is not None:
             features = features - self.zero
         if self.mask:
-            moved = g != 0 if self.on_numbers else (g != 0).any(-1, keepdim=True)
+            alone = acts_on_numbers(self.feature_map, self.lift, self.scale)
+            moved = g != 0 if alone else (g != 0).any(-1, keepdim=True)
             features = torch.where(moved, features, 0)
         if self.scale == "restored":
             features = features * length(g)
@@ -123,39 +104,39 @@ class RowMap:
             lifted = held if self.lift == "identity" else self.feature_map.vjp(residuals, held)[0]
             return lifted if self.gain == 1 else lifted / self.gain
         if self.lift == "prefix":
-            first = 0 if getattr(self.feature_map, "form", "") == "raw" else 1
+            first = self.feature_map.traits().linear_at or 0
             return held[..., first : first + g.shape[-1]]
-        if self.call is not None:
-            return called(self.call, held, g)
-        if self.decoder is None:
-            raise ConfigError(f"lift {self.lift!r} needs a decoder")
-        return held @ self.decoder
+        if self.call is None:
+            if self.decoder is None:
+                raise ConfigError(f"lift {self.lift!r} needs a decoder")
+            return held @ self.decoder
+        lifted = self.call(held, g)
+        if lifted.shape != g.shape:
+            raise ShapeError(
+                f"the lift must return {list(g.shape)} from features {list(held.shape)}, got {list(lifted.shape)}"
+            )
+        return lifted
 
     def __call__(self, g: Tensor) -> Tensor:
         """P phi~(g), in the shape of g."""
         features, residuals = self.features(g)
         return self.back(features, g, residuals)
 
-    @property
-    def on_numbers(self) -> bool:
-        """Whether u depends on each number of g alone, so that any shape will do."""
-        direct = self.lift in ("identity", "vjp") and self.scale == "none"
-        return direct and on_numbers(self.feature_map)
-
-    def decoded(self, decoder: Tensor) -> RowMap:
-        """The same map with another decoder `[d_phi, columns]`."""
-        return replace(self, decoder=decoder)
-
     def with_params(self, params: Params, like: Tensor) -> RowMap:
         """The same map with other parameters, for rows like `like` `[*, columns]`."""
         if not self.centre or self.feature_map.parity == "odd":
             return replace(self, params=params)
-        numbers = on_numbers(self.feature_map)
+        numbers = self.feature_map.traits().componentwise
         origin = like.new_zeros((PROBE,) if numbers else (1, like.shape[-1]))
         zero = self.feature_map(origin, params)[0]
         settled = numbers and bool((self.feature_map(origin, params) == zero).all())
         nothing = settled and zero.item() == 0
         return replace(self, params=params, zero=None if nothing else zero, mask=not settled)
+
+
+def acts_on_numbers(feature_map: FeatureMap, lift: str, scale: str) -> bool:
+    """Whether P phi~ of a number depends on that number alone."""
+    return lift in ("identity", "vjp") and scale == "none" and feature_map.traits().componentwise
 
 
 def scaled(g: Tensor, scale: Scale) -> Tensor:
@@ -169,22 +150,6 @@ def length(g: Tensor) -> Tensor:
     """|row|, `[..., 1]`, at any size that the dtype has; 1 for a row of zeros."""
     size = largest(g, -1)
     return size * (g / size).norm(dim=-1, keepdim=True).clamp(min=1)
-
-
-def called(call: Call, held: Tensor, g: Tensor) -> Tensor:
-    """A user's lift of `held` `[n, d_phi]` at g `[n, columns]`, its shape checked."""
-    lifted = call(held, g)
-    if lifted.shape != g.shape:
-        raise ShapeError(
-            f"the lift must return {list(g.shape)} from features {list(held.shape)}, got {list(lifted.shape)}"
-        )
-    return lifted
-
-
-def initial(feature_map: FeatureMap, width: int, seed: int) -> Params:
-    """The map's initial parameters in float64 on the CPU: the same on every device and rank."""
-    generator = torch.Generator().manual_seed(seed)
-    return feature_map.init(width, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def placed(params: Params, like: Tensor) -> Params:
@@ -227,17 +192,197 @@ def calibrated(row_map: RowMap, width: int, seed: int, ridge: float) -> tuple[Te
     return decoder, float(missed.norm() / rows[count:].norm())
 
 
-def gauged(row_map: RowMap, like: Tensor, seed: int) -> tuple[float, float]:
-    """Of seeded Gaussian rows and their updates u: |u| / |g|, and the cosine <u, g> / (|u| |g|).
+def learn_lift(state: dict[str, Tensor], features: Tensor, rows: Tensor, forget: float, ridge: float) -> Tensor:
+    """P = argmin sum_s forget^(t-s) |phi~(g_s) P - g_s|^2 + ridge tr(A)/d_phi |P|^2, `[d_phi, c]`.
 
-    In the dtype of `like`, whose rounding may be all that is left. Without updates (a constant
-    map) the gain is 1 and the cosine 0.
+    Recursive least squares by its normal equations: A <- forget A + Phi^T Phi, B <- forget B + Phi^T G, P = (A + ridge
+    tr(A)/d_phi)^(-1) B. A step whose features are all zero forgets nothing. [OPT-LIFT-D4]
     """
-    generator = torch.Generator().manual_seed(seed)
-    shape = 32, like.shape[-1]
-    rows = torch.randn(shape, dtype=torch.float64, generator=generator).to(like.dtype)
+    gram, cross = state[GRAM], state[CROSS]
+    features, rows = features.to(gram.dtype), rows.to(gram.dtype)
+    kept = torch.where((features != 0).any(), forget, 1.0)
+    gram.mul_(kept).add_(features.mT @ features)
+    cross.mul_(kept).add_(features.mT @ rows)
+    size = gram.shape[0]
+    floor = torch.finfo(gram.dtype).tiny
+    damping = ridge * gram.diagonal().sum() / size + floor
+    return torch.linalg.solve(gram + damping * torch.eye(size).to(gram), cross)
+
+
+def own_phi(row_map: RowMap, state: dict[str, Tensor], like: Tensor) -> RowMap:
+    """The map with the learned parameters that this state holds."""
+    learned = {name.removeprefix(PHI): value for name, value in state.items() if name.startswith(PHI)}
+    return row_map.with_params({**row_map.params, "learned": learned}, like)
+
+
+def learn_phi(row_map: RowMap, state: dict[str, Tensor], g: Tensor, lr: float) -> None:
+    """One step of phi's learned parameters down |P phi~(g) - g|^2 / (2 |g|^2), P held fixed.
+
+    [OPT-PHI-D4]
+    """
+    target, size = tamed(row_map.target(g), (-2, -1), g.dtype)
+    power = target.square().sum()
+    power = torch.where(power > 0, power, 1)
+
+    def loss(learned: dict[str, Tensor]) -> Tensor:
+        told = row_map.with_params({**row_map.params, "learned": learned}, g)(g)
+        return (told / size - target).square().sum() / (2 * power)
+
+    grads = torch.func.grad(loss)(row_map.params["learned"])
+    for name, grad in grads.items():
+        state[f"{PHI}{name}"].sub_(grad, alpha=lr)
+
+
+class PhiOptimizer(MatrixOptimizer):
+    """An optimiser that reads gradients through a feature map, row by row.
+
+    Frozen draws are not kept: they are drawn from the group's `seed`, the same on every device and process, and a
+    checkpoint holds their checksum. [OPT-PHI-I3]
+    """
+
+    structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, *MADE_OF[:5])
+    carried: ClassVar[tuple[str, ...]] = ("_given", "_call", "_maps")
+
+    def prepared(self, given: Group) -> Group:
+        """Keeps what a checkpoint cannot: a lift that is a function, given parameters of phi."""
+        self._given: dict[int, Params] = dict(given.pop("phi_params") or {})
+        for width, params in self._given.items():
+            if type(width) is not int or set(params) != {"learned", "frozen"}:
+                raise ConfigError(
+                    "phi_params must map widths of rows to parameters of phi as its init gives "
+                    f"them, got {shorten(width)}: {shorten(params)}"
+                )
+        self._maps: dict[tuple[Any, ...], tuple[RowMap, float | None]] = {}
+        self._call: Call | None = given.get("lift") if callable(given.get("lift")) else None
+        if self._call is not None:
+            given["lift"] = "callable"
+        if isinstance(seed := given["seed"], torch.Generator):
+            given["seed"] = int(torch.randint(1 << 62, (), generator=seed))
+        return super().prepared(given)
+
+    def rows_of(self, x: Tensor, group: Group) -> Tensor:
+        """The matrix whose rows go through phi."""
+        return as_matrix(x, group["matrix"])
+
+    def check(self, group: Group) -> None:
+        """Resolves what is `auto`, so that the group says what is computed; refuses the rest."""
+        super().check(group)
+        plain = FeatureMap.model_validate(group["feature_map"])
+        if plain.needs_position:
+            raise ConfigError(f"a gradient's rows have no position, {plain.kind!r} needs one")
+        if group["odd"] is None:
+            group["odd"] = group["center"] and plain.traits().rising == "odd_part"  # centring would cut it in half
+        group["feature_map"] = plain.model_dump()
+        if not (group["center"] or group["odd"] or plain.parity == "odd"):
+            warn(
+                f"center=False with {plain.kind!r}: a gradient of zero moves weights, by "
+                "-lr P phi(0) at every step; leave center=True unless that is what you study"
+            )
+        group["phi_checksums"] = {str(width): checksum(self.drawn(group, width)) for width in self.widths(group)}
+
+    def agree(self, group: Group, other: Group) -> None:
+        """Refuses a checkpoint of other options, or whose draws this seed no longer gives."""
+        super().agree(group, other)
+        theirs = other.get("phi_checksums", {})
+        for width, digits in group["phi_checksums"].items():
+            if theirs.get(width, digits) != digits:
+                raise ConfigError(
+                    f"the draws of {group['feature_map']['kind']!r} for rows of {width} have checksum {digits} here "
+                    f"and {theirs[width]} in the checkpoint: seed {group['seed']} here, {other.get('seed')} there; "
+                    "construct with the checkpoint's seed (or phi_params), and with the torch that wrote it"
+                )
+
+    def widths(self, group: Group) -> list[int]:
+        """The widths of rows in a group."""
+        params = [p for p in group["params"] if p.numel()]
+        return sorted({self.rows_of(outline(p), group).shape[-1] for p in params})
+
+    def decode_errors(self) -> dict[int, float]:
+        """By row width: what share of a Gaussian row the lift `pinv` misses."""
+        return {key[1]: error for key, (_, error) in self._maps.items() if error is not None}
+
+    def row_map(self, group: Group, like: Tensor) -> RowMap:
+        """The map of rows as wide as those of `like`, in its dtype and on its device."""
+        width = like.shape[-1]
+        key = (str([group.get(name) for name in MADE_OF]), width, like.dtype, like.device)
+        if key not in self._maps:
+            self._maps[key] = self._built(group, like)
+        found = self._maps[key][0]
+        if group["differentiable"]:  # parameters that autograd follows, phi(0) with them
+            found = found.with_params(placed(self.drawn(group, width), like), like)
+        return found
+
+    def _built(self, group: Group, like: Tensor) -> tuple[RowMap, float | None]:
+        width = like.shape[-1]
+        exact = self.drawn(group, width)
+        how = {"centre": group["center"], "scale": group["input_scale"], "call": self._call}
+        made = RowMap(map_of(group), exact, group.get("lift", "none"), **how)
+        error = None
+        if made.lift == "pinv":
+            made, error = self._decoded(group, made, like)
+        elif made.scale == "restored" and made.lift in ("identity", "vjp"):
+            made = self._gauged(group, made, like)
+        with torch.no_grad():
+            return made.with_params(placed(exact, like), like), error
+
+    def _decoded(self, group: Group, made: RowMap, like: Tensor) -> tuple[RowMap, float]:
+        width = like.shape[-1]
+        exact = _on_cpu(made, width, torch.float64)
+        decoder, error = calibrated(exact, width, group["seed"], group["ridge"])
+        if error > group["max_decode_error"]:
+            advice = "input_scale='restored', " if made.scale == "none" else ""
+            raise ConfigError(
+                f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through {made.feature_map.kind!r}, more "
+                f"than max_decode_error = {group['max_decode_error']}; use {advice}more features, a wider bandwidth, "
+                "or lift='vjp'"
+            )
+        # A wrong part of size e turns an update by up to e: momentum then feeds oscillations where e sqrt(lr curvature)
+        # is above what it loses per step, 1 - momentum. [OPT-LIFT-I3]
+        slack = 1 - float(torch.as_tensor(group["momentum"]).detach())
+        if error > slack > 0:
+            warn(
+                f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through {made.feature_map.kind!r}: with "
+                f"momentum {1 - slack:.3g} updates may grow where lr times curvature is above "
+                f"{(slack / error) ** 2:.2g}; use more features, a wider bandwidth, less momentum or a lower lr",
+                StabilityWarning,
+            )
+        return replace(made, decoder=decoder.to(like)), error
+
+    def _gauged(self, group: Group, made: RowMap, like: Tensor) -> RowMap:
+        """The map with updates as long as 32 seeded Gaussian rows; warns where they do not descend.
+
+        In the dtype of `like`, whose rounding may be all that is left. A constant map has no updates: its gain is 1.
+        """
+        width = like.shape[-1]
+        generator = torch.Generator().manual_seed(group["seed"])
+        rows = torch.randn((32, width), dtype=torch.float64, generator=generator).to(like.dtype)
+        with torch.no_grad():
+            updates, rows = _on_cpu(made, width, like.dtype)(rows).double(), rows.double()
+        power = float(updates.norm() * rows.norm())
+        cosine = float((updates * rows).sum() / power) if power > 0 else 0.0
+        if cosine < LEAST_COSINE:
+            warn(
+                f"updates of Gaussian rows of {width} by {made.feature_map.kind!r} and lift {made.lift!r} have the "
+                f"cosine {cosine:.3f} with them, so that no step descends; use lift='pinv' or another feature_map"
+            )
+        return replace(made, gain=float(updates.norm() / rows.norm()) if power > 0 else 1.0)
+
+    def drawn(self, group: Group, width: int) -> Params:
+        """phi's parameters for rows of a width, in float64 on the CPU: the same on every device; or those given."""
+        if width in self._given:
+            return self._given[width]
+        generator = torch.Generator().manual_seed(group["seed"])
+        return map_of(group).init(width, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def _on_cpu(made: RowMap, width: int, dtype: torch.dtype) -> RowMap:
+    """The map where it is calibrated, alike on every device."""
+    like = torch.zeros(1, width, dtype=dtype)
     with torch.no_grad():
-        updates = row_map(rows).double()
-        rows = rows.double()
-    gain, power = updates.norm() / rows.norm(), updates.norm() * rows.norm()
-    return (float(gain), float((updates * rows).sum() / power)) if power > 0 else (1.0, 0.0)
+        return made.with_params(placed(made.params, like), like)
+
+
+def map_of(group: Group) -> FeatureMap:
+    """The feature map of a group, odd-lifted where the group says so."""
+    plain = FeatureMap.model_validate(group["feature_map"])
+    return OddLift(inner=plain) if group["odd"] else plain

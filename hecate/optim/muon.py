@@ -1,24 +1,142 @@
-"""Orthogonalised momentum over parameters."""
+"""Orthogonalised updates: the Newton-Schulz iteration of the memories, Muon, and M3 on two time scales."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
+from hecate.algorithm import NewtonSchulz
+from hecate.algorithm.newton_schulz import POLYNOMIALS, Coefficients, iterated
+from hecate.checks import expect_choice
 from hecate.errors import ConfigError
 from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
-from hecate.optim.options import Group, MatrixView, OnNonfinite, StateDtype, common_options, name_of
-from hecate.optim.orthogonal import AdjustLr, Polynomial, adjustment, check_muon_steps, muon_steps
-from hecate.optim.tensors import Bulk, as_matrix
+from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
+from hecate.optim.tensors import Bulk, as_matrix, tamed, together
+from hecate.sizes import Count
 
 HELD = "momentum"
+FAST, SLOW, UPDATE, WINDOW, SQUARE, STEP = "fast", "slow", "slow_update", "slow_window", "square", "step"
 
 
-class Muon(MatrixOptimizer):
+def newton_schulz(
+    matrix: Tensor,
+    coefficients: Coefficients = POLYNOMIALS["quintic"],
+    steps: int = 5,
+    eps: float = 1e-7,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """NS(U) `[..., r, c]`: singular values of U / max(|U|_F, eps) towards 1. [OPT-ORTH-D1]
+
+    Zero stays zero. `dtype` is that of the iteration, None the matrix's own. Acts on the whole matrix: rows of a shard
+    alone would be another algorithm.
+    """
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    dtype = dtype or matrix.dtype
+    x = tamed(matrix, (-2, -1), dtype)[0].to(dtype)
+    x = x.mT if tall else x
+    # One matrix takes its norm as `torch.optim.Muon` does, bit for bit.
+    length = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    x = x / length.clamp(min=eps)
+    for _ in range(steps):
+        x = iterated(x, coefficients)
+    return (x.mT if tall else x).to(matrix.dtype)
+
+
+def settings(given: bool | Mapping[str, Any] | NewtonSchulz | None) -> dict[str, Any] | None:
+    """An option `orthogonalize` as plain values: None, or the fields of `NewtonSchulz`."""
+    if given is None or given is False:
+        return None
+    if not (given is True or isinstance(given, Mapping | NewtonSchulz)):
+        raise ConfigError(f"orthogonalize must be a bool or fields of NewtonSchulz, got {given!r}")
+    made = NewtonSchulz(**({} if given is True else dict(given)))
+    for name in ("lr", "momentum"):
+        if getattr(made, name) != NewtonSchulz.model_fields[name].default:
+            raise ConfigError(f"orthogonalize has no {name}, got {getattr(made, name)}; set the optimiser's own")
+    return made.model_dump()
+
+
+def orthogonalised(u: Tensor, group: Group) -> Tensor:
+    """NS of u's matrix by a group's `orthogonalize`, of the matrix's own length with `rescale`; u itself without."""
+    options = group["orthogonalize"]
+    if not options:
+        return u
+    matrix = as_matrix(u, group["matrix"])
+    found = newton_schulz(matrix, POLYNOMIALS[options["polynomial"]], options["steps"], options["eps"])
+    if options["rescale"]:
+        small, size = tamed(matrix, (-2, -1), matrix.dtype)
+        found = found * (size * (small.norm() / math.sqrt(min(matrix.shape))))
+    return found.reshape(u.shape)
+
+
+class SpectralOptions(OptimizerKind):
+    """Of optimisers that orthogonalise by `muon_steps`."""
+
+    ns_coefficients: Literal["quintic", "cubic"] = "quintic"
+    ns_steps: int = Field(5, ge=1, le=99)
+    ns_dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
+    eps: Positive = 1e-7
+    adjust_lr_fn: Literal["original", "match_rms_adamw", "none"] = "original"
+    matrix: MatrixView = "flatten"
+
+
+class SpectralOptimizer(MatrixOptimizer):
+    """An optimiser of whole matrices, whose steps `muon_steps` makes and `ratio` scales."""
+
+    class Extras(MatrixOptimizer.Extras):
+        """Arguments of the constructor alone, or of wider types there."""
+
+        ns_coefficients: Any = "quintic"
+
+    def check(self, group: Group) -> None:
+        """Refuses options that `muon_steps` and `ratio` cannot take."""
+        if isinstance(group["ns_dtype"], torch.dtype):
+            group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")
+        group["adjust_lr_fn"] = group["adjust_lr_fn"] or "original"
+        super().check(group)
+        given = group["ns_coefficients"]
+        if isinstance(given, str):
+            expect_choice(given, "ns_coefficients", tuple(POLYNOMIALS))
+        elif not (isinstance(given, tuple | list) and len(given) == 3 and all(map(_is_finite, given))):
+            raise ConfigError(f"ns_coefficients must be three numbers or one of {list(POLYNOMIALS)}, got {given}")
+        if not group["eps"]:
+            raise ConfigError("eps must be above 0: a zero matrix is divided by it")
+
+
+def muon_steps(updates: list[Tensor], group: Group) -> list[Tensor]:
+    """NS of each update's matrix by a group's `ns_coefficients`, `ns_steps`, `eps` and `ns_dtype`."""
+    matrices = [as_matrix(u, group["matrix"]) for u in updates]
+    given = group["ns_coefficients"]
+    coefficients = POLYNOMIALS[given] if isinstance(given, str) else given
+    dtype = getattr(torch, group["ns_dtype"]) if group["ns_dtype"] else None
+    arguments = coefficients, group["ns_steps"], group["eps"], dtype
+    found = dict[int, Tensor]()
+    for members in together(matrices, group):
+        if len(members) == 1:
+            found[members[0]] = newton_schulz(matrices[members[0]], *arguments)
+        else:
+            joined = newton_schulz(torch.stack([matrices[i] for i in members]), *arguments)
+            found.update(zip(members, joined, strict=True))
+    return [found[i].reshape(u.shape) for i, u in enumerate(updates)]
+
+
+def ratio(u: Tensor, group: Group) -> float:
+    """What lr is multiplied by: the root of max(1, rows / columns), or 0.2 of the longer side's, or 1."""
+    rows, columns = as_matrix(u, group["matrix"]).shape
+    if group["adjust_lr_fn"] == "original":
+        return math.sqrt(max(1, rows / max(1, columns)))
+    return 0.2 * math.sqrt(max(rows, columns)) if group["adjust_lr_fn"] == "match_rms_adamw" else 1.0
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+class Muon(SpectralOptimizer):
     """muon: m <- momentum m + (1 - momentum) g, w <- (1 - lr weight_decay) w - lr a NS(u).
 
     u is m, or with `nesterov` momentum m + (1 - momentum) g. NS pushes the singular values of u's matrix towards 1, so
@@ -33,36 +151,25 @@ class Muon(MatrixOptimizer):
     [OPT-MUON-D1]
     """
 
-    numbers: ClassVar[Mapping[str, float]] = {**MatrixOptimizer.numbers, "momentum": 1}
+    class Options(SpectralOptions):
+        """Fields of a file, and arguments of the constructor."""
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float | Tensor = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: Polynomial = "quintic",
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: AdjustLr | None = "original",
-        *,
-        ns_dtype: str | torch.dtype | None = None,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        on_nonfinite: OnNonfinite = "raise",
-        state_dtype: StateDtype = "full",
-        matrix: MatrixView = "flatten",
-        capturable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        super().__init__(params, common_options(**locals()))
+        momentum: Share = 0.95
+        nesterov: bool = True
+
+    class Extras(SpectralOptimizer.Extras):
+        """Arguments of the constructor alone, or of wider types there."""
+
+        weight_decay: NonNegative = 0.1
+
+    held = (HELD,)
+    positional = (
+        "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",
+    )  # fmt: skip
 
     def check(self, group: Group) -> None:
-        """Refuses options that mean nothing, and vectors."""
+        """Refuses vectors."""
         super().check(group)
-        check_muon_steps(group)
         for p in group["params"]:
             if p.ndim < 2:
                 raise ConfigError(
@@ -70,25 +177,161 @@ class Muon(MatrixOptimizer):
                     "of AdamW, or use M3, which has a rule for vectors"
                 )
 
-    def gathers(self, group: Group, p: Tensor) -> bool:
-        """Always: the whole matrix has a part in every row."""
-        return True
-
-    def fresh_state(self, p: Tensor, group: Group) -> State:
-        """Zero momentum."""
-        return {HELD: zeros_like_state(p, group)}
-
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Averages the gradients, orthogonalises, and moves the weights."""
         held = [state[HELD] for state in states]
-        bulk = Bulk(group["foreach"], group["differentiable"], held[0].dtype)
+        bulk = Bulk(group, held)
         lr, momentum = bulk.number(group["lr"]), bulk.number(group["momentum"])
         grads = [g.to(m.dtype) for g, m in zip(grads, held, strict=True)]
         held = ahead = bulk.lerp(held, grads, 1 - momentum)
         if group["nesterov"]:
             ahead = [g.lerp(m, momentum) for g, m in zip(grads, held, strict=True)]
-        matrices = [as_matrix(u, group["matrix"]) for u in ahead]
-        ratios = [adjustment(group["adjust_lr_fn"], *u.shape) for u in matrices]
-        bulk.move(params, muon_steps(matrices, group), lr, group["weight_decay"], ratios)
-        for state, value in zip(states, held, strict=True):
-            put(group, state, HELD, value)
+        ratios = [ratio(u, group) for u in ahead]
+        bulk.move(params, muon_steps(ahead, group), lr, group["weight_decay"], ratios=ratios)
+        put(group, states, HELD, held)
+
+
+class M3(SpectralOptimizer):
+    """m3: w <- (1 - lr weight_decay) w - lr a (NS(m1) + slow NS(m2)), m2 moved once a slow_period.
+
+    accumulate: `ema_mean`, m1 <- momentum m1 + (1 - momentum) g and at the end of a period m2 <- slow_momentum m2 + (1
+    - slow_momentum) s with s the mean of its gradients, `slow_period` many; `ema_last`, the same with s the last one
+    alone; `sum`, as printed, without decay: m1 <- m1 + momentum g, m2 <- m2 + slow_momentum (sum of a period's), v <- v
+    + retain g^2. At a
+    period's end m2 is moved before m1, by a window that ends with the present gradient.
+    second_moment: `none`; `before`, NS(m / (sqrt(v) + eps)); `after`, as printed, (NS(m1) + slow NS(m2)) / (sqrt(v) +
+    eps), which gives up the equal singular values that NS made. v <- retain v + (1 - retain) g^2; averages are divided
+    by 1 - retain^t where their scale matters.
+    vectors: parameters of fewer than 2 dimensions take `adam`, (m1 + slow m2) / (sqrt(v) + eps), or `row`, NS of one
+    row: its direction.
+    a by `adjust_lr_fn`: see `Muon`, which this is with slow=0 (nesterov=False), bit for bit.
+
+    Shapes: see `MatrixOptimizer`. State: fast, slow, slow_update (NS of slow), step; slow_window unless `ema_last`;
+    square where v is used.
+    Cost: 1 + 1 / slow_period times that of `Muon`. Sharded parameters are gathered.
+    Warning: `sum` never forgets a gradient and swings about a minimum like an undamped spring.
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1. [OPT-M3-D1]
+    """
+
+    class Options(SpectralOptions):
+        """Fields of a file, and arguments of the constructor."""
+
+        momentum: Share = 0.95
+        slow_momentum: Share = 0.9
+        slow: NonNegative = 0.5
+        slow_period: Count = Field(8, ge=1)
+        accumulate: Literal["sum", "ema_mean", "ema_last"] = "ema_mean"
+        second_moment: Literal["none", "before", "after"] = "none"
+        retain: Share = 0.99
+
+    class Extras(SpectralOptimizer.Extras):
+        """Arguments of the constructor alone, or of wider types there."""
+
+        vectors: Literal["adam", "row"] = "adam"
+
+    positional = ("lr", "momentum", "slow_momentum", "slow", "slow_period")
+    structural: ClassVar[tuple[str, ...]] = (
+        *MatrixOptimizer.structural, "accumulate", "second_moment", "vectors", "slow_period",
+    )  # fmt: skip
+
+    def check(self, group: Group) -> None:
+        """Refuses a second moment that is never written."""
+        super().check(group)
+        scaled = [p for p in group["params"] if _keeps_square(p, group)]
+        if scaled and group["accumulate"] != "sum" and group["retain"] == 1:
+            raise ConfigError(
+                f"retain 1 never writes the second moment of {name_of(group, scaled[0])}; choose one below 1"
+            )
+
+    def fresh_state(self, p: Tensor, group: Group) -> State:
+        """Zero averages and a step of 0."""
+        names = [FAST, SLOW, UPDATE]
+        names += [WINDOW] if group["accumulate"] != "ema_last" else []
+        names += [SQUARE] if _keeps_square(p, group) else []
+        state = {name: zeros_like_state(p, group) for name in names}
+        return state | {STEP: torch.zeros((), dtype=torch.int64)}
+
+    def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
+        """Moves both averages, orthogonalises what moved, and moves the weights."""
+        bulk = Bulk(group, [states[0][FAST]])
+        lr, slow = bulk.number(group["lr"]), bulk.number(group["slow"])
+        grads = [g.to(state[FAST].dtype) for g, state in zip(grads, states, strict=True)]
+        put(group, states, STEP, [state[STEP] + 1 for state in states])
+        self._second(group, bulk, grads, states)
+        self._slow(group, bulk, grads, states)
+        self._write(group, bulk, states, FAST, grads, group["momentum"])
+        fast = self._outputs(group, states, FAST, [int(state[STEP]) for state in states])
+        updates = bulk.sum(fast, [state[UPDATE] for state in states], slow)
+        after = group["second_moment"] == "after"
+        updates = [
+            u / self._root(group, state) if after or _as_vector(u, group) else u
+            for u, state in zip(updates, states, strict=True)
+        ]
+        ratios = [1.0 if _as_vector(p, group) else ratio(p, group) for p in params]
+        bulk.move(params, updates, lr, group["weight_decay"], ratios=ratios)
+
+    def _write(self, group: Group, bulk: Bulk, states: list[State], key: str, ys: list[Tensor], rate: Any) -> None:
+        """x <- x + rate y (`sum`), else x <- rate x + (1 - rate) y."""
+        xs, rate = [state[key] for state in states], bulk.number(rate)
+        summed = group["accumulate"] == "sum"
+        put(group, states, key, bulk.add(xs, ys, rate) if summed else bulk.lerp(xs, ys, 1 - rate))
+
+    def _second(self, group: Group, bulk: Bulk, grads: list[Tensor], states: list[State]) -> None:
+        held = [(_square(g), state) for g, state in zip(grads, states, strict=True) if SQUARE in state]
+        if held:
+            squares, kept = [s for s, _ in held], [state for _, state in held]
+            self._write(group, bulk, kept, SQUARE, squares, group["retain"])
+
+    def _slow(self, group: Group, bulk: Bulk, grads: list[Tensor], states: list[State]) -> None:
+        """Adds to the window; at its end moves the slow average and orthogonalises it."""
+        period, how = group["slow_period"], group["accumulate"]
+        windows = grads
+        if how != "ema_last":
+            windows = bulk.add([state[WINDOW] for state in states], grads)
+            put(group, states, WINDOW, windows)
+        due = [i for i, state in enumerate(states) if int(state[STEP]) % period == 0]
+        if not due:
+            return
+        ended = [states[i] for i in due]
+        written = [windows[i] / period if how == "ema_mean" else windows[i] for i in due]
+        self._write(group, bulk, ended, SLOW, written, group["slow_momentum"])
+        counts = [int(state[STEP]) // period for state in ended]
+        put(group, ended, UPDATE, self._outputs(group, ended, SLOW, counts))
+        if how != "ema_last":
+            put(group, ended, WINDOW, [torch.zeros_like(state[WINDOW]) for state in ended])
+
+    def _outputs(self, group: Group, states: list[State], key: str, counts: list[int]) -> list[Tensor]:
+        """What an average adds to the update, after its `counts`-th write."""
+        found, inputs = dict[int, Tensor](), dict[int, Tensor]()
+        rate = group["momentum" if key == FAST else "slow_momentum"]
+        for i, (state, count) in enumerate(zip(states, counts, strict=True)):
+            held = state[key]
+            if _as_vector(held, group):
+                scale = 1 if group["accumulate"] == "sum" or rate == 1 else 1 - rate**count
+                found[i] = held / scale
+            else:
+                if group["second_moment"] == "before":
+                    held = held / self._root(group, state)
+                inputs[i] = held
+        found.update(zip(inputs, muon_steps(list(inputs.values()), group), strict=True))
+        return [found[i] for i in range(len(states))]
+
+    def _root(self, group: Group, state: State) -> Tensor:
+        """sqrt(v) + eps, v corrected for its start at 0."""
+        summed = group["accumulate"] == "sum"
+        scale = 1 if summed else 1 - group["retain"] ** int(state[STEP])
+        return (state[SQUARE] / scale).sqrt() + group["eps"]
+
+
+def _square(g: Tensor) -> Tensor:
+    """g^2, at most the largest number: an average with infinity would be NaN from then on."""
+    return (g * g).clamp(max=torch.finfo(g.dtype).max)
+
+
+def _as_vector(p: Tensor, group: Group) -> bool:
+    """Whether a parameter takes the rule for vectors."""
+    return p.ndim < 2 and group["vectors"] == "adam"
+
+
+def _keeps_square(p: Tensor, group: Group) -> bool:
+    return _as_vector(p, group) or group["second_moment"] != "none"

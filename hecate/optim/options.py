@@ -1,106 +1,143 @@
-"""The options of a group: their defaults, checks, and how a parameter is called in errors."""
+"""The options of an optimiser, declared once: for its constructor, for its groups and for a file."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+import sys
+import warnings
+from collections.abc import Callable
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
 import torch
-from torch import Tensor
+from pydantic import Field
+from pydantic.fields import FieldInfo
+from torch import Tensor, nn
 
+from hecate.checks import expect_choice
 from hecate.errors import ConfigError
 from hecate.optim.sharding import is_sharded
 from hecate.tape.bridge import can_inspect
+from hecate.variant import Config, Variant
 
 Group = dict[str, Any]
-OnNonfinite = Literal["raise", "skip", "propagate"]
+Named = list[tuple[str, nn.Parameter]]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
 MatrixView = Literal["flatten", "last"]
-StateDtype = Literal["full", "parameter"]
-FLAGS = {"center", "decoupled", "differentiable", "maximize", "nesterov", "shared"}
 
 
-def common_options(**given: Any) -> Group:
-    """The defaults of a group, from the arguments of a constructor: its `locals()` will do."""
-    for name in ("self", "params", "phi_params", "__class__"):
-        given.pop(name, None)
-    known: Group = {
-        "lr": 1e-3,
-        "weight_decay": 0.0,
-        "maximize": False,
-        "foreach": None,
-        "differentiable": False,
-        "on_nonfinite": "raise",
-        "state_dtype": "full",
-        "matrix": "flatten",
-    }
-    for name in ("capturable", "fused"):
-        if given.pop(name, None):
-            raise ConfigError(
-                f"{name}=True is not offered: this optimiser has no kernel for it; "
-                "leave it out, foreach is the fast path"
-            )
-    return known | given
+class OptimizerKind(Variant, family="optimizer"):
+    """What turns gradients into steps: a `factory` and, as fields, its arguments.
 
-
-def check_common(group: Group) -> None:
-    """Refuses values of the common options that mean nothing."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ConfigError(f"Tensor lr must be 1-element, got shape {list(lr.shape)}")
-    for name in sorted(FLAGS & group.keys()):
-        check_choice(group, name, (True, False))
-    check_choice(group, "foreach", (None, True, False))
-    check_choice(group, "on_nonfinite", ("raise", "skip", "propagate"))
-    check_choice(group, "state_dtype", ("full", "parameter"))
-    check_choice(group, "matrix", ("flatten", "last"))
-    if group["foreach"] and group["differentiable"]:
-        raise ConfigError("foreach and differentiable exclude each other; set one of them")
-
-
-def check_used(
-    cls: type, given: Group, groups: list[Group], only_with: Mapping[str, tuple[str, Sequence[Any]]]
-) -> None:
-    """Refuses options set to what is not their default where no group has what they act with.
-
-    Only of the constructor: a group that lacks it may have inherited them from there.
+    A `MatrixOptimizer` has one as `Options`: the fields are arguments of its constructor and options of its groups
+    too, where they may take the ends of their intervals (a momentum of 1) and tensors of one element.
     """
-    for name, (option, values) in only_with.items():
-        default = inspect.signature(cls).parameters[name].default
-        set_ = isinstance(given[name], Tensor) or given[name] != default
-        if set_ and not any(group[option] in values for group in groups):
-            raise ConfigError(
-                f"{name}={given[name]} acts with {option} {' or '.join(map(repr, values))} alone, "
-                f"which no group has; leave {name} out or set {option}"
-            )
+
+    factory: ClassVar[Callable[..., torch.optim.Optimizer]]
+    windowed: ClassVar[bool] = True  # whether `Leveled` may hand it the mean of several gradients
+
+    def trains(self, model: nn.Module) -> Named:
+        """The parameters of a model that this kind trains, by name."""
+        return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+    def build(self, model: nn.Module, groups: list[Group], lr: float) -> torch.optim.Optimizer:
+        """The optimiser of these groups of a model."""
+        return type(self).factory(groups, lr=lr, **self.options())
+
+    def options(self) -> Group:
+        """The arguments of `factory`."""
+        return {name: getattr(self, name) for name in sorted(type(self).model_fields.keys() - {"kind", "fallback"})}
 
 
-def check_number(group: Group, name: str, low: float = 0.0, high: float = math.inf) -> None:
-    """Refuses what is not a number in [low, high], or a tensor that holds one; low is about 0."""
-    value = group[name]
-    if isinstance(value, Tensor) and not can_inspect(value):
-        return
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    fits = isinstance(number, int | float) and not isinstance(number, bool)
-    if not fits or not low <= number <= high or number == math.inf:
-        bound = "" if high == math.inf else f" and at most {high:g}"
-        raise ConfigError(f"{name} must be a finite number of at least 0{bound}, got {value!r}")
+class Extras(Config):
+    """Options that a constructor has beside the fields of a file."""
+
+    lr: NonNegative = 1e-3
+    weight_decay: NonNegative = 0.0
+    maximize: bool = False
+    foreach: bool | None = None
+    differentiable: bool = False
+    on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
+    state_dtype: Literal["full", "parameter"] = "full"
+    matrix: MatrixView = "flatten"
+    capturable: bool = False
+    fused: bool | None = None
 
 
-def check_count(group: Group, name: str, most: int | None = None) -> None:
-    """Refuses what is not an integer of at least 1."""
-    value = group[name]
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < 1 or (most is not None and value > most):
-        bound = "" if most is None else f" and at most {most}"
-        raise ConfigError(f"{name} must be an integer of at least 1{bound}, got {value!r}")
+class Allowed(NamedTuple):
+    """What an option may be: one of `words`, or a number (`kind` float or int) from low to high."""
+
+    words: tuple[Any, ...]
+    kind: type | None = None
+    low: float = 0
+    high: float = math.inf
+
+    def check(self, name: str, value: Any, slack: float = 0.0) -> None:
+        """Refuses a value that is neither; slack is how far beyond its bounds a number may be."""
+        if self.kind is None:
+            expect_choice(value, name, self.words)
+        elif not isinstance(value, Tensor) and value in self.words:
+            return
+        elif self.kind is int:
+            if type(value) is not int or not self.low <= value <= self.high:
+                bound = "" if self.high == math.inf else f" and at most {self.high}"
+                raise ConfigError(f"{name} must be an integer of at least {self.low}{bound}, got {value!r}")
+        elif not (isinstance(value, Tensor) and not can_inspect(value)):
+            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            fits = isinstance(number, int | float) and not isinstance(number, bool)
+            if not fits or not self.low - slack <= number <= self.high + slack or number == math.inf:
+                bound = "" if self.high == math.inf else f" and at most {self.high:g}"
+                raise ConfigError(f"{name} must be a finite number of at least {self.low:g}{bound}, got {value!r}")
 
 
-def check_choice(group: Group, name: str, choices: tuple[Any, ...]) -> None:
-    """Refuses what is not one of the choices."""
-    if group[name] not in choices:
-        raise ConfigError(f"{name} must be one of {list(choices)}, got {group[name]!r}")
+def allowed(field: FieldInfo) -> Allowed | None:
+    """What a field of words, flags and numbers may be; None if its type says something else, for a check of its own.
+
+    Ends of intervals count as inside, because an experiment wants to see them.
+    """
+    words: list[Any] = []
+    kind: type | None = None
+    limits: list[Any] = list(field.metadata)
+    waiting: list[Any] = [field.annotation]
+    while waiting:
+        found = waiting.pop(0)
+        if get_origin(found) in (Union, UnionType):
+            waiting += get_args(found)
+        elif get_origin(found) is Annotated:
+            waiting.append(get_args(found)[0])
+            limits += [limit for given in get_args(found)[1:] for limit in given.metadata]
+        elif get_origin(found) is Literal:
+            words += get_args(found)
+        elif found is bool or found is type(None):
+            words += (True, False) if found is bool else (None,)
+        elif found in (int, float):
+            kind = found
+        else:
+            return None
+    low = max((getattr(x, end) for x in limits for end in ("ge", "gt") if hasattr(x, end)), default=0)
+    tops = [x.le if hasattr(x, "le") else x.lt - (kind is int) for x in limits if hasattr(x, "le") or hasattr(x, "lt")]
+    return Allowed(tuple(words), kind, low, min(tops, default=math.inf))
+
+
+def signature_of(fields: dict[str, FieldInfo], positional: tuple[str, ...]) -> inspect.Signature:
+    """A constructor's: `params`, these fields by place, the others by name."""
+    place, name_only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    made = [inspect.Parameter("params", place)]
+    for name in (*positional, *(name for name in fields if name not in positional)):
+        how, field = place if name in positional else name_only, fields[name]
+        made.append(inspect.Parameter(name, how, default=field.default, annotation=field.annotation))
+    return inspect.Signature(made)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning at the line of the caller outside of this package and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("hecate.optim", "torch.")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level + 1)
 
 
 def refuse_parameter(owner: str, p: Tensor, group: Group) -> None:

@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
-from hecate.errors import ConfigError
-from hecate.optim.base import State, zeros_like_state
-from hecate.optim.internal import fresh_lift, fresh_phi
-from hecate.optim.lift import LIFTS, Call, Scale, choose, choose_scale, refuse_lift
-from hecate.optim.options import (
-    Group,
-    MatrixView,
-    OnNonfinite,
-    StateDtype,
-    check_choice,
-    check_number,
-    check_used,
-    common_options,
-    name_of,
+from hecate.checks import expect_choice
+from hecate.errors import ConfigError, NonFiniteError
+from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
+from hecate.optim.lift import (
+    CROSS,
+    GRAM,
+    PHI,
+    LiftName,
+    PhiOptimizer,
+    RowMap,
+    Scale,
+    acts_on_numbers,
+    choose,
+    choose_scale,
+    learn_lift,
+    learn_phi,
+    map_of,
+    own_phi,
+    refuse_lift,
 )
-from hecate.optim.orthogonal import settings
-from hecate.optim.passes import Numberwise, Rowwise, acts_on_numbers, move, number_by_number
-from hecate.optim.phi_rows import PhiOptimizer, map_of
-from hecate.optim.precondition import COLUMNS, ROWS, SQUARE, WIDEST
+from hecate.optim.muon import HELD, orthogonalised, settings
+from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
 from hecate.optim.sharding import is_spread, like, local, rows_are_whole
-from hecate.optim.tensors import BLOCK, CACHE, Bulk, as_matrix, blocks, outline
-from hecate.phi import FeatureMap, Identity, Params
+from hecate.optim.tensors import BLOCK, CACHE, Bulk, as_matrix, blocks, grouped, outline, pointwise
+from hecate.phi import FeatureMap, Identity
 
-HELD = "momentum"
+IDENTITY = Identity()
+SQUARE, ROWS, COLUMNS = "square", "kronecker_rows", "kronecker_columns"
+WIDEST = 8192  # the largest side of a matrix whose kronecker factors are still kept
 PRECONDITIONED = ("precondition", ("diagonal", "kronecker"))
-ONLY_WITH = {
-    "forget": ("lift", ("learned",)),
-    "ridge": ("lift", ("pinv", "learned")),
-    "retain": PRECONDITIONED,
-    "eps": PRECONDITIONED,
-}
 
 
 class PhiMomentum(PhiOptimizer):
-    """phi_momentum: m <- momentum m + P phi~(g), w <- w - lr m.
+    """phi_momentum: m <- momentum m + P phi~(g), w <- (1 - lr weight_decay) w - lr m.
 
     Momentum that remembers features of gradients instead of gradients. phi is any feature map of the memories, applied
     to the rows of the gradient's matrix; phi~ is phi centred, phi(g) - phi(0), or odd-lifted, (phi(g) - phi(-g)) / 2,
@@ -84,58 +83,56 @@ class PhiMomentum(PhiOptimizer):
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 51. [OPT-PHI-D1]
     """
 
+    class Options(OptimizerKind):
+        """Fields of a file, and arguments of the constructor."""
+
+        kind: Literal["phi_momentum"] = "phi_momentum"
+        momentum: Share = 0.9
+        feature_map: FeatureMap = IDENTITY
+        lift: LiftName = "auto"
+        center: bool = True
+        odd: bool | None = None
+        form: Literal["torch", "hope"] = "torch"
+        space: Literal["weight", "phi"] = "weight"
+        input_scale: Literal["none", "rms", "unit"] | Literal["auto"] = "auto"
+        precondition: Literal["diagonal", "kronecker"] | None = None
+        orthogonalize: bool = False
+        guard: Literal["none", "skip", "flip"] = "none"
+        nesterov: bool = False
+        dampening: Share = 0.0
+        decoupled: bool = True
+        phi_lr: NonNegative = 0.0
+        forget: Share = 0.99
+        ridge: NonNegative | None = None
+        max_decode_error: NonNegative = 0.8
+        retain: Share = 0.99
+        eps: Positive = 1e-8
+        seed: int = Field(0, ge=0, lt=1 << 63)
+        matrix: MatrixView = "flatten"
+
+    class Extras(MatrixOptimizer.Extras):
+        """Arguments of the constructor alone, or of wider types there."""
+
+        lift: Any = "auto"
+        input_scale: Scale | Literal["auto"] = "auto"
+        orthogonalize: Any = False
+        phi_params: Any = None
+
+    held = (HELD,)
+    positional = ("lr", "momentum", "feature_map", "lift", "center")
     structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "space", "precondition")
     carried: ClassVar[tuple[str, ...]] = (*PhiOptimizer.carried, "_guarded")
-    numbers: ClassVar[Mapping[str, float]] = {
-        **PhiOptimizer.numbers,
-        **dict.fromkeys(("momentum", "dampening", "forget", "retain"), 1),
-        **dict.fromkeys(("phi_lr", "eps"), math.inf),
+    only_with: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {
+        "forget": ("lift", ("learned",)),
+        "ridge": ("lift", ("pinv", "learned")),
+        "retain": PRECONDITIONED,
+        "eps": PRECONDITIONED,
     }
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        momentum: float | Tensor = 0.9,
-        feature_map: FeatureMap | Mapping[str, Any] | str = Identity(),  # noqa: B008 - frozen
-        lift: str | Call = "auto",
-        center: bool = True,
-        *,
-        odd: bool | None = None,
-        form: Literal["torch", "hope"] = "torch",
-        space: Literal["weight", "phi"] = "weight",
-        input_scale: Scale | Literal["auto"] = "auto",
-        precondition: Literal["diagonal", "kronecker"] | None = None,
-        orthogonalize: bool | Mapping[str, Any] = False,
-        guard: Literal["none", "skip", "flip"] = "none",
-        nesterov: bool = False,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        decoupled: bool = True,
-        phi_lr: float = 0.0,
-        phi_params: Mapping[int, Params] | None = None,
-        forget: float = 0.99,
-        ridge: float | None = None,
-        max_decode_error: float = 0.8,
-        retain: float = 0.99,
-        eps: float = 1e-8,
-        seed: int | torch.Generator = 0,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        on_nonfinite: OnNonfinite = "raise",
-        state_dtype: StateDtype = "full",
-        matrix: MatrixView = "flatten",
-        capturable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        defaults = common_options(**locals())
-        if callable(lift):
-            defaults["lift"] = "callable"
+    def prepared(self, given: Group) -> Group:
+        """With no row guarded so far."""
         self._guarded: int | Tensor = 0
-        given = dict(defaults)
-        super().__init__(params, defaults, phi_params, lift if callable(lift) else None)
-        check_used(type(self), given, self.param_groups, ONLY_WITH)
+        return super().prepared(given)
 
     @property
     def stats(self) -> dict[str, int]:
@@ -143,14 +140,10 @@ class PhiMomentum(PhiOptimizer):
         return {"guarded": int(self._guarded)}
 
     def check(self, group: Group) -> None:
-        """Refuses options that mean nothing, or nothing together."""
+        """Refuses options that mean nothing together."""
         group["orthogonalize"] = settings(group["orthogonalize"])
         super().check(group)
         self._check_lift(group)
-        check_choice(group, "form", ("torch", "hope"))
-        check_choice(group, "space", ("weight", "phi"))
-        check_choice(group, "guard", ("none", "skip", "flip"))
-        check_choice(group, "precondition", (None, "diagonal", "kronecker"))
         if group["nesterov"] and group["dampening"]:
             raise ConfigError("nesterov needs dampening 0; leave one of them out")
         hope, phi = group["form"] == "hope", group["space"] == "phi"
@@ -173,12 +166,9 @@ class PhiMomentum(PhiOptimizer):
         if group["input_scale"] == "auto":
             printed = not (group["center"] or group["odd"])
             group["input_scale"] = "none" if printed else choose_scale(feature_map, group["lift"])
-        check_choice(group, "input_scale", ("none", "rms", "unit", "restored"))
         if group["ridge"] is None:
             group["ridge"] = 1e-6 if group["lift"] == "learned" else 0.0
-        check_choice(group, "lift", LIFTS)
-        check_number(group, "ridge")
-        check_number(group, "max_decode_error")
+        expect_choice(group["lift"], "lift", ("identity", "vjp", "pinv", "learned", "prefix", "callable"))
         if group["lift"] == "callable" and self._call is None:
             raise ConfigError("lift 'callable' needs the function itself: pass it as lift=")
         for width in self.widths(group):
@@ -190,24 +180,20 @@ class PhiMomentum(PhiOptimizer):
             raise ConfigError(
                 f"phi_lr trains learned parameters, {group['feature_map']['kind']!r} has none; leave it at 0"
             )
-        inner = [
-            name
-            for name, used in (
-                ("phi_lr", group["phi_lr"]),
-                ("lift 'learned'", group["lift"] == "learned"),
-                ("precondition 'kronecker'", group["precondition"] == "kronecker"),
-            )
-            if used
-        ]
+        learned = {
+            "phi_lr": group["phi_lr"],
+            "lift 'learned'": group["lift"] == "learned",
+            "precondition 'kronecker'": group["precondition"] == "kronecker",
+        }
+        inner = [name for name, used in learned.items() if used]
         if inner and group["differentiable"]:
             raise ConfigError(f"differentiable=True does not reach through {inner[0]}; leave it out")
         for p in group["params"]:
             sides = as_matrix(outline(p), group["matrix"]).shape
             if group["precondition"] == "kronecker" and max(sides) > WIDEST:
                 raise ConfigError(
-                    f"precondition 'kronecker' keeps a square factor for each side of "
-                    f"{name_of(group, p)}, {list(sides)}, and stops at {WIDEST}; give it a group "
-                    "with 'diagonal'"
+                    f"precondition 'kronecker' keeps a square factor for each side of {name_of(group, p)}, "
+                    f"{list(sides)}, and stops at {WIDEST}; give it a group with 'diagonal'"
                 )
 
     def gathers(self, group: Group, p: Tensor) -> bool:
@@ -219,13 +205,13 @@ class PhiMomentum(PhiOptimizer):
             return True
         if group["space"] == "phi":
             return not _rows_first(p, group)
-        if acts_on_numbers(group) and group["guard"] == "none":
+        if by_number(group) and group["guard"] == "none":
             return False
         return not rows_are_whole(p, group["matrix"])
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         """Zero momentum, and what the lift, phi and the preconditioner learn."""
-        state = {HELD: zeros_like_state(p, group)}
+        state = super().fresh_state(p, group)
         height, width = as_matrix(outline(p), group["matrix"]).shape
         rows = local(state[HELD]).new_empty(0, width)
         d_phi = map_of(group).output_dim(width)
@@ -235,9 +221,10 @@ class PhiMomentum(PhiOptimizer):
             placed = _rows_first(p, group)
             state[HELD] = like(p, features[: local(p).shape[0]]) if placed else features
         if group["lift"] == "learned":
-            state |= fresh_lift(d_phi, width, rows.device)
+            exact = rows.to(torch.float64)
+            state |= {GRAM: exact.new_zeros(d_phi, d_phi), CROSS: exact.new_zeros(d_phi, width)}
         if group["phi_lr"]:
-            state |= fresh_phi(row_map.params)
+            state |= {f"{PHI}{name}": value.clone() for name, value in row_map.params["learned"].items()}
         if group["precondition"] == "diagonal":
             state[SQUARE] = zeros_like_state(p, group)
         if group["precondition"] == "kronecker":
@@ -247,37 +234,238 @@ class PhiMomentum(PhiOptimizer):
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Writes phi~ of the gradients into the momentum and moves the weights by it."""
         held = [state[HELD] for state in states]
-        bulk = Bulk(group["foreach"], group["differentiable"], held[0].dtype)
-        if number_by_number(group):
+        bulk = Bulk(group, held)
+        more = group["precondition"] == "kronecker" or group["orthogonalize"] or group["guard"] != "none"
+        if group["space"] == "weight" and not more and by_number(group):
             self._by_number(group, bulk, params, grads, states)
             return
         rows = Rowwise(group, bulk, states, lambda like: self.row_map(group, like))
-        held = move(group, bulk, rows, params, grads, held)
+        held = _step(group, bulk, rows.enter, rows.leave, params, grads, held)
         self._guarded = self._guarded + rows.guarded
-        for state, value in zip(states, held, strict=True):
-            state[HELD] = value
+        put(group, states, HELD, held)
 
     def _by_number(
         self, group: Group, bulk: Bulk, params: list[Tensor], grads: list[Tensor], states: list[State]
     ) -> None:
-        """In blocks that stay in the cache from phi to the weights, where nothing needs a graph."""
+        """Where an update needs no more than each number's phi, momentum and mean square, so that shapes do not matter.
+
+        In blocks that stay in the cache from phi to the weights, where nothing needs a graph.
+        """
         row_map = self.row_map(group, states[0][HELD].new_empty(0, 1))
+        plain = row_map.feature_map == IDENTITY
         keys = [HELD, SQUARE] if group["precondition"] else [HELD]
-        kept = [[state[key] for state in states] for key in keys]
-        if bulk.foreach:
-            plain = isinstance(row_map.feature_map, Identity) and len(keys) == 1
-            for some, slopes, held, *rest in blocks((params, grads, *kept), BLOCK if plain else CACHE):
-                numbers = Numberwise(group, bulk, row_map, rest[0] if rest else [])
-                move(group, bulk, numbers, some, slopes, held)
-            return
-        numbers = Numberwise(group, bulk, row_map, kept[1] if kept[1:] else [])
-        held = move(group, bulk, numbers, params, grads, kept[0])
-        for key, values in zip(keys, (held, numbers.squares), strict=False):
-            for state, value in zip(states, values, strict=True):
-                state[key] = value
+        lists = (params, grads, *([state[key] for state in states] for key in keys))
+        squares: list[Tensor] = []
+
+        def enter(grads: list[Tensor]) -> list[Tensor]:
+            nonlocal squares
+            updates = grads
+            if not plain:
+                updates = pointwise(row_map, grads) if bulk.foreach else [row_map(g) for g in grads]
+            if squares:
+                updates, squares = diagonal(bulk, squares, updates, group["retain"], group["eps"])
+            return updates
+
+        for some, slopes, held, *rest in (
+            blocks(lists, BLOCK if plain and len(keys) == 1 else CACHE) if bulk.foreach else [lists]
+        ):
+            squares = rest[0] if rest else []
+            moved = _step(group, bulk, enter, list, some, slopes, held)
+        if not bulk.foreach:
+            for key, values in zip(keys, (moved, squares), strict=False):
+                put(group, states, key, values)
+
+
+def by_number(group: Group) -> bool:
+    """Whether P phi~ of a number depends on that number alone."""
+    return acts_on_numbers(map_of(group), group["lift"], group["input_scale"])
 
 
 def _rows_first(p: Tensor, group: Group) -> bool:
     """Whether the rows of p's matrix are those of its first dimension, and none is cut."""
     first = p.ndim == 2 or (p.ndim > 2 and group["matrix"] == "flatten")
     return first and rows_are_whole(p, group["matrix"])
+
+
+class Batch(NamedTuple):
+    """Rows of one width from several gradients, and what phi made of them."""
+
+    members: list[int]
+    rows: Tensor
+    row_map: RowMap
+    features: Tensor
+    residuals: Any
+
+
+class Rowwise:
+    """For all maps, lifts, preconditioners and accumulators, on matrices `[rows, columns]`.
+
+    Gradients of one width go through phi together, unless each parameter learns its own lift or phi. `guarded` counts
+    rows that the guard changed.
+    """
+
+    def __init__(self, group: Group, bulk: Bulk, states: list[State], map_for: Callable[[Tensor], RowMap]) -> None:
+        self.group, self.bulk, self.states, self.map_for = group, bulk, states, map_for
+        self.in_phi = group["space"] == "phi"
+        self.guarded: Tensor | int = 0
+        self.shapes: list[torch.Size] = []
+        self.matrices: list[Tensor] = []
+        self.batches: list[Batch] = []
+
+    def enter(self, grads: list[Tensor]) -> list[Tensor]:
+        """phi~(g) `[rows, d_phi]` in phi-space, else the preconditioned P phi~(g)."""
+        self.shapes = [g.shape for g in grads]
+        self.matrices = [as_matrix(g, self.group["matrix"]) for g in grads]
+        alone = self.group["phi_lr"] or self.group["lift"] == "learned"
+        together = grouped(i if alone else matrix.shape[-1] for i, matrix in enumerate(self.matrices))
+        self.batches = [self._batch(members) for members in together]
+        if self.in_phi:
+            written = self._spread([batch.features for batch in self.batches])
+        else:
+            lifted = [self._guard(batch, self._back(batch, batch.features)) for batch in self.batches]
+            written = self._preconditioned(self._shaped(self._spread(lifted)))
+        if self.group["phi_lr"]:
+            for batch in self.batches:
+                state = self.states[batch.members[0]]
+                learn_phi(batch.row_map, state, batch.rows, self.group["phi_lr"])
+        return written
+
+    def leave(self, held: list[Tensor]) -> list[Tensor]:
+        """The lifted accumulator, preconditioned, where it lives in phi-space; orthogonalised."""
+        if self.in_phi:
+            lifted = [self._back(batch, _joined([held[i] for i in batch.members])) for batch in self.batches]
+            held = self._preconditioned(self._shaped(self._spread(lifted)))
+        return [orthogonalised(u, self.group) for u in held]
+
+    def _batch(self, members: list[int]) -> Batch:
+        rows = _joined([self.matrices[i] for i in members])
+        row_map, state = self.map_for(rows), self.states[members[0]]
+        if self.group["phi_lr"]:
+            row_map = own_phi(row_map, state, rows)
+        features, residuals = row_map.features(rows)
+        if GRAM in state:
+            forget, ridge = self.group["forget"], self.group["ridge"]
+            decoder = learn_lift(state, features, row_map.target(rows), forget, ridge)
+            row_map = replace(row_map, decoder=decoder.to(rows))
+        return Batch(members, rows, row_map, features, residuals)
+
+    def _back(self, batch: Batch, held: Tensor) -> Tensor:
+        return batch.row_map.back(held, batch.rows, batch.residuals)
+
+    def _guard(self, batch: Batch, update: Tensor) -> Tensor:
+        """Rows that climb, <g, u> < 0, are left out or turned round."""
+        mode = self.group["guard"]
+        if mode == "none":
+            return update
+        climbs = (update * batch.rows).sum(-1, keepdim=True) < 0
+        self.guarded = self.guarded + climbs.sum()
+        return torch.where(climbs, 0 if mode == "skip" else -update, update)
+
+    def _preconditioned(self, updates: list[Tensor]) -> list[Tensor]:
+        name, retain, eps = (self.group[k] for k in ("precondition", "retain", "eps"))
+        if name is None:
+            return updates
+        if name == "diagonal":
+            updates, squares = diagonal(self.bulk, [state[SQUARE] for state in self.states], updates, retain, eps)
+            put(self.group, self.states, SQUARE, squares)
+            return updates
+        matrices = [as_matrix(u, self.group["matrix"]) for u in updates]
+        pairs = zip(matrices, self.states, strict=True)
+        found = [kronecker(state[ROWS], state[COLUMNS], u, retain, eps) for u, state in pairs]
+        put(self.group, self.states, ROWS, [left for _, left, _ in found])
+        put(self.group, self.states, COLUMNS, [right for *_, right in found])
+        return [u.reshape(given.shape) for (u, *_), given in zip(found, updates, strict=True)]
+
+    def _spread(self, values: list[Tensor]) -> list[Tensor]:
+        """Batches as one matrix per gradient, in their order."""
+        found: dict[int, Tensor] = {}
+        for batch, value in zip(self.batches, values, strict=True):
+            counts = [len(self.matrices[i]) for i in batch.members]
+            found.update(zip(batch.members, value.split(counts), strict=True))
+        return [found[i] for i in range(len(self.matrices))]
+
+    def _shaped(self, matrices: list[Tensor]) -> list[Tensor]:
+        return [m.reshape(shape) for m, shape in zip(matrices, self.shapes, strict=True)]
+
+
+def _joined(matrices: list[Tensor]) -> Tensor:
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+
+
+def _step(
+    group: Group,
+    bulk: Bulk,
+    enter: Callable[[list[Tensor]], list[Tensor]],
+    leave: Callable[[list[Tensor]], list[Tensor]],
+    params: list[Tensor],
+    grads: list[Tensor],
+    held: list[Tensor],
+) -> list[Tensor]:
+    """One step in place; the new momentum, which under autograd is not the old tensor.
+
+    `enter` gives what gradients write into it, `leave` the updates of the weights from what it holds.
+    """
+    lr, momentum = bulk.number(group["lr"]), bulk.number(group["momentum"])
+    decay, gain = bulk.number(group["weight_decay"]), 1 - group["dampening"]
+    hope = group["form"] == "hope"
+    if grads[0].dtype != held[0].dtype:
+        grads = [g.to(m.dtype) for g, m in zip(grads, held, strict=True)]
+    if decay and not group["decoupled"]:
+        grads, decay = bulk.sum(grads, params, decay), 0.0
+    written = enter(grads)
+    held = bulk.add(bulk.decay(held, momentum), written, -lr * gain if hope else gain)
+    ahead = held
+    if group["nesterov"]:
+        ahead = bulk.sum(bulk.scaled(written, -lr) if hope else written, held, momentum)
+    bulk.move(params, leave(ahead), lr, decay, step=-1 if hope else lr)
+    return held
+
+
+def diagonal(
+    bulk: Bulk, squares: list[Tensor], updates: list[Tensor], retain: float, eps: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """v <- retain v + (1 - retain) u^2, u / (sqrt(v) + eps): the updates, then the v.
+
+    v is overwritten, unless autograd is to follow it. [OPT-PRE-D1]
+    """
+    if bulk.differentiable:
+        pairs = zip(squares, updates, strict=True)
+        squares = [retain * v + (1 - retain) * u * u for v, u in pairs]
+        return [u / (v.sqrt() + eps) for u, v in zip(updates, squares, strict=True)], squares
+    if bulk.foreach:
+        torch._foreach_mul_(squares, retain)
+        torch._foreach_addcmul_(squares, updates, updates, 1 - retain)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_add_(roots, eps)
+        return list(torch._foreach_div(updates, roots)), squares
+    for v, u in zip(squares, updates, strict=True):
+        v.mul_(retain).addcmul_(u, u, value=1 - retain)
+    return [u / v.sqrt().add_(eps) for u, v in zip(updates, squares, strict=True)], squares
+
+
+def kronecker(
+    rows: Tensor, columns: Tensor, update: Tensor, retain: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """L <- retain L + (1 - retain) U U^T, R alike with U^T U, L^(-1/4) U R^(-1/4): update, L, R.
+
+    Shapes: U `[r, c]`, L `[r, r]`, R `[c, c]`.
+    References: Shampoo (Gupta et al., 2018, arXiv 1802.09568). [OPT-PRE-D2]
+    """
+    rows = retain * rows + (1 - retain) * (update @ update.mT)
+    columns = retain * columns + (1 - retain) * (update.mT @ update)
+    return root(rows, eps) @ update @ root(columns, eps), rows, columns
+
+
+def root(factor: Tensor, eps: float) -> Tensor:
+    """(A + eps max(eigenvalue))^(-1/4) of a positive semi-definite A."""
+    try:
+        values, vectors = torch.linalg.eigh(factor)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        raise NonFiniteError(
+            f"precondition 'kronecker' met statistics without eigenvalues, {list(factor.shape)}: "
+            f"squares of an update left {factor.dtype}, or a NaN came by on_nonfinite='propagate'; "
+            "clip gradients, or use precondition 'diagonal'"
+        ) from None
+    values = values.clamp(min=0)
+    damped = values + eps * values[-1:] + torch.finfo(values.dtype).tiny
+    return (vectors * damped.pow(-0.25)) @ vectors.mT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -62,6 +62,20 @@ def sum_is_finite(tensors: list[Tensor]) -> bool:
     return math.isfinite(total.item())
 
 
+def grouped(keys: Iterable[Any]) -> list[list[int]]:
+    """The places of equal keys, together."""
+    found: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        found.setdefault(key, []).append(i)
+    return list(found.values())
+
+
+def together(tensors: list[Tensor], group: dict[str, Any]) -> list[list[int]]:
+    """The places of small tensors of one shape, because a call costs more than their arithmetic; others alone."""
+    alone = group["foreach"] is False
+    return grouped(i if alone or x.numel() >= SMALL else x.shape for i, x in enumerate(tensors))
+
+
 def pointwise(f: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> list[Tensor]:
     """f of each tensor, for an f that acts on every number alone; they go as one."""
     if len(tensors) == 1:
@@ -99,10 +113,10 @@ class Bulk:
     of one element that autograd follows; then nothing that autograd saved is overwritten.
     """
 
-    def __init__(self, foreach: bool | None, differentiable: bool, dtype: torch.dtype = torch.float32) -> None:
-        halves = foreach is None and dtype.itemsize < 4
-        self.foreach = not (foreach is False or differentiable or halves)
-        self.differentiable = differentiable
+    def __init__(self, group: dict[str, Any], held: list[Tensor]) -> None:
+        foreach, self.differentiable = group["foreach"], bool(group["differentiable"])
+        halves = foreach is None and held[0].dtype.itemsize < 4
+        self.foreach = not (foreach is False or self.differentiable or halves)
 
     def number(self, value: Any) -> Any:
         """A factor: a Python number, unless autograd is to follow it."""
@@ -154,20 +168,24 @@ class Bulk:
         return list(torch._foreach_mul(xs, factor)) if self.foreach else [factor * x for x in xs]
 
     def move(
-        self, params: list[Tensor], updates: list[Tensor], lr: Any, decay: Any, ratios: list[float] | None = None
+        self,
+        params: list[Tensor],
+        updates: list[Tensor],
+        lr: Any,
+        decay: Any,
+        *,
+        ratios: list[float] | None = None,
+        step: Any = None,
     ) -> None:
-        """p <- (1 - lr decay) p - lr ratio u; an update may have the shape of p's matrix."""
+        """p <- (1 - lr decay) p - step ratio u, step being lr and ratios 1 where they are not given."""
         values = self.decay(params, 1 - lr * decay) if decay else params
-        shaped = [u.reshape(p.shape) for u, p in zip(updates, params, strict=True)]
+        step = lr if step is None else step
         if ratios is None:
-            moved = self.add(values, shaped, -lr)
+            moved = self.add(values, updates, -step)
         else:
-            parts = zip(values, shaped, ratios, strict=True)
-            moved = [self.add([p], [u], -(lr * ratio))[0] for p, u, ratio in parts]
-        self.write(params, moved)
-
-    def write(self, params: list[Tensor], values: list[Tensor]) -> None:
-        """Puts new values into parameters; without autograd they are there already."""
-        for p, value in zip(params, values, strict=True):
-            if p is not value:
+            moved = [
+                self.add([p], [u], -(step * ratio))[0] for p, u, ratio in zip(values, updates, ratios, strict=True)
+            ]
+        for p, value in zip(params, moved, strict=True):
+            if p is not value:  # under autograd
                 p.copy_(value)

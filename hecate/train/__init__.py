@@ -1,5 +1,6 @@
 """Experiments: strict configs, a deterministic loop, verified checkpoints and a report."""
 
+from hecate.optim import OptimizerKind
 from hecate.train.checkpoint import (
     Checkpoint,
     checkpoints,
@@ -11,7 +12,6 @@ from hecate.train.checkpoint import (
 from hecate.train.compose import dump_experiment, load_experiment, presets
 from hecate.train.config import BudgetConfig, ExperimentConfig, OptimConfig, SampleConfig
 from hecate.train.evaluate import generate
-from hecate.train.optimiser_kind import OptimizerKind
 from hecate.train.run import RunResult, open_run, run_experiment
 from hecate.train.trainer import Trainer, build_model
 

@@ -13,9 +13,9 @@ from hecate.data import DataConfig
 from hecate.engine import Call, choose_engine
 from hecate.errors import ConfigError, did_you_mean
 from hecate.nn.positions import Position
+from hecate.optim import OptimizerKind
 from hecate.rule import RULES
 from hecate.train.compose import BY_RULE, load_experiment, presets
-from hecate.train.optimiser_kind import OptimizerKind
 from hecate.variant import Variant
 
 Table = tuple[list[str], list[list[str]]]

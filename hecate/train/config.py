@@ -13,8 +13,8 @@ from hecate.engine import Call, choose_engine
 from hecate.errors import ConfigError, shorten
 from hecate.frozen import FrozenDict
 from hecate.models import LanguageModelConfig
+from hecate.optim import OptimizerKind
 from hecate.sizes import Count, Size, check_shapes
-from hecate.train.optimiser_kind import OptimizerKind
 from hecate.train.optimisers import AdamW
 from hecate.variant import Config
 

@@ -1,4 +1,4 @@
-"""The optimisers of a training run, by kind: fields are hyperparameters, `build` the optimiser.
+"""What training adds to the optimisers by kind: torch's own, and a fallback for what a kind does not train.
 
 They train the parameters of a model, not its memories. Learning rate and weight decay are those of `OptimConfig`,
 whatever the kind.
@@ -7,27 +7,15 @@ whatever the kind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field, model_validator
-from torch import nn
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor, nn
 
 from hecate import optim
 from hecate.errors import ConfigError
-from hecate.phi import FeatureMap, Identity
-from hecate.sizes import Count, Size
-from hecate.train.optimiser_kind import Group, Named, OptimizerKind, PartialKind, is_vector, outer_layers
-
-Share = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-View = Literal["flatten", "last"]
-Scale = Literal["none", "rms", "unit"]
-Polynomial = Literal["quintic", "cubic"]
-AdjustLr = Literal["original", "match_rms_adamw", "none"]
-Precision = Literal["bfloat16", "float16", "float32", "float64"]
+from hecate.optim.options import Group, Named, OptimizerKind, Positive, Share
 
 
 class AdamW(OptimizerKind):
@@ -41,7 +29,7 @@ class AdamW(OptimizerKind):
     kind: Literal["adamw"] = "adamw"
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
     eps: Positive = 1e-8
-    factory: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.AdamW
+    factory = torch.optim.AdamW
 
 
 class SGD(OptimizerKind):
@@ -55,7 +43,7 @@ class SGD(OptimizerKind):
     kind: Literal["sgd"] = "sgd"
     momentum: Share = 0.9
     nesterov: bool = False
-    factory: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.SGD
+    factory = torch.optim.SGD
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> Self:
@@ -64,114 +52,35 @@ class SGD(OptimizerKind):
         return self
 
 
-class PhiMomentum(OptimizerKind):
-    """phi_momentum: m <- momentum m + P phi~(g), w <- (1 - lr weight_decay) w - lr m.
+class PartialKind(OptimizerKind):
+    """An optimiser of some parameters; every other is trained by `fallback`, at the same lr."""
 
-    `hecate.optim.PhiMomentum`, which says what its options mean.
+    fallback: OptimizerKind
+    about: ClassVar[str]  # the parameters that it trains
 
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 51. [OPT-PHI-D1]
-    """
-
-    kind: Literal["phi_momentum"] = "phi_momentum"
-    momentum: Share = 0.9
-    feature_map: FeatureMap = Identity()
-    lift: Literal["auto", "identity", "vjp", "pinv", "learned", "prefix"] = "auto"
-    center: bool = True
-    odd: bool | None = None
-    form: Literal["torch", "hope"] = "torch"
-    space: Literal["weight", "phi"] = "weight"
-    input_scale: Scale | Literal["auto"] = "auto"
-    precondition: Literal["diagonal", "kronecker"] | None = None
-    orthogonalize: bool = False
-    guard: Literal["none", "skip", "flip"] = "none"
-    nesterov: bool = False
-    dampening: Share = 0.0
-    decoupled: bool = True
-    phi_lr: NonNegative = 0.0
-    forget: Share = 0.99
-    ridge: NonNegative | None = None
-    max_decode_error: NonNegative = 0.8
-    retain: Share = 0.99
-    eps: Positive = 1e-8
-    seed: int = Field(0, ge=0, lt=1 << 63)
-    matrix: View = "flatten"
-    factory: ClassVar[Callable[..., torch.optim.Optimizer]] = optim.PhiMomentum
+    @field_validator("fallback")
+    @classmethod
+    def _takes_any_parameter(cls, fallback: OptimizerKind) -> OptimizerKind:
+        if isinstance(fallback, PartialKind):
+            given = f"{fallback.kind!r}, which trains {fallback.about}"
+            raise ConfigError(f"must be a kind for any parameter, got {given}; take adamw")
+        return fallback
 
 
-class KernelMomentum(OptimizerKind):
-    """kernel_momentum: S <- momentum S + sum_j g_j phi~(g_j)^T, w_j <- w_j - lr S phi~(g_j).
-
-    `hecate.optim.KernelMomentum`, which says what its options mean.
-
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 50 and 51. [OPT-KERNEL-D1]
-    """
-
-    kind: Literal["kernel_momentum"] = "kernel_momentum"
-    momentum: Share = 0.9
-    feature_map: FeatureMap = Identity()
-    center: bool = True
-    keys: Literal["columns", "rows"] = "columns"
-    odd: bool | None = None
-    input_scale: Literal["none", "rms", "unit"] = "unit"
-    seed: int = Field(0, ge=0, lt=1 << 63)
-    matrix: View = "flatten"
-    factory: ClassVar[Callable[..., torch.optim.Optimizer]] = optim.KernelMomentum
-
-
-class DeltaMomentum(OptimizerKind):
-    """delta_momentum: m <- m (momentum I - c g^T g) + g, w <- (1 - lr weight_decay) w - lr m.
-
-    `hecate.optim.DeltaMomentum`, which says what its options mean.
-
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 48 and 49. [TRAIN-OPTIM-D2]
-    """
-
-    kind: Literal["delta_momentum"] = "delta_momentum"
-    momentum: Share = 0.9
-    erase: NonNegative | Literal["lr"] = 1.0
-    reading: Literal["matrix", "rows", "scalar"] = "matrix"
-    form: Literal["stable", "hope"] = "stable"
-    beyond: Literal["raise", "warn"] = "raise"
-    orthogonalize: bool = False
-    matrix: View = "flatten"
-    factory: ClassVar[Callable[..., torch.optim.Optimizer]] = optim.DeltaMomentum
-
-
-class DeepMomentum(OptimizerKind):
-    """deep_momentum: w <- (1 - lr weight_decay) w + lr NS m(g), m <- momentum m - c grad ell(m; g).
-
-    `hecate.optim.DeepMomentum`, which says what its options mean.
-
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 50.
-    [TRAIN-OPTIM-D2]
-    """
-
-    kind: Literal["deep_momentum"] = "deep_momentum"
-    momentum: Share = 0.9
-    width: Size = Field(32, ge=1)
-    rate: NonNegative = 0.1
-    shared: bool = False
-    objective: Literal["descent", "paper"] = "descent"
-    input_scale: Literal["rms", "none"] | None = None
-    orthogonalize: bool | None = None
-    matrix: View = "flatten"
-    factory: ClassVar[Callable[..., torch.optim.Optimizer]] = optim.DeepMomentum
-
-
-class DGD(PartialKind):
+class DGD(PartialKind, optim.DGD.Options):
     """dgd: w <- w ((1 - lr weight_decay) I - c x x^T) - c g x^T, c = lr / (1 + lr |x|^2).
 
     `hecate.optim.DGD`, attached to the model, for the weights of Linear layers that nothing else uses, but for the
     output layer; `fallback` is what it documents for others, plain descent. Samples follow clipping.
 
-    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57. [TRAIN-OPTIM-D6]"""
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57. [TRAIN-OPTIM-D6]
+    """
 
     kind: Literal["dgd"] = "dgd"
     fallback: OptimizerKind = SGD(momentum=0.0)
-    batch: Literal["mean", "sequential"] = "mean"
-    reduction: Literal["mean", "sum"] = "mean"
-    factory: ClassVar[Callable[..., torch.optim.Optimizer]] = optim.DGD
-    about: ClassVar[str] = "the weights of Linear layers"
+    factory = optim.DGD
+    windowed = False
+    about = "the weights of Linear layers"
 
     def trains(self, model: nn.Module) -> Named:
         """Weights of Linear layers that no other module has."""
@@ -202,13 +111,8 @@ class MatrixKind(PartialKind):
     """
 
     fallback: OptimizerKind = AdamW()
-    ns_coefficients: Polynomial = "quintic"
-    ns_steps: int = Field(5, ge=1, le=99)
-    ns_dtype: Precision | None = None
-    eps: Positive = 1e-7
-    adjust_lr_fn: AdjustLr = "match_rms_adamw"
-    matrix: View = "flatten"
-    about: ClassVar[str] = "matrices between the embedding and the output layer"
+    adjust_lr_fn: Literal["original", "match_rms_adamw", "none"] = "match_rms_adamw"
+    about = "matrices between the embedding and the output layer"
 
     def trains(self, model: nn.Module) -> Named:
         """What is neither a vector nor an outer layer."""
@@ -216,35 +120,37 @@ class MatrixKind(PartialKind):
         return [(n, p) for n, p in named if not (is_vector(n, p) or id(p) in outer)]
 
 
-class M3(MatrixKind):
+class M3(MatrixKind, optim.M3.Options):
     """m3: w <- (1 - lr weight_decay) w - lr a (NS(m1) + slow NS(m2)), m2 moved once a slow_period.
 
-    `hecate.optim.M3`, which says what its options mean.
+    `hecate.optim.M3`, which says what its options mean, for what `MatrixKind` trains.
 
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1. [TRAIN-OPTIM-D3]
     """
 
     kind: Literal["m3"] = "m3"
-    momentum: Share = 0.95
-    slow_momentum: Share = 0.9
-    slow: NonNegative = 0.5
-    slow_period: Count = Field(8, ge=1)
-    accumulate: Literal["sum", "ema_mean", "ema_last"] = "ema_mean"
-    second_moment: Literal["none", "before", "after"] = "none"
-    retain: Share = 0.99
-    factory: ClassVar[Callable[..., torch.optim.Optimizer]] = optim.M3
+    factory = optim.M3
 
 
-class Muon(MatrixKind):
+class Muon(MatrixKind, optim.Muon.Options):
     """muon: m <- momentum m + (1 - momentum) g, w <- (1 - lr weight_decay) w - lr a NS(u).
 
-    `hecate.optim.Muon`, which says what its options mean.
+    `hecate.optim.Muon`, which says what its options mean, for what `MatrixKind` trains.
 
     References: Muon (Jordan et al., 2024); Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 42.
     [TRAIN-OPTIM-D3]
     """
 
     kind: Literal["muon"] = "muon"
-    momentum: Share = 0.95
-    nesterov: bool = True
-    factory: ClassVar[Callable[..., torch.optim.Optimizer]] = optim.Muon
+    factory = optim.Muon
+
+
+def is_vector(name: str, p: Tensor) -> bool:
+    """Whether a parameter is one by shape, or by name: norms and biases per head are matrices."""
+    return p.dim() < 2 or name.rsplit(".", 1)[-1] in ("norm", "bias")
+
+
+def outer_layers(model: nn.Module) -> set[int]:
+    """Embeddings with what is tied to them, and the output layer, by identity."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return embeddings | {id(p) for n, p in model.named_parameters() if n.startswith("head.")}

@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 from hecate.data import Loader, Source
 from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError, Problem
 from hecate.models import LanguageModel
-from hecate.optim import Leveled, level_groups
+from hecate.optim import Leveled, OptimizerKind, level_groups
+from hecate.optim.options import Group, Named
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig, OptimConfig
 from hecate.train.evaluate import Score, batch_loss, evaluate, generate, solved_example
-from hecate.train.optimiser_kind import Group, Named, OptimizerKind, PartialKind, is_vector
+from hecate.train.optimisers import PartialKind, is_vector
 from hecate.train.state import pack, refuse_other_config, run_facts, unpack
 
 
@@ -181,10 +182,16 @@ def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimize
         try:
             if owned:
                 groups = parameter_groups(owned, optim.weight_decay, periods)
-                found[kind.kind] = kind.build(model, groups, optim.lr)
+                found[kind.kind] = _built(kind, model, groups, optim.lr)
         except ConfigError as error:
             raise ConfigError(Problem((*path, *p.path), p.message) for p in error.problems) from None
     return found
+
+
+def _built(kind: OptimizerKind, model: nn.Module, groups: list[Group], lr: float) -> Optimizer:
+    if kind.windowed and any("period" in group for group in groups):
+        return Leveled(groups, lambda given: kind.build(model, given, lr))
+    return kind.build(model, groups, lr)
 
 
 def parameter_groups(

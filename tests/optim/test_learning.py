@@ -7,7 +7,7 @@ import torch
 
 from hecate import phi
 from hecate.optim import KernelMomentum, PhiMomentum
-from hecate.optim.internal import own_phi
+from hecate.optim.lift import own_phi
 
 C = 3
 

@@ -22,7 +22,7 @@ from hecate.train import (
     run_experiment,
     save_checkpoint,
 )
-from hecate.train.optimisers import SGD, AdamW, Muon, PartialKind, PhiMomentum
+from hecate.train.optimisers import SGD, AdamW, Muon, PartialKind
 from hecate.train.trainer import build_optimizers
 
 from .common import TiedGRU, same_bits, tiny
@@ -91,7 +91,7 @@ def test_the_schedule_is_that_of_every_kind(kind):
         (AdamW(betas=(0.8, 0.9)), functools.partial(torch.optim.AdamW, betas=(0.8, 0.9))),
         (SGD(momentum=0.5), functools.partial(torch.optim.SGD, momentum=0.5)),
         (
-            PhiMomentum(momentum=0.8, feature_map=Tanh(), lift="vjp"),
+            optim.PhiMomentum.Options(momentum=0.8, feature_map=Tanh(), lift="vjp"),
             functools.partial(optim.PhiMomentum, momentum=0.8, feature_map="tanh", lift="vjp"),
         ),
     ],
