@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -122,12 +123,9 @@ class CMS(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(d_model, eps=1e-6, **place) for _ in config.levels if residual)
         if config.composition == "nested":
             check_shapes(config, self.memories)
-        self.weight = self.bias = None
-        if config.aggregation == "learned":
-            self.weight = nn.Parameter(torch.empty(len(config.levels), d_model, **place))
-        elif config.aggregation == "gated":
-            self.weight = nn.Parameter(torch.empty(len(config.levels), d_model, **place))
-            self.bias = nn.Parameter(torch.empty(len(config.levels), **place))
+        weighted, gated = config.aggregation in ("learned", "gated"), config.aggregation == "gated"
+        self.weight = nn.Parameter(torch.empty(len(config.levels), d_model, **place)) if weighted else None
+        self.bias = nn.Parameter(torch.empty(len(config.levels), **place)) if gated else None
         if drawn:
             self._start()
             self._warn()
@@ -264,18 +262,16 @@ class CMS(nn.Module):
 
     def joined(self, x: Tensor, *outputs: Tensor) -> Tensor:
         """The weighted sum of the levels' outputs."""
-        weights: Any = [None] * len(outputs)
+        weights: Any = None
         if self.weight is not None and self.bias is not None:
             weights = torch.sigmoid(nn.functional.linear(x, self.weight, self.bias)).split(1, -1)
         elif self.weight is not None:
             weights = self.weight.to(outputs[0].dtype)
         elif self.config.aggregation == "rsqrt":
             weights = [len(outputs) ** -0.5] * len(outputs)
-        total: Tensor | None = None
-        for out, weight in zip(outputs, weights, strict=True):
-            part = out if weight is None else out * weight
-            total = part if total is None else total + part
-        return total  # type: ignore[return-value]
+        if weights is not None:
+            outputs = tuple(out * weight for out, weight in zip(outputs, weights, strict=True))
+        return functools.reduce(torch.add, outputs)
 
     def push_up(
         self, level: LevelConfig, state: CMSState | None = None, *, generator: torch.Generator | None = None

@@ -91,78 +91,72 @@ class SelfReferenceConfig(Config):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        memory = self.memory
-        if memory.normalizer != "none":
-            raise ConfigError(
-                f"memory.normalizer={memory.normalizer!r} divides by a sum of weights that is 0 "
-                "before the first write, where a projection has to answer already; use "
-                "memory.normalizer='none'",
-                path=("memory", "normalizer"),
-            )
-        if memory.feature_map.needs_position:
-            raise ConfigError(
-                f"feature_map {memory.feature_map.kind!r} depends on the token's position, so a "
-                "projection would change along the sequence though nothing is learned; use a "
-                "feature_map without positions",
-                path=("memory", "feature_map"),
-            )
-        if self.phase == 1 and self.adaptive:
-            raise ConfigError(
-                f"phase 1 keeps projections as they start, but adaptive={self.adaptive!r} writes "
-                "them; use phase 2 or 3, or leave adaptive out",
-                path=("adaptive",),
-            )
-        self._check_adaptive()
-        if self.erase == "twice":
-            self._check_erase()
+        refusal = self._refusal()
+        if refusal is None and self.erase == "twice" and (reason := self._erases_once_only()):
+            refusal = "erase", f"'twice': {reason}, or erase='once'"
+        if refusal is not None:
+            raise ConfigError(refusal[1], path=refusal[0].split("."))
         return self
 
-    def _check_adaptive(self) -> None:
-        given = self.adaptive or ()
+    def _refusal(self) -> tuple[str, str] | None:
+        """A field and why it does not fit the others; None if all do."""
+        memory, given = self.memory, self.adaptive or ()
+        if memory.normalizer != "none":
+            return "memory.normalizer", (
+                f"memory.normalizer={memory.normalizer!r} divides by a sum of weights that is 0 before the first "
+                "write, where a projection has to answer already; use memory.normalizer='none'"
+            )
+        if memory.feature_map.needs_position:
+            return "memory.feature_map", (
+                f"feature_map {memory.feature_map.kind!r} depends on the token's position, so a projection would "
+                "change along the sequence though nothing is learned; use a feature_map without positions"
+            )
+        if self.phase == 1 and given:
+            return "adaptive", (
+                f"phase 1 keeps projections as they start, but adaptive={given!r} writes them; use phase 2 or 3, or "
+                "leave adaptive out"
+            )
         if len(set(given)) < len(given):
-            raise ConfigError(f"names each box once, got {given!r}", path=("adaptive",))
+            return "adaptive", f"names each box once, got {given!r}"
         absent = [box for box in given if box not in self.boxes]
         if absent:
-            rule = self.memory
-            raise ConfigError(
-                f"{absent[0]!r} is no box of this memory: retention {rule.retention.kind!r} and "
-                f"algorithm {rule.algorithm.kind!r} take the boxes {', '.join(self.boxes)}",
-                path=("adaptive",),
+            return "adaptive", (
+                f"{absent[0]!r} is no box of this memory: retention {memory.retention.kind!r} and algorithm "
+                f"{memory.algorithm.kind!r} take the boxes {', '.join(self.boxes)}"
             )
+        return None
 
-    def _check_erase(self) -> None:
-        rule, reason, bias = self.memory, None, self.memory.bias.kernel_form()
+    def _erases_once_only(self) -> str | None:
+        """Why the rule cannot erase twice, and what to use; None if it can."""
+        rule, bias = self.memory, self.memory.bias.kernel_form()
         if rule.structure.diagonal or not rule.structure.linear:
-            reason = (
-                f"the second erase multiplies a matrix by I - lr k k^T, and structure "
-                f"{rule.structure.kind!r} is none; use structure 'matrix'"
+            return (
+                f"the second erase multiplies a matrix by I - lr k k^T, and structure {rule.structure.kind!r} is none; "
+                "use structure 'matrix'"
             )
-        elif bias is None or bias.name != "error":
-            reason = (
-                f"it adds the erase of delta gradient descent to that of bias l2, got bias "
-                f"{rule.bias.kind!r}; with bias 'dot' the result is bias 'l2' and erase='once'"
+        if bias is None or bias.name != "error":
+            return (
+                f"it adds the erase of delta gradient descent to that of bias l2, got bias {rule.bias.kind!r}; with "
+                "bias 'dot' the result is bias 'l2' and erase='once'"
             )
-        elif rule.algorithm.kernel_form() is None:
-            reason = (
-                f"it is one gradient step with two terms, and algorithm {rule.algorithm.kind!r} "
-                "is no gradient step; use algorithm 'gd' or 'momentum'"
+        if rule.algorithm.kernel_form() is None:
+            return (
+                f"it is one gradient step with two terms, and algorithm {rule.algorithm.kind!r} is no gradient step; "
+                "use algorithm 'gd' or 'momentum'"
             )
-        elif rule.decay_order != "with_step":
-            reason = (
-                f"it decays and erases in one step, decay_order={rule.decay_order!r} one after "
-                "the other; use decay_order 'with_step'"
+        if rule.decay_order != "with_step":
+            return (
+                f"it decays and erases in one step, decay_order={rule.decay_order!r} one after the other; use "
+                "decay_order 'with_step'"
             )
         bound, limit = rule.key_bound, rule.algorithm.stable_step
-        if reason is None and rule.step == "raw" and bound is not None:
-            largest = rule.diverging(self.erases * bound)
-            if largest is not None:
-                reason = (
-                    f"lr={rule.algorithm.lr:g} counts twice, 2 lr |phi|^2 can reach {largest:g}, "
-                    f"and algorithm {rule.algorithm.kind!r} diverges beyond {limit:g}; use an lr "
-                    f"of at most {limit / (2 * bound):g}"
-                )
-        if reason is not None:
-            raise ConfigError(f"'twice': {reason}, or erase='once'", path=("erase",))
+        largest = None if rule.step != "raw" or bound is None else rule.diverging(self.erases * bound)
+        if largest is None or bound is None:
+            return None
+        return (
+            f"lr={rule.algorithm.lr:g} counts twice, 2 lr |phi|^2 can reach {largest:g}, and algorithm "
+            f"{rule.algorithm.kind!r} diverges beyond {limit:g}; use an lr of at most {limit / (2 * bound):g}"
+        )
 
 
 class Boxes(FeatureParameters):

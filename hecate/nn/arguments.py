@@ -20,7 +20,8 @@ Firing = Literal["always", "learned"]
 
 def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None, conv_kernel: int) -> None:
     """Refuses widths that are no positive integers or that do not fit together."""
-    for name, size in {"d_model": d_model, "heads": heads, "d_key": d_key, "d_value": d_value}.items():
+    sizes: dict[str, Any] = {"d_model": d_model, "heads": heads, "d_key": d_key, "d_value": d_value}
+    for name, size in sizes.items():
         if size is not None or name in ("d_model", "heads"):
             expect_count(size, name)
             check_size(size, name, "lower it")
@@ -96,7 +97,7 @@ def _autocast(x: Tensor) -> bool:
 
 def check_state(
     state: Any,
-    kind: type,
+    kind: type[Any],
     conv: ShortConv | None,
     batch: int,
     tensors: dict[str, tuple[Tensor | None, tuple[int, ...] | None]],
@@ -113,13 +114,13 @@ def check_state(
         if (getattr(state, name) is not None) != has:
             what = {"features": "feature memory", "projection": "query projection"}[name]
             raise ShapeError(
-                f"state.{name} is {'None' if has else 'a state'}, but this layer has "
-                f"{'a' if has else 'no'} {what}; was it made by another layer?"
+                f"state.{name} is {'None' if has else 'a state'}, but this layer has {'a' if has else 'no'} {what}; "
+                "was it made by another layer?"
             )
-    held_back = None if conv is None else (batch, conv.kernel - 1, conv.weight.shape[1])
-    tensors = {**tensors, "conv": (state.conv, held_back)}
+    inputs = None if conv is None else (batch, conv.kernel - 1, conv.weight.shape[1])
+    tensors = {**tensors, "conv": (state.conv, inputs)}
     if state.conv_segment is not None:  # there since a reset_mask was given
-        tensors["conv_segment"] = (state.conv_segment, None if held_back is None else held_back[:2])
+        tensors["conv_segment"] = (state.conv_segment, None if inputs is None else inputs[:2])
     for name, (given, shape) in tensors.items():
         found, wanted = None if given is None else list(given.shape), None if shape is None else list(shape)
         if found != wanted:

@@ -8,13 +8,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from hecate.engine import EngineName, memory_features
+from hecate.engine import memory_features
 from hecate.errors import ConfigError
 from hecate.nn.parameters import draw_normal
 from hecate.nn.rule import RuleParameters, draw_answering
 from hecate.rule import MemoryConfig, MemoryState
 from hecate.sizes import Size
-from hecate.tape import Autodiff
 
 
 class FeatureMemoryConfig(MemoryConfig):
@@ -94,24 +93,9 @@ class FeatureMemory(RuleParameters):
         *,
         write_mask: Tensor | None,
         reset_mask: Tensor | None,
-        engine: EngineName,
-        autodiff: Autodiff,
-        name: str,
+        **how: Any,
     ) -> tuple[Tensor, Tensor, MemoryState]:
-        """q, k and the state after the last token."""
-        return memory_features(
-            self.config,
-            q,
-            k,
-            self.values(k),
-            self.gates(x),
-            residual=self.config.residual,
-            phi_params=self.phi_params,
-            state=state,
-            initial=self.initial.tensors,
-            write_mask=write_mask,
-            reset_mask=reset_mask,
-            engine=engine,
-            autodiff=autodiff,
-            name=name,
-        )
+        """q, k and the state after the last token; `how` are engine, autodiff and name."""
+        own: dict[str, Any] = {"residual": self.config.residual, "phi_params": self.phi_params, **how}
+        own |= {"initial": self.initial.tensors, "write_mask": write_mask, "reset_mask": reset_mask}
+        return memory_features(self.config, q, k, self.values(k), self.gates(x), state=state, **own)

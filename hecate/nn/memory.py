@@ -17,6 +17,7 @@ from hecate.nn.feature_memory import FeatureMemory, FeatureMemoryConfig
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.projection import Projection, check_projection, project_queries, projected_config
 from hecate.nn.rule import RuleParameters
+from hecate.phi import Params
 from hecate.rule import MemoryConfig, MemoryState, bytes_of, detached
 from hecate.tape import Autodiff
 
@@ -254,14 +255,15 @@ class Memory(RuleParameters, MemoryLayer):
         features = None if state is None else state.features
         masks = {"write_mask": write_mask, "reset_mask": reset_mask}
         q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks)
-        v, gates, params = v.unflatten(-1, (self.heads, -1)), self.gates(x), self.phi_params
+        v, gates = v.unflatten(-1, (self.heads, -1)), self.gates(x)
+        params: Params | None = self.phi_params
         memory, held = None if state is None else state.memory, None
         if restart_mask is not None:
             reset_mask = restart_mask if reset_mask is None else restart_mask | reset_mask
         if self.query_projection != "none":
             held = None if state is None else state.projection
             how = (memory, held, write_mask, reset_mask)
-            q, k, held = project_queries(self.query_projection, self.config, q, k, params, *how)
+            q, k, held = project_queries(self.query_projection, self.config, q, k, self.phi_params, *how)
             params = None
         start = self.initial.tensors
         asked = Asked(self.projected, q, k, v, gates, params, start, memory, write_mask, reset_mask)
