@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hecate.cms.config import CMSConfig, LevelConfig
-from hecate.cms.health import LevelHealth, level_health, warn_if_nothing_passes, warn_if_windows_diverge
+from hecate.cms.health import LevelHealth, level_health, record_calls, warn_if_nothing_passes, warn_if_windows_diverge
 from hecate.cms.nested import check_shapes, in_windows, restarted
-from hecate.engine import CONCAT, EngineName, written_before
+from hecate.engine import EngineName, written_before
 from hecate.errors import ConfigError, HealthWarning, ShapeError
 from hecate.nn import LayerState, Memory
 from hecate.nn.arguments import check_sequence
 from hecate.nn.parameters import draw_base, source_for
 from hecate.rule import bytes_of, detached
-from hecate.tape import Autodiff, Block, Run, Tape, execute, one
+from hecate.tape import Autodiff
 
 Levels = tuple[LayerState | None, ...]
 Masks = dict[str, Tensor | None]
@@ -176,7 +173,20 @@ class CMS(nn.Module):
             check_sequence(self.memories[0].qkv.weight, x, **masks)
             if state is not None:
                 self._check_state(state, x)
-        return self.passed(x, state, masks)
+        written = x.new_zeros(x.shape[0], dtype=torch.int64) if state is None else state.written
+        levels: Levels = (None,) * len(self.levels) if state is None else state.levels
+        before = written_before(written, write_mask, reset_mask, x.shape[1])
+        count = before + (1 if write_mask is None else write_mask)
+        own = [masks] * len(self.levels)
+        for index, level in enumerate(self.config.levels):
+            if level.restart is not None:
+                again = (before % level.restart == 0) & (before != count)
+                own[index] = {**masks, "restart_mask": again}
+        if self.config.composition == "nested":
+            y, after = self._in_windows(x, levels, own, before != count, count)
+        else:
+            y, after = self._through_levels(x, levels, own)
+        return y, CMSState(after, count[:, -1] if x.shape[1] else written.clone())
 
     def _check_state(self, state: CMSState, x: Tensor) -> None:
         """Refuses a state of another layer or batch."""
@@ -184,8 +194,8 @@ class CMS(nn.Module):
             raise ShapeError(f"state must be the CMSState that this layer returned, got {type(state).__name__}")
         if len(state.levels) != len(self.levels):
             raise ShapeError(
-                f"state.levels must hold one state for each of {len(self.levels)} levels, got "
-                f"{len(state.levels)}; was it made by another layer?"
+                f"state.levels must hold one state for each of {len(self.levels)} levels, got {len(state.levels)}; was "
+                "it made by another layer?"
             )
         written = state.written
         if written.shape != x.shape[:1] or written.dtype != torch.int64 or written.device != x.device:
@@ -194,54 +204,25 @@ class CMS(nn.Module):
                 f"{list(written.shape)} on {written.device}; was it made with another batch?"
             )
 
-    def passed(self, x: Tensor, state: CMSState | None, masks: Masks, *, run: Run = execute) -> tuple[Tensor, CMSState]:
-        """`forward`, unchecked, by calls of `run`, which a tape can record."""
-        written = x.new_zeros(x.shape[0], dtype=torch.int64) if state is None else state.written
-        levels: Levels = (None,) * len(self.levels) if state is None else state.levels
-        write = masks["write_mask"]
-        before = written_before(written, write, masks["reset_mask"], x.shape[1])
-        count = before + (1 if write is None else write)
-        own = [masks] * len(self.levels)
-        for index, level in enumerate(self.config.levels):
-            if level.restart is not None:
-                again = (before % level.restart == 0) & (before != count)
-                own[index] = {**masks, "restart_mask": again}
-        if self.config.composition == "nested":
-            y, levels = self._in_windows(x, levels, own, before != count, count, run)
-        else:
-            y, levels = self._through_levels(x, levels, own, run)
-        written = count[:, -1] if x.shape[1] else written.clone()
-        return y, CMSState(levels, written)  # type: ignore[arg-type]
-
-    def _through_levels(self, x: Tensor, levels: Levels, masks: list[Masks], run: Run) -> tuple[Tensor, Levels]:
-        """Every level once over x: the layer's output and the states of the levels.
-
-        A level's call on a tape is named `level` and labelled with its name.
-        """
+    def _through_levels(self, x: Tensor, levels: Levels, masks: list[Masks]) -> tuple[Tensor, tuple[LayerState, ...]]:
+        """Every level once over x: the layer's output and the states of the levels."""
         chained = self.config.composition == "chained"
-        states: list[LayerState | None] = []
+        states: list[LayerState] = []
         outputs: list[Tensor] = []
         seen = x
-        for index, level in enumerate(self.config.levels):
-            given = one(run(_block("norm", self.norms[index]), seen)) if len(self.norms) else seen
-
-            def called(x: Tensor, state: LayerState | None, at: int = index) -> Any:
-                return self.memories[at](x, state, **masks[at])
-
-            out, after = _with_state(run, "level", called, given, levels[index], level.name)
+        for index, memory in enumerate(self.memories):
+            out, after = memory(self.norms[index](seen) if len(self.norms) else seen, levels[index], **masks[index])
             if len(self.norms):
-                seen = one(run(_block("add", torch.add), seen, out))
+                seen = seen + out
             elif chained:
                 seen = out
             states.append(after)
             outputs.append(out)
-        if chained:
-            return seen, tuple(states)
-        return one(run(_block("join", self.joined), x, *outputs)), tuple(states)
+        return seen if chained else self.joined(x, *outputs), tuple(states)
 
     def _in_windows(
-        self, x: Tensor, levels: Levels, masks: list[Masks], write: Tensor, count: Tensor, run: Run
-    ) -> tuple[Tensor, Levels]:
+        self, x: Tensor, levels: Levels, masks: list[Masks], write: Tensor, count: Tensor
+    ) -> tuple[Tensor, tuple[LayerState, ...]]:
         """The same in windows that end where a level commits from which another restarts.
 
         `write` tells which tokens are written and `count` how many have been, both `[B, T]`.
@@ -250,15 +231,10 @@ class CMS(nn.Module):
         outputs: list[Tensor] = []
         for window, *last in in_windows(write, count, periods[1:]):
             own = [{name: None if mask is None else mask[:, window] for name, mask in each.items()} for each in masks]
-            tokens = one(run(_block("window", lambda x, at=window: x[:, at]), x))
-            y, levels = self._through_levels(tokens, levels, own, run)
-
-            def restart(y: Tensor, states: Any, at: Any = last) -> Any:
-                return y, restarted(periods, states, *at)
-
-            y, levels = _with_state(run, "restart", restart, y, levels)
+            y, levels = self._through_levels(x[:, window], levels, own)
+            levels = restarted(periods, levels, *last)
             outputs.append(y)
-        return one(run(CONCAT, *outputs)), levels
+        return torch.cat(outputs, 1), levels  # type: ignore[return-value]
 
     def joined(self, x: Tensor, *outputs: Tensor) -> Tensor:
         """The weighted sum of the levels' outputs."""
@@ -271,7 +247,7 @@ class CMS(nn.Module):
             weights = [len(outputs) ** -0.5] * len(outputs)
         if weights is not None:
             outputs = tuple(out * weight for out, weight in zip(outputs, weights, strict=True))
-        return functools.reduce(torch.add, outputs)
+        return sum(outputs[1:], outputs[0])
 
     def push_up(
         self, level: LevelConfig, state: CMSState | None = None, *, generator: torch.Generator | None = None
@@ -297,12 +273,12 @@ class CMS(nn.Module):
         config = self.config
         if config.composition == "chained":
             raise ConfigError(
-                "a chained layer cannot grow without changing its function: levels pass on their "
-                "outputs alone, and a new level's output is zero; use composition 'sequential'"
+                "a chained layer cannot grow without changing its function: levels pass on their outputs alone, and a "
+                "new level's output is zero; use composition 'sequential'"
             )
         if config.composition == "nested" and at:
             raise ConfigError(
-                f"a nested layer cannot take a slower level without changing its function: level "
+                "a nested layer cannot take a slower level without changing its function: level "
                 f"{config.levels[-1].name!r} would restart from it at its first commit; use push_up, or composition "
                 "'sequential'"
             )
@@ -341,21 +317,23 @@ class CMS(nn.Module):
         nn.init.zeros_(self.memories[at].out.weight)
 
     def health(self, x: Tensor, state: CMSState | None = None) -> list[LevelHealth]:
-        """What every level does on x `[B, T, d_model]`; a `HealthWarning` for each dead one.
-
-        The layer runs on a tape, which is walked back from a unit cotangent of y."""
+        """What every level does on x `[B, T, d_model]`; a `HealthWarning` for each dead one."""
         if x.dim() != 3 or x.numel() == 0:
             raise ShapeError(
                 f"health needs tokens: x must be [B, T, {self.d_model}] with B and T at least 1, got {list(x.shape)}"
             )
         with torch.no_grad():
             _, before = self(x[:, :0], state)  # checks state, and gives one where there is none
-            tape = Tape(observe=True)
-            y, after = self.passed(x, before, {"write_mask": None, "reset_mask": None}, run=tape)
-            tape.backward([y], [torch.full_like(y, y.numel() ** -0.5)], [x])
-            written = written_before(before.written, None, None, x.shape[1]) + 1
-            each = zip(self.config.levels, self.memories, before.levels, after.levels, strict=True)
-            found = [level_health(*level, written, tape) for level in each]
+        calls, handles = zip(*map(record_calls, self.memories), strict=True)
+        try:
+            with torch.enable_grad():
+                y, after = self(x.detach().requires_grad_(), before)
+        finally:
+            for handle in handles:
+                handle.remove()
+        written = written_before(before.written, None, None, x.shape[1]) + 1
+        each = zip(self.config.levels, self.memories, calls, before.levels, after.levels, strict=True)
+        found = [level_health(*level, written, y) for level in each]
         for level in found:
             if level.dead is not None:
                 message = f"level {level.name!r} of {self.name!r} is dead: {level.dead}"
@@ -372,30 +350,3 @@ def _copy(source: nn.Module, target: nn.Module) -> None:
     target.load_state_dict(source.state_dict())
     for mine, theirs in zip(source.parameters(), target.parameters(), strict=True):
         theirs.requires_grad_(mine.requires_grad)
-
-
-def _block(name: str, function: nn.Module | Callable[..., Tensor]) -> Block:
-    def forward(*inputs: Tensor) -> tuple[tuple[Tensor], None]:
-        return (function(*inputs),), None
-
-    return Block(name, forward)
-
-
-def _with_state(
-    run: Run, name: str, function: Callable[..., Any], x: Tensor, state: Any, label: str = ""
-) -> tuple[Tensor, Any]:
-    """`function(x, state) -> (y, state)` as one call of `run`, the states' tensors among its
-    inputs and outputs."""
-    if run is execute:
-        return function(x, state)
-    flat, layout = pytree.tree_flatten(state)
-    made: list[Any] = []
-
-    def forward(x: Tensor, *flat: Tensor | None) -> tuple[tuple[Tensor | None, ...], None]:
-        y, after = function(x, pytree.tree_unflatten(flat, layout))
-        leaves, own = pytree.tree_flatten(after)
-        made.append(own)
-        return (y, *leaves), None
-
-    y, *leaves = run(Block(name, forward), x, *flat, label=label)
-    return one((y,)), pytree.tree_unflatten(leaves, made[0])

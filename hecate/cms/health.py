@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from hecate.cms.config import CMSConfig, LevelConfig
-from hecate.engine import Sequence, to_tokens
 from hecate.errors import HealthWarning, StabilityWarning
 from hecate.nn import LayerState, Memory
-from hecate.nn.rule import random_keys
+from hecate.nn.rule import features_of, random_keys
 from hecate.rule import memory_weights
-from hecate.tape import Tape, execute
 
 KEYS = 512  # of a window that are drawn; a longer one is extrapolated
 
@@ -35,11 +35,10 @@ def warn_if_windows_diverge(level: LevelConfig, memory: Memory) -> None:
     if largest is not None:
         fitting = algorithm.lr * algorithm.stable_step / largest
         warnings.warn(
-            f"level {memory.name!r}: the {level.period} steps that its period sums up come to "
-            f"{largest:.3g} along one direction of phi, measured on random keys at the ceiling "
-            f"lr={algorithm.lr:g} of its gate, and bias {config.bias.kind!r} may diverge beyond "
-            f"{algorithm.stable_step:g}; set algorithm.lr below {fitting:.2g}, or shorten the "
-            "period",
+            f"level {memory.name!r}: the {level.period} steps that its period sums up come to {largest:.3g} along one "
+            f"direction of phi, measured on random keys at the ceiling lr={algorithm.lr:g} of its gate, and bias "
+            f"{config.bias.kind!r} may diverge beyond {algorithm.stable_step:g}; set algorithm.lr below {fitting:.2g}, "
+            "or shorten the period",
             StabilityWarning,
             stacklevel=4,
         )
@@ -52,10 +51,9 @@ def warn_if_nothing_passes(config: CMSConfig, memories: tuple[Memory, ...]) -> N
         empty = memory.config.structure.linear and not any(w.count_nonzero() for w in weights)
         if level.period > 1 and empty:
             warnings.warn(
-                f"level {memory.name!r} starts empty and commits every {level.period} tokens: "
-                f"until its first commit it passes zero to the levels behind it, so sequences "
-                f"shorter than {level.period} train nothing; use composition 'sequential', or a "
-                "structure that starts with weights, such as 'mlp'",
+                f"level {memory.name!r} starts empty and commits every {level.period} tokens: until its first commit "
+                f"it passes zero to the levels behind it, so sequences shorter than {level.period} train nothing; use "
+                "composition 'sequential', or a structure that starts with weights, such as 'mlp'",
                 HealthWarning,
                 stacklevel=4,
             )
@@ -63,14 +61,11 @@ def warn_if_nothing_passes(config: CMSConfig, memories: tuple[Memory, ...]) -> N
 
 def _step_lengths(memory: Memory, count: int) -> Tensor:
     """The largest eigenvalue per head, for a window of `count` random keys."""
-    drawn, params = random_keys(memory, count, memory.qk_norm)
-    keys = drawn.unsqueeze(0)
-    ones = torch.ones_like(keys[..., 0])
-    position = torch.arange(count, device="cpu").unsqueeze(0) if memory.config.feature_map.needs_position else None
-    lr = ones * memory.config.algorithm.lr
-    sequence = Sequence(keys, keys, keys, lr, ones, ones, position=position)
-    tokens = to_tokens(memory.config, sequence, params, torch.float64, execute)
-    rows = (tokens.phi_k * tokens.lr.sqrt().unsqueeze(-1))[0].transpose(0, 1)
+    config, (keys, params) = memory.config, random_keys(memory, count, memory.qk_norm)
+    position = torch.arange(count, device="cpu").unsqueeze(0) if config.feature_map.needs_position else None
+    keys = keys.unsqueeze(0)
+    _, phi, lr = features_of(config, keys, keys, params, config.algorithm.lr, position=position)
+    rows = (phi * lr.sqrt().unsqueeze(-1))[0].transpose(0, 1)
     tall = rows.shape[1] > rows.shape[2]
     return torch.linalg.eigvalsh(rows.mT @ rows if tall else rows @ rows.mT)[:, -1]
 
@@ -102,29 +97,63 @@ class LevelHealth(NamedTuple):
     dead: str | None
 
 
+class LevelCall(NamedTuple):
+    """A call of a level's memory: its input, its output, the state after it."""
+
+    given: Tensor
+    out: Tensor
+    after: LayerState
+
+
+def record_calls(memory: Memory) -> tuple[list[LevelCall], RemovableHandle]:
+    """A list to which every call of a level's memory is added, and what ends that.
+
+    All of a state is made to require a gradient, constants such as an emptied sum too: cotangents reach them."""
+    calls: list[LevelCall] = []
+
+    def watched(item: Tensor) -> Tensor:
+        return item.detach().requires_grad_() if item.is_floating_point() and not item.requires_grad else item
+
+    def hook(_: nn.Module, given: tuple[Any, ...], made: tuple[Tensor, LayerState]) -> tuple[Tensor, LayerState]:
+        made = pytree.tree_map_only(Tensor, watched, made)
+        calls.append(LevelCall(given[0], *made))
+        return made
+
+    return calls, memory.register_forward_hook(hook)
+
+
 def level_health(
-    level: LevelConfig, memory: Memory, before: LayerState, after: LayerState, written: Tensor, tape: Tape
+    level: LevelConfig,
+    memory: Memory,
+    calls: list[LevelCall],
+    before: LayerState,
+    after: LayerState,
+    written: Tensor,
+    y: Tensor,
 ) -> LevelHealth:
-    """What a level did in a run of its layer on a tape, which has been walked back from a unit cotangent of y.
+    """What a level did in a run of its layer that gave y, recorded by autograd.
 
     `written` tells how many tokens since the start there are after each one, `[B, T]`."""
     every = memory.config.chunk if memory.config.commit == "chunk" else 1
-    calls = [call for call in tape.calls if call.block.name == "level" and call.label == level.name]
-    given = torch.cat([call.inputs[0] for call in calls], 1)  # type: ignore[misc]
-    out = torch.cat([call.outputs[0] for call in calls], 1)  # type: ignore[misc]
-    fired = memory.gates.values(given).get("firing")
-    found = LevelHealth(
-        name=level.name,
-        period=level.period,
-        commits=float((written % every == 0).sum(1).double().mean()),
-        fired=None if fired is None else float((fired > 0.5).double().mean()),
-        norm_start=_norm(memory, before),
-        norm_end=_norm(memory, after),
-        output_rms=float(out.double().square().mean().sqrt()),
-        half_life=_half_life(memory, given),
-        cotangent=float(tape.norms(level.name).get(f"{level.name}/level", torch.zeros(()))),
-        dead=None,
-    )
+    made = [leaf for call in calls for leaf in pytree.tree_leaves(call[1:]) if leaf is not None and leaf.requires_grad]
+    unit = torch.full_like(y, y.numel() ** -0.5)
+    cotangents = torch.autograd.grad(y, made, unit, retain_graph=True, allow_unused=True)
+    norms = [cotangent.norm() for cotangent in cotangents if cotangent is not None]
+    with torch.no_grad():
+        given, out = torch.cat([call.given for call in calls], 1), torch.cat([call.out for call in calls], 1)
+        fired = memory.gates.values(given).get("firing")
+        found = LevelHealth(
+            name=level.name,
+            period=level.period,
+            commits=float((written % every == 0).sum(1).double().mean()),
+            fired=None if fired is None else float((fired > 0.5).double().mean()),
+            norm_start=_norm(memory, before),
+            norm_end=_norm(memory, after),
+            output_rms=float(out.double().square().mean().sqrt()),
+            half_life=_half_life(memory, given),
+            cotangent=math.hypot(*map(float, norms)),
+            dead=None,
+        )
     never = bool((written < every).all())
     return found._replace(dead="; ".join(_faults(found, never)) or None)
 

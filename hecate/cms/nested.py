@@ -24,15 +24,12 @@ from hecate.tape.bridge import can_inspect
 def check_shapes(config: CMSConfig, memories: tuple[Memory, ...]) -> None:
     """Refuses neighbours whose memories cannot be copied into one another."""
     for index, (fast, slow) in enumerate(pairwise(memories), 1):
-        shapes = [
-            {name: tuple(tensor.shape) for name, tensor in memory.initial.tensors.items()} for memory in (fast, slow)
-        ]
-        if shapes[0] != shapes[1]:
-            names = [level.name for level in config.levels[index - 1 : index + 1]]
+        one, two = ({name: tuple(weight.shape) for name, weight in m.initial.tensors.items()} for m in (fast, slow))
+        if one != two:
+            names = f"nested levels {config.levels[index - 1].name!r} and {config.levels[index].name!r}"
             raise ConfigError(
-                f"nested levels {names[0]!r} and {names[1]!r}: memories are {shapes[0]} and "
-                f"{shapes[1]} per level, but a restart copies one into the other; give both the "
-                "same structure, heads, d_key, d_value and width of phi",
+                f"{names}: memories are {one} and {two} per level, but a restart copies one into the other; give both "
+                "the same structure, heads, d_key, d_value and width of phi",
                 path=("levels", index, "memory"),
             )
 
@@ -52,9 +49,8 @@ def in_windows(write: Tensor, count: Tensor, periods: list[int]) -> Iterator[tup
     if periods and not count.is_meta:
         if not can_inspect(write, count):
             raise ConfigError(
-                "composition 'nested' cuts a sequence where levels commit, which counts and masks "
-                "tell; it has to look at them, and neither torch.compile nor torch.func lets it; "
-                "use another composition there"
+                "composition 'nested' cuts a sequence where levels commit, which counts and masks tell; it has to look "
+                "at them, and neither torch.compile nor torch.func lets it; use another composition there"
             )
         # Later periods are multiples of the first.
         ends = (write & (count % periods[0] == 0)).any(0).nonzero().flatten().tolist()

@@ -115,9 +115,8 @@ class SelfReferential(MemoryLayer):
             check_engine(inner, engine, autodiff)
             if inner.width(width) != width:
                 raise ConfigError(
-                    f"d_value={inner.d_value} in a self-referential memory: its boxes are "
-                    f"written at features of k and asked x and v, which are {width} wide; leave "
-                    "d_value out",
+                    f"d_value={inner.d_value} in a self-referential memory: its boxes are written at features of k and "
+                    f"asked x and v, which are {width} wide; leave d_value out",
                     path=("feature_memory", "d_value"),
                 )
             self.feature_memory = FeatureMemory(d_model, heads, inner, d_key=width, learned_initial=True, **place)

@@ -50,9 +50,8 @@ def check_firing(config: MemoryConfig, firing: Firing) -> None:
         return
     if config.algorithm.kernel_form() is None:
         raise ConfigError(
-            f"firing='learned' makes the lr of idle tokens 0, but algorithm "
-            f"{config.algorithm.kind!r} takes their gradients into its own state whatever lr is; "
-            "use algorithm 'gd' or 'momentum', or firing='always'",
+            f"firing='learned' makes the lr of idle tokens 0, but algorithm {config.algorithm.kind!r} takes their "
+            "gradients into its own state whatever lr is; use algorithm 'gd' or 'momentum', or firing='always'",
             path=("firing",),
         )
     generator = torch.Generator().manual_seed(0)
@@ -61,9 +60,8 @@ def check_firing(config: MemoryConfig, firing: Firing) -> None:
     idle = config.retention.step(memory, torch.zeros_like(memory), memory.new_ones(1))
     if not torch.allclose(idle, memory, rtol=1e-5, atol=1e-7):
         raise ConfigError(
-            f"firing='learned' makes the retain of idle tokens 1, but retention "
-            f"{config.retention.kind!r} changes a memory even so; use retention 'none' or 'decay', "
-            "or firing='always'",
+            f"firing='learned' makes the retain of idle tokens 1, but retention {config.retention.kind!r} changes a "
+            "memory even so; use retention 'none' or 'decay', or firing='always'",
             path=("firing",),
         )
 
@@ -125,6 +123,6 @@ def check_state(
         found, wanted = None if given is None else list(given.shape), None if shape is None else list(shape)
         if found != wanted:
             raise ShapeError(
-                f"state.{name} must be {wanted} for this layer and {batch} sequences, got "
-                f"{found}; was it made by another layer or with another batch?"
+                f"state.{name} must be {wanted} for this layer and {batch} sequences, got {found}; was it made by "
+                "another layer or with another batch?"
             )

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from hecate.checks import expect_choice
-from hecate.engine import L2_NORM, Sequence, memory_scan, to_tokens, written_before
+from hecate.engine import L2_NORM, memory_scan, written_before
 from hecate.errors import ConfigError
+from hecate.nn.rule import features_of
 from hecate.phi import Identity, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import execute, one
-from hecate.tape.bridge import without_autocast
 
 Projection = Literal["none", "sum", "orthogonal"]
 
@@ -64,7 +64,7 @@ def project_queries(
     Shapes: q, k `[B, T, H, D]`, features `[B, T, H, P]`, masks `[B, T]`.
     Cost: "sum" that of one more memory with P x P weights; "orthogonal" a loop over tokens.
     """
-    phi_q, phi_k = _features(config, q, k, params, write)
+    phi_q, phi_k, _ = features_of(config, q, k, params, write=write)
     position = torch.zeros(len(q), dtype=torch.int64, device=q.device)
     if memory is not None:
         position = memory.position[:, 0]
@@ -82,17 +82,6 @@ def project_queries(
         _, held = memory_scan(SUM, phi_q[:, :0], unit[:, :0], unit[:, :0])
     phi_q, span = _orthogonal(phi_q, unit, opens, write, held.memory["weight"])
     return phi_q, phi_k, held._replace(memory={"weight": span})
-
-
-def _features(
-    config: MemoryConfig, q: Tensor, k: Tensor, params: Params, write: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """phi(q) and phi(k) as a scan computes them, after key_norm and query_scale."""
-    dtype = torch.promote_types(k.dtype, config.dtype)
-    gate = torch.ones(k.shape[:3], dtype=dtype, device=k.device)
-    with without_autocast(k.device.type):
-        tokens = to_tokens(config, Sequence(q, k, k, gate, gate, gate, write), params, dtype, execute)
-    return tokens.phi_q, tokens.phi_k
 
 
 def _orthogonal(q: Tensor, k: Tensor, opens: Tensor, write: Tensor | None, span: Tensor) -> tuple[Tensor, Tensor]:

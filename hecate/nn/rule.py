@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hecate.engine import Sequence, to_tokens
 from hecate.errors import StabilityWarning
 from hecate.nn.conv import QKNorm, normalise_qk
 from hecate.nn.gates import GateHeads
@@ -18,6 +19,8 @@ from hecate.rule import MemoryConfig
 from hecate.rule.state import slot_shapes
 from hecate.sizes import check_shapes
 from hecate.structure import Structure
+from hecate.tape import execute
+from hecate.tape.bridge import without_autocast
 
 
 class RuleParameters(FeatureParameters):
@@ -81,14 +84,25 @@ def warn_if_unstable(
     if largest is not None:
         twice = "" if erases == 1 else f" times {erases} erases"
         warnings.warn(
-            f"memory {name!r}: lr * |phi(k)|^2{twice} reaches {largest:.3g} at the ceiling "
-            f"lr={config.algorithm.lr:g} of its gate (feature_map {config.feature_map.kind!r}, "
-            f"qk_norm {qk_norm!r}, key_norm 'none'), and bias {config.bias.kind!r} may "
-            f"diverge beyond {config.algorithm.stable_step:g}; set key_norm='l2', "
+            f"memory {name!r}: lr * |phi(k)|^2{twice} reaches {largest:.3g} at the ceiling lr={config.algorithm.lr:g} "
+            f"of its gate (feature_map {config.feature_map.kind!r}, qk_norm {qk_norm!r}, key_norm 'none'), and bias "
+            f"{config.bias.kind!r} may diverge beyond {config.algorithm.stable_step:g}; set key_norm='l2', "
             "step='normalized' or a lower algorithm.lr",
             StabilityWarning,
             stacklevel=5,
         )
+
+
+def features_of(
+    config: MemoryConfig, q: Tensor, k: Tensor, params: Params, lr: float = 1.0, **given: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """phi(q), phi(k) and lr as a scan computes them, after key_norm, query_scale and step; q, k `[B, T, H, D]`, `given`
+    are the fields `write` and `position` of a scan's inputs."""
+    dtype = torch.promote_types(k.dtype, config.dtype)
+    gate = torch.ones(k.shape[:3], dtype=dtype, device=k.device)
+    with without_autocast(k.device.type):
+        tokens = to_tokens(config, Sequence(q, k, k, lr * gate, gate, gate, **given), params, dtype, execute)
+    return tokens.phi_q, tokens.phi_k, tokens.lr
 
 
 def random_keys(held: FeatureParameters, count: int, qk_norm: QKNorm) -> tuple[Tensor, Params]:

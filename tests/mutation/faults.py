@@ -347,7 +347,7 @@ FAULTS = [
         ("nested", "slots={name: torch.zeros_like(slot) for name, slot in like.slots.items()},", ""),
         ("nested", "{0, *(end + 1 for end in ends), length}", "{0, *ends, length}"),
         ("nested", "committed = write & (count", "committed = (count"),
-        ("cms", "seen = one(run(_block(\"add\", torch.add), seen, out))", "seen = out"),
+        ("cms", "seen = seen + out", "seen = out"),
         ("cms", "weights = [len(outputs) ** -0.5] * len(outputs)", "weights = [1 / len(outputs)] * len(outputs)"),
         ("config", "{\"chunk\": self.period, \"commit\": \"chunk\"}", "{\"chunk\": self.period}"),
     ),
@@ -375,7 +375,7 @@ FAULTS = [
     *_of(
         "cms",
         "tests/cms/test_health.py",
-        ("cms", "y.numel() ** -0.5", "1.0"),
+        ("health", "y.numel() ** -0.5", "1.0"),
         ("health", "rates = retain.double().log().mean((0, 1))", "rates = retain.double().mean((0, 1)).log()"),
         ("health", "bool((written < every).all())", "found.commits == 0"),
     ),
