@@ -21,10 +21,7 @@ from hecate.tape import Autodiff
 
 Levels = tuple[LayerState | None, ...]
 Masks = dict[str, Tensor | None]
-OF_LEVEL = (  # fields of a level that are arguments of its `Memory`
-    "d_key", "d_value", "conv_kernel", "qk_norm", "output_gate", "learned_initial", "feature_memory", "firing",
-    "query_projection",
-)  # fmt: skip
+OF_LEVEL = {"name", "period", "memory", "heads", "restart"}  # the other fields are arguments of its `Memory`
 
 
 class CMSState(NamedTuple):
@@ -73,9 +70,8 @@ class CMS(nn.Module):
         config: levels, composition, aggregation.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call the layer; a level is `name/level`.
-        generator: source of all draws, of which it gives one: every level draws from a generator
-            made of that and the level's name, so other levels do not change its start; None uses torch's default
-            generator.
+        generator: source of all draws, of which it gives one: every level draws from a generator made of that and the
+            level's name, so other levels do not change its start; None uses torch's default generator.
 
     Raises:
         ConfigError: sizes that do not fit, with the path of the level.
@@ -108,7 +104,7 @@ class CMS(nn.Module):
         base = draw_base(generator) if drawn else 0
         self.levels = nn.ModuleList()
         for index, level in enumerate(config.levels):
-            own = {field: getattr(level, field) for field in OF_LEVEL}
+            own = {field: getattr(level, field) for field in LevelConfig.model_fields if field not in OF_LEVEL}
             try:
                 how["generator"] = source_for(level.name, base)
                 count = heads if level.heads is None else level.heads

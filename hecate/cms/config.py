@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from hecate.errors import ConfigError
 from hecate.nn.arguments import Firing, check_firing
+from hecate.nn.conv import QKNorm
 from hecate.nn.feature_memory import FeatureMemoryConfig
 from hecate.nn.projection import Projection, check_projection
 from hecate.retention import Retention
@@ -40,7 +41,7 @@ class LevelConfig(Config):
     d_key: Size | None = Field(None, ge=1)
     d_value: Size | None = Field(None, ge=1)
     conv_kernel: Depth = Field(4, ge=0)
-    qk_norm: Literal["none", "l2", "rms"] = "l2"
+    qk_norm: QKNorm = "l2"
     output_gate: bool = True
     learned_initial: bool = True
     feature_memory: FeatureMemoryConfig | None = None

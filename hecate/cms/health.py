@@ -18,6 +18,7 @@ from hecate.nn import LayerState, Memory
 from hecate.nn.rule import features_of, random_keys
 from hecate.rule import memory_weights
 
+LevelCall = tuple[Tensor, Tensor, LayerState]  # a level's input and output, and its state after it
 KEYS = 512  # of a window that are drawn; a longer one is extrapolated
 
 
@@ -79,8 +80,7 @@ class LevelHealth(NamedTuple):
         fired: share of tokens and heads that fire; None where all do.
         norm_start, norm_end: Frobenius norm of a head's memory before and after.
         output_rms: root mean square of the level's output.
-        half_life: tokens after which the retain gates leave half of a memory, median over heads
-            (and channels).
+        half_life: tokens after which the retain gates leave half of a memory, median over heads (and channels).
         cotangent: norm of what a unit cotangent of y puts on the level's output and state.
         dead: why the level is dead, None if it is not.
     """
@@ -97,14 +97,6 @@ class LevelHealth(NamedTuple):
     dead: str | None
 
 
-class LevelCall(NamedTuple):
-    """A call of a level's memory: its input, its output, the state after it."""
-
-    given: Tensor
-    out: Tensor
-    after: LayerState
-
-
 def record_calls(memory: Memory) -> tuple[list[LevelCall], RemovableHandle]:
     """A list to which every call of a level's memory is added, and what ends that.
 
@@ -116,7 +108,7 @@ def record_calls(memory: Memory) -> tuple[list[LevelCall], RemovableHandle]:
 
     def hook(_: nn.Module, given: tuple[Any, ...], made: tuple[Tensor, LayerState]) -> tuple[Tensor, LayerState]:
         made = pytree.tree_map_only(Tensor, watched, made)
-        calls.append(LevelCall(given[0], *made))
+        calls.append((given[0], *made))
         return made
 
     return calls, memory.register_forward_hook(hook)
@@ -140,7 +132,7 @@ def level_health(
     cotangents = torch.autograd.grad(y, made, unit, retain_graph=True, allow_unused=True)
     norms = [cotangent.norm() for cotangent in cotangents if cotangent is not None]
     with torch.no_grad():
-        given, out = torch.cat([call.given for call in calls], 1), torch.cat([call.out for call in calls], 1)
+        given, out = torch.cat([call[0] for call in calls], 1), torch.cat([call[1] for call in calls], 1)
         fired = memory.gates.values(given).get("firing")
         found = LevelHealth(
             name=level.name,

@@ -14,7 +14,7 @@ from hecate.errors import ConfigError
 from hecate.nn.arguments import check_engine, check_sequence, check_sizes, check_state
 from hecate.nn.conv import ShortConv, convolved, normalise_qk
 from hecate.nn.feature_memory import FeatureMemory, FeatureMemoryConfig
-from hecate.nn.memory import MemoryLayer, where_rows
+from hecate.nn.memory import MemoryLayer, rule_repr, where_rows
 from hecate.nn.parameters import blank
 from hecate.rule import MemoryConfig, MemoryState, bytes_of, detached
 from hecate.tape import Autodiff
@@ -224,14 +224,9 @@ class SelfReferential(MemoryLayer):
 
     def extra_repr(self) -> str:
         """The rule and sizes."""
-        config, rule = self.config, self.config.memory
-        return (
-            f"{self.d_model}, heads={self.heads}, d_head={self.d_head}, phase={config.phase}, "
-            f"written={'+'.join(self.boxes.written)}, chunk={config.period}, "
-            f"erase={config.erase}, structure={rule.structure.kind}, bias={rule.bias.kind}, "
-            f"retention={rule.retention.kind}, algorithm={rule.algorithm.kind}, "
-            f"feature_map={rule.feature_map.kind}"
-        )
+        config, sizes = self.config, f"{self.d_model}, heads={self.heads}, d_head={self.d_head}"
+        written = f"phase={config.phase}, written={'+'.join(self.boxes.written)}"
+        return f"{sizes}, {written}, chunk={config.period}, erase={config.erase}, {rule_repr(config.memory)}"
 
 
 class _Tokens(NamedTuple):

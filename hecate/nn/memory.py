@@ -63,6 +63,12 @@ def where_rows(rows: Tensor, yes: Tree, no: Tree) -> Tree:
     return pytree.tree_map(chosen, yes, no)
 
 
+def rule_repr(config: MemoryConfig) -> str:
+    """The knobs of a rule as a layer prints them."""
+    knobs = ("structure", "bias", "retention", "algorithm", "feature_map")
+    return ", ".join(f"{knob}={getattr(config, knob).kind}" for knob in knobs)
+
+
 class MemoryLayer(nn.Module):
     """What layers around memories have in common: a linear map in, a short convolution, a feature memory, and behind
     the memory an RMS norm per head, an output gate silu(W x) and a linear map out."""
@@ -271,9 +277,5 @@ class Memory(RuleParameters, MemoryLayer):
 
     def extra_repr(self) -> str:
         """The rule and sizes."""
-        c = self.config
-        return (
-            f"{self.d_model}, heads={self.heads}, d_key={self.d_key}, d_value={self.d_value}, "
-            f"structure={c.structure.kind}, bias={c.bias.kind}, retention={c.retention.kind}, "
-            f"algorithm={c.algorithm.kind}, feature_map={c.feature_map.kind}"
-        )
+        sizes = f"{self.d_model}, heads={self.heads}, d_key={self.d_key}, d_value={self.d_value}"
+        return f"{sizes}, {rule_repr(self.config)}"
