@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hecate.cms.config import CMSConfig, LevelConfig
 from hecate.errors import HealthWarning, StabilityWarning
 from hecate.nn import LayerState, Memory
-from hecate.nn.rule import features_of, random_keys
+from hecate.nn.rule import features_of
 from hecate.rule import memory_weights
 
 LevelCall = tuple[Tensor, Tensor, LayerState]  # a level's input and output, and its state after it
@@ -62,7 +62,7 @@ def warn_if_nothing_passes(config: CMSConfig, memories: tuple[Memory, ...]) -> N
 
 def _step_lengths(memory: Memory, count: int) -> Tensor:
     """The largest eigenvalue per head, for a window of `count` random keys."""
-    config, (keys, params) = memory.config, random_keys(memory, count, memory.qk_norm)
+    config, (keys, params) = memory.config, memory.random_keys(count, memory.qk_norm)
     position = torch.arange(count, device="cpu").unsqueeze(0) if config.feature_map.needs_position else None
     keys = keys.unsqueeze(0)
     _, phi, lr = features_of(config, keys, keys, params, config.algorithm.lr, position=position)

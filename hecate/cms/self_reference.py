@@ -12,8 +12,8 @@ from hecate.engine import L2_NORM, SUM_NORM, memory_scan, predict
 from hecate.errors import ConfigError
 from hecate.nn.conv import QKNorm, normalise_qk
 from hecate.nn.gates import draw_gates, gate_starts, hold_gates
-from hecate.nn.parameters import FeatureParameters, TensorDict, without_numbers
-from hecate.nn.rule import draw_answering, warn_if_unstable
+from hecate.nn.parameters import TensorDict, without_numbers
+from hecate.nn.rule import HeldRule
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.sizes import Count
@@ -159,7 +159,7 @@ class SelfReferenceConfig(Config):
         )
 
 
-class Boxes(FeatureParameters):
+class Boxes(HeldRule):
     """H heads of boxes, each a memory `D -> D` of one rule, with the phi they share. [SELF-BOX-D1]
 
     A box answers x by M(phi(n(x))): the path of a key, n the `input_norm`, `key_norm` included and `query_scale` not.
@@ -170,7 +170,7 @@ class Boxes(FeatureParameters):
     def __init__(self, heads: int, config: SelfReferenceConfig, *, d_head: int, **place: Any) -> None:
         super().__init__()
         self.config, self.heads, self.d_head = config, heads, d_head
-        self.written = (*config.moving, "memory")
+        self.rule, self.erases, self.written = config.memory, config.erases, (*config.moving, "memory")
         rule, names = config.memory, (*config.boxes, "memory")
         d_phi = rule.feature_map.output_dim(d_head)
         start = rule.structure.init(d_phi, d_head, heads=heads, **without_numbers(place["dtype"]))
@@ -182,16 +182,10 @@ class Boxes(FeatureParameters):
 
     def draw_rule(self, source: torch.Generator, like: Tensor) -> None:
         """Everything anew from a generator, in the dtype and on the device of `like`."""
-        rule = self.config.memory
         self.draw_features(source, like)
-        d_phi = rule.feature_map.output_dim(self.d_head)
         for name in self.initial:
-            draw_answering(rule.structure, self._box(name), d_phi, self.d_head, source, like)
-        draw_gates(self.starts, self.retain, self.gate_weight, self.gate_bias, source, 1 / self.d_head)
-
-    def warn_if_unstable(self, name: str, qk_norm: QKNorm) -> None:
-        """Measures the step on random keys at the lr gate's ceiling."""
-        warn_if_unstable(self.config.memory, self, name, qk_norm, self.config.erases)
+            self.draw_answering(self._box(name), self.d_head, source, like)
+        draw_gates(self.starts, (self.retain, self.gate_weight, self.gate_bias), source, 1 / self.d_head)
 
     def _box(self, name: str) -> TensorDict:
         return cast(TensorDict, self.initial[name])
@@ -231,7 +225,7 @@ class Boxes(FeatureParameters):
 
     def features(self, k: Tensor) -> Tensor:
         """phi of keys under the rule's key_norm, as a scan has them, in the state's dtype."""
-        rule = self.config.memory
+        rule = self.rule
         wide = k.to(torch.promote_types(k.dtype, rule.dtype))
         phi = rule.feature_map(wide, self.phi_params)
         if rule.key_norm != "none":
@@ -244,15 +238,14 @@ class Boxes(FeatureParameters):
         batch, _, heads, _ = phi.shape
         boxes = next(iter(carried.values())).shape[1] // heads
         queries = phi.transpose(1, 2).unsqueeze(1).expand(-1, boxes, -1, -1, -1).flatten(0, 2)
-        rule = self.config.memory
-        memory = rule.rule.weights(tuple(item.flatten(0, 1) for item in carried.values()))
-        answers = predict(rule, memory, queries, run=execute, label="")
+        memory = self.rule.rule.weights(tuple(item.flatten(0, 1) for item in carried.values()))
+        answers = predict(self.rule, memory, queries, run=execute, label="")
         return answers.unflatten(0, (batch, boxes, heads)).transpose(2, 3).unbind(1)
 
     def read_static(self, phi: Tensor) -> dict[str, Tensor]:
         """Answers of the projections that are not written, for a whole sequence."""
         answers: dict[str, Tensor] = {}
-        start, tokens = self.config.memory.retention.start, phi.flatten(0, 1).unsqueeze(0)  # one state for all of them
+        start, tokens = self.rule.retention.start, phi.flatten(0, 1).unsqueeze(0)  # one state for all of them
         for box in self.config.boxes:
             if box not in self.written:
                 weights = {name: start(w.to(phi.dtype)).unsqueeze(0) for name, w in self._box(box).tensors.items()}
@@ -270,7 +263,7 @@ class Boxes(FeatureParameters):
             own = weight.to(answer.dtype).unflatten(0, (self.heads, -1))
             logit = torch.einsum("bthd,hcd->bthc", answer, own).flatten(-2) + self.gate_bias[gate]
             values[gate] = torch.sigmoid(logit) if form is None else form(logit)
-        values["lr"] = self.config.memory.algorithm.lr * values["lr"]
+        values["lr"] = self.rule.algorithm.lr * values["lr"]
         return values
 
     def forward(
@@ -279,7 +272,7 @@ class Boxes(FeatureParameters):
         """Writes every box at k with its target, all `[B, T, H, D]`, and reads the memory at q."""
         boxes = len(self.written)
         y, state = memory_scan(
-            self.config.memory,
+            self.rule,
             q.repeat(1, 1, boxes, 1),
             k.repeat(1, 1, boxes, 1),
             torch.cat(targets, 2),

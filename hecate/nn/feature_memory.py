@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hecate.engine import memory_features
 from hecate.errors import ConfigError
 from hecate.nn.parameters import draw_normal
-from hecate.nn.rule import RuleParameters, draw_answering
+from hecate.nn.rule import RuleParameters
 from hecate.rule import MemoryConfig, MemoryState
 from hecate.sizes import Size
 
@@ -77,8 +77,7 @@ class FeatureMemory(RuleParameters):
         super().draw_rule(source, like)
         if self.target is not None:
             draw_normal(self.target, self.phi_width**-0.5, source)
-            d_phi = self.config.feature_map.output_dim(self.phi_width)
-            draw_answering(self.config.structure, self.initial, d_phi, self.d_value, source, like)
+            self.draw_answering(self.initial, self.d_value, source, like)
 
     def values(self, k: Tensor) -> Tensor:
         """What M is written with at keys `[B, T, H, D]`."""

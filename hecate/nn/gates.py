@@ -87,9 +87,12 @@ def gate_starts(config: MemoryConfig) -> dict[str, float]:
     return starts
 
 
+HeldGates = tuple[RetainForm | None, nn.ParameterDict, nn.ParameterDict]
+
+
 def hold_gates(
     config: MemoryConfig, starts: dict[str, float], heads: int, width: int, d_key: int, **place: Any
-) -> tuple[RetainForm | None, nn.ParameterDict, nn.ParameterDict]:
+) -> HeldGates:
     """Room for gates of what is `width` wide: the retain gate's form, every gate's weights `[H, width]` and biases
     `[H]`, of more rows where retain has a gate per channel; `draw_gates` fills it."""
     shapes, form = dict.fromkeys(starts, (heads, width)), None
@@ -101,15 +104,9 @@ def hold_gates(
     return form, weight, nn.ParameterDict({name: torch.empty(shape[0], **place) for name, shape in shapes.items()})
 
 
-def draw_gates(
-    starts: dict[str, float],
-    form: RetainForm | None,
-    weight: nn.ParameterDict,
-    bias: nn.ParameterDict,
-    source: torch.Generator,
-    fill: float = 0.0,
-) -> None:
+def draw_gates(starts: dict[str, float], held: HeldGates, source: torch.Generator, fill: float = 0.0) -> None:
     """Weights at `fill`, biases at the starting values; a retain gate of low rank or softplus draws from `source`."""
+    form, weight, bias = held
     for name, start in starts.items():
         if form is not None and name == "retain":
             form.draw(source, weight[name], bias[name], start, fill=fill)
@@ -159,7 +156,7 @@ class GateHeads(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Weights to zero, biases to the starting values; a retain gate of low rank or softplus draws from `generator`
         (None: torch's default generator)."""
-        draw_gates(self.starts, self.retain, self.weight, self.bias, source_of(generator))
+        draw_gates(self.starts, (self.retain, self.weight, self.bias), source_of(generator))
 
     def forward(self, x: Tensor) -> Gates:
         """The gates of every token."""

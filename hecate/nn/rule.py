@@ -1,4 +1,4 @@
-"""What a layer holds for one memory: gates, parameters of phi, starting weights."""
+"""What a layer holds for a rule: parameters of phi, gates, starting weights, and a look at whether steps diverge."""
 
 from __future__ import annotations
 
@@ -18,12 +18,72 @@ from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.rule.state import slot_shapes
 from hecate.sizes import check_shapes
-from hecate.structure import Structure
 from hecate.tape import execute
 from hecate.tape.bridge import without_autocast
 
 
-class RuleParameters(FeatureParameters):
+class HeldRule(FeatureParameters):
+    """A rule and the parameters of its phi, for memories that share them.
+
+    `erases` is how often a write takes the key's direction out of a memory.
+    """
+
+    rule: MemoryConfig
+    erases = 1
+
+    @property
+    def d_phi(self) -> int:
+        """The width of phi."""
+        return self.rule.feature_map.output_dim(self.phi_width)
+
+    def random_keys(self, count: int, qk_norm: QKNorm) -> tuple[Tensor, Params]:
+        """Keys `[count, H, D]` to measure phi at, the same ones every time, and phi's parameters; all in float64."""
+        double: Any = {"dtype": torch.float64, "device": "cpu"}
+        generator = torch.Generator().manual_seed(0)
+        keys = torch.randn(count, self.phi_heads, self.phi_width, generator=generator, **double)
+        params: Params = {
+            "learned": {name: tensor.detach().to(**double) for name, tensor in self.phi_learned.tensors.items()},
+            "frozen": {name: tensor.detach().to(**double) for name, tensor in self.phi_frozen.tensors.items()},
+        }
+        return normalise_qk(keys, qk_norm), params
+
+    def warn_if_unstable(self, name: str, qk_norm: QKNorm) -> None:
+        """Warns the layer's builder, three calls up, if lr |phi(k)|^2 times `erases`, measured on random keys at the lr
+        gate's ceiling, allows divergence."""
+        rule, algorithm = self.rule, self.rule.algorithm
+        # An infinite key diverges wherever a key can.
+        if rule.step != "raw" or rule.key_norm != "none" or rule.diverging(math.inf) is None:
+            return
+        # 256 keys, fewer where phi is wide.
+        keys, params = self.random_keys(max(8, min(256, 2**22 // (self.phi_heads * self.d_phi))), qk_norm)
+        position = torch.zeros((), dtype=torch.int64, device="cpu") if rule.feature_map.needs_position else None
+        with torch.no_grad():
+            phi = rule.feature_map(keys, params, position=position)
+        largest = rule.diverging(float(phi.square().sum(-1).max()) * self.erases)
+        if largest is not None:
+            twice = "" if self.erases == 1 else f" times {self.erases} erases"
+            warnings.warn(
+                f"memory {name!r}: lr * |phi(k)|^2{twice} reaches {largest:.3g} at the ceiling lr={algorithm.lr:g} of "
+                f"its gate (feature_map {rule.feature_map.kind!r}, qk_norm {qk_norm!r}, key_norm 'none'), and bias "
+                f"{rule.bias.kind!r} may diverge beyond {algorithm.stable_step:g}; set key_norm='l2', "
+                "step='normalized' or a lower algorithm.lr",
+                StabilityWarning,
+                stacklevel=4,
+            )
+
+    def draw_answering(self, initial: TensorDict, d_value: int, source: torch.Generator, like: Tensor) -> None:
+        """Starting weights of a memory that has to answer before it is written: the structure's own, but N(0, 1/fan_in)
+        for a linear one, whose own is zero, where it would answer nothing."""
+        structure = self.rule.structure
+        if not structure.linear:
+            place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
+            initial.copy_(structure.init(self.d_phi, d_value, heads=self.phi_heads, **place))
+            return
+        for weight in initial.tensors.values():
+            draw_normal(weight, 1.0 if structure.diagonal else self.d_phi**-0.5, source)
+
+
+class RuleParameters(HeldRule):
     """The learned side of a `MemoryConfig` for H heads with keys D and values V.
 
     `gates` come from x `[B, T, d_model]`; `phi_learned` and `phi_frozen` are the feature map's, `initial` the starting
@@ -43,7 +103,7 @@ class RuleParameters(FeatureParameters):
         **place: Any,
     ) -> None:
         super().__init__()
-        self.config, self.heads, self.d_value = config, heads, d_value
+        self.config, self.rule, self.heads, self.d_value = config, config, heads, d_value
         self.gates = GateHeads(d_model, heads, config, d_key=d_key, firing=firing, **place)
         d_phi = config.feature_map.output_dim(d_key)
         start = config.structure.init(d_phi, d_value, heads=heads, **without_numbers(place["dtype"]))
@@ -58,39 +118,7 @@ class RuleParameters(FeatureParameters):
         place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
         self.gates.reset_parameters(source)
         self.draw_features(source, like)
-        d_phi = self.config.feature_map.output_dim(self.phi_width)
-        self.initial.copy_(self.config.structure.init(d_phi, self.d_value, heads=self.heads, **place))
-
-    def warn_if_unstable(self, name: str, qk_norm: QKNorm) -> None:
-        """Measures lr |phi(k)|^2 on random keys at the lr gate's ceiling."""
-        warn_if_unstable(self.config, self, name, qk_norm)
-
-
-def warn_if_unstable(
-    config: MemoryConfig, held: FeatureParameters, name: str, qk_norm: QKNorm, erases: int = 1
-) -> None:
-    """Warns the layer's builder, four calls up, if lr |phi(k)|^2 times `erases`, the times that a write takes the key's
-    direction out, allows divergence."""
-    # An infinite key diverges wherever a key can.
-    if config.step != "raw" or config.key_norm != "none" or config.diverging(math.inf) is None:
-        return
-    # 256 keys, fewer where phi is wide.
-    count = max(8, min(256, 2**22 // (held.phi_heads * config.feature_map.output_dim(held.phi_width))))
-    keys, params = random_keys(held, count, qk_norm)
-    position = torch.zeros((), dtype=torch.int64, device="cpu") if config.feature_map.needs_position else None
-    with torch.no_grad():
-        phi = config.feature_map(keys, params, position=position)
-    largest = config.diverging(float(phi.square().sum(-1).max()) * erases)
-    if largest is not None:
-        twice = "" if erases == 1 else f" times {erases} erases"
-        warnings.warn(
-            f"memory {name!r}: lr * |phi(k)|^2{twice} reaches {largest:.3g} at the ceiling lr={config.algorithm.lr:g} "
-            f"of its gate (feature_map {config.feature_map.kind!r}, qk_norm {qk_norm!r}, key_norm 'none'), and bias "
-            f"{config.bias.kind!r} may diverge beyond {config.algorithm.stable_step:g}; set key_norm='l2', "
-            "step='normalized' or a lower algorithm.lr",
-            StabilityWarning,
-            stacklevel=5,
-        )
+        self.initial.copy_(self.config.structure.init(self.d_phi, self.d_value, heads=self.heads, **place))
 
 
 def features_of(
@@ -103,30 +131,3 @@ def features_of(
     with without_autocast(k.device.type):
         tokens = to_tokens(config, Sequence(q, k, k, lr * gate, gate, gate, **given), params, dtype, execute)
     return tokens.phi_q, tokens.phi_k, tokens.lr
-
-
-def random_keys(held: FeatureParameters, count: int, qk_norm: QKNorm) -> tuple[Tensor, Params]:
-    """Keys `[count, H, D]` to measure phi at, the same ones every time, and phi's parameters; all in float64."""
-    double: Any = {"dtype": torch.float64, "device": "cpu"}
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(count, held.phi_heads, held.phi_width, generator=generator, **double)
-    params: Params = {
-        "learned": {name: tensor.detach().to(**double) for name, tensor in held.phi_learned.tensors.items()},
-        "frozen": {name: tensor.detach().to(**double) for name, tensor in held.phi_frozen.tensors.items()},
-    }
-    return normalise_qk(keys, qk_norm), params
-
-
-def draw_answering(
-    structure: Structure, initial: TensorDict, d_phi: int, d_value: int, source: torch.Generator, like: Tensor
-) -> None:
-    """Starting weights of a memory that has to answer before it is written: the structure's own, but N(0, 1/fan_in) for
-    a linear one, whose own is zero, where it would answer nothing."""
-    weights = initial.tensors
-    if not structure.linear:
-        place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
-        initial.copy_(structure.init(d_phi, d_value, heads=len(next(iter(weights.values()))), **place))
-        return
-    fan_in = 1 if structure.diagonal else d_phi
-    for weight in weights.values():
-        draw_normal(weight, fan_in**-0.5, source)

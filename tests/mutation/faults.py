@@ -56,7 +56,7 @@ FAULTS = [
         "tests/nn/test_memory_as_phi.py",
         ("feature_memory", "draw_normal(self.target, self.phi_width**-0.5, source)", "nn.init.zeros_(self.target)"),
         ("feature_memory", "return d_key if self.d_value is None else self.d_value", "return d_key"),
-        ("rule", "draw_normal(weight, fan_in**-0.5, source)", "weight.detach().zero_()"),
+        ("rule", "draw_normal(weight, 1.0 if structure.diagonal else self.d_phi**-0.5, source)", "weight.detach().zero_()"),
     ),
     *_of(
         "engine",
