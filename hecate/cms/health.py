@@ -1,25 +1,74 @@
-"""What every level of a `CMS` does on a sequence, and which of them are dead."""
+"""Whether levels do their work: faults that a layer shows before it is run, and what every level does on a sequence."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
-from hecate.cms.state import CMSState
-from hecate.engine import written_before
-from hecate.errors import HealthWarning, ShapeError
+from hecate.cms.config import CMSConfig, LevelConfig
+from hecate.errors import HealthWarning, StabilityWarning
 from hecate.nn import LayerState, Memory
+from hecate.nn.rule import features_of
 from hecate.rule import memory_weights
-from hecate.tape import Tape
-from hecate.tape.tape import Call
 
-if TYPE_CHECKING:
-    from hecate.cms.cms import CMS
+LevelCall = tuple[Tensor, Tensor, LayerState]  # a level's input and output, and its state after it
+KEYS = 512  # of a window that are drawn; a longer one is extrapolated
+
+
+def warn_if_windows_diverge(level: LevelConfig, memory: Memory) -> None:
+    """Measures the largest eigenvalue of the sum of lr phi(k) phi(k)^T over a window of random keys, at the ceiling of
+    the lr gate. [CMS-LAYER-I4]"""
+    config = memory.config
+    algorithm = config.algorithm
+    if level.period == 1 or not algorithm.linear or config.diverging(math.inf) is None:
+        return
+    count = min(level.period, KEYS)
+    with torch.no_grad():
+        lengths = _step_lengths(memory, count)
+    largest = config.diverging(float(lengths.max()) * level.period / count, lr=1.0)
+    if largest is not None:
+        fitting = algorithm.lr * algorithm.stable_step / largest
+        warnings.warn(
+            f"level {memory.name!r}: the {level.period} steps that its period sums up come to {largest:.3g} along one "
+            f"direction of phi, measured on random keys at the ceiling lr={algorithm.lr:g} of its gate, and bias "
+            f"{config.bias.kind!r} may diverge beyond {algorithm.stable_step:g}; set algorithm.lr below {fitting:.2g}, "
+            "or shorten the period",
+            StabilityWarning,
+            stacklevel=4,
+        )
+
+
+def warn_if_nothing_passes(config: CMSConfig, memories: tuple[Memory, ...]) -> None:
+    """Names the levels of a chain whose output is zero until their first commit."""
+    for level, memory in zip(config.levels[:-1], memories[:-1], strict=True):
+        weights = memory.initial.tensors.values()
+        empty = memory.config.structure.linear and not any(w.count_nonzero() for w in weights)
+        if level.period > 1 and empty:
+            warnings.warn(
+                f"level {memory.name!r} starts empty and commits every {level.period} tokens: until its first commit "
+                f"it passes zero to the levels behind it, so sequences shorter than {level.period} train nothing; use "
+                "composition 'sequential', or a structure that starts with weights, such as 'mlp'",
+                HealthWarning,
+                stacklevel=4,
+            )
+
+
+def _step_lengths(memory: Memory, count: int) -> Tensor:
+    """The largest eigenvalue per head, for a window of `count` random keys."""
+    config, (keys, params) = memory.config, memory.random_keys(count, memory.qk_norm)
+    position = torch.arange(count, device="cpu").unsqueeze(0) if config.feature_map.needs_position else None
+    keys = keys.unsqueeze(0)
+    _, phi, lr = features_of(config, keys, keys, params, config.algorithm.lr, position=position)
+    rows = (phi * lr.sqrt().unsqueeze(-1))[0].transpose(0, 1)
+    tall = rows.shape[1] > rows.shape[2]
+    return torch.linalg.eigvalsh(rows.mT @ rows if tall else rows @ rows.mT)[:, -1]
 
 
 class LevelHealth(NamedTuple):
@@ -31,8 +80,7 @@ class LevelHealth(NamedTuple):
         fired: share of tokens and heads that fire; None where all do.
         norm_start, norm_end: Frobenius norm of a head's memory before and after.
         output_rms: root mean square of the level's output.
-        half_life: tokens after which the retain gates leave half of a memory, median over heads
-            (and channels).
+        half_life: tokens after which the retain gates leave half of a memory, median over heads (and channels).
         cotangent: norm of what a unit cotangent of y puts on the level's output and state.
         dead: why the level is dead, None if it is not.
     """
@@ -49,63 +97,57 @@ class LevelHealth(NamedTuple):
     dead: str | None
 
 
-def levels_health(layer: CMS, x: Tensor, state: CMSState | None) -> list[LevelHealth]:
-    """Runs the layer on a tape, walks back from a unit cotangent of y, and reports."""
-    if x.dim() != 3 or x.numel() == 0:
-        raise ShapeError(
-            f"health needs tokens: x must be [B, T, {layer.d_model}] with B and T at least 1, got {list(x.shape)}"
-        )
-    with torch.no_grad():
-        _, started = layer(x[:, :0], state)  # checks state, and gives one where there is none
-        tape = Tape(observe=True)
-        masks: dict[str, Tensor | None] = {"write_mask": None, "reset_mask": None}
-        y, after = layer.passed(x, started, masks, run=tape)
-        tape.backward([y], [torch.full_like(y, y.numel() ** -0.5)], [x])
-        written = written_before(started.written, None, None, x.shape[1]) + 1
-        found = [_health(layer, index, _Passed(tape, started, after, written)) for index in range(len(layer.levels))]
-    for level in found:
-        if level.dead is not None:
-            warnings.warn(f"level {level.name!r} of {layer.name!r} is dead: {level.dead}", HealthWarning, stacklevel=3)
-    return found
+def record_calls(memory: Memory) -> tuple[list[LevelCall], RemovableHandle]:
+    """A list to which every call of a level's memory is added, and what ends that.
+
+    All of a state is made to require a gradient, constants such as an emptied sum too: cotangents reach them."""
+    calls: list[LevelCall] = []
+
+    def watched(item: Tensor) -> Tensor:
+        return item.detach().requires_grad_() if item.is_floating_point() and not item.requires_grad else item
+
+    def hook(_: nn.Module, given: tuple[Any, ...], made: tuple[Tensor, LayerState]) -> tuple[Tensor, LayerState]:
+        made = pytree.tree_map_only(Tensor, watched, made)
+        calls.append((given[0], *made))
+        return made
+
+    return calls, memory.register_forward_hook(hook)
 
 
-class _Passed(NamedTuple):
-    """What a run of the layer left behind."""
+def level_health(
+    level: LevelConfig,
+    memory: Memory,
+    calls: list[LevelCall],
+    before: LayerState,
+    after: LayerState,
+    written: Tensor,
+    y: Tensor,
+) -> LevelHealth:
+    """What a level did in a run of its layer that gave y, recorded by autograd.
 
-    tape: Tape
-    before: CMSState
-    after: CMSState
-    written: Tensor  # tokens since the start after each one, [B, T]
-
-
-def _health(layer: CMS, index: int, passed: _Passed) -> LevelHealth:
-    level, memory = layer.config.levels[index], layer.memories[index]
+    `written` tells how many tokens since the start there are after each one, `[B, T]`."""
     every = memory.config.chunk if memory.config.commit == "chunk" else 1
-    calls = [call for call in passed.tape.calls if call.block.name == "level" and call.label == level.name]
-    given, out = (torch.cat(list(ends), 1) for ends in zip(*map(_ends, calls), strict=True))
-    gates = memory.gates.values(given)
-    fired = None
-    if "firing" in gates:
-        fired = float((gates["firing"] > 0.5).double().mean())
-    norms = passed.tape.norms(level.name)
-    found = LevelHealth(
-        name=level.name,
-        period=level.period,
-        commits=float((passed.written % every == 0).sum(1).double().mean()),
-        fired=fired,
-        norm_start=_norm(memory, passed.before.levels[index]),
-        norm_end=_norm(memory, passed.after.levels[index]),
-        output_rms=float(out.double().square().mean().sqrt()),
-        half_life=_half_life(memory, given),
-        cotangent=float(norms.get(f"{level.name}/level", torch.zeros(()))),
-        dead=None,
-    )
-    never = bool((passed.written < every).all())
+    made = [leaf for call in calls for leaf in pytree.tree_leaves(call[1:]) if leaf is not None and leaf.requires_grad]
+    unit = torch.full_like(y, y.numel() ** -0.5)
+    cotangents = torch.autograd.grad(y, made, unit, retain_graph=True, allow_unused=True)
+    norms = [cotangent.norm() for cotangent in cotangents if cotangent is not None]
+    with torch.no_grad():
+        given, out = torch.cat([call[0] for call in calls], 1), torch.cat([call[1] for call in calls], 1)
+        fired = memory.gates.values(given).get("firing")
+        found = LevelHealth(
+            name=level.name,
+            period=level.period,
+            commits=float((written % every == 0).sum(1).double().mean()),
+            fired=None if fired is None else float((fired > 0.5).double().mean()),
+            norm_start=_norm(memory, before),
+            norm_end=_norm(memory, after),
+            output_rms=float(out.double().square().mean().sqrt()),
+            half_life=_half_life(memory, given),
+            cotangent=math.hypot(*map(float, norms)),
+            dead=None,
+        )
+    never = bool((written < every).all())
     return found._replace(dead="; ".join(_faults(found, never)) or None)
-
-
-def _ends(call: Call) -> tuple[Tensor, Tensor]:
-    return call.inputs[0], call.outputs[0]  # type: ignore[return-value]
 
 
 def _norm(memory: Memory, state: LayerState) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 from hecate.cms.config import CMSConfig
 from hecate.errors import ConfigError
 from hecate.nn import LayerState, Memory
+from hecate.nn.memory import where_rows
 from hecate.rule import MemoryState
 from hecate.tape.bridge import can_inspect
 
@@ -23,15 +24,12 @@ from hecate.tape.bridge import can_inspect
 def check_shapes(config: CMSConfig, memories: tuple[Memory, ...]) -> None:
     """Refuses neighbours whose memories cannot be copied into one another."""
     for index, (fast, slow) in enumerate(pairwise(memories), 1):
-        shapes = [
-            {name: tuple(tensor.shape) for name, tensor in memory.initial.tensors.items()} for memory in (fast, slow)
-        ]
-        if shapes[0] != shapes[1]:
-            names = [level.name for level in config.levels[index - 1 : index + 1]]
+        one, two = ({name: tuple(weight.shape) for name, weight in m.initial.tensors.items()} for m in (fast, slow))
+        if one != two:
+            names = f"nested levels {config.levels[index - 1].name!r} and {config.levels[index].name!r}"
             raise ConfigError(
-                f"nested levels {names[0]!r} and {names[1]!r}: memories are {shapes[0]} and "
-                f"{shapes[1]} per level, but a restart copies one into the other; give both the "
-                "same structure, heads, d_key, d_value and width of phi",
+                f"{names}: memories are {one} and {two} per level, but a restart copies one into the other; give both "
+                "the same structure, heads, d_key, d_value and width of phi",
                 path=("levels", index, "memory"),
             )
 
@@ -51,9 +49,8 @@ def in_windows(write: Tensor, count: Tensor, periods: list[int]) -> Iterator[tup
     if periods and not count.is_meta:
         if not can_inspect(write, count):
             raise ConfigError(
-                "composition 'nested' cuts a sequence where levels commit, which counts and masks "
-                "tell; it has to look at them, and neither torch.compile nor torch.func lets it; "
-                "use another composition there"
+                "composition 'nested' cuts a sequence where levels commit, which counts and masks tell; it has to look "
+                "at them, and neither torch.compile nor torch.func lets it; use another composition there"
             )
         # Later periods are multiples of the first.
         ends = (write & (count % periods[0] == 0)).any(0).nonzero().flatten().tolist()
@@ -71,7 +68,7 @@ def restarted(
         committed = write & (count % periods[index] == 0)
         slow, fast = new[index], new[index - 1]
         fresh = _fresh(slow.memory, fast.memory)
-        new[index - 1] = fast._replace(memory=_where(committed, fresh, fast.memory))
+        new[index - 1] = fast._replace(memory=where_rows(committed, fresh, fast.memory))
     return tuple(new)
 
 
@@ -86,14 +83,3 @@ def _fresh(source: MemoryState, like: MemoryState) -> MemoryState:
         slots={name: torch.zeros_like(slot) for name, slot in like.slots.items()},
         normalizer=normalizer,
     )
-
-
-def _where(rows: Tensor, yes: MemoryState, no: MemoryState) -> MemoryState:
-    """Row by row, one state or the other."""
-
-    def chosen(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        if a is None or b is None:
-            return b
-        return torch.where(rows.reshape(-1, *[1] * (a.dim() - 1)), a, b)
-
-    return torch.utils._pytree.tree_map(chosen, yes, no)

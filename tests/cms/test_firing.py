@@ -1,9 +1,13 @@
 """Learned firing: idle tokens leave the memory alone, and the gate learns in the right sense."""
 
+from typing import Literal
+
 import pytest
 import torch
 
 from hecate import MemoryConfig, memory_scan
+from hecate.algorithm.base import Algorithm, AlgorithmForm, Descent
+from hecate.cms import SelfReferenceConfig
 from hecate.errors import ConfigError
 from hecate.nn import GateHeads, Memory
 from tests.cms.common import DELTA, LEVELS, cms_of, inputs, masks
@@ -107,6 +111,25 @@ def test_rules_that_an_idle_token_would_change(memory, match):
         cms_of(levels=[{"name": "a", "memory": memory, "firing": "learned"}])
     with pytest.raises(ConfigError, match="one of"):
         Memory(8, 2, firing="sometimes")
+
+
+@pytest.mark.spec("CMS-FIRE-I2", "SELF-ERASE-D1")
+def test_an_algorithm_of_ones_own_is_asked_what_it_does(monkeypatch):
+    """Firing and erasing twice go by the form that an algorithm declares, not by its name."""
+    monkeypatch.setattr(Algorithm, "_registry", dict(Algorithm._registry))
+
+    class Own(Descent):
+        """own: D = -lr G."""
+
+        kind: Literal["own"] = "own"
+
+        @property
+        def kernel(self):
+            return AlgorithmForm()
+
+    rule = MemoryConfig(algorithm=Own(lr=0.5), retention="decay")
+    assert "firing" in Memory(8, 2, rule, firing="learned").gates.starts
+    assert SelfReferenceConfig(memory=rule, erase="twice").erases == 2
 
 
 @pytest.mark.spec("CMS-FIRE-V1")

@@ -171,6 +171,7 @@ BUILDS = {
     "qk_norm must be one of .*, got 'L2'": {"qk_norm": "L2"},
     "engine must be .*, got 'fast'": {"engine": "fast"},
     "autodiff must be one of .*, got 'jax'": {"autodiff": "jax"},
+    "query_projection must be one of .*, got 'mean'": {"query_projection": "mean"},
     "cannot run this memory exactly": {"engine": "parallel", "config": MIXED},
     "unknown rule 'delt'": {"config": "delt"},
     "instance of MemoryConfig, got 7": {"config": 7},
