@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.algorithm.base import Algorithm, InnerLoss, Token
-from hecate.algorithm.gd import GD
+from hecate.algorithm.descent import GD
 from hecate.errors import ConfigError
 from hecate.sizes import Depth
 from hecate.tape import Block, Tensors
@@ -35,7 +35,6 @@ class Omega(Algorithm):
     window: Depth = Field(4, ge=1, description="tokens")
     decay: float = Field(1.0, gt=0, le=1, description="weight of a token relative to the next one")
     inner: Algorithm = GD()
-    linear: ClassVar[bool] = False
 
     @model_validator(mode="after")
     def _one_lr(self) -> Self:

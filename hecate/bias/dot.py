@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,18 +24,9 @@ class Dot(Bias):
     """
 
     kind: Literal["dot"] = "dot"
-
-    @property
-    def curvature(self) -> float:
-        return 0.0
-
-    @property
-    def linear(self) -> bool:
-        return True
-
-    @property
-    def kernel(self) -> KernelForm:
-        return KernelForm("target")
+    curvature: ClassVar[float] = 0.0
+    linear: ClassVar[bool] = True
+    kernel: ClassVar[KernelForm] = KernelForm("target")
 
     def loss(self, pred: Tensor, target: Tensor) -> Tensor:
         return -(pred * target).sum(-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -32,6 +32,7 @@ class KL(Bias):
     kind: Literal["kl"] = "kl"
     target: Literal["softmax", "distribution"] = "softmax"
     temperature: float = Field(1.0, gt=0)
+    curvature: ClassVar[float] = 0.5
 
     @model_validator(mode="after")
     def _temperature_of_a_softmax(self) -> Self:
@@ -42,10 +43,6 @@ class KL(Bias):
                 ("temperature",),
             )
         return self
-
-    @property
-    def curvature(self) -> float:
-        return 0.5
 
     def loss(self, pred: Tensor, target: Tensor) -> Tensor:
         t = self._told(target)

@@ -40,10 +40,6 @@ class Sphere(Retention):
     eps: float = Field(1e-6, gt=0)
     uses_retain: ClassVar[bool] = True
 
-    @property
-    def default_retain(self) -> float:
-        return self.retain
-
     def start(self, weights: Tensor) -> Tensor:
         axis = self._axis(weights)
         width = weights.shape[axis]
