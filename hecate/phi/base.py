@@ -31,6 +31,7 @@ class Params(TypedDict):
 
 
 Parity = Literal["even", "odd", "none"]
+Rising = Literal["everywhere", "odd_part", "none"]
 
 
 class Traits(NamedTuple):
@@ -43,6 +44,12 @@ class Traits(NamedTuple):
     norm_bound: float | None = None  # upper bound of |phi(x)|^2 over all x
     is_random: bool = False  # frozen parameters are draws
     needs_position: bool = False  # phi depends on the token's position
+    componentwise: bool = False  # feature i is the same function of x_i alone, for every i
+    rising: Rising = "none"  # componentwise and strictly increasing, or only phi(x) - phi(-x) is, as relu's
+    bounded_slope: bool = False  # |phi(x) - phi(y)| <= L |x - y| for some L
+    forgets_length: bool = False  # phi(c x) = phi(x) for c > 0, but near 0, where a degree of 0 knows no exception
+    decodes: bool = False  # a linear map of the features tells x back, wholly or in part; none does for an even map
+    linear_at: int | None = None  # features linear_at, linear_at + 1, ... are x_0, x_1, ... times one factor
 
 
 def _checked_width(output_dim: Callable[..., int]) -> Callable[..., int]:

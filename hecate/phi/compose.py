@@ -45,6 +45,7 @@ class Compose(Several):
             norm_bound=each[-1].norm_bound,
             is_random=any(t.is_random for t in each),
             needs_position=any(t.needs_position for t in each),
+            forgets_length=next((t.forgets_length for t in each if t.degree is None), False),
         )
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:

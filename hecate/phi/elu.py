@@ -27,7 +27,9 @@ class ELU(FeatureMap):
     kind: Literal["elu"] = "elu"
 
     def traits(self) -> Traits:
-        return Traits(non_negative=True, kernel_non_negative=True)
+        return Traits(
+            non_negative=True, kernel_non_negative=True, componentwise=True, rising="everywhere", bounded_slope=True
+        )
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         # For x > 0 the tail is 1: no choice between branches, neither here nor in the derivative.

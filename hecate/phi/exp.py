@@ -35,7 +35,7 @@ class Exp(Elementwise):
     shift: float = Field(default=0.0)
 
     def traits(self) -> Traits:
-        return Traits(non_negative=True, kernel_non_negative=True)
+        return Traits(non_negative=True, kernel_non_negative=True, componentwise=True, rising="everywhere")
 
     def value(self, x: Tensor) -> Tensor:
         return (x - self.shift).exp() if self.shift else x.exp()

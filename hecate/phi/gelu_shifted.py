@@ -33,7 +33,13 @@ class GELUShifted(Elementwise):
 
     def traits(self) -> Traits:
         positive = self.shift >= _DEPTH
-        return Traits(non_negative=positive, kernel_non_negative=positive)
+        return Traits(
+            non_negative=positive,
+            kernel_non_negative=positive,
+            componentwise=True,
+            rising="odd_part",
+            bounded_slope=True,
+        )
 
     def value(self, x: Tensor) -> Tensor:
         return activate("gelu", x, 0) + self.shift

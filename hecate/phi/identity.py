@@ -25,7 +25,7 @@ class Identity(FeatureMap):
     kind: Literal["identity"] = "identity"
 
     def traits(self) -> Traits:
-        return Traits(parity="odd", degree=1)
+        return Traits(parity="odd", degree=1, componentwise=True, rising="everywhere", bounded_slope=True)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, None]:
         return x, None

@@ -32,7 +32,7 @@ class LeakyReLUSquared(Elementwise):
 
     def traits(self) -> Traits:
         degree = 2.0 if self.shift == 0 else None
-        return Traits(non_negative=True, kernel_non_negative=True, degree=degree)
+        return Traits(non_negative=True, kernel_non_negative=True, degree=degree, componentwise=True, rising="odd_part")
 
     def value(self, x: Tensor) -> Tensor:
         return self._root(x).square()

@@ -34,7 +34,7 @@ class Linear(Learned):
         return self.d_phi
 
     def traits(self) -> Traits:
-        return Traits(parity="odd", degree=1)
+        return Traits(parity="odd", degree=1, bounded_slope=True, decodes=True)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d, self.d_phi)}

@@ -45,7 +45,16 @@ class Normalise(Wrapper):
         return self
 
     def traits(self) -> Traits:
-        return self.inner.traits()._replace(degree=None, norm_bound=1.0)
+        inner = self.inner.traits()
+        return Traits(
+            non_negative=inner.non_negative,
+            kernel_non_negative=inner.kernel_non_negative,
+            parity=inner.parity,
+            norm_bound=1.0,
+            is_random=inner.is_random,
+            needs_position=inner.needs_position,
+            forgets_length=inner.degree is not None or inner.forgets_length,
+        )
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Any]]:
         features, residuals = self.inner.forward(x, params)

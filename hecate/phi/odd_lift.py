@@ -45,6 +45,11 @@ class OddLift(Wrapper):
             norm_bound=inner.norm_bound,
             is_random=inner.is_random,
             needs_position=inner.needs_position,
+            componentwise=inner.componentwise,
+            rising="none" if inner.rising == "none" else "everywhere",
+            bounded_slope=inner.bounded_slope,
+            forgets_length=inner.forgets_length,
+            decodes=inner.decodes,
         )
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, Any]]:

@@ -64,7 +64,7 @@ class Polynomial(Learned):
 
     def traits(self) -> Traits:
         sure = self._symmetric and self.degree % 2 == 0 and self.coefficients != "learned"
-        return Traits(kernel_non_negative=sure)
+        return Traits(kernel_non_negative=sure, linear_at=1 - self._first)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         return {"coefficients": (self.degree + 1,)} if self.coefficients == "learned" else {}

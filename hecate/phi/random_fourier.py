@@ -55,7 +55,8 @@ class RandomFourier(RandomMap):
         return self.d_phi
 
     def traits(self) -> Traits:
-        return Traits(is_random=True, norm_bound=1.0 if self.form == "paired" else 2.0)
+        bound = 1.0 if self.form == "paired" else 2.0
+        return Traits(is_random=True, norm_bound=bound, bounded_slope=True, decodes=True)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         if self.form == "paired":

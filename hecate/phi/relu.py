@@ -32,7 +32,14 @@ class ReLU(Elementwise):
 
     def traits(self) -> Traits:
         degree = 1.0 if self.shift == 0 else None
-        return Traits(non_negative=True, kernel_non_negative=True, degree=degree)
+        return Traits(
+            non_negative=True,
+            kernel_non_negative=True,
+            degree=degree,
+            componentwise=True,
+            rising="odd_part",
+            bounded_slope=True,
+        )
 
     def value(self, x: Tensor) -> Tensor:
         return torch.relu(x) + self.shift if self.shift else torch.relu(x)

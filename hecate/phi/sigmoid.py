@@ -27,7 +27,9 @@ class Sigmoid(Elementwise):
     kind: Literal["sigmoid"] = "sigmoid"
 
     def traits(self) -> Traits:
-        return Traits(non_negative=True, kernel_non_negative=True)
+        return Traits(
+            non_negative=True, kernel_non_negative=True, componentwise=True, rising="everywhere", bounded_slope=True
+        )
 
     def value(self, x: Tensor) -> Tensor:
         # Torch rounds the last bit of strided tensors differently.

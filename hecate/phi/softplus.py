@@ -29,7 +29,9 @@ class Softplus(Elementwise):
     beta: float = Field(default=1.0, gt=0)
 
     def traits(self) -> Traits:
-        return Traits(non_negative=True, kernel_non_negative=True)
+        return Traits(
+            non_negative=True, kernel_non_negative=True, componentwise=True, rising="everywhere", bounded_slope=True
+        )
 
     def value(self, x: Tensor) -> Tensor:
         # torch's softplus returns x itself above a threshold, which drops exp(-beta x).

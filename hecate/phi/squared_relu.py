@@ -29,7 +29,7 @@ class SquaredReLU(Elementwise):
     kind: Literal["squared_relu"] = "squared_relu"
 
     def traits(self) -> Traits:
-        return Traits(non_negative=True, kernel_non_negative=True, degree=2)
+        return Traits(non_negative=True, kernel_non_negative=True, degree=2, componentwise=True, rising="odd_part")
 
     def value(self, x: Tensor) -> Tensor:
         return torch.relu(x).square()

@@ -28,7 +28,7 @@ class Tanh(Elementwise):
     kind: Literal["tanh"] = "tanh"
 
     def traits(self) -> Traits:
-        return Traits(parity="odd")
+        return Traits(parity="odd", componentwise=True, rising="everywhere", bounded_slope=True)
 
     def value(self, x: Tensor) -> Tensor:
         return activate("tanh", x, 0)

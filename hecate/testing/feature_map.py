@@ -213,6 +213,30 @@ def _check_traits(
         if declared.norm_bound is not None:
             largest = float(f.square().sum(-1).max())
             require(largest <= declared.norm_bound * (1 + 1e-12), f"{name}: |phi|^2 reached {largest}")
+        if declared.componentwise:
+            swapped = feature_map(x.flip(-1), params)
+            require(f.shape == x.shape and bool((swapped.flip(-1) == f).all()), f"{name}: not componentwise")
+        if declared.rising != "none":
+            odd = declared.rising == "odd_part"
+            y = x + 0.1 * scale
+            gained = feature_map(y, params) - f - (feature_map(-y, params) - feature_map(-x, params) if odd else 0)
+            require(bool((gained > 0).all()), f"{name}: not rising {declared.rising}")
+        if declared.forgets_length:
+            long = feature_map(1e8 * x, params)
+            error = (feature_map(3e8 * x, params) - long).abs().max() / long.abs().max()
+            require(bool(error <= 1e-4), f"{name}: does not forget lengths")
+        if declared.linear_at is not None:
+            linear = f[..., declared.linear_at : declared.linear_at + d]
+            factor = (linear * x).sum((0, 2), keepdim=True) / x.square().sum((0, 2), keepdim=True)
+            fits = linear.shape == x.shape and bool(((linear - factor * x).abs() <= 1e-10 * size).all())
+            require(fits, f"{name}: no features linear in x at {declared.linear_at}")
+    require(not (declared.decodes and declared.parity == "even"), f"{name}: even, so it decodes nothing")
+    if declared.bounded_slope:
+        step = torch.randn(256, heads, d, dtype=torch.float64, generator=generator)
+        near, far = (
+            float((feature_map(at + step, params) - feature_map(at, params)).norm()) for at in (step, 50.0 * step)
+        )
+        require(far <= 3 * near, f"{name}: its slope grows")
 
 
 def _one_head(tensors: dict[str, Tensor], head: int) -> dict[str, Tensor]:
