@@ -253,13 +253,13 @@ class Variant(Config):
     _derivatives: ClassVar[tuple[str, ...]] = ()
     _formulas: ClassVar[tuple[str, ...]] = ()
     _family: ClassVar[str] = ""
-    _root: ClassVar[type[Variant]]
+    _family_type: ClassVar[type[Variant]]
     _registry: ClassVar[dict[str, type[Variant]]] = {}
 
     def __init_subclass__(cls, family: str = "", **options: Any) -> None:
         super().__init_subclass__(**options)
         if family:
-            cls._family, cls._root, cls._registry = family, cls, {}
+            cls._family, cls._family_type, cls._registry = family, cls, {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -299,7 +299,7 @@ class Variant(Config):
     @classmethod
     def hand_written(cls) -> bool:
         """Whether every derivative is written by hand rather than left to `torch.func`."""
-        return all(getattr(cls, name) is not getattr(cls._root, name) for name in cls._derivatives)
+        return all(getattr(cls, name) is not getattr(cls._family_type, name) for name in cls._derivatives)
 
     def declared_kernel(self) -> Any:
         """`kernel`, None without one or where a class below the one that declares it redefines the formulas."""

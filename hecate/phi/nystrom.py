@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.phi.base import FeatureMap, Params, Traits, per_head, project_vjp, sum_to_heads
+from hecate.phi.base import Params, Traits, per_head, project_vjp, sum_to_heads
 from hecate.phi.learned import learned
 from hecate.phi.random import RandomMap, normal, project_precisely
 
@@ -52,23 +52,6 @@ class Nystrom(RandomMap):
 
     def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
         return {"w": self.spread * normal(d, self.num_centres, generator)}
-
-    def init(
-        self,
-        d: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
-        drawn = super().init(d, heads=heads, generator=generator, dtype=dtype, device=device)
-        return drawn if self.is_random else {"learned": drawn["frozen"], "frozen": {}}
-
-    def redraw(self, params: Params, generator: torch.Generator) -> Params:
-        if self.is_random:
-            return super().redraw(params, generator)
-        return FeatureMap.redraw(self, params, generator)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
         w = self.drawn(params, "w") if self.is_random else learned(self.kind, params, "w")

@@ -230,13 +230,23 @@ def _check_traits(
             factor = (linear * x).sum((0, 2), keepdim=True) / x.square().sum((0, 2), keepdim=True)
             fits = linear.shape == x.shape and bool(((linear - factor * x).abs() <= 1e-10 * size).all())
             require(fits, f"{name}: no features linear in x at {declared.linear_at}")
-    require(not (declared.decodes and declared.parity == "even"), f"{name}: even, so it decodes nothing")
+    if declared.decodes:
+        require(declared.parity != "even", f"{name}: even, so it decodes nothing")
+        _check_decodes(name, feature_map, params, 1e-3 * torch.randn(256, heads, d, dtype=x.dtype, generator=generator))
     if declared.bounded_slope:
         step = torch.randn(256, heads, d, dtype=torch.float64, generator=generator)
         near, far = (
             float((feature_map(at + step, params) - feature_map(at, params)).norm()) for at in (step, 50.0 * step)
         )
         require(far <= 3 * near, f"{name}: its slope grows")
+
+
+def _check_decodes(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
+    """Half of the inputs say how features tell x back by a linear map and a constant, the others whether they do."""
+    features = torch.cat([feature_map(x, params), torch.ones_like(x[..., :1])], -1)
+    (known, other), (x, wanted) = (item.transpose(0, 1).chunk(2, 1) for item in (features, x))
+    missed = wanted - other @ torch.linalg.lstsq(known, x).solution
+    require(float(missed.norm()) <= 0.99 * float(wanted.norm()), f"{name}: declared decodes, but nothing tells x back")
 
 
 def _one_head(tensors: dict[str, Tensor], head: int) -> dict[str, Tensor]:
