@@ -20,9 +20,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, core_schema
 
-from hecate.errors import ConfigError, did_you_mean, shorten
+from hecate.errors import ConfigError, Problem, did_you_mean, shorten
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -158,25 +158,12 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     def _known_fields_only(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        unknown = [key for key in data if key not in cls.model_fields]
+        unknown = [str(key) for key in data if key not in cls.model_fields]
         if unknown:
             known = [name for name in cls.model_fields if name != "kind"]
             listing = f"known fields: {', '.join(known)}." if known else "it has no fields."
-            raise ValidationError.from_exception_data(
-                cls.__name__,
-                [
-                    InitErrorDetails(
-                        type=PydanticCustomError(
-                            "unknown_field",
-                            "unknown field of {owner}; {listing}{hint}",
-                            {"owner": cls.__name__, "listing": listing, "hint": did_you_mean(key, known)},
-                        ),
-                        loc=(str(key),),
-                        input=data[key],
-                    )
-                    for key in unknown
-                ],
-            )
+            owner = f"unknown field of {cls.__name__}; {listing}"
+            raise ConfigError(Problem((key,), owner + did_you_mean(key, known)) for key in unknown)
         return {key: _as_tuple(cls.model_fields[key].annotation, data[key]) for key in data}
 
     @classmethod
@@ -317,30 +304,15 @@ class Variant(Config):
             return type(value).model_validate(value)
         fields = {"kind": value} if isinstance(value, str) else value
         if not isinstance(fields, Mapping):
-            raise PydanticCustomError(
-                "wrong_kind",
-                "must be a {family} kind, a mapping with a 'kind', or an instance, got {given}",
-                {"family": cls._family, "given": f"{shorten(value)} ({type(value).__name__})"},
-            )
-        known = cls.variants()
-        kind = fields.get("kind")
+            given = f"{shorten(value)} ({type(value).__name__})"
+            raise ConfigError(f"must be a {cls._family} kind, a mapping with a 'kind', or an instance, got {given}")
+        known, kind = cls.variants(), fields.get("kind")
+        listing = ", ".join(known)
         if kind is None:
-            raise PydanticCustomError(
-                "unknown_kind",
-                "needs a 'kind'; known {family} kinds: {known}",
-                {"family": cls._family, "known": ", ".join(known)},
-            )
+            raise ConfigError(f"needs a 'kind'; known {cls._family} kinds: {listing}")
         if not isinstance(kind, str) or kind not in known:
-            raise PydanticCustomError(
-                "unknown_kind",
-                "unknown {family} kind {kind}; known: {known}.{hint}",
-                {
-                    "family": cls._family,
-                    "kind": shorten(kind),
-                    "known": ", ".join(known),
-                    "hint": did_you_mean(kind, known),
-                },
-            )
+            hint = did_you_mean(kind, known)
+            raise ConfigError(f"unknown {cls._family} kind {shorten(kind)}; known: {listing}.{hint}")
         return known[kind].model_validate(dict(fields))
 
     @classmethod

@@ -77,10 +77,9 @@ def _shortened(curvature: float, diagonal: bool) -> Block:
 class RLS(Descent):
     """rls: D = -lr u (C' phi)^T, C' the inverse of sum_i discount^(t-i) phi_i phi_i^T + ridge.
 
-    With l2, lr = 1, retention none and a memory that starts at zero, M is the minimiser of
-    sum_i discount^(t-i) |M phi_i - v_i|^2 + discount^t ridge |M|^2 after every token: what Mesa layers solve for. C' =
-    (C - C phi (C phi)^T / (discount + phi.C phi)) / discount. With another bias u is its gradient and C a
-    preconditioner.
+    With l2, lr = 1, retention none and a memory that starts at zero, M is the minimiser of sum_i discount^(t-i) |M
+    phi_i - v_i|^2 + discount^t ridge |M|^2 after every token: what Mesa layers solve for. C' = (C - C phi (C phi)^T /
+    (discount + phi.C phi)) / discount. With another bias u is its gradient and C a preconditioner.
 
     Shapes: context `inverse` `[N, P, P]`, C minus its start I / ridge.
     VJP: through C' by the reverse of the rank-one update, written out in the code.

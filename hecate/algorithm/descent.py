@@ -51,11 +51,9 @@ class Momentum(Algorithm):
     Shapes: G, S `[N, ...]`; lr, momentum `[N]`.
     VJP: with d = g_D + g_S': g_G = -lr d, g_lr = -<G, d>, g_momentum = <S, d>, g_S = momentum d.
     nesterov: d = momentum g_D + g_S', g_G -= lr g_D, g_lr -= <G, g_D>, g_momentum += <S', g_D>.
-    Traits: one slot; contracts while lr |phi|^2 curvature < 2 (1 + momentum); with nesterov
-    that over 1 + 2 momentum.
+    Traits: one slot; contracts while lr |phi|^2 curvature < 2 (1 + momentum); with nesterov that over 1 + 2 momentum.
     Cost: one multiply-add and one more tensor of state per weight.
-    References: Titans (Behrouz et al., 2025, arXiv 2501.00663).
-    [ALG-MOM-D1, ALG-NEST-D1]
+    References: Titans (Behrouz et al., 2025, arXiv 2501.00663). [ALG-MOM-D1, ALG-NEST-D1]
     """
 
     kind: Literal["momentum"] = "momentum"
@@ -107,9 +105,8 @@ class Adaptive(Algorithm):
     step counter. momentum = 0 is RMSProp.
 
     Shapes: G, S, E `[N, ...]`; lr, momentum `[N]`.
-    VJP: with r = 1/sqrt(E' + eps^2), h = -lr g_D, s = g_S' + h r and e = g_E' - h S' r^3 / 2:
-    g_G = (1 - momentum) s + 2 (1 - decay) G e, g_S = momentum s, g_E = decay e, g_lr = -<S' r, g_D>, g_momentum = <S -
-    G, s>.
+    VJP: with r = 1/sqrt(E' + eps^2), h = -lr g_D, s = g_S' + h r and e = g_E' - h S' r^3 / 2: g_G = (1 - momentum) s +
+    2 (1 - decay) G e, g_S = momentum s, g_E = decay e, g_lr = -<S' r, g_D>, g_momentum = <S - G, s>.
     Traits: two slots; a coordinate's step is at most lr / sqrt(1 - decay) long, so no lr diverges at once.
     Cost: a root and a few multiplications per weight.
     Warning: where gradients are exactly 0 the slope of a step is lr (1 - momentum) / eps.

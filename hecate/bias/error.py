@@ -108,9 +108,9 @@ class Lp(ErrorBias):
     tanh-smoothed sign, as some write, is another function.
 
     Shapes: e `[..., V]`.
-    VJP: u = s^(p-1) e/r with r = sqrt(e^2 + eps^2) (r = |e| for p >= 2);
-    J = diag((p-1) s^(p-2) (e/r)^2 + s^(p-1) eps^2 / r^3). At e = 0 both are 0, save J = 1 for p = 2. Traits: curvature
-    1 for p = 2, else unbounded.
+    VJP: u = s^(p-1) e/r with r = sqrt(e^2 + eps^2) (r = |e| for p >= 2); J = diag((p-1) s^(p-2) (e/r)^2 + s^(p-1) eps^2
+    / r^3). At e = 0 both are 0, save J = 1 for p = 2.
+    Traits: curvature 1 for p = 2, else unbounded.
     Cost: O(V).
     References: MIRAS (Behrouz et al., 2025, arXiv 2504.13173), Moneta. [BIAS-LP-D1]
     """

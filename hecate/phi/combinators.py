@@ -131,8 +131,7 @@ class Compose(Several):
         return g, grads
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """The last map's kernel of the images under the others, None if those have parameters
-        or need positions."""
+        """The last map's kernel of the images under the others, None if those have parameters or need positions."""
         for map_ in self.maps[:-1]:
             params = map_.init(x.shape[-1], dtype=x.dtype, device=x.device)
             if params["learned"] or params["frozen"] or map_.needs_position:

@@ -16,10 +16,10 @@ _POSITIVE = Traits(non_negative=True, kernel_non_negative=True, componentwise=Tr
 
 
 class Elementwise(FeatureMap):
-    """Helper for maps that act on each component alone: a variant gives `value`, `derivative`.
+    """Helper for maps that act on each component alone: a variant gives `value` and `pull`.
 
-    Both are called with float32 or better; features and cotangents are rounded once, to the dtype of x. The VJP is gx =
-    g derivative(x), or `pull` where x and the value give it at less cost. Not a variant itself: it has no kind.
+    Both are called with float32 or better; features and cotangents are rounded once, to the dtype of x. Not a variant
+    itself: it has no kind.
     """
 
     @abstractmethod
@@ -27,12 +27,8 @@ class Elementwise(FeatureMap):
         """phi, componentwise."""
 
     @abstractmethod
-    def derivative(self, x: Tensor) -> Tensor:
-        """The derivative of `value`; at a kink, the side that the docstring names."""
-
     def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
-        """The cotangent of x from that of its value."""
-        return g * self.derivative(x)
+        """The cotangent of x from that of its value; at a kink, of the side that the docstring names."""
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         wide = x.to(compute_dtype(x))
@@ -122,9 +118,6 @@ class Exp(Elementwise):
     def value(self, x: Tensor) -> Tensor:
         return (x - self.shift).exp() if self.shift else x.exp()
 
-    def derivative(self, x: Tensor) -> Tensor:
-        return self.value(x)
-
     def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
         return g * value
 
@@ -156,9 +149,6 @@ class ReLU(Elementwise):
     def value(self, x: Tensor) -> Tensor:
         return torch.relu(x) + self.shift if self.shift else torch.relu(x)
 
-    def derivative(self, x: Tensor) -> Tensor:
-        return (x > 0).to(x.dtype)
-
     def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
         return activate_vjp("relu", x, g)
 
@@ -184,8 +174,8 @@ class SquaredReLU(Elementwise):
     def value(self, x: Tensor) -> Tensor:
         return torch.relu(x).square()
 
-    def derivative(self, x: Tensor) -> Tensor:
-        return 2 * torch.relu(x)
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        return g * (2 * torch.relu(x))
 
 
 class LeakyReLUSquared(Elementwise):
@@ -212,9 +202,6 @@ class LeakyReLUSquared(Elementwise):
 
     def value(self, x: Tensor) -> Tensor:
         return self._root(x).square()
-
-    def derivative(self, x: Tensor) -> Tensor:
-        return self.pull(x, x, torch.ones_like(x))
 
     def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
         outer = 2 * self._root(x) * g
@@ -257,9 +244,6 @@ class GELUShifted(Elementwise):
     def value(self, x: Tensor) -> Tensor:
         return activate("gelu", x, 0) + self.shift
 
-    def derivative(self, x: Tensor) -> Tensor:
-        return activate("gelu", x, 1)
-
     def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
         return activate_vjp("gelu", x, g)
 
@@ -285,8 +269,8 @@ class Softplus(Elementwise):
         # torch's softplus returns x itself above a threshold, which drops exp(-beta x).
         return -torch.nn.functional.logsigmoid(-self.beta * x) / self.beta
 
-    def derivative(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.beta * x)
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        return g * torch.sigmoid(self.beta * x)
 
 
 class Sigmoid(Elementwise):
@@ -309,11 +293,8 @@ class Sigmoid(Elementwise):
         # Torch rounds the last bit of strided tensors differently.
         return torch.sigmoid(x.contiguous())
 
-    def derivative(self, x: Tensor) -> Tensor:
-        # 1 - sigmoid(x) would cancel.
-        return self.value(x) * self.value(-x)
-
     def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        # 1 - value would cancel.
         return g * value * self.value(-x)
 
 
@@ -335,9 +316,6 @@ class Tanh(Elementwise):
 
     def value(self, x: Tensor) -> Tensor:
         return activate("tanh", x, 0)
-
-    def derivative(self, x: Tensor) -> Tensor:
-        return activate("tanh", x, 1)
 
     def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
         return torch.ops.aten.tanh_backward(g, value)

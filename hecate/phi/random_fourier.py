@@ -26,8 +26,7 @@ class RandomFourier(RandomMap):
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`; frozen w `[H, D, d_phi]` and b `[H, d_phi]`, or w `[H, D,
     d_phi / 2]` alone when paired.
-    VJP: gx = W^T (-sqrt(2/d_phi) sin(Wx + b) g); paired: gx = W^T (cos(Wx) g_sin - sin(Wx) g_cos)
-    / sqrt(m).
+    VJP: gx = W^T (-sqrt(2/d_phi) sin(Wx + b) g); paired: gx = W^T (cos(Wx) g_sin - sin(Wx) g_cos) / sqrt(m).
     Traits: is_random, norm_bound 2 (paired: 1). Neither features nor kernel are non-negative.
     Cost: O(D d_phi) multiplications, one cosine per feature.
     Warning: the error of a phase grows with |Wx|: in float32 up to 6e-5 at |x| = 100 and 6e-3 at 1e4. Phases are never

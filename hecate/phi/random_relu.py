@@ -21,11 +21,10 @@ class ArcCosine(RandomMap):
     """arc_cosine: phi(x) = max(Wx, 0)^order / sqrt(num_features), a step 1[Wx > 0] at order 0.
 
     With W ~ N(0, I) and the angle t, the arc-cosine kernels in expectation: |x|^n |y|^n J_n(t) / (2 pi) with J_0 = pi -
-    t, J_1 = sin t + (pi - t) cos t, J_2 = 3 sin t cos t + (pi - t) (1 + 2
-    cos^2 t), half of the paper's. The higher the order, the less a key at a right angle counts. Order 0 sees directions
-    only, is bounded by 1 and costs a bit per feature; order 1 is `performer_relu` without its epsilon. `norms="sqrt"`
-    gives every row of W the length sqrt(D): lower variance, the same kernel at orders 0 and 1, D / (D + 2) times it at
-    order 2.
+    t, J_1 = sin t + (pi - t) cos t, J_2 = 3 sin t cos t + (pi - t) (1 + 2 cos^2 t), half of the paper's. The higher the
+    order, the less a key at a right angle counts. Order 0 sees directions only, is bounded by 1 and costs a bit per
+    feature; order 1 is `performer_relu` without its epsilon. `norms="sqrt"` gives every row of W the length sqrt(D):
+    lower variance, the same kernel at orders 0 and 1, D / (D + 2) times it at order 2.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D))); frozen w `[H, D,
     num_features]`.

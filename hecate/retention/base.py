@@ -51,8 +51,7 @@ class Retention(Variant, family="retention"):
 
     @property
     def linear(self) -> bool:
-        """Whether the step is `a M + D` with a fixed by the gates, and M itself is carried, as the parallel form
-        needs."""
+        """Whether the step is `a M + D` with a fixed by the gates, and M itself is carried: the parallel form."""
         return False
 
     @property

@@ -132,8 +132,7 @@ class ElasticNet(Retention):
     Shapes: M, D `[N, ...]`; retain `[N]` or `[N, P]`.
     VJP: with L = 1[|X| > threshold]: g_D = L g, g_M = retain L g, g_retain = <L g, M>. At the threshold itself the
     weight is 0 and so is its derivative.
-    Traits: not linear; every start is feasible, and weights below the threshold are dead until
-    a step exceeds it.
+    Traits: not linear; every start is feasible, and weights below the threshold are dead until a step exceeds it.
     Cost: one multiply-add and a clamp.
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), elastic net. [RET-ELASTIC-D1]
     """

@@ -27,26 +27,18 @@ Pulled = tuple[tuple[Tensor | None, ...], Tensor]
 
 
 class Op(Protocol):
-    """An operation between layers, on the last axis alone.
+    """An operation between layers, on the last axis alone; `name` is what a tape calls it.
 
-    Its derivatives share what `slopes` keeps of the inputs.
+    `slopes` is what its derivatives need of the inputs, `vjp` gives the inputs' cotangents, linear in g, and `vjp_vjp`
+    those of (inputs, g) from those of `vjp`'s result.
     """
 
     @property
-    def name(self) -> str:
-        """What a tape calls it."""
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """The value."""
-
-    def slopes(self, *inputs: Tensor) -> Any:
-        """What the derivatives need."""
-
-    def vjp(self, slopes: Any, g: Tensor) -> tuple[Tensor, ...]:
-        """Cotangents of the inputs, linear in g."""
-
-    def vjp_vjp(self, slopes: Any, g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled:
-        """Cotangents of (inputs, g) from those of `vjp`'s result."""
+    def name(self) -> str: ...
+    def forward(self, *inputs: Tensor) -> Tensor: ...
+    def slopes(self, *inputs: Tensor) -> Any: ...
+    def vjp(self, slopes: Any, g: Tensor) -> tuple[Tensor, ...]: ...
+    def vjp_vjp(self, slopes: Any, g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled: ...
 
 
 class Act(NamedTuple):
@@ -247,8 +239,7 @@ def backward(
 def factors(
     graph: Graph, weights: Sequence[Tensor], past: Trace, u: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Cotangents]:
-    """d and h of every weight from the cotangent u of the prediction, and the cotangents of all values but the
-    input."""
+    """d and h of every weight from the cotangent u of the prediction, and the cotangents of later values than p."""
     flowing = Cotangents(len(past.values))
     flowing.add(len(graph.nodes), u)
     backward(graph, weights, past, flowing, lowest=INPUT + 1)

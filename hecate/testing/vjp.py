@@ -29,8 +29,7 @@ def check_vjp(
     Errors are relative to the norm of the true gradient, which must exceed `signal_floor`: a gradient that is zero
     everywhere proves nothing. `second_order` compares the gradient of the VJP, by the inputs and by the cotangents,
     with autograd's. Inputs at the positions `constants`, such as frozen draws, are not varied, and the VJP must return
-    None for them.
-    Raises AssertionError with the input's index and both numbers.
+    None for them. Raises AssertionError with the input's index and both numbers.
     """
     generator = generator or torch.Generator().manual_seed(0)
     case = _case(block, inputs, constants, generator)
