@@ -34,7 +34,7 @@ from hecate.tape.ops import over
 
 class Arsinh(phi.FeatureMap):
     kind: Literal["arsinh"] = "arsinh"
-    _traits = phi.Traits(parity="odd", componentwise=True, rising="everywhere", bounded_slope=True)
+    promises = phi.Traits(parity="odd", componentwise=True, rising="everywhere", bounded_slope=True)
 
     def features(self, x, params):
         return x.asinh()

@@ -80,7 +80,7 @@ class FeatureMap(Variant, family="feature_map"):
     """A map of keys and queries to phi-space, applied per head and before every update and read.
 
     A variant gives `output_dim` where it has no field `d_phi`, `forward` with `vjp` on the next lines, its traits where
-    they differ from the defaults, as `_traits` or, where they depend on its fields, `traits`, and `shapes` where it has
+    they differ from the defaults, as `promises` or, where fields decide, `traits`, and `shapes` where it has
     parameters. A map without a hand-written `vjp` gives `features` instead and is differentiated by `torch.func.vjp`;
     `hecate list` says so. `output_dim` and `init` of every variant refuse what no memory holds.
 
@@ -89,7 +89,7 @@ class FeatureMap(Variant, family="feature_map"):
     """
 
     _derivatives = ("vjp",)
-    _traits: ClassVar[Traits] = Traits()
+    promises: ClassVar[Traits] = Traits()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -109,7 +109,7 @@ class FeatureMap(Variant, family="feature_map"):
 
     def traits(self) -> Traits:
         """The declared traits."""
-        return self._traits
+        return self.promises
 
     @_checked_init
     def init(

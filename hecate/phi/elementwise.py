@@ -53,7 +53,7 @@ class Identity(FeatureMap):
     """
 
     kind: Literal["identity"] = "identity"
-    _traits = Traits(parity="odd", degree=1, componentwise=True, rising="everywhere", bounded_slope=True)
+    promises = Traits(parity="odd", degree=1, componentwise=True, rising="everywhere", bounded_slope=True)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, None]:
         return x, None
@@ -80,7 +80,7 @@ class ELU(FeatureMap):
     References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236). [PHI-ELU-D1]"""
 
     kind: Literal["elu"] = "elu"
-    _traits = _POSITIVE._replace(rising="everywhere", bounded_slope=True)
+    promises = _POSITIVE._replace(rising="everywhere", bounded_slope=True)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         # For x > 0 the tail is 1: no choice between branches, neither here nor in the derivative.
@@ -113,7 +113,7 @@ class Exp(Elementwise):
 
     kind: Literal["exp"] = "exp"
     shift: float = Field(default=0.0)
-    _traits = _POSITIVE._replace(rising="everywhere")
+    promises = _POSITIVE._replace(rising="everywhere")
 
     def value(self, x: Tensor) -> Tensor:
         return (x - self.shift).exp() if self.shift else x.exp()
@@ -169,7 +169,7 @@ class SquaredReLU(Elementwise):
     """
 
     kind: Literal["squared_relu"] = "squared_relu"
-    _traits = _POSITIVE._replace(degree=2, rising="odd_part")
+    promises = _POSITIVE._replace(degree=2, rising="odd_part")
 
     def value(self, x: Tensor) -> Tensor:
         return torch.relu(x).square()
@@ -263,7 +263,7 @@ class Softplus(Elementwise):
 
     kind: Literal["softplus"] = "softplus"
     beta: float = Field(default=1.0, gt=0)
-    _traits = _POSITIVE._replace(rising="everywhere", bounded_slope=True)
+    promises = _POSITIVE._replace(rising="everywhere", bounded_slope=True)
 
     def value(self, x: Tensor) -> Tensor:
         # torch's softplus returns x itself above a threshold, which drops exp(-beta x).
@@ -287,7 +287,7 @@ class Sigmoid(Elementwise):
     """
 
     kind: Literal["sigmoid"] = "sigmoid"
-    _traits = _POSITIVE._replace(rising="everywhere", bounded_slope=True)
+    promises = _POSITIVE._replace(rising="everywhere", bounded_slope=True)
 
     def value(self, x: Tensor) -> Tensor:
         # Torch rounds the last bit of strided tensors differently.
@@ -312,7 +312,7 @@ class Tanh(Elementwise):
     """
 
     kind: Literal["tanh"] = "tanh"
-    _traits = Traits(parity="odd", componentwise=True, rising="everywhere", bounded_slope=True)
+    promises = Traits(parity="odd", componentwise=True, rising="everywhere", bounded_slope=True)
 
     def value(self, x: Tensor) -> Tensor:
         return activate("tanh", x, 0)

@@ -55,7 +55,7 @@ class Linear(FeatureMap):
 
     kind: Literal["linear"] = "linear"
     d_phi: Size = Field(gt=0)
-    _traits = Traits(parity="odd", degree=1, bounded_slope=True, decodes=True)
+    promises = Traits(parity="odd", degree=1, bounded_slope=True, decodes=True)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d, self.d_phi)}
@@ -87,7 +87,7 @@ class T2R(FeatureMap):
 
     kind: Literal["t2r"] = "t2r"
     d_phi: Size = Field(gt=0, description="number of features")
-    _traits = Traits(non_negative=True, kernel_non_negative=True)
+    promises = Traits(non_negative=True, kernel_non_negative=True)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d, self.d_phi), "bias": (self.d_phi,)}
@@ -118,7 +118,7 @@ class Hadamard(FeatureMap):
 
     kind: Literal["hadamard"] = "hadamard"
     d_phi: Size = Field(gt=0, description="number of features")
-    _traits = Traits(parity="even", degree=2)
+    promises = Traits(parity="even", degree=2)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys(("w_1", "w_2"), (d, self.d_phi))

@@ -202,7 +202,7 @@ class Rebased(FeatureMap):
     kind: Literal["rebased"] = "rebased"
     eps: float = Field(default=1e-5, gt=0, description="added to the variance of a key")
     max_d_phi: Count = Field(default=65_536, gt=0)
-    _traits = Traits(kernel_non_negative=True)
+    promises = Traits(kernel_non_negative=True)
 
     def output_dim(self, d: int) -> int:
         return bounded(d * (d + 1) // 2, self.max_d_phi, d, "max_d_phi", cure="")

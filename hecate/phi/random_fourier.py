@@ -127,7 +127,7 @@ class SORF(RandomMap):
     kind: Literal["sorf"] = "sorf"
     d_phi: Size = Field(gt=0, multiple_of=2, description="number of features: cosines and sines")
     sigma: float = Field(default=1.0, gt=0, description="bandwidth of the Gaussian kernel")
-    _traits = Traits(is_random=True, norm_bound=1.0)
+    promises = Traits(is_random=True, norm_bound=1.0)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         padded = _padded(d)

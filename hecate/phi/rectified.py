@@ -32,7 +32,7 @@ class CReLU(FeatureMap):
     """
 
     kind: Literal["crelu"] = "crelu"
-    _traits = Traits(non_negative=True, kernel_non_negative=True, degree=1)
+    promises = Traits(non_negative=True, kernel_non_negative=True, degree=1)
 
     def output_dim(self, d: int) -> int:
         return 2 * d
@@ -75,7 +75,7 @@ class DPFP(FeatureMap):
 
     kind: Literal["dpfp"] = "dpfp"
     nu: Size = Field(default=1, ge=1)
-    _traits = Traits(non_negative=True, kernel_non_negative=True, degree=2)
+    promises = Traits(non_negative=True, kernel_non_negative=True, degree=2)
 
     def output_dim(self, d: int) -> int:
         if self.nu > 2 * d - 1:
@@ -121,7 +121,7 @@ class CosFormer(FeatureMap):
 
     kind: Literal["cosformer"] = "cosformer"
     max_length: Count = Field(default=2048, gt=0, description="M, the largest position")
-    _traits = Traits(non_negative=True, kernel_non_negative=True, degree=1, needs_position=True)
+    promises = Traits(non_negative=True, kernel_non_negative=True, degree=1, needs_position=True)
 
     def output_dim(self, d: int) -> int:
         return 2 * d

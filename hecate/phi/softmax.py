@@ -84,7 +84,7 @@ class Hedgehog(FeatureMap):
     """
 
     kind: Literal["hedgehog"] = "hedgehog"
-    _traits = Traits(non_negative=True, kernel_non_negative=True, norm_bound=2.0)
+    promises = Traits(non_negative=True, kernel_non_negative=True, norm_bound=2.0)
 
     def output_dim(self, d: int) -> int:
         return 2 * d

@@ -111,11 +111,9 @@ class MemoryConfig(Prepared, Config):
         largest, limit = self.diverging(bound, lr), self.algorithm.stable_step
         if largest is not None:
             raise ConfigError(
-                f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm "
-                f"{self.key_norm!r}: lr * |phi|^2 can reach {largest:g}, and bias "
-                f"{self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
-                f"beyond {limit:g}; lower lr to {limit / (bound * curvature):g} or set "
-                "step='normalized' or 'implicit'",
+                f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: lr * |phi|^2 "
+                f"can reach {largest:g}, and bias {self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
+                f"beyond {limit:g}; lower lr to {limit / (bound * curvature):g} or set step='normalized' or 'implicit'",
                 path=("algorithm", "lr"),
             )
 

@@ -181,18 +181,6 @@ class MemoryRule(Config):
         block = self.retention.block()
         return tuple(one(run(block, weight, torch.zeros_like(weight), retain, label=label)) for weight in memory)
 
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks a write and a read are made of."""
-        link = (self.retention.weights_block(),) if self.retention.dual else ()
-        return (
-            *link,
-            self.structure.predict_block(),
-            self.bias.block(),
-            self.structure.pullback_block(),
-            self.algorithm.block(),
-            self.retention.block(),
-        )
-
 
 class _Loss(NamedTuple):
     """The inner loss of a rule at some weights. [RULE-LOSS-D1]"""

@@ -160,7 +160,7 @@ def test_fault_is_found(what):
 def test_features_that_tell_nothing_back_are_found():
     class Told(phi.FeatureMap):
         kind: Literal["told_nothing"] = "told_nothing"
-        _traits = phi.Traits(decodes=True)
+        promises = phi.Traits(decodes=True)
 
         def features(self, x: Tensor, params: phi.Params) -> Tensor:
             return (x * x).sum(-1, keepdim=True) + 0.0 * x
