@@ -149,7 +149,8 @@ def test_one_new_file_is_enough(name, tmp_path, monkeypatch):
         listed = import_variants(package.__name__, family)
         assert "Dropped" in listed and package.Dropped is family.variants()["dropped"]
         files = {item.name for item in pkgutil.iter_modules([str(Path(hecate.__file__).parent / name)])}
-        assert {cls.__module__.rsplit(".", 1)[1] for cls in family.variants().values()} <= files | {"dropped"}
+        ours = {cls.__module__ for cls in family.variants().values() if cls.__module__.startswith(package.__name__)}
+        assert ours <= {f"{package.__name__}.{file}" for file in files | {"dropped"}}
     finally:
         vars(package).pop("Dropped", None), vars(package).pop("dropped", None)
         __import__("sys").modules.pop(f"hecate.{name}.dropped", None)

@@ -17,6 +17,7 @@ from hecate.tape.ops import over
 from hecate.testing.vjp import SIGNAL_FLOOR, check_vjp, require
 
 RTOL = 1e-10
+_KERNELS = "by which kernels such as engine compiled go"
 
 
 def check_rule(
@@ -89,9 +90,9 @@ def check_knobs(
         return slots
 
     shape = memory[0].shape
-    own = slots_of(memory[0])
-    check(config.algorithm.block(), draw(*shape), gate(n), gate(n), *own)
-    _check_algorithm(config.algorithm, draw(*shape), gate(n), gate(n), own)
+    inputs = (draw(*shape), gate(n), gate(n), *slots_of(memory[0]))
+    check(config.algorithm.block(), *inputs)
+    _check_algorithm(config.algorithm, *inputs)
     gates = [gate(n)]
     if config.retention.uses_retain and config.structure.linear:
         gates.append(gate(n, shape[-1]))
@@ -123,7 +124,7 @@ def _check_bias(config: MemoryConfig, pred: Tensor, target: Tensor, way: Tensor)
         require(within, f"{name}: declared curvature {bias.curvature:g}, found {float(most.max()):g}")
     form = bias.kernel_form()
     if form is not None:
-        close(f"{name}: declared {form}", bias.grad(pred, target), _of_form(form, pred, target))
+        close(f"{name}: declared {form}, {_KERNELS}", bias.grad(pred, target), _of_form(form, pred, target))
 
 
 def _of_form(form: KernelForm, pred: Tensor, target: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ def _of_form(form: KernelForm, pred: Tensor, target: Tensor) -> Tensor:
     return gradients[form.name]()
 
 
-def _check_algorithm(algorithm: Algorithm, grad: Tensor, lr: Tensor, momentum: Tensor, slots: list[Tensor]) -> None:
+def _check_algorithm(algorithm: Algorithm, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> None:
     """A declared form against the direction."""
     form, name = algorithm.kernel_form(), f"algorithm.{algorithm.kind}"
     if form is None:
@@ -154,7 +155,7 @@ def _check_algorithm(algorithm: Algorithm, grad: Tensor, lr: Tensor, momentum: T
     carried = [keep * slot + step for slot in slots]
     expected = [keep * carried[0] + step if form.nesterov else carried[0] if carried else step, *carried]
     for got, true in zip(algorithm.direction(grad, lr, momentum, *slots), expected, strict=True):
-        close(f"{name}: declared {form}", got, true)
+        close(f"{name}: declared {form}, {_KERNELS}", got, true)
 
 
 def _check_structure(config: MemoryConfig, memory: tuple[Tensor, ...], p: Tensor, u: Tensor) -> None:
@@ -166,10 +167,8 @@ def _check_structure(config: MemoryConfig, memory: tuple[Tensor, ...], p: Tensor
         doubled = structure.predict(tuple(2 * weight for weight in memory), p)
         close(f"{name}: declared linear in the weights", doubled, 2 * structure.predict(memory, p))
         wanted = (p.shape[-1],) if structure.diagonal else (u.shape[-1], p.shape[-1])
-        require(
-            [tuple(weight.shape[1:]) for weight in memory] == [wanted],
-            f"{name}: declared linear, needs one weight [V, P], or [P] if diagonal",
-        )
+        single = [tuple(weight.shape[1:]) for weight in memory] == [wanted]
+        require(single, f"{name}: declared linear, needs one weight [V, P], or [P] if diagonal")
     if structure.diagonal:
         check_diagonal(name, structure, memory, p)
 
@@ -187,17 +186,14 @@ def _check_retention(config: MemoryConfig, memory: Tensor, direction: Tensor, re
     retention, name = config.retention, f"retention.{config.retention.kind}"
     same = torch.equal(retention.weights(memory), memory)
     require(same or retention.dual, f"{name}: `weights` is a function of a dual state not declared")
-    require(
-        not (retention.linear and retention.dual),
-        f"{name}: declared linear, but what is carried is a dual state, which only the step can be "
-        "linear in: declare it additive",
-    )
+    reason = "what is carried is a dual state, which only the step can be linear in: declare it additive"
+    require(not (retention.linear and retention.dual), f"{name}: declared linear, but {reason}")
     form = retention.kernel_form()
     if form is not None:
         moved = (over(retain, memory) if retention.uses_retain else 1.0) * memory + direction
         if form.threshold is not None:
             moved = moved.sign() * (moved.abs() - form.threshold).relu()
-        close(f"{name}: declared {form}", retention.step(memory, direction, retain), moved)
+        close(f"{name}: declared {form}, {_KERNELS}", retention.step(memory, direction, retain), moved)
     if not retention.additive:
         return
     kept = retention.step(memory, torch.zeros_like(direction), retain)
@@ -221,7 +217,6 @@ class _Case(NamedTuple):
     config: MemoryConfig
     leaves: dict[str, Tensor]  # q, k, v, gates, initial weights and learned parameters, by name
     frozen: dict[str, Tensor]
-    write: Tensor | None = None
 
 
 class _Result(NamedTuple):
@@ -269,9 +264,7 @@ def _run(
     length = points["q"].shape[1]
     state, rows = None, []
     for at, end in zip((cuts or (0, length))[:-1], (cuts or (0, length))[1:], strict=True):
-        part = _cut(points, slice(at, end))
-        mask = None if case.write is None else case.write[:, at:end]
-        y, state = _scan(case, part, state=state, write_mask=mask, engine=engine, autodiff=autodiff)
+        y, state = _scan(case, _cut(points, slice(at, end)), state=state, engine=engine, autodiff=autodiff)
         rows.append(y)
     y = torch.cat(rows, 1)
     if state is None:

@@ -45,13 +45,8 @@ def check_vjp(
     if signal < signal_floor:
         raise AssertionError(f"{block.name}: no gradient above {signal_floor}, the check would prove nothing")
     for index, point, expected in zip(case.varied, case.points, true, strict=True):
-        _close(
-            f"{block.name}: VJP of input {index} against autograd",
-            _dense(hand[index], point),
-            _dense(expected, point),
-            rtol,
-            signal,
-        )
+        what = f"{block.name}: VJP of input {index} against autograd"
+        _close(what, _dense(hand[index], point), _dense(expected, point), rtol, signal)
     _check_differences(block, case, true, difference_rtol, signal, generator)
     if second_order:
         _check_second_order(block.name, case, hand, true, rtol * 100, generator)
