@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hecate"
 
 FLOORS = [
-    {"errors", "checks", "sizes", "frozen", "schema", "variant", "declared", "tape"},
+    {"errors", "checks", "sizes", "variant", "tape"},
     {"phi", "bias", "retention", "algorithm", "structure"},
     {"rule", "engine"},
     {"nn", "cms", "optim"},
@@ -29,10 +29,7 @@ FREE = {"testing"}  # for users' tests: sees every floor, and no floor sees it
 ACROSS = {  # imports within a floor, each in one direction only
     ("checks", "errors"),
     ("sizes", "errors"),
-    ("schema", "errors"),
     ("variant", "errors"),
-    ("variant", "frozen"),
-    ("variant", "schema"),
     ("tape", "errors"),
     ("engine", "rule"),
     ("cms", "nn"),

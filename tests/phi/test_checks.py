@@ -155,3 +155,16 @@ def test_fault_is_found(what):
     message, body = FAULTS[what]
     with pytest.raises((AssertionError, RuntimeError), match=message):
         check_feature_map(_made(1 + list(FAULTS).index(what), body))
+
+
+def test_features_that_tell_nothing_back_are_found():
+    class Told(phi.FeatureMap):
+        kind: Literal["told_nothing"] = "told_nothing"
+        promises = phi.Traits(decodes=True)
+
+        def features(self, x: Tensor, params: phi.Params) -> Tensor:
+            return (x * x).sum(-1, keepdim=True) + 0.0 * x
+
+    with pytest.raises(AssertionError, match="nothing tells x back"):
+        check_feature_map(Told(), smooth=False)
+    check_feature_map(phi.Linear(d_phi=1), smooth=False)
