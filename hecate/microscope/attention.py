@@ -99,7 +99,9 @@ def _repeated(asked: Asked, times: int) -> Asked:
     """So many copies of all sequences, one after the other."""
     batch, initial = len(asked.v), asked.initial
     if initial is not None:
-        shapes = asked.config.structure.shapes(asked.config.feature_map.output_dim(asked.k.shape[-1]), asked.v.shape[-1])
+        shapes = asked.config.structure.shapes(
+            asked.config.feature_map.output_dim(asked.k.shape[-1]), asked.v.shape[-1]
+        )
         initial = {name: item.expand(batch, asked.v.shape[2], *shapes[name]) for name, item in initial.items()}
     given = asked._replace(phi_params=None, initial=initial)
     copied = pytree.tree_map_only(Tensor, lambda x: x.repeat(times, *[1] * (x.dim() - 1)), given)

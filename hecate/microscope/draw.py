@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hecate.errors import ConfigError
 from hecate.microscope.style import COLOURS, DASHES, finish
-from hecate.train.files import write_file
 
 GREY = "#d0d0d0"  # where no token can look
 RING: dict[str, Any] = {"markeredgecolor": "black", "markeredgewidth": 0.8}
@@ -42,6 +41,8 @@ def draw_memory(view: Any, figure: Any, *, row: int, heads: int) -> Any:
 
 def save_figure(figure: Any, path: Path) -> Path:
     """Writes a PNG file, whole or not at all."""
+    from hecate.train.files import write_file  # the trainer, for who looks at a layer alone, is heavy
+
     image = io.BytesIO()
     figure.savefig(image, dpi=120, format="png")
     write_file(path, image.getvalue())

@@ -261,7 +261,7 @@ def test_autocast_rounds_layers_and_not_what_they_add_to():
     exact, _ = model(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):  # a warning is an error here
         y, state = model(x)
-    assert y.dtype == torch.float32 and state.layers[0].weighted.dtype == torch.float32
+    assert y.dtype == torch.float32 and state.layers[0].memory["weight"].dtype == torch.float32
     assert 0 < (y - exact).norm() < 0.05 * exact.norm()
 
 

@@ -125,21 +125,23 @@ def linear_attention(
     if not isinstance(positions, Position):
         positions = Position.model_validate(positions)
     reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=state is not None)
+    weights = Weights(feature_map, {}, positions, {} if position_params is None else position_params)
+    sums = Sums(causal, write_mask, reset_mask, engine=engine, autodiff=autodiff, name=name)
     if not torch.compiler.is_compiling():
         check_options(feature_map, causal=causal, normalizer=normalizer, eps=eps, engine=engine, autodiff=autodiff)
-        _check_tensors(feature_map, positions, q, k, v, write_mask, reset_mask, causal=causal)
-        _check_state(feature_map, positions, k, v, state, reset_mask, causal=causal, normalizer=normalizer)
-        _check_position_params(feature_map, positions, k, position_params, causal=causal)
-    weights = Weights(feature_map, check_params(feature_map, params, k), positions, position_params or {})
+        _check_tensors(weights, sums, q, k, v)
+        if state is not None:
+            _check_state(weights, sums, k, v, state, normalizer)
+    weights = weights._replace(params=check_params(feature_map, params, k))
     group = q.shape[2] // k.shape[2]
     with without_autocast(k.device.type):
         queries, keys, values = _grouped(q, k, v, write_mask)
         place, seen = weights.places(state, write_mask, reset_mask, k)
         phi_q = weights.features(queries, None if place is None else place.repeat_interleave(group, 1))
         phi_k = weights.features(keys, place)
-        retain = positions.retain(phi_k[0], weights.position_params)
-        factors = positions.factors(phi_k[0], weights.position_params, causal=causal)
-        sums = Sums(causal, write_mask, reset_mask, retain, factors, engine, autodiff, name)
+        retain = positions.retain(keys, weights.position_params)
+        factors = positions.factors(keys, weights.position_params, causal=causal)
+        sums = sums._replace(retain=retain, factors=factors)
         if normalizer == "sum":
             y, held, total = _mean(sums, phi_q, phi_k, values, state, eps)
         else:
@@ -220,38 +222,7 @@ def turned_width(positions: Position, feature_map: FeatureMap, d_key: int) -> in
     return width
 
 
-def _check_position_params(
-    feature_map: FeatureMap, positions: Position, k: Tensor, params: dict[str, Tensor] | None, *, causal: bool
-) -> None:
-    """Refuses parameters that are not those of the positions, for keys `[B, S, G, D]`."""
-    heads, width = k.shape[2], turned_width(positions, feature_map, k.shape[-1])
-    init = positions.init(width, heads=heads, causal=causal, device="meta")
-    params = {} if params is None else params
-    real = isinstance(params, dict) and all(isinstance(x, Tensor) and x.is_floating_point() for x in params.values())
-    if not real:
-        raise ShapeError(
-            "position_params must be a mapping of names to floating point tensors, as "
-            f"positions.init returns it, got {shorten(params)}"
-        )
-    expected, given = ({name: tuple(x.shape) for name, x in tensors.items()} for tensors in (init, params))
-    if given != expected:
-        raise ConfigError(
-            f"positions {positions.kind!r} need parameters {expected or 'none'}, got "
-            f"{given or 'none'}; pass positions.init({width}, heads={heads}, causal={causal})"
-        )
-
-
-def _check_tensors(
-    feature_map: FeatureMap,
-    positions: Position,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    write_mask: Tensor | None,
-    reset_mask: Tensor | None,
-    *,
-    causal: bool,
-) -> None:
+def _check_tensors(weights: Weights, sums: Sums, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuses tensors that do not fit together."""
     check_tokens(q, k, v, "B T heads width")
     if v.shape[:3] != k.shape[:3] or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
@@ -261,35 +232,43 @@ def _check_tensors(
         )
     if not k.shape[2] or not q.shape[2] or q.shape[2] % k.shape[2]:
         raise ShapeError(f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads")
-    check_mask("write_mask", write_mask, k)
-    check_mask("reset_mask", reset_mask, k)
-    if reset_mask is not None:
+    check_mask("write_mask", sums.write, k)
+    check_mask("reset_mask", sums.reset, k)
+    positions = weights.positions
+    if sums.reset is not None:
         positions.check_past("documents packed into a row", "give each a row of its own")
-    ordered = causal or positions.needs_order or feature_map.needs_position
-    if (ordered or reset_mask is not None) and q.shape[1] != k.shape[1]:
+    ordered = sums.causal or positions.needs_order or weights.feature_map.needs_position
+    if (ordered or sums.reset is not None) and q.shape[1] != k.shape[1]:
         raise ShapeError(
             "causal attention, positions and documents need one query per key, got "
             f"{q.shape[1]} queries and {k.shape[1]} keys; use causal=False, positions='none', no "
             "reset_mask and a feature map without positions to look at other tokens"
         )
+    params, heads = weights.position_params, k.shape[2]
+    if not isinstance(params, dict) or not all(
+        isinstance(x, Tensor) and x.is_floating_point() for x in params.values()
+    ):
+        raise ShapeError(
+            "position_params must be a mapping of names to floating point tensors, as "
+            f"positions.init returns it, got {shorten(params)}"
+        )
+    width = turned_width(positions, weights.feature_map, k.shape[-1])
+    init = positions.init(width, heads=heads, causal=sums.causal, device="meta")
+    expected, given = ({name: tuple(x.shape) for name, x in tensors.items()} for tensors in (init, params))
+    if given != expected:
+        raise ConfigError(
+            f"positions {positions.kind!r} need parameters {expected or 'none'}, got "
+            f"{given or 'none'}; pass positions.init({width}, heads={heads}, causal={sums.causal})"
+        )
 
 
 def _check_state(
-    feature_map: FeatureMap,
-    positions: Position,
-    k: Tensor,
-    v: Tensor,
-    state: MemoryState | None,
-    reset_mask: Tensor | None,
-    *,
-    causal: bool,
-    normalizer: str,
+    weights: Weights, sums: Sums, k: Tensor, v: Tensor, state: MemoryState, normalizer: Normalizer
 ) -> None:
     """Refuses a state of another attention or batch, and one where nothing can go on."""
-    if state is None:
-        return
+    positions, feature_map = weights.positions, weights.feature_map
     positions.check_past("a state", "give the whole sequence in one call")
-    if not causal and (reset_mask is not None or positions.weighs_distance):
+    if not sums.causal and (sums.reset is not None or positions.weighs_distance):
         other = f"positions {positions.kind!r}" if positions.weighs_distance else "reset_mask"
         raise ConfigError(
             f"causal=False with a state and {other}: sums from both sides start at a document's "
@@ -301,20 +280,19 @@ def _check_state(
     if others:
         raise ShapeError(f"state must hold sums alone, got {others} too; was it made by another memory?")
     batch, heads, width = k.shape[0], k.shape[2], feature_map.output_dim(k.shape[-1])
-    counting = positions.needs_position or feature_map.needs_position
     total = None if state.normalizer is None else state.normalizer.memory.get("weight")
-    for name, given, shape, dtype in (
-        ("memory['weight']", state.memory.get("weight"), (batch, heads, v.shape[-1], width), None),
-        ("normalizer", total, (batch, heads, 1, width) if normalizer == "sum" else None, None),
-        ("seen", state.seen, (batch,) if counting else None, torch.int64),
+    for name, given, shape in (
+        ("memory['weight']", state.memory.get("weight"), (batch, heads, v.shape[-1], width)),
+        ("normalizer", total, (batch, heads, 1, width) if normalizer == "sum" else None),
+        ("seen", state.seen, (batch,) if positions.needs_position or feature_map.needs_position else None),
     ):
-        fits = given is None if shape is None else isinstance(given, Tensor) and tuple(given.shape) == shape
-        if isinstance(given, Tensor) and fits:
-            fits = given.is_floating_point() if dtype is None else given.dtype == dtype
-            expect_beside(given, k, f"state.{name}")
-        if not fits:
-            expected = f"{'int64 ' if dtype else ''}{list(shape)}" if shape else "None"
+        if given is None and shape is None:
+            continue
+        count = name == "seen"
+        fits = isinstance(given, Tensor) and tuple(given.shape) == shape
+        if not fits or not (given.dtype == torch.int64 if count else given.is_floating_point()):
             raise ShapeError(
-                f"state.{name} must be {expected} here, got {described(given)}; was it made by another attention or "
-                "with another batch?"
+                f"state.{name} must be {'int64 ' if count and shape else ''}{list(shape) if shape else None} here, got "
+                f"{described(given)}; was it made by another attention or with another batch?"
             )
+        expect_beside(given, k, f"state.{name}")

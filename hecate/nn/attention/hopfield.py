@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hecate.checks import expect_count, expect_number
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.phi.base import compute_dtype
 from hecate.tape.bridge import can_inspect, without_autocast
@@ -56,13 +57,10 @@ class Hopfield(nn.Module):
 
     def __init__(self, sharpness: float, *, steps: int = 1, tolerance: float = 0.0) -> None:
         super().__init__()
-        for name, given in {"sharpness": sharpness, "tolerance": tolerance}.items():
-            number = type(given) in (int, float) and math.isfinite(given)
-            if not number or given < 0 or (given == 0 and name == "sharpness"):
-                least = "> 0" if name == "sharpness" else ">= 0"
-                raise ConfigError(f"{name} must be a finite number {least}, got {shorten(given)}")
-        if type(steps) is not int or steps < 1:
-            raise ConfigError(f"steps must be an integer >= 1, got {shorten(steps)}")
+        if type(sharpness) not in (int, float) or not 0 < sharpness < math.inf:
+            raise ConfigError(f"sharpness must be a finite number > 0, got {shorten(sharpness)}")
+        expect_number(tolerance, "tolerance")
+        expect_count(steps, "steps")
         self.sharpness, self.steps, self.tolerance = sharpness, steps, tolerance
 
     def forward(
@@ -184,31 +182,21 @@ def _largest(x: Tensor, *, least: float) -> Tensor:
 
 
 def _check(query: Tensor, patterns: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
-    for name, tensor in {"query": query, "patterns": patterns, "values": values}.items():
-        if tensor is None and name == "values":
-            continue
+    for name, tensor in (("query", query), ("patterns", patterns), ("values", patterns if values is None else values)):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ShapeError(f"{name} must be a floating point tensor, got {given}; convert it")
+    shapes = f"{list(query.shape)} and {list(patterns.shape)}"
     if query.dim() < 2 or patterns.dim() < 2 or query.shape[-1] != patterns.shape[-1]:
-        raise ShapeError(
-            f"query must be [..., Q, D] and patterns [..., N, D], got {list(query.shape)} and {list(patterns.shape)}"
-        )
-    lead = query.shape[:-2], patterns.shape[:-2]
-    pairs = zip(lead[0][::-1], lead[1][::-1], strict=False)
+        raise ShapeError(f"query must be [..., Q, D] and patterns [..., N, D], got {shapes}")
+    pairs = zip(query.shape[-3::-1], patterns.shape[-3::-1], strict=False)
     if any(a != b and 1 not in (a, b) for a, b in pairs):
-        raise ShapeError(
-            f"the leading axes of query and patterns must broadcast, got {list(query.shape)} and {list(patterns.shape)}"
-        )
-    rest: dict[str, tuple[Any, tuple[int, ...]]] = {
-        "values": (values, patterns.shape[:-1] if values is None else values.shape[:-1]),
-        "mask": (mask, patterns.shape[:-1] if mask is None else mask.shape),
-    }
-    for name, (given, shape) in rest.items():
-        if tuple(shape) != tuple(patterns.shape[:-1]):
+        raise ShapeError(f"the leading axes of query and patterns must broadcast, got {shapes}")
+    for name, tensor, width in (("values", values, 1), ("mask", mask, 0)):
+        if tensor is not None and tensor.shape[: tensor.dim() - width] != patterns.shape[:-1]:
             raise ShapeError(
                 f"{name} must have the patterns' shape {list(patterns.shape[:-1])} before its "
-                f"width, got {list(given.shape)}"
+                f"width, got {list(tensor.shape)}"
             )
     if mask is not None and mask.dtype != torch.bool:
         raise ShapeError(f"mask must be bool, True where a pattern is present, got {mask.dtype}")

@@ -158,30 +158,19 @@ class PerformerAttention(nn.Module):
             )
 
     def forward(
-        self,
-        x: Tensor,
-        state: PerformerState | None = None,
-        *,
-        context: Tensor | None = None,
-        write_mask: Tensor | None = None,
-        reset_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        return_attention: bool = False,
+        self, x: Tensor, state: PerformerState | None = None, *, return_attention: bool = False, **given: Tensor | None
     ) -> tuple[Tensor, PerformerState] | tuple[Tensor, PerformerState, Tensor]:
         """(y, state), and with `return_attention` the weights w `[B, H, T, S]` as a third.
 
         The weights are those that y used: w @ v are the heads' answers ahead of dropout and W_out. They take O(T S
-        d_phi) time and O(T S) memory per head, and a call without a state. Other arguments are those of
-        `LinearAttention`.
+        d_phi) time and O(T S) memory per head, and a call without a state. Other arguments (`context`, `write_mask`,
+        `reset_mask`, `cu_seqlens`) are those of `LinearAttention`.
         """
         if state is not None:
             self._check_state(state, return_attention)
-        masks = {"write_mask": write_mask, "reset_mask": reset_mask, "cu_seqlens": cu_seqlens}
-        y, sums = self.attention(x, None if state is None else state.sums, context=context, **masks)
+        y, sums = self.attention(x, None if state is None else state.sums, **given)
         after = PerformerState(sums, self.redraws.clone())
-        if not return_attention:
-            return y, after
-        return y, after, self._weights(x, context, masks)
+        return (y, after, self._weights(x, **given)) if return_attention else (y, after)
 
     def _check_state(self, state: PerformerState, return_attention: bool) -> None:
         name = self.attention.name
@@ -202,9 +191,9 @@ class PerformerAttention(nn.Module):
                 "state=None after a redraw"
             )
 
-    def _weights(self, x: Tensor, context: Tensor | None, masks: dict[str, Any]) -> Tensor:
+    def _weights(self, x: Tensor, *, context: Tensor | None = None, **masks: Tensor | None) -> Tensor:
         """The answers to values that are each token's own unit vector: its weights."""
-        q, k, _ = self.attention.projected(x, context, masks["write_mask"])
+        q, k, _ = self.attention.projected(x, context, masks.get("write_mask"))
         own = torch.eye(k.shape[1], dtype=k.dtype, device=k.device).unsqueeze(1)
         weights, _ = self.attention.attend(q, k, own.expand(*k.shape[:3], -1), **masks)
         return weights.transpose(1, 2)
