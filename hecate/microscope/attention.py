@@ -89,6 +89,9 @@ def implicit_attention(asked: Asked) -> Attention:
     y = y.unflatten(0, (copies + 1, batch)).transpose(2, 3)
     found, start = y[:-1] - y[-1], y[-1]
     found = found.movedim(0, 3) if diagonal else found.movedim(0, 3).flatten(3)[..., :length]
+    # What rounding leaves of a weight of 0, such as that of a token to come, is 0.
+    noise = 16 * torch.finfo(y.dtype).eps * start.flatten(2).norm(dim=2)
+    found = torch.where(found.abs() > noise.reshape(batch, heads, *[1] * (found.dim() - 2)), found, 0.0)
     attention = Attention(found, start)
     if length:
         _check(asked, attention)
@@ -97,12 +100,10 @@ def implicit_attention(asked: Asked) -> Attention:
 
 def _repeated(asked: Asked, times: int) -> Asked:
     """So many copies of all sequences, one after the other."""
-    batch, initial = len(asked.v), asked.initial
-    if initial is not None:
-        shapes = asked.config.structure.shapes(
-            asked.config.feature_map.output_dim(asked.k.shape[-1]), asked.v.shape[-1]
-        )
-        initial = {name: item.expand(batch, asked.v.shape[2], *shapes[name]) for name, item in initial.items()}
+    rule, initial, (batch, _, heads, width) = asked.config, asked.initial, asked.v.shape
+    if initial is not None:  # it may be shared by all sequences
+        shapes = rule.structure.shapes(rule.feature_map.output_dim(asked.k.shape[-1]), width)
+        initial = {name: item.expand(batch, heads, *shapes[name]) for name, item in initial.items()}
     given = asked._replace(phi_params=None, initial=initial)
     copied = pytree.tree_map_only(Tensor, lambda x: x.repeat(times, *[1] * (x.dim() - 1)), given)
     return copied._replace(phi_params=asked.phi_params)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from hecate.engine import Sequence, check_params, complete, numbered, predict, to_tokens
 from hecate.errors import ConfigError, ShapeError, did_you_mean
@@ -67,14 +68,6 @@ class AgeCurve(NamedTuple):
 
     ages: Tensor
     means: Tensor
-
-
-class OverTime(NamedTuple):
-    """`MemoryView.recall`, `norms` and `ranks`."""
-
-    recall: Recall
-    norms: dict[str, Tensor]
-    ranks: dict[str, Tensor]
 
 
 class MemoryView:
@@ -152,12 +145,12 @@ class MemoryView:
     @property
     def recall(self) -> Recall:
         """What is recalled against age."""
-        return self._over_time.recall
+        return self._over_time[0]
 
     @property
     def norms(self) -> dict[str, Tensor]:
         """Frobenius norm of each weight at each moment, `[B, H, N]`."""
-        return self._over_time.norms
+        return self._over_time[1]
 
     @property
     def ranks(self) -> dict[str, Tensor]:
@@ -167,12 +160,12 @@ class MemoryView:
         and the rank, and the rank where they are equal; 0 for a matrix of zeros. A diagonal memory is the matrix with
         its weights on the diagonal.
         """
-        return self._over_time.ranks
+        return self._over_time[2]
 
     @cached_property
     @torch.no_grad()
-    def _over_time(self) -> OverTime:
-        """One walk over the moments: states are looked at and let go."""
+    def _over_time(self) -> tuple[Recall, dict[str, Tensor], dict[str, Tensor]]:
+        """Recall, norms and ranks by one walk over the moments: states are looked at and let go."""
         norms, ranks, times, recalled = [], [], [], []
         written = _Written(self.scans, self.gates["lr"] > 0)
         for tokens, state in _moments(self.scans, self.points):
@@ -182,7 +175,7 @@ class MemoryView:
             recalled.append(written.recalled(tokens, state))
             times.append(tokens)
         columns = {name: item.cpu() for name, item in _stacked(recalled).items()}
-        return OverTime(Recall(torch.tensor(times), **columns), _stacked(norms), _stacked(ranks))
+        return Recall(torch.tensor(times), **columns), _stacked(norms), _stacked(ranks)
 
     def draw(self, figure: Any = None, *, row: int = 0, heads: int = 4) -> Any:
         """Draws sequence `row` and at most so many heads' maps; returns the matplotlib figure."""
@@ -279,7 +272,7 @@ class _Written:
         """Cosine, error and chance of the answers of a state after so many tokens, `[B, H, T]`: see `Recall`."""
         answers = answered(self.config, state, self.keys)
         v = torch.where(self.present[..., None], self.values, 0.0)
-        unit, own = _unit(answers), _unit(v)
+        unit, own = (normalize(x, dim=-1, eps=torch.finfo(x.dtype).tiny) for x in (answers, v))
         cosine = (unit * own).sum(-1)
         present = self._past(tokens)
         shown = present.to(own.dtype)
@@ -311,11 +304,6 @@ def answered(config: MemoryConfig, state: MemoryState, phi: Tensor) -> Tensor:
         z = predict(config.counting, count, queries, run=execute, label="")
         y = y / torch.where(z > 0, z, 1.0)
     return y.unflatten(0, (batch, heads)).transpose(1, 2)
-
-
-def _unit(x: Tensor) -> Tensor:
-    length = x.norm(dim=-1, keepdim=True)
-    return x / torch.where(length > 0, length, 1.0)
 
 
 def _moments(scans: list[Asked], points: int) -> Iterator[tuple[int, MemoryState]]:

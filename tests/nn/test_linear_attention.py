@@ -413,7 +413,7 @@ def test_low_precision_by_autocast_and_by_the_module(dtype, causal):
     expected, _ = layer(x)
     with torch.autocast("cpu", dtype=dtype):
         rough, state = layer(x)
-    assert {item.dtype for item in leaves(state)} == {torch.float32}
+    assert {item.dtype for item in leaves(state) if item.is_floating_point()} == {torch.float32}
     rough.float().square().sum().backward()
     assert {item.grad.dtype for item in layer.parameters()} == {torch.float32}
     # The input, three projections and y round once each; sums and quotient in float32 do not.
