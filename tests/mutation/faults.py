@@ -535,7 +535,7 @@ FAULTS = [
         ("hopfield", "count.clamp(min=1).log() - lse", "-lse"),
         ("hopfield", "margin = apart.unsqueeze(-2) - 2 * length", "margin = apart.unsqueeze(-2) - length"),
         ("hopfield", "hidden = hidden | ~mask.unsqueeze(-2)", "pass"),
-        ("hopfield", "query, wide = _wide(query, _present(patterns, mask))", "query, wide = _wide(query, patterns)"),
+        ("hopfield", "_present(patterns, mask).to(wide)", "patterns.to(wide)"),
     ),
     *_of(
         "nn/attention",

@@ -125,7 +125,9 @@ def linear_attention(
     if not isinstance(positions, Position):
         positions = Position.model_validate(positions)
     reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=state is not None)
-    weights = Weights(feature_map, {}, positions, {} if position_params is None else position_params)
+    weights = Weights(
+        feature_map, {"learned": {}, "frozen": {}}, positions, {} if position_params is None else position_params
+    )
     sums = Sums(causal, write_mask, reset_mask, engine=engine, autodiff=autodiff, name=name)
     if not torch.compiler.is_compiling():
         check_options(feature_map, causal=causal, normalizer=normalizer, eps=eps, engine=engine, autodiff=autodiff)
@@ -289,8 +291,8 @@ def _check_state(
         if given is None and shape is None:
             continue
         count = name == "seen"
-        fits = isinstance(given, Tensor) and tuple(given.shape) == shape
-        if not fits or not (given.dtype == torch.int64 if count else given.is_floating_point()):
+        wanted = isinstance(given, Tensor) and (given.dtype == torch.int64 if count else given.is_floating_point())
+        if not isinstance(given, Tensor) or not wanted or tuple(given.shape) != shape:
             raise ShapeError(
                 f"state.{name} must be {'int64 ' if count and shape else ''}{list(shape) if shape else None} here, got "
                 f"{described(given)}; was it made by another attention or with another batch?"

@@ -195,7 +195,7 @@ class PerformerAttention(nn.Module):
         """The answers to values that are each token's own unit vector: its weights."""
         q, k, _ = self.attention.projected(x, context, masks.get("write_mask"))
         own = torch.eye(k.shape[1], dtype=k.dtype, device=k.device).unsqueeze(1)
-        weights, _ = self.attention.attend(q, k, own.expand(*k.shape[:3], -1), **masks)
+        weights, _ = self.attention.attend(q, k, own.expand(*k.shape[:3], -1), None, **masks)
         return weights.transpose(1, 2)
 
     def extra_repr(self) -> str:
