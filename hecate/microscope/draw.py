@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,18 +136,9 @@ def _scale(maps: Tensor) -> tuple[Any, Any, str]:
     if float(maps.min()) >= -1e-9 * top:
         colours = colormaps["magma"].with_extremes(bad=GREY)
         return PowerNorm(0.5, vmin=0, vmax=top), colours, "max" if beyond else "neither"
-
-    def root(x: Any) -> Any:
-        x = torch.as_tensor(x)
-        return (x.sign() * x.abs().sqrt()).numpy()
-
-    def square(x: Any) -> Any:
-        x = torch.as_tensor(x)
-        return (x.sign() * x.square()).numpy()
-
     colours = colormaps["PuOr_r"].with_extremes(bad=GREY)
-    norm = FuncNorm((root, square), vmin=-top, vmax=top)
-    return norm, colours, "both" if beyond else "neither"
+    root, square = (lambda x: np.sign(x) * np.sqrt(np.abs(x))), (lambda x: np.sign(x) * np.square(x))
+    return FuncNorm((root, square), vmin=-top, vmax=top), colours, "both" if beyond else "neither"
 
 
 def _over_time(axis: Any, view: Any, items: dict[str, Tensor], row: int, title: str, label: str) -> None:
