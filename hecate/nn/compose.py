@@ -105,13 +105,9 @@ class Gate(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.kind: str = kind
-        rows = {"multiply": 1, "add": 1, "paper": 2}[kind]
-        if kind == "paper" and memory_alone:
-            self.kind, rows = "memory", 0
-        self.weight = None
-        if rows:
-            self.weight = nn.Parameter(torch.ones(rows, d_model, device=device, dtype=dtype))
+        self.kind = "memory" if kind == "paper" and memory_alone else kind
+        count = {"multiply": 1, "add": 1, "paper": 2, "memory": 0}[self.kind]
+        self.weight = nn.Parameter(torch.ones(count, d_model, device=device, dtype=dtype)) if count else None
 
     def reset_parameters(self) -> None:
         """Weights to one; draws nothing."""

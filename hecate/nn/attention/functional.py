@@ -6,6 +6,7 @@ carried from token to token has a fixed size.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -156,9 +157,7 @@ def linear_attention(
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, write: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """q `[B, T r, G, D]`, the r queries of a key head's group side by side, k and v; in float32 or better."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    for tensor in (k, v):
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    dtype = reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype), torch.float32)
     q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
     k, v = (written(tensor, write) for tensor in (k, v))
     q = q.unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))

@@ -136,10 +136,10 @@ class LinearAttention(FeatureParameters):
         `write_mask` is bool `[B, T]`, with a context `[B, S]`: at False a token is padding, which no other token sees.
         `reset_mask` `[B, T]` or `cu_seqlens` mark where documents start.
         """
-        if not torch.compiler.is_compiling():
-            self._check_inputs(x, state, context, write_mask, reset_mask, cu_seqlens)
-        q, k, v = self.projected(x, context, write_mask)
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "cu_seqlens": cu_seqlens}
+        if not torch.compiler.is_compiling():
+            self._check_inputs(x, state, context, masks)
+        q, k, v = self.projected(x, context, write_mask)
         y, after = self.attend(q, k, v, state, **masks)
         return self.out(F.dropout(y.flatten(-2), self.dropout, self.training)), after
 
@@ -206,8 +206,8 @@ class LinearAttention(FeatureParameters):
         place, _ = weights.places(state, write_mask, reset_mask, k)
         q, k = weights.turned(q, place), weights.turned(k, place)
         retain = self.positions.retain(k, turns)
-        rule = {"feature_map": self.feature_map, "normalizer": self.normalizer}
-        config = memory_of_sums(decays=retain is not None, **rule)
+        decays = self.positions.weighs_distance
+        config = memory_of_sums(decays=decays, feature_map=self.feature_map, normalizer=self.normalizer)
         before = None if state is None else self.per_query_head(state)
         return Asked(config, q, k, v, Gates(retain=retain), phi, None, before, write_mask, reset_mask)
 
@@ -251,15 +251,10 @@ class LinearAttention(FeatureParameters):
                 )
 
     def _check_inputs(
-        self,
-        x: Tensor,
-        state: MemoryState | None,
-        context: Tensor | None,
-        write_mask: Tensor | None,
-        reset_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
+        self, x: Tensor, state: MemoryState | None, context: Tensor | None, masks: dict[str, Tensor | None]
     ) -> None:
         """Refuses tensors that do not fit the layer or each other."""
+        write_mask, reset_mask, cu_seqlens = masks.values()
         if self.d_context is None:
             if context is not None:
                 raise ConfigError(
