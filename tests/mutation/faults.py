@@ -441,7 +441,7 @@ FAULTS = [
         ("sums", "reset = torch.cat([reset[:, 1:], torch.ones_like(reset[:, :1])], 1)", "pass"),
         ("sums", "held = held if start is None else held + start", "pass"),
         ("functional", "q.transpose(2, 3).flatten(1, 2), k, v", "q.flatten(2, 3).unflatten(2, (-1, k.shape[2])).flatten(1, 2), k, v"),
-        ("functional", "k, v = (written(tensor, write) for tensor in (k, v))", "pass"),
+        ("functional", "written(k.to(dtype), write), written(v.to(dtype), write)", "k.to(dtype), v.to(dtype)"),
         ("functional", "(q.dtype, k.dtype, v.dtype), torch.float32)", "(k.dtype, v.dtype), q.dtype)"),
         ("functional", "with without_autocast(k.device.type):", "if True:"),
         ("functional", "torch.cat([held, total], 2)", "torch.cat([held, 0 * total], 2)"),

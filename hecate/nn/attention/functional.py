@@ -158,8 +158,7 @@ def linear_attention(
 def _grouped(q: Tensor, k: Tensor, v: Tensor, write: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """q `[B, T r, G, D]`, the r queries of a key head's group side by side, k and v; in float32 or better."""
     dtype = reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype), torch.float32)
-    q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
-    k, v = (written(tensor, write) for tensor in (k, v))
+    q, k, v = q.to(dtype), written(k.to(dtype), write), written(v.to(dtype), write)
     q = q.unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
     return q.transpose(2, 3).flatten(1, 2), k, v
 
@@ -171,7 +170,8 @@ def _mean(
     (q, weight_q), (k, weight_k) = phi_q, phi_k
     held = total = None
     if state is not None and state.normalizer is not None:
-        held, total = (item.memory["weight"].to(v.dtype) for item in (state, state.normalizer))
+        held = state.memory["weight"].to(v.dtype)
+        total = state.normalizer.memory["weight"].to(v.dtype)
     alike, size = q is weight_q, largest(weight_q)
     units: tuple[Tensor, ...] = ()
     if eps == 0 and not near_one(size):  # else no sum is small; a query's own size cancels

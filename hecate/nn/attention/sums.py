@@ -35,7 +35,7 @@ MEMORIES = {
 def state_of_sums(weight: Tensor, total: Tensor | None = None, seen: Tensor | None = None) -> MemoryState:
     """The state of a memory of weights `[B, G, V, P]`, and of its normaliser `[B, G, 1, P]`."""
     place = torch.zeros(weight.shape[:2], dtype=torch.int64, device=weight.device)
-    normalizer = None if total is None else state_of_sums(total)
+    normalizer = None if total is None else MemoryState({"weight": total}, {}, {}, {}, place)
     return MemoryState({"weight": weight}, {}, {}, {}, place, normalizer, seen)
 
 
