@@ -2,7 +2,6 @@
 
 from hecate.microscope.attention import Attention, implicit_attention, nonlinearity
 from hecate.microscope.look import look
-from hecate.microscope.recall import Recall
-from hecate.microscope.view import MemoryView, View
+from hecate.microscope.view import MemoryView, Recall, View
 
 __all__ = ["Attention", "MemoryView", "Recall", "View", "implicit_attention", "look", "nonlinearity"]

@@ -1,24 +1,24 @@
 """The attention map that a memory computes without ever forming it.
 
 Where every step is linear in the values, the answer is y_t = sum_s A[t, s] v_s + what is left of the start, with A
-fixed by queries, keys and gates. A is read off by scanning one-hot values from
-an empty memory, with the engine and the conventions of the rule itself.
+fixed by queries, keys and gates. A is read off by scanning one-hot values beside values of 0, with the engine and the
+conventions of the rule itself.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hecate.errors import ConfigError
-from hecate.microscope.calls import in_double
 from hecate.nn.asked import Asked
-from hecate.rule import MemoryConfig, MemoryState
+from hecate.rule import MemoryConfig
 from hecate.variant import still_declared
 
+Tree = TypeVar("Tree")
 # What rounding may leave in float64, times the condition of a memory that still works.
 AGREES = 1e-6
 
@@ -63,7 +63,7 @@ def _declared(knob: object, formulas: tuple[str, ...]) -> bool:
 def implicit_attention(asked: Asked) -> Attention:
     """The attention map of a scan, and what the start adds.
 
-    Cost: a scan with values as wide as the sequence is long; for a diagonal memory one of T times as many sequences.
+    Cost: a scan of ceil(T / V) + 1 times as many sequences; for a diagonal memory of T + 1 times as many.
 
     Raises:
         ConfigError: a rule that is not linear in its values, with the setting at fault; or one
@@ -77,81 +77,36 @@ def implicit_attention(asked: Asked) -> Attention:
         )
     asked = in_double(asked)
     batch, length, heads, width = asked.v.shape
-    start, _ = asked._replace(v=torch.zeros_like(asked.v)).scan()
-    start = start.transpose(1, 2)
-    if length == 0:
-        return Attention(asked.v.new_zeros(batch, heads, 0, 0), start)
-    eye = torch.eye(length, dtype=asked.v.dtype, device=asked.v.device)
-    if asked.config.structure.diagonal:
-        v = eye[None, :, :, None, None].expand(batch, -1, -1, heads, width).flatten(0, 1)
-        y = _from_empty(_repeated(asked, length)._replace(v=v), asked.v.shape[-1])
-        found = y.unflatten(0, (batch, length)).permute(0, 3, 2, 1, 4)
-    else:
-        v = eye[None, :, None].expand(batch, -1, heads, -1)
-        found = _from_empty(asked._replace(v=v), asked.v.shape[-1]).transpose(1, 2)
+    # Copy n of the sequences has ones in the values of tokens n * own, n * own + 1, ..., each in a coordinate of its
+    # own, or in all of them where coordinates do not mix; the last copy has none.
+    diagonal = asked.config.structure.diagonal
+    own = 1 if diagonal else width
+    copies = -(-length // own)
+    ones = torch.eye(copies * own, dtype=asked.v.dtype, device=asked.v.device)[:, :length]
+    values = torch.cat([ones.unflatten(0, (copies, own)).mT, ones.new_zeros(1, length, own)])
+    values = values[:, None, :, None].expand(-1, batch, -1, heads, width).flatten(0, 1)
+    y, _ = _repeated(asked, copies + 1)._replace(v=values).scan()
+    y = y.unflatten(0, (copies + 1, batch)).transpose(2, 3)
+    found, start = y[:-1] - y[-1], y[-1]
+    found = found.movedim(0, 3) if diagonal else found.movedim(0, 3).flatten(3)[..., :length]
+    # What rounding leaves of a weight of 0, such as that of a token to come, is 0.
+    noise = 16 * torch.finfo(y.dtype).eps * start.flatten(2).norm(dim=2)
+    found = torch.where(found.abs() > noise.reshape(batch, heads, *[1] * (found.dim() - 2)), found, 0.0)
     attention = Attention(found, start)
-    _check(asked, attention)
+    if length:
+        _check(asked, attention)
     return attention
 
 
-def _from_empty(asked: Asked, width: int) -> Tensor:
-    """The answers of a memory that starts empty: in whatever holds values, and in nothing else."""
-    config = asked.config
-    d_phi = config.feature_map.output_dim(asked.k.shape[-1])
-    start = asked.initial
-    if start is None:
-        how: dict[str, Any] = {"heads": asked.k.shape[2], "dtype": asked.v.dtype}
-        start = config.structure.init(d_phi, width, device=asked.v.device, **how)
-    shapes, blind = config.structure.shapes(d_phi, asked.v.shape[-1]), _blind(config, d_phi, width)
-    initial = {
-        name: weight
-        if name in blind
-        else weight.new_zeros(*weight.shape[: weight.dim() - len(shapes[name])], *shapes[name])
-        for name, weight in start.items()
-    }
-    asked, state = asked._replace(initial=initial, state=None), asked.state
-    if state is not None:
-        _, empty = asked.between(0, 0, None).scan()
-        asked = asked._replace(state=_emptied(state, empty, blind))
-    return asked.scan()[0]
-
-
-def _blind(config: MemoryConfig, d_phi: int, width: int) -> set[str]:
-    """Weights and slots without the values' width in their shape: they hear of no value."""
-    one = config.algorithm.context_shapes(d_phi, width)
-    other = config.algorithm.context_shapes(d_phi, width + 1)
-    if not config.structure.diagonal:  # whose weights are as wide as phi, which is as wide as v
-        one = one | config.structure.shapes(d_phi, width)
-        other = other | config.structure.shapes(d_phi, width + 1)
-    return {name for name in one if one[name] == other[name]}
-
-
-def _emptied(state: MemoryState, empty: MemoryState, blind: set[str]) -> MemoryState:
-    """A state without values: what is blind to them stays as it is, counts included."""
-
-    def chosen(given: dict[str, Tensor], fresh: dict[str, Tensor]) -> dict[str, Tensor]:
-        # A slot of a weight is called slot.weight.
-        return {name: given[name] if name.rpartition(".")[2] in blind else zero for name, zero in fresh.items()}
-
-    return empty._replace(
-        memory=chosen(state.memory, empty.memory),
-        slots=chosen(state.slots, empty.slots),
-        anchor=chosen(state.anchor, empty.anchor),
-        pending={
-            **chosen(state.pending, empty.pending),
-            **{name: state.pending[name] for name in ("retain",) if name in state.pending},
-        },
-        position=state.position,
-        normalizer=state.normalizer,
-        seen=state.seen,
-    )
-
-
 def _repeated(asked: Asked, times: int) -> Asked:
-    """Every sequence so many times in a row; the starting weights do not matter."""
-    given = asked._replace(phi_params=None, initial=None)
-    rows = pytree.tree_map_only(Tensor, lambda x: x.repeat_interleave(times, 0), given)
-    return rows._replace(phi_params=asked.phi_params)
+    """So many copies of all sequences, one after the other."""
+    rule, initial, (batch, _, heads, width) = asked.config, asked.initial, asked.v.shape
+    if initial is not None:  # it may be shared by all sequences
+        shapes = rule.structure.shapes(rule.feature_map.output_dim(asked.k.shape[-1]), width)
+        initial = {name: item.expand(batch, heads, *shapes[name]) for name, item in initial.items()}
+    given = asked._replace(phi_params=None, initial=initial)
+    copied = pytree.tree_map_only(Tensor, lambda x: x.repeat(times, *[1] * (x.dim() - 1)), given)
+    return copied._replace(phi_params=asked.phi_params)
 
 
 def _check(asked: Asked, attention: Attention) -> None:
@@ -168,3 +123,12 @@ def _check(asked: Asked, attention: Attention) -> None:
             "from its answers; a knob declares `linear` or `weighted_sum` wrongly, or "
             "on_nonfinite='skip' has left tokens out"
         )
+
+
+def in_double(tree: Tree) -> Tree:
+    """A pytree with its numbers in float64, cut off from any graph."""
+
+    def wide(x: Tensor) -> Tensor:
+        return x.detach().double() if x.is_floating_point() else x.detach()
+
+    return pytree.tree_map_only(Tensor, wide, tree)

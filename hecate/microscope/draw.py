@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.microscope.style import COLOURS, DASHES
-from hecate.train.files import write_file
-
-if TYPE_CHECKING:
-    from hecate.microscope.view import MemoryView
+from hecate.microscope.style import COLOURS, DASHES, finish
 
 GREY = "#d0d0d0"  # where no token can look
 RING: dict[str, Any] = {"markeredgecolor": "black", "markeredgewidth": 0.8}
 STANDS_OUT, MOST_LOOKS = 3.0, 3
 
 
-def draw_memory(view: MemoryView, figure: Any, *, row: int, heads: int) -> Any:
-    """Draws a memory on a figure, by default a fresh one; returns it."""
+def draw_memory(view: Any, figure: Any, *, row: int, heads: int) -> Any:
+    """Draws a `MemoryView` on a figure, by default a fresh one; returns it."""
     batch = view.scans[0].v.shape[0]
     if not 0 <= row < batch:
         raise ConfigError(f"there are {batch} sequences, got row {row}")
@@ -45,6 +42,8 @@ def draw_memory(view: MemoryView, figure: Any, *, row: int, heads: int) -> Any:
 
 def save_figure(figure: Any, path: Path) -> Path:
     """Writes a PNG file, whole or not at all."""
+    from hecate.train.files import write_file  # the trainer, for who looks at a layer alone, is heavy
+
     image = io.BytesIO()
     figure.savefig(image, dpi=120, format="png")
     write_file(path, image.getvalue())
@@ -59,7 +58,7 @@ def _figure(size: tuple[float, float]) -> Any:
     return Figure(figsize=size, layout="constrained")
 
 
-def _title(view: MemoryView) -> str:
+def _title(view: Any) -> str:
     rule = view.config
     fields = ("structure", "bias", "retention", "algorithm", "feature_map")
     knobs = [f"{field} {getattr(rule, field).kind}" for field in fields]
@@ -70,7 +69,7 @@ def _title(view: MemoryView) -> str:
     return text if view.refusal is None else f"{text}\nno attention map: {view.refusal}"
 
 
-def _maps(figure: Any, view: MemoryView, row: int, most: int) -> None:
+def _maps(figure: Any, view: Any, row: int, most: int) -> None:
     """A map per head, the share that comes from the start in a strip before the first token."""
     attention, answers = view.attention, view.answers[row].transpose(0, 1)
     maps = attention.map[row]
@@ -137,51 +136,41 @@ def _scale(maps: Tensor) -> tuple[Any, Any, str]:
     if float(maps.min()) >= -1e-9 * top:
         colours = colormaps["magma"].with_extremes(bad=GREY)
         return PowerNorm(0.5, vmin=0, vmax=top), colours, "max" if beyond else "neither"
-
-    def root(x: Any) -> Any:
-        x = torch.as_tensor(x)
-        return (x.sign() * x.abs().sqrt()).numpy()
-
-    def square(x: Any) -> Any:
-        x = torch.as_tensor(x)
-        return (x.sign() * x.square()).numpy()
-
     colours = colormaps["PuOr_r"].with_extremes(bad=GREY)
-    norm = FuncNorm((root, square), vmin=-top, vmax=top)
-    return norm, colours, "both" if beyond else "neither"
+    root, square = (lambda x: np.sign(x) * np.sqrt(np.abs(x))), (lambda x: np.sign(x) * np.square(x))
+    return FuncNorm((root, square), vmin=-top, vmax=top), colours, "both" if beyond else "neither"
 
 
-def _over_time(axis: Any, view: MemoryView, items: dict[str, Tensor], row: int, title: str, label: str) -> None:
+def _over_time(axis: Any, view: Any, items: dict[str, Tensor], row: int, title: str, label: str) -> None:
     """A curve per weight, the mean over heads in a band from the least to the largest."""
     for index, (name, values) in enumerate(items.items()):
         _band(axis, view.times, values[row], index, name)
-    _finish(axis, title, "tokens read", label, ylim=(0, None))
+    finish(axis, title, "tokens read", label, legend=False, ylim=(0, None))
     if not items:
         axis.text(0.5, 0.5, "no weight is a matrix", ha="center", transform=axis.transAxes)
     if len(items) > 1:
         _legend(axis)
 
 
-def _gates(axis: Any, view: MemoryView, row: int) -> None:
+def _gates(axis: Any, view: Any, row: int) -> None:
     for index, (name, gate) in enumerate(view.gates.items()):
         values = gate[row] if gate.dim() == 3 else gate[row].mean(-1)
         _band(axis, torch.arange(view.length), values.T, index, name)
     most = max(float(gate[row].max()) for gate in view.gates.values())
-    _finish(axis, "gates", "token", "gate", ylim=(0, max(1.02, 1.05 * most)))
+    finish(axis, "gates", "token", "gate", legend=False, ylim=(0, max(1.02, 1.05 * most)))
     _legend(axis)
 
 
-def _recall(axis: Any, view: MemoryView, row: int) -> None:
-    title, label = "recall against age", "age in tokens, 1 the newest"
+def _recall(axis: Any, view: Any, row: int) -> None:
+    labels = ("recall against age", "age in tokens, 1 the newest", "cosine of answer and value")
+    finish(axis, *labels, legend=False)
     if not view.recall.known(row):
         axis.text(0.5, 0.5, "nothing was written", ha="center", transform=axis.transAxes)
-        _finish(axis, title, label, "cosine of answer and value")
         return
     found = view.recall.by_age("cosine", row)
     chance = view.recall.by_age("chance", row)
     _band(axis, found.ages + 1, found.means, 0, "its own value")
     _band(axis, chance.ages + 1, chance.means, 6, "other values (chance)")
-    _finish(axis, title, label, "cosine of answer and value")
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(lambda age, _: f"{age:g}")
     low = min(0.0, *(float(item.means.nan_to_num().min()) for item in (found, chance)))
@@ -198,13 +187,6 @@ def _band(axis: Any, x: Tensor, values: Tensor, index: int, label: str) -> None:
     axis.plot(at, mean, label=label, **look)
     if len(values) > 1:
         axis.fill_between(at, low, high, color=look["color"], alpha=0.2, linewidth=0)
-
-
-def _finish(axis: Any, title: str, xlabel: str, ylabel: str, **settings: Any) -> None:
-    axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
-    axis.grid(alpha=0.3, linewidth=0.6)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
 
 
 def _legend(axis: Any) -> None:

@@ -1,14 +1,24 @@
-"""Looking at a model while it reads."""
+"""Looking at a model while it reads: hooks see what it asks of its memories, and change nothing."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from hecate.cms import CMS
+from hecate.cms.self_reference import Boxes
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.microscope.calls import joined, memory_names, observed
-from hecate.microscope.view import MemoryView, View
+from hecate.microscope.attention import in_double
+from hecate.microscope.view import MemoryView, View, joined_mask
+from hecate.nn import LinearAttention, Memory
+from hecate.nn.asked import Asked
+from hecate.nn.feature_memory import FeatureMemory
+from hecate.rule import Gates, MemoryState
 
 
 def look(
@@ -50,7 +60,8 @@ def look(
         raise ConfigError(f"model must be an nn.Module, got {shorten(model)}")
     if type(points) is not int or points < 1:
         raise ConfigError(f"must be an integer of at least 1, got {shorten(points)}", path=("points",))
-    if not memory_names(model):
+    names = memory_names(model)
+    if not names:
         raise ConfigError(
             f"{type(model).__name__} has no memories to look at: there is no hecate.nn.Memory, CMS "
             "or SelfReferential below it, and no causal LinearAttention with positions outside of "
@@ -62,9 +73,165 @@ def look(
         raise ShapeError(f"there are no tokens to look at: x is {list(x.shape)}")
     masks = {"write_mask": write_mask, "reset_mask": reset_mask}
     given = {name: mask for name, mask in masks.items() if mask is not None}
-    calls = observed(model, lambda: model(x, state, **given))
+    calls = _observed(model, names, lambda: model(x, state, **given))
     if not calls:
         raise ConfigError("no memory was written: write_mask leaves out every token")
     return View(
-        {name: MemoryView(name, joined(found), points, unread=found[0].unread) for name, found in calls.items()}
+        {name: MemoryView(name, _scans_of(found), points, unread=found[0].unread) for name, found in calls.items()}
     )
+
+
+class Call(NamedTuple):
+    """One call of one memory.
+
+    Fields:
+        asked: what it was asked.
+        after: its state after the last token.
+        unread: why its answers to q are not used; None if they are.
+    """
+
+    asked: Asked
+    after: MemoryState
+    unread: str | None = None
+
+
+def memory_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Every memory below a model with its path; a level's number gives way to its name."""
+    names: dict[nn.Module, str] = {}
+    renamed: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, CMS):
+            for index, level in enumerate(module.config.levels):
+                renamed[f"{path}.levels.{index}".lstrip(".")] = f"{path}.{level.name}".lstrip(".")
+        linear = isinstance(module, LinearAttention) and module.is_memory
+        if linear or isinstance(module, Memory | FeatureMemory | Boxes):
+            first = next((old for old in renamed if (path + ".").startswith(old + ".")), None)
+            name = path if first is None else renamed[first] + path.removeprefix(first)
+            names[module] = name or "memory"
+    return names
+
+
+def _observed(model: nn.Module, names: dict[nn.Module, str], run: Callable[[], Any]) -> dict[str, list[Call]]:
+    """Runs a model without gradients, in evaluation mode; the calls of its memories by name.
+
+    Modes and hooks are afterwards as they were. [SCOPE-LOOK-I1]
+    """
+    seen: dict[nn.Module, list[tuple[dict[str, Any], Any]]] = {module: [] for module in names}
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        seen[module].append((bound.arguments, output))
+
+    modes = {module: module.training for module in model.modules()}
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in names]
+    try:
+        model.eval()
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, training in modes.items():
+            module.training = training
+    calls: dict[str, list[Call]] = {}
+    with torch.no_grad():
+        for module, found in seen.items():
+            for given, output in found:
+                for suffix, call in _calls(module, given, output):
+                    if not _idle(call.asked):
+                        calls.setdefault(names[module] + suffix, []).append(in_double(call))
+    return calls
+
+
+def _idle(asked: Asked) -> bool:
+    """Whether a call has no token to write: memory as context looks back that way."""
+    write = asked.write_mask
+    return asked.v.shape[1] == 0 or (write is not None and not bool(write.any()))
+
+
+def _calls(module: nn.Module, given: dict[str, Any], output: Any) -> Iterator[tuple[str, Call]]:
+    """The calls of memories behind a call of a module, each with what its name is called by."""
+    if isinstance(module, Memory):
+        asked, _ = module.asked(**given)
+        yield "", Call(asked, output[1].memory)
+    elif isinstance(module, LinearAttention):
+        asked, unread = module.asked(**given), None
+        if module.eps:
+            unread = f"eps={module.eps:g} is added to the sum of weights"
+        elif module.positions.weighs_distance and module.normalizer == "none" and asked.write_mask is not None:
+            unread = "a masked token reads the memory decayed once more than it is"
+        yield "", Call(asked, module.per_query_head(output[1]), unread)
+    elif isinstance(module, FeatureMemory):
+        masks = {name: given.get(name) for name in ("write_mask", "reset_mask")}
+        q, k, gates = given["q"], given["k"], module.gates(given["x"])
+        v = module.values(k)
+        own: dict[str, Any] = {"phi_params": module.phi_params, "initial": module.initial.tensors}
+        yield ("", Call(Asked(module.config, q, k, v, gates, state=given["state"], **own, **masks), output[2]))
+    elif isinstance(module, Boxes):
+        yield from _boxes(module, given, output[1])
+
+
+def _boxes(boxes: Boxes, given: dict[str, Any], after: MemoryState) -> Iterator[tuple[str, Call]]:
+    """Box by box; a box's values are what it was taught, which the boxes themselves answered."""
+    how, width = given["how"], boxes.heads
+    if given["k"].shape[1] == 0:  # the boxes are made, not written
+        return
+    for index, (box, v) in enumerate(zip(boxes.written, given["targets"], strict=True)):
+        heads = slice(index * width, (index + 1) * width)
+        state, last = (pytree.tree_map_only(Tensor, lambda x: x[:, heads], item) for item in (how["state"], after))  # noqa: B023
+        initial = {name: weight[heads] for name, weight in how["initial"].items()}
+        call = Asked(
+            boxes.config.memory,
+            given["q"],
+            given["k"],
+            v,
+            Gates(**given["gates"]),
+            phi_params=boxes.params(),
+            initial=initial,
+            state=state,
+            write_mask=how["write_mask"],
+            reset_mask=how["reset_mask"],
+        )
+        unread = None if box == "memory" else f"box {box!r} is asked what the layer is given, not q"
+        yield f".{box}", Call(call, last, unread)
+
+
+def _scans_of(calls: list[Call]) -> list[Asked]:
+    """Calls one after the other as few scans: a call that goes on where the last one stopped, in the very state,
+    belongs to its scan."""
+    scans: list[list[Asked]] = []
+    for index, call in enumerate(calls):
+        if index and _goes_on(calls[index - 1], call):
+            scans[-1].append(call.asked)
+        else:
+            scans.append([call.asked])
+    return [_joined(run) for run in scans]
+
+
+def _goes_on(last: Call, call: Call) -> bool:
+    """Whether a call starts in the very state in which the last one ended."""
+    state = call.asked.state
+    if state is None or call.asked.config != last.asked.config:
+        return False
+    ended, started = (pytree.tree_leaves(item) for item in (last.after, state))
+    return len(ended) == len(started) and all(
+        a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b))
+        for a, b in zip(ended, started, strict=True)
+    )
+
+
+def _joined(run: list[Asked]) -> Asked:
+    """Consecutive calls as one scan from the state of the first."""
+    if len(run) == 1:
+        return run[0]
+    q, k, v = (torch.cat([getattr(asked, name) for asked in run], 1) for name in "qkv")
+    gates = (
+        torch.cat(values, 1) if isinstance(values[0], Tensor) else values[0]
+        for values in zip(*(asked.gates for asked in run), strict=True)
+    )
+    masks: dict[str, Any] = {
+        name: joined_mask(run, name)
+        for name in ("write_mask", "reset_mask")
+        if any(getattr(asked, name) is not None for asked in run)
+    }
+    return run[0]._replace(q=q, k=k, v=v, gates=Gates(*gates), **masks)

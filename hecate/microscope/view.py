@@ -1,22 +1,73 @@
-"""What the microscope shows of a model, memory by memory."""
+"""What the microscope shows of a memory: its map, and over time its norms, ranks, gates and what it recalls."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from hecate.errors import ConfigError, did_you_mean
+from hecate.engine import Sequence, check_params, complete, numbered, predict, to_tokens
+from hecate.errors import ConfigError, ShapeError, did_you_mean
 from hecate.microscope.attention import Attention, implicit_attention, nonlinearity
-from hecate.microscope.recall import Recall, Recaller
-from hecate.microscope.states import gates_of, moments, norms_of, ranks_of
+from hecate.microscope.draw import draw_memory, save_figure
 from hecate.nn.asked import Asked
-from hecate.rule import MemoryConfig, memory_weights
+from hecate.rule import MemoryConfig, MemoryState, memory_weights
+from hecate.tape import execute
+
+
+class Recall(NamedTuple):
+    """Answers to phi(k_s) after t tokens, beside v_s; NaN where s is not in the memory's past:
+    not yet there, masked, not fired, or of an earlier document. [SCOPE-RECALL-D1]
+
+    Fields:
+        times: tokens read at each of N moments, `[N]`; the age of s is t - 1 - s.
+        cosine: between the answer and v_s, `[B, H, N, T]`.
+        error: |answer - v_s| / |v_s|, the same; NaN too where v_s is 0.
+        chance: mean cosine between the answer and the values of the other tokens, the same.
+    """
+
+    times: Tensor
+    cosine: Tensor
+    error: Tensor
+    chance: Tensor
+
+    def known(self, row: int = 0) -> bool:
+        """Whether a sequence left anything to recall: no memory of a head that never fires does."""
+        return not bool(self.cosine[row].isnan().all())
+
+    def by_age(self, name: str = "cosine", row: int = 0) -> AgeCurve:
+        """One of the three by age, in bins 0, 1, 2-3, 4-7, ..., over the moments of a sequence."""
+        if name not in ("cosine", "error", "chance"):
+            raise ConfigError(f"must be 'cosine', 'error' or 'chance', got {name!r}", path=("name",))
+        if not 0 <= row < len(self.cosine):
+            raise ConfigError(f"there are {len(self.cosine)} sequences, got row {row}")
+        ages = self.times[:, None] - 1 - torch.arange(self.cosine.shape[-1])
+        values: Tensor = getattr(self, name)[row]
+        bins = torch.where(ages > 0, ages.clamp(min=1).log2().floor() + 1, 0)
+        curves, means = [], []
+        for number in range(int(bins.max()) + 1 if bins.numel() else 0):
+            inside = (bins == number) & (ages >= 0) & ~values.isnan().all(0)
+            if inside.any():
+                curves.append(torch.nanmean(values[:, inside], 1))
+                means.append(ages[inside].double().mean())
+        if not curves:
+            raise ShapeError("nothing was written, so nothing can be recalled")
+        return AgeCurve(torch.stack(means), torch.stack(curves, 1))
+
+
+class AgeCurve(NamedTuple):
+    """Means by age: the mean age of each bin in tokens `[A]`, and a mean per head `[H, A]`, NaN for a head that wrote
+    nothing of that age."""
+
+    ages: Tensor
+    means: Tensor
 
 
 class MemoryView:
@@ -53,6 +104,7 @@ class MemoryView:
         return self.unread or nonlinearity(self.config)
 
     @cached_property
+    @torch.no_grad()
     def attention(self) -> Attention:
         """The implicit attention map; where the state was replaced, the past is in `start`.
 
@@ -61,33 +113,34 @@ class MemoryView:
         """
         if self.unread is not None:
             raise ConfigError(f"{self.name} has no attention map: {self.unread}")
-        with torch.no_grad():
-            pieces = [implicit_attention(asked) for asked in self.scans]
-        shape = list(pieces[0].map.shape)
+        found = [implicit_attention(asked) for asked in self.scans]
+        shape = list(found[0].map.shape)
         shape[2] = shape[3] = self.length
-        whole, at = pieces[0].map.new_zeros(shape), 0
-        for piece in pieces:
-            end = at + piece.map.shape[2]
-            whole[:, :, at:end, at:end] = piece.map
+        whole, at = found[0].map.new_zeros(shape), 0
+        for item in found:
+            end = at + item.map.shape[2]
+            whole[:, :, at:end, at:end] = item.map
             at = end
-        return Attention(whole, torch.cat([piece.start for piece in pieces], 2))
+        return Attention(whole, torch.cat([item.start for item in found], 2))
 
     @cached_property
+    @torch.no_grad()
     def answers(self) -> Tensor:
         """What the memory answered, `[B, T, H, V]`."""
-        with torch.no_grad():
-            return torch.cat([asked.scan()[0] for asked in self.scans], 1)
+        return torch.cat([asked.scan()[0] for asked in self.scans], 1)
 
     @cached_property
     def gates(self) -> dict[str, Tensor]:
-        """lr, retain and momentum as far as the rule has them, `[B, T, H]`; retain per channel
+        """lr, retain and momentum as far as the rule has them, defaults filled in, `[B, T, H]`; retain per channel
         `[B, T, H, P]`."""
-        return gates_of(self.scans)
+        rule, sequences = self.config, [_sequence(asked) for asked in self.scans]
+        has = {"lr": True, "retain": rule.retention.uses_retain, "momentum": rule.algorithm.uses_momentum}
+        return {name: torch.cat([getattr(item, name) for item in sequences], 1) for name, used in has.items() if used}
 
     @property
     def times(self) -> Tensor:
         """Tokens read at each of the N moments, from 0 to T."""
-        return self._over_time[0].times
+        return self.recall.times
 
     @property
     def recall(self) -> Recall:
@@ -101,33 +154,35 @@ class MemoryView:
 
     @property
     def ranks(self) -> dict[str, Tensor]:
-        """Effective rank of each weight that is a matrix at each moment, `[B, H, N]`."""
+        """Effective rank of each weight that is a matrix at each moment, `[B, H, N]`. [SCOPE-RANK-D1]
+
+        exp of the entropy of s / sum(s), s the singular values (Roy and Vetterli, The effective rank, 2007): between 1
+        and the rank, and the rank where they are equal; 0 for a matrix of zeros. A diagonal memory is the matrix with
+        its weights on the diagonal.
+        """
         return self._over_time[2]
 
     @cached_property
+    @torch.no_grad()
     def _over_time(self) -> tuple[Recall, dict[str, Tensor], dict[str, Tensor]]:
-        """One walk over the moments: states are looked at and let go."""
-        norms, ranks = [], []
-        diagonal = self.config.structure.diagonal
-        with torch.no_grad():
-            recaller = Recaller(self.scans)
-            for moment in moments(self.scans, self.points):
-                recaller.ask(moment)
-                weights = memory_weights(self.config, moment.state)
-                norms.append(norms_of(weights))
-                ranks.append(ranks_of(weights, diagonal=diagonal))
-            return recaller.result(), _stacked(norms), _stacked(ranks)
+        """Recall, norms and ranks by one walk over the moments: states are looked at and let go."""
+        norms, ranks, times, recalled = [], [], [], []
+        written = _Written(self.scans, self.gates["lr"] > 0)
+        for tokens, state in _moments(self.scans, self.points):
+            weights = memory_weights(self.config, state)
+            norms.append({name: weight.flatten(2).norm(dim=2) for name, weight in weights.items()})
+            ranks.append(_ranks_of(weights, diagonal=self.config.structure.diagonal))
+            recalled.append(written.recalled(tokens, state))
+            times.append(tokens)
+        columns = {name: item.cpu() for name, item in _stacked(recalled).items()}
+        return Recall(torch.tensor(times), **columns), _stacked(norms), _stacked(ranks)
 
     def draw(self, figure: Any = None, *, row: int = 0, heads: int = 4) -> Any:
         """Draws sequence `row` and at most so many heads' maps; returns the matplotlib figure."""
-        from hecate.microscope.draw import draw_memory
-
         return draw_memory(self, figure, row=row, heads=heads)
 
     def save(self, path: Path | str, *, row: int = 0, heads: int = 4) -> Path:
         """Draws a PNG file, whole or not at all."""
-        from hecate.microscope.draw import save_figure
-
         return save_figure(self.draw(row=row, heads=heads), Path(path))
 
 
@@ -186,10 +241,9 @@ class View(Mapping[str, MemoryView]):
 
     def save(self, folder: Path | str, *, row: int = 0, heads: int = 4) -> list[Path]:
         """A PNG file per memory, `microscope-NAME.png`; returns them."""
-        folder = Path(folder)
+        folder, files = Path(folder), _file_names(list(self))
         folder.mkdir(parents=True, exist_ok=True)
-        names = _file_names(list(self))
-        return [item.save(folder / names[name], row=row, heads=heads) for name, item in self.items()]
+        return [item.save(folder / files[name], row=row, heads=heads) for name, item in self.items()]
 
 
 def _file_names(names: list[str]) -> dict[str, str]:
@@ -202,6 +256,107 @@ def _file_names(names: list[str]) -> dict[str, str]:
             file, number = f"{stem}-{number}", number + 1
         found[name] = f"{file}.png"
     return found
+
+
+class _Written:
+    """What was written by all scans, to ask states for; `fired` `[B, T, H]` says which heads wrote a token."""
+
+    def __init__(self, scans: list[Asked], fired: Tensor) -> None:
+        self.config = scans[0].config
+        self.keys = torch.cat([_key_features(asked) for asked in scans], 1)
+        self.values = torch.cat([asked.v for asked in scans], 1)
+        self.document = joined_mask(scans, "reset_mask").cumsum(1)
+        self.present = joined_mask(scans, "write_mask").unsqueeze(-1) & fired
+
+    def recalled(self, tokens: int, state: MemoryState) -> dict[str, Tensor]:
+        """Cosine, error and chance of the answers of a state after so many tokens, `[B, H, T]`: see `Recall`."""
+        answers = answered(self.config, state, self.keys)
+        v = torch.where(self.present[..., None], self.values, 0.0)
+        unit, own = (normalize(x, dim=-1, eps=torch.finfo(x.dtype).tiny) for x in (answers, v))
+        cosine = (unit * own).sum(-1)
+        present = self._past(tokens)
+        shown = present.to(own.dtype)
+        total = (own * shown[..., None]).sum(1, keepdim=True)
+        others = (shown.sum(1, keepdim=True) - 1).clamp(min=1)
+        chance = ((unit * total).sum(-1) - cosine) / others
+        length = v.norm(dim=-1)  # of a value of 0 there is no relative error
+        error = (answers - v).norm(dim=-1) / torch.where(length > 0, length, torch.nan)
+        found = {"cosine": cosine, "error": error, "chance": chance}
+        return {name: torch.where(present, item, torch.nan).transpose(1, 2) for name, item in found.items()}
+
+    def _past(self, tokens: int) -> Tensor:
+        """Which tokens are in the memory's past after so many, `[B, T, H]`."""
+        if tokens == 0:
+            return torch.zeros_like(self.present)
+        place = torch.arange(self.keys.shape[1], device=self.keys.device)
+        same = self.document == self.document[:, tokens - 1 : tokens]
+        return self.present & (same & (place < tokens)).unsqueeze(-1)
+
+
+def answered(config: MemoryConfig, state: MemoryState, phi: Tensor) -> Tensor:
+    """A state's answers `[B, T, H, V]` to features `[B, T, H, P]`, without query_scale."""
+    batch, _, heads, _ = phi.shape
+    queries = phi.transpose(1, 2).flatten(0, 1)
+    memory = tuple(weight.flatten(0, 1) for weight in memory_weights(config, state).values())
+    y = predict(config, memory, queries, run=execute, label="")
+    if state.normalizer is not None:
+        count = tuple(weight.flatten(0, 1) for weight in state.normalizer.memory.values())
+        z = predict(config.counting, count, queries, run=execute, label="")
+        y = y / torch.where(z > 0, z, 1.0)
+    return y.unflatten(0, (batch, heads)).transpose(1, 2)
+
+
+def _moments(scans: list[Asked], points: int) -> Iterator[tuple[int, MemoryState]]:
+    """States before the first token and after some, at most `points`, evenly spread, each with the tokens read; the
+    last token is among them. Any split of a scan is exact, so the cuts change nothing."""
+    length = sum(asked.v.shape[1] for asked in scans)
+    cuts = {round(length * index / points) for index in range(1, points + 1)} - {0}
+    yield 0, scans[0].between(0, 0, scans[0].state).scan()[1]
+    begun = 0
+    for asked in scans:
+        own, state = asked.v.shape[1], asked.state
+        for at, end in pairwise([0, *sorted(c - begun for c in cuts if 0 < c - begun < own), own]):
+            _, state = asked.between(at, end, state).scan()
+            if begun + end in cuts:
+                yield begun + end, state
+        begun += own
+
+
+def _ranks_of(weights: dict[str, Tensor], *, diagonal: bool) -> dict[str, Tensor]:
+    """Effective rank of each weight that is a matrix, `[B, H]`."""
+    if diagonal:
+        return {name: effective_rank(weight.abs()) for name, weight in weights.items()}
+    matrices = {name: item for name, item in weights.items() if item.dim() == 4 and min(item.shape[2:]) > 1}
+    return {name: effective_rank(torch.linalg.svdvals(item)) for name, item in matrices.items()}
+
+
+def effective_rank(values: Tensor) -> Tensor:
+    """exp of the entropy of what is on the last axis, as shares of its sum; 0 for all zeros."""
+    total = values.sum(-1, keepdim=True)
+    share = values / torch.where(total > 0, total, 1.0)
+    return torch.where(total.squeeze(-1) > 0, torch.special.entr(share).sum(-1).exp(), 0.0)
+
+
+def _key_features(asked: Asked) -> Tensor:
+    """phi(k) of every token as the memory is written with it, `[B, T, H, P]`."""
+    params = check_params(asked.config.feature_map, asked.phi_params, asked.k)
+    sequence, _ = numbered(asked.config, asked.state, _sequence(asked))
+    return to_tokens(asked.config, sequence, params, asked.k.dtype, execute).phi_k
+
+
+def _sequence(asked: Asked) -> Sequence:
+    masks = (asked.write_mask, asked.reset_mask, None)
+    return complete(asked.config, asked.q, asked.k, asked.v, asked.gates, *masks, going_on=True)
+
+
+def joined_mask(scans: list[Asked], name: str) -> Tensor:
+    """`write_mask` or `reset_mask` of consecutive calls, `[B, T]`; None writes all, resets none."""
+    masks = [getattr(asked, name) for asked in scans]
+    filled = (
+        asked.v.new_full(asked.v.shape[:2], name == "write_mask", dtype=torch.bool) if mask is None else mask
+        for mask, asked in zip(masks, scans, strict=True)
+    )
+    return torch.cat(list(filled), 1)
 
 
 def _stacked(moments: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,8 +1,14 @@
 """Layers: memories as torch modules."""
 
-from hecate.nn.attention import LinearAttention, LinearAttentionState, linear_attention
-from hecate.nn.attention.hopfield import Hopfield, Retrieved
-from hecate.nn.attention.performer import PerformerAttention, PerformerState
+from hecate.nn.attention import (
+    Hopfield,
+    LinearAttention,
+    LinearAttentionState,
+    PerformerAttention,
+    PerformerState,
+    Retrieved,
+    linear_attention,
+)
 from hecate.nn.compose import AttentionConfig, Composed, ComposedState
 from hecate.nn.conv import ShortConv, normalise_qk
 from hecate.nn.feature_memory import FeatureMemoryConfig

@@ -1,7 +1,7 @@
 """Softmax attention over the last tokens, with an explicit state and linear cost.
 
-A query sees the slots behind it that its window reaches and its document holds (`slots.py`). Blocks of queries, each
-with the slots that its window can reach, go through torch's attention in one call."""
+A query sees the cache entries behind it that its window reaches and its document holds. Chunks of queries, each with
+the entries that its windows can reach, go through torch's attention in one call."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hecate.errors import ConfigError, ShapeError, shorten
+from hecate.checks import expect_choice, expect_count
+from hecate.errors import ConfigError, ShapeError
 from hecate.nn.arguments import check_sequence, check_sizes
 from hecate.nn.conv import normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import rotated
-from hecate.nn.slots import Blocks, Line, in_order, last, line_of
 from hecate.rule import bytes_of, detached
 from hecate.sizes import check_shapes, check_size
 
@@ -27,9 +27,9 @@ class SlidingState(NamedTuple):
     """What a `SlidingAttention` carries: a pytree of tensors. [ATT-SLIDE-I3]
 
     Fields:
-        keys, values: of the last written tokens, `[B, N, R, G, D]`: N = window - 1 slots (without a
+        keys, values: of the last written tokens, `[B, N, R, G, D]`: N = window - 1 entries (without a
             window one per token), R inputs per token, G key heads; keys before rotation.
-        present: whether a slot holds a token of the present document, `[B, N]` bool.
+        present: whether an entry is a token of the present document, `[B, N]` bool.
     """
 
     keys: Tensor
@@ -67,7 +67,7 @@ class SlidingAttention(nn.Module):
         name: what errors call this layer.
         generator: source of all draws; None uses torch's default generator.
 
-    Cost: window + block - 1 keys per query in blocks of max(64, window / 2) queries. Without a window T (N + T)
+    Cost: window + chunk - 1 keys per query in chunks of max(64, window / 2) queries. Without a window T (N + T)
     products after N tokens, and unless torch's causal kernel applies (no state, masks nor persistent tokens) a mask of
     that size.
 
@@ -110,20 +110,15 @@ class SlidingAttention(nn.Module):
             self.reset_parameters(generator)
 
     def _check_options(self) -> None:
-        least = {"window": 1, "persistent": 0, "kv_heads": 1}
-        for name, low in least.items():
+        for name, least in {"window": 1, "persistent": 0, "kv_heads": 1}.items():
             given = getattr(self, name)
-            if given is None and name == "window":
-                continue
-            if type(given) is not int or given < low:
-                raise ConfigError(f"{name} must be an integer >= {low}, got {shorten(given)}")
-            check_size(given, name, "lower it")
+            if given is not None or name != "window":
+                expect_count(given, name, least)
+                check_size(given, name, "lower it")
         check_shapes({"tokens": (self.persistent, self.d_model)}, "lower persistent or d_model")
         if self.heads % self.kv_heads:
-            reason = f"kv_heads={self.kv_heads} does not divide heads={self.heads}"
-            raise ConfigError(reason, ("kv_heads",))
-        if self.qk_norm not in get_args(AttentionNorm):
-            raise ConfigError(f"qk_norm must be one of {get_args(AttentionNorm)}, got {shorten(self.qk_norm)}")
+            raise ConfigError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}", ("kv_heads",))
+        expect_choice(self.qk_norm, "qk_norm", get_args(AttentionNorm))
         if self.rotary and self.width % 4:
             raise ConfigError(
                 f"rotary=True turns half of a head's channels in pairs: d_model={self.d_model} "
@@ -164,55 +159,55 @@ class SlidingAttention(nn.Module):
             q = normalise_qk(q, "rms") * self.gain.to(q.dtype)
         if write_mask is not None:  # never seen; zero, so that equal tokens leave equal states
             k, v = (torch.where(write_mask[..., None, None, None], part, 0.0) for part in (k, v))
-        line = line_of(None if state is None else state.present, x, write_mask, reset_mask)
+        entries = entries_of(None if state is None else state.present, x, write_mask, reset_mask)
         if state is not None:
             k = torch.cat([state.keys.to(k.dtype), k], 1)
             v = torch.cat([state.values.to(v.dtype), v], 1)
-        k, v = in_order(line, k), in_order(line, v)
+        k, v = entries.in_order(k), entries.in_order(v)
         plain = state is None and write_mask is None and reset_mask is None
         if q.numel():
-            y = self._attend(q, k, v, line, plain)
+            y = self._attend(q, k, v, entries, plain)
         else:  # of no tokens every parameter has the gradient 0
             unread = (k, v) if self.tokens is None else (k, v, self.tokens)
             y = q + sum(part.sum().to(q.dtype) for part in unread)
-        return self.out(y.flatten(-2)), self._carried(k, v, line, state)
+        return self.out(y.flatten(-2)), self._carried(k, v, entries, state)
 
     def _keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[..., G, D]` of inputs `[..., d_model]`."""
         k, v = self.key_value(x).unflatten(-1, (2, self.kv_heads, self.width)).unbind(-3)
         return (k if self.gain is None else normalise_qk(k, "rms")), v
 
-    def _carried(self, k: Tensor, v: Tensor, line: Line, before: SlidingState | None) -> SlidingState:
+    def _carried(self, k: Tensor, v: Tensor, entries: Entries, before: SlidingState | None) -> SlidingState:
         count = None if self.window is None else self.window - 1
-        if line.own.shape[1]:
-            present = (line.document == line.own[:, -1:]).expand(k.shape[0], -1)
+        if entries.own.shape[1]:
+            present = (entries.document == entries.own[:, -1:]).expand(k.shape[0], -1)
         elif before is not None:
             present = before.present.clone()
         else:
             present = k.new_zeros(k.shape[:2], dtype=torch.bool)
         return SlidingState(last(k, count), last(v, count), last(present, count))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, line: Line, plain: bool) -> Tensor:
-        """Answers `[B, T, H, D]` to queries from the slots of a line, `[B, N, R, G, D]`."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, plain: bool) -> Tensor:
+        """Answers `[B, T, H, D]` to queries from cache entries `[B, N, R, G, D]`."""
         if self.rotary:
             place = torch.arange(k.shape[1], device=k.device)
-            q, k = rotated(q, line.rank.unsqueeze(-1)), rotated(k, place[:, None, None])
-        blocks = Blocks(line, self.window)
-        # All blocks of all sequences are one batch; a slot's inputs are neighbours.
-        k, v = (blocks.slots(part).flatten(0, 1).flatten(1, 2) for part in (k, v))
-        inputs, mask, blind = k.shape[1] // blocks.reach, None, None
-        causal = plain and blocks.reaches_all and inputs == 1 and not self.persistent
+            q, k = rotated(q, entries.rank.unsqueeze(-1)), rotated(k, place[:, None, None])
+        windows = Windows(entries, self.window)
+        # All chunks of all sequences are one batch; an entry's inputs are neighbours.
+        k, v = (windows.reached(part).flatten(0, 1).flatten(1, 2) for part in (k, v))
+        inputs, mask, blind = k.shape[1] // windows.reach, None, None
+        causal = plain and windows.reaches_all and inputs == 1 and not self.persistent
         if not causal:
-            seen = blocks.visible()
-            rows = 1 if seen.shape[:2] == (1, 1) else q.shape[0]
-            mask = seen.expand(rows, -1, -1, -1).flatten(0, 1)
+            seen = windows.visible()
+            sequences = 1 if seen.shape[:2] == (1, 1) else q.shape[0]
+            mask = seen.expand(sequences, -1, -1, -1).flatten(0, 1)
             mask = F.pad(mask.repeat_interleave(inputs, -1), (self.persistent, 0), value=True)
             blind = ~mask.any(-1, keepdim=True)  # a softmax over nothing has no value
             mask, blind = (mask | blind).unsqueeze(1), blind.unsqueeze(1)
         if self.tokens is not None:
             k, v = self._with_persistent(self.tokens, k, v)
         y = F.scaled_dot_product_attention(
-            blocks.queries(q).flatten(0, 1).transpose(1, 2),
+            windows.queries(q).flatten(0, 1).transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
@@ -240,8 +235,8 @@ class SlidingAttention(nn.Module):
             raise ShapeError(
                 f"{self.name}: state must be the SlidingState that this layer returned, got {type(state).__name__}"
             )
-        slots = state.present.shape[-1] if self.window is None else self.window - 1
-        shape = (x.shape[0], slots, 1 if beside is None else 2, self.kv_heads, self.width)
+        count = state.present.shape[-1] if self.window is None else self.window - 1
+        shape = (x.shape[0], count, 1 if beside is None else 2, self.kv_heads, self.width)
         for field, expected in (("keys", shape), ("values", shape), ("present", shape[:2])):
             given = tuple(getattr(state, field).shape)
             if given != expected:
@@ -257,3 +252,118 @@ class SlidingAttention(nn.Module):
             f"{self.d_model}, heads={self.heads}, kv_heads={self.kv_heads}, window={self.window}, "
             f"persistent={self.persistent}, rotary={self.rotary}, qk_norm={self.qk_norm}"
         )
+
+
+class Entries(NamedTuple):
+    """N cache entries, those kept from earlier calls and T new tokens, in the order of writing.
+
+    The first axis is 1 where all sequences are alike. Entries that nobody may see come first: masked tokens and places
+    that were never filled.
+
+    Fields:
+        order: where each entry is in kept and new tokens, `[B, N]`; None: in that order.
+        document: of each entry, `[B or 1, N]`; -1 for one of an earlier call or of no document.
+        own: document of each new token, `[B or 1, T]`.
+        rank: entry that each new token is, or would have been unmasked, `[B or 1, T]`.
+        end: entries from here on are hidden from the token, `[B or 1, T]`.
+    """
+
+    order: Tensor | None
+    document: Tensor
+    own: Tensor
+    rank: Tensor
+    end: Tensor
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """x `[B, N, ...]` of kept and new tokens, entry by entry."""
+        if self.order is None:
+            return x
+        return torch.take_along_dim(x, self.order.reshape(*x.shape[:2], *[1] * (x.dim() - 2)), 1)
+
+
+def entries_of(present: Tensor | None, like: Tensor, write: Tensor | None, reset: Tensor | None) -> Entries:
+    """Of those kept, `present` `[B, K]`, and the new tokens of `like` `[B, T, ...]`."""
+    batch, length = like.shape[:2]
+    kept = 0 if present is None else present.shape[1]
+    sequences = batch if present is not None or write is not None else 1
+    own = torch.zeros(sequences, length, dtype=torch.int64, device=like.device) if reset is None else reset.cumsum(1)
+    document = own
+    if write is not None:
+        document = torch.where(write, own, -1)
+    if present is not None:
+        past = torch.where(present, 0, -1)
+        document = torch.cat([past, document.expand(batch, -1)], 1)
+    rank = kept + torch.arange(length, device=like.device).unsqueeze(0)
+    if write is None:
+        return Entries(None, document, own, rank, rank + 1)
+    count = write.cumsum(1)
+    hidden = length - count[:, -1:]
+    stays = torch.cat([write.new_ones(batch, kept), write], 1)
+    order = stays.int().argsort(dim=1, stable=True)
+    end = kept + hidden + count
+    rank = end - write.long()
+    return Entries(order, document.gather(1, order), own, rank, end)
+
+
+def last(x: Tensor, count: int | None) -> Tensor:
+    """The last entries of x `[B, N, ...]`, zeros ahead of them where N is less; None: all of them."""
+    if count is None:
+        return x
+    missing = max(count - x.shape[1], 0)
+    x = F.pad(x, (0, 0) * (x.dim() - 2) + (missing, 0))
+    # A copy: a view would keep all entries in memory.
+    return x[:, x.shape[1] - count :].clone()
+
+
+class Windows:
+    """Queries in chunks, and for every chunk the entries that its windows reach.
+
+    A sequence no longer than a window or 64 tokens, or without window, is a single chunk that reaches all entries.
+    """
+
+    def __init__(self, entries: Entries, window: int | None) -> None:
+        self.entries, self.window, self.length = entries, window, entries.rank.shape[1]
+        count = entries.document.shape[1]
+        self.single = window is None or self.length <= max(64, window)
+        self.reaches_all = window is None or self.length <= window
+        self.lead = self.tail = 0
+        self.size, self.reach = self.length, count
+        self.starts: Tensor | None = None
+        if window is not None and not self.single:
+            self.size = max(64, window // 2)
+            self.reach = window - 1 + self.size
+            # As many entries ahead of the first token as its window reaches back.
+            self.lead = max(window - 1 - (count - self.length), 0)
+            self.tail = -self.length % self.size
+            if entries.order is not None:
+                self.starts = entries.rank[:, :: self.size] + self.lead - (window - 1)
+
+    def queries(self, q: Tensor) -> Tensor:
+        """`[B, T, ...]` -> `[B, chunks, size, ...]`."""
+        return F.pad(q, (0, 0) * (q.dim() - 2) + (0, self.tail)).unflatten(1, (-1, self.size))
+
+    def reached(self, x: Tensor) -> Tensor:
+        """`[B, N, ...]` -> `[B, chunks, reach, ...]`."""
+        if self.single:
+            return x.unsqueeze(1)
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (self.lead, self.tail))
+        if self.starts is None:
+            return x.unfold(1, self.reach, self.size).movedim(-1, 2)
+        index = self._places(self.starts).clamp(max=x.shape[1] - 1)
+        flat = index.reshape(*[x.shape[0], -1], *[1] * (x.dim() - 2))
+        return torch.take_along_dim(x, flat, 1).unflatten(1, (-1, self.reach))
+
+    def _places(self, starts: Tensor) -> Tensor:
+        return starts.unsqueeze(-1) + torch.arange(self.reach, device=starts.device)
+
+    def visible(self) -> Tensor:
+        """Whether a query sees an entry, `[B or 1, chunks, size, reach]`."""
+        entries, starts = self.entries, self.starts
+        if starts is None:
+            starts = torch.arange(0, self.length, self.size, device=entries.rank.device).unsqueeze(0)
+        place = (self._places(starts) - self.lead).unsqueeze(2)
+        # Entries added ahead and behind are zeros: by then, of no document.
+        shown = self.reached(entries.document + 1).unsqueeze(2) - 1
+        own, rank, end = (self.queries(x).unsqueeze(-1) for x in (entries.own, entries.rank, entries.end))
+        seen = (shown == own) & (place < end)
+        return seen if self.window is None else seen & (place > rank - self.window)

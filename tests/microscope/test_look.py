@@ -251,7 +251,7 @@ def test_linear_attention_is_a_memory_per_query_head(name, masked, generator):
 
 
 def norms_at_the_end(state: Any) -> Tensor:
-    found = state.sums.weighted.flatten(2).norm(dim=2)
+    found = state.sums.memory["weight"].flatten(2).norm(dim=2)
     return found.repeat_interleave(HEADS // found.shape[1], 1)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from hecate.errors import ShapeError
 from hecate.microscope import MemoryView, Recall
-from hecate.microscope.states import effective_rank
+from hecate.microscope.view import effective_rank
 from hecate.rule import Gates
 from tests.memories import config_of
 from tests.microscope.common import asked_of, second_half

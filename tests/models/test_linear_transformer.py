@@ -243,7 +243,7 @@ def test_the_defaults_and_their_count():
 def test_the_state_is_the_sums_and_does_not_grow(fields, kv):
     model = model_of(feature_map={"kind": "dpfp", "nu": 1}, **fields)  # d_phi = 2 d = 8
     sizes = {model(inputs(1, length))[1].bytes for length in (1, 9, 40)}
-    assert sizes == {8 * (2 * kv * 8 * (4 + 1) + 8)}
+    assert sizes == {8 * (2 * kv * 8 * (4 + 1) + 8) + 8 * 2 * kv * 2}  # and every state's two counts per head
 
 
 def test_a_window_is_the_most_tokens_of_a_call():
@@ -261,7 +261,7 @@ def test_autocast_rounds_layers_and_not_what_they_add_to():
     exact, _ = model(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):  # a warning is an error here
         y, state = model(x)
-    assert y.dtype == torch.float32 and state.layers[0].weighted.dtype == torch.float32
+    assert y.dtype == torch.float32 and state.layers[0].memory["weight"].dtype == torch.float32
     assert 0 < (y - exact).norm() < 0.05 * exact.norm()
 
 

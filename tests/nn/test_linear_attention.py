@@ -7,10 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hecate import MemoryState, memory_scan, memory_step
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn import LinearAttention, LinearAttentionState, linear_attention
+from hecate.rule import Gates
+from hecate.rule.state import map_state
 from tests.nn.attentions import masks_of
 from tests.nn.layers import in_pieces, leaves, near, seeded
 from tests.nn.layers import inputs as narrow
@@ -44,7 +48,8 @@ def test_shared_key_heads(causal, heads, groups):
     case = Case("t2r", causal=causal, heads=heads, groups=groups, masks=("write", "reset"))
     case.check()
     _, state = case.run()
-    assert state.weighted.shape == (2, groups, 3, 7) and state.total.shape == (2, groups, 7)
+    assert state.memory["weight"].shape == (2, groups, 3, 7)
+    assert state.normalizer.memory["weight"].shape == (2, groups, 1, 7)
 
 
 @pytest.mark.spec("LIN-ATT-D1")
@@ -229,11 +234,32 @@ def test_the_state_is_small_detachable_and_wide():
     layer = layer_of().float()
     _, short = layer(narrow(2, 1, width=D_MODEL).float())
     _, long = layer(narrow(2, 90, width=D_MODEL).float())
-    assert short.bytes == long.bytes == 2 * 2 * (3 + 1) * 5 * 4
-    assert long.weighted.requires_grad and not long.detach().weighted.requires_grad
-    assert isinstance(long.detach(), LinearAttentionState)
+    positions = 2 * 2 * 2 * 8  # which every state of a memory counts, that of its normaliser too
+    assert short.bytes == long.bytes == 2 * 2 * (3 + 1) * 5 * 4 + positions
+    assert long.memory["weight"].requires_grad and not long.detach().memory["weight"].requires_grad
+    assert isinstance(long.detach(), LinearAttentionState) and LinearAttentionState is MemoryState
     low = layer.bfloat16()(narrow(2, 9, width=D_MODEL).bfloat16())
-    assert low[0].dtype == torch.bfloat16 and low[1].total.dtype == torch.float32
+    assert low[0].dtype == torch.bfloat16 and low[1].normalizer.memory["weight"].dtype == torch.float32
+
+
+@pytest.mark.spec("LIN-ATT-I1")
+@pytest.mark.parametrize("name", ["elu", "none", "cosformer", "favor", "decay"])
+def test_a_memory_goes_on_from_the_state_of_attention_and_back(name):
+    layer, x = layer_of(kv_heads=HEADS, **STREAMS[name]), narrow(2, LENGTH, width=D_MODEL)
+    whole, last = layer(x)
+    _, state = layer(x[:, :3])
+    rest = layer.asked(x[:, 3:], state)
+    options = {"gates": rest.gates, "phi_params": rest.phi_params}
+    y, after = memory_scan(rest.config, rest.q, rest.k, rest.v, **options, state=state)
+    near(layer.out(y.flatten(-2)), whole[:, 3:])
+    near(after, last)
+    _, state = layer(x[:, :-1])
+    if rest.gates.retain is not None:
+        options["gates"] = Gates(retain=rest.gates.retain[:, -1])
+    y, after = memory_step(rest.config, rest.q[:, -1], rest.k[:, -1], rest.v[:, -1], **options, state=state)
+    near(layer.out(y.flatten(-2)), whole[:, -1])
+    more = narrow(2, 2, width=D_MODEL)
+    near(layer(more, after), layer(more, last))
 
 
 @pytest.mark.spec("LIN-ATT-I5")
@@ -266,7 +292,7 @@ def test_second_derivatives(options, causal):
 
     def run(x):
         y, state = layer(x, write_mask=write)
-        return y, state.weighted
+        return y, state.memory["weight"]
 
     assert torch.autograd.gradcheck(run, (x,))
     assert torch.autograd.gradgradcheck(run, (x,))
@@ -387,7 +413,7 @@ def test_low_precision_by_autocast_and_by_the_module(dtype, causal):
     expected, _ = layer(x)
     with torch.autocast("cpu", dtype=dtype):
         rough, state = layer(x)
-    assert {item.dtype for item in leaves(state)} == {torch.float32}
+    assert {item.dtype for item in leaves(state) if item.is_floating_point()} == {torch.float32}
     rough.float().square().sum().backward()
     assert {item.grad.dtype for item in layer.parameters()} == {torch.float32}
     # The input, three projections and y round once each; sums and quotient in float32 do not.
@@ -476,9 +502,9 @@ def calls():
         "causal=False with a state and reset_mask": lambda: all_(x, state, reset_mask=write),
         "give cu_seqlens or state": lambda: plain(x[:1], state, cu_seqlens=torch.tensor([0, 1, 3])),
         "cu_seqlens must rise": lambda: plain(x[:1], cu_seqlens=torch.tensor([0, 4])),
-        r"state.total must be None here, got torch.float64 \[2, 2, 5\]": lambda: other(x, state),
-        r"state.weighted must be \[1, 2, 3, 5\]": lambda: plain(x[:1], state),
-        "state must be the LinearAttentionState": lambda: plain(x, (x, x)),
+        r"state.normalizer must be None here, got torch.float64 \[2, 2, 1, 5\]": lambda: other(x, state),
+        r"state.memory\['weight'\] must be \[1, 2, 3, 5\]": lambda: plain(x[:1], state),
+        "state must be the MemoryState that this attention": lambda: plain(x, (x, x)),
         r"x must be \[B, T, 12\]": lambda: plain(context),
         "one query per key, got 3 queries and 4 keys": lambda: linear_attention(
             torch.ones(1, 3, 1, 2), torch.ones(1, 4, 1, 2), torch.ones(1, 4, 1, 2)
@@ -493,8 +519,13 @@ def calls():
         r"x must be \[B, T, 12\], got None": lambda: plain(None),
         "write_mask must be bool .* no tensor": lambda: plain(x, write_mask=[[True] * 3] * 2),
         "cu_seqlens must be an integer tensor": lambda: plain(x[:1], cu_seqlens=[0, 3]),
-        "state.weighted must be .*int64": lambda: plain(x, state._replace(weighted=state.weighted.long())),
-        "state.total must be .*no tensor": lambda: plain(x, state._replace(total=1)),
+        r"state.memory\['weight'\] must be .*int64": lambda: plain(x, map_state(Tensor.long, state)),
+        "state.normalizer must be .*no tensor": lambda: plain(
+            x, state._replace(normalizer=state.normalizer._replace(memory={"weight": 1}))
+        ),
+        "state must hold sums alone, got .'momentum.weight'.": lambda: plain(
+            x, state._replace(slots={"momentum.weight": state.memory["weight"]})
+        ),
         "0 key heads do not divide 2": lambda: linear_attention(
             torch.ones(1, 3, 2, 2), torch.ones(1, 3, 0, 2), torch.ones(1, 3, 0, 2)
         ),

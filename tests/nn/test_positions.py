@@ -146,7 +146,7 @@ def test_what_a_table_cannot_do_is_refused():
     layer = LinearAttention(8, 2, positions=TABLE, generator=seeded())
     x, reset = narrow(1, 4, width=8), torch.zeros(1, 4, dtype=torch.bool)
     _, state = layer(x)
-    assert state.weighted.numel() == 0
+    assert state.memory["weight"].numel() == 0
     with pytest.raises(ConfigError, match="form='table' and a state.*form='linear'"):
         layer(x, state)
     with pytest.raises(ConfigError, match="form='table' and documents.*row of its own"):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn import SlidingAttention
 from hecate.nn.positions import rotated
-from hecate.nn.slots import Blocks, line_of
+from hecate.nn.sliding import Windows, entries_of
 from tests.nn.attentions import D_MODEL, HEADS, masks_of, reference_of, shaken, sliding_of
 from tests.nn.layers import in_pieces, leaves, near, seeded
 from tests.nn.layers import inputs as narrow
@@ -185,8 +185,8 @@ def test_a_changed_token_is_seen_inside_its_window_only(length):
 @pytest.mark.spec("ATT-SLIDE-I3")
 def test_cost_and_state_do_not_grow_with_what_came_before():
     def pairs(length, window=256):  # products of a query and a key
-        blocks = Blocks(line_of(None, torch.empty(1, length, device="meta"), None, None), window)
-        return -(-length // blocks.size) * blocks.size * blocks.reach
+        windows = Windows(entries_of(None, torch.empty(1, length, device="meta"), None, None), window)
+        return -(-length // windows.size) * windows.size * windows.reach
 
     assert pairs(16384) == 16 * pairs(1024) == 16384 * (256 + 128 - 1)
     layer = sliding_of(5, kv_heads=1)

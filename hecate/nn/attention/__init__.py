@@ -1,10 +1,9 @@
 """Attention of linear cost, by sums over features of keys."""
 
-from hecate.nn.attention.functional import linear_attention
+from hecate.nn.attention.functional import LinearAttentionState, linear_attention
 from hecate.nn.attention.hopfield import Hopfield, Retrieved
 from hecate.nn.attention.linear import LinearAttention
 from hecate.nn.attention.performer import PerformerAttention, PerformerState
-from hecate.nn.attention.state import LinearAttentionState
 
 __all__ = [
     "Hopfield",

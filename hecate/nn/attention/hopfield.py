@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hecate.checks import expect_count, expect_number
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.phi.base import compute_dtype
 from hecate.tape.bridge import can_inspect, without_autocast
@@ -56,22 +57,19 @@ class Hopfield(nn.Module):
 
     def __init__(self, sharpness: float, *, steps: int = 1, tolerance: float = 0.0) -> None:
         super().__init__()
-        for name, given in {"sharpness": sharpness, "tolerance": tolerance}.items():
-            number = type(given) in (int, float) and math.isfinite(given)
-            if not number or given < 0 or (given == 0 and name == "sharpness"):
-                least = "> 0" if name == "sharpness" else ">= 0"
-                raise ConfigError(f"{name} must be a finite number {least}, got {shorten(given)}")
-        if type(steps) is not int or steps < 1:
-            raise ConfigError(f"steps must be an integer >= 1, got {shorten(steps)}")
+        if type(sharpness) not in (int, float) or not 0 < sharpness < math.inf:
+            raise ConfigError(f"sharpness must be a finite number > 0, got {shorten(sharpness)}")
+        expect_number(tolerance, "tolerance")
+        expect_count(steps, "steps")
         self.sharpness, self.steps, self.tolerance = sharpness, steps, tolerance
 
     def forward(
         self, query: Tensor, patterns: Tensor, values: Tensor | None = None, *, mask: Tensor | None = None
     ) -> Retrieved:
         """The values at the place where the query comes to rest, or is after `steps` updates."""
-        _check(query, patterns, values, mask)
-        dtype, values = query.dtype, _present(patterns if values is None else values, mask)
-        query, patterns = _wide(query, _present(patterns, mask))
+        values = patterns if values is None else values
+        dtype, (query, patterns) = query.dtype, _prepared(query, patterns, mask, values)
+        values = _present(values, mask).to(query.dtype)
         lead = torch.broadcast_shapes(query.shape[:-2], patterns.shape[:-2])
         query = query.expand(*lead, *query.shape[-2:])
         taken = torch.ones(query.shape[:-1], dtype=torch.int64, device=query.device)
@@ -88,14 +86,14 @@ class Hopfield(nn.Module):
                 # A query at rest repeats its last update: its answer does not depend on the others.
                 query = torch.where(moving.unsqueeze(-1), moved, query)
                 taken = taken + moving
-            read = weights @ values.to(weights.dtype)
+            read = weights @ values
         return Retrieved(read.to(dtype), moved.to(dtype), taken)
 
     def weights(self, query: Tensor, patterns: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """softmax(sharpness X xi) over the present patterns, `[..., Q, N]`; 0 without any."""
-        _check(query, patterns, None, mask)
+        query, patterns = _prepared(query, patterns, mask)
         with without_autocast(query.device.type):
-            return self._weights(*_wide(query, _present(patterns, mask)), mask)
+            return self._weights(query, patterns, mask)
 
     def _weights(self, query: Tensor, patterns: Tensor, mask: Tensor | None) -> Tensor:
         scores = self.sharpness * (query @ patterns.mT)
@@ -113,8 +111,7 @@ class Hopfield(nn.Module):
         update lowers E by at least |xi_new - xi|^2 / 2; E >= 0 for every query and E <= 2 M^2 for those no longer than
         M. Without a pattern E = |xi|^2 / 2. [TRF-HOP-I1]
         """
-        _check(query, patterns, None, mask)
-        query, patterns = _wide(query, _present(patterns, mask))
+        query, patterns = _prepared(query, patterns, mask)
         here = patterns.new_ones(patterns.shape[:-1], dtype=torch.bool) if mask is None else mask
         count = here.sum(-1, keepdim=True)
         longest = _largest(patterns.square().sum(-1), least=0.0).unsqueeze(-1)
@@ -131,8 +128,7 @@ class Hopfield(nn.Module):
 
         Large where a pattern is easily told from others; inf for the only one, nan for an absent one. [TRF-HOP-I2]
         """
-        _check(patterns, patterns, None, mask)
-        wide = patterns.to(compute_dtype(patterns))
+        _, wide = _prepared(patterns, patterns, mask)
         with without_autocast(wide.device.type):
             products = wide @ wide.mT
         hidden = torch.eye(wide.shape[-2], dtype=torch.bool, device=wide.device)
@@ -149,9 +145,8 @@ class Hopfield(nn.Module):
         (x_i - x_j).xi), and (x_i - x_j).xi >= separation_i - 2 M |xi - x_i|; theorem 5 of the paper is the same with
         the fixed point's distance in a maximum beside the query's. It says nothing where it exceeds 2 M. Absent
         patterns have bound inf. [TRF-HOP-I2]"""
-        _check(query, patterns, None, mask)
+        query, wide = _prepared(query, patterns, mask)
         apart = self.separation(patterns, mask=mask)
-        query, wide = _wide(query, _present(patterns, mask))
         here = torch.ones_like(apart, dtype=torch.bool) if mask is None else mask
         length = _largest(wide.norm(dim=-1), least=0.0).unsqueeze(-1)
         distance = (query.unsqueeze(-2) - wide.unsqueeze(-3)).norm(dim=-1)
@@ -167,12 +162,6 @@ class Hopfield(nn.Module):
         return f"sharpness={self.sharpness:g}, steps={self.steps}, tolerance={self.tolerance:g}"
 
 
-def _wide(query: Tensor, patterns: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in one dtype, float32 or better."""
-    wide = torch.promote_types(compute_dtype(query), patterns.dtype)
-    return query.to(wide), patterns.to(wide)
-
-
 def _present(x: Tensor, mask: Tensor | None) -> Tensor:
     """Rows of x with zeros for absent ones, which may hold what is not finite."""
     return x if mask is None else torch.where(mask.unsqueeze(-1), x, 0.0)
@@ -183,32 +172,28 @@ def _largest(x: Tensor, *, least: float) -> Tensor:
     return F.pad(x, (0, 1), value=least).amax(-1)
 
 
-def _check(query: Tensor, patterns: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
-    for name, tensor in {"query": query, "patterns": patterns, "values": values}.items():
-        if tensor is None and name == "values":
-            continue
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ShapeError(f"{name} must be a floating point tensor, got {given}; convert it")
+def _prepared(
+    query: Tensor, patterns: Tensor, mask: Tensor | None, values: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Query and present patterns in one dtype, float32 or better; refuses what does not fit together."""
+    values = patterns if values is None else values
+    for name, given in (("query", query), ("patterns", patterns), ("values", values)):
+        if not isinstance(given, Tensor) or not given.is_floating_point():
+            kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+            raise ShapeError(f"{name} must be a floating point tensor, got {kind}; convert it")
+    shapes = f"{list(query.shape)} and {list(patterns.shape)}"
     if query.dim() < 2 or patterns.dim() < 2 or query.shape[-1] != patterns.shape[-1]:
-        raise ShapeError(
-            f"query must be [..., Q, D] and patterns [..., N, D], got {list(query.shape)} and {list(patterns.shape)}"
-        )
-    lead = query.shape[:-2], patterns.shape[:-2]
-    pairs = zip(lead[0][::-1], lead[1][::-1], strict=False)
+        raise ShapeError(f"query must be [..., Q, D] and patterns [..., N, D], got {shapes}")
+    pairs = zip(query.shape[-3::-1], patterns.shape[-3::-1], strict=False)
     if any(a != b and 1 not in (a, b) for a, b in pairs):
-        raise ShapeError(
-            f"the leading axes of query and patterns must broadcast, got {list(query.shape)} and {list(patterns.shape)}"
-        )
-    rest: dict[str, tuple[Any, tuple[int, ...]]] = {
-        "values": (values, patterns.shape[:-1] if values is None else values.shape[:-1]),
-        "mask": (mask, patterns.shape[:-1] if mask is None else mask.shape),
-    }
-    for name, (given, shape) in rest.items():
-        if tuple(shape) != tuple(patterns.shape[:-1]):
-            raise ShapeError(
-                f"{name} must have the patterns' shape {list(patterns.shape[:-1])} before its "
-                f"width, got {list(given.shape)}"
-            )
+        raise ShapeError(f"the leading axes of query and patterns must broadcast, got {shapes}")
+    lead = patterns.shape[:-1]
+    expected = f"the patterns' shape {list(lead)} before its width"
+    if values.shape[:-1] != lead:
+        raise ShapeError(f"values must have {expected}, got {list(values.shape)}")
+    if mask is not None and mask.shape != lead:
+        raise ShapeError(f"mask must have {expected}, got {list(mask.shape)}")
     if mask is not None and mask.dtype != torch.bool:
         raise ShapeError(f"mask must be bool, True where a pattern is present, got {mask.dtype}")
+    wide = torch.promote_types(compute_dtype(query), patterns.dtype)
+    return query.to(wide), _present(patterns, mask).to(wide)

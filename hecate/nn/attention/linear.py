@@ -7,15 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
-from hecate.engine import EngineName
-from hecate.nn.arguments import check_sizes
-from hecate.nn.attention.arguments import check_forward, check_layer, width_of
-from hecate.nn.attention.functional import Normalizer, linear_attention
-from hecate.nn.attention.state import LinearAttentionState
+from hecate.checks import expect_count
+from hecate.engine import EngineName, document_starts
+from hecate.errors import ConfigError, shorten
+from hecate.nn.arguments import check_sequence, check_sizes
+from hecate.nn.asked import Asked
+from hecate.nn.attention.functional import Normalizer, Weights, check_options, linear_attention, turned_width
+from hecate.nn.attention.sums import memory_of_sums
 from hecate.nn.parameters import FeatureParameters, TensorDict, blank, draw_normal, source_of
 from hecate.nn.positions import Position, PositionKind
 from hecate.phi import FeatureMap, FeatureMapKind
+from hecate.rule import Gates, MemoryState
 from hecate.tape import Autodiff
 
 
@@ -90,7 +94,7 @@ class LinearAttention(FeatureParameters):
         self.causal, self.normalizer, self.eps = causal, normalizer, eps
         self.dropout, self.name = dropout, name
         self.engine, self.autodiff = engine, autodiff
-        check_layer(self)
+        self._check_options()
         place: dict[str, Any] = {"device": device, "dtype": dtype, "bias": False}
         self.query = blank(nn.Linear, d_model, heads * self.d_key, **place)
         self.splits = [self.kv_heads * self.d_key, self.kv_heads * self.d_value]
@@ -104,7 +108,7 @@ class LinearAttention(FeatureParameters):
             self.reset_parameters(generator)
 
     def _start_of_positions(self, **place: Any) -> dict[str, Tensor]:
-        width = width_of(self.positions, self.feature_map, self.d_key)
+        width = turned_width(self.positions, self.feature_map, self.d_key)
         return self.positions.init(width, heads=self.kv_heads, causal=self.causal, **place)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -119,28 +123,43 @@ class LinearAttention(FeatureParameters):
     def forward(
         self,
         x: Tensor,
-        state: LinearAttentionState | None = None,
+        state: MemoryState | None = None,
         *,
         context: Tensor | None = None,
         write_mask: Tensor | None = None,
         reset_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, LinearAttentionState]:
+    ) -> tuple[Tensor, MemoryState]:
         """One pass over x `[B, T, d_model]`, and the sums to go on from.
 
         `write_mask` is bool `[B, T]`, with a context `[B, S]`: at False a token is padding, which no other token sees.
         `reset_mask` `[B, T]` or `cu_seqlens` mark where documents start.
         """
+        masks = {"write_mask": write_mask, "reset_mask": reset_mask, "cu_seqlens": cu_seqlens}
         if not torch.compiler.is_compiling():
-            check_forward(self, x, state, context, write_mask, reset_mask, cu_seqlens)
+            self._check_inputs(x, state, context, masks)
+        q, k, v = self.projected(x, context, write_mask)
+        y, after = self.attend(q, k, v, state, **masks)
+        return self.out(F.dropout(y.flatten(-2), self.dropout, self.training)), after
+
+    def projected(
+        self, x: Tensor, context: Tensor | None = None, write_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q `[B, T, H, D]` of x, and k `[B, S, G, D]` and v `[B, S, G, V]` of the tokens that are seen."""
         source = context if self.d_context is not None else x
         if source is None:  # nothing new to see
             source = x.new_zeros(x.shape[0], 0, self.key_value.in_features)
-        if write_mask is not None:
+        if write_mask is not None:  # a masked token may hold garbage
             source = torch.where(write_mask.unsqueeze(-1), source, 0.0)
-        q = self.query(x).unflatten(-1, (self.heads, -1))
-        k, v = (part.unflatten(-1, (self.kv_heads, -1)) for part in self.key_value(source).split(self.splits, -1))
-        y, after = linear_attention(
+        k, v = self.key_value(source).split(self.splits, -1)
+        k, v = (item.unflatten(-1, (self.kv_heads, -1)) for item in (k, v))
+        return self.query(x).unflatten(-1, (self.heads, -1)), k, v
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: MemoryState | None = None, **masks: Tensor | None
+    ) -> tuple[Tensor, MemoryState]:
+        """`linear_attention` with the options of this layer."""
+        return linear_attention(
             q,
             k,
             v,
@@ -152,14 +171,110 @@ class LinearAttention(FeatureParameters):
             positions=self.positions,
             position_params=self.position_params.tensors,
             state=state,
-            write_mask=write_mask,
-            reset_mask=reset_mask,
-            cu_seqlens=cu_seqlens,
             engine=self.engine,
             autodiff=self.autodiff,
             name=self.name,
+            **masks,
         )
-        return self.out(F.dropout(y.flatten(-2), self.dropout, self.training)), after
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether answers come from a memory: not from sums over what comes later, nor from features that positions
+        have turned or a table weighs. [SCOPE-LIN-D1]"""
+        return self.causal and self.positions.sums_past and not self.positions.turns_features
+
+    def asked(
+        self,
+        x: Tensor,
+        state: MemoryState | None = None,
+        *,
+        context: Tensor | None = None,
+        write_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Asked:
+        """The same as a scan of a memory per query head with bias dot and lr 1, where the layer `is_memory`.
+
+        The scan knows no `eps`; without a normaliser its decaying memory has decayed once more to a masked token."""
+        group = self.heads // self.kv_heads
+        q, k, v = self.projected(x, context, write_mask)
+        reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=state is not None)
+        k, v = (item.repeat_interleave(group, 2) for item in (k, v))
+        phi, turns = _repeated((self.phi_params, self.position_params.tensors), group, 0)
+        weights = Weights(self.feature_map, phi, self.positions, turns)
+        place, _ = weights.places(state, write_mask, reset_mask, k)
+        q, k = weights.turned(q, place), weights.turned(k, place)
+        retain = self.positions.retain(k, turns)
+        decays = self.positions.weighs_distance
+        config = memory_of_sums(decays=decays, feature_map=self.feature_map, normalizer=self.normalizer)
+        before = None if state is None else self.per_query_head(state)
+        return Asked(config, q, k, v, Gates(retain=retain), phi, None, before, write_mask, reset_mask)
+
+    def per_query_head(self, state: MemoryState) -> MemoryState:
+        """A state as that of the scan which `asked` describes."""
+        held: MemoryState = _repeated(state._replace(seen=None), self.heads // self.kv_heads, 1)
+        return held._replace(seen=state.seen if self.feature_map.needs_position else None)
+
+    def _check_options(self) -> None:
+        expect_count(self.kv_heads, "kv_heads")
+        if self.d_context is not None:
+            expect_count(self.d_context, "d_context")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}", ("kv_heads",))
+        if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout must be a number in [0, 1), got {shorten(self.dropout)}")
+        check_options(
+            self.feature_map,
+            causal=self.causal,
+            normalizer=self.normalizer,
+            eps=self.eps,
+            engine=self.engine,
+            autodiff=self.autodiff,
+        )
+        turned_width(self.positions, self.feature_map, self.d_key)
+        if self.d_context is None:
+            return
+        if self.causal:
+            raise ConfigError(
+                f"causal=True with d_context={self.d_context}: the tokens of x and of context have no "
+                "common order; set causal=False"
+            )
+        for what, kind, needs in (
+            ("positions", self.positions.kind, self.positions.needs_order),
+            ("feature_map", self.feature_map.kind, self.feature_map.needs_position),
+        ):
+            if needs:
+                raise ConfigError(
+                    f"{what} {kind!r} with d_context={self.d_context}: x and context count their "
+                    "tokens apart, so no distance lies between them; choose one without positions"
+                )
+
+    def _check_inputs(
+        self, x: Tensor, state: MemoryState | None, context: Tensor | None, masks: dict[str, Tensor | None]
+    ) -> None:
+        """Refuses tensors that do not fit the layer or each other."""
+        write_mask, reset_mask, cu_seqlens = masks.values()
+        if self.d_context is None:
+            if context is not None:
+                raise ConfigError(
+                    f"{self.name}: a context is given, but the layer was built for self-attention; "
+                    "build it with d_context=..."
+                )
+            check_sequence(self.query.weight, x, write_mask=write_mask, reset_mask=reset_mask)
+            return
+        if reset_mask is not None or cu_seqlens is not None:
+            raise ConfigError(
+                f"{self.name}: documents packed into one row cannot be told apart in "
+                "cross-attention; give every document a row of its own, with write_mask over context"
+            )
+        check_sequence(self.query.weight, x)
+        if context is not None:
+            check_sequence(self.key_value.weight, context, "context", write_mask=write_mask)
+        elif state is None or write_mask is not None:
+            raise ConfigError(
+                f"{self.name}: cross-attention needs a context, or the state of one to read again"
+                + ("" if write_mask is None else "; write_mask is over context, and there is none")
+            )
 
     def extra_repr(self) -> str:
         """The options."""
@@ -169,3 +284,8 @@ class LinearAttention(FeatureParameters):
             f"causal={self.causal}, normalizer={self.normalizer!r}, "
             f"positions={self.positions.kind!r}"
         )
+
+
+def _repeated(tree: Any, group: int, axis: int) -> Any:
+    """Every key head of a pytree as often as it has query heads."""
+    return pytree.tree_map_only(Tensor, lambda x: x.repeat_interleave(group, axis), tree)

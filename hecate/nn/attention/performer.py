@@ -8,14 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hecate.checks import expect_choice
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.nn.attention.functional import linear_attention
 from hecate.nn.attention.linear import LinearAttention
-from hecate.nn.attention.state import LinearAttentionState
 from hecate.nn.parameters import source_of
 from hecate.phi import Favor, FeatureMap, PerformerReLU
 from hecate.phi.random import Norms
-from hecate.rule import bytes_of, detached
+from hecate.rule import MemoryState, bytes_of, detached
 
 Kernel = Literal["positive", "hyperbolic", "trigonometric", "relu"]
 
@@ -28,7 +27,7 @@ class PerformerState(NamedTuple):
         redraws: number of the draws whose features were summed, `[]` int64.
     """
 
-    sums: LinearAttentionState
+    sums: MemoryState
     redraws: Tensor
 
     def detach(self) -> PerformerState:
@@ -159,34 +158,23 @@ class PerformerAttention(nn.Module):
             )
 
     def forward(
-        self,
-        x: Tensor,
-        state: PerformerState | None = None,
-        *,
-        context: Tensor | None = None,
-        write_mask: Tensor | None = None,
-        reset_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        return_attention: bool = False,
+        self, x: Tensor, state: PerformerState | None = None, *, return_attention: bool = False, **given: Tensor | None
     ) -> tuple[Tensor, PerformerState] | tuple[Tensor, PerformerState, Tensor]:
         """(y, state), and with `return_attention` the weights w `[B, H, T, S]` as a third.
 
         The weights are those that y used: w @ v are the heads' answers ahead of dropout and W_out. They take O(T S
-        d_phi) time and O(T S) memory per head, and a call without a state. Other arguments are those of
-        `LinearAttention`.
+        d_phi) time and O(T S) memory per head, and a call without a state. Other arguments (`context`, `write_mask`,
+        `reset_mask`, `cu_seqlens`) are those of `LinearAttention`.
         """
         if state is not None:
             self._check_state(state, return_attention)
-        masks = {"write_mask": write_mask, "reset_mask": reset_mask, "cu_seqlens": cu_seqlens}
-        y, sums = self.attention(x, None if state is None else state.sums, context=context, **masks)
+        y, sums = self.attention(x, None if state is None else state.sums, **given)
         after = PerformerState(sums, self.redraws.clone())
-        if not return_attention:
-            return y, after
-        return y, after, self._weights(x, x if context is None else context, masks)
+        return (y, after, self._weights(x, **given)) if return_attention else (y, after)
 
     def _check_state(self, state: PerformerState, return_attention: bool) -> None:
         name = self.attention.name
-        whole = isinstance(state, PerformerState) and isinstance(state.sums, LinearAttentionState)
+        whole = isinstance(state, PerformerState) and isinstance(state.sums, MemoryState)
         if not whole or not isinstance(state.redraws, Tensor):
             raise ShapeError(
                 f"{name}: state must be the PerformerState that this layer returned, got {type(state).__name__}"
@@ -203,27 +191,11 @@ class PerformerAttention(nn.Module):
                 "state=None after a redraw"
             )
 
-    def _weights(self, x: Tensor, source: Tensor, masks: dict[str, Any]) -> Tensor:
+    def _weights(self, x: Tensor, *, context: Tensor | None = None, **masks: Tensor | None) -> Tensor:
         """The answers to values that are each token's own unit vector: its weights."""
-        inner, write_mask = self.attention, masks["write_mask"]
-        if write_mask is not None:  # a masked token may hold garbage
-            source = torch.where(write_mask.unsqueeze(-1), source, 0.0)
-        q = inner.query(x).unflatten(-1, (inner.heads, -1))
-        k = inner.key_value(source).split(inner.splits, -1)[0].unflatten(-1, (inner.kv_heads, -1))
-        own = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)
-        own = own.unsqueeze(1).expand(*k.shape[:3], -1)
-        options: dict[str, Any] = {
-            "feature_map": inner.feature_map,
-            "params": inner.phi_params,
-            "causal": inner.causal,
-            "normalizer": inner.normalizer,
-            "eps": inner.eps,
-            "positions": inner.positions,
-            "position_params": inner.position_params.tensors,
-            "engine": inner.engine,
-            "name": inner.name,
-        }
-        weights, _ = linear_attention(q, k, own, **options, **masks)
+        q, k, _ = self.attention.projected(x, context, masks.get("write_mask"))
+        own = torch.eye(k.shape[1], dtype=k.dtype, device=k.device).unsqueeze(1)
+        weights, _ = self.attention.attend(q, k, own.expand(*k.shape[:3], -1), None, **masks)
         return weights.transpose(1, 2)
 
     def extra_repr(self) -> str:
@@ -232,8 +204,7 @@ class PerformerAttention(nn.Module):
 
 
 def _feature_map(kernel: Kernel, *, orthogonal: bool, **given: Any) -> FeatureMap:
-    if kernel not in get_args(Kernel):
-        raise ConfigError(f"kernel must be one of {get_args(Kernel)}, got {shorten(kernel)}")
+    expect_choice(kernel, "kernel", get_args(Kernel))
     if kernel != "relu" and given["kernel_epsilon"] is not None:
         raise ConfigError(
             f"kernel_epsilon={given['kernel_epsilon']} is added to ReLU features, but kernel is "

@@ -1,10 +1,7 @@
 """Positions in attention."""
 
-from hecate.nn.positions.base import Position, PositionKind, Rotation
-from hecate.nn.positions.circulant_string import CirculantString
-from hecate.nn.positions.none import NoPosition
+from hecate.nn.positions.base import NoPosition, Position, PositionKind
 from hecate.nn.positions.relative import Relative
-from hecate.nn.positions.rotary import Rotary
-from hecate.nn.positions.rotate import rotated
+from hecate.nn.positions.rotations import CirculantString, Rotary, Rotation, rotated
 
 __all__ = ["CirculantString", "NoPosition", "Position", "PositionKind", "Relative", "Rotary", "Rotation", "rotated"]

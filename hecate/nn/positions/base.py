@@ -15,7 +15,8 @@ Params = dict[str, Tensor]
 class Position(Variant, family="position"):
     """What the position of a token does to attention; positions count the written tokens of a document. [ATT-POS-D1]
 
-    Every learned parameter has a leading axis of key heads.
+    A kind turns vectors (`turned`), keeps a share of the past per token (`retain`), or has a free weight per distance
+    (`factors`). Every learned parameter has a leading axis of key heads.
     """
 
     @property
@@ -28,6 +29,21 @@ class Position(Variant, family="position"):
         """Whether tokens have to be counted from call to call."""
         return self.needs_order
 
+    @property
+    def turns_features(self) -> bool:
+        """Whether `turned` acts on phi(q) and phi(k) in the sum of values, not on q and k ahead of phi."""
+        return False
+
+    @property
+    def weighs_distance(self) -> bool:
+        """Whether a distance has a factor, by `retain` or `factors`, in the sum of values and that of weights."""
+        return False
+
+    @property
+    def sums_past(self) -> bool:
+        """Whether sums of fixed size stand for the past, so that a state can be gone on from."""
+        return True
+
     def init(
         self,
         width: int,
@@ -38,27 +54,46 @@ class Position(Variant, family="position"):
         device: torch.device | str | None = None,
     ) -> Params:
         """Learned parameters as they start, for vectors of a width; nothing is drawn."""
+        start = self.start(width, heads, causal=causal)
+        return {name: value.to(dtype=dtype, device=device) for name, value in start.items()}
+
+    def start(self, width: int, heads: int, *, causal: bool) -> Params:
+        """What `init` gives, in float64 on the CPU."""
         return {}
 
     def refusal(self, width: int) -> str | None:
         """Why vectors of a width cannot be given positions; None if they can."""
         return None
 
-
-class Rotation(Position):
-    """A rotation of vectors by their token's position: (R_i x).(R_j y) depends on i - j alone.
-
-    where: "before" turns q and k ahead of phi, so that the weight phi(R_i q).phi(R_j k) is still positive, but for a
-    nonlinear phi no function of the distance; "numerator" turns phi(q) and phi(k) in the sum of values and leaves the
-    sum of weights as it is, so that the weight is a function of the distance, but not always positive, and weights do
-    not add up to 1.
-    """
-
-    where: Literal["before", "numerator"] = "before"
+    def check_past(self, given: str, instead: str) -> None:
+        """Refuses what stands for earlier tokens, such as "a state", where `sums_past` is False."""
 
     def turned(self, x: Tensor, position: Tensor, params: Params) -> Tensor:
         """x `[B, T, G, width]` turned by position `[B, T]`, in x's dtype."""
-        raise NotImplementedError(f"{type(self).__name__} defines no turned")
+        return x
+
+    def retain(self, like: Tensor, params: Params) -> Tensor | None:
+        """What is kept of the past per token, `[B, S, G]` for keys `[B, S, G, *]`; None: all of it."""
+        return None
+
+    def factors(self, like: Tensor, params: Params, *, causal: bool) -> Tensor | None:
+        """Factors of distances 0..S - 1 for keys `[B, S, G, *]`, or -(S - 1)..S - 1 if not causal: `[G, S]` or
+        `[G, 2 S - 1]`; None without a free weight per distance."""
+        return None
 
 
 PositionKind = Position
+
+
+class NoPosition(Position):
+    """none: weights phi(q_i).phi(k_j), whatever the distance.
+
+    The feature map itself may depend on positions (`cosformer`).
+
+    References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236). [ATT-POS-D1]"""
+
+    kind: Literal["none"] = "none"
+
+    @property
+    def needs_order(self) -> bool:
+        return False

@@ -38,8 +38,7 @@ class Relative(Position):
 
     @model_validator(mode="after")
     def _of_its_form(self) -> Self:
-        default = type(self).model_fields["max_distance"].default
-        if self.form == "linear" and self.max_distance != default:
+        if self.form == "linear" and self.max_distance != type(self).model_fields["max_distance"].default:
             raise ConfigError(
                 f"is the size of a table, got {self.max_distance} with form='linear', whose bias "
                 "goes on with any distance; leave it out or use form='table'",
@@ -51,29 +50,34 @@ class Relative(Position):
     def needs_position(self) -> bool:
         return False
 
-    def init(
-        self,
-        width: int,
-        *,
-        heads: int = 1,
-        causal: bool = True,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
+    @property
+    def weighs_distance(self) -> bool:
+        return True
+
+    @property
+    def sums_past(self) -> bool:
+        return self.form == "linear"
+
+    def start(self, width: int, heads: int, *, causal: bool) -> Params:
         place: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
         if self.form == "linear":
             slope = 2.0 ** (-8 * torch.arange(1, heads + 1, **place) / heads)
-            return {"logit": -slope.expm1().log().to(dtype=dtype, device=device)}
-        distances = (1 if causal else 2) * self.max_distance + 1
-        return {"bias": torch.zeros(heads, distances, dtype=dtype, device=device)}
+            return {"logit": -slope.expm1().log()}
+        return {"bias": torch.zeros(heads, (1 if causal else 2) * self.max_distance + 1, **place)}
 
-    def retain(self, like: Tensor, params: Params) -> Tensor:
-        """What is kept per token, `[B, S, G]` for keys `[B, S, G, *]`; of the linear form."""
-        return params["logit"].to(like.dtype).sigmoid().expand(like.shape[:3])
+    def check_past(self, given: str, instead: str) -> None:
+        if not self.sums_past:
+            raise ConfigError(
+                f"positions 'relative' with form='table' and {given}: with a free weight per distance no sum of "
+                f"fixed size stands for what lies behind; {instead}, or use form='linear'"
+            )
 
-    def factors(self, like: Tensor, params: Params, *, causal: bool) -> Tensor:
-        """exp(b) of distances 0..S - 1 for keys `[B, S, G, *]`, or -(S - 1)..S - 1 if not causal: `[G, S]` or `[G, 2 S
-        - 1]`; of the table form."""
+    def retain(self, like: Tensor, params: Params) -> Tensor | None:
+        return params["logit"].to(like.dtype).sigmoid().expand(like.shape[:3]) if self.form == "linear" else None
+
+    def factors(self, like: Tensor, params: Params, *, causal: bool) -> Tensor | None:
+        if self.form == "linear":
+            return None
         length = like.shape[1]
         distance = torch.arange(0 if causal else 1 - length, max(length, 1), device=like.device)
         index = distance.clamp(-self.max_distance, self.max_distance)

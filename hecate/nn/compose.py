@@ -1,0 +1,401 @@
+"""Attention and a memory in one layer: the memory as context, as gate, as layer (MAC, MAG, MAL)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hecate.errors import ConfigError, ShapeError, shorten
+from hecate.nn.arguments import check_sequence
+from hecate.nn.conv import ShortConv
+from hecate.nn.sliding import AttentionNorm, SlidingAttention, SlidingState
+from hecate.rule import bytes_of, detached
+from hecate.sizes import Size
+from hecate.variant import Config
+
+Tree = TypeVar("Tree")
+Combination = Literal["multiply", "add", "paper"]
+
+
+class AttentionConfig(Config):
+    """How attention and memory make one layer.
+
+    Fields:
+        kind: "mag" gates attention by the memory, "mal" attends to the memory's answers, "mac"
+            attends within segments to what the memory said at their start, "attention" leaves the memory out.
+        window: tokens that a token sees, itself included; None for all. Not for mac.
+        segment: tokens of a segment; mac needs it, nothing else has it.
+        persistent, rotary, kv_heads, qk_norm: as in `SlidingAttention`.
+        gate: how two vectors become one, see `Gate`; None for multiply (mag, mac) or add (mal).
+    """
+
+    kind: Literal["mac", "mag", "mal", "attention"] = "mag"
+    window: Size | None = Field(None, ge=1)
+    segment: Size | None = Field(None, ge=1)
+    persistent: Size = Field(0, ge=0)
+    rotary: bool = True
+    kv_heads: Size | None = Field(None, ge=1)
+    qk_norm: AttentionNorm = "rms"
+    gate: Combination | None = None
+
+    @model_validator(mode="after")
+    def _fitting(self) -> AttentionConfig:
+        if self.by_segment and self.window is not None:
+            raise ConfigError(
+                f"is {self.window}, but kind 'mac' attends within segment={self.segment}, which "
+                "takes the window's place; leave window out, or choose kind 'mag' or 'mal'",
+                path=("window",),
+            )
+        if self.by_segment and self.segment is None:
+            raise ConfigError(
+                "is None, but kind 'mac' needs it: the tokens of a segment, at whose start the memory is asked",
+                path=("segment",),
+            )
+        if self.segment is not None and not self.by_segment:
+            raise ConfigError(
+                f"is {self.segment}, but only kind 'mac' has segments, not {self.kind!r}; set window instead",
+                path=("segment",),
+            )
+        if self.gate is not None and not self.has_memory:
+            raise ConfigError(
+                f"is {self.gate!r}, but kind 'attention' has no memory to gate with; leave it out", path=("gate",)
+            )
+        return self
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether there is a memory beside the attention."""
+        return self.kind != "attention"
+
+    @property
+    def by_segment(self) -> bool:
+        """Whether attention ends at segments, at whose start the memory is asked."""
+        return self.kind == "mac"
+
+    @property
+    def memory_first(self) -> bool:
+        """Whether attention sees the memory's answers."""
+        return self.kind == "mal"
+
+    @property
+    def combination(self) -> Combination:
+        """The gate, chosen by the kind where none is given."""
+        return self.gate or ("add" if self.memory_first else "multiply")
+
+
+class Gate(nn.Module):
+    """One vector from a carrier c and a memory's answer m, with learned weights w. [ATT-GATE-D1]
+
+    multiply: c * (1 + tanh(w * m)); add: c + w * m. Both leave c whole where the memory answers 0.
+    paper: rms(c) w_c * sigmoid(rms(m) w_m), which then halves it; for mal m alone.
+    """
+
+    def __init__(
+        self,
+        kind: Combination,
+        d_model: int,
+        *,
+        memory_alone: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.kind = "memory" if kind == "paper" and memory_alone else kind
+        count = {"multiply": 1, "add": 1, "paper": 2, "memory": 0}[self.kind]
+        self.weight = nn.Parameter(torch.ones(count, d_model, device=device, dtype=dtype)) if count else None
+
+    def reset_parameters(self) -> None:
+        """Weights to one; draws nothing."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+
+    def forward(self, carrier: Tensor, answer: Tensor) -> Tensor:
+        """Both `[..., d_model]`."""
+        if self.weight is None:
+            return answer
+        weight = self.weight.to(carrier.dtype)
+        if self.kind == "paper":
+            width = (carrier.shape[-1],)
+            carrier = nn.functional.rms_norm(carrier, width, eps=1e-6) * weight[0]
+            return carrier * torch.sigmoid(nn.functional.rms_norm(answer, width, eps=1e-6) * weight[1])
+        if self.kind == "add":
+            return carrier + weight[0] * answer
+        return carrier * (1 + torch.tanh(weight[0] * answer))
+
+    def extra_repr(self) -> str:
+        """The kind."""
+        return self.kind
+
+
+class ComposedState(NamedTuple):
+    """What a `Composed` layer carries: a pytree of tensors. [ATT-COMP-I1]
+
+    Fields:
+        attention: of the attention.
+        memory: of the memory layer; None without one.
+        start: mac only: the memory's state where the present segment began.
+        place: mac only: tokens written in the present segment, `[B]` int64.
+    """
+
+    attention: SlidingState
+    memory: Any = None
+    start: Any = None
+    place: Any = None
+
+    def detach(self) -> ComposedState:
+        """The same state cut off from the graph that produced it."""
+        return detached(self)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors."""
+        return bytes_of(self)
+
+
+class Composed(nn.Module):
+    """Attention composed with a memory layer: `(x [B, T, d_model], state=None) -> (y, state)`.
+
+    With o = Gate(carrier, answer), M the memory layer and A the attention:
+
+    - mag: y = Gate(A(x), M(x)). [ATT-MAG-D1]
+    - mal: y = A(Gate(x, M(x))). [ATT-MAG-D1]
+    - mac: per segment, h_t = M read with x_t as M was at the segment's start;
+      a_t = A(x_t over persistent tokens, h_s and x_s, s <= t in the segment);
+      y_t = Gate(a_t, M(a_t)), where M(a_t) writes and reads. [ATT-MAC-D1]
+    - attention: y = A(x).
+
+    The memory is any layer with the call of `nn.Memory`. For mac its state must be a pytree whose tensors have a row
+    per sequence, and a masked token must be read and leave the memory alone: that is how h is read. Segments begin with
+    their document and count written tokens.
+
+    Args:
+        d_model, heads: width, and heads of the attention.
+        config: an `AttentionConfig` or its fields.
+        memory: the memory layer, already drawn; None for kind "attention".
+        name: what errors call this layer.
+        generator: source of the attention's draws; None uses torch's default generator.
+
+    Cost: attention (`SlidingAttention`) plus memory; for mac the memory is called twice per segment, one segment after
+    another, and its places are read back to the host.
+
+    References: Behrouz et al., Titans (2025), arXiv 2501.00663, section 4.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        config: AttentionConfig | None = None,
+        memory: nn.Module | None = None,
+        *,
+        name: str = "composed",
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        config = AttentionConfig.model_validate(AttentionConfig() if config is None else config)
+        check_memory(config, d_model, memory)
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.config, self.d_model, self.name = config, d_model, name
+        self.attention = SlidingAttention(
+            d_model,
+            heads,
+            window=config.segment if config.by_segment else config.window,
+            persistent=config.persistent,
+            rotary=config.rotary,
+            kv_heads=config.kv_heads,
+            qk_norm=config.qk_norm,
+            name=f"{name} (attention)",
+            generator=generator,
+            **place,
+        )
+        self.memory: Any = memory
+        self.gate: Any = None
+        if memory is not None:
+            self.gate = Gate(config.combination, d_model, memory_alone=config.memory_first, **place)
+            convs = [item for item in memory.modules() if isinstance(item, ShortConv)]
+            self.reach = max((conv.kernel - 1 for conv in convs), default=0)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws every parameter anew from `generator`, the memory's too."""
+        # The memory was drawn before the attention beside it was built.
+        if self.memory is not None:
+            self.gate.reset_parameters()
+            self.memory.reset_parameters(generator)
+        self.attention.reset_parameters(generator)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: ComposedState | None = None,
+        *,
+        write_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+    ) -> tuple[Tensor, ComposedState]:
+        """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]`."""
+        if not torch.compiler.is_compiling():
+            check_sequence(self.attention.query.weight, x, write_mask=write_mask, reset_mask=reset_mask)
+            self._check_state(x, state)
+        if self.config.by_segment:
+            return self._by_segment(x, state, write_mask, reset_mask)
+        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
+        attention, memory = (None, None) if state is None else state[:2]
+        if self.memory is None:
+            y, attention = self.attention(x, attention, **masks)
+            return y, ComposedState(attention)
+        answer, memory = self.memory(x, memory, **masks)
+        if self.config.memory_first:
+            y, attention = self.attention(self.gate(x, answer), attention, **masks)
+        else:
+            y, attention = self.attention(x, attention, **masks)
+            y = self.gate(y, answer)
+        return y, ComposedState(attention, memory)
+
+    def _by_segment(
+        self, x: Tensor, state: ComposedState | None, write_mask: Tensor | None, reset_mask: Tensor | None
+    ) -> tuple[Tensor, ComposedState]:
+        """Memory as context, over spans in which every sequence stays within one segment."""
+        fresh = self._fresh(x)
+        state = fresh if state is None else state
+        size: Any = self.config.segment
+        ys = [x[:, :0]]
+        for span in spans_of(state.place, x, write_mask, reset_mask, size):
+            own = x[:, span.begin : span.end]
+            write = None if write_mask is None else write_mask[:, span.begin : span.end]
+            if span.restarts and reset_mask is not None:
+                state = where_sequences(reset_mask[:, span.begin], fresh, state)
+            read, _ = self.memory(own, state.start, write_mask=_nowhere(own))
+            a, attention = self.attention(own, None if span.aligned else state.attention, write_mask=write, beside=read)
+            answer, memory = self.memory(a, state.memory, write_mask=write)
+            ys.append(self.gate(a, answer))
+            place = state.place + (a.shape[1] if write is None else write.sum(1))
+            state = ComposedState(attention, memory, state.start, place)
+            if span.closes:
+                begun = fresh._replace(memory=memory, start=self._emptied(x, memory))
+                state = where_sequences(place == size, begun, state)
+        return torch.cat(ys, 1), state
+
+    def _fresh(self, x: Tensor) -> ComposedState:
+        """The state before any token."""
+        none = x[:, :0]
+        _, attention = self.attention(none, beside=none)
+        _, memory = self.memory(none)
+        place = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        self._check_rows(memory, x.shape[0])
+        return ComposedState(attention, memory, memory, place)
+
+    def _emptied(self, x: Tensor, memory: Any) -> Any:
+        """The memory as it is, its convolutions empty: what they held would reach into some of
+        the segment's reads, and into others where the sequence is cut elsewhere.
+        """
+        if not self.reach:
+            return memory
+        none = x.new_zeros(x.shape[0], self.reach, self.d_model)
+        return self.memory(none, memory, write_mask=_nowhere(none))[1]
+
+    def _check_state(self, x: Tensor, state: ComposedState | None) -> None:
+        """Refuses a state of another layer or batch."""
+        if state is None:
+            return
+        if not isinstance(state, ComposedState):
+            raise ShapeError(
+                f"{self.name}: state must be the ComposedState that this layer returned, got {type(state).__name__}"
+            )
+        segments = self.config.by_segment
+        for field, needed in {"memory": self.config.has_memory, "start": segments, "place": segments}.items():
+            if (getattr(state, field) is not None) != needed:
+                raise ShapeError(
+                    f"{self.name}: state.{field} must {'not ' if needed else ''}be None for kind "
+                    f"{self.config.kind!r}; was it made by another layer?"
+                )
+        if state.place is not None and state.place.shape != x.shape[:1]:
+            raise ShapeError(
+                f"{self.name}: state.place must be {list(x.shape[:1])}, got "
+                f"{list(state.place.shape)}; was it made with another batch?"
+            )
+
+    def _check_rows(self, state: Any, batch: int) -> None:
+        """Refuses a memory's state that cannot be taken apart sequence by sequence."""
+        for leaf in pytree.tree_leaves(state):
+            given = list(leaf.shape) if isinstance(leaf, Tensor) else shorten(leaf)
+            if leaf is not None and (not isinstance(given, list) or given[:1] != [batch]):
+                raise ShapeError(
+                    f"{self.name}: kind 'mac' begins segments row by row, so every tensor of the memory's "
+                    f"state must have {batch} rows, one per sequence; that of {type(self.memory).__name__} "
+                    f"holds {given}"
+                )
+
+    def extra_repr(self) -> str:
+        """The kind."""
+        return f"kind={self.config.kind}"
+
+
+def _nowhere(x: Tensor) -> Tensor:
+    """A mask under which nothing is written."""
+    return torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+
+
+def check_memory(config: AttentionConfig, d_model: int, memory: nn.Module | None) -> None:
+    """Refuses a memory layer that the kind has no use for, none where it needs one."""
+    if memory is not None and not config.has_memory:
+        raise ConfigError(
+            f"kind 'attention' has no memory, got a {type(memory).__name__}; choose kind 'mag', "
+            "'mal' or 'mac', or leave it out"
+        )
+    if config.has_memory and not isinstance(memory, nn.Module):
+        raise ConfigError(
+            f"kind {config.kind!r} needs a memory layer, got {shorten(memory)}; give one, or choose kind 'attention'"
+        )
+    width = getattr(memory, "d_model", d_model)
+    if width != d_model:
+        raise ConfigError(f"d_model={d_model}, but the memory layer's d_model is {width}")
+
+
+class Span(NamedTuple):
+    """Tokens begin..end of a call in which no sequence begins a segment or document but at `begin`.
+
+    `restarts`: some sequence begins a document; `closes`: some completes a segment; `aligned`: all are at the beginning
+    of a segment.
+    """
+
+    begin: int
+    end: int
+    restarts: bool
+    closes: bool
+    aligned: bool
+
+
+def spans_of(place: Tensor, like: Tensor, write: Tensor | None, reset: Tensor | None, size: int) -> list[Span]:
+    """The spans of a call over `like` `[B, T, ...]`; `place` `[B]` tokens are in a segment."""
+    shape = like.shape[:2]
+    if shape[1] == 0:
+        return []
+    write = torch.ones(shape, dtype=torch.bool, device=place.device) if write is None else write
+    reset = torch.zeros_like(write) if reset is None else reset
+    count = write.long()
+    before = place.unsqueeze(1) + count.cumsum(1) - count
+    since = before - torch.where(reset, before, 0).cummax(1).values
+    within = since % size
+    closing = write & (within == size - 1)
+    flags = [reset.any(0), closing.any(0), (within == 0).all(0)]
+    restarts, closes, aligned = torch.stack(flags).tolist()
+    cuts = {0, shape[1]} | {t for t, found in enumerate(restarts) if found}
+    cuts |= {t + 1 for t, found in enumerate(closes) if found}
+    return [Span(at, end, restarts[at], closes[end - 1], aligned[at]) for at, end in pairwise(sorted(cuts))]
+
+
+def where_sequences(chosen: Tensor, yes: Tree, no: Tree) -> Tree:
+    """A state with the tensors of `yes` in some sequences `[B]`, of `no` in the others."""
+
+    def choose(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        if a is None or b is None:
+            return b
+        return torch.where(chosen.reshape(-1, *[1] * (b.dim() - 1)), a, b)
+
+    return pytree.tree_map(choose, yes, no)
