@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hecate import MemoryConfig, memory_scan
-from hecate.algorithm.base import Algorithm, AlgorithmForm, Descent
+from hecate.algorithm.base import Algorithm, AlgorithmForm
+from hecate.algorithm.descent import Descent
 from hecate.cms import SelfReferenceConfig
 from hecate.errors import ConfigError
 from hecate.nn import GateHeads, Memory
