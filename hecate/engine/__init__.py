@@ -1,9 +1,9 @@
 """Engines: ways to run the same semantics, the token loop being the truth."""
 
-from hecate.engine.anchored import predict
 from hecate.engine.arguments import complete, document_starts
 from hecate.engine.by_hand import ByHand, may_look
 from hecate.engine.call import Call
+from hecate.engine.chunk import predict
 from hecate.engine.features import memory_features
 from hecate.engine.given import check_mask, check_tokens
 from hecate.engine.parameters import check_params

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hecate.engine.loop import select, token_step
 from hecate.engine.quotients import DIVIDE
-from hecate.engine.sequential import select, token_step
 from hecate.engine.tokens import Carry, Tokens
 from hecate.errors import NonFiniteError
 from hecate.rule import MemoryConfig

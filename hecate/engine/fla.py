@@ -27,7 +27,7 @@ from hecate.algorithm import GD
 from hecate.bias import L2, Dot
 from hecate.engine.by_hand import ByHand
 from hecate.engine.call import TRACED, Call
-from hecate.engine.compiled import by_torch, run_kernel
+from hecate.engine.cpu import by_torch, run_kernel
 from hecate.engine.tokens import Carry, Tokens
 from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig

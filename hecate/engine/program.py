@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hecate.engine.by_hand import is_traced
 from hecate.engine.chunk import chunked
-from hecate.engine.compiled import compiled
+from hecate.engine.cpu import compiled
 from hecate.engine.fla import by_fla
+from hecate.engine.loop import sequential
 from hecate.engine.parallel import parallel
 from hecate.engine.parts import Part, counting_along
 from hecate.engine.prepare import Sequence, cast, in_folds, params_tensors, to_tokens, with_tensors
 from hecate.engine.quotients import DIVIDE, Levelled, levelled, times
-from hecate.engine.sequential import sequential
 from hecate.engine.tokens import Carry, Tokens
 from hecate.phi import Params
 from hecate.rule.rule import one

@@ -12,7 +12,7 @@ import torch
 from hecate.bias import L2
 from hecate.engine.call import Call
 from hecate.engine.chunk import chunk_refusal
-from hecate.engine.compiled import compiled_refusal, compiled_unfit
+from hecate.engine.cpu import compiled_refusal, compiled_unfit
 from hecate.engine.fla import fla_refusal, fla_unfit
 from hecate.engine.parallel import parallel_refusal
 from hecate.errors import ConfigError

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, named_rule
 from hecate.bias import L2
-from hecate.engine import Call, choose_engine, chunk
+from hecate.engine import Call, choose_engine
 from hecate.engine.chunk import chunk_refusal
+from hecate.engine.chunk import engine as chunk
 from hecate.errors import ConfigError, NonFiniteError
 from hecate.tape import Tape
 from tests.engine.test_properties import Result, cases, in_pieces, whole
@@ -450,8 +451,8 @@ def test_skipped_tokens_are_masked_tokens():
 @pytest.mark.parametrize("fields", [{}, {"retention": "soft_clip_of_a_user"}], ids=["dual", "built"])
 def test_chunks_longer_than_a_step(fields, monkeypatch):
     """A chunk may be taken in several steps, whose gradients share its anchor."""
-    monkeypatch.setattr("hecate.engine.chunk.DUAL", 3)
-    monkeypatch.setattr("hecate.engine.chunk.BUILT", 3)
+    monkeypatch.setattr("hecate.engine.chunk.engine.DUAL", 3)
+    monkeypatch.setattr("hecate.engine.chunk.engine.BUILT", 3)
     config = config_of(structure=SMOOTH, algorithm="momentum", chunk=8, **fields)
     for masks in (False, True):
         case = case_of(config, length=19, d=2, width=2, masks=masks)

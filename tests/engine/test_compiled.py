@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from hecate import Gates, MemoryConfig, NonFiniteError, memory_scan
 from hecate.bias import L2, Bias, ErrorBias, Huber, KernelForm
 from hecate.engine import Call, choose_engine
-from hecate.engine import compiled as module
 from hecate.engine import program as scans
-from hecate.engine.compiled import compiled_refusal, compiled_unfit
+from hecate.engine.cpu import compiled_refusal, compiled_unfit
+from hecate.engine.cpu import engine as module
 from hecate.errors import ConfigError
 from hecate.nn import Memory
 from hecate.retention import ElasticNet, Retention, StepForm
@@ -208,7 +208,7 @@ def test_single_precision(bias, algorithm):
 @pytest.mark.spec("ENG-NUM-I3")
 @pytest.mark.parametrize("algorithm", ["gd", "momentum"])
 def test_threads_change_no_bit(algorithm, monkeypatch):
-    monkeypatch.setattr("hecate.engine.launch.SHARE", 1)
+    monkeypatch.setattr("hecate.engine.cpu.launch.SHARE", 1)
     case = case_of(config_of(**{**TITANS, "algorithm": algorithm}), batch=3, length=40, masks=True)
     results = []
     for threads in (1, 2, 4):

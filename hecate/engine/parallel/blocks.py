@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hecate.bias import L2, Bias, Dot
 from hecate.engine.coefficients import Rows, coefficients, last_row, neutral
-from hecate.engine.implicit import adjoint, implicit_gradients, solve
+from hecate.engine.parallel.implicit import adjoint, implicit_gradients, solve
 from hecate.engine.tokens import Tokens
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one

@@ -9,7 +9,21 @@ from __future__ import annotations
 
 import math
 
-from hecate.engine.lanes import add, alive, helper, inline, lanes, load, mad, mul, number, shrunk, splat, store, sums
+from hecate.engine.cpu.lanes import (
+    add,
+    alive,
+    helper,
+    inline,
+    lanes,
+    load,
+    mad,
+    mul,
+    number,
+    shrunk,
+    splat,
+    store,
+    sums,
+)
 
 ROWS = 4
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hecate.engine import layers
-from hecate.engine.anchored import factored, graph_of, predict, predict_states, summed, token_gradients
-from hecate.engine.layers import Leaves, Reads
-from hecate.engine.pieces import Piece
-from hecate.engine.sequential import select
+from hecate.engine.chunk import layers
+from hecate.engine.chunk.anchored import factored, graph_of, predict, predict_states, summed, token_gradients
+from hecate.engine.chunk.layers import Leaves, Reads
+from hecate.engine.chunk.pieces import Piece
+from hecate.engine.loop import select
 from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, split_time
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.rule import one, several

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hecate.engine.lanes import (
+from hecate.engine.cpu.lanes import (
     add,
     alive,
     along,
@@ -18,7 +18,7 @@ from hecate.engine.lanes import (
     store,
     sums,
 )
-from hecate.engine.rows import psi, pulled, put, slope
+from hecate.engine.cpu.rows import psi, pulled, put, slope
 
 
 @inline

@@ -21,10 +21,10 @@ from hecate.algorithm import GD, Momentum
 from hecate.engine.by_hand import ByHand
 from hecate.engine.call import TRACED, Call
 from hecate.engine.coordinates import by_coordinate
-from hecate.engine.launch import load_kernels, scan, scan_vjp
+from hecate.engine.cpu.launch import load_kernels, scan, scan_vjp
+from hecate.engine.loop import sequential
 from hecate.engine.parallel import parallel, parallel_refusal
 from hecate.engine.prepare import in_folds
-from hecate.engine.sequential import sequential
 from hecate.engine.tokens import Carry, Tokens
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several

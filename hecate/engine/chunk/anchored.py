@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hecate.engine import layers
-from hecate.engine.layers import Gradients
+from hecate.engine.chunk import layers
+from hecate.engine.chunk.layers import Gradients
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one, several
 from hecate.structure import Layered, Memory

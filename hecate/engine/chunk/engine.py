@@ -9,7 +9,7 @@ algorithm are linear the state after token t is read without being built, layer 
 with the coefficients of `hecate.engine.coefficients`. Any other retention or algorithm steps from token to token, on
 gradients that are known beforehand, and all its states are read at once. `commit="chunk"` reads one state throughout
 and takes one step per chunk, whatever algorithm and retention. Masks and resets lay each memory's tokens into cells of
-its own (`hecate.engine.grid`). [ENG-CHUNK-D1]
+its own (`hecate.engine.chunk.grid`). [ENG-CHUNK-D1]
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hecate.engine.anchored import shared_graph
-from hecate.engine.commits import commit_built, commit_chunk, commit_dual
+from hecate.engine.chunk.anchored import shared_graph
+from hecate.engine.chunk.commits import commit_built, commit_chunk, commit_dual
+from hecate.engine.chunk.grid import Grid, grid_of, steps_of
+from hecate.engine.chunk.pieces import Piece, coefficient_rows, cut, kept_rows, pieces_of
 from hecate.engine.finite import can_inspect
-from hecate.engine.grid import Grid, grid_of, steps_of
-from hecate.engine.pieces import Piece, coefficient_rows, cut, kept_rows, pieces_of
+from hecate.engine.loop import select
 from hecate.engine.prepare import Sequence, fold_mask
-from hecate.engine.sequential import select
 from hecate.engine.tokens import CONCAT, SELECT, Carry, Tokens, restart
 from hecate.rule import MemoryConfig, MemoryState
 from hecate.rule.rule import one, several

@@ -14,7 +14,7 @@ that lie side by side take turns, so that what one leaves of a page or a row of 
 
 from __future__ import annotations
 
-from hecate.engine.fours import (
+from hecate.engine.cpu.fours import (
     accumulate,
     added,
     combined,
@@ -37,7 +37,7 @@ from hecate.engine.fours import (
     times,
     zeros,
 )  # fmt: skip
-from hecate.engine.lanes import (
+from hecate.engine.cpu.lanes import (
     add,
     helper,
     kernel,
@@ -49,7 +49,7 @@ from hecate.engine.lanes import (
     splat_row,
     sums,
 )  # fmt: skip
-from hecate.engine.rows import ROWS, first_token, turn
+from hecate.engine.cpu.rows import ROWS, first_token, turn
 
 
 @helper

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Dot
-from hecate.engine.blocks import Parts, States, parts_of, walk, walk_vjp
 from hecate.engine.by_hand import ByHand
 from hecate.engine.coordinates import by_coordinate, coordinate_refusal
+from hecate.engine.parallel.blocks import Parts, States, parts_of, walk, walk_vjp
 from hecate.engine.tokens import Carry, Tokens
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one, several

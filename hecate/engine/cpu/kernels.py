@@ -14,8 +14,8 @@ u = -v (bias dot).
 
 from __future__ import annotations
 
-from hecate.engine.lanes import add, helper, kernel, lanes, load, mad, mul, splat, store, sums
-from hecate.engine.rows import (
+from hecate.engine.cpu.lanes import add, helper, kernel, lanes, load, mad, mul, splat, store, sums
+from hecate.engine.cpu.rows import (
     ROWS,
     collect,
     copy,

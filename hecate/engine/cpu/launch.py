@@ -31,7 +31,7 @@ SHARE = 1 << 20  # tokens x cells that are worth a thread of their own
 def load_kernels(name: str = "kernels") -> ModuleType | None:
     """A module of kernels; None without numba."""
     try:
-        return importlib.import_module(f"hecate.engine.{name}")
+        return importlib.import_module(f"hecate.engine.cpu.{name}")
     except ImportError:
         return None
 
