@@ -28,6 +28,7 @@ ACROSS = {  # imports within a floor, each in one direction only
     ("variant", "errors"),
     ("variant", "frozen"),
     ("variant", "schema"),
+    ("tape", "checks"),
     ("tape", "errors"),
     ("engine", "rule"),
     ("cms", "nn"),

@@ -1,7 +1,6 @@
 """Engines: ways to run the same semantics, the token loop being the truth."""
 
 from hecate.engine.arguments import complete, document_starts
-from hecate.engine.by_hand import ByHand, may_look
 from hecate.engine.call import Call
 from hecate.engine.chunk import predict
 from hecate.engine.features import memory_features
@@ -13,6 +12,7 @@ from hecate.engine.quotients import DIVIDE, L2_NORM, SUM_NORM, largest, levellin
 from hecate.engine.scan import memory_scan, memory_step
 from hecate.engine.select import EngineName, check_exact, choose_engine, exact_engines
 from hecate.engine.tokens import CONCAT
+from hecate.tape import ByHand, can_inspect
 
 __all__ = [
     "CONCAT",
@@ -23,6 +23,7 @@ __all__ = [
     "Call",
     "EngineName",
     "Sequence",
+    "can_inspect",
     "check_exact",
     "check_mask",
     "check_params",
@@ -34,7 +35,6 @@ __all__ = [
     "exact_engines",
     "largest",
     "levelling",
-    "may_look",
     "memory_features",
     "memory_scan",
     "memory_step",

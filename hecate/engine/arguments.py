@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.by_hand import is_traced
 from hecate.engine.finite import can_inspect
 from hecate.engine.gates import complete_gates
 from hecate.engine.given import check_mask, check_tokens
@@ -16,6 +15,7 @@ from hecate.engine.prepare import Sequence
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.state import initial_state, map_state
+from hecate.tape import is_traced
 
 
 def complete(

@@ -6,15 +6,15 @@ from functools import partial
 
 from torch import Tensor
 
-from hecate.engine.by_hand import is_traced, may_look
 from hecate.errors import NonFiniteError
 from hecate.rule import MemoryState
+from hecate.tape import can_inspect, is_traced
 
 
 def watch_cotangents(name: str, y: Tensor, state: MemoryState) -> None:
     """Lets the backward pass look at what reaches y and the state, as `on_nonfinite="raise"` does ahead of it: on a
     CPU, and where values may steer. [ENG-FINITE-V1]"""
-    if not may_look(y):
+    if not can_inspect(y, free=True):
         return
     held = {"outputs": y}
     for field in ("memory", "slots"):

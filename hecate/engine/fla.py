@@ -25,7 +25,6 @@ from torch import Tensor
 
 from hecate.algorithm import GD
 from hecate.bias import L2, Dot
-from hecate.engine.by_hand import ByHand
 from hecate.engine.call import TRACED, Call
 from hecate.engine.cpu import by_torch, run_kernel
 from hecate.engine.tokens import Carry, Tokens
@@ -33,7 +32,7 @@ from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
 from hecate.structure import Matrix, Memory
-from hecate.tape import Run, Tensors, differentiable
+from hecate.tape import ByHand, Run, Tensors, differentiable
 
 SMALLEST = 2.0**-40  # retain gates whose logarithms add up without losing float32's digits
 TRIAL = 150  # tokens: two blocks of a kernel, and what is left

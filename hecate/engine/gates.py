@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hecate.checks import described
-from hecate.engine.by_hand import may_look
 from hecate.engine.tokens import expand_to
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import Gates, MemoryConfig
+from hecate.tape import can_inspect
 
 
 def complete_gates(
@@ -92,7 +92,7 @@ def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
 
 
 def _check_range(limits: Range, given: Tensor, write: Tensor | None) -> None:
-    if given.numel() == 0 or not may_look(given):
+    if given.numel() == 0 or not can_inspect(given, free=True):
         return
     low, high = given.aminmax()
     if low.item() >= 0 and high.item() <= limits.top:

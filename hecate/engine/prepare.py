@@ -9,14 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine.by_hand import ByHand
 from hecate.engine.quotients import L2_NORM, SUM_NORM, Step, stepped
 from hecate.engine.tokens import SELECT, Carry, Tokens
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one
 from hecate.structure import Memory
-from hecate.tape import Block, Run, Tensors, execute
+from hecate.tape import Block, ByHand, Run, Tensors, execute
 
 
 class Sequence(NamedTuple):

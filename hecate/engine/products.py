@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hecate.engine.by_hand import ByHand
 from hecate.rule.rule import one
-from hecate.tape import Block, Tensors, differentiate, execute
+from hecate.tape import Block, ByHand, Tensors, differentiate, execute
 
 
 def span_products(gates: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.by_hand import is_traced
 from hecate.engine.chunk import chunked
 from hecate.engine.cpu import compiled
 from hecate.engine.fla import by_fla
@@ -22,7 +21,7 @@ from hecate.engine.tokens import Carry, Tokens
 from hecate.phi import Params
 from hecate.rule.rule import one
 from hecate.structure import Memory
-from hecate.tape import Block, Program, Run, Tensors, execute
+from hecate.tape import Block, Program, Run, Tensors, execute, is_traced
 
 
 def program_of(

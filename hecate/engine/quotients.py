@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from hecate.bias import L2, Dot
-from hecate.engine.by_hand import ByHand, may_look
 from hecate.engine.tokens import Carry, Tokens
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one
 from hecate.structure import Memory
-from hecate.tape import Block, Run, Tensors, execute
+from hecate.tape import Block, ByHand, Run, Tensors, can_inspect, execute
 from hecate.tape.ops import over
 
 NORMALIZED_EPS = 1e-6
@@ -35,7 +34,7 @@ def near_one(size: Tensor, share: float = 0.25) -> bool:
 
     They are looked at on a CPU only, where it costs no waiting, and where values may steer.
     """
-    if not may_look(size):
+    if not can_inspect(size, free=True):
         return False
     if not size.numel():
         return True
@@ -141,7 +140,7 @@ def stepped(config: MemoryConfig, given: Step, run: Run) -> Step:
     same = same and config.structure.linear and config.algorithm.linear
     # Its derivative has |phi|^4 in it.
     top = reach(phi.dtype, 0.2 if same else 0.4)
-    if may_look(phi) and phi.numel() and largest(phi).amax().item() <= top:
+    if can_inspect(phi, free=True) and phi.numel() and largest(phi).amax().item() <= top:
         return Step(phi, v, one(run(rule, lr, phi, floor, label="step")))
     size = largest(phi)
     level = torch.where(size > top, levelling(size) * (1.0 if same else top), 1.0)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hecate.engine.arguments import as_wide_as, complete, complete_initial, complete_state, state_dtype
-from hecate.engine.by_hand import is_traced
 from hecate.engine.call import Call
 from hecate.engine.chunk import chunk_steps
 from hecate.engine.cotangents import watch_cotangents
@@ -25,7 +24,7 @@ from hecate.errors import ConfigError, shorten
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.rule import one, several
-from hecate.tape import Autodiff, Tape, differentiate, execute
+from hecate.tape import Autodiff, Tape, differentiate, execute, is_traced
 
 _LOG = logging.getLogger("hecate.engine")
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from hecate.engine import largest, levelling, may_look, reach
+from hecate.engine import can_inspect, largest, levelling, reach
 from hecate.errors import ConfigError, shorten
 
 QKNorm = Literal["none", "l2", "rms"]
@@ -28,7 +28,7 @@ def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = 1e-6) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = torch.sum if norm == "l2" else torch.mean
     size = mean(wide.square(), -1, keepdim=True)
-    if not (may_look(size) and math.isfinite(size.sum().item())):
+    if not (can_inspect(size, free=True) and math.isfinite(size.sum().item())):
         # Too long to be squared: brought near 1, and eps with it.
         longest = largest(wide)
         level = torch.where(longest > reach(wide.dtype, 0.4), levelling(longest), 1.0)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import GD, Momentum
-from hecate.engine.by_hand import ByHand
 from hecate.engine.call import TRACED, Call
 from hecate.engine.coordinates import by_coordinate
 from hecate.engine.cpu.launch import load_kernels, scan, scan_vjp
@@ -29,7 +28,7 @@ from hecate.engine.tokens import Carry, Tokens
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
 from hecate.structure import Matrix, Memory, Vector
-from hecate.tape import Run, Tensors, execute
+from hecate.tape import ByHand, Run, Tensors, execute
 
 
 def compiled_refusal(config: MemoryConfig) -> str | None:

@@ -28,14 +28,13 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Dot
-from hecate.engine.by_hand import ByHand
 from hecate.engine.coordinates import by_coordinate, coordinate_refusal
 from hecate.engine.parallel.blocks import Parts, States, parts_of, walk, walk_vjp
 from hecate.engine.tokens import Carry, Tokens
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one, several
 from hecate.structure import Memory
-from hecate.tape import Run, Tensors, execute
+from hecate.tape import ByHand, Run, Tensors, execute
 
 CHUNK = 64
 CHANNEL_CHUNK = 16  # per-channel products are C x C x P tensors

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Bias
-from hecate.engine.by_hand import is_traced
 from hecate.engine.finite import can_inspect
 from hecate.rule.rule import one
-from hecate.tape import Block, Tensors, differentiate
+from hecate.tape import Block, Tensors, differentiate, is_traced
 
 SUB_BLOCK = 16
 LOOK = 4  # steps between looks at whether an iteration has settled, on devices
