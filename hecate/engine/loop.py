@@ -14,12 +14,37 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import Token
-from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, restart, split_time
+from hecate.engine.call import Call
+from hecate.engine.engine import TokenEngine
+from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, in_folds, restart, split_time
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.state import frozen_gradients
 from hecate.structure import Memory
-from hecate.tape import Block, Run, Tensors, checkpoint, execute, one, several
+from hecate.tape import Autodiff, Block, Run, Tensors, checkpoint, execute, one, several
 from hecate.tape.ops import over, sum_to_gate
+
+
+class Sequential(TokenEngine):
+    """Token by token, for every config."""
+
+    name = "sequential"
+    truth = True
+
+    def cost(self, call: Call) -> float:
+        """Python and a few products per token."""
+        return 1.0 + 100.0 * call.length
+
+    def about(self, call: Call) -> str:
+        """Of more tokens, what others say is more."""
+        return "a single token" if call.length == 1 else ""
+
+    def autodiff(self, config: MemoryConfig) -> Autodiff:
+        """The tape: autograd would keep a state per token."""
+        return "auto"
+
+    def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+        """Token by token."""
+        return in_folds(sequential, call.config, tokens, carry, initial, run=run)
 
 
 def sequential(

@@ -8,8 +8,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from hecate.engine import can_inspect, largest, levelling, reach
 from hecate.errors import ConfigError, shorten
+from hecate.tape import can_inspect
+from hecate.tape.ops import largest, levelling, reach
 
 QKNorm = Literal["none", "l2", "rms"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hecate.phi.base import FeatureMap, Params, Traits
-from hecate.tape.activation import activate_vjp
+from hecate.tape.ops import activate_vjp
 
 
 class CReLU(FeatureMap):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hecate.phi.base import Traits
 from hecate.phi.elementwise import Elementwise
-from hecate.tape.activation import activate, activate_vjp
+from hecate.tape.ops import activate, activate_vjp
 
 _DEPTH = 0.1699712075  # -min of x Phi(x) = 0.16997120747990..., at x = -0.75179, rounded up
 

@@ -12,7 +12,7 @@ from hecate.phi.base import Params, Traits, project_vjp
 from hecate.phi.learned import Learned, learned
 from hecate.phi.random import project_precisely
 from hecate.sizes import Size
-from hecate.tape.activation import Activation, activate
+from hecate.tape.ops import Activation, activate
 
 
 class MLP(Learned):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hecate.phi.base import Traits
 from hecate.phi.elementwise import Elementwise
-from hecate.tape.activation import activate_vjp
+from hecate.tape.ops import activate_vjp
 
 
 class ReLU(Elementwise):

@@ -10,7 +10,7 @@ from torch import Tensor
 from hecate.phi.base import Params, Traits
 from hecate.phi.learned import Learned, affine, affine_vjp
 from hecate.sizes import Size
-from hecate.tape.activation import activate_vjp
+from hecate.tape.ops import activate_vjp
 
 
 class T2R(Learned):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hecate.phi.base import Traits
 from hecate.phi.elementwise import Elementwise
-from hecate.tape.activation import activate
+from hecate.tape.ops import activate
 
 
 class Tanh(Elementwise):

@@ -10,7 +10,7 @@ from hecate.sizes import Size
 from hecate.structure.graph import INPUT, Apply, Graph, Linear
 from hecate.structure.layered import Layered
 from hecate.structure.ops import Act, Multiply
-from hecate.tape.activation import Activation
+from hecate.tape.ops import Activation
 
 
 class GatedMLP(Layered):

@@ -13,7 +13,7 @@ from hecate.sizes import Depth, Size
 from hecate.structure.graph import INPUT, ONE, Apply, Graph, Linear
 from hecate.structure.layered import Layered
 from hecate.structure.ops import Act, Add, Normalise
-from hecate.tape.activation import Activation
+from hecate.tape.ops import Activation
 
 
 class MLP(Layered):

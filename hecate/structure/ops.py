@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.tape.activation import Activation, activate
+from hecate.tape.ops import Activation, activate
 
 
 class Act(NamedTuple):

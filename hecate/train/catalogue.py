@@ -91,13 +91,13 @@ def _example(variant: Any) -> Any:
 
 
 def _rules() -> Table:
-    from hecate.engine import Call, choose_engine
+    from hecate.engine import Call, choose
     from hecate.rule import RULES
 
     rows = []
     for name, (config, paper) in RULES.items():
         knobs = (config.structure, config.bias, config.retention, config.algorithm, config.feature_map)
-        engine, _ = choose_engine(config, "auto", Call(length=1024))  # a sequence, not a step
+        engine = choose(Call.sketch(config, length=1024)).name  # a sequence, not a step
         rows.append([name, *(knob.kind for knob in knobs), engine, paper])
     heads = ["rule", "structure", "bias", "retention", "algorithm", "feature map", "engine", "paper"]
     return heads, rows

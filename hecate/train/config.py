@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from hecate.data import Bundled, DataConfig
-from hecate.engine import Call, choose_engine
+from hecate.engine import Call, explain
 from hecate.errors import ConfigError, shorten
 from hecate.frozen import FrozenDict
 from hecate.models import LanguageModelConfig
@@ -174,15 +174,14 @@ class ExperimentConfig(Config):
     def engines(self) -> dict[str, tuple[str, str]]:
         """The engine that runs each memory on this machine in training, and why, by its path."""
         return {
-            path: choose_engine(
-                rule.config,
-                "auto",
-                Call(
+            path: explain(
+                Call.sketch(
+                    rule.config,
                     length=min(self.seq_len, rule.window or self.seq_len),
                     shape=(rule.d_value, rule.config.feature_map.output_dim(rule.d_key)),
                     device=self.budget.device,
                     dtype=rule.config.dtype,
-                ),
+                )
             )
             for path, rule in self.model.rules().items()
         }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hecate import Gates, MemoryConfig, NonFiniteError, memory_scan, memory_step
-from hecate.engine.parallel import parallel_refusal
+from hecate.engine import Engine
 from hecate.errors import ConfigError
 from tests.memories import DEEP, case_of, close, config_of, flat_state
 
@@ -24,7 +24,7 @@ def runs() -> list[tuple[str, str]]:
         (name, engine)
         for name, fields in CONFIGS.items()
         for engine in ("sequential", "parallel")
-        if engine == "sequential" or parallel_refusal(config_of(**fields)) is None
+        if engine == "sequential" or Engine.registry["parallel"].refuses(config_of(**fields)) is None
     ]
 
 

@@ -21,15 +21,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hecate.engine.call import Call
 from hecate.engine.chunk.anchored import shared_graph
 from hecate.engine.chunk.commits import commit_built, commit_chunk, commit_dual
 from hecate.engine.chunk.grid import Grid, grid_of, steps_of
 from hecate.engine.chunk.pieces import Piece, coefficient_rows, cut, kept_rows, pieces_of
-from hecate.engine.finite import can_inspect
+from hecate.engine.engine import TokenEngine
 from hecate.engine.loop import select
-from hecate.engine.prepare import Sequence, fold_mask
-from hecate.engine.tokens import CONCAT, SELECT, Carry, Tokens, restart
-from hecate.rule import MemoryConfig, MemoryState
+from hecate.engine.tokens import CONCAT, SELECT, Carry, Tokens, fold_mask, in_folds, restart
+from hecate.rule import MemoryConfig
 from hecate.rule.rule import one, several
 from hecate.structure import Memory
 from hecate.tape import Run, Tensors, checkpoint
@@ -39,35 +39,49 @@ BUILT = 16  # tokens whose states are built at once
 KEPT = 2**26  # bytes of tokens and carries that are taped as they run, without segments
 
 
-def chunk_refusal(config: MemoryConfig) -> str | None:
-    """Why the chunk engine cannot run a config exactly; None if it can."""
-    if config.chunk == 1:
-        return "chunk=1 takes each gradient at the state before its token, not at a chunk's start"
-    if not config.algorithm.takes_any_gradient():
-        return f"algorithm {config.algorithm.kind!r} chooses its gradient token by token"
-    return None
+class Chunk(TokenEngine):
+    """All gradients of a chunk at one state, for every structure, bias and retention."""
 
+    name = "chunk"
 
-def known_position(state: MemoryState | None) -> int | None:
-    """Tokens since the chunk's start, 0 without a state; None if memories differ or none may look."""
-    if state is None or state.position.numel() == 0:
-        return 0
-    if not can_inspect(state.position):
+    def refuses(self, config: MemoryConfig) -> str | None:
+        """What has no chunks, or chooses gradients token by token."""
+        if config.chunk == 1:
+            return "chunk=1 takes each gradient at the state before its token, not at a chunk's start"
+        if not config.algorithm.takes_any_gradient():
+            return f"algorithm {config.algorithm.kind!r} chooses its gradient token by token"
         return None
-    low, high = (int(end) for end in state.position.aminmax())
-    return low if low == high and low >= 0 else None
+
+    def cost(self, call: Call) -> float:
+        """A step has to take two tokens on average to beat as many of the token loop."""
+        return math.inf if call.config.chunk == 1 else 200.0 * max(1, _steps(call))
+
+    def about(self, call: Call) -> str:
+        """How many steps, if that is too many."""
+        steps = _steps(call)
+        if 2 * steps > call.length:
+            return f"{steps} chunks for {call.length} tokens: resets leave too little in each"
+        return "gradients of a chunk at one state: exact in chunks"
+
+    def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+        """Chunk by chunk, from the place in the first."""
+        return in_folds(partial(chunked, position=call.place), call.config, tokens, carry, initial, run=run)
 
 
-def chunk_steps(config: MemoryConfig, sequence: Sequence, state: MemoryState, position: int | None) -> int:
-    """How many steps a sequence takes; 0 without chunks."""
-    length, heads = sequence.lr.shape[1:]
-    if config.chunk == 1 or sequence.lr.numel() == 0:
+def _steps(call: Call) -> int:
+    """How many steps a call takes; 0 without tokens."""
+    if call.steps is not None:
+        return call.steps
+    config, (_, _, _, lr, retain, _, write, reset, _) = call.config, call.inputs
+    if lr.numel() == 0:
         return 0
-    size = min(cell_size(config, channelwise=sequence.retain.dim() == 4), length)
-    write, reset = (None if mask is None else fold_mask(mask, heads) for mask in (sequence.write, sequence.reset))
-    if aligned(config, write, reset, position):
-        return len(pieces_of(position or 0, length, config.chunk, size))
-    return steps_of(write, reset, state.position.flatten(), length, config.chunk, size)
+    length, heads = lr.shape[1:]
+    size = min(cell_size(config, channelwise=retain.dim() == 4), length)
+    write, reset = (None if mask is None else fold_mask(mask, heads) for mask in (write, reset))
+    if aligned(config, write, reset, call.place):
+        return len(pieces_of(call.place or 0, length, config.chunk, size))
+    position = call.memories[0][1].position
+    return steps_of(write, reset, position, length, config.chunk, size)
 
 
 def aligned(config: MemoryConfig, write: Tensor | None, reset: Tensor | None, position: int | None) -> bool:
@@ -88,7 +102,7 @@ def cell_size(config: MemoryConfig, *, channelwise: bool) -> int:
 def _dual(config: MemoryConfig, channelwise: bool) -> bool:
     """Whether states are read without being built."""
     # Per channel too, but there the coefficients of all pairs cost more than the states (measured).
-    linear = config.retention.linear and config.algorithm.kind in ("gd", "momentum")
+    linear = config.retention.linear and config.algorithm.kernel_form() is not None
     graph = shared_graph(config, decayed=config.decay_order == "before_gradient")
     return linear and graph is not None and not channelwise
 

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine.finite import can_inspect
 from hecate.engine.tokens import expand_to
-from hecate.tape import Block, Tensors
+from hecate.tape import Block, Tensors, can_inspect
 
 
 class Grid(NamedTuple):

@@ -11,60 +11,88 @@ Second derivatives and batched cotangents go through the torch engines instead. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from hecate.algorithm import GD, Momentum
 from hecate.engine.call import TRACED, Call
 from hecate.engine.coordinates import by_coordinate
 from hecate.engine.cpu.launch import load_kernels, scan, scan_vjp
+from hecate.engine.engine import Engine, TokenEngine
 from hecate.engine.loop import sequential
-from hecate.engine.parallel import parallel, parallel_refusal
-from hecate.engine.prepare import in_folds
-from hecate.engine.tokens import Carry, Tokens
+from hecate.engine.parallel import parallel
+from hecate.engine.tokens import Carry, Tokens, in_folds
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
-from hecate.structure import Matrix, Memory, Vector
+from hecate.structure import Memory
 from hecate.tape import ByHand, Run, Tensors, execute
 
-
-def compiled_refusal(config: MemoryConfig) -> str | None:
-    """Why the compiled engine cannot run a config exactly; None if it can."""
-    rule = config.rule
-    if config.chunk > 1 or config.commit == "chunk":
-        return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
-    for name, knob, known in (
-        ("structure", rule.structure, (Matrix, Vector)),
-        ("algorithm", rule.algorithm, (GD, Momentum)),
-    ):
-        if type(knob) not in known:
-            return f"{name} {knob.kind!r} has no kernel"
-    if isinstance(rule.algorithm, Momentum) and rule.algorithm.nesterov:
-        return "its kernels know momentum without nesterov"
-    if rule.bias.kernel_form() is None:
-        return f"bias {rule.bias.kind!r} as configured has no kernel"
-    step = rule.retention.kernel_form()
-    if step is None:
-        return f"retention {rule.retention.kind!r} as configured has no kernel"
-    if step.threshold is not None and config.decay_order == "before_gradient":
-        return f"retention {rule.retention.kind!r} ahead of the gradient has no kernel"
-    return None
+# Measured by `python -m studies cost-engines`: from this length on kernels are worth loading, and up to this size of a
+# l2 state (128 x 128 in float32) they beat block products, forward and backward together; with dot, whose rows go in
+# tiles, up to 256 x 256 at least.
+TOKENS = 32
+BYTES = 1 << 16
 
 
-def compiled_unfit(_: MemoryConfig, call: Call) -> str | None:
-    """Why the compiled engine cannot run a call here; None if it can."""
-    if call.traced:
-        return TRACED
-    if call.device != "cpu":
-        return f"its kernels run on the CPU, the tensors are on {call.device}"
-    if call.dtype not in (torch.float32, torch.float64):
-        return f"its kernels are for float32 and float64, the state is {call.dtype}"
-    if load_kernels() is None:
-        return 'it needs numba: pip install "hecate[cpu]"'
-    return None
+class Compiled(TokenEngine):
+    """Kernels of numba on a CPU, the state in cache, for matrix memories whose formulas have a form that they know."""
+
+    name = "compiled"
+    counts_along = True
+
+    def refuses(self, config: MemoryConfig) -> str | None:
+        """What has no kernel."""
+        rule = config.rule
+        if config.chunk > 1 or config.commit == "chunk":
+            return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+        algorithm, step = rule.algorithm.kernel_form(), rule.retention.kernel_form()
+        if not rule.structure.linear:
+            return f"structure {rule.structure.kind!r} has no kernel"
+        if algorithm is None:
+            return f"algorithm {rule.algorithm.kind!r} has no kernel"
+        if algorithm.nesterov:
+            return "its kernels know momentum without nesterov"
+        if rule.bias.kernel_form() is None:
+            return f"bias {rule.bias.kind!r} as configured has no kernel"
+        if step is None:
+            return f"retention {rule.retention.kind!r} as configured has no kernel"
+        if step.threshold is not None and config.decay_order == "before_gradient":
+            return f"retention {rule.retention.kind!r} ahead of the gradient has no kernel"
+        return None
+
+    def unfit(self, call: Call) -> str | None:
+        """Another device, another dtype, torch looking on, no numba."""
+        if call.traced:
+            return TRACED
+        if call.device != "cpu":
+            return f"its kernels run on the CPU, the tensors are on {call.device}"
+        if call.dtype not in (torch.float32, torch.float64):
+            return f"its kernels are for float32 and float64, the state is {call.dtype}"
+        if load_kernels() is None:
+            return 'it needs numba: pip install "hecate[cpu]"'
+        return None
+
+    def cost(self, call: Call) -> float:
+        """Less than blocks, but for large states of l2, and only from `TOKENS` on, before which nothing loads numba."""
+        if call.length < TOKENS:
+            return math.inf
+        form = call.config.bias.kernel_form()
+        error = form is not None and form.name == "error"
+        large = error and math.prod(call.shape) * call.dtype.itemsize > BYTES
+        return (80.0 if large else 30.0) * call.length
+
+    def about(self, call: Call) -> str:
+        """Whether the call is long enough."""
+        if call.length < TOKENS:
+            return f"its kernels are worth loading from {TOKENS} tokens on"
+        return "a kernel keeps the state in cache"
+
+    def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+        """In the kernels."""
+        return compiled(call.config, tokens, carry, initial, run=run)
 
 
 def compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
@@ -88,7 +116,7 @@ def by_torch(config: MemoryConfig, like: Carry) -> Callable[..., Tensors]:
     states = 1 + len(like.slots)
 
     def plain(*inputs: Tensor | None) -> Tensors:
-        engine = sequential if parallel_refusal(config) else parallel
+        engine = sequential if Engine.registry["parallel"].refuses(config) else parallel
         memory, *slots = several(inputs[:states])
         own = like._replace(memory=(memory,), slots=tuple(slots))
         rest = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]

@@ -28,9 +28,11 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Dot
+from hecate.engine.call import Call
 from hecate.engine.coordinates import by_coordinate, coordinate_refusal
+from hecate.engine.engine import TokenEngine
 from hecate.engine.parallel.blocks import Parts, States, parts_of, walk, walk_vjp
-from hecate.engine.tokens import Carry, Tokens
+from hecate.engine.tokens import Carry, Tokens, in_folds
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one, several
 from hecate.structure import Memory
@@ -43,18 +45,36 @@ GROUP = 1 << 17  # numbers per tensor of a group: what is worked on at once stay
 DEVICE_GROUP = 1 << 24  # the same where batches must be large to fill the device
 
 
-def parallel_refusal(config: MemoryConfig) -> str | None:
-    """Why the parallel engine cannot run a config exactly; None if it can."""
-    rule = config.rule
-    if config.chunk > 1 or config.commit == "chunk":
-        return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
-    if not rule.structure.linear:
-        return f"structure {rule.structure.kind!r} is not linear in its weights"
-    if not rule.retention.linear:
-        return f"retention {rule.retention.kind!r} is not linear"
-    if rule.algorithm.kind not in ("gd", "momentum"):
-        return f"algorithm {rule.algorithm.kind!r} is not a linear recurrence of the gates alone"
-    return coordinate_refusal(config)
+class Parallel(TokenEngine):
+    """Blocks of tokens at once, for linear memories with linear retention."""
+
+    name = "parallel"
+    counts_along = True
+
+    def refuses(self, config: MemoryConfig) -> str | None:
+        """What is not linear in the state, or takes gradients elsewhere."""
+        rule = config.rule
+        if config.chunk > 1 or config.commit == "chunk":
+            return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+        if not rule.structure.linear:
+            return f"structure {rule.structure.kind!r} is not linear in its weights"
+        if not rule.retention.linear:
+            return f"retention {rule.retention.kind!r} is not linear"
+        if rule.algorithm.kernel_form() is None:
+            return f"algorithm {rule.algorithm.kind!r} is not a linear recurrence of the gates alone"
+        return coordinate_refusal(config)
+
+    def cost(self, call: Call) -> float:
+        """More than a single token of the loop, less than two."""
+        return 60.0 * (1 + call.length)
+
+    def about(self, call: Call) -> str:
+        """What is always so."""
+        return "linear memory with linear retention: exact in blocks"
+
+    def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+        """Block by block."""
+        return in_folds(parallel, call.config, tokens, carry, initial, run=run)
 
 
 def parallel(

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Bias
-from hecate.engine.finite import can_inspect
 from hecate.rule.rule import one
-from hecate.tape import Block, Tensors, differentiate, is_traced
+from hecate.tape import Block, Tensors, can_inspect, differentiate, is_traced
 
 SUB_BLOCK = 16
 LOOK = 4  # steps between looks at whether an iteration has settled, on devices
