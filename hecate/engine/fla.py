@@ -23,16 +23,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.algorithm import GD
-from hecate.bias import L2, Dot
+from hecate.algorithm import AlgorithmForm
 from hecate.engine.by_hand import ByHand
 from hecate.engine.call import TRACED, Call
 from hecate.engine.cpu import by_torch, run_kernel
 from hecate.engine.tokens import Carry, Tokens
-from hecate.retention import Decay, NoRetention
+from hecate.retention import Decay, NoRetention, StepForm
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
-from hecate.structure import Matrix, Memory
+from hecate.structure import Memory
 from hecate.tape import Run, Tensors, differentiable
 
 SMALLEST = 2.0**-40  # retain gates whose logarithms add up without losing float32's digits
@@ -59,16 +58,17 @@ def kernel_of(config: MemoryConfig, *, channelwise: bool) -> Kernel | str:
         return "its kernels have no sum normaliser that can be carried on"
     if config.read == "before":
         return "its kernels read after the write, not read='before'"
+    bias = rule.bias.kernel_form()
     for name, knob, known in (
-        ("structure", rule.structure, (Matrix,)),
-        ("bias", rule.bias, (Dot, L2)),
-        ("retention", rule.retention, (NoRetention, Decay)),
-        ("algorithm", rule.algorithm, (GD,)),
+        ("structure", rule.structure, rule.structure.linear and not rule.structure.diagonal),
+        ("bias", rule.bias, bias is not None and bias.name in ("target", "error")),
+        ("retention", rule.retention, rule.retention.kernel_form() == StepForm()),
+        ("algorithm", rule.algorithm, rule.algorithm.kernel_form() == AlgorithmForm()),
     ):
-        if type(knob) not in known:
+        if not known:
             return f"{name} {knob.kind!r} has no kernel"
     decays = rule.retention.uses_retain
-    if type(rule.bias) is Dot:
+    if bias is not None and bias.name == "target":
         name = "gla" if channelwise else "simple_gla"
         return Kernel(f"fla.ops.{name}", f"chunk_{name}", False, decays)
     if not decays:

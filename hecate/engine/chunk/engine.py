@@ -88,7 +88,7 @@ def cell_size(config: MemoryConfig, *, channelwise: bool) -> int:
 def _dual(config: MemoryConfig, channelwise: bool) -> bool:
     """Whether states are read without being built."""
     # Per channel too, but there the coefficients of all pairs cost more than the states (measured).
-    linear = config.retention.linear and config.algorithm.kind in ("gd", "momentum")
+    linear = config.retention.linear and config.algorithm.kernel_form() is not None
     graph = shared_graph(config, decayed=config.decay_order == "before_gradient")
     return linear and graph is not None and not channelwise
 

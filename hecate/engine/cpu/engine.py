@@ -17,7 +17,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hecate.algorithm import GD, Momentum
 from hecate.engine.by_hand import ByHand
 from hecate.engine.call import TRACED, Call
 from hecate.engine.coordinates import by_coordinate
@@ -28,7 +27,7 @@ from hecate.engine.prepare import in_folds
 from hecate.engine.tokens import Carry, Tokens
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
-from hecate.structure import Matrix, Memory, Vector
+from hecate.structure import Memory
 from hecate.tape import Run, Tensors, execute
 
 
@@ -37,13 +36,12 @@ def compiled_refusal(config: MemoryConfig) -> str | None:
     rule = config.rule
     if config.chunk > 1 or config.commit == "chunk":
         return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
-    for name, knob, known in (
-        ("structure", rule.structure, (Matrix, Vector)),
-        ("algorithm", rule.algorithm, (GD, Momentum)),
-    ):
-        if type(knob) not in known:
-            return f"{name} {knob.kind!r} has no kernel"
-    if isinstance(rule.algorithm, Momentum) and rule.algorithm.nesterov:
+    algorithm = rule.algorithm.kernel_form()
+    if not rule.structure.linear:
+        return f"structure {rule.structure.kind!r} has no kernel"
+    if algorithm is None:
+        return f"algorithm {rule.algorithm.kind!r} has no kernel"
+    if algorithm.nesterov:
         return "its kernels know momentum without nesterov"
     if rule.bias.kernel_form() is None:
         return f"bias {rule.bias.kind!r} as configured has no kernel"
