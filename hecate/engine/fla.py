@@ -24,11 +24,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hecate.algorithm import AlgorithmForm
 from hecate.engine.call import TRACED, Call
 from hecate.engine.cpu import by_torch, run_kernel
 from hecate.engine.engine import TokenEngine
 from hecate.engine.tokens import Carry, Tokens
-from hecate.retention import Decay, NoRetention
+from hecate.retention import Decay, NoRetention, StepForm
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
 from hecate.structure import Memory
@@ -58,17 +59,17 @@ def kernel_of(config: MemoryConfig, *, channelwise: bool) -> Kernel | str:
         return "its kernels have no sum normaliser that can be carried on"
     if config.read == "before":
         return "its kernels read after the write, not read='before'"
-    form, step, algorithm = rule.bias.kernel_form(), rule.retention.kernel_form(), rule.algorithm.kernel_form()
+    bias = rule.bias.kernel_form()
     for name, knob, known in (
         ("structure", rule.structure, rule.structure.linear and not rule.structure.diagonal),
-        ("bias", rule.bias, form is not None and form.name in ("target", "error")),
-        ("retention", rule.retention, step is not None and step.threshold is None),
-        ("algorithm", rule.algorithm, algorithm is not None and not algorithm.momentum),
+        ("bias", rule.bias, bias is not None and bias.name in ("target", "error")),
+        ("retention", rule.retention, rule.retention.kernel_form() == StepForm()),
+        ("algorithm", rule.algorithm, rule.algorithm.kernel_form() == AlgorithmForm()),
     ):
         if not known:
             return f"{name} {knob.kind!r} has no kernel"
     decays = rule.retention.uses_retain
-    if form is not None and form.name == "target":
+    if bias is not None and bias.name == "target":
         name = "gla" if channelwise else "simple_gla"
         return Kernel(f"fla.ops.{name}", f"chunk_{name}", False, decays)
     if not decays:

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hecate.engine.coefficients import coefficients, last_row
-from hecate.engine.products import running_products
+from hecate.engine.coefficients import coefficients, running_products
 from hecate.engine.tokens import UNBIND, Tokens, split_time
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
@@ -100,10 +99,10 @@ def _coefficients(config: MemoryConfig, size: int) -> Block:
         seen = after if config.read == "after" else before
         decays = config.retention.uses_retain
         a, end = (seen.bases[0], after.bases[0][..., -1]) if decays else (None, None)
-        weights, into = seen.writes * lr.unsqueeze(-2), last_row(after) * lr
+        weights, into = seen.writes * lr.unsqueeze(-2), after.last * lr
         if slot is None:
             return (weights, a, None, into, end, None, None, None), None
-        slots = (after.bases[1][..., -1], last_row(slot) * lr, slot.bases[0][..., -1])
+        slots = (after.bases[1][..., -1], slot.last * lr, slot.bases[0][..., -1])
         return (weights, a, seen.bases[1], into, end, *slots), None
 
     return Block("chunk.coefficients", forward)

@@ -27,11 +27,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hecate.bias import Dot
 from hecate.engine.call import Call
 from hecate.engine.coordinates import by_coordinate, coordinate_refusal
 from hecate.engine.engine import TokenEngine
-from hecate.engine.parallel.blocks import Parts, States, parts_of, walk, walk_vjp
+from hecate.engine.parallel.blocks import Matrices, States, matrices_of, sees_memory, walk, walk_vjp
 from hecate.engine.tokens import Carry, Tokens, in_folds
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one, several
@@ -119,8 +118,8 @@ def _scan(
     record: list[Tensor] = []
     for start, stop, block in _groups(tokens, size):
         chunks = _chunked(tokens, start, stop, block)
-        parts = parts_of(config, chunks)
-        y, bases, writes, states = walk(config.bias, parts, chunks.v, states, by_hand=by_hand)
+        matrices = matrices_of(config, chunks)
+        y, bases, writes, states = walk(config.bias, matrices, chunks.v, states, by_hand=by_hand)
         outputs.append(y.transpose(0, 1))
         if keeps:
             record += [bases] if writes is chunks.v else [bases, writes]
@@ -140,11 +139,11 @@ def _scan_vjp(
     kept = list(several(record))
     for start, stop, block in reversed(list(_groups(tokens, size))):
         chunks = _chunked(tokens, start, stop, block)
-        writes = chunks.v if type(config.bias) is Dot else kept.pop()
+        writes = kept.pop() if sees_memory(config.bias) else chunks.v
         own, later = _group_vjp(config, chunks, _blocks(gy[:, start:stop], block), kept.pop(), writes, later)
-        for whole, piece in zip(found, own, strict=False):
-            if whole is not None and piece is not None:
-                _put(piece.transpose(0, 1), whole[:, start:stop])
+        for whole, share in zip(found, own, strict=False):
+            if whole is not None and share is not None:
+                _put(share.transpose(0, 1), whole[:, start:stop])
     return (*(g for g in later[:2] if g is not None), later.initial, *found, None, None)
 
 
@@ -156,15 +155,17 @@ def _group_vjp(
         leaves = [chunks.phi_k, chunks.phi_q, chunks.lr, chunks.retain, chunks.momentum]
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
         k, q, lr, retain, momentum = leaves
-        parts = parts_of(config, Tokens(k, q, chunks.v, lr, retain, momentum, *chunks[6:]))
-    plain = Parts(*(None if part is None else part.detach() for part in parts))  # type: ignore[arg-type]
+        matrices = matrices_of(config, Tokens(k, q, chunks.v, lr, retain, momentum, *chunks[6:]))
+    plain = Matrices(*(None if matrix is None else matrix.detach() for matrix in matrices))  # type: ignore[arg-type]
     cotangents, gv, later = walk_vjp(config.bias, plain, chunks.v, bases, writes, gy, later)
     used = [
-        (part, cotangent)
-        for part, cotangent in zip(parts, cotangents, strict=True)
-        if part is not None and part.requires_grad
+        (matrix, cotangent)
+        for matrix, cotangent in zip(matrices, cotangents, strict=True)
+        if matrix is not None and matrix.requires_grad
     ]
-    gk, gq, *gates = torch.autograd.grad([part for part, _ in used], leaves, [g for _, g in used], allow_unused=True)
+    gk, gq, *gates = torch.autograd.grad(
+        [matrix for matrix, _ in used], leaves, [g for _, g in used], allow_unused=True
+    )
     return Tokens(gk, gq, gv, *gates), later
 
 
