@@ -217,7 +217,7 @@ class Call:
 
 
 class _Packed(NamedTuple):
-    """One memory's tensors `[N, ...]`, and what they are called."""
+    """One memory's tensors `[N, ...]`, what they are called and how many there are of each kind."""
 
     initial: Memory
     state: tuple[Tensor, ...]
@@ -235,39 +235,39 @@ class _Packed(NamedTuple):
         dtype: torch.dtype,
         d_v: int,
     ) -> _Packed:
-        """A memory that goes on from a state, or starts at `initial`."""
+        """A memory that goes on from a state, or starts at `initial`, and restarts there."""
         batch, _, heads, width = inputs.k.shape
-        d_phi, device = config.feature_map.output_dim(width), inputs.k.device
+        d_phi, device, reset = config.feature_map.output_dim(width), inputs.k.device, inputs.reset
         shapes = config.structure.shapes(d_phi, d_v)
-        first = None
-        if initial is None and (state is None or inputs.reset is not None):
-            initial = config.structure.init(d_phi, d_v, heads=heads, dtype=dtype, device=device)
         if initial is not None:
             check_tensors("initial", initial, {n: (heads, *s) for n, s in shapes.items()}, device, batch=batch)
-        if initial is not None and (state is None or inputs.reset is not None):
+        first = None
+        if state is None or reset is not None:
+            if initial is None:
+                initial = config.structure.init(d_phi, d_v, heads=heads, dtype=dtype, device=device)
             wide = {name: initial[name].to(dtype) for name in shapes}
             first = initial_state(config, wide, batch, inputs.retain, d_phi=d_phi, d_v=d_v)
-        slots = slot_shapes(config, shapes, d_phi, d_v)
-        pending = [*(shapes if config.commit == "chunk" else ()), *(["retain"] if accumulated_retain(config) else ())]
-        expected = {
-            "memory": shapes,
-            "slots": slots,
-            "anchor": shapes if frozen_gradients(config) else {},
-            "pending": {name: shapes.get(name, inputs.retain.shape[3:]) for name in pending},
-        }
-        own = first
         if state is not None:
-            own = _checked(state, expected, inputs)
-        flat = [_flat(getattr(own, field)[name], dtype) for field, names in expected.items() for name in names]
-        start = tuple(flat[: len(shapes)])
-        if inputs.reset is not None and first is not None:
+            slots = slot_shapes(config, shapes, d_phi, d_v)
+            state = _checked(config, state, shapes, slots, inputs)
+        own: MemoryState = first if state is None else state  # type: ignore[assignment]
+        flat: list[Tensor] = []
+        counts: list[int] = []
+        for names, held in ((shapes, own.memory), (own.slots, own.slots), (shapes, own.anchor), (shapes, own.pending)):
+            begun = len(flat)
+            for name in names:
+                if name in held:
+                    flat.append(_flat(held[name], dtype))
+            counts.append(len(flat) - begun)
+        retained = own.pending.get("retain")
+        if retained is not None:
+            flat.append(_flat(retained, dtype))
+        start = tuple(flat[: counts[0]])
+        if reset is not None and first is not None:
             # Apart from the state even where that starts there: to a program they are two inputs.
             start = tuple([item.flatten(0, 1) for item in first.memory.values()])
-        counts = (len(shapes), len(slots), len(expected["anchor"]), 0, 0)
-        if pending:
-            retained = int(pending[-1] == "retain")
-            counts = (*counts[:3], len(pending) - retained, retained)
-        return cls(start, (*flat, own.position.flatten()), tuple(shapes), tuple(slots), counts)  # type: ignore[union-attr]
+        held_as = tuple(shapes), tuple(own.slots), (*counts, int(retained is not None))
+        return cls(start, (*flat, own.position.flatten()), *held_as)
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -275,23 +275,32 @@ def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def _checked(state: MemoryState, expected: dict[str, dict[str, tuple[int, ...]]], inputs: Sequence) -> MemoryState:
-    """The state to go on from, checked against the shapes per memory that its config carries."""
+def _checked(
+    config: MemoryConfig,
+    state: MemoryState,
+    shapes: dict[str, tuple[int, ...]],
+    slots: dict[str, tuple[int, ...]],
+    inputs: Sequence,
+) -> MemoryState:
+    """The state to go on from, checked against the shapes per memory that its config carries, slots in order."""
     batch, _, heads = inputs.lr.shape
-    device, channels = inputs.k.device, expected["pending"].get("retain")
-    kept = state.pending.get("retain")
-    if kept is not None and channels and kept.dim() < 3:
-        kept = kept.unsqueeze(-1).expand(*kept.shape, *channels)
-        state = state._replace(pending={**state.pending, "retain": kept})
-    for field, shapes in expected.items():
-        wide = {name: (batch, heads, *shape) for name, shape in shapes.items()}
+    device, pending = inputs.k.device, dict(shapes) if config.commit == "chunk" else {}
+    if accumulated_retain(config):
+        pending["retain"] = tuple(inputs.retain.shape[3:])
+        kept = state.pending.get("retain")
+        if kept is not None and kept.dim() < 2 + len(pending["retain"]):
+            kept = kept.unsqueeze(-1).expand(*kept.shape, *pending["retain"])
+            state = state._replace(pending={**state.pending, "retain": kept})
+    anchor = shapes if frozen_gradients(config) else {}
+    for field, wanted in (("memory", shapes), ("slots", slots), ("anchor", anchor), ("pending", pending)):
+        wide = {name: (batch, heads, *shape) for name, shape in wanted.items()}
         check_tensors(f"state.{field}", getattr(state, field), wide, device)
     if state.position.shape != (batch, heads) or state.position.device != device:
         raise ShapeError(
             f"state.position must be {[batch, heads]} on {device}, got "
             f"{list(state.position.shape)} on {state.position.device}"
         )
-    return state
+    return state._replace(slots={name: state.slots[name] for name in slots})
 
 
 def _named(spec: Spec, carry: Carry, lead: tuple[int, int]) -> MemoryState:
