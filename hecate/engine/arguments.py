@@ -38,8 +38,9 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor, axes: str = "B T H width") -> 
     """Refuses what are no floating point tensors of the rank of a shape on one device."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         expect(tensor, axes, name=name)
-    for name, tensor in (("q", q), ("v", v)):
-        expect_beside(tensor, k, name)
+    if q.device != k.device or v.device != k.device:
+        expect_beside(q, k, "q")
+        expect_beside(v, k, "v")
 
 
 def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
@@ -124,7 +125,8 @@ def _gate(name: str, given: Tensor | float | None, default: float, k: Tensor, wr
             raise ShapeError(f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got {list(given.shape)}")
         if not given.is_floating_point():
             raise ShapeError(f"gates.{name} must be floating point, got {given.dtype}")
-        expect_beside(given, k, f"gates.{name}")
+        if given.device != k.device:
+            expect_beside(given, k, f"gates.{name}")
         if given.numel() and can_inspect(given, free=True):
             low, high = given.aminmax()
             if not (low.item() >= 0 and high.item() <= top):
@@ -203,6 +205,8 @@ def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> P
     given = 0
     for group in ("learned", "frozen"):
         tensors = params[group]
+        if tensors == {}:
+            continue
         check_named(f"phi_params[{group!r}]", tensors)
         given += len(tensors)
         for name, tensor in tensors.items():

@@ -25,7 +25,7 @@ from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.state import accumulated_retain, frozen_gradients, initial_state, slot_shapes
 from hecate.structure import Memory
-from hecate.tape import Tensors, can_inspect, is_traced, several
+from hecate.tape import Tensors, can_inspect, is_traced
 
 TRACED = "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
 
@@ -93,9 +93,9 @@ class Call:
         """`seen` counts tokens after the last, where phi needs positions."""
         self.spec, self.config, self.flat, self.seen = spec, spec.config, flat, seen
         self.first = len(Sequence._fields) + len(spec.params[0]) + len(spec.params[1])  # where the memories begin
-        v, weight = several((flat[2], flat[self.first]))
-        self.length, self.device, self.values, self.dtype = v.shape[1], v.device.type, v.dtype, spec.dtype
-        self.shape, self.retain = tuple(weight.shape[1:]), flat[4]
+        v, weight = flat[2], flat[self.first]
+        self.length, self.device, self.values, self.dtype = v.shape[1], v.device.type, v.dtype, spec.dtype  # type: ignore[union-attr]
+        self.shape, self.retain = tuple(weight.shape[1:]), flat[4]  # type: ignore[union-attr]
         self.masked = flat[6] is not None or flat[7] is not None
 
     @classmethod
@@ -117,10 +117,11 @@ class Call:
         """From the arguments of `memory_scan`: checks all that a caller can get wrong."""
         config = check_config(config)
         inputs = complete(config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None)
-        check_state(state)
+        if state is not None:
+            check_state(state)
+            inputs = _as_wide_as(state, inputs)
         if initial is not None:
             check_named("initial", initial)
-        inputs = _as_wide_as(state, inputs)
         inputs, seen = numbered(config, state, inputs)
         params = check_params(config.feature_map, phi_params, k)
         dtype = _state_dtype(config, q, k, v, initial if state is None else state.memory)
@@ -306,19 +307,15 @@ def _checked(
 def _named(spec: Spec, carry: Carry, lead: tuple[int, int]) -> MemoryState:
     """A state's tensors `[N, ...]` by name, `[B, H, ...]`."""
 
-    def named(names: tuple[str, ...], tensors: Memory) -> dict[str, Tensor]:
-        return {name: tensor.unflatten(0, lead) for name, tensor in zip(names, tensors)}  # noqa: B905
-
-    pending = named(spec.weights, carry.pending) if carry.pending else {}
+    held: list[dict[str, Tensor]] = []
+    for names, tensors in zip((spec.weights, spec.slots, spec.weights, spec.weights), carry, strict=False):
+        named = {}
+        for name, tensor in zip(names, tensors, strict=False):
+            named[name] = tensor.unflatten(0, lead)
+        held.append(named)
     if carry.pending_retain:
-        pending["retain"] = carry.pending_retain[0].unflatten(0, lead)
-    return MemoryState(
-        memory=named(spec.weights, carry.memory),
-        slots=named(spec.slots, carry.slots) if carry.slots else {},
-        anchor=named(spec.weights, carry.anchor) if carry.anchor else {},
-        pending=pending,
-        position=carry.position.unflatten(0, lead),
-    )
+        held[3]["retain"] = carry.pending_retain[0].unflatten(0, lead)
+    return MemoryState(*held, position=carry.position.unflatten(0, lead))
 
 
 def _state_dtype(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, held: dict[str, Tensor] | None) -> torch.dtype:
@@ -343,9 +340,9 @@ def _place(config: MemoryConfig, state: MemoryState | None) -> int | None:
     return low if low == high and low >= 0 else None
 
 
-def _as_wide_as(state: MemoryState | None, inputs: Sequence) -> Sequence:
+def _as_wide_as(state: MemoryState, inputs: Sequence) -> Sequence:
     """The sequence with retain per phi channel where an unfinished chunk has kept it so."""
-    kept = state.pending.get("retain") if state is not None else None
+    kept = state.pending.get("retain")
     if kept is None or kept.dim() < 3 or inputs.retain.dim() == 4:
         return inputs
     retain = inputs.retain.unsqueeze(-1)
@@ -371,9 +368,11 @@ def complete(
             f"q and k must be [B, T, H, D] and v [B, T, H, V] with equal B, T, H; got q "
             f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         )
-    reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
-    check_mask("write_mask", write_mask, k)
-    check_mask("reset_mask", reset_mask, k)
+    if cu_seqlens is not None:
+        reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
+    for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
+        if mask is not None:
+            check_mask(name, mask, k)
     lr, retain, momentum = complete_gates(config, gates, k, write_mask)
     return Sequence(q, k, v, lr, retain, momentum, write_mask, reset_mask)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import Sequence
-from hecate.engine.tokens import SELECT, Tokens, by_head, cast
+from hecate.engine.tokens import SELECT, Tokens, by_head, cast, form_of
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.tape import Block, ByHand, Run, Tensors, can_inspect, execute, one
@@ -37,7 +37,7 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
     if inputs.position is not None:
         params = {**params, "position": inputs.position.unsqueeze(-1)}
     block, tensors = config.feature_map.block(params)
-    if block.hand_written and block.program is None:
+    if block.vjp is not None and block.program is None:
         block = ByHand.of(block).block(keeps=keeps)
     phi_k = one(run(block, k, *tensors, label="phi(k)"))
     phi_q = one(run(block, q, *tensors, label="phi(q)"))
@@ -129,8 +129,8 @@ def _stepped(config: MemoryConfig, phi: Tensor, v: Tensor, lr: Tensor, run: Run)
     """
     rule = (_NORMALIZED if config.step == "normalized" else _IMPLICIT).block(keeps=run is not execute)
     floor = torch.full_like(lr, NORMALIZED_EPS if config.step == "normalized" else 1.0)
-    form = config.bias.kernel_form()
-    dot, l2 = form is not None and form.name == "target", form is not None and form.name == "error"
+    form = form_of(config.bias)
+    dot, l2 = form == "target", form == "error"
     # The values of a sum normaliser are 1, whatever becomes of v.
     same = dot or (l2 and config.normalizer == "none")
     same = same and config.structure.linear and config.algorithm.linear

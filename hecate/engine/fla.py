@@ -28,7 +28,7 @@ from hecate.algorithm import AlgorithmForm
 from hecate.engine.call import TRACED, Call
 from hecate.engine.cpu import by_torch, run_kernel
 from hecate.engine.engine import TokenEngine
-from hecate.engine.tokens import Carry, Tokens
+from hecate.engine.tokens import Carry, Tokens, form_of
 from hecate.retention import Decay, NoRetention, StepForm
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
@@ -59,17 +59,17 @@ def kernel_of(config: MemoryConfig, *, channelwise: bool) -> Kernel | str:
         return "its kernels have no sum normaliser that can be carried on"
     if config.read == "before":
         return "its kernels read after the write, not read='before'"
-    bias = rule.bias.kernel_form()
+    form = form_of(rule.bias)
     for name, knob, known in (
         ("structure", rule.structure, rule.structure.linear and not rule.structure.diagonal),
-        ("bias", rule.bias, bias is not None and bias.name in ("target", "error")),
+        ("bias", rule.bias, form in ("target", "error")),
         ("retention", rule.retention, rule.retention.kernel_form() == StepForm()),
         ("algorithm", rule.algorithm, rule.algorithm.kernel_form() == AlgorithmForm()),
     ):
         if not known:
             return f"{name} {knob.kind!r} has no kernel"
     decays = rule.retention.uses_retain
-    if bias is not None and bias.name == "target":
+    if form == "target":
         name = "gla" if channelwise else "simple_gla"
         return Kernel(f"fla.ops.{name}", f"chunk_{name}", False, decays)
     if not decays:

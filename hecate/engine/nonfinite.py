@@ -41,8 +41,7 @@ def check(call: Call, name: str, outputs: tuple[Tensor, ...]) -> None:
         _put_off(call, name, floats)
         return
     # A sum over anything non-finite is non-finite, and costs one pass; the converse needs a look.
-    total = torch.stack([item.sum() for item in floats]).sum()
-    if not math.isfinite(total.item()) and not all(bool(item.isfinite().all()) for item in floats):
+    if not math.isfinite(torch.stack(list(map(Tensor.sum, floats))).sum().item()) and not all(bool(item.isfinite().all()) for item in floats):
         _raise_at_first(call, outputs[0], name)
 
 

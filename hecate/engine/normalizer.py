@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hecate.engine.call import Call
 from hecate.engine.features import scaled
-from hecate.engine.tokens import Carry, Tokens
+from hecate.engine.tokens import Carry, Tokens, form_of
 from hecate.structure import Memory
 from hecate.tape import Block, ByHand, Run, Tensors, execute, one, several
 from hecate.tape.ops import largest, levelling, near_one, over
@@ -23,8 +23,7 @@ def normalized(scan: Scan, call: Call, tokens: Tokens, run: Run, *, along: bool)
     memory of one more row."""
     tokens, memories, units, back = _levelled(call, tokens, run)
     counter = call.of_normalizer()
-    form = call.config.bias.kernel_form()
-    if along and form is not None and form.name == "target":
+    if along and form_of(call.config.bias) == "target":
         results = _counting_along(scan, counter, tokens, memories, run)
     else:
         ones = counting(tokens)
@@ -98,8 +97,7 @@ def _levelled(
         units = (levelling(size),)
         tokens = tokens._replace(phi_q=scaled(tokens.phi_q, *units, run, "normalizer"))
     (initial, carry), (zero, held) = memories = call.memories
-    form = call.config.bias.kernel_form()
-    if form is None or form.name != "target" or call.config.algorithm.kernel_form() is None:
+    if form_of(call.config.bias) != "target" or call.config.algorithm.kernel_form() is None:
         return tokens, memories, units, None
     batch, _, heads = tokens.lr.shape
     size = (largest(tokens.phi_k).squeeze(-1) * tokens.lr.detach().abs()).amax(1)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import get_args
 
 import torch
 from torch import Tensor
 
-from hecate.checks import expect_choice
 from hecate.engine import nonfinite
 from hecate.engine.arguments import check_mask, check_tokens
 from hecate.engine.call import Call
@@ -73,7 +71,6 @@ def memory_scan(
             in the backward pass, for a gradient that reaches the memory. It cannot be raised while compiling or inside
             `torch.func` transforms, which forbid looking at values.
     """
-    expect_choice(autodiff, "autodiff", get_args(Autodiff))
     call = Call.of(
         config,
         q,

@@ -8,10 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hecate.bias import Bias
 from hecate.rule import MemoryConfig
 from hecate.rule.state import frozen_gradients
 from hecate.structure import Memory
 from hecate.tape import Block, Run, Tensors, one, several
+
+
+def form_of(bias: Bias) -> str | None:
+    """The name of the form in which kernels know a bias: "target" is dot, "error" l2; None for a formula of its own."""
+    form = bias.kernel_form()
+    return None if form is None else form.name
 
 
 class Tokens(NamedTuple):

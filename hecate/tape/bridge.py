@@ -105,14 +105,15 @@ class ByHand(NamedTuple):
 
     def pullback(self, inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Cotangents of the inputs: by hand, or by torch where it has to see every operation."""
-        if is_traced(*inputs):
-            blank = Block(self.name, lambda *inputs: (self.plain(*inputs), None))
-            return tuple(blank.pullback(blank.apply(inputs)[1], cotangents))
-        if is_recorded(inputs) or is_recorded(cotangents) or is_traced(*cotangents):
+        recorded = torch.is_grad_enabled() and is_recorded((*inputs, *cotangents))
+        if not recorded and not is_traced(*inputs, *cotangents):
+            if record is None:
+                record = self.forward(inputs, True)[1]
+            return self.vjp(inputs, record, cotangents)
+        if not is_traced(*inputs):
             return self.by_autograd(inputs, cotangents)
-        if record is None:
-            record = self.forward(inputs, True)[1]
-        return self.vjp(inputs, record, cotangents)
+        blank = Block(self.name, lambda *inputs: (self.plain(*inputs), None))
+        return tuple(blank.pullback(blank.apply(inputs)[1], cotangents))
 
     def by_autograd(self, inputs: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
         """Cotangents of inputs by autograd, which records them in turn if asked to."""
@@ -151,12 +152,15 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         _, ctx.pullback, record, *tensors = inputs
-        ctx.count, ctx.layout, held = len(tensors), None, []
+        ctx.count, ctx.layout, ctx.others = len(tensors), None, []
         if record:
             held, ctx.layout = tree_flatten(record)
-            ctx.others = [None if isinstance(item, Tensor) else item for item in held]
-        ctx.save_for_backward(*tensors, *[item if isinstance(item, Tensor) else None for item in held])
-        ctx.mark_non_differentiable(*[out for out in output if out is not None and not differentiable(out)])
+            for item in held:
+                plain = isinstance(item, Tensor)
+                tensors.append(item if plain else None)
+                ctx.others.append(None if plain else item)
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*[out for out in output if isinstance(out, Tensor) and not differentiable(out)])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -164,8 +168,7 @@ class _Function(torch.autograd.Function):
         inputs, record = saved[: ctx.count], None
         if ctx.layout is not None:
             pairs = zip(saved[ctx.count :], ctx.others, strict=True)
-            held = [other if tensor is None else tensor for tensor, other in pairs]
-            (record,) = tree_unflatten(held, ctx.layout)
+            (record,) = tree_unflatten([other if tensor is None else tensor for tensor, other in pairs], ctx.layout)
         given = [cotangent for cotangent in cotangents if cotangent is not None]
         return None, None, None, *ctx.pullback(inputs, record, given)
 

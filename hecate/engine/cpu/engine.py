@@ -24,7 +24,7 @@ from hecate.engine.cpu.launch import load_kernels, scan, scan_vjp
 from hecate.engine.engine import Engine, TokenEngine
 from hecate.engine.loop import sequential
 from hecate.engine.parallel import parallel
-from hecate.engine.tokens import Carry, Tokens, in_folds
+from hecate.engine.tokens import Carry, Tokens, form_of, in_folds
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
 from hecate.structure import Memory
@@ -79,9 +79,7 @@ class Compiled(TokenEngine):
         """Less than blocks, but for large states of l2, and only from `TOKENS` on, before which nothing loads numba."""
         if call.length < TOKENS:
             return math.inf
-        form = call.config.bias.kernel_form()
-        error = form is not None and form.name == "error"
-        large = error and math.prod(call.shape) * call.dtype.itemsize > BYTES
+        large = form_of(call.config.bias) == "error" and math.prod(call.shape) * call.dtype.itemsize > BYTES
         return (80.0 if large else 30.0) * call.length
 
     def about(self, call: Call) -> str:

@@ -12,6 +12,7 @@ earlier and then detected. Sub-blocks bound how far the iterates can overshoot w
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat, starmap
 from typing import NamedTuple
 
 import torch
@@ -52,11 +53,11 @@ class States(NamedTuple):
     initial: Tensor | None
 
 
-def matrices_of(config: MemoryConfig, chunks: Tokens) -> Matrices:
-    """The matrices of a group of blocks from its tokens `[g, N, C, ...]`, whatever the states."""
+def matrices_of(config: MemoryConfig, form: str | None, chunks: Tokens) -> Matrices:
+    """The matrices of a group of blocks from its tokens `[g, N, C, ...]`, whatever the states; `form` is the bias's."""
     lr = chunks.lr if chunks.write is None else torch.where(chunks.write, chunks.lr, 0.0)
     stepped = lr.unsqueeze(-1) * chunks.phi_k
-    moving = sees_memory(config.bias)
+    moving = form != "target"  # under dot no write depends on what the memory predicts
     if not (config.retention.uses_retain or config.algorithm.uses_momentum or chunks.reset is not None):
         attend = (chunks.phi_q @ stepped.mT).tril(0 if config.read == "after" else -1)
         lower = (chunks.phi_k @ stepped.mT).tril(-1) if moving else None
@@ -87,7 +88,7 @@ def matrices_of(config: MemoryConfig, chunks: Tokens) -> Matrices:
 
 
 def walk(
-    bias: Bias, matrices: Matrices, v: Tensor, states: States, *, by_hand: bool
+    bias: Bias, form: str | None, matrices: Matrices, v: Tensor, states: States, *, by_hand: bool
 ) -> tuple[Tensor, Tensor, Tensor, States]:
     """Outputs, base states and writes of all blocks, and the states that leave the last.
 
@@ -97,7 +98,7 @@ def walk(
     all_writes: list[Tensor] = []
     for block, target in zip(_split(matrices), v.unbind(0), strict=True):
         base = _side_by_side(states)
-        writes = _writes(bias, block, base, target, by_hand)
+        writes = _writes(bias, form, block, base, target, by_hand)
         all_bases.append(base)
         all_writes.append(writes)
         memory = torch.baddbmm(_leaving(block, states), writes.mT, block.keys)
@@ -112,7 +113,14 @@ def walk(
 
 
 def walk_vjp(
-    bias: Bias, matrices: Matrices, v: Tensor, bases: Tensor, writes: Tensor, gy: Tensor, later: States
+    bias: Bias,
+    form: str | None,
+    matrices: Matrices,
+    v: Tensor,
+    bases: Tensor,
+    writes: Tensor,
+    gy: Tensor,
+    later: States,
 ) -> tuple[Matrices, Tensor, States]:
     """Cotangents of the matrices, of v and of the first states, from those of outputs and last states.
 
@@ -125,16 +133,16 @@ def walk_vjp(
     width = matrices.keys.shape[-1]
     pulled, drawn = matrices.attend.mT @ gy, gy.mT @ matrices.read
     pred = v
-    if matrices.seen is not None and matrices.lower is not None and not _is_error(bias):
+    if matrices.seen is not None and matrices.lower is not None and form != "error":
         pred = _plus(matrices.seen @ bases.mT, matrices.lower, writes)
     received: list[States] = []
     slopes: list[Tensor] = []
     values: list[Tensor] = []
-    blocks = zip(_split(matrices), *(x.unbind(0) for x in (pulled, drawn, pred, v)), strict=True)
+    blocks = zip(_split(matrices), *map(Tensor.unbind, (pulled, drawn, pred, v)), strict=True)
     for block, gw, gbase, at, target in reversed(list(blocks)):
         received.append(later)
         if block.seen is not None:
-            slope, gv = _writes_vjp(bias, block, at, target, _pulled(gw, block, later))
+            slope, gv = _writes_vjp(bias, form, block, at, target, _pulled(gw, block, later))
             gbase = torch.baddbmm(gbase, slope.mT, block.seen)
             slopes.append(slope)
             values.append(gv)
@@ -161,11 +169,8 @@ def walk_vjp(
 
 def _split(matrices: Matrices) -> list[Matrices]:
     """The matrices of each block."""
-    columns = [None if item is None else item.unbind(0) for item in matrices]
-    return [
-        Matrices(*(None if column is None else column[index] for column in columns))  # type: ignore[arg-type]
-        for index in range(matrices.keys.shape[0])
-    ]
+    columns = [repeat(None) if item is None else item.unbind(0) for item in matrices]
+    return list(starmap(Matrices, zip(*columns)))  # noqa: B905
 
 
 def _side_by_side(states: States) -> Tensor:
@@ -217,11 +222,11 @@ def _overlap(gmemory: Tensor, bases: tuple[Tensor, ...], leaving: Tensor) -> Ten
     return torch.stack(weights, -1).view(leaving.shape)
 
 
-def _writes(bias: Bias, block: Matrices, base: Tensor, v: Tensor, by_hand: bool) -> Tensor:
+def _writes(bias: Bias, form: str | None, block: Matrices, base: Tensor, v: Tensor, by_hand: bool) -> Tensor:
     """w = -u, the gradients by the predictions with their sign turned."""
     if block.seen is None or block.lower is None:
         return v
-    if _is_error(bias):
+    if form == "error":
         # (I + L) W = V - predictions; the solver is fastest for unknowns on the left, transposed.
         right = torch.baddbmm(v, block.seen, base.mT, alpha=-1)
         return _solve_triangular(block.lower.mT, right.mT, upper=True).mT
@@ -229,10 +234,12 @@ def _writes(bias: Bias, block: Matrices, base: Tensor, v: Tensor, by_hand: bool)
     return -errors
 
 
-def _writes_vjp(bias: Bias, block: Matrices, pred: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _writes_vjp(
+    bias: Bias, form: str | None, block: Matrices, pred: Tensor, v: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor]:
     """Cotangents of the base predictions and of v from that of w."""
     lower = one((block.lower,))
-    if _is_error(bias):
+    if form == "error":
         pulled = _solve_triangular(lower, g.mT, upper=False).mT
         return -pulled, pulled
     g = -g
@@ -246,7 +253,7 @@ def _solve_triangular(matrix: Tensor, right: Tensor, *, upper: bool) -> Tensor:
 
 def _plus(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`x + a b`, batched over all leading axes."""
-    return torch.baddbmm(*(item.flatten(0, -3) for item in (x, a, b))).view(x.shape)
+    return torch.baddbmm(x.flatten(0, -3), a.flatten(0, -3), b.flatten(0, -3)).view(x.shape)
 
 
 def _spread(states: Combined, vectors: Tensor) -> Tensor:
@@ -260,18 +267,6 @@ def _pairs(states: Combined, a: Tensor, b: Tensor) -> Tensor:
     if states.writes.shape[2] == 1:
         return (a @ b.mT) * states.writes.squeeze(2)
     return (a.mT.unsqueeze(-1) * states.writes * b.mT.unsqueeze(-2)).sum(2)
-
-
-def sees_memory(bias: Bias) -> bool:
-    """Whether a write depends on what the memory predicts: under dot it does not."""
-    form = bias.kernel_form()
-    return form is None or form.name != "target"
-
-
-def _is_error(bias: Bias) -> bool:
-    """Whether u = pred - v: one linear system."""
-    form = bias.kernel_form()
-    return form is not None and form.name == "error"
 
 
 def implicit_gradients(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:

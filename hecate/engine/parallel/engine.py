@@ -21,7 +21,7 @@ without gates and from 1030 to 260 MiB for gated delta. [ENG-PAR-D1, ENG-PAR-D3]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -30,10 +30,10 @@ from torch import Tensor
 from hecate.engine.call import Call
 from hecate.engine.coordinates import by_coordinate, coordinate_refusal
 from hecate.engine.engine import TokenEngine
-from hecate.engine.parallel.blocks import Matrices, States, matrices_of, sees_memory, walk, walk_vjp
-from hecate.engine.tokens import Carry, Tokens, in_folds
+from hecate.engine.parallel.blocks import Matrices, States, matrices_of, walk, walk_vjp
+from hecate.engine.tokens import Carry, Tokens, form_of, in_folds
 from hecate.rule import MemoryConfig
-from hecate.rule.rule import one, several
+from hecate.rule.rule import several
 from hecate.structure import Memory
 from hecate.tape import ByHand, Run, Tensors, execute
 
@@ -86,16 +86,16 @@ def parallel(
     if carry.memory[0].dim() == 2:
         engine = partial(parallel, size=min(size, DIAGONAL_CHUNK))
         return by_coordinate(engine, config, tokens, carry, initial, run=run)
-    states = len(carry.memory) + len(carry.slots)
+    states, form = len(carry.memory) + len(carry.slots), form_of(config.bias)
 
     def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
-        return _scan(config, *_named(inputs, states), size, keeps=keeps, by_hand=True)
+        return _scan(config, form, *_named(inputs, states), size, keeps=keeps, by_hand=True)
 
     def vjp(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
-        return _scan_vjp(config, *_named(inputs, states), size, record, cotangents)
+        return _scan_vjp(config, form, *_named(inputs, states), size, record, cotangents)
 
     def plain(*inputs: Tensor | None) -> Tensors:
-        return _scan(config, *_named(inputs, states), size, keeps=False, by_hand=False)[0]
+        return _scan(config, form, *_named(inputs, states), size, keeps=False, by_hand=False)[0]
 
     block = ByHand("engine.parallel", forward, vjp, plain).block(keeps=run is not execute)
     y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *tokens, label="blocks"))
@@ -106,11 +106,11 @@ def _named(inputs: Tensors, states: int) -> tuple[Tokens, States]:
     tokens = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
     slot = inputs[1] if states > 1 else None
     initial = inputs[states] if tokens.reset is not None else None
-    return tokens, States(one(inputs[:1]), slot, initial)
+    return tokens, States(inputs[0], slot, initial)  # type: ignore[arg-type]
 
 
 def _scan(
-    config: MemoryConfig, tokens: Tokens, states: States, size: int, *, keeps: bool, by_hand: bool
+    config: MemoryConfig, form: str | None, tokens: Tokens, states: States, size: int, *, keeps: bool, by_hand: bool
 ) -> tuple[Tensors, Tensors]:
     """Outputs and last states; if asked for, the record for `_scan_vjp`: per group the base states of its blocks and,
     where they are not the values themselves, its writes."""
@@ -118,66 +118,71 @@ def _scan(
     record: list[Tensor] = []
     for start, stop, block in _groups(tokens, size):
         chunks = _chunked(tokens, start, stop, block)
-        matrices = matrices_of(config, chunks)
-        y, bases, writes, states = walk(config.bias, matrices, chunks.v, states, by_hand=by_hand)
+        matrices = matrices_of(config, form, chunks)
+        y, bases, writes, states = walk(config.bias, form, matrices, chunks.v, states, by_hand=by_hand)
         outputs.append(y.transpose(0, 1))
         if keeps:
             record += [bases] if writes is chunks.v else [bases, writes]
     y = torch.cat(outputs, 1).flatten(1, 2)[:, : tokens.v.shape[1]]
-    return (y, *(state for state in states[:2] if state is not None)), tuple(record)
+    return (y, states.memory, *(() if states.slot is None else (states.slot,))), tuple(record)
 
 
 def _scan_vjp(
-    config: MemoryConfig, tokens: Tokens, states: States, size: int, record: Tensors, cotangents: Sequence[Tensor]
+    config: MemoryConfig,
+    form: str | None,
+    tokens: Tokens,
+    states: States,
+    size: int,
+    record: Tensors,
+    cotangents: Sequence[Tensor],
 ) -> Tensors:
     """Cotangents of all inputs."""
     gy, gmemory, *gslots = cotangents
     initial = None if states.initial is None else torch.zeros_like(states.initial)
     later = States(gmemory, gslots[0] if gslots else None, initial)
     used = (True,) * 4 + (config.retention.uses_retain, config.algorithm.uses_momentum)
-    found = [torch.empty_like(one((tensor,))) if needed else None for tensor, needed in zip(tokens, used, strict=False)]
+    found = [torch.empty_like(item) if needed else None for item, needed in zip(tokens, used, strict=False)]  # type: ignore[arg-type]
     kept = list(several(record))
-    for start, stop, block in reversed(list(_groups(tokens, size))):
+    for start, stop, block in reversed(_groups(tokens, size)):
         chunks = _chunked(tokens, start, stop, block)
-        writes = kept.pop() if sees_memory(config.bias) else chunks.v
-        own, later = _group_vjp(config, chunks, _blocks(gy[:, start:stop], block), kept.pop(), writes, later)
-        for whole, share in zip(found, own, strict=False):
-            if whole is not None and share is not None:
-                _put(share.transpose(0, 1), whole[:, start:stop])
-    return (*(g for g in later[:2] if g is not None), later.initial, *found, None, None)
+        writes = chunks.v if form == "target" else kept.pop()
+        (g,) = _blocks((gy[:, start:stop],), block)
+        own, later = _group_vjp(config, form, chunks, g, kept.pop(), writes, later)  # type: ignore[arg-type]
+        _put(own, found, start, stop)
+    slots = () if later.slot is None else (later.slot,)
+    return (later.memory, *slots, later.initial, *found, None, None)
 
 
 def _group_vjp(
-    config: MemoryConfig, chunks: Tokens, gy: Tensor, bases: Tensor, writes: Tensor, later: States
+    config: MemoryConfig, form: str | None, chunks: Tokens, gy: Tensor, bases: Tensor, writes: Tensor, later: States
 ) -> tuple[Tokens, States]:
     """Cotangents of a group's tokens and of the states that enter it."""
     with torch.enable_grad():
         leaves = [chunks.phi_k, chunks.phi_q, chunks.lr, chunks.retain, chunks.momentum]
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
         k, q, lr, retain, momentum = leaves
-        matrices = matrices_of(config, Tokens(k, q, chunks.v, lr, retain, momentum, *chunks[6:]))
-    plain = Matrices(*(None if matrix is None else matrix.detach() for matrix in matrices))  # type: ignore[arg-type]
-    cotangents, gv, later = walk_vjp(config.bias, plain, chunks.v, bases, writes, gy, later)
-    used = [
-        (matrix, cotangent)
-        for matrix, cotangent in zip(matrices, cotangents, strict=True)
-        if matrix is not None and matrix.requires_grad
-    ]
-    gk, gq, *gates = torch.autograd.grad(
-        [matrix for matrix, _ in used], leaves, [g for _, g in used], allow_unused=True
-    )
+        matrices = matrices_of(config, form, Tokens(k, q, chunks.v, lr, retain, momentum, *chunks[6:]))
+    plain = Matrices(*[None if matrix is None else matrix.detach() for matrix in matrices])  # type: ignore[arg-type]
+    cotangents, gv, later = walk_vjp(config.bias, form, plain, chunks.v, bases, writes, gy, later)
+    pairs = zip(matrices, cotangents, strict=True)
+    used, given = zip(*[pair for pair in pairs if pair[0] is not None and pair[0].requires_grad], strict=True)
+    gk, gq, *gates = torch.autograd.grad(used, leaves, given, allow_unused=True)
     return Tokens(gk, gq, gv, *gates), later
 
 
-def _put(blocks: Tensor, tokens: Tensor) -> None:
-    """Writes blocks `[N, g, C, ...]` into tokens `[N, t, ...]`, without the padding."""
-    if tokens.shape[1] < blocks.shape[1] * blocks.shape[2]:
-        tokens.copy_(blocks.flatten(1, 2)[:, : tokens.shape[1]])
-    else:
-        tokens.unflatten(1, blocks.shape[1:3]).copy_(blocks)
+def _put(shares: Tokens, found: list[Tensor | None], start: int, stop: int) -> None:
+    """Writes a group's blocks `[g, N, C, ...]` into whole sequences `[N, T, ...]`, without the padding."""
+    for whole, share in zip(found, shares, strict=False):
+        if whole is None or share is None:
+            continue
+        blocks, tokens = share.transpose(0, 1), whole[:, start:stop]
+        if stop - start < blocks.shape[1] * blocks.shape[2]:
+            tokens.copy_(blocks.flatten(1, 2)[:, : stop - start])
+        else:
+            tokens.unflatten(1, blocks.shape[1:3]).copy_(blocks)
 
 
-def _groups(tokens: Tokens, size: int) -> Iterator[tuple[int, int, int]]:
+def _groups(tokens: Tokens, size: int) -> list[tuple[int, int, int]]:
     """First and last token of every group of blocks, and the size of its blocks."""
     count, length = tokens.v.shape[:2]
     if tokens.retain.dim() == 3:
@@ -186,25 +191,26 @@ def _groups(tokens: Tokens, size: int) -> Iterator[tuple[int, int, int]]:
     most = GROUP if tokens.v.device.type == "cpu" else DEVICE_GROUP
     numbers = count * size * max(tokens.phi_k.shape[-1], tokens.v.shape[-1])
     step = size * max(1, most // max(1, numbers))
-    for start in range(0, length, step):
-        yield start, min(start + step, length), size
+    return [(start, min(start + step, length), size) for start in range(0, length, step)]
 
 
 def _chunked(tokens: Tokens, start: int, stop: int, size: int) -> Tokens:
     """Tokens of a group as blocks `[g, N, C, ...]`; padding writes nothing."""
     if tokens.write is None and (stop - start) % size:
         tokens = tokens._replace(write=torch.ones_like(tokens.lr, dtype=torch.bool))
-    blocks = [
-        None if tensor is None else _blocks(tensor[:, start:stop], size, fill)
-        for tensor, fill in zip(tokens, (0, 0, 0, 0, 1, 1, 0, 0), strict=True)
-    ]
-    return Tokens(*blocks)  # type: ignore[arg-type]
+    group = [None if tensor is None else tensor[:, start:stop] for tensor in tokens]
+    return Tokens(*_blocks(group, size, fills=(0, 0, 0, 0, 1, 1, 0, 0)))  # type: ignore[arg-type]
 
 
-def _blocks(tensor: Tensor, size: int, fill: float = 0) -> Tensor:
-    """`[N, t, ...]` as `[g, N, C, ...]`."""
-    missing = -tensor.shape[1] % size
-    if missing:
-        tail = tensor.new_full((tensor.shape[0], missing, *tensor.shape[2:]), fill)
-        tensor = torch.cat([tensor, tail], 1)
-    return tensor.unflatten(1, (-1, size)).transpose(0, 1).contiguous()
+def _blocks(tensors: Sequence[Tensor | None], size: int, fills: tuple[float, ...] = (0,)) -> list[Tensor | None]:
+    """`[N, t, ...]` as `[g, N, C, ...]`, each padded with its own fill."""
+    blocks: list[Tensor | None] = []
+    for tensor, fill in zip(tensors, fills, strict=True):
+        if tensor is not None:
+            missing = -tensor.shape[1] % size
+            if missing:
+                tail = tensor.new_full((tensor.shape[0], missing, *tensor.shape[2:]), fill)
+                tensor = torch.cat([tensor, tail], 1)
+            tensor = tensor.unflatten(1, (-1, size)).transpose(0, 1).contiguous()
+        blocks.append(tensor)
+    return blocks
