@@ -1,7 +1,7 @@
 """Looks at numbers on a device that are put off, so that the host never waits for it on the way.
 
 What is to be looked at is copied to the host as the device comes to it. `look()` sees what has arrived, and
-`look(wait=True)` waits for the rest. [ENG-FINITE-D3]
+`look(wait=True)` waits for the rest. [ENG-FINITE-D4]
 """
 
 from __future__ import annotations

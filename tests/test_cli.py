@@ -182,7 +182,7 @@ def test_lists(hecate):
     assert code == 0
     families = [line.split()[0] for line in out.splitlines()[1:]]
     variants = "phi bias retention algorithm structure position data optimizer"
-    assert families == [*variants.split(), "rules", "presets"]
+    assert families == [*variants.split(), "engines", "rules", "presets"]
     for family in families:
         code, out, err = hecate("list", family)
         assert code == 0 and len(out.splitlines()) > 2, err

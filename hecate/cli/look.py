@@ -24,8 +24,8 @@ def list_(
         str | None,
         typer.Argument(
             metavar="[FAMILY]",
-            help="phi, bias, retention, algorithm, structure, position, data, optimizer, rules or "
-            "presets.",
+            help="phi, bias, retention, algorithm, structure, position, data, optimizer, engines, "
+            "rules or presets.",
             show_default=False, autocompletion=complete_family,
         ),
     ] = None,

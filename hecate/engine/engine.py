@@ -177,14 +177,16 @@ def choose(call: Call, asked: EngineName = "auto") -> Engine:
     raise ConfigError("no engine runs this call: " + "; ".join(f"{k}: {v}" for k, v in verdicts(call).items()))
 
 
-def explain(call: Call, asked: EngineName = "auto") -> tuple[str, str]:
-    """The name of the engine that `choose` takes, and why; what every other says where it has no reason of its own."""
+def explain(call: Call, asked: EngineName = "auto", *, others: bool = False) -> tuple[str, str]:
+    """The name of the engine that `choose` takes, and why; what the others say if it has no reason of its own, or if
+    asked for."""
     engine = choose(call, asked)
     if asked != "auto":
         return engine.name, "asked for"
-    others = verdicts(call)
-    own = others.pop(engine.name)
-    return engine.name, own or "; ".join(f"{name}: {why}" for name, why in others.items() if why)
+    said = verdicts(call)
+    own = said.pop(engine.name)
+    rest = "; ".join(f"{name}: {why}" for name, why in said.items() if why)
+    return engine.name, f"{own} ({rest})" if own and others else own or rest
 
 
 def verdicts(call: Call) -> dict[str, str]:

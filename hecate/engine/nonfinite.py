@@ -3,7 +3,7 @@ numbers.
 
 On a CPU `"raise"` looks at once and names the token. Elsewhere a look would make the host wait for the device in every
 call: there the first place that shows itself is computed on the device and looked at late, by the next call, by
-`MemoryState.check` or by the trainer after each step. [ENG-FINITE-D3]
+`MemoryState.check` or by the trainer after each step. [ENG-FINITE-D4]
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def check(call: Call, name: str, outputs: tuple[Tensor, ...]) -> None:
         _put_off(call, name, floats)
         return
     # A sum over anything non-finite is non-finite, and costs one pass; the converse needs a look.
-    if not math.isfinite(torch.stack(list(map(Tensor.sum, floats))).sum().item()) and not all(bool(item.isfinite().all()) for item in floats):
+    if not math.isfinite(torch.stack(list(map(Tensor.sum, floats))).sum().item()) and not all(
+        bool(item.isfinite().all()) for item in floats
+    ):
         _raise_at_first(call, outputs[0], name)
 
 

@@ -125,8 +125,9 @@ class ByHand(NamedTuple):
                 value = one((inputs[index],))
                 own[index] = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
             leaves = several(tuple(own[index] for index in where))
-            outputs = several(self.plain(*own))
-            grads = torch.autograd.grad(outputs, leaves, cotangents, create_graph=create_graph, allow_unused=True)
+            pairs = [pair for pair in zip(several(self.plain(*own)), cotangents, strict=True) if pair[0].requires_grad]
+            outputs, given = zip(*pairs, strict=True)
+            grads = torch.autograd.grad(outputs, leaves, given, create_graph=create_graph, allow_unused=True)
         found: list[Tensor | None] = [None] * len(inputs)
         for index, grad in zip(where, grads, strict=True):
             found[index] = grad

@@ -103,6 +103,18 @@ def _rules() -> Table:
     return heads, rows
 
 
+def _engines() -> Table:
+    from hecate.engine import Call, Engine, verdicts
+    from hecate.rule import MemoryConfig
+
+    said = verdicts(Call.sketch(MemoryConfig(), length=1024))
+    rows = [
+        [name, (inspect.getdoc(type(engine)) or "").split("\n\n")[0], said[name]]
+        for name, engine in Engine.registry.items()
+    ]
+    return ["engine", "what it is", "of 1024 tokens of MemoryConfig()"], rows
+
+
 def _presets() -> Table:
     rows = []
     for name in presets():
@@ -117,7 +129,12 @@ def _presets() -> Table:
 
 def _kinds() -> dict[str, list[str]]:
     kinds = {name: list(root.variants()) for name, root in _VARIANTS.items()}
-    return {**kinds, "rules": [row[0] for row in _rules()[1]], "presets": presets()}
+    return {
+        **kinds,
+        "engines": [row[0] for row in _engines()[1]],
+        "rules": [row[0] for row in _rules()[1]],
+        "presets": presets(),
+    }
 
 
 def _lister(root: type[Variant]) -> Callable[[], Table]:
@@ -126,6 +143,7 @@ def _lister(root: type[Variant]) -> Callable[[], Table]:
 
 FAMILIES: dict[str, Callable[[], Table]] = {
     **{name: _lister(root) for name, root in _VARIANTS.items()},
+    "engines": _engines,
     "rules": _rules,
     "presets": _presets,
 }

@@ -172,7 +172,7 @@ class ExperimentConfig(Config):
         return self.data.length() or self.budget.seq_len or TEXT_LENGTH
 
     def engines(self) -> dict[str, tuple[str, str]]:
-        """The engine that runs each memory on this machine in training, and why, by its path."""
+        """The engine that runs each memory on this machine in training, and why no other, by its path."""
         return {
             path: explain(
                 Call.sketch(
@@ -181,7 +181,8 @@ class ExperimentConfig(Config):
                     shape=(rule.d_value, rule.config.feature_map.output_dim(rule.d_key)),
                     device=self.budget.device,
                     dtype=rule.config.dtype,
-                )
+                ),
+                others=True,
             )
             for path, rule in self.model.rules().items()
         }
