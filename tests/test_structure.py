@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hecate"
 
 FLOORS = [
-    {"errors", "checks", "sizes", "frozen", "schema", "variant", "declared", "tape"},
+    {"errors", "checks", "sizes", "frozen", "schema", "variant", "declared", "late", "tape"},
     {"phi", "bias", "retention", "algorithm", "structure"},
     {"rule", "engine"},
     {"nn", "cms", "optim"},

@@ -26,7 +26,7 @@ from hecate.rule import MemoryConfig, MemoryState
 from hecate.structure import Memory
 from hecate.tape import Tensors, can_inspect, execute, is_traced, one
 
-LATE = ("cuda", "xpu", "mps", "hpu", "npu")  # types of devices on which a look is put off
+AT_ONCE = ("cpu",)  # types of devices whose numbers are there when a call returns: no look is put off
 CURE = "Set key_norm='l2' or step='normalized', lower lr, or choose on_nonfinite='skip'"
 
 
@@ -37,7 +37,7 @@ def check(call: Call, name: str, outputs: tuple[Tensor, ...]) -> None:
     if not can_inspect(*outputs):
         return
     floats = [item.detach() for item in outputs if item.is_floating_point()]
-    if floats[0].device.type in LATE:
+    if floats[0].device.type not in AT_ONCE:
         _put_off(call, name, floats)
         return
     # A sum over anything non-finite is non-finite, and costs one pass; the converse needs a look.
