@@ -28,7 +28,7 @@ SHARE = 1 << 20  # tokens x cells that are worth a thread of their own
 
 
 @cache
-def load_kernels(name: str = "kernels") -> ModuleType | None:
+def load_kernels(name: str = "wide") -> ModuleType | None:
     """A module of kernels; None without numba."""
     try:
         return importlib.import_module(f"hecate.engine.cpu.{name}")
@@ -160,7 +160,7 @@ class Scan(NamedTuple):
     def launch(self, kernel: str, arguments: Sequence[Any], scratch: Sequence[int | None]) -> None:
         """Runs a kernel over all memories, each worker with scratch space of its own."""
         (count, height, width), length = self.sizes, self.tokens.v.shape[1]
-        run = getattr(load_kernels("narrow" if self.vectors else "kernels"), kernel)
+        run = getattr(load_kernels("registers" if self.vectors else "wide"), kernel)
         if self.vectors:
             arguments = [*arguments, (0,) * self.vectors]
         workers = min(torch.get_num_threads(), count, 1 + count * length * height * width // SHARE)
