@@ -174,12 +174,12 @@ def _collect(A, B, o, after, G, H, go, k, q, ko, g, P, shared, cut, before):
         x = load_rows(G, go + j, P, ONE)
         if not before:
             x = mad(g, load(q, ko + j, ONE), x)
-        seen = a = load_rows(A, o + j, P, ONE)
+        n0, n1, n2, n3 = a = load_rows(A, o + j, P, ONE)
         if cut is not None:
             x = alive(x, load_rows(A, after + j, P, ONE))
             if not before:
-                seen = load_rows(A, after + j, P, ONE)
-        _accumulate(shared, 4 * P + j, total(g, seen))
+                n0, n1, n2, n3 = load_rows(A, after + j, P, ONE)
+        _accumulate(shared, 4 * P + j, total(g, (n0, n1, n2, n3)))
         _accumulate(shared, 5 * P + j, total(x, a))
         if H is not None:
             x, s = add(load_rows(H, go + j, P, ONE), x), load_rows(B, o + j, P, ONE)
