@@ -216,7 +216,7 @@ FAULTS = [
         "engine",
         CHUNK,
         ("chunk/commits", "return g * gates.prod(1), (g * total).unsqueeze(1) * earlier * later", "return g * gates.prod(1), (g * total).unsqueeze(1) * later"),
-        ("chunk/layers", "gslot = torch.addcmul(over(s, g) * g, over(e, g), gcarried)", "gslot = over(s, g) * g"),
+        ("chunk/batched", "gslot = torch.addcmul(over(s, g) * g, over(e, g), gcarried)", "gslot = over(s, g) * g"),
     ),
     *_of(
         "engine",
@@ -239,7 +239,7 @@ FAULTS = [
         ("loop", "left = one(run(SELECT, position == 0, torch.ones_like(kept), kept, label=label))", "left = kept"),
         ("chunk/commits", "        last = torch.ones_like(last)", "        pass"),
         ("chunk/commits", "return (total.unsqueeze(1) * kept,), (total, kept)", "return (kept,), (total, kept)"),
-        ("chunk/anchored", "return grads._replace(h=(p,))", "return grads"),
+        ("chunk/batched", "grads._replace(h=(p,))", "grads"),
         ("coefficients", "earlier = pad(products[..., :-1], (1, 0), value=1.0)", "earlier = pad(products[..., :-1], (1, 0))"),
     ),
     *_of(

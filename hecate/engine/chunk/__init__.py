@@ -1,6 +1,6 @@
 """The chunk engine: writes whose gradients stand still through a chunk, or that come at its end."""
 
-from hecate.engine.chunk.anchored import predict
-from hecate.engine.chunk.engine import cell_size, chunk_refusal, chunk_steps, chunked, known_position
+from hecate.engine.chunk.batched import predict
+from hecate.engine.chunk.engine import chunk_refusal, chunk_steps, chunked, known_position, span_size
 
-__all__ = ["cell_size", "chunk_refusal", "chunk_steps", "chunked", "known_position", "predict"]
+__all__ = ["chunk_refusal", "chunk_steps", "chunked", "known_position", "predict", "span_size"]
