@@ -410,7 +410,7 @@ def test_memories_at_different_places_of_their_chunk(commit):
 @pytest.mark.spec("ENG-CHUNK-D4", "ENG-CHUNK-I3")
 @pytest.mark.parametrize("commit", ["token", "chunk"])
 def test_places_that_may_not_be_seen(commit):
-    """Under vmap the number of cells is a bound, not what the masks need."""
+    """Under vmap the number of spans is a bound, not what the masks need."""
     config = config_of(chunk=3, commit=commit, structure=SMOOTH, on_nonfinite="propagate")
     case = case_of(config, length=8, d=2, width=2)
     state = case._replace(write=~marked([], [1], length=8)).scan()[1]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hecate import MemoryConfig, named_rule
 from hecate.engine import Call, explain
-from hecate.engine.chunk import cell_size
+from hecate.engine.chunk import span_size
 from hecate.errors import ShapeError
 from tests.engine.test_properties import Result, in_pieces, step_by_step, whole
 from tests.memories import Case, case_of, close, config_of, same_state
@@ -198,7 +198,7 @@ def test_auto_takes_the_chunk_engine_with_as_many_tokens_to_a_step():
     for commit in ("token", "chunk"):
         own = rule.model_copy(update={"commit": commit})
         assert explain(Call.sketch(own, length=256, steps=4))[0] == "chunk"
-        assert cell_size(own, channelwise=False) == 64
+        assert span_size(own, channelwise=False) == 64
 
 
 @pytest.mark.spec("ENG-CALL-I3")

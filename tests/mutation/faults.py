@@ -216,7 +216,7 @@ FAULTS = [
         "engine",
         CHUNK,
         ("chunk/commits", "return g * gates.prod(1), (g * total).unsqueeze(1) * earlier * later", "return g * gates.prod(1), (g * total).unsqueeze(1) * later"),
-        ("chunk/layers", "gslot = torch.addcmul(over(s, g) * g, over(e, g), gcarried)", "gslot = over(s, g) * g"),
+        ("chunk/batched", "gslot = torch.addcmul(over(s, g) * g, over(e, g), gcarried)", "gslot = over(s, g) * g"),
     ),
     *_of(
         "engine",
@@ -239,7 +239,7 @@ FAULTS = [
         ("loop", "left = one(run(SELECT, position == 0, torch.ones_like(kept), kept, label=label))", "left = kept"),
         ("chunk/commits", "        last = torch.ones_like(last)", "        pass"),
         ("chunk/commits", "return (total.unsqueeze(1) * kept,), (total, kept)", "return (kept,), (total, kept)"),
-        ("chunk/anchored", "return grads._replace(h=(p,))", "return grads"),
+        ("chunk/batched", "grads._replace(h=(p,))", "grads"),
         ("coefficients", "earlier = pad(products[..., :-1], (1, 0), value=1.0)", "earlier = pad(products[..., :-1], (1, 0))"),
     ),
     *_of(
@@ -325,12 +325,12 @@ FAULTS = [
     *_of(
         "engine",
         "tests/engine/test_compiled.py",
-        ("cpu/narrow", "G4 = living(G4, four(after, i * ROWS * W, W, width))", "pass"),
-        ("cpu/narrow", "            M4 = shrunken(M4, cut)\n            keep(after", "            keep(after"),
-        ("cpu/rows", "x0, x1 = alive(x0, load(A, after)), alive(x1, load(A, after + P))", "pass"),
-        ("cpu/rows", "n0, n1 = load(A, after + j), load(A, after + P + j)", "pass"),
-        ("cpu/kernels", "end if cut is not None else end - 1", "end - 1"),
-        ("cpu/rows", "return n // heads * heads * T + n % heads", "return n // heads * heads * T"),
+        ("cpu/registers", "G4 = alive(G4, load_rows(after, place, W, width))", "pass"),
+        ("cpu/registers", "            store_rows(after, i * W, W, M4)", "            pass"),
+        ("cpu/wide", "x = alive(x, load_rows(A, after + j, P, ONE))\n        _accumulate", "pass\n        _accumulate"),
+        ("cpu/wide", "n0, n1, n2, n3 = load_rows(A, after + j, P, ONE)", "pass"),
+        ("cpu/wide", "end if cut is not None else end - 1", "end - 1"),
+        ("cpu/vectors", "return n // heads * heads * T + n % heads", "return n // heads * heads * T"),
         ("cpu/launch", "return self.tokens.retain.dim() > self.tokens.lr.dim()", "return self.tokens.retain.dim() == 3"),
     ),
     *_of(

@@ -1,6 +1,6 @@
 """The chunk engine: writes whose gradients stand still through a chunk, or that come at its end."""
 
-from hecate.engine.chunk.anchored import predict
-from hecate.engine.chunk.engine import cell_size, chunked
+from hecate.engine.chunk.batched import predict
+from hecate.engine.chunk.engine import chunked, span_size
 
-__all__ = ["cell_size", "chunked", "predict"]
+__all__ = ["chunked", "predict", "span_size"]
