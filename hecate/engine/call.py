@@ -128,7 +128,8 @@ class Call:
         if state is not None:
             check_normalizer(config, state)
         own = _Packed.of(config, state, initial, inputs, dtype, v.shape[-1])
-        flat, places = (*own.initial, *own.state), (_place(config, state),)
+        flat: Tensors = (*own.initial, *own.state)
+        places: tuple[int | None, ...] = (_place(config, state),)
         if config.normalizer == "sum":  # the same memory with bias dot and the value 1 at every token
             held = None if state is None else state.normalizer
             zero = torch.zeros(k.shape[2], 1, own.state[0].shape[-1], dtype=dtype, device=k.device)
@@ -307,15 +308,16 @@ def _checked(
 def _named(spec: Spec, carry: Carry, lead: tuple[int, int]) -> MemoryState:
     """A state's tensors `[N, ...]` by name, `[B, H, ...]`."""
 
-    held: list[dict[str, Tensor]] = []
-    for names, tensors in zip((spec.weights, spec.slots, spec.weights, spec.weights), carry, strict=False):
+    held: list[Any] = []
+    kinds = carry.memory, carry.slots, carry.anchor, carry.pending
+    for names, tensors in zip((spec.weights, spec.slots, spec.weights, spec.weights), kinds, strict=True):
         named = {}
         for name, tensor in zip(names, tensors, strict=False):
             named[name] = tensor.unflatten(0, lead)
         held.append(named)
     if carry.pending_retain:
         held[3]["retain"] = carry.pending_retain[0].unflatten(0, lead)
-    return MemoryState(*held, position=carry.position.unflatten(0, lead))
+    return MemoryState(*held, carry.position.unflatten(0, lead))  # type: ignore[call-arg]
 
 
 def _state_dtype(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, held: dict[str, Tensor] | None) -> torch.dtype:

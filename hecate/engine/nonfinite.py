@@ -169,7 +169,7 @@ def _first(bad: Tensor) -> Tensor:
     return torch.where(bad.any(), bad.to(torch.int8).argmax(), -1)
 
 
-def _raise_late(name: str, shape: tuple[int, int, int], device: str, found: Tensor) -> None:
+def _raise_late(name: str, shape: tuple[int, ...], device: str, found: Tensor) -> None:
     output, memory = found.tolist()
     batch, _, heads = shape
     if output < 0 and memory < 0:

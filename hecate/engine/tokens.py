@@ -64,7 +64,7 @@ class Carry(NamedTuple):
         for count in counts:
             kinds.append(flat[at : at + count])
             at += count
-        return cls(*kinds, flat[at])  # type: ignore[arg-type]
+        return cls(*kinds, flat[at])  # type: ignore[call-arg]
 
 
 def restart(config: MemoryConfig, initial: Memory, carry: Carry) -> Carry:
@@ -96,11 +96,8 @@ def fold_heads(tokens: Tokens, run: Run) -> Tokens:
     """`[B, T, H, *]` -> `[B*H, T, *]`."""
     heads = tokens.lr.shape[2]
     write, reset = tokens.write, tokens.reset
-    return Tokens(
-        *several(run(_FOLD, *tokens[:6], label="heads")),
-        None if write is None else fold_mask(write, heads),
-        None if reset is None else fold_mask(reset, heads),
-    )
+    masks = None if write is None else fold_mask(write, heads), None if reset is None else fold_mask(reset, heads)
+    return Tokens(*several(run(_FOLD, *tokens[:6], label="heads")), *masks)  # type: ignore[call-arg]
 
 
 def unfold_heads(heads: int) -> Block:
