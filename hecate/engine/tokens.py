@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +128,11 @@ def split_time(size: int | list[int]) -> Block:
         return (torch.cat(cotangents, 1),)
 
     return Block("split", forward, vjp)
+
+
+def linear_block(name: str, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Block:
+    """A linear map of one tensor, given with its adjoint."""
+    return Block(name, lambda x: ((there(x),), None), lambda _, g: (back(g),))
 
 
 def _unbind(x: Tensor) -> tuple[Tensors, None]:
