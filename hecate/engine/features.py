@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import Sequence
-from hecate.engine.tokens import SELECT, Tokens, by_head, cast, form_of
+from hecate.engine.tokens import SELECT, Tokens, by_head, cast, form_of, linear_block
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.tape import Block, ByHand, Run, Tensors, can_inspect, execute, one
@@ -64,14 +64,7 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
 
 def scaled(x: Tensor, factor: Tensor | float, run: Run, label: str) -> Tensor:
     """x times a constant."""
-
-    def forward(x: Tensor) -> tuple[Tensors, None]:
-        return (x * factor,), None
-
-    def vjp(_: None, g: Tensor) -> tuple[Tensor]:
-        return (g * factor,)
-
-    return one(run(Block("scaled", forward, vjp), x, label=label))
+    return one(run(linear_block("scaled", lambda x: x * factor, lambda g: g * factor), x, label=label))
 
 
 # key_norm.

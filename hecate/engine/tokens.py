@@ -79,6 +79,11 @@ def restart(config: MemoryConfig, initial: Memory, carry: Carry) -> Carry:
     )
 
 
+def linear_block(name: str, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Block:
+    """A linear map of one tensor, given with its adjoint."""
+    return Block(name, lambda x: ((there(x),), None), lambda _, g: (back(g),))
+
+
 # Heads.
 
 
@@ -103,13 +108,9 @@ def fold_heads(tokens: Tokens, run: Run) -> Tokens:
 def unfold_heads(heads: int) -> Block:
     """`[B*H, T, V]` -> `[B, T, H, V]`."""
 
-    def forward(y: Tensor) -> tuple[Tensors, None]:
-        return (y.unflatten(0, (-1, heads)).transpose(1, 2),), None
-
-    def vjp(_: None, g: Tensor) -> tuple[Tensor]:
-        return (g.transpose(1, 2).flatten(0, 1),)
-
-    return Block("unfold_heads", forward, vjp)
+    return linear_block(
+        "unfold_heads", lambda y: y.unflatten(0, (-1, heads)).transpose(1, 2), lambda g: g.transpose(1, 2).flatten(0, 1)
+    )
 
 
 def in_folds(

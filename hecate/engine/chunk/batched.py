@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Bias
-from hecate.engine.tokens import expand_to
+from hecate.engine.tokens import expand_to, linear_block
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one, several
 from hecate.structure import Layered, Memory
@@ -40,6 +40,7 @@ from hecate.structure.graph import (
 from hecate.tape import Block, Run, Tensors
 from hecate.tape.ops import over, sum_to_gate
 
+Maybe = Tensor | None
 Seen = tuple[Tensor, Tensor, Tensor | None]  # keys, values and kept
 
 
@@ -113,10 +114,10 @@ def token_gradients(config: MemoryConfig, anchor: Memory, row: Seen, run: Run, l
     size = p.shape[1]
     weights = _repeated(anchor, size, run, label)
     if kept is not None:
-        product = one(run(_FOLD, kept, label=label))
+        product = one(run(_fold(size), kept, label=label))
         decayed = config.rule.decayed(weights, product, run=run, label=label)
         weights = config.rule.weights(decayed, run=run, label=label)
-    keys, values = (one(run(_FOLD, item, label=label)) for item in (p, v))
+    keys, values = (one(run(_fold(size), item, label=label)) for item in (p, v))
     block = config.structure.gradient_block(config.bias.block())
     flat = several(run(block, keys, values, *weights, label=label))
     return tuple(one(run(_unfold(size), grad, label=label)) for grad in flat)
@@ -179,21 +180,17 @@ def write(
 
 
 def _each(config: MemoryConfig, weights: Memory, p: Tensor, run: Run, label: str) -> Tensor:
-    queries = one(run(_FOLD, p, label=label))
+    queries = one(run(_fold(p.shape[1]), p, label=label))
     flat = one(run(config.structure.predict_block(), queries, *weights, label=label))
     return one(run(_unfold(p.shape[1]), flat, label=label))
 
 
 def _repeated(weights: Memory, size: int, run: Run, label: str) -> Memory:
-    def forward(weight: Tensor) -> tuple[Tensors, None]:
-        wide = weight.unsqueeze(1).expand(weight.shape[0], size, *weight.shape[1:])
-        return (wide.flatten(0, 1),), None
+    def wide(weight: Tensor) -> Tensor:
+        return weight.unsqueeze(1).expand(weight.shape[0], size, *weight.shape[1:]).flatten(0, 1)
 
-    def vjp(_: None, g: Tensor) -> tuple[Tensor]:
-        return (g.unflatten(0, (-1, size)).sum(1),)
-
-    block = Block("chunk.repeat", forward, vjp)
-    return several(tuple(one(run(block, weight, label=label)) for weight in weights))
+    block = linear_block("chunk.repeat", wide, lambda g: g.unflatten(0, (-1, size)).sum(1))
+    return tuple(one(run(block, weight, label=label)) for weight in weights)
 
 
 def _predict(graph: Graph) -> Block:
@@ -255,14 +252,7 @@ def _spread_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tenso
 
 
 def _read(
-    q: Tensor,
-    h: Tensor,
-    d: Tensor,
-    weights: Tensor,
-    a: Tensor | None,
-    s: Tensor | None,
-    memory: Tensor,
-    slot: Tensor | None,
+    q: Tensor, h: Tensor, d: Tensor, weights: Tensor, a: Maybe, s: Maybe, memory: Tensor, slot: Maybe
 ) -> tuple[Tensors, Any]:
     scores = torch.bmm(q, h.mT)
     attend = scores * weights
@@ -291,15 +281,7 @@ def _read_vjp(residuals: Any, g: Tensor) -> Tensors:
 
 
 def _write(
-    memory: Tensor,
-    slot: Tensor | None,
-    d: Tensor,
-    h: Tensor,
-    into: Tensor,
-    a: Tensor | None,
-    s: Tensor | None,
-    slot_into: Tensor | None,
-    e: Tensor | None,
+    memory: Tensor, slot: Maybe, d: Tensor, h: Tensor, into: Tensor, a: Maybe, s: Maybe, slot_into: Maybe, e: Maybe
 ) -> tuple[Tensors, Any]:
     inputs = (memory, slot, d, h, into, a, s, slot_into, e)
     kept = memory if a is None else over(a, memory) * memory
@@ -333,22 +315,12 @@ def _scale_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor
     return _times(kept, g), gkept if kept.dim() == 3 else gkept.sum(-1)
 
 
-def _fold(x: Tensor) -> tuple[Tensors, int]:
-    return (x.flatten(0, 1),), x.shape[1]
-
-
-def _fold_vjp(size: int, g: Tensor) -> tuple[Tensor]:
-    return (g.unflatten(0, (-1, size)),)
+def _fold(size: int) -> Block:
+    return linear_block("chunk.fold", lambda x: x.flatten(0, 1), lambda g: g.unflatten(0, (-1, size)))
 
 
 def _unfold(size: int) -> Block:
-    def forward(x: Tensor) -> tuple[Tensors, None]:
-        return (x.unflatten(0, (-1, size)),), None
-
-    def vjp(_: None, g: Tensor) -> tuple[Tensor]:
-        return (g.flatten(0, 1),)
-
-    return Block("chunk.unfold", forward, vjp)
+    return linear_block("chunk.unfold", lambda x: x.unflatten(0, (-1, size)), lambda g: g.flatten(0, 1))
 
 
 def _stack(*states: Tensor) -> tuple[Tensors, int]:
@@ -390,7 +362,6 @@ def _sum_pulled(d: Tensor, h: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor
 
 
 _SCALE = Block("chunk.decayed", _scale, _scale_vjp)
-_FOLD = Block("chunk.fold", _fold, _fold_vjp)
 _STACK = Block("chunk.states", _stack, _stack_vjp)
 _SUM = Block("chunk.sum", _sum, _sum_vjp)
 _READ = Block("chunk.read", _read, _read_vjp)

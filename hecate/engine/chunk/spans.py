@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.coefficients import coefficients, running_products
-from hecate.engine.tokens import UNBIND, Tokens, expand_to, split_time
+from hecate.engine.tokens import UNBIND, Tokens, expand_to, linear_block, split_time
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
 from hecate.tape import Block, Run, Tensors, can_inspect
@@ -128,27 +128,13 @@ class Layout(NamedTuple):
     resets: Tensor | None
     position: Tensor
 
-    def lay(self, fill: float = 0.0) -> Block:
-        """`[N, T, ...]` -> `[N, K S, ...]`, empty places filled."""
-
-        def forward(x: Tensor) -> tuple[Tensors, None]:
-            return (_take(_padded(x, fill), self.tokens),), None
-
-        def vjp(_: None, g: Tensor) -> tuple[Tensor]:
-            return (_take(g, self.places),)
-
-        return Block("chunk.lay", forward, vjp)
+    def lay(self) -> Block:
+        """`[N, T, ...]` -> `[N, K S, ...]`, empty places 0."""
+        return linear_block("chunk.lay", lambda x: _take(_padded(x), self.tokens), lambda g: _take(g, self.places))
 
     def collect(self) -> Block:
         """`[N, K S, ...]` -> `[N, T, ...]`."""
-
-        def forward(x: Tensor) -> tuple[Tensors, None]:
-            return (_take(x, self.places),), None
-
-        def vjp(_: None, g: Tensor) -> tuple[Tensor]:
-            return (_take(_padded(g, 0.0), self.tokens),)
-
-        return Block("chunk.collect", forward, vjp)
+        return linear_block("chunk.collect", lambda x: _take(x, self.places), lambda g: _take(_padded(g), self.tokens))
 
 
 def layout_of(
@@ -156,7 +142,7 @@ def layout_of(
 ) -> Layout:
     """The spans of a sequence from its masks `[N, T]` and the positions `[N]` at its start."""
     shape = (position.shape[0], length)
-    written = _all(shape, position) if write is None else write
+    written = _written(write, position, length)
     place, carried, span, offset = _spans(written, reset, position, chunk, size)
     spans = _count(span, reset, length, chunk, size)
     ones = torch.ones_like(span)
@@ -169,7 +155,7 @@ def layout_of(
     tokens = empty.scatter(1, places, steps)
 
     def laid(mask: Tensor) -> Tensor:
-        return _take(torch.cat([mask, torch.zeros_like(mask[:, :1])], 1), tokens)
+        return _take(_padded(mask), tokens)
 
     def within(mask: Tensor) -> Tensor:
         return laid(mask).unflatten(1, (spans, size)).any(-1)
@@ -188,14 +174,13 @@ def layout_of(
 
 def steps_of(write: Tensor | None, reset: Tensor | None, position: Tensor, length: int, chunk: int, size: int) -> int:
     """How many spans the longest memory has: the steps that the chunk engine takes."""
-    shape = (position.shape[0], length)
-    written = _all(shape, position) if write is None else write
+    written = _written(write, position, length)
     span = _spans(written, reset, position, chunk, size)[2]
     return _count(span, reset, length, chunk, size)
 
 
-def _all(shape: tuple[int, int], like: Tensor) -> Tensor:
-    return torch.ones(shape, dtype=torch.bool, device=like.device)
+def _written(write: Tensor | None, position: Tensor, length: int) -> Tensor:
+    return position.new_ones(position.shape[0], length, dtype=torch.bool) if write is None else write
 
 
 def _spans(
@@ -226,11 +211,10 @@ def _count(span: Tensor, reset: Tensor | None, length: int, chunk: int, size: in
     return length if reset is not None else min(length, length // chunk + 2 + length // size)
 
 
-def _padded(x: Tensor, fill: float) -> Tensor:
-    return torch.cat([x, torch.full_like(x[:, :1], fill)], 1)
+def _padded(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.zeros_like(x[:, :1])], 1)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
     """`x[n, index[n, i]]`."""
-    wide = expand_to(index, x)
-    return x.gather(1, wide.expand(*index.shape, *x.shape[2:]))
+    return x.gather(1, expand_to(index, x).expand(*index.shape, *x.shape[2:]))
