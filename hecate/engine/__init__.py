@@ -10,8 +10,9 @@ from hecate.engine.parameters import check_params
 from hecate.engine.positions import counted, numbered, written_before
 from hecate.engine.prepare import Sequence, to_tokens
 from hecate.engine.quotients import DIVIDE, L2_NORM, SUM_NORM, largest, levelling, near_one, reach
-from hecate.engine.scan import memory_scan, memory_step
+from hecate.engine.scan import memory_scan
 from hecate.engine.select import EngineName, check_exact, choose_engine, exact_engines
+from hecate.engine.step import Stepper, memory_step, stepper
 from hecate.engine.tokens import CONCAT
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Call",
     "EngineName",
     "Sequence",
+    "Stepper",
     "check_exact",
     "check_mask",
     "check_params",
@@ -42,6 +44,7 @@ __all__ = [
     "numbered",
     "predict",
     "reach",
+    "stepper",
     "to_tokens",
     "written_before",
 ]

@@ -63,12 +63,12 @@ def program_of(
             results = [(out, times(carry, back, run)) for out, carry in results]
         if y.dtype != (asked := flat[Sequence._fields.index("v")].dtype):
             y = one(run(cast(asked), y, label="outputs"))
-        return (y, *_apart([item for _, carry in results for item in carry.flat], flat, run))
+        return (y, *apart([item for _, carry in results for item in carry.flat], flat, run))
 
     return program
 
 
-def _apart(state: list[Tensor], given: Tensors, run: Run) -> list[Tensor]:
+def apart(state: list[Tensor], given: Tensors, run: Run) -> list[Tensor]:
     """The state with copies of what no token has changed, such as an anchor: no result is an input, nor a view of
     one."""
     known = [item for item in given if item is not None]

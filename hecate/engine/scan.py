@@ -1,8 +1,9 @@
-"""`memory_scan` and `memory_step`: a memory over a sequence, and over one token."""
+"""`memory_scan`: a memory over a sequence."""
 
 from __future__ import annotations
 
 import logging
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from hecate.engine.call import Call
 from hecate.engine.chunk import chunk_steps
 from hecate.engine.cotangents import watch_cotangents
 from hecate.engine.finite import Watched, all_finite, can_inspect, finite_writes, raise_at_first
-from hecate.engine.given import check_named, check_state, check_tokens
+from hecate.engine.given import check_named, check_state
+from hecate.engine.one_token import one_token
 from hecate.engine.parameters import check_params
 from hecate.engine.parts import Part, counts_along, merged, normalizer_part, part_of, split_carries
 from hecate.engine.positions import numbered
@@ -82,6 +84,39 @@ def memory_scan(
             in the backward pass, for a gradient that reaches the memory. It cannot be raised while compiling or inside
             `torch.func` transforms, which forbid looking at values.
     """
+
+    def whole() -> tuple[Tensor, MemoryState]:
+        return whole_scan(
+            config, q, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
+            reset_mask=reset_mask, cu_seqlens=cu_seqlens, engine=engine, autodiff=autodiff, tape=tape, name=name,
+        )  # fmt: skip
+
+    masked = not (write_mask is None and reset_mask is None and cu_seqlens is None)
+    single = isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1
+    if not single or masked or tape is not None or engine != "auto" or autodiff not in get_args(Autodiff):
+        return whole()
+    return one_token(whole, config, q, k, v, gates, state, phi_params, initial)
+
+
+def whole_scan(
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | None = None,
+    *,
+    phi_params: Params | None = None,
+    state: MemoryState | None = None,
+    initial: dict[str, Tensor] | None = None,
+    write_mask: Tensor | None = None,
+    reset_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    engine: EngineName = "auto",
+    autodiff: Autodiff = "auto",
+    tape: Tape | None = None,
+    name: str = "memory",
+) -> tuple[Tensor, MemoryState]:
+    """`memory_scan` with every check, by one of the engines, for any number of tokens."""
     if not isinstance(config, MemoryConfig):
         raise ConfigError(
             f"config must be a MemoryConfig, got {shorten(config)} ({type(config).__name__}); make "
@@ -159,40 +194,6 @@ def _chosen(
     if not torch.compiler.is_compiling():
         _LOG.debug("memory %r, %d tokens: engine %s (%s)", name, length, chosen, reason)
     return chosen
-
-
-def memory_step(
-    config: MemoryConfig,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates | None = None,
-    *,
-    state: MemoryState | None = None,
-    phi_params: Params | None = None,
-    initial: dict[str, Tensor] | None = None,
-    name: str = "memory",
-) -> tuple[Tensor, MemoryState]:
-    """One token: q, k `[B, H, D]`, v `[B, H, V]`, gates `[B, H]` -> y `[B, H, V]` and the new state.
-
-    A loop of it equals `memory_scan`.
-    """
-    if not all(isinstance(item, Tensor) and item.dim() == 3 for item in (q, k, v)):
-        check_tokens(q, k, v, "B H width")
-    if isinstance(gates, Gates):
-        gates = Gates(*(gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates))
-    y, state = memory_scan(
-        config,
-        q.unsqueeze(1),
-        k.unsqueeze(1),
-        v.unsqueeze(1),
-        gates,
-        state=state,
-        phi_params=phi_params,
-        initial=initial,
-        name=name,
-    )
-    return y.squeeze(1), state
 
 
 def _watched(parts: list[Part], sequence: Sequence, params: Params, dtype: torch.dtype) -> list[Watched]:
