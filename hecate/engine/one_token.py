@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,35 +31,41 @@ TokenStep = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, MemoryStat
 
 MOST = 64  # programs that a config keeps
 _TOPS = (math.inf, 1.0, 1.0)  # of lr, retain and momentum; the least is 0
-_DEFAULTS = Gates()
+_DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
 _TENSORS, _NUMBERS = (Tensor, torch.nn.Parameter), (type(None), float, int)
 
 
 def looks_of(
-    q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None, initial: dict[str, Tensor] | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState | None,
+    params: Params | None,
+    initial: dict[str, Tensor] | None,
 ) -> Looks | None:
     """All that tells one token's call from another but the values of its tensors; None where there is no short way:
     under autograd, transforms, tracing and autocast, and with anything that is not what it should be.
 
-    A number given for a gate belongs to it, type and value.
+    Numbers given for gates belong to it, and whether parameters of phi are given: these are checked every time.
     """
     if type(gates) is not Gates or type(state) is not MemoryState or is_traced():
         return None
-    looks: list[object] = []
+    looks: list[object] = [params is None]
     tensors = [q, k, v]
     for gate in gates:
-        if isinstance(gate, Tensor):
+        if type(gate) in _TENSORS:
             tensors.append(gate)
             looks.append(Tensor)
         elif type(gate) in _NUMBERS:
             looks.append((type(gate), gate))
         else:
             return None
-    for part in (*state, *(state.normalizer or ()), initial):
+    for part in (*state, initial) if state.normalizer is None else (*state, *state.normalizer, initial):
         if type(part) is dict:
-            tensors.extend(part.values())
+            tensors += part.values()
             looks.append(tuple(part))
-        elif isinstance(part, Tensor):
+        elif type(part) in _TENSORS:
             tensors.append(part)
             looks.append(Tensor)
         elif part is not None and type(part) is not MemoryState:
@@ -85,14 +92,14 @@ def one_token(
     """One token `[B, H, *]` or `[B, 1, H, *]` by the program that its looks have left, else by the whole way, which
     leaves one for the next token."""
     gates = _DEFAULTS if gates is None else gates
-    looks = looks_of(q, k, v, gates, state, initial) if isinstance(config, MemoryConfig) else None
+    looks = looks_of(q, k, v, gates, state, params, initial) if isinstance(config, MemoryConfig) else None
     program = None if looks is None else config.programs.get(looks)
     found = None if program is None else program(q, k, v, gates, state, params)
     if found is not None:
         return found
     y, new = whole()
     if program is None:
-        _keep(config, looks_of(q, k, v, gates, new, initial), q, k, v, gates, new)
+        _keep(config, looks_of(q, k, v, gates, new, params, initial), q, k, v, gates, new)
     return y, new
 
 
@@ -123,7 +130,7 @@ class OneToken:
         batch, heads = k.shape[0], k.shape[-2]
         self.dtype = next(iter(state.memory.values())).dtype
         self.lead, self.scale = (batch, 1, heads), 1 / math.sqrt(k.shape[-1])
-        self.inspects = k.device.type == "cpu"
+        self.inspects, self.far = k.device.type == "cpu", reach(self.dtype, 0.5)
         self.watches = config.on_nonfinite == "raise" and k.device.type != "meta"
         direct = _is_direct(config)
         # Of one gate per memory, and of what has a width: every memory's vector a row where products take rows.
@@ -180,10 +187,10 @@ class OneToken:
             y = y.to(dtype)
         return (y, new) if not self.watches or _is_finite(y, new) else None
 
-    def gate(self, index: int, given: Tensor | float | None) -> Tensor | None:
+    def gate(self, index: int, given: Any) -> Tensor | None:
         """A gate in the state's dtype and in the shape that the step takes; None if it is out of its range."""
         number = self.numbers[index]
-        if number is not None or not isinstance(given, Tensor):
+        if number is not None:
             return number
         if self.inspects:
             low, high = given.aminmax()
@@ -197,9 +204,11 @@ class OneToken:
         config = self.config
         if not self.timed:
             q, k = q.unsqueeze(1), k.unsqueeze(1)
-        own = check_params(config.feature_map, params, k)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in own["learned"].values()):
-            return None
+        own = _NO_PARAMS
+        if params is not None:
+            own = check_params(config.feature_map, params, k)
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in own["learned"].values()):
+                return None
         if state.seen is not None:
             own = {**own, "position": state.seen[:, None, None]}
         if q.dtype != self.dtype or k.dtype != self.dtype:
@@ -222,8 +231,8 @@ class OneToken:
         if not self.inspects:
             return one((L2_NORM if l2 else SUM_NORM).forward((x,), False)[0])
         size = (x.square() if l2 else x).sum(-1, keepdim=True)
-        (low, high), far = size.aminmax(), reach(x.dtype, 0.5)
-        if not (low.item() * far >= 1 and high.item() <= far):
+        low, high = size.aminmax()
+        if not (low.item() * self.far >= 1 and high.item() <= self.far):
             return None
         return x / (size.sqrt() if l2 else size)
 
