@@ -49,6 +49,8 @@ class ShortConv(nn.Module):
         kept = self.kernel - 1
         if state is None:
             state = x.new_zeros(batch, kept, channels)
+        if length == 1 and segment is None and written is None:
+            return self._one_token(x, state.to(x.dtype).split(1, 1))
         left = x if written is None else torch.where(written.unsqueeze(-1), x, 0.0)
         padded = torch.cat([state.to(x.dtype), left], 1)
         total = self.weight[0] * x
@@ -59,6 +61,14 @@ class ShortConv(nn.Module):
                 tap = torch.where(same.unsqueeze(-1), tap, 0.0)
             total = total + self.weight[j] * tap
         return nn.functional.silu(total), padded[:, length:]
+
+    def _one_token(self, x: Tensor, past: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """The same sum in the same order, from the inputs `[B, 1, C]` before it."""
+        own, *weights = self.weight.unbind(0)
+        total = own * x
+        for weight, tap in zip(weights, reversed(past), strict=True):
+            total = total + weight * tap
+        return nn.functional.silu(total), torch.cat((*past[1:], x), 1)
 
 
 def convolved(
