@@ -52,7 +52,7 @@ def looks_of(
     if type(gates) is not Gates or type(state) is not MemoryState or is_traced():
         return None
     looks: list[object] = [params is None]
-    tensors = [q, k, v]
+    tensors: list[Any] = [q, k, v]
     for gate in gates:
         if type(gate) in _TENSORS:
             tensors.append(gate)
@@ -107,14 +107,14 @@ def _keep(
     config: MemoryConfig, looks: Looks | None, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState
 ) -> None:
     """Keeps a program of what the next token looks like, after a token that has passed every check."""
-    programs, kept = config.programs, state.pending.get("retain")
-    if looks is None or looks in programs or config.on_nonfinite == "skip" or not q.numel() or not v.numel():
+    if looks is None or looks in config.programs or config.on_nonfinite == "skip" or not q.numel() or not v.numel():
         return
+    kept, programs = state.pending.get("retain"), config.programs
     if kept is not None and (kept.dim() > 2) != has_channels(gates, k):
         return  # a chunk that goes on with retain of another width
     if len(programs) >= MOST:
         programs.pop(next(iter(programs)), None)
-    programs[looks] = OneToken(config, k, v, gates, state)
+    programs[looks] = OneToken(config.validated(), k, v, gates, state)
 
 
 def has_channels(gates: Gates, k: Tensor) -> bool:
@@ -167,17 +167,18 @@ class OneToken:
         if v.dtype != self.dtype:
             v = v.to(self.dtype)
         if self.quotients:
-            v = v if self.timed else v.unsqueeze(1)
+            if not self.timed:
+                v = v.unsqueeze(1)
             if self.config.step != "raw":
                 phi_k, v, lr = stepped(self.config, Step(phi_k, v, lr), execute)
-            if len(self.steps) > 1 and not _is_level(self.config, Tokens(phi_k, phi_q, v, lr, retain, momentum), state):
+            if not _is_level(self.config, Tokens(phi_k, phi_q, v, lr, retain, momentum), state):
                 return None
             lr = lr.reshape(self.scalar)
-        rows = [item.reshape(self.row).contiguous() for item in (phi_k, phi_q, v)]
-        y, new = self.steps[0](lr, retain, momentum, *rows, state)
-        if len(self.steps) > 1:
-            ones = torch.ones_like(rows[2][..., :1])
-            z, counted = self.steps[1](lr, retain, momentum, *rows[:2], ones, state.normalizer)
+        rows_k, rows_q, rows_v = [item.reshape(self.row).contiguous() for item in (phi_k, phi_q, v)]
+        y, new = self.steps[0](lr, retain, momentum, rows_k, rows_q, rows_v, state)
+        if state.normalizer is not None:
+            ones = torch.ones_like(rows_v[..., :1])
+            z, counted = self.steps[1](lr, retain, momentum, rows_k, rows_q, ones, state.normalizer)
             y, new = one(DIVIDE.forward((y, z), False)[0]), new._replace(normalizer=counted)
         if state.seen is not None:
             new = new._replace(seen=state.seen + 1)
@@ -240,7 +241,7 @@ class OneToken:
 def _is_level(config: MemoryConfig, tokens: Tokens, state: MemoryState) -> bool:
     """Whether features and sum of weights are near 1, so that a normaliser's quotient is the plain one."""
     if state.normalizer is None:
-        return False
+        return True
     given = Levelled(tokens, [flatten_state(state), flatten_state(state.normalizer)], [])
     return levelled(config, given, execute) is given
 

@@ -235,9 +235,9 @@ class Memory(RuleParameters, MemoryLayer):
             if state is not None:
                 held = {"features": self.feature_memory is not None, "projection": self.query_projection != "none"}
                 check_state(state, LayerState, self.conv, x.shape[0], {}, **held)
-        alone = state is not None and x.shape[1] == 1 and state.conv_segment is None and not torch.is_grad_enabled()
-        if alone and self.bare and write_mask is None and reset_mask is None and restart_mask is None:
-            return self._one_token(x, state)
+        if state is not None and x.shape[1] == 1 and self.bare and not torch.is_grad_enabled():
+            if state.conv_segment is write_mask is reset_mask is restart_mask is None:
+                return self._one_token(x, state)
         asked, carried = self.asked(x, state, **masks)
         y, memory = asked.scan(engine=self.engine, autodiff=self.autodiff, name=self.name)
         return self.read_out(x, y), LayerState(memory, *carried)
@@ -275,7 +275,7 @@ class Memory(RuleParameters, MemoryLayer):
 
     def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """`forward` for x `[B, 1, d_model]`, with the same bits: q and k normalised at once, and nothing passed on that
-        nobody reads. [NN-MEM-I7]"""
+        nobody reads. [NN-MEM-I13]"""
         lead, heads, width = x.shape[:2], self.heads, 2 * self.heads * self.d_key
         mixed, conv, kept = self.qkv(x), self.conv, None
         if conv is not None:
