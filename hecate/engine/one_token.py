@@ -75,7 +75,7 @@ def looks_of(
         if type(tensor) not in _TENSORS or (recorded and tensor.requires_grad):
             return None
         looks += (tensor.shape, tensor.dtype, tensor.device)
-    return None if torch.is_autocast_enabled(k.device.type) else tuple(looks)
+    return None if k.is_meta or torch.is_autocast_enabled(k.device.type) else tuple(looks)
 
 
 def one_token(
@@ -131,7 +131,7 @@ class OneToken:
         self.dtype = next(iter(state.memory.values())).dtype
         self.lead, self.scale = (batch, 1, heads), 1 / math.sqrt(k.shape[-1])
         self.inspects, self.far = k.device.type == "cpu", reach(self.dtype, 0.5)
-        self.watches = config.on_nonfinite == "raise" and k.device.type != "meta"
+        self.watches = config.on_nonfinite == "raise"
         direct = _is_direct(config)
         # Of one gate per memory, and of what has a width: every memory's vector a row where products take rows.
         self.scalar = (batch * heads, 1, 1) if direct else (batch * heads,)

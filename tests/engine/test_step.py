@@ -277,6 +277,13 @@ def test_frozen_inputs_under_autograd_and_autocast():
     assert torch.equal(y, expected[0]) and not y.requires_grad
 
 
+def test_tensors_without_values_take_the_whole_way():
+    config, x = MemoryConfig(), torch.ones(2, 3, 4, device="meta")
+    _, state = memory_step(config, x, x, x)
+    y, _ = memory_step(config, x, x, x, state=state)
+    assert y.shape == x.shape and y.is_meta and not config.programs
+
+
 def test_programs_belong_to_one_config_alone():
     config, g = named_rule("delta").model_copy(), torch.Generator().manual_seed(0)
     q, k, v, gates = token(config, "tensors", g)
