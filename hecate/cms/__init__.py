@@ -1,11 +1,10 @@
 """Continuum memories: levels that commit at different rates, and memories that write themselves."""
 
-from hecate.cms.cms import CMS
+from hecate.cms.cms import CMS, CMSState
 from hecate.cms.config import Aggregation, CMSConfig, Composition, LevelConfig
 from hecate.cms.health import LevelHealth
-from hecate.cms.self_reference import SelfReferenceConfig, SelfReferentialState
-from hecate.cms.self_referential import SelfReferential
-from hecate.cms.state import CMSState
+from hecate.cms.self_reference import SelfReferenceConfig
+from hecate.cms.self_referential import SelfReferential, SelfReferentialState
 
 __all__ = [
     "CMS",

@@ -2,25 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from hecate.cms.arguments import check_state
 from hecate.cms.config import CMSConfig, LevelConfig
-from hecate.cms.flow import Levels, Masks, flow, nested_flow
-from hecate.cms.growth import grown
-from hecate.cms.health import LevelHealth, levels_health
-from hecate.cms.nested import check_shapes
-from hecate.cms.state import CMSState
-from hecate.cms.warn import warn_if_nothing_passes, warn_if_windows_diverge
-from hecate.engine import EngineName, written_before
-from hecate.errors import ConfigError
-from hecate.nn import Memory
-from hecate.nn.arguments import check_inputs
+from hecate.cms.health import LevelHealth, level_health, warn_if_nothing_passes, warn_if_windows_diverge
+from hecate.cms.nested import check_shapes, in_windows, restarted
+from hecate.engine import CONCAT, EngineName, written_before
+from hecate.errors import ConfigError, HealthWarning, ShapeError
+from hecate.nn import LayerState, Memory
+from hecate.nn.arguments import check_sequence
 from hecate.nn.parameters import draw_base, source_for
-from hecate.tape import Autodiff, Run, execute
+from hecate.rule import bytes_of, detached
+from hecate.tape import Autodiff, Block, Run, Tape, execute, one
+
+Levels = tuple[LayerState | None, ...]
+Masks = dict[str, Tensor | None]
+OF_LEVEL = (  # fields of a level that are arguments of its `Memory`
+    "d_key", "d_value", "conv_kernel", "qk_norm", "output_gate", "learned_initial", "feature_memory", "firing",
+    "query_projection",
+)  # fmt: skip
+
+
+class CMSState(NamedTuple):
+    """The state of a `CMS`: a pytree of tensors. [CMS-LAYER-I1]
+
+    Fields:
+        levels: the state of every level, from fast to slow.
+        written: tokens written since the start or the last reset, `[B]` int64.
+    """
+
+    levels: tuple[LayerState, ...]
+    written: Tensor
+
+    def detach(self) -> CMSState:
+        """The same state cut off from the graph that produced it."""
+        return detached(self)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors; it does not grow with the number of tokens seen."""
+        return bytes_of(self)
 
 
 class CMS(nn.Module):
@@ -83,21 +111,21 @@ class CMS(nn.Module):
         base = draw_base(generator) if drawn else 0
         self.levels = nn.ModuleList()
         for index, level in enumerate(config.levels):
+            own = {field: getattr(level, field) for field in OF_LEVEL}
             try:
                 how["generator"] = source_for(level.name, base)
-                self.levels.append(_memory(d_model, heads, level, f"{name}/{level.name}", how, place))
+                count = heads if level.heads is None else level.heads
+                memory = Memory(d_model, count, level.rule, name=f"{name}/{level.name}", **own, **how, **place)
             except ConfigError as error:
                 raise error.under("levels", index) from None
+            self.levels.append(memory)
         residual = config.composition in ("sequential", "nested")
         self.norms = nn.ModuleList(nn.RMSNorm(d_model, eps=1e-6, **place) for _ in config.levels if residual)
         if config.composition == "nested":
             check_shapes(config, self.memories)
-        self.weight = self.bias = None
-        if config.aggregation == "learned":
-            self.weight = nn.Parameter(torch.empty(len(config.levels), d_model, **place))
-        elif config.aggregation == "gated":
-            self.weight = nn.Parameter(torch.empty(len(config.levels), d_model, **place))
-            self.bias = nn.Parameter(torch.empty(len(config.levels), **place))
+        weighted, gated = config.aggregation in ("learned", "gated"), config.aggregation == "gated"
+        self.weight = nn.Parameter(torch.empty(len(config.levels), d_model, **place)) if weighted else None
+        self.bias = nn.Parameter(torch.empty(len(config.levels), **place)) if gated else None
         if drawn:
             self._start()
             self._warn()
@@ -145,12 +173,29 @@ class CMS(nn.Module):
         """
         masks = {"write_mask": write_mask, "reset_mask": reset_mask}
         if not torch.compiler.is_compiling():
-            check_inputs(self.memories[0], x, None, **masks)
-            check_state(len(self.levels), x, state)
+            check_sequence(self.memories[0].qkv.weight, x, **masks)
+            if state is not None:
+                self._check_state(state, x)
         return self.passed(x, state, masks)
 
+    def _check_state(self, state: CMSState, x: Tensor) -> None:
+        """Refuses a state of another layer or batch."""
+        if not isinstance(state, CMSState):
+            raise ShapeError(f"state must be the CMSState that this layer returned, got {type(state).__name__}")
+        if len(state.levels) != len(self.levels):
+            raise ShapeError(
+                f"state.levels must hold one state for each of {len(self.levels)} levels, got "
+                f"{len(state.levels)}; was it made by another layer?"
+            )
+        written = state.written
+        if written.shape != x.shape[:1] or written.dtype != torch.int64 or written.device != x.device:
+            raise ShapeError(
+                f"state.written must be int64 {list(x.shape[:1])} on {x.device}, got {written.dtype} "
+                f"{list(written.shape)} on {written.device}; was it made with another batch?"
+            )
+
     def passed(self, x: Tensor, state: CMSState | None, masks: Masks, *, run: Run = execute) -> tuple[Tensor, CMSState]:
-        """`forward`, unchecked, by calls of `run`."""
+        """`forward`, unchecked, by calls of `run`, which a tape can record."""
         written = x.new_zeros(x.shape[0], dtype=torch.int64) if state is None else state.written
         levels: Levels = (None,) * len(self.levels) if state is None else state.levels
         write = masks["write_mask"]
@@ -162,26 +207,71 @@ class CMS(nn.Module):
                 again = (before % level.restart == 0) & (before != count)
                 own[index] = {**masks, "restart_mask": again}
         if self.config.composition == "nested":
-            y, levels = nested_flow(self, x, levels, own, (before != count, count), run=run)
+            y, levels = self._in_windows(x, levels, own, before != count, count, run)
         else:
-            y, levels = flow(self, x, levels, own, run=run)
+            y, levels = self._through_levels(x, levels, own, run)
         written = count[:, -1] if x.shape[1] else written.clone()
         return y, CMSState(levels, written)  # type: ignore[arg-type]
 
+    def _through_levels(self, x: Tensor, levels: Levels, masks: list[Masks], run: Run) -> tuple[Tensor, Levels]:
+        """Every level once over x: the layer's output and the states of the levels.
+
+        A level's call on a tape is named `level` and labelled with its name.
+        """
+        chained = self.config.composition == "chained"
+        states: list[LayerState | None] = []
+        outputs: list[Tensor] = []
+        seen = x
+        for index, level in enumerate(self.config.levels):
+            given = one(run(_block("norm", self.norms[index]), seen)) if len(self.norms) else seen
+
+            def called(x: Tensor, state: LayerState | None, at: int = index) -> Any:
+                return self.memories[at](x, state, **masks[at])
+
+            out, after = _with_state(run, "level", called, given, levels[index], level.name)
+            if len(self.norms):
+                seen = one(run(_block("add", torch.add), seen, out))
+            elif chained:
+                seen = out
+            states.append(after)
+            outputs.append(out)
+        if chained:
+            return seen, tuple(states)
+        return one(run(_block("join", self.joined), x, *outputs)), tuple(states)
+
+    def _in_windows(
+        self, x: Tensor, levels: Levels, masks: list[Masks], write: Tensor, count: Tensor, run: Run
+    ) -> tuple[Tensor, Levels]:
+        """The same in windows that end where a level commits from which another restarts.
+
+        `write` tells which tokens are written and `count` how many have been, both `[B, T]`.
+        """
+        periods = [level.period for level in self.config.levels]
+        outputs: list[Tensor] = []
+        for window, *last in in_windows(write, count, periods[1:]):
+            own = [{name: None if mask is None else mask[:, window] for name, mask in each.items()} for each in masks]
+            tokens = one(run(_block("window", lambda x, at=window: x[:, at]), x))
+            y, levels = self._through_levels(tokens, levels, own, run)
+
+            def restart(y: Tensor, states: Any, at: Any = last) -> Any:
+                return y, restarted(periods, states, *at)
+
+            y, levels = _with_state(run, "restart", restart, y, levels)
+            outputs.append(y)
+        return one(run(CONCAT, *outputs)), levels
+
     def joined(self, x: Tensor, *outputs: Tensor) -> Tensor:
         """The weighted sum of the levels' outputs."""
-        weights: Any = [None] * len(outputs)
+        weights: Any = None
         if self.weight is not None and self.bias is not None:
             weights = torch.sigmoid(nn.functional.linear(x, self.weight, self.bias)).split(1, -1)
         elif self.weight is not None:
             weights = self.weight.to(outputs[0].dtype)
         elif self.config.aggregation == "rsqrt":
             weights = [len(outputs) ** -0.5] * len(outputs)
-        total: Tensor | None = None
-        for out, weight in zip(outputs, weights, strict=True):
-            part = out if weight is None else out * weight
-            total = part if total is None else total + part
-        return total  # type: ignore[return-value]
+        if weights is not None:
+            outputs = tuple(out * weight for out, weight in zip(outputs, weights, strict=True))
+        return functools.reduce(torch.add, outputs)
 
     def push_up(
         self, level: LevelConfig, state: CMSState | None = None, *, generator: torch.Generator | None = None
@@ -192,17 +282,85 @@ class CMS(nn.Module):
         projection gets a gradient at once, the rest of the level after one step. `state` is taken over, the new level
         starting empty at its place in the schedule. [CMS-GROW-I1]
         """
-        return grown(self, level, 0, state, generator)
+        return self._grown(level, 0, state, generator)
 
     def stack_up(
         self, level: LevelConfig, state: CMSState | None = None, *, generator: torch.Generator | None = None
     ) -> tuple[CMS, CMSState | None]:
         """As `push_up`, with a slower level behind the present ones."""
-        return grown(self, level, len(self.levels), state, generator)
+        return self._grown(level, len(self.levels), state, generator)
+
+    def _grown(
+        self, level: LevelConfig, at: int, state: CMSState | None, generator: torch.Generator | None
+    ) -> tuple[CMS, CMSState | None]:
+        """The layer and its state with a silent level at index `at`."""
+        config = self.config
+        if config.composition == "chained":
+            raise ConfigError(
+                "a chained layer cannot grow without changing its function: levels pass on their "
+                "outputs alone, and a new level's output is zero; use composition 'sequential'"
+            )
+        if config.composition == "nested" and at:
+            raise ConfigError(
+                f"a nested layer cannot take a slower level without changing its function: level "
+                f"{config.levels[-1].name!r} would restart from it at its first commit; use push_up, or composition "
+                "'sequential'"
+            )
+        levels = (*config.levels[:at], level, *config.levels[at:])
+        weight = self.memories[0].qkv.weight
+        how: dict[str, Any] = {"engine": self.engine, "autodiff": self.autodiff, "name": self.name}
+        how |= {"generator": generator, "device": weight.device, "dtype": weight.dtype}
+        new = type(self)(self.d_model, self.heads, config.model_copy(update={"levels": levels}), **how)
+        new._take_over(self, at)
+        new.train(self.training)
+        if state is None:
+            return new, None
+        # An empty memory at its place in the schedule of the tokens written so far.
+        memory = new.memories[at]
+        _, silent = memory(weight.new_zeros(len(state.written), 0, self.d_model))
+        position = (state.written % memory.config.chunk).unsqueeze(1).expand_as(silent.memory.position).clone()
+        silent = silent._replace(memory=silent.memory._replace(position=position))
+        return new, state._replace(levels=(*state.levels[:at], silent, *state.levels[at:]))
+
+    @torch.no_grad()
+    def _take_over(self, old: CMS, at: int) -> None:
+        """Every trained tensor of a layer without the level at `at` into its place; that level is silenced."""
+        count = len(old.levels)
+        places = [index for index in range(count + 1) if index != at]
+        for index, place in enumerate(places):
+            _copy(old.levels[index], self.levels[place])
+            if len(old.norms):
+                _copy(old.norms[index], self.norms[place])
+            if old.config.aggregation == "rsqrt":
+                # The outputs are now divided by sqrt(count + 1).
+                self.memories[place].out.weight.mul_(((count + 1) / count) ** 0.5)
+        for theirs, mine in ((old.weight, self.weight), (old.bias, self.bias)):
+            if theirs is not None and mine is not None:
+                mine[places] = theirs
+                mine.requires_grad_(theirs.requires_grad)
+        nn.init.zeros_(self.memories[at].out.weight)
 
     def health(self, x: Tensor, state: CMSState | None = None) -> list[LevelHealth]:
-        """What every level does on x `[B, T, d_model]`; a `HealthWarning` for each dead one."""
-        return levels_health(self, x, state)
+        """What every level does on x `[B, T, d_model]`; a `HealthWarning` for each dead one.
+
+        The layer runs on a tape, which is walked back from a unit cotangent of y."""
+        if x.dim() != 3 or x.numel() == 0:
+            raise ShapeError(
+                f"health needs tokens: x must be [B, T, {self.d_model}] with B and T at least 1, got {list(x.shape)}"
+            )
+        with torch.no_grad():
+            _, before = self(x[:, :0], state)  # checks state, and gives one where there is none
+            tape = Tape(observe=True)
+            y, after = self.passed(x, before, {"write_mask": None, "reset_mask": None}, run=tape)
+            tape.backward([y], [torch.full_like(y, y.numel() ** -0.5)], [x])
+            written = written_before(before.written, None, None, x.shape[1]) + 1
+            each = zip(self.config.levels, self.memories, before.levels, after.levels, strict=True)
+            found = [level_health(*level, written, tape) for level in each]
+        for level in found:
+            if level.dead is not None:
+                message = f"level {level.name!r} of {self.name!r} is dead: {level.dead}"
+                warnings.warn(message, HealthWarning, stacklevel=2)
+        return found
 
     def extra_repr(self) -> str:
         """How the levels are joined, and their periods."""
@@ -210,23 +368,34 @@ class CMS(nn.Module):
         return f"{self.d_model}, composition={self.config.composition}, periods: {periods}"
 
 
-def _memory(
-    d_model: int, heads: int, level: LevelConfig, name: str, how: dict[str, Any], place: dict[str, Any]
-) -> Memory:
-    return Memory(
-        d_model,
-        heads if level.heads is None else level.heads,
-        level.rule,
-        d_key=level.d_key,
-        d_value=level.d_value,
-        conv_kernel=level.conv_kernel,
-        qk_norm=level.qk_norm,
-        output_gate=level.output_gate,
-        learned_initial=level.learned_initial,
-        feature_memory=level.feature_memory,
-        firing=level.firing,
-        query_projection=level.query_projection,
-        name=name,
-        **how,
-        **place,
-    )
+def _copy(source: nn.Module, target: nn.Module) -> None:
+    target.load_state_dict(source.state_dict())
+    for mine, theirs in zip(source.parameters(), target.parameters(), strict=True):
+        theirs.requires_grad_(mine.requires_grad)
+
+
+def _block(name: str, function: nn.Module | Callable[..., Tensor]) -> Block:
+    def forward(*inputs: Tensor) -> tuple[tuple[Tensor], None]:
+        return (function(*inputs),), None
+
+    return Block(name, forward)
+
+
+def _with_state(
+    run: Run, name: str, function: Callable[..., Any], x: Tensor, state: Any, label: str = ""
+) -> tuple[Tensor, Any]:
+    """`function(x, state) -> (y, state)` as one call of `run`, the states' tensors among its
+    inputs and outputs."""
+    if run is execute:
+        return function(x, state)
+    flat, layout = pytree.tree_flatten(state)
+    made: list[Any] = []
+
+    def forward(x: Tensor, *flat: Tensor | None) -> tuple[tuple[Tensor | None, ...], None]:
+        y, after = function(x, pytree.tree_unflatten(flat, layout))
+        leaves, own = pytree.tree_flatten(after)
+        made.append(own)
+        return (y, *leaves), None
+
+    y, *leaves = run(Block(name, forward), x, *flat, label=label)
+    return one((y,)), pytree.tree_unflatten(leaves, made[0])

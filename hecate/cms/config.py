@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal
 
@@ -56,19 +55,16 @@ class LevelConfig(Config):
         if self.period > 1 and given not in ((1, "token"), (self.period, "chunk")):
             raise ConfigError(
                 f"period={self.period} sets chunk={self.period} and commit='chunk', but memory has "
-                f"chunk={memory.chunk} and commit={memory.commit!r}; leave both out of memory, or "
-                "set period=1 to keep them",
+                f"chunk={memory.chunk} and commit={memory.commit!r}; leave both out of memory, or set period=1 to keep "
+                "them",
                 path=("period",),
             )
         if self.conv_kernel == 1:
             raise ConfigError("must be 0 (none) or at least 2, got 1", path=("conv_kernel",))
         rule = self.rule  # its own refusals are the level's
         if self.restart is not None and self.restart % rule.chunk:
-            raise ConfigError(
-                f"restart={self.restart} would cut a chunk of {rule.chunk} tokens short; use a "
-                f"multiple of {rule.chunk}",
-                path=("restart",),
-            )
+            reason = f"restart={self.restart} would cut a chunk of {rule.chunk} tokens short"
+            raise ConfigError(f"{reason}; use a multiple of {rule.chunk}", path=("restart",))
         check_firing(rule, self.firing)
         check_projection(rule, self.query_projection)
         return self
@@ -119,58 +115,50 @@ class CMSConfig(Config):
                 )
         if self.composition != "independent" and self.aggregation != "sum":
             raise ConfigError(
-                f"{self.aggregation!r} weighs outputs of levels that read one input, which only "
-                f"composition 'independent' does; with composition {self.composition!r} leave it "
-                "out",
+                f"{self.aggregation!r} weighs outputs of levels that read one input, which only composition "
+                f"'independent' does; with composition {self.composition!r} leave it out",
                 path=("aggregation",),
             )
-        if self.composition == "nested":
-            problems = next(self._nested(), None)
-            if problems is not None:
-                raise problems
+        for index, pair in enumerate(pairwise(self.levels), 1):
+            refusal = _nesting_refusal(*pair) if self.composition == "nested" else None
+            if refusal is not None:
+                field, reason = refusal
+                both = f"nested levels {pair[0].name!r} and {pair[1].name!r}"
+                raise ConfigError(f"{both}: {reason}", path=("levels", index, *field.split(".")))
         return self
 
-    def _nested(self) -> Iterator[ConfigError]:
-        """Why levels cannot restart from one another, as far as configs tell."""
-        for index, (fast, slow) in enumerate(pairwise(self.levels), 1):
-            pair, path = f"levels {fast.name!r} and {slow.name!r}", ("levels", index)
-            if slow.period == 1:
-                yield ConfigError(
-                    f"nested {pair}: {slow.name!r} commits at every token, so {fast.name!r} would "
-                    "restart at every token; give it a period of at least 2",
-                    path=(*path, "period"),
-                )
-            if slow.period % fast.rule.chunk:
-                yield ConfigError(
-                    f"nested {pair}: period {slow.period} is no multiple of {fast.rule.chunk}, so "
-                    f"{fast.name!r} would restart within a window; use a multiple",
-                    path=(*path, "period"),
-                )
-            if fast.restart is not None or slow.restart is not None:
-                yield ConfigError(
-                    f"nested {pair}: a level with restart goes back to its own starting weights, a "
-                    "nested one to those of the slower level; leave restart out, or use another "
-                    "composition",
-                    path=(*path, "restart"),
-                )
-            if fast.rule.normalizer != slow.rule.normalizer:
-                yield ConfigError(
-                    f"nested {pair}: normalizer {fast.rule.normalizer!r} against "
-                    f"{slow.rule.normalizer!r}; a memory goes with its sum of weights, so both "
-                    "need one or neither",
-                    path=(*path, "memory", "normalizer"),
-                )
-            ways = (fast.rule.retention, slow.rule.retention)
-            if ways[0] != ways[1] and any(way.dual or type(way).start is not Retention.start for way in ways):
-                yield ConfigError(
-                    f"nested {pair}: retention {ways[0].kind!r} and {ways[1].kind!r} keep memories "
-                    "in sets of their own, and a copy need not lie in the other; give both the "
-                    "same retention",
-                    path=(*path, "memory", "retention"),
-                )
-            if "skip" in (fast.rule.on_nonfinite, slow.rule.on_nonfinite):
-                yield ConfigError(
-                    f"nested {pair}: on_nonfinite='skip' lets one level leave out a token that "
-                    "another counts, so commits would no longer meet; use 'raise' or 'propagate'",
-                    path=(*path, "memory", "on_nonfinite"),
-                )
+
+def _nesting_refusal(fast: LevelConfig, slow: LevelConfig) -> tuple[str, str] | None:
+    """Why a level cannot restart from the next one, after the latter's field; None if configs tell of no reason."""
+    if slow.period == 1:
+        return "period", (
+            f"{slow.name!r} commits at every token, so {fast.name!r} would restart at every token; give it a period of "
+            "at least 2"
+        )
+    if slow.period % fast.rule.chunk:
+        return "period", (
+            f"period {slow.period} is no multiple of {fast.rule.chunk}, so {fast.name!r} would restart within a "
+            "window; use a multiple"
+        )
+    if fast.restart is not None or slow.restart is not None:
+        return "restart", (
+            "a level with restart goes back to its own starting weights, a nested one to those of the slower level; "
+            "leave restart out, or use another composition"
+        )
+    if fast.rule.normalizer != slow.rule.normalizer:
+        return "memory.normalizer", (
+            f"normalizer {fast.rule.normalizer!r} against {slow.rule.normalizer!r}; a memory goes with its sum of "
+            "weights, so both need one or neither"
+        )
+    ways = (fast.rule.retention, slow.rule.retention)
+    if ways[0] != ways[1] and any(way.dual or type(way).start is not Retention.start for way in ways):
+        return "memory.retention", (
+            f"retention {ways[0].kind!r} and {ways[1].kind!r} keep memories in sets of their own, and a copy need not "
+            "lie in the other; give both the same retention"
+        )
+    if "skip" in (fast.rule.on_nonfinite, slow.rule.on_nonfinite):
+        return "memory.on_nonfinite", (
+            "on_nonfinite='skip' lets one level leave out a token that another counts, so commits would no longer "
+            "meet; use 'raise' or 'propagate'"
+        )
+    return None

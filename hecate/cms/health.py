@@ -1,25 +1,78 @@
-"""What every level of a `CMS` does on a sequence, and which of them are dead."""
+"""Whether levels do their work: faults that a layer shows before it is run, and what every level does on a sequence."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hecate.cms.state import CMSState
-from hecate.engine import written_before
-from hecate.errors import HealthWarning, ShapeError
+from hecate.cms.config import CMSConfig, LevelConfig
+from hecate.engine import Sequence, to_tokens
+from hecate.errors import HealthWarning, StabilityWarning
 from hecate.nn import LayerState, Memory
+from hecate.nn.rule import random_keys
 from hecate.rule import memory_weights
-from hecate.tape import Tape
-from hecate.tape.tape import Call
+from hecate.tape import Tape, execute
 
-if TYPE_CHECKING:
-    from hecate.cms.cms import CMS
+KEYS = 512  # of a window that are drawn; a longer one is extrapolated
+
+
+def warn_if_windows_diverge(level: LevelConfig, memory: Memory) -> None:
+    """Measures the largest eigenvalue of the sum of lr phi(k) phi(k)^T over a window of random keys, at the ceiling of
+    the lr gate. [CMS-LAYER-I4]"""
+    config = memory.config
+    algorithm = config.algorithm
+    if level.period == 1 or not algorithm.linear or config.diverging(math.inf) is None:
+        return
+    count = min(level.period, KEYS)
+    with torch.no_grad():
+        lengths = _step_lengths(memory, count)
+    largest = config.diverging(float(lengths.max()) * level.period / count, lr=1.0)
+    if largest is not None:
+        fitting = algorithm.lr * algorithm.stable_step / largest
+        warnings.warn(
+            f"level {memory.name!r}: the {level.period} steps that its period sums up come to "
+            f"{largest:.3g} along one direction of phi, measured on random keys at the ceiling "
+            f"lr={algorithm.lr:g} of its gate, and bias {config.bias.kind!r} may diverge beyond "
+            f"{algorithm.stable_step:g}; set algorithm.lr below {fitting:.2g}, or shorten the "
+            "period",
+            StabilityWarning,
+            stacklevel=4,
+        )
+
+
+def warn_if_nothing_passes(config: CMSConfig, memories: tuple[Memory, ...]) -> None:
+    """Names the levels of a chain whose output is zero until their first commit."""
+    for level, memory in zip(config.levels[:-1], memories[:-1], strict=True):
+        weights = memory.initial.tensors.values()
+        empty = memory.config.structure.linear and not any(w.count_nonzero() for w in weights)
+        if level.period > 1 and empty:
+            warnings.warn(
+                f"level {memory.name!r} starts empty and commits every {level.period} tokens: "
+                f"until its first commit it passes zero to the levels behind it, so sequences "
+                f"shorter than {level.period} train nothing; use composition 'sequential', or a "
+                "structure that starts with weights, such as 'mlp'",
+                HealthWarning,
+                stacklevel=4,
+            )
+
+
+def _step_lengths(memory: Memory, count: int) -> Tensor:
+    """The largest eigenvalue per head, for a window of `count` random keys."""
+    drawn, params = random_keys(memory, count, memory.qk_norm)
+    keys = drawn.unsqueeze(0)
+    ones = torch.ones_like(keys[..., 0])
+    position = torch.arange(count, device="cpu").unsqueeze(0) if memory.config.feature_map.needs_position else None
+    lr = ones * memory.config.algorithm.lr
+    sequence = Sequence(keys, keys, keys, lr, ones, ones, position=position)
+    tokens = to_tokens(memory.config, sequence, params, torch.float64, execute)
+    rows = (tokens.phi_k * tokens.lr.sqrt().unsqueeze(-1))[0].transpose(0, 1)
+    tall = rows.shape[1] > rows.shape[2]
+    return torch.linalg.eigvalsh(rows.mT @ rows if tall else rows @ rows.mT)[:, -1]
 
 
 class LevelHealth(NamedTuple):
@@ -49,63 +102,31 @@ class LevelHealth(NamedTuple):
     dead: str | None
 
 
-def levels_health(layer: CMS, x: Tensor, state: CMSState | None) -> list[LevelHealth]:
-    """Runs the layer on a tape, walks back from a unit cotangent of y, and reports."""
-    if x.dim() != 3 or x.numel() == 0:
-        raise ShapeError(
-            f"health needs tokens: x must be [B, T, {layer.d_model}] with B and T at least 1, got {list(x.shape)}"
-        )
-    with torch.no_grad():
-        _, started = layer(x[:, :0], state)  # checks state, and gives one where there is none
-        tape = Tape(observe=True)
-        masks: dict[str, Tensor | None] = {"write_mask": None, "reset_mask": None}
-        y, after = layer.passed(x, started, masks, run=tape)
-        tape.backward([y], [torch.full_like(y, y.numel() ** -0.5)], [x])
-        written = written_before(started.written, None, None, x.shape[1]) + 1
-        found = [_health(layer, index, _Passed(tape, started, after, written)) for index in range(len(layer.levels))]
-    for level in found:
-        if level.dead is not None:
-            warnings.warn(f"level {level.name!r} of {layer.name!r} is dead: {level.dead}", HealthWarning, stacklevel=3)
-    return found
+def level_health(
+    level: LevelConfig, memory: Memory, before: LayerState, after: LayerState, written: Tensor, tape: Tape
+) -> LevelHealth:
+    """What a level did in a run of its layer on a tape, which has been walked back from a unit cotangent of y.
 
-
-class _Passed(NamedTuple):
-    """What a run of the layer left behind."""
-
-    tape: Tape
-    before: CMSState
-    after: CMSState
-    written: Tensor  # tokens since the start after each one, [B, T]
-
-
-def _health(layer: CMS, index: int, passed: _Passed) -> LevelHealth:
-    level, memory = layer.config.levels[index], layer.memories[index]
+    `written` tells how many tokens since the start there are after each one, `[B, T]`."""
     every = memory.config.chunk if memory.config.commit == "chunk" else 1
-    calls = [call for call in passed.tape.calls if call.block.name == "level" and call.label == level.name]
-    given, out = (torch.cat(list(ends), 1) for ends in zip(*map(_ends, calls), strict=True))
-    gates = memory.gates.values(given)
-    fired = None
-    if "firing" in gates:
-        fired = float((gates["firing"] > 0.5).double().mean())
-    norms = passed.tape.norms(level.name)
+    calls = [call for call in tape.calls if call.block.name == "level" and call.label == level.name]
+    given = torch.cat([call.inputs[0] for call in calls], 1)  # type: ignore[misc]
+    out = torch.cat([call.outputs[0] for call in calls], 1)  # type: ignore[misc]
+    fired = memory.gates.values(given).get("firing")
     found = LevelHealth(
         name=level.name,
         period=level.period,
-        commits=float((passed.written % every == 0).sum(1).double().mean()),
-        fired=fired,
-        norm_start=_norm(memory, passed.before.levels[index]),
-        norm_end=_norm(memory, passed.after.levels[index]),
+        commits=float((written % every == 0).sum(1).double().mean()),
+        fired=None if fired is None else float((fired > 0.5).double().mean()),
+        norm_start=_norm(memory, before),
+        norm_end=_norm(memory, after),
         output_rms=float(out.double().square().mean().sqrt()),
         half_life=_half_life(memory, given),
-        cotangent=float(norms.get(f"{level.name}/level", torch.zeros(()))),
+        cotangent=float(tape.norms(level.name).get(f"{level.name}/level", torch.zeros(()))),
         dead=None,
     )
-    never = bool((passed.written < every).all())
+    never = bool((written < every).all())
     return found._replace(dead="; ".join(_faults(found, never)) or None)
-
-
-def _ends(call: Call) -> tuple[Tensor, Tensor]:
-    return call.inputs[0], call.outputs[0]  # type: ignore[return-value]
 
 
 def _norm(memory: Memory, state: LayerState) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 from hecate.cms.config import CMSConfig
 from hecate.errors import ConfigError
 from hecate.nn import LayerState, Memory
+from hecate.nn.memory import where_rows
 from hecate.rule import MemoryState
 from hecate.tape.bridge import can_inspect
 
@@ -71,7 +72,7 @@ def restarted(
         committed = write & (count % periods[index] == 0)
         slow, fast = new[index], new[index - 1]
         fresh = _fresh(slow.memory, fast.memory)
-        new[index - 1] = fast._replace(memory=_where(committed, fresh, fast.memory))
+        new[index - 1] = fast._replace(memory=where_rows(committed, fresh, fast.memory))
     return tuple(new)
 
 
@@ -86,14 +87,3 @@ def _fresh(source: MemoryState, like: MemoryState) -> MemoryState:
         slots={name: torch.zeros_like(slot) for name, slot in like.slots.items()},
         normalizer=normalizer,
     )
-
-
-def _where(rows: Tensor, yes: MemoryState, no: MemoryState) -> MemoryState:
-    """Row by row, one state or the other."""
-
-    def chosen(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        if a is None or b is None:
-            return b
-        return torch.where(rows.reshape(-1, *[1] * (a.dim() - 1)), a, b)
-
-    return torch.utils._pytree.tree_map(chosen, yes, no)

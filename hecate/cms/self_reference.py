@@ -1,19 +1,27 @@
-"""What a self-referential memory is configured by, and what it carries from call to call."""
+"""The boxes of a self-referential memory: their rule, what they start from, answer and are written with."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, Self, cast
 
+import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
-from hecate.errors import ConfigError, ShapeError
-from hecate.nn.norm import QKNorm
-from hecate.rule import MemoryConfig, MemoryState, bytes_of, detached
+from hecate.engine import L2_NORM, SUM_NORM, memory_scan, predict
+from hecate.errors import ConfigError
+from hecate.nn.conv import QKNorm, normalise_qk
+from hecate.nn.gates import draw_gates, gate_starts, hold_gates
+from hecate.nn.parameters import FeatureParameters, TensorDict, without_numbers
+from hecate.nn.rule import draw_answering, warn_if_unstable
+from hecate.phi import Params
+from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.sizes import Count
+from hecate.tape import execute, one
 from hecate.variant import Config
 
 Box = Literal["k", "v", "q", "lr", "retain", "momentum"]
+Weights = dict[str, Tensor]
 
 
 class SelfReferenceConfig(Config):
@@ -83,131 +91,199 @@ class SelfReferenceConfig(Config):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        memory = self.memory
-        if memory.normalizer != "none":
-            raise ConfigError(
-                f"memory.normalizer={memory.normalizer!r} divides by a sum of weights that is 0 "
-                "before the first write, where a projection has to answer already; use "
-                "memory.normalizer='none'",
-                path=("memory", "normalizer"),
-            )
-        if memory.feature_map.needs_position:
-            raise ConfigError(
-                f"feature_map {memory.feature_map.kind!r} depends on the token's position, so a "
-                "projection would change along the sequence though nothing is learned; use a "
-                "feature_map without positions",
-                path=("memory", "feature_map"),
-            )
-        if self.phase == 1 and self.adaptive:
-            raise ConfigError(
-                f"phase 1 keeps projections as they start, but adaptive={self.adaptive!r} writes "
-                "them; use phase 2 or 3, or leave adaptive out",
-                path=("adaptive",),
-            )
-        self._check_adaptive()
-        if self.erase == "twice":
-            self._check_erase()
+        refusal = self._refusal()
+        if refusal is None and self.erase == "twice" and (reason := self._erases_once_only()):
+            refusal = "erase", f"'twice': {reason}, or erase='once'"
+        if refusal is not None:
+            raise ConfigError(refusal[1], path=refusal[0].split("."))
         return self
 
-    def _check_adaptive(self) -> None:
-        given = self.adaptive or ()
+    def _refusal(self) -> tuple[str, str] | None:
+        """A field and why it does not fit the others; None if all do."""
+        memory, given = self.memory, self.adaptive or ()
+        if memory.normalizer != "none":
+            return "memory.normalizer", (
+                f"memory.normalizer={memory.normalizer!r} divides by a sum of weights that is 0 before the first "
+                "write, where a projection has to answer already; use memory.normalizer='none'"
+            )
+        if memory.feature_map.needs_position:
+            return "memory.feature_map", (
+                f"feature_map {memory.feature_map.kind!r} depends on the token's position, so a projection would "
+                "change along the sequence though nothing is learned; use a feature_map without positions"
+            )
+        if self.phase == 1 and given:
+            return "adaptive", (
+                f"phase 1 keeps projections as they start, but adaptive={given!r} writes them; use phase 2 or 3, or "
+                "leave adaptive out"
+            )
         if len(set(given)) < len(given):
-            raise ConfigError(f"names each box once, got {given!r}", path=("adaptive",))
+            return "adaptive", f"names each box once, got {given!r}"
         absent = [box for box in given if box not in self.boxes]
         if absent:
-            rule = self.memory
-            raise ConfigError(
-                f"{absent[0]!r} is no box of this memory: retention {rule.retention.kind!r} and "
-                f"algorithm {rule.algorithm.kind!r} take the boxes {', '.join(self.boxes)}",
-                path=("adaptive",),
+            return "adaptive", (
+                f"{absent[0]!r} is no box of this memory: retention {memory.retention.kind!r} and algorithm "
+                f"{memory.algorithm.kind!r} take the boxes {', '.join(self.boxes)}"
             )
+        return None
 
-    def _check_erase(self) -> None:
-        rule, reason = self.memory, None
-        if rule.structure.kind != "matrix":
-            reason = (
-                f"the second erase multiplies a matrix by I - lr k k^T, and structure "
-                f"{rule.structure.kind!r} is none; use structure 'matrix'"
+    def _erases_once_only(self) -> str | None:
+        """Why the rule cannot erase twice, and what to use; None if it can."""
+        rule, bias = self.memory, self.memory.bias.kernel_form()
+        if rule.structure.diagonal or not rule.structure.linear:
+            return (
+                f"the second erase multiplies a matrix by I - lr k k^T, and structure {rule.structure.kind!r} is none; "
+                "use structure 'matrix'"
             )
-        elif rule.bias.kind != "l2":
-            reason = (
-                f"it adds the erase of delta gradient descent to that of bias l2, got bias "
-                f"{rule.bias.kind!r}; with bias 'dot' the result is bias 'l2' and erase='once'"
+        if bias is None or bias.name != "error":
+            return (
+                f"it adds the erase of delta gradient descent to that of bias l2, got bias {rule.bias.kind!r}; with "
+                "bias 'dot' the result is bias 'l2' and erase='once'"
             )
-        elif rule.algorithm.kind not in ("gd", "momentum"):
-            reason = (
-                f"it is one gradient step with two terms, and algorithm {rule.algorithm.kind!r} "
-                "is no gradient step; use algorithm 'gd' or 'momentum'"
+        if rule.algorithm.kernel_form() is None:
+            return (
+                f"it is one gradient step with two terms, and algorithm {rule.algorithm.kind!r} is no gradient step; "
+                "use algorithm 'gd' or 'momentum'"
             )
-        elif rule.decay_order != "with_step":
-            reason = (
-                f"it decays and erases in one step, decay_order={rule.decay_order!r} one after "
-                "the other; use decay_order 'with_step'"
+        if rule.decay_order != "with_step":
+            return (
+                f"it decays and erases in one step, decay_order={rule.decay_order!r} one after the other; use "
+                "decay_order 'with_step'"
             )
         bound, limit = rule.key_bound, rule.algorithm.stable_step
-        if reason is None and rule.step == "raw" and bound is not None:
-            largest = rule.diverging(self.erases * bound)
-            if largest is not None:
-                reason = (
-                    f"lr={rule.algorithm.lr:g} counts twice, 2 lr |phi|^2 can reach {largest:g}, "
-                    f"and algorithm {rule.algorithm.kind!r} diverges beyond {limit:g}; use an lr "
-                    f"of at most {limit / (2 * bound):g}"
-                )
-        if reason is not None:
-            raise ConfigError(f"'twice': {reason}, or erase='once'", path=("erase",))
+        largest = None if rule.step != "raw" or bound is None else rule.diverging(self.erases * bound)
+        if largest is None or bound is None:
+            return None
+        return (
+            f"lr={rule.algorithm.lr:g} counts twice, 2 lr |phi|^2 can reach {largest:g}, and algorithm "
+            f"{rule.algorithm.kind!r} diverges beyond {limit:g}; use an lr of at most {limit / (2 * bound):g}"
+        )
 
 
-class SelfReferentialState(NamedTuple):
-    """What a `SelfReferential` layer carries between calls: a pytree of tensors. [SELF-LAYER-I1]
+class Boxes(FeatureParameters):
+    """H heads of boxes, each a memory `D -> D` of one rule, with the phi they share. [SELF-BOX-D1]
 
-    Fields:
-        boxes: the boxes that are written, the memory last; box-major on the head axis.
-        anchor: their weights where the present chunk started; empty if a chunk is one token.
-        position: tokens written since then, `[B]` int64.
-        conv, conv_segment: as in `hecate.nn.LayerState`.
-        features: the state of the feature memory; None without one.
+    A box answers x by M(phi(n(x))): the path of a key, n the `input_norm`, `key_norm` included and `query_scale` not.
+    Weights of several boxes lie on the head axis, box after box. A gate is sigmoid(w.answer + b) per head, with w = 1/D
+    (the mean) and b the rule's own value to start.
     """
 
-    boxes: MemoryState
-    anchor: dict[str, Tensor]
-    position: Tensor
-    conv: Tensor | None
-    conv_segment: Tensor | None
-    features: MemoryState | None = None
+    def __init__(self, heads: int, config: SelfReferenceConfig, *, d_head: int, **place: Any) -> None:
+        super().__init__()
+        self.config, self.heads, self.d_head = config, heads, d_head
+        self.written = (*config.moving, "memory")
+        rule, names = config.memory, (*config.boxes, "memory")
+        d_phi = rule.feature_map.output_dim(d_head)
+        start = rule.structure.init(d_phi, d_head, heads=heads, **without_numbers(place["dtype"]))
+        self.initial = nn.ModuleDict({name: TensorDict(start, learned=True, **place) for name in names})
+        self.hold_features(rule.feature_map, heads, d_head, **place)
+        self.starts = gate_starts(rule)
+        held = hold_gates(rule, self.starts, heads, d_head, d_head, **place)
+        self.retain, self.gate_weight, self.gate_bias = held
 
-    def detach(self) -> SelfReferentialState:
-        """The same state cut off from the graph that produced it."""
-        return detached(self)
+    def draw_rule(self, source: torch.Generator, like: Tensor) -> None:
+        """Everything anew from a generator, in the dtype and on the device of `like`."""
+        rule = self.config.memory
+        self.draw_features(source, like)
+        d_phi = rule.feature_map.output_dim(self.d_head)
+        for name in self.initial:
+            draw_answering(rule.structure, self._box(name), d_phi, self.d_head, source, like)
+        draw_gates(self.starts, self.retain, self.gate_weight, self.gate_bias, source, 1 / self.d_head)
+
+    def warn_if_unstable(self, name: str, qk_norm: QKNorm) -> None:
+        """Measures the step on random keys at the lr gate's ceiling."""
+        warn_if_unstable(self.config.memory, self, name, qk_norm, self.config.erases)
+
+    def _box(self, name: str) -> TensorDict:
+        return cast(TensorDict, self.initial[name])
 
     @property
-    def bytes(self) -> int:
-        """Size of all tensors; it does not grow with the number of tokens seen."""
-        return bytes_of(self)
+    def start(self) -> Weights:
+        """Initial weights `[boxes H, ...]` of the boxes that are written."""
+        own = [self._box(name).tensors for name in self.written]
+        return {name: torch.cat([weights[name] for weights in own]) for name in own[0]}
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of those by name."""
+        count = len(self.written) * self.heads
+        return {name: (count, *weight.shape[1:]) for name, weight in self._box("memory").tensors.items()}
 
-def check_state(
-    state: SelfReferentialState, shapes: dict[str, tuple[int, ...] | None], batch: int, *, features: bool
-) -> None:
-    """Refuses a state that another layer or batch made; a scan looks at the rest of the boxes."""
-    if not isinstance(state, SelfReferentialState):
-        raise ShapeError(f"state must be the SelfReferentialState that this layer returned, got {type(state).__name__}")
-    given: dict[str, Tensor | None] = {"position": state.position, "conv": state.conv}
-    given |= {f"boxes.memory[{name!r}]": item for name, item in state.boxes.memory.items()}
-    given |= {f"anchor[{name!r}]": item for name, item in state.anchor.items()}
-    if state.conv_segment is not None:  # there since a reset_mask was given
-        given["conv_segment"] = state.conv_segment
-    elif "conv_segment" in shapes:
-        shapes = {name: shape for name, shape in shapes.items() if name != "conv_segment"}
-    for name in {**shapes, **given}:
-        found = None if (item := given.get(name)) is None else list(item.shape)
-        wanted = None if (shape := shapes.get(name)) is None else list(shape)
-        if found != wanted:
-            raise ShapeError(
-                f"state.{name} must be {wanted} for this layer and {batch} sequences, got "
-                f"{found}; was it made by another layer or with another batch?"
-            )
-    if (state.features is not None) != features:
-        raise ShapeError(
-            f"state.features is {'None' if features else 'a state'}, but this layer has "
-            f"{'a' if features else 'no'} feature memory; was it made by another layer?"
+    def state(self, batch: int) -> MemoryState:
+        """The boxes that are written, before any token."""
+        none = self.gate_bias["lr"].new_empty(batch, 0, self.heads, self.d_head)
+        how = {"initial": self.start, "phi_params": self.params(len(self.written))}
+        return self(none, none, (none,) * len(self.written), {}, state=None, **how)[1]
+
+    def params(self, boxes: int = 1) -> Params:
+        """The shared phi's parameters for this many boxes on the head axis."""
+
+        def wide(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {
+                name: item if len(item) == 1 else item.repeat(boxes, *[1] * (item.dim() - 1))
+                for name, item in tensors.items()
+            }
+
+        return {"learned": wide(self.phi_learned.tensors), "frozen": wide(self.phi_frozen.tensors)}
+
+    def input_features(self, x: Tensor) -> Tensor:
+        """phi(n(x)), at which boxes are read: `[B, T, H, D] -> [B, T, H, P]`."""
+        return self.features(normalise_qk(x, self.config.input_norm))
+
+    def features(self, k: Tensor) -> Tensor:
+        """phi of keys under the rule's key_norm, as a scan has them, in the state's dtype."""
+        rule = self.config.memory
+        wide = k.to(torch.promote_types(k.dtype, rule.dtype))
+        phi = rule.feature_map(wide, self.phi_params)
+        if rule.key_norm != "none":
+            norm = L2_NORM if rule.key_norm == "l2" else SUM_NORM
+            phi = one(execute(norm.block(keeps=False), phi))
+        return phi
+
+    def read(self, carried: Weights, phi: Tensor) -> tuple[Tensor, ...]:
+        """Answers `[B, T, H, D]` at one phi of the boxes that carry `[B, boxes H, ...]`."""
+        batch, _, heads, _ = phi.shape
+        boxes = next(iter(carried.values())).shape[1] // heads
+        queries = phi.transpose(1, 2).unsqueeze(1).expand(-1, boxes, -1, -1, -1).flatten(0, 2)
+        rule = self.config.memory
+        memory = rule.rule.weights(tuple(item.flatten(0, 1) for item in carried.values()))
+        answers = predict(rule, memory, queries, run=execute, label="")
+        return answers.unflatten(0, (batch, boxes, heads)).transpose(2, 3).unbind(1)
+
+    def read_static(self, phi: Tensor) -> dict[str, Tensor]:
+        """Answers of the projections that are not written, for a whole sequence."""
+        answers: dict[str, Tensor] = {}
+        start, tokens = self.config.memory.retention.start, phi.flatten(0, 1).unsqueeze(0)  # one state for all of them
+        for box in self.config.boxes:
+            if box not in self.written:
+                weights = {name: start(w.to(phi.dtype)).unsqueeze(0) for name, w in self._box(box).tensors.items()}
+                (answer,) = self.read(weights, tokens)
+                answers[box] = answer.squeeze(0).unflatten(0, phi.shape[:2])
+        return answers
+
+    def gates(self, answers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gates `[B, T, H]` from the answers of their boxes; retain per channel with P."""
+        values = {}
+        for gate, weight in self.gate_weight.items():
+            form = self.retain if gate == "retain" else None
+            answer = answers[gate] if form is None else form.seen(answers[gate])
+            # Heads have rows of their own: one, or one per channel.
+            own = weight.to(answer.dtype).unflatten(0, (self.heads, -1))
+            logit = torch.einsum("bthd,hcd->bthc", answer, own).flatten(-2) + self.gate_bias[gate]
+            values[gate] = torch.sigmoid(logit) if form is None else form(logit)
+        values["lr"] = self.config.memory.algorithm.lr * values["lr"]
+        return values
+
+    def forward(
+        self, q: Tensor, k: Tensor, targets: tuple[Tensor, ...], gates: dict[str, Tensor], **how: Any
+    ) -> tuple[Tensor, MemoryState]:
+        """Writes every box at k with its target, all `[B, T, H, D]`, and reads the memory at q."""
+        boxes = len(self.written)
+        y, state = memory_scan(
+            self.config.memory,
+            q.repeat(1, 1, boxes, 1),
+            k.repeat(1, 1, boxes, 1),
+            torch.cat(targets, 2),
+            Gates(**{name: torch.cat([gate] * boxes, 2) for name, gate in gates.items()}),
+            **how,
         )
+        return y[:, :, -self.heads :], state

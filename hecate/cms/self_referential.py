@@ -8,22 +8,48 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hecate.cms.boxes import Boxes, Weights
-from hecate.cms.self_reference import SelfReferenceConfig, SelfReferentialState, check_state
-from hecate.cms.stretches import Stretches, stretches
-from hecate.engine import EngineName
+from hecate.cms.self_reference import Boxes, SelfReferenceConfig, Weights
+from hecate.engine import EngineName, written_before
 from hecate.errors import ConfigError
-from hecate.nn.arguments import check_engine, check_sequence, check_sizes
-from hecate.nn.conv import ShortConv, mix
+from hecate.nn.arguments import check_engine, check_sequence, check_sizes, check_state
+from hecate.nn.conv import ShortConv, convolved, normalise_qk
 from hecate.nn.feature_memory import FeatureMemory, FeatureMemoryConfig
-from hecate.nn.norm import normalise_qk
-from hecate.nn.parameters import blank, draw_normal, source_of
-from hecate.rule import MemoryConfig
+from hecate.nn.memory import MemoryLayer, where_rows
+from hecate.nn.parameters import blank
+from hecate.rule import MemoryConfig, MemoryState, bytes_of, detached
 from hecate.tape import Autodiff
-from hecate.tape.bridge import without_autocast
+from hecate.tape.bridge import can_inspect, without_autocast
 
 
-class SelfReferential(nn.Module):
+class SelfReferentialState(NamedTuple):
+    """What a `SelfReferential` layer carries between calls: a pytree of tensors. [SELF-LAYER-I1]
+
+    Fields:
+        boxes: the boxes that are written, the memory last; box-major on the head axis.
+        anchor: their weights where the present chunk started; empty if a chunk is one token.
+        position: tokens written since then, `[B]` int64.
+        conv, conv_segment: as in `hecate.nn.LayerState`.
+        features: the state of the feature memory; None without one.
+    """
+
+    boxes: MemoryState
+    anchor: dict[str, Tensor]
+    position: Tensor
+    conv: Tensor | None
+    conv_segment: Tensor | None
+    features: MemoryState | None = None
+
+    def detach(self) -> SelfReferentialState:
+        """The same state cut off from the graph that produced it."""
+        return detached(self)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors; it does not grow with the number of tokens seen."""
+        return bytes_of(self)
+
+
+class SelfReferential(MemoryLayer):
     """A self-referential layer: `(x [B, T, d_model], state=None) -> (y, state)`. [SELF-LAYER-D1]
 
         layer = SelfReferential(256, heads=4)
@@ -78,7 +104,7 @@ class SelfReferential(nn.Module):
         check_engine(config.memory, engine, autodiff)
         self.config, self.d_model, self.heads, self.name = config, d_model, heads, name
         self.d_head = width = d_model // heads if d_head is None else d_head
-        self.engine, self.autodiff = engine, autodiff
+        self.engine, self.autodiff, self.qk_norm = engine, autodiff, config.qk_norm
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.into = blank(nn.Linear, d_model, heads * width, bias=False, **place)
         self.conv = ShortConv(heads * width, conv_kernel, **place) if conv_kernel else None
@@ -95,37 +121,13 @@ class SelfReferential(nn.Module):
                     path=("feature_memory", "d_value"),
                 )
             self.feature_memory = FeatureMemory(d_model, heads, inner, d_key=width, learned_initial=True, **place)
-        self.output_gate = None
-        if output_gate:
-            self.output_gate = blank(nn.Linear, d_model, heads * width, bias=False, **place)
-        self.norm = nn.Parameter(torch.empty(heads, width, **place))
-        self.out = blank(nn.Linear, heads * width, d_model, bias=False, **place)
+        self.hold_output(d_model, heads, width, output_gate, **place)
         if self.into.weight.device.type != "meta":
             self._draw(generator)
             self._warn()
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws every parameter anew from `generator` (None: torch's default generator)."""
-        self._draw(generator)
-        self._warn()
-
-    def _draw(self, generator: torch.Generator | None) -> None:
-        source, like = source_of(generator), self.into.weight
-        for linear in (self.into, self.output_gate, self.out):
-            if linear is not None:
-                draw_normal(linear.weight, linear.in_features**-0.5, source)
-        if self.conv is not None:
-            self.conv.reset_parameters(source)
-        nn.init.ones_(self.norm)
-        self.boxes.draw(source, like)
-        if self.feature_memory is not None:
-            self.feature_memory.draw_rule(source, like)
-
-    def _warn(self) -> None:
-        self.boxes.warn_if_unstable(self.name)
-        if self.feature_memory is not None:
-            label = f"{self.name} (features)"
-            self.feature_memory.warn_if_unstable(label, self.config.qk_norm)
+    def _first_and_rule(self) -> tuple[nn.Linear, Any]:
+        return self.into, self.boxes
 
     def forward(
         self,
@@ -138,27 +140,18 @@ class SelfReferential(nn.Module):
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in `memory_scan`. A masked token's
         input is zero to the convolution."""
         if not torch.compiler.is_compiling():
-            self._check(x, state, write_mask, reset_mask)
-        mixed, conv, segment = mix(
-            self.conv,
-            self.into(x),
-            None if state is None else state.conv,
-            None if state is None else state.conv_segment,
-            write_mask=write_mask,
-            reset_mask=reset_mask,
-        )
+            check_sequence(self.into.weight, x, write_mask=write_mask, reset_mask=reset_mask)
+            if state is not None:
+                self._check_state(state, x.shape[0])
+        mixed, conv, segment = convolved(self.conv, self.into(x), state, write_mask, reset_mask)
         with without_autocast(x.device.type):
-            phi = self.boxes.asked(mixed.unflatten(-1, (self.heads, -1)))
-            tokens = _Tokens(x, phi, self.boxes.ask_static(phi), write_mask, reset_mask)
+            phi = self.boxes.input_features(mixed.unflatten(-1, (self.heads, -1)))
+            tokens = _Tokens(x, phi, self.boxes.read_static(phi), write_mask, reset_mask)
             y, own = self._run(tokens, state)
-        y = nn.functional.rms_norm(y.to(mixed.dtype), (self.d_head,), eps=1e-6) * self.norm
-        y = y.flatten(-2)
-        if self.output_gate is not None:
-            y = y * nn.functional.silu(self.output_gate(x))
-        return self.out(y), own._replace(conv=conv, conv_segment=segment)
+        return self.read_out(x, y.to(mixed.dtype)), own._replace(conv=conv, conv_segment=segment)
 
     def _run(self, tokens: _Tokens, state: SelfReferentialState | None) -> tuple[Tensor, SelfReferentialState]:
-        """Stretch by stretch; all tokens of one read the boxes in the same state."""
+        """Span by span; all tokens of one read the boxes in the same state."""
         config, (batch, length) = self.config, tokens.x.shape[:2]
         start: Weights = {}
         if state is None or tokens.reset is not None:
@@ -168,21 +161,20 @@ class SelfReferential(nn.Module):
             position = torch.zeros(batch, dtype=torch.int64, device=tokens.x.device)
             anchor = start if config.anchored else {}
             state = SelfReferentialState(fresh, anchor, position, None, None)
-        masks = (tokens.write, tokens.reset)
-        cut = Stretches([0, length], None, state.position)
+        cut = Spans([0, length], None, state.position)
         if config.refers and length:
-            cut = stretches(config.period, state.position, *masks, length)
+            cut = spans(config.period, state.position, tokens.write, tokens.reset, length)
         outputs, how = [], self._how()
         for at, end in pairwise(cut.borders):
             here = tokens.between(at, end)
             anchor = state.boxes.memory
             if here.reset is not None and config.refers and length:
-                anchor = _where(here.reset[:, 0], start, anchor)
+                anchor = where_rows(here.reset[:, 0], start, anchor)
             if cut.opens is not None:
-                anchor = _where(cut.opens[:, at], anchor, state.anchor)
+                anchor = where_rows(cut.opens[:, at], anchor, state.anchor)
             elif config.anchored:  # no token, so no chunk opens
                 anchor = state.anchor
-            y, state = self._stretch(here, state, anchor, how)
+            y, state = self._span(here, state, anchor, how)
             outputs.append(y)
         return torch.cat(outputs, 1), state._replace(position=cut.position.clone())
 
@@ -192,61 +184,44 @@ class SelfReferential(nn.Module):
         if autodiff == "auto" and self.config.refers and self.config.period == 1:
             autodiff = "torch"  # a tape saves memory over many tokens, here every scan has one
         params = self.boxes.params(len(self.boxes.written))
-        return {
-            "initial": self.boxes.start,
-            "phi_params": params,
-            "engine": self.engine,
-            "autodiff": autodiff,
-            "name": self.name,
-        }
+        own = {"engine": self.engine, "autodiff": autodiff, "name": self.name}
+        return {"initial": self.boxes.start, "phi_params": params, **own}
 
-    def _stretch(
+    def _span(
         self, tokens: _Tokens, state: SelfReferentialState, anchor: Weights, how: dict[str, Any]
     ) -> tuple[Tensor, SelfReferentialState]:
-        """Asks the boxes at the anchor, writes them, reads the memory at q."""
+        """Reads the projections at the anchor, writes the boxes, reads the memory at q."""
         boxes, config = self.boxes, self.config
         answers = dict(tokens.answers)
         moving = len(config.moving) * self.heads
         if moving:
-            read = {name: weight[:, :moving] for name, weight in anchor.items()}
-            answers |= zip(config.moving, boxes.ask(read, tokens.phi), strict=True)
-        q, k = (normalise_qk(answers[box], config.qk_norm) for box in ("q", "k"))
+            carried = {name: weight[:, :moving] for name, weight in anchor.items()}
+            answers |= zip(config.moving, boxes.read(carried, tokens.phi), strict=True)
+        q, k = normalise_qk(answers["q"], config.qk_norm), normalise_qk(answers["k"], config.qk_norm)
         masks = {"write_mask": tokens.write, "reset_mask": tokens.reset}
-        features = state.features
-        if self.feature_memory is not None:
-            own = {key: how[key] for key in ("engine", "autodiff")}
-            own["name"] = f"{self.name} (features)"
-            q, k, features = self.feature_memory(tokens.x, q, k, features, **masks, **own)
-            q, k = (normalise_qk(item, config.qk_norm) for item in (q, k))
+        q, k, features = self.with_features(tokens.x, q, k, state.features, autodiff=how["autodiff"], **masks)
         targets = (answers["v"],) * len(boxes.written)
         if config.phase == 3:
-            targets = boxes.ask(anchor, boxes.asked(answers["v"]))
+            targets = boxes.read(anchor, boxes.input_features(answers["v"]))
         if config.erase == "twice":
             # Delta gradient descent is the l2 rule whose target is the step of another: - gradient.
-            held = boxes.ask(anchor, boxes.features(k))
+            held = boxes.read(anchor, boxes.features(k))
             targets = tuple(v - answer for v, answer in zip(targets, held, strict=True))
-        gates = boxes.gates(answers)
-        y, memory = boxes(q, k, targets, gates, state=state.boxes, **masks, **how)
-        if not config.anchored:
-            anchor = {}
-        return y, state._replace(boxes=memory, anchor=anchor, features=features)
+        y, memory = boxes(q, k, targets, boxes.gates(answers), state=state.boxes, **masks, **how)
+        return y, state._replace(boxes=memory, anchor=anchor if config.anchored else {}, features=features)
 
-    def _check(
-        self, x: Tensor, state: SelfReferentialState | None, write_mask: Tensor | None, reset_mask: Tensor | None
-    ) -> None:
-        check_sequence(self.into.weight, x, write_mask=write_mask, reset_mask=reset_mask)
-        if state is None:
-            return
-        batch, conv = x.shape[0], self.conv
-        shapes: dict[str, tuple[int, ...] | None] = {"position": (batch,), "conv": None}
-        for name, shape in self.boxes.shapes.items():
-            shapes[f"boxes.memory[{name!r}]"] = (batch, *shape)
-            if self.config.anchored:
-                shapes[f"anchor[{name!r}]"] = (batch, *shape)
-        if conv is not None:
-            shapes["conv"] = (batch, conv.kernel - 1, self.into.out_features)
-            shapes["conv_segment"] = (batch, conv.kernel - 1)
-        check_state(state, shapes, batch, features=self.feature_memory is not None)
+    def _check_state(self, state: SelfReferentialState, batch: int) -> None:
+        """Refuses a state that another layer or batch made; a scan looks at the rest of the boxes."""
+        tensors: dict[str, Any] = {}
+        if isinstance(state, SelfReferentialState):
+            tensors["position"] = (state.position, (batch,))
+            wanted = {name: (batch, *shape) for name, shape in self.boxes.shapes.items()}
+            anchor = wanted if self.config.anchored else {}
+            for name in {**wanted, **state.boxes.memory, **state.anchor}:
+                tensors[f"boxes.memory[{name!r}]"] = (state.boxes.memory.get(name), wanted.get(name))
+                tensors[f"anchor[{name!r}]"] = (state.anchor.get(name), anchor.get(name))
+        features = self.feature_memory is not None
+        check_state(state, SelfReferentialState, self.conv, batch, tensors, features=features)
 
     def extra_repr(self) -> str:
         """The rule and sizes."""
@@ -277,6 +252,36 @@ class _Tokens(NamedTuple):
         return _Tokens(x[:, at:end], phi[:, at:end], own, *cut)
 
 
-def _where(rows: Tensor, yes: Weights, no: Weights) -> Weights:
-    """Per sequence, one set of weights or the other."""
-    return {name: torch.where(rows.reshape(-1, *[1] * (yes[name].dim() - 1)), yes[name], no[name]) for name in yes}
+class Spans(NamedTuple):
+    """Where a sequence of T tokens is cut so that each span reads the boxes in one state.
+
+    Fields:
+        borders: 0, the cuts, T.
+        opens: `[B, T]`, whether a chunk starts with the token; None where one does at every cut.
+        position: `[B]`, tokens written since the last chunk's start.
+    """
+
+    borders: list[int]
+    opens: Tensor | None
+    position: Tensor
+
+
+def spans(period: int, position: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> Spans:
+    """A cut wherever a chunk of `period` written tokens ends, or a document starts, in any row.
+
+    Masked tokens do not count; a reset starts a chunk. Where values cannot be looked at, every token is a span of
+    its own, which is as exact and slower. [SELF-CHUNK-D1]
+    """
+    if period == 1:
+        return Spans([*range(length + 1)], None, position)
+    before = written_before(position, write, reset, length)
+    after = (before + (1 if write is None else write)) % period
+    place = before % period
+    if can_inspect(place):
+        ends = (place > after).any(0)[:-1]
+        if reset is not None:
+            ends = ends | reset.any(0)[1:]
+        cuts = [at + 1 for at, end in enumerate(ends.tolist()) if end]
+    else:
+        cuts = [*range(1, length)]
+    return Spans([0, *cuts, length], place == 0, after[:, -1])

@@ -13,7 +13,8 @@ from hecate.engine.chunk import predict
 from hecate.engine.engine import Engine, EngineName, TokenEngine, check_exact, choose, exact_engines, explain, verdicts
 from hecate.engine.features import L2_NORM, SUM_NORM, to_tokens
 from hecate.engine.normalizer import DIVIDE
-from hecate.engine.scan import memory_features, memory_scan, memory_step
+from hecate.engine.scan import memory_features, memory_scan
+from hecate.engine.step import Stepper, memory_step, stepper
 from hecate.engine.tokens import CONCAT
 from hecate.tape import ByHand
 from hecate.tape.ops import largest, levelling, near_one, reach
@@ -31,6 +32,7 @@ __all__ = [
     "Engine",
     "EngineName",
     "Sequence",
+    "Stepper",
     "TokenEngine",
     "check_exact",
     "check_mask",
@@ -51,6 +53,7 @@ __all__ = [
     "numbered",
     "predict",
     "reach",
+    "stepper",
     "to_tokens",
     "verdicts",
     "written_before",

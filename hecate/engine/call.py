@@ -213,7 +213,8 @@ class Call:
         states: list[MemoryState] = []
         lead = (self.flat[2].shape[0], self.flat[2].shape[2])  # type: ignore[union-attr]
         for at in range(0, len(flat), sum(self.spec.counts) + 1):
-            states.append(_named(self.spec, Carry.of(self.spec.counts, tuple(flat), at), lead))
+            carry = Carry.of(self.spec.counts, tuple(flat), at)
+            states.append(named_state(self.spec.weights, self.spec.slots, carry, lead))
         normalizer = states[1] if len(states) > 1 else None
         return y, states[0]._replace(normalizer=normalizer, seen=self.seen)  # type: ignore[return-value]
 
@@ -305,12 +306,20 @@ def _checked(
     return state._replace(slots={name: state.slots[name] for name in slots})
 
 
-def _named(spec: Spec, carry: Carry, lead: tuple[int, int]) -> MemoryState:
+def carry_of(state: MemoryState) -> Carry:
+    """A state's tensors by name, `[B, H, ...]`, as `[N, ...]` in order."""
+    kinds = [tuple([x.flatten(0, 1) for x in held.values()]) for held in (state.memory, state.slots, state.anchor)]
+    pending = [x.flatten(0, 1) for name, x in state.pending.items() if name != "retain"]
+    retained = [state.pending["retain"].flatten(0, 1)] if "retain" in state.pending else []
+    return Carry(*kinds, tuple(pending), tuple(retained), state.position.flatten())  # type: ignore[call-arg]
+
+
+def named_state(weights: tuple[str, ...], slots: tuple[str, ...], carry: Carry, lead: tuple[int, ...]) -> MemoryState:
     """A state's tensors `[N, ...]` by name, `[B, H, ...]`."""
 
     held: list[Any] = []
     kinds = carry.memory, carry.slots, carry.anchor, carry.pending
-    for names, tensors in zip((spec.weights, spec.slots, spec.weights, spec.weights), kinds, strict=True):
+    for names, tensors in zip((weights, slots, weights, weights), kinds, strict=True):
         named = {}
         for name, tensor in zip(names, tensors, strict=False):
             named[name] = tensor.unflatten(0, lead)

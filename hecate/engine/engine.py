@@ -102,7 +102,7 @@ class Engine(ABC):
             y, *states = run(hand.block(keeps=run is not execute), *flat, label="tokens")
         if y.dtype != (wanted := flat[2].dtype):  # type: ignore[union-attr]
             y = one(run(cast(wanted), y, label="outputs"))
-        return y, *_apart(states, flat, run)
+        return y, *apart(states, flat, run)
 
 
 class TokenEngine(Engine):
@@ -127,7 +127,7 @@ class TokenEngine(Engine):
         return y, *carry.flat
 
 
-def _apart(states: list[Tensor | None], given: Tensors, run: Run) -> list[Tensor | None]:
+def apart(states: list[Tensor | None], given: Tensors, run: Run) -> list[Tensor | None]:
     """The state with copies of what no token has changed, such as an anchor: no result is an input, nor a view of
     one."""
     traced = is_traced(*given)

@@ -48,7 +48,7 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
     if config.query_scale == "key_dim":
         phi_q = scaled(phi_q, 1 / math.sqrt(inputs.k.shape[-1]), run, "query_scale")
     if config.step != "raw":
-        phi_k, v, lr = _stepped(config, phi_k, v, lr, run)
+        phi_k, v, lr = stepped(config, phi_k, v, lr, run)
     write, reset = inputs.write, inputs.reset
     return Tokens(
         phi_k,
@@ -113,7 +113,7 @@ SUM_NORM = ByHand.of(Block("sum_norm", _sum_norm, _sum_norm_vjp))
 # Step sizes.
 
 
-def _stepped(config: MemoryConfig, phi: Tensor, v: Tensor, lr: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+def stepped(config: MemoryConfig, phi: Tensor, v: Tensor, lr: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
     """A token's key, value and step size under `config.step`.
 
     The write of lr/|phi|^2 is (e/|phi|)(phi/|phi|)^T, which may be representable where |phi|^2 is not. Where the

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hecate import late
-from hecate.engine.call import Call
+from hecate.engine.call import Call, carry_of
 from hecate.engine.features import to_tokens
 from hecate.engine.loop import select, token_step
 from hecate.engine.normalizer import DIVIDE, counting
@@ -37,14 +37,26 @@ def check(call: Call, name: str, outputs: tuple[Tensor, ...]) -> None:
     if not can_inspect(*outputs):
         return
     floats = [item.detach() for item in outputs if item.is_floating_point()]
-    if floats[0].device.type not in AT_ONCE:
-        _put_off(call, name, floats)
+    if is_late(floats[0]):
+        _put_off(name, floats)
         return
     # A sum over anything non-finite is non-finite, and costs one pass; the converse needs a look.
     if not math.isfinite(torch.stack(list(map(Tensor.sum, floats))).sum().item()) and not all(
         bool(item.isfinite().all()) for item in floats
     ):
         _raise_at_first(call, outputs[0], name)
+
+
+def is_late(tensor: Tensor) -> bool:
+    """Whether looks at a tensor are put off."""
+    return tensor.device.type not in AT_ONCE
+
+
+def check_late(name: str, y: Tensor, state: MemoryState) -> None:
+    """The late look at outputs `[B, T, H, V]` and a state by name."""
+    late.look()
+    counted = () if state.normalizer is None else carry_of(state.normalizer).flat
+    _put_off(name, [item for item in (y, *carry_of(state).flat, *counted) if item.is_floating_point()])
 
 
 def skip(call: Call) -> Call:
@@ -157,7 +169,7 @@ def _step_of(config: MemoryConfig, token: Tokens, row: int) -> str:
 # Looks that are put off.
 
 
-def _put_off(call: Call, name: str, floats: list[Tensor]) -> None:
+def _put_off(name: str, floats: list[Tensor]) -> None:
     """Finds the first place on the device: of an output, the earliest token's, and of a state `[N, ...]`; -1 for
     none."""
     y, *states = floats

@@ -11,6 +11,7 @@ from torch import Tensor
 from hecate.engine.call import Call
 from hecate.engine.features import scaled
 from hecate.engine.tokens import Carry, Tokens, form_of
+from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Block, ByHand, Run, Tensors, execute, one, several
 from hecate.tape.ops import largest, levelling, near_one, over
@@ -21,7 +22,7 @@ Scan = Callable[..., tuple[Tensor, Carry]]  # (call, tokens, carry, initial, run
 def normalized(scan: Scan, call: Call, tokens: Tokens, run: Run, *, along: bool) -> Tensors:
     """Outputs and the states' tensors of a memory and its sum normaliser; `along` says that `scan` may run both as one
     memory of one more row."""
-    tokens, memories, units, back = _levelled(call, tokens, run)
+    tokens, memories, units, back = levelled(call.config, tokens, call.memories, run)
     counter = call.of_normalizer()
     if along and form_of(call.config.bias) == "target":
         results = _counting_along(scan, counter, tokens, memories, run)
@@ -83,8 +84,8 @@ _WITH_ONE = Block(
 )
 
 
-def _levelled(
-    call: Call, tokens: Tokens, run: Run
+def levelled(
+    config: MemoryConfig, tokens: Tokens, memories: list[tuple[Memory, Carry]], run: Run
 ) -> tuple[Tokens, list[tuple[Memory, Carry]], tuple[Tensor, ...], Tensor | None]:
     """The same quotients from features near 1, so that a cotangent over a small sum of weights stays representable:
     those of a query cancel, and so do those of all keys with the states.
@@ -96,8 +97,8 @@ def _levelled(
     if not near_one(size):
         units = (levelling(size),)
         tokens = tokens._replace(phi_q=scaled(tokens.phi_q, *units, run, "normalizer"))
-    (initial, carry), (zero, held) = memories = call.memories
-    if form_of(call.config.bias) != "target" or call.config.algorithm.kernel_form() is None:
+    (initial, carry), (zero, held) = memories
+    if form_of(config.bias) != "target" or config.algorithm.kernel_form() is None:
         return tokens, memories, units, None
     batch, _, heads = tokens.lr.shape
     size = (largest(tokens.phi_k).squeeze(-1) * tokens.lr.detach().abs()).amax(1)

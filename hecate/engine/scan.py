@@ -1,8 +1,10 @@
-"""`memory_scan`, `memory_step` and `memory_features`: a memory over a sequence, over one token, and as phi."""
+"""`memory_scan` and `memory_features`: a memory over a sequence, and as phi."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from hecate.engine import nonfinite
 from hecate.engine.arguments import check_mask, check_tokens
 from hecate.engine.call import Call
 from hecate.engine.engine import Engine, EngineName, choose, explain
+from hecate.engine.one_token import one_token
 from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
@@ -71,7 +74,8 @@ def memory_scan(
             in the backward pass, for a gradient that reaches the memory. It cannot be raised while compiling or inside
             `torch.func` transforms, which forbid looking at values.
     """
-    call = Call.of(
+    whole = partial(
+        whole_scan,
         config,
         q,
         k,
@@ -83,7 +87,33 @@ def memory_scan(
         write_mask=write_mask,
         reset_mask=reset_mask,
         cu_seqlens=cu_seqlens,
+        engine=engine,
+        autodiff=autodiff,
+        tape=tape,
+        name=name,
     )
+    masked = not (write_mask is None and reset_mask is None and cu_seqlens is None)
+    single = isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1
+    if not single or masked or tape is not None or engine != "auto" or autodiff not in get_args(Autodiff):
+        return whole()
+    return one_token(whole, config, q, k, v, gates, state, phi_params, initial, name)
+
+
+def whole_scan(
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | None = None,
+    *,
+    engine: EngineName = "auto",
+    autodiff: Autodiff = "auto",
+    tape: Tape | None = None,
+    name: str = "memory",
+    **given: Any,
+) -> tuple[Tensor, MemoryState]:
+    """`memory_scan` with every check, by one of the engines, for any number of tokens."""
+    call = Call.of(config, q, k, v, gates, **given)
     chosen = choose(call, engine)
     if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):
         _LOG.debug("memory %r, %d tokens: engine %s (%s)", name, call.length, *explain(call, engine))
@@ -121,40 +151,6 @@ def _nothing(call: Call) -> tuple[Tensor, MemoryState]:
             y = y + item.sum().to(v.dtype)  # to no number at all
     _, state = call.result((y, *(item.clone() for _, carry in call.memories for item in carry.flat)))
     return y, state if state.seen is None else state._replace(seen=state.seen.clone())
-
-
-def memory_step(
-    config: MemoryConfig,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates | None = None,
-    *,
-    state: MemoryState | None = None,
-    phi_params: Params | None = None,
-    initial: dict[str, Tensor] | None = None,
-    name: str = "memory",
-) -> tuple[Tensor, MemoryState]:
-    """One token: q, k `[B, H, D]`, v `[B, H, V]`, gates `[B, H]` -> y `[B, H, V]` and the new state.
-
-    A loop of it equals `memory_scan`.
-    """
-    if not all(isinstance(item, Tensor) and item.dim() == 3 for item in (q, k, v)):
-        check_tokens(q, k, v, "B H width")
-    if isinstance(gates, Gates):
-        gates = Gates(*(gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates))
-    y, state = memory_scan(
-        config,
-        q.unsqueeze(1),
-        k.unsqueeze(1),
-        v.unsqueeze(1),
-        gates,
-        state=state,
-        phi_params=phi_params,
-        initial=initial,
-        name=name,
-    )
-    return y.squeeze(1), state
 
 
 def memory_features(

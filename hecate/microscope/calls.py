@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate.cms import CMS
-from hecate.cms.boxes import Boxes
+from hecate.cms.self_reference import Boxes
 from hecate.microscope.linear import asked_of, is_memory, state_of
 from hecate.nn import LinearAttention, Memory
 from hecate.nn.asked import Asked

@@ -4,13 +4,11 @@ from hecate.nn.attention import LinearAttention, LinearAttentionState, linear_at
 from hecate.nn.attention.hopfield import Hopfield, Retrieved
 from hecate.nn.attention.performer import PerformerAttention, PerformerState
 from hecate.nn.compose import AttentionConfig, Composed, ComposedState
-from hecate.nn.conv import ShortConv
+from hecate.nn.conv import ShortConv, normalise_qk
 from hecate.nn.feature_memory import FeatureMemoryConfig
 from hecate.nn.gates import GateHeads
-from hecate.nn.memory import Memory
-from hecate.nn.norm import normalise_qk
+from hecate.nn.memory import LayerState, Memory
 from hecate.nn.sliding import SlidingAttention, SlidingState
-from hecate.nn.state import LayerState
 
 __all__ = [
     "AttentionConfig",

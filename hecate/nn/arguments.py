@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from hecate.checks import described
+from hecate.checks import described, expect_choice, expect_count
 from hecate.engine import EngineName, check_exact
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.nn.state import LayerState
+from hecate.nn.conv import ShortConv
 from hecate.rule import MemoryConfig
 from hecate.sizes import MAX_DEPTH, check_shapes, check_size
 from hecate.tape import Autodiff
-
-if TYPE_CHECKING:
-    from hecate.nn.memory import Memory
 
 Firing = Literal["always", "learned"]
 
 
 def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None, conv_kernel: int) -> None:
     """Refuses widths that are no positive integers or that do not fit together."""
-    sizes = {"d_model": d_model, "heads": heads, "d_key": d_key, "d_value": d_value}
+    sizes: dict[str, Any] = {"d_model": d_model, "heads": heads, "d_key": d_key, "d_value": d_value}
     for name, size in sizes.items():
-        if size is None and name.startswith("d_") and name != "d_model":
-            continue
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"{name} must be an integer >= 1, got {shorten(size)}")
-        check_size(size, name, "lower it")
+        if size is not None or name in ("d_model", "heads"):
+            expect_count(size, name)
+            check_size(size, name, "lower it")
     if (d_key is None or d_value is None) and d_model % heads:
         raise ConfigError(
             f"d_model={d_model} is not divisible by heads={heads}; change one of them or give d_key and d_value"
@@ -38,25 +33,22 @@ def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None
         raise ConfigError(f"conv_kernel must be 0 (none) or at least 2, got {shorten(conv_kernel)}")
     check_size(conv_kernel, "conv_kernel", "lower it", MAX_DEPTH)
     key, value = (d_model // heads if size is None else size for size in (d_key, d_value))
-    shapes = {"projection": (d_model, heads * (2 * key + value))}
-    check_shapes(shapes, "lower d_model, heads, d_key or d_value")
+    check_shapes({"projection": (d_model, heads * (2 * key + value))}, "lower d_model, heads, d_key or d_value")
 
 
 def check_engine(config: MemoryConfig, engine: EngineName, autodiff: Autodiff) -> None:
     """Refuses at build what every scan of the layer would refuse; whether the engine can run here, on this device and
     these tensors, is asked of each."""
     check_exact(config, engine)
-    if autodiff not in get_args(Autodiff):
-        raise ConfigError(f"autodiff must be one of {get_args(Autodiff)}, got {shorten(autodiff)}")
+    expect_choice(autodiff, "autodiff", get_args(Autodiff))
 
 
 def check_firing(config: MemoryConfig, firing: Firing) -> None:
     """Refuses a firing gate where an idle token would still change the memory."""
-    if firing not in get_args(Firing):
-        raise ConfigError(f"firing must be one of {get_args(Firing)}, got {shorten(firing)}")
+    expect_choice(firing, "firing", get_args(Firing))
     if firing == "always":
         return
-    if config.algorithm.kind not in ("gd", "momentum"):
+    if config.algorithm.kernel_form() is None:
         raise ConfigError(
             f"firing='learned' makes the lr of idle tokens 0, but algorithm "
             f"{config.algorithm.kind!r} takes their gradients into its own state whatever lr is; "
@@ -74,13 +66,6 @@ def check_firing(config: MemoryConfig, firing: Firing) -> None:
             "or firing='always'",
             path=("firing",),
         )
-
-
-def check_inputs(layer: Memory, x: Tensor, state: LayerState | None, **masks: Tensor | None) -> None:
-    """Refuses tensors that do not fit the layer or each other."""
-    check_sequence(layer.qkv.weight, x, **masks)
-    if state is not None:
-        _check_state(layer, x, state)
 
 
 def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tensor | None) -> None:
@@ -103,38 +88,43 @@ def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tenso
             )
 
 
-def _check_state(layer: Memory, x: Tensor, state: LayerState) -> None:
-    if not isinstance(state, LayerState):
-        raise ShapeError(f"state must be the LayerState that this layer returned, got {type(state).__name__}")
-    held = {
-        "features": ("feature memory", layer.feature_memory is not None),
-        "projection": ("query projection", layer.query_projection != "none"),
-    }
-    for name, (what, has) in held.items():
-        given = getattr(state, name)
-        if (given is not None) != has:
-            raise ShapeError(
-                f"state.{name} is {'None' if given is None else 'a state'}, but this layer has "
-                f"{'a' if has else 'no'} {what}; was it made by another layer?"
-            )
-    batch, conv = x.shape[0], layer.conv
-    reach = 0 if conv is None else conv.kernel - 1
-    shapes = {"conv": (batch, reach, sum(layer.splits)), "conv_segment": (batch, reach)}
-    for name, shape in shapes.items():
-        given = getattr(state, name)
-        if given is None and (conv is None or name == "conv_segment"):
-            continue
-        expected = "None" if conv is None else f"{list(shape)}"
-        if given is None or conv is None or tuple(given.shape) != shape:
-            found = None if given is None else list(given.shape)
-            raise ShapeError(
-                f"state.{name} must be {expected} for this layer and {batch} sequences, got "
-                f"{found}; was it made by another layer or with another batch?"
-            )
-
-
 def _autocast(x: Tensor) -> bool:
     """Whether torch converts dtypes by itself here."""
     if not x.is_floating_point() or x.device.type == "meta":
         return False
     return torch.is_autocast_enabled(x.device.type)
+
+
+def check_state(
+    state: Any,
+    kind: type[Any],
+    conv: ShortConv | None,
+    batch: int,
+    tensors: dict[str, tuple[Tensor | None, tuple[int, ...] | None]],
+    **held: bool,
+) -> None:
+    """Refuses a state that another layer or batch made.
+
+    `tensors` are some of the state's, each beside its expected shape, None for none; to them come those of the
+    convolution. `held` says of the states of `features` and `projection` whether there must be one.
+    """
+    if not isinstance(state, kind):
+        raise ShapeError(f"state must be the {kind.__name__} that this layer returned, got {type(state).__name__}")
+    for name, has in held.items():
+        if (getattr(state, name) is not None) != has:
+            what = {"features": "feature memory", "projection": "query projection"}[name]
+            raise ShapeError(
+                f"state.{name} is {'None' if has else 'a state'}, but this layer has {'a' if has else 'no'} {what}; "
+                "was it made by another layer?"
+            )
+    inputs = None if conv is None else (batch, conv.kernel - 1, conv.weight.shape[1])
+    tensors = {**tensors, "conv": (state.conv, inputs)}
+    if state.conv_segment is not None:  # there since a reset_mask was given
+        tensors["conv_segment"] = (state.conv_segment, None if inputs is None else inputs[:2])
+    for name, (given, shape) in tensors.items():
+        found, wanted = None if given is None else list(given.shape), None if shape is None else list(shape)
+        if found != wanted:
+            raise ShapeError(
+                f"state.{name} must be {wanted} for this layer and {batch} sequences, got "
+                f"{found}; was it made by another layer or with another batch?"
+            )

@@ -27,19 +27,8 @@ class Asked(NamedTuple):
 
     def scan(self, **how: Any) -> tuple[Tensor, MemoryState]:
         """`memory_scan` of it; `how` are engine, autodiff and name."""
-        return memory_scan(
-            self.config,
-            self.q,
-            self.k,
-            self.v,
-            self.gates,
-            phi_params=self.phi_params,
-            state=self.state,
-            initial=self.initial,
-            write_mask=self.write_mask,
-            reset_mask=self.reset_mask,
-            **how,
-        )
+        given: Any = dict(zip(self._fields[5:], self[5:], strict=True))
+        return memory_scan(self.config, self.q, self.k, self.v, self.gates, **given, **how)
 
     def between(self, at: int, end: int, state: MemoryState | None) -> Asked:
         """Tokens at <= t < end, from another state."""
@@ -47,5 +36,4 @@ class Asked(NamedTuple):
         given = {name: getattr(self, name) for name in names}
         cut: dict[str, Any] = {name: None if item is None else item[:, at:end] for name, item in given.items()}
         gates = (gate[:, at:end] if isinstance(gate, Tensor) else gate for gate in self.gates)
-        cut |= {"gates": Gates(*gates), "state": state}
-        return self._replace(**cut)
+        return self._replace(**cut, gates=Gates(*gates), state=state)

@@ -1,11 +1,20 @@
-"""Short causal convolution with an explicit state."""
+"""What stands between a layer's projections and phi: a short causal convolution, and normalised queries and keys."""
 
 from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from hecate.checks import expect_choice
 from hecate.nn.parameters import draw_normal, source_of
+from hecate.tape import can_inspect
+from hecate.tape.ops import largest, levelling, reach
+
+QKNorm = Literal["none", "l2", "rms"]
+QK_NORMS = get_args(QKNorm)
 
 
 class ShortConv(nn.Module):
@@ -38,40 +47,45 @@ class ShortConv(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The convolved sequence and the state after it."""
         batch, length, channels = x.shape
-        reach = self.kernel - 1
+        kept = self.kernel - 1
         if state is None:
-            state = x.new_zeros(batch, reach, channels)
+            state = x.new_zeros(batch, kept, channels)
+        if length == 1 and segment is None and written is None:
+            return self._one_token(x, state.to(x.dtype).split(1, 1))
         left = x if written is None else torch.where(written.unsqueeze(-1), x, 0.0)
         padded = torch.cat([state.to(x.dtype), left], 1)
         total = self.weight[0] * x
         for j in range(1, self.kernel):
-            tap = padded[:, reach - j : reach - j + length]
+            tap = padded[:, kept - j : kept - j + length]
             if segment is not None:
-                same = segment[:, reach - j : reach - j + length] == segment[:, reach:]
+                same = segment[:, kept - j : kept - j + length] == segment[:, kept:]
                 tap = torch.where(same.unsqueeze(-1), tap, 0.0)
             total = total + self.weight[j] * tap
         return nn.functional.silu(total), padded[:, length:]
 
+    def _one_token(self, x: Tensor, past: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """The same sum in the same order, from the inputs `[B, 1, C]` before it."""
+        own, *weights = self.weight.unbind(0)
+        total = own * x
+        for weight, tap in zip(weights, reversed(past), strict=True):
+            total = total + weight * tap
+        return nn.functional.silu(total), torch.cat((*past[1:], x), 1)
 
-def mix(
-    conv: ShortConv | None,
-    x: Tensor,
-    past: Tensor | None,
-    past_segment: Tensor | None,
-    *,
-    write_mask: Tensor | None,
-    reset_mask: Tensor | None,
+
+def convolved(
+    conv: ShortConv | None, x: Tensor, state: Any, write_mask: Tensor | None, reset_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A layer's convolution under its masks: the result, its new state and that state's documents.
+    """A layer's convolution under its masks: the result, and `conv` and `conv_segment` of the layer's new state.
 
     A masked token is zero to the tokens after it and reads with its own input; a reset hides earlier documents. None
     leaves x as it is.
     """
     if conv is None:
         return x, None, None
-    batch, length, _ = x.shape
+    past, past_segment = (None, None) if state is None else (state.conv, state.conv_segment)
     if past_segment is None and reset_mask is None:
         return *conv(x, past, None, write_mask), None
+    batch, length, _ = x.shape
     if past_segment is None:
         past_segment = torch.zeros(batch, conv.kernel - 1, dtype=torch.int64, device=x.device)
     if reset_mask is None:
@@ -81,3 +95,20 @@ def mix(
     mixed, after = conv(x, past, segment, write_mask)
     kept = segment[:, length:]
     return mixed, after, kept - kept[:, -1:]
+
+
+def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = 1e-6) -> Tensor:
+    """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better."""
+    expect_choice(norm, "qk_norm", QK_NORMS)
+    if norm == "none":
+        return x
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = torch.sum if norm == "l2" else torch.mean
+    size = mean(wide.square(), -1, keepdim=True)
+    if not (can_inspect(size, free=True) and math.isfinite(size.sum().item())):
+        # Too long to be squared: brought near 1, and eps with it.
+        longest = largest(wide)
+        level = torch.where(longest > reach(wide.dtype, 0.4), levelling(longest), 1.0)
+        wide, eps = wide * level, eps * level
+        size = mean(wide.square(), -1, keepdim=True)
+    return (wide * (size + eps * eps).rsqrt()).to(x.dtype)

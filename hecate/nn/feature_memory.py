@@ -8,13 +8,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from hecate.engine import EngineName, memory_features
+from hecate.engine import memory_features
 from hecate.errors import ConfigError
 from hecate.nn.parameters import draw_normal
 from hecate.nn.rule import RuleParameters, draw_answering
 from hecate.rule import MemoryConfig, MemoryState
 from hecate.sizes import Size
-from hecate.tape import Autodiff
 
 
 class FeatureMemoryConfig(MemoryConfig):
@@ -65,34 +64,21 @@ class FeatureMemory(RuleParameters):
     config: FeatureMemoryConfig
 
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        config: FeatureMemoryConfig,
-        *,
-        d_key: int,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        **options: Any,
+        self, d_model: int, heads: int, config: FeatureMemoryConfig, *, d_key: int, learned_initial: bool, **place: Any
     ) -> None:
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        width = config.width(d_key)
-        super().__init__(d_model, heads, config, d_key=d_key, d_value=width, **options, **place)
+        own: dict[str, Any] = {"d_key": d_key, "d_value": config.width(d_key), "learned_initial": learned_initial}
+        super().__init__(d_model, heads, config, **own, **place)
         self.target = None
         if not config.residual:
-            self.target = nn.Parameter(torch.empty(heads, width, d_key, **place))
+            self.target = nn.Parameter(torch.empty(heads, self.d_value, d_key, **place))
 
     def draw_rule(self, source: torch.Generator, like: Tensor) -> None:
         """Everything anew, without `residual` a start that answers."""
         super().draw_rule(source, like)
-        if self.target is None:
-            return
-        draw_normal(self.target, self.phi_width**-0.5, source)
-        d_phi = self.config.feature_map.output_dim(self.phi_width)
-        draw_answering(
-            self.config.structure, self.initial, d_phi, self.d_value,
-            heads=self.heads, source=source, like=like,
-        )  # fmt: skip
+        if self.target is not None:
+            draw_normal(self.target, self.phi_width**-0.5, source)
+            d_phi = self.config.feature_map.output_dim(self.phi_width)
+            draw_answering(self.config.structure, self.initial, d_phi, self.d_value, source, like)
 
     def values(self, k: Tensor) -> Tensor:
         """What M is written with at keys `[B, T, H, D]`."""
@@ -107,24 +93,9 @@ class FeatureMemory(RuleParameters):
         *,
         write_mask: Tensor | None,
         reset_mask: Tensor | None,
-        engine: EngineName,
-        autodiff: Autodiff,
-        name: str,
+        **how: Any,
     ) -> tuple[Tensor, Tensor, MemoryState]:
-        """q, k and the state after the last token."""
-        return memory_features(
-            self.config,
-            q,
-            k,
-            self.values(k),
-            self.gates(x),
-            residual=self.config.residual,
-            phi_params=self.phi_params,
-            state=state,
-            initial=self.initial.tensors,
-            write_mask=write_mask,
-            reset_mask=reset_mask,
-            engine=engine,
-            autodiff=autodiff,
-            name=name,
-        )
+        """q, k and the state after the last token; `how` are engine, autodiff and name."""
+        own: dict[str, Any] = {"residual": self.config.residual, "phi_params": self.phi_params, **how}
+        own |= {"initial": self.initial.tensors, "write_mask": write_mask, "reset_mask": reset_mask}
+        return memory_features(self.config, q, k, self.values(k), self.gates(x), state=state, **own)

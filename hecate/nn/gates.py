@@ -34,19 +34,8 @@ class RetainForm(nn.Module):
     what it returns has the width `inputs`.
     """
 
-    def __init__(
-        self,
-        form: GateForm,
-        heads: int,
-        width: int,
-        *,
-        d_head: int,
-        d_phi: int,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, form: GateForm, heads: int, width: int, *, d_head: int, d_phi: int, **place: Any) -> None:
         super().__init__()
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
         rank = d_head if form.rank == "head" else form.rank
         self.form, self.inputs = form, width if rank is None else rank
         self.shape = (heads, d_phi) if form.channels else (heads,)
@@ -61,7 +50,8 @@ class RetainForm(nn.Module):
 
     def forward(self, logit: Tensor) -> Tensor:
         """The gates."""
-        logit = logit.unflatten(-1, self.shape)
+        if self.form.channels:
+            logit = logit.unflatten(-1, self.shape)
         if self.rate is not None:
             rate = self.rate.to(logit.dtype).exp().reshape(-1, *[1] * (len(self.shape) - 1))
             return torch.exp(-rate * softplus(logit))
@@ -85,6 +75,48 @@ class RetainForm(nn.Module):
         with torch.no_grad():
             self.rate.copy_(rate)
             bias.copy_(step.expm1().log())  # softplus(bias) = step
+
+
+def gate_starts(config: MemoryConfig) -> dict[str, float]:
+    """The gates that a rule has, with the values between 0 and 1 at which their sigmoids start."""
+    momentum = config.algorithm.default_momentum
+    starts = {"lr": 0.5 * (1 - momentum)}
+    if config.retention.uses_retain:
+        starts["retain"] = config.retention.default_retain
+    if config.algorithm.uses_momentum:
+        starts["momentum"] = momentum
+    return starts
+
+
+def hold_gates(
+    config: MemoryConfig, starts: dict[str, float], heads: int, width: int, d_key: int, **place: Any
+) -> tuple[RetainForm | None, nn.ParameterDict, nn.ParameterDict]:
+    """Room for gates of what is `width` wide: the retain gate's form, every gate's weights `[H, width]` and biases
+    `[H]`, of more rows where retain has a gate per channel; `draw_gates` fills it."""
+    shapes, form = dict.fromkeys(starts, (heads, width)), None
+    if "retain" in starts:
+        d_phi = config.feature_map.output_dim(d_key)
+        form = RetainForm(config.retention.gate_form, heads, width, d_head=d_key, d_phi=d_phi, **place)
+        shapes["retain"] = (form.rows, form.inputs)
+    weight = nn.ParameterDict({name: torch.empty(shape, **place) for name, shape in shapes.items()})
+    return form, weight, nn.ParameterDict({name: torch.empty(shape[0], **place) for name, shape in shapes.items()})
+
+
+def draw_gates(
+    starts: dict[str, float],
+    form: RetainForm | None,
+    weight: nn.ParameterDict,
+    bias: nn.ParameterDict,
+    source: torch.Generator,
+    fill: float = 0.0,
+) -> None:
+    """Weights at `fill`, biases at the starting values; a retain gate of low rank or softplus draws from `source`."""
+    for name, start in starts.items():
+        if form is not None and name == "retain":
+            form.draw(source, weight[name], bias[name], start, fill=fill)
+        else:
+            nn.init.constant_(weight[name], fill)
+            nn.init.constant_(bias[name], start_logit(start))
 
 
 class GateHeads(nn.Module):
@@ -119,37 +151,16 @@ class GateHeads(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.lr_max = config.algorithm.lr
-        momentum = config.algorithm.default_momentum
-        starts = {"lr": 0.5 * (1 - momentum)}
-        shapes = {"lr": (heads, d_model)}
-        self.retain = None
-        if config.retention.uses_retain:
-            d_key = d_model // heads if d_key is None else d_key
-            form, d_phi = config.retention.gate_form, config.feature_map.output_dim(d_key)
-            self.retain = RetainForm(form, heads, d_model, d_head=d_key, d_phi=d_phi, **place)
-            starts["retain"] = config.retention.default_retain
-            shapes["retain"] = (self.retain.rows, self.retain.inputs)
-        if config.algorithm.uses_momentum:
-            starts["momentum"] = momentum
-        if firing:
-            starts["firing"] = 0.75
-        self.starts = starts
-        shapes = {name: shapes.get(name, (heads, d_model)) for name in starts}
-        self.weight = nn.ParameterDict({name: torch.empty(shape, **place) for name, shape in shapes.items()})
-        self.bias = nn.ParameterDict({name: torch.empty(shape[0], **place) for name, shape in shapes.items()})
+        self.starts = gate_starts(config) | ({"firing": 0.75} if firing else {})
+        d_key = d_model // heads if d_key is None else d_key
+        held = hold_gates(config, self.starts, heads, d_model, d_key, device=device, dtype=dtype)
+        self.retain, self.weight, self.bias = held
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Weights to zero, biases to the starting values; a retain gate of low rank or softplus draws from `generator`
         (None: torch's default generator)."""
-        for name, start in self.starts.items():
-            weight, bias = self.weight[name], self.bias[name]
-            if name == "retain" and self.retain is not None:
-                self.retain.draw(source_of(generator), weight, bias, start)
-            else:
-                nn.init.zeros_(weight)
-                nn.init.constant_(bias, start_logit(start))
+        draw_gates(self.starts, self.retain, self.weight, self.bias, source_of(generator))
 
     def forward(self, x: Tensor) -> Gates:
         """The gates of every token."""

@@ -2,26 +2,131 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from hecate.engine import EngineName
-from hecate.nn.arguments import Firing, check_engine, check_firing, check_inputs, check_sizes
+from hecate.checks import expect_choice
+from hecate.engine import EngineName, memory_scan
+from hecate.nn.arguments import Firing, check_engine, check_firing, check_sequence, check_sizes, check_state
 from hecate.nn.asked import Asked
-from hecate.nn.conv import ShortConv, mix
+from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk
 from hecate.nn.feature_memory import FeatureMemory, FeatureMemoryConfig
-from hecate.nn.norm import QKNorm, check_norm, normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.projection import Projection, check_projection, project_queries, projected_config
 from hecate.nn.rule import RuleParameters
-from hecate.nn.state import LayerState
-from hecate.rule import MemoryConfig, MemoryState
+from hecate.phi import Params
+from hecate.rule import MemoryConfig, MemoryState, bytes_of, detached
 from hecate.tape import Autodiff
 
+Tree = TypeVar("Tree")
 
-class Memory(RuleParameters):
+
+class LayerState(NamedTuple):
+    """The state of a `Memory` layer: a pytree of tensors. [NN-MEM-I6]
+
+    Fields:
+        memory: the memory of every sequence and head, in float32 or better.
+        conv: the last inputs of the short convolution, `[B, kernel-1, C]`; None without one.
+        conv_segment: the document of each of those, `[B, kernel-1]` int64, 0 for the present one;
+            None until a `reset_mask` was given.
+        features: the state of the feature memory; None without one.
+        projection: what queries are projected onto; None without `query_projection`.
+    """
+
+    memory: MemoryState
+    conv: Tensor | None
+    conv_segment: Tensor | None
+    features: MemoryState | None = None
+    projection: MemoryState | None = None
+
+    def detach(self) -> LayerState:
+        """The same state cut off from the graph that produced it."""
+        return detached(self)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors; it does not grow with the number of tokens seen."""
+        return bytes_of(self)
+
+
+def where_rows(rows: Tensor, yes: Tree, no: Tree) -> Tree:
+    """A pytree with the tensors of `yes` in some sequences, `rows` `[B]`, of `no` in the others."""
+
+    def chosen(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        if a is None or b is None:
+            return b
+        return torch.where(rows.reshape(-1, *[1] * (b.dim() - 1)), a, b)
+
+    return pytree.tree_map(chosen, yes, no)
+
+
+class MemoryLayer(nn.Module):
+    """What layers around memories have in common: a linear map in, a short convolution, a feature memory, and behind
+    the memory an RMS norm per head, an output gate silu(W x) and a linear map out."""
+
+    conv: ShortConv | None
+    feature_memory: FeatureMemory | None
+    output_gate: nn.Linear | None
+    norm: nn.Parameter
+    out: nn.Linear
+    name: str
+    engine: EngineName
+    qk_norm: QKNorm
+
+    def _first_and_rule(self) -> tuple[nn.Linear, Any]:
+        """The linear map in, and what holds the memory's own parameters, with the methods of `RuleParameters`."""
+        raise NotImplementedError
+
+    def hold_output(self, d_model: int, heads: int, width: int, output_gate: bool, **place: Any) -> None:
+        """Makes room for what stands behind the memory."""
+        self.output_gate = blank(nn.Linear, d_model, heads * width, bias=False, **place) if output_gate else None
+        self.norm = nn.Parameter(torch.empty(heads, width, **place))
+        self.out = blank(nn.Linear, heads * width, d_model, bias=False, **place)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws every parameter anew from `generator` (None: torch's default generator)."""
+        self._draw(generator)
+        self._warn()
+
+    def _draw(self, generator: torch.Generator | None) -> None:
+        source, (first, rule) = source_of(generator), self._first_and_rule()
+        for linear in (first, self.output_gate, self.out):
+            if linear is not None:
+                draw_normal(linear.weight, linear.in_features**-0.5, source)
+        if self.conv is not None:
+            self.conv.reset_parameters(source)
+        nn.init.ones_(self.norm)
+        rule.draw_rule(source, first.weight)
+        if self.feature_memory is not None:
+            self.feature_memory.draw_rule(source, first.weight)
+
+    def _warn(self) -> None:
+        self._first_and_rule()[1].warn_if_unstable(self.name, self.qk_norm)
+        if self.feature_memory is not None:
+            self.feature_memory.warn_if_unstable(f"{self.name} (features)", self.qk_norm)
+
+    def with_features(
+        self, x: Tensor, q: Tensor, k: Tensor, state: MemoryState | None, **how: Any
+    ) -> tuple[Tensor, Tensor, MemoryState | None]:
+        """q and k as the feature memory makes them, normalised again, and its state; themselves without one."""
+        if self.feature_memory is None:
+            return q, k, None
+        own = {"engine": self.engine, "name": f"{self.name} (features)"}
+        q, k, state = self.feature_memory(x, q, k, state, **own, **how)
+        return normalise_qk(q, self.qk_norm), normalise_qk(k, self.qk_norm), state
+
+    def read_out(self, x: Tensor, y: Tensor) -> Tensor:
+        """The layer's output from the answers y `[B, T, H, V]` of its memory."""
+        y = (nn.functional.rms_norm(y, self.norm.shape[1:], eps=1e-6) * self.norm).flatten(-2)
+        if self.output_gate is not None:
+            y = y * nn.functional.silu(self.output_gate(x))
+        return self.out(y)
+
+
+class Memory(RuleParameters, MemoryLayer):
     """A memory layer: `(x [B, T, d_model], state=None) -> (y [B, T, d_model], state)`. [NN-MEM-D1]
 
         layer = Memory(256, heads=4, config=MemoryConfig(retention="decay"))
@@ -80,62 +185,36 @@ class Memory(RuleParameters):
     ) -> None:
         config = MemoryConfig.model_validate(MemoryConfig() if config is None else config)
         check_sizes(d_model, heads, d_key, d_value, conv_kernel)
-        check_norm(qk_norm)
+        expect_choice(qk_norm, "qk_norm", QK_NORMS)
         check_engine(config, engine, autodiff)
         check_firing(config, firing)
         check_projection(config, query_projection)
         d_key = d_model // heads if d_key is None else d_key
         d_value = d_model // heads if d_value is None else d_value
-        start: dict[str, Any] = {"learned_initial": learned_initial}
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        how: dict[str, Any] = {"learned_initial": learned_initial, "device": device, "dtype": dtype}
         inner, seen = None, d_key
         if feature_memory is not None:
             inner = FeatureMemoryConfig.model_validate(feature_memory)
             check_engine(inner, engine, autodiff)
             seen = inner.width(d_key)
-        own: dict[str, Any] = {"d_key": seen, "d_value": d_value, "firing": firing == "learned"}
-        super().__init__(d_model, heads, config, **own, **start, **place)
+        super().__init__(d_model, heads, config, d_key=seen, d_value=d_value, firing=firing == "learned", **how)
         self.d_model, self.d_key, self.qk_norm = d_model, d_key, qk_norm
         self.query_projection, self.name = query_projection, name
         self.engine, self.autodiff = engine, autodiff
         self.projected = config if query_projection == "none" else projected_config(config)
-        self.feature_memory = None
-        if inner is not None:
-            self.feature_memory = FeatureMemory(d_model, heads, inner, d_key=d_key, **start, **place)
-        keys, values = heads * d_key, heads * d_value
-        self.splits = [keys, keys, values]
+        self.feature_memory = None if inner is None else FeatureMemory(d_model, heads, inner, d_key=d_key, **how)
+        self.bare = inner is None and query_projection == "none"
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.splits = [heads * d_key, heads * d_key, heads * d_value]
         self.qkv = blank(nn.Linear, d_model, sum(self.splits), bias=False, **place)
         self.conv = ShortConv(sum(self.splits), conv_kernel, **place) if conv_kernel else None
-        self.output_gate = None
-        if output_gate:
-            self.output_gate = blank(nn.Linear, d_model, values, bias=False, **place)
-        self.norm = nn.Parameter(torch.empty(heads, self.d_value, **place))
-        self.out = blank(nn.Linear, values, d_model, bias=False, **place)
+        self.hold_output(d_model, heads, d_value, output_gate, **place)
         if self.qkv.weight.device.type != "meta":
             self._draw(generator)
             self._warn()
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws every parameter anew from `generator` (None: torch's default generator)."""
-        self._draw(generator)
-        self._warn()
-
-    def _draw(self, generator: torch.Generator | None) -> None:
-        source = source_of(generator)
-        for linear in (self.qkv, self.output_gate, self.out):
-            if linear is not None:
-                draw_normal(linear.weight, linear.in_features**-0.5, source)
-        if self.conv is not None:
-            self.conv.reset_parameters(source)
-        nn.init.ones_(self.norm)
-        self.draw_rule(source, self.qkv.weight)
-        if self.feature_memory is not None:
-            self.feature_memory.draw_rule(source, self.qkv.weight)
-
-    def _warn(self) -> None:
-        self.warn_if_unstable(self.name, self.qk_norm)
-        if self.feature_memory is not None:
-            self.feature_memory.warn_if_unstable(f"{self.name} (features)", self.qk_norm)
+    def _first_and_rule(self) -> tuple[nn.Linear, Any]:
+        return self.qkv, self
 
     def forward(
         self,
@@ -150,16 +229,18 @@ class Memory(RuleParameters):
 
         To the convolution a masked token is zero for the tokens after it, while it reads with its own input; a reset
         hides earlier documents from it. `restart_mask` resets the memory alone."""
-        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
+        masks = {"write_mask": write_mask, "reset_mask": reset_mask, "restart_mask": restart_mask}
         if not torch.compiler.is_compiling():
-            check_inputs(self, x, state, **masks, restart_mask=restart_mask)
-        asked, carried = self.asked(x, state, **masks, restart_mask=restart_mask)
+            check_sequence(self.qkv.weight, x, **masks)
+            if state is not None:
+                held = {"features": self.feature_memory is not None, "projection": self.query_projection != "none"}
+                check_state(state, LayerState, self.conv, x.shape[0], {}, **held)
+        if state is not None and x.shape[1] == 1 and self.bare and not torch.is_grad_enabled():
+            if state.conv_segment is write_mask is reset_mask is restart_mask is None:
+                return self._one_token(x, state)
+        asked, carried = self.asked(x, state, **masks)
         y, memory = asked.scan(engine=self.engine, autodiff=self.autodiff, name=self.name)
-        y = nn.functional.rms_norm(y, (self.d_value,), eps=1e-6) * self.norm
-        y = y.flatten(-2)
-        if self.output_gate is not None:
-            y = y * nn.functional.silu(self.output_gate(x))
-        return self.out(y), LayerState(memory, *carried)
+        return self.read_out(x, y), LayerState(memory, *carried)
 
     def asked(
         self,
@@ -171,43 +252,40 @@ class Memory(RuleParameters):
         restart_mask: Tensor | None = None,
     ) -> tuple[Asked, tuple[Any, ...]]:
         """What `forward` asks of the memory, unchecked, and what else the layer carries on."""
-        how: dict[str, Any] = {"write_mask": write_mask, "reset_mask": reset_mask}
-        mixed, conv, segment = mix(
-            self.conv,
-            self.qkv(x),
-            None if state is None else state.conv,
-            None if state is None else state.conv_segment,
-            **how,
-        )
-        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in mixed.split(self.splits, dim=-1))
-        q, k = (normalise_qk(part, self.qk_norm) for part in (q, k))
-        features = None
-        if self.feature_memory is not None:
-            features = None if state is None else state.features
-            own = {"engine": self.engine, "autodiff": self.autodiff}
-            q, k, features = self.feature_memory(x, q, k, features, **how, **own, name=f"{self.name} (features)")
-            q, k = (normalise_qk(part, self.qk_norm) for part in (q, k))
+        mixed, conv, segment = convolved(self.conv, self.qkv(x), state, write_mask, reset_mask)
+        q, k, v = mixed.split(self.splits, dim=-1)
+        q = normalise_qk(q.unflatten(-1, (self.heads, -1)), self.qk_norm)
+        k = normalise_qk(k.unflatten(-1, (self.heads, -1)), self.qk_norm)
+        features = None if state is None else state.features
+        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
+        q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks)
+        v, gates = v.unflatten(-1, (self.heads, -1)), self.gates(x)
+        params: Params | None = self.phi_params
+        memory, held = None if state is None else state.memory, None
         if restart_mask is not None:
-            how["reset_mask"] = restart_mask if reset_mask is None else restart_mask | reset_mask
-        memory = None if state is None else state.memory
-        held, asked = None, Asked(self.config, q, k, v, self.gates(x), self.phi_params)
+            reset_mask = restart_mask if reset_mask is None else restart_mask | reset_mask
         if self.query_projection != "none":
             held = None if state is None else state.projection
-            asked, held = self._projected(asked, memory, held, how)
-        asked = asked._replace(initial=self.initial.tensors, state=memory, **how)
+            how = (memory, held, write_mask, reset_mask)
+            q, k, held = project_queries(self.query_projection, self.config, q, k, self.phi_params, *how)
+            params = None
+        start = self.initial.tensors
+        asked = Asked(self.projected, q, k, v, gates, params, start, memory, write_mask, reset_mask)
         return asked, (conv, segment, features, held)
 
-    def _projected(
-        self, asked: Asked, memory: MemoryState | None, held: MemoryState | None, masks: dict[str, Tensor | None]
-    ) -> tuple[Asked, MemoryState]:
-        """The same asked with projected queries, features in place of q and k, and what the projection holds on to."""
-        position = torch.zeros(len(asked.q), dtype=torch.int64, device=asked.q.device)
-        if memory is not None:
-            position = memory.position[:, 0]
-        given = (self.config, asked.q, asked.k, self.phi_params, held, position)
-        both = (masks["write_mask"], masks["reset_mask"])
-        q, k, held = project_queries(self.query_projection, *given, *both)
-        return asked._replace(config=self.projected, q=q, k=k, phi_params=None), held
+    def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
+        """`forward` for x `[B, 1, d_model]`, with the same bits: q and k normalised at once, and nothing passed on that
+        nobody reads. [NN-MEM-I13]"""
+        lead, heads, width = x.shape[:2], self.heads, 2 * self.heads * self.d_key
+        mixed, conv, kept = self.qkv(x), self.conv, None
+        if conv is not None:
+            mixed, kept = conv(mixed, state.conv)
+        q, k = normalise_qk(mixed[..., :width].view(*lead, 2, heads, -1), self.qk_norm).unbind(2)
+        v = mixed[..., width:].view(*lead, heads, -1)
+        params = self.phi_params if self.phi_learned.names or self.phi_frozen.names else None
+        how: dict[str, Any] = {"engine": self.engine, "autodiff": self.autodiff, "name": self.name}
+        y, memory = memory_scan(self.config, q, k, v, self.gates(x), phi_params=params, state=state.memory, **how)
+        return self.read_out(x, y), LayerState(memory, kept, None)
 
     def extra_repr(self) -> str:
         """The rule and sizes."""

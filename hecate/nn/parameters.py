@@ -1,4 +1,4 @@
-"""Parameters of layers: creation without drawing, and draws from an explicit generator."""
+"""Parameters of layers: creation without drawing, draws from an explicit generator, and those of a feature map."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hecate.errors import ConfigError, shorten
+from hecate.phi import FeatureMap, Params
 from hecate.sizes import check_shapes
 
 
@@ -49,6 +50,11 @@ def draw_uniform(shape: torch.Size, low: float, high: float, generator: torch.Ge
     return low + (high - low) * draw
 
 
+def without_numbers(dtype: torch.dtype | None) -> dict[str, Any]:
+    """Where the shapes of tensors are asked for before any is drawn: the meta device."""
+    return {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
+
+
 def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None, **options: Any) -> Any:
     """A torch layer whose creation draws nothing; `ConfigError` if no memory would hold it."""
     check_shapes({layer.__name__: sizes}, "lower one of the two widths")
@@ -60,13 +66,11 @@ def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None
 class TensorDict(nn.Module):
     """Named tensors as parameters or as buffers; names may hold dots, which torch forbids."""
 
-    def __init__(
-        self, like: dict[str, Tensor], *, learned: bool, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, like: dict[str, Tensor], *, learned: bool, **place: Any) -> None:
         super().__init__()
         self.names = {name: name.replace(".", "__") for name in like}
         for name, tensor in like.items():
-            empty = torch.empty(tensor.shape, device=device, dtype=dtype)
+            empty = torch.empty(tensor.shape, **place)
             if learned:
                 self.register_parameter(self.names[name], nn.Parameter(empty))
             else:
@@ -82,3 +86,27 @@ class TensorDict(nn.Module):
         with torch.no_grad():
             for name, value in values.items():
                 getattr(self, self.names[name]).copy_(value)
+
+
+class FeatureParameters(nn.Module):
+    """The parameters of phi for `heads` heads with keys of width `d_key`: `phi_learned` trained, `phi_frozen`, the
+    draws of a random map, as buffers."""
+
+    def hold_features(self, feature_map: FeatureMap, heads: int, d_key: int, **place: Any) -> None:
+        """Makes room for the parameters on a device and in a dtype; `draw_features` fills it."""
+        self._phi, self.phi_heads, self.phi_width = feature_map, heads, d_key
+        params = feature_map.init(d_key, heads=heads, **without_numbers(place["dtype"]))
+        self.phi_learned = TensorDict(params["learned"], learned=True, **place)
+        self.phi_frozen = TensorDict(params["frozen"], learned=False, **place)
+
+    def draw_features(self, source: torch.Generator, like: Tensor) -> None:
+        """Both anew from a generator, in the dtype and on the device of `like`."""
+        place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
+        params = self._phi.init(self.phi_width, heads=self.phi_heads, **place)
+        self.phi_learned.copy_(params["learned"])
+        self.phi_frozen.copy_(params["frozen"])
+
+    @property
+    def phi_params(self) -> Params:
+        """Parameters of the feature map, as scans take them."""
+        return {"learned": self.phi_learned.tensors, "frozen": self.phi_frozen.tensors}

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from hecate.errors import StabilityWarning
-from hecate.nn.features import FeatureParameters
+from hecate.nn.conv import QKNorm, normalise_qk
 from hecate.nn.gates import GateHeads
-from hecate.nn.norm import QKNorm, normalise_qk
-from hecate.nn.parameters import TensorDict, draw_normal
+from hecate.nn.parameters import FeatureParameters, TensorDict, draw_normal, without_numbers
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.rule.state import slot_shapes
@@ -38,17 +37,13 @@ class RuleParameters(FeatureParameters):
         d_value: int,
         learned_initial: bool,
         firing: bool = False,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        **place: Any,
     ) -> None:
         super().__init__()
         self.config, self.heads, self.d_value = config, heads, d_value
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gates = GateHeads(d_model, heads, config, d_key=d_key, firing=firing, **place)
-        # Shapes first, on no device; the draws follow in `draw_rule`.
-        shapes: dict[str, Any] = {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
         d_phi = config.feature_map.output_dim(d_key)
-        start = config.structure.init(d_phi, d_value, heads=heads, **shapes)
+        start = config.structure.init(d_phi, d_value, heads=heads, **without_numbers(place["dtype"]))
         weights = {name: tuple(weight.shape[1:]) for name, weight in start.items()}
         slots = slot_shapes(config, weights, d_phi, d_value)
         check_shapes(slots, f"narrow the state of algorithm {config.algorithm.kind!r}", heads)
@@ -65,31 +60,23 @@ class RuleParameters(FeatureParameters):
 
     def warn_if_unstable(self, name: str, qk_norm: QKNorm) -> None:
         """Measures lr |phi(k)|^2 on random keys at the lr gate's ceiling."""
-        sizes = {"heads": self.heads, "d_key": self.phi_width}
-        warn_if_unstable(self.config, self.phi_params, **sizes, name=name, qk_norm=qk_norm)
+        warn_if_unstable(self.config, self, name, qk_norm)
 
 
 def warn_if_unstable(
-    config: MemoryConfig, params: Params, *, heads: int, d_key: int, name: str, qk_norm: QKNorm, erases: int = 1
+    config: MemoryConfig, held: FeatureParameters, name: str, qk_norm: QKNorm, erases: int = 1
 ) -> None:
     """Warns the layer's builder, four calls up, if lr |phi(k)|^2 times `erases`, the times that a write takes the key's
     direction out, allows divergence."""
     # An infinite key diverges wherever a key can.
     if config.step != "raw" or config.key_norm != "none" or config.diverging(math.inf) is None:
         return
-    generator = torch.Generator().manual_seed(0)
     # 256 keys, fewer where phi is wide.
-    count = max(8, min(256, 2**22 // (heads * config.feature_map.output_dim(d_key))))
-    double: Any = {"dtype": torch.float64, "device": "cpu"}
-    keys = torch.randn(count, heads, d_key, generator=generator, **double)
-    held: Params = {
-        "learned": {n: t.detach().to(**double) for n, t in params["learned"].items()},
-        "frozen": {n: t.detach().to(**double) for n, t in params["frozen"].items()},
-    }
-    start = torch.zeros((), dtype=torch.int64, device="cpu")
-    position = start if config.feature_map.needs_position else None
+    count = max(8, min(256, 2**22 // (held.phi_heads * config.feature_map.output_dim(held.phi_width))))
+    keys, params = random_keys(held, count, qk_norm)
+    position = torch.zeros((), dtype=torch.int64, device="cpu") if config.feature_map.needs_position else None
     with torch.no_grad():
-        phi = config.feature_map(normalise_qk(keys, qk_norm), held, position=position)
+        phi = config.feature_map(keys, params, position=position)
     largest = config.diverging(float(phi.square().sum(-1).max()) * erases)
     if largest is not None:
         twice = "" if erases == 1 else f" times {erases} erases"
@@ -104,22 +91,28 @@ def warn_if_unstable(
         )
 
 
+def random_keys(held: FeatureParameters, count: int, qk_norm: QKNorm) -> tuple[Tensor, Params]:
+    """Keys `[count, H, D]` to measure phi at, the same ones every time, and phi's parameters; all in float64."""
+    double: Any = {"dtype": torch.float64, "device": "cpu"}
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(count, held.phi_heads, held.phi_width, generator=generator, **double)
+    params: Params = {
+        "learned": {name: tensor.detach().to(**double) for name, tensor in held.phi_learned.tensors.items()},
+        "frozen": {name: tensor.detach().to(**double) for name, tensor in held.phi_frozen.tensors.items()},
+    }
+    return normalise_qk(keys, qk_norm), params
+
+
 def draw_answering(
-    structure: Structure,
-    initial: TensorDict,
-    d_phi: int,
-    d_value: int,
-    *,
-    heads: int,
-    source: torch.Generator,
-    like: Tensor,
+    structure: Structure, initial: TensorDict, d_phi: int, d_value: int, source: torch.Generator, like: Tensor
 ) -> None:
     """Starting weights of a memory that has to answer before it is written: the structure's own, but N(0, 1/fan_in) for
     a linear one, whose own is zero, where it would answer nothing."""
+    weights = initial.tensors
     if not structure.linear:
         place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
-        initial.copy_(structure.init(d_phi, d_value, heads=heads, **place))
+        initial.copy_(structure.init(d_phi, d_value, heads=len(next(iter(weights.values()))), **place))
         return
     fan_in = 1 if structure.diagonal else d_phi
-    for weight in initial.tensors.values():
+    for weight in weights.values():
         draw_normal(weight, fan_in**-0.5, source)

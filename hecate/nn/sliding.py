@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import check_sequence, check_sizes
-from hecate.nn.norm import normalise_qk
+from hecate.nn.conv import normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import rotated
 from hecate.nn.slots import Blocks, Line, in_order, last, line_of

@@ -169,9 +169,9 @@ def test_where_repeated_writes_end(erase, end):
     layer = layer_of(config_of(phase=1, erase=erase, memory={"retention": "none"}), conv_kernel=0)
     x = inputs(1, 1)
     _, state = layer(x.expand(1, 400, D_MODEL))
-    told = layer.boxes.ask_static(layer.boxes.asked(layer.into(x).unflatten(-1, (HEADS, -1))))
+    told = layer.boxes.read_static(layer.boxes.input_features(layer.into(x).unflatten(-1, (HEADS, -1))))
     k = layer.boxes.features(torch.nn.functional.normalize(told["k"], dim=-1))
-    (answer,) = layer.boxes.ask(state.boxes.memory, k)
+    (answer,) = layer.boxes.read(state.boxes.memory, k)
     near(answer, end * told["v"], 1e-9)
 
 
@@ -647,7 +647,7 @@ def test_any_retention_starts_where_it_says(retention):
     still = layer_of(config_of(phase=1, memory={"retention": retention}))
     near(still(inputs())[0][:, :2], y[:, :2], 1e-12)
     knob, boxes = config_of(memory={"retention": retention}).memory.retention, still.boxes
-    phi = boxes.asked(torch.randn(1, 1, HEADS, D_MODEL // HEADS, generator=seeded(3)))
+    phi = boxes.input_features(torch.randn(1, 1, HEADS, D_MODEL // HEADS, generator=seeded(3)))
     weights = knob.weights(knob.start(boxes.initial["q"].tensors["weight"]))
     answer = torch.einsum("hvp,bthp->bthv", weights, phi)
-    near(boxes.ask_static(phi)["q"], answer, 1e-12)
+    near(boxes.read_static(phi)["q"], answer, 1e-12)

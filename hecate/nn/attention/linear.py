@@ -13,8 +13,7 @@ from hecate.nn.arguments import check_sizes
 from hecate.nn.attention.arguments import check_forward, check_layer, width_of
 from hecate.nn.attention.functional import Normalizer, linear_attention
 from hecate.nn.attention.state import LinearAttentionState
-from hecate.nn.features import FeatureParameters
-from hecate.nn.parameters import TensorDict, blank, draw_normal, source_of
+from hecate.nn.parameters import FeatureParameters, TensorDict, blank, draw_normal, source_of
 from hecate.nn.positions import Position, PositionKind
 from hecate.phi import FeatureMap, FeatureMapKind
 from hecate.tape import Autodiff
