@@ -32,7 +32,7 @@ def put_off(value: Tensor, then: Callable[[Tensor], None]) -> None:
         return
     if value.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return  # a graph's numbers are seen by nobody while it is recorded
-    host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+    host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.device.type == "cuda")
     host.copy_(value, non_blocking=True)
     arrived = torch.Event(value.device)
     arrived.record()

@@ -308,10 +308,12 @@ def _checked(
 
 def carry_of(state: MemoryState) -> Carry:
     """A state's tensors by name, `[B, H, ...]`, as `[N, ...]` in order."""
-    kinds = [tuple([x.flatten(0, 1) for x in held.values()]) for held in (state.memory, state.slots, state.anchor)]
-    pending = [x.flatten(0, 1) for name, x in state.pending.items() if name != "retain"]
-    retained = [state.pending["retain"].flatten(0, 1)] if "retain" in state.pending else []
-    return Carry(*kinds, tuple(pending), tuple(retained), state.position.flatten())  # type: ignore[call-arg]
+    pending = dict(state.pending)
+    retained = pending.pop("retain", None)
+    kinds: list[Any] = []
+    for held in (state.memory, state.slots, state.anchor, pending, {} if retained is None else {"retain": retained}):
+        kinds.append(tuple([item.flatten(0, 1) for item in held.values()]))
+    return Carry(*kinds, state.position.flatten())  # type: ignore[call-arg]
 
 
 def named_state(weights: tuple[str, ...], slots: tuple[str, ...], carry: Carry, lead: tuple[int, ...]) -> MemoryState:

@@ -8,6 +8,7 @@ quotient. [RULE-RANGE-I1]
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -70,16 +71,21 @@ def scaled(x: Tensor, factor: Tensor | float, run: Run, label: str) -> Tensor:
 # key_norm.
 
 
-def _l2_norm(x: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
-    # A zero vector stays zero; the constant 1 keeps the root's derivative out of it.
-    square, level = x.square().sum(-1, keepdim=True), None
-    if not near_one(square, share=0.5):
-        level = levelling(largest(x))
-        x = x * level
-        square = x.square().sum(-1, keepdim=True)
-    norm = torch.where(square > 0, square, 1.0).sqrt()
-    unit = x / norm
-    return (unit,), (unit, norm if level is None else norm / level)
+def _norm(name: str, size_of: Callable[[Tensor], Tensor], root: bool, vjp: Callable[..., tuple[Tensor]]) -> ByHand:
+    """x over its size, or the root of it; a zero vector stays zero. Residuals: the quotient and the divisor."""
+
+    def forward(x: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
+        size, level = size_of(x), None
+        if not near_one(size, share=0.5):
+            level = levelling(largest(x))
+            x = x * level
+            size = size_of(x)
+        size = torch.where(size > 0, size, 1.0)  # ahead of the root, whose derivative is infinite at 0
+        size = size.sqrt() if root else size
+        unit = x / size
+        return (unit,), (unit, size if level is None else size / level)
+
+    return ByHand.of(Block(name, forward, vjp))
 
 
 def _l2_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
@@ -90,24 +96,13 @@ def _l2_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
     return (torch.addcmul(g, unit, along, value=-1, out=product).div_(norm),)
 
 
-def _sum_norm(x: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
-    total, level = x.sum(-1, keepdim=True), None
-    if not near_one(total, share=0.5):
-        level = levelling(largest(x))
-        x = x * level
-        total = x.sum(-1, keepdim=True)
-    total = torch.where(total > 0, total, 1.0)
-    share = x / total
-    return (share,), (share, total if level is None else total / level)
-
-
 def _sum_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
     share, total = residuals
     return ((g - (share * g).sum(-1, keepdim=True)) / total,)
 
 
-L2_NORM = ByHand.of(Block("l2_norm", _l2_norm, _l2_norm_vjp))
-SUM_NORM = ByHand.of(Block("sum_norm", _sum_norm, _sum_norm_vjp))
+L2_NORM = _norm("l2_norm", lambda x: x.square().sum(-1, keepdim=True), True, _l2_norm_vjp)
+SUM_NORM = _norm("sum_norm", lambda x: x.sum(-1, keepdim=True), False, _sum_norm_vjp)
 
 
 # Step sizes.

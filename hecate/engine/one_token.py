@@ -22,9 +22,10 @@ from hecate.engine.engine import apart
 from hecate.engine.features import L2_NORM, SUM_NORM, stepped
 from hecate.engine.loop import blocks_of, token_step
 from hecate.engine.normalizer import DIVIDE, levelled
-from hecate.engine.tokens import Tokens, form_of
+from hecate.engine.tokens import Carry, Tokens, form_of
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.structure import Memory
 from hecate.tape import execute, is_traced, one
 from hecate.tape.ops import reach
 
@@ -249,7 +250,7 @@ def _is_level(config: MemoryConfig, tokens: Tokens, state: MemoryState) -> bool:
     """Whether features and sum of weights are near 1, so that a normaliser's quotient is the plain one."""
     if state.normalizer is None:
         return True
-    memories = [((), carry_of(state)), ((), carry_of(state.normalizer))]
+    memories: list[tuple[Memory, Carry]] = [((), carry_of(state)), ((), carry_of(state.normalizer))]
     _, _, units, back = levelled(config, tokens, memories, execute)
     return not units and back is None
 

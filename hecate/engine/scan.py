@@ -71,27 +71,14 @@ def memory_scan(
             parameters that are not those of phi.
         ShapeError: tensors that do not fit together, or what is no tensor.
         NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token; on a CPU also
-            in the backward pass, for a gradient that reaches the memory. It cannot be raised while compiling or inside
-            `torch.func` transforms, which forbid looking at values.
+            in the backward pass, for a gradient that reaches the memory; on a device by a later call, or by
+            `state.check()`, lest this one wait. It cannot be raised while compiling or inside `torch.func` transforms,
+            which forbid looking at values.
     """
     whole = partial(
-        whole_scan,
-        config,
-        q,
-        k,
-        v,
-        gates,
-        phi_params=phi_params,
-        state=state,
-        initial=initial,
-        write_mask=write_mask,
-        reset_mask=reset_mask,
-        cu_seqlens=cu_seqlens,
-        engine=engine,
-        autodiff=autodiff,
-        tape=tape,
-        name=name,
-    )
+        whole_scan, config, q, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
+        reset_mask=reset_mask, cu_seqlens=cu_seqlens, engine=engine, autodiff=autodiff, tape=tape, name=name,
+    )  # fmt: skip
     masked = not (write_mask is None and reset_mask is None and cu_seqlens is None)
     single = isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1
     if not single or masked or tape is not None or engine != "auto" or autodiff not in get_args(Autodiff):
@@ -196,21 +183,9 @@ def memory_features(
 
     def answer(x: Tensor) -> tuple[Tensor, MemoryState]:
         y, after = memory_scan(
-            inner,
-            x,
-            k,
-            v,
-            gates,
-            phi_params=phi_params,
-            state=state,
-            initial=initial,
-            write_mask=write_mask,
-            reset_mask=reset_mask,
-            cu_seqlens=cu_seqlens,
-            engine=engine,
-            autodiff=autodiff,
-            name=name,
-        )
+            inner, x, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
+            reset_mask=reset_mask, cu_seqlens=cu_seqlens, engine=engine, autodiff=autodiff, name=name,
+        )  # fmt: skip
         return (x + y if residual else y), after
 
     (phi_q, _), (phi_k, state) = answer(q), answer(k)

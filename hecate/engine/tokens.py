@@ -161,7 +161,7 @@ def cast(dtype: torch.dtype) -> Block:
 
 
 def split_time(size: int | list[int]) -> Block:
-    """`[N, T, ...]` cut into stretches of a size, or of the sizes given."""
+    """`[N, T, ...]` cut into lengths of a size, or of the sizes given."""
 
     def forward(x: Tensor) -> tuple[Tensors, None]:
         return x.split(size, 1), None
@@ -180,8 +180,8 @@ def _unbind_vjp(_: None, *cotangents: Tensor) -> tuple[Tensor]:
     return (torch.stack(cotangents, 1),)
 
 
-def _concat(*pieces: Tensor) -> tuple[Tensors, list[int]]:
-    return (torch.cat(pieces, 1),), [piece.shape[1] for piece in pieces]
+def _concat(*outputs: Tensor) -> tuple[Tensors, list[int]]:
+    return (torch.cat(outputs, 1),), [item.shape[1] for item in outputs]
 
 
 def _concat_vjp(sizes: list[int], g: Tensor) -> Any:

@@ -39,10 +39,10 @@ FAULTS = [
         "tests/engine/test_features.py",
         ("scan", "(x + y if residual else y), after", "y, after"),
         ("scan", "k = torch.where(write_mask[..., None, None], k, 0.0)", "pass"),
-        ("scan", "            reset_mask=reset_mask,\n            cu", "            reset_mask=None,\n            cu"),
-        ("scan", "            state=state,", "            state=None,"),
+        ("scan", "            reset_mask=reset_mask, cu", "            reset_mask=None, cu"),
+        ("scan", "inner, x, k, v, gates, phi_params=phi_params, state=state", "inner, x, k, v, gates, phi_params=phi_params, state=None"),
         ("scan", "answer(q), answer(k)", "answer(k), answer(k)"),
-        ("scan", "            k,\n            v,", "            x,\n            v,"),
+        ("scan", "inner, x, k, v,", "inner, x, x, v,"),
     ),
     *_of(
         "nn",
@@ -185,7 +185,7 @@ FAULTS = [
         ("features", "floor * factor.square() if same else floor", "floor"),
         ("features", "        v = scaled(v, level, run, \"step\")", "        pass"),
         ("normalizer", "(*units, wide)", "units"),
-        ("features", "norm if level is None else norm / level", "norm"),
+        ("features", "size if level is None else size / level", "size"),
     ),
     *_of(
         "engine",
