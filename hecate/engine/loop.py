@@ -16,7 +16,7 @@ from torch import Tensor
 from hecate.algorithm import Token
 from hecate.engine.call import Call
 from hecate.engine.engine import TokenEngine
-from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, in_folds, restart, split_time
+from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, cut, in_folds, restart
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.state import frozen_gradients
 from hecate.structure import Memory
@@ -48,35 +48,27 @@ class Sequential(TokenEngine):
 
 
 def sequential(
-    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run, segment: int | None = None
+    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
-    """Runs the token loop: outputs `[N, T, V]` and the final carry.
-
-    `segment` is the number of tokens between checkpoints, by default ceil(sqrt(T)); there are none where nothing is
-    kept.
-    """
+    """Runs the token loop: outputs `[N, T, V]` and the final carry, with ceil(sqrt(T)) tokens between checkpoints;
+    there are none where nothing is kept."""
     if run is execute:
         return _segment(config, tokens, carry, initial, run, 0)
     length = tokens.v.shape[1]
-    size = segment or max(1, math.isqrt(max(length - 1, 0)) + 1)
-    present = [index for index, tensor in enumerate(tokens) if tensor is not None]
-    pieces = [several(run(split_time(size), tokens[index], label="split")) for index in present]
-    width = len(carry.flat)
+    size = max(1, math.isqrt(max(length - 1, 0)) + 1)
+    sizes = [min(size, length - at) for at in range(0, length, size)]
+    width, end = len(carry.flat), len(carry.flat) + len(initial)
 
     def loop(run: Run, *inputs: Tensor, first: int = 0) -> Tensors:
-        own = carry.rebuilt(inputs[:width])
-        start = inputs[width : width + len(initial)]
-        sliced: list[Tensor | None] = [None] * len(tokens)
-        for index, tensor in zip(present, inputs[width + len(initial) :], strict=True):
-            sliced[index] = tensor
-        y, own = _segment(config, Tokens(*sliced), own, start, run, first)  # type: ignore[arg-type]
+        own, start = carry.rebuilt(inputs[:width]), inputs[width:end]
+        y, own = _segment(config, Tokens(*inputs[end:]), own, start, run, first)
         return y, *own.flat
 
     outputs: list[Tensor] = []
     flat = carry.flat
-    for index, chunk in enumerate(zip(*pieces, strict=True)):
+    for index, segment in enumerate(cut(tokens, sizes, run)):
         block = checkpoint("segment", partial(loop, first=index * size))
-        y, *rest = several(run(block, *flat, *initial, *chunk, label=f"segment {index}"))
+        y, *rest = several(run(block, *flat, *initial, *segment, label=f"segment {index}"))
         outputs.append(y)
         flat = tuple(rest)
     return one(run(CONCAT, *outputs, label="outputs")), carry.rebuilt(flat)

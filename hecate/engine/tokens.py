@@ -160,16 +160,16 @@ def cast(dtype: torch.dtype) -> Block:
     return Block("cast", forward, vjp)
 
 
-def split_time(size: int | list[int]) -> Block:
-    """`[N, T, ...]` cut into lengths of a size, or of the sizes given."""
+def split_time(sizes: list[int]) -> Block:
+    """`[N, T, ...]` cut into spans of these sizes."""
+    return Block("split", lambda x: (x.split(sizes, 1), None), lambda _, *g: (torch.cat(g, 1),))
 
-    def forward(x: Tensor) -> tuple[Tensors, None]:
-        return x.split(size, 1), None
 
-    def vjp(_: None, *cotangents: Tensor) -> tuple[Tensor]:
-        return (torch.cat(cotangents, 1),)
-
-    return Block("split", forward, vjp)
+def cut(tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:
+    """Each tensor `[N, T, ...]`, span by span."""
+    block = split_time(sizes)
+    cut = [(None,) * len(sizes) if tensor is None else run(block, tensor, label="split") for tensor in tensors]
+    return list(zip(*cut, strict=True))
 
 
 def _unbind(x: Tensor) -> tuple[Tensors, None]:

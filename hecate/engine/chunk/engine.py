@@ -24,10 +24,10 @@ from torch import Tensor
 from hecate.engine.call import Call
 from hecate.engine.chunk.batched import shared_graph
 from hecate.engine.chunk.commits import commit_built, commit_chunk, commit_dual
-from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, cut, kept_rows, layout_of, spans_of, steps_of
+from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, spans_of, steps_of
 from hecate.engine.engine import TokenEngine
 from hecate.engine.loop import select
-from hecate.engine.tokens import CONCAT, SELECT, Carry, Tokens, fold_mask, in_folds, restart
+from hecate.engine.tokens import CONCAT, SELECT, Carry, Tokens, cut, fold_mask, in_folds, restart
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import one, several
 from hecate.structure import Memory

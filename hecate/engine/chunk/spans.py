@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.coefficients import coefficients, running_products
-from hecate.engine.tokens import UNBIND, Tokens, expand_to, linear_block, split_time
+from hecate.engine.tokens import UNBIND, Tokens, cut, expand_to, linear_block
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
 from hecate.tape import Block, Run, Tensors, can_inspect
@@ -44,13 +44,6 @@ def spans_of(position: int, length: int, chunk: int, size: int) -> list[Span]:
         spans.append(Span(end - at, place == 0, (position + end) % chunk == 0))
         at = end
     return spans
-
-
-def cut(tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:
-    """Each tensor `[N, T, ...]`, span by span."""
-    block = split_time(sizes)
-    cut = [(None,) * len(sizes) if tensor is None else several(run(block, tensor, label="split")) for tensor in tensors]
-    return list(zip(*cut, strict=True))
 
 
 def coefficient_rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> list[Tensors]:
