@@ -16,7 +16,7 @@ _PACKAGES = (
     "testing",
 )  # fmt: skip
 _NAMES = {
-    "hecate.engine": ("memory_scan", "memory_step"),
+    "hecate.engine": ("memory_scan", "memory_step", "stepper"),
     "hecate.errors": (
         "CheckpointError",
         "ConfigError",

@@ -1,5 +1,5 @@
 from hecate import algorithm, bias, cms, models, nn, optim, phi, retention, structure, tape, testing
-from hecate.engine import memory_scan, memory_step
+from hecate.engine import memory_scan, memory_step, stepper
 from hecate.errors import (
     CheckpointError,
     ConfigError,
@@ -42,6 +42,7 @@ __all__ = [
     "optim",
     "phi",
     "retention",
+    "stepper",
     "structure",
     "tape",
     "testing",

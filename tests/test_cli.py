@@ -107,7 +107,7 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("generate", "gone"), 2, "error: gone is not a run folder"),
         (("show", "nope"), 2, "error: no preset 'nope'"),
         (("list", "phy"), 2, "error: no family 'phy'; known: phi, bias, retention, algorithm, "
-         "structure, position, data, optimizer, rules, presets. Did you mean 'phi'?"),
+         "structure, position, data, optimizer, engines, rules, presets. Did you mean 'phi'?"),
     ],
 )  # fmt: skip
 def test_errors_are_one_message_on_stderr(hecate, argv, code, message):
@@ -182,7 +182,7 @@ def test_lists(hecate):
     assert code == 0
     families = [line.split()[0] for line in out.splitlines()[1:]]
     variants = "phi bias retention algorithm structure position data optimizer"
-    assert families == [*variants.split(), "rules", "presets"]
+    assert families == [*variants.split(), "engines", "rules", "presets"]
     for family in families:
         code, out, err = hecate("list", family)
         assert code == 0 and len(out.splitlines()) > 2, err

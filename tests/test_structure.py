@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hecate"
 
 FLOORS = [
-    {"errors", "checks", "sizes", "variant", "tape"},
+    {"errors", "checks", "sizes", "variant", "late", "tape"},
     {"phi", "bias", "retention", "algorithm", "structure"},
     {"rule", "engine"},
     {"nn", "cms", "optim"},
@@ -30,6 +30,7 @@ ACROSS = {  # imports within a floor, each in one direction only
     ("checks", "errors"),
     ("sizes", "errors"),
     ("variant", "errors"),
+    ("tape", "checks"),
     ("tape", "errors"),
     ("engine", "rule"),
     ("cms", "nn"),

@@ -131,7 +131,7 @@ def list_(
         str | None,
         typer.Argument(
             metavar="[FAMILY]", show_default=False, autocompletion=_families,
-            help="phi, bias, retention, algorithm, structure, position, data, optimizer, rules or presets.",
+            help="phi, bias, retention, algorithm, structure, position, data, optimizer, engines, rules or presets.",
         ),
     ] = None,
 ) -> None:  # fmt: skip

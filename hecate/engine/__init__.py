@@ -1,18 +1,26 @@
-"""Engines: ways to run the same semantics, the token loop being the truth."""
+"""Engines: ways to run the same semantics, the token loop being the truth.
 
-from hecate.engine.anchored import predict
-from hecate.engine.arguments import complete, document_starts
-from hecate.engine.by_hand import ByHand, may_look
-from hecate.engine.call import Call
-from hecate.engine.features import memory_features
-from hecate.engine.given import check_mask, check_tokens
-from hecate.engine.parameters import check_params
-from hecate.engine.positions import counted, numbered, written_before
-from hecate.engine.prepare import Sequence, to_tokens
-from hecate.engine.quotients import DIVIDE, L2_NORM, SUM_NORM, largest, levelling, near_one, reach
-from hecate.engine.scan import memory_scan, memory_step
-from hecate.engine.select import EngineName, check_exact, choose_engine, exact_engines
+Every file and folder here is imported, and with it the engines that it defines are registered: a new one needs no other
+edit.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from hecate.engine.arguments import check_mask, check_params, check_tokens, document_starts
+from hecate.engine.call import Call, Sequence, complete, counted, numbered, written_before
+from hecate.engine.chunk import predict
+from hecate.engine.engine import Engine, EngineName, TokenEngine, check_exact, choose, exact_engines, explain, verdicts
+from hecate.engine.features import L2_NORM, SUM_NORM, to_tokens
+from hecate.engine.normalizer import DIVIDE
+from hecate.engine.scan import memory_features, memory_scan
+from hecate.engine.step import Stepper, memory_step, stepper
 from hecate.engine.tokens import CONCAT
+from hecate.tape import ByHand
+from hecate.tape.ops import largest, levelling, near_one, reach
+
+for _found in iter_modules(__path__):
+    import_module(f"{__name__}.{_found.name}")
 
 __all__ = [
     "CONCAT",
@@ -21,20 +29,23 @@ __all__ = [
     "SUM_NORM",
     "ByHand",
     "Call",
+    "Engine",
     "EngineName",
     "Sequence",
+    "Stepper",
+    "TokenEngine",
     "check_exact",
     "check_mask",
     "check_params",
     "check_tokens",
-    "choose_engine",
+    "choose",
     "complete",
     "counted",
     "document_starts",
     "exact_engines",
+    "explain",
     "largest",
     "levelling",
-    "may_look",
     "memory_features",
     "memory_scan",
     "memory_step",
@@ -42,6 +53,8 @@ __all__ = [
     "numbered",
     "predict",
     "reach",
+    "stepper",
     "to_tokens",
+    "verdicts",
     "written_before",
 ]

@@ -1,60 +1,52 @@
-"""Checks of what a caller passes to a scan: shapes, dtypes, devices, gates, states."""
+"""What a caller passes to a scan, checked: tokens, gates, masks, phi's parameters, states."""
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
-from typing import Any
+from numbers import Real
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hecate.engine.by_hand import is_traced
-from hecate.engine.finite import can_inspect
-from hecate.engine.gates import complete_gates
-from hecate.engine.given import check_mask, check_tokens
-from hecate.engine.prepare import Sequence
+from hecate.checks import described, expect, expect_beside
+from hecate.engine.tokens import expand_to
 from hecate.errors import ConfigError, ShapeError, shorten
+from hecate.phi import FeatureMap, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.rule.state import initial_state, map_state
+from hecate.tape import can_inspect
+
+# What is drawn to learn a map's parameter names is thrown away; made here, because torch.compile cannot make a
+# generator.
+_UNREAD = torch.Generator()
+_TOPS = {"lr": math.inf, "retain": 1.0, "momentum": 1.0}  # the largest value of a gate; the least is 0
+_FIELDS = ("memory", "slots", "anchor", "pending")  # of a state, tensors by name
 
 
-def complete(
-    config: MemoryConfig,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates | None,
-    write_mask: Tensor | None,
-    reset_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    going_on: bool = False,
-) -> Sequence:
-    """The checked inputs with every gate as a tensor."""
-    check_tokens(q, k, v)
-    if q.shape != k.shape or v.shape[:3] != k.shape[:3]:
-        raise ShapeError(
-            f"q and k must be [B, T, H, D] and v [B, T, H, V] with equal B, T, H; got q "
-            f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+def check_config(config: MemoryConfig) -> MemoryConfig:
+    """The config, checked once per object."""
+    if not isinstance(config, MemoryConfig):
+        raise ConfigError(
+            f"config must be a MemoryConfig, got {shorten(config)} ({type(config).__name__}); make "
+            "one by MemoryConfig(...) or MemoryConfig.model_validate(...)"
         )
-    reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
-    check_mask("write_mask", write_mask, k)
-    check_mask("reset_mask", reset_mask, k)
-    lr, retain, momentum = complete_gates(config, gates, k, write_mask)
-    return Sequence(q, k, v, lr, retain, momentum, write_mask, reset_mask)
+    return config if torch.compiler.is_compiling() else config.validated()
 
 
-def state_dtype(
-    config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, state: MemoryState | None, initial: dict[str, Tensor] | None
-) -> torch.dtype:
-    """In what a state is held: the highest precision among the config, the inputs and the state to go on from or to
-    start at."""
-    start = initial if state is None else state.memory
-    dtype = config.dtype
-    for tensor in (q, k, v, *(() if start is None else start.values())):
-        if tensor.dtype != dtype:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+def check_tokens(q: Tensor, k: Tensor, v: Tensor, axes: str = "B T H width") -> None:
+    """Refuses what are no floating point tensors of the rank of a shape on one device."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        expect(tensor, axes, name=name)
+    if q.device != k.device or v.device != k.device:
+        expect_beside(q, k, "q")
+        expect_beside(v, k, "v")
+
+
+def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
+    """Refuses what is no mask over the tokens of keys `[B, T, H, D]`."""
+    if mask is not None:
+        expect(mask, "B T", name=name, sizes=k.shape[:2], dtype=torch.bool, like=k)
 
 
 def document_starts(
@@ -70,10 +62,6 @@ def document_starts(
         )
     if reset_mask is not None:
         raise ConfigError("give cu_seqlens or reset_mask, not both: both mark where documents start")
-    return _borders(cu_seqlens, k)
-
-
-def _borders(cu_seqlens: Tensor, k: Tensor) -> Tensor:
     length = k.shape[1]
     if not isinstance(cu_seqlens, Tensor):
         raise ShapeError(
@@ -85,7 +73,7 @@ def _borders(cu_seqlens: Tensor, k: Tensor) -> Tensor:
             f"{list(cu_seqlens.shape)} and B = {k.shape[0]}"
         )
     if can_inspect(cu_seqlens):
-        borders = [int(border) for border in cu_seqlens]
+        borders = cu_seqlens.tolist()
         if borders[:1] != [0] or borders[-1:] != [length] or borders != sorted(borders):
             raise ShapeError(
                 f"cu_seqlens must rise from 0 to T = {length}, the borders of every document; got {shorten(borders)}"
@@ -94,97 +82,206 @@ def _borders(cu_seqlens: Tensor, k: Tensor) -> Tensor:
     return torch.isin(steps, cu_seqlens.to(k.device)).unsqueeze(0)
 
 
-def complete_initial(
-    config: MemoryConfig,
-    initial: dict[str, Tensor] | None,
-    sequence: Sequence,
-    dtype: torch.dtype,
-    *,
-    unread: bool = False,
-) -> MemoryState:
-    """The state at which memories start and restart; zeros for the structure's own if `unread`."""
-    batch, _, heads, d = sequence.k.shape
-    d_phi, d_v = config.feature_map.output_dim(d), sequence.v.shape[-1]
-    shapes = config.structure.shapes(d_phi, d_v)
-    place: dict[str, Any] = {"dtype": dtype, "device": sequence.k.device}
-    if initial is None and unread and not is_traced(sequence.k):
-        return _unread(config, batch, heads, d_phi, d_v, sequence.retain.shape[3:], **place)
-    if initial is None and unread:
-        initial = {name: torch.zeros(heads, *shape, **place) for name, shape in shapes.items()}
-    elif initial is None:
-        initial = config.structure.init(d_phi, d_v, heads=heads, **place)
-    wanted = {name: (heads, *shape) for name, shape in shapes.items()}
-    _check_tensors("initial", initial, wanted, sequence.k.device, batch=batch)
-    cast = {name: initial[name].to(dtype) for name in shapes}
-    return initial_state(config, cast, batch, sequence.retain, d_phi=d_phi, d_v=d_v)
+# Gates.
 
 
-@lru_cache(maxsize=64)
-def _unread(
-    config: MemoryConfig,
-    batch: int,
-    heads: int,
-    d_phi: int,
-    d_v: int,
-    channels: torch.Size,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> MemoryState:
-    """Zeros of a state's shapes, one number each: a step that goes on makes none of its own."""
-    with torch.inference_mode(False):
-        zero = torch.zeros((), dtype=dtype, device=device)
-        shapes = config.structure.shapes(d_phi, d_v)
-        initial = {name: zero.expand(heads, *shape) for name, shape in shapes.items()}
-        retain = zero.expand(batch, 1, heads, *channels)
-        state = initial_state(config, initial, batch, retain, d_phi=d_phi, d_v=d_v)
-        return map_state(lambda item: item.new_zeros(()).expand(item.shape), state)
+def complete_gates(
+    config: MemoryConfig, gates: Gates | None, k: Tensor, write: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """lr, retain and momentum of keys `[B, T, H, D]` as tensors.
 
-
-def complete_state(
-    config: MemoryConfig, state: MemoryState | None, start: MemoryState, sequence: Sequence, dtype: torch.dtype
-) -> MemoryState:
-    """The state to go on from, checked against what this config carries."""
-    if state is None:
-        return start
-    if (state.normalizer is None) != (config.normalizer == "none"):
-        held = "nothing" if state.normalizer is None else "a state"
-        raise ShapeError(
-            f"state.normalizer holds {held}, but the config has normalizer={config.normalizer!r}; "
-            "was it made with another config?"
+    Tensors are looked at on a CPU, where values may steer: a number out of range is refused with its place, but at
+    tokens that are not written. What is no finite number is left to `on_nonfinite`. [ENG-CALL-I5]
+    """
+    if gates is None:
+        gates = Gates()
+    if not isinstance(gates, Gates):
+        raise ConfigError(f"gates must be Gates(lr, retain, momentum), got {described(gates)}")
+    if gates.retain is not None and not config.retention.uses_retain:
+        raise ConfigError(
+            f"gates.retain is given, but retention {config.retention.kind!r} takes no retain gate; "
+            "leave it None or choose retention 'decay'"
         )
-    if "retain" in state.pending and "retain" in start.pending:
-        kept = state.pending["retain"]
-        if kept.dim() < start.pending["retain"].dim():
-            kept = kept.unsqueeze(-1).expand(*kept.shape, start.pending["retain"].shape[-1])
-            state = state._replace(pending={**state.pending, "retain": kept})
-    device = start.position.device
-    for field in ("memory", "slots", "anchor", "pending"):
-        shapes = {name: tuple(item.shape) for name, item in getattr(start, field).items()}
-        _check_tensors(f"state.{field}", getattr(state, field), shapes, device)
-    if state.position.shape != start.position.shape or state.position.device != device:
-        raise ShapeError(
-            f"state.position must be {list(start.position.shape)} on {device}, got "
-            f"{list(state.position.shape)} on {state.position.device}"
+    if gates.momentum is not None and not config.algorithm.uses_momentum:
+        raise ConfigError(
+            f"gates.momentum is given, but algorithm {config.algorithm.kind!r} takes no momentum "
+            "gate; leave it None or choose algorithm 'momentum'"
         )
-    cast = map_state(lambda t: t.to(dtype) if t.is_floating_point() else t, state)
-    order = {
-        field: {name: getattr(cast, field)[name] for name in getattr(start, field)}
-        for field in ("memory", "slots", "anchor", "pending")
+    if isinstance(gates.lr, Real) and not isinstance(gates.lr, Tensor):
+        config.check_step(float(gates.lr))
+    if isinstance(gates.retain, Tensor) and gates.retain.dim() == 4:
+        _check_channels(config, gates.retain, k)
+    return (
+        _gate("lr", gates.lr, config.algorithm.lr, k, write),
+        _gate("retain", gates.retain, config.retention.default_retain, k, write),
+        _gate("momentum", gates.momentum, config.algorithm.default_momentum, k, write),
+    )
+
+
+def _gate(name: str, given: Tensor | float | None, default: float, k: Tensor, write: Tensor | None) -> Tensor:
+    shape, top = k.shape[:3], _TOPS[name]
+    if isinstance(given, Tensor):
+        if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and name != "retain"):
+            raise ShapeError(f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got {list(given.shape)}")
+        if not given.is_floating_point():
+            raise ShapeError(f"gates.{name} must be floating point, got {given.dtype}")
+        if given.device != k.device:
+            expect_beside(given, k, f"gates.{name}")
+        if given.numel() and can_inspect(given, free=True):
+            low, high = given.aminmax()
+            if not (low.item() >= 0 and high.item() <= top):
+                _refuse_range(name, given, write)
+        return given
+    if given is not None and not isinstance(given, Real):
+        raise ShapeError(f"gates.{name} must be a number or a tensor [B, T, H] = {list(shape)}, got {described(given)}")
+    value = default if given is None else float(given)
+    # No math.isinf: to torch.compile the defaults of a second config are symbols.
+    if not 0 <= value <= top or value == math.inf:
+        raise ConfigError(f"gates.{name} must be {_bounds(name)}, got {value:g}")
+    return torch.full(shape, value, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
+
+
+def _bounds(name: str) -> str:
+    return "a finite number >= 0" if _TOPS[name] == math.inf else "in [0, 1]"
+
+
+def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
+    width = config.feature_map.output_dim(k.shape[-1])
+    if not config.structure.linear:
+        raise ConfigError(
+            "gates.retain has one value per phi channel, but structure "
+            f"{config.structure.kind!r} has weights without a phi axis; pass [B, T, H] or use "
+            "structure 'matrix' or 'vector'"
+        )
+    if retain.shape[-1] != width:
+        raise ShapeError(f"gates.retain per phi channel must be [B, T, H, {width}], got {list(retain.shape)}")
+
+
+def _refuse_range(name: str, given: Tensor, write: Tensor | None) -> None:
+    """Names the first written token whose gate is out of range, if there is one."""
+    bad = given.isfinite() & ((given < 0) | (given > _TOPS[name]))
+    if write is not None:
+        bad = bad & expand_to(write, bad)
+    for at in bad.nonzero()[:1].tolist():
+        channel = f", channel {at[3]}" if len(at) > 3 else ""
+        raise ConfigError(
+            f"gates.{name} must be {_bounds(name)}, got {float(given[tuple(at)].detach()):g} at batch row {at[0]}, "
+            f"token {at[1]}, head {at[2]}{channel}"
+        )
+
+
+# Parameters of phi.
+
+
+class _Expected(NamedTuple):
+    """A parameter as `init` makes it."""
+
+    group: str
+    shape: tuple[int, ...]
+    floating: bool
+
+
+def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> Params:
+    """The feature map's parameters; an error when it needs some and none are given, or where they are not those of its
+    `init`. [ENG-CALL-I6]"""
+    if torch.compiler.is_compiling():
+        return params or feature_map.init(k.shape[-1], generator=_UNREAD)
+    width, heads = k.shape[-1], k.shape[2]
+    expected = _expected_params(feature_map, width, max(heads, 1))
+    if params is None and expected:
+        raise ConfigError(
+            f"feature_map {feature_map.kind!r} has parameters ({', '.join(expected)}); pass as "
+            f"phi_params what feature_map.init({width}, heads=..., generator=...) returns"
+        )
+    if params is None:
+        return {"learned": {}, "frozen": {}}
+    if not isinstance(params, dict) or not {"learned", "frozen"} <= params.keys():
+        raise ConfigError(
+            "phi_params must be what feature_map.init returns, a mapping with 'learned' and "
+            f"'frozen', got {described(params)}"
+        )
+    if "position" in params:
+        raise ConfigError("leave 'position' out of phi_params: a scan counts its tokens itself")
+    given = 0
+    for group in ("learned", "frozen"):
+        tensors = params[group]
+        if tensors == {}:
+            continue
+        check_named(f"phi_params[{group!r}]", tensors)
+        given += len(tensors)
+        for name, tensor in tensors.items():
+            wanted = expected.get(name)
+            if wanted is None or wanted.group != group:
+                given = -1
+                break
+            if (
+                tensor.shape[1:] != wanted.shape[1:]
+                or tensor.shape[0] not in (1, wanted.shape[0], heads)
+                or tensor.dtype.is_floating_point != wanted.floating
+                or tensor.device != k.device
+            ):
+                _refuse_param(name, tensor, wanted, k)
+    if given != len(expected):
+        held = {group: [*params[group]] for group in ("learned", "frozen")}
+        raise ConfigError(
+            f"feature_map {feature_map.kind!r} for keys of width {width} has the parameters "
+            f"{ {name: each.group for name, each in expected.items()} }, got {held}; were they "
+            "made by another map?"
+        )
+    return params
+
+
+@lru_cache(maxsize=256)
+def _expected_params(feature_map: FeatureMap, width: int, heads: int) -> dict[str, _Expected]:
+    """A map's parameters by name, made on no device."""
+    made = feature_map.init(width, heads=heads, device="meta")
+    return {
+        name: _Expected(group, tuple(tensor.shape), tensor.is_floating_point())
+        for group in ("learned", "frozen")
+        for name, tensor in made[group].items()
     }
-    return cast._replace(**order)  # type: ignore[arg-type]
 
 
-def as_wide_as(state: MemoryState | None, sequence: Sequence) -> Sequence:
-    """The sequence with retain per phi channel where an unfinished chunk has kept it so."""
-    kept = state.pending.get("retain") if state is not None else None
-    if kept is None or kept.dim() < 3 or sequence.retain.dim() == 4:
-        return sequence
-    retain = sequence.retain.unsqueeze(-1)
-    return sequence._replace(retain=retain.expand(*retain.shape[:-1], kept.shape[-1]))
+def _refuse_param(name: str, tensor: Tensor, wanted: _Expected, k: Tensor) -> None:
+    expect_beside(tensor, k, f"phi parameter {name!r}")
+    heads = k.shape[2]
+    if tensor.dim() and tensor.shape[0] not in (1, heads) and wanted.shape[0] in (1, heads):
+        raise ShapeError(f"phi parameter {name!r} is for {tensor.shape[0]} heads, k has {heads}")
+    kind = "floating point" if wanted.floating else "of whole numbers"
+    raise ShapeError(
+        f"phi parameter {name!r} must be {kind} {list(wanted.shape)}, or [1, ...] for all heads, "
+        f"got {described(tensor)}; pass what feature_map.init({k.shape[-1]}, heads={heads}) returns"
+    )
 
 
-def _check_tensors(
+# States.
+
+
+def check_state(state: MemoryState | None) -> None:
+    """Refuses what is no state that a scan returned."""
+    if state is None:
+        return
+    if not isinstance(state, MemoryState):
+        raise ShapeError(f"state must be the MemoryState that a scan returned, got {described(state)}")
+    for field in ("position", "seen"):
+        tensor = getattr(state, field)
+        if not isinstance(tensor, Tensor) and not (field == "seen" and tensor is None):
+            raise ShapeError(f"state.{field} must be a tensor, got {described(tensor)}")
+    for field in _FIELDS:
+        check_named(f"state.{field}", getattr(state, field))
+    check_state(state.normalizer)
+
+
+def check_named(what: str, tensors: dict[str, Tensor]) -> None:
+    """Refuses what are no tensors by name."""
+    if not isinstance(tensors, dict):
+        raise ShapeError(f"{what} must be a mapping of names to tensors, got {described(tensors)}")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ShapeError(f"{what}[{name!r}] must be a tensor, got {described(tensor)}")
+
+
+def check_tensors(
     what: str,
     given: dict[str, Tensor],
     expected: dict[str, tuple[int, ...]],
@@ -192,14 +289,25 @@ def _check_tensors(
     *,
     batch: int | None = None,
 ) -> None:
-    if set(given) != set(expected):
+    """Refuses tensors by name that are not of the shapes expected, or of these for every one of `batch` sequences."""
+    if given.keys() != expected.keys():
         raise ShapeError(
             f"{what} must hold {sorted(expected) or 'nothing'}, got {sorted(given) or 'nothing'}; "
             "was it made with another config?"
         )
     for name, shape in expected.items():
-        allowed = [shape] if batch is None else [shape, (batch, *shape)]
-        if tuple(given[name].shape) not in allowed:
-            raise ShapeError(f"{what}[{name!r}] must be {list(shape)}, got {list(given[name].shape)}")
+        found = tuple(given[name].shape)
+        if found != shape and (batch is None or found != (batch, *shape)):
+            raise ShapeError(f"{what}[{name!r}] must be {list(shape)}, got {list(found)}")
         if given[name].device != device:
             raise ShapeError(f"{what}[{name!r}] is on {given[name].device}, k on {device}; move them together")
+
+
+def check_normalizer(config: MemoryConfig, state: MemoryState) -> None:
+    """Refuses a state with a normaliser where the config has none, and the other way round."""
+    if (state.normalizer is None) != (config.normalizer == "none"):
+        held = "nothing" if state.normalizer is None else "a state"
+        raise ShapeError(
+            f"state.normalizer holds {held}, but the config has normalizer={config.normalizer!r}; "
+            "was it made with another config?"
+        )

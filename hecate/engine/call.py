@@ -1,40 +1,443 @@
-"""What an engine is told of one scan beside its config."""
+"""The one record of a scan: checked once, packed once, read by engines, layers and the microscope. [ENG-CALL-D1]"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hecate.engine.arguments import (
+    check_config,
+    check_mask,
+    check_named,
+    check_normalizer,
+    check_params,
+    check_state,
+    check_tensors,
+    check_tokens,
+    complete_gates,
+    document_starts,
+)
+from hecate.engine.tokens import Carry
+from hecate.errors import ShapeError
+from hecate.phi import Params
+from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.rule.state import accumulated_retain, frozen_gradients, initial_state, slot_shapes
+from hecate.structure import Memory
+from hecate.tape import Tensors, can_inspect, is_traced
 
-class Call(NamedTuple):
-    """One scan, as far as the choice of an engine depends on it.
+TRACED = "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
 
-    A config alone says whether an engine is exact (`*_refusal`); whether it can run here, on these tensors, is asked of
-    the call (`*_unfit`).
+
+class Sequence(NamedTuple):
+    """Inputs of a scan, checked and complete: `[B, T, H, *]`, gates `[B, T, H]` (retain also per channel), masks `[B,
+    T]` or None, positions `[B, T]` or None where phi needs none."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lr: Tensor
+    retain: Tensor
+    momentum: Tensor
+    write: Tensor | None = None
+    reset: Tensor | None = None
+    position: Tensor | None = None
+
+
+class Spec(NamedTuple):
+    """A call without its tensors: what an `autograd.Function` may keep.
 
     Fields:
+        config: the memory's.
+        dtype: in which everything is computed and states are held.
+        params: names of phi's parameters, learned and frozen.
+        weights, slots: names of the state's tensors.
+        counts: how many a state has of each kind, in the order of `Carry`.
+        places: tokens since the chunk's start of the memory and, where it has one, its sum normaliser; None where they
+            differ between memories or may not be looked at.
+    """
+
+    config: MemoryConfig
+    dtype: torch.dtype
+    params: tuple[tuple[str, ...], tuple[str, ...]]
+    weights: tuple[str, ...]
+    slots: tuple[str, ...]
+    counts: tuple[int, ...]
+    places: tuple[int | None, ...]
+
+
+class Call:
+    """One scan.
+
+    `flat` has the inputs in the order of `Sequence`, phi's parameters, and for the memory, then for its sum normaliser
+    if there is one, the weights at which memories restart and the state, `[N, ...]` of N = B H memories in the order of
+    `Carry`. Other tensors of the same spec make another call: `Call(spec, flat)`.
+
+    Attributes that engines ask for:
         length: number of tokens.
-        steps: in how many the chunk engine takes them.
+        steps: in how many the chunk engine takes them, where a sketch tells it.
         shape: of a memory's first weight, `(V, P)` for a matrix.
         device: type of the device of all tensors.
         dtype: of the state.
         values: dtype of v.
-        retain: the gates `[B, T, H]` or `[B, T, H, P]`; None if they are not known yet.
+        retain: the gates `[B, T, H]` or `[B, T, H, P]`; None in a sketch that does not tell them.
         masked: whether there is a write or a reset mask.
         traced: whether torch has to see every operation.
     """
 
-    length: int = 2
-    steps: int = 0
-    shape: tuple[int, ...] = (64, 64)
-    device: str = "cpu"
-    dtype: torch.dtype = torch.float32
-    values: torch.dtype = torch.float32
-    retain: Tensor | None = None
-    masked: bool = False
-    traced: bool = False
+    steps: int | None = None
+    _traced: bool | None = None
+
+    def __init__(self, spec: Spec, flat: Tensors, seen: Tensor | None = None) -> None:
+        """`seen` counts tokens after the last, where phi needs positions."""
+        self.spec, self.config, self.flat, self.seen = spec, spec.config, flat, seen
+        self.first = len(Sequence._fields) + len(spec.params[0]) + len(spec.params[1])  # where the memories begin
+        v, weight = flat[2], flat[self.first]
+        self.length, self.device, self.values, self.dtype = v.shape[1], v.device.type, v.dtype, spec.dtype  # type: ignore[union-attr]
+        self.shape, self.retain = tuple(weight.shape[1:]), flat[4]  # type: ignore[union-attr]
+        self.masked = flat[6] is not None or flat[7] is not None
+
+    @classmethod
+    def of(
+        cls,
+        config: MemoryConfig,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Gates | None = None,
+        *,
+        phi_params: Params | None = None,
+        state: MemoryState | None = None,
+        initial: dict[str, Tensor] | None = None,
+        write_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Call:
+        """From the arguments of `memory_scan`: checks all that a caller can get wrong."""
+        config = check_config(config)
+        inputs = complete(config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None)
+        if state is not None:
+            check_state(state)
+            inputs = _as_wide_as(state, inputs)
+        if initial is not None:
+            check_named("initial", initial)
+        inputs, seen = numbered(config, state, inputs)
+        params = check_params(config.feature_map, phi_params, k)
+        dtype = _state_dtype(config, q, k, v, initial if state is None else state.memory)
+        if state is not None:
+            check_normalizer(config, state)
+        own = _Packed.of(config, state, initial, inputs, dtype, v.shape[-1])
+        flat: Tensors = (*own.initial, *own.state)
+        places: tuple[int | None, ...] = (_place(config, state),)
+        if config.normalizer == "sum":  # the same memory with bias dot and the value 1 at every token
+            held = None if state is None else state.normalizer
+            zero = torch.zeros(k.shape[2], 1, own.state[0].shape[-1], dtype=dtype, device=k.device)
+            more = _Packed.of(config.counting, held, dict.fromkeys(own.weights, zero), inputs, dtype, 1)
+            flat, places = (*flat, *more.initial, *more.state), (*places, _place(config, held))
+        names = tuple(params["learned"]), tuple(params["frozen"])
+        spec = Spec(config, dtype, names, own.weights, own.slots, own.counts, places)
+        return cls(spec, (*inputs, *params["learned"].values(), *params["frozen"].values(), *flat), seen)
+
+    @classmethod
+    def sketch(
+        cls,
+        config: MemoryConfig,
+        *,
+        length: int = 2,
+        steps: int = 0,
+        shape: tuple[int, ...] = (64, 64),
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        values: torch.dtype = torch.float32,
+        retain: Tensor | None = None,
+        masked: bool = False,
+        traced: bool = False,
+    ) -> Call:
+        """A call without tensors, to ask which engine would run it: its answers are given."""
+        call = cls.__new__(cls)
+        call.config, call.length, call.steps, call.shape, call.device = config, length, steps, shape, device
+        call.dtype, call.values, call.retain, call.masked, call._traced = dtype, values, retain, masked, traced
+        return call
+
+    @property
+    def traced(self) -> bool:
+        """Asked for by few engines, and only then found out."""
+        if self._traced is None:
+            self._traced = is_traced(*self.flat)
+        return self._traced
+
+    # What an engine runs on.
+
+    @property
+    def inputs(self) -> Sequence:
+        """q, k, v, gates, masks and positions, as the caller has them."""
+        return Sequence(*self.flat[: len(Sequence._fields)])  # type: ignore[arg-type]
+
+    @property
+    def params(self) -> Params:
+        """phi's parameters."""
+        learned, frozen = self.spec.params
+        at = len(Sequence._fields)
+        split = at + len(learned)
+        own: tuple[Any, ...] = self.flat
+        return {"learned": dict(zip(learned, own[at:split])), "frozen": dict(zip(frozen, own[split:]))}  # noqa: B905
+
+    @property
+    def memories(self) -> list[tuple[Memory, Carry]]:
+        """The weights at which it restarts and the state, of the memory and of its sum normaliser if there is one."""
+        counts, at, own = self.spec.counts, self.first, self.flat
+        found: list[tuple[Memory, Carry]] = []
+        for _ in self.spec.places:
+            split = at + counts[0]
+            found.append((own[at:split], Carry.of(counts, own, split)))  # type: ignore[arg-type]
+            at = split + sum(counts) + 1
+        return found
+
+    @property
+    def place(self) -> int | None:
+        """Tokens since the chunk's start."""
+        return self.spec.places[0]
+
+    def of_normalizer(self) -> Call:
+        """The call of the sum normaliser alone, as far as an engine asks for its config and its place."""
+        return Call(self.spec._replace(config=self.config.counting, places=self.spec.places[1:]), self.flat)
+
+    def rewritten(self, write: Tensor) -> Call:
+        """The same call with another write mask."""
+        return Call(self.spec, (*self.flat[:6], write, *self.flat[7:]), self.seen)
+
+    def result(self, outputs: Tensors) -> tuple[Tensor, MemoryState]:
+        """y, and the state by name, of the outputs of an engine: y and the states' tensors."""
+        y, *flat = outputs
+        states: list[MemoryState] = []
+        lead = (self.flat[2].shape[0], self.flat[2].shape[2])  # type: ignore[union-attr]
+        for at in range(0, len(flat), sum(self.spec.counts) + 1):
+            carry = Carry.of(self.spec.counts, tuple(flat), at)
+            states.append(named_state(self.spec.weights, self.spec.slots, carry, lead))
+        normalizer = states[1] if len(states) > 1 else None
+        return y, states[0]._replace(normalizer=normalizer, seen=self.seen)  # type: ignore[return-value]
 
 
-TRACED = "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
+class _Packed(NamedTuple):
+    """One memory's tensors `[N, ...]`, what they are called and how many there are of each kind."""
+
+    initial: Memory
+    state: tuple[Tensor, ...]
+    weights: tuple[str, ...]
+    slots: tuple[str, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        config: MemoryConfig,
+        state: MemoryState | None,
+        initial: dict[str, Tensor] | None,
+        inputs: Sequence,
+        dtype: torch.dtype,
+        d_v: int,
+    ) -> _Packed:
+        """A memory that goes on from a state, or starts at `initial`, and restarts there."""
+        batch, _, heads, width = inputs.k.shape
+        d_phi, device, reset = config.feature_map.output_dim(width), inputs.k.device, inputs.reset
+        shapes = config.structure.shapes(d_phi, d_v)
+        if initial is not None:
+            check_tensors("initial", initial, {n: (heads, *s) for n, s in shapes.items()}, device, batch=batch)
+        first = None
+        if state is None or reset is not None:
+            if initial is None:
+                initial = config.structure.init(d_phi, d_v, heads=heads, dtype=dtype, device=device)
+            wide = {name: initial[name].to(dtype) for name in shapes}
+            first = initial_state(config, wide, batch, inputs.retain, d_phi=d_phi, d_v=d_v)
+        if state is not None:
+            slots = slot_shapes(config, shapes, d_phi, d_v)
+            state = _checked(config, state, shapes, slots, inputs)
+        own: MemoryState = first if state is None else state  # type: ignore[assignment]
+        flat: list[Tensor] = []
+        counts: list[int] = []
+        for names, held in ((shapes, own.memory), (own.slots, own.slots), (shapes, own.anchor), (shapes, own.pending)):
+            begun = len(flat)
+            for name in names:
+                if name in held:
+                    flat.append(_flat(held[name], dtype))
+            counts.append(len(flat) - begun)
+        retained = own.pending.get("retain")
+        if retained is not None:
+            flat.append(_flat(retained, dtype))
+        start = tuple(flat[: counts[0]])
+        if reset is not None and first is not None:
+            # Apart from the state even where that starts there: to a program they are two inputs.
+            start = tuple([item.flatten(0, 1) for item in first.memory.values()])
+        held_as = tuple(shapes), tuple(own.slots), (*counts, int(retained is not None))
+        return cls(start, (*flat, own.position.flatten()), *held_as)
+
+
+def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = tensor.flatten(0, 1)
+    return tensor if tensor.dtype == dtype or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _checked(
+    config: MemoryConfig,
+    state: MemoryState,
+    shapes: dict[str, tuple[int, ...]],
+    slots: dict[str, tuple[int, ...]],
+    inputs: Sequence,
+) -> MemoryState:
+    """The state to go on from, checked against the shapes per memory that its config carries, slots in order."""
+    batch, _, heads = inputs.lr.shape
+    device, pending = inputs.k.device, dict(shapes) if config.commit == "chunk" else {}
+    if accumulated_retain(config):
+        pending["retain"] = tuple(inputs.retain.shape[3:])
+        kept = state.pending.get("retain")
+        if kept is not None and kept.dim() < 2 + len(pending["retain"]):
+            kept = kept.unsqueeze(-1).expand(*kept.shape, *pending["retain"])
+            state = state._replace(pending={**state.pending, "retain": kept})
+    anchor = shapes if frozen_gradients(config) else {}
+    for field, wanted in (("memory", shapes), ("slots", slots), ("anchor", anchor), ("pending", pending)):
+        wide = {name: (batch, heads, *shape) for name, shape in wanted.items()}
+        check_tensors(f"state.{field}", getattr(state, field), wide, device)
+    if state.position.shape != (batch, heads) or state.position.device != device:
+        raise ShapeError(
+            f"state.position must be {[batch, heads]} on {device}, got "
+            f"{list(state.position.shape)} on {state.position.device}"
+        )
+    return state._replace(slots={name: state.slots[name] for name in slots})
+
+
+def carry_of(state: MemoryState) -> Carry:
+    """A state's tensors by name, `[B, H, ...]`, as `[N, ...]` in order."""
+    pending = dict(state.pending)
+    retained = pending.pop("retain", None)
+    kinds: list[Any] = []
+    for held in (state.memory, state.slots, state.anchor, pending, {} if retained is None else {"retain": retained}):
+        kinds.append(tuple([item.flatten(0, 1) for item in held.values()]))
+    return Carry(*kinds, state.position.flatten())  # type: ignore[call-arg]
+
+
+def named_state(weights: tuple[str, ...], slots: tuple[str, ...], carry: Carry, lead: tuple[int, ...]) -> MemoryState:
+    """A state's tensors `[N, ...]` by name, `[B, H, ...]`."""
+
+    held: list[Any] = []
+    kinds = carry.memory, carry.slots, carry.anchor, carry.pending
+    for names, tensors in zip((weights, slots, weights, weights), kinds, strict=True):
+        named = {}
+        for name, tensor in zip(names, tensors, strict=False):
+            named[name] = tensor.unflatten(0, lead)
+        held.append(named)
+    if carry.pending_retain:
+        held[3]["retain"] = carry.pending_retain[0].unflatten(0, lead)
+    return MemoryState(*held, carry.position.unflatten(0, lead))  # type: ignore[call-arg]
+
+
+def _state_dtype(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, held: dict[str, Tensor] | None) -> torch.dtype:
+    """In what a state is held: the highest precision among the config, the inputs and the state to go on from or to
+    start at."""
+    dtype = config.dtype
+    for tensor in (q, k, v, *(() if held is None else held.values())):
+        if tensor.dtype != dtype:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _place(config: MemoryConfig, state: MemoryState | None) -> int | None:
+    """Tokens since the chunk's start, 0 without a state; None if memories differ or none may look.
+
+    Looking at values waits for the device, so it is done only where there are chunks."""
+    if config.chunk == 1 or state is None or state.position.numel() == 0:
+        return 0
+    if not can_inspect(state.position):
+        return None
+    low, high = (int(end) for end in state.position.aminmax())
+    return low if low == high and low >= 0 else None
+
+
+def _as_wide_as(state: MemoryState, inputs: Sequence) -> Sequence:
+    """The sequence with retain per phi channel where an unfinished chunk has kept it so."""
+    kept = state.pending.get("retain")
+    if kept is None or kept.dim() < 3 or inputs.retain.dim() == 4:
+        return inputs
+    retain = inputs.retain.unsqueeze(-1)
+    return inputs._replace(retain=retain.expand(*retain.shape[:-1], kept.shape[-1]))
+
+
+def complete(
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | None,
+    write_mask: Tensor | None,
+    reset_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    going_on: bool = False,
+) -> Sequence:
+    """The checked inputs with every gate as a tensor."""
+    check_tokens(q, k, v)
+    if q.shape != k.shape or v.shape[:3] != k.shape[:3]:
+        raise ShapeError(
+            f"q and k must be [B, T, H, D] and v [B, T, H, V] with equal B, T, H; got q "
+            f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
+    if cu_seqlens is not None:
+        reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
+    for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
+        if mask is not None:
+            check_mask(name, mask, k)
+    lr, retain, momentum = complete_gates(config, gates, k, write_mask)
+    return Sequence(q, k, v, lr, retain, momentum, write_mask, reset_mask)
+
+
+# Positions of tokens, counted across calls, for feature maps that depend on them.
+
+
+def numbered(config: MemoryConfig, state: MemoryState | None, sequence: Sequence) -> tuple[Sequence, Tensor | None]:
+    """The sequence with its tokens' positions, and the count of tokens at its end.
+
+    A position is the number of tokens written since the start or the last reset; both are None where phi needs none.
+    [ENG-POS-D1]
+    """
+    needed, seen = config.feature_map.needs_position, None if state is None else state.seen
+    if state is not None and (seen is not None) != needed:
+        raise ShapeError(
+            f"state.seen is {'a count' if seen is not None else 'None'}, but feature_map "
+            f"{config.feature_map.kind!r} needs {'one' if needed else 'none'}; was the state made "
+            "with another config?"
+        )
+    if not needed:
+        return sequence, None
+    k, written = sequence.k, sequence.write
+    if seen is None:
+        seen = torch.zeros(k.shape[:1], dtype=torch.int64, device=k.device)
+    if seen.shape != k.shape[:1] or seen.dtype != torch.int64 or seen.device != k.device:
+        raise ShapeError(
+            f"state.seen must be int64 {list(k.shape[:1])} on {k.device}, got {seen.dtype} "
+            f"{list(seen.shape)} on {seen.device}"
+        )
+    position, seen = counted(seen, written, sequence.reset, k.shape[1])
+    return sequence._replace(position=position), seen
+
+
+def counted(seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+    """`written_before`, and the count `[B]` after the last token."""
+    position = written_before(seen, write, reset, length)
+    if length:
+        seen = position[:, -1] + (1 if write is None else write[:, -1])
+    return position, seen
+
+
+def written_before(seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> Tensor:
+    """Tokens written before each of `length` tokens since the start or the last reset, `[B, T]`.
+
+    `seen` `[B]` counts those of earlier calls.
+    """
+    if write is None:
+        write = torch.ones(*seen.shape, length, dtype=torch.bool, device=seen.device)
+    before = write.cumsum(1) - write.long()
+    start = -seen.unsqueeze(1)
+    if reset is not None:
+        # Counts only grow, so the largest one at a reset so far is that of the last reset.
+        start = torch.where(reset, before, start).cummax(1).values
+    return before - start

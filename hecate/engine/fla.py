@@ -16,6 +16,7 @@ it is refused with the difference found. [ENG-FLA-D1]
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -23,17 +24,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.algorithm import GD
-from hecate.bias import L2, Dot
-from hecate.engine.by_hand import ByHand
+from hecate.algorithm import AlgorithmForm
 from hecate.engine.call import TRACED, Call
-from hecate.engine.compiled import by_torch, run_kernel
-from hecate.engine.tokens import Carry, Tokens
-from hecate.retention import Decay, NoRetention
+from hecate.engine.cpu import by_torch, run_kernel
+from hecate.engine.engine import TokenEngine
+from hecate.engine.tokens import Carry, Tokens, form_of
+from hecate.retention import Decay, NoRetention, StepForm
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
-from hecate.structure import Matrix, Memory
-from hecate.tape import Run, Tensors, differentiable
+from hecate.structure import Memory
+from hecate.tape import ByHand, Run, Tensors, differentiable
 
 SMALLEST = 2.0**-40  # retain gates whose logarithms add up without losing float32's digits
 TRIAL = 150  # tokens: two blocks of a kernel, and what is left
@@ -59,16 +59,17 @@ def kernel_of(config: MemoryConfig, *, channelwise: bool) -> Kernel | str:
         return "its kernels have no sum normaliser that can be carried on"
     if config.read == "before":
         return "its kernels read after the write, not read='before'"
+    form = form_of(rule.bias)
     for name, knob, known in (
-        ("structure", rule.structure, (Matrix,)),
-        ("bias", rule.bias, (Dot, L2)),
-        ("retention", rule.retention, (NoRetention, Decay)),
-        ("algorithm", rule.algorithm, (GD,)),
+        ("structure", rule.structure, rule.structure.linear and not rule.structure.diagonal),
+        ("bias", rule.bias, form in ("target", "error")),
+        ("retention", rule.retention, rule.retention.kernel_form() == StepForm()),
+        ("algorithm", rule.algorithm, rule.algorithm.kernel_form() == AlgorithmForm()),
     ):
-        if type(knob) not in known:
+        if not known:
             return f"{name} {knob.kind!r} has no kernel"
     decays = rule.retention.uses_retain
-    if type(rule.bias) is Dot:
+    if form == "target":
         name = "gla" if channelwise else "simple_gla"
         return Kernel(f"fla.ops.{name}", f"chunk_{name}", False, decays)
     if not decays:
@@ -79,41 +80,60 @@ def kernel_of(config: MemoryConfig, *, channelwise: bool) -> Kernel | str:
     return Kernel(f"fla.ops.{name}", f"chunk_{name}", True, True)
 
 
-def fla_refusal(config: MemoryConfig) -> str | None:
-    """Why its kernels cannot run a config exactly; None if they can."""
-    if config.on_nonfinite == "skip":
-        return "its kernels take no masks, and on_nonfinite='skip' leaves tokens out by one"
-    if config.dtype == torch.float64:
-        return "its kernels keep a float32 state, not state_dtype='float64'"
-    found = kernel_of(config, channelwise=False)
-    return found if isinstance(found, str) else None
+class Fla(TokenEngine):
+    """Kernels of flash-linear-attention on a GPU, for what they have been found to compute."""
 
+    name = "fla"
 
-def fla_unfit(config: MemoryConfig, call: Call) -> str | None:
-    """Why the kernel of a config cannot run a call here; None if it can."""
-    if call.masked:
-        return "its kernels take neither write nor reset masks"
-    if call.traced:
-        return TRACED
-    if call.values not in PARITY:
-        return f"its kernels are for {', '.join(map(str, PARITY))}, the values are {call.values}"
-    if call.dtype != torch.float32:
-        return f"its kernels keep a float32 state, q, k or v make it {call.dtype}"
-    if call.device != "cuda":
-        return f"its kernels run on a GPU, the tensors are on {call.device}"
-    channelwise = call.retain is not None and call.retain.dim() == 4
-    kernel = _known(config, channelwise)
-    if load_kernel(kernel) is None:
-        return f'it needs {kernel.module}.{kernel.function}: pip install "hecate[cuda]"'
-    # A look at the gates waits for the device: last of all but the one that is remembered.
-    if kernel.takes_gate and call.retain is not None and bool((call.retain < SMALLEST).any()):
-        return f"its gates are logarithms, and a retain gate is below {SMALLEST:.0e}"
-    plain = MemoryConfig(
-        bias=config.bias,
-        retention=Decay() if kernel.takes_gate else NoRetention(),
-        decay_order=config.decay_order if kernel.takes_gate else "with_step",
-    )
-    return _difference(plain, channelwise, call.values, call.device, call.shape)
+    def refuses(self, config: MemoryConfig) -> str | None:
+        """What has no kernel."""
+        if config.on_nonfinite == "skip":
+            return "its kernels take no masks, and on_nonfinite='skip' leaves tokens out by one"
+        if config.dtype == torch.float64:
+            return "its kernels keep a float32 state, not state_dtype='float64'"
+        found = kernel_of(config, channelwise=False)
+        return found if isinstance(found, str) else None
+
+    def unfit(self, call: Call) -> str | None:
+        """Masks, torch looking on, another dtype or device, no kernel at hand, or one that is not trusted."""
+        config = call.config
+        if call.masked:
+            return "its kernels take neither write nor reset masks"
+        if call.traced:
+            return TRACED
+        if call.values not in PARITY:
+            return f"its kernels are for {', '.join(map(str, PARITY))}, the values are {call.values}"
+        if call.dtype != torch.float32:
+            return f"its kernels keep a float32 state, q, k or v make it {call.dtype}"
+        if call.device != "cuda":
+            return f"its kernels run on a GPU, the tensors are on {call.device}"
+        channelwise = call.retain is not None and call.retain.dim() == 4
+        kernel = _known(config, channelwise)
+        if load_kernel(kernel) is None:
+            return f'it needs {kernel.module}.{kernel.function}: pip install "hecate[cuda]"'
+        # A look at the gates waits for the device: last of all but the one that is remembered.
+        if kernel.takes_gate and call.retain is not None and bool((call.retain < SMALLEST).any()):
+            return f"its gates are logarithms, and a retain gate is below {SMALLEST:.0e}"
+        plain = MemoryConfig(
+            bias=config.bias,
+            retention=Decay() if kernel.takes_gate else NoRetention(),
+            decay_order=config.decay_order if kernel.takes_gate else "with_step",
+        )
+        return _difference(plain, channelwise, call.values, call.device, call.shape)
+
+    def cost(self, call: Call) -> float:
+        """Its products of float32 are rounded more than ours: only who asks for it by name gets those."""
+        return math.inf if call.values == torch.float32 else 90.0 + 20.0 * call.length
+
+    def about(self, call: Call) -> str:
+        """What its rounding is like."""
+        if call.values == torch.float32:
+            return "its products of float32 are rounded more than ours"
+        return "a kernel of flash-linear-attention that has passed its parity test"
+
+    def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+        """In the kernel, heads as they lie."""
+        return run_kernel(_kernel(call.config, carry, call.values), tokens, carry, initial, run=run)
 
 
 def _known(config: MemoryConfig, channelwise: bool) -> Kernel:
@@ -133,13 +153,6 @@ def load_kernel(kernel: Kernel) -> Callable[..., tuple[Tensor, Tensor]] | None:
     except ImportError:
         return None
     return found
-
-
-def by_fla(
-    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run, dtype: torch.dtype
-) -> tuple[Tensor, Carry]:
-    """Runs tokens `[B, T, H, *]` in a kernel: outputs `[B, T, H, V]` and the final carry."""
-    return run_kernel(_kernel(config, carry, dtype), tokens, carry, initial, run=run)
 
 
 def _kernel(config: MemoryConfig, carry: Carry, dtype: torch.dtype) -> ByHand:

@@ -1,31 +1,23 @@
-"""`memory_scan` and `memory_step`: a memory over a sequence, and over one token."""
+"""`memory_scan` and `memory_features`: a memory over a sequence, and as phi."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from hecate.engine.arguments import as_wide_as, complete, complete_initial, complete_state, state_dtype
-from hecate.engine.by_hand import is_traced
+from hecate.engine import nonfinite
+from hecate.engine.arguments import check_mask, check_tokens
 from hecate.engine.call import Call
-from hecate.engine.chunk import chunk_steps
-from hecate.engine.cotangents import watch_cotangents
-from hecate.engine.finite import Watched, all_finite, can_inspect, finite_writes, raise_at_first
-from hecate.engine.given import check_named, check_state, check_tokens
-from hecate.engine.parameters import check_params
-from hecate.engine.parts import Part, counts_along, merged, normalizer_part, part_of, split_carries
-from hecate.engine.positions import numbered
-from hecate.engine.prepare import Sequence, fold_heads, params_tensors, to_tokens
-from hecate.engine.program import counting, engine_of, program_of
-from hecate.engine.select import Chosen, EngineName, choose_engine
-from hecate.engine.tokens import expand_to
-from hecate.errors import ConfigError, shorten
+from hecate.engine.engine import Engine, EngineName, choose, explain
+from hecate.engine.one_token import one_token
+from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.rule.rule import one, several
-from hecate.tape import Autodiff, Tape, differentiate, execute
+from hecate.tape import Autodiff, Tape, Tensors, differentiate, several
 
 _LOG = logging.getLogger("hecate.engine")
 
@@ -79,136 +71,122 @@ def memory_scan(
             parameters that are not those of phi.
         ShapeError: tensors that do not fit together, or what is no tensor.
         NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token; on a CPU also
-            in the backward pass, for a gradient that reaches the memory. It cannot be raised while compiling or inside
-            `torch.func` transforms, which forbid looking at values.
+            in the backward pass, for a gradient that reaches the memory; on a device by a later call, or by
+            `state.check()`, lest this one wait. It cannot be raised while compiling or inside `torch.func` transforms,
+            which forbid looking at values.
     """
-    if not isinstance(config, MemoryConfig):
-        raise ConfigError(
-            f"config must be a MemoryConfig, got {shorten(config)} ({type(config).__name__}); make "
-            "one by MemoryConfig(...) or MemoryConfig.model_validate(...)"
-        )
-    if not torch.compiler.is_compiling():
-        config = config.validated()
-    sequence = complete(config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None)
-    check_state(state)
-    if initial is not None:
-        check_named("initial", initial)
-    sequence = as_wide_as(state, sequence)
-    sequence, seen = numbered(config, state, sequence)
-    params = check_params(config.feature_map, phi_params, k)
-    dtype = state_dtype(config, q, k, v, state, initial)
-    start = complete_initial(config, initial, sequence, dtype, unread=state is not None and sequence.reset is None)
-    own = complete_state(config, state, start, sequence, dtype)
-    parts = [part_of(config, own, start, state)]
-    if config.normalizer == "sum":
-        parts.append(normalizer_part(config, own, sequence, dtype))
-    held = (*params_tensors(params), *(tensor for part in parts for tensor in part.flat))
-    chosen = _chosen(engine, sequence, parts, held, dtype, name)
-    if autodiff == "auto" and chosen != "sequential" and config.structure.linear:
-        autodiff = "torch"
-    if q.shape[1] == 0 or sequence.v.numel() == 0:
-        return _nothing(parts, v, seen, *sequence, *held)
-    sequence = _leave_out_nonfinite(parts, sequence, params, dtype)
-    runs = [engine_of(chosen, part, sequence.v.dtype) for part in parts]
-    along = len(parts) > 1 and counts_along(parts[0], chosen)
-    program = program_of(parts, params, dtype, runs, along)
-    flat = (*sequence, *held)
-    y, *rest = program(tape, *flat) if tape is not None else differentiate(program, flat, autodiff)
-    carries = split_carries(several(tuple(rest)), parts)
-    if config.on_nonfinite == "raise" and can_inspect(one((y,)), *carries[0].flat):
-        if not all(all_finite(one((y,)), carry) for carry in carries):
-            raise_at_first(_watched(parts, sequence, params, dtype), one((y,)), name)
-    state = merged(parts, carries)._replace(seen=seen)
-    if config.on_nonfinite == "raise" and one((y,)).requires_grad:
-        watch_cotangents(name, one((y,)), state)
-    return one((y,)), state
+    whole = partial(
+        whole_scan, config, q, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
+        reset_mask=reset_mask, cu_seqlens=cu_seqlens, engine=engine, autodiff=autodiff, tape=tape, name=name,
+    )  # fmt: skip
+    masked = not (write_mask is None and reset_mask is None and cu_seqlens is None)
+    single = isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1
+    if not single or masked or tape is not None or engine != "auto" or autodiff not in get_args(Autodiff):
+        return whole()
+    return one_token(whole, config, q, k, v, gates, state, phi_params, initial, name)
 
 
-def _nothing(parts: list[Part], v: Tensor, seen: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, MemoryState]:
-    """The outputs of no tokens, where every input has the gradient 0, and the state as it was."""
-    y = torch.zeros_like(v)
-    for item in inputs:
-        if item is not None and item.is_floating_point():
-            y = y + item.sum().to(v.dtype)  # to no number at all
-    own = [part.carry.rebuilt(tuple(item.clone() for item in part.carry.flat)) for part in parts]
-    return y, merged(parts, own)._replace(seen=None if seen is None else seen.clone())
-
-
-def _chosen(
-    asked: EngineName, sequence: Sequence, parts: list[Part], held: tuple[Tensor, ...], dtype: torch.dtype, name: str
-) -> Chosen:
-    """The engine for this call, told to the log."""
-    length = sequence.v.shape[1]
-    shape = tuple(next(iter(parts[0].state.memory.values())).shape[2:])
-    chosen, reason = choose_engine(
-        parts[0].config,
-        asked,
-        Call(
-            length,
-            chunk_steps(parts[0].config, sequence, parts[0].state, parts[0].position),
-            shape,
-            sequence.v.device.type,
-            dtype,
-            sequence.v.dtype,
-            sequence.retain,
-            sequence.write is not None or sequence.reset is not None,
-            # `auto` takes a single token through the loop, whoever looks on.
-            traced=(asked != "auto" or length > 1) and is_traced(*sequence[:6], *held),
-        ),
-    )
-    if not torch.compiler.is_compiling():
-        _LOG.debug("memory %r, %d tokens: engine %s (%s)", name, length, chosen, reason)
-    return chosen
-
-
-def memory_step(
+def whole_scan(
     config: MemoryConfig,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     gates: Gates | None = None,
     *,
-    state: MemoryState | None = None,
-    phi_params: Params | None = None,
-    initial: dict[str, Tensor] | None = None,
+    engine: EngineName = "auto",
+    autodiff: Autodiff = "auto",
+    tape: Tape | None = None,
     name: str = "memory",
+    **given: Any,
 ) -> tuple[Tensor, MemoryState]:
-    """One token: q, k `[B, H, D]`, v `[B, H, V]`, gates `[B, H]` -> y `[B, H, V]` and the new state.
+    """`memory_scan` with every check, by one of the engines, for any number of tokens."""
+    call = Call.of(config, q, k, v, gates, **given)
+    chosen = choose(call, engine)
+    if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):
+        _LOG.debug("memory %r, %d tokens: engine %s (%s)", name, call.length, *explain(call, engine))
+    if v.numel() == 0:
+        return _nothing(call)
+    policy = call.config.on_nonfinite
+    if policy == "skip":
+        call = nonfinite.skip(call)
+    outputs = several(_outputs(chosen, call, autodiff, tape))
+    if policy == "raise":
+        nonfinite.check(call, name, outputs)
+    y, state = call.result(outputs)
+    if policy == "raise" and y.requires_grad:
+        nonfinite.watch_cotangents(name, y, state)
+    return y, state
 
-    A loop of it equals `memory_scan`.
+
+def _outputs(engine: Engine, call: Call, autodiff: Autodiff, tape: Tape | None) -> Tensors:
+    """y and the states' tensors, on a tape or in the sight of autograd."""
+    spec, flat = call.spec, call.flat
+    if tape is not None:
+        return engine.program(spec, tape, *flat)
+    if autodiff == "auto":
+        autodiff = engine.autodiff(call.config)
+    # Of the spec alone: what a graph keeps of a call are the tensors that it saves.
+    return differentiate(lambda run, *flat: engine.program(spec, run, *flat), flat, autodiff)
+
+
+def _nothing(call: Call) -> tuple[Tensor, MemoryState]:
+    """The outputs of no tokens, where every input has the gradient 0, and the state as it was."""
+    v = call.inputs.v
+    y = torch.zeros_like(v)
+    for item in call.flat:
+        if item is not None and item.is_floating_point():
+            y = y + item.sum().to(v.dtype)  # to no number at all
+    _, state = call.result((y, *(item.clone() for _, carry in call.memories for item in carry.flat)))
+    return y, state if state.seen is None else state._replace(seen=state.seen.clone())
+
+
+def memory_features(
+    inner: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | None = None,
+    *,
+    residual: bool = True,
+    phi_params: Params | None = None,
+    state: MemoryState | None = None,
+    initial: dict[str, Tensor] | None = None,
+    write_mask: Tensor | None = None,
+    reset_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    engine: EngineName = "auto",
+    autodiff: Autodiff = "auto",
+    name: str = "feature memory",
+) -> tuple[Tensor, Tensor, MemoryState]:
+    """phi_t(x) = x + M_t(x) at x = q_t and x = k_t: the features, and M's state at the end; with `residual=False`
+    M_t(x) itself.
+
+    M is a memory of its own, written with (k_t, v_t) at every token, and both features of a token read it in one state
+    (`inner.read` says whether before or after that token's write), so nothing sees a later token. An empty M leaves q
+    and k as they are. Pass the features as q and k to `memory_scan`: any rule follows on any rule. v = k makes M
+    self-supervised: it learns which directions keys take, and the features stretch those. Without the residual they are
+    as wide as v, and 0 while M is empty. [ENG-FEAT-D1]
+
+    Shapes: q, k `[B, T, H, D]`, v and features `[B, T, H, V]`, V = D with the residual. The other arguments are those
+    of `memory_scan`, which runs twice, once for each read.
     """
-    if not all(isinstance(item, Tensor) and item.dim() == 3 for item in (q, k, v)):
-        check_tokens(q, k, v, "B H width")
-    if isinstance(gates, Gates):
-        gates = Gates(*(gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates))
-    y, state = memory_scan(
-        config,
-        q.unsqueeze(1),
-        k.unsqueeze(1),
-        v.unsqueeze(1),
-        gates,
-        state=state,
-        phi_params=phi_params,
-        initial=initial,
-        name=name,
-    )
-    return y.squeeze(1), state
+    check_tokens(q, k, v)
+    check_mask("write_mask", write_mask, k)
+    if residual and v.shape != k.shape:
+        raise ShapeError(
+            f"v must be as wide as k, {list(k.shape)}, for phi(x) = x + M(x) to have a sum, got "
+            f"{list(v.shape)}; or take phi(x) = M(x), residual=False"
+        )
+    if write_mask is not None:
+        # The k of a masked token may hold garbage, and it is read at as well.
+        k = torch.where(write_mask[..., None, None], k, 0.0)
 
+    def answer(x: Tensor) -> tuple[Tensor, MemoryState]:
+        y, after = memory_scan(
+            inner, x, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
+            reset_mask=reset_mask, cu_seqlens=cu_seqlens, engine=engine, autodiff=autodiff, name=name,
+        )  # fmt: skip
+        return (x + y if residual else y), after
 
-def _watched(parts: list[Part], sequence: Sequence, params: Params, dtype: torch.dtype) -> list[Watched]:
-    tokens = fold_heads(to_tokens(parts[0].config, sequence, params, dtype, execute), execute)
-    return [
-        Watched(part.config, counting(tokens) if index else tokens, part.carry, part.initial)
-        for index, part in enumerate(parts)
-    ]
-
-
-def _leave_out_nonfinite(parts: list[Part], sequence: Sequence, params: Params, dtype: torch.dtype) -> Sequence:
-    """Under `on_nonfinite="skip"`, masks the tokens that would break a memory."""
-    if parts[0].config.on_nonfinite != "skip":
-        return sequence
-    good = finite_writes(_watched(parts, sequence, params, dtype))
-    heads = sequence.lr.shape[2]
-    good = good.unflatten(0, (-1, heads)).transpose(1, 2)
-    mask = good if sequence.write is None else good & expand_to(sequence.write, good)
-    return sequence._replace(write=mask)
+    (phi_q, _), (phi_k, state) = answer(q), answer(k)
+    return phi_q, phi_k, state

@@ -1,16 +1,24 @@
-"""Engine inputs as flat tensors: a sequence for N = batch x heads memories, and the state."""
+"""What engines run on: tokens in phi-space and the state between them, flat tensors of N = batch x heads memories."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hecate.rule import MemoryConfig, MemoryState
+from hecate.bias import Bias
+from hecate.rule import MemoryConfig
 from hecate.rule.state import frozen_gradients
 from hecate.structure import Memory
-from hecate.tape import Block, Tensors
+from hecate.tape import Block, Run, Tensors, one, several
+
+
+def form_of(bias: Bias) -> str | None:
+    """The name of the form in which kernels know a bias: "target" is dot, "error" l2; None for a formula of its own."""
+    form = bias.kernel_form()
+    return None if form is None else form.name
 
 
 class Tokens(NamedTuple):
@@ -43,61 +51,20 @@ class Carry(NamedTuple):
     @property
     def flat(self) -> tuple[Tensor, ...]:
         """All tensors in order."""
-        parts = (self.memory, self.slots, self.anchor, self.pending, self.pending_retain)
-        return (*(tensor for part in parts for tensor in part), self.position)
+        return (*self.memory, *self.slots, *self.anchor, *self.pending, *self.pending_retain, self.position)
 
     def rebuilt(self, flat: tuple[Tensor, ...]) -> Carry:
         """A carry of the same layout from other tensors."""
-        parts: list[Memory] = []
-        at = 0
-        for part in self[:-1]:
-            parts.append(flat[at : at + len(part)])
-            at += len(part)
-        return Carry(*parts, flat[at])  # type: ignore[call-arg, arg-type]
+        return Carry.of(list(map(len, self[:-1])), flat)
 
-
-def flatten_state(state: MemoryState) -> Carry:
-    """`[B, H, ...]` by name -> `[B*H, ...]` in order."""
-    gradients = {name: tensor for name, tensor in state.pending.items() if name != "retain"}
-    retain = {name: tensor for name, tensor in state.pending.items() if name == "retain"}
-    return Carry(
-        _flat(state.memory),
-        _flat(state.slots),
-        _flat(state.anchor),
-        _flat(gradients),
-        _flat(retain),
-        state.position.flatten(),
-    )
-
-
-def flatten_memory(state: MemoryState) -> Memory:
-    """The weights alone."""
-    return _flat(state.memory)
-
-
-def _flat(tensors: dict[str, Tensor]) -> Memory:
-    return tuple(tensor.flatten(0, 1) for tensor in tensors.values())
-
-
-def unflatten_state(carry: Carry, like: MemoryState) -> MemoryState:
-    """The inverse of `flatten_state`, names and batch size taken from another state."""
-    lead = like.position.shape
-
-    def named(names: list[str], tensors: Memory) -> dict[str, Tensor]:
-        return {name: tensor.unflatten(0, lead) for name, tensor in zip(names, tensors, strict=True)}
-
-    names = list(like.memory)
-    pending = named(names, carry.pending) if carry.pending else {}
-    if carry.pending_retain:
-        pending["retain"] = carry.pending_retain[0].unflatten(0, lead)
-    return MemoryState(
-        memory=named(names, carry.memory),
-        slots=named(list(like.slots), carry.slots),
-        anchor=named(names, carry.anchor) if like.anchor else {},
-        pending=pending,
-        position=carry.position.unflatten(0, lead),
-        normalizer=like.normalizer,
-    )
+    @classmethod
+    def of(cls, counts: list[int] | tuple[int, ...], flat: Tensors, at: int = 0) -> Carry:
+        """From so many tensors of each kind, from a place on; the position is the last."""
+        kinds: list[Any] = []
+        for count in counts:
+            kinds.append(flat[at : at + count])
+            at += count
+        return cls(*kinds, flat[at])  # type: ignore[call-arg]
 
 
 def restart(config: MemoryConfig, initial: Memory, carry: Carry) -> Carry:
@@ -112,21 +79,97 @@ def restart(config: MemoryConfig, initial: Memory, carry: Carry) -> Carry:
     )
 
 
+def linear_block(name: str, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Block:
+    """A linear map of one tensor, given with its adjoint."""
+    return Block(name, lambda x: ((there(x),), None), lambda _, g: (back(g),))
+
+
+# Heads.
+
+
+def by_head(mask: Tensor, heads: int) -> Tensor:
+    """`[B, T]` or `[B, T, H]` -> `[B, T, H]`."""
+    return mask if mask.dim() == 3 else mask.unsqueeze(-1).expand(*mask.shape, heads)
+
+
+def fold_mask(mask: Tensor, heads: int) -> Tensor:
+    """`[B, T]` or `[B, T, H]` -> `[B*H, T]`."""
+    return by_head(mask, heads).transpose(1, 2).flatten(0, 1)
+
+
+def fold_heads(tokens: Tokens, run: Run) -> Tokens:
+    """`[B, T, H, *]` -> `[B*H, T, *]`."""
+    heads = tokens.lr.shape[2]
+    write, reset = tokens.write, tokens.reset
+    masks = None if write is None else fold_mask(write, heads), None if reset is None else fold_mask(reset, heads)
+    return Tokens(*several(run(_FOLD, *tokens[:6], label="heads")), *masks)  # type: ignore[call-arg]
+
+
+def unfold_heads(heads: int) -> Block:
+    """`[B*H, T, V]` -> `[B, T, H, V]`."""
+
+    return linear_block(
+        "unfold_heads", lambda y: y.unflatten(0, (-1, heads)).transpose(1, 2), lambda g: g.transpose(1, 2).flatten(0, 1)
+    )
+
+
+def in_folds(
+    engine: Callable[..., tuple[Tensor, Carry]],
+    config: MemoryConfig,
+    tokens: Tokens,
+    carry: Carry,
+    initial: Memory,
+    *,
+    run: Run,
+) -> tuple[Tensor, Carry]:
+    """Runs an engine for tokens `[N, T, *]` on those of either layout."""
+    if tokens.lr.dim() == 2:
+        return engine(config, tokens, carry, initial, run=run)
+    y, new = engine(config, fold_heads(tokens, run), carry, initial, run=run)
+    return one(run(unfold_heads(tokens.lr.shape[2]), y, label="heads")), new
+
+
+def _fold(*tensors: Tensor) -> tuple[Tensors, torch.Size]:
+    return tuple([x.transpose(1, 2).flatten(0, 1).contiguous() for x in tensors]), tensors[0].shape
+
+
+def _fold_vjp(shape: torch.Size, *cotangents: Tensor) -> tuple[Tensor, ...]:
+    return tuple([g.unflatten(0, (shape[0], shape[2])).transpose(1, 2) for g in cotangents])
+
+
+_FOLD = Block("fold_heads", _fold, _fold_vjp)
+
+
+# Masks, and sequences cut and joined.
+
+
 def expand_to(mask: Tensor, like: Tensor) -> Tensor:
     """A mask `[N, ...]` with trailing axes added."""
     return mask.reshape(*mask.shape, *[1] * (like.dim() - mask.dim()))
 
 
-def split_time(size: int | list[int]) -> Block:
-    """`[N, T, ...]` cut into pieces of a size, or of the sizes given."""
+def cast(dtype: torch.dtype) -> Block:
+    """x in another dtype."""
 
-    def forward(x: Tensor) -> tuple[Tensors, None]:
-        return x.split(size, 1), None
+    def forward(x: Tensor) -> tuple[Tensors, torch.dtype]:
+        return (x.to(dtype),), x.dtype
 
-    def vjp(_: None, *cotangents: Tensor) -> tuple[Tensor]:
-        return (torch.cat(cotangents, 1),)
+    def vjp(source: torch.dtype, g: Tensor) -> tuple[Tensor]:
+        return (g.to(source),)
 
-    return Block("split", forward, vjp)
+    return Block("cast", forward, vjp)
+
+
+def split_time(sizes: list[int]) -> Block:
+    """`[N, T, ...]` cut into spans of these sizes."""
+    return Block("split", lambda x: (x.split(sizes, 1), None), lambda _, *g: (torch.cat(g, 1),))
+
+
+def cut(tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:
+    """Each tensor `[N, T, ...]`, span by span."""
+    block = split_time(sizes)
+    cut = [(None,) * len(sizes) if tensor is None else run(block, tensor, label="split") for tensor in tensors]
+    return list(zip(*cut, strict=True))
 
 
 def _unbind(x: Tensor) -> tuple[Tensors, None]:
@@ -137,8 +180,8 @@ def _unbind_vjp(_: None, *cotangents: Tensor) -> tuple[Tensor]:
     return (torch.stack(cotangents, 1),)
 
 
-def _concat(*pieces: Tensor) -> tuple[Tensors, list[int]]:
-    return (torch.cat(pieces, 1),), [piece.shape[1] for piece in pieces]
+def _concat(*outputs: Tensor) -> tuple[Tensors, list[int]]:
+    return (torch.cat(outputs, 1),), [item.shape[1] for item in outputs]
 
 
 def _concat_vjp(sizes: list[int], g: Tensor) -> Any:

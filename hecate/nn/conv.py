@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hecate.checks import expect_choice
-from hecate.engine import largest, levelling, may_look, reach
 from hecate.nn.parameters import draw_normal, source_of
+from hecate.tape import can_inspect
+from hecate.tape.ops import largest, levelling, reach
 
 QKNorm = Literal["none", "l2", "rms"]
 QK_NORMS = get_args(QKNorm)
@@ -49,6 +50,8 @@ class ShortConv(nn.Module):
         kept = self.kernel - 1
         if state is None:
             state = x.new_zeros(batch, kept, channels)
+        if length == 1 and segment is None and written is None:
+            return self._one_token(x, state.to(x.dtype).split(1, 1))
         left = x if written is None else torch.where(written.unsqueeze(-1), x, 0.0)
         padded = torch.cat([state.to(x.dtype), left], 1)
         total = self.weight[0] * x
@@ -59,6 +62,14 @@ class ShortConv(nn.Module):
                 tap = torch.where(same.unsqueeze(-1), tap, 0.0)
             total = total + self.weight[j] * tap
         return nn.functional.silu(total), padded[:, length:]
+
+    def _one_token(self, x: Tensor, past: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """The same sum in the same order, from the inputs `[B, 1, C]` before it."""
+        own, *weights = self.weight.unbind(0)
+        total = own * x
+        for weight, tap in zip(weights, reversed(past), strict=True):
+            total = total + weight * tap
+        return nn.functional.silu(total), torch.cat((*past[1:], x), 1)
 
 
 def convolved(
@@ -94,7 +105,7 @@ def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = 1e-6) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = torch.sum if norm == "l2" else torch.mean
     size = mean(wide.square(), -1, keepdim=True)
-    if not (may_look(size) and math.isfinite(size.sum().item())):
+    if not (can_inspect(size, free=True) and math.isfinite(size.sum().item())):
         # Too long to be squared: brought near 1, and eps with it.
         longest = largest(wide)
         level = torch.where(longest > reach(wide.dtype, 0.4), levelling(longest), 1.0)

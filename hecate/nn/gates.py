@@ -50,7 +50,8 @@ class RetainForm(nn.Module):
 
     def forward(self, logit: Tensor) -> Tensor:
         """The gates."""
-        logit = logit.unflatten(-1, self.shape)
+        if self.form.channels:
+            logit = logit.unflatten(-1, self.shape)
         if self.rate is not None:
             rate = self.rate.to(logit.dtype).exp().reshape(-1, *[1] * (len(self.shape) - 1))
             return torch.exp(-rate * softplus(logit))

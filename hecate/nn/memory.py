@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate.checks import expect_choice
-from hecate.engine import EngineName
+from hecate.engine import EngineName, memory_scan
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_sequence, check_sizes, check_state
 from hecate.nn.asked import Asked
 from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk
@@ -209,6 +209,7 @@ class Memory(RuleParameters, MemoryLayer):
         self.engine, self.autodiff = engine, autodiff
         self.projected = config if query_projection == "none" else projected_config(config)
         self.feature_memory = None if inner is None else FeatureMemory(d_model, heads, inner, d_key=d_key, **how)
+        self.bare = inner is None and query_projection == "none"
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.splits = [heads * d_key, heads * d_key, heads * d_value]
         self.qkv = blank(nn.Linear, d_model, sum(self.splits), bias=False, **place)
@@ -240,6 +241,9 @@ class Memory(RuleParameters, MemoryLayer):
             if state is not None:
                 held = {"features": self.feature_memory is not None, "projection": self.query_projection != "none"}
                 check_state(state, LayerState, self.conv, x.shape[0], {}, **held)
+        if state is not None and x.shape[1] == 1 and self.bare and not torch.is_grad_enabled():
+            if state.conv_segment is write_mask is reset_mask is restart_mask is None:
+                return self._one_token(x, state)
         asked, carried = self.asked(x, state, **masks)
         y, memory = asked.scan(engine=self.engine, autodiff=self.autodiff, name=self.name)
         return self.read_out(x, y), LayerState(memory, *carried)
@@ -274,6 +278,20 @@ class Memory(RuleParameters, MemoryLayer):
         start = self.initial.tensors
         asked = Asked(self.projected, q, k, v, gates, params, start, memory, write_mask, reset_mask)
         return asked, (conv, segment, features, held)
+
+    def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
+        """`forward` for x `[B, 1, d_model]`, with the same bits: q and k normalised at once, and nothing passed on that
+        nobody reads. [NN-MEM-I13]"""
+        lead, heads, width = x.shape[:2], self.heads, 2 * self.heads * self.d_key
+        mixed, conv, kept = self.qkv(x), self.conv, None
+        if conv is not None:
+            mixed, kept = conv(mixed, state.conv)
+        q, k = normalise_qk(mixed[..., :width].view(*lead, 2, heads, -1), self.qk_norm).unbind(2)
+        v = mixed[..., width:].view(*lead, heads, -1)
+        params = self.phi_params if self.phi_learned.names or self.phi_frozen.names else None
+        how: dict[str, Any] = {"engine": self.engine, "autodiff": self.autodiff, "name": self.name}
+        y, memory = memory_scan(self.config, q, k, v, self.gates(x), phi_params=params, state=state.memory, **how)
+        return self.read_out(x, y), LayerState(memory, kept, None)
 
     def extra_repr(self) -> str:
         """The rule and sizes."""

@@ -12,7 +12,7 @@ from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, per_head, project_vjp, sum_to_heads
 from hecate.phi.random import project_precisely
 from hecate.sizes import Size
-from hecate.tape.activation import Activation, activate, activate_vjp
+from hecate.tape.ops import Activation, activate, activate_vjp
 
 
 def learned(kind: str, params: Params, name: str) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, position_of
 from hecate.sizes import Count, Size
-from hecate.tape.activation import activate_vjp
 from hecate.tape.bridge import can_inspect
+from hecate.tape.ops import activate_vjp
 
 
 class CReLU(FeatureMap):

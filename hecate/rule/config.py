@@ -57,10 +57,11 @@ class MemoryConfig(Prepared, Config):
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
 
-    __slots__ = ("_counting", "_rule")
+    __slots__ = ("_counting", "_programs", "_rule")
 
     def model_post_init(self, context: object) -> None:
-        """Keeps the four knobs as a rule, and the config of the sum normaliser."""
+        """Keeps the four knobs as a rule, the config of the sum normaliser, and room for programs."""
+        object.__setattr__(self, "_programs", {})
         fields = {name: getattr(self, name, None) for name in type(self).model_fields}
         knobs = {name: fields[name] for name in MemoryRule.model_fields}
         object.__setattr__(self, "_rule", MemoryRule.model_construct(**knobs))
@@ -77,6 +78,11 @@ class MemoryConfig(Prepared, Config):
     def counting(self) -> MemoryConfig:
         """The memory of the sum normaliser: bias dot, to be written with the value 1."""
         return self._counting  # type: ignore[attr-defined]
+
+    @property
+    def programs(self) -> dict[Any, Any]:
+        """What `memory_step` has bound of this config, by the looks of its tensors; no copy has it."""
+        return self._programs  # type: ignore[attr-defined]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from hecate.errors import NonFiniteError
+from hecate.late import look
 from hecate.rule.config import MemoryConfig
 
 Tree = TypeVar("Tree")
@@ -61,6 +63,24 @@ class MemoryState(NamedTuple):
     def bytes(self) -> int:
         """Size of all tensors."""
         return bytes_of(self)
+
+    def check(self, name: str = "memory") -> None:
+        """Refuses a memory that is not finite: what earlier calls have put off is looked at first, by memory, batch
+        row, head and token, then this state, by field, batch row and head. It waits for the device. [ENG-FINITE-D4]
+
+        Raises:
+            NonFiniteError: for the first that is found.
+        """
+        look(wait=True)
+        for field in ("memory", "slots", "anchor", "pending"):
+            for key, item in getattr(self, field).items():
+                for row, head, *_ in (~item.detach().isfinite()).nonzero()[:1].tolist():
+                    raise NonFiniteError(
+                        f"memory {name!r} is non-finite in state.{field}[{key!r}] at batch row {row}, head {head}; "
+                        "on_nonfinite='raise' names the token on the way, and 'skip' leaves it out"
+                    )
+        if self.normalizer is not None:
+            self.normalizer.check(f"{name}, normaliser")
 
 
 def detached(state: Tree) -> Tree:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hecate.errors import ConfigError
 from hecate.tape import Block, one
-from hecate.tape.activation import Activation, activate
+from hecate.tape.ops import Activation, activate
 
 INPUT = 0  # the value p
 ONE = -1  # the constant 1 of width 1: a layer of it is a bias

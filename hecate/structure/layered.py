@@ -32,7 +32,7 @@ from hecate.structure.graph import (
     traced,
 )
 from hecate.tape import Block, Tensors
-from hecate.tape.activation import Activation
+from hecate.tape.ops import Activation
 
 
 class Layered(Structure):

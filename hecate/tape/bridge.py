@@ -1,20 +1,32 @@
-"""Where the tape meets `torch.autograd`: one `autograd.Function` per program."""
+"""Where hecate meets `torch.autograd`: one `autograd.Function`, for programs of blocks and for passes written by hand.
+
+A tape and a pass by hand are functions of numbers. Where torch has to see every operation (`torch.compile`,
+`torch.func`, dispatch modes, forward mode, batched cotangents, second derivatives) both give way to plain operations.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hecate.errors import ConfigError
-from hecate.tape.block import Program, Tensors, differentiable, distinct, execute
+from hecate.checks import expect_choice
+from hecate.tape.block import Block, Program, Tensors, differentiable, distinct, execute, one, several
 from hecate.tape.tape import Made, Tape, remembering, replay
 
 Autodiff = Literal["auto", "tape", "torch"]
+Forward = Callable[[Tensors, bool], tuple[Tensors, Any]]  # (inputs, keeps) -> outputs, record
+Pullback = Callable[[Tensors, Any, Sequence[Tensor]], Sequence[Tensor | None]]  # (inputs, record, cotangents)
+
+# Of tensors under `is_grads_batched`; looking a key up by its name costs more than all else here.
+_BATCHED = torch._C._parse_dispatch_key("Batched")
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto") -> Tensors:
@@ -26,76 +38,192 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
     (more memory, forward-mode AD). `"auto"` is the tape, except while `torch.compile` traces: there the compiler plans
     its own recomputation and a Python-side tape would only hide the graph from it.
     """
-    if autodiff not in get_args(Autodiff):
-        raise ConfigError(f"autodiff must be one of {get_args(Autodiff)}, got {autodiff!r}")
+    expect_choice(autodiff, "autodiff", get_args(Autodiff))
     compiling = torch.compiler.is_compiling()
-    if autodiff == "torch" or (autodiff == "auto" and compiling):
-        with _full_precision(inputs):
+    with full_precision(inputs):
+        if autodiff == "torch" or (autodiff == "auto" and compiling):
             return program(execute, *inputs)
-    seen = compiling or torch._C._are_functorch_transforms_active()
-    if not seen and forward_ad._current_level < 0 and not _recorded(inputs):
-        with _full_precision(inputs):
+        seen = compiling or torch._C._are_functorch_transforms_active()
+        if not seen and forward_ad._current_level < 0 and not is_recorded(inputs):
             return program(execute, *inputs)
-    outputs: Tensors = _Taped.apply(program, None if seen else [], *inputs)  # type: ignore[no-untyped-call]
-    return outputs
+
+        def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Any]:
+            made: list[Made] = []
+            return program(remembering(made) if keeps else execute, *inputs), made
+
+        def pullback(inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            # What was made is a constant to whatever differentiates this in turn.
+            made = [] if record is None or torch.is_grad_enabled() else record
+            with full_precision(cotangents):
+                return replay(Tape(), program, inputs, cotangents, made)
+
+        outputs: Tensors = _Function.apply(forward, pullback, None if seen else [], *inputs)  # type: ignore[no-untyped-call]
+        return outputs
 
 
-class _Taped(torch.autograd.Function):
+class ByHand(NamedTuple):
+    """A forward pass, its hand-written backward pass, and the same in plain torch.
+
+    forward: (inputs, keeps) -> (outputs, record), the record, tensors in any nesting, being needed only if it is to be
+    kept.
+    vjp: (inputs, record, cotangents) -> cotangents of the inputs; it may write into tensors of its own.
+    plain: (*inputs) -> outputs, in differentiable operations only, in its place wherever torch must see them all.
+    """
+
+    name: str
+    forward: Forward
+    vjp: Pullback
+    plain: Callable[..., Tensors]
+
+    @classmethod
+    def of(cls, block: Block) -> ByHand:
+        """A block with its own VJP under autograd too, where recording its operations one by one would pass over the
+        tensors several times as often."""
+        return cls(
+            block.name,
+            lambda inputs, _: block.forward(*inputs),
+            lambda _, residuals, cotangents: block.pullback(residuals, cotangents),
+            lambda *inputs: block.forward(*inputs)[0],
+        )
+
+    def block(self, *, keeps: bool) -> Block:
+        """As a tape block; `keeps` says whether a tape will pull it back."""
+
+        def forward(*inputs: Tensor | None) -> tuple[Tensors, Any]:
+            if is_traced(*inputs):
+                return self.plain(*inputs), (inputs, None)
+            if is_recorded(inputs):
+                outputs: Tensors = _Function.apply(self.forward, self.pullback, [], *inputs)  # type: ignore[no-untyped-call]
+                return outputs, (inputs, None)
+            outputs, record = self.forward(inputs, keeps)
+            return outputs, (inputs, record if keeps else None)
+
+        def vjp(residuals: tuple[Tensors, Any], *cotangents: Tensor) -> Sequence[Tensor | None]:
+            return self.pullback(*residuals, cotangents)
+
+        return Block(self.name, forward, vjp)
+
+    def pullback(self, inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Cotangents of the inputs: by hand, or by torch where it has to see every operation."""
+        recorded = torch.is_grad_enabled() and is_recorded((*inputs, *cotangents))
+        if not recorded and not is_traced(*inputs, *cotangents):
+            if record is None:
+                record = self.forward(inputs, True)[1]
+            return self.vjp(inputs, record, cotangents)
+        if not is_traced(*inputs):
+            return self.by_autograd(inputs, cotangents)
+        blank = Block(self.name, lambda *inputs: (self.plain(*inputs), None))
+        return tuple(blank.pullback(blank.apply(inputs)[1], cotangents))
+
+    def by_autograd(self, inputs: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+        """Cotangents of inputs by autograd, which records them in turn if asked to."""
+        where = [index for index, value in enumerate(inputs) if differentiable(value)]
+        own = list(inputs)
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            for index in where:
+                value = one((inputs[index],))
+                own[index] = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
+            leaves = several(tuple(own[index] for index in where))
+            pairs = [pair for pair in zip(several(self.plain(*own)), cotangents, strict=True) if pair[0].requires_grad]
+            outputs, given = zip(*pairs, strict=True)
+            grads = torch.autograd.grad(outputs, leaves, given, create_graph=create_graph, allow_unused=True)
+        found: list[Tensor | None] = [None] * len(inputs)
+        for index, grad in zip(where, grads, strict=True):
+            found[index] = grad
+        return tuple(found)
+
+
+class _Function(torch.autograd.Function):
+    """(forward, pullback, record, *inputs) -> outputs. `record` is an empty list for what the backward pass needs, so
+    that nothing runs twice; None where torch sees every operation, and the pullback starts from the inputs alone."""
+
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(program: Program, made: list[Made] | None, *inputs: Tensor | None) -> Tensors:
-        run = execute if made is None else remembering(made)
-        with _full_precision(inputs):
-            outputs = program(run, *inputs)
-        if made:  # what is kept for the backward pass must not hold the outputs, which hold it
-            return tuple(None if out is None else out.detach() for out in outputs)
-        # torch refuses to save an input that is an output as well.
-        return distinct(outputs, {id(value) for value in inputs})
+    def forward(forward: Forward, _: Pullback, record: list[Any] | None, *inputs: Tensor | None) -> Tensors:
+        outputs, kept = forward(inputs, record is not None)
+        if record is None:
+            # torch refuses to save an input that is an output as well.
+            return distinct(outputs, set(map(id, inputs)))
+        record.append(kept)
+        # What is kept for the backward pass must not hold the outputs, which hold it.
+        return tuple([None if out is None else out.detach() for out in outputs])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.program, made, *tensors = inputs
-        ctx.sizes = [len(tensors), *(len(each.outputs) for each in made or ())]
-        ctx.records = [each.record for each in made or ()]
-        ctx.save_for_backward(*tensors, *(item for each in made or () for item in each.outputs))
-        ctx.mark_non_differentiable(*(out for out in output if out is not None and not differentiable(out)))
+        _, ctx.pullback, record, *tensors = inputs
+        ctx.count, ctx.layout, ctx.others = len(tensors), None, []
+        if record:
+            held, ctx.layout = tree_flatten(record)
+            for item in held:
+                plain = isinstance(item, Tensor)
+                tensors.append(item if plain else None)
+                ctx.others.append(None if plain else item)
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*[out for out in output if isinstance(out, Tensor) and not differentiable(out)])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
+        inputs, record = saved[: ctx.count], None
+        if ctx.layout is not None:
+            pairs = zip(saved[ctx.count :], ctx.others, strict=True)
+            (record,) = tree_unflatten([other if tensor is None else tensor for tensor, other in pairs], ctx.layout)
         given = [cotangent for cotangent in cotangents if cotangent is not None]
-        saved = iter(ctx.saved_tensors)
-        inputs, *kept = (tuple(islice(saved, size)) for size in ctx.sizes)
-        made = [Made(*each) for each in zip(kept, ctx.records, strict=False)]
-        if torch.is_grad_enabled():
-            made = []  # they are constants to what differentiates this in turn
-        ctx.records = [None] * len(kept)  # let go of: a second backward pass tapes again
-        with _full_precision(tuple(given)):
-            return None, None, *replay(Tape(), ctx.program, inputs, given, made)
+        return None, None, None, *ctx.pullback(inputs, record, given)
 
 
-def _recorded(inputs: Tensors) -> bool:
+def is_traced(*tensors: Tensor | None) -> bool:
+    """Whether torch has to see every operation: tracing, transforms, forward mode, subclasses."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    if _python_dispatch._get_current_dispatch_mode() is not None or forward_ad._current_level >= 0:
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    for tensor in tensors:  # a loop, not `any`: it runs at every block, and a generator costs a frame per tensor
+        if tensor is None:
+            continue
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return True
+        if torch._C._dispatch_keys(tensor).has(_BATCHED):  # type: ignore[arg-type]
+            return True
+    return False
+
+
+def is_recorded(tensors: Sequence[Tensor | None]) -> bool:
     """Whether autograd records what is done with these tensors."""
-    return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
-def _full_precision(inputs: Tensors) -> AbstractContextManager[Any]:
-    # Index tensors may stay on the CPU while the work is elsewhere.
-    away = (value for value in inputs if value is not None and not value.is_cpu)
-    worker = next(away, None)
-    return without_autocast("cpu" if worker is None else worker.device.type)
+def can_inspect(*tensors: Tensor, free: bool = False) -> bool:
+    """Whether values exist and may steer Python: not on the meta device, not while compiling, not inside `torch.func`
+    transforms; `free`: nor where a look makes the host wait for a device, or torch has to see every operation."""
+    if torch.compiler.is_compiling():
+        return False
+    for tensor in tensors:
+        if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        if free and tensor.device.type != "cpu":
+            return False
+    return not (free and is_traced(*tensors))
+
+
+def full_precision(inputs: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
+    """No autocast where the work is: index tensors may stay on the CPU while it is elsewhere."""
+    for value in inputs:
+        if value is not None and not value.is_cpu:
+            return without_autocast(value.device.type)
+    return without_autocast("cpu")
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
     """Full precision on a device type, whatever autocast surrounds the call."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return nullcontext()
+        return _NOTHING
     return torch.autocast(device, enabled=False)
-
-
-def can_inspect(*tensors: Tensor) -> bool:
-    """Whether values exist and may steer Python: not on the meta device, not while compiling, not inside `torch.func`
-    transforms."""
-    if torch.compiler.is_compiling() or any(tensor.is_meta for tensor in tensors):
-        return False
-    return not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)

@@ -1,8 +1,17 @@
-"""Gates over weights: the one broadcasting rule that retentions and algorithms share."""
+"""Arithmetic that the families share: gates over weights, activations with their derivatives, sizes far from 1."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
 from torch import Tensor
+
+from hecate.tape.bridge import can_inspect
+
+Activation = Literal["gelu", "silu", "tanh", "relu"]
 
 
 def over(gate: Tensor, weight: Tensor) -> Tensor:
@@ -16,3 +25,85 @@ def sum_to_gate(product: Tensor, gate: Tensor) -> Tensor:
     axes = tuple(range(1, product.dim() - gate.dim() + 1))
     # To torch, a sum over no axes is one over all.
     return product.sum(dim=axes) if axes else product
+
+
+# Sizes: `levelling` brings those that leave a dtype's range when squared near 1.
+
+
+def reach(dtype: torch.dtype, share: float) -> float:
+    """The power of two at a share of a dtype's exponents: at 1/2 its square is the largest."""
+    return 2.0 ** int(share * math.log2(torch.finfo(dtype).max))
+
+
+def near_one(size: Tensor, share: float = 0.25) -> bool:
+    """Whether sizes are known to lie within `reach` of 1.
+
+    They are looked at on a CPU only, where it costs no waiting, and where values may steer.
+    """
+    if not can_inspect(size, free=True):
+        return False
+    if not size.numel():
+        return True
+    (low, high), far = size.aminmax(), reach(size.dtype, share)
+    return low.item() * far >= 1 and high.item() <= far
+
+
+def levelling(largest: Tensor) -> Tensor:
+    """Powers of two that bring sizes to [1, 2), constants to derivatives; 1 for 0."""
+    bottom = math.log2(torch.finfo(largest.dtype).tiny)
+    power = torch.exp2(-largest.detach().log2().floor().clamp(bottom, -bottom))
+    return torch.where(largest > 0, power, 1.0)
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest absolute value along the last axis, kept as an axis of one."""
+    return x.detach().abs().amax(-1, keepdim=True)
+
+
+# Activations.
+
+
+def activate(name: Activation, x: Tensor, order: Literal[0, 1, 2]) -> Tensor:
+    """act(x), act'(x) or act''(x); gelu is the exact (erf) form, relu'(0) = 0 and relu'' = 0."""
+    return _ACTIVATIONS[name][order](x)
+
+
+def activate_vjp(name: Activation, x: Tensor, g: Tensor) -> Tensor:
+    """act'(x) g, in one pass where torch has one that can be differentiated in turn."""
+    if name == "gelu":
+        return torch.ops.aten.gelu_backward(g, x)
+    if name == "relu":
+        return torch.ops.aten.threshold_backward(g, x, 0)
+    return g * activate(name, x, 1)
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward(torch.ones_like(x), x)
+
+
+def _gelu_bend(x: Tensor) -> Tensor:
+    square = x.clamp(-40, 40).square()  # from there on it is 0, and x^2 may be infinite
+    return torch.exp(-0.5 * square - 0.5 * math.log(2 * math.pi)) * (2 - square)
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return torch.addcmul(s, x * s, 1 - s)  # s + y - y s would lose s beside a large y
+
+
+def _silu_bend(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return torch.addcmul(s, s, s, value=-1) * (torch.addcmul(x, x, s, value=-2) + 2)
+
+
+def _tanh_bend(x: Tensor) -> Tensor:
+    t = torch.tanh(x)
+    return -2 * t * (1 - t * t)
+
+
+_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
+    "gelu": (torch.nn.functional.gelu, _gelu_slope, _gelu_bend),
+    "silu": (torch.nn.functional.silu, _silu_slope, _silu_bend),
+    "tanh": (torch.tanh, lambda x: 1 - torch.tanh(x).square(), _tanh_bend),
+    "relu": (torch.relu, lambda x: (x > 0).to(x.dtype), torch.zeros_like),
+}

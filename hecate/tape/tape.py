@@ -129,9 +129,12 @@ class Tape:
     def bytes(self) -> int:
         """Bytes of the distinct storages that the tape keeps alive: inputs, outputs, residuals."""
         held: dict[int, int] = {}
-        for call in self.calls:
-            for item in torch.utils._pytree.tree_leaves((call.inputs, call.outputs, call.residuals)):
-                if isinstance(item, Tensor):
+        kept: list[Any] = [call[2:] for call in self.calls]
+        while kept:
+            for item in torch.utils._pytree.tree_leaves(kept.pop()):
+                if isinstance(item, _Taped):
+                    kept += [call[2:] for call in item.calls]
+                elif isinstance(item, Tensor):
                     storage = item.untyped_storage()
                     held[storage._cdata] = storage.nbytes()
         return sum(held.values())
@@ -156,29 +159,30 @@ def checkpoint(name: str, program: Program, *, keep: bool = False) -> Block:
     def forward(*inputs: Tensor | None) -> tuple[Tensors, Tensors]:
         return program(execute, *inputs), inputs
 
-    def vjp(inputs: Tensors, *cotangents: Tensor) -> Sequence[Tensor | None]:
-        if isinstance(inputs, _Record):
-            return inputs.pullback(cotangents)
-        return replay(Tape(), program, inputs, cotangents)
+    def vjp(inputs: Tensors | _Taped, *cotangents: Tensor) -> Sequence[Tensor | None]:
+        if not isinstance(inputs, _Taped):
+            return replay(Tape(), program, inputs, cotangents)
+        taped, calls, inputs.calls = inputs, inputs.calls, []
+        if not calls:
+            return replay(Tape(), program, taped.inputs, cotangents)
+        return Tape()._walk(reversed(calls), taped.outputs, cotangents, taped.inputs)
 
-    def record(*inputs: Tensor | None) -> tuple[Tensors, _Record]:
+    def record(*inputs: Tensor | None) -> tuple[Tensors, _Taped]:
         tape, own = Tape(), _variables(inputs)
         outputs = program(tape, *own)
-        return outputs, _Record(tape.calls, own, outputs)
+        return outputs, _Taped(tape, own, outputs)
 
     return Block(name, forward, vjp, program, recomputes=True, record=record if keep else None)
 
 
-class _Record(NamedTuple):
-    """A program that was taped while it ran."""
+class _Taped:
+    """A program that was taped while it ran; pulled back once, it lets go of its calls.
 
-    calls: list[Call]
-    inputs: Tensors
-    outputs: Tensors
+    No tuple: to pytrees it is one leaf, because a walk tells tensors apart by identity."""
 
-    def pullback(self, cotangents: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        outputs = [out for out in self.outputs if out is not None]
-        return Tape()._walk(reversed(self.calls), outputs, cotangents, self.inputs)
+    def __init__(self, tape: Tape, inputs: Tensors, outputs: Tensors) -> None:
+        self.calls, self.inputs = tape.calls, inputs
+        self.outputs = [out for out in outputs if out is not None]
 
 
 def remembering(made: list[Made]) -> Run:

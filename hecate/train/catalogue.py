@@ -10,11 +10,11 @@ from typing import Any
 
 from hecate import algorithm, bias, phi, retention, structure
 from hecate.data import DataConfig
-from hecate.engine import Call, choose_engine
+from hecate.engine import Call, Engine, choose, verdicts
 from hecate.errors import ConfigError, did_you_mean
 from hecate.nn.positions import Position
 from hecate.optim import OptimizerKind
-from hecate.rule import RULES
+from hecate.rule import RULES, MemoryConfig
 from hecate.train.compose import BY_RULE, load_experiment, presets
 from hecate.variant import Variant
 
@@ -95,10 +95,19 @@ def _rules() -> Table:
     rows = []
     for name, (config, paper) in RULES.items():
         knobs = (config.structure, config.bias, config.retention, config.algorithm, config.feature_map)
-        engine, _ = choose_engine(config, "auto", Call(length=1024))  # a sequence, not a step
+        engine = choose(Call.sketch(config, length=1024)).name  # a sequence, not a step
         rows.append([name, *(knob.kind for knob in knobs), engine, paper])
     heads = ["rule", "structure", "bias", "retention", "algorithm", "feature map", "engine", "paper"]
     return heads, rows
+
+
+def _engines() -> Table:
+    said = verdicts(Call.sketch(MemoryConfig(), length=1024))
+    rows = [
+        [name, (inspect.getdoc(type(engine)) or "").split("\n\n")[0], said[name]]
+        for name, engine in Engine.registry.items()
+    ]
+    return ["engine", "what it is", "of 1024 tokens of MemoryConfig()"], rows
 
 
 def _presets() -> Table:
@@ -115,6 +124,7 @@ def _presets() -> Table:
 
 FAMILIES: dict[str, Callable[[], Table]] = {
     **{name: partial(variant_rows, root) for name, root in _VARIANTS.items()},
+    "engines": _engines,
     "rules": _rules,
     "presets": _presets,
 }

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from hecate.data import Bundled, DataConfig
-from hecate.engine import Call, choose_engine
+from hecate.engine import Call, explain
 from hecate.errors import ConfigError, shorten
 from hecate.models import LanguageModelConfig
 from hecate.optim import OptimizerKind
@@ -169,14 +169,20 @@ class ExperimentConfig(Config):
         return self.data.length() or self.budget.seq_len or TEXT_LENGTH
 
     def engines(self) -> dict[str, tuple[str, str]]:
-        """The engine that runs each memory on this machine in training, and why, by its path."""
-        found: dict[str, tuple[str, str]] = {}
-        for path, rule in self.model.rules().items():
-            length = min(self.seq_len, rule.window or self.seq_len)
-            shape = rule.d_value, rule.config.feature_map.output_dim(rule.d_key)
-            call = Call(length=length, shape=shape, device=self.budget.device, dtype=rule.config.dtype)
-            found[path] = choose_engine(rule.config, "auto", call)
-        return found
+        """The engine that runs each memory on this machine in training, and why no other, by its path."""
+        return {
+            path: explain(
+                Call.sketch(
+                    rule.config,
+                    length=min(self.seq_len, rule.window or self.seq_len),
+                    shape=(rule.d_value, rule.config.feature_map.output_dim(rule.d_key)),
+                    device=self.budget.device,
+                    dtype=rule.config.dtype,
+                ),
+                others=True,
+            )
+            for path, rule in self.model.rules().items()
+        }
 
     def model_for_data(self) -> LanguageModelConfig:
         """The model's config with the vocabulary filled in from the data."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hecate.data import Loader, Source
 from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError, Problem
+from hecate.late import look
 from hecate.models import LanguageModel
 from hecate.optim import Leveled, OptimizerKind, level_groups
 from hecate.optim.options import Group, Named
@@ -73,7 +74,8 @@ class Trainer:
         try:
             logits, _ = self.model(tokens)
             loss = batch_loss(logits, targets)
-            value = float(loss.detach())
+            value = float(loss.detach())  # waits for the device, where every look that was put off has arrived
+            look(wait=True)
             if not math.isfinite(value):
                 raise NonFiniteError(f"the loss is {value} at learning rate {lr:g}")
             loss.backward()

@@ -1,7 +1,7 @@
 """What hecate costs against peers: every group of comparisons is a study `cost-NAME`."""
 
 from studies.costs.attention import linear
-from studies.costs.decoding import decode
+from studies.costs.decoding import decode, token
 from studies.costs.engines import engines
 from studies.costs.lengths import Lengths as Lengths
 from studies.costs.levels import levels
@@ -20,6 +20,7 @@ GROUPS = {
     "biases": biases,
     "tape": tape,
     "decode": decode,
+    "token": token,
     "phi": maps,
     "engines": engines,
     "levels": levels,

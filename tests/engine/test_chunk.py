@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, named_rule
 from hecate.bias import L2
-from hecate.engine import Call, choose_engine, chunk
-from hecate.engine.chunk import chunk_refusal
+from hecate.engine import Call, Engine, choose, explain
+from hecate.engine.chunk import engine as chunk
 from hecate.errors import ConfigError, NonFiniteError
 from hecate.tape import Tape
 from tests.engine.test_properties import Result, cases, in_pieces, whole
@@ -285,7 +285,7 @@ def test_ttt_linear_against_its_paper(length):
     assert config.chunk == 16
     case = case_of(config, batch=1, heads=1, length=length, d=4, width=3)
     case = case._replace(initial={"weight": torch.zeros(1, 3, 4)})
-    assert choose_engine(config, "auto", Call(length=length))[0] == "chunk"
+    assert explain(Call.sketch(config, length=length))[0] == "chunk"
     y, state = case.scan()
     q, k, v, lr = (item[0, :, 0].numpy() for item in (case.q, case.k, case.v, case.gates.lr))
     q, k = (item / np.linalg.norm(item, axis=1, keepdims=True) for item in (q, k))
@@ -410,7 +410,7 @@ def test_memories_at_different_places_of_their_chunk(commit):
 @pytest.mark.spec("ENG-CHUNK-D4", "ENG-CHUNK-I3")
 @pytest.mark.parametrize("commit", ["token", "chunk"])
 def test_places_that_may_not_be_seen(commit):
-    """Under vmap the number of cells is a bound, not what the masks need."""
+    """Under vmap the number of spans is a bound, not what the masks need."""
     config = config_of(chunk=3, commit=commit, structure=SMOOTH, on_nonfinite="propagate")
     case = case_of(config, length=8, d=2, width=2)
     state = case._replace(write=~marked([], [1], length=8)).scan()[1]
@@ -450,8 +450,8 @@ def test_skipped_tokens_are_masked_tokens():
 @pytest.mark.parametrize("fields", [{}, {"retention": "soft_clip_of_a_user"}], ids=["dual", "built"])
 def test_chunks_longer_than_a_step(fields, monkeypatch):
     """A chunk may be taken in several steps, whose gradients share its anchor."""
-    monkeypatch.setattr("hecate.engine.chunk.DUAL", 3)
-    monkeypatch.setattr("hecate.engine.chunk.BUILT", 3)
+    monkeypatch.setattr("hecate.engine.chunk.engine.DUAL", 3)
+    monkeypatch.setattr("hecate.engine.chunk.engine.BUILT", 3)
     config = config_of(structure=SMOOTH, algorithm="momentum", chunk=8, **fields)
     for masks in (False, True):
         case = case_of(config, length=19, d=2, width=2, masks=masks)
@@ -466,7 +466,7 @@ def test_chunks_longer_than_a_step(fields, monkeypatch):
 @pytest.mark.spec("ENG-CHUNK-I6")
 def test_a_chunk_of_one_token_is_refused():
     case = case_of(config_of())
-    assert chunk_refusal(config_of(chunk=2)) is None
+    assert Engine.registry["chunk"].refuses(config_of(chunk=2)) is None
     with pytest.raises(ConfigError) as caught:
         case.scan(engine="chunk")
     for word in ("engine='chunk'", "use engine='auto' or 'sequential'", "chunk=1"):
@@ -481,7 +481,7 @@ def test_auto_takes_the_token_loop_where_resets_leave_too_little_in_a_chunk(capl
         with caplog.at_level("DEBUG", logger="hecate.engine"):
             case._replace(reset=reset).scan()
         assert f"engine {expected}" in caplog.messages[-1]
-    chosen, reason = choose_engine(case.config, "auto", Call(length=12, steps=12))
+    chosen, reason = explain(Call.sketch(case.config, length=12, steps=12))
     assert chosen == "sequential" and "12 chunks for 12 tokens" in reason
 
 
@@ -494,10 +494,10 @@ def test_auto():
         ({"commit": "chunk"}, "sequential"),
         ({"structure": SMOOTH}, "sequential"),
     ):
-        assert choose_engine(config_of(**fields), "auto")[0] == expected
+        assert explain(Call.sketch(config_of(**fields)))[0] == expected
     for fields in ({"retention": "soft_clip_of_a_user"}, {"structure": "diagonal_of_a_user"}):
-        assert choose_engine(config_of(chunk=8, **fields), "auto")[0] == "chunk"
-    chosen, reason = choose_engine(config_of(chunk=8), "auto", Call(length=1))
+        assert explain(Call.sketch(config_of(chunk=8, **fields)))[0] == "chunk"
+    chosen, reason = explain(Call.sketch(config_of(chunk=8), length=1))
     assert (chosen, reason) == ("sequential", "a single token")
     with pytest.raises(ConfigError, match=r"engine must be one of 'auto'.*got 'fast'"):
-        choose_engine(config_of(), "fast")
+        choose(Call.sketch(config_of()), "fast")

@@ -16,10 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hecate import Gates, MemoryConfig, NonFiniteError, memory_scan
 from hecate.bias import L2, Bias, ErrorBias, Huber, KernelForm
-from hecate.engine import Call, choose_engine
-from hecate.engine import compiled as module
-from hecate.engine import program as scans
-from hecate.engine.compiled import compiled_refusal, compiled_unfit
+from hecate.engine import Call, Engine, choose, explain
+from hecate.engine.cpu import engine as module
 from hecate.errors import ConfigError
 from hecate.nn import Memory
 from hecate.retention import ElasticNet, Retention, StepForm
@@ -63,6 +61,7 @@ def fields_of(bias: str | dict) -> st.SearchStrategy[dict]:
     )
 
 
+COMPILED = Engine.registry["compiled"]
 TITANS = {"retention": "decay", "algorithm": "momentum", "key_norm": "l2"}
 LENGTHS = st.sampled_from([0, 1, 2, 3, 5, 7, 31, 32, 33, 61])
 
@@ -79,7 +78,7 @@ def shrunk(case: Case) -> Case:
 def test_whole_and_pieces_against_sequential(bias, data):
     """Outputs, final state and the gradients of all inputs, whatever the configuration."""
     case = shrunk(data.draw(cases(fields_of(bias), length=data.draw(LENGTHS))))
-    assert compiled_refusal(case.config) is None
+    assert COMPILED.refuses(case.config) is None
     try:
         expected = whole(case, engine="sequential")
     except NonFiniteError:
@@ -166,13 +165,14 @@ def test_heads_are_read_where_they_lie(heads):
 def test_one_scan_for_memory_and_normaliser(engine, bias, monkeypatch):
     """With dot the normaliser is one more row of the memory; its state stays its own."""
     calls = []
-    kernel = getattr(scans, engine)
+    own = type(Engine.registry[engine])
+    kernel = own.scan
 
-    def counted(config, tokens, *rest, **options):
+    def counted(self, call, tokens, *rest, **options):
         calls.append(tokens.v.shape[-1])
-        return kernel(config, tokens, *rest, **options)
+        return kernel(self, call, tokens, *rest, **options)
 
-    monkeypatch.setattr(scans, engine, counted)
+    monkeypatch.setattr(own, "scan", counted)
     config = config_of(**TITANS, bias=bias, normalizer="sum", feature_map="elu")
     case = case_of(config, length=37, masks=True, ends=0.2)
     ours, expected = (whole(case, engine=name) for name in (engine, "sequential"))
@@ -208,7 +208,7 @@ def test_single_precision(bias, algorithm):
 @pytest.mark.spec("ENG-NUM-I3")
 @pytest.mark.parametrize("algorithm", ["gd", "momentum"])
 def test_threads_change_no_bit(algorithm, monkeypatch):
-    monkeypatch.setattr("hecate.engine.launch.SHARE", 1)
+    monkeypatch.setattr("hecate.engine.cpu.launch.SHARE", 1)
     case = case_of(config_of(**{**TITANS, "algorithm": algorithm}), batch=3, length=40, masks=True)
     results = []
     for threads in (1, 2, 4):
@@ -386,7 +386,7 @@ def test_a_bias_of_ones_own():
     with pytest.raises(AssertionError, match="engine compiled"):
         check_rule(config_of(bias=Misnamed(), retention="decay"))
     case = case_of(config_of(bias=Clipped(), **TITANS), length=40)
-    assert choose_engine(case.config, "auto", Call(length=40))[0] == "compiled"
+    assert explain(Call.sketch(case.config, length=40))[0] == "compiled"
     whole(case, engine="compiled").equals(whole(case, engine="sequential"))
 
 
@@ -395,7 +395,7 @@ def test_a_retention_of_ones_own():
     assert ElasticNet().kernel_form() == StepForm(1e-4)
     assert Harder().kernel_form() is None
     case = case_of(config_of(retention=Harder(threshold=0.05)), length=40)
-    assert choose_engine(case.config, "auto", Call(length=40))[0] == "sequential"
+    assert explain(Call.sketch(case.config, length=40))[0] == "sequential"
     with pytest.raises(ConfigError, match="retention 'compiled_test_harder' as configured"):
         case.scan(engine="compiled")
 
@@ -420,7 +420,7 @@ def test_rules_without_a_kernel_are_refused_by_name_and_left_by_auto(fields, rea
     config = config_of(**fields)
     with pytest.raises(ConfigError, match=f"engine='compiled'.*{reason}"):
         scan(config, engine="compiled")
-    assert choose_engine(config, "auto", Call(length=100))[0] != "compiled"
+    assert explain(Call.sketch(config, length=100))[0] != "compiled"
     with pytest.raises(ConfigError, match=reason):
         Memory(8, heads=2, config=config, engine="compiled")
 
@@ -433,8 +433,8 @@ def test_tensors_that_kernels_cannot_read():
         ({"dtype": torch.bfloat16}, "bfloat16"),
         ({"traced": True}, "torch.compile"),
     ):
-        assert word in str(compiled_unfit(config, Call(**options)))
-        assert choose_engine(config, "auto", Call(length=100, **options))[0] == "parallel"
+        assert word in str(COMPILED.unfit(Call.sketch(config, **options)))
+        assert explain(Call.sketch(config, length=100, **options))[0] == "parallel"
     config = config_of(on_nonfinite="propagate")
     case = case_of(config, length=40)
     meta = [item.to("meta") for item in (case.q, case.k, case.v)]
@@ -479,21 +479,21 @@ def test_compile_takes_another_engine():
 @pytest.mark.spec("ENG-NUM-D4")
 def test_auto():
     delta, huber = MemoryConfig(), MemoryConfig(bias="huber")
-    assert choose_engine(delta, "auto", Call(length=2048, shape=(64, 64)))[0] == "compiled"
-    assert choose_engine(delta, "auto", Call(length=2048, shape=(256, 256)))[0] == "parallel"
+    assert explain(Call.sketch(delta, length=2048, shape=(64, 64)))[0] == "compiled"
+    assert explain(Call.sketch(delta, length=2048, shape=(256, 256)))[0] == "parallel"
     for other in (huber, MemoryConfig(bias="dot"), MemoryConfig(retention="elastic_net")):
-        assert choose_engine(other, "auto", Call(length=2048, shape=(256, 256)))[0] == "compiled"
-    assert choose_engine(delta, "auto", Call(length=31))[0] == "parallel"
-    assert choose_engine(delta, "auto", Call(length=1))[0] == "sequential"
+        assert explain(Call.sketch(other, length=2048, shape=(256, 256)))[0] == "compiled"
+    assert explain(Call.sketch(delta, length=31))[0] == "parallel"
+    assert explain(Call.sketch(delta, length=1))[0] == "sequential"
     with pytest.raises(ConfigError, match=r"must be one of.*'compiled'.*got 'fast'"):
-        choose_engine(delta, "fast")
+        choose(Call.sketch(delta), "fast")
 
 
 @pytest.mark.spec("ENG-NUM-D3")
 def test_without_numba(monkeypatch):
     monkeypatch.setattr(module, "load_kernels", lambda: None)
     config = config_of()
-    assert choose_engine(config, "auto", Call(length=100))[0] == "parallel"
+    assert explain(Call.sketch(config, length=100))[0] == "parallel"
     assert torch.isfinite(scan(config)).all()
     with pytest.raises(ConfigError, match=r'pip install "hecate\[cpu\]"'):
         scan(config, engine="compiled")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hecate import MemoryConfig, named_rule
-from hecate.engine import Call, choose_engine
-from hecate.engine.chunk import cell_size
+from hecate.engine import Call, explain
+from hecate.engine.chunk import span_size
 from hecate.errors import ShapeError
 from tests.engine.test_properties import Result, in_pieces, step_by_step, whole
 from tests.memories import Case, case_of, close, config_of, same_state
@@ -50,8 +50,8 @@ def test_the_chunk_engine_is_the_token_loop(kind, commit, monkeypatch):
     config = decayed(commit=commit, **KINDS[kind])
     wide = [False, True] if config.structure.linear else [False]
     for channels, masks, cells in product(wide, (False, True), (64, 2)):
-        monkeypatch.setattr("hecate.engine.chunk.DUAL", cells)
-        monkeypatch.setattr("hecate.engine.chunk.BUILT", cells)
+        monkeypatch.setattr("hecate.engine.chunk.engine.DUAL", cells)
+        monkeypatch.setattr("hecate.engine.chunk.engine.BUILT", cells)
         case = case_of(config, length=10, d=2, channels=channels, masks=masks, ends=0.2)
         expected, *others = chosen(case)
         for result in others:
@@ -148,7 +148,7 @@ def test_a_matrix_s_decayed_error_is_that_of_decayed_keys(commit):
 @pytest.mark.parametrize("autodiff", ["tape", "torch"])
 @pytest.mark.parametrize("commit", ["token", "chunk"])
 def test_second_derivatives_and_transforms(commit, autodiff, monkeypatch):
-    monkeypatch.setattr("hecate.engine.chunk.DUAL", 2)
+    monkeypatch.setattr("hecate.engine.chunk.engine.DUAL", 2)
     config = decayed(commit=commit, on_nonfinite="propagate")
     case = case_of(config, batch=1, length=4, heads=1, d=2, width=1).fresh()
 
@@ -197,8 +197,8 @@ def test_auto_takes_the_chunk_engine_with_as_many_tokens_to_a_step():
     rule = named_rule("gated_delta").model_copy(update={"chunk": 64})
     for commit in ("token", "chunk"):
         own = rule.model_copy(update={"commit": commit})
-        assert choose_engine(own, "auto", Call(length=256, steps=4))[0] == "chunk"
-        assert cell_size(own, channelwise=False) == 64
+        assert explain(Call.sketch(own, length=256, steps=4))[0] == "chunk"
+        assert span_size(own, channelwise=False) == 64
 
 
 @pytest.mark.spec("ENG-CALL-I3")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from hecate import Gates, MemoryConfig, NonFiniteError, memory_scan, memory_step
-from hecate.engine.parallel import parallel_refusal
+from hecate import Gates, MemoryConfig, NonFiniteError, late, memory_scan, memory_step
+from hecate.engine import Engine, nonfinite
 from hecate.errors import ConfigError
 from tests.memories import DEEP, case_of, close, config_of, flat_state
 
@@ -24,7 +26,7 @@ def runs() -> list[tuple[str, str]]:
         (name, engine)
         for name, fields in CONFIGS.items()
         for engine in ("sequential", "parallel")
-        if engine == "sequential" or parallel_refusal(config_of(**fields)) is None
+        if engine == "sequential" or Engine.registry["parallel"].refuses(config_of(**fields)) is None
     ]
 
 
@@ -222,3 +224,76 @@ def test_a_hundred_thousand_tokens_stay_bounded_in_float32(fields):
     exact = MemoryConfig(key_norm="l2", state_dtype="float64", **fields)
     late, _ = memory_scan(exact, *(x[:, tail].double() for x in (q, k, v)), Gates(lr[:, tail].double()))
     close(y[:, -100:], late[:, -100:], 1e-4)
+
+
+# Looks that are put off, as on a device.
+
+
+@pytest.fixture
+def late_looks(monkeypatch):
+    """Makes the CPU a device; its numbers have arrived when the next call looks."""
+    monkeypatch.setattr(nonfinite, "AT_ONCE", ())
+    yield late._WAITING
+    late._WAITING.clear()
+
+
+@pytest.mark.spec("ENG-FINITE-D4")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_look_that_is_put_off_names_the_same_place(name, late_looks):
+    for row, token, head in ((0, 0, 0), (2, 4, 1), (1, 7, 0)):
+        later = [(0, token + 1, 1, "v", torch.nan)]
+        bad = spoiled(name, [(row, token, head, "v", torch.nan), *later])
+        if name == "chunk":  # what reads the start of a chunk sees a write once the chunk is closed
+            token = 3 * (token // 3) + 2
+            bad = spoiled(name, [(row, token, head, "v", torch.nan)])
+        good = case_of(bad.config)
+        place = rf"memory 'mine' became non-finite at batch row {row}, head {head}, token {token}, by what it answers"
+        _, state = bad.scan(engine="sequential", name="mine")
+        assert len(late_looks) == 1
+        with pytest.raises(NonFiniteError, match=place):
+            good.scan(name="another")
+        _, state = bad.scan(engine="sequential", name="mine")
+        with pytest.raises(NonFiniteError, match=place):
+            state.check()
+        # The state knows no tokens: both are in it.
+        first = (row, head) if name == "chunk" else min((row, head), (0, 1))
+        where = "row {}, head {}".format(*first)
+        with pytest.raises(NonFiniteError, match=f"'own' is non-finite in state.memory.* {where}"):
+            state.check("own")
+        _, state = good.scan()
+        state.check()
+        good.scan(state)
+
+
+@pytest.mark.spec("ENG-FINITE-D4")
+def test_an_output_alone_and_a_state_alone_are_told_apart_late(late_looks):
+    case = spoiled("delta", [(1, 5, 1, "q", torch.inf)])
+    case.scan(engine="sequential")
+    with pytest.raises(NonFiniteError, match=r"an output of memory 'memory' became .* row 1, head 1, token 5"):
+        late.look()
+    last = spoiled("delta", [(2, 8, 0, "v", torch.inf)])
+    before = last._replace(config=config_of(read="before"))
+    before.scan(engine="sequential")
+    with pytest.raises(NonFiniteError, match="memory 'memory' became .* batch row 2, head 0, token 8"):
+        late.look()
+
+
+@pytest.mark.spec("ENG-FINITE-D4")
+def test_the_trainer_looks_after_each_step(late_looks):
+    """Whatever the loss makes of it."""
+    from hecate.train.compose import load_experiment
+    from hecate.train.trainer import Trainer
+
+    settings = ["budget.batch_size=2", "data.seq_len=16", "data.num_pairs=2"]
+    trainer = Trainer(load_experiment("mqar", settings))
+    trainer.train_step()
+    late.put_off(torch.tensor([5, 1]), partial(nonfinite._raise_late, "level 2", (2, 16, 2), "cuda"))
+    with pytest.raises(NonFiniteError, match="step 2: memory 'level 2' became .* row 0, head 1, token 1, .* On cuda"):
+        trainer.train_step()
+
+
+def test_nothing_is_put_off_where_there_are_no_numbers(late_looks):
+    x = torch.zeros(1, 3, 1, 2, device="meta")
+    memory_scan(MemoryConfig(), x, x, x)
+    torch.func.grad(lambda q: memory_scan(MemoryConfig(), q, q, q)[0].sum())(torch.zeros(1, 3, 1, 2))
+    assert not late_looks

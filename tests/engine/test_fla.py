@@ -6,14 +6,15 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.cms import CMS, CMSConfig
-from hecate.engine import Call, fla, select
+from hecate.engine import Call, Engine, choose, fla
+from hecate.engine.cpu import run_kernel
 from hecate.engine.parallel import parallel
-from hecate.engine.select import choose_engine
 from hecate.engine.tokens import Carry, Tokens
 from hecate.errors import ConfigError
 from hecate.nn import Memory
 from hecate.tape import execute
 
+FLA = Engine.registry["fla"]
 CONFIGS = {
     "linear": {"bias": "dot"},
     "decay": {"bias": "dot", "retention": "decay"},
@@ -79,7 +80,7 @@ def scan_of(name: str, config: MemoryConfig, engine: str):
         start = (torch.zeros_like(memory),)
         if engine == "fla":  # the two memories as heads of one sequence
             by_head = Tokens(*(x if x is None else x.transpose(0, 1)[None] for x in tokens))
-            y, new = fla.by_fla(config, by_head, carry, start, run=execute, dtype=torch.float64)
+            y, new = run_kernel(fla._kernel(config, carry, torch.float64), by_head, carry, start, run=execute)
             y = y[0].transpose(0, 1)
         else:
             y, new = parallel(config, tokens, carry, start, run=execute)
@@ -173,13 +174,13 @@ def test_a_kernel_that_is_right_only_where_it_is_easy_is_refused(fault, stand_in
 @pytest.mark.spec("ENG-FLA-I2")
 def test_a_kernel_is_tried_once_for_all_configs_that_it_computes(stand_in):
     stand_in(kernel)
-    call = Call(device="cuda", values=torch.bfloat16)
+    call = {"device": "cuda", "values": torch.bfloat16}
     tried = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fla, "_difference", lambda *ask: tried.append(ask))
         for fields in ({}, {"feature_map": "elu"}, {"key_norm": "l2", "step": "implicit"}):
             config = MemoryConfig.model_validate({**CONFIGS["gated delta"], **fields})
-            assert fla.fla_unfit(config, call) is None
+            assert FLA.unfit(Call.sketch(config, **call)) is None
     assert len(set(tried)) == 1
 
 
@@ -198,7 +199,7 @@ def test_a_kernel_is_tried_once_for_all_configs_that_it_computes(stand_in):
 )
 def test_refusals_say_why_and_of_the_config_alone(fields, reason):
     config = MemoryConfig.model_validate(fields)
-    assert reason in fla.fla_refusal(config)
+    assert reason in FLA.refuses(config)
     with pytest.raises(ConfigError, match=f"engine='fla'.*{reason}"):
         Memory(8, heads=2, config=config, engine="fla")
 
@@ -206,8 +207,8 @@ def test_refusals_say_why_and_of_the_config_alone(fields, reason):
 @pytest.mark.spec("ENG-FLA-I2", "ENG-FLA-I3")
 def test_a_call_that_does_not_fit_says_why(stand_in):
     stand_in(None)
-    config, on_device = MemoryConfig.model_validate(CONFIGS["gated delta"]), Call(device="cuda")
-    assert fla.fla_refusal(config) is None
+    config, on_device = MemoryConfig.model_validate(CONFIGS["gated delta"]), {"device": "cuda"}
+    assert FLA.refuses(config) is None
     for changes, reason in (
         ({"device": "cpu"}, "run on a GPU, the tensors are on cpu"),
         ({"masked": True}, "neither write nor reset masks"),
@@ -216,9 +217,9 @@ def test_a_call_that_does_not_fit_says_why(stand_in):
         ({"dtype": torch.float64}, "q, k or v make it torch.float64"),
         ({}, r"needs fla.ops.gated_delta_rule.chunk_gated_delta_rule: pip install"),
     ):
-        assert reason in fla.fla_unfit(config, on_device._replace(**changes))
+        assert reason in FLA.unfit(Call.sketch(config, **{**on_device, **changes}))
         with pytest.raises(ConfigError, match="engine='fla' cannot run this memory exactly"):
-            choose_engine(config, "fla", on_device._replace(**changes))
+            choose(Call.sketch(config, **{**on_device, **changes}), "fla")
 
 
 @pytest.mark.spec("ENG-FLA-I3")
@@ -234,7 +235,7 @@ def test_a_layer_takes_an_engine_of_another_device(stand_in, monkeypatch):
         layer(x)
     # As if it were there: rows and heads find their own memory, with a state to go on from.
     stand_in(kernel)
-    monkeypatch.setitem(select.UNFIT, "fla", lambda *call: None)
+    monkeypatch.setattr(type(FLA), "unfit", lambda *call: None)
     with torch.no_grad():
         _, state = layer(x)
         y, final = layer(x.flip(0), state)
@@ -254,21 +255,21 @@ def test_asking_for_it_where_it_cannot_run_is_an_error():
 def test_auto_takes_a_trusted_kernel_for_half_precision_on_a_gpu(stand_in):
     config = MemoryConfig(bias="dot", retention="decay", state_dtype="float32")
     gates = torch.full((2, 5, 1), 0.9)
-    half = Call(100, shape=(8, 8), device="cuda", values=torch.bfloat16, retain=gates)
+    half = {"length": 100, "shape": (8, 8), "device": "cuda", "values": torch.bfloat16, "retain": gates}
 
-    def chosen(call: Call) -> str:
-        return choose_engine(config, "auto", call)[0]
+    def chosen(**changes) -> str:
+        return choose(Call.sketch(config, **{**half, **changes})).name
 
-    assert chosen(half) == "parallel"  # no kernel to be found
+    assert chosen() == "parallel"  # no kernel to be found
     stand_in(kernel)
     fla._difference.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fla, "_difference", lambda *ask: None)
-        assert chosen(half) == "fla"
-        assert chosen(half._replace(values=torch.float32)) == "parallel"
-        assert chosen(half._replace(masked=True)) == "parallel"
-        assert chosen(half._replace(retain=gates * (torch.arange(5) != 2)[:, None])) == "parallel"
-        assert chosen(half._replace(traced=True)) == "parallel"
+        assert chosen() == "fla"
+        assert chosen(values=torch.float32) == "parallel"
+        assert chosen(masked=True) == "parallel"
+        assert chosen(retain=gates * (torch.arange(5) != 2)[:, None]) == "parallel"
+        assert chosen(traced=True) == "parallel"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fla, "_difference", lambda *ask: "differs")
-        assert chosen(half) == "parallel"
+        assert chosen() == "parallel"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hecate import Gates, memory_scan
-from hecate.engine.parallel import parallel_refusal
+from hecate.engine import Engine
 from tests.memories import BIASES, DEEP, Case, case_of, close, config_of, flat_state
 
 CONFIGS = {
@@ -29,7 +29,7 @@ def runs() -> list[tuple[str, str]]:
         (name, engine)
         for name, fields in CONFIGS.items()
         for engine in ("sequential", "parallel")
-        if engine == "sequential" or parallel_refusal(config_of(**fields)) is None
+        if engine == "sequential" or Engine.registry["parallel"].refuses(config_of(**fields)) is None
     ]
 
 

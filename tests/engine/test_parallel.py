@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig
 from hecate.bias import L2, Dot
-from hecate.engine import by_hand, parallel
+from hecate.engine.parallel import engine as parallel
+from hecate.tape import bridge as by_hand
 from tests.engine.test_properties import Result, in_pieces, whole
 from tests.memories import Case, case_of, close, config_of, flat_state
 

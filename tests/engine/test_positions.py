@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hecate import Gates, MemoryConfig, memory_scan, memory_step, phi
-from hecate.engine.select import exact_engines
+from hecate.engine import exact_engines
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn import Memory
 from hecate.testing import check_rule

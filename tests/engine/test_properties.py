@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, MemoryState, memory_step
-from hecate.engine.parallel import parallel_refusal
+from hecate.engine import Engine
 from tests.memories import BIASES, DEEP, Case, case_of, close, flat_state, possible, weighted
 
 LINEAR = st.fixed_dictionaries(
@@ -131,7 +131,7 @@ def test_sequential_whole_pieces_steps_tape_and_torch(data):
 @given(st.data())
 def test_parallel_whole_and_pieces_against_sequential(data):
     case = data.draw(cases(LINEAR))
-    assert parallel_refusal(case.config) is None
+    assert Engine.registry["parallel"].refuses(case.config) is None
     expected = whole(case, engine="sequential", autodiff="tape")
     autodiff = data.draw(st.sampled_from(["tape", "torch"]))
     whole(case, engine="parallel", autodiff=autodiff).equals(expected)
@@ -225,7 +225,7 @@ def test_a_later_token_moves_nothing_before_it(data):
         ),
     )
     engines = ["sequential"]
-    if parallel_refusal(case.config) is None:
+    if Engine.registry["parallel"].refuses(case.config) is None:
         engines.append("parallel")
     for engine in engines:
         y, _ = case.scan(engine=engine)

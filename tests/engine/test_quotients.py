@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan
-from hecate.engine.select import exact_engines
+from hecate.engine import exact_engines
 from hecate.nn import normalise_qk
 from hecate.nn.attention import linear_attention
 from tests.memories import close

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hecate import Gates, MemoryConfig, memory_scan
-from hecate.engine.parallel import parallel_refusal
+from hecate.engine import Engine
 from tests.memories import DEEP, case_of, close, config_of, flat_state
 
 CONFIGS = {
@@ -23,7 +23,7 @@ WAYS = [
     for name, fields in CONFIGS.items()
     for engine in ("sequential", "parallel")
     for autodiff in ("tape", "torch")
-    if engine == "sequential" or parallel_refusal(config_of(**fields)) is None
+    if engine == "sequential" or Engine.registry["parallel"].refuses(config_of(**fields)) is None
 ]
 EVERY = pytest.mark.parametrize(("name", "engine", "autodiff"), WAYS)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.select import ENGINES, exact_engines
+from hecate.engine import Engine, exact_engines
 from hecate.errors import ConfigError, HecateError, NonFiniteError
 from tests.fuzz.limits import within
 from tests.fuzz.scan import LENGTHS, Scan, drawn, run
@@ -29,7 +29,7 @@ def check(seed: int, lengths: tuple[int, ...] = LENGTHS) -> str:
     scan, rng = drawn(seed, lengths), random.Random(~seed)
     truth = _outcome(scan)
     exact = exact_engines(scan.config, length=scan.length)
-    for name in set(ENGINES) - {*exact, "auto", "sequential"}:
+    for name in set(Engine.registry) - {*exact, "sequential"}:
         _refused_by_name(scan, name)
     others: dict[str, dict[str, Any]] = {"the tape": {"autodiff": "tape"}}
     for engine in exact:

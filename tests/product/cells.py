@@ -18,7 +18,7 @@ import torch
 
 from hecate.algorithm import AlgorithmKind
 from hecate.bias import BiasKind
-from hecate.engine.select import exact_engines
+from hecate.engine import exact_engines
 from hecate.errors import ConfigError, HecateError
 from hecate.phi import FeatureMapKind
 from hecate.retention import RetentionKind

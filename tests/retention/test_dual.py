@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hecate import Gates, MemoryConfig, memory_scan, memory_weights, retention
-from hecate.engine.select import exact_engines
+from hecate.engine import exact_engines
 from hecate.tape.ops import over
 from hecate.testing import check_rule
 from tests.memories import Case, case_of, config_of

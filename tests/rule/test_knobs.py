@@ -11,8 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, algorithm, bias, memory_scan, retention, structure
-from hecate.tape.activation import activate
-from hecate.tape.ops import over, sum_to_gate
+from hecate.tape.ops import activate, over, sum_to_gate
 from hecate.testing import check_knobs, check_rule, check_vjp
 from tests.reference import memory as reference
 

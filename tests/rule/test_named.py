@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryState, memory_scan, named_rule
-from hecate.engine.select import exact_engines
+from hecate.engine import exact_engines
 from hecate.errors import ConfigError
 from hecate.nn import GateHeads, Memory
 from hecate.retention import Sphere

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from hecate import Gates, MemoryConfig, memory_scan, structure
-from hecate.engine.call import Call
+from hecate.engine import Call, Engine, choose, exact_engines, explain
 from hecate.engine.coordinates import coordinate_refusal
-from hecate.engine.parallel import parallel_refusal
-from hecate.engine.select import choose_engine, exact_engines
 from hecate.errors import ConfigError
 from hecate.testing import check_rule
 from hecate.testing.rule import check_diagonal
@@ -102,12 +100,12 @@ def test_a_diagonal_matrix_holds_the_same():
 @pytest.mark.spec("STR-VECTOR-R1")
 def test_biases_that_couple_coordinates_run_token_by_token():
     config = vector(bias={"kind": "huber", "norm": True})
-    for refusal in (parallel_refusal(config), coordinate_refusal(config)):
+    for refusal in (Engine.registry["parallel"].refuses(config), coordinate_refusal(config)):
         assert "bias 'huber'" in refusal and "coordinates apart" in refusal
     assert coordinate_refusal(config_of(bias=config.bias)) is None
-    assert choose_engine(config, "auto", Call(length=100))[0] == "sequential"
+    assert explain(Call.sketch(config, length=100))[0] == "sequential"
     with pytest.raises(ConfigError, match="coordinates apart"):
-        choose_engine(config, "parallel")
+        choose(Call.sketch(config), "parallel")
     check_rule(config)
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from hecate.tape.activation import Activation, activate
+from hecate.tape.ops import Activation, activate
 
 
 @pytest.mark.parametrize("name", get_args(Activation))

@@ -14,44 +14,61 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import Token
-from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, restart, split_time
+from hecate.engine.call import Call
+from hecate.engine.engine import TokenEngine
+from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, cut, in_folds, restart
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.state import frozen_gradients
 from hecate.structure import Memory
-from hecate.tape import Block, Run, Tensors, checkpoint, execute, one, several
+from hecate.tape import Autodiff, Block, Run, Tensors, checkpoint, execute, one, several
 from hecate.tape.ops import over, sum_to_gate
 
 
-def sequential(
-    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run, segment: int | None = None
-) -> tuple[Tensor, Carry]:
-    """Runs the token loop: outputs `[N, T, V]` and the final carry.
+class Sequential(TokenEngine):
+    """Token by token, for every config."""
 
-    `segment` is the number of tokens between checkpoints, by default ceil(sqrt(T)); there are none where nothing is
-    kept.
-    """
+    name = "sequential"
+    truth = True
+
+    def cost(self, call: Call) -> float:
+        """Python and a few products per token."""
+        return 1.0 + 100.0 * call.length
+
+    def about(self, call: Call) -> str:
+        """Of more tokens, what others say is more."""
+        return "a single token" if call.length == 1 else ""
+
+    def autodiff(self, config: MemoryConfig) -> Autodiff:
+        """The tape: autograd would keep a state per token."""
+        return "auto"
+
+    def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+        """Token by token."""
+        return in_folds(sequential, call.config, tokens, carry, initial, run=run)
+
+
+def sequential(
+    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
+) -> tuple[Tensor, Carry]:
+    """Runs the token loop: outputs `[N, T, V]` and the final carry, with ceil(sqrt(T)) tokens between checkpoints;
+    there are none where nothing is kept."""
     if run is execute:
         return _segment(config, tokens, carry, initial, run, 0)
     length = tokens.v.shape[1]
-    size = segment or max(1, math.isqrt(max(length - 1, 0)) + 1)
-    present = [index for index, tensor in enumerate(tokens) if tensor is not None]
-    pieces = [several(run(split_time(size), tokens[index], label="split")) for index in present]
-    width = len(carry.flat)
+    size = max(1, math.isqrt(max(length - 1, 0)) + 1)
+    sizes = [min(size, length - at) for at in range(0, length, size)]
+    width, end = len(carry.flat), len(carry.flat) + len(initial)
 
     def loop(run: Run, *inputs: Tensor, first: int = 0) -> Tensors:
-        own = carry.rebuilt(inputs[:width])
-        start = inputs[width : width + len(initial)]
-        sliced: list[Tensor | None] = [None] * len(tokens)
-        for index, tensor in zip(present, inputs[width + len(initial) :], strict=True):
-            sliced[index] = tensor
-        y, own = _segment(config, Tokens(*sliced), own, start, run, first)  # type: ignore[arg-type]
+        own, start = carry.rebuilt(inputs[:width]), inputs[width:end]
+        y, own = _segment(config, Tokens(*inputs[end:]), own, start, run, first)
         return y, *own.flat
 
     outputs: list[Tensor] = []
     flat = carry.flat
-    for index, chunk in enumerate(zip(*pieces, strict=True)):
+    for index, segment in enumerate(cut(tokens, sizes, run)):
         block = checkpoint("segment", partial(loop, first=index * size))
-        y, *rest = several(run(block, *flat, *initial, *chunk, label=f"segment {index}"))
+        y, *rest = several(run(block, *flat, *initial, *segment, label=f"segment {index}"))
         outputs.append(y)
         flat = tuple(rest)
     return one(run(CONCAT, *outputs, label="outputs")), carry.rebuilt(flat)

@@ -1,6 +1,6 @@
-"""What the chunk engine does with the tokens of one piece, by the way they are committed.
+"""What the chunk engine does with the tokens of one span, by the way they are committed.
 
-Each takes the carry and the row of its piece, and returns the outputs `[N, C, V]` and the new carry.
+Each takes the carry and the row of its span, and returns the outputs `[N, C, V]` and the new carry.
 """
 
 from __future__ import annotations
@@ -8,11 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hecate.engine import layers
-from hecate.engine.anchored import factored, graph_of, predict, predict_states, summed, token_gradients
-from hecate.engine.layers import Leaves, Reads
-from hecate.engine.pieces import Piece
-from hecate.engine.sequential import select
+from hecate.engine.chunk.batched import (
+    Leaves,
+    Reads,
+    factored,
+    graph_of,
+    predict,
+    predict_states,
+    read,
+    summed,
+    token_gradients,
+    write,
+)
+from hecate.engine.chunk.spans import Span
+from hecate.engine.loop import select
 from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, split_time
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.rule import one, several
@@ -22,32 +31,32 @@ from hecate.tape import Block, Run, Tensors
 
 
 def commit_dual(
-    config: MemoryConfig, carry: Carry, row: Tensors, piece: Piece, run: Run, label: str
+    config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run, label: str
 ) -> tuple[Tensor, Carry]:
     """A step at each token, read in the dual form: phi_k, phi_q, v, kept and the coefficients."""
     phi_k, phi_q, v = several(row[:3])
     seen, left = Reads(*row[4:7]), Leaves(*row[7:])  # type: ignore[arg-type]
     graph = _given(graph_of(config))
-    anchor, kept = _anchor(carry, piece, run, label), _since(carry, row[3], run, label)
+    anchor, kept = _anchor(carry, span, run, label), _since(carry, row[3], run, label)
     memory, slots = carry.memory, carry.slots
-    grads = factored(config, graph, anchor, (phi_k, v, kept), run=run, label=label)
-    y = layers.read(graph, memory, slots, grads, seen, phi_q, run=run, label=label)
-    memory, slots = layers.write(memory, slots, grads, left, run=run, label=label)
+    grads = factored(config, graph, anchor, (phi_k, v, kept), run, label)
+    y = read(graph, memory, slots, grads, seen, phi_q, run, label)
+    memory, slots = write(memory, slots, grads, left, run, label)
     new = carry._replace(memory=memory, slots=slots, anchor=anchor)
-    return y, _closed(new, kept, piece, run, label)
+    return y, _closed(new, kept, span, run, label)
 
 
 def commit_built(
-    config: MemoryConfig, carry: Carry, row: Tensors, piece: Piece, run: Run, label: str
+    config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run, label: str
 ) -> tuple[Tensor, Carry]:
     """A step at each token, built one after the other: phi_k, phi_q, v, the gates, the mask and kept."""
     phi_k, phi_q, v, *gates = several(row[:6])
     written = row[6]
-    anchor, kept = _anchor(carry, piece, run, label), _since(carry, row[7], run, label)
+    anchor, kept = _anchor(carry, span, run, label), _since(carry, row[7], run, label)
     at = config.rule.weights(anchor, run=run, label=label) if kept is None else anchor
-    built = token_gradients(config, at, (phi_k, v, kept), run=run, label=label)
+    built = token_gradients(config, at, (phi_k, v, kept), run, label)
     columns = [several(run(UNBIND, item, label=label)) for item in (*gates, *built)]
-    masks = [None] * piece.size if written is None else written.unbind(1)
+    masks = [None] * span.size if written is None else written.unbind(1)
     states: list[Memory] = []
     for mask, *each in zip(masks, *columns, strict=True):
         before, own, grads = carry.memory, TokenGates(*each[:3]), tuple(each[3:])
@@ -55,50 +64,50 @@ def commit_built(
         stepped = carry._replace(memory=memory, slots=slots)
         carry = stepped if mask is None else select(mask, stepped, carry, run, label)
         states.append(carry.memory if config.read == "after" else before)
-    y = predict_states(config, states, phi_q, run=run, label=label)
-    return y, _closed(carry._replace(anchor=anchor), kept, piece, run, label)
+    y = predict_states(config, states, phi_q, run, label)
+    return y, _closed(carry._replace(anchor=anchor), kept, span, run, label)
 
 
 def _since(carry: Carry, kept: Tensor | None, run: Run, label: str) -> Tensor | None:
-    """The products of retain since the piece's start as those since its chunk's."""
+    """The products of retain since the span's start as those since its chunk's."""
     if kept is None:
         return None
     return one(run(_TIMES, carry.pending_retain[0], kept, label=label))
 
 
-def _closed(carry: Carry, kept: Tensor | None, piece: Piece, run: Run, label: str) -> Carry:
+def _closed(carry: Carry, kept: Tensor | None, span: Span, run: Run, label: str) -> Carry:
     """The carry with the product that the chunk goes on with: 1 where it closes."""
     if kept is None:
         return carry
     last = one(run(_LAST, kept, label=label))
-    if isinstance(piece.closes, Tensor):
-        last = one(run(SELECT, piece.closes, torch.ones_like(last), last, label=label))
-    elif piece.closes:
+    if isinstance(span.closes, Tensor):
+        last = one(run(SELECT, span.closes, torch.ones_like(last), last, label=label))
+    elif span.closes:
         last = torch.ones_like(last)
     return carry._replace(pending_retain=(last,))
 
 
-def _anchor(carry: Carry, piece: Piece, run: Run, label: str) -> Memory:
+def _anchor(carry: Carry, span: Span, run: Run, label: str) -> Memory:
     """Where gradients are taken: the memory where a chunk opens, else as before."""
-    if isinstance(piece.opens, bool):
-        return carry.memory if piece.opens else carry.anchor
+    if isinstance(span.opens, bool):
+        return carry.memory if span.opens else carry.anchor
     pairs = zip(carry.memory, carry.anchor, strict=True)
-    return tuple(one(run(SELECT, piece.opens, now, then, label=label)) for now, then in pairs)
+    return tuple(one(run(SELECT, span.opens, now, then, label=label)) for now, then in pairs)
 
 
 def commit_chunk(
-    config: MemoryConfig, carry: Carry, row: Tensors, piece: Piece, run: Run, label: str
+    config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run, label: str
 ) -> tuple[Tensor, Carry]:
     """One step where a chunk closes: phi_k, phi_q, v, the gates and kept."""
     phi_k, phi_q, v, lr, retain, momentum = several(row[:6])
     rule, since = config.rule, _since(carry, row[6], run, label)
     weights = rule.weights(carry.memory, run=run, label=label)
     seen, at = (phi_k, v, since), weights if since is None else carry.memory
-    pending = summed(config, at, carry.pending, seen, lr, run=run, label=label)
+    pending = summed(config, at, carry.pending, seen, lr, run, label)
     kept = one(run(_PRODUCT, carry.pending_retain[0], retain, label=label))
     waiting = carry._replace(pending=pending, pending_retain=(kept,))
-    if piece.closes is False:
-        return predict(config, weights, phi_q, run=run, label=label), waiting
+    if span.closes is False:
+        return predict(config, weights, phi_q, run, label), waiting
     last = one(run(_LAST, momentum, label=label))
     gates = TokenGates(torch.ones_like(last), kept, last)
     memory, slots = rule.apply(carry.memory, carry.slots, pending, gates, run=run, label=label)
@@ -108,15 +117,15 @@ def commit_chunk(
         pending=tuple(torch.zeros_like(total) for total in pending),
         pending_retain=(torch.ones_like(kept),),
     )
-    if isinstance(piece.closes, Tensor):
-        new = select(piece.closes, new, waiting, run, label)
+    if isinstance(span.closes, Tensor):
+        new = select(span.closes, new, waiting, run, label)
     if config.read == "before":
-        return predict(config, weights, phi_q, run=run, label=label), new
+        return predict(config, weights, phi_q, run, label), new
     # The closing token alone sees the commit.
     after = rule.weights(new.memory, run=run, label=label)
-    queries = several(run(split_time([piece.size - 1, 1]), phi_q, label=label))
+    queries = several(run(split_time([span.size - 1, 1]), phi_q, label=label))
     parts = [
-        predict(config, source, asked, run=run, label=label)
+        predict(config, source, asked, run, label)
         for source, asked in zip((weights, after), queries, strict=True)
         if asked.shape[1]
     ]

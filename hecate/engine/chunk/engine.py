@@ -8,8 +8,8 @@ algorithm are linear the state after token t is read without being built, layer 
 
 with the coefficients of `hecate.engine.coefficients`. Any other retention or algorithm steps from token to token, on
 gradients that are known beforehand, and all its states are read at once. `commit="chunk"` reads one state throughout
-and takes one step per chunk, whatever algorithm and retention. Masks and resets lay each memory's tokens into cells of
-its own (`hecate.engine.grid`). [ENG-CHUNK-D1]
+and takes one step per chunk, whatever algorithm and retention. Masks and resets lay each memory's tokens into spans of
+its own (`hecate.engine.chunk.spans`). [ENG-CHUNK-D1]
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hecate.engine.anchored import shared_graph
-from hecate.engine.commits import commit_built, commit_chunk, commit_dual
-from hecate.engine.finite import can_inspect
-from hecate.engine.grid import Grid, grid_of, steps_of
-from hecate.engine.pieces import Piece, coefficient_rows, cut, kept_rows, pieces_of
-from hecate.engine.prepare import Sequence, fold_mask
-from hecate.engine.sequential import select
-from hecate.engine.tokens import CONCAT, SELECT, Carry, Tokens, restart
-from hecate.rule import MemoryConfig, MemoryState
+from hecate.engine.call import Call
+from hecate.engine.chunk.batched import shared_graph
+from hecate.engine.chunk.commits import commit_built, commit_chunk, commit_dual
+from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, spans_of, steps_of
+from hecate.engine.engine import TokenEngine
+from hecate.engine.loop import select
+from hecate.engine.tokens import CONCAT, SELECT, Carry, Tokens, cut, fold_mask, in_folds, restart
+from hecate.rule import MemoryConfig
 from hecate.rule.rule import one, several
 from hecate.structure import Memory
 from hecate.tape import Run, Tensors, checkpoint
@@ -39,35 +38,49 @@ BUILT = 16  # tokens whose states are built at once
 KEPT = 2**26  # bytes of tokens and carries that are taped as they run, without segments
 
 
-def chunk_refusal(config: MemoryConfig) -> str | None:
-    """Why the chunk engine cannot run a config exactly; None if it can."""
-    if config.chunk == 1:
-        return "chunk=1 takes each gradient at the state before its token, not at a chunk's start"
-    if not config.algorithm.takes_any_gradient():
-        return f"algorithm {config.algorithm.kind!r} chooses its gradient token by token"
-    return None
+class Chunk(TokenEngine):
+    """All gradients of a chunk at one state, for every structure, bias and retention."""
 
+    name = "chunk"
 
-def known_position(state: MemoryState | None) -> int | None:
-    """Tokens since the chunk's start, 0 without a state; None if memories differ or none may look."""
-    if state is None or state.position.numel() == 0:
-        return 0
-    if not can_inspect(state.position):
+    def refuses(self, config: MemoryConfig) -> str | None:
+        """What has no chunks, or chooses gradients token by token."""
+        if config.chunk == 1:
+            return "chunk=1 takes each gradient at the state before its token, not at a chunk's start"
+        if not config.algorithm.takes_any_gradient():
+            return f"algorithm {config.algorithm.kind!r} chooses its gradient token by token"
         return None
-    low, high = (int(end) for end in state.position.aminmax())
-    return low if low == high and low >= 0 else None
+
+    def cost(self, call: Call) -> float:
+        """A step has to take two tokens on average to beat as many of the token loop."""
+        return math.inf if call.config.chunk == 1 else 200.0 * max(1, _steps(call))
+
+    def about(self, call: Call) -> str:
+        """How many steps, if that is too many."""
+        steps = _steps(call)
+        if 2 * steps > call.length:
+            return f"{steps} chunks for {call.length} tokens: resets leave too little in each"
+        return "gradients of a chunk at one state: exact in chunks"
+
+    def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+        """Chunk by chunk, from the place in the first."""
+        return in_folds(partial(chunked, position=call.place), call.config, tokens, carry, initial, run=run)
 
 
-def chunk_steps(config: MemoryConfig, sequence: Sequence, state: MemoryState, position: int | None) -> int:
-    """How many steps a sequence takes; 0 without chunks."""
-    length, heads = sequence.lr.shape[1:]
-    if config.chunk == 1 or sequence.lr.numel() == 0:
+def _steps(call: Call) -> int:
+    """How many steps a call takes; 0 without tokens."""
+    if call.steps is not None:
+        return call.steps
+    config, (_, _, _, lr, retain, _, write, reset, _) = call.config, call.inputs
+    if lr.numel() == 0:
         return 0
-    size = min(cell_size(config, channelwise=sequence.retain.dim() == 4), length)
-    write, reset = (None if mask is None else fold_mask(mask, heads) for mask in (sequence.write, sequence.reset))
-    if aligned(config, write, reset, position):
-        return len(pieces_of(position or 0, length, config.chunk, size))
-    return steps_of(write, reset, state.position.flatten(), length, config.chunk, size)
+    length, heads = lr.shape[1:]
+    size = min(span_size(config, channelwise=retain.dim() == 4), length)
+    write, reset = (None if mask is None else fold_mask(mask, heads) for mask in (write, reset))
+    if aligned(config, write, reset, call.place):
+        return len(spans_of(call.place or 0, length, config.chunk, size))
+    position = call.memories[0][1].position
+    return steps_of(write, reset, position, length, config.chunk, size)
 
 
 def aligned(config: MemoryConfig, write: Tensor | None, reset: Tensor | None, position: int | None) -> bool:
@@ -75,10 +88,10 @@ def aligned(config: MemoryConfig, write: Tensor | None, reset: Tensor | None, po
     return write is None and reset is None and position is not None and position < config.chunk
 
 
-Step = Callable[[MemoryConfig, Carry, Tensors, Piece, Run, str], tuple[Tensor, Carry]]
+Step = Callable[[MemoryConfig, Carry, Tensors, Span, Run, str], tuple[Tensor, Carry]]
 
 
-def cell_size(config: MemoryConfig, *, channelwise: bool) -> int:
+def span_size(config: MemoryConfig, *, channelwise: bool) -> int:
     """The most tokens that one step takes."""
     if config.commit == "chunk" and config.decay_order == "with_step":
         return config.chunk
@@ -88,7 +101,7 @@ def cell_size(config: MemoryConfig, *, channelwise: bool) -> int:
 def _dual(config: MemoryConfig, channelwise: bool) -> bool:
     """Whether states are read without being built."""
     # Per channel too, but there the coefficients of all pairs cost more than the states (measured).
-    linear = config.retention.linear and config.algorithm.kind in ("gd", "momentum")
+    linear = config.retention.linear and config.algorithm.kernel_form() is not None
     graph = shared_graph(config, decayed=config.decay_order == "before_gradient")
     return linear and graph is not None and not channelwise
 
@@ -103,26 +116,26 @@ def chunked(
     steps, which is taped again when its turn comes, and everything where tokens and carries of all steps are small.
     """
     length, channelwise = tokens.v.shape[1], tokens.retain.dim() == 3
-    size = min(cell_size(config, channelwise=channelwise), length)
-    grid: Grid | None = None
+    size = min(span_size(config, channelwise=channelwise), length)
+    layout: Layout | None = None
     moved = (carry.position + length) % config.chunk
     if aligned(config, tokens.write, tokens.reset, position):
-        pieces = pieces_of(position or 0, length, config.chunk, size)
+        spans = spans_of(position or 0, length, config.chunk, size)
     else:
         start = carry.position
-        grid = grid_of(tokens.write, tokens.reset, start, length, config.chunk, size)
-        tokens, moved = _laid(grid, tokens, run), grid.position
-        pieces = [Piece(size, True, True)] * grid.cells
-    step, columns = _columns(config, tokens, [piece.size for piece in pieces], run)
-    rows = [_borders(grid, at) + column for at, column in enumerate(columns)]
-    y, carry = _loop(config, step, rows, pieces, carry, initial, run)
-    if grid is not None:
-        y = one(run(grid.collect(), y, label="outputs"))
+        layout = layout_of(tokens.write, tokens.reset, start, length, config.chunk, size)
+        tokens, moved = _laid(layout, tokens, run), layout.position
+        spans = [Span(size, True, True)] * layout.spans
+    step, columns = _columns(config, tokens, [span.size for span in spans], run)
+    rows = [_borders(layout, at) + column for at, column in enumerate(columns)]
+    y, carry = _loop(config, step, rows, spans, carry, initial, run)
+    if layout is not None:
+        y = one(run(layout.collect(), y, label="outputs"))
     return y, carry._replace(position=moved)
 
 
 def _loop(
-    config: MemoryConfig, step: Step, rows: list[Tensors], pieces: list[Piece], carry: Carry, initial: Memory, run: Run
+    config: MemoryConfig, step: Step, rows: list[Tensors], spans: list[Span], carry: Carry, initial: Memory, run: Run
 ) -> tuple[Tensor, Carry]:
     width, each = len(carry.flat), len(rows[0])
 
@@ -136,18 +149,18 @@ def _loop(
             opens, closes, resets, *row = rest[at : at + each]
             if resets is not None:
                 own = select(resets, restart(config, start, own), own, run, label)
-            piece = pieces[index]
+            span = spans[index]
             if opens is not None:
-                piece = piece._replace(opens=opens, closes=closes)
-            y, own = step(config, own, tuple(row), piece, run, label)
+                span = span._replace(opens=opens, closes=closes)
+            y, own = step(config, own, tuple(row), span, run, label)
             outputs.append(y)
         return one(run(CONCAT, *outputs, label="outputs")), *own.flat
 
-    small = len(pieces) * _bytes(carry.flat) + sum(_bytes(row) for row in rows) <= KEPT
-    size = len(pieces) if small else math.isqrt(len(pieces) - 1) + 1
+    small = len(spans) * _bytes(carry.flat) + sum(_bytes(row) for row in rows) <= KEPT
+    size = len(spans) if small else math.isqrt(len(spans) - 1) + 1
     outputs: list[Tensor] = []
     flat = carry.flat
-    for first in range(0, len(pieces), size):
+    for first in range(0, len(spans), size):
         given = (tensor for row in rows[first : first + size] for tensor in row)
         block = checkpoint("segment", partial(loop, first=first), keep=small)
         y, *left = several(run(block, *flat, *initial, *given, label=f"segment {first // size}"))
@@ -160,19 +173,19 @@ def _bytes(tensors: Tensors) -> int:
     return sum(item.numel() * item.element_size() for item in tensors if item is not None)
 
 
-def _laid(grid: Grid, tokens: Tokens, run: Run) -> Tokens:
-    """The tokens in their cells."""
-    lay = grid.lay()
+def _laid(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
+    """The tokens in their spans."""
+    lay = layout.lay()
     phi_k, phi_q, v, lr, retain, momentum = (one(run(lay, tensor, label="cells")) for tensor in tokens[:6])
-    kept = one(run(SELECT, grid.write, retain, torch.ones_like(retain), label="cells"))
-    return Tokens(phi_k, phi_q, v, lr, kept, momentum, grid.write)
+    kept = one(run(SELECT, layout.write, retain, torch.ones_like(retain), label="cells"))
+    return Tokens(phi_k, phi_q, v, lr, kept, momentum, layout.write)
 
 
-def _borders(grid: Grid | None, at: int) -> Tensors:
-    if grid is None:
+def _borders(layout: Layout | None, at: int) -> Tensors:
+    if layout is None:
         return None, None, None
-    resets = None if grid.resets is None else grid.resets[:, at]
-    return grid.opens[:, at], grid.closes[:, at], resets
+    resets = None if layout.resets is None else layout.resets[:, at]
+    return layout.opens[:, at], layout.closes[:, at], resets
 
 
 def _columns(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> tuple[Step, list[Tensors]]:

@@ -18,7 +18,7 @@ from hecate.bias import KernelForm
 from hecate.engine.tokens import Tokens
 from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
-from hecate.tape import Tensors
+from hecate.tape import Tensors, one
 
 BYTES, ROWS = 64, 4  # of a vector, and rows that go together: widths are padded to these
 FORMS = {"target": None, "error": 1, "clip": 2, "power": 3, "sign": 4}  # as psi and slope know them
@@ -28,10 +28,10 @@ SHARE = 1 << 20  # tokens x cells that are worth a thread of their own
 
 
 @cache
-def load_kernels(name: str = "kernels") -> ModuleType | None:
+def load_kernels(name: str = "wide") -> ModuleType | None:
     """A module of kernels; None without numba."""
     try:
-        return importlib.import_module(f"hecate.engine.{name}")
+        return importlib.import_module(f"hecate.engine.cpu.{name}")
     except ImportError:
         return None
 
@@ -43,6 +43,8 @@ class Scan(NamedTuple):
     """
 
     config: MemoryConfig
+    form: KernelForm  # of the bias
+    step: StepForm  # of the retention
     memory: Tensor
     slot: Tensor | None
     initial: Tensor
@@ -51,25 +53,13 @@ class Scan(NamedTuple):
     @classmethod
     def of(cls, config: MemoryConfig, inputs: Tensors) -> Scan:
         """From memory, slots, initial memory and the fields of `Tokens`, flat."""
+        form, step = config.bias.kernel_form(), config.retention.kernel_form()
+        if form is None or step is None:
+            raise TypeError("the engine was chosen without its refusal being asked")
         states = 1 + len(config.algorithm.slots)
         slot = inputs[1] if states > 1 else None
-        return cls(config, inputs[0], slot, inputs[states], Tokens(*inputs[states + 1 :]))  # type: ignore[arg-type]
-
-    @property
-    def form(self) -> KernelForm:
-        """What the kernels know of the bias."""
-        form = self.config.bias.kernel_form()
-        if form is None:
-            raise TypeError(f"bias {self.config.bias.kind!r} has no kernel")
-        return form
-
-    @property
-    def step(self) -> StepForm:
-        """What the kernels know of the retention."""
-        step = self.config.retention.kernel_form()
-        if step is None:
-            raise TypeError(f"retention {self.config.retention.kind!r} has no kernel")
-        return step
+        tokens = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
+        return cls(config, form, step, one(inputs[:1]), slot, one(inputs[states : states + 1]), tokens)
 
     @property
     def vectors(self) -> int | None:
@@ -160,7 +150,7 @@ class Scan(NamedTuple):
     def launch(self, kernel: str, arguments: Sequence[Any], scratch: Sequence[int | None]) -> None:
         """Runs a kernel over all memories, each worker with scratch space of its own."""
         (count, height, width), length = self.sizes, self.tokens.v.shape[1]
-        run = getattr(load_kernels("narrow" if self.vectors else "kernels"), kernel)
+        run = getattr(load_kernels("registers" if self.vectors else "wide"), kernel)
         if self.vectors:
             arguments = [*arguments, (0,) * self.vectors]
         workers = min(torch.get_num_threads(), count, 1 + count * length * height * width // SHARE)
@@ -181,8 +171,8 @@ def scan(config: MemoryConfig, inputs: Tensors, *, keeps: bool) -> tuple[Tensors
     memory = call.padded(call.memory, rows=True, columns=True)
     slot = None if call.slot is None else call.padded(call.slot, rows=True, columns=True)
     y = new(*shape, height)
-    pieces = -(-shape[1] // call.segment)
-    kept = new(count, pieces, height, width) if keeps else new(0)
+    segments = -(-shape[1] // call.segment)
+    kept = new(count, segments, height, width) if keeps else new(0)
     record = (new(y.shape if keeps else 0), kept, None if slot is None else kept.clone())
     buffers = [None if item is None else flat(item) for item in (memory, slot, y, *record)]
     call.launch("forward", [*call.arguments(), *buffers, *call.choices()], [] if call.vectors else [2 * width])
@@ -214,14 +204,14 @@ def scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents:
     states = (call.segment + 2) * height * width
     scratch = [7 * width, 2 * height, states, states if slots else None]
     if call.vectors:
-        lanes = BYTES // call.memory.element_size()
-        states = call.segment * ROWS * call.vectors * lanes
+        per_vector = BYTES // call.memory.element_size()
+        states = call.segment * ROWS * call.vectors * per_vector
         scratch = [
             states,
             states if slots else None,
             None if call.step.threshold is None else states,
             ROWS * call.segment,
-            *[lanes * call.segment] * 2,
+            *[per_vector * call.segment] * 2,
         ]
     call.launch("backward", [*call.arguments(), *buffers, *call.choices()], scratch)
     own = [_cut(state, call.memory) for state in (memory, *slots)]

@@ -1,0 +1,370 @@
+"""Many tokens at one state, and one token at each of many states, as blocks of batched products.
+
+In a stack of linear layers the gradients of a chunk's tokens, all taken at one anchor, are rank one per layer,
+G_i = d_i h_i^T: h_i the layer's input, d_i the cotangent of its output. States between the tokens are read through
+their coefficients (`hecate.engine.coefficients`) and never built. The structure's own graph says which layers there are
+and what lies between them. [ENG-CHUNK-D2]
+
+Any other structure is asked as if every token had a memory of its own. So is one whose tokens each see the state
+decayed by a product of their own, `kept`, unless it is a matrix that decays in proportion, where that scales keys.
+[ENG-CHUNK-D5]
+
+Shapes: h, d `[N, C, width]`, weights W, M, S `[N, out, in]`, coefficients `[N, C]` or `[N, C, C]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.bias import Bias
+from hecate.engine.tokens import expand_to, linear_block
+from hecate.rule import MemoryConfig
+from hecate.rule.rule import one, several
+from hecate.structure import Layered, Memory
+from hecate.structure.graph import (
+    Cotangents,
+    Graph,
+    Linear,
+    Op,
+    evaluate,
+    factors,
+    factors_vjp,
+    source,
+    through,
+    trace,
+    traced,
+)
+from hecate.tape import Block, Run, Tensors
+from hecate.tape.ops import over, sum_to_gate
+
+Maybe = Tensor | None
+Seen = tuple[Tensor, Tensor, Tensor | None]  # keys, values and kept
+
+
+class Gradients(NamedTuple):
+    """The gradients of a chunk's tokens in factors, one pair for each layer."""
+
+    d: Memory
+    h: Memory
+
+
+class Reads(NamedTuple):
+    """The states that a chunk's tokens read: `a M + s S - weights d h^T`.
+
+    `weights[t, i]` is K[t, i] lr_i; `a` is None where it is 1, `s` where there is no momentum.
+    """
+
+    weights: Tensor
+    a: Tensor | None
+    s: Tensor | None
+
+
+class Leaves(NamedTuple):
+    """The states that leave a chunk: `a M + s S - (into d) h^T` and `e S - (slot d) h^T`."""
+
+    into: Tensor
+    a: Tensor | None
+    s: Tensor | None
+    slot: Tensor | None
+    e: Tensor | None
+
+
+def graph_of(config: MemoryConfig) -> Graph | None:
+    """The structure's layers, if it is made of such."""
+    structure = config.structure
+    if not isinstance(structure, Layered) or not structure.factored:
+        return None
+    return structure.graph()
+
+
+def shared_graph(config: MemoryConfig, *, decayed: bool) -> Graph | None:
+    """The structure's layers, if the tokens of a chunk can share one product of the anchor."""
+    proportional = config.structure.linear and config.retention.linear
+    return graph_of(config) if proportional or not decayed else None
+
+
+def predict(config: MemoryConfig, weights: Memory, p: Tensor, run: Run, label: str) -> Tensor:
+    """The answers of one memory to many keys or queries `[N, C, P]`."""
+    graph = graph_of(config)
+    if graph is not None:
+        return one(run(_predict(graph), p, *weights, label=label))
+    return _each(config, _repeated(weights, p.shape[1], run, label), p, run, label)
+
+
+def predict_states(config: MemoryConfig, states: list[Memory], p: Tensor, run: Run, label: str) -> Tensor:
+    """The answer of the t-th state to the t-th query."""
+    memory = tuple(one(run(_STACK, *column, label=label)) for column in zip(*states, strict=True))
+    weights = config.rule.weights(memory, run=run, label=label)
+    return _each(config, weights, p, run, label)
+
+
+def token_gradients(config: MemoryConfig, anchor: Memory, row: Seen, run: Run, label: str) -> Memory:
+    """The gradient of every token (p, v, kept): `[N, C, ...]` for each weight.
+
+    The anchor is the weights at which they are taken; with `kept`, what is carried, which the products decay.
+    """
+    p, v, kept = row
+    graph = shared_graph(config, decayed=kept is not None)
+    if graph is not None:
+        grads = factored(config, graph, anchor, row, run, label)
+        return tuple(one(run(_SPREAD, d, h, label=label)) for d, h in zip(*grads, strict=True))
+    size = p.shape[1]
+    weights = _repeated(anchor, size, run, label)
+    if kept is not None:
+        product = one(run(_fold(size), kept, label=label))
+        decayed = config.rule.decayed(weights, product, run=run, label=label)
+        weights = config.rule.weights(decayed, run=run, label=label)
+    keys, values = (one(run(_fold(size), item, label=label)) for item in (p, v))
+    block = config.structure.gradient_block(config.bias.block())
+    flat = several(run(block, keys, values, *weights, label=label))
+    return tuple(one(run(_unfold(size), grad, label=label)) for grad in flat)
+
+
+def factored(config: MemoryConfig, graph: Graph, anchor: Memory, row: Seen, run: Run, label: str) -> Gradients:
+    """The same in factors. `kept`, `[N, C]` or `[N, C, P]`, is a matrix's alone: the error of a key p_t at `kept_t W`
+    is that of `kept_t p_t` at W, and what it writes at is p_t."""
+    p, v, kept = row
+    seen = p if kept is None else one(run(_SCALE, p, kept, label=label))
+    found = several(run(_gradients(graph, config.bias), seen, v, *anchor, label=label))
+    grads = Gradients(found[: len(anchor)], found[len(anchor) :])
+    return grads if kept is None else grads._replace(h=(p,))
+
+
+def summed(
+    config: MemoryConfig, anchor: Memory, pending: Memory, row: Seen, lr: Tensor, run: Run, label: str
+) -> Memory:
+    """The lr-weighted gradients of `token_gradients`, added to those of the chunk so far."""
+    graph = shared_graph(config, decayed=row[2] is not None)
+    if graph is not None:
+        grads = factored(config, graph, anchor, row, run, label)
+        rows = zip(pending, *grads, strict=True)
+        return tuple(one(run(_SUM_OUTER, total, d, h, lr, label=label)) for total, d, h in rows)
+    each = token_gradients(config, anchor, row, run, label)
+    pairs = zip(pending, each, strict=True)
+    return tuple(one(run(_SUM, total, grad, lr, label=label)) for total, grad in pairs)
+
+
+def read(
+    graph: Graph, memory: Memory, slots: Memory, grads: Gradients, reads: Reads, q: Tensor, run: Run, label: str
+) -> Tensor:
+    """Each query through the layers of its own token's state."""
+    values = [q]
+    for node in graph.nodes:
+        if isinstance(node, Linear):
+            at = node.weight
+            slot = slots[at] if slots else None
+            h = source(values, node.source)
+            layer = (h, grads.h[at], grads.d[at], *reads, memory[at], slot)
+            values.append(one(run(_READ, *layer, label=label)))
+        else:
+            inputs = (values[at] for at in node.sources)
+            values.append(one(run(_apply(node.op), *inputs, label=label)))
+    return values[-1]
+
+
+def write(
+    memory: Memory, slots: Memory, grads: Gradients, leaves: Leaves, run: Run, label: str
+) -> tuple[Memory, Memory]:
+    """Weights and slots after the chunk's last token."""
+    new: list[Tensor] = []
+    carried: list[Tensor] = []
+    for index, weight in enumerate(memory):
+        slot = slots[index] if slots else None
+        written, *rest = several(run(_WRITE, weight, slot, grads.d[index], grads.h[index], *leaves, label=label))
+        new.append(written)
+        carried += rest
+    return tuple(new), tuple(carried)
+
+
+def _each(config: MemoryConfig, weights: Memory, p: Tensor, run: Run, label: str) -> Tensor:
+    queries = one(run(_fold(p.shape[1]), p, label=label))
+    flat = one(run(config.structure.predict_block(), queries, *weights, label=label))
+    return one(run(_unfold(p.shape[1]), flat, label=label))
+
+
+def _repeated(weights: Memory, size: int, run: Run, label: str) -> Memory:
+    def wide(weight: Tensor) -> Tensor:
+        return weight.unsqueeze(1).expand(weight.shape[0], size, *weight.shape[1:]).flatten(0, 1)
+
+    block = linear_block("chunk.repeat", wide, lambda g: g.unflatten(0, (-1, size)).sum(1))
+    return tuple(one(run(block, weight, label=label)) for weight in weights)
+
+
+def _predict(graph: Graph) -> Block:
+    """(p, *weights) -> predictions."""
+
+    def forward(p: Tensor, *weights: Tensor) -> tuple[Tensors, Any]:
+        values = evaluate(graph, weights, p)
+        return (values[-1],), (weights, values)
+
+    def vjp(residuals: Any, g: Tensor) -> Tensors:
+        weights, past = residuals[0], traced(graph, residuals[1])
+        flowing = Cotangents(len(past.values))
+        flowing.add(len(graph.nodes), g)
+        gweights, gp = through(graph, weights, past, flowing)
+        return gp, *gweights
+
+    return Block("chunk.predict", forward, vjp)
+
+
+def _gradients(graph: Graph, bias: Bias) -> Block:
+    """(p, v, *weights) -> d and h of every weight."""
+    loss = bias.block()
+
+    def forward(p: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensors, Any]:
+        past = trace(graph, weights, p)
+        (u,), kept = loss.apply((past.values[-1], v))
+        d, h, flowed = factors(graph, weights, past, one((u,)))
+        return (*d, *h), (weights, past, flowed, kept)
+
+    def vjp(residuals: Any, *cotangents: Tensor) -> Tensors:
+        weights, past, flowed, kept = residuals
+        gd, gh = cotangents[: len(weights)], cotangents[len(weights) :]
+        above, gu, values = factors_vjp(graph, weights, past, flowed, gd, gh)
+        gpred, gv = loss.pullback(kept, [one((gu,))])
+        values.add(len(graph.nodes), gpred)
+        gweights, gp = through(graph, weights, past, values, above)
+        return gp, gv, *gweights
+
+    return Block("chunk.gradients", forward, vjp if loss.hand_written else None)
+
+
+def _apply(op: Op) -> Block:
+    def forward(*inputs: Tensor) -> tuple[Tensors, Memory]:
+        return (op.forward(*inputs),), inputs
+
+    def vjp(inputs: Memory, g: Tensor) -> Tensors:
+        return op.vjp(op.slopes(*inputs), g)
+
+    return Block(f"chunk.{op.name}", forward, vjp)
+
+
+def _spread(d: Tensor, h: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
+    return (d.unsqueeze(-1) * h.unsqueeze(-2),), (d, h)
+
+
+def _spread_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
+    d, h = inputs
+    return (g @ h.unsqueeze(-1)).squeeze(-1), (d.unsqueeze(-2) @ g).squeeze(-2)
+
+
+def _read(
+    q: Tensor, h: Tensor, d: Tensor, weights: Tensor, a: Maybe, s: Maybe, memory: Tensor, slot: Maybe
+) -> tuple[Tensors, Any]:
+    scores = torch.bmm(q, h.mT)
+    attend = scores * weights
+    base = _times(a, torch.bmm(q, memory.mT))
+    if s is not None and slot is not None:
+        base = torch.addcmul(base, s.unsqueeze(-1), torch.bmm(q, slot.mT))
+    z = torch.baddbmm(base, attend, d, alpha=-1)
+    return (z,), (q, h, d, weights, a, s, memory, slot, scores, attend)
+
+
+def _read_vjp(residuals: Any, g: Tensor) -> Tensors:
+    q, h, d, weights, a, s, memory, slot, scores, attend = residuals
+    gattend = -torch.bmm(g, d.mT)
+    gscores = gattend * weights
+    # z = a (q M^T) + ...: the cotangents of q and of a share g M.
+    back = torch.bmm(g, memory)
+    gq = torch.baddbmm(_times(a, back), gscores, h)
+    ga = None if a is None else (back * q).sum(-1)
+    gmemory = torch.bmm(_times(a, g).mT, q)
+    gs = gslot = None
+    if slot is not None:
+        back = torch.bmm(g, slot)
+        gs, gq = (back * q).sum(-1), torch.addcmul(gq, s.unsqueeze(-1), back)
+        gslot = torch.bmm(_times(s, g).mT, q)
+    return (gq, torch.bmm(gscores.mT, q), -torch.bmm(attend.mT, g), gattend * scores, ga, gs, gmemory, gslot)
+
+
+def _write(
+    memory: Tensor, slot: Maybe, d: Tensor, h: Tensor, into: Tensor, a: Maybe, s: Maybe, slot_into: Maybe, e: Maybe
+) -> tuple[Tensors, Any]:
+    inputs = (memory, slot, d, h, into, a, s, slot_into, e)
+    kept = memory if a is None else over(a, memory) * memory
+    if slot is None or s is None or slot_into is None or e is None:
+        return (torch.baddbmm(kept, _times(into, d).mT, h, alpha=-1),), inputs
+    kept = torch.addcmul(kept, over(s, slot), slot)
+    new = torch.baddbmm(kept, _times(into, d).mT, h, alpha=-1)
+    carried = torch.baddbmm(over(e, slot) * slot, _times(slot_into, d).mT, h, alpha=-1)
+    return (new, carried), inputs
+
+
+def _write_vjp(inputs: Any, g: Tensor, gcarried: Tensor | None = None) -> Tensors:
+    memory, slot, d, h, into, a, s, slot_into, e = inputs
+    gd, ginto, gh = (-item for item in _sum_pulled(d, h, into, g))
+    gmemory, ga = (g, None) if a is None else (over(a, g) * g, sum_to_gate(g * memory, a))
+    if gcarried is None:
+        return gmemory, None, gd, gh, ginto, ga, None, None, None
+    more_d, gslot_into, more_h = _sum_pulled(d, h, slot_into, gcarried)
+    gslot = torch.addcmul(over(s, g) * g, over(e, g), gcarried)
+    gs, ge = sum_to_gate(g * slot, s), sum_to_gate(gcarried * slot, e)
+    return gmemory, gslot, gd - more_d, gh - more_h, ginto, ga, gs, -gslot_into, ge
+
+
+def _scale(p: Tensor, kept: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
+    return (_times(kept, p),), (p, kept)
+
+
+def _scale_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
+    p, kept = inputs
+    gkept = g * p
+    return _times(kept, g), gkept if kept.dim() == 3 else gkept.sum(-1)
+
+
+def _fold(size: int) -> Block:
+    return linear_block("chunk.fold", lambda x: x.flatten(0, 1), lambda g: g.unflatten(0, (-1, size)))
+
+
+def _unfold(size: int) -> Block:
+    return linear_block("chunk.unfold", lambda x: x.unflatten(0, (-1, size)), lambda g: g.flatten(0, 1))
+
+
+def _stack(*states: Tensor) -> tuple[Tensors, int]:
+    return (torch.stack(states, 1).flatten(0, 1),), len(states)
+
+
+def _stack_vjp(size: int, g: Tensor) -> tuple[Tensor, ...]:
+    return g.unflatten(0, (-1, size)).unbind(1)
+
+
+def _sum(total: Tensor, grads: Tensor, lr: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
+    return (total + (expand_to(lr, grads) * grads).sum(1),), (grads, lr)
+
+
+def _sum_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    grads, lr = inputs
+    spread = g.unsqueeze(1)
+    return g, expand_to(lr, grads) * spread, (grads * spread).flatten(2).sum(-1)
+
+
+def _times(weight: Tensor | None, rows: Tensor) -> Tensor:
+    """`[N, C]` or `[N, C, width]` times `[N, C, width]`; None is 1."""
+    return rows if weight is None else (weight if weight.dim() == 3 else weight.unsqueeze(-1)) * rows
+
+
+def _sum_outer(total: Tensor, d: Tensor, h: Tensor, lr: Tensor) -> tuple[Tensors, Tensors]:
+    return (torch.baddbmm(total, _times(lr, d).mT, h),), (d, h, lr)
+
+
+def _sum_outer_vjp(inputs: tuple[Tensor, Tensor, Tensor], g: Tensor) -> Tensors:
+    gd, glr, gh = _sum_pulled(*inputs, g)
+    return g, gd, gh, glr
+
+
+def _sum_pulled(d: Tensor, h: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """Cotangents of (d, weight, h) from that of sum_i weight_i d_i h_i^T."""
+    pulled = torch.bmm(h, g.mT)
+    return _times(weight, pulled), (d * pulled).sum(-1), torch.bmm(_times(weight, d), g)
+
+
+_SCALE = Block("chunk.decayed", _scale, _scale_vjp)
+_STACK = Block("chunk.states", _stack, _stack_vjp)
+_SUM = Block("chunk.sum", _sum, _sum_vjp)
+_READ = Block("chunk.read", _read, _read_vjp)
+_WRITE = Block("chunk.write", _write, _write_vjp)
+_SUM_OUTER = Block("chunk.sum", _sum_outer, _sum_outer_vjp)
+_SPREAD = Block("chunk.spread", _spread, _spread_vjp)

@@ -1,0 +1,213 @@
+"""The spans of tokens that the chunk engine takes in one step, where each memory's tokens lie, and what a step needs.
+
+A span is at most S tokens of one chunk. A masked token does not move its memory's place in the chunk, and a reset
+starts a chunk anew, so with masks every memory lays its own tokens into spans: one begins where a chunk opens, where a
+reset is, and after S tokens. Spans are filled from the right, so the token that closes a chunk is the last of its span;
+what stays empty writes nothing, and nobody reads it. [ENG-CHUNK-D4]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.engine.coefficients import coefficients, running_products
+from hecate.engine.tokens import UNBIND, Tokens, cut, expand_to, linear_block
+from hecate.rule import MemoryConfig
+from hecate.rule.rule import several
+from hecate.tape import Block, Run, Tensors, can_inspect
+
+
+class Span(NamedTuple):
+    """Tokens of one chunk, taken in one step.
+
+    Whether they hold the token that opens and the one that closes the chunk: known for all memories, or told by a mask
+    `[N]`.
+    """
+
+    size: int
+    opens: bool | Tensor
+    closes: bool | Tensor
+
+
+def spans_of(position: int, length: int, chunk: int, size: int) -> list[Span]:
+    """The spans of at most `size` tokens where all memories stand at `position`."""
+    spans: list[Span] = []
+    at = 0
+    while at < length:
+        place = (position + at) % chunk
+        end = min(at + size, at + chunk - place, length)
+        spans.append(Span(end - at, place == 0, (position + end) % chunk == 0))
+        at = end
+    return spans
+
+
+def coefficient_rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> list[Tensors]:
+    """`Reads` and `Leaves` of every step."""
+    return _of_steps(lambda size: _coefficients(config, size), tokens[3:7], sizes, run)
+
+
+def kept_rows(config: MemoryConfig, retain: Tensor, sizes: list[int], run: Run) -> list[Tensors]:
+    """The product of retain from the first token of every step to each of its own, `[N, C]` or
+    `[N, C, P]`: what is left of a state whose decay the gradients see; None where they do not."""
+    if config.decay_order == "with_step":
+        return [(None,)] * len(sizes)
+    return _of_steps(_products, (retain,), sizes, run)
+
+
+def _of_steps(block_of: Callable[[int], Block], tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:
+    """What a block makes of the gates of every step; steps of equal size share one call."""
+    groups = [list(equal) for _, equal in groupby(sizes)]
+    parts = cut(tensors, [sum(group) for group in groups], run)
+    rows: list[Tensors] = []
+    for group, part in zip(groups, parts, strict=True):
+        outputs = run(block_of(group[0]), *part, label="coefficients")
+        each = [
+            [None] * len(group) if out is None else several(run(UNBIND, out, label="coefficients")) for out in outputs
+        ]
+        rows += zip(*each, strict=True)
+    return rows
+
+
+def _products(size: int) -> Block:
+    """Gates `[N, c C]` or `[N, c C, P]` -> their running products, with the steps on axis 1."""
+
+    def forward(gates: Tensor) -> tuple[Tensors, None]:
+        gates = gates.unflatten(1, (-1, size))
+        if gates.dim() == 3:
+            return (running_products(gates),), None
+        return (running_products(gates.mT).mT,), None
+
+    return Block("chunk.kept", forward)
+
+
+def _coefficients(config: MemoryConfig, size: int) -> Block:
+    """Gates and the write mask `[N, c C]` -> `Reads` and `Leaves`, with the steps on axis 1."""
+
+    def forward(*given: Tensor | None) -> tuple[Tensors, None]:
+        lr, retain, momentum, write = (None if item is None else item.unflatten(1, (-1, size)) for item in given)
+        lr, retain, momentum = several((lr, retain, momentum))
+        after, before, slot = coefficients(config, retain, momentum, write)
+        seen = after if config.read == "after" else before
+        decays = config.retention.uses_retain
+        a, end = (seen.bases[0], after.bases[0][..., -1]) if decays else (None, None)
+        weights, into = seen.writes * lr.unsqueeze(-2), after.last * lr
+        if slot is None:
+            return (weights, a, None, into, end, None, None, None), None
+        slots = (after.bases[1][..., -1], slot.last * lr, slot.bases[0][..., -1])
+        return (weights, a, seen.bases[1], into, end, *slots), None
+
+    return Block("chunk.coefficients", forward)
+
+
+class Layout(NamedTuple):
+    """The spans of N memories, K each, and the maps between tokens and places.
+
+    `places` `[N, T]` names the place of a token in `[N, K S]`, `tokens` the token at a place, T for none. Masks are
+    `[N, K]`: whether a span holds the token that opens or that closes a chunk, and whether the memory restarts before
+    it. `write` is `[N, K S]`; `position` that after the last token.
+    """
+
+    spans: int
+    places: Tensor
+    tokens: Tensor
+    write: Tensor
+    opens: Tensor
+    closes: Tensor
+    resets: Tensor | None
+    position: Tensor
+
+    def lay(self) -> Block:
+        """`[N, T, ...]` -> `[N, K S, ...]`, empty places 0."""
+        return linear_block("chunk.lay", lambda x: _take(_padded(x), self.tokens), lambda g: _take(g, self.places))
+
+    def collect(self) -> Block:
+        """`[N, K S, ...]` -> `[N, T, ...]`."""
+        return linear_block("chunk.collect", lambda x: _take(x, self.places), lambda g: _take(_padded(g), self.tokens))
+
+
+def layout_of(
+    write: Tensor | None, reset: Tensor | None, position: Tensor, length: int, chunk: int, size: int
+) -> Layout:
+    """The spans of a sequence from its masks `[N, T]` and the positions `[N]` at its start."""
+    shape = (position.shape[0], length)
+    written = _written(write, position, length)
+    place, carried, span, offset = _spans(written, reset, position, chunk, size)
+    spans = _count(span, reset, length, chunk, size)
+    ones = torch.ones_like(span)
+    filled = torch.zeros(shape[0], spans, dtype=span.dtype, device=span.device)
+    filled = filled.scatter_add(1, span, ones)
+    # From the right: the last token of a span stands at its end.
+    places = span * size + (size - filled.gather(1, span)) + offset
+    empty = torch.full((shape[0], spans * size), length, dtype=span.dtype, device=span.device)
+    steps = torch.arange(length, device=span.device).expand(shape)
+    tokens = empty.scatter(1, places, steps)
+
+    def laid(mask: Tensor) -> Tensor:
+        return _take(_padded(mask), tokens)
+
+    def within(mask: Tensor) -> Tensor:
+        return laid(mask).unflatten(1, (spans, size)).any(-1)
+
+    return Layout(
+        spans,
+        places,
+        tokens,
+        laid(written),
+        within(written & (place == 0) & ~carried),
+        within(written & (place == chunk - 1)),
+        None if reset is None else within(reset),
+        (place[:, -1] + written[:, -1]) % chunk,
+    )
+
+
+def steps_of(write: Tensor | None, reset: Tensor | None, position: Tensor, length: int, chunk: int, size: int) -> int:
+    """How many spans the longest memory has: the steps that the chunk engine takes."""
+    written = _written(write, position, length)
+    span = _spans(written, reset, position, chunk, size)[2]
+    return _count(span, reset, length, chunk, size)
+
+
+def _written(write: Tensor | None, position: Tensor, length: int) -> Tensor:
+    return position.new_ones(position.shape[0], length, dtype=torch.bool) if write is None else write
+
+
+def _spans(
+    written: Tensor, reset: Tensor | None, position: Tensor, chunk: int, size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Per token: its place in the chunk, whether only the carried state lies before it, its span, and its place in the
+    span."""
+    count = written.long().cumsum(1) - written.long()
+    base = (-position).unsqueeze(1).expand_as(count)
+    if reset is not None:
+        base = torch.where(reset, count, base).cummax(1).values
+    writes = count - base
+    number = writes.div(chunk, rounding_mode="floor")
+    first = torch.ones_like(written[:, :1])
+    new = torch.cat([first, number[:, 1:] != number[:, :-1]], 1)
+    if reset is not None:
+        new = new | reset
+    steps = torch.arange(written.shape[1], device=written.device).expand_as(count)
+    offset = (steps - torch.where(new, steps, 0).cummax(1).values) % size
+    span = (new | (offset == 0)).long().cumsum(1) - 1
+    return writes % chunk, (base < 0) & (count == 0), span, offset
+
+
+def _count(span: Tensor, reset: Tensor | None, length: int, chunk: int, size: int) -> int:
+    """The number of spans; what it can be at most where values may not be seen."""
+    if can_inspect(span):
+        return int(span[:, -1].max()) + 1 if span.numel() else 1
+    return length if reset is not None else min(length, length // chunk + 2 + length // size)
+
+
+def _padded(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.zeros_like(x[:, :1])], 1)
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """`x[n, index[n, i]]`."""
+    return x.gather(1, expand_to(index, x).expand(*index.shape, *x.shape[2:]))

@@ -1,0 +1,396 @@
+"""What the kernels are made of: vectors with explicit SIMD, as numba has none, and the formulas of the biases.
+
+`Vector` is one of 64 bytes of one float type, or some of them side by side: a whole row of a state. LLVM splits what is
+wider than its registers. Rows of a state go in fours, so that what they share is loaded once: `mul`, `add`, `mad`,
+`shrunk`, `alive` and `along` take vectors, four vectors, and numbers, which count in every place.
+
+The compiler contracts a product and a sum into one rounding and reorders nothing else, so NaN and infinities stay what
+they are. Arrays are flat and C-contiguous; nothing checks bounds. [ENG-NUM-D1]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, models, register_model
+
+BYTES = 64
+ROWS = 4
+ONE = (0,)  # the width of a single vector
+
+# numba's cache on disk watches the file of a function alone, hence a name after all of them.
+_DIGEST = hashlib.sha256(
+    b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("vectors", "wide", "registers"))
+).hexdigest()[:12]
+
+helper = njit(error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
+inline = njit(error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True, forceinline=True)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compiled when first called; kept on disk where there is a place for it."""
+    function.__qualname__ = f"{function.__name__}_{_DIGEST}"
+    options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder to write to
+        return njit(**options)(function)
+
+
+class Vector(types.Type):
+    """Vectors of 64 bytes of one float type, side by side."""
+
+    def __init__(self, scalar: Any, vectors: int = 1) -> None:
+        self.scalar = scalar
+        self.vectors = vectors
+        super().__init__(name=f"Vector({scalar}, {vectors})")
+
+    @property
+    def count(self) -> int:
+        """Numbers in it."""
+        return self.vectors * BYTES * 8 // int(self.scalar.bitwidth)
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, vector: Vector) -> None:
+        element = manager.lookup(vector.scalar).get_value_type()
+        super().__init__(manager, vector, ir.VectorType(element, vector.count))
+
+
+@intrinsic
+def per_vector(_: Any, array: Any) -> Any:
+    """Numbers in a vector of this array's type."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_constant(types.intp, Vector(array.dtype).count)
+
+    return types.intp(array), code
+
+
+def _pointer(context: Any, builder: Any, array: Any, vector: Vector, value: Any, at: Any) -> Any:
+    data = context.make_array(array)(context, builder, value).data
+    return builder.bitcast(builder.gep(data, [at]), context.get_value_type(vector).as_pointer())
+
+
+@intrinsic
+def load(_: Any, array: Any, at: Any, width: Any) -> Any:
+    """As many vectors from an array as the tuple `width` is long, or as the vector `width` has."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, array, signature.return_type, *args[:2])
+        return builder.load(pointer, align=array.dtype.bitwidth // 8)
+
+    vector = width if isinstance(width, Vector) else Vector(array.dtype, len(width))
+    return vector(array, types.intp, width), code
+
+
+@intrinsic
+def load_rows(_: Any, array: Any, at: Any, P: Any, width: Any) -> Any:
+    """The same place of four rows, each of P numbers; None of None."""
+    if isinstance(array, types.NoneType):
+        return types.none(array, at, P, width), lambda context, *_: context.get_dummy_value()
+    vector = Vector(array.dtype, len(width))
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value, place, step, _ = args
+        rows = []
+        for _ in range(ROWS):
+            pointer = _pointer(context, builder, array, vector, value, place)
+            rows.append(builder.load(pointer, align=array.dtype.bitwidth // 8))
+            place = builder.add(place, step)
+        return context.make_tuple(builder, signature.return_type, rows)
+
+    return types.UniTuple(vector, ROWS)(array, types.intp, types.intp, width), code
+
+
+@intrinsic
+def store(_: Any, array: Any, at: Any, value: Any) -> Any:
+    """A vector into an array."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, array, value, *args[:2])
+        builder.store(args[2], pointer, align=array.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, value), code
+
+
+def _spread(builder: Any, vector: Any, number: Any) -> Any:
+    start = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(start, number, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, start, ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None))
+
+
+@intrinsic
+def filled(_: Any, like: Any, value: Any) -> Any:
+    """A number in every place of one vector of an array's type, or of a vector like this one."""
+    vector = like if isinstance(like, Vector) else Vector(like.dtype)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _spread(builder, context.get_value_type(vector), args[1])
+
+    return vector(like, vector.scalar), code
+
+
+@intrinsic
+def number(_: Any, like: Any, value: Any) -> Any:
+    """A number in the type of another: a literal would widen float32."""
+    return like(like, like), lambda context, builder, signature, args: args[1]
+
+
+def _each(operation: Callable[..., Any], *given: Any, result: Any = None) -> Any:
+    """An operation of vectors of these types; of fours of them row by row, of numbers in every place."""
+    kinds = [item.dtype if isinstance(item, types.UniTuple) else item for item in given]
+    fours = [isinstance(item, types.UniTuple) for item in given]
+    vector = next(kind for kind in kinds if isinstance(kind, Vector))
+    own = result(vector) if result else vector
+    whole = types.UniTuple(own, ROWS) if any(fours) else own
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def row(index: int) -> Any:
+            inputs = []
+            for value, kind, four in zip(args, kinds, fours, strict=True):
+                value = builder.extract_value(value, index) if four else value
+                if not isinstance(kind, Vector):
+                    wide = context.get_value_type(vector)
+                    value = _spread(builder, wide, context.cast(builder, value, kind, vector.scalar))
+                inputs.append(value)
+            return operation(builder, *inputs)
+
+        rows = [row(index) for index in range(ROWS if any(fours) else 1)]
+        return context.make_tuple(builder, whole, rows) if any(fours) else rows[0]
+
+    return whole(*given), code
+
+
+def _product(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fmul(a, b, flags=("contract",))
+
+
+def _sum(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fadd(a, b, flags=("contract",))
+
+
+@intrinsic
+def mul(_: Any, a: Any, b: Any) -> Any:
+    """a b."""
+    return _each(_product, a, b)
+
+
+@intrinsic
+def add(_: Any, a: Any, b: Any) -> Any:
+    """a + b."""
+    return _each(_sum, a, b)
+
+
+@intrinsic
+def mad(_: Any, a: Any, b: Any, c: Any) -> Any:
+    """a b + c."""
+    return _each(lambda builder, a, b, c: _sum(builder, _product(builder, a, b), c), a, b, c)
+
+
+@intrinsic
+def total(_: Any, w: Any, a: Any) -> Any:
+    """The sum of four products, number by number: (w_1 a_1 + w_0 a_0) + (w_3 a_3 + w_2 a_2)."""
+    fours, multiply = _each(_product, w, a)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        products = multiply(context, builder, fours, args)
+        p, q, r, s = (builder.extract_value(products, index) for index in range(ROWS))
+        return _sum(builder, _sum(builder, q, p), _sum(builder, s, r))
+
+    return fours.return_type.dtype(w, a), code
+
+
+@intrinsic
+def shrunk(_: Any, a: Any, threshold: Any) -> Any:
+    """a, every number of it moved towards 0 by a threshold, and to 0 from within it."""
+
+    def operation(builder: Any, a: Any, high: Any) -> Any:
+        low = builder.fsub(ir.Constant(high.type, None), high)
+        within = builder.select(builder.fcmp_ordered("<", a, low), low, a)
+        within = builder.select(builder.fcmp_ordered(">", a, high), high, within)
+        return builder.fsub(a, within)
+
+    return _each(operation, a, threshold)
+
+
+@intrinsic
+def alive(_: Any, g: Any, a: Any) -> Any:
+    """g where a is not 0, else 0."""
+
+    def operation(builder: Any, g: Any, a: Any) -> Any:
+        zero = ir.Constant(g.type, None)
+        return builder.select(builder.fcmp_ordered("!=", a, zero), g, zero)
+
+    return _each(operation, g, a)
+
+
+@intrinsic
+def along(_: Any, a: Any, b: Any) -> Any:
+    """a b, the vectors of a row summed up to one."""
+
+    def operation(builder: Any, a: Any, b: Any) -> Any:
+        total = None
+        for start in range(0, a.type.count, a.type.count // vectors):
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), size), [*range(start, start + size)])
+            product = _product(builder, *(builder.shuffle_vector(item, item, mask) for item in (a, b)))
+            total = product if total is None else _sum(builder, product, total)
+        return total
+
+    row = b if isinstance(b, Vector) else b.dtype
+    vectors, size = row.vectors, row.count // row.vectors
+    return _each(operation, a, b, result=lambda vector: Vector(vector.scalar))
+
+
+@intrinsic
+def sums(_: Any, rows: Any) -> Any:
+    """The sums over four vectors, folded together: half the vector, then a quarter, and so on."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def fold(x: Any, y: Any, groups: int) -> Any:
+            both = range(2 * x.type.count if y is not x else x.type.count)
+            size = len(both) // groups
+            halves = []
+            for half in range(2):
+                picked = [i for i in both if (i % size) // (size // 2) == half]
+                mask = ir.Constant(ir.VectorType(ir.IntType(32), len(picked)), picked)
+                halves.append(builder.shuffle_vector(x, y, mask))
+            return _sum(builder, *halves)
+
+        a, b, c, d = (builder.extract_value(args[0], index) for index in range(ROWS))
+        vector = fold(fold(a, b, 2), fold(c, d, 2), 4)
+        while vector.type.count > 4:
+            vector = fold(vector, vector, 4)
+        picked = [builder.extract_element(vector, ir.Constant(ir.IntType(32), i)) for i in range(ROWS)]
+        return context.make_tuple(builder, signature.return_type, picked)
+
+    return types.UniTuple(rows.dtype.scalar, ROWS)(rows), code
+
+
+@inline
+def store_rows(A, o, P, rows):
+    """The same place of four rows."""
+    a, b, c, d = rows
+    store(A, o, a)
+    store(A, o + P, b)
+    store(A, o + 2 * P, c)
+    store(A, o + 3 * P, d)
+
+
+@inline
+def zeros(like):
+    """Four vectors of zeros."""
+    zero = filled(like, 0.0)
+    return zero, zero, zero, zero
+
+
+@inline
+def get(x, at):
+    """Four numbers."""
+    return x[at], x[at + 1], x[at + 2], x[at + 3]
+
+
+@inline
+def put(x, at, u):
+    """Four numbers into an array."""
+    x[at], x[at + 1], x[at + 2], x[at + 3] = u
+
+
+@inline
+def times(w, u):
+    """Four numbers times one."""
+    u0, u1, u2, u3 = u
+    return w * u0, w * u1, w * u2, w * u3
+
+
+@inline
+def scores(u, d):
+    """The sum of four products of numbers."""
+    return u[0] * d[0] + u[1] * d[1] + u[2] * d[2] + u[3] * d[3]
+
+
+@inline
+def first_token(n, heads, T):
+    """Where the tokens of a memory begin in `[B, T, heads]`: they are `heads` apart."""
+    return n // heads * heads * T + n % heads
+
+
+@helper
+def _power(a, size):
+    """size^a of a positive number."""
+    if a == 0.5:
+        return math.sqrt(size)
+    return size if a == 1 else size**a
+
+
+@helper
+def psi(form, a, b, pred, target):
+    """u = d loss / d pred of one coordinate; a and b are the form's parameters."""
+    if form is None:
+        return -target
+    e = pred - target
+    if form == 1:
+        return e
+    if form == 2:
+        return a if e > a else (-a if e < -a else e)
+    if form == 4:
+        return e / math.sqrt(e * e + b * b)
+    if e == 0:
+        return e
+    if a >= 2:
+        return _power(a - number(a, 2), abs(e)) * e
+    r = math.sqrt(e * e + b * b)
+    return _power(a - number(a, 1), e * e / (r + b)) / r * e
+
+
+@helper
+def slope(form, a, b, pred, target, u):
+    """d u / d pred of one coordinate; what u is spares a second power."""
+    one, zero = number(a, 1), number(a, 0)
+    if form is None:
+        return zero
+    e = pred - target
+    if form == 1:
+        return one
+    if form == 2:
+        return one if abs(e) <= a else zero
+    r = math.sqrt(e * e + b * b)
+    if form == 4:
+        return b / r * (b / r) / r
+    if e == 0:
+        return one if a == 2 else zero
+    if a >= 2:
+        return (a - one) * (u / e)
+    s = e * e / (r + b)
+    return u / e * ((a - one) * e * e / (s * r) + b * b / (r * r)) if s > 0 else zero
+
+
+@inline
+def _pulled(form, gu, s):
+    """Cotangents of pred and target from that of u: a slope of 0 lets nothing pass."""
+    ge = gu * s if s != 0 else s
+    return ge, (-gu if form is None else -ge)
+
+
+@inline
+def learned(form, a, b, preds, v):
+    """u of four coordinates."""
+    (p0, p1, p2, p3), (v0, v1, v2, v3) = preds, v
+    return psi(form, a, b, p0, v0), psi(form, a, b, p1, v1), psi(form, a, b, p2, v2), psi(form, a, b, p3, v3)
+
+
+@inline
+def pulled(form, l, d, slopes):
+    """Cotangents of four predictions, and of v, from those of the steps."""
+    (d0, d1, d2, d3), (s0, s1, s2, s3) = d, slopes
+    (e0, t0), (e1, t1) = _pulled(form, -l * d0, s0), _pulled(form, -l * d1, s1)
+    (e2, t2), (e3, t3) = _pulled(form, -l * d2, s2), _pulled(form, -l * d3, s3)
+    return (e0, e1, e2, e3), (t0, t1, t2, t3)

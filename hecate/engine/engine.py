@@ -1,0 +1,214 @@
+"""What an engine is: a way to run calls that gives the token loop's numbers; and the choice of one. [ENG-ENGINE-D1]
+
+    class Mine(Engine):
+        name = "mine"
+
+        def refuses(self, config):  # why it is not exact for a config, whatever it is called with
+            return None if config.structure.linear else "it is for linear memories"
+
+        def cost(self, call):
+            return 10.0 * call.length
+
+        def run(self, call, run=execute):
+            ...
+            return y, *states
+
+Subclassing registers it, from anywhere: `engine="mine"` asks for it, `engine="auto"` takes it where it is the cheapest.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from hecate.engine.call import Call, Spec
+from hecate.engine.features import to_tokens
+from hecate.engine.normalizer import normalized
+from hecate.engine.tokens import Carry, Tokens, cast
+from hecate.errors import ConfigError, did_you_mean
+from hecate.rule import MemoryConfig
+from hecate.structure import Memory
+from hecate.tape import Autodiff, Block, ByHand, Run, Tensors, execute, is_traced, one
+
+EngineName = str
+
+
+class Engine(ABC):
+    """A way to run calls. A subclass with a `name` is registered under it.
+
+    It gives `cost` and `run`, and `refuses` and `unfit` where there is a reason to. `run` is made of blocks, which a
+    tape can record and torch can differentiate; one with a backward pass of its own gives `forward` and `backward` too.
+    """
+
+    name: ClassVar[str]
+    truth: ClassVar[bool] = False  # whether the others are compared with it
+    registry: ClassVar[dict[str, Engine]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "name" in vars(cls):
+            if cls.name == "auto" or cls.name in Engine.registry:
+                raise ConfigError(f"there is an engine {cls.name!r} already; give {cls.__name__} another name")
+            Engine.registry[cls.name] = cls()
+
+    def refuses(self, config: MemoryConfig) -> str | None:
+        """Why it is not exact for a config; None if it is."""
+        return None
+
+    def unfit(self, call: Call) -> str | None:
+        """Why it cannot run a call although it is exact for its config: device, dtypes, masks, tracing, sizes."""
+        return None
+
+    @abstractmethod
+    def cost(self, call: Call) -> float:
+        """Microseconds, roughly: `auto` takes the least. `math.inf` leaves the call to others."""
+
+    def about(self, call: Call) -> str:
+        """Why it costs what it costs, for the log."""
+        return ""
+
+    def autodiff(self, config: MemoryConfig) -> Autodiff:
+        """What `autodiff="auto"` is: autograd, which keeps what blocks make, for linear memories, else the tape."""
+        return "torch" if config.structure.linear else "auto"
+
+    @abstractmethod
+    def run(self, call: Call, run: Run = execute) -> Tensors:
+        """Outputs `[B, T, H, V]` and the new states' tensors in the order of `Call.flat`, in blocks that `run`
+        executes."""
+
+    def forward(self, call: Call, keeps: bool) -> tuple[Tensors, Any]:
+        """What `run` returns, and if it `keeps` one, the record for `backward`."""
+        raise NotImplementedError
+
+    def backward(self, call: Call, record: Any, cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Cotangents of `call.flat`."""
+        raise NotImplementedError
+
+    def program(self, spec: Spec, run: Run, *flat: Tensor | None) -> Tensors:
+        """A call as a function of its tensors: y in v's dtype, and states that are no inputs."""
+        if type(self).backward is Engine.backward:
+            y, *states = self.run(Call(spec, flat), run)
+        else:
+            hand = ByHand(
+                f"engine.{self.name}",
+                lambda inputs, keeps: self.forward(Call(spec, inputs), keeps),
+                lambda inputs, record, cotangents: self.backward(Call(spec, inputs), record, cotangents),
+                lambda *inputs: self.run(Call(spec, inputs)),
+            )
+            y, *states = run(hand.block(keeps=run is not execute), *flat, label="tokens")
+        if y.dtype != (wanted := flat[2].dtype):  # type: ignore[union-attr]
+            y = one(run(cast(wanted), y, label="outputs"))
+        return y, *apart(states, flat, run)
+
+
+class TokenEngine(Engine):
+    """An engine for tokens in phi-space: features and the sum normaliser are made around its `scan`."""
+
+    counts_along: ClassVar[bool] = False  # whether a normaliser may be one more row of a matrix memory, under bias dot
+
+    @abstractmethod
+    def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+        """Outputs `[B, T, H, V]` of tokens `[B, T, H, *]`, and the new state of the N = B H memories.
+
+        Of the call it asks for its config and its place in the chunk."""
+
+    def run(self, call: Call, run: Run = execute) -> Tensors:
+        """Features, the scan, and the quotient by the normaliser."""
+        tokens = to_tokens(call.config, call.inputs, call.params, call.spec.dtype, run)
+        memories = call.memories
+        if len(memories) > 1:
+            return normalized(self.scan, call, tokens, run, along=self.counts_along)
+        initial, carry = memories[0]
+        y, carry = self.scan(call, tokens, carry, initial, run=run)
+        return y, *carry.flat
+
+
+def apart(states: list[Tensor | None], given: Tensors, run: Run) -> list[Tensor | None]:
+    """The state with copies of what no token has changed, such as an anchor: no result is an input, nor a view of
+    one."""
+    traced = is_traced(*given)
+    held = set()
+    for item in given:
+        if item is not None:
+            held.add(id(item) if traced else item.untyped_storage().data_ptr())
+    for at, item in enumerate(states):
+        if item is not None and item.is_floating_point():
+            if (id(item) if traced else item.untyped_storage().data_ptr()) in held:
+                states[at] = one(run(_COPY, item, label="state"))
+    return states
+
+
+_COPY = Block("copy", lambda x: ((x.clone(),), None), lambda _, g: (g,))
+
+
+# The choice.
+
+
+def check_exact(config: MemoryConfig, asked: EngineName) -> None:
+    """`ConfigError` for an engine that is not exact for a config, whatever it is called with."""
+    if asked == "auto":
+        return
+    engine = Engine.registry.get(asked) if isinstance(asked, str) else None
+    if engine is None:
+        known = ["auto", *Engine.registry]
+        listed = ", ".join(repr(name) for name in known)
+        raise ConfigError(f"engine must be one of {listed}, got {asked!r}.{did_you_mean(asked, known)}".rstrip("."))
+    _refuse(asked, engine.refuses(config))
+
+
+def choose(call: Call, asked: EngineName = "auto") -> Engine:
+    """The engine asked for, `ConfigError` if it cannot run the call exactly; or the cheapest that can."""
+    if asked != "auto":
+        check_exact(call.config, asked)
+        engine = Engine.registry[asked]
+        _refuse(asked, engine.unfit(call))
+        return engine
+    best, least = None, math.inf
+    for engine in Engine.registry.values():
+        cost = engine.cost(call)  # first of all: asking whether it fits may load what it needs
+        if cost < least and engine.refuses(call.config) is None and engine.unfit(call) is None:
+            best, least = engine, cost
+    if best is not None:
+        return best
+    raise ConfigError("no engine runs this call: " + "; ".join(f"{k}: {v}" for k, v in verdicts(call).items()))
+
+
+def explain(call: Call, asked: EngineName = "auto", *, others: bool = False) -> tuple[str, str]:
+    """The name of the engine that `choose` takes, and why; what the others say if it has no reason of its own, or if
+    asked for."""
+    engine = choose(call, asked)
+    if asked != "auto":
+        return engine.name, "asked for"
+    said = verdicts(call)
+    own = said.pop(engine.name)
+    rest = "; ".join(f"{name}: {why}" for name, why in said.items() if why)
+    return engine.name, f"{own} ({rest})" if own and others else own or rest
+
+
+def verdicts(call: Call) -> dict[str, str]:
+    """What each engine says of a call: why it is not exact, why it cannot run it, else what it costs it."""
+    return {
+        name: engine.refuses(call.config) or engine.unfit(call) or engine.about(call)
+        for name, engine in Engine.registry.items()
+    }
+
+
+def exact_engines(config: MemoryConfig, *, length: int = 2) -> list[str]:
+    """The engines beside the token loop that are exact for a config on the CPU."""
+    call = Call.sketch(config, length=length)
+    return [
+        name
+        for name, engine in Engine.registry.items()
+        if not engine.truth and engine.refuses(config) is None and engine.unfit(call) is None
+    ]
+
+
+def _refuse(name: str, reason: str | None) -> None:
+    if reason is not None:
+        raise ConfigError(
+            f"engine={name!r} cannot run this memory exactly: {reason}; use engine='auto' or 'sequential'"
+        )

@@ -1,0 +1,71 @@
+"""The recurrence of a memory, to be read: what every engine computes, in no hurry."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hecate.algorithm import Token
+from hecate.rule import MemoryConfig, TokenGates
+from hecate.structure import Memory
+from hecate.tape.ops import over
+
+
+def naive(
+    config: MemoryConfig, phi_q: Tensor, phi_k: Tensor, v: Tensor, gates: TokenGates, memory: Memory
+) -> tuple[Tensor, Memory]:
+    """Outputs `[N, T, V]` of N memories, and what they carry at the end, from what they carry at first.
+
+    With f the structure, ell the bias, link(X) the weights of what is carried (X itself but for a dual state) and A
+    what was carried where the token's chunk began (X_t-1 with chunk=1), every token t takes
+
+        W        = link(A), or with decay_order="before_gradient" link(A decayed by the chunk's retain gates up to t)
+        G_t      = d ell(f(W, phi(k_t)), v_t) / d W
+        D_t, S_t = algorithm(G_t, lr_t, momentum_t, S_t-1)
+        X_t      = retention(X_t-1, D_t, retain_t)
+        y_t      = f(link(X_t), phi(q_t)), or at X_t-1 with read="before"
+
+    With commit="chunk" D, S and X follow once, where a chunk closes, from the sum of its lr_i G_i, with lr = 1 and the
+    product of its retain gates. phi, key_norm, query_scale and the step rule are in the arguments already; masks,
+    resets and the sum normaliser are not here. [ENG-NAIVE-D1]
+
+    Shapes: phi_q, phi_k `[N, T, P]`, v `[N, T, V]`, gates `[N, T]` (retain also `[N, T, P]`), weights `[N, ...]`.
+    """
+    structure, bias, retention, algorithm = config.structure, config.bias, config.retention, config.algorithm
+
+    def linked(x: Memory) -> Memory:
+        return tuple(retention.weights(weight) for weight in x)
+
+    def stepped(x: Memory, s: list[Memory], g: Memory, *gates: Tensor) -> tuple[Memory, list[Memory]]:
+        lr, retain, momentum = gates
+        new = [algorithm.direction(gi, lr, momentum, *si) for gi, si in zip(g, s, strict=True)]
+        return tuple(retention.step(xi, d, retain) for xi, (d, *_) in zip(x, new, strict=True)), [si[1:] for si in new]
+
+    def zeros(shapes: dict[str, tuple[int, ...]]) -> Memory:
+        return tuple(v.new_zeros(len(v), *shape) for shape in shapes.values())
+
+    x, outputs = memory, [v[:, :0]]
+    s = [zeros(algorithm.slot_shapes(tuple(weight.shape[1:]))) for weight in memory]
+    context = zeros(algorithm.context_shapes(phi_k.shape[-1], v.shape[-1]))
+    for t in range(v.shape[1]):
+        q, p, target, lr, retain, momentum = (tensor[:, t] for tensor in (phi_q, phi_k, v, *gates))
+        if t % config.chunk == 0:
+            anchor, kept, total = x, torch.ones_like(retain), tuple(torch.zeros_like(weight) for weight in x)
+        before, at, kept = x, anchor, kept * retain
+        if config.decay_order == "before_gradient":
+            at = tuple(retention.step(weight, torch.zeros_like(weight), kept) for weight in anchor)
+        w = linked(at)
+        if algorithm.takes_any_gradient():
+            g = structure.pullback(w, p, bias.grad(structure.predict(w, p), target))
+        else:  # it chooses another, by what it remembers
+            slots = [slot for own in s for slot in own]
+            g, carried = config.rule.descended(w, Token(p, target, lr), (*slots, *context))
+            context = carried[len(slots) :]
+        if config.commit == "token":
+            x, s = stepped(x, s, g, lr, retain, momentum)
+        else:
+            total = tuple(so_far + over(lr, gi) * gi for so_far, gi in zip(total, g, strict=True))
+            if (t + 1) % config.chunk == 0:
+                x, s = stepped(x, s, total, torch.ones_like(lr), kept, momentum)
+        outputs.append(structure.predict(linked(x if config.read == "after" else before), q).unsqueeze(1))
+    return torch.cat(outputs, 1), x

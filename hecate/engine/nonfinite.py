@@ -1,0 +1,229 @@
+"""Non-finite memories: the policies of `on_nonfinite`, and the token at which a memory or an output left the finite
+numbers.
+
+On a CPU `"raise"` looks at once and names the token. Elsewhere a look would make the host wait for the device in every
+call: there the first place that shows itself is computed on the device and looked at late, by the next call, by
+`MemoryState.check` or by the trainer after each step. [ENG-FINITE-D4]
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate import late
+from hecate.engine.call import Call, carry_of
+from hecate.engine.features import to_tokens
+from hecate.engine.loop import select, token_step
+from hecate.engine.normalizer import DIVIDE, counting
+from hecate.engine.tokens import Carry, Tokens, expand_to, fold_heads
+from hecate.errors import NonFiniteError
+from hecate.rule import MemoryConfig, MemoryState
+from hecate.structure import Memory
+from hecate.tape import Tensors, can_inspect, execute, is_traced, one
+
+AT_ONCE = ("cpu",)  # types of devices whose numbers are there when a call returns: no look is put off
+CURE = "Set key_norm='l2' or step='normalized', lower lr, or choose on_nonfinite='skip'"
+
+
+def check(call: Call, name: str, outputs: tuple[Tensor, ...]) -> None:
+    """Refuses outputs or states that are not finite, at once or late."""
+    if late._WAITING:
+        late.look()
+    if not can_inspect(*outputs):
+        return
+    floats = [item.detach() for item in outputs if item.is_floating_point()]
+    if is_late(floats[0]):
+        _put_off(name, floats)
+        return
+    # A sum over anything non-finite is non-finite, and costs one pass; the converse needs a look.
+    if not math.isfinite(torch.stack(list(map(Tensor.sum, floats))).sum().item()) and not all(
+        bool(item.isfinite().all()) for item in floats
+    ):
+        _raise_at_first(call, outputs[0], name)
+
+
+def is_late(tensor: Tensor) -> bool:
+    """Whether looks at a tensor are put off."""
+    return tensor.device.type not in AT_ONCE
+
+
+def check_late(name: str, y: Tensor, state: MemoryState) -> None:
+    """The late look at outputs `[B, T, H, V]` and a state by name."""
+    late.look()
+    counted = () if state.normalizer is None else carry_of(state.normalizer).flat
+    _put_off(name, [item for item in (y, *carry_of(state).flat, *counted) if item.is_floating_point()])
+
+
+def skip(call: Call) -> Call:
+    """The call without the tokens that would break a memory: they are left unwritten."""
+    good = _finite_writes(call)
+    heads, written = call.flat[2].shape[2], call.flat[6]  # type: ignore[union-attr]
+    good = good.unflatten(0, (-1, heads)).transpose(1, 2)
+    return call.rewritten(good if written is None else good & expand_to(written, good))
+
+
+class _Watched(NamedTuple):
+    """One memory of a scan and what it reads: `Tokens` with its own values."""
+
+    config: MemoryConfig
+    columns: list[tuple[Tensor, ...] | None]
+    initial: Memory
+    carry: Carry
+
+    def stepped(self, t: int, carry: Carry, ok: Tensor | None = None) -> tuple[Tensor, Carry]:
+        """The t-th token, written where it is `ok`."""
+        token = self.token(t)
+        if ok is not None:
+            token = token._replace(write=ok if token.write is None else ok & token.write)
+        return token_step(self.config, token, carry, self.initial, run=execute)[:2]
+
+    def token(self, t: int) -> Tokens:
+        """The t-th token."""
+        return Tokens(*(None if column is None else column[t] for column in self.columns))  # type: ignore[arg-type]
+
+
+def _watched(call: Call) -> list[_Watched]:
+    tokens = fold_heads(to_tokens(call.config, call.inputs, call.params, call.spec.dtype, execute), execute)
+    found: list[_Watched] = []
+    for initial, carry in call.memories:
+        own = counting(tokens) if found else tokens
+        columns = [None if item is None else item.unbind(1) for item in own]
+        found.append(_Watched(call.config.counting if found else call.config, columns, initial, carry))
+    return found
+
+
+@torch.no_grad()
+def _finite_writes(call: Call) -> Tensor:
+    """`[N, T]`: which tokens leave every state finite when each other one is left unwritten."""
+    memories = _watched(call)
+    carries = [memory.carry for memory in memories]
+    good: list[Tensor] = []
+    for t in range(call.length):
+        pairs = list(zip(memories, carries, strict=True))
+        tried = [memory.stepped(t, carry)[1] for memory, carry in pairs]
+        ok = _finite(tried)
+        good.append(ok)
+        skipped = [memory.stepped(t, carry, ok)[1] for memory, carry in pairs]
+        carries = [select(ok, *pair, execute) for pair in zip(tried, skipped, strict=True)]
+    return torch.stack(good, 1)
+
+
+def _finite(carries: list[Carry]) -> Tensor:
+    """`[N]`: whether all states of a memory are finite."""
+    return _finite_rows([item for carry in carries for item in carry.flat if item.is_floating_point()])
+
+
+def _finite_rows(items: list[Tensor]) -> Tensor:
+    flat = (item.flatten(1) if item.dim() > 1 else item.unsqueeze(1) for item in items)
+    return torch.stack([torch.isfinite(item).all(1) for item in flat]).all(0)
+
+
+@torch.no_grad()
+def _raise_at_first(call: Call, y: Tensor, name: str) -> None:
+    """Raises `NonFiniteError` for the first token that breaks a memory or an output.
+
+    Token by token, because the blocks of an engine may spoil outputs ahead of that token. y `[B, T, H, V]` tells the
+    heads and the dtype in which outputs are given.
+    """
+    memories = _watched(call)
+    carries = [memory.carry for memory in memories]
+    for t in range(y.shape[1]):
+        stepped = [memory.stepped(t, carry) for memory, carry in zip(memories, carries, strict=True)]
+        carries = [carry for _, carry in stepped]
+        read, *weights = (output for output, _ in stepped)
+        for weight in weights:
+            read = one(execute(DIVIDE.block(keeps=False), read, weight))
+        kept, told = _finite(carries), torch.isfinite(read.to(y.dtype)).all(1)
+        broken = (~(kept & told)).nonzero()
+        if broken.numel():
+            row, token = int(broken[0]), memories[0].token(t)
+            place = f"batch row {row // y.shape[2]}, head {row % y.shape[2]}, token {t}"
+            step = _step_of(call.config, token, row)
+            if not bool(kept[row]):
+                raise NonFiniteError(f"memory {name!r} became non-finite at {place}: {step}")
+            reason = "the query or its features overflow"
+            if bool(torch.isfinite(token.phi_q[row]).all()):
+                reason = f"it overflows {y.dtype}, {step}"
+            raise NonFiniteError(
+                f"an output of memory {name!r} is non-finite at {place}, while the memory itself is finite: {reason}"
+            )
+    raise NonFiniteError(
+        f"memory {name!r} became non-finite in the engine's block products, although token by "
+        "token it stays finite; use engine='sequential'"
+    )
+
+
+def _step_of(config: MemoryConfig, token: Tokens, row: int) -> str:
+    size, lr = float(token.phi_k[row].square().sum()), float(token.lr[row])
+    return (
+        f"lr={lr:.4g}, |phi(k)|^2={size:.4g}, lr * |phi(k)|^2={lr * size:.4g} (a delta-type memory "
+        f"diverges beyond {config.algorithm.stable_step:g}). {CURE}"
+    )
+
+
+# Looks that are put off.
+
+
+def _put_off(name: str, floats: list[Tensor]) -> None:
+    """Finds the first place on the device: of an output, the earliest token's, and of a state `[N, ...]`; -1 for
+    none."""
+    y, *states = floats
+    bad = torch.stack([_first(~y.isfinite().all(-1).transpose(0, 1).flatten()), _first(~_finite_rows(states))])
+    late.put_off(bad, partial(_raise_late, name, tuple(y.shape[:3]), y.device.type))
+
+
+def _first(bad: Tensor) -> Tensor:
+    return torch.where(bad.any(), bad.to(torch.int8).argmax(), -1)
+
+
+def _raise_late(name: str, shape: tuple[int, ...], device: str, found: Tensor) -> None:
+    output, memory = found.tolist()
+    batch, _, heads = shape
+    if output < 0 and memory < 0:
+        return
+    token, row = divmod(output, batch * heads) if output >= 0 else (shape[1] - 1, memory)
+    place = f"batch row {row // heads}, head {row % heads}, token {token}"
+    what = f"memory {name!r} became" if memory >= 0 else f"an output of memory {name!r} became"
+    raise NonFiniteError(
+        f"{what} non-finite at {place}, by what it answers. On {device} this is found late, not in the call that did "
+        f"it, lest every call wait for the device. {CURE}"
+    )
+
+
+# Gradients that come to a memory from outside.
+
+
+def watch_cotangents(name: str, y: Tensor, state: MemoryState) -> None:
+    """Lets the backward pass look at what reaches y and the state, as `on_nonfinite="raise"` does ahead of it: on a
+    CPU, and where values may steer. One that is not finite is named, not spread. [ENG-FINITE-V1]"""
+    if not can_inspect(y, free=True):
+        return
+    held = {"outputs": y}
+    for field in ("memory", "slots"):
+        for key, item in getattr(state, field).items():
+            held[f"state.{field}[{key!r}]"] = item
+    for block, item in held.items():
+        if item.grad_fn is not None:
+            item.grad_fn.register_prehook(partial(_look, name, block, item.output_nr))
+
+
+def _look(name: str, block: str, index: int, cotangents: Tensors) -> None:
+    g = cotangents[index]
+    # The sum is one pass; only what is not finite, or overflows in it, needs another.
+    if g is None or is_traced(g) or math.isfinite(g.detach().sum().item()):
+        return
+    bad = (~g.detach().isfinite()).nonzero()
+    if len(bad):
+        at = tuple(bad[0].tolist())
+        names = ("batch row", "token", "head") if block == "outputs" else ("batch row", "head")
+        place = ", ".join(f"{what} {number}" for what, number in zip(names, at, strict=False))
+        raise NonFiniteError(
+            f"the gradient that reaches memory {name!r} at {block} is {float(g[at]):g} at {place}: "
+            "it comes from what follows the memory, the loss perhaps. Mend that, or choose "
+            "on_nonfinite='propagate' to let it through"
+        )

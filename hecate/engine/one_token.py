@@ -1,0 +1,315 @@
+"""One token: the formulas of a config bound once to the looks of its tensors, then a few torch calls.
+
+A call goes the whole way, which checks everything and says what is wrong, until one whose tensors look the same
+(shapes, dtypes, devices) has passed. From then on it is the arithmetic alone, with the same bits: no zero state, no
+tensors for gates that nobody gave, no folding block by block. What the arithmetic cannot vouch for (values out of
+range, results that are not finite) goes the whole way again, as does all that torch has to see. [ENG-STEP-I2]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hecate.engine import nonfinite
+from hecate.engine.arguments import check_params
+from hecate.engine.call import carry_of, named_state
+from hecate.engine.engine import apart
+from hecate.engine.features import L2_NORM, SUM_NORM, stepped
+from hecate.engine.loop import blocks_of, token_step
+from hecate.engine.normalizer import DIVIDE, levelled
+from hecate.engine.tokens import Carry, Tokens, form_of
+from hecate.phi import Params
+from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.structure import Memory
+from hecate.tape import execute, is_traced, one
+from hecate.tape.ops import reach
+
+Looks = tuple[object, ...]
+# (lr, retain, momentum, phi_k, phi_q, v, state) -> y, state
+TokenStep = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, MemoryState], tuple[Tensor, MemoryState]]
+
+MOST = 64  # programs that a config keeps
+_TOPS = (math.inf, 1.0, 1.0)  # of lr, retain and momentum; the least is 0
+_DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
+_TENSORS, _NUMBERS = (Tensor, torch.nn.Parameter), (type(None), float, int)
+
+
+def looks_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState | None,
+    params: Params | None,
+    initial: dict[str, Tensor] | None,
+) -> Looks | None:
+    """All that tells one token's call from another but the values of its tensors; None where there is no short way:
+    under autograd, transforms, tracing and autocast, and with anything that is not what it should be.
+
+    Numbers given for gates belong to it, and whether parameters of phi are given: these are checked every time.
+    """
+    if type(gates) is not Gates or type(state) is not MemoryState or is_traced():
+        return None
+    looks: list[object] = [params is None]
+    tensors: list[Any] = [q, k, v]
+    for gate in gates:
+        if type(gate) in _TENSORS:
+            tensors.append(gate)
+            looks.append(Tensor)
+        elif type(gate) in _NUMBERS:
+            looks.append((type(gate), gate))
+        else:
+            return None
+    for part in (*state, initial) if state.normalizer is None else (*state, *state.normalizer, initial):
+        if type(part) is dict:
+            tensors += part.values()
+            looks.append(tuple(part))
+        elif type(part) in _TENSORS:
+            tensors.append(part)
+            looks.append(Tensor)
+        elif part is not None and type(part) is not MemoryState:
+            return None
+    recorded = torch.is_grad_enabled()
+    for tensor in tensors:
+        if type(tensor) not in _TENSORS or (recorded and tensor.requires_grad):
+            return None
+        looks += (tensor.shape, tensor.dtype, tensor.device)
+    return None if k.is_meta or torch.is_autocast_enabled(k.device.type) else tuple(looks)
+
+
+def one_token(
+    whole: Callable[[], tuple[Tensor, MemoryState]],
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | None,
+    state: MemoryState | None,
+    params: Params | None,
+    initial: dict[str, Tensor] | None,
+    name: str,
+) -> tuple[Tensor, MemoryState]:
+    """One token `[B, H, *]` or `[B, 1, H, *]` by the program that its looks have left, else by the whole way, which
+    leaves one for the next token."""
+    gates = _DEFAULTS if gates is None else gates
+    looks = looks_of(q, k, v, gates, state, params, initial) if isinstance(config, MemoryConfig) else None
+    program = None if looks is None else config.programs.get(looks)
+    found = None if program is None else program(q, k, v, gates, state, params, name)
+    if found is not None:
+        return found
+    y, new = whole()
+    if program is None:
+        _keep(config, looks_of(q, k, v, gates, new, params, initial), q, k, v, gates, new)
+    return y, new
+
+
+def _keep(
+    config: MemoryConfig, looks: Looks | None, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState
+) -> None:
+    """Keeps a program of what the next token looks like, after a token that has passed every check."""
+    if looks is None or looks in config.programs or config.on_nonfinite == "skip" or not q.numel() or not v.numel():
+        return
+    kept, programs = state.pending.get("retain"), config.programs
+    if kept is not None and (kept.dim() > 2) != has_channels(gates, k):
+        return  # a chunk that goes on with retain of another width
+    if len(programs) >= MOST:
+        programs.pop(next(iter(programs)), None)
+    programs[looks] = OneToken(config.validated(), k, v, gates, state)
+
+
+def has_channels(gates: Gates, k: Tensor) -> bool:
+    """Whether retain has one value per phi channel."""
+    return isinstance(gates.retain, Tensor) and gates.retain.dim() == k.dim()
+
+
+class OneToken:
+    """The arithmetic of one token for tensors of known looks, with an axis of time or without."""
+
+    def __init__(self, config: MemoryConfig, k: Tensor, v: Tensor, gates: Gates, state: MemoryState) -> None:
+        self.config, self.output, self.timed = config, (v.shape, v.dtype), k.dim() == 4
+        batch, heads = k.shape[0], k.shape[-2]
+        self.dtype = next(iter(state.memory.values())).dtype
+        self.lead, self.scale = (batch, 1, heads), 1 / math.sqrt(k.shape[-1])
+        self.inspects, self.far = k.device.type == "cpu", reach(self.dtype, 0.5)
+        self.watches, self.late = config.on_nonfinite == "raise", nonfinite.is_late(k)
+        direct = _is_direct(config)
+        # Of one gate per memory, and of what has a width: every memory's vector a row where products take rows.
+        self.scalar = (batch * heads, 1, 1) if direct else (batch * heads,)
+        self.row = (batch * heads, 1, -1) if direct else (batch * heads, -1)
+        self.quotients = config.step != "raw" or config.normalizer == "sum"  # which want lr beside phi(k)
+        self.shapes = (
+            self.lead if self.quotients else self.scalar,
+            self.row if has_channels(gates, k) else self.scalar,
+            self.scalar,
+        )
+        configs = [config] if config.normalizer == "none" else [config, config.counting]
+        self.steps = [_direct(own) if direct else _general(own) for own in configs]
+        defaults = (config.algorithm.lr, config.retention.default_retain, config.algorithm.default_momentum)
+        wide = torch.promote_types(k.dtype, torch.float32)
+        with torch.inference_mode(False):
+            self.numbers = [
+                torch.full(shape, default if gate is None else gate, dtype=wide, device=k.device).to(self.dtype)
+                if not isinstance(gate, Tensor) else None
+                for gate, default, shape in zip(gates, defaults, self.shapes, strict=True)
+            ]  # fmt: skip
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, name: str
+    ) -> tuple[Tensor, MemoryState] | None:
+        """y and the new state; None where the whole way has to say what is wrong."""
+        lr, retain, momentum = self.gate(0, gates.lr), self.gate(1, gates.retain), self.gate(2, gates.momentum)
+        if lr is None or retain is None or momentum is None:
+            return None
+        features = self.features(q, k, state, params)
+        if features is None:
+            return None
+        phi_q, phi_k = features
+        if v.dtype != self.dtype:
+            v = v.to(self.dtype)
+        if self.quotients:
+            if not self.timed:
+                v = v.unsqueeze(1)
+            if self.config.step != "raw":
+                phi_k, v, lr = stepped(self.config, phi_k, v, lr, execute)
+            if not _is_level(self.config, Tokens(phi_k, phi_q, v, lr, retain, momentum), state):
+                return None
+            lr = lr.reshape(self.scalar)
+        rows_k, rows_q, rows_v = [item.reshape(self.row).contiguous() for item in (phi_k, phi_q, v)]
+        y, new = self.steps[0](lr, retain, momentum, rows_k, rows_q, rows_v, state)
+        if state.normalizer is not None:
+            ones = torch.ones_like(rows_v[..., :1])
+            z, counted = self.steps[1](lr, retain, momentum, rows_k, rows_q, ones, state.normalizer)
+            y, new = one(DIVIDE.forward((y, z), False)[0]), new._replace(normalizer=counted)
+        if state.seen is not None:
+            new = new._replace(seen=state.seen + 1)
+        shape, dtype = self.output
+        y = y.view(shape)
+        if y.dtype != dtype:
+            y = y.to(dtype)
+        if self.watches and self.late:
+            nonfinite.check_late(name, y if self.timed else y.unsqueeze(1), new)
+            return y, new
+        return (y, new) if not self.watches or _is_finite(y, new) else None
+
+    def gate(self, index: int, given: Any) -> Tensor | None:
+        """A gate in the state's dtype and in the shape that the step takes; None if it is out of its range."""
+        number = self.numbers[index]
+        if number is not None:
+            return number
+        if self.inspects:
+            low, high = given.aminmax()
+            if not (low.item() >= 0 and high.item() <= _TOPS[index]):
+                return None
+        return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(self.shapes[index])
+
+    def features(self, q: Tensor, k: Tensor, state: MemoryState, params: Params | None) -> tuple[Tensor, Tensor] | None:
+        """phi(q) and phi(k) `[B, 1, H, P]` after key_norm and query_scale; None where they have to be brought near 1,
+        or recorded."""
+        config = self.config
+        if not self.timed:
+            q, k = q.unsqueeze(1), k.unsqueeze(1)
+        own = _NO_PARAMS
+        if params is not None:
+            own = check_params(config.feature_map, params, k)
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in own["learned"].values()):
+                return None
+        if state.seen is not None:
+            own = {**own, "position": state.seen[:, None, None]}
+        if q.dtype != self.dtype or k.dtype != self.dtype:
+            q, k = q.to(self.dtype), k.to(self.dtype)
+        phi_k, _ = config.feature_map.forward(k, own)
+        phi_q, _ = config.feature_map.forward(q, own)
+        if config.key_norm != "none":
+            if phi_q.stride(-1) != 1 or phi_k.stride(-1) != 1:
+                return None  # sums along strides are rounded in another order
+            both = torch.stack((phi_q, phi_k))  # rows know nothing of each other
+            unit = self.normed(both)
+            if unit is None:
+                return None
+            phi_q, phi_k = unit.unbind(0)
+        return (phi_q * self.scale if config.query_scale == "key_dim" else phi_q), phi_k
+
+    def normed(self, x: Tensor) -> Tensor | None:
+        """key_norm of x; None where sizes are too far from 1 for the plain quotient."""
+        l2 = self.config.key_norm == "l2"
+        if not self.inspects:
+            return one((L2_NORM if l2 else SUM_NORM).forward((x,), False)[0])
+        size = (x.square() if l2 else x).sum(-1, keepdim=True)
+        low, high = size.aminmax()
+        if not (low.item() * self.far >= 1 and high.item() <= self.far):
+            return None
+        return x / (size.sqrt() if l2 else size)
+
+
+def _is_level(config: MemoryConfig, tokens: Tokens, state: MemoryState) -> bool:
+    """Whether features and sum of weights are near 1, so that a normaliser's quotient is the plain one."""
+    if state.normalizer is None:
+        return True
+    memories: list[tuple[Memory, Carry]] = [((), carry_of(state)), ((), carry_of(state.normalizer))]
+    _, _, units, back = levelled(config, tokens, memories, execute)
+    return not units and back is None
+
+
+def _is_finite(y: Tensor, state: MemoryState) -> bool:
+    """Whether sums, hence outputs and state, are finite; the whole way tells an overflow of the sum from one of an
+    item."""
+    total = y.sum().item()
+    for named in state[:4]:
+        for tensor in named.values():
+            total += tensor.sum().item()
+    return math.isfinite(total) and (state.normalizer is None or _is_finite(y, state.normalizer))
+
+
+def _is_direct(config: MemoryConfig) -> bool:
+    """Whether a write is `a M - lr u k^T` for one matrix, with momentum or without, at every token."""
+    online = config.chunk == 1 and config.commit == "token" and config.retention.linear
+    matrix = config.structure.linear and not config.structure.diagonal
+    return online and matrix and config.rule.write_block() is not None
+
+
+def _direct(config: MemoryConfig) -> TokenStep:
+    """M' = a M - lr u k^T, or S' = momentum S - lr u k^T and M' = a M + S': the formulas of the rule's own block."""
+    late, early = config.read == "after", config.decay_order == "before_gradient"
+    decays, grad = config.retention.uses_retain, config.bias.grad
+    blind = form_of(config.bias) == "target"  # u does not look at the prediction
+
+    def step(
+        lr: Tensor, retain: Tensor, momentum: Tensor, k: Tensor, q: Tensor, v: Tensor, state: MemoryState
+    ) -> tuple[Tensor, MemoryState]:
+        ((name, carried),) = state.memory.items()
+        memory = carried.flatten(0, 1)
+        kept = retain * memory if decays and (early or not state.slots) else memory
+        at = kept if early else memory
+        d = (lr * grad(v if blind else torch.bmm(k, at.mT), v)).mT
+        slots = {}
+        if state.slots:
+            ((slot, old),) = state.slots.items()
+            moved = torch.addcmul(momentum * old.flatten(0, 1), d, k, value=-1)
+            slots[slot] = moved.view(old.shape)
+            new = torch.addcmul(moved, retain, memory) if decays else moved + memory
+        else:
+            new = torch.addcmul(kept, d, k, value=-1)
+        y = torch.bmm(q, (new if late else memory).mT)
+        return y, MemoryState({name: new.view(carried.shape)}, slots, {}, {}, state.position)
+
+    return step
+
+
+def _general(config: MemoryConfig) -> TokenStep:
+    """Any rule by the token loop's own step."""
+    blocks = blocks_of(config)
+
+    def step(
+        lr: Tensor, retain: Tensor, momentum: Tensor, k: Tensor, q: Tensor, v: Tensor, state: MemoryState
+    ) -> tuple[Tensor, MemoryState]:
+        carry, token = carry_of(state), Tokens(k, q, v, lr, retain, momentum)
+        y, new, _ = token_step(config, token, carry, (), run=execute, blocks=blocks)
+        new = new.rebuilt(tuple(apart(list(new.flat), carry.flat, execute)))  # type: ignore[arg-type]
+        return y, named_state(tuple(state.memory), tuple(state.slots), new, state.position.shape)
+
+    return step
