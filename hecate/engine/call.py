@@ -275,7 +275,7 @@ def _checked(
             f"state.position must be {[batch, heads]} on {device}, got "
             f"{list(state.position.shape)} on {state.position.device}"
         )
-    return MemoryState(*ordered, *state[4:])
+    return MemoryState(*ordered, *state[4:])  # type: ignore[call-arg]
 
 
 def carry_of(state: MemoryState, dtype: torch.dtype | None = None) -> Carry:
