@@ -117,6 +117,14 @@ _BOUNDS = {
     "less_than": ("<", "lt"),
     "less_than_equal": ("<=", "le"),
 }
+_TYPES = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "dict_type": "a mapping",
+    "list_type": "a list",
+}
 
 
 def _sentence(line: Any) -> str:
@@ -131,18 +139,8 @@ def _sentence(line: Any) -> str:
         return "is required"
     if kind == "finite_number":
         return f"must be a finite number, got {shown}"
-    if kind in ("int_type", "float_type", "bool_type", "string_type", "dict_type", "list_type"):
-        word = {
-            "int": "an integer",
-            "float": "a number",
-            "bool": "true or false",
-            "string": "a text",
-            "dict": "a mapping",
-            "list": "a list",
-        }[kind[:-5]]
-        return f"must be {word}, got {shown} ({type(given).__name__})"
+    if kind in _TYPES:
+        return f"must be {_TYPES[kind]}, got {shown} ({type(given).__name__})"
     if kind == "value_error":
         return str(context["error"])
-    if kind in ("unknown_field", "unknown_kind", "wrong_kind"):
-        return str(line["msg"])
     return f"{line['msg'][0].lower()}{line['msg'][1:]}, got {shown}"

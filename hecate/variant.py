@@ -2,29 +2,64 @@
 
 A *family* (feature maps, biases, ...) is an abstract `Variant`; each concrete subclass is a variant, told apart by the
 text of its `kind` field. Subclassing registers. The family class itself is the type to annotate a field with: such a
-field accepts an instance, a mapping with a `kind`, or a bare string.
+field accepts an instance, a mapping with a `kind`, or a bare string. A family's package imports its own files
+(`import_variants`), so that a variant of the library is one new file, too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
+import pkgutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, core_schema
 
-from hecate.errors import ConfigError, did_you_mean, shorten
-from hecate.frozen import content_hash
-from hecate.schema import FAMILY, read_json, resolve_families
+from hecate.errors import ConfigError, Problem, did_you_mean, shorten
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
 else:
     ModelMetaclass = type(BaseModel)
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+Schema = dict[str, Any]
+FAMILY = "x-hecate-family"
+"""Marks where a schema refers to a family."""
+
+
+class FrozenDict(dict[Key, Value]):
+    """A mapping that refuses changes and can be hashed."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("this mapping is frozen; build a new one with {**mapping, key: value}")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset((content_hash(k), content_hash(v)) for k, v in self.items()))
+
+    def __reduce__(self) -> tuple[type[FrozenDict[Key, Value]], tuple[dict[Key, Value]]]:
+        return type(self), (dict(self),)
+
+
+def content_hash(value: Any) -> int:
+    """A hash by which equal values are equal in every process: Python salts those of texts."""
+    if isinstance(value, str):
+        digest = hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        return int.from_bytes(digest, "big")
+    if isinstance(value, tuple):
+        return hash(tuple(map(content_hash, value)))
+    return 0x6E6F6E65 if value is None else hash(value)  # None: by its address, in Python 3.11
 
 
 def _as_tuple(annotation: Any, value: Any) -> Any:
@@ -40,6 +75,27 @@ def _as_tuple(annotation: Any, value: Any) -> Any:
     if len(items) != len(value):
         return tuple(value)
     return tuple(_as_tuple(item, part) for item, part in zip(items, value, strict=True))
+
+
+def read_json(text: str | bytes | bytearray) -> Any:
+    """The value of a JSON text whose objects have no key twice."""
+    try:
+        return json.loads(text, object_pairs_hook=_distinct)
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError("not valid JSON: nested too deeply") from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"not valid JSON: {error}") from None
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError("given twice in one JSON object; keep one", (key,))
+        found[key] = value
+    return found
 
 
 class _ConfigMeta(ModelMetaclass):
@@ -102,25 +158,12 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     def _known_fields_only(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        unknown = [key for key in data if key not in cls.model_fields]
+        unknown = [str(key) for key in data if key not in cls.model_fields]
         if unknown:
             known = [name for name in cls.model_fields if name != "kind"]
             listing = f"known fields: {', '.join(known)}." if known else "it has no fields."
-            raise ValidationError.from_exception_data(
-                cls.__name__,
-                [
-                    InitErrorDetails(
-                        type=PydanticCustomError(
-                            "unknown_field",
-                            "unknown field of {owner}; {listing}{hint}",
-                            {"owner": cls.__name__, "listing": listing, "hint": did_you_mean(key, known)},
-                        ),
-                        loc=(str(key),),
-                        input=data[key],
-                    )
-                    for key in unknown
-                ],
-            )
+            owner = f"unknown field of {cls.__name__}; {listing}"
+            raise ConfigError(Problem((key,), owner + did_you_mean(key, known)) for key in unknown)
         return {key: _as_tuple(cls.model_fields[key].annotation, data[key]) for key in data}
 
     @classmethod
@@ -146,7 +189,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     @classmethod
     def model_json_schema(cls, *args: Any, **options: Any) -> dict[str, Any]:
         """JSON schema; every family field becomes a `oneOf` over the kinds known at this moment."""
-        return resolve_families(super().model_json_schema(*args, **options), _schemas)
+        return resolve_families(super().model_json_schema(*args, **options))
 
     def __hash__(self) -> int:
         found: int | None = getattr(self, "_hash", None)
@@ -167,22 +210,43 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         return self if checked is None else checked
 
 
+class Prepared:
+    """For a `Config` whose `model_post_init` builds other values of its fields beforehand, because torch.compile cannot
+    trace the building of a model; they are no fields, and every copy has them too."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self.model_post_init(None)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return self.model_copy()  # type: ignore[attr-defined]
+
+    def __copy__(self) -> Self:
+        return self.model_copy()  # type: ignore[attr-defined]
+
+
 class Variant(Config):
     """One choice of a family; `kind` names it in YAML, JSON and error messages.
 
     A family is declared with `class Bias(Variant, family="bias")`, a variant by subclassing the family with a `kind:
-    Literal["huber"] = "huber"` field.
+    Literal["huber"] = "huber"` field. Of the family's methods, `_derivatives` are those that fall back to `torch.func`,
+    and `_formulas` those of which a variant's `kernel` speaks.
     """
 
     kind: str
 
+    _derivatives: ClassVar[tuple[str, ...]] = ()
+    _formulas: ClassVar[tuple[str, ...]] = ()
     _family: ClassVar[str] = ""
+    _family_type: ClassVar[type[Variant]]
     _registry: ClassVar[dict[str, type[Variant]]] = {}
 
     def __init_subclass__(cls, family: str = "", **options: Any) -> None:
         super().__init_subclass__(**options)
         if family:
-            cls._family, cls._registry = family, {}
+            cls._family, cls._family_type, cls._registry = family, cls, {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -220,6 +284,15 @@ class Variant(Config):
         return not isinstance(cls.model_fields["kind"].default, str)
 
     @classmethod
+    def hand_written(cls) -> bool:
+        """Whether every derivative is written by hand rather than left to `torch.func`."""
+        return all(getattr(cls, name) is not getattr(cls._family_type, name) for name in cls._derivatives)
+
+    def declared_kernel(self) -> Any:
+        """`kernel`, None without one or where a class below the one that declares it redefines the formulas."""
+        return getattr(self, "kernel", None) if still_declared(self, "kernel", self._formulas) else None
+
+    @classmethod
     def formula(cls) -> str:
         """First paragraph of the docstring, `elu: phi(x) = ...`, without the name."""
         first = (inspect.getdoc(cls) or "").split("\n\n", 1)[0]
@@ -231,30 +304,15 @@ class Variant(Config):
             return type(value).model_validate(value)
         fields = {"kind": value} if isinstance(value, str) else value
         if not isinstance(fields, Mapping):
-            raise PydanticCustomError(
-                "wrong_kind",
-                "must be a {family} kind, a mapping with a 'kind', or an instance, got {given}",
-                {"family": cls._family, "given": f"{shorten(value)} ({type(value).__name__})"},
-            )
-        known = cls.variants()
-        kind = fields.get("kind")
+            given = f"{shorten(value)} ({type(value).__name__})"
+            raise ConfigError(f"must be a {cls._family} kind, a mapping with a 'kind', or an instance, got {given}")
+        known, kind = cls.variants(), fields.get("kind")
+        listing = ", ".join(known)
         if kind is None:
-            raise PydanticCustomError(
-                "unknown_kind",
-                "needs a 'kind'; known {family} kinds: {known}",
-                {"family": cls._family, "known": ", ".join(known)},
-            )
+            raise ConfigError(f"needs a 'kind'; known {cls._family} kinds: {listing}")
         if not isinstance(kind, str) or kind not in known:
-            raise PydanticCustomError(
-                "unknown_kind",
-                "unknown {family} kind {kind}; known: {known}.{hint}",
-                {
-                    "family": cls._family,
-                    "kind": shorten(kind),
-                    "known": ", ".join(known),
-                    "hint": did_you_mean(kind, known),
-                },
-            )
+            hint = did_you_mean(kind, known)
+            raise ConfigError(f"unknown {cls._family} kind {shorten(kind)}; known: {listing}.{hint}")
         return known[kind].model_validate(dict(fields))
 
     @classmethod
@@ -269,20 +327,69 @@ class Variant(Config):
             metadata={"pydantic_js_functions": [lambda schema, handler: {FAMILY: cls._family}]},
         )
 
-    @classmethod
-    def _union_schema(cls) -> JsonSchemaValue:
-        known = cls.variants()
-        return {
-            "title": cls._family,
-            "oneOf": [
-                *({"$ref": f"#/$defs/{cls._family}.{kind}"} for kind in known),
-                {"type": "string", "enum": list(known)},
-            ],
-        }
+
+def resolve_families(schema: Schema) -> Schema:
+    """Replaces family placeholders by references, and adds what they refer to: the union of a family and the schema of
+    each of its kinds.
+
+    pydantic cannot do this itself: a family is open, so its union is not known when a class is built, and it is
+    recursive, because combinators hold members of their own family.
+    """
+    definitions: Schema = schema.pop("$defs", {})
+
+    def visit(node: Any) -> Any:
+        if isinstance(node, list):
+            return [visit(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if FAMILY in node:
+            define(node[FAMILY])
+            rest = {key: visit(value) for key, value in node.items() if key != FAMILY}
+            return {**rest, "$ref": f"#/$defs/{node[FAMILY]}"}
+        return {key: visit(value) for key, value in node.items()}
+
+    def define(family: str) -> None:
+        if family in definitions:
+            return
+        root = next(root for root in Variant.__subclasses__() if root._family == family)
+        known = root.variants()
+        kinds = [*({"$ref": f"#/$defs/{family}.{kind}"} for kind in known), {"type": "string", "enum": list(known)}]
+        definitions[family] = {"title": family, "oneOf": kinds}
+        for kind, variant in known.items():
+            inner = super(Config, variant).model_json_schema()
+            definitions.update(inner.pop("$defs", {}))
+            # As a member of the union a variant is told apart by its kind, which has to be there.
+            inner["required"] = sorted({"kind", *inner.get("required", [])})
+            definitions[f"{family}.{kind}"] = visit(inner)
+
+    resolved = visit(schema)
+    for name in list(definitions):
+        definitions[name] = visit(definitions[name])
+    return {**resolved, "$defs": definitions} if definitions else dict(resolved)
 
 
-def _schemas(family: str) -> tuple[JsonSchemaValue, dict[str, JsonSchemaValue]]:
-    """The union of a family, and the schema of each of its kinds."""
-    root = next(root for root in Variant.__subclasses__() if root._family == family)
-    kinds = root.variants().items()
-    return root._union_schema(), {kind: super(Config, variant).model_json_schema() for kind, variant in kinds}
+def still_declared(value: object, trait: str, formulas: tuple[str, ...]) -> bool:
+    """Whether no class below the one that declares a trait redefines one of these formulas.
+
+    A subclass that changes the maths inherits the words about the old: they no longer hold.
+    """
+    for cls in type(value).__mro__:
+        if trait in vars(cls):
+            return True
+        if not vars(cls).keys().isdisjoint(formulas):
+            return False
+    return False
+
+
+def import_variants(package: str, *families: type[Variant]) -> list[str]:
+    """Imports every file of a package and makes the variants found there its names, which are returned.
+
+    A variant of the library is one new file and needs no other edit; `__init__.pyi` tells the names to type checkers.
+    """
+    home = vars(sys.modules[package])
+    for item in pkgutil.iter_modules(home["__path__"], f"{package}."):
+        import_module(item.name)
+    known = [cls for family in families for cls in family.variants().values()]
+    found = {cls.__name__: cls for cls in known if cls.__module__.startswith(f"{package}.")}
+    home.update(found)
+    return sorted(found)

@@ -1,31 +1,7 @@
 """Inner algorithms: how a write turns a gradient into a step."""
 
-from hecate.algorithm.adaptive import Adaptive
 from hecate.algorithm.base import Algorithm, AlgorithmForm, AlgorithmKind, InnerLoss, Token
-from hecate.algorithm.deep_momentum import DeepMomentum
-from hecate.algorithm.delta_momentum import DeltaMomentum
-from hecate.algorithm.ftrl import FTRL
-from hecate.algorithm.gd import GD
-from hecate.algorithm.implicit import Implicit
-from hecate.algorithm.momentum import Momentum
-from hecate.algorithm.newton_schulz import NewtonSchulz
-from hecate.algorithm.omega import Omega
-from hecate.algorithm.rls import RLS
+from hecate.variant import import_variants
 
-__all__ = [
-    "FTRL",
-    "GD",
-    "RLS",
-    "Adaptive",
-    "Algorithm",
-    "AlgorithmForm",
-    "AlgorithmKind",
-    "DeepMomentum",
-    "DeltaMomentum",
-    "Implicit",
-    "InnerLoss",
-    "Momentum",
-    "NewtonSchulz",
-    "Omega",
-    "Token",
-]
+__all__ = ["Algorithm", "AlgorithmForm", "AlgorithmKind", "InnerLoss", "Token"]
+__all__ += import_variants(__name__, Algorithm)

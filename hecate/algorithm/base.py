@@ -8,9 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.declared import still_declared
 from hecate.tape import Block, Tensors
-from hecate.tape.ops import over, sum_to_gate
 from hecate.variant import Variant
 
 
@@ -37,28 +35,22 @@ class InnerLoss(Protocol):
     @property
     def curvature(self) -> float | None:
         """The bias' bound of its Hessian's eigenvalues."""
-        ...
 
     @property
     def diagonal(self) -> bool:
         """Whether every weight meets one coordinate of phi alone."""
-        ...
 
     def gradient(self, phi_k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Its gradient by the weights for one key and value per memory."""
-        ...
 
     def error(self, phi_k: Tensor, v: Tensor) -> Tensor:
         """Its gradient by the prediction, `[N, V]`."""
-        ...
 
     def pullback(self, phi_k: Tensor, u: Tensor) -> tuple[Tensor, ...]:
         """The weights' cotangents from that of a prediction."""
-        ...
 
     def run(self, block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Runs a block of the algorithm's own."""
-        ...
 
 
 class Algorithm(Variant, family="algorithm"):
@@ -73,6 +65,8 @@ class Algorithm(Variant, family="algorithm"):
     """
 
     lr: float = Field(1.0, ge=0)
+    _derivatives = ("direction_vjp",)
+    _formulas = ("gradient", "direction", "direction_vjp", "slots", "slot_shapes", "context_shapes")
     slots: ClassVar[tuple[str, ...]] = ()
     uses_momentum: ClassVar[bool] = False
     linear: ClassVar[bool] = False  # whether D is linear in gradients and slots, given the gates
@@ -85,8 +79,8 @@ class Algorithm(Variant, family="algorithm"):
 
     @property
     def default_momentum(self) -> float:
-        """The momentum gate used when none is given."""
-        return 0.0
+        """The momentum gate used when none is given: the field `momentum` where there is one."""
+        return vars(self).get("momentum", 0.0)
 
     @property
     def stable_step(self) -> float:
@@ -125,20 +119,10 @@ class Algorithm(Variant, family="algorithm"):
         """Whether `direction` gets the token's own gradient, unchanged and without a context."""
         return cls.gradient is Algorithm.gradient
 
-    @property
-    def kernel(self) -> AlgorithmForm | None:
-        """The form in which kernels compute `direction`; None, the default, leaves it to torch."""
-        return None
-
     def kernel_form(self) -> AlgorithmForm | None:
-        """`kernel`, unless a subclass redefines the formulas below the class that declared it."""
-        formulas = ("gradient", "direction", "direction_vjp", "slots", "slot_shapes", "context_shapes")
-        return self.kernel if still_declared(self, "kernel", formulas) else None
-
-    @classmethod
-    def hand_written(cls) -> bool:
-        """Whether the derivative is written by hand."""
-        return cls.direction_vjp is not Algorithm.direction_vjp
+        """The form in which kernels compute `direction`, which a variant declares as `kernel`; None leaves it to torch,
+        as where a subclass redefines the formulas below the class that declared it."""
+        return self.declared_kernel()
 
     def block(self) -> Block:
         """`direction` as a tape block: (grad, lr, momentum, *slots) -> (direction, *slots)."""
@@ -147,17 +131,6 @@ class Algorithm(Variant, family="algorithm"):
             return self.direction(*inputs), inputs
 
         return Block(f"algorithm.{self.kind}", forward, self.direction_vjp if self.hand_written() else None)
-
-
-class Descent(Algorithm):
-    """An algorithm whose direction is D = -lr G; variants choose the gradient."""
-
-    def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
-        return (-over(lr, grad) * grad,)
-
-    def direction_vjp(self, inputs: tuple[Tensor, ...], *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (grad, lr, _), (g,) = inputs, cotangents
-        return -over(lr, grad) * g, -sum_to_gate(grad * g, lr), None
 
 
 AlgorithmKind = Algorithm

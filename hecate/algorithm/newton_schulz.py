@@ -54,10 +54,6 @@ class NewtonSchulz(Algorithm):
     uses_momentum: ClassVar[bool] = True
 
     @property
-    def default_momentum(self) -> float:
-        return self.momentum
-
-    @property
     def stable_step(self) -> float:
         return math.inf if not self.rescale else 2.0
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.algorithm.base import Algorithm, InnerLoss, Token
-from hecate.algorithm.gd import GD
+from hecate.algorithm.descent import GD
 from hecate.errors import ConfigError
 from hecate.sizes import Depth
 from hecate.tape import Block, Tensors
@@ -35,7 +35,6 @@ class Omega(Algorithm):
     window: Depth = Field(4, ge=1, description="tokens")
     decay: float = Field(1.0, gt=0, le=1, description="weight of a token relative to the next one")
     inner: Algorithm = GD()
-    linear: ClassVar[bool] = False
 
     @model_validator(mode="after")
     def _one_lr(self) -> Self:
@@ -114,14 +113,6 @@ def _push_vjp(_: None, *cotangents: Tensor) -> Tensors:
     return cotangents[0][:, -1], cotangents[1][:, -1], *gold
 
 
-def _unbind(x: Tensor) -> tuple[Tensors, None]:
-    return x.unbind(1), None
-
-
-def _unbind_vjp(_: None, *cotangents: Tensor) -> Tensors:
-    return (torch.stack(cotangents, 1),)
-
-
 def _weighted(factor: float) -> Block:
     """factor w G, w a constant `[N]`."""
 
@@ -135,14 +126,8 @@ def _weighted(factor: float) -> Block:
     return Block("algorithm.omega.weight", forward, vjp)
 
 
-def _add(a: Tensor, b: Tensor) -> tuple[Tensors, None]:
-    return (a + b,), None
-
-
-def _add_vjp(_: None, g: Tensor) -> Tensors:
-    return g, g
-
-
 _PUSH = Block("algorithm.omega.push", _push, _push_vjp)
-_UNBIND = Block("algorithm.omega.unbind", _unbind, _unbind_vjp)
-_ADD = Block("algorithm.omega.add", _add, _add_vjp)
+_UNBIND = Block(
+    "algorithm.omega.unbind", lambda x: (x.unbind(1), None), lambda _, *cotangents: (torch.stack(cotangents, 1),)
+)
+_ADD = Block("algorithm.omega.add", lambda a, b: ((a + b,), None), lambda _, g: (g, g))

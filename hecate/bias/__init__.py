@@ -1,13 +1,8 @@
 """Attentional biases: the inner losses that a memory descends at every write."""
 
-from hecate.bias.base import Bias, BiasKind, ErrorBias, KernelForm
-from hecate.bias.dot import Dot
-from hecate.bias.huber import Huber
-from hecate.bias.kl import KL
-from hecate.bias.l1 import L1
-from hecate.bias.l2 import L2
-from hecate.bias.lp import Lp
-from hecate.bias.robust import Robust
-from hecate.bias.yaad import Yaad
+from hecate.bias.base import Bias, BiasKind, KernelForm
+from hecate.bias.error import ErrorBias
+from hecate.variant import import_variants
 
-__all__ = ["KL", "L1", "L2", "Bias", "BiasKind", "Dot", "ErrorBias", "Huber", "KernelForm", "Lp", "Robust", "Yaad"]
+__all__ = ["Bias", "BiasKind", "ErrorBias", "KernelForm"]
+__all__ += import_variants(__name__, Bias)

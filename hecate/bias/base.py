@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.declared import still_declared
-from hecate.tape import Block, Tensors
+from hecate.tape import Block, formula_block
 from hecate.variant import Variant
 
 
@@ -33,6 +32,9 @@ class Bias(Variant, family="bias"):
 
     Shapes: pred and target `[..., V]`; loss `[...]`; grad `[..., V]`.
     """
+
+    _derivatives = ("grad", "grad_vjp")
+    _formulas = ("loss", "grad", "grad_vjp", "rho", "psi", "psi_jvp")
 
     def loss(self, pred: Tensor, target: Tensor) -> Tensor:
         """The loss `[...]`."""
@@ -63,57 +65,14 @@ class Bias(Variant, family="bias"):
         """Whether grad is a pred + b target, with the same fixed numbers for every coordinate."""
         return False
 
-    @classmethod
-    def hand_written(cls) -> bool:
-        """Whether both derivatives are written by hand."""
-        return cls.grad is not Bias.grad and cls.grad_vjp is not Bias.grad_vjp
-
-    @property
-    def kernel(self) -> KernelForm | None:
-        """The form in which kernels compute `grad`; None, the default, leaves it to torch."""
-        return None
-
     def kernel_form(self) -> KernelForm | None:
-        """`kernel`, unless a subclass redefines the derivative below the class that declared it."""
-        formulas = ("loss", "grad", "grad_vjp", "rho", "psi", "psi_jvp")
-        return self.kernel if still_declared(self, "kernel", formulas) else None
+        """The form in which kernels compute `grad`, which a variant declares as `kernel`; None leaves it to torch, as
+        where a subclass redefines the derivative below the class that declared it."""
+        return self.declared_kernel()
 
     def block(self) -> Block:
         """`grad` as a tape block: (pred, target) -> u."""
-
-        def forward(pred: Tensor, target: Tensor) -> tuple[Tensors, Tensors]:
-            return (self.grad(pred, target),), (pred, target)
-
-        def vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
-            return self.grad_vjp(*residuals, g)
-
-        return Block(f"bias.{self.kind}", forward, vjp if self.hand_written() else None)
-
-
-class ErrorBias(Bias):
-    """A loss of e = pred - target alone; variants give rho, psi = rho' and psi's Jacobian."""
-
-    def rho(self, error: Tensor) -> Tensor:
-        """The loss `[...]` of an error `[..., V]`."""
-        raise NotImplementedError(f"{type(self).__name__} defines no rho")
-
-    def psi(self, error: Tensor) -> Tensor:
-        """d rho / d error."""
-        raise NotImplementedError(f"{type(self).__name__} defines no psi")
-
-    def psi_jvp(self, error: Tensor, tangent: Tensor) -> Tensor:
-        """Jacobian of psi (symmetric) times a tangent."""
-        raise NotImplementedError(f"{type(self).__name__} defines no psi_jvp")
-
-    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
-        return self.rho(pred - target)
-
-    def grad(self, pred: Tensor, target: Tensor) -> Tensor:
-        return self.psi(pred - target)
-
-    def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        gpred = self.psi_jvp(pred - target, g)
-        return gpred, -gpred
+        return formula_block(f"bias.{self.kind}", self.grad, self.grad_vjp if self.hand_written() else None)
 
 
 BiasKind = Bias

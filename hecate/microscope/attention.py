@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hecate.declared import still_declared
 from hecate.errors import ConfigError
 from hecate.microscope.calls import in_double
 from hecate.nn.asked import Asked
 from hecate.rule import MemoryConfig, MemoryState
+from hecate.variant import still_declared
 
 # What rounding may leave in float64, times the condition of a memory that still works.
 AGREES = 1e-6

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, ClassVar, Literal, NamedTuple, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.sizes import MAX_NUMBERS, check_shapes, check_size
+from hecate.sizes import MAX_NUMBERS, check_shapes, check_size, without_storage
 from hecate.tape import Block, Tensors
 from hecate.tape.bridge import without_autocast
 from hecate.variant import Variant
@@ -31,6 +32,7 @@ class Params(TypedDict):
 
 
 Parity = Literal["even", "odd", "none"]
+Rising = Literal["everywhere", "odd_part", "none"]
 
 
 class Traits(NamedTuple):
@@ -43,6 +45,12 @@ class Traits(NamedTuple):
     norm_bound: float | None = None  # upper bound of |phi(x)|^2 over all x
     is_random: bool = False  # frozen parameters are draws
     needs_position: bool = False  # phi depends on the token's position
+    componentwise: bool = False  # feature i is the same function of x_i alone, for every i
+    rising: Rising = "none"  # componentwise and strictly increasing, or only phi(x) - phi(-x) is, as relu's
+    bounded_slope: bool = False  # |phi(x) - phi(y)| <= L |x - y| for some L
+    forgets_length: bool = False  # phi(c x) = phi(x) for c > 0, but near 0, where a degree of 0 knows no exception
+    decodes: bool = False  # a linear map of the features tells x back, wholly or in part; none does for an even map
+    linear_at: int | None = None  # features linear_at, linear_at + 1, ... are x_0, x_1, ... times one factor
 
 
 def _checked_width(output_dim: Callable[..., int]) -> Callable[..., int]:
@@ -71,14 +79,17 @@ def _checked_init(init: Callable[..., Params]) -> Callable[..., Params]:
 class FeatureMap(Variant, family="feature_map"):
     """A map of keys and queries to phi-space, applied per head and before every update and read.
 
-    A variant gives `output_dim`, `forward` with `vjp` on the next lines, `traits` where they differ from the defaults,
-    and `init` with `shapes` where it has parameters. A map without a hand-written `vjp` gives `features` instead and is
-    differentiated by `torch.func.vjp`; `hecate list` says so. `output_dim` and `init` of every variant refuse what no
-    memory holds.
+    A variant gives `output_dim` where it has no field `d_phi`, `forward` with `vjp` on the next lines, its traits where
+    they differ from the defaults, as `promises` or, where fields decide, `traits`, and `shapes` where it has
+    parameters. A map without a hand-written `vjp` gives `features` instead and is differentiated by `torch.func.vjp`;
+    `hecate list` says so. `output_dim` and `init` of every variant refuse what no memory holds.
 
     Shapes: x `[..., D]`, or `[..., H, D]` when its parameters are per head; features `[..., d_phi]`. The same instance
     with the same parameters serves the write and the read.
     """
+
+    _derivatives = ("vjp",)
+    promises: ClassVar[Traits] = Traits()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -89,8 +100,8 @@ class FeatureMap(Variant, family="feature_map"):
 
     @_checked_width
     def output_dim(self, d: int) -> int:
-        """Width d_phi for inputs of width d."""
-        return d
+        """Width d_phi for inputs of width d: the field `d_phi` where there is one, else d."""
+        return vars(self).get("d_phi") or d
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters of one head by name, counted before any is drawn."""
@@ -98,7 +109,7 @@ class FeatureMap(Variant, family="feature_map"):
 
     def traits(self) -> Traits:
         """The declared traits."""
-        return Traits()
+        return self.promises
 
     @_checked_init
     def init(
@@ -111,7 +122,25 @@ class FeatureMap(Variant, family="feature_map"):
         device: torch.device | str | None = None,
     ) -> Params:
         """Fresh parameters for inputs of width d; random maps draw from `generator` alone."""
-        return {"learned": {}, "frozen": {}}
+        found = without_storage(self.shapes(d), heads, dtype, device)
+        if found is None:
+            fresh = self.fresh(d, heads, seeded(generator))
+            found = {name: item.to(dtype=dtype, device=device) for name, item in fresh.items()}
+        return {"learned": {}, "frozen": found} if self.is_random else {"learned": found, "frozen": {}}
+
+    def fresh(self, d: int, heads: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """New parameters `[H, ...]` in float64, drawn in the order of `shapes`."""
+        return {name: self.start(name, (heads, *shape), generator) for name, shape in self.shapes(d).items()}
+
+    def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """How a learned parameter `[H, ...]` starts, in float64 where the generator lives: a vector at 0, a matrix from
+        N(0, 1/fan_in), so that outputs keep the inputs' variance; one seed gives one matrix in every dtype."""
+        if len(shape) == 2:
+            return torch.zeros(shape, dtype=torch.float64, device=generator.device)
+        if min(shape) < 1:
+            raise ShapeError(f"heads and widths must be at least 1, got {list(shape)}")
+        draw = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
+        return draw / math.sqrt(shape[1])
 
     def redraw(self, params: Params, generator: torch.Generator) -> Params:
         """New params with fresh draws in place of the frozen ones; for random maps."""
@@ -185,11 +214,6 @@ class FeatureMap(Variant, family="feature_map"):
         """Whether phi depends on the token's position."""
         return self.traits().needs_position
 
-    @classmethod
-    def hand_written(cls) -> bool:
-        """Whether the derivative is written by hand."""
-        return cls.vjp is not FeatureMap.vjp
-
     def inner_maps(self) -> tuple[FeatureMap, ...]:
         """The maps that this one is made of."""
         return ()
@@ -237,6 +261,11 @@ class _Degree:
 
 FeatureMap.degree = _Degree()  # type: ignore[attr-defined]
 FeatureMapKind = FeatureMap
+
+
+def seeded(generator: torch.Generator | None) -> torch.Generator:
+    """The generator itself, or a fresh one with seed 0: the global random state plays no part."""
+    return torch.Generator().manual_seed(0) if generator is None else generator
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -1,19 +1,26 @@
-"""Componentwise maps: what they share."""
+"""Maps that act on each component alone."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Literal
 
+import torch
+from pydantic import Field
 from torch import Tensor
 
-from hecate.phi.base import FeatureMap, Params, compute_dtype
+from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype
+from hecate.tape import Block
+from hecate.tape.ops import activate, activate_vjp
+
+_POSITIVE = Traits(non_negative=True, kernel_non_negative=True, componentwise=True)
 
 
 class Elementwise(FeatureMap):
-    """Helper for maps that act on each component alone: a variant gives `value`, `derivative`.
+    """Helper for maps that act on each component alone: a variant gives `value` and `pull`.
 
-    Both are called with float32 or better; features and cotangents are rounded once, to the dtype of x. The VJP is gx =
-    g derivative(x), or `pull` where x and the value give it at less cost. Not a variant itself: it has no kind.
+    Both are called with float32 or better; features and cotangents are rounded once, to the dtype of x. Not a variant
+    itself: it has no kind.
     """
 
     @abstractmethod
@@ -21,12 +28,8 @@ class Elementwise(FeatureMap):
         """phi, componentwise."""
 
     @abstractmethod
-    def derivative(self, x: Tensor) -> Tensor:
-        """The derivative of `value`; at a kink, the side that the docstring names."""
-
     def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
-        """The cotangent of x from that of its value."""
-        return g * self.derivative(x)
+        """The cotangent of x from that of its value; at a kink, of the side that the docstring names."""
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         wide = x.to(compute_dtype(x))
@@ -35,3 +38,292 @@ class Elementwise(FeatureMap):
 
     def vjp(self, residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self.pull(*residuals, g.to(residuals[0].dtype)).to(g.dtype), {}
+
+
+# A program of no blocks: there is nothing in it for autograd to record. A view, in which cotangents meet before x.
+_SAME = Block("phi.identity", lambda x: ((x.view_as(x),), None), lambda _, g: (g,), lambda run, x: (x.view_as(x),))
+
+
+class Identity(FeatureMap):
+    """identity: phi(x) = x.
+
+    The plain key space of DeltaNet, Titans and their relatives; copy-free.
+
+    Shapes: x `[..., D]` -> `[..., D]`.
+    VJP: gx = g.
+    Traits: odd, degree 1.
+    Cost: none.
+    References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021,
+    arXiv 2102.11174). [PHI-ID-D1]
+    """
+
+    kind: Literal["identity"] = "identity"
+    promises = Traits(parity="odd", degree=1, componentwise=True, rising="everywhere", bounded_slope=True)
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, None]:
+        return x, None
+
+    def vjp(self, residuals: None, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return g, {}
+
+    def block(self, params: Params) -> tuple[Block, tuple[Tensor, ...]]:
+        return _SAME, ()
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).sum(-1)
+
+
+class ELU(FeatureMap):
+    """elu: phi(x) = x + 1 for x > 0, exp(x) otherwise.
+
+    The map of the linear transformer. Strictly positive down to the underflow of the dtype's exponential: `elu(x) + 1`
+    cancels to exactly 0 below about x = -17 in float32 and -6.25 in bfloat16, this form does not. Near zero it is
+    almost constant, so kernels of small inputs are close to uniform.
+
+    Shapes: x `[..., D]` -> `[..., D]`.
+    VJP: gx = g for x > 0, g exp(x) otherwise; the derivative at 0 is 1 from both sides, the second is not continuous
+    there.
+    Traits: non_negative, kernel_non_negative.
+    Cost: O(D).
+    References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236). [PHI-ELU-D1]"""
+
+    kind: Literal["elu"] = "elu"
+    promises = _POSITIVE._replace(rising="everywhere", bounded_slope=True)
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        # For x > 0 the tail is 1: no choice between branches, neither here nor in the derivative.
+        tail = x.clamp(max=0).exp()
+        return torch.relu(x) + tail, tail
+
+    def vjp(self, residuals: Tensor, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return g * residuals, {}
+
+
+class Exp(Elementwise):
+    """exp: phi(x) = exp(x - shift), componentwise.
+
+    Strictly positive and sharp. Its kernel is sum_i exp(x_i + y_i - 2 shift), which is not exp(x.y): for an
+    approximation of softmax use `taylor` or `favor`.
+
+    The shift is one constant for all keys and queries. It multiplies every kernel value by exp(-2 shift), leaves
+    normalised weights as they are and moves the range: features are finite for x <= shift + 88.7 in float32 and
+    bfloat16, shift + 11.0 in float16, shift + 709.7 in float64. Beyond it they are infinite, visibly so. There is no
+    clamp (it would change values and stop gradients) and no per-key maximum (it would change attention weights). To
+    bound the inputs instead, compose with `normalise`.
+
+    Shapes: x `[..., D]` -> `[..., D]`.
+    VJP: gx = exp(x - shift) g.
+    Traits: non_negative, kernel_non_negative.
+    Cost: O(D).
+    Warning: |phi(x)|^2 grows exponentially; delta-type rules need normalised features.
+    Origin: a variant known from tutorials on linear attention. [PHI-EXP-D1]
+    """
+
+    kind: Literal["exp"] = "exp"
+    shift: float = Field(default=0.0)
+    promises = _POSITIVE._replace(rising="everywhere")
+
+    def value(self, x: Tensor) -> Tensor:
+        return (x - self.shift).exp() if self.shift else x.exp()
+
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        return g * value
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x + y - 2 * self.shift).exp().sum(-1)
+
+
+class ReLU(Elementwise):
+    """relu: phi(x) = max(x, 0) + shift.
+
+    Sparse non-negative features. Without a shift a query may have all-zero features, and a read that is divided by
+    phi(q).z is then 0/0; a small shift (1e-3 is usual) makes every feature positive. The shift does not revive
+    gradients: the derivative for x < 0 stays 0.
+
+    Shapes: x `[..., D]` -> `[..., D]`.
+    VJP: gx = g for x > 0, else 0; the derivative at 0 is taken as 0.
+    Traits: non_negative, kernel_non_negative; degree 1 when shift = 0.
+    Cost: O(D).
+    References: Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794). [PHI-RELU-D1]
+    """
+
+    kind: Literal["relu"] = "relu"
+    shift: float = Field(default=0.0, ge=0)
+
+    def traits(self) -> Traits:
+        degree = 1.0 if self.shift == 0 else None
+        return _POSITIVE._replace(degree=degree, rising="odd_part", bounded_slope=True)
+
+    def value(self, x: Tensor) -> Tensor:
+        return torch.relu(x) + self.shift if self.shift else torch.relu(x)
+
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        return activate_vjp("relu", x, g)
+
+
+class SquaredReLU(Elementwise):
+    """squared_relu: phi(x) = max(x, 0)^2.
+
+    Sharper than relu: large components dominate the kernel. It approximates no softmax. Features are non-negative, not
+    positive: half of them are exactly 0 for symmetric inputs.
+
+    Shapes: x `[..., D]` -> `[..., D]`.
+    VJP: gx = 2 max(x, 0) g; continuous at 0, the second derivative is not.
+    Traits: non_negative, kernel_non_negative, degree 2.
+    Cost: O(D).
+    Warning: |phi(x)|^2 grows with the fourth power of x; normalise keys for delta-type rules.
+    References: Primer: Searching for Efficient Transformers for Language Modeling (So et al., 2021, arXiv 2109.08668)
+    for the activation. [PHI-SQRELU-D1]
+    """
+
+    kind: Literal["squared_relu"] = "squared_relu"
+    promises = _POSITIVE._replace(degree=2, rising="odd_part")
+
+    def value(self, x: Tensor) -> Tensor:
+        return torch.relu(x).square()
+
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        return g * (2 * torch.relu(x))
+
+
+class LeakyReLUSquared(Elementwise):
+    """leaky_relu_squared: phi(x) = (x + shift)^2 for x > 0, (slope x + shift)^2 otherwise.
+
+    A sharp non-negative map that keeps a gradient for negative inputs.
+
+    Shapes: x `[..., D]` -> `[..., D]`.
+    VJP: gx = 2 (x + shift) g for x > 0, 2 slope (slope x + shift) g otherwise; at 0 the second holds.
+    Traits: non_negative, kernel_non_negative; degree 2 when shift = 0.
+    Cost: O(D).
+    Warning: not monotone. It is 0 at x = -shift/slope (-5 by default) and rises again below: the most negative inputs
+    do not matter least.
+    Origin: a variant known from tutorials on linear attention. [PHI-LEAKY2-D1]
+    """
+
+    kind: Literal["leaky_relu_squared"] = "leaky_relu_squared"
+    slope: float = Field(default=0.01, ge=0, lt=1)
+    shift: float = Field(default=0.05, ge=0)
+
+    def traits(self) -> Traits:
+        degree = 2.0 if self.shift == 0 else None
+        return _POSITIVE._replace(degree=degree, rising="odd_part")
+
+    def value(self, x: Tensor) -> Tensor:
+        return self._root(x).square()
+
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        outer = 2 * self._root(x) * g
+        return torch.ops.aten.leaky_relu_backward(outer, x, self.slope, False)
+
+    def _root(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.leaky_relu(x, self.slope) + self.shift
+
+
+_DEPTH = 0.1699712075  # -min of x Phi(x) = 0.16997120747990..., at x = -0.75179, rounded up
+
+
+class GELUShifted(Elementwise):
+    """gelu_shifted: phi(x) = x Phi(x) + shift, Phi the standard normal distribution function.
+
+    GELU in its exact erf form, lifted by a constant. Its minimum is shift - 0.16997 at x = -0.7518, so the default
+    shift keeps every feature positive; a smaller one than 0.16997 is allowed and declares no sign.
+
+    Shapes: x `[..., D]` -> `[..., D]`.
+    VJP: gx = (Phi(x) + x density(x)) g.
+    Traits: non_negative and kernel_non_negative when shift >= 0.16997121.
+    Cost: O(D).
+    Warning: not monotone: it falls until x = -0.7518 and rises after it.
+    References: Gaussian Error Linear Units (Hendrycks and Gimpel, 2016, arXiv 1606.08415). [PHI-GELU-D1]
+    """
+
+    kind: Literal["gelu_shifted"] = "gelu_shifted"
+    shift: float = Field(default=0.2)
+
+    def traits(self) -> Traits:
+        positive = self.shift >= _DEPTH
+        return Traits(
+            non_negative=positive,
+            kernel_non_negative=positive,
+            componentwise=True,
+            rising="odd_part",
+            bounded_slope=True,
+        )
+
+    def value(self, x: Tensor) -> Tensor:
+        return activate("gelu", x, 0) + self.shift
+
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        return activate_vjp("gelu", x, g)
+
+
+class Softplus(Elementwise):
+    """softplus: phi(x) = log(1 + exp(beta x)) / beta.
+
+    A smooth, strictly positive relu; beta sets how sharp the bend is. Evaluated without a threshold, so it is positive
+    down to the underflow of exp(beta x) and has all derivatives everywhere.
+
+    Shapes: x `[..., D]` -> `[..., D]`.
+    VJP: gx = sigmoid(beta x) g.
+    Traits: non_negative, kernel_non_negative.
+    Cost: O(D).
+    Origin: a common activation; no source proposes it for linear attention. [PHI-SOFTPLUS-D1]
+    """
+
+    kind: Literal["softplus"] = "softplus"
+    beta: float = Field(default=1.0, gt=0)
+    promises = _POSITIVE._replace(rising="everywhere", bounded_slope=True)
+
+    def value(self, x: Tensor) -> Tensor:
+        # torch's softplus returns x itself above a threshold, which drops exp(-beta x).
+        return -torch.nn.functional.logsigmoid(-self.beta * x) / self.beta
+
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        return g * torch.sigmoid(self.beta * x)
+
+
+class Sigmoid(Elementwise):
+    """sigmoid: phi(x) = 1 / (1 + exp(-x)), componentwise.
+
+    Strictly positive and bounded: a sum normaliser is safe, and |phi(x)|^2 < D.
+
+    Shapes: x `[..., D]` -> `[..., D]`.
+    VJP: gx = sigmoid(x) sigmoid(-x) g.
+    Traits: non_negative, kernel_non_negative.
+    Cost: O(D).
+    Warning: every kernel of small inputs is close to D / 4: compare `elu`, which is as flat.
+    Origin: a common activation; no source proposes it for linear attention. [PHI-SIGMOID-D1]
+    """
+
+    kind: Literal["sigmoid"] = "sigmoid"
+    promises = _POSITIVE._replace(rising="everywhere", bounded_slope=True)
+
+    def value(self, x: Tensor) -> Tensor:
+        # Torch rounds the last bit of strided tensors differently.
+        return torch.sigmoid(x.contiguous())
+
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        # 1 - value would cancel.
+        return g * value * self.value(-x)
+
+
+class Tanh(Elementwise):
+    """tanh: phi(x) = tanh(x), componentwise.
+
+    Bounded and odd: signs survive, outliers do not, and |phi(x)|^2 < D keeps a delta rule stable for lr < 2 / D.
+
+    Shapes: x `[..., D]` -> `[..., D]`.
+    VJP: gx = (1 - tanh(x)^2) g.
+    Traits: odd.
+    Cost: O(D).
+    Warning: components beyond 3 all look alike and pass next to no gradient.
+    Origin: a common activation; fast weight programmers use it for keys. [PHI-TANH-D1]
+    """
+
+    kind: Literal["tanh"] = "tanh"
+    promises = Traits(parity="odd", componentwise=True, rising="everywhere", bounded_slope=True)
+
+    def value(self, x: Tensor) -> Tensor:
+        return activate("tanh", x, 0)
+
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        return torch.ops.aten.tanh_backward(g, value)

@@ -20,12 +20,11 @@ class Favor(RandomMap):
 
     The softmax kernel exp(q.k / sqrt(d)) in expectation, so linear attention with it estimates softmax attention.
     `scale="none"` uses x' = x and estimates exp(q.k); choose it when keys are l2-normalised. m is num_features.
-    `variant="hyperbolic"` is [exp(Wx'), exp(-Wx')]
-    exp(-|x'|^2/2) / sqrt(num_features); `"trigonometric"` is [cos(Wx'), sin(Wx')] exp(+|x'|^2/2) / sqrt(m) with m =
-    num_features / 2. Positive maps are accurate where the kernel is small, the trigonometric one where x is close to y.
-    `norms="sqrt"` gives every row of W the length
-    sqrt(d): lower variance for a smaller kernel (SMREG), which `exact_kernel` then returns. No feature depends on
-    another token: there is no maximum to subtract, which would make a causal memory see the future.
+    `variant="hyperbolic"` is [exp(Wx'), exp(-Wx')] exp(-|x'|^2/2) / sqrt(num_features); `"trigonometric"` is [cos(Wx'),
+    sin(Wx')] exp(+|x'|^2/2) / sqrt(m) with m = num_features / 2. Positive maps are accurate where the kernel is small,
+    the trigonometric one where x is close to y. `norms="sqrt"` gives every row of W the length sqrt(d): lower variance
+    for a smaller kernel (SMREG), which `exact_kernel` then returns. No feature depends on another token: there is no
+    maximum to subtract, which would make a causal memory see the future.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D)),
     made even for pairs); frozen w `[H, D, num_features]`, or half as many columns for pairs.

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.phi.base import FeatureMap, Params, Traits, per_head, project_vjp, sum_to_heads
+from hecate.phi.base import Params, Traits, per_head, project_vjp, sum_to_heads
 from hecate.phi.learned import learned
 from hecate.phi.random import RandomMap, normal, project_precisely
 
@@ -19,21 +19,18 @@ class Nystrom(RandomMap):
     C holds num_centres points, and K_CC their kernel values. phi(x).phi(y) is the best approximation of k(x, y) =
     exp(-|x - y|^2 / (2 sigma^2)) that the centres allow: nearly exact where x or y is a centre, too small elsewhere,
     close to 0 far from all of them. Few centres in the right place beat many random features. R is the triangular root
-    (of Cholesky), the
-    symmetric one rotates features and leaves the kernel as it is.
+    (of Cholesky), the symmetric one rotates features and leaves the kernel as it is.
 
     Centres are drawn from N(0, spread^2) once, or learned from there on.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_centres]`; w `[H, D, num_centres]`, a centre per column, frozen
     or learned.
-    VJP: with k = k(x, C): gk = g R^T, gR = k^T g; ga = gk k / sigma^2, gx = ga W^T - x sum(ga),
-    gW = x^T ga - W sum(ga). Through R: gK_CC = -R low((R^T gR)^T) R^T, low the lower triangle with half the diagonal,
-    then as for x.
+    VJP: with k = k(x, C): gk = g R^T, gR = k^T g; ga = gk k / sigma^2, gx = ga W^T - x sum(ga), gW = x^T ga - W
+    sum(ga). Through R: gK_CC = -R low((R^T gR)^T) R^T, low the lower triangle with half the diagonal, then as for x.
     Traits: is_random unless centres are learned; norm_bound 1. The kernel has either sign.
     Cost: O(D num_centres + num_centres^2), and O(num_centres^3) once per call, in float64.
-    Warning: eps bounds how far rounding errors grow, by 1 / sqrt(eps): lower it in float64 only.
-    At a centre the kernel is too small by up to sqrt(eps) / 2. In float32 kernel values are off by about 1e-7 |x|^2 /
-    sigma^2.
+    Warning: eps bounds how far rounding errors grow, by 1 / sqrt(eps): lower it in float64 only. At a centre the kernel
+    is too small by up to sqrt(eps) / 2. In float32 kernel values are off by about 1e-7 |x|^2 / sigma^2.
     References: Using the Nystrom Method to Speed Up Kernel Machines (Williams and Seeger, 2001). [PHI-NYSTROM-D1]
     """
 
@@ -52,23 +49,6 @@ class Nystrom(RandomMap):
 
     def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
         return {"w": self.spread * normal(d, self.num_centres, generator)}
-
-    def init(
-        self,
-        d: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
-        drawn = super().init(d, heads=heads, generator=generator, dtype=dtype, device=device)
-        return drawn if self.is_random else {"learned": drawn["frozen"], "frozen": {}}
-
-    def redraw(self, params: Params, generator: torch.Generator) -> Params:
-        if self.is_random:
-            return super().redraw(params, generator)
-        return FeatureMap.redraw(self, params, generator)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
         w = self.drawn(params, "w") if self.is_random else learned(self.kind, params, "w")

@@ -1,8 +1,9 @@
-"""Polynomial features."""
+"""Polynomial features: all monomials of a key."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -10,15 +11,15 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.phi.base import Params, Traits, compute_dtype, per_head, sum_to_heads
-from hecate.phi.learned import Learned, learned
+from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, per_head, sum_to_heads
+from hecate.phi.learned import learned
 from hecate.phi.monomials import Degree, bounded, powers, powers_vjp, widths
 from hecate.sizes import Count
 
 Coefficients = Literal["exponential", "ones", "learned"]
 
 
-class Polynomial(Learned):
+class Polynomial(FeatureMap):
     """polynomial: phi(x) = [sqrt(a_i multinomial(b)) x^b for |b| = i] for i = 0 .. degree.
 
     Every monomial up to a degree, so scaled that the kernel is exactly sum_i a_i (x.y)^i: capacity of order d^degree.
@@ -64,7 +65,7 @@ class Polynomial(Learned):
 
     def traits(self) -> Traits:
         sure = self._symmetric and self.degree % 2 == 0 and self.coefficients != "learned"
-        return Traits(kernel_non_negative=sure)
+        return Traits(kernel_non_negative=sure, linear_at=1 - self._first)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         return {"coefficients": (self.degree + 1,)} if self.coefficients == "learned" else {}
@@ -123,3 +124,115 @@ class Polynomial(Learned):
             return [math.sqrt(a) for a in self._fixed()]
         roots = torch.nn.functional.softplus(per_head(raw, x).to(compute_dtype(x))).sqrt()
         return list(torch.split(roots, 1, -1))
+
+
+class Taylor(FeatureMap):
+    """taylor: phi(x) = [1, x', vec(x' x'^T) / sqrt(2), ...] up to order, x' = x / d^(1/4).
+
+    The series of softmax's kernel: phi(x).phi(y) = 1 + z + z^2/2 + ... with z = x.y / sqrt(d). Close to exp(z) while
+    |z| is small, which keys of unit norm guarantee. `compact` merges equal products, which nearly halves the width at
+    order 2 and leaves the kernel as it is.
+
+    Shapes: x `[..., D]` -> `[..., C(D + order, order)]`; not compact: `[..., 1 + D + ... + D^order]`.
+    VJP: that of `polynomial` at x', with gx = gx' / d^(1/4).
+    Traits: kernel_non_negative for even order (at order 2 the kernel is at least 1/2; single features are signed).
+    Cost: O(order D^order / order!) when compact.
+    Warning: the width is quadratic in D at order 2: project keys to about 16 components first.
+    References: Simple Linear Attention Language Models Balance the Recall-Throughput Tradeoff (Arora et al., 2024,
+    arXiv 2402.18668). [PHI-TAYLOR-D1]
+    """
+
+    kind: Literal["taylor"] = "taylor"
+    order: Degree = Field(default=2, ge=1)
+    compact: bool = True
+    max_d_phi: Count = Field(default=65_536, gt=0)
+
+    def output_dim(self, d: int) -> int:
+        return bounded(sum(widths(d, self.order, self.compact)), self.max_d_phi, d, "order")
+
+    def traits(self) -> Traits:
+        return Traits(kernel_non_negative=self.order % 2 == 0)
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Sequence[Tensor]]]:
+        self.output_dim(x.shape[-1])
+        scaled = self._scaled(x)
+        blocks = powers(scaled, self.order, self.compact)
+        parts = [block * _root(i) for i, block in enumerate(blocks)]
+        return torch.cat(parts, -1).to(x.dtype), (scaled, blocks)
+
+    def vjp(self, residuals: tuple[Tensor, Sequence[Tensor]], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        scaled, blocks = residuals
+        sizes = widths(scaled.shape[-1], self.order, self.compact)
+        parts = torch.split(g.to(scaled.dtype), sizes, -1)
+        given = [part * _root(i) for i, part in enumerate(parts)]
+        gscaled = powers_vjp(scaled, blocks, given, self.compact)
+        return (gscaled / math.sqrt(math.sqrt(scaled.shape[-1]))).to(g.dtype), {}
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        """The series itself, 1 + z + z^2/2 + ..., not the exponential that it approximates."""
+        z = (x * y).sum(-1) / math.sqrt(x.shape[-1])
+        return torch.stack([z**i / math.factorial(i) for i in range(self.order + 1)]).sum(0)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x.to(compute_dtype(x)) / math.sqrt(math.sqrt(x.shape[-1]))
+
+
+def _root(i: int) -> float:
+    return 1 / math.sqrt(math.factorial(i))
+
+
+class Rebased(FeatureMap):
+    """rebased: phi(x) = [z_i^2, sqrt(2) z_i z_j for i < j] / sqrt(D), z = scale * LN(x) + shift.
+
+    The kernel is (z_q.z_k)^2 / D, a parabola whose least value training can move: `taylor` cannot go below 1/2, this
+    map can ignore a key altogether. LN(x) is x minus its mean over its standard deviation, sqrt(variance + eps); scale
+    and shift are learned per head and start at 1 and 0.
+
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., D (D + 1) / 2]`; learned scale, shift `[H, D]`.
+    VJP: gz that of `polynomial` at degree 2; with n = LN(x): gscale = gz n and gshift = gz summed over tokens, gn = gz
+    scale, gx = (gn - mean(gn) - n mean(gn n)) / sqrt(variance + eps).
+    Traits: kernel_non_negative; single features are signed.
+    Cost: O(D^2).
+    Warning: a kernel can be exactly 0, so a sum normaliser can be. The paper learns one scale and shift for queries and
+    another for keys; here one pair serves both.
+    References: Linear Transformers with Learnable Kernel Functions are Better In-Context Models (Aksenov et al., 2024,
+    arXiv 2402.10644). [PHI-REBASED-D1]
+    """
+
+    kind: Literal["rebased"] = "rebased"
+    eps: float = Field(default=1e-5, gt=0, description="added to the variance of a key")
+    max_d_phi: Count = Field(default=65_536, gt=0)
+    promises = Traits(kernel_non_negative=True)
+
+    def output_dim(self, d: int) -> int:
+        return bounded(d * (d + 1) // 2, self.max_d_phi, d, "max_d_phi", cure="")
+
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        return {"scale": (d,), "shift": (d,)}
+
+    def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Scale 1 and shift 0 for every head; nothing is drawn."""
+        return super().start(name, shape, generator) + (name == "scale")
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
+        self.output_dim(x.shape[-1])
+        scale, shift = (learned(self.kind, params, name) for name in ("scale", "shift"))
+        wide = x.to(compute_dtype(x))
+        centred = wide - wide.mean(-1, keepdim=True)
+        deviation = (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        normal = centred / deviation
+        z = per_head(scale, x).to(wide.dtype) * normal + per_head(shift, x).to(wide.dtype)
+        blocks = powers(z, 2, True)
+        features = blocks[2] / math.sqrt(x.shape[-1])
+        return features.to(x.dtype), (z, blocks[:2], normal, deviation, scale)
+
+    def vjp(self, residuals: tuple[Any, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        z, below, normal, deviation, scale = residuals
+        given = g.to(z.dtype) / math.sqrt(z.shape[-1])
+        gz = powers_vjp(z, [*below, z], [None, None, given], True)
+        gn = gz * per_head(scale, z).to(z.dtype)
+        along = (gn * normal).mean(-1, keepdim=True)
+        gx = (gn - gn.mean(-1, keepdim=True) - normal * along) / deviation
+        heads = scale.shape[0]
+        grads = {"scale": sum_to_heads(gz * normal, heads), "shift": sum_to_heads(gz, heads)}
+        return gx.to(g.dtype), {name: item.to(scale.dtype) for name, item in grads.items()}

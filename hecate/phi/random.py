@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.phi.base import FeatureMap, Params, compute_dtype, project
-from hecate.sizes import without_storage
 from hecate.tape.bridge import without_autocast
 
 Norms = Literal["chi", "sqrt"]
@@ -34,35 +33,25 @@ class RandomMap(FeatureMap):
         """Fresh draws for one head: float64 CPU tensors without the head axis."""
         raise NotImplementedError(f"{type(self).__name__} does not define draw")
 
-    def init(
-        self,
-        d: int,
-        *,
-        heads: int = 1,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Params:
+    def init(self, d: int, *, heads: int = 1, generator: torch.Generator | None = None, **place: Any) -> Params:
         """Fresh draws for inputs of width d, independent for each head."""
         if d < 1 or heads < 1:
             raise ShapeError(f"{self.kind} needs a width and a head count of at least 1, got {d} and {heads}")
-        if generator is None:
-            generator = torch.Generator().manual_seed(0)
-        if generator.device.type != "cpu":
+        if generator is not None and generator.device.type != "cpu":
             raise ConfigError(
                 f"{self.kind} draws on the CPU, so that a seed gives the same map on every device, "
                 f"got a generator on {generator.device}; pass a CPU torch.Generator"
             )
-        blank = without_storage(self.shapes(d), heads, dtype, device)
-        if blank is not None:
-            return {"learned": {}, "frozen": blank}
+        return super().init(d, heads=heads, generator=generator, **place)
+
+    def fresh(self, d: int, heads: int, generator: torch.Generator) -> dict[str, Tensor]:
         draws = [self.draw(d, generator) for _ in range(heads)]
-        stacked = {name: torch.stack([one[name] for one in draws]) for name in draws[0]}
-        frozen = {name: value.to(dtype=dtype, device=device) for name, value in stacked.items()}
-        return {"learned": {}, "frozen": frozen}
+        return {name: torch.stack([one[name] for one in draws]) for name in draws[0]}
 
     def redraw(self, params: Params, generator: torch.Generator) -> Params:
         """New params with fresh draws of the same shapes, dtypes and device; learned ones stay."""
+        if not self.is_random:
+            return super().redraw(params, generator)
         w = self.drawn(params, "w")
         fresh = self.init(w.shape[-2], heads=w.shape[0], generator=generator, dtype=torch.float64)
         frozen = {name: value.to(params["frozen"][name]) for name, value in fresh["frozen"].items()}

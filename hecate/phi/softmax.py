@@ -1,14 +1,15 @@
-"""Softmax over the features of one key."""
+"""Softmax over the features of one key, of the key itself or of a learned projection."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype
+from hecate.phi.learned import affine, affine_vjp
 
 
 class Softmax(FeatureMap):
@@ -63,3 +64,44 @@ def both_softmax_vjp(features: Tensor, g: Tensor) -> Tensor:
     """Cotangent of z from that of `features = both_softmax(z)`."""
     (up, down), (gup, gdown) = features.chunk(2, -1), g.chunk(2, -1)
     return softmax_vjp(up, gup) - softmax_vjp(down, gdown)
+
+
+class Hedgehog(FeatureMap):
+    """hedgehog: phi(x) = [softmax(z), softmax(-z)], z = x W + b, W and b learned per head.
+
+    Spiky, positive features that can be trained until linear attention mimics softmax attention. W starts as the
+    identity and b at 0, where phi is `softmax` with half_space.
+
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., 2 D]`; learned weight `[H, D, D]`, bias `[H, D]`.
+    VJP: gz = f (g - f.g) of the first half minus that of the second; gx = gz W^T, gW = x^T gz and gb = gz summed over
+    tokens.
+    Traits: non_negative, kernel_non_negative, norm_bound 2.
+    Cost: O(D^2).
+    Warning: the paper learns one map for queries and another for keys. Here one map serves both, so that phi(q).phi(k)
+    is a kernel; give q and k projections of their own before the map.
+    References: The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry (Zhang et al., 2024,
+    arXiv 2402.04347). [PHI-HEDGEHOG-D1]
+    """
+
+    kind: Literal["hedgehog"] = "hedgehog"
+    promises = Traits(non_negative=True, kernel_non_negative=True, norm_bound=2.0)
+
+    def output_dim(self, d: int) -> int:
+        return 2 * d
+
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        return {"weight": (d, d), "bias": (d,)}
+
+    def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """The identity and no bias, for every head; nothing is drawn."""
+        if name == "bias":
+            return super().start(name, shape, generator)
+        return torch.eye(shape[-1], dtype=torch.float64).repeat(shape[0], 1, 1)
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Any]]:
+        features = both_softmax(affine(self.kind, x, params))
+        return features.to(x.dtype), (features, x, params)
+
+    def vjp(self, residuals: tuple[Tensor, Tensor, Any], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        features, x, params = residuals
+        return affine_vjp(x, params, both_softmax_vjp(features, g.to(features.dtype)))

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.declared import still_declared
-from hecate.tape import Block, Tensors
+from hecate.tape import Block, formula_block
 from hecate.variant import Variant
 
 
@@ -41,6 +40,8 @@ class Retention(Variant, family="retention"):
     Shapes: memory and direction `[N, ...]`; retain `[N]`, or `[N, P]` per phi channel (the last axis).
     """
 
+    _derivatives = ("step_vjp",)
+    _formulas = ("step", "step_vjp", "weights", "centred", "through", "build_link")
     uses_retain: ClassVar[bool] = False
 
     @property
@@ -50,8 +51,7 @@ class Retention(Variant, family="retention"):
 
     @property
     def linear(self) -> bool:
-        """Whether the step is `a M + D` with a fixed by the gates, and M itself is carried, as the parallel form
-        needs."""
+        """Whether the step is `a M + D` with a fixed by the gates, and M itself is carried: the parallel form."""
         return False
 
     @property
@@ -68,8 +68,8 @@ class Retention(Variant, family="retention"):
 
     @property
     def default_retain(self) -> float:
-        """The retain gate used when none is given."""
-        return 1.0
+        """The retain gate used when none is given: the field `retain` where there is one."""
+        return vars(self).get("retain", 1.0)
 
     @property
     def gate_form(self) -> GateForm:
@@ -112,43 +112,19 @@ class Retention(Variant, family="retention"):
         gmemory, gdirection, gretain = pull(g)
         return gmemory, gdirection, gretain
 
-    @classmethod
-    def hand_written(cls) -> bool:
-        """Whether the derivative is written by hand."""
-        return cls.step_vjp is not Retention.step_vjp
-
-    @property
-    def kernel(self) -> StepForm | None:
-        """The form in which kernels compute `step`; None, the default, leaves it to torch."""
-        return None
-
     def kernel_form(self) -> StepForm | None:
-        """`kernel`, unless a subclass redefines the step below the class that declared it."""
-        formulas = ("step", "step_vjp", "weights", "centred", "through", "build_link")
-        return self.kernel if still_declared(self, "kernel", formulas) else None
+        """The form in which kernels compute `step`, which a variant declares as `kernel`; None leaves it to torch, as
+        where a subclass redefines the step below the class that declared it."""
+        return self.declared_kernel()
 
     def block(self) -> Block:
         """`step` as a tape block: (memory, direction, retain) -> memory."""
-
-        def forward(*inputs: Tensor) -> tuple[Tensors, Tensors]:
-            return (self.step(*inputs),), inputs
-
-        def vjp(inputs: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor | None, ...]:
-            return self.step_vjp(*inputs, g)
-
-        return Block(f"retention.{self.kind}", forward, vjp if self.hand_written() else None)
+        return formula_block(f"retention.{self.kind}", self.step, self.step_vjp if self.hand_written() else None)
 
     def weights_block(self) -> Block:
         """`weights` as a tape block: (carried) -> memory."""
-
-        def forward(*inputs: Tensor) -> tuple[Tensors, Tensors]:
-            return (self.weights(*inputs),), inputs
-
-        def vjp(inputs: tuple[Tensor], g: Tensor) -> Tensors:
-            return (self.weights_vjp(*inputs, g),)
-
         by_hand = type(self).weights_vjp is not Retention.weights_vjp
-        return Block(f"retention.{self.kind}.weights", forward, vjp if by_hand else None)
+        return formula_block(f"retention.{self.kind}.weights", self.weights, self.weights_vjp if by_hand else None)
 
 
 RetentionKind = Retention

@@ -1,4 +1,4 @@
-"""Exponential decay."""
+"""Steps with the memory left as it is, shrunk in proportion, or shrunk by a constant."""
 
 from __future__ import annotations
 
@@ -10,6 +10,30 @@ from torch import Tensor
 from hecate.retention.base import GateForm, Retention, StepForm
 from hecate.sizes import Size
 from hecate.tape.ops import over, sum_to_gate
+
+
+class NoRetention(Retention):
+    """none: M' = M + D.
+
+    Nothing is forgotten except by being overwritten: linear attention, DeltaNet, TTT.
+
+    Shapes: M, D `[N, ...]`.
+    VJP: g_M = g_D = g.
+    Traits: linear; takes no retain gate.
+    Cost: one addition.
+    References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021,
+    arXiv 2102.11174). [RET-NONE-D1]
+    """
+
+    kind: Literal["none"] = "none"
+    linear: ClassVar[bool] = True
+    kernel: ClassVar[StepForm] = StepForm()
+
+    def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+        return memory + direction
+
+    def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        return g, g, None
 
 
 class Decay(Retention):
@@ -40,25 +64,94 @@ class Decay(Retention):
     rank: Annotated[Size, Field(ge=1)] | Literal["head"] | None = None
     gate: Literal["sigmoid", "root", "softplus"] = "sigmoid"
     uses_retain: ClassVar[bool] = True
-
-    @property
-    def linear(self) -> bool:
-        return True
-
-    @property
-    def default_retain(self) -> float:
-        return self.retain
+    linear: ClassVar[bool] = True
+    kernel: ClassVar[StepForm] = StepForm()
 
     @property
     def gate_form(self) -> GateForm:
         return GateForm(self.channels, self.rank, self.gate)
-
-    @property
-    def kernel(self) -> StepForm:
-        return StepForm()
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         return over(retain, memory) * memory + direction
 
     def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return over(retain, memory) * g, g, sum_to_gate(g * memory, retain)
+
+
+class L2(Retention):
+    """l2: M' = retain (M + D), or retain M + D if decoupled, with retain = 1/(1 + penalty).
+
+    A local penalty holds the memory near the last one, a global one near 0; `penalty` is their ratio. The minimiser of
+    both shrinks the write with the memory: coupled. Yaad shrinks the past alone, as decoupled weight decay does, which
+    is `decay` by another parameter. A retain gate overrides the penalty token by token.
+
+    Shapes: M, D `[N, ...]`; retain `[N]` or `[N, P]`.
+    VJP: coupled: g_M = g_D = retain g, g_retain = <g, M + D>; decoupled: as `decay`.
+    Traits: linear if decoupled; coupled it scales D too, which the parallel form does not know; a weighted sum either
+    way.
+    Cost: one multiply-add.
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad. [RET-L2-D1]
+    """
+
+    kind: Literal["l2"] = "l2"
+    penalty: float = Field(0.01, ge=0)
+    decoupled: bool = False
+    uses_retain: ClassVar[bool] = True
+    weighted_sum: ClassVar[bool] = True
+
+    @property
+    def linear(self) -> bool:
+        return self.decoupled
+
+    @property
+    def default_retain(self) -> float:
+        return 1 / (1 + self.penalty)
+
+    @property
+    def kernel(self) -> StepForm | None:
+        return StepForm() if self.decoupled else None
+
+    def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+        kept = over(retain, memory)
+        return kept * memory + direction if self.decoupled else kept * (memory + direction)
+
+    def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        kept = over(retain, memory)
+        if self.decoupled:
+            return kept * g, g, sum_to_gate(g * memory, retain)
+        return kept * g, kept * g, sum_to_gate(g * (memory + direction), retain)
+
+
+class ElasticNet(Retention):
+    """elastic_net: M' = sign(X) max(|X| - threshold, 0) with X = retain M + D.
+
+    Decay shrinks weights in proportion, the threshold by a constant: what is not written again becomes exactly 0 after
+    finitely many tokens, and a write below the threshold leaves no trace on an empty memory. The exact minimiser of the
+    linearised loss under both penalties.
+
+    Shapes: M, D `[N, ...]`; retain `[N]` or `[N, P]`.
+    VJP: with L = 1[|X| > threshold]: g_D = L g, g_M = retain L g, g_retain = <L g, M>. At the threshold itself the
+    weight is 0 and so is its derivative.
+    Traits: not linear; every start is feasible, and weights below the threshold are dead until a step exceeds it.
+    Cost: one multiply-add and a clamp.
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), elastic net. [RET-ELASTIC-D1]
+    """
+
+    kind: Literal["elastic_net"] = "elastic_net"
+    retain: float = Field(0.99, ge=0, le=1)
+    threshold: float = Field(1e-4, ge=0)
+    uses_retain: ClassVar[bool] = True
+
+    @property
+    def kernel(self) -> StepForm:
+        return StepForm(self.threshold)
+
+    def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+        moved = over(retain, memory) * memory + direction
+        return moved.sign() * (moved.abs() - self.threshold).relu()
+
+    def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        kept = over(retain, memory)
+        live = (kept * memory + direction).abs() > self.threshold
+        gmoved = g * live
+        return kept * gmoved, gmoved, sum_to_gate(gmoved * memory, retain)

@@ -6,14 +6,13 @@ comes to the border of its set, nothing is forgotten there."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.retention.powers import power, power_vjp, radial, radial_vjp
 from hecate.variant import Variant
 
 
@@ -26,15 +25,8 @@ class Link(Variant, family="link"):
     Shapes: dual and memory `[N, ...]`, one weight of N memories.
     """
 
-    @property
-    def linear(self) -> bool:
-        """Whether `memory` is the identity."""
-        return False
-
-    @property
-    def row_invariant(self) -> bool:
-        """Whether a constant added to a row of A, along the last axis, leaves the memory alone."""
-        return False
+    linear: ClassVar[bool] = False  # whether `memory` is the identity
+    row_invariant: ClassVar[bool] = False  # whether a constant along the last axis of A leaves the memory alone
 
     def memory(self, dual: Tensor) -> Tensor:
         """The memory of a dual state."""
@@ -60,10 +52,7 @@ class IdentityLink(Link):
     """
 
     kind: Literal["identity"] = "identity"
-
-    @property
-    def linear(self) -> bool:
-        return True
+    linear: ClassVar[bool] = True
 
     def memory(self, dual: Tensor) -> Tensor:
         return dual
@@ -83,10 +72,7 @@ class SoftmaxLink(Link):
 
     kind: Literal["softmax"] = "softmax"
     scale: float = Field(1.0, gt=0)
-
-    @property
-    def row_invariant(self) -> bool:
-        return True
+    row_invariant: ClassVar[bool] = True
 
     def memory(self, dual: Tensor) -> Tensor:
         return self.scale * dual.softmax(-1)
@@ -207,3 +193,50 @@ class LqLink(Link):
         """Its length |.|_q, raised to q - 1, is that of M. It inverts `_power` on coordinates, and `_power` inverts it
         on lengths."""
         return self.q - 2, self.eps ** (1 / (self.q - 1)), self.q
+
+
+# Odd powers of numbers and of lengths, linear near 0 so that both they and their inverses have slopes there. The
+# inverse of an exponent m is the exponent -m/(1 + m) with the floor floor^(1 + m). The floor itself counts as beyond.
+
+
+def power(x: Tensor, m: float, floor: float) -> Tensor:
+    """x max(|x|, floor)^m."""
+    return x * x.abs().clamp(min=floor).pow(m)
+
+
+def power_vjp(x: Tensor, m: float, floor: float, g: Tensor) -> Tensor:
+    """Cotangent of x."""
+    size = x.abs()
+    # Not a choice between two Python numbers, which would be of torch's default dtype.
+    slope = 1 + m * (size >= floor).to(x.dtype)
+    return slope * size.clamp(min=floor).pow(m) * g
+
+
+def radial(x: Tensor, m: float, floor: float, q: float) -> Tensor:
+    """x max(|x|_q, floor)^m, the norm over everything but the first axis."""
+    return x * _length(x, floor, q)[0].pow(m)
+
+
+def radial_vjp(x: Tensor, m: float, floor: float, q: float, g: Tensor) -> Tensor:
+    """Cotangent of x."""
+    length, beyond = _length(x, floor, q)
+    unit = x / length
+    along = (g * unit).sum(_inner(x), keepdim=True)
+    slope = torch.where(beyond, m * along, 0.0) * unit.sign() * unit.abs().pow(q - 1)
+    return length.pow(m) * (g + slope)
+
+
+def _length(x: Tensor, floor: float, q: float) -> tuple[Tensor, Tensor]:
+    """max(|x|_q, floor) and whether the norm is the larger."""
+    # With the largest entry taken out, powers neither overflow nor vanish. It cancels, so it is a constant to the
+    # derivative.
+    largest = x.detach().abs().amax(_inner(x), keepdim=True).clamp(min=floor)
+    total = (x / largest).abs().pow(q).sum(_inner(x), keepdim=True)
+    beyond = largest * total.pow(1 / q) >= floor
+    # A root of 0 has no derivative, and none is needed.
+    length = largest * torch.where(beyond, total, 1.0).pow(1 / q)
+    return torch.where(beyond, length, floor), beyond
+
+
+def _inner(x: Tensor) -> tuple[int, ...]:
+    return tuple(range(1, x.dim()))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from hecate.retention.base import Retention
-from hecate.retention.links import Link
+from hecate.retention.base import Retention, StepForm
+from hecate.retention.links import IdentityLink, Link, LqLink, SigmoidLink, SignedSoftmaxLink, SoftmaxLink
 from hecate.tape.ops import over, sum_to_gate
+from hecate.variant import Prepared
 
 
-class MirrorRetention(Retention):
+class MirrorRetention(Prepared, Retention):
     """A' = retain A + D, M = link(A): mirror descent with decay. [RET-MIRROR-D1]
 
     What is carried is the dual state A, and M is computed from it wherever the memory predicts or is read: the step is
@@ -24,8 +25,8 @@ class MirrorRetention(Retention):
 
     retain: float = Field(0.99, ge=0, le=1)
     uses_retain: ClassVar[bool] = True
+    additive: ClassVar[bool] = True
 
-    # Built beforehand, because torch.compile cannot trace the building of a model; not a field.
     __slots__ = ("_link",)
 
     def build_link(self) -> Link:
@@ -44,14 +45,6 @@ class MirrorRetention(Retention):
     @property
     def linear(self) -> bool:
         return self.through.linear
-
-    @property
-    def additive(self) -> bool:
-        return True
-
-    @property
-    def default_retain(self) -> float:
-        return self.retain
 
     def start(self, weights: Tensor) -> Tensor:
         return self.through.start(weights)
@@ -79,12 +72,101 @@ class MirrorRetention(Retention):
         """Keeps the link."""
         object.__setattr__(self, "_link", self.build_link())
 
-    def __setstate__(self, state: dict[Any, Any]) -> None:
-        super().__setstate__(state)
-        self.model_post_init(None)
 
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        return self.model_copy()
+class Bregman(MirrorRetention):
+    """bregman: M = link(A), A' = retain A + D, link identity, softmax, signed_softmax, sigmoid or lq.
 
-    def __copy__(self) -> Self:
-        return self.model_copy()
+    The general form behind `kl`, `bounded` and `lq`: a Bregman divergence pulls the memory towards its past, and the
+    link is the inverse of its potential's gradient. A subclass of `Link` is a link too: `memory`, and if wanted its VJP
+    and where it starts.
+
+    Shapes: A, D `[N, ...]`; retain `[N]` or `[N, P]`.
+    VJP: of the step as `decay`, of M the link's.
+    Traits: carries A, whose steps are linear; M = A for the identity, which is `decay`; starts where the link says.
+    Cost: a multiply-add, and the link where the memory is used.
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173). [RET-BREGMAN-D1]
+    """
+
+    kind: Literal["bregman"] = "bregman"
+    link: Link = IdentityLink()
+
+    @property
+    def kernel(self) -> StepForm | None:
+        return StepForm() if type(self.link) is IdentityLink else None
+
+    def build_link(self) -> Link:
+        return self.link
+
+
+class KL(MirrorRetention):
+    """kl: M = scale softmax(A) along the last axis, A' = retain A + D.
+
+    Every row of every weight stays a distribution times `scale`: what one feature gains the others lose, and the pull
+    towards the past is a Kullback-Leibler divergence. Rows relax towards uniform as retain falls. Non-negative rows
+    cannot answer an arbitrary value: `signed=True` gives each row a positive and a negative bank that share the scale,
+    M = P - Q.
+
+    Shapes: A, D `[N, ..., P]`; retain `[N]` or `[N, P]`.
+    VJP: of the step as `decay`; of M the softmax's.
+    Traits: carries the logits A, whose steps are linear and centred per row under a gate that rows share; starts at the
+    initial weights as logits, so uniform (signed: 0) at 0.
+    Cost: a multiply-add, and one softmax where the memory is used.
+    Warning: D is in units of logits, so an lr that is small for l2 may be far too small here.
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora; Exponentiated Gradient versus
+    Gradient Descent for Linear Predictors (Kivinen and Warmuth, 1997) for the banks. [RET-KL-D1]
+    """
+
+    kind: Literal["kl"] = "kl"
+    scale: float = Field(1.0, gt=0)
+    signed: bool = False
+
+    def build_link(self) -> Link:
+        link = SignedSoftmaxLink if self.signed else SoftmaxLink
+        return link(scale=self.scale)
+
+
+class Lq(MirrorRetention):
+    """lq: M = sign(A) |A|^(p-1) / |A|_p^(p-2) with A' = retain A + D and p = q/(q-1).
+
+    A sums the steps and the memory is the gradient of 1/2 |A|_p^2 at it. q > 2 evens weights out: at q = 4 they are
+    cube roots of the evidence. `form="paper"` computes A / |A|_q^(q-2), as MIRAS prints it.
+
+    Shapes: A, D `[N, ...]`; retain `[N]` or `[N, P]`.
+    VJP: of the step as `decay`, of M the link's; the chord below eps has a kink at eps, which counts as beyond.
+    Traits: carries A, whose steps are linear; M = A for q = 2, which is `decay`; starts where M is the initial weights,
+    `paper` n^(-1/q) beside them.
+    Cost: a multiply-add, and two powers per weight where the memory is used.
+    Warning: the norm is over a whole weight tensor: the exact memory is up to n^(1/p - 1/q) times as long as A, for q =
+    4 the square root of the number of weights.
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Moneta. [RET-LQ-D1]
+    """
+
+    kind: Literal["lq"] = "lq"
+    q: float = Field(4.0, gt=1)
+    form: Literal["exact", "paper"] = "exact"
+    eps: float = Field(1e-6, gt=0, lt=1)
+
+    def build_link(self) -> Link:
+        return LqLink(q=self.q, form=self.form, eps=self.eps)
+
+
+class Bounded(MirrorRetention):
+    """bounded: M = low + (high - low) sigmoid(A), A' = retain A + D.
+
+    No write, however large, takes a weight out of its bounds; near them it moves less and less. Weights relax towards
+    the middle as retain falls. MIRAS keeps them in (0, 1).
+
+    Shapes: A, D `[N, ...]`; retain `[N]` or `[N, P]`.
+    VJP: of the step as `decay`; of M the sigmoid's.
+    Traits: carries the logits A, whose steps are linear; starts at the initial weights as logits, so half-way between
+    at 0.
+    Cost: a multiply-add, and one exponential per weight where the memory is used.
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173). [RET-BOUNDED-D1]
+    """
+
+    kind: Literal["bounded"] = "bounded"
+    low: float = 0.0
+    high: float = 1.0
+
+    def build_link(self) -> Link:
+        return SigmoidLink(low=self.low, high=self.high)

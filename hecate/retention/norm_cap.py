@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.retention.base import GateForm, Retention
-from hecate.retention.none import NoRetention
+from hecate.retention.decay import NoRetention
 
 
 class NormCap(Retention):

@@ -17,15 +17,13 @@ class Sphere(Retention):
 
     A step along the sphere on which each slot lives: the part of D that would only lengthen it is dropped, and the rest
     turns it. Directions are kept, lengths are not: this is Lattice's update, where slots compete by angle.
-    `form="divide"` takes the whole of D, X = retain M + D and M' =
-    X |M| / |X|: every slot keeps the length it starts with, as large-chunk TTT's weights do. A slot is a column of a
-    weight (one phi channel, as Lattice has it) or a row (one output); a weight with a single axis is one slot. The
-    smaller retain, the further a step turns.
+    `form="divide"` takes the whole of D, X = retain M + D and M' = X |M| / |X|: every slot keeps the length it starts
+    with, as large-chunk TTT's weights do. A slot is a column of a weight (one phi channel, as Lattice has it) or a row
+    (one output); a weight with a single axis is one slot. The smaller retain, the further a step turns.
 
     Shapes: M, D `[N, V, P]`; retain `[N]` or `[N, P]`.
     VJP: with U = X/|X| and h = (g - U (U.g)) s/|X|, s = 1 or |M|: `tangent`: g_D = h - M (M.h), g_M = retain h - h
-    (M.D) - D (M.h); `divide`: g_D = h, g_M = retain h + M (U.g)/|M|; g_retain =
-    <h, M>.
+    (M.D) - D (M.h); `divide`: g_D = h, g_M = retain h + M (U.g)/|M|; g_retain = <h, M>.
     Traits: not linear; starts at the identity pattern (slot i along coordinate i) plus the initial weights, which
     `tangent` normalises.
     Cost: three sums over slots.
@@ -39,10 +37,6 @@ class Sphere(Retention):
     retain: float = Field(1.0, ge=0, le=1)
     eps: float = Field(1e-6, gt=0)
     uses_retain: ClassVar[bool] = True
-
-    @property
-    def default_retain(self) -> float:
-        return self.retain
 
     def start(self, weights: Tensor) -> Tensor:
         axis = self._axis(weights)

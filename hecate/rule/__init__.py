@@ -1,7 +1,7 @@
 """Memory rules: four knobs, their configuration, their state, and the rules of the literature."""
 
-from hecate.rule.config import MemoryConfig
-from hecate.rule.named import RULES, NamedRule, named_rule
+from hecate.rule import named
+from hecate.rule.config import RULES, MemoryConfig, NamedRule, named_rule
 from hecate.rule.rule import MemoryRule, TokenGates
 from hecate.rule.state import Gates, MemoryState, bytes_of, detached, memory_weights
 
@@ -16,5 +16,6 @@ __all__ = [
     "bytes_of",
     "detached",
     "memory_weights",
+    "named",
     "named_rule",
 ]

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
 
 from hecate.algorithm import GD, AlgorithmKind
 from hecate.bias import L2, BiasKind, Dot
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, did_you_mean, shorten
 from hecate.phi import FeatureMapKind, Identity
 from hecate.retention import NoRetention, RetentionKind
 from hecate.rule.rule import MemoryRule
 from hecate.sizes import Count
 from hecate.structure import Matrix, StructureKind
-from hecate.variant import Config
+from hecate.variant import Config, Prepared
 
 
-class MemoryConfig(Config):
+class MemoryConfig(Prepared, Config):
     """A memory rule, its feature map, and the conventions on which papers differ.
 
     The default is the delta rule: matrix, l2, no retention, gd with lr 1, identity. Where a config is read, the name of
@@ -57,7 +57,6 @@ class MemoryConfig(Config):
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
 
-    # Built beforehand, because torch.compile cannot trace the building of a model; not fields.
     __slots__ = ("_counting", "_programs", "_rule")
 
     def model_post_init(self, context: object) -> None:
@@ -69,16 +68,6 @@ class MemoryConfig(Config):
         if self.normalizer == "sum":
             fields.update(bias=Dot(), normalizer="none")
             object.__setattr__(self, "_counting", type(self).model_construct(**fields))
-
-    def __setstate__(self, state: dict[Any, Any]) -> None:
-        super().__setstate__(state)
-        self.model_post_init(None)
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        return self.model_copy()
-
-    def __copy__(self) -> Self:
-        return self.model_copy()
 
     @property
     def rule(self) -> MemoryRule:
@@ -128,11 +117,9 @@ class MemoryConfig(Config):
         largest, limit = self.diverging(bound, lr), self.algorithm.stable_step
         if largest is not None:
             raise ConfigError(
-                f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm "
-                f"{self.key_norm!r}: lr * |phi|^2 can reach {largest:g}, and bias "
-                f"{self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
-                f"beyond {limit:g}; lower lr to {limit / (bound * curvature):g} or set "
-                "step='normalized' or 'implicit'",
+                f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: lr * |phi|^2 "
+                f"can reach {largest:g}, and bias {self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
+                f"beyond {limit:g}; lower lr to {limit / (bound * curvature):g} or set step='normalized' or 'implicit'",
                 path=("algorithm", "lr"),
             )
 
@@ -144,8 +131,6 @@ class MemoryConfig(Config):
             data = {"kind": data}
         if not isinstance(data, Mapping) or "kind" not in data:
             return data
-        from hecate.rule.named import named_rule  # the rules are values of this class
-
         rule, own = named_rule(data["kind"]), {k: v for k, v in data.items() if k != "kind"}
         return {**{name: getattr(rule, name) for name in rule.model_fields_set}, **own}
 
@@ -215,3 +200,27 @@ class MemoryConfig(Config):
             reason = f"query_scale={self.query_scale!r} cancels in the quotient; set it to 'none'"
         if reason is not None:
             raise ConfigError(f"'sum': {reason}", path=("normalizer",))
+
+
+class NamedRule(NamedTuple):
+    """A rule's configuration and where it comes from."""
+
+    config: MemoryConfig
+    paper: str
+
+
+RULES: dict[str, NamedRule] = {}
+"""The rules of the literature by name, which `hecate.rule.named` fills in."""
+
+
+def named_rule(name: str) -> MemoryConfig:
+    """The configuration of a rule of the literature; `hecate list rules` shows all.
+
+    Conventions on which papers differ are set to the paper's own; lr is the default of the gate.
+
+    Raises:
+        ConfigError: an unknown name, with the known ones and the nearest.
+    """
+    if not isinstance(name, str) or name not in RULES:
+        raise ConfigError(f"unknown rule {shorten(name)}; known: {', '.join(RULES)}.{did_you_mean(name, RULES)}")
+    return RULES[name].config

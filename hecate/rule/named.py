@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from hecate import retention
 from hecate.algorithm import GD, RLS, DeepMomentum, DeltaMomentum, Momentum, NewtonSchulz, Omega
 from hecate.bias import L2, Dot, Lp, Yaad
-from hecate.errors import ConfigError, did_you_mean, shorten
 from hecate.phi import ELU, Concat, Identity, Linear, Normalise, Polynomial
 from hecate.retention import KL, Decay, Lq, NoRetention, Sphere
-from hecate.rule.config import MemoryConfig
+from hecate.rule.config import RULES, MemoryConfig, NamedRule
 from hecate.structure import MLP, GatedMLP, Matrix, Slots, TwoPass
-
-
-class NamedRule(NamedTuple):
-    """A rule's configuration and where it comes from."""
-
-    config: MemoryConfig
-    paper: str
-
 
 _MIRAS = MLP(layers=2, expansion=4, activation="gelu", residual=True, norm="layer")
 _CODES = 16
 
-RULES: dict[str, NamedRule] = {
+RULES |= {
     "hebbian": NamedRule(
         MemoryConfig(structure=Matrix(), bias=Dot(), retention=NoRetention(), algorithm=GD()),
-        "Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021, arXiv "
-        "2102.11174), the sum rule",
+        "Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021, arXiv 2102.11174), the sum "
+        "rule",
     ),
     "linear_attention": NamedRule(
         MemoryConfig(bias=Dot(), feature_map=ELU(), normalizer="sum"),
@@ -36,8 +25,8 @@ RULES: dict[str, NamedRule] = {
     ),
     "retnet": NamedRule(
         MemoryConfig(bias=Dot(), retention=Decay(retain=1 - 2**-5), query_scale="key_dim"),
-        "Retentive Network (Sun et al., 2023, arXiv 2307.08621): one fixed retain per head, here "
-        "that of its first head; pass gates.retain for the others",
+        "Retentive Network (Sun et al., 2023, arXiv 2307.08621): one fixed retain per head, here that of its first "
+        "head; pass gates.retain for the others",
     ),
     "gla": NamedRule(
         MemoryConfig(
@@ -45,13 +34,13 @@ RULES: dict[str, NamedRule] = {
             retention=Decay(retain=2 ** (-1 / 16), channels=True, rank=16, gate="root"),
             query_scale="key_dim",
         ),
-        "Gated Linear Attention (Yang et al., 2024, arXiv 2312.06635): retain per phi channel, "
-        "gates.retain [B, T, H, P], in a layer sigmoid(W_2 W_1 x + b)^(1/16) of rank 16",
+        "Gated Linear Attention (Yang et al., 2024, arXiv 2312.06635): retain per phi channel, gates.retain [B, T, H, "
+        "P], in a layer sigmoid(W_2 W_1 x + b)^(1/16) of rank 16",
     ),
     "mamba2": NamedRule(
         MemoryConfig(bias=Dot(), retention=Decay(retain=0.95)),
-        "Transformers are SSMs (Dao and Gu, 2024, arXiv 2405.21060), the recurrence: dt is lr and "
-        "exp(-A dt) retain, as gates of their own; without the skip D x",
+        "Transformers are SSMs (Dao and Gu, 2024, arXiv 2405.21060), the recurrence: dt is lr and exp(-A dt) retain, "
+        "as gates of their own; without the skip D x",
     ),
     "delta": NamedRule(
         MemoryConfig(bias=L2(), key_norm="l2"),
@@ -68,8 +57,8 @@ RULES: dict[str, NamedRule] = {
             decay_order="before_gradient",
             key_norm="l2",
         ),
-        "Kimi Linear (Kimi Team, 2025, arXiv 2510.26692): the gated delta rule with retain per phi "
-        "channel, gates.retain [B, T, H, P], in a layer exp(-A softplus(W_2 W_1 x + b))",
+        "Kimi Linear (Kimi Team, 2025, arXiv 2510.26692): the gated delta rule with retain per phi channel, "
+        "gates.retain [B, T, H, P], in a layer exp(-A softplus(W_2 W_1 x + b))",
     ),
     "longhorn": NamedRule(
         MemoryConfig(bias=L2(), step="implicit"),
@@ -77,14 +66,13 @@ RULES: dict[str, NamedRule] = {
     ),
     "dgd": NamedRule(
         MemoryConfig(bias=L2(), retention=Decay(), step="implicit"),
-        "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 57 for the dot loss, whose "
-        "descent direction is v, with the retain of Eq 88; the constant is lr/(1 + lr |k|^2), the "
-        "printed lr/(1 + lr) holds for |k| = 1",
+        "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 57 for the dot loss, whose descent direction is "
+        "v, with the retain of Eq 88; the constant is lr/(1 + lr |k|^2), the printed lr/(1 + lr) holds for |k| = 1",
     ),
     "mesa": NamedRule(
         MemoryConfig(bias=L2(), algorithm=RLS(), key_norm="l2"),
-        "MesaNet (von Oswald et al., 2025, arXiv 2506.05233): the ridge optimum at lr = 1, with "
-        "the paper's gates gamma and beta at 1 and one ridge for all channels",
+        "MesaNet (von Oswald et al., 2025, arXiv 2506.05233): the ridge optimum at lr = 1, with the paper's gates "
+        "gamma and beta at 1 and one ridge for all channels",
     ),
     "titans_linear": NamedRule(
         MemoryConfig(bias=L2(), retention=Decay(), algorithm=Momentum(), key_norm="l2"),
@@ -103,16 +91,15 @@ RULES: dict[str, NamedRule] = {
     ),
     "ttt_linear": NamedRule(
         MemoryConfig(bias=L2(), key_norm="l2", chunk=16),
-        "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): gradients at the "
-        "start of blocks of 16, without the paper's residual and layer norm inside the memory",
+        "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): gradients at the start of blocks of "
+        "16, without the paper's residual and layer norm inside the memory",
     ),
     "ttt_linear_norm": NamedRule(
         MemoryConfig(
             structure=MLP(layers=1, residual=True, norm="layer", bias=True), bias=L2(), algorithm=GD(lr=1.0), chunk=16
         ),
-        "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(W x + b), "
-        "without gain and offset of the norm; lr is eta of the released code, whose gate also "
-        "divides by the head's width",
+        "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(W x + b), without gain and "
+        "offset of the norm; lr is eta of the released code, whose gate also divides by the head's width",
     ),
     "ttt_mlp": NamedRule(
         MemoryConfig(
@@ -121,8 +108,8 @@ RULES: dict[str, NamedRule] = {
             algorithm=GD(lr=0.1),
             chunk=16,
         ),
-        "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(f(x)), f of "
-        "two layers with gelu; norm and lr as in ttt_linear_norm",
+        "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(f(x)), f of two layers with "
+        "gelu; norm and lr as in ttt_linear_norm",
     ),
     "large_chunk_ttt": NamedRule(
         MemoryConfig(
@@ -135,16 +122,16 @@ RULES: dict[str, NamedRule] = {
             commit="chunk",
             read="before",
         ),
-        "Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884): rows are brought "
-        "back to the length they start with; chunks of 32, not 2048 and more, so set chunk to a "
-        "fraction of the sequence; lr weighs the tokens of a chunk",
+        "Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884): rows are brought back to the length "
+        "they start with; chunks of 32, not 2048 and more, so set chunk to a fraction of the sequence; lr weighs the "
+        "tokens of a chunk",
     ),
     "moneta": NamedRule(
         MemoryConfig(
             structure=_MIRAS, bias=Lp(p=3.0), retention=Lq(q=4.0, eps=1e-3), algorithm=GD(lr=2e-3), key_norm="l2"
         ),
-        "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Moneta, with the exact map "
-        "of q = 4; the printed one, retention.form='paper', lacks the power of the coordinates",
+        "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Moneta, with the exact map of q = 4; the "
+        "printed one, retention.form='paper', lacks the power of the coordinates",
     ),
     "yaad": NamedRule(
         MemoryConfig(
@@ -154,9 +141,9 @@ RULES: dict[str, NamedRule] = {
             algorithm=GD(lr=0.1),
             key_norm="l2",
         ),
-        "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad, with one delta for all "
-        "channels, several times the length of a value at the start: where delta is crossed the "
-        "write jumps, and training that meets the jump stalls",
+        "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad, with one delta for all channels, several "
+        "times the length of a value at the start: where delta is crossed the write jumps, and training that meets "
+        "the jump stalls",
     ),
     "memora": NamedRule(
         MemoryConfig(structure=_MIRAS, bias=L2(), retention=KL(scale=8.0), algorithm=GD(lr=0.05), key_norm="l2"),
@@ -170,8 +157,8 @@ RULES: dict[str, NamedRule] = {
             feature_map=Polynomial(degree=2),
             key_norm="l2",
         ),
-        "ATLAS (Behrouz et al., 2025, arXiv 2505.23735), OmegaNet with one linear layer; the "
-        "window's weights are powers of a constant",
+        "ATLAS (Behrouz et al., 2025, arXiv 2505.23735), OmegaNet with one linear layer; the window's weights are "
+        "powers of a constant",
     ),
     "atlas": NamedRule(
         MemoryConfig(
@@ -185,8 +172,8 @@ RULES: dict[str, NamedRule] = {
     ),
     "lattice": NamedRule(
         MemoryConfig(structure=Slots(), bias=L2(), retention=Sphere(), key_norm="l2"),
-        "Lattice (Karami and Mirrokni, 2025, arXiv 2504.05646): a slot for each coordinate of the "
-        "key, each of unit length by itself",
+        "Lattice (Karami and Mirrokni, 2025, arXiv 2504.05646): a slot for each coordinate of the key, each of unit "
+        "length by itself",
     ),
     "trellis": NamedRule(
         MemoryConfig(
@@ -195,30 +182,17 @@ RULES: dict[str, NamedRule] = {
             retention=Decay(),
             feature_map=Concat(maps=[Normalise(inner=Identity()), Normalise(inner=Linear(d_phi=_CODES))]),
         ),
-        "Trellis (2025, arXiv 2512.23852): codes are a learned linear map of the key, of length 1; "
-        "both passes share lr and retain",
+        "Trellis (2025, arXiv 2512.23852): codes are a learned linear map of the key, of length 1; both passes share "
+        "lr and retain",
     ),
     "delta_momentum": NamedRule(
         MemoryConfig(bias=L2(), retention=Decay(), algorithm=DeltaMomentum(lr=0.5), key_norm="l2"),
-        "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 49 as the algorithm of a "
-        "linear memory, in its contracting form; the printed one lacks a factor",
+        "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 49 as the algorithm of a linear memory, in its "
+        "contracting form; the printed one lacks a factor",
     ),
     "deep_momentum": NamedRule(
         MemoryConfig(bias=L2(), retention=Decay(), algorithm=DeepMomentum(), key_norm="l2"),
-        "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 50 as the algorithm of a "
-        "linear memory, taught descent; the printed objective ignores the gradient's sign",
+        "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 50 as the algorithm of a linear memory, taught "
+        "descent; the printed objective ignores the gradient's sign",
     ),
 }
-
-
-def named_rule(name: str) -> MemoryConfig:
-    """The configuration of a rule of the literature; `hecate list rules` shows all.
-
-    Conventions on which papers differ are set to the paper's own; lr is the default of the gate.
-
-    Raises:
-        ConfigError: an unknown name, with the known ones and the nearest.
-    """
-    if not isinstance(name, str) or name not in RULES:
-        raise ConfigError(f"unknown rule {shorten(name)}; known: {', '.join(RULES)}.{did_you_mean(name, RULES)}")
-    return RULES[name].config

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial, reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +13,12 @@ from torch import Tensor
 from hecate.algorithm import GD, AlgorithmKind, Token
 from hecate.bias import L2, BiasKind
 from hecate.retention import NoRetention, RetentionKind
-from hecate.rule.rank_one import has_rank_one, rank_one_block
-from hecate.structure import Layered, Matrix, Memory, StructureKind
+from hecate.structure import Matrix, Memory, StructureKind
+from hecate.structure.graph import Graph, descent, descent_vjp, outers
 from hecate.tape import Block, Run, Tensors, execute
 from hecate.tape import one as one
 from hecate.tape import several as several
+from hecate.tape.ops import over, sum_to_gate
 from hecate.variant import Config
 
 
@@ -162,12 +166,12 @@ class MemoryRule(Config):
         (lr, retain, momentum, phi_k, v, *memory, *slots, *weights) -> (*memory, *slots), weights left out where they
         are the memory.
         """
-        structure, algorithm = self.structure, self.algorithm
-        if not isinstance(structure, Layered) or not has_rank_one(structure, self.retention, algorithm):
+        form = self.algorithm.kernel_form()
+        if form is None or form.nesterov or not (self.retention.additive and self.structure.factored):
             return None
-        gradient = structure.gradient_block(self.bias.block())
-        knobs = (self.bias, self.retention, len(algorithm.slots))
-        return rank_one_block(structure.graph(), *knobs, self.step_block(), gradient)
+        gradient = self.structure.gradient_block(self.bias.block())
+        knobs = (self.bias, self.retention, len(self.algorithm.slots))
+        return rank_one_block(self.structure.graph(), *knobs, self.step_block(), gradient)
 
     def decayed(self, memory: Memory, retain: Tensor, *, run: Run = execute, label: str = "") -> Memory:
         """What is carried after retention and before any step: where `before_gradient` takes the gradient.
@@ -176,18 +180,6 @@ class MemoryRule(Config):
         """
         block = self.retention.block()
         return tuple(one(run(block, weight, torch.zeros_like(weight), retain, label=label)) for weight in memory)
-
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks a write and a read are made of."""
-        link = (self.retention.weights_block(),) if self.retention.dual else ()
-        return (
-            *link,
-            self.structure.predict_block(),
-            self.bias.block(),
-            self.structure.pullback_block(),
-            self.algorithm.block(),
-            self.retention.block(),
-        )
 
 
 class _Loss(NamedTuple):
@@ -223,3 +215,85 @@ class _Loss(NamedTuple):
 
 def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     return more if total is None else total if more is None else total + more
+
+
+def rank_one_block(
+    graph: Graph, bias: BiasKind, retention: RetentionKind, per_weight: int, step: Block, gradient: Block
+) -> Block:
+    """A write whose gradient has rank one in every layer, as one block that never builds it.
+
+    (lr, retain, momentum, p, v, *memory, *slots, *weights) -> (*memory, *slots).
+
+    Where retention keeps `a X + D` and the direction is linear in the gradients d h^T, a token's write is two rank-one
+    products per layer and its derivative needs those of d and h alone. It equals the gradient followed by the step,
+    block by block, which is its program. The gradient is taken at the memory X itself, or at other weights: those of a
+    dual state X, or of a chunk's start. [RULE-WRITE-D1]
+
+    `step` and `gradient` are the blocks that it stands for, `per_weight` counts slots; weights are left out where they
+    are the memory.
+    """
+    loss, decays = bias.block(), retention.uses_retain
+    count, split = graph.weights, graph.weights * (1 + per_weight)
+
+    def forward(
+        lr: Tensor, retain: Tensor, momentum: Tensor, p: Tensor, v: Tensor, *state: Tensor
+    ) -> tuple[Tensors, Any]:
+        memory, slots = state[:count], state[count:split]
+        found = descent(graph, loss, state[split:] or memory, p, v)
+        down = -over(lr, memory[0])
+        stepped = [down * di for di in found.d]
+        keep = over(retain, memory[0]) if decays else None
+        centred = partial(retention.centred, retain=retain)
+        new, carried = _advanced(memory, slots, keep, momentum, centred, stepped, found.h)
+        return (*new, *carried), ((down, keep, retain, momentum), state, stepped, found)
+
+    def vjp(residuals: Any, *cotangents: Tensor) -> Tensors:
+        (down, keep, retain, momentum), state, stepped, found = residuals
+        memory, slots, weights = state[:count], state[count:split], state[split:]
+        kept, later = list(cotangents[:count]), cotangents[count:]
+        gretain = gmomentum = None
+        known, gslots = kept, []
+        if keep is not None:
+            known = [keep * g for g in kept]
+            gretain = reduce(add, [sum_to_gate(g * m, retain) for g, m in zip(kept, memory, strict=True)])
+        kept = [retention.centred(g, retain) for g in kept]
+        if slots:
+            kept = [a + b for a, b in zip(kept, later, strict=True)]
+            gslots = [over(momentum, g) * g for g in kept]
+            gmomentum = reduce(add, [sum_to_gate(g * s, momentum) for g, s in zip(kept, slots, strict=True)])
+        pulled = [torch.bmm(hi, g.mT) for hi, g in zip(found.h, kept, strict=True)]
+        glr = -reduce(add, [(di * x).sum((1, 2)) for di, x in zip(found.d, pulled, strict=True)])
+        gd = [down * x for x in pulled]
+        gh = [torch.bmm(di, g) for di, g in zip(stepped, kept, strict=True)]
+        at, merged = (weights, None) if weights else (memory, known)
+        gweights, gp, gv = descent_vjp(graph, loss, at, found, gd, gh, merged)
+        own = (*known, *gslots, *gweights) if weights else (*gweights, *gslots)
+        return glr, gretain, gmomentum, gp, gv, *own
+
+    def program(
+        run: Run, lr: Tensor, retain: Tensor, momentum: Tensor, p: Tensor, v: Tensor, *state: Tensor
+    ) -> Tensors:
+        grads = run(gradient, p, v, *(state[split:] or state[:count]))
+        return run(step, lr, retain, momentum, *grads, *state[:split])
+
+    return Block(f"write.{step.name.removeprefix('step.')}", forward, vjp, program)
+
+
+def _advanced(
+    memory: Memory,
+    slots: Memory,
+    keep: Tensor | None,
+    momentum: Tensor,
+    centred: Callable[[Tensor], Tensor],
+    d: list[Tensor],
+    h: Memory,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Memory and slots after the step d h^T."""
+    if slots:
+        kept = over(momentum, slots[0])
+        carried = [outers(kept * s, di, hi) for s, di, hi in zip(slots, d, h, strict=True)]
+        pairs = zip(map(centred, carried), memory, strict=True)
+        return [s + m if keep is None else torch.addcmul(s, keep, m) for s, m in pairs], carried
+    left = memory if keep is None else [keep * weight for weight in memory]
+    rows = zip(left, d, map(centred, h), strict=True)
+    return [outers(m, di, hi) for m, di, hi in rows], []

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hecate.sizes import check_shapes, without_storage
-from hecate.tape import Block, Run, Tensors, one
+from hecate.structure.graph import Graph
+from hecate.tape import Block, Run, Tensors, formula_block, one
 from hecate.variant import Variant
 
 Memory = tuple[Tensor, ...]
@@ -25,7 +26,9 @@ class Structure(Variant, family="structure"):
     Shapes: weights `[N, ...]` in the order of `shapes`, p `[N, P]`, pred and u `[N, V]`; N = batch x heads.
     """
 
+    _derivatives = ("predict_vjp", "pullback_vjp")
     drawn: ClassVar[bool] = True  # whether the weights start from a draw, else at zero
+    factored: ClassVar[bool] = False  # whether `graph` gives its linear layers, whose gradients are d h^T
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         """Shape of each weight of one memory, by name."""
@@ -80,6 +83,10 @@ class Structure(Variant, family="structure"):
         """Whether coordinate c of pred depends on coordinate c of the weight and of p alone."""
         return False
 
+    def graph(self) -> Graph:
+        """The linear layers of a `factored` structure and what lies between them."""
+        raise NotImplementedError(f"{type(self).__name__} defines no graph")
+
     def predict(self, memory: Memory, p: Tensor) -> Tensor:
         """The memory's answer to p."""
         raise NotImplementedError(f"{type(self).__name__} defines no predict")
@@ -101,35 +108,26 @@ class Structure(Variant, family="structure"):
         gmemory, gp, gu = pull(cotangents)
         return gmemory, gp, gu
 
-    @classmethod
-    def hand_written(cls) -> bool:
-        """Whether both derivatives are written by hand."""
-        base = Structure
-        return cls.predict_vjp is not base.predict_vjp and cls.pullback_vjp is not base.pullback_vjp
-
     def predict_block(self) -> Block:
         """`predict` as a tape block: (p, *weights) -> pred."""
 
-        def forward(p: Tensor, *memory: Tensor) -> tuple[Tensors, Tensors]:
-            return (self.predict(memory, p),), (p, *memory)
-
-        def vjp(inputs: Memory, g: Tensor) -> tuple[Tensor, ...]:
-            gmemory, gp = self.predict_vjp(inputs[1:], inputs[0], g)
+        def vjp(p: Tensor, *rest: Tensor) -> Tensors:
+            gmemory, gp = self.predict_vjp(rest[:-1], p, rest[-1])
             return gp, *gmemory
 
-        return Block(f"structure.{self.kind}.predict", forward, vjp if self.hand_written() else None)
+        name, by_hand = f"structure.{self.kind}.predict", self.hand_written()
+        return formula_block(name, lambda p, *memory: self.predict(memory, p), vjp if by_hand else None)
 
     def pullback_block(self) -> Block:
         """`pullback` as a tape block: (p, u, *weights) -> gradients."""
 
-        def forward(p: Tensor, u: Tensor, *memory: Tensor) -> tuple[Tensors, Tensors]:
-            return self.pullback(memory, p, u), (p, u, *memory)
-
-        def vjp(inputs: Memory, *cotangents: Tensor) -> Tensors:
-            gmemory, gp, gu = self.pullback_vjp(inputs[2:], inputs[0], inputs[1], cotangents)
+        def vjp(p: Tensor, u: Tensor, *rest: Tensor) -> Tensors:
+            count = len(rest) // 2
+            gmemory, gp, gu = self.pullback_vjp(rest[:count], p, u, rest[count:])
             return gp, gu, *gmemory
 
-        return Block(f"structure.{self.kind}.pullback", forward, vjp if self.hand_written() else None)
+        name, by_hand = f"structure.{self.kind}.pullback", self.hand_written()
+        return formula_block(name, lambda p, u, *memory: self.pullback(memory, p, u), vjp if by_hand else None)
 
     def gradient(self, bias: Block, memory: Memory, p: Tensor, target: Tensor) -> tuple[Memory, Any]:
         """The inner gradient and what `gradient_vjp` reuses; `bias` is (pred, target) -> u.

@@ -1,8 +1,8 @@
 """Models of linear layers, written down once and walked in every direction.
 
 A graph lists its nodes in the order of evaluation: a linear layer `W h`, or an operation without weights. From the list
-come the prediction, the factors of the inner gradient, which is rank one
-per layer, G_i = d_i h_i^T, and the derivatives of both, the second order included. [STR-GRAPH-D1]
+come the prediction, the factors of the inner gradient, which is rank one per layer, G_i = d_i h_i^T, and the
+derivatives of both, the second order included. [STR-GRAPH-D1]
 
 Shapes: p and every value `[N, C, width]`, C tokens that meet the same weights `[N, out, in]`.
 """
@@ -16,39 +16,121 @@ import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError
+from hecate.tape import Block, one
+from hecate.tape.ops import Activation, activate
 
 INPUT = 0  # the value p
 ONE = -1  # the constant 1 of width 1: a layer of it is a bias
 
 
-class Op(Protocol):
-    """An operation between layers, on the last axis alone.
+Pulled = tuple[tuple[Tensor | None, ...], Tensor]
 
-    Its derivatives share what `slopes` keeps of the inputs.
+
+class Op(Protocol):
+    """An operation between layers, on the last axis alone; `name` is what a tape calls it.
+
+    `slopes` is what its derivatives need of the inputs, `vjp` gives the inputs' cotangents, linear in g, and `vjp_vjp`
+    those of (inputs, g) from those of `vjp`'s result.
     """
 
     @property
+    def name(self) -> str: ...
+    def forward(self, *inputs: Tensor) -> Tensor: ...
+    def slopes(self, *inputs: Tensor) -> Any: ...
+    def vjp(self, slopes: Any, g: Tensor) -> tuple[Tensor, ...]: ...
+    def vjp_vjp(self, slopes: Any, g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled: ...
+
+
+class Act(NamedTuple):
+    """act(x), componentwise."""
+
+    kind: Activation
+
+    @property
     def name(self) -> str:
-        """What a tape calls it."""
-        ...
+        return self.kind
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The value."""
-        ...
+        return activate(self.kind, inputs[0], 0)
 
-    def slopes(self, *inputs: Tensor) -> Any:
-        """What the derivatives need."""
-        ...
+    def slopes(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs[0], activate(self.kind, inputs[0], 1)
 
-    def vjp(self, slopes: Any, g: Tensor) -> tuple[Tensor, ...]:
-        """Cotangents of the inputs, linear in g."""
-        ...
+    def vjp(self, slopes: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
+        return (g * slopes[1],)
 
-    def vjp_vjp(
-        self, slopes: Any, g: Tensor, cotangents: tuple[Tensor, ...]
-    ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-        """Cotangents of (inputs, g) from those of `vjp`'s result."""
-        ...
+    def vjp_vjp(self, slopes: tuple[Tensor, Tensor], g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled:
+        x, slope = slopes
+        (c,) = cotangents
+        return (c * g * activate(self.kind, x, 2),), c * slope
+
+
+class Add(NamedTuple):
+    """x + y."""
+
+    name: str = "add"
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return inputs[0] + inputs[1]
+
+    def slopes(self, *inputs: Tensor) -> None:
+        return None
+
+    def vjp(self, slopes: None, g: Tensor) -> tuple[Tensor, Tensor]:
+        return g, g
+
+    def vjp_vjp(self, slopes: None, g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled:
+        return (None, None), cotangents[0] + cotangents[1]
+
+
+class Multiply(NamedTuple):
+    """x y, componentwise."""
+
+    name: str = "multiply"
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return inputs[0] * inputs[1]
+
+    def slopes(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs
+
+    def vjp(self, slopes: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = slopes
+        return g * y, g * x
+
+    def vjp_vjp(self, slopes: tuple[Tensor, ...], g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled:
+        (x, y), (cx, cy) = slopes, cotangents
+        return (cy * g, cx * g), cx * y + cy * x
+
+
+class Normalise(NamedTuple):
+    """y = (x - mean) / s, s = sqrt(variance + eps), over the last axis of width n.
+
+    With J v = (v - mean(v) - y <v, y>/n) / s, symmetric: the VJP is J g, and that of J g is, for the cotangent c, J c
+    for g and -(<c, J g> y + <g, y> J c + <c, y> J g) / (n s) for x.
+    """
+
+    eps: float
+    name: str = "norm"
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.slopes(*inputs)[0]
+
+    def slopes(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        centred = inputs[0] - inputs[0].mean(-1, keepdim=True)
+        scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps)
+        return centred * scale, scale
+
+    def vjp(self, slopes: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
+        y, scale = slopes
+        return ((g - g.mean(-1, keepdim=True) - y * (g * y).mean(-1, keepdim=True)) * scale,)
+
+    def vjp_vjp(self, slopes: tuple[Tensor, Tensor], g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled:
+        y, scale = slopes
+        (c,) = cotangents
+        (jc,), (jg,) = self.vjp(slopes, c), self.vjp(slopes, g)
+        along, gy, cy = ((a * b).mean(-1, keepdim=True) for a, b in ((c, jg), (g, y), (c, y)))
+        return (-(along * y + gy * jc + cy * jg) * scale,), jc
 
 
 class Linear(NamedTuple):
@@ -157,8 +239,7 @@ def backward(
 def factors(
     graph: Graph, weights: Sequence[Tensor], past: Trace, u: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Cotangents]:
-    """d and h of every weight from the cotangent u of the prediction, and the cotangents of all values but the
-    input."""
+    """d and h of every weight from the cotangent u of the prediction, and the cotangents of later values than p."""
     flowing = Cotangents(len(past.values))
     flowing.add(len(graph.nodes), u)
     backward(graph, weights, past, flowing, lowest=INPUT + 1)
@@ -240,3 +321,46 @@ def through(
         [torch.zeros_like(weight) if own is None else own for own, weight in pairs],
         torch.zeros_like(past.values[INPUT]) if gp is None else gp,
     )
+
+
+def backpropagated(graph: Graph, weights: Sequence[Tensor], past: Trace, u: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Cotangents of the weights and of p from that of the prediction."""
+    flowing = Cotangents(len(past.values))
+    flowing.add(len(graph.nodes), u)
+    return through(graph, weights, past, flowing)
+
+
+class Descent(NamedTuple):
+    """The inner gradient d h^T of every layer for one token `[N, 1, width]`, and what its derivative needs."""
+
+    past: Trace
+    d: tuple[Tensor, ...]
+    h: tuple[Tensor, ...]
+    flowed: Cotangents
+    of_bias: Any
+
+
+def descent(graph: Graph, bias: Block, weights: Sequence[Tensor], p: Tensor, target: Tensor) -> Descent:
+    """The inner gradient at weights of the loss whose gradient is `bias`: (pred, target) -> u."""
+    past = trace(graph, weights, p.unsqueeze(1))
+    outputs, of_bias = bias.apply((past.values[-1].squeeze(1), target))
+    return Descent(past, *factors(graph, weights, past, one(outputs).unsqueeze(1)), of_bias)
+
+
+def descent_vjp(
+    graph: Graph,
+    bias: Block,
+    weights: Sequence[Tensor],
+    kept: Descent,
+    gd: Sequence[Tensor],
+    gh: Sequence[Tensor],
+    known: Sequence[Tensor | None] | None = None,
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """Cotangents of the weights, added to those known, of p and of the target from those of d and h."""
+    past = kept.past
+    above, gu, values = factors_vjp(graph, weights, past, kept.flowed, gd, gh, known)
+    gu = torch.zeros_like(past.values[-1]) if gu is None else gu
+    gpred, gtarget = bias.pullback(kept.of_bias, [gu.squeeze(1)])
+    values.add(len(graph.nodes), None if gpred is None else gpred.unsqueeze(1))
+    gweights, gp = through(graph, weights, past, values, above)
+    return gweights, gp.squeeze(1), gtarget

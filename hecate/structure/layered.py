@@ -1,16 +1,38 @@
-"""Structures made of linear layers: what they share."""
+"""Structures made of linear layers: a matrix, perceptrons, and what they share."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from hecate.errors import ConfigError
+from hecate.sizes import Depth, Size
 from hecate.structure.base import Memory, Structure
-from hecate.structure.graph import Cotangents, Graph, evaluate, factors, factors_vjp, through, trace, traced
-from hecate.tape import Block, Tensors, one
+from hecate.structure.graph import (
+    INPUT,
+    ONE,
+    Act,
+    Add,
+    Apply,
+    Graph,
+    Linear,
+    Multiply,
+    Normalise,
+    backpropagated,
+    descent,
+    descent_vjp,
+    evaluate,
+    factors,
+    factors_vjp,
+    through,
+    trace,
+    traced,
+)
+from hecate.tape import Block, Tensors
+from hecate.tape.ops import Activation
 
 
 class Layered(Structure):
@@ -20,37 +42,32 @@ class Layered(Structure):
     every token without building its weights. Not a variant itself: it has no kind.
     """
 
-    @abstractmethod
-    def graph(self) -> Graph:
-        """The layers and what lies between them."""
+    @property
+    def factored(self) -> bool:  # type: ignore[override]
+        """Whether no subclass has replaced what the graph gives."""
+        names = ("predict", "predict_vjp", "pullback", "pullback_vjp", "gradient", "gradient_vjp")
+        return all(getattr(type(self), name) is getattr(Layered, name) for name in names)
 
     def predict(self, memory: Memory, p: Tensor) -> Tensor:
         return evaluate(self.graph(), memory, p.unsqueeze(1))[-1].squeeze(1)
 
     def predict_vjp(self, memory: Memory, p: Tensor, u: Tensor) -> tuple[Memory, Tensor]:
         graph = self.graph()
-        past = trace(graph, memory, p.unsqueeze(1))
-        flowing = Cotangents(len(past.values))
-        flowing.add(len(graph.nodes), u.unsqueeze(1))
-        gmemory, gp = through(graph, memory, past, flowing)
+        gmemory, gp = backpropagated(graph, memory, trace(graph, memory, p.unsqueeze(1)), u.unsqueeze(1))
         return tuple(gmemory), gp.squeeze(1)
 
     def pullback(self, memory: Memory, p: Tensor, u: Tensor) -> Memory:
         graph = self.graph()
-        past = trace(graph, memory, p.unsqueeze(1))
-        d, h, _ = factors(graph, memory, past, u.unsqueeze(1))
-        return tuple(di.mT * hi for di, hi in zip(d, h, strict=True))
+        d, h, _ = factors(graph, memory, trace(graph, memory, p.unsqueeze(1)), u.unsqueeze(1))
+        return _products(d, h)
 
     def pullback_vjp(self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory) -> tuple[Tensors, Tensor, Tensor]:
         graph = self.graph()
         past = trace(graph, memory, p.unsqueeze(1))
         d, h, flowed = factors(graph, memory, past, u.unsqueeze(1))
-        gd = [torch.bmm(hi, c.mT) for hi, c in zip(h, cotangents, strict=True)]
-        gh = [torch.bmm(di, c) for di, c in zip(d, cotangents, strict=True)]
-        above, gu, values = factors_vjp(graph, memory, past, flowed, gd, gh)
+        above, gu, values = factors_vjp(graph, memory, past, flowed, *_products_vjp(d, h, cotangents))
         gmemory, gp = through(graph, memory, past, values, above)
-        gu = torch.zeros_like(u) if gu is None else gu.squeeze(1)
-        return tuple(gmemory), gp.squeeze(1), gu
+        return tuple(gmemory), gp.squeeze(1), torch.zeros_like(u) if gu is None else gu.squeeze(1)
 
     def predict_block(self) -> Block:
         if not self.factored:
@@ -62,10 +79,8 @@ class Layered(Structure):
             return (values[-1].squeeze(1),), (memory, values)
 
         def vjp(kept: Any, g: Tensor) -> Tensors:
-            memory, past = kept[0], traced(graph, kept[1])
-            flowing = Cotangents(len(past.values))
-            flowing.add(len(graph.nodes), g.unsqueeze(1))
-            gmemory, gp = through(graph, memory, past, flowing)
+            memory, values = kept
+            gmemory, gp = backpropagated(graph, memory, traced(graph, values), g.unsqueeze(1))
             return gp.squeeze(1), *gmemory
 
         return Block(f"structure.{self.kind}.predict", forward, vjp)
@@ -74,28 +89,139 @@ class Layered(Structure):
         if not self.factored:
             return super().gradient(bias, memory, p, target)
         graph = self.graph()
-        past = trace(graph, memory, p.unsqueeze(1))
-        outputs, of_bias = bias.apply((past.values[-1].squeeze(1), target))
-        d, h, flowed = factors(graph, memory, past, one(outputs).unsqueeze(1))
-        grads = tuple(di.mT * hi for di, hi in zip(d, h, strict=True))
-        return grads, (graph, memory, past, d, h, flowed, of_bias)
+        found = descent(graph, bias, memory, p, target)
+        return _products(found.d, found.h), (graph, memory, found)
 
     def gradient_vjp(self, bias: Block, kept: Any, cotangents: Memory) -> tuple[Tensors, Tensors]:
         if not self.factored:
             return super().gradient_vjp(bias, kept, cotangents)
-        graph, memory, past, d, h, flowed, of_bias = kept
-        gd = [torch.bmm(hi, c.mT) for hi, c in zip(h, cotangents, strict=True)]
-        gh = [torch.bmm(di, c) for di, c in zip(d, cotangents, strict=True)]
-        above, gu, values = factors_vjp(graph, memory, past, flowed, gd, gh)
-        if gu is None:
-            gu = torch.zeros_like(past.values[-1])
-        gpred, gtarget = bias.pullback(of_bias, [gu.squeeze(1)])
-        values.add(len(graph.nodes), None if gpred is None else gpred.unsqueeze(1))
-        gmemory, gp = through(graph, memory, past, values, above)
-        return tuple(gmemory), (gp.squeeze(1), gtarget)
+        graph, memory, found = kept
+        gmemory, *ginputs = descent_vjp(graph, bias, memory, found, *_products_vjp(found.d, found.h, cotangents))
+        return tuple(gmemory), tuple(ginputs)
 
-    @property
-    def factored(self) -> bool:
-        """Whether no subclass has replaced what the graph gives."""
-        names = ("predict", "predict_vjp", "pullback", "pullback_vjp", "gradient", "gradient_vjp")
-        return all(getattr(type(self), name) is getattr(Layered, name) for name in names)
+
+def _products(d: Memory, h: Memory) -> Memory:
+    """d h^T of every layer, for one token."""
+    return tuple(di.mT * hi for di, hi in zip(d, h, strict=True))
+
+
+def _products_vjp(d: Memory, h: Memory, cotangents: Memory) -> tuple[list[Tensor], list[Tensor]]:
+    """Cotangents of d and h from those of d h^T."""
+    gd = [torch.bmm(hi, c.mT) for hi, c in zip(h, cotangents, strict=True)]
+    return gd, [torch.bmm(di, c) for di, c in zip(d, cotangents, strict=True)]
+
+
+class Matrix(Layered):
+    """matrix: pred = M p, M in R^(V x P).
+
+    The linear associative memory of linear attention, DeltaNet and Titans with one layer. It starts at zero, from where
+    gradients flow at once because the inner gradient u p^T does not vanish with M.
+
+    Shapes: M `[N, V, P]`, p `[N, P]`, u `[N, V]`.
+    VJP: predict: g_M = u p^T, g_p = M^T u. Pullback G = u p^T: g_u = C p, g_p = C^T u, g_M = 0.
+    Traits: linear.
+    Cost: V P per read and per write.
+    References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021,
+    arXiv 2102.11174). [STR-MATRIX-D1]
+    """
+
+    kind: Literal["matrix"] = "matrix"
+    drawn: ClassVar[bool] = False
+    linear: ClassVar[bool] = True
+
+    def graph(self) -> Graph:
+        return Graph((Linear(0, INPUT),))
+
+    def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
+        return {"weight": (d_v, d_phi)}
+
+
+class MLP(Layered):
+    """mlp: pred = W_L act(W_(L-1) ... act(W_1 p)), normalised if norm, plus p if residual.
+
+    The deep memory of Titans, and with `residual` and `norm="layer"` the p + LN(f(p)) of TTT, one layer for TTT-linear.
+    The norm has no gain and no offset; the gradient goes through it. `bias` adds b_i to every layer. Hidden width is
+    `expansion` times the larger of the input and output widths.
+
+    Shapes: W_1 `[N, E, P]`, W_i `[N, E, E]`, W_L `[N, V, E]`, b_i `[N, width, 1]`, p `[N, P]`, u `[N, V]`.
+    VJP: predict: backpropagation. Pullback G_i = d_i h_(i-1)^T with d_(i-1) = act'(z_(i-1)) W_i^T d_i: the reverse of
+    both passes, with the activation's second derivative.
+    Cost: 2 (E P + (L-2) E^2 + V E) per read, three times that per write.
+    Warning: all-zero weights are a point where no gradient flows; `init` draws N(0, 1/fan_in), and zero for the b_i.
+    Values of width 1 have no layer norm: it is 0 whatever they are.
+    References: Titans (Behrouz et al., 2025, arXiv 2501.00663); Learning to (Learn at Test Time) (Sun et al., 2024,
+    arXiv 2407.04620). [STR-MLP-D1]
+    """
+
+    kind: Literal["mlp"] = "mlp"
+    layers: Depth = Field(2, ge=1)
+    expansion: Size = Field(4, ge=1)
+    activation: Activation = "gelu"
+    residual: bool = False
+    norm: Literal["none", "layer"] = "none"
+    norm_eps: float = Field(1e-6, gt=0)
+    bias: bool = False
+
+    def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
+        if self.residual and d_phi != d_v:
+            raise ConfigError(
+                f"residual=True adds the input of width d_phi={d_phi} to the output of width "
+                f"{d_v}; make them equal or set residual=False",
+                path=("residual",),
+            )
+        hidden = self.expansion * max(d_phi, d_v)
+        widths = [d_phi, *[hidden] * (self.layers - 1), d_v]
+        shapes: dict[str, tuple[int, ...]] = {}
+        for i in range(self.layers):
+            shapes[f"w{i + 1}"] = (widths[i + 1], widths[i])
+            if self.bias:
+                shapes[f"b{i + 1}"] = (widths[i + 1], 1)
+        return shapes
+
+    def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any) -> Tensor:
+        drawn = super().start(name, shape, generator, **place)
+        return torch.zeros_like(drawn) if name.startswith("b") else drawn
+
+    def graph(self) -> Graph:
+        nodes: list[Linear | Apply] = []
+        for i in range(self.layers):
+            if i:
+                nodes.append(Apply(Act(self.activation), (len(nodes),)))
+            weight = 2 * i if self.bias else i
+            nodes.append(Linear(weight, len(nodes)))
+            if self.bias:
+                nodes.append(Linear(weight + 1, ONE))
+                nodes.append(Apply(Add(), (len(nodes) - 1, len(nodes))))
+        if self.norm == "layer":
+            nodes.append(Apply(Normalise(self.norm_eps), (len(nodes),)))
+        if self.residual:
+            nodes.append(Apply(Add(), (len(nodes), INPUT)))
+        return Graph(tuple(nodes))
+
+
+class GatedMLP(Layered):
+    """gated_mlp: pred = W_2 (act(W_1 p) * (W_3 p)).
+
+    SwiGLU with silu: the fast weights of large-chunk test-time training, without biases. Hidden width is `expansion`
+    times the larger of the input and output widths.
+
+    Shapes: W_1, W_3 `[N, E, P]`, W_2 `[N, V, E]`, p `[N, P]`, u `[N, V]`.
+    VJP: predict: backpropagation. Pullback, a = W_1 p, b = W_3 p, h = act(a) * b, e = W_2^T u: G_2 = u h^T, G_1 = (e b
+    act'(a)) p^T, G_3 = (e act(a)) p^T: the reverse of both passes, with the activation's second derivative.
+    Cost: 2 E (2 P + V) per read, three times that per write.
+    Warning: all-zero weights are a point where no gradient flows; `init` draws N(0, 1/fan_in).
+    References: Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884); GLU Variants Improve Transformer
+    (Shazeer, 2020, arXiv 2002.05202). [STR-GATED-D1]
+    """
+
+    kind: Literal["gated_mlp"] = "gated_mlp"
+    expansion: Size = Field(2, ge=1)
+    activation: Activation = "silu"
+
+    def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
+        hidden = self.expansion * max(d_phi, d_v)
+        return {"w1": (hidden, d_phi), "w2": (d_v, hidden), "w3": (hidden, d_phi)}
+
+    def graph(self) -> Graph:
+        gate, product = Apply(Act(self.activation), (1,)), Apply(Multiply(), (2, 3))
+        return Graph((Linear(0, INPUT), gate, Linear(2, INPUT), product, Linear(1, 4)))

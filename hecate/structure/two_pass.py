@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -33,10 +33,7 @@ class TwoPass(Structure):
     kind: Literal["two_pass"] = "two_pass"
     codes: Size = Field(2, ge=1, description="slots: width of a code")
     link: Literal["silu", "softmax", "identity"] = "silu"
-
-    @property
-    def weighted_sum(self) -> bool:
-        return True
+    weighted_sum: ClassVar[bool] = True
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         if d_phi <= self.codes:

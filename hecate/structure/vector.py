@@ -27,14 +27,8 @@ class Vector(Structure):
 
     kind: Literal["vector"] = "vector"
     drawn: ClassVar[bool] = False
-
-    @property
-    def linear(self) -> bool:
-        return True
-
-    @property
-    def diagonal(self) -> bool:
-        return True
+    linear: ClassVar[bool] = True
+    diagonal: ClassVar[bool] = True
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         if d_phi != d_v:

@@ -64,6 +64,21 @@ class Block(NamedTuple):
         return (residuals if self.vjp is None else partial(self.vjp, residuals))(*cotangents)
 
 
+def formula_block(name: str, formula: Callable[..., Any], vjp: Callable[..., Any] | None = None) -> Block:
+    """A block of `formula(*inputs)`, one tensor or a tuple, whose VJP `vjp(*inputs, *cotangents)` needs its inputs
+    alone."""
+
+    def forward(*inputs: Tensor) -> tuple[Tensors, Tensors]:
+        found = formula(*inputs)
+        return found if isinstance(found, tuple) else (found,), inputs
+
+    def pulled(inputs: Tensors, *cotangents: Tensor) -> Tensors:
+        found = vjp(*inputs, *cotangents)  # type: ignore[misc]
+        return found if isinstance(found, tuple) else (found,)
+
+    return Block(name, forward, None if vjp is None else pulled)
+
+
 class Run(Protocol):
     """Anything that executes blocks: `execute` forgets them, a `Tape` records them."""
 

@@ -76,10 +76,8 @@ def _check_init(name: str, feature_map: FeatureMap, d: int, heads: int) -> Param
         for key, item in first.items():
             require(torch.equal(item, second[key]), f"{name}: init is not reproducible in {key!r}")
             require(item.shape[0] in (1, heads), f"{name}: {key!r} lacks the leading head axis")
-            require(
-                item.dtype == torch.float64 or not item.is_floating_point(),
-                f"{name}: {key!r} is {item.dtype}, float64 was asked for",
-            )
+            as_told = item.dtype == torch.float64 or not item.is_floating_point()
+            require(as_told, f"{name}: {key!r} is {item.dtype}, float64 was asked for")
     drawn = [key for key, t in params["frozen"].items() if not torch.equal(t, other["frozen"][key])]
     if feature_map.is_random:
         require(bool(drawn), f"{name}: declared is_random, but no seed changes a frozen parameter")
@@ -115,11 +113,8 @@ def _check_heads(name: str, feature_map: FeatureMap, params: Params, x: Tensor) 
         if "position" in params:
             one["position"] = params["position"][:, 0]
         alone = feature_map(x[:, head], one)
-        error = float((features[:, head] - alone).abs().max())
-        require(
-            error <= 1e-12 * float(alone.abs().max()),
-            f"{name}: head {head} differs from the same head alone by {error:.3e}",
-        )
+        error, size = float((features[:, head] - alone).abs().max()), float(alone.abs().max())
+        require(error <= 1e-12 * size, f"{name}: head {head} differs from the same head alone by {error:.3e}")
 
 
 def _check_low_precision(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
@@ -129,20 +124,15 @@ def _check_low_precision(name: str, feature_map: FeatureMap, params: Params, x: 
         features, residuals = feature_map.forward(rounded, low)
         require(features.dtype == dtype, f"{name}: {dtype} in, {features.dtype} out")
         exact = feature_map(rounded.double(), params)
-        error = float((features.double() - exact).abs().max())
-        require(
-            error <= tolerance * float(exact.abs().max()),
-            f"{name}: off by {error:.3e} in {dtype}; evaluate in float32 or better",
-        )
+        error, size = float((features.double() - exact).abs().max()), float(exact.abs().max())
+        require(error <= tolerance * size, f"{name}: off by {error:.3e} in {dtype}; evaluate in float32 or better")
         gx, glearned = feature_map.vjp(residuals, torch.ones_like(features))
         require(gx.dtype == dtype, f"{name}: {dtype} in, cotangent in {gx.dtype}")
         require(gx.shape == x.shape, f"{name}: cotangent of x has shape {list(gx.shape)}")
         for key, item in low["learned"].items():
             got = glearned[key]
-            require(
-                (got.shape, got.dtype) == (item.shape, item.dtype),
-                f"{name}: cotangent of {key!r} is {list(got.shape)} in {got.dtype}",
-            )
+            alike = (got.shape, got.dtype) == (item.shape, item.dtype)
+            require(alike, f"{name}: cotangent of {key!r} is {list(got.shape)} in {got.dtype}")
 
 
 def _check_learned_dtype(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
@@ -178,10 +168,8 @@ def _check_kernel(name: str, feature_map: FeatureMap, x: Tensor) -> None:
 def _check_parameters_matter(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
     features, residuals = feature_map.forward(x, params)
     glearned = feature_map.vjp(residuals, torch.ones_like(features).cumsum(-1))[1]
-    require(
-        glearned.keys() == params["learned"].keys(),
-        f"{name}: the VJP returns {sorted(glearned)}, learned are {sorted(params['learned'])}",
-    )
+    known = params["learned"].keys()
+    require(glearned.keys() == known, f"{name}: the VJP returns {sorted(glearned)}, learned are {sorted(known)}")
     for key, g in glearned.items():
         size = float(g.norm())
         require(size > SIGNAL_FLOOR, f"{name}: {key!r} has a gradient of {size:.1e}: it does nothing")
@@ -213,6 +201,41 @@ def _check_traits(
         if declared.norm_bound is not None:
             largest = float(f.square().sum(-1).max())
             require(largest <= declared.norm_bound * (1 + 1e-12), f"{name}: |phi|^2 reached {largest}")
+        if declared.componentwise:
+            swapped = feature_map(x.flip(-1), params)
+            require(f.shape == x.shape and bool((swapped.flip(-1) == f).all()), f"{name}: not componentwise")
+        if declared.rising != "none":
+            odd = declared.rising == "odd_part"
+            y = x + 0.1 * scale
+            gained = feature_map(y, params) - f - (feature_map(-y, params) - feature_map(-x, params) if odd else 0)
+            require(bool((gained > 0).all()), f"{name}: not rising {declared.rising}")
+        if declared.forgets_length:
+            long = feature_map(1e8 * x, params)
+            error = (feature_map(3e8 * x, params) - long).abs().max() / long.abs().max()
+            require(bool(error <= 1e-4), f"{name}: does not forget lengths")
+        if declared.linear_at is not None:
+            linear = f[..., declared.linear_at : declared.linear_at + d]
+            factor = (linear * x).sum((0, 2), keepdim=True) / x.square().sum((0, 2), keepdim=True)
+            fits = linear.shape == x.shape and bool(((linear - factor * x).abs() <= 1e-10 * size).all())
+            require(fits, f"{name}: no features linear in x at {declared.linear_at}")
+    if declared.decodes:
+        require(declared.parity != "even", f"{name}: even, so it decodes nothing")
+        _check_decodes(name, feature_map, params, 1e-3 * torch.randn(256, heads, d, dtype=x.dtype, generator=generator))
+    if declared.bounded_slope:
+        step = torch.randn(256, heads, d, dtype=torch.float64, generator=generator)
+        near, far = (
+            float((feature_map(at + step, params) - feature_map(at, params)).norm()) for at in (step, 50.0 * step)
+        )
+        require(far <= 3 * near, f"{name}: its slope grows")
+
+
+def _check_decodes(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
+    """Half of the inputs say how features tell x back by a linear map and a constant, the others whether they do."""
+    features = torch.cat([feature_map(x, params), torch.ones_like(x[..., :1])], -1)
+    (known, other), (x, wanted) = (item.transpose(0, 1).chunk(2, 1) for item in (features, x))
+    told = other @ torch.linalg.lstsq(known, x).solution
+    alike = float((told * wanted).sum() / (told.norm() * wanted.norm()))
+    require(alike > 0.05, f"{name}: declared decodes, but nothing tells x back")
 
 
 def _one_head(tensors: dict[str, Tensor], head: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Checks of a memory configuration: its knobs, then whole scans on every engine."""
+"""Checks of a memory configuration: the knobs it is made of, then whole scans on every engine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hecate.algorithm import Algorithm
+from hecate.bias import KernelForm
 from hecate.engine import exact_engines, memory_scan
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.testing.knobs import check_knobs, close
-from hecate.testing.vjp import SIGNAL_FLOOR, require
+from hecate.structure import Structure
+from hecate.tape.ops import over
+from hecate.testing.vjp import SIGNAL_FLOOR, check_vjp, require
+
+RTOL = 1e-10
+_KERNELS = "by which kernels such as engine compiled go"
 
 
 def check_rule(
@@ -36,7 +42,7 @@ def check_rule(
     check_knobs(config, d=d, width=width, smooth=smooth, generator=generator)
     case = _inputs(config, d, width, heads, length, generator)
     whole = _run(case, engine="sequential", autodiff="torch")
-    signal = max(float(grad.norm()) for grad in whole.grads)
+    signal = max(float(grad.norm()) for grad in whole.grads.values())
     require(signal > SIGNAL_FLOOR, f"{_name(config)}: no gradient above {SIGNAL_FLOOR}")
     taped = _run(case, engine="sequential", autodiff="tape")
     _same(config, "the tape against autograd", taped, whole)
@@ -50,18 +56,173 @@ def check_rule(
     _check_causality(case)
 
 
+def check_knobs(
+    config: MemoryConfig, *, d: int = 3, width: int = 3, smooth: bool = True, generator: torch.Generator | None = None
+) -> None:
+    """Checks the derivatives, declared traits and kernel forms of bias, retention, algorithm and structure."""
+    generator = generator or torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    def gate(*shape: int) -> Tensor:
+        return 0.2 + 0.7 * torch.rand(*shape, dtype=torch.float64, generator=generator)
+
+    def check(block: Any, *inputs: Tensor) -> None:
+        check_vjp(block, inputs, second_order=smooth, generator=generator)
+
+    n, d_phi = 4, config.feature_map.output_dim(d)
+    _check_bias(config, draw(64, width), draw(64, width), draw(64, width))
+    check(config.bias.block(), draw(n, width), draw(n, width))
+    memory = tuple(draw(n, *shape) / shape[-1] ** 0.5 for shape in config.structure.shapes(d_phi, width).values())
+    p, u = draw(n, d_phi), draw(n, width)
+    check(config.structure.predict_block(), p, *memory)
+    check(config.structure.pullback_block(), p, u, *memory)
+    check(config.structure.gradient_block(config.bias.block()), p, draw(n, width), *memory)
+    _check_structure(config, memory, p, u)
+
+    def slots_of(weight: Tensor) -> list[Tensor]:
+        """Slots as writes leave them: not every tensor is one (a mean of squares is >= 0)."""
+        sizes = config.algorithm.slot_shapes(tuple(weight.shape[1:])).values()
+        slots = [torch.zeros(n, *size, dtype=torch.float64) for size in sizes]
+        for _ in range(2):
+            _, *slots = config.algorithm.direction(draw(*weight.shape), gate(n), gate(n), *slots)
+        return slots
+
+    shape = memory[0].shape
+    inputs = (draw(*shape), gate(n), gate(n), *slots_of(memory[0]))
+    check(config.algorithm.block(), *inputs)
+    _check_algorithm(config.algorithm, *inputs)
+    gates = [gate(n)]
+    if config.retention.uses_retain and config.structure.linear:
+        gates.append(gate(n, shape[-1]))
+    start, grads = config.retention.start, [0.3 * draw(*weight.shape) for weight in memory]
+    slots = [slot for weight in memory for slot in slots_of(weight)]
+    for retain in gates:
+        check(config.retention.block(), start(draw(*shape)), draw(*shape), retain)
+        moved = config.retention.step(start(draw(*shape)), draw(*shape), retain)
+        check(config.retention.weights_block(), moved)
+        states = [start(draw(*weight.shape)) for weight in memory]
+        check(config.rule.step_block(), gate(n), retain, gate(n), *grads, *states, *slots)
+        _check_retention(config, draw(*shape), draw(*shape), retain)
+
+
+def _check_bias(config: MemoryConfig, pred: Tensor, target: Tensor, way: Tensor) -> None:
+    bias, name = config.bias, f"bias.{config.bias.kind}"
+    point = pred.clone().requires_grad_()
+    loss = bias.loss(point, target)
+    require(loss.shape == pred.shape[:-1], f"{name}: loss of shape {list(loss.shape)}")
+    (true,) = torch.autograd.grad(loss.sum(), point)
+    close(f"{name}: grad against autograd of loss", bias.grad(pred, target), true)
+    other = way.roll(1, 0)
+    left = (bias.grad_jvp(pred, target, way) * other).sum(-1)
+    right = (bias.grad_jvp(pred, target, other) * way).sum(-1)
+    close(f"{name}: the Hessian is not symmetric", left, right)
+    if bias.curvature is not None:
+        most = (bias.grad_jvp(pred, target, way) * way).sum(-1) / way.square().sum(-1)
+        within = bool((most <= bias.curvature + 1e-12).all())
+        require(within, f"{name}: declared curvature {bias.curvature:g}, found {float(most.max()):g}")
+    form = bias.kernel_form()
+    if form is not None:
+        close(f"{name}: declared {form}, {_KERNELS}", bias.grad(pred, target), _of_form(form, pred, target))
+
+
+def _of_form(form: KernelForm, pred: Tensor, target: Tensor) -> Tensor:
+    """u as `KernelForm` says it."""
+    error = pred - target
+    radius = error.abs() if form.name == "power" and form.a >= 2 else (error.square() + form.b**2).sqrt()
+    size = radius if form.a >= 2 else radius - form.b
+    gradients = {
+        "target": lambda: -target,
+        "error": lambda: error,
+        "clip": lambda: error.clamp(-form.a, form.a),
+        "power": lambda: size.pow(form.a - 1) * error / radius,
+        "sign": lambda: error / radius,
+    }
+    return gradients[form.name]()
+
+
+def _check_algorithm(algorithm: Algorithm, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> None:
+    """A declared form against the direction."""
+    form, name = algorithm.kernel_form(), f"algorithm.{algorithm.kind}"
+    if form is None:
+        return
+    fits = (len(slots), algorithm.uses_momentum, algorithm.linear) == (int(form.momentum), form.momentum, True)
+    fits = fits and algorithm.takes_any_gradient() and not algorithm.context_shapes(1, 1)
+    says = "linear in the token's own gradient, with one slot and a momentum gate if it says momentum, else none"
+    require(fits, f"{name}: declared {form}: {says}")
+    step, keep = -over(lr, grad) * grad, over(momentum, grad)
+    carried = [keep * slot + step for slot in slots]
+    expected = [keep * carried[0] + step if form.nesterov else carried[0] if carried else step, *carried]
+    for got, true in zip(algorithm.direction(grad, lr, momentum, *slots), expected, strict=True):
+        close(f"{name}: declared {form}, {_KERNELS}", got, true)
+
+
+def _check_structure(config: MemoryConfig, memory: tuple[Tensor, ...], p: Tensor, u: Tensor) -> None:
+    structure, name = config.structure, f"structure.{config.structure.kind}"
+    whole, _ = structure.predict_vjp(memory, p, u)
+    for got, expected in zip(structure.pullback(memory, p, u), whole, strict=True):
+        close(f"{name}: pullback against predict_vjp", got, expected)
+    if structure.linear:
+        doubled = structure.predict(tuple(2 * weight for weight in memory), p)
+        close(f"{name}: declared linear in the weights", doubled, 2 * structure.predict(memory, p))
+        wanted = (p.shape[-1],) if structure.diagonal else (u.shape[-1], p.shape[-1])
+        single = [tuple(weight.shape[1:]) for weight in memory] == [wanted]
+        require(single, f"{name}: declared linear, needs one weight [V, P], or [P] if diagonal")
+    if structure.diagonal:
+        check_diagonal(name, structure, memory, p)
+
+
+def check_diagonal(name: str, structure: Structure, memory: tuple[Tensor, ...], p: Tensor) -> None:
+    """Moves the first coordinate of weight and p, which must leave the others of pred."""
+    moved = [torch.cat([2 * item[..., :1] + 1, item[..., 1:]], -1) for item in (*memory, p)]
+    pred, other = structure.predict(memory, p), structure.predict(tuple(moved[:-1]), moved[-1])
+    require(structure.linear, f"{name}: declared diagonal, which only a linear structure can be")
+    apart = torch.equal(pred[..., 1:], other[..., 1:])
+    require(apart, f"{name}: declared diagonal, but coordinates of the prediction mix")
+
+
+def _check_retention(config: MemoryConfig, memory: Tensor, direction: Tensor, retain: Tensor) -> None:
+    retention, name = config.retention, f"retention.{config.retention.kind}"
+    same = torch.equal(retention.weights(memory), memory)
+    require(same or retention.dual, f"{name}: `weights` is a function of a dual state not declared")
+    reason = "what is carried is a dual state, which only the step can be linear in: declare it additive"
+    require(not (retention.linear and retention.dual), f"{name}: declared linear, but {reason}")
+    form = retention.kernel_form()
+    if form is not None:
+        moved = (over(retain, memory) if retention.uses_retain else 1.0) * memory + direction
+        if form.threshold is not None:
+            moved = moved.sign() * (moved.abs() - form.threshold).relu()
+        close(f"{name}: declared {form}, {_KERNELS}", retention.step(memory, direction, retain), moved)
+    if not retention.additive:
+        return
+    kept = retention.step(memory, torch.zeros_like(direction), retain)
+    both = retention.step(2 * memory, direction, retain)
+    added = direction if retention.linear else retention.centred(direction, retain)
+    declared = "linear, so a M + D" if retention.linear else "additive, so a X + D"
+    close(f"{name}: declared {declared}", both, 2 * kept + added)
+    whole, left = (retention.weights(kept + item) for item in (direction, added))
+    close(f"{name}: `centred` leaves out what the memory sees", left, whole)
+
+
+def close(what: str, got: Tensor, expected: Tensor, signal: float = 1.0) -> None:
+    """Raises unless the error is within `RTOL` of the expected norm, or of 1e-3 `signal`."""
+    error = float((got - expected).detach().norm())
+    scale = max(float(expected.detach().norm()), 1e-3 * signal)
+    if not error <= RTOL * scale:
+        raise AssertionError(f"{what}: error {error:.3e} against a norm of {scale:.3e}")
+
+
 class _Case(NamedTuple):
     config: MemoryConfig
     leaves: dict[str, Tensor]  # q, k, v, gates, initial weights and learned parameters, by name
     frozen: dict[str, Tensor]
-    write: Tensor | None = None
 
 
 class _Result(NamedTuple):
     y: Tensor
     state: MemoryState
-    grads: list[Tensor]
-    names: list[str]
+    grads: dict[str, Tensor]  # by the names of the leaves
 
 
 def _inputs(config: MemoryConfig, d: int, width: int, heads: int, length: int, generator: torch.Generator) -> _Case:
@@ -81,10 +242,8 @@ def _inputs(config: MemoryConfig, d: int, width: int, heads: int, length: int, g
     if config.algorithm.uses_momentum:
         leaves["momentum"] = gate(0.2, 0.8)
     shapes = config.structure.shapes(config.feature_map.output_dim(d), width)
-    for name, shape in shapes.items():
-        leaves[f"initial.{name}"] = draw(heads, *shape) / shape[-1] ** 0.5
-    for name, tensor in phi["learned"].items():
-        leaves[f"phi.{name}"] = tensor
+    leaves |= {f"initial.{name}": draw(heads, *shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+    leaves |= {f"phi.{name}": tensor for name, tensor in phi["learned"].items()}
     return _Case(config, leaves, phi["frozen"])
 
 
@@ -94,16 +253,8 @@ def _scan(case: _Case, leaves: dict[str, Tensor], **options: Any) -> tuple[Tenso
 
     gates = Gates(leaves["lr"], leaves.get("retain"), leaves.get("momentum"))
     params: Params = {"learned": under("phi."), "frozen": case.frozen}
-    return memory_scan(
-        case.config,
-        leaves["q"],
-        leaves["k"],
-        leaves["v"],
-        gates,
-        phi_params=params,
-        initial=under("initial."),
-        **options,
-    )
+    q, k, v = (leaves[name] for name in "qkv")
+    return memory_scan(case.config, q, k, v, gates, phi_params=params, initial=under("initial."), **options)
 
 
 def _run(
@@ -113,11 +264,9 @@ def _run(
     length = points["q"].shape[1]
     state, rows = None, []
     for at, end in zip((cuts or (0, length))[:-1], (cuts or (0, length))[1:], strict=True):
-        part = _cut(points, slice(at, end))
-        mask = None if case.write is None else case.write[:, at:end]
-        y, state = _scan(case, part, state=state, write_mask=mask, engine=engine, autodiff=autodiff)
+        y, state = _scan(case, _cut(points, slice(at, end)), state=state, engine=engine, autodiff=autodiff)
         rows.append(y)
-    y, names = torch.cat(rows, 1), list(points)
+    y = torch.cat(rows, 1)
     if state is None:
         raise ValueError("cuts must name at least one piece")
     weights = torch.Generator().manual_seed(1)
@@ -125,7 +274,7 @@ def _run(
     for item in [y, *_floats(state)]:
         total = total + (item * torch.randn(item.shape, generator=weights, dtype=item.dtype)).sum()
     grads = torch.autograd.grad(total, list(points.values()), materialize_grads=True)
-    return _Result(y, state, list(grads), names)
+    return _Result(y, state, dict(zip(points, grads, strict=True)))
 
 
 def _cut(leaves: dict[str, Tensor], tokens: slice | list[int]) -> dict[str, Tensor]:
@@ -163,9 +312,8 @@ def _check_causality(case: _Case) -> None:
     with torch.no_grad():
         y, _ = _scan(case, case.leaves, engine="sequential")
         other, _ = _scan(case, changed, engine="sequential")
-    require(
-        torch.equal(y[:, :last], other[:, :last]), f"{_name(case.config)}: the last token changes outputs before it"
-    )
+    same = torch.equal(y[:, :last], other[:, :last])
+    require(same, f"{_name(case.config)}: the last token changes outputs before it")
 
 
 def _same(config: MemoryConfig, what: str, got: _Result, expected: _Result) -> None:
@@ -174,9 +322,9 @@ def _same(config: MemoryConfig, what: str, got: _Result, expected: _Result) -> N
     for mine, theirs in zip(_floats(got.state), _floats(expected.state), strict=True):
         close(f"{what}: final state", mine, theirs)
     require(torch.equal(got.state.position, expected.state.position), f"{what}: position in the chunk")
-    signal = max(float(grad.norm()) for grad in expected.grads)
-    for name, mine, theirs in zip(got.names, got.grads, expected.grads, strict=True):
-        close(f"{what}: gradient of {name}", mine, theirs, signal)
+    signal = max(float(grad.norm()) for grad in expected.grads.values())
+    for name, mine in got.grads.items():
+        close(f"{what}: gradient of {name}", mine, expected.grads[name], signal)
 
 
 def _floats(state: MemoryState) -> list[Tensor]:

@@ -29,8 +29,7 @@ def check_vjp(
     Errors are relative to the norm of the true gradient, which must exceed `signal_floor`: a gradient that is zero
     everywhere proves nothing. `second_order` compares the gradient of the VJP, by the inputs and by the cotangents,
     with autograd's. Inputs at the positions `constants`, such as frozen draws, are not varied, and the VJP must return
-    None for them.
-    Raises AssertionError with the input's index and both numbers.
+    None for them. Raises AssertionError with the input's index and both numbers.
     """
     generator = generator or torch.Generator().manual_seed(0)
     case = _case(block, inputs, constants, generator)
@@ -46,13 +45,8 @@ def check_vjp(
     if signal < signal_floor:
         raise AssertionError(f"{block.name}: no gradient above {signal_floor}, the check would prove nothing")
     for index, point, expected in zip(case.varied, case.points, true, strict=True):
-        _close(
-            f"{block.name}: VJP of input {index} against autograd",
-            _dense(hand[index], point),
-            _dense(expected, point),
-            rtol,
-            signal,
-        )
+        what = f"{block.name}: VJP of input {index} against autograd"
+        _close(what, _dense(hand[index], point), _dense(expected, point), rtol, signal)
     _check_differences(block, case, true, difference_rtol, signal, generator)
     if second_order:
         _check_second_order(block.name, case, hand, true, rtol * 100, generator)

@@ -11,12 +11,11 @@ from pydantic import AfterValidator, Field, model_validator
 from hecate.data import Bundled, DataConfig
 from hecate.engine import Call, explain
 from hecate.errors import ConfigError, shorten
-from hecate.frozen import FrozenDict
 from hecate.models import LanguageModelConfig
 from hecate.sizes import Count, Size, check_shapes
 from hecate.train.optimiser_kind import OptimizerKind
 from hecate.train.optimisers import AdamW
-from hecate.variant import Config
+from hecate.variant import Config, FrozenDict
 
 TEXT_LENGTH = 256
 """Window of a text when `budget.seq_len` is not given."""

@@ -33,6 +33,10 @@ def _trait(**declared: Any) -> dict[str, Callable]:
     return {"traits": lambda self: phi.Traits(**declared)}
 
 
+def _of(f: Callable[[Tensor], Tensor], **declared: Any) -> dict[str, Callable]:
+    return {"features": lambda self, x, params: self.weight(x, params) * f(x), **_trait(**declared)}
+
+
 def _frozen_draw(self, d, *, heads=1, generator=None, dtype=torch.float32, device=None):
     fresh = Plain.init(self, d, heads=heads, dtype=dtype)
     return {**fresh, "frozen": {"b": torch.randn(1, d, dtype=dtype, generator=generator)}}
@@ -77,6 +81,13 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "not even": ("not even", _trait(parity="even")),
     "not of degree 2": ("degree 2", _trait(degree=2)),
     "not bounded": (r"\|phi\|\^2 reached", _trait(norm_bound=1.0)),
+    "numbers mixed": ("not componentwise", _of(lambda x: x.cumsum(-1), componentwise=True)),
+    "a slope that grows": ("slope grows", _of(torch.square, bounded_slope=True)),
+    "not rising": ("not rising everywhere", _of(torch.neg, rising="everywhere")),
+    "a flat odd part": ("not rising odd_part", _of(torch.square, rising="odd_part")),
+    "lengths kept": ("forget lengths", _of(torch.square, forgets_length=True)),
+    "nothing linear": ("linear in x", _of(torch.tanh, linear_at=0)),
+    "signs lost": ("decodes nothing", _of(torch.square, parity="even", decodes=True)),
     "positions ignored": ("no position matters", _trait(needs_position=True)),
     "positions unseen by the kernel check": (
         "kernel_non_negative",
@@ -144,3 +155,16 @@ def test_fault_is_found(what):
     message, body = FAULTS[what]
     with pytest.raises((AssertionError, RuntimeError), match=message):
         check_feature_map(_made(1 + list(FAULTS).index(what), body))
+
+
+def test_features_that_tell_nothing_back_are_found():
+    class Told(phi.FeatureMap):
+        kind: Literal["told_nothing"] = "told_nothing"
+        promises = phi.Traits(decodes=True)
+
+        def features(self, x: Tensor, params: phi.Params) -> Tensor:
+            return (x * x).sum(-1, keepdim=True) + 0.0 * x
+
+    with pytest.raises(AssertionError, match="nothing tells x back"):
+        check_feature_map(Told(), smooth=False)
+    check_feature_map(phi.Linear(d_phi=1), smooth=False)

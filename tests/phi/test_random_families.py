@@ -21,7 +21,7 @@ from hecate.phi import (
     TensorProduct,
 )
 from hecate.phi.random import project_precisely
-from hecate.phi.sorf import walsh_hadamard
+from hecate.phi.random_fourier import walsh_hadamard
 from hecate.testing import check_vjp
 from tests.phi.random_common import F64, SIGMAS, bound_block, deviation, estimates, gaussian, pair, seeded
 from tests.reference import random_features as reference

@@ -11,8 +11,7 @@ from torch import Tensor
 from hecate import MemoryConfig, structure
 from hecate.engine import Call, explain
 from hecate.errors import ConfigError
-from hecate.structure.graph import INPUT, ONE, Apply, Graph, Linear, factors, trace
-from hecate.structure.ops import Act, Add, Multiply, Normalise
+from hecate.structure.graph import INPUT, ONE, Act, Add, Apply, Graph, Linear, Multiply, Normalise, factors, trace
 from hecate.testing import check_rule
 from tests.memories import close
 

@@ -13,7 +13,7 @@ from hecate.engine import Call, Engine, choose, exact_engines, explain
 from hecate.engine.coordinates import coordinate_refusal
 from hecate.errors import ConfigError
 from hecate.testing import check_rule
-from hecate.testing.knobs import check_diagonal
+from hecate.testing.rule import check_diagonal
 from tests.engine.test_properties import whole
 from tests.memories import BIASES, case_of, close, config_of, reference_of
 from tests.reference import vector as reference

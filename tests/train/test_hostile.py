@@ -14,11 +14,10 @@ from pydantic import AfterValidator
 
 from hecate.cli import main
 from hecate.errors import ConfigError
-from hecate.frozen import FrozenDict, content_hash
 from hecate.train import ExperimentConfig, Trainer, load_experiment, presets, run_experiment
 from hecate.train.document import MAX_BYTES, MAX_DEPTH, parse_value, read_yaml
 from hecate.train.estimate import check_memory, parse_bytes, sizes_of, training_bytes
-from hecate.variant import Config
+from hecate.variant import Config, FrozenDict, content_hash
 
 from .common import tiny
 

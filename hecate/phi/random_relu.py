@@ -21,11 +21,10 @@ class ArcCosine(RandomMap):
     """arc_cosine: phi(x) = max(Wx, 0)^order / sqrt(num_features), a step 1[Wx > 0] at order 0.
 
     With W ~ N(0, I) and the angle t, the arc-cosine kernels in expectation: |x|^n |y|^n J_n(t) / (2 pi) with J_0 = pi -
-    t, J_1 = sin t + (pi - t) cos t, J_2 = 3 sin t cos t + (pi - t) (1 + 2
-    cos^2 t), half of the paper's. The higher the order, the less a key at a right angle counts. Order 0 sees directions
-    only, is bounded by 1 and costs a bit per feature; order 1 is `performer_relu` without its epsilon. `norms="sqrt"`
-    gives every row of W the length sqrt(D): lower variance, the same kernel at orders 0 and 1, D / (D + 2) times it at
-    order 2.
+    t, J_1 = sin t + (pi - t) cos t, J_2 = 3 sin t cos t + (pi - t) (1 + 2 cos^2 t), half of the paper's. The higher the
+    order, the less a key at a right angle counts. Order 0 sees directions only, is bounded by 1 and costs a bit per
+    feature; order 1 is `performer_relu` without its epsilon. `norms="sqrt"` gives every row of W the length sqrt(D):
+    lower variance, the same kernel at orders 0 and 1, D / (D + 2) times it at order 2.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D))); frozen w `[H, D,
     num_features]`.
@@ -96,3 +95,69 @@ def arc_cosine(x: Tensor, y: Tensor, order: Order) -> Tensor:
         return a * b * (sine + rest * cosine) / (2 * math.pi)
     square = (a * b).square()
     return square * (3 * sine * cosine + rest * (1 + 2 * cosine.square())) / (2 * math.pi)
+
+
+class PerformerReLU(RandomMap):
+    """performer_relu: phi(x) = (relu(Wx) + kernel_epsilon) / sqrt(num_features).
+
+    With W ~ N(0, I) and m = num_features, the arc-cosine kernel of order 1, |x| |y| (sin t + (pi - t) cos t) / (2 pi)
+    with the angle t, in expectation, plus a small term of kernel_epsilon that keeps a normaliser off zero: without it a
+    query has no feature at all with probability 2^-m. `arc_cosine` has the other orders. The factor 1/sqrt(m), absent
+    in the reference code, makes the kernel independent of m; it cancels in a normalised read and matters in every
+    other. Both norms are unbiased up to kernel_epsilon, and `"sqrt"` (all rows of length sqrt(d)) has the lower
+    variance. The reference scales x by d^(-1/4) first, which is kernel_epsilon * d^(1/4) here.
+
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D))); frozen w `[H, D,
+    num_features]`.
+    VJP: gx = W^T (g 1[Wx > 0]) / sqrt(m); the derivative at the kink Wx = 0 is 0.
+    Traits: is_random, non_negative, kernel_non_negative; degree 1 if kernel_epsilon = 0.
+    Cost: O(D num_features).
+    References: Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794); Kernel Methods for
+    Deep Learning (Cho and Saul, 2009). [PHI-PRELU-D1]
+    """
+
+    kind: Literal["performer_relu"] = "performer_relu"
+    num_features: Size | None = Field(default=None, gt=0, description="d_phi")
+    kernel_epsilon: float = Field(default=1e-3, ge=0, description="added to every ReLU")
+    orthogonal: bool = True
+    norms: Norms = "sqrt"
+
+    def output_dim(self, d: int) -> int:
+        return default_width(d) if self.num_features is None else self.num_features
+
+    def traits(self) -> Traits:
+        degree = 1.0 if self.kernel_epsilon == 0 else None
+        return Traits(is_random=True, non_negative=True, kernel_non_negative=True, degree=degree)
+
+    def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
+        m = self.output_dim(d)
+        return {"w": projections(d, m, generator, orthogonal=self.orthogonal, norms=self.norms)}
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        w = self.drawn(params, "w")
+        w, lift = w / math.sqrt(w.shape[-1]), self._lift(w)
+        # In place: a pass over fresh memory costs more than the arithmetic.
+        features = torch.threshold_(project_precisely(x, w).add_(lift), lift, lift)
+        return features.to(x.dtype), (w, features)
+
+    def vjp(self, residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        w, features = residuals
+        gz = torch.ops.aten.threshold_backward(g.to(features.dtype), features, self._lift(w))
+        return project_precisely(gz, w.mT).to(g.dtype), {}
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = x.to(compute_dtype(x)), y.to(compute_dtype(y))
+        a, b = x.norm(dim=-1), y.norm(dim=-1)
+        eps, length = self.kernel_epsilon, self._mean_norm(x.shape[-1])
+        mean_relu: Tensor = length * (a + b) / math.sqrt(2 * math.pi)
+        return arc_cosine(x, y, 1) + mean_relu * eps + eps**2
+
+    def _lift(self, w: Tensor) -> float:
+        return self.kernel_epsilon / math.sqrt(w.shape[-1])
+
+    def _mean_norm(self, d: int) -> float:
+        # Mean length of a row of W relative to that of a Gaussian vector.
+        if self.norms == "chi":
+            return 1.0
+        ratio = math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2))
+        return math.sqrt(d / 2) * ratio

@@ -1,15 +1,43 @@
-"""Kullback-Leibler divergence between a value's distribution and the predicted one."""
+"""Losses through the product <pred, v>: the dot product alone, and the Kullback-Leibler divergence."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hecate.bias.base import Bias
+from hecate.bias.base import Bias, KernelForm
 from hecate.errors import ConfigError
+
+
+class Dot(Bias):
+    """dot: ell = -<pred, v>.
+
+    The Hebbian bias of linear attention: every write adds `lr v phi(k)^T`, whatever the memory holds.
+
+    Shapes: pred, v `[..., V]`.
+    VJP: u = -v, so g_pred = 0 and g_v = -g.
+    Traits: curvature 0; unbounded below, so only retention bounds the memory.
+    Cost: O(V).
+    References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236); MIRAS (Behrouz et al., 2025, arXiv
+    2504.13173). [BIAS-DOT-D1]
+    """
+
+    kind: Literal["dot"] = "dot"
+    curvature: ClassVar[float] = 0.0
+    linear: ClassVar[bool] = True
+    kernel: ClassVar[KernelForm] = KernelForm("target")
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        return -(pred * target).sum(-1)
+
+    def grad(self, pred: Tensor, target: Tensor) -> Tensor:
+        return -target
+
+    def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(g), -g
 
 
 class KL(Bias):
@@ -32,6 +60,7 @@ class KL(Bias):
     kind: Literal["kl"] = "kl"
     target: Literal["softmax", "distribution"] = "softmax"
     temperature: float = Field(1.0, gt=0)
+    curvature: ClassVar[float] = 0.5
 
     @model_validator(mode="after")
     def _temperature_of_a_softmax(self) -> Self:
@@ -42,10 +71,6 @@ class KL(Bias):
                 ("temperature",),
             )
         return self
-
-    @property
-    def curvature(self) -> float:
-        return 0.5
 
     def loss(self, pred: Tensor, target: Tensor) -> Tensor:
         t = self._told(target)

@@ -1,0 +1,141 @@
+"""Steps that solve for a linear memory: the proximal step and recursive least squares."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hecate.algorithm.base import InnerLoss, Token
+from hecate.algorithm.descent import Descent
+from hecate.tape import Block, Tensors
+from hecate.tape.ops import over, sum_to_gate
+
+
+class Implicit(Descent):
+    """implicit: D = -lr / (1 + lr c |phi|^2) G, c the bias' curvature.
+
+    For l2 (c = 1) the exact proximal step argmin |M' - M|^2 / 2 + lr ell(M'): the error shrinks by 1 / (1 + lr
+    |phi|^2), so no lr diverges. For dot (c = 0) the proximal step is that of gd. For another bias it minimises the
+    quadratic of curvature c that bounds the loss from above. In a diagonal memory every coordinate has its own phi_j^2.
+    The same numbers as `step="implicit"` where c = 1 for a matrix.
+
+    Shapes: G `[N, V, P]`, lr `[N]`, phi_k `[N, P]`.
+    VJP: with s = c |phi|^2 and f = 1 / (1 + lr s), G' = f G: g_G = f g, g_lr = -s f^2 <G, g>,
+    g_phi = -2 c lr f^2 <G, g> phi; then as gd.
+    Traits: no slots; linear; stable for every lr. Needs a structure linear in its weights and a bias of bounded
+    curvature: elsewhere no constant bounds the loss.
+    Cost: one product of length P more than gd.
+    References: Longhorn (Liu et al., 2024, arXiv 2407.14207); Nested Learning (Behrouz et al., 2025, arXiv 2512.24695),
+    Eq 57, whose constant holds for |x| = 1 only. [ALG-IMPL-D1]
+    """
+
+    kind: Literal["implicit"] = "implicit"
+    linear: ClassVar[bool] = True
+    stable_step: ClassVar[float] = math.inf
+
+    def refusal(self, *, linear: bool, diagonal: bool, curvature: float | None) -> str | None:
+        if not linear:
+            return "the implicit step has no closed form for weights that act non-linearly"
+        if curvature is None:
+            return "the loss has unbounded curvature, so no step size bounds it from above"
+        return None
+
+    def gradient(
+        self, loss: InnerLoss, token: Token, context: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        (grad,) = loss.gradient(token.phi_k, token.v)
+        block = _shortened(loss.curvature or 0.0, loss.diagonal)
+        return loss.run(block, grad, token.lr, token.phi_k), context
+
+
+def _shortened(curvature: float, diagonal: bool) -> Block:
+    """G / (1 + lr c |phi|^2), coordinate by coordinate if diagonal."""
+
+    def squares(phi: Tensor) -> Tensor:
+        return curvature * (phi.square() if diagonal else phi.square().sum(-1, keepdim=True))
+
+    def forward(grad: Tensor, lr: Tensor, phi: Tensor) -> tuple[Tensors, Tensors]:
+        factor = 1 / (1 + lr.unsqueeze(-1) * squares(phi))
+        return (over(factor, grad) * grad,), (grad, lr, phi)
+
+    def vjp(inputs: tuple[Tensor, Tensor, Tensor], g: Tensor) -> Tensors:
+        grad, lr, phi = inputs
+        square = squares(phi)
+        factor = 1 / (1 + lr.unsqueeze(-1) * square)
+        inner = grad * g if diagonal else sum_to_gate(grad * g, lr).unsqueeze(-1)
+        along = inner * factor.square()
+        gphi = -2 * curvature * lr.unsqueeze(-1) * along * phi
+        return over(factor, grad) * g, -(square * along).sum(-1), gphi
+
+    return Block("algorithm.implicit.shorten", forward, vjp)
+
+
+class RLS(Descent):
+    """rls: D = -lr u (C' phi)^T, C' the inverse of sum_i discount^(t-i) phi_i phi_i^T + ridge.
+
+    With l2, lr = 1, retention none and a memory that starts at zero, M is the minimiser of sum_i discount^(t-i) |M
+    phi_i - v_i|^2 + discount^t ridge |M|^2 after every token: what Mesa layers solve for. C' = (C - C phi (C phi)^T /
+    (discount + phi.C phi)) / discount. With another bias u is its gradient and C a preconditioner.
+
+    Shapes: context `inverse` `[N, P, P]`, C minus its start I / ridge.
+    VJP: through C' by the reverse of the rank-one update, written out in the code.
+    Traits: no slots; stable for lr < 2 with l2. Needs a structure linear in its weights: phi is their only input.
+    Cost: 4 P^2 and a state of P^2 more than gd.
+    Warning: with discount < 1, C grows as discount^-t in directions that no key visits (wind-up).
+    References: MesaNet (von Oswald et al., 2025, arXiv 2506.05233); Adaptive Filter Theory (Haykin, 2002). [ALG-RLS-D1]
+    """
+
+    kind: Literal["rls"] = "rls"
+    ridge: float = Field(1.0, gt=0, description="weight of |M|^2 at the start")
+    discount: float = Field(1.0, gt=0, le=1, description="weight of the past, per token")
+    weighted_sum: ClassVar[bool] = True
+    stable_step: ClassVar[float] = math.inf
+
+    def refusal(self, *, linear: bool, diagonal: bool, curvature: float | None) -> str | None:
+        if diagonal:
+            return "each coordinate is a regression of its own, with no inverse to share"
+        return None if linear else "least squares has a recursive solution for linear models only"
+
+    def context_shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
+        return {"inverse": (d_phi, d_phi)}
+
+    def gradient(
+        self, loss: InnerLoss, token: Token, context: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        gain, inverse = loss.run(self._update(), token.phi_k, *context)
+        return loss.pullback(gain, loss.error(token.phi_k, token.v)), (inverse,)
+
+    def _update(self) -> Block:
+        """(phi, C - I/ridge) -> (C' phi, C' - I/ridge)."""
+
+        def parts(phi: Tensor, change: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            start = torch.eye(phi.shape[-1], dtype=phi.dtype, device=phi.device) / self.ridge
+            inverse = start + change
+            mapped = (inverse @ phi.unsqueeze(-1)).squeeze(-1)
+            total = self.discount + (phi * mapped).sum(-1, keepdim=True)
+            return start, mapped, total
+
+        def forward(phi: Tensor, change: Tensor) -> tuple[Tensors, Tensors]:
+            start, mapped, total = parts(phi, change)
+            rank_one = (mapped / total).unsqueeze(-1) * mapped.unsqueeze(-2)
+            new = (start + change - rank_one) / self.discount - start
+            # C' phi = C phi / (discount + phi.C phi): the gain of the filter.
+            return (mapped / total, new), (phi, change)
+
+        def vjp(inputs: tuple[Tensor, Tensor], ggain: Tensor, gnew: Tensor) -> Tensors:
+            phi, change = inputs
+            start, mapped, total = parts(phi, change)
+            gain, g = mapped / total, gnew / self.discount
+            both = ((g + g.mT) @ mapped.unsqueeze(-1)).squeeze(-1)
+            # rank_one = mapped mapped^T / total, gain = mapped / total.
+            gmapped = (ggain - both) / total
+            gtotal = (-ggain * gain + 0.5 * both * gain).sum(-1, keepdim=True) / total
+            gmapped = gmapped + gtotal * phi
+            gphi = gtotal * mapped + ((start + change).mT @ gmapped.unsqueeze(-1)).squeeze(-1)
+            return gphi, g + gmapped.unsqueeze(-1) * phi.unsqueeze(-2)
+
+        return Block("algorithm.rls.update", forward, vjp)

@@ -1,0 +1,298 @@
+"""Losses of the error e = pred - v alone."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hecate.bias.base import Bias, KernelForm
+
+
+class ErrorBias(Bias):
+    """A loss of e = pred - target alone; variants give rho, psi = rho' and psi's Jacobian."""
+
+    def rho(self, error: Tensor) -> Tensor:
+        """The loss `[...]` of an error `[..., V]`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no rho")
+
+    def psi(self, error: Tensor) -> Tensor:
+        """d rho / d error."""
+        raise NotImplementedError(f"{type(self).__name__} defines no psi")
+
+    def psi_jvp(self, error: Tensor, tangent: Tensor) -> Tensor:
+        """Jacobian of psi (symmetric) times a tangent."""
+        raise NotImplementedError(f"{type(self).__name__} defines no psi_jvp")
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        return self.rho(pred - target)
+
+    def grad(self, pred: Tensor, target: Tensor) -> Tensor:
+        return self.psi(pred - target)
+
+    def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        gpred = self.psi_jvp(pred - target, g)
+        return gpred, -gpred
+
+
+class L2(ErrorBias):
+    """l2: ell = 1/2 |e|^2, e = pred - v.
+
+    The delta rule's bias: a write corrects what the memory already predicts. The factor 1/2 is kept, so that one step
+    with lr |phi|^2 = 1 stores v exactly; papers that write |e|^2 print the same gradient.
+
+    Shapes: e `[..., V]`.
+    VJP: u = e, g_pred = g, g_v = -g.
+    Traits: curvature 1.
+    Cost: O(V).
+    References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021,
+    arXiv 2102.11174); Titans (Behrouz et al., 2025, arXiv 2501.00663). [BIAS-L2-D1]
+    """
+
+    kind: Literal["l2"] = "l2"
+    curvature: ClassVar[float] = 1.0
+    linear: ClassVar[bool] = True
+    kernel: ClassVar[KernelForm] = KernelForm("error")
+
+    def rho(self, error: Tensor) -> Tensor:
+        return 0.5 * error.square().sum(-1)
+
+    def psi(self, error: Tensor) -> Tensor:
+        return error
+
+    def psi_jvp(self, error: Tensor, tangent: Tensor) -> Tensor:
+        return tangent
+
+
+class L1(ErrorBias):
+    """l1: ell = sum_i (r_i - eps) with r = sqrt(e^2 + eps^2).
+
+    Every coordinate pulls with force at most 1, however far off it is: an outlier weighs no more than any other error,
+    and a write says little more than on which side of v the memory was. It is the limit p = 1 of `lp`, smoothed alike;
+    a tanh in place of e/r is another function.
+
+    Shapes: e `[..., V]`.
+    VJP: u = e/r, J = diag(eps^2 / r^3); at e = 0: u = 0, J = 1/eps.
+    Traits: curvature 1/eps at e = 0, which bounds no useful step: declared unbounded.
+    Cost: O(V).
+    Warning: steps of lr |phi|^2 do not shrink near the target; the memory ends within that of it.
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), value-less memory. [BIAS-L1-D1]
+    """
+
+    kind: Literal["l1"] = "l1"
+    eps: float = Field(1e-6, gt=0)
+
+    @property
+    def kernel(self) -> KernelForm:
+        return KernelForm("sign", b=self.eps)
+
+    def rho(self, error: Tensor) -> Tensor:
+        # r - eps without its cancellation.
+        return (error.square() / (_radius(error, self.eps) + self.eps)).sum(-1)
+
+    def psi(self, error: Tensor) -> Tensor:
+        return error / _radius(error, self.eps)
+
+    def psi_jvp(self, error: Tensor, tangent: Tensor) -> Tensor:
+        radius = _radius(error, self.eps)
+        return (self.eps / radius).square() / radius * tangent
+
+
+class Lp(ErrorBias):
+    """lp: ell = 1/p sum_i s_i^p with s = |e| for p >= 2 and s = sqrt(e^2 + eps^2) - eps for p < 2.
+
+    p > 2 stresses large errors (Moneta uses 3), p < 2 resists outliers. p = 2 is `l2` exactly. Below 2 the derivative
+    of |e|^p is singular at 0, hence the smoothing; what is computed is the exact derivative of the smoothed loss. A
+    tanh-smoothed sign, as some write, is another function.
+
+    Shapes: e `[..., V]`.
+    VJP: u = s^(p-1) e/r with r = sqrt(e^2 + eps^2) (r = |e| for p >= 2); J = diag((p-1) s^(p-2) (e/r)^2 + s^(p-1) eps^2
+    / r^3). At e = 0 both are 0, save J = 1 for p = 2.
+    Traits: curvature 1 for p = 2, else unbounded.
+    Cost: O(V).
+    References: MIRAS (Behrouz et al., 2025, arXiv 2504.13173), Moneta. [BIAS-LP-D1]
+    """
+
+    kind: Literal["lp"] = "lp"
+    p: float = Field(3.0, gt=1)
+    eps: float = Field(1e-6, gt=0)
+
+    @property
+    def curvature(self) -> float | None:
+        return 1.0 if self.p == 2 else None
+
+    @property
+    def linear(self) -> bool:
+        return self.p == 2
+
+    @property
+    def kernel(self) -> KernelForm:
+        return KernelForm("power", self.p, self.eps)
+
+    def rho(self, error: Tensor) -> Tensor:
+        size, _, live = self._sizes(error)
+        return torch.where(live, size.pow(self.p), 0.0).sum(-1) / self.p
+
+    def psi(self, error: Tensor) -> Tensor:
+        size, radius, live = self._sizes(error)
+        at_zero = 1.0 if self.p == 2 else 0.0
+        return torch.where(live, size.pow(self.p - 1) / radius, at_zero) * error
+
+    def psi_jvp(self, error: Tensor, tangent: Tensor) -> Tensor:
+        size, radius, live = self._sizes(error)
+        slope = radius if self.p >= 2 else error
+        diagonal = (self.p - 1) * size.pow(self.p - 2) * (slope / radius).square()
+        if self.p < 2:
+            diagonal = diagonal + size.pow(self.p - 1) * self.eps**2 / radius.pow(3)
+        return torch.where(live, diagonal, 1.0 if self.p == 2 else 0.0) * tangent
+
+    def _sizes(self, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        live = error != 0
+        # Where the error is 0 a 1 stands in: a power of 0 has no usable derivative under autograd.
+        safe = torch.where(live, error, 1.0)
+        if self.p >= 2:
+            return safe.abs(), safe.abs(), live
+        radius = _radius(safe, self.eps)
+        return safe * safe / (radius + self.eps), radius, live
+
+
+class Huber(ErrorBias):
+    """huber: ell = 1/2 e^2 for |e| <= delta, delta |e| - delta^2/2 beyond, per coordinate or of the norm.
+
+    Quadratic near zero and linear far out: a single outlier moves the memory by a bounded amount. `norm=True` applies
+    the same function to |e|_2, which keeps the direction of the error.
+
+    Shapes: e `[..., V]`.
+    VJP: coordinate u = clip(e, -delta, delta), J = 1[|e| <= delta]; norm u = e min(1, delta/|e|),
+    J g = g inside, (delta/|e|)(g - e (e.g)/|e|^2) outside. The threshold itself counts as inside.
+    Traits: curvature 1.
+    Cost: O(V).
+    References: MIRAS (Behrouz et al., 2025, arXiv 2504.13173). [BIAS-HUBER-D1]
+    """
+
+    kind: Literal["huber"] = "huber"
+    delta: float = Field(1.0, gt=0)
+    norm: bool = False
+    curvature: ClassVar[float] = 1.0
+
+    @property
+    def kernel(self) -> KernelForm | None:
+        return None if self.norm else KernelForm("clip", self.delta)
+
+    def rho(self, error: Tensor) -> Tensor:
+        size = self._norm(error).squeeze(-1) if self.norm else error.abs()
+        linear = self.delta * size - 0.5 * self.delta**2
+        square = 0.5 * (error.square().sum(-1) if self.norm else error.square())
+        value = torch.where(size <= self.delta, square, linear)
+        return value if self.norm else value.sum(-1)
+
+    def psi(self, error: Tensor) -> Tensor:
+        if not self.norm:
+            return error.clamp(-self.delta, self.delta)
+        size = self._norm(error)
+        return torch.where(size <= self.delta, error, error * (self.delta / size))
+
+    def psi_jvp(self, error: Tensor, tangent: Tensor) -> Tensor:
+        if not self.norm:
+            return torch.where(error.abs() <= self.delta, tangent, 0.0)
+        size = self._norm(error)
+        unit = error / size
+        along = (unit * tangent).sum(-1, keepdim=True)
+        return torch.where(size <= self.delta, tangent, (self.delta / size) * (tangent - unit * along))
+
+    def _norm(self, error: Tensor) -> Tensor:
+        square = error.square().sum(-1, keepdim=True)
+        # Inside the ball the norm is only compared: a constant keeps its derivative finite at 0.
+        inside = square <= self.delta**2
+        return torch.where(inside, self.delta, torch.where(inside, 1.0, square).sqrt())
+
+
+class Yaad(ErrorBias):
+    """yaad: ell = 1/2 |e|^2 for |e|_2 <= delta, delta (sum_i (r_i - eps) - delta/2) beyond, r = sqrt(e^2 + eps^2).
+
+    The write that MIRAS prints for Yaad: l2's while the error is inside a ball, delta times l1's beyond it. The whole
+    vector decides, each coordinate is then followed by its sign. With several coordinates this is no Huber loss: see
+    the warning.
+
+    Shapes: e `[..., V]`.
+    VJP: u = e, J = 1 inside; u = delta e/r, J = diag(delta eps^2 / r^3) outside. The threshold counts as inside.
+    Traits: curvature unbounded. No kernel: a coordinate needs the norm of all.
+    Cost: O(V).
+    Warning: at |e|_2 = delta u jumps from e to delta sign(e), whose length is up to sqrt(V) times that of e, and the
+    loss by delta (|e|_1 - delta). `huber` is continuous, per coordinate and with `norm=True`.
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad. [BIAS-YAAD-D1]"""
+
+    kind: Literal["yaad"] = "yaad"
+    delta: float = Field(1.0, gt=0)
+    eps: float = Field(1e-6, gt=0)
+
+    def rho(self, error: Tensor) -> Tensor:
+        far = (error.square() / (_radius(error, self.eps) + self.eps)).sum(-1)
+        square = error.square().sum(-1)
+        linear = self.delta * (far - 0.5 * self.delta)
+        return torch.where(self._inside(error).squeeze(-1), 0.5 * square, linear)
+
+    def psi(self, error: Tensor) -> Tensor:
+        far = self.delta * error / _radius(error, self.eps)
+        return torch.where(self._inside(error), error, far)
+
+    def psi_jvp(self, error: Tensor, tangent: Tensor) -> Tensor:
+        radius = _radius(error, self.eps)
+        far = self.delta * (self.eps / radius).square() / radius
+        return torch.where(self._inside(error), tangent, far * tangent)
+
+    def _inside(self, error: Tensor) -> Tensor:
+        return error.square().sum(-1, keepdim=True) <= self.delta**2
+
+
+class Robust(ErrorBias):
+    """robust: ell = 1/2 |e|^2 + radius (r - eps) + 1/2 radius^2 with r = sqrt(|e|^2 + eps^2).
+
+    The squared error against the worst value within a ball of the given radius around v, max over |d|_2 <= radius of
+    1/2 |pred - v - d|^2 = 1/2 (|e| + radius)^2, whose kink at e = 0 is smoothed by eps. Values that are only known up
+    to the radius are written harder than l2 would, by a constant pull towards v.
+
+    Shapes: e `[..., V]`.
+    VJP: u = e + radius e/r, J g = g + radius (g - e (e.g)/r^2)/r.
+    Traits: curvature 1 + radius/eps at e = 0, which bounds no useful step: declared unbounded unless radius is 0, which
+    is `l2`. No kernel: a coordinate needs the norm of all.
+    Cost: O(V).
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), robust optimisation against shifts of
+    values. [BIAS-ROBUST-D1]
+    """
+
+    kind: Literal["robust"] = "robust"
+    radius: float = Field(0.1, ge=0)
+    eps: float = Field(1e-6, gt=0)
+
+    @property
+    def curvature(self) -> float | None:
+        return 1.0 if self.radius == 0 else None
+
+    @property
+    def linear(self) -> bool:
+        return self.radius == 0
+
+    def rho(self, error: Tensor) -> Tensor:
+        square = error.square().sum(-1)
+        length = square / (self._radius(error).squeeze(-1) + self.eps)
+        return 0.5 * square + self.radius * length + 0.5 * self.radius**2
+
+    def psi(self, error: Tensor) -> Tensor:
+        return error + self.radius * error / self._radius(error)
+
+    def psi_jvp(self, error: Tensor, tangent: Tensor) -> Tensor:
+        radius = self._radius(error)
+        unit = error / radius
+        across = tangent - unit * (unit * tangent).sum(-1, keepdim=True)
+        return tangent + self.radius * across / radius
+
+    def _radius(self, error: Tensor) -> Tensor:
+        return (error.square().sum(-1, keepdim=True) + self.eps**2).sqrt()
+
+
+def _radius(error: Tensor, eps: float) -> Tensor:
+    """sqrt(e^2 + eps^2), a smooth |e|."""
+    return (error.square() + eps**2).sqrt()

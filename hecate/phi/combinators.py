@@ -1,0 +1,439 @@
+"""Maps made of maps: one after another, side by side, multiplied, normalised, made odd.
+
+Their parameters are drawn in order and kept in one flat dictionary: maps of several name them by position, `0.weight`;
+maps around one keep its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from hecate.errors import ConfigError
+from hecate.phi.base import FeatureMap, Params, Parity, Traits, compute_dtype, seeded
+from hecate.phi.monomials import bounded
+from hecate.sizes import Count
+from hecate.tape.bridge import without_autocast
+
+Item = TypeVar("Item")
+
+
+class Several(FeatureMap):
+    """Helper for maps made of several. Not a variant itself: it has no kind."""
+
+    maps: tuple[FeatureMap, ...] = Field(min_length=1, strict=False)
+
+    def inner_maps(self) -> tuple[FeatureMap, ...]:
+        return self.maps
+
+    def input_dims(self, d: int) -> list[int]:
+        """The width that each map is given."""
+        return [d] * len(self.maps)
+
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        """Those of all maps, named by position."""
+        given = enumerate(zip(self.maps, self.input_dims(d), strict=True))
+        each = [prefixed(map_.shapes(width), index) for index, (map_, width) in given]
+        return {name: shape for shapes in each for name, shape in shapes.items()}
+
+    def init(self, d: int, *, generator: torch.Generator | None = None, **how: Any) -> Params:
+        """Parameters of all maps, drawn in order from one generator: no two share their draws."""
+        source, widths = seeded(generator), self.input_dims(d)
+        return _merged(map_.init(width, generator=source, **how) for map_, width in zip(self.maps, widths, strict=True))
+
+    def redraw(self, params: Params, generator: torch.Generator) -> Params:
+        """Fresh draws for the random maps; the parameters of the others stay."""
+        if not self.is_random:
+            return super().redraw(params, generator)
+        return _merged(
+            map_.redraw(own(params, i), generator) if map_.is_random else own(params, i)
+            for i, map_ in enumerate(self.maps)
+        )
+
+    def joined(self, **traits: Any) -> Traits:
+        """The traits of maps that are all given x, some of them told."""
+        each = [map_.traits() for map_ in self.maps]
+        return Traits(
+            non_negative=all(t.non_negative for t in each),
+            kernel_non_negative=all(t.kernel_non_negative for t in each),
+            is_random=any(t.is_random for t in each),
+            needs_position=any(t.needs_position for t in each),
+            **traits,
+        )
+
+    def forward_each(self, x: Tensor, params: Params) -> tuple[list[Tensor], list[Any]]:
+        """The features of maps that are all given x, and the residuals of each."""
+        pairs = [map_.forward(x, own(params, index)) for index, map_ in enumerate(self.maps)]
+        return [features for features, _ in pairs], [residuals for _, residuals in pairs]
+
+    def vjp_each(
+        self, residuals: Sequence[Any], cotangents: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The cotangent of x, summed over the maps and rounded once to a dtype, and those of their parameters."""
+        gxs, grads = [], {}
+        for index, (map_, residual, g) in enumerate(zip(self.maps, residuals, cotangents, strict=True)):
+            gx, glearned = map_.vjp(residual, g)
+            gxs.append(gx.to(compute_dtype(gx)))
+            grads.update(prefixed(glearned, index))
+        return torch.stack(gxs).sum(0).to(dtype), grads
+
+
+class Compose(Several):
+    """compose: phi(x) = phi_n(... phi_2(phi_1(x))), the maps applied from left to right.
+
+    For instance a narrowing `linear` before `taylor`, or unit keys before `random_fourier`.
+    Parameters are named by position: `0.weight`.
+
+    Shapes: x `[..., D]` -> `[..., width of the last map]`; each map's width is the next one's D.
+    VJP: the maps' VJPs from right to left.
+    Traits: non_negative, kernel_non_negative and norm_bound of the last map; odd if all are odd, even if the first one
+    that is not odd is even; degree the product if all have one; is_random, needs_position if any is.
+    Cost: the sum of the maps' costs at their widths.
+    Origin: ours; composition of functions. [PHI-COMPOSE-D1]
+    """
+
+    kind: Literal["compose"] = "compose"
+
+    def output_dim(self, d: int) -> int:
+        return self._widths(d)[-1]
+
+    def input_dims(self, d: int) -> list[int]:
+        return self._widths(d)[:-1]
+
+    def traits(self) -> Traits:
+        each = [map_.traits() for map_ in self.maps]
+        # Behind an odd map the sign survives, behind an even one it is gone for good.
+        parity = next((t.parity for t in each if t.parity != "odd"), "odd")
+        return self.joined(
+            parity=parity,
+            degree=_total([t.degree for t in each], lambda all_: prod(all_, start=1.0)),
+            norm_bound=each[-1].norm_bound,
+            forgets_length=next((t.forgets_length for t in each if t.degree is None), False),
+        )._replace(non_negative=each[-1].non_negative, kernel_non_negative=each[-1].kernel_non_negative)
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
+        residuals = []
+        for index, map_ in enumerate(self.maps):
+            x, residual = map_.forward(x, own(params, index))
+            residuals.append(residual)
+        return x, tuple(residuals)
+
+    def vjp(self, residuals: tuple[Any, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        grads: dict[str, Tensor] = {}
+        for index in reversed(range(len(self.maps))):
+            g, glearned = self.maps[index].vjp(residuals[index], g)
+            grads.update(prefixed(glearned, index))
+        return g, grads
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """The last map's kernel of the images under the others, None if those have parameters or need positions."""
+        for map_ in self.maps[:-1]:
+            params = map_.init(x.shape[-1], dtype=x.dtype, device=x.device)
+            if params["learned"] or params["frozen"] or map_.needs_position:
+                return None
+            x, y = map_(x), map_(y)
+        return self.maps[-1].exact_kernel(x, y)
+
+    def _widths(self, d: int) -> list[int]:
+        widths = [d]
+        for map_ in self.maps:
+            widths.append(map_.output_dim(widths[-1]))
+        return widths
+
+
+class Concat(Several):
+    """concat: phi(x) = [phi_1(x), ..., phi_n(x)].
+
+    The kernel of the result is the sum of the kernels. Parameters are named by position: `0.weight`.
+
+    Shapes: x `[..., D]` -> `[..., sum of the widths]`.
+    VJP: g is cut at the widths; gx = sum of the maps' gx.
+    Traits: non_negative, kernel_non_negative if all are; parity and degree if all agree; norm_bound the sum; is_random,
+    needs_position if any is.
+    Cost: the sum of the maps' costs.
+    References: kernel algebra; Kernel Methods for Pattern Analysis (Shawe-Taylor and Cristianini, 2004).
+    [PHI-CONCAT-D1]
+    """
+
+    kind: Literal["concat"] = "concat"
+
+    def output_dim(self, d: int) -> int:
+        return sum(map_.output_dim(d) for map_ in self.maps)
+
+    def traits(self) -> Traits:
+        each = [map_.traits() for map_ in self.maps]
+        parities, degrees = {t.parity for t in each}, {t.degree for t in each}
+        return self.joined(
+            parity=parities.pop() if len(parities) == 1 else "none",
+            degree=degrees.pop() if len(degrees) == 1 else None,
+            norm_bound=_total([t.norm_bound for t in each], sum),
+        )
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Any]:
+        features, residuals = self.forward_each(x, params)
+        return torch.cat(features, -1), (residuals, [item.shape[-1] for item in features])
+
+    def vjp(self, residuals: Any, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        each, sizes = residuals
+        return self.vjp_each(each, torch.split(g, sizes, -1), g.dtype)
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """The sum of the maps' kernels, None unless every map has one."""
+        return _total([map_.exact_kernel(x, y) for map_ in self.maps], lambda all_: torch.stack(all_).sum(0))
+
+
+class TensorProduct(Several):
+    """tensor_product: phi(x) = phi_1(x) (x) ... (x) phi_n(x), all products of one feature each.
+
+    The kernel of the result is the product of the kernels: two keys are alike where every map finds them alike. The
+    last map's index runs fastest. Parameters are named by position: `0.weight`.
+
+    Shapes: x `[..., D]` -> `[..., product of the widths]`.
+    VJP: from the last map to the first, with G the cotangent as a matrix [features so far, width of the map]: g_map =
+    G^T features so far, G = G features of the map; gx = sum of the maps' gx.
+    Traits: non_negative, kernel_non_negative if all are; odd for an odd number of odd maps among even ones, even for an
+    even number; degree the sum, norm_bound the product if all have one; is_random, needs_position if any is.
+    Cost: the sum of the maps' costs and O(d_phi).
+    References: kernel algebra; Kernel Methods for Pattern Analysis (Shawe-Taylor and Cristianini, 2004).
+    [PHI-TENSOR-D1]
+    """
+
+    kind: Literal["tensor_product"] = "tensor_product"
+    maps: tuple[FeatureMap, ...] = Field(min_length=2, strict=False)
+    max_d_phi: Count = Field(default=65_536, gt=0)
+
+    def output_dim(self, d: int) -> int:
+        width = prod([map_.output_dim(d) for map_ in self.maps])
+        return bounded(width, self.max_d_phi, d, "maps", cure="take fewer or narrower maps, ")
+
+    def traits(self) -> Traits:
+        each = [map_.traits() for map_ in self.maps]
+        return self.joined(
+            parity=_product_parity([t.parity for t in each]),
+            degree=_total([t.degree for t in each], sum),
+            norm_bound=_total([t.norm_bound for t in each], prod),
+        )
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Any]:
+        self.output_dim(x.shape[-1])
+        features, residuals = self.forward_each(x, params)
+        factors = [item.to(compute_dtype(x)) for item in features]
+        products = [factors[0]]
+        for factor in factors[1:]:
+            products.append((products[-1].unsqueeze(-1) * factor.unsqueeze(-2)).flatten(-2))
+        return products[-1].to(x.dtype), (residuals, factors, products[:-1])
+
+    def vjp(self, residuals: Any, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        each, factors, before = residuals
+        carried, cotangents = g.to(factors[0].dtype), []
+        for factor, product in zip(factors[:0:-1], before[::-1], strict=True):
+            matrix = carried.unflatten(-1, (product.shape[-1], factor.shape[-1]))
+            with without_autocast(g.device.type):
+                cotangents.append((product.unsqueeze(-2) @ matrix).squeeze(-2))
+                carried = (matrix @ factor.unsqueeze(-1)).squeeze(-1)
+        return self.vjp_each(each, [item.to(g.dtype) for item in (carried, *cotangents[::-1])], g.dtype)
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """The product of the maps' kernels; None unless every map has one.
+
+        Maps draw independently, so expectations multiply as well.
+        """
+        return _total([map_.exact_kernel(x, y) for map_ in self.maps], lambda all_: torch.stack(all_).prod(0))
+
+
+class Wrapper(FeatureMap):
+    """Helper for maps around one map of the same width. Not a variant itself: it has no kind."""
+
+    inner: FeatureMap
+
+    def inner_maps(self) -> tuple[FeatureMap, ...]:
+        return (self.inner,)
+
+    def output_dim(self, d: int) -> int:
+        return self.inner.output_dim(d)
+
+    def init(self, d: int, **how: Any) -> Params:
+        """Parameters of the inner map, under its own names."""
+        return self.inner.init(d, **how)
+
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        """Those of the inner map."""
+        return self.inner.shapes(d)
+
+    def redraw(self, params: Params, generator: torch.Generator) -> Params:
+        """The inner map's."""
+        return self.inner.redraw(params, generator)
+
+
+class Normalise(Wrapper):
+    """normalise: phi(x) = f / sqrt(|f|^2 + eps^2), or f / (sum f + eps), with f = inner(x).
+
+    Bounds |phi(x)|^2 by 1 whatever the keys are, so that a delta-type rule is stable for every lr < 2. `norm="l2"`
+    divides by the length, `"sum"` by the sum of features, which must then be non-negative; the sum is what fast weight
+    programmers use. eps only matters near 0, where it keeps the map smooth: features that are all 0 stay 0. Parameters
+    are the inner map's, under their own names.
+
+    Shapes: x `[..., D]` -> `[..., width of inner]`.
+    VJP: with n = phi(x) and s the divisor: gf = (g - n (n.g)) / s for l2, (g - n.g) / s for sum; then inner's VJP of
+    gf.
+    Traits: norm_bound 1; non_negative, kernel_non_negative, parity, is_random, needs_position of inner.
+    Cost: inner's, plus O(d_phi).
+    References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021, arXiv 2102.11174) for the
+    sum; Parallelizing Linear Transformers with the Delta Rule over Sequence Length (Yang et al., 2024, arXiv
+    2406.06484) for the length. [PHI-NORM-D1]
+    """
+
+    kind: Literal["normalise"] = "normalise"
+    norm: Literal["l2", "sum"] = "l2"
+    eps: float = Field(default=1e-6, gt=0)
+
+    @model_validator(mode="after")
+    def _a_sum_away_from_zero(self) -> Self:
+        if self.norm == "sum" and not self.inner.non_negative:
+            raise ConfigError(
+                f"must be non-negative when norm is 'sum', got {self.inner.kind!r}, whose features "
+                "may sum to 0; take norm 'l2' or a non-negative map such as 'elu'",
+                ("inner",),
+            )
+        return self
+
+    def traits(self) -> Traits:
+        inner = self.inner.traits()
+        return Traits(
+            non_negative=inner.non_negative,
+            kernel_non_negative=inner.kernel_non_negative,
+            parity=inner.parity,
+            norm_bound=1.0,
+            is_random=inner.is_random,
+            needs_position=inner.needs_position,
+            forgets_length=inner.degree is not None or inner.forgets_length,
+        )
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Any]]:
+        features, residuals = self.inner.forward(x, params)
+        wide = features.to(compute_dtype(features))
+        divisor = self._divisor(wide)
+        normalised = wide / divisor
+        return normalised.to(features.dtype), (normalised, divisor, residuals)
+
+    def vjp(self, residuals: tuple[Tensor, Tensor, Any], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        normalised, divisor, inner = residuals
+        wide = g.to(normalised.dtype)
+        along = (normalised * wide).sum(-1, keepdim=True)
+        across = wide - (normalised * along if self.norm == "l2" else along)
+        return self.inner.vjp(inner, (across / divisor).to(g.dtype))
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """The cosine of inner's kernel for l2; None for sum, and where inner has none."""
+        if self.norm == "sum":
+            return None
+        kernels = [self.inner.exact_kernel(a, b) for a, b in ((x, y), (x, x), (y, y))]
+        return _total(kernels, lambda k: k[0] / ((k[1] + self.eps**2) * (k[2] + self.eps**2)).sqrt())
+
+    def _divisor(self, features: Tensor) -> Tensor:
+        if self.norm == "sum":
+            return features.sum(-1, keepdim=True) + self.eps
+        # Squares of large features overflow; with the largest taken out first they do not.
+        # It cancels, so it is a constant to the derivative.
+        largest = features.detach().abs().amax(-1, keepdim=True).clamp(min=self.eps)
+        relative = (features / largest).square().sum(-1, keepdim=True)
+        return largest * (relative + (self.eps / largest).square()).sqrt()
+
+
+class OddLift(Wrapper):
+    """odd_lift: phi(x) = (inner(x) - inner(-x)) / 2.
+
+    Makes any map admissible where signs must survive, above all for gradients in an optimiser: momentum through a map
+    that is not odd drifts. Parameters are the inner map's, under their own names.
+
+    Shapes: x `[..., D]` -> `[..., width of inner]`.
+    VJP: gx = (inner^T(x) g + inner^T(-x) g) / 2, parameters (their cotangent at x - at -x) / 2.
+    Traits: odd; degree and norm_bound of inner; is_random, needs_position of inner.
+    Cost: twice inner, which is taken as it is where it is odd.
+    Warning: the odd part of an even map is 0, so even maps are refused.
+    Origin: ours; the odd part of a function. [PHI-ODD-D1]
+    """
+
+    kind: Literal["odd_lift"] = "odd_lift"
+
+    @model_validator(mode="after")
+    def _something_left(self) -> Self:
+        if self.inner.parity == "even":
+            raise ConfigError(
+                f"must not be an even map, got {self.inner.kind!r}: its odd part is 0 everywhere", ("inner",)
+            )
+        return self
+
+    def traits(self) -> Traits:
+        inner = self.inner.traits()
+        return Traits(
+            parity="odd",
+            degree=inner.degree,
+            norm_bound=inner.norm_bound,
+            is_random=inner.is_random,
+            needs_position=inner.needs_position,
+            componentwise=inner.componentwise,
+            rising="none" if inner.rising == "none" else "everywhere",
+            bounded_slope=inner.bounded_slope,
+            forgets_length=inner.forgets_length,
+            decodes=inner.decodes,
+        )
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, Any]]:
+        ahead, residuals = self.inner.forward(x, params)
+        if self.inner.parity == "odd":
+            return ahead, (residuals, None)
+        behind, mirrored = self.inner.forward(-x, params)
+        return (ahead - behind) / 2, (residuals, mirrored)
+
+    def vjp(self, residuals: tuple[Any, Any], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if residuals[1] is None:
+            return self.inner.vjp(residuals[0], g)
+        gx, ahead = self.inner.vjp(residuals[0], g)
+        gmirrored, behind = self.inner.vjp(residuals[1], g)
+        return (gx + gmirrored) / 2, {name: (ahead[name] - behind[name]) / 2 for name in ahead}
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """(k(x, y) - k(x, -y) - k(-x, y) + k(-x, -y)) / 4 for inner's kernel k."""
+        kernels = [self.inner.exact_kernel(a, b) for a in (x, -x) for b in (y, -y)]
+        return _total(kernels, lambda k: torch.stack([k[0], -k[1], -k[2], k[3]]).sum(0) / 4)
+
+
+def own(params: Params, index: int) -> Params:
+    """The parameters of the map at an index, without their prefix; all share the position."""
+    mark = f"{index}."
+
+    def stripped(group: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {k.removeprefix(mark): t for k, t in group.items() if k.startswith(mark)}
+
+    return {**params, "learned": stripped(params["learned"]), "frozen": stripped(params["frozen"])}
+
+
+def prefixed(items: dict[str, Item], index: int) -> dict[str, Item]:
+    """The inverse of `own` for one group."""
+    return {f"{index}.{name}": item for name, item in items.items()}
+
+
+def _merged(each: Iterable[Params]) -> Params:
+    merged: Params = {"learned": {}, "frozen": {}}
+    for index, params in enumerate(each):
+        merged["learned"].update(prefixed(params["learned"], index))
+        merged["frozen"].update(prefixed(params["frozen"], index))
+    return merged
+
+
+def _total(items: Sequence[Item | None], total: Callable[[list[Item]], Any]) -> Any:
+    """The total of items, None where one of them is."""
+    known = [item for item in items if item is not None]
+    return total(known) if len(known) == len(items) else None
+
+
+def _product_parity(parities: list[Parity]) -> Parity:
+    if "none" in parities:
+        return "none"
+    return "odd" if parities.count("odd") % 2 else "even"
