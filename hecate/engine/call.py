@@ -127,16 +127,17 @@ class Call:
         dtype = _state_dtype(config, q, k, v, initial if state is None else state.memory)
         if state is not None:
             check_normalizer(config, state)
-        own = _Packed.of(config, state, initial, inputs, dtype, v.shape[-1])
-        flat: Tensors = (*own.initial, *own.state)
+        own, start, carry = _memory(config, state, initial, inputs, dtype, v.shape[-1])
+        flat: Tensors = (*start, *carry.flat)
         places: tuple[int | None, ...] = (_place(config, state),)
         if config.normalizer == "sum":  # the same memory with bias dot and the value 1 at every token
             held = None if state is None else state.normalizer
-            zero = torch.zeros(k.shape[2], 1, own.state[0].shape[-1], dtype=dtype, device=k.device)
-            more = _Packed.of(config.counting, held, dict.fromkeys(own.weights, zero), inputs, dtype, 1)
-            flat, places = (*flat, *more.initial, *more.state), (*places, _place(config, held))
+            zero = torch.zeros(k.shape[2], 1, carry.memory[0].shape[-1], dtype=dtype, device=k.device)
+            _, start, count = _memory(config.counting, held, dict.fromkeys(own.memory, zero), inputs, dtype, 1)
+            flat, places = (*flat, *start, *count.flat), (*places, _place(config, held))
         names = tuple(params["learned"]), tuple(params["frozen"])
-        spec = Spec(config, dtype, names, own.weights, own.slots, own.counts, places)
+        counts = tuple(map(len, carry[:-1]))
+        spec = Spec(config, dtype, names, tuple(own.memory), tuple(own.slots), counts, places)
         return cls(spec, (*inputs, *params["learned"].values(), *params["frozen"].values(), *flat), seen)
 
     @classmethod
@@ -219,63 +220,32 @@ class Call:
         return y, states[0]._replace(normalizer=normalizer, seen=self.seen)  # type: ignore[return-value]
 
 
-class _Packed(NamedTuple):
-    """One memory's tensors `[N, ...]`, what they are called and how many there are of each kind."""
-
-    initial: Memory
-    state: tuple[Tensor, ...]
-    weights: tuple[str, ...]
-    slots: tuple[str, ...]
-    counts: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls,
-        config: MemoryConfig,
-        state: MemoryState | None,
-        initial: dict[str, Tensor] | None,
-        inputs: Sequence,
-        dtype: torch.dtype,
-        d_v: int,
-    ) -> _Packed:
-        """A memory that goes on from a state, or starts at `initial`, and restarts there."""
-        batch, _, heads, width = inputs.k.shape
-        d_phi, device, reset = config.feature_map.output_dim(width), inputs.k.device, inputs.reset
-        shapes = config.structure.shapes(d_phi, d_v)
-        if initial is not None:
-            check_tensors("initial", initial, {n: (heads, *s) for n, s in shapes.items()}, device, batch=batch)
-        first = None
-        if state is None or reset is not None:
-            if initial is None:
-                initial = config.structure.init(d_phi, d_v, heads=heads, dtype=dtype, device=device)
-            wide = {name: initial[name].to(dtype) for name in shapes}
-            first = initial_state(config, wide, batch, inputs.retain, d_phi=d_phi, d_v=d_v)
-        if state is not None:
-            slots = slot_shapes(config, shapes, d_phi, d_v)
-            state = _checked(config, state, shapes, slots, inputs)
-        own: MemoryState = first if state is None else state  # type: ignore[assignment]
-        flat: list[Tensor] = []
-        counts: list[int] = []
-        for names, held in ((shapes, own.memory), (own.slots, own.slots), (shapes, own.anchor), (shapes, own.pending)):
-            begun = len(flat)
-            for name in names:
-                if name in held:
-                    flat.append(_flat(held[name], dtype))
-            counts.append(len(flat) - begun)
-        retained = own.pending.get("retain")
-        if retained is not None:
-            flat.append(_flat(retained, dtype))
-        start = tuple(flat[: counts[0]])
-        if reset is not None and first is not None:
-            # Apart from the state even where that starts there: to a program they are two inputs.
-            start = tuple([item.flatten(0, 1) for item in first.memory.values()])
-        held_as = tuple(shapes), tuple(own.slots), (*counts, int(retained is not None))
-        return cls(start, (*flat, own.position.flatten()), *held_as)
-
-
-def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    tensor = tensor.flatten(0, 1)
-    return tensor if tensor.dtype == dtype or not tensor.is_floating_point() else tensor.to(dtype)
+def _memory(
+    config: MemoryConfig,
+    state: MemoryState | None,
+    initial: dict[str, Tensor] | None,
+    inputs: Sequence,
+    dtype: torch.dtype,
+    d_v: int,
+) -> tuple[MemoryState, Memory, Carry]:
+    """A memory that goes on from a state, or starts at `initial`, and restarts there: its state by name, the weights at
+    which it restarts and its state in order."""
+    batch, _, heads, width = inputs.k.shape
+    d_phi, device, reset = config.feature_map.output_dim(width), inputs.k.device, inputs.reset
+    shapes = config.structure.shapes(d_phi, d_v)
+    if initial is not None:
+        check_tensors("initial", initial, {n: (heads, *s) for n, s in shapes.items()}, device, batch=batch)
+    first = None
+    if state is None or reset is not None:
+        if initial is None:
+            initial = config.structure.init(d_phi, d_v, heads=heads, dtype=dtype, device=device)
+        wide = {name: initial[name].to(dtype) for name in shapes}
+        first = initial_state(config, wide, batch, inputs.retain, d_phi=d_phi, d_v=d_v)
+    own = first if state is None else _checked(config, state, shapes, slot_shapes(config, shapes, d_phi, d_v), inputs)
+    carry = carry_of(own, dtype)  # type: ignore[arg-type]
+    # Apart from the state even where that starts there: to a program they are two inputs.
+    start = carry.memory if reset is None or first is None else carry_of(first, dtype).memory
+    return own, start, carry  # type: ignore[return-value]
 
 
 def _checked(
@@ -285,7 +255,7 @@ def _checked(
     slots: dict[str, tuple[int, ...]],
     inputs: Sequence,
 ) -> MemoryState:
-    """The state to go on from, checked against the shapes per memory that its config carries, slots in order."""
+    """The state to go on from, checked against the shapes per memory that its config carries, and in their order."""
     batch, _, heads = inputs.lr.shape
     device, pending = inputs.k.device, dict(shapes) if config.commit == "chunk" else {}
     if accumulated_retain(config):
@@ -295,30 +265,35 @@ def _checked(
             kept = kept.unsqueeze(-1).expand(*kept.shape, *pending["retain"])
             state = state._replace(pending={**state.pending, "retain": kept})
     anchor = shapes if frozen_gradients(config) else {}
+    ordered: list[Any] = []
     for field, wanted in (("memory", shapes), ("slots", slots), ("anchor", anchor), ("pending", pending)):
-        wide = {name: (batch, heads, *shape) for name, shape in wanted.items()}
-        check_tensors(f"state.{field}", getattr(state, field), wide, device)
+        held = getattr(state, field)
+        check_tensors(f"state.{field}", held, {n: (batch, heads, *s) for n, s in wanted.items()}, device)
+        ordered.append({name: held[name] for name in wanted})
     if state.position.shape != (batch, heads) or state.position.device != device:
         raise ShapeError(
             f"state.position must be {[batch, heads]} on {device}, got "
             f"{list(state.position.shape)} on {state.position.device}"
         )
-    return state._replace(slots={name: state.slots[name] for name in slots})
+    return MemoryState(*ordered, *state[4:])  # type: ignore[call-arg]
 
 
-def carry_of(state: MemoryState) -> Carry:
-    """A state's tensors by name, `[B, H, ...]`, as `[N, ...]` in order."""
+def carry_of(state: MemoryState, dtype: torch.dtype | None = None) -> Carry:
+    """A state's tensors by name, `[B, H, ...]`, as `[N, ...]` in order; floats in a dtype."""
     pending = dict(state.pending)
     retained = pending.pop("retain", None)
     kinds: list[Any] = []
     for held in (state.memory, state.slots, state.anchor, pending, {} if retained is None else {"retain": retained}):
-        kinds.append(tuple([item.flatten(0, 1) for item in held.values()]))
+        flat: list[Tensor] = []
+        for item in held.values():
+            item = item.flatten(0, 1)
+            flat.append(item.to(dtype) if dtype is not None and item.is_floating_point() else item)
+        kinds.append(tuple(flat))
     return Carry(*kinds, state.position.flatten())  # type: ignore[call-arg]
 
 
 def named_state(weights: tuple[str, ...], slots: tuple[str, ...], carry: Carry, lead: tuple[int, ...]) -> MemoryState:
     """A state's tensors `[N, ...]` by name, `[B, H, ...]`."""
-
     held: list[Any] = []
     kinds = carry.memory, carry.slots, carry.anchor, carry.pending
     for names, tensors in zip((weights, slots, weights, weights), kinds, strict=True):

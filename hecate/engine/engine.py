@@ -51,7 +51,10 @@ class Engine(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "name" in vars(cls):
-            if cls.name == "auto" or cls.name in Engine.registry:
+            taken = cls if cls.name not in Engine.registry else type(Engine.registry[cls.name])
+            # Defined once more, as in a notebook, a class takes its own place.
+            again = (taken.__module__, taken.__qualname__) == (cls.__module__, cls.__qualname__)
+            if cls.name == "auto" or not again:
                 raise ConfigError(f"there is an engine {cls.name!r} already; give {cls.__name__} another name")
             Engine.registry[cls.name] = cls()
 

@@ -165,8 +165,10 @@ def test_an_engine_from_outside_the_package(others):
     with pytest.raises(ConfigError, match="it takes no masks"):
         case_of(config, masks=True).scan(engine="mine")
     assert choose(Call.sketch(config, masked=True)) is not mine
-    with pytest.raises(ConfigError, match="there is an engine 'mine' already"):
-        borrowed(1.0)
+    assert borrowed(0.1) is not mine  # defined once more, it takes its own place
+    with pytest.raises(ConfigError, match="there is an engine 'parallel' already"):
+        type("Other", (TokenEngine,), {"name": "parallel", "cost": None, "scan": None})
+    mine = Engine.registry["mine"]
     del Engine.registry["mine"]
     assert choose(Call.sketch(config)) is others["parallel"]
     borrowed(1e9)
