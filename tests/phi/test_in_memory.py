@@ -81,7 +81,8 @@ def test_autograd_through_a_scan_takes_the_derivative_by_hand(instance, monkeypa
     calls.clear()
     y, _ = memory_scan(config, q.requires_grad_(), k.requires_grad_(), v, gates, phi_params=drawn)
     y.sum().backward()
-    assert calls.count(instance) == 2  # of keys and of queries
+    # Of keys and of queries; the identity is a view, which needs none.
+    assert calls.count(instance) == (0 if isinstance(instance, Identity) else 2)
 
 
 def test_a_projection_per_head_builds_no_matrix_per_token():
