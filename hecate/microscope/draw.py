@@ -26,7 +26,8 @@ def draw_memory(view: Any, figure: Any, *, row: int, heads: int) -> Any:
     if heads < 1:
         raise ConfigError(f"at least one head is drawn, got {heads}")
     mapped = view.refusal is None
-    figure = _figure((13, 8.2 if mapped else 4.6)) if figure is None else figure
+    if figure is None:
+        figure = figure_type("drawing")(figsize=(13, 8.2 if mapped else 4.6), layout="constrained")
     above, below = figure, figure
     if mapped:
         above, below = figure.subfigures(2, 1, height_ratios=(1.2, 1), hspace=0.04)
@@ -50,12 +51,13 @@ def save_figure(figure: Any, path: Path) -> Path:
     return path
 
 
-def _figure(size: tuple[float, float]) -> Any:
+def figure_type(what: str) -> Any:
+    """matplotlib's `Figure`; refuses what needs it where it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("drawing needs matplotlib, which is not installed: pip install hecate[plot]") from None
-    return Figure(figsize=size, layout="constrained")
+        raise ConfigError(f"{what} needs matplotlib, which is not installed: pip install hecate[plot]") from None
+    return Figure
 
 
 def _title(view: Any) -> str:
@@ -78,7 +80,8 @@ def _maps(figure: Any, view: Any, row: int, most: int) -> None:
     start = attention.start[row].norm(dim=-1)
     total = start + (answers - attention.start[row]).norm(dim=-1)
     share = start / torch.where(total > 0, total, 1.0)
-    shown = _spread(view.heads, most)
+    count = min(view.heads, most)  # of the heads, evenly chosen
+    shown = [round(index * (view.heads - 1) / max(count - 1, 1)) for index in range(count)]
     norm, colours, extend = _scale(maps[shown])
     grid = figure.add_gridspec(1, 2 * len(shown), width_ratios=(0.045, 1) * len(shown), wspace=0.01)
     seen = torch.ones(maps.shape[1:], dtype=torch.bool).tril()
@@ -99,9 +102,8 @@ def _maps(figure: Any, view: Any, row: int, most: int) -> None:
     how: dict[str, Any] = {"shrink": 0.9, "pad": 0.01, "extend": extend}
     figure.colorbar(image, ax=axes, label="weight of a value (root scale)", **how)
     figure.supxlabel(
-        "implicit attention: how much of each written token's value is in each answer; ring: an "
-        "earlier token that stands out;\nstrip 'start': share of the answer that comes from the "
-        "state before, white 0, black 1",
+        "implicit attention: how much of each written token's value is in each answer; ring: an earlier token that "
+        "stands out;\nstrip 'start': share of the answer that comes from the state before, white 0, black 1",
         fontsize=9,
     )
 
@@ -195,10 +197,3 @@ def _legend(axis: Any) -> None:
         loc="upper center", bbox_to_anchor=(0.5, -0.17), fontsize=8, frameon=False, ncols=3,
         columnspacing=1, handlelength=1.8,
     )  # fmt: skip
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """At most so many of `count` heads, evenly chosen."""
-    if count <= most:
-        return [*range(count)]
-    return sorted({round(index * (count - 1) / max(most - 1, 1)) for index in range(most)})

@@ -95,19 +95,11 @@ class Gate(nn.Module):
     paper: rms(c) w_c * sigmoid(rms(m) w_m), which then halves it; for mal m alone.
     """
 
-    def __init__(
-        self,
-        kind: Combination,
-        d_model: int,
-        *,
-        memory_alone: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, kind: Combination, d_model: int, *, memory_alone: bool, **place: Any) -> None:
         super().__init__()
         self.kind = "memory" if kind == "paper" and memory_alone else kind
         count = {"multiply": 1, "add": 1, "paper": 2, "memory": 0}[self.kind]
-        self.weight = nn.Parameter(torch.ones(count, d_model, device=device, dtype=dtype)) if count else None
+        self.weight = nn.Parameter(torch.ones(count, d_model, **place)) if count else None
 
     def reset_parameters(self) -> None:
         """Weights to one; draws nothing."""
@@ -203,18 +195,9 @@ class Composed(nn.Module):
         check_memory(config, d_model, memory)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config, self.d_model, self.name = config, d_model, name
-        self.attention = SlidingAttention(
-            d_model,
-            heads,
-            window=config.segment if config.by_segment else config.window,
-            persistent=config.persistent,
-            rotary=config.rotary,
-            kv_heads=config.kv_heads,
-            qk_norm=config.qk_norm,
-            name=f"{name} (attention)",
-            generator=generator,
-            **place,
-        )
+        own = config.model_dump(include={"persistent", "rotary", "kv_heads", "qk_norm"})
+        own |= {"window": config.segment if config.by_segment else config.window, "name": f"{name} (attention)"}
+        self.attention = SlidingAttention(d_model, heads, generator=generator, **own, **place)
         self.memory: Any = memory
         self.gate: Any = None
         if memory is not None:
@@ -326,9 +309,8 @@ class Composed(nn.Module):
             given = list(leaf.shape) if isinstance(leaf, Tensor) else shorten(leaf)
             if leaf is not None and (not isinstance(given, list) or given[:1] != [batch]):
                 raise ShapeError(
-                    f"{self.name}: kind 'mac' begins segments row by row, so every tensor of the memory's "
-                    f"state must have {batch} rows, one per sequence; that of {type(self.memory).__name__} "
-                    f"holds {given}"
+                    f"{self.name}: kind 'mac' begins segments row by row, so every tensor of the memory's state must "
+                    f"have {batch} rows, one per sequence; that of {type(self.memory).__name__} holds {given}"
                 )
 
     def extra_repr(self) -> str:

@@ -14,8 +14,7 @@ from hecate.engine import EngineName, document_starts
 from hecate.errors import ConfigError, shorten
 from hecate.nn.arguments import check_sequence, check_sizes
 from hecate.nn.asked import Asked
-from hecate.nn.attention.functional import Normalizer, Weights, check_options, linear_attention, turned_width
-from hecate.nn.attention.sums import memory_of_sums
+from hecate.nn.attention.functional import MEMORIES, Normalizer, Weights, check_options, linear_attention, turned_width
 from hecate.nn.parameters import FeatureParameters, TensorDict, blank, draw_normal, source_of
 from hecate.nn.positions import Position, PositionKind
 from hecate.phi import FeatureMap, FeatureMapKind
@@ -38,8 +37,7 @@ class LinearAttention(FeatureParameters):
 
     Args:
         d_model, heads: width of x and y, number of query heads.
-        feature_map: phi, with its parameters per key head: learned ones are trained, draws of a
-            random one are buffers.
+        feature_map: phi, with its parameters per key head: learned ones are trained, draws of a random one are buffers.
         causal: whether a token sees those up to itself or its whole document.
         normalizer: "sum", or "none" to leave the sum of values; see `linear_attention`.
         kv_heads: heads of keys and values, each shared by heads // kv_heads; None means `heads`.
@@ -159,23 +157,12 @@ class LinearAttention(FeatureParameters):
         self, q: Tensor, k: Tensor, v: Tensor, state: MemoryState | None = None, **masks: Tensor | None
     ) -> tuple[Tensor, MemoryState]:
         """`linear_attention` with the options of this layer."""
-        return linear_attention(
-            q,
-            k,
-            v,
-            self.feature_map,
-            self.phi_params,
-            causal=self.causal,
-            normalizer=self.normalizer,
-            eps=self.eps,
-            positions=self.positions,
-            position_params=self.position_params.tensors,
-            state=state,
-            engine=self.engine,
-            autodiff=self.autodiff,
-            name=self.name,
-            **masks,
-        )
+        own: dict[str, Any] = {"positions": self.positions, "position_params": self.position_params.tensors, **masks}
+        own |= {"state": state, "name": self.name, **self._options()}
+        return linear_attention(q, k, v, self.feature_map, self.phi_params, **own)
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("causal", "normalizer", "eps", "engine", "autodiff")}
 
     @property
     def is_memory(self) -> bool:
@@ -184,31 +171,25 @@ class LinearAttention(FeatureParameters):
         return self.causal and self.positions.sums_past and not self.positions.turns_features
 
     def asked(
-        self,
-        x: Tensor,
-        state: MemoryState | None = None,
-        *,
-        context: Tensor | None = None,
-        write_mask: Tensor | None = None,
-        reset_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        self, x: Tensor, state: MemoryState | None = None, *, context: Tensor | None = None, **masks: Tensor | None
     ) -> Asked:
         """The same as a scan of a memory per query head with bias dot and lr 1, where the layer `is_memory`.
 
         The scan knows no `eps`; without a normaliser its decaying memory has decayed once more to a masked token."""
-        group = self.heads // self.kv_heads
+        group, write_mask = self.heads // self.kv_heads, masks.get("write_mask")
         q, k, v = self.projected(x, context, write_mask)
-        reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=state is not None)
+        going_on = state is not None
+        reset_mask = document_starts(masks.get("reset_mask"), masks.get("cu_seqlens"), k, going_on=going_on)
         k, v = (item.repeat_interleave(group, 2) for item in (k, v))
         phi, turns = _repeated((self.phi_params, self.position_params.tensors), group, 0)
         weights = Weights(self.feature_map, phi, self.positions, turns)
         place, _ = weights.places(state, write_mask, reset_mask, k)
         q, k = weights.turned(q, place), weights.turned(k, place)
-        retain = self.positions.retain(k, turns)
-        decays = self.positions.weighs_distance
-        config = memory_of_sums(decays=decays, feature_map=self.feature_map, normalizer=self.normalizer)
+        own = {"feature_map": self.feature_map, "normalizer": self.normalizer}
+        config = MEMORIES["after", self.positions.weighs_distance].model_copy(update=own)
+        gates = Gates(retain=self.positions.retain(k, turns))
         before = None if state is None else self.per_query_head(state)
-        return Asked(config, q, k, v, Gates(retain=retain), phi, None, before, write_mask, reset_mask)
+        return Asked(config, q, k, v, gates, phi, None, before, write_mask, reset_mask)
 
     def per_query_head(self, state: MemoryState) -> MemoryState:
         """A state as that of the scan which `asked` describes."""
@@ -223,14 +204,7 @@ class LinearAttention(FeatureParameters):
             raise ConfigError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}", ("kv_heads",))
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout must be a number in [0, 1), got {shorten(self.dropout)}")
-        check_options(
-            self.feature_map,
-            causal=self.causal,
-            normalizer=self.normalizer,
-            eps=self.eps,
-            engine=self.engine,
-            autodiff=self.autodiff,
-        )
+        check_options(self.feature_map, **self._options())
         turned_width(self.positions, self.feature_map, self.d_key)
         if self.d_context is None:
             return
@@ -280,9 +254,8 @@ class LinearAttention(FeatureParameters):
         """The options."""
         return (
             f"{self.d_model}, heads={self.heads}, kv_heads={self.kv_heads}, d_key={self.d_key}, "
-            f"d_value={self.d_value}, feature_map={self.feature_map.kind!r}, "
-            f"causal={self.causal}, normalizer={self.normalizer!r}, "
-            f"positions={self.positions.kind!r}"
+            f"d_value={self.d_value}, feature_map={self.feature_map.kind!r}, causal={self.causal}, "
+            f"normalizer={self.normalizer!r}, positions={self.positions.kind!r}"
         )
 
 

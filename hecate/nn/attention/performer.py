@@ -12,7 +12,7 @@ from hecate.checks import expect_choice
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.attention.linear import LinearAttention
 from hecate.nn.parameters import source_of
-from hecate.phi import Favor, FeatureMap, PerformerReLU
+from hecate.phi import Favor, PerformerReLU
 from hecate.phi.random import Norms
 from hecate.rule import MemoryState, bytes_of, detached
 
@@ -43,8 +43,8 @@ class PerformerState(NamedTuple):
 class PerformerAttention(nn.Module):
     """Linear attention with random features: `(x [B, T, d_model], state=None) -> (y, state)`.
 
-        layer = PerformerAttention(256, heads=4, redraw_every=1000) optimizer.register_step_post_hook(lambda *_:
-        layer.advance())
+        layer = PerformerAttention(256, heads=4, redraw_every=1000)
+        optimizer.register_step_post_hook(lambda *_: layer.advance())
 
     y_t = W_out sum_s w_ts v_s with w_ts = phi(q_t).phi(k_s) / sum_s phi(q_t).phi(k_s), where phi is `phi.Favor`, an
     estimate of softmax attention, or `phi.PerformerReLU`. [TRF-PERF-D1]
@@ -63,8 +63,8 @@ class PerformerAttention(nn.Module):
         norms: lengths of the projections, "chi" or "sqrt"; None for the map's own.
         kernel_epsilon: of "relu" alone; None for 1e-3.
         redraw_every: training steps between draws; None for one draw kept.
-        generator: source of all draws, the seed among them; None uses torch's default generator. **options: every other
-        option of `LinearAttention`.
+        generator: source of all draws, the seed among them; None uses torch's default generator.
+        **options: every other option of `LinearAttention`.
 
     Cost: that of `LinearAttention`, and O(D d_phi) per token and head for phi. A call with a state reads one number
     back from the device.
@@ -106,10 +106,17 @@ class PerformerAttention(nn.Module):
                 "feature_map is made of kernel, num_features, orthogonal and norms here; leave it "
                 "out, or use LinearAttention with a feature_map of your own"
             )
-        own = {"num_features": num_features, "norms": norms, "kernel_epsilon": kernel_epsilon}
-        phi = _feature_map(kernel, orthogonal=orthogonal, **own)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.attention = LinearAttention(d_model, heads, feature_map=phi, generator=generator, **place, **options)
+        expect_choice(kernel, "kernel", get_args(Kernel))
+        if kernel != "relu" and kernel_epsilon is not None:
+            raise ConfigError(
+                f"kernel_epsilon={kernel_epsilon} is added to ReLU features, but kernel is "
+                f"{kernel!r}; leave it out or use kernel='relu'"
+            )
+        own = {"num_features": num_features, "norms": norms, "kernel_epsilon": kernel_epsilon, "orthogonal": orthogonal}
+        fields: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+        phi = PerformerReLU(**fields) if kernel == "relu" else Favor(variant=kernel, **fields)
+        options |= {"feature_map": phi, "generator": generator, "device": device, "dtype": dtype}
+        self.attention = LinearAttention(d_model, heads, **options)
         for name in ("seed", "redraws", "steps"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64, device=device))
         if self.seed.device.type != "meta":
@@ -121,9 +128,8 @@ class PerformerAttention(nn.Module):
         self._start(generator)
 
     def _start(self, generator: torch.Generator | None) -> None:
-        source = source_of(generator)
-        seed = torch.randint(2**63 - 1, (), generator=source, dtype=torch.int64, device="cpu")
-        self.seed.copy_(seed)
+        how: dict[str, Any] = {"generator": source_of(generator), "dtype": torch.int64, "device": "cpu"}
+        self.seed.copy_(torch.randint(2**63 - 1, (), **how))
         self.redraws.zero_()
         self.steps.zero_()
         self._draw()
@@ -186,9 +192,8 @@ class PerformerAttention(nn.Module):
             )
         if not torch.compiler.is_compiling() and int(state.redraws) != int(self.redraws):
             raise ShapeError(
-                f"{name}: the state was summed with draws number {int(state.redraws)}, the layer "
-                f"is at {int(self.redraws)}, whose features do not fit the sums; start from "
-                "state=None after a redraw"
+                f"{name}: the state was summed with draws number {int(state.redraws)}, the layer is at "
+                f"{int(self.redraws)}, whose features do not fit the sums; start from state=None after a redraw"
             )
 
     def _weights(self, x: Tensor, *, context: Tensor | None = None, **masks: Tensor | None) -> Tensor:
@@ -201,16 +206,3 @@ class PerformerAttention(nn.Module):
     def extra_repr(self) -> str:
         """The schedule."""
         return f"kernel={self.kernel!r}, redraw_every={self.redraw_every}"
-
-
-def _feature_map(kernel: Kernel, *, orthogonal: bool, **given: Any) -> FeatureMap:
-    expect_choice(kernel, "kernel", get_args(Kernel))
-    if kernel != "relu" and given["kernel_epsilon"] is not None:
-        raise ConfigError(
-            f"kernel_epsilon={given['kernel_epsilon']} is added to ReLU features, but kernel is "
-            f"{kernel!r}; leave it out or use kernel='relu'"
-        )
-    fields = {name: value for name, value in given.items() if value is not None}
-    if kernel == "relu":
-        return PerformerReLU(orthogonal=orthogonal, **fields)
-    return Favor(variant=kernel, orthogonal=orthogonal, **fields)
