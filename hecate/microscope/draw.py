@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,10 @@ from hecate.microscope.style import COLOURS, DASHES, finish
 
 GREY = "#d0d0d0"  # where no token can look
 RING: dict[str, Any] = {"markeredgecolor": "black", "markeredgewidth": 0.8}
+LEGEND: dict[str, Any] = {  # below the axes, where it hides nothing
+    "loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "fontsize": 8, "frameon": False, "ncols": 3,
+    "columnspacing": 1, "handlelength": 1.8,
+}  # fmt: skip
 STANDS_OUT, MOST_LOOKS = 3.0, 3
 
 
@@ -39,16 +41,6 @@ def draw_memory(view: Any, figure: Any, *, row: int, heads: int) -> Any:
     _recall(axes[3], view, row)
     figure.suptitle(_title(view), fontsize=12)
     return figure
-
-
-def save_figure(figure: Any, path: Path) -> Path:
-    """Writes a PNG file, whole or not at all."""
-    from hecate.train.files import write_file  # the trainer, for who looks at a layer alone, is heavy
-
-    image = io.BytesIO()
-    figure.savefig(image, dpi=120, format="png")
-    write_file(path, image.getvalue())
-    return path
 
 
 def figure_type(what: str) -> Any:
@@ -151,7 +143,7 @@ def _over_time(axis: Any, view: Any, items: dict[str, Tensor], row: int, title: 
     if not items:
         axis.text(0.5, 0.5, "no weight is a matrix", ha="center", transform=axis.transAxes)
     if len(items) > 1:
-        _legend(axis)
+        axis.legend(**LEGEND)
 
 
 def _gates(axis: Any, view: Any, row: int) -> None:
@@ -160,7 +152,7 @@ def _gates(axis: Any, view: Any, row: int) -> None:
         _band(axis, torch.arange(view.length), values.T, index, name)
     most = max(float(gate[row].max()) for gate in view.gates.values())
     finish(axis, "gates", "token", "gate", legend=False, ylim=(0, max(1.02, 1.05 * most)))
-    _legend(axis)
+    axis.legend(**LEGEND)
 
 
 def _recall(axis: Any, view: Any, row: int) -> None:
@@ -178,7 +170,7 @@ def _recall(axis: Any, view: Any, row: int) -> None:
     low = min(0.0, *(float(item.means.nan_to_num().min()) for item in (found, chance)))
     axis.set_ylim(1.1 * low, 1.05)
     axis.axhline(0, color="0.6", linewidth=0.6)
-    _legend(axis)
+    axis.legend(**LEGEND)
 
 
 def _band(axis: Any, x: Tensor, values: Tensor, index: int, label: str) -> None:
@@ -189,11 +181,3 @@ def _band(axis: Any, x: Tensor, values: Tensor, index: int, label: str) -> None:
     axis.plot(at, mean, label=label, **look)
     if len(values) > 1:
         axis.fill_between(at, low, high, color=look["color"], alpha=0.2, linewidth=0)
-
-
-def _legend(axis: Any) -> None:
-    """Below the axes, where it hides nothing."""
-    axis.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.17), fontsize=8, frameon=False, ncols=3,
-        columnspacing=1, handlelength=1.8,
-    )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -121,17 +122,13 @@ def _observed(model: nn.Module, names: dict[nn.Module, str], run: Callable[[], A
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
         seen[module].append((bound.arguments, output))
 
-    modes = {module: module.training for module in model.modules()}
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in names]
-    try:
+    with ExitStack() as undo, torch.no_grad():
+        for module in model.modules():
+            undo.callback(setattr, module, "training", module.training)
+        for module in names:
+            undo.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         model.eval()
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, training in modes.items():
-            module.training = training
+        run()
     calls: dict[str, list[Call]] = {}
     with torch.no_grad():
         for module, found in seen.items():

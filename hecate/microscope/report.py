@@ -123,10 +123,10 @@ def _facts(view: MemoryView) -> tuple[str, str, str, str]:
     norm, rank = (
         " -> ".join(f"{_mean(items, at):.3g}" for at in (0, -1)) if items else "-" for items in (view.norms, view.ranks)
     )
-    if not view.recall.known():
-        return norm, rank, "nothing was written", view.refusal or "yes"
-    recalled = view.recall.by_age().means.nanmean(0)
-    recall = f"{float(recalled[0]):.2f} -> {float(recalled[-1]):.2f}"
+    recall = "nothing was written"
+    if view.recall.known():
+        recalled = view.recall.by_age().means.nanmean(0)
+        recall = f"{float(recalled[0]):.2f} -> {float(recalled[-1]):.2f}"
     return norm, rank, recall, view.refusal or "yes"
 
 

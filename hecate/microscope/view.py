@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -16,7 +17,7 @@ from torch.nn.functional import normalize
 from hecate.engine import Sequence, check_params, complete, numbered, predict, to_tokens
 from hecate.errors import ConfigError, ShapeError, did_you_mean
 from hecate.microscope.attention import Attention, implicit_attention, nonlinearity
-from hecate.microscope.draw import draw_memory, save_figure
+from hecate.microscope.draw import draw_memory
 from hecate.nn.asked import Asked
 from hecate.rule import MemoryConfig, MemoryState, memory_weights
 from hecate.tape import execute
@@ -183,7 +184,12 @@ class MemoryView:
 
     def save(self, path: Path | str, *, row: int = 0, heads: int = 4) -> Path:
         """Draws a PNG file, whole or not at all."""
-        return save_figure(self.draw(row=row, heads=heads), Path(path))
+        from hecate.train.files import write_file  # the trainer, for who looks at a layer alone, is heavy
+
+        image, path = io.BytesIO(), Path(path)
+        self.draw(row=row, heads=heads).savefig(image, dpi=120, format="png")
+        write_file(path, image.getvalue())
+        return path
 
 
 class View(dict[str, MemoryView]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -23,10 +23,10 @@ class Position(Variant, family="position"):
     (`factors`). Every learned parameter has a leading axis of key heads.
     """
 
-    @property
-    def needs_order(self) -> bool:
-        """Whether queries and keys have to be of the same tokens."""
-        return True
+    needs_order: ClassVar[bool] = True
+    """Whether queries and keys have to be of the same tokens."""
+    weighs_distance: ClassVar[bool] = False
+    """Whether a distance has a factor, by `retain` or `factors`, in the sum of values and that of weights."""
 
     @property
     def needs_position(self) -> bool:
@@ -36,11 +36,6 @@ class Position(Variant, family="position"):
     @property
     def turns_features(self) -> bool:
         """Whether `turned` acts on phi(q) and phi(k) in the sum of values, not on q and k ahead of phi."""
-        return False
-
-    @property
-    def weighs_distance(self) -> bool:
-        """Whether a distance has a factor, by `retain` or `factors`, in the sum of values and that of weights."""
         return False
 
     @property
@@ -97,10 +92,7 @@ class NoPosition(Position):
     References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236). [ATT-POS-D1]"""
 
     kind: Literal["none"] = "none"
-
-    @property
-    def needs_order(self) -> bool:
-        return False
+    needs_order: ClassVar[bool] = False
 
 
 def turn_pairs(x: Tensor, position: Tensor, pairs: int, base: float) -> Tensor:
@@ -228,6 +220,7 @@ class Relative(Position):
     """
 
     kind: Literal["relative"] = "relative"
+    weighs_distance: ClassVar[bool] = True
     form: Literal["table", "linear"] = "table"
     max_distance: Size = Field(default=128, gt=0, description="K, the largest of the table")
 
@@ -244,10 +237,6 @@ class Relative(Position):
     @property
     def needs_position(self) -> bool:
         return False
-
-    @property
-    def weighs_distance(self) -> bool:
-        return True
 
     @property
     def sums_past(self) -> bool:

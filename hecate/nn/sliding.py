@@ -178,12 +178,10 @@ class SlidingAttention(nn.Module):
 
     def _carried(self, k: Tensor, v: Tensor, entries: Entries, before: SlidingState | None) -> SlidingState:
         count = None if self.window is None else self.window - 1
-        if entries.own.shape[1]:
-            present = (entries.document == entries.own[:, -1:]).expand(k.shape[0], -1)
-        elif before is not None:
+        if before is not None and not entries.own.shape[1]:
             present = before.present.clone()
         else:
-            present = k.new_zeros(k.shape[:2], dtype=torch.bool)
+            present = (entries.document == entries.own[:, -1:]).expand(k.shape[0], -1)
         return SlidingState(last(k, count), last(v, count), last(present, count))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, plain: bool) -> Tensor:
