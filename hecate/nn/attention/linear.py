@@ -376,8 +376,8 @@ class PerformerAttention(nn.Module):
         self._start(generator)
 
     def _start(self, generator: torch.Generator | None) -> None:
-        how: dict[str, Any] = {"generator": source_of(generator), "dtype": torch.int64, "device": "cpu"}
-        self.seed.copy_(torch.randint(2**63 - 1, (), **how))
+        source = source_of(generator)
+        self.seed.copy_(torch.randint(2**63 - 1, (), generator=source, dtype=torch.int64, device="cpu"))
         self.redraws.zero_()
         self.steps.zero_()
         self._draw()
