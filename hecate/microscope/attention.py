@@ -119,16 +119,11 @@ def _check(asked: Asked, attention: Attention) -> None:
     scale = max(float(answers.abs().max()), 1e-300)
     if not float((summed - answers).abs().max()) <= AGREES * scale:
         raise ConfigError(
-            "the rule says that it is linear in its values, but a sum over one-hot values differs "
-            "from its answers; a knob declares `linear` or `weighted_sum` wrongly, or "
-            "on_nonfinite='skip' has left tokens out"
+            "the rule says that it is linear in its values, but a sum over one-hot values differs from its answers; a "
+            "knob declares `linear` or `weighted_sum` wrongly, or on_nonfinite='skip' has left tokens out"
         )
 
 
 def in_double(tree: Tree) -> Tree:
     """A pytree with its numbers in float64, cut off from any graph."""
-
-    def wide(x: Tensor) -> Tensor:
-        return x.detach().double() if x.is_floating_point() else x.detach()
-
-    return pytree.tree_map_only(Tensor, wide, tree)
+    return pytree.tree_map_only(Tensor, lambda x: (x.double() if x.is_floating_point() else x).detach(), tree)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,10 @@ from hecate.microscope.style import COLOURS, DASHES, finish
 
 GREY = "#d0d0d0"  # where no token can look
 RING: dict[str, Any] = {"markeredgecolor": "black", "markeredgewidth": 0.8}
+LEGEND: dict[str, Any] = {  # below the axes, where it hides nothing
+    "loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "fontsize": 8, "frameon": False, "ncols": 3,
+    "columnspacing": 1, "handlelength": 1.8,
+}  # fmt: skip
 STANDS_OUT, MOST_LOOKS = 3.0, 3
 
 
@@ -26,7 +28,8 @@ def draw_memory(view: Any, figure: Any, *, row: int, heads: int) -> Any:
     if heads < 1:
         raise ConfigError(f"at least one head is drawn, got {heads}")
     mapped = view.refusal is None
-    figure = _figure((13, 8.2 if mapped else 4.6)) if figure is None else figure
+    if figure is None:
+        figure = figure_type("drawing")(figsize=(13, 8.2 if mapped else 4.6), layout="constrained")
     above, below = figure, figure
     if mapped:
         above, below = figure.subfigures(2, 1, height_ratios=(1.2, 1), hspace=0.04)
@@ -40,22 +43,13 @@ def draw_memory(view: Any, figure: Any, *, row: int, heads: int) -> Any:
     return figure
 
 
-def save_figure(figure: Any, path: Path) -> Path:
-    """Writes a PNG file, whole or not at all."""
-    from hecate.train.files import write_file  # the trainer, for who looks at a layer alone, is heavy
-
-    image = io.BytesIO()
-    figure.savefig(image, dpi=120, format="png")
-    write_file(path, image.getvalue())
-    return path
-
-
-def _figure(size: tuple[float, float]) -> Any:
+def figure_type(what: str) -> Any:
+    """matplotlib's `Figure`; refuses what needs it where it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("drawing needs matplotlib, which is not installed: pip install hecate[plot]") from None
-    return Figure(figsize=size, layout="constrained")
+        raise ConfigError(f"{what} needs matplotlib, which is not installed: pip install hecate[plot]") from None
+    return Figure
 
 
 def _title(view: Any) -> str:
@@ -78,7 +72,8 @@ def _maps(figure: Any, view: Any, row: int, most: int) -> None:
     start = attention.start[row].norm(dim=-1)
     total = start + (answers - attention.start[row]).norm(dim=-1)
     share = start / torch.where(total > 0, total, 1.0)
-    shown = _spread(view.heads, most)
+    count = min(view.heads, most)  # of the heads, evenly chosen
+    shown = [round(index * (view.heads - 1) / max(count - 1, 1)) for index in range(count)]
     norm, colours, extend = _scale(maps[shown])
     grid = figure.add_gridspec(1, 2 * len(shown), width_ratios=(0.045, 1) * len(shown), wspace=0.01)
     seen = torch.ones(maps.shape[1:], dtype=torch.bool).tril()
@@ -99,9 +94,8 @@ def _maps(figure: Any, view: Any, row: int, most: int) -> None:
     how: dict[str, Any] = {"shrink": 0.9, "pad": 0.01, "extend": extend}
     figure.colorbar(image, ax=axes, label="weight of a value (root scale)", **how)
     figure.supxlabel(
-        "implicit attention: how much of each written token's value is in each answer; ring: an "
-        "earlier token that stands out;\nstrip 'start': share of the answer that comes from the "
-        "state before, white 0, black 1",
+        "implicit attention: how much of each written token's value is in each answer; ring: an earlier token that "
+        "stands out;\nstrip 'start': share of the answer that comes from the state before, white 0, black 1",
         fontsize=9,
     )
 
@@ -149,7 +143,7 @@ def _over_time(axis: Any, view: Any, items: dict[str, Tensor], row: int, title: 
     if not items:
         axis.text(0.5, 0.5, "no weight is a matrix", ha="center", transform=axis.transAxes)
     if len(items) > 1:
-        _legend(axis)
+        axis.legend(**LEGEND)
 
 
 def _gates(axis: Any, view: Any, row: int) -> None:
@@ -158,7 +152,7 @@ def _gates(axis: Any, view: Any, row: int) -> None:
         _band(axis, torch.arange(view.length), values.T, index, name)
     most = max(float(gate[row].max()) for gate in view.gates.values())
     finish(axis, "gates", "token", "gate", legend=False, ylim=(0, max(1.02, 1.05 * most)))
-    _legend(axis)
+    axis.legend(**LEGEND)
 
 
 def _recall(axis: Any, view: Any, row: int) -> None:
@@ -176,7 +170,7 @@ def _recall(axis: Any, view: Any, row: int) -> None:
     low = min(0.0, *(float(item.means.nan_to_num().min()) for item in (found, chance)))
     axis.set_ylim(1.1 * low, 1.05)
     axis.axhline(0, color="0.6", linewidth=0.6)
-    _legend(axis)
+    axis.legend(**LEGEND)
 
 
 def _band(axis: Any, x: Tensor, values: Tensor, index: int, label: str) -> None:
@@ -187,18 +181,3 @@ def _band(axis: Any, x: Tensor, values: Tensor, index: int, label: str) -> None:
     axis.plot(at, mean, label=label, **look)
     if len(values) > 1:
         axis.fill_between(at, low, high, color=look["color"], alpha=0.2, linewidth=0)
-
-
-def _legend(axis: Any) -> None:
-    """Below the axes, where it hides nothing."""
-    axis.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.17), fontsize=8, frameon=False, ncols=3,
-        columnspacing=1, handlelength=1.8,
-    )  # fmt: skip
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """At most so many of `count` heads, evenly chosen."""
-    if count <= most:
-        return [*range(count)]
-    return sorted({round(index * (count - 1) / max(most - 1, 1)) for index in range(most)})

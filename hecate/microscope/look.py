@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -63,9 +64,8 @@ def look(
     names = memory_names(model)
     if not names:
         raise ConfigError(
-            f"{type(model).__name__} has no memories to look at: there is no hecate.nn.Memory, CMS "
-            "or SelfReferential below it, and no causal LinearAttention with positions outside of "
-            "a table and of the numerator"
+            f"{type(model).__name__} has no memories to look at: there is no hecate.nn.Memory, CMS or SelfReferential "
+            "below it, and no causal LinearAttention with positions outside of a table and of the numerator"
         )
     if not isinstance(x, Tensor):
         raise ShapeError(f"x must be a tensor of tokens, got {shorten(x)}")
@@ -122,31 +122,23 @@ def _observed(model: nn.Module, names: dict[nn.Module, str], run: Callable[[], A
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
         seen[module].append((bound.arguments, output))
 
-    modes = {module: module.training for module in model.modules()}
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in names]
-    try:
+    with ExitStack() as undo, torch.no_grad():
+        for module in model.modules():
+            undo.callback(setattr, module, "training", module.training)
+        for module in names:
+            undo.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         model.eval()
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, training in modes.items():
-            module.training = training
+        run()
     calls: dict[str, list[Call]] = {}
     with torch.no_grad():
         for module, found in seen.items():
             for given, output in found:
                 for suffix, call in _calls(module, given, output):
-                    if not _idle(call.asked):
+                    # A call without a token to write: memory as context looks back that way.
+                    write = call.asked.write_mask
+                    if call.asked.v.shape[1] and (write is None or bool(write.any())):
                         calls.setdefault(names[module] + suffix, []).append(in_double(call))
     return calls
-
-
-def _idle(asked: Asked) -> bool:
-    """Whether a call has no token to write: memory as context looks back that way."""
-    write = asked.write_mask
-    return asked.v.shape[1] == 0 or (write is not None and not bool(write.any()))
 
 
 def _calls(module: nn.Module, given: dict[str, Any], output: Any) -> Iterator[tuple[str, Call]]:
@@ -166,7 +158,7 @@ def _calls(module: nn.Module, given: dict[str, Any], output: Any) -> Iterator[tu
         q, k, gates = given["q"], given["k"], module.gates(given["x"])
         v = module.values(k)
         own: dict[str, Any] = {"phi_params": module.phi_params, "initial": module.initial.tensors}
-        yield ("", Call(Asked(module.config, q, k, v, gates, state=given["state"], **own, **masks), output[2]))
+        yield "", Call(Asked(module.config, q, k, v, gates, state=given["state"], **own, **masks), output[2])
     elif isinstance(module, Boxes):
         yield from _boxes(module, given, output[1])
 
@@ -180,18 +172,9 @@ def _boxes(boxes: Boxes, given: dict[str, Any], after: MemoryState) -> Iterator[
         heads = slice(index * width, (index + 1) * width)
         state, last = (pytree.tree_map_only(Tensor, lambda x: x[:, heads], item) for item in (how["state"], after))  # noqa: B023
         initial = {name: weight[heads] for name, weight in how["initial"].items()}
-        call = Asked(
-            boxes.config.memory,
-            given["q"],
-            given["k"],
-            v,
-            Gates(**given["gates"]),
-            phi_params=boxes.params(),
-            initial=initial,
-            state=state,
-            write_mask=how["write_mask"],
-            reset_mask=how["reset_mask"],
-        )
+        masks = {name: how[name] for name in ("write_mask", "reset_mask")}
+        gates, own = Gates(**given["gates"]), {"phi_params": boxes.params(), "initial": initial, "state": state}
+        call = Asked(boxes.config.memory, given["q"], given["k"], v, gates, **own, **masks)
         unread = None if box == "memory" else f"box {box!r} is asked what the layer is given, not q"
         yield f".{box}", Call(call, last, unread)
 
@@ -222,13 +205,8 @@ def _goes_on(last: Call, call: Call) -> bool:
 
 def _joined(run: list[Asked]) -> Asked:
     """Consecutive calls as one scan from the state of the first."""
-    if len(run) == 1:
-        return run[0]
-    q, k, v = (torch.cat([getattr(asked, name) for asked in run], 1) for name in "qkv")
-    gates = (
-        torch.cat(values, 1) if isinstance(values[0], Tensor) else values[0]
-        for values in zip(*(asked.gates for asked in run), strict=True)
-    )
+    tokens = ([asked.q, asked.k, asked.v, *asked.gates] for asked in run)
+    q, k, v, *gates = (torch.cat(x, 1) if isinstance(x[0], Tensor) else x[0] for x in zip(*tokens, strict=True))
     masks: dict[str, Any] = {
         name: joined_mask(run, name)
         for name in ("write_mask", "reset_mask")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hecate.errors import CheckpointError, ConfigError
+from hecate.microscope.draw import figure_type
 from hecate.microscope.look import look
 from hecate.microscope.view import MemoryView, View
 from hecate.train.files import write_file
@@ -42,7 +43,7 @@ def report_run(run: Path, *, tokens: int | None = None, out: Path | None = None)
         CheckpointError: no run folder, no checkpoint, or nowhere to write.
         ConfigError: a model without memories, or no matplotlib.
     """
-    _check_matplotlib()
+    figure_type("a report with pictures")
     trainer, step = open_run(run, "newest")
     read = _sequence(trainer, tokens)
     view = look(trainer.model, read)
@@ -80,15 +81,6 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError:
         raise CheckpointError(
             f"{path} is no UTF-8 text, so nothing can be added to it; move it away, or choose another --out"
-        ) from None
-
-
-def _check_matplotlib() -> None:
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "the report is made of pictures, and matplotlib is not installed: pip install hecate[plot]"
         ) from None
 
 
@@ -131,10 +123,10 @@ def _facts(view: MemoryView) -> tuple[str, str, str, str]:
     norm, rank = (
         " -> ".join(f"{_mean(items, at):.3g}" for at in (0, -1)) if items else "-" for items in (view.norms, view.ranks)
     )
-    if not view.recall.known():
-        return norm, rank, "nothing was written", view.refusal or "yes"
-    recalled = view.recall.by_age().means.nanmean(0)
-    recall = f"{float(recalled[0]):.2f} -> {float(recalled[-1]):.2f}"
+    recall = "nothing was written"
+    if view.recall.known():
+        recalled = view.recall.by_age().means.nanmean(0)
+        recall = f"{float(recalled[0]):.2f} -> {float(recalled[-1]):.2f}"
     return norm, rank, recall, view.refusal or "yes"
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.nn.functional import normalize
 from hecate.engine import Sequence, check_params, complete, numbered, predict, to_tokens
 from hecate.errors import ConfigError, ShapeError, did_you_mean
 from hecate.microscope.attention import Attention, implicit_attention, nonlinearity
-from hecate.microscope.draw import draw_memory, save_figure
+from hecate.microscope.draw import draw_memory
 from hecate.nn.asked import Asked
 from hecate.rule import MemoryConfig, MemoryState, memory_weights
 from hecate.tape import execute
@@ -183,31 +184,19 @@ class MemoryView:
 
     def save(self, path: Path | str, *, row: int = 0, heads: int = 4) -> Path:
         """Draws a PNG file, whole or not at all."""
-        return save_figure(self.draw(row=row, heads=heads), Path(path))
+        from hecate.train.files import write_file  # the trainer, for who looks at a layer alone, is heavy
+
+        image, path = io.BytesIO(), Path(path)
+        self.draw(row=row, heads=heads).savefig(image, dpi=120, format="png")
+        write_file(path, image.getvalue())
+        return path
 
 
-class View(Mapping[str, MemoryView]):
+class View(dict[str, MemoryView]):
     """Every memory of a model at work, by name; what single memories show, as mappings."""
 
-    def __init__(self, memories: dict[str, MemoryView]) -> None:
-        self._memories = memories
-
-    def __getitem__(self, name: str) -> MemoryView:
-        if name not in self._memories:
-            raise ConfigError(
-                f"no memory is called {name!r}; there are {', '.join(self._memories)}."
-                f"{did_you_mean(name, self._memories)}"
-            )
-        return self._memories[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._memories
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._memories)
-
-    def __len__(self) -> int:
-        return len(self._memories)
+    def __missing__(self, name: str) -> NoReturn:
+        raise ConfigError(f"no memory is called {name!r}; there are {', '.join(self)}.{did_you_mean(name, self)}")
 
     @property
     def attention(self) -> dict[str, Attention]:
@@ -274,7 +263,10 @@ class _Written:
         v = torch.where(self.present[..., None], self.values, 0.0)
         unit, own = (normalize(x, dim=-1, eps=torch.finfo(x.dtype).tiny) for x in (answers, v))
         cosine = (unit * own).sum(-1)
-        present = self._past(tokens)
+        at = max(tokens, 1)
+        same = self.document == self.document[:, at - 1 : at]
+        place = torch.arange(self.keys.shape[1], device=self.keys.device)
+        present = self.present & (same & (place < tokens)).unsqueeze(-1)
         shown = present.to(own.dtype)
         total = (own * shown[..., None]).sum(1, keepdim=True)
         others = (shown.sum(1, keepdim=True) - 1).clamp(min=1)
@@ -283,14 +275,6 @@ class _Written:
         error = (answers - v).norm(dim=-1) / torch.where(length > 0, length, torch.nan)
         found = {"cosine": cosine, "error": error, "chance": chance}
         return {name: torch.where(present, item, torch.nan).transpose(1, 2) for name, item in found.items()}
-
-    def _past(self, tokens: int) -> Tensor:
-        """Which tokens are in the memory's past after so many, `[B, T, H]`."""
-        if tokens == 0:
-            return torch.zeros_like(self.present)
-        place = torch.arange(self.keys.shape[1], device=self.keys.device)
-        same = self.document == self.document[:, tokens - 1 : tokens]
-        return self.present & (same & (place < tokens)).unsqueeze(-1)
 
 
 def answered(config: MemoryConfig, state: MemoryState, phi: Tensor) -> Tensor:
@@ -351,12 +335,8 @@ def _sequence(asked: Asked) -> Sequence:
 
 def joined_mask(scans: list[Asked], name: str) -> Tensor:
     """`write_mask` or `reset_mask` of consecutive calls, `[B, T]`; None writes all, resets none."""
-    masks = [getattr(asked, name) for asked in scans]
-    filled = (
-        asked.v.new_full(asked.v.shape[:2], name == "write_mask", dtype=torch.bool) if mask is None else mask
-        for mask, asked in zip(masks, scans, strict=True)
-    )
-    return torch.cat(list(filled), 1)
+    masks = ((getattr(asked, name), asked.v.new_full(asked.v.shape[:2], name == "write_mask")) for asked in scans)
+    return torch.cat([default.bool() if mask is None else mask for mask, default in masks], 1)
 
 
 def _stacked(moments: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -95,19 +96,11 @@ class Gate(nn.Module):
     paper: rms(c) w_c * sigmoid(rms(m) w_m), which then halves it; for mal m alone.
     """
 
-    def __init__(
-        self,
-        kind: Combination,
-        d_model: int,
-        *,
-        memory_alone: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, kind: Combination, d_model: int, *, memory_alone: bool, **place: Any) -> None:
         super().__init__()
         self.kind = "memory" if kind == "paper" and memory_alone else kind
         count = {"multiply": 1, "add": 1, "paper": 2, "memory": 0}[self.kind]
-        self.weight = nn.Parameter(torch.ones(count, d_model, device=device, dtype=dtype)) if count else None
+        self.weight = nn.Parameter(torch.ones(count, d_model, **place)) if count else None
 
     def reset_parameters(self) -> None:
         """Weights to one; draws nothing."""
@@ -199,22 +192,13 @@ class Composed(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        config = AttentionConfig.model_validate(AttentionConfig() if config is None else config)
+        config = AttentionConfig.model_validate({} if config is None else config)
         check_memory(config, d_model, memory)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config, self.d_model, self.name = config, d_model, name
-        self.attention = SlidingAttention(
-            d_model,
-            heads,
-            window=config.segment if config.by_segment else config.window,
-            persistent=config.persistent,
-            rotary=config.rotary,
-            kv_heads=config.kv_heads,
-            qk_norm=config.qk_norm,
-            name=f"{name} (attention)",
-            generator=generator,
-            **place,
-        )
+        own = config.model_dump(include={"persistent", "rotary", "kv_heads", "qk_norm"})
+        own |= {"window": config.segment if config.by_segment else config.window, "name": f"{name} (attention)"}
+        self.attention = SlidingAttention(d_model, heads, generator=generator, **own, **place)
         self.memory: Any = memory
         self.gate: Any = None
         if memory is not None:
@@ -265,18 +249,17 @@ class Composed(nn.Module):
         state = fresh if state is None else state
         size: Any = self.config.segment
         ys = [x[:, :0]]
-        for span in spans_of(state.place, x, write_mask, reset_mask, size):
-            own = x[:, span.begin : span.end]
-            write = None if write_mask is None else write_mask[:, span.begin : span.end]
-            if span.restarts and reset_mask is not None:
-                state = where_sequences(reset_mask[:, span.begin], fresh, state)
+        for span, restarts, closes, aligned in spans_of(state.place, x, write_mask, reset_mask, size):
+            own, write = x[:, span], None if write_mask is None else write_mask[:, span]
+            if restarts and reset_mask is not None:
+                state = where_sequences(reset_mask[:, span.start], fresh, state)
             read, _ = self.memory(own, state.start, write_mask=_nowhere(own))
-            a, attention = self.attention(own, None if span.aligned else state.attention, write_mask=write, beside=read)
+            a, attention = self.attention(own, None if aligned else state.attention, write_mask=write, beside=read)
             answer, memory = self.memory(a, state.memory, write_mask=write)
             ys.append(self.gate(a, answer))
             place = state.place + (a.shape[1] if write is None else write.sum(1))
             state = ComposedState(attention, memory, state.start, place)
-            if span.closes:
+            if closes:
                 begun = fresh._replace(memory=memory, start=self._emptied(x, memory))
                 state = where_sequences(place == size, begun, state)
         return torch.cat(ys, 1), state
@@ -291,9 +274,8 @@ class Composed(nn.Module):
         return ComposedState(attention, memory, memory, place)
 
     def _emptied(self, x: Tensor, memory: Any) -> Any:
-        """The memory as it is, its convolutions empty: what they held would reach into some of
-        the segment's reads, and into others where the sequence is cut elsewhere.
-        """
+        """The memory as it is, its convolutions empty: what they held would reach into some of the segment's reads, and
+        into others where the sequence is cut elsewhere."""
         if not self.reach:
             return memory
         none = x.new_zeros(x.shape[0], self.reach, self.d_model)
@@ -326,9 +308,8 @@ class Composed(nn.Module):
             given = list(leaf.shape) if isinstance(leaf, Tensor) else shorten(leaf)
             if leaf is not None and (not isinstance(given, list) or given[:1] != [batch]):
                 raise ShapeError(
-                    f"{self.name}: kind 'mac' begins segments row by row, so every tensor of the memory's "
-                    f"state must have {batch} rows, one per sequence; that of {type(self.memory).__name__} "
-                    f"holds {given}"
+                    f"{self.name}: kind 'mac' begins segments row by row, so every tensor of the memory's state must "
+                    f"have {batch} rows, one per sequence; that of {type(self.memory).__name__} holds {given}"
                 )
 
     def extra_repr(self) -> str:
@@ -357,25 +338,16 @@ def check_memory(config: AttentionConfig, d_model: int, memory: nn.Module | None
         raise ConfigError(f"d_model={d_model}, but the memory layer's d_model is {width}")
 
 
-class Span(NamedTuple):
-    """Tokens begin..end of a call in which no sequence begins a segment or document but at `begin`.
+def spans_of(
+    place: Tensor, like: Tensor, write: Tensor | None, reset: Tensor | None, size: int
+) -> Iterator[tuple[slice, bool, bool, bool]]:
+    """The spans of a call over `like` `[B, T, ...]` in which no sequence begins a segment or document but with the
+    span; `place` `[B]` tokens are in a segment.
 
-    `restarts`: some sequence begins a document; `closes`: some completes a segment; `aligned`: all are at the beginning
-    of a segment.
-    """
-
-    begin: int
-    end: int
-    restarts: bool
-    closes: bool
-    aligned: bool
-
-
-def spans_of(place: Tensor, like: Tensor, write: Tensor | None, reset: Tensor | None, size: int) -> list[Span]:
-    """The spans of a call over `like` `[B, T, ...]`; `place` `[B]` tokens are in a segment."""
+    With each: whether some sequence begins a document, some completes a segment, all are at the beginning of one."""
     shape = like.shape[:2]
     if shape[1] == 0:
-        return []
+        return
     write = torch.ones(shape, dtype=torch.bool, device=place.device) if write is None else write
     reset = torch.zeros_like(write) if reset is None else reset
     count = write.long()
@@ -387,7 +359,8 @@ def spans_of(place: Tensor, like: Tensor, write: Tensor | None, reset: Tensor | 
     restarts, closes, aligned = torch.stack(flags).tolist()
     cuts = {0, shape[1]} | {t for t, found in enumerate(restarts) if found}
     cuts |= {t + 1 for t, found in enumerate(closes) if found}
-    return [Span(at, end, restarts[at], closes[end - 1], aligned[at]) for at, end in pairwise(sorted(cuts))]
+    for at, end in pairwise(sorted(cuts)):
+        yield slice(at, end), restarts[at], closes[end - 1], aligned[at]
 
 
 def where_sequences(chosen: Tensor, yes: Tree, no: Tree) -> Tree:

@@ -121,9 +121,8 @@ class SlidingAttention(nn.Module):
         expect_choice(self.qk_norm, "qk_norm", get_args(AttentionNorm))
         if self.rotary and self.width % 4:
             raise ConfigError(
-                f"rotary=True turns half of a head's channels in pairs: d_model={self.d_model} "
-                f"over heads={self.heads} must be divisible by 4, got {self.width}; change one of "
-                "them or set rotary=False"
+                f"rotary=True turns half of a head's channels in pairs: d_model={self.d_model} over heads={self.heads} "
+                f"must be divisible by 4, got {self.width}; change one of them or set rotary=False"
             )
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -179,12 +178,10 @@ class SlidingAttention(nn.Module):
 
     def _carried(self, k: Tensor, v: Tensor, entries: Entries, before: SlidingState | None) -> SlidingState:
         count = None if self.window is None else self.window - 1
-        if entries.own.shape[1]:
-            present = (entries.document == entries.own[:, -1:]).expand(k.shape[0], -1)
-        elif before is not None:
+        if before is not None and not entries.own.shape[1]:
             present = before.present.clone()
         else:
-            present = k.new_zeros(k.shape[:2], dtype=torch.bool)
+            present = (entries.document == entries.own[:, -1:]).expand(k.shape[0], -1)
         return SlidingState(last(k, count), last(v, count), last(present, count))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, plain: bool) -> Tensor:
@@ -241,9 +238,8 @@ class SlidingAttention(nn.Module):
             given = tuple(getattr(state, field).shape)
             if given != expected:
                 raise ShapeError(
-                    f"{self.name}: state.{field} must be {list(expected)} for this layer and "
-                    f"{x.shape[0]} sequences, got {list(given)}; was it made by another layer or "
-                    "with another batch?"
+                    f"{self.name}: state.{field} must be {list(expected)} for this layer and {x.shape[0]} sequences, "
+                    f"got {list(given)}; was it made by another layer or with another batch?"
                 )
 
     def extra_repr(self) -> str:

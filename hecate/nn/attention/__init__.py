@@ -2,8 +2,7 @@
 
 from hecate.nn.attention.functional import LinearAttentionState, linear_attention
 from hecate.nn.attention.hopfield import Hopfield, Retrieved
-from hecate.nn.attention.linear import LinearAttention
-from hecate.nn.attention.performer import PerformerAttention, PerformerState
+from hecate.nn.attention.linear import LinearAttention, PerformerAttention, PerformerState
 
 __all__ = [
     "Hopfield",

@@ -1,26 +1,29 @@
-"""Linear attention as a layer."""
+"""Linear attention as a layer, and with random features of the softmax kernel, redrawn as training goes on."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from hecate.checks import expect_count
+from hecate.checks import expect_choice, expect_count
 from hecate.engine import EngineName, document_starts
-from hecate.errors import ConfigError, shorten
+from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import check_sequence, check_sizes
 from hecate.nn.asked import Asked
-from hecate.nn.attention.functional import Normalizer, Weights, check_options, linear_attention, turned_width
-from hecate.nn.attention.sums import memory_of_sums
+from hecate.nn.attention.functional import MEMORIES, Normalizer, Weights, check_options, linear_attention, turned_width
 from hecate.nn.parameters import FeatureParameters, TensorDict, blank, draw_normal, source_of
 from hecate.nn.positions import Position, PositionKind
-from hecate.phi import FeatureMap, FeatureMapKind
-from hecate.rule import Gates, MemoryState
+from hecate.phi import Favor, FeatureMap, FeatureMapKind, PerformerReLU
+from hecate.phi.random import Norms
+from hecate.rule import Gates, MemoryState, bytes_of, detached
 from hecate.tape import Autodiff
+
+Kernel = Literal["positive", "hyperbolic", "trigonometric", "relu"]
 
 
 class LinearAttention(FeatureParameters):
@@ -38,8 +41,7 @@ class LinearAttention(FeatureParameters):
 
     Args:
         d_model, heads: width of x and y, number of query heads.
-        feature_map: phi, with its parameters per key head: learned ones are trained, draws of a
-            random one are buffers.
+        feature_map: phi, with its parameters per key head: learned ones are trained, draws of a random one are buffers.
         causal: whether a token sees those up to itself or its whole document.
         normalizer: "sum", or "none" to leave the sum of values; see `linear_attention`.
         kv_heads: heads of keys and values, each shared by heads // kv_heads; None means `heads`.
@@ -159,23 +161,12 @@ class LinearAttention(FeatureParameters):
         self, q: Tensor, k: Tensor, v: Tensor, state: MemoryState | None = None, **masks: Tensor | None
     ) -> tuple[Tensor, MemoryState]:
         """`linear_attention` with the options of this layer."""
-        return linear_attention(
-            q,
-            k,
-            v,
-            self.feature_map,
-            self.phi_params,
-            causal=self.causal,
-            normalizer=self.normalizer,
-            eps=self.eps,
-            positions=self.positions,
-            position_params=self.position_params.tensors,
-            state=state,
-            engine=self.engine,
-            autodiff=self.autodiff,
-            name=self.name,
-            **masks,
-        )
+        own: dict[str, Any] = {"positions": self.positions, "position_params": self.position_params.tensors, **masks}
+        own |= {"state": state, "name": self.name, **self._options()}
+        return linear_attention(q, k, v, self.feature_map, self.phi_params, **own)
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("causal", "normalizer", "eps", "engine", "autodiff")}
 
     @property
     def is_memory(self) -> bool:
@@ -184,31 +175,25 @@ class LinearAttention(FeatureParameters):
         return self.causal and self.positions.sums_past and not self.positions.turns_features
 
     def asked(
-        self,
-        x: Tensor,
-        state: MemoryState | None = None,
-        *,
-        context: Tensor | None = None,
-        write_mask: Tensor | None = None,
-        reset_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        self, x: Tensor, state: MemoryState | None = None, *, context: Tensor | None = None, **masks: Tensor | None
     ) -> Asked:
         """The same as a scan of a memory per query head with bias dot and lr 1, where the layer `is_memory`.
 
         The scan knows no `eps`; without a normaliser its decaying memory has decayed once more to a masked token."""
-        group = self.heads // self.kv_heads
+        group, write_mask = self.heads // self.kv_heads, masks.get("write_mask")
         q, k, v = self.projected(x, context, write_mask)
-        reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=state is not None)
+        going_on = state is not None
+        reset_mask = document_starts(masks.get("reset_mask"), masks.get("cu_seqlens"), k, going_on=going_on)
         k, v = (item.repeat_interleave(group, 2) for item in (k, v))
         phi, turns = _repeated((self.phi_params, self.position_params.tensors), group, 0)
         weights = Weights(self.feature_map, phi, self.positions, turns)
         place, _ = weights.places(state, write_mask, reset_mask, k)
         q, k = weights.turned(q, place), weights.turned(k, place)
-        retain = self.positions.retain(k, turns)
-        decays = self.positions.weighs_distance
-        config = memory_of_sums(decays=decays, feature_map=self.feature_map, normalizer=self.normalizer)
+        own = {"feature_map": self.feature_map, "normalizer": self.normalizer}
+        config = MEMORIES["after", self.positions.weighs_distance].model_copy(update=own)
+        gates = Gates(retain=self.positions.retain(k, turns))
         before = None if state is None else self.per_query_head(state)
-        return Asked(config, q, k, v, Gates(retain=retain), phi, None, before, write_mask, reset_mask)
+        return Asked(config, q, k, v, gates, phi, None, before, write_mask, reset_mask)
 
     def per_query_head(self, state: MemoryState) -> MemoryState:
         """A state as that of the scan which `asked` describes."""
@@ -223,15 +208,7 @@ class LinearAttention(FeatureParameters):
             raise ConfigError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}", ("kv_heads",))
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout must be a number in [0, 1), got {shorten(self.dropout)}")
-        check_options(
-            self.feature_map,
-            causal=self.causal,
-            normalizer=self.normalizer,
-            eps=self.eps,
-            engine=self.engine,
-            autodiff=self.autodiff,
-        )
-        turned_width(self.positions, self.feature_map, self.d_key)
+        check_options(self.feature_map, **self._options())
         if self.d_context is None:
             return
         if self.causal:
@@ -280,12 +257,200 @@ class LinearAttention(FeatureParameters):
         """The options."""
         return (
             f"{self.d_model}, heads={self.heads}, kv_heads={self.kv_heads}, d_key={self.d_key}, "
-            f"d_value={self.d_value}, feature_map={self.feature_map.kind!r}, "
-            f"causal={self.causal}, normalizer={self.normalizer!r}, "
-            f"positions={self.positions.kind!r}"
+            f"d_value={self.d_value}, feature_map={self.feature_map.kind!r}, causal={self.causal}, "
+            f"normalizer={self.normalizer!r}, positions={self.positions.kind!r}"
         )
 
 
 def _repeated(tree: Any, group: int, axis: int) -> Any:
     """Every key head of a pytree as often as it has query heads."""
     return pytree.tree_map_only(Tensor, lambda x: x.repeat_interleave(group, axis), tree)
+
+
+class PerformerState(NamedTuple):
+    """What a `PerformerAttention` carries between calls: a pytree of tensors.
+
+    Fields:
+        sums: of the attention.
+        redraws: number of the draws whose features were summed, `[]` int64.
+    """
+
+    sums: MemoryState
+    redraws: Tensor
+
+    def detach(self) -> PerformerState:
+        """The same state cut off from the graph that produced it."""
+        return detached(self)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors; it does not grow with the number of tokens seen."""
+        return bytes_of(self)
+
+
+class PerformerAttention(nn.Module):
+    """Linear attention with random features: `(x [B, T, d_model], state=None) -> (y, state)`.
+
+        layer = PerformerAttention(256, heads=4, redraw_every=1000)
+        optimizer.register_step_post_hook(lambda *_: layer.advance())
+
+    y_t = W_out sum_s w_ts v_s with w_ts = phi(q_t).phi(k_s) / sum_s phi(q_t).phi(k_s), where phi is `phi.Favor`, an
+    estimate of softmax attention, or `phi.PerformerReLU`. [TRF-PERF-D1]
+
+    Draws number n are a function of `seed` and n alone, which are in the state dict: equal on all processes that start
+    from one state dict (DDP's default), and the same after a resume. They change in `advance` and `redraw`, never in a
+    call, so that what runs a call twice, such as a checkpoint, sees one phi. A state made with other draws is refused.
+    [TRF-PERF-I1]
+
+    Args:
+        d_model, heads: width of x and y, number of query heads.
+        kernel: "positive", "hyperbolic" or "trigonometric" features of exp(q.k / sqrt(D)), or
+            "relu". Trigonometric ones can be negative, and so can sums of them: that kernel needs normalizer="none".
+        num_features: d_phi; None for max(D, int(D log D)) of key heads of width D, even for pairs.
+        orthogonal: blocks of orthogonal projections; False for independent ones.
+        norms: lengths of the projections, "chi" or "sqrt"; None for the map's own.
+        kernel_epsilon: of "relu" alone; None for 1e-3.
+        redraw_every: training steps between draws; None for one draw kept.
+        generator: source of all draws, the seed among them; None uses torch's default generator.
+        **options: every other option of `LinearAttention`.
+
+    Cost: that of `LinearAttention`, and O(D d_phi) per token and head for phi. A call with a state reads one number
+    back from the device.
+
+    References: Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794)."""
+
+    seed: Tensor
+    redraws: Tensor
+    steps: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        *,
+        kernel: Kernel = "positive",
+        num_features: int | None = None,
+        orthogonal: bool = True,
+        norms: Norms | None = None,
+        kernel_epsilon: float | None = None,
+        redraw_every: int | None = None,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if redraw_every is not None and (type(redraw_every) is not int or redraw_every < 1):
+            raise ConfigError(f"redraw_every must be an integer >= 1 or None, got {shorten(redraw_every)}")
+        if kernel == "trigonometric" and options.get("normalizer", "sum") != "none":
+            raise ConfigError(
+                "kernel='trigonometric' has negative weights, whose sum can vanish or change sign; "
+                "use kernel 'positive' or 'hyperbolic', or normalizer='none'",
+                path=("normalizer",),
+            )
+        self.kernel, self.redraw_every = kernel, redraw_every
+        if "feature_map" in options:
+            raise ConfigError(
+                "feature_map is made of kernel, num_features, orthogonal and norms here; leave it "
+                "out, or use LinearAttention with a feature_map of your own"
+            )
+        expect_choice(kernel, "kernel", get_args(Kernel))
+        if kernel != "relu" and kernel_epsilon is not None:
+            raise ConfigError(
+                f"kernel_epsilon={kernel_epsilon} is added to ReLU features, but kernel is "
+                f"{kernel!r}; leave it out or use kernel='relu'"
+            )
+        own = {"num_features": num_features, "norms": norms, "kernel_epsilon": kernel_epsilon, "orthogonal": orthogonal}
+        fields: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+        phi = PerformerReLU(**fields) if kernel == "relu" else Favor(variant=kernel, **fields)
+        options |= {"feature_map": phi, "generator": generator, "device": device, "dtype": dtype}
+        self.attention = LinearAttention(d_model, heads, **options)
+        for name in ("seed", "redraws", "steps"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.int64, device=device))
+        if self.seed.device.type != "meta":
+            self._start(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws every parameter and the seed anew from `generator` (None: torch's default)."""
+        self.attention.reset_parameters(generator)
+        self._start(generator)
+
+    def _start(self, generator: torch.Generator | None) -> None:
+        source = source_of(generator)
+        self.seed.copy_(torch.randint(2**63 - 1, (), generator=source, dtype=torch.int64, device="cpu"))
+        self.redraws.zero_()
+        self.steps.zero_()
+        self._draw()
+
+    def advance(self) -> None:
+        """Counts a training step; every `redraw_every`-th one redraws."""
+        self._check_training("advance")
+        self.steps += 1
+        if self.redraw_every is not None and int(self.steps) % self.redraw_every == 0:
+            self.redraw()
+
+    def redraw(self) -> None:
+        """The next draws of the seed; states made with the present ones are refused from now on."""
+        self._check_training("redraw")
+        self.redraws += 1
+        self._draw()
+
+    def _draw(self) -> None:
+        mixed = np.random.SeedSequence([int(self.seed), int(self.redraws)]).generate_state(1)
+        source = torch.Generator().manual_seed(int(mixed[0]))
+        fresh = self.attention.feature_map.redraw(self.attention.phi_params, source)
+        held = self.attention.phi_frozen
+        for name, value in fresh["frozen"].items():
+            # Not in place: a graph that still waits for its backward pass keeps the old draws.
+            setattr(held, held.names[name], value)
+
+    def _check_training(self, what: str) -> None:
+        if not self.training:
+            raise ConfigError(
+                f"{self.attention.name}: {what}() would change the draws of a layer that is "
+                "evaluated; call train() first, or leave the draws as they are"
+            )
+
+    def forward(
+        self, x: Tensor, state: PerformerState | None = None, *, return_attention: bool = False, **given: Tensor | None
+    ) -> tuple[Tensor, PerformerState] | tuple[Tensor, PerformerState, Tensor]:
+        """(y, state), and with `return_attention` the weights w `[B, H, T, S]` as a third.
+
+        The weights are those that y used: w @ v are the heads' answers ahead of dropout and W_out. They take O(T S
+        d_phi) time and O(T S) memory per head, and a call without a state. Other arguments (`context`, `write_mask`,
+        `reset_mask`, `cu_seqlens`) are those of `LinearAttention`.
+        """
+        if state is not None:
+            self._check_state(state, return_attention)
+        y, sums = self.attention(x, None if state is None else state.sums, **given)
+        after = PerformerState(sums, self.redraws.clone())
+        return (y, after, self._weights(x, **given)) if return_attention else (y, after)
+
+    def _check_state(self, state: PerformerState, return_attention: bool) -> None:
+        name = self.attention.name
+        whole = isinstance(state, PerformerState) and isinstance(state.sums, MemoryState)
+        if not whole or not isinstance(state.redraws, Tensor):
+            raise ShapeError(
+                f"{name}: state must be the PerformerState that this layer returned, got {type(state).__name__}"
+            )
+        if return_attention:
+            raise ConfigError(
+                f"{name}: return_attention needs all tokens in one call, but a state holds sums "
+                "over earlier ones; pass the whole sequence without a state"
+            )
+        if not torch.compiler.is_compiling() and int(state.redraws) != int(self.redraws):
+            raise ShapeError(
+                f"{name}: the state was summed with draws number {int(state.redraws)}, the layer is at "
+                f"{int(self.redraws)}, whose features do not fit the sums; start from state=None after a redraw"
+            )
+
+    def _weights(self, x: Tensor, *, context: Tensor | None = None, **masks: Tensor | None) -> Tensor:
+        """The answers to values that are each token's own unit vector: its weights."""
+        q, k, _ = self.attention.projected(x, context, masks.get("write_mask"))
+        own = torch.eye(k.shape[1], dtype=k.dtype, device=k.device).unsqueeze(1)
+        weights, _ = self.attention.attend(q, k, own.expand(*k.shape[:3], -1), None, **masks)
+        return weights.transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        """The schedule."""
+        return f"kernel={self.kernel!r}, redraw_every={self.redraw_every}"
