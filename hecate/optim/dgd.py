@@ -55,20 +55,15 @@ class DGD(MatrixOptimizer):
     """
 
     class Options(OptimizerKind):
-        """Fields of a file, and arguments of the constructor."""
-
         batch: Literal["mean", "sequential"] = "mean"
         reduction: Literal["mean", "sum"] = "mean"
 
     class Extras(MatrixOptimizer.Extras):
-        """Arguments of the constructor alone, or of wider types there."""
-
         lr: NonNegative = 1e-2
         unattached: Literal["refuse", "sgd"] = "refuse"
         rescaled: Literal["refuse", "follow"] = "refuse"
 
     def prepared(self, given: Group) -> Group:
-        """Attached to nothing so far."""
         self._seen: dict[Tensor, list[Samples]] = {}
         self._scales: dict[Tensor, Tensor | float] = {}
         return super().prepared(given)
@@ -98,7 +93,6 @@ class DGD(MatrixOptimizer):
         super().__setstate__(state)
 
     def check(self, group: Group) -> None:
-        """Refuses shards."""
         super().check(group)
         for p in group["params"]:
             if is_sharded(p):
@@ -108,7 +102,6 @@ class DGD(MatrixOptimizer):
                 )
 
     def examine(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Refuses parameters without samples, and samples that do not make up the gradient."""
         for p, grad in zip(params, grads, strict=True):
             if p not in self._seen:
                 if group["unattached"] == "refuse":
@@ -133,7 +126,6 @@ class DGD(MatrixOptimizer):
                 )
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """One step per weight from its samples."""
         bulk = Bulk(group, params)
         lr, decay = bulk.number(group["lr"]), group["weight_decay"]
         attached = [p in self._seen for p in params]

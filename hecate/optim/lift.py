@@ -80,6 +80,7 @@ class RowMap:
     zero: Tensor | None = None
     mask: bool = False
     gain: float = 1.0  # |u| / |g| of Gaussian rows, divided out
+    error: float | None = None  # of the decoder that `calibrated` made
 
     def features(self, g: Tensor) -> tuple[Tensor, Any]:
         """phi~(g) `[n, d_phi]`, and the residuals of phi's VJP."""
@@ -127,11 +128,10 @@ class RowMap:
         if not self.centre or self.feature_map.parity == "odd":
             return replace(self, params=params)
         numbers = self.feature_map.traits().componentwise
-        origin = like.new_zeros((PROBE,) if numbers else (1, like.shape[-1]))
-        zero = self.feature_map(origin, params)[0]
-        settled = numbers and bool((self.feature_map(origin, params) == zero).all())
-        nothing = settled and zero.item() == 0
-        return replace(self, params=params, zero=None if nothing else zero, mask=not settled)
+        zeros = self.feature_map(like.new_zeros((PROBE,) if numbers else (1, like.shape[-1])), params)
+        settled = numbers and bool((zeros == zeros[0]).all())
+        nothing = settled and zeros[0].item() == 0
+        return replace(self, params=params, zero=None if nothing else zeros[0], mask=not settled)
 
 
 def acts_on_numbers(feature_map: FeatureMap, lift: str, scale: str) -> bool:
@@ -203,10 +203,8 @@ def learn_lift(state: dict[str, Tensor], features: Tensor, rows: Tensor, forget:
     kept = torch.where((features != 0).any(), forget, 1.0)
     gram.mul_(kept).add_(features.mT @ features)
     cross.mul_(kept).add_(features.mT @ rows)
-    size = gram.shape[0]
-    floor = torch.finfo(gram.dtype).tiny
-    damping = ridge * gram.diagonal().sum() / size + floor
-    return torch.linalg.solve(gram + damping * torch.eye(size).to(gram), cross)
+    damping = ridge * gram.diagonal().sum() / len(gram) + torch.finfo(gram.dtype).tiny
+    return torch.linalg.solve(gram + damping * torch.eye(len(gram)).to(gram), cross)
 
 
 def own_phi(row_map: RowMap, state: dict[str, Tensor], like: Tensor) -> RowMap:
@@ -252,7 +250,7 @@ class PhiOptimizer(MatrixOptimizer):
                     "phi_params must map widths of rows to parameters of phi as its init gives "
                     f"them, got {shorten(width)}: {shorten(params)}"
                 )
-        self._maps: dict[tuple[Any, ...], tuple[RowMap, float | None]] = {}
+        self._maps: dict[tuple[Any, ...], RowMap] = {}
         self._call: Call | None = given.get("lift") if callable(given.get("lift")) else None
         if self._call is not None:
             given["lift"] = "callable"
@@ -281,7 +279,6 @@ class PhiOptimizer(MatrixOptimizer):
         group["phi_checksums"] = {str(width): checksum(self.drawn(group, width)) for width in self.widths(group)}
 
     def agree(self, group: Group, other: Group) -> None:
-        """Refuses a checkpoint of other options, or whose draws this seed no longer gives."""
         super().agree(group, other)
         theirs = other.get("phi_checksums", {})
         for width, digits in group["phi_checksums"].items():
@@ -299,7 +296,7 @@ class PhiOptimizer(MatrixOptimizer):
 
     def decode_errors(self) -> dict[int, float]:
         """By row width: what share of a Gaussian row the lift `pinv` misses."""
-        return {key[1]: error for key, (_, error) in self._maps.items() if error is not None}
+        return {key[1]: made.error for key, made in self._maps.items() if made.error is not None}
 
     def row_map(self, group: Group, like: Tensor) -> RowMap:
         """The map of rows as wide as those of `like`, in its dtype and on its device."""
@@ -307,28 +304,25 @@ class PhiOptimizer(MatrixOptimizer):
         key = (str([group.get(name) for name in MADE_OF]), width, like.dtype, like.device)
         if key not in self._maps:
             self._maps[key] = self._built(group, like)
-        found = self._maps[key][0]
+        found = self._maps[key]
         if group["differentiable"]:  # parameters that autograd follows, phi(0) with them
             found = found.with_params(placed(self.drawn(group, width), like), like)
         return found
 
-    def _built(self, group: Group, like: Tensor) -> tuple[RowMap, float | None]:
-        width = like.shape[-1]
-        exact = self.drawn(group, width)
+    def _built(self, group: Group, like: Tensor) -> RowMap:
+        exact = self.drawn(group, like.shape[-1])
         how = {"centre": group["center"], "scale": group["input_scale"], "call": self._call}
         made = RowMap(map_of(group), exact, group.get("lift", "none"), **how)
-        error = None
         if made.lift == "pinv":
-            made, error = self._decoded(group, made, like)
+            made = self._decoded(group, made, like)
         elif made.scale == "restored" and made.lift in ("identity", "vjp"):
             made = self._gauged(group, made, like)
         with torch.no_grad():
-            return made.with_params(placed(exact, like), like), error
+            return made.with_params(placed(exact, like), like)
 
-    def _decoded(self, group: Group, made: RowMap, like: Tensor) -> tuple[RowMap, float]:
+    def _decoded(self, group: Group, made: RowMap, like: Tensor) -> RowMap:
         width = like.shape[-1]
-        exact = _on_cpu(made, width, torch.float64)
-        decoder, error = calibrated(exact, width, group["seed"], group["ridge"])
+        decoder, error = calibrated(_on_cpu(made, width, torch.float64), width, group["seed"], group["ridge"])
         if error > group["max_decode_error"]:
             advice = "input_scale='restored', " if made.scale == "none" else ""
             raise ConfigError(
@@ -346,7 +340,7 @@ class PhiOptimizer(MatrixOptimizer):
                 f"{(slack / error) ** 2:.2g}; use more features, a wider bandwidth, less momentum or a lower lr",
                 StabilityWarning,
             )
-        return replace(made, decoder=decoder.to(like)), error
+        return replace(made, decoder=decoder.to(like), error=error)
 
     def _gauged(self, group: Group, made: RowMap, like: Tensor) -> RowMap:
         """The map with updates as long as 32 seeded Gaussian rows; warns where they do not descend.

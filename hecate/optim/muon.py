@@ -88,12 +88,9 @@ class SpectralOptimizer(MatrixOptimizer):
     """An optimiser of whole matrices, whose steps `muon_steps` makes and `ratio` scales."""
 
     class Extras(MatrixOptimizer.Extras):
-        """Arguments of the constructor alone, or of wider types there."""
-
         ns_coefficients: Any = "quintic"
 
     def check(self, group: Group) -> None:
-        """Refuses options that `muon_steps` and `ratio` cannot take."""
         if isinstance(group["ns_dtype"], torch.dtype):
             group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")
         group["adjust_lr_fn"] = group["adjust_lr_fn"] or "original"
@@ -152,14 +149,10 @@ class Muon(SpectralOptimizer):
     """
 
     class Options(SpectralOptions):
-        """Fields of a file, and arguments of the constructor."""
-
         momentum: Share = 0.95
         nesterov: bool = True
 
     class Extras(SpectralOptimizer.Extras):
-        """Arguments of the constructor alone, or of wider types there."""
-
         weight_decay: NonNegative = 0.1
 
     held = (HELD,)
@@ -168,7 +161,6 @@ class Muon(SpectralOptimizer):
     )  # fmt: skip
 
     def check(self, group: Group) -> None:
-        """Refuses vectors."""
         super().check(group)
         for p in group["params"]:
             if p.ndim < 2:
@@ -178,7 +170,6 @@ class Muon(SpectralOptimizer):
                 )
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """Averages the gradients, orthogonalises, and moves the weights."""
         held = [state[HELD] for state in states]
         bulk = Bulk(group, held)
         lr, momentum = bulk.number(group["lr"]), bulk.number(group["momentum"])
@@ -214,8 +205,6 @@ class M3(SpectralOptimizer):
     """
 
     class Options(SpectralOptions):
-        """Fields of a file, and arguments of the constructor."""
-
         momentum: Share = 0.95
         slow_momentum: Share = 0.9
         slow: NonNegative = 0.5
@@ -225,8 +214,6 @@ class M3(SpectralOptimizer):
         retain: Share = 0.99
 
     class Extras(SpectralOptimizer.Extras):
-        """Arguments of the constructor alone, or of wider types there."""
-
         vectors: Literal["adam", "row"] = "adam"
 
     positional = ("lr", "momentum", "slow_momentum", "slow", "slow_period")
@@ -235,7 +222,6 @@ class M3(SpectralOptimizer):
     )  # fmt: skip
 
     def check(self, group: Group) -> None:
-        """Refuses a second moment that is never written."""
         super().check(group)
         scaled = [p for p in group["params"] if _keeps_square(p, group)]
         if scaled and group["accumulate"] != "sum" and group["retain"] == 1:
@@ -244,7 +230,6 @@ class M3(SpectralOptimizer):
             )
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
-        """Zero averages and a step of 0."""
         names = [FAST, SLOW, UPDATE]
         names += [WINDOW] if group["accumulate"] != "ema_last" else []
         names += [SQUARE] if _keeps_square(p, group) else []
@@ -252,7 +237,6 @@ class M3(SpectralOptimizer):
         return state | {STEP: torch.zeros((), dtype=torch.int64)}
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """Moves both averages, orthogonalises what moved, and moves the weights."""
         bulk = Bulk(group, [states[0][FAST]])
         lr, slow = bulk.number(group["lr"]), bulk.number(group["slow"])
         grads = [g.to(state[FAST].dtype) for g, state in zip(grads, states, strict=True)]

@@ -19,7 +19,7 @@ from hecate.checks import expect_choice
 from hecate.errors import ConfigError
 from hecate.optim.sharding import is_sharded
 from hecate.tape.bridge import can_inspect
-from hecate.variant import Config, Variant
+from hecate.variant import Variant
 
 Group = dict[str, Any]
 Named = list[tuple[str, nn.Parameter]]
@@ -50,21 +50,6 @@ class OptimizerKind(Variant, family="optimizer"):
     def options(self) -> Group:
         """The arguments of `factory`."""
         return {name: getattr(self, name) for name in sorted(type(self).model_fields.keys() - {"kind", "fallback"})}
-
-
-class Extras(Config):
-    """Options that a constructor has beside the fields of a file."""
-
-    lr: NonNegative = 1e-3
-    weight_decay: NonNegative = 0.0
-    maximize: bool = False
-    foreach: bool | None = None
-    differentiable: bool = False
-    on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
-    state_dtype: Literal["full", "parameter"] = "full"
-    matrix: MatrixView = "flatten"
-    capturable: bool = False
-    fused: bool | None = None
 
 
 class Allowed(NamedTuple):

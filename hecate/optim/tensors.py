@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+Tensors = list[Tensor]
 SMALL = 1 << 14  # numbers; smaller tensors are joined, because a call costs more than a copy
 BLOCK = 1 << 20  # numbers worked on together: more would leave the cache between two reads
 CACHE = 1 << 18  # the same where temporaries come and go
@@ -168,14 +169,7 @@ class Bulk:
         return list(torch._foreach_mul(xs, factor)) if self.foreach else [factor * x for x in xs]
 
     def move(
-        self,
-        params: list[Tensor],
-        updates: list[Tensor],
-        lr: Any,
-        decay: Any,
-        *,
-        ratios: list[float] | None = None,
-        step: Any = None,
+        self, params: Tensors, updates: Tensors, lr: Any, decay: Any, ratios: Any = None, step: Any = None
     ) -> None:
         """p <- (1 - lr decay) p - step ratio u, step being lr and ratios 1 where they are not given."""
         values = self.decay(params, 1 - lr * decay) if decay else params
@@ -183,9 +177,8 @@ class Bulk:
         if ratios is None:
             moved = self.add(values, updates, -step)
         else:
-            moved = [
-                self.add([p], [u], -(step * ratio))[0] for p, u, ratio in zip(values, updates, ratios, strict=True)
-            ]
+            rows = zip(values, updates, ratios, strict=True)
+            moved = [self.add([p], [u], -(step * ratio))[0] for p, u, ratio in rows]
         for p, value in zip(params, moved, strict=True):
             if p is not value:  # under autograd
                 p.copy_(value)
