@@ -1,9 +1,8 @@
 """Optimisers over parameters: memories of gradients, and groups that step at their own period."""
 
 from hecate.optim.base import MatrixOptimizer
-from hecate.optim.dgd import DGD
 from hecate.optim.leveled import Leveled, level_groups
-from hecate.optim.momenta import DeepMomentum, DeltaMomentum
+from hecate.optim.memories import DGD, DeepMomentum, DeltaMomentum
 from hecate.optim.muon import M3, Muon
 from hecate.optim.options import OptimizerKind
 from hecate.optim.phi_momentum import KernelMomentum, PhiMomentum

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiab
 
 from hecate.errors import ConfigError, NonFiniteError, ShapeError
 from hecate.optim import options
-from hecate.optim.options import Allowed, Group, MatrixView, NonNegative, OptimizerKind, name_of, refuse_parameter
+from hecate.optim.options import Allowed, Group, MatrixView, NonNegative, OptimizerKind, name_of
 from hecate.optim.sharding import agreed, is_sharded, local, put_back, whole
 from hecate.optim.tensors import state_dtype, sum_is_finite
 from hecate.tape.bridge import can_inspect
@@ -222,7 +222,14 @@ class MatrixOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             for p in group["params"]:
-                refuse_parameter(type(self).__name__, p, group)
+                if not p.is_floating_point() or p.layout != torch.strided:
+                    raise ConfigError(
+                        f"{type(self).__name__} updates dense real parameters, got "
+                        f"{p.dtype if p.layout == torch.strided else p.layout} for {name_of(group, p)}; "
+                        "give it to another optimiser (complex ones as torch.view_as_real)"
+                    )
+                if is_sharded(p) and group["differentiable"]:
+                    raise ConfigError(f"differentiable=True takes whole parameters, {name_of(group, p)} is not")
             self.check(group)
             made = {p: self.fresh_state(p, group) if p.numel() else {} for p in group["params"]}
         except BaseException:

@@ -204,9 +204,12 @@ class Leveled(torch.optim.Optimizer):
         group["elapsed"] += 1
         if not _single(group):
             for parameter in dict.fromkeys(group["params"]):
-                if parameter.grad is not None:
+                if (grad := parameter.grad) is not None:
                     window = self._windows.get(parameter)
-                    self._windows[parameter] = added(window, parameter.grad)
+                    wide = grad.detach().to(state_dtype(grad, "full"), copy=window is None)  # half is summed in float32
+                    if window is not None:
+                        wide = wide + window if window.is_sparse else window.add_(wide)
+                    self._windows[parameter] = wide
         return group["elapsed"] >= group["period"]
 
     def _commit(self, due: list[Group]) -> None:
@@ -275,14 +278,6 @@ def check_level(group: Group) -> None:
             f"differentiable=True with period={group['period']}: a window keeps no graph of its steps; "
             "use period=1 for this group"
         )
-
-
-def added(window: Tensor | None, grad: Tensor) -> Tensor:
-    """A window, with one more gradient; half precision is summed in float32."""
-    wide = grad.detach().to(state_dtype(grad, "full"), copy=window is None)
-    if window is None:
-        return wide
-    return wide + window if window.is_sparse else window.add_(wide)
 
 
 def add_windows(optimizer: Any, state: dict[str, Any]) -> None:

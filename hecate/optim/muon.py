@@ -23,13 +23,7 @@ HELD = "momentum"
 FAST, SLOW, UPDATE, WINDOW, SQUARE, STEP = "fast", "slow", "slow_update", "slow_window", "square", "step"
 
 
-def newton_schulz(
-    matrix: Tensor,
-    coefficients: Coefficients = POLYNOMIALS["quintic"],
-    steps: int = 5,
-    eps: float = 1e-7,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def newton_schulz(matrix: Tensor, coefficients: Coefficients, steps: int, eps: float, dtype: Any = None) -> Tensor:
     """NS(U) `[..., r, c]`: singular values of U / max(|U|_F, eps) towards 1. [OPT-ORTH-D1]
 
     Zero stays zero. `dtype` is that of the iteration, None the matrix's own. Acts on the whole matrix: rows of a shard
@@ -73,19 +67,16 @@ def orthogonalised(u: Tensor, group: Group) -> Tensor:
     return found.reshape(u.shape)
 
 
-class SpectralOptions(OptimizerKind):
-    """Of optimisers that orthogonalise by `muon_steps`."""
-
-    ns_coefficients: Literal["quintic", "cubic"] = "quintic"
-    ns_steps: int = Field(5, ge=1, le=99)
-    ns_dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
-    eps: Positive = 1e-7
-    adjust_lr_fn: Literal["original", "match_rms_adamw", "none"] = "original"
-    matrix: MatrixView = "flatten"
-
-
 class SpectralOptimizer(MatrixOptimizer):
     """An optimiser of whole matrices, whose steps `muon_steps` makes and `ratio` scales."""
+
+    class Options(OptimizerKind):
+        ns_coefficients: Literal["quintic", "cubic"] = "quintic"
+        ns_steps: int = Field(5, ge=1, le=99)
+        ns_dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
+        eps: Positive = 1e-7
+        adjust_lr_fn: Literal["original", "match_rms_adamw", "none"] = "original"
+        matrix: MatrixView = "flatten"
 
     class Extras(MatrixOptimizer.Extras):
         ns_coefficients: Any = "quintic"
@@ -98,7 +89,11 @@ class SpectralOptimizer(MatrixOptimizer):
         given = group["ns_coefficients"]
         if isinstance(given, str):
             expect_choice(given, "ns_coefficients", tuple(POLYNOMIALS))
-        elif not (isinstance(given, tuple | list) and len(given) == 3 and all(map(_is_finite, given))):
+        elif not (
+            isinstance(given, tuple | list)
+            and len(given) == 3
+            and all(isinstance(x, int | float) and math.isfinite(x) for x in given)
+        ):
             raise ConfigError(f"ns_coefficients must be three numbers or one of {list(POLYNOMIALS)}, got {given}")
         if not group["eps"]:
             raise ConfigError("eps must be above 0: a zero matrix is divided by it")
@@ -129,10 +124,6 @@ def ratio(u: Tensor, group: Group) -> float:
     return 0.2 * math.sqrt(max(rows, columns)) if group["adjust_lr_fn"] == "match_rms_adamw" else 1.0
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 class Muon(SpectralOptimizer):
     """muon: m <- momentum m + (1 - momentum) g, w <- (1 - lr weight_decay) w - lr a NS(u).
 
@@ -148,7 +139,7 @@ class Muon(SpectralOptimizer):
     [OPT-MUON-D1]
     """
 
-    class Options(SpectralOptions):
+    class Options(SpectralOptimizer.Options):
         momentum: Share = 0.95
         nesterov: bool = True
 
@@ -204,7 +195,7 @@ class M3(SpectralOptimizer):
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1. [OPT-M3-D1]
     """
 
-    class Options(SpectralOptions):
+    class Options(SpectralOptimizer.Options):
         momentum: Share = 0.95
         slow_momentum: Share = 0.9
         slow: NonNegative = 0.5
@@ -241,7 +232,10 @@ class M3(SpectralOptimizer):
         lr, slow = bulk.number(group["lr"]), bulk.number(group["slow"])
         grads = [g.to(state[FAST].dtype) for g, state in zip(grads, states, strict=True)]
         put(group, states, STEP, [state[STEP] + 1 for state in states])
-        self._second(group, bulk, grads, states)
+        if kept := [(g, state) for g, state in zip(grads, states, strict=True) if SQUARE in state]:
+            # With infinity an average would be NaN from then on.
+            squares = [(g * g).clamp(max=torch.finfo(g.dtype).max) for g, _ in kept]
+            self._write(group, bulk, [state for _, state in kept], SQUARE, squares, group["retain"])
         self._slow(group, bulk, grads, states)
         self._write(group, bulk, states, FAST, grads, group["momentum"])
         fast = self._outputs(group, states, FAST, [int(state[STEP]) for state in states])
@@ -259,12 +253,6 @@ class M3(SpectralOptimizer):
         xs, rate = [state[key] for state in states], bulk.number(rate)
         summed = group["accumulate"] == "sum"
         put(group, states, key, bulk.add(xs, ys, rate) if summed else bulk.lerp(xs, ys, 1 - rate))
-
-    def _second(self, group: Group, bulk: Bulk, grads: list[Tensor], states: list[State]) -> None:
-        held = [(_square(g), state) for g, state in zip(grads, states, strict=True) if SQUARE in state]
-        if held:
-            squares, kept = [s for s, _ in held], [state for _, state in held]
-            self._write(group, bulk, kept, SQUARE, squares, group["retain"])
 
     def _slow(self, group: Group, bulk: Bulk, grads: list[Tensor], states: list[State]) -> None:
         """Adds to the window; at its end moves the slow average and orthogonalises it."""
@@ -305,11 +293,6 @@ class M3(SpectralOptimizer):
         summed = group["accumulate"] == "sum"
         scale = 1 if summed else 1 - group["retain"] ** int(state[STEP])
         return (state[SQUARE] / scale).sqrt() + group["eps"]
-
-
-def _square(g: Tensor) -> Tensor:
-    """g^2, at most the largest number: an average with infinity would be NaN from then on."""
-    return (g * g).clamp(max=torch.finfo(g.dtype).max)
 
 
 def _as_vector(p: Tensor, group: Group) -> bool:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from hecate.checks import expect_choice
 from hecate.errors import ConfigError
-from hecate.optim.sharding import is_sharded
 from hecate.tape.bridge import can_inspect
 from hecate.variant import Variant
 
@@ -123,18 +122,6 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(("hecate.optim", "torch.")):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level + 1)
-
-
-def refuse_parameter(owner: str, p: Tensor, group: Group) -> None:
-    """Refuses parameters that no optimiser here can update, by name."""
-    if not p.is_floating_point() or p.layout != torch.strided:
-        what = f"{p.dtype}" if p.layout == torch.strided else f"{p.layout}"
-        raise ConfigError(
-            f"{owner} updates dense real parameters, got {what} for {name_of(group, p)}; "
-            "give it to another optimiser (complex ones as torch.view_as_real)"
-        )
-    if is_sharded(p) and group["differentiable"]:
-        raise ConfigError(f"differentiable=True takes whole parameters, {name_of(group, p)} is not")
 
 
 def name_of(group: Group, p: Tensor) -> str:

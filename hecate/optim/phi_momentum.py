@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -11,41 +10,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.checks import expect_choice
 from hecate.errors import ConfigError, NonFiniteError
 from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
-from hecate.optim.lift import (
-    CROSS,
-    GRAM,
-    PHI,
-    LiftName,
-    PhiOptimizer,
-    RowMap,
-    Scale,
-    acts_on_numbers,
-    choose,
-    choose_scale,
-    learn_lift,
-    learn_phi,
-    map_of,
-    own_phi,
-    refuse_lift,
-)
+from hecate.optim.lift import LiftName, PhiOptimizer, RowMap, Scale, by_number, learn_phi, map_of, resolve, taught
 from hecate.optim.muon import HELD, orthogonalised, settings
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
 from hecate.optim.sharding import is_spread, like, local, rows_are_whole
-from hecate.optim.tensors import (
-    BLOCK,
-    CACHE,
-    Bulk,
-    Tensors,
-    as_matrix,
-    blocks,
-    grouped,
-    outline,
-    pointwise,
-    state_dtype,
-)
+from hecate.optim.tensors import Bulk, Tensors, as_matrix, blocks, grouped, outline, pointwise, state_dtype
 from hecate.phi import FeatureMap, Identity
 
 Change = Callable[[Tensors], Tensors]
@@ -148,7 +119,9 @@ class PhiMomentum(PhiOptimizer):
     def check(self, group: Group) -> None:
         group["orthogonalize"] = settings(group["orthogonalize"])
         super().check(group)
-        self._check_lift(group)
+        if group["lift"] == "callable" and self._call is None:
+            raise ConfigError("lift 'callable' needs the function itself: pass it as lift=")
+        resolve(group, self.widths(group))
         if group["nesterov"] and group["dampening"]:
             raise ConfigError("nesterov needs dampening 0; leave one of them out")
         hope, phi = group["form"] == "hope", group["space"] == "phi"
@@ -162,24 +135,6 @@ class PhiMomentum(PhiOptimizer):
                 "guard judges the update of one gradient, space 'phi' has only that of all; "
                 "use space 'weight' or guard 'none'"
             )
-        self._check_learning(group)
-
-    def _check_lift(self, group: Group) -> None:
-        feature_map = map_of(group)
-        if group["lift"] == "auto":
-            group["lift"] = choose(feature_map)
-        if group["input_scale"] == "auto":
-            printed = not (group["center"] or group["odd"])
-            group["input_scale"] = "none" if printed else choose_scale(feature_map, group["lift"])
-        if group["ridge"] is None:
-            group["ridge"] = 1e-6 if group["lift"] == "learned" else 0.0
-        expect_choice(group["lift"], "lift", ("identity", "vjp", "pinv", "learned", "prefix", "callable"))
-        if group["lift"] == "callable" and self._call is None:
-            raise ConfigError("lift 'callable' needs the function itself: pass it as lift=")
-        for width in self.widths(group):
-            refuse_lift(feature_map, group["lift"], width)
-
-    def _check_learning(self, group: Group) -> None:
         drawn = [self.drawn(group, width)["learned"] for width in self.widths(group)]
         if group["phi_lr"] and drawn and not any(drawn):
             raise ConfigError(
@@ -218,17 +173,11 @@ class PhiMomentum(PhiOptimizer):
         state = super().fresh_state(p, group)
         height, width = as_matrix(outline(p), group["matrix"]).shape
         rows = local(state[HELD]).new_empty(0, width)
-        d_phi = map_of(group).output_dim(width)
-        row_map = self.row_map(group, rows)  # draws and calibrates now, not in a step
+        state |= self.learning(group, rows)
         if group["space"] == "phi":
-            features = rows.new_zeros(height, d_phi)  # on every process, unless placed as p
+            features = rows.new_zeros(height, map_of(group).output_dim(width))  # on every process, unless placed as p
             placed = _rows_first(p, group)
             state[HELD] = like(p, features[: local(p).shape[0]]) if placed else features
-        if group["lift"] == "learned":
-            exact = rows.to(torch.float64)
-            state |= {GRAM: exact.new_zeros(d_phi, d_phi), CROSS: exact.new_zeros(d_phi, width)}
-        if group["phi_lr"]:
-            state |= {f"{PHI}{name}": value.clone() for name, value in row_map.params["learned"].items()}
         if group["precondition"] == "diagonal":
             state[SQUARE] = zeros_like_state(p, group)
         if group["precondition"] == "kronecker":
@@ -242,7 +191,7 @@ class PhiMomentum(PhiOptimizer):
         if group["space"] == "weight" and not more and by_number(group):
             self._by_number(group, bulk, params, grads, states)
             return
-        rows = Rowwise(group, bulk, states, lambda like: self.row_map(group, like))
+        rows = Rowwise(group, bulk, states, partial(self.row_map, group))
         held = _step(group, bulk, rows.enter, rows.leave, params, grads, held)
         self._guarded = self._guarded + rows.guarded
         put(group, states, HELD, held)
@@ -265,17 +214,12 @@ class PhiMomentum(PhiOptimizer):
                 updates, squares[0] = diagonal(bulk, squares[0], updates, group["retain"], group["eps"])
             return updates
 
-        most = BLOCK if plain and len(keys) == 1 else CACHE
-        for some, slopes, held, *squares in blocks(lists, most) if bulk.foreach else [lists]:
+        temporaries = not plain or len(keys) > 1
+        for some, slopes, held, *squares in blocks(lists, temporaries) if bulk.foreach else [lists]:
             moved = _step(group, bulk, partial(enter, squares), list, some, slopes, held)
         if not bulk.foreach:
             for key, values in zip(keys, (moved, *squares), strict=True):
                 put(group, states, key, values)
-
-
-def by_number(group: Group) -> bool:
-    """Whether P phi~ of a number depends on that number alone."""
-    return acts_on_numbers(map_of(group), group["lift"], group["input_scale"])
 
 
 def _rows_first(p: Tensor, group: Group) -> bool:
@@ -338,15 +282,7 @@ class Rowwise:
 
     def _batch(self, members: list[int]) -> Batch:
         rows = _joined([self.matrices[i] for i in members])
-        row_map, state = self.map_for(rows), self.states[members[0]]
-        if self.group["phi_lr"]:
-            row_map = own_phi(row_map, state, rows)
-        features, residuals = row_map.features(rows)
-        if GRAM in state:
-            forget, ridge = self.group["forget"], self.group["ridge"]
-            decoder = learn_lift(state, features, row_map.target(rows), forget, ridge)
-            row_map = replace(row_map, decoder=decoder.to(rows))
-        return Batch(members, rows, row_map, features, residuals)
+        return Batch(members, rows, *taught(self.map_for(rows), self.states[members[0]], rows, self.group))
 
     def _guard(self, batch: Batch, update: Tensor) -> Tensor:
         """Rows that climb, <g, u> < 0, are left out or turned round."""
@@ -405,7 +341,7 @@ def _step(
     held = bulk.add(bulk.decay(held, momentum), written, -lr * gain if hope else gain)
     ahead = held
     if group["nesterov"]:
-        ahead = bulk.sum(bulk.scaled(written, -lr) if hope else written, held, momentum)
+        ahead = bulk.sum([-lr * x for x in written] if hope else written, held, momentum)
     bulk.move(params, leave(ahead), lr, decay, step=-1 if hope else lr)
     return held
 
@@ -503,8 +439,7 @@ class KernelMomentum(PhiOptimizer):
         width = self.rows_of(outline(p), group).shape[-1]
         dtype = state_dtype(p, group["state_dtype"])
         memory = torch.zeros(width, map_of(group).output_dim(width), dtype=dtype, device=p.device)
-        self.row_map(group, memory.new_empty(0, width))
-        return {MEMORY: memory}
+        return {MEMORY: memory, **self.learning(group, memory.new_empty(0, width))}
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         held = [state[MEMORY] for state in states]

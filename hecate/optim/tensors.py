@@ -84,11 +84,12 @@ def pointwise(f: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> list[Tens
     return list(_unflatten_dense_tensors(f(_flatten_dense_tensors(tensors)), tensors))
 
 
-def blocks(lists: tuple[list[Tensor], ...], most: int) -> Iterator[tuple[list[Tensor], ...]]:
-    """Lists of tensors of equal shapes as blocks of at most `most` numbers.
+def blocks(lists: tuple[list[Tensor], ...], temporaries: bool) -> Iterator[tuple[list[Tensor], ...]]:
+    """Lists of tensors of equal shapes as blocks of at most `BLOCK` numbers, `CACHE` where temporaries come and go.
 
     Small tensors come together, large ones in flat pieces; writing a piece writes its tensor.
     """
+    most = CACHE if temporaries else BLOCK
     held: list[tuple[Tensor, ...]] = []
     size = 0
     for row in zip(*lists, strict=True):
@@ -163,10 +164,6 @@ class Bulk:
         if self.differentiable:
             return [x + factor * y for x, y in zip(xs, ys, strict=True)]
         return [x.add(y, alpha=factor) for x, y in zip(xs, ys, strict=True)]
-
-    def scaled(self, xs: list[Tensor], factor: Any) -> list[Tensor]:
-        """factor x, leaving x as it is."""
-        return list(torch._foreach_mul(xs, factor)) if self.foreach else [factor * x for x in xs]
 
     def move(
         self, params: Tensors, updates: Tensors, lr: Any, decay: Any, ratios: Any = None, step: Any = None

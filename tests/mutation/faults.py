@@ -428,10 +428,10 @@ FAULTS = [
     *_of(
         "optim",
         "tests/optim/test_delta_and_deep.py",
-        ("momenta", "return square.max() if group", "return square.sum() if group"),
-        ("momenta", "torch.minimum(factor, momentum) if stable else factor", "factor"),
-        ("momenta", "power = (rows / size).square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)", "power = (rows / size).square().mean((-2, -1), keepdim=True)"),
-        ("momenta", "every = [self.state[p] for p in group", "every = states or [self.state[p] for p in group"),
+        ("memories", "return square.max() if group", "return square.sum() if group"),
+        ("memories", "torch.minimum(factor, momentum) if stable else factor", "factor"),
+        ("memories", "power = (rows / size).square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)", "power = (rows / size).square().mean((-2, -1), keepdim=True)"),
+        ("memories", "every = [self.state[p] for p in group", "every = states or [self.state[p] for p in group"),
     ),
     *_of(
         "nn/attention",
@@ -470,10 +470,10 @@ FAULTS = [
     *_of(
         "optim",
         "tests/optim/test_dgd.py",
-        ("dgd", "torch.tril(xs @ xs.mT, -1) * cs.mT", "torch.tril(xs @ xs.mT, -1) * cs"),
-        ("dgd", "(-g if group", "(g if group"),
-        ("dgd", "self._scales[p] = _multiple(grad, found)", "self._scales[p] = 2 * _multiple(grad, found)"),
-        ("dgd", "if isinstance(output, Tensor) and output.requires_grad:", "if isinstance(output, Tensor):"),
+        ("memories", "torch.tril(xs @ xs.mT, -1) * cs.mT", "torch.tril(xs @ xs.mT, -1) * cs"),
+        ("memories", "(-g if group", "(g if group"),
+        ("memories", "self._scales[p] = _multiple(grad, found)", "self._scales[p] = 2 * _multiple(grad, found)"),
+        ("memories", "if isinstance(output, Tensor) and output.requires_grad:", "if isinstance(output, Tensor):"),
     ),
     *_of(
         "microscope",
