@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.algorithm import NewtonSchulz
+from hecate.algorithm import Algorithm, NewtonSchulz
 from hecate.algorithm.newton_schulz import POLYNOMIALS, Coefficients, iterated
 from hecate.checks import expect_choice
 from hecate.errors import ConfigError
@@ -41,11 +41,11 @@ def newton_schulz(matrix: Tensor, coefficients: Coefficients, steps: int, eps: f
     return (x.mT if tall else x).to(matrix.dtype)
 
 
-def settings(given: bool | Mapping[str, Any] | NewtonSchulz | None) -> dict[str, Any] | None:
+def settings(given: bool | Mapping[str, Any] | Algorithm | None) -> dict[str, Any] | None:
     """An option `orthogonalize` as plain values: None, or the fields of `NewtonSchulz`."""
     if given is None or given is False:
         return None
-    if not (given is True or isinstance(given, Mapping | NewtonSchulz)):
+    if not (given is True or isinstance(given, Mapping | Algorithm)):
         raise ConfigError(f"orthogonalize must be a bool or fields of NewtonSchulz, got {given!r}")
     made = NewtonSchulz(**({} if given is True else dict(given)))
     for name in ("lr", "momentum"):
