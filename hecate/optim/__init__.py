@@ -1,14 +1,11 @@
 """Optimisers over parameters: memories of gradients, and groups that step at their own period."""
 
 from hecate.optim.base import MatrixOptimizer
-from hecate.optim.deep_momentum import DeepMomentum
-from hecate.optim.delta_momentum import DeltaMomentum
-from hecate.optim.dgd import DGD
-from hecate.optim.kernel_momentum import KernelMomentum
 from hecate.optim.leveled import Leveled, level_groups
+from hecate.optim.memories import DGD, DeepMomentum, DeltaMomentum
 from hecate.optim.muon import M3, Muon
 from hecate.optim.options import OptimizerKind
-from hecate.optim.phi_momentum import PhiMomentum
+from hecate.optim.phi_momentum import KernelMomentum, PhiMomentum
 
 __all__ = [
     "DGD",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiab
 
 from hecate.errors import ConfigError, NonFiniteError, ShapeError
 from hecate.optim import options
-from hecate.optim.options import Allowed, Group, OptimizerKind, name_of, refuse_parameter
+from hecate.optim.options import Allowed, Group, MatrixView, NonNegative, OptimizerKind, name_of
 from hecate.optim.sharding import agreed, is_sharded, local, put_back, whole
 from hecate.optim.tensors import state_dtype, sum_is_finite
 from hecate.tape.bridge import can_inspect
+from hecate.variant import Config
 
 State = dict[str, Tensor]
 Bucket = tuple[Group, list[Tensor], list[Tensor]]
@@ -44,8 +45,19 @@ class MatrixOptimizer(Optimizer):
     class Options(OptimizerKind):
         """Fields of a file, and arguments of the constructor."""
 
-    class Extras(options.Extras):
+    class Extras(Config):
         """Arguments of the constructor alone, or of wider types there."""
+
+        lr: NonNegative = 1e-3
+        weight_decay: NonNegative = 0.0
+        maximize: bool = False
+        foreach: bool | None = None
+        differentiable: bool = False
+        on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
+        state_dtype: Literal["full", "parameter"] = "full"
+        matrix: MatrixView = "flatten"
+        capturable: bool = False
+        fused: bool | None = None
 
     positional: ClassVar[tuple[str, ...]] = ("lr",)
     held: ClassVar[tuple[str, ...]] = ()  # entries of state like the parameter
@@ -59,10 +71,8 @@ class MatrixOptimizer(Optimizer):
         super().__init_subclass__(**given)
         fields = {**cls.Options.model_fields, **cls.Extras.model_fields}
         fields.pop("kind")
-        found = {name: options.allowed(field) for name, field in fields.items()}
-        cls.allowed = {name: limits for name, limits in found.items() if limits is not None}
-        numbers = (each for each in cls.allowed.items() if each[1].kind is float and None not in each[1].words)
-        cls.numbers = {name: limits.high for name, limits in numbers}
+        cls.allowed = {name: limits for name, field in fields.items() if (limits := options.allowed(field))}
+        cls.numbers = {name: a.high for name, a in cls.allowed.items() if a.kind is float and None not in a.words}
         setattr(cls, "__signature__", options.signature_of(fields, cls.positional))  # noqa: B010 - unknown to mypy
         if own := vars(cls).get("Options"):
             own.factory, own.__doc__, own.__name__ = cls, cls.__doc__, cls.__name__
@@ -143,56 +153,49 @@ class MatrixOptimizer(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             self.check_numbers(group)
-        due = [(group, *bucket) for group in self.param_groups for bucket in self._buckets(group)]
-        checked = self._finite(due)
-        for step in checked:
-            self.examine(*step)
-        for group, params, grads in checked:
-            if params:
-                self._advance(group, params, grads)
+        due = self._buckets()
+        if bad := self._nonfinite(due):
+            due = self._buckets(bad)
+        for bucket in due:
+            self.examine(*bucket)
+        for bucket in due:
+            self._advance(*bucket)
         return loss
 
-    def _buckets(self, group: Group) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Parameters with their gradients, by device, dtype and whether they are gathered."""
-        buckets: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
-        for p in group["params"]:
-            if (grad := p.grad) is None or not p.numel():
-                continue
-            if grad.layout is not torch.strided:
-                raise ConfigError(
-                    f"{type(self).__name__} takes dense gradients only, got {grad.layout} for {name_of(group, p)}; "
-                    "give it to torch.optim.SparseAdam, or set sparse=False in its Embedding"
-                )
-            gathered = is_sharded(p) and self.gathers(group, p)
-            params, grads = buckets.setdefault((p.device, p.dtype, gathered), ([], []))
-            params.append(p)
-            grads.append(whole(grad) if gathered else local(grad))
+    def _buckets(self, left_out: Collection[Tensor] = ()) -> list[Bucket]:
+        """Parameters with their gradients, by group, device, dtype and whether they are gathered."""
+        buckets: dict[tuple[Any, ...], Bucket] = {}
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if (grad := p.grad) is None or not p.numel() or p in left_out:
+                    continue
+                if grad.layout is not torch.strided:
+                    raise ConfigError(
+                        f"{type(self).__name__} takes dense gradients only, got {grad.layout} for {name_of(group, p)}; "
+                        "give it to torch.optim.SparseAdam, or set sparse=False in its Embedding"
+                    )
+                gathered = is_sharded(p) and self.gathers(group, p)
+                _, params, grads = buckets.setdefault((number, p.device, p.dtype, gathered), (group, [], []))
+                params.append(p)
+                grads.append(whole(grad) if gathered else local(grad))
         return list(buckets.values())
 
-    def _finite(self, due: list[Bucket]) -> list[Bucket]:
-        """What of the buckets this step uses, by `on_nonfinite`: the same on every process."""
+    def _nonfinite(self, due: list[Bucket]) -> set[Tensor]:
+        """Parameters that this step leaves out, by `on_nonfinite`: the same on every process."""
+        watched = [group for group in self.param_groups if group["on_nonfinite"] != "propagate"]
         bad: set[Tensor] = set()
         for group, params, grads in due:
-            looks = group["on_nonfinite"] != "propagate" and can_inspect(grads[0])
-            if looks and not sum_is_finite(grads):
-                pairs = zip(params, grads, strict=True)
-                bad |= {p for p, grad in pairs if not bool(torch.isfinite(grad).all())}
-        watched = [group for group in self.param_groups if group["on_nonfinite"] != "propagate"]
+            if group["on_nonfinite"] != "propagate" and can_inspect(grads[0]) and not sum_is_finite(grads):
+                bad |= {p for p, grad in zip(params, grads, strict=True) if not bool(torch.isfinite(grad).all())}
         bad = agreed([p for group in watched for p in group["params"]], bad)
-        if not bad:
-            return due
-        fatal = [group for group in watched if group["on_nonfinite"] == "raise"]
+        fatal = [group for group in watched if bad and group["on_nonfinite"] == "raise"]
         names = [name_of(group, p) for group in fatal for p in group["params"] if p in bad]
         if names:
             raise NonFiniteError(
                 f"the gradient of {', '.join(names[:3])}{', ...' if names[3:] else ''} holds NaN or infinity; nothing "
                 "was changed. Lower lr or clip gradients; on_nonfinite='skip' leaves such parameters as they are"
             )
-        good = [[i for i, p in enumerate(params) if p not in bad] for _, params, _ in due]
-        return [
-            (group, [params[i] for i in kept], [grads[i] for i in kept])
-            for (group, params, grads), kept in zip(due, good, strict=True)
-        ]
+        return bad
 
     def _advance(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
         if group["maximize"]:
@@ -219,7 +222,14 @@ class MatrixOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             for p in group["params"]:
-                refuse_parameter(type(self).__name__, p, group)
+                if not p.is_floating_point() or p.layout != torch.strided:
+                    raise ConfigError(
+                        f"{type(self).__name__} updates dense real parameters, got "
+                        f"{p.dtype if p.layout == torch.strided else p.layout} for {name_of(group, p)}; "
+                        "give it to another optimiser (complex ones as torch.view_as_real)"
+                    )
+                if is_sharded(p) and group["differentiable"]:
+                    raise ConfigError(f"differentiable=True takes whole parameters, {name_of(group, p)} is not")
             self.check(group)
             made = {p: self.fresh_state(p, group) if p.numel() else {} for p in group["params"]}
         except BaseException:
@@ -243,44 +253,35 @@ class MatrixOptimizer(Optimizer):
         torch casts state to its parameter's dtype, which rounds a float32 momentum of bfloat16 weights; here every
         entry keeps the dtype of a fresh state. [OPT-BASE-I2]
         """
-        handle = self.register_load_state_dict_pre_hook(examine_state)  # after the user's own
-        try:
+        with self.register_load_state_dict_pre_hook(lambda _, given: self.examine_state(given)):  # after the user's own
             super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-            self.__dict__.pop("_saved", None)
+
+    def examine_state(self, given: dict[str, Any]) -> None:
+        """Holds a state dict against this optimiser's own; leaves what it saves for `__setstate__`."""
+        groups, saved_groups = self.param_groups, given["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
+            return  # torch says so
+        saved: dict[Tensor, State] = {}
+        for group, other in zip(groups, saved_groups, strict=True):
+            self.agree(group, other)
+            for p, index in zip(group["params"], other["params"], strict=True):
+                entries = given["state"].get(index, {})  # torch leaves out what has no state
+                saved[p] = _matching(name_of(group, p), self.state[p], entries)
+        self._saved = saved
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {name: getattr(self, name) for name in self.carried}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        saved: dict[Tensor, State] = self.__dict__.get("_saved", {})
-        for p, entries in saved.items():
-            for key, value in entries.items():
-                place = self.state[p][key]
-                state["state"][p][key] = value.detach().to(place.device, place.dtype, copy=True)
+        state["state"] |= self.__dict__.pop("_saved", {})
         super().__setstate__(state)
         for group in self.param_groups:  # written by a version with fewer options
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
 
-def examine_state(optimizer: Optimizer, given: dict[str, Any]) -> None:
-    """Holds a state dict against the optimiser's own; leaves what it saves for `__setstate__`."""
-    groups, saved_groups = optimizer.param_groups, given["param_groups"]
-    if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
-        return  # torch says so
-    saved: dict[Tensor, State] = {}
-    for group, other in zip(groups, saved_groups, strict=True):
-        if isinstance(optimizer, MatrixOptimizer):
-            optimizer.agree(group, other)
-        for p, index in zip(group["params"], other["params"], strict=True):
-            saved[p] = _matching(name_of(group, p), optimizer.state[p], given["state"].get(index))
-    vars(optimizer)["_saved"] = saved
-
-
-def _matching(name: str, own: State, other: State | None) -> State:
-    other = other or {}  # torch leaves out what has no state
+def _matching(name: str, own: State, other: State) -> State:
+    """A copy of a checkpoint's state, on the devices and in the dtypes of this one."""
     if own.keys() != other.keys():
         raise ConfigError(
             f"the checkpoint's state of {name} holds {sorted(other)}, this optimiser needs "
@@ -292,7 +293,7 @@ def _matching(name: str, own: State, other: State | None) -> State:
                 f"state {key!r} of {name} is {list(value.shape)} here and "
                 f"{list(other[key].shape)} in the checkpoint; load it into the same model"
             )
-    return other
+    return {key: other[key].detach().to(value.device, value.dtype, copy=True) for key, value in own.items()}
 
 
 def put(group: Group, states: list[State], key: str, values: list[Tensor]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hecate.checks import expect_count
 from hecate.errors import CheckpointError, ConfigError, ShapeError, did_you_mean, shorten
-from hecate.optim.base import MatrixOptimizer, examine_state
+from hecate.optim.base import MatrixOptimizer
 from hecate.optim.options import Group, name_of
 from hecate.optim.tensors import state_dtype
 
@@ -98,9 +98,7 @@ class Leveled(torch.optim.Optimizer):
             )
         if self._only_makes_state():
             return loss
-        due = [group for group in self.param_groups if self._collect(group)]
-        if due:
-            self._commit(due)
+        self._commit([group for group in self.param_groups if self._collect(group)])
         return loss
 
     @torch.no_grad()
@@ -109,8 +107,7 @@ class Leveled(torch.optim.Optimizer):
 
         A window that goes on is better kept: it is part of the state dict.
         """
-        if due := [group for group in self.param_groups if group["elapsed"]]:
-            self._commit(due)
+        self._commit([group for group in self.param_groups if group["elapsed"]])
 
     def add_param_group(self, param_group: Group) -> None:
         """A new level; its first window begins at the next step."""
@@ -125,11 +122,8 @@ class Leveled(torch.optim.Optimizer):
 
         Zero if there is none (`has_window`), so that a fresh state has all that a later one has."""
         self._make_state()
-        hook = self.register_state_dict_post_hook(add_windows, prepend=True)
-        try:
+        with self.register_state_dict_post_hook(add_windows, prepend=True):
             return super().state_dict()
-        finally:
-            hook.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues exactly, in the middle of windows too."""
@@ -138,12 +132,12 @@ class Leveled(torch.optim.Optimizer):
         def take(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             windows.update(windows_of(state, self.param_groups))
             bare = {
-                index: {k: v for k, v in entries.items() if k not in ("window", "has_window")}
+                index: kept
                 for index, entries in state["state"].items()
+                if (kept := {k: v for k, v in entries.items() if k not in ("window", "has_window")})
             }
-            bare = {index: kept for index, kept in bare.items() if kept}
             if isinstance(self.inner, MatrixOptimizer):
-                examine_state(self.inner, {**state, "state": bare})
+                self.inner.examine_state({**state, "state": bare})
             elif type(self.inner).__module__.startswith("torch.optim"):
                 refuse_shapes(bare, state["param_groups"], self.param_groups)
             return {**state, "state": bare}
@@ -151,16 +145,8 @@ class Leveled(torch.optim.Optimizer):
         def put(_: torch.optim.Optimizer) -> None:
             self._windows = windows
 
-        hooks = [
-            self.register_load_state_dict_pre_hook(take),
-            self.register_load_state_dict_post_hook(put, prepend=True),
-        ]
-        try:
+        with self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(put, prepend=True):
             super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
-            vars(self.inner).pop("_saved", None)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("inner", "_windows", "_lazy")}
@@ -177,12 +163,9 @@ class Leveled(torch.optim.Optimizer):
     def _only_makes_state(self) -> bool:
         """Whether this is the step of zeros at lr 0 by which torch's distributed checkpoints make state where they find
         none: it counts as no step, because `state_dict` makes it."""
-        groups = self.param_groups
-        if self.state or any(group["commits"] for group in groups):
+        if self.state or any(group["commits"] or group.get("lr", 1) != 0 for group in self.param_groups):
             return False
-        if any(group.get("lr", 1) != 0 for group in groups):
-            return False
-        grads = [p.grad for group in groups for p in group["params"] if p.requires_grad]
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.requires_grad]
         return not any(grad is None or bool(grad.any()) for grad in grads)
 
     @torch.no_grad()
@@ -221,13 +204,18 @@ class Leveled(torch.optim.Optimizer):
         group["elapsed"] += 1
         if not _single(group):
             for parameter in dict.fromkeys(group["params"]):
-                if parameter.grad is not None:
+                if (grad := parameter.grad) is not None:
                     window = self._windows.get(parameter)
-                    self._windows[parameter] = added(window, parameter.grad)
+                    wide = grad.detach().to(state_dtype(grad, "full"), copy=window is None)  # half is summed in float32
+                    if window is not None:
+                        wide = wide + window if window.is_sparse else window.add_(wide)
+                    self._windows[parameter] = wide
         return group["elapsed"] >= group["period"]
 
     def _commit(self, due: list[Group]) -> None:
         """One step of the wrapped optimiser for the groups that are due."""
+        if not due:
+            return
         with self._lent(due):
             for group in due:
                 if not _single(group):
@@ -290,14 +278,6 @@ def check_level(group: Group) -> None:
             f"differentiable=True with period={group['period']}: a window keeps no graph of its steps; "
             "use period=1 for this group"
         )
-
-
-def added(window: Tensor | None, grad: Tensor) -> Tensor:
-    """A window, with one more gradient; half precision is summed in float32."""
-    wide = grad.detach().to(state_dtype(grad, "full"), copy=window is None)
-    if window is None:
-        return wide
-    return wide + window if window.is_sparse else window.add_(wide)
 
 
 def add_windows(optimizer: Any, state: dict[str, Any]) -> None:

@@ -15,8 +15,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from hecate.checks import expect_choice
 from hecate.errors import ConfigError, ShapeError, StabilityWarning, shorten
-from hecate.optim.base import MatrixOptimizer
+from hecate.optim.base import MatrixOptimizer, State
 from hecate.optim.options import Group, warn
 from hecate.optim.tensors import as_matrix, largest, outline, tamed
 from hecate.phi import FeatureMap, OddLift, Params
@@ -40,27 +41,36 @@ def choose(feature_map: FeatureMap) -> LiftName:
     return "pinv" if traits.decodes or traits.forgets_length else "vjp"
 
 
-def choose_scale(feature_map: FeatureMap, lift: str) -> Scale:
-    """What `input_scale="auto"` means: none where updates descend at gradients of any length, which are those of maps
-    of degree 1 and, taken as they are, of componentwise ones of bounded slope; else restored."""
+def resolve(group: Group, widths: list[int]) -> None:
+    """Says in a group what `auto` means; refuses a lift that the map does not have at these widths.
+
+    input_scale: none where updates descend at gradients of any length, which are those of maps of degree 1 and, taken
+    as they are, of componentwise ones of bounded slope, and for literal phi; else restored.
+    """
+    feature_map = map_of(group)
     traits = feature_map.traits()
-    steady = lift == "identity" and traits.componentwise and traits.bounded_slope
-    return "none" if steady or traits.degree == 1 else "restored"
-
-
-def refuse_lift(feature_map: FeatureMap, lift: str, width: int) -> None:
-    """Refuses a lift that this map does not have at this width."""
-    d_phi = feature_map.output_dim(width)
-    if lift == "identity" and d_phi != width:
-        raise ConfigError(
-            f"lift 'identity' needs as many features as columns, {feature_map.kind!r} makes {d_phi}"
-            f" of {width}; use 'vjp', 'pinv' or 'learned'"
-        )
-    if lift == "prefix" and feature_map.traits().linear_at is None:
-        raise ConfigError(
-            "lift 'prefix' reads the features of degree 1 of a polynomial, got "
-            f"{feature_map.kind!r}; use 'vjp' or 'pinv'"
-        )
+    if group["lift"] == "auto":
+        group["lift"] = choose(feature_map)
+    lift = group["lift"]
+    expect_choice(lift, "lift", ("identity", "vjp", "pinv", "learned", "prefix", "callable"))
+    if group["input_scale"] == "auto":
+        steady = lift == "identity" and traits.componentwise and traits.bounded_slope
+        literal = not (group["center"] or group["odd"])
+        group["input_scale"] = "none" if steady or traits.degree == 1 or literal else "restored"
+    if group["ridge"] is None:
+        group["ridge"] = 1e-6 if lift == "learned" else 0.0
+    for width in widths:
+        d_phi = feature_map.output_dim(width)
+        if lift == "identity" and d_phi != width:
+            raise ConfigError(
+                f"lift 'identity' needs as many features as columns, {feature_map.kind!r} makes {d_phi}"
+                f" of {width}; use 'vjp', 'pinv' or 'learned'"
+            )
+        if lift == "prefix" and traits.linear_at is None:
+            raise ConfigError(
+                "lift 'prefix' reads the features of degree 1 of a polynomial, got "
+                f"{feature_map.kind!r}; use 'vjp' or 'pinv'"
+            )
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,7 @@ class RowMap:
     zero: Tensor | None = None
     mask: bool = False
     gain: float = 1.0  # |u| / |g| of Gaussian rows, divided out
+    error: float | None = None  # of the decoder that `calibrated` made
 
     def features(self, g: Tensor) -> tuple[Tensor, Any]:
         """phi~(g) `[n, d_phi]`, and the residuals of phi's VJP."""
@@ -123,20 +134,28 @@ class RowMap:
         return self.back(features, g, residuals)
 
     def with_params(self, params: Params, like: Tensor) -> RowMap:
-        """The same map with other parameters, for rows like `like` `[*, columns]`."""
+        """The same map with other parameters, for rows in the dtype and on the device of `like` `[*, columns]`."""
+        params = {
+            "learned": {name: value.to(like) for name, value in params["learned"].items()},
+            "frozen": {name: value.to(like) for name, value in params["frozen"].items()},
+        }
         if not self.centre or self.feature_map.parity == "odd":
             return replace(self, params=params)
         numbers = self.feature_map.traits().componentwise
-        origin = like.new_zeros((PROBE,) if numbers else (1, like.shape[-1]))
-        zero = self.feature_map(origin, params)[0]
-        settled = numbers and bool((self.feature_map(origin, params) == zero).all())
-        nothing = settled and zero.item() == 0
-        return replace(self, params=params, zero=None if nothing else zero, mask=not settled)
+        zeros = self.feature_map(like.new_zeros((PROBE,) if numbers else (1, like.shape[-1])), params)
+        settled = numbers and bool((zeros == zeros[0]).all())
+        nothing = settled and zeros[0].item() == 0
+        return replace(self, params=params, zero=None if nothing else zeros[0], mask=not settled)
 
 
 def acts_on_numbers(feature_map: FeatureMap, lift: str, scale: str) -> bool:
     """Whether P phi~ of a number depends on that number alone."""
     return lift in ("identity", "vjp") and scale == "none" and feature_map.traits().componentwise
+
+
+def by_number(group: Group) -> bool:
+    """Whether P phi~ of a number depends on that number alone, by a group's options."""
+    return acts_on_numbers(map_of(group), group["lift"], group["input_scale"])
 
 
 def scaled(g: Tensor, scale: Scale) -> Tensor:
@@ -150,14 +169,6 @@ def length(g: Tensor) -> Tensor:
     """|row|, `[..., 1]`, at any size that the dtype has; 1 for a row of zeros."""
     size = largest(g, -1)
     return size * (g / size).norm(dim=-1, keepdim=True).clamp(min=1)
-
-
-def placed(params: Params, like: Tensor) -> Params:
-    """Parameters in the dtype and on the device of `like`."""
-    return {
-        "learned": {name: value.to(like) for name, value in params["learned"].items()},
-        "frozen": {name: value.to(like) for name, value in params["frozen"].items()},
-    }
 
 
 def checksum(params: Params) -> str:
@@ -180,19 +191,15 @@ def calibrated(row_map: RowMap, width: int, seed: int, ridge: float) -> tuple[Te
     count = max(256, 4 * d_phi)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(2 * count, width, dtype=torch.float64, generator=generator)
-    with torch.no_grad():
-        features = row_map.features(rows)[0]
-        rows = row_map.target(rows)
-        fit, seen = features[:count], rows[:count]
-        gram = fit.T @ fit / count
-        if ridge:
-            gram = gram + ridge * torch.eye(d_phi, dtype=torch.float64)
-        decoder = torch.linalg.pinv(gram, hermitian=True) @ (fit.T @ seen / count)
-        missed = features[count:] @ decoder - rows[count:]
+    features, rows = row_map.features(rows)[0], row_map.target(rows)
+    fit, seen = features[:count], rows[:count]
+    gram = fit.T @ fit / count + ridge * torch.eye(d_phi, dtype=torch.float64)
+    decoder = torch.linalg.pinv(gram, hermitian=True) @ (fit.T @ seen / count)
+    missed = features[count:] @ decoder - rows[count:]
     return decoder, float(missed.norm() / rows[count:].norm())
 
 
-def learn_lift(state: dict[str, Tensor], features: Tensor, rows: Tensor, forget: float, ridge: float) -> Tensor:
+def learn_lift(state: State, features: Tensor, rows: Tensor, forget: float, ridge: float) -> Tensor:
     """P = argmin sum_s forget^(t-s) |phi~(g_s) P - g_s|^2 + ridge tr(A)/d_phi |P|^2, `[d_phi, c]`.
 
     Recursive least squares by its normal equations: A <- forget A + Phi^T Phi, B <- forget B + Phi^T G, P = (A + ridge
@@ -203,19 +210,28 @@ def learn_lift(state: dict[str, Tensor], features: Tensor, rows: Tensor, forget:
     kept = torch.where((features != 0).any(), forget, 1.0)
     gram.mul_(kept).add_(features.mT @ features)
     cross.mul_(kept).add_(features.mT @ rows)
-    size = gram.shape[0]
-    floor = torch.finfo(gram.dtype).tiny
-    damping = ridge * gram.diagonal().sum() / size + floor
-    return torch.linalg.solve(gram + damping * torch.eye(size).to(gram), cross)
+    damping = ridge * gram.diagonal().sum() / len(gram) + torch.finfo(gram.dtype).tiny
+    return torch.linalg.solve(gram + damping * torch.eye(len(gram)).to(gram), cross)
 
 
-def own_phi(row_map: RowMap, state: dict[str, Tensor], like: Tensor) -> RowMap:
+def own_phi(row_map: RowMap, state: State, like: Tensor) -> RowMap:
     """The map with the learned parameters that this state holds."""
     learned = {name.removeprefix(PHI): value for name, value in state.items() if name.startswith(PHI)}
     return row_map.with_params({**row_map.params, "learned": learned}, like)
 
 
-def learn_phi(row_map: RowMap, state: dict[str, Tensor], g: Tensor, lr: float) -> None:
+def taught(row_map: RowMap, state: State, g: Tensor, group: Group) -> tuple[RowMap, Tensor, Any]:
+    """The map with what a state has learned, its lift from these rows as well; and their `features`."""
+    if group["phi_lr"]:
+        row_map = own_phi(row_map, state, g)
+    features, residuals = row_map.features(g)
+    if GRAM in state:
+        decoder = learn_lift(state, features, row_map.target(g), group["forget"], group["ridge"])
+        row_map = replace(row_map, decoder=decoder.to(g))
+    return row_map, features, residuals
+
+
+def learn_phi(row_map: RowMap, state: State, g: Tensor, lr: float) -> None:
     """One step of phi's learned parameters down |P phi~(g) - g|^2 / (2 |g|^2), P held fixed.
 
     [OPT-PHI-D4]
@@ -252,13 +268,24 @@ class PhiOptimizer(MatrixOptimizer):
                     "phi_params must map widths of rows to parameters of phi as its init gives "
                     f"them, got {shorten(width)}: {shorten(params)}"
                 )
-        self._maps: dict[tuple[Any, ...], tuple[RowMap, float | None]] = {}
+        self._maps: dict[tuple[Any, ...], RowMap] = {}
         self._call: Call | None = given.get("lift") if callable(given.get("lift")) else None
         if self._call is not None:
             given["lift"] = "callable"
         if isinstance(seed := given["seed"], torch.Generator):
             given["seed"] = int(torch.randint(1 << 62, (), generator=seed))
         return super().prepared(given)
+
+    def learning(self, group: Group, like: Tensor) -> State:
+        """What a lift and phi learn with; draws and calibrates now, not in a step."""
+        row_map, state = self.row_map(group, like), State()
+        if row_map.lift == "learned":
+            d_phi = row_map.feature_map.output_dim(like.shape[-1])
+            state[GRAM] = like.new_zeros(d_phi, d_phi, dtype=torch.float64)
+            state[CROSS] = like.new_zeros(d_phi, like.shape[-1], dtype=torch.float64)
+        if group.get("phi_lr"):
+            state |= {f"{PHI}{name}": value.clone() for name, value in row_map.params["learned"].items()}
+        return state
 
     def rows_of(self, x: Tensor, group: Group) -> Tensor:
         """The matrix whose rows go through phi."""
@@ -281,7 +308,6 @@ class PhiOptimizer(MatrixOptimizer):
         group["phi_checksums"] = {str(width): checksum(self.drawn(group, width)) for width in self.widths(group)}
 
     def agree(self, group: Group, other: Group) -> None:
-        """Refuses a checkpoint of other options, or whose draws this seed no longer gives."""
         super().agree(group, other)
         theirs = other.get("phi_checksums", {})
         for width, digits in group["phi_checksums"].items():
@@ -299,7 +325,7 @@ class PhiOptimizer(MatrixOptimizer):
 
     def decode_errors(self) -> dict[int, float]:
         """By row width: what share of a Gaussian row the lift `pinv` misses."""
-        return {key[1]: error for key, (_, error) in self._maps.items() if error is not None}
+        return {key[1]: made.error for key, made in self._maps.items() if made.error is not None}
 
     def row_map(self, group: Group, like: Tensor) -> RowMap:
         """The map of rows as wide as those of `like`, in its dtype and on its device."""
@@ -307,27 +333,25 @@ class PhiOptimizer(MatrixOptimizer):
         key = (str([group.get(name) for name in MADE_OF]), width, like.dtype, like.device)
         if key not in self._maps:
             self._maps[key] = self._built(group, like)
-        found = self._maps[key][0]
+        found = self._maps[key]
         if group["differentiable"]:  # parameters that autograd follows, phi(0) with them
-            found = found.with_params(placed(self.drawn(group, width), like), like)
+            found = found.with_params(self.drawn(group, width), like)
         return found
 
-    def _built(self, group: Group, like: Tensor) -> tuple[RowMap, float | None]:
-        width = like.shape[-1]
-        exact = self.drawn(group, width)
+    @torch.no_grad()
+    def _built(self, group: Group, like: Tensor) -> RowMap:
+        exact = self.drawn(group, like.shape[-1])
         how = {"centre": group["center"], "scale": group["input_scale"], "call": self._call}
         made = RowMap(map_of(group), exact, group.get("lift", "none"), **how)
-        error = None
         if made.lift == "pinv":
-            made, error = self._decoded(group, made, like)
+            made = self._decoded(group, made, like)
         elif made.scale == "restored" and made.lift in ("identity", "vjp"):
             made = self._gauged(group, made, like)
-        with torch.no_grad():
-            return made.with_params(placed(exact, like), like), error
+        return made.with_params(exact, like)
 
-    def _decoded(self, group: Group, made: RowMap, like: Tensor) -> tuple[RowMap, float]:
+    def _decoded(self, group: Group, made: RowMap, like: Tensor) -> RowMap:
         width = like.shape[-1]
-        exact = _on_cpu(made, width, torch.float64)
+        exact = made.with_params(made.params, torch.zeros(1, width, dtype=torch.float64))
         decoder, error = calibrated(exact, width, group["seed"], group["ridge"])
         if error > group["max_decode_error"]:
             advice = "input_scale='restored', " if made.scale == "none" else ""
@@ -346,7 +370,7 @@ class PhiOptimizer(MatrixOptimizer):
                 f"{(slack / error) ** 2:.2g}; use more features, a wider bandwidth, less momentum or a lower lr",
                 StabilityWarning,
             )
-        return replace(made, decoder=decoder.to(like)), error
+        return replace(made, decoder=decoder.to(like), error=error)
 
     def _gauged(self, group: Group, made: RowMap, like: Tensor) -> RowMap:
         """The map with updates as long as 32 seeded Gaussian rows; warns where they do not descend.
@@ -356,8 +380,7 @@ class PhiOptimizer(MatrixOptimizer):
         width = like.shape[-1]
         generator = torch.Generator().manual_seed(group["seed"])
         rows = torch.randn((32, width), dtype=torch.float64, generator=generator).to(like.dtype)
-        with torch.no_grad():
-            updates, rows = _on_cpu(made, width, like.dtype)(rows).double(), rows.double()
+        updates, rows = made.with_params(made.params, rows)(rows).double(), rows.double()
         power = float(updates.norm() * rows.norm())
         cosine = float((updates * rows).sum() / power) if power > 0 else 0.0
         if cosine < LEAST_COSINE:
@@ -373,13 +396,6 @@ class PhiOptimizer(MatrixOptimizer):
             return self._given[width]
         generator = torch.Generator().manual_seed(group["seed"])
         return map_of(group).init(width, generator=generator, dtype=torch.float64, device="cpu")
-
-
-def _on_cpu(made: RowMap, width: int, dtype: torch.dtype) -> RowMap:
-    """The map where it is calibrated, alike on every device."""
-    like = torch.zeros(1, width, dtype=dtype)
-    with torch.no_grad():
-        return made.with_params(placed(made.params, like), like)
 
 
 def map_of(group: Group) -> FeatureMap:

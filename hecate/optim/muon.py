@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.algorithm import NewtonSchulz
+from hecate.algorithm import Algorithm, NewtonSchulz
 from hecate.algorithm.newton_schulz import POLYNOMIALS, Coefficients, iterated
 from hecate.checks import expect_choice
 from hecate.errors import ConfigError
@@ -23,13 +23,7 @@ HELD = "momentum"
 FAST, SLOW, UPDATE, WINDOW, SQUARE, STEP = "fast", "slow", "slow_update", "slow_window", "square", "step"
 
 
-def newton_schulz(
-    matrix: Tensor,
-    coefficients: Coefficients = POLYNOMIALS["quintic"],
-    steps: int = 5,
-    eps: float = 1e-7,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def newton_schulz(matrix: Tensor, coefficients: Coefficients, steps: int, eps: float, dtype: Any = None) -> Tensor:
     """NS(U) `[..., r, c]`: singular values of U / max(|U|_F, eps) towards 1. [OPT-ORTH-D1]
 
     Zero stays zero. `dtype` is that of the iteration, None the matrix's own. Acts on the whole matrix: rows of a shard
@@ -47,11 +41,11 @@ def newton_schulz(
     return (x.mT if tall else x).to(matrix.dtype)
 
 
-def settings(given: bool | Mapping[str, Any] | NewtonSchulz | None) -> dict[str, Any] | None:
+def settings(given: bool | Mapping[str, Any] | Algorithm | None) -> dict[str, Any] | None:
     """An option `orthogonalize` as plain values: None, or the fields of `NewtonSchulz`."""
     if given is None or given is False:
         return None
-    if not (given is True or isinstance(given, Mapping | NewtonSchulz)):
+    if not (given is True or isinstance(given, Mapping | Algorithm)):
         raise ConfigError(f"orthogonalize must be a bool or fields of NewtonSchulz, got {given!r}")
     made = NewtonSchulz(**({} if given is True else dict(given)))
     for name in ("lr", "momentum"):
@@ -73,27 +67,21 @@ def orthogonalised(u: Tensor, group: Group) -> Tensor:
     return found.reshape(u.shape)
 
 
-class SpectralOptions(OptimizerKind):
-    """Of optimisers that orthogonalise by `muon_steps`."""
-
-    ns_coefficients: Literal["quintic", "cubic"] = "quintic"
-    ns_steps: int = Field(5, ge=1, le=99)
-    ns_dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
-    eps: Positive = 1e-7
-    adjust_lr_fn: Literal["original", "match_rms_adamw", "none"] = "original"
-    matrix: MatrixView = "flatten"
-
-
 class SpectralOptimizer(MatrixOptimizer):
     """An optimiser of whole matrices, whose steps `muon_steps` makes and `ratio` scales."""
 
-    class Extras(MatrixOptimizer.Extras):
-        """Arguments of the constructor alone, or of wider types there."""
+    class Options(OptimizerKind):
+        ns_coefficients: Literal["quintic", "cubic"] = "quintic"
+        ns_steps: int = Field(5, ge=1, le=99)
+        ns_dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
+        eps: Positive = 1e-7
+        adjust_lr_fn: Literal["original", "match_rms_adamw", "none"] = "original"
+        matrix: MatrixView = "flatten"
 
+    class Extras(MatrixOptimizer.Extras):
         ns_coefficients: Any = "quintic"
 
     def check(self, group: Group) -> None:
-        """Refuses options that `muon_steps` and `ratio` cannot take."""
         if isinstance(group["ns_dtype"], torch.dtype):
             group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")
         group["adjust_lr_fn"] = group["adjust_lr_fn"] or "original"
@@ -101,7 +89,11 @@ class SpectralOptimizer(MatrixOptimizer):
         given = group["ns_coefficients"]
         if isinstance(given, str):
             expect_choice(given, "ns_coefficients", tuple(POLYNOMIALS))
-        elif not (isinstance(given, tuple | list) and len(given) == 3 and all(map(_is_finite, given))):
+        elif not (
+            isinstance(given, tuple | list)
+            and len(given) == 3
+            and all(isinstance(x, int | float) and math.isfinite(x) for x in given)
+        ):
             raise ConfigError(f"ns_coefficients must be three numbers or one of {list(POLYNOMIALS)}, got {given}")
         if not group["eps"]:
             raise ConfigError("eps must be above 0: a zero matrix is divided by it")
@@ -132,10 +124,6 @@ def ratio(u: Tensor, group: Group) -> float:
     return 0.2 * math.sqrt(max(rows, columns)) if group["adjust_lr_fn"] == "match_rms_adamw" else 1.0
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 class Muon(SpectralOptimizer):
     """muon: m <- momentum m + (1 - momentum) g, w <- (1 - lr weight_decay) w - lr a NS(u).
 
@@ -151,15 +139,11 @@ class Muon(SpectralOptimizer):
     [OPT-MUON-D1]
     """
 
-    class Options(SpectralOptions):
-        """Fields of a file, and arguments of the constructor."""
-
+    class Options(SpectralOptimizer.Options):
         momentum: Share = 0.95
         nesterov: bool = True
 
     class Extras(SpectralOptimizer.Extras):
-        """Arguments of the constructor alone, or of wider types there."""
-
         weight_decay: NonNegative = 0.1
 
     held = (HELD,)
@@ -168,7 +152,6 @@ class Muon(SpectralOptimizer):
     )  # fmt: skip
 
     def check(self, group: Group) -> None:
-        """Refuses vectors."""
         super().check(group)
         for p in group["params"]:
             if p.ndim < 2:
@@ -178,7 +161,6 @@ class Muon(SpectralOptimizer):
                 )
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """Averages the gradients, orthogonalises, and moves the weights."""
         held = [state[HELD] for state in states]
         bulk = Bulk(group, held)
         lr, momentum = bulk.number(group["lr"]), bulk.number(group["momentum"])
@@ -213,9 +195,7 @@ class M3(SpectralOptimizer):
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1. [OPT-M3-D1]
     """
 
-    class Options(SpectralOptions):
-        """Fields of a file, and arguments of the constructor."""
-
+    class Options(SpectralOptimizer.Options):
         momentum: Share = 0.95
         slow_momentum: Share = 0.9
         slow: NonNegative = 0.5
@@ -225,8 +205,6 @@ class M3(SpectralOptimizer):
         retain: Share = 0.99
 
     class Extras(SpectralOptimizer.Extras):
-        """Arguments of the constructor alone, or of wider types there."""
-
         vectors: Literal["adam", "row"] = "adam"
 
     positional = ("lr", "momentum", "slow_momentum", "slow", "slow_period")
@@ -235,7 +213,6 @@ class M3(SpectralOptimizer):
     )  # fmt: skip
 
     def check(self, group: Group) -> None:
-        """Refuses a second moment that is never written."""
         super().check(group)
         scaled = [p for p in group["params"] if _keeps_square(p, group)]
         if scaled and group["accumulate"] != "sum" and group["retain"] == 1:
@@ -244,7 +221,6 @@ class M3(SpectralOptimizer):
             )
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
-        """Zero averages and a step of 0."""
         names = [FAST, SLOW, UPDATE]
         names += [WINDOW] if group["accumulate"] != "ema_last" else []
         names += [SQUARE] if _keeps_square(p, group) else []
@@ -252,12 +228,14 @@ class M3(SpectralOptimizer):
         return state | {STEP: torch.zeros((), dtype=torch.int64)}
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """Moves both averages, orthogonalises what moved, and moves the weights."""
         bulk = Bulk(group, [states[0][FAST]])
         lr, slow = bulk.number(group["lr"]), bulk.number(group["slow"])
         grads = [g.to(state[FAST].dtype) for g, state in zip(grads, states, strict=True)]
         put(group, states, STEP, [state[STEP] + 1 for state in states])
-        self._second(group, bulk, grads, states)
+        if kept := [(g, state) for g, state in zip(grads, states, strict=True) if SQUARE in state]:
+            # With infinity an average would be NaN from then on.
+            squares = [(g * g).clamp(max=torch.finfo(g.dtype).max) for g, _ in kept]
+            self._write(group, bulk, [state for _, state in kept], SQUARE, squares, group["retain"])
         self._slow(group, bulk, grads, states)
         self._write(group, bulk, states, FAST, grads, group["momentum"])
         fast = self._outputs(group, states, FAST, [int(state[STEP]) for state in states])
@@ -275,12 +253,6 @@ class M3(SpectralOptimizer):
         xs, rate = [state[key] for state in states], bulk.number(rate)
         summed = group["accumulate"] == "sum"
         put(group, states, key, bulk.add(xs, ys, rate) if summed else bulk.lerp(xs, ys, 1 - rate))
-
-    def _second(self, group: Group, bulk: Bulk, grads: list[Tensor], states: list[State]) -> None:
-        held = [(_square(g), state) for g, state in zip(grads, states, strict=True) if SQUARE in state]
-        if held:
-            squares, kept = [s for s, _ in held], [state for _, state in held]
-            self._write(group, bulk, kept, SQUARE, squares, group["retain"])
 
     def _slow(self, group: Group, bulk: Bulk, grads: list[Tensor], states: list[State]) -> None:
         """Adds to the window; at its end moves the slow average and orthogonalises it."""
@@ -321,11 +293,6 @@ class M3(SpectralOptimizer):
         summed = group["accumulate"] == "sum"
         scale = 1 if summed else 1 - group["retain"] ** int(state[STEP])
         return (state[SQUARE] / scale).sqrt() + group["eps"]
-
-
-def _square(g: Tensor) -> Tensor:
-    """g^2, at most the largest number: an average with infinity would be NaN from then on."""
-    return (g * g).clamp(max=torch.finfo(g.dtype).max)
 
 
 def _as_vector(p: Tensor, group: Group) -> bool:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from hecate.checks import expect_choice
 from hecate.errors import ConfigError
-from hecate.optim.sharding import is_sharded
 from hecate.tape.bridge import can_inspect
-from hecate.variant import Config, Variant
+from hecate.variant import Variant
 
 Group = dict[str, Any]
 Named = list[tuple[str, nn.Parameter]]
@@ -50,21 +49,6 @@ class OptimizerKind(Variant, family="optimizer"):
     def options(self) -> Group:
         """The arguments of `factory`."""
         return {name: getattr(self, name) for name in sorted(type(self).model_fields.keys() - {"kind", "fallback"})}
-
-
-class Extras(Config):
-    """Options that a constructor has beside the fields of a file."""
-
-    lr: NonNegative = 1e-3
-    weight_decay: NonNegative = 0.0
-    maximize: bool = False
-    foreach: bool | None = None
-    differentiable: bool = False
-    on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
-    state_dtype: Literal["full", "parameter"] = "full"
-    matrix: MatrixView = "flatten"
-    capturable: bool = False
-    fused: bool | None = None
 
 
 class Allowed(NamedTuple):
@@ -138,18 +122,6 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(("hecate.optim", "torch.")):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level + 1)
-
-
-def refuse_parameter(owner: str, p: Tensor, group: Group) -> None:
-    """Refuses parameters that no optimiser here can update, by name."""
-    if not p.is_floating_point() or p.layout != torch.strided:
-        what = f"{p.dtype}" if p.layout == torch.strided else f"{p.layout}"
-        raise ConfigError(
-            f"{owner} updates dense real parameters, got {what} for {name_of(group, p)}; "
-            "give it to another optimiser (complex ones as torch.view_as_real)"
-        )
-    if is_sharded(p) and group["differentiable"]:
-        raise ConfigError(f"differentiable=True takes whole parameters, {name_of(group, p)} is not")
 
 
 def name_of(group: Group, p: Tensor) -> str:

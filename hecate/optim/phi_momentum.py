@@ -1,42 +1,27 @@
-"""Momentum that accumulates features of the gradient."""
+"""Momentum that accumulates features of the gradient: as rows, or in a matrix memory that the gradient reads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.checks import expect_choice
 from hecate.errors import ConfigError, NonFiniteError
 from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
-from hecate.optim.lift import (
-    CROSS,
-    GRAM,
-    PHI,
-    LiftName,
-    PhiOptimizer,
-    RowMap,
-    Scale,
-    acts_on_numbers,
-    choose,
-    choose_scale,
-    learn_lift,
-    learn_phi,
-    map_of,
-    own_phi,
-    refuse_lift,
-)
+from hecate.optim.lift import LiftName, PhiOptimizer, RowMap, Scale, by_number, learn_phi, map_of, resolve, taught
 from hecate.optim.muon import HELD, orthogonalised, settings
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
 from hecate.optim.sharding import is_spread, like, local, rows_are_whole
-from hecate.optim.tensors import BLOCK, CACHE, Bulk, as_matrix, blocks, grouped, outline, pointwise
+from hecate.optim.tensors import Bulk, Tensors, as_matrix, blocks, grouped, outline, pointwise, state_dtype
 from hecate.phi import FeatureMap, Identity
 
+Change = Callable[[Tensors], Tensors]
 IDENTITY = Identity()
+MEMORY = "memory"  # in the state of a parameter
 SQUARE, ROWS, COLUMNS = "square", "kronecker_rows", "kronecker_columns"
 WIDEST = 8192  # the largest side of a matrix whose kronecker factors are still kept
 PRECONDITIONED = ("precondition", ("diagonal", "kronecker"))
@@ -84,8 +69,6 @@ class PhiMomentum(PhiOptimizer):
     """
 
     class Options(OptimizerKind):
-        """Fields of a file, and arguments of the constructor."""
-
         kind: Literal["phi_momentum"] = "phi_momentum"
         momentum: Share = 0.9
         feature_map: FeatureMap = IDENTITY
@@ -111,13 +94,12 @@ class PhiMomentum(PhiOptimizer):
         matrix: MatrixView = "flatten"
 
     class Extras(MatrixOptimizer.Extras):
-        """Arguments of the constructor alone, or of wider types there."""
-
         lift: Any = "auto"
         input_scale: Scale | Literal["auto"] = "auto"
         orthogonalize: Any = False
         phi_params: Any = None
 
+    _guarded: int | Tensor = 0
     held = (HELD,)
     positional = ("lr", "momentum", "feature_map", "lift", "center")
     structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "space", "precondition")
@@ -129,21 +111,17 @@ class PhiMomentum(PhiOptimizer):
         "eps": PRECONDITIONED,
     }
 
-    def prepared(self, given: Group) -> Group:
-        """With no row guarded so far."""
-        self._guarded: int | Tensor = 0
-        return super().prepared(given)
-
     @property
     def stats(self) -> dict[str, int]:
         """`guarded`: how many rows the guard has changed so far."""
         return {"guarded": int(self._guarded)}
 
     def check(self, group: Group) -> None:
-        """Refuses options that mean nothing together."""
         group["orthogonalize"] = settings(group["orthogonalize"])
         super().check(group)
-        self._check_lift(group)
+        if group["lift"] == "callable" and self._call is None:
+            raise ConfigError("lift 'callable' needs the function itself: pass it as lift=")
+        resolve(group, self.widths(group))
         if group["nesterov"] and group["dampening"]:
             raise ConfigError("nesterov needs dampening 0; leave one of them out")
         hope, phi = group["form"] == "hope", group["space"] == "phi"
@@ -157,24 +135,6 @@ class PhiMomentum(PhiOptimizer):
                 "guard judges the update of one gradient, space 'phi' has only that of all; "
                 "use space 'weight' or guard 'none'"
             )
-        self._check_learning(group)
-
-    def _check_lift(self, group: Group) -> None:
-        feature_map = map_of(group)
-        if group["lift"] == "auto":
-            group["lift"] = choose(feature_map)
-        if group["input_scale"] == "auto":
-            printed = not (group["center"] or group["odd"])
-            group["input_scale"] = "none" if printed else choose_scale(feature_map, group["lift"])
-        if group["ridge"] is None:
-            group["ridge"] = 1e-6 if group["lift"] == "learned" else 0.0
-        expect_choice(group["lift"], "lift", ("identity", "vjp", "pinv", "learned", "prefix", "callable"))
-        if group["lift"] == "callable" and self._call is None:
-            raise ConfigError("lift 'callable' needs the function itself: pass it as lift=")
-        for width in self.widths(group):
-            refuse_lift(feature_map, group["lift"], width)
-
-    def _check_learning(self, group: Group) -> None:
         drawn = [self.drawn(group, width)["learned"] for width in self.widths(group)]
         if group["phi_lr"] and drawn and not any(drawn):
             raise ConfigError(
@@ -185,9 +145,9 @@ class PhiMomentum(PhiOptimizer):
             "lift 'learned'": group["lift"] == "learned",
             "precondition 'kronecker'": group["precondition"] == "kronecker",
         }
-        inner = [name for name, used in learned.items() if used]
-        if inner and group["differentiable"]:
-            raise ConfigError(f"differentiable=True does not reach through {inner[0]}; leave it out")
+        for name, used in learned.items():
+            if used and group["differentiable"]:
+                raise ConfigError(f"differentiable=True does not reach through {name}; leave it out")
         for p in group["params"]:
             sides = as_matrix(outline(p), group["matrix"]).shape
             if group["precondition"] == "kronecker" and max(sides) > WIDEST:
@@ -200,8 +160,8 @@ class PhiMomentum(PhiOptimizer):
         """Where parts of a spread parameter do not suffice: rows cut apart, or sums over rows."""
         if not is_spread(p):
             return False
-        sums = group["orthogonalize"] or group["precondition"] == "kronecker"
-        if sums or group["phi_lr"] or group["lift"] == "learned":
+        learned = group["phi_lr"] or group["lift"] == "learned"
+        if learned or group["orthogonalize"] or group["precondition"] == "kronecker":
             return True
         if group["space"] == "phi":
             return not _rows_first(p, group)
@@ -210,21 +170,14 @@ class PhiMomentum(PhiOptimizer):
         return not rows_are_whole(p, group["matrix"])
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
-        """Zero momentum, and what the lift, phi and the preconditioner learn."""
         state = super().fresh_state(p, group)
         height, width = as_matrix(outline(p), group["matrix"]).shape
         rows = local(state[HELD]).new_empty(0, width)
-        d_phi = map_of(group).output_dim(width)
-        row_map = self.row_map(group, rows)  # draws and calibrates now, not in a step
+        state |= self.learning(group, rows)
         if group["space"] == "phi":
-            features = rows.new_zeros(height, d_phi)  # on every process, unless placed as p
+            features = rows.new_zeros(height, map_of(group).output_dim(width))  # on every process, unless placed as p
             placed = _rows_first(p, group)
             state[HELD] = like(p, features[: local(p).shape[0]]) if placed else features
-        if group["lift"] == "learned":
-            exact = rows.to(torch.float64)
-            state |= {GRAM: exact.new_zeros(d_phi, d_phi), CROSS: exact.new_zeros(d_phi, width)}
-        if group["phi_lr"]:
-            state |= {f"{PHI}{name}": value.clone() for name, value in row_map.params["learned"].items()}
         if group["precondition"] == "diagonal":
             state[SQUARE] = zeros_like_state(p, group)
         if group["precondition"] == "kronecker":
@@ -232,21 +185,18 @@ class PhiMomentum(PhiOptimizer):
         return state
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """Writes phi~ of the gradients into the momentum and moves the weights by it."""
         held = [state[HELD] for state in states]
         bulk = Bulk(group, held)
         more = group["precondition"] == "kronecker" or group["orthogonalize"] or group["guard"] != "none"
         if group["space"] == "weight" and not more and by_number(group):
             self._by_number(group, bulk, params, grads, states)
             return
-        rows = Rowwise(group, bulk, states, lambda like: self.row_map(group, like))
+        rows = Rowwise(group, bulk, states, partial(self.row_map, group))
         held = _step(group, bulk, rows.enter, rows.leave, params, grads, held)
         self._guarded = self._guarded + rows.guarded
         put(group, states, HELD, held)
 
-    def _by_number(
-        self, group: Group, bulk: Bulk, params: list[Tensor], grads: list[Tensor], states: list[State]
-    ) -> None:
+    def _by_number(self, group: Group, bulk: Bulk, params: Tensors, grads: Tensors, states: list[State]) -> None:
         """Where an update needs no more than each number's phi, momentum and mean square, so that shapes do not matter.
 
         In blocks that stay in the cache from phi to the weights, where nothing needs a graph.
@@ -255,30 +205,21 @@ class PhiMomentum(PhiOptimizer):
         plain = row_map.feature_map == IDENTITY
         keys = [HELD, SQUARE] if group["precondition"] else [HELD]
         lists = (params, grads, *([state[key] for state in states] for key in keys))
-        squares: list[Tensor] = []
 
-        def enter(grads: list[Tensor]) -> list[Tensor]:
-            nonlocal squares
+        def enter(squares: list[Tensors], grads: Tensors) -> Tensors:
             updates = grads
             if not plain:
                 updates = pointwise(row_map, grads) if bulk.foreach else [row_map(g) for g in grads]
             if squares:
-                updates, squares = diagonal(bulk, squares, updates, group["retain"], group["eps"])
+                updates, squares[0] = diagonal(bulk, squares[0], updates, group["retain"], group["eps"])
             return updates
 
-        for some, slopes, held, *rest in (
-            blocks(lists, BLOCK if plain and len(keys) == 1 else CACHE) if bulk.foreach else [lists]
-        ):
-            squares = rest[0] if rest else []
-            moved = _step(group, bulk, enter, list, some, slopes, held)
+        temporaries = not plain or len(keys) > 1
+        for some, slopes, held, *squares in blocks(lists, temporaries) if bulk.foreach else [lists]:
+            moved = _step(group, bulk, partial(enter, squares), list, some, slopes, held)
         if not bulk.foreach:
-            for key, values in zip(keys, (moved, squares), strict=False):
+            for key, values in zip(keys, (moved, *squares), strict=True):
                 put(group, states, key, values)
-
-
-def by_number(group: Group) -> bool:
-    """Whether P phi~ of a number depends on that number alone."""
-    return acts_on_numbers(map_of(group), group["lift"], group["input_scale"])
 
 
 def _rows_first(p: Tensor, group: Group) -> bool:
@@ -295,6 +236,10 @@ class Batch(NamedTuple):
     row_map: RowMap
     features: Tensor
     residuals: Any
+
+    def back(self, held: Tensor) -> Tensor:
+        """P held, by the Jacobian at these rows."""
+        return self.row_map.back(held, self.rows, self.residuals)
 
 
 class Rowwise:
@@ -322,8 +267,7 @@ class Rowwise:
         if self.in_phi:
             written = self._spread([batch.features for batch in self.batches])
         else:
-            lifted = [self._guard(batch, self._back(batch, batch.features)) for batch in self.batches]
-            written = self._preconditioned(self._shaped(self._spread(lifted)))
+            written = self._updates([self._guard(batch, batch.back(batch.features)) for batch in self.batches])
         if self.group["phi_lr"]:
             for batch in self.batches:
                 state = self.states[batch.members[0]]
@@ -333,24 +277,12 @@ class Rowwise:
     def leave(self, held: list[Tensor]) -> list[Tensor]:
         """The lifted accumulator, preconditioned, where it lives in phi-space; orthogonalised."""
         if self.in_phi:
-            lifted = [self._back(batch, _joined([held[i] for i in batch.members])) for batch in self.batches]
-            held = self._preconditioned(self._shaped(self._spread(lifted)))
+            held = self._updates([batch.back(_joined([held[i] for i in batch.members])) for batch in self.batches])
         return [orthogonalised(u, self.group) for u in held]
 
     def _batch(self, members: list[int]) -> Batch:
         rows = _joined([self.matrices[i] for i in members])
-        row_map, state = self.map_for(rows), self.states[members[0]]
-        if self.group["phi_lr"]:
-            row_map = own_phi(row_map, state, rows)
-        features, residuals = row_map.features(rows)
-        if GRAM in state:
-            forget, ridge = self.group["forget"], self.group["ridge"]
-            decoder = learn_lift(state, features, row_map.target(rows), forget, ridge)
-            row_map = replace(row_map, decoder=decoder.to(rows))
-        return Batch(members, rows, row_map, features, residuals)
-
-    def _back(self, batch: Batch, held: Tensor) -> Tensor:
-        return batch.row_map.back(held, batch.rows, batch.residuals)
+        return Batch(members, rows, *taught(self.map_for(rows), self.states[members[0]], rows, self.group))
 
     def _guard(self, batch: Batch, update: Tensor) -> Tensor:
         """Rows that climb, <g, u> < 0, are left out or turned round."""
@@ -361,7 +293,9 @@ class Rowwise:
         self.guarded = self.guarded + climbs.sum()
         return torch.where(climbs, 0 if mode == "skip" else -update, update)
 
-    def _preconditioned(self, updates: list[Tensor]) -> list[Tensor]:
+    def _updates(self, lifted: Tensors) -> Tensors:
+        """Batches of rows as preconditioned updates in the shapes of gradients."""
+        updates = [m.reshape(shape) for m, shape in zip(self._spread(lifted), self.shapes, strict=True)]
         name, retain, eps = (self.group[k] for k in ("precondition", "retain", "eps"))
         if name is None:
             return updates
@@ -384,23 +318,14 @@ class Rowwise:
             found.update(zip(batch.members, value.split(counts), strict=True))
         return [found[i] for i in range(len(self.matrices))]
 
-    def _shaped(self, matrices: list[Tensor]) -> list[Tensor]:
-        return [m.reshape(shape) for m, shape in zip(matrices, self.shapes, strict=True)]
-
 
 def _joined(matrices: list[Tensor]) -> Tensor:
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
 
 def _step(
-    group: Group,
-    bulk: Bulk,
-    enter: Callable[[list[Tensor]], list[Tensor]],
-    leave: Callable[[list[Tensor]], list[Tensor]],
-    params: list[Tensor],
-    grads: list[Tensor],
-    held: list[Tensor],
-) -> list[Tensor]:
+    group: Group, bulk: Bulk, enter: Change, leave: Change, params: Tensors, grads: Tensors, held: Tensors
+) -> Tensors:
     """One step in place; the new momentum, which under autograd is not the old tensor.
 
     `enter` gives what gradients write into it, `leave` the updates of the weights from what it holds.
@@ -416,14 +341,12 @@ def _step(
     held = bulk.add(bulk.decay(held, momentum), written, -lr * gain if hope else gain)
     ahead = held
     if group["nesterov"]:
-        ahead = bulk.sum(bulk.scaled(written, -lr) if hope else written, held, momentum)
+        ahead = bulk.sum([-lr * x for x in written] if hope else written, held, momentum)
     bulk.move(params, leave(ahead), lr, decay, step=-1 if hope else lr)
     return held
 
 
-def diagonal(
-    bulk: Bulk, squares: list[Tensor], updates: list[Tensor], retain: float, eps: float
-) -> tuple[list[Tensor], list[Tensor]]:
+def diagonal(bulk: Bulk, squares: Tensors, updates: Tensors, retain: float, eps: float) -> tuple[Tensors, Tensors]:
     """v <- retain v + (1 - retain) u^2, u / (sqrt(v) + eps): the updates, then the v.
 
     v is overwritten, unless autograd is to follow it. [OPT-PRE-D1]
@@ -443,9 +366,7 @@ def diagonal(
     return [u / v.sqrt().add_(eps) for u, v in zip(updates, squares, strict=True)], squares
 
 
-def kronecker(
-    rows: Tensor, columns: Tensor, update: Tensor, retain: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def kronecker(rows: Tensor, columns: Tensor, update: Tensor, retain: float, eps: float) -> tuple[Tensor, ...]:
     """L <- retain L + (1 - retain) U U^T, R alike with U^T U, L^(-1/4) U R^(-1/4): update, L, R.
 
     Shapes: U `[r, c]`, L `[r, r]`, R `[c, c]`.
@@ -469,3 +390,67 @@ def root(factor: Tensor, eps: float) -> Tensor:
     values = values.clamp(min=0)
     damped = values + eps * values[-1:] + torch.finfo(values.dtype).tiny
     return (vectors * damped.pow(-0.25)) @ vectors.mT
+
+
+class KernelMomentum(PhiOptimizer):
+    """kernel_momentum: S <- momentum S + sum_j g_j phi~(g_j)^T, w_j <- w_j - lr S phi~(g_j).
+
+    The accumulator is a matrix memory whose keys and values are the columns g_j of the gradient (`keys="rows"`: its
+    rows). Each step writes the gradient, then reads with it: u_j = sum_(s, i) momentum^(t-s) k(g_i^s, g_j) g_i^s, so
+    that past gradients count by their similarity to the present one, k(x, y) = phi~(x).phi~(y). phi~ is centred or
+    odd-lifted as in `PhiMomentum`, of the key scaled by `input_scale`; values keep their length.
+
+    Shapes: gradient `[r, c]`, S `[r, d_phi]` (`keys="rows"`: `[c, d_phi]`).
+    Traits: the first step descends, <g, u> >= 0, for every phi: it is the sum of the product of
+    two positive semi-definite matrices. A gradient of zero reads nothing.
+    Cost: O(r c d_phi) a step.
+    Warning: similar columns add up; start from a smaller lr than that of plain momentum. A parameter of one dimension
+    is one row: choose `keys="rows"` for it. Sharded parameters are gathered, and every process keeps S.
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 50 and 51. [OPT-KERNEL-D1]
+    """
+
+    structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "keys")
+
+    class Options(OptimizerKind):
+        kind: Literal["kernel_momentum"] = "kernel_momentum"
+        momentum: Share = 0.9
+        feature_map: FeatureMap = Identity()
+        center: bool = True
+        keys: Literal["columns", "rows"] = "columns"
+        odd: bool | None = None
+        input_scale: Literal["none", "rms", "unit"] = "unit"
+        seed: int = Field(0, ge=0, lt=1 << 63)
+        matrix: MatrixView = "flatten"
+
+    class Extras(MatrixOptimizer.Extras):
+        phi_params: Any = None
+
+    positional = ("lr", "momentum", "feature_map", "center")
+
+    def rows_of(self, x: Tensor, group: Group) -> Tensor:
+        """Keys as rows `[n, key width]`."""
+        matrix = as_matrix(x, group["matrix"])
+        return matrix.mT if group["keys"] == "columns" else matrix
+
+    def gathers(self, group: Group, p: Tensor) -> bool:
+        return is_spread(p)
+
+    def fresh_state(self, p: Tensor, group: Group) -> State:
+        width = self.rows_of(outline(p), group).shape[-1]
+        dtype = state_dtype(p, group["state_dtype"])
+        memory = torch.zeros(width, map_of(group).output_dim(width), dtype=dtype, device=p.device)
+        return {MEMORY: memory, **self.learning(group, memory.new_empty(0, width))}
+
+    def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
+        held = [state[MEMORY] for state in states]
+        bulk = Bulk(group, held)
+        lr, decay = bulk.number(group["lr"]), group["weight_decay"]
+        keys = [self.rows_of(g.to(m.dtype), group) for g, m in zip(grads, held, strict=True)]
+        features = [self.row_map(group, rows).features(rows)[0] for rows in keys]
+        written = [rows.mT @ phi for rows, phi in zip(keys, features, strict=True)]
+        held = bulk.add(bulk.decay(held, bulk.number(group["momentum"])), written)
+        read = [phi @ memory.mT for phi, memory in zip(features, held, strict=True)]
+        if group["keys"] == "columns":
+            read = [u.mT for u in read]
+        bulk.move(params, [u.reshape(p.shape) for u, p in zip(read, params, strict=True)], lr, decay)
+        put(group, states, MEMORY, held)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+Tensors = list[Tensor]
 SMALL = 1 << 14  # numbers; smaller tensors are joined, because a call costs more than a copy
 BLOCK = 1 << 20  # numbers worked on together: more would leave the cache between two reads
 CACHE = 1 << 18  # the same where temporaries come and go
@@ -83,11 +84,12 @@ def pointwise(f: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> list[Tens
     return list(_unflatten_dense_tensors(f(_flatten_dense_tensors(tensors)), tensors))
 
 
-def blocks(lists: tuple[list[Tensor], ...], most: int) -> Iterator[tuple[list[Tensor], ...]]:
-    """Lists of tensors of equal shapes as blocks of at most `most` numbers.
+def blocks(lists: tuple[list[Tensor], ...], temporaries: bool) -> Iterator[tuple[list[Tensor], ...]]:
+    """Lists of tensors of equal shapes as blocks of at most `BLOCK` numbers, `CACHE` where temporaries come and go.
 
     Small tensors come together, large ones in flat pieces; writing a piece writes its tensor.
     """
+    most = CACHE if temporaries else BLOCK
     held: list[tuple[Tensor, ...]] = []
     size = 0
     for row in zip(*lists, strict=True):
@@ -163,19 +165,8 @@ class Bulk:
             return [x + factor * y for x, y in zip(xs, ys, strict=True)]
         return [x.add(y, alpha=factor) for x, y in zip(xs, ys, strict=True)]
 
-    def scaled(self, xs: list[Tensor], factor: Any) -> list[Tensor]:
-        """factor x, leaving x as it is."""
-        return list(torch._foreach_mul(xs, factor)) if self.foreach else [factor * x for x in xs]
-
     def move(
-        self,
-        params: list[Tensor],
-        updates: list[Tensor],
-        lr: Any,
-        decay: Any,
-        *,
-        ratios: list[float] | None = None,
-        step: Any = None,
+        self, params: Tensors, updates: Tensors, lr: Any, decay: Any, ratios: Any = None, step: Any = None
     ) -> None:
         """p <- (1 - lr decay) p - step ratio u, step being lr and ratios 1 where they are not given."""
         values = self.decay(params, 1 - lr * decay) if decay else params
@@ -183,9 +174,8 @@ class Bulk:
         if ratios is None:
             moved = self.add(values, updates, -step)
         else:
-            moved = [
-                self.add([p], [u], -(step * ratio))[0] for p, u, ratio in zip(values, updates, ratios, strict=True)
-            ]
+            rows = zip(values, updates, ratios, strict=True)
+            moved = [self.add([p], [u], -(step * ratio))[0] for p, u, ratio in rows]
         for p, value in zip(params, moved, strict=True):
             if p is not value:  # under autograd
                 p.copy_(value)

@@ -407,7 +407,7 @@ FAULTS = [
         ("lift", "features = features * length(g)", "pass"),
         ("lift", "return lifted if self.gain == 1 else lifted / self.gain", "return lifted"),
         ("leveled", 'bool(entries[i].get("has_window", True))', "True"),
-        ("leveled", 'if self.state or any(group["commits"] for group in groups):', "if True:"),
+        ("leveled", 'if self.state or any(group["commits"] or group.get("lr", 1) != 0 for group in self.param_groups):', "if True:"),
     ),
     *_of(
         "studies",
@@ -428,10 +428,10 @@ FAULTS = [
     *_of(
         "optim",
         "tests/optim/test_delta_and_deep.py",
-        ("delta_momentum", "return square.max() if group", "return square.sum() if group"),
-        ("delta_momentum", "torch.minimum(factor, momentum) if stable else factor", "factor"),
-        ("deep_momentum", "power = (rows / size).square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)", "power = (rows / size).square().mean((-2, -1), keepdim=True)"),
-        ("deep_momentum", "every = [self.state[p] for p in group", "every = states or [self.state[p] for p in group"),
+        ("memories", "return square.max() if group", "return square.sum() if group"),
+        ("memories", "torch.minimum(factor, momentum) if stable else factor", "factor"),
+        ("memories", "power = (rows / size).square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)", "power = (rows / size).square().mean((-2, -1), keepdim=True)"),
+        ("memories", "every = [self.state[p] for p in group", "every = states or [self.state[p] for p in group"),
     ),
     *_of(
         "nn/attention",
@@ -470,10 +470,10 @@ FAULTS = [
     *_of(
         "optim",
         "tests/optim/test_dgd.py",
-        ("dgd", "torch.tril(xs @ xs.mT, -1) * cs.mT", "torch.tril(xs @ xs.mT, -1) * cs"),
-        ("dgd", "(-g if group", "(g if group"),
-        ("dgd", "self._scales[p] = _multiple(grad, found)", "self._scales[p] = 2 * _multiple(grad, found)"),
-        ("dgd", "if isinstance(output, Tensor) and output.requires_grad:", "if isinstance(output, Tensor):"),
+        ("memories", "torch.tril(xs @ xs.mT, -1) * cs.mT", "torch.tril(xs @ xs.mT, -1) * cs"),
+        ("memories", "(-g if group", "(g if group"),
+        ("memories", "self._scales[p] = _multiple(grad, found)", "self._scales[p] = 2 * _multiple(grad, found)"),
+        ("memories", "if isinstance(output, Tensor) and output.requires_grad:", "if isinstance(output, Tensor):"),
     ),
     *_of(
         "microscope",

@@ -1,0 +1,402 @@
+"""Optimisers that are algorithms of the memories, over parameters: delta and deep momentum, delta gradient descent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hecate import algorithm
+from hecate.errors import ConfigError, StabilityWarning
+from hecate.optim.base import MatrixOptimizer, State, put
+from hecate.optim.muon import HELD, orthogonalised, settings
+from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Share, name_of, warn
+from hecate.optim.sharding import is_sharded
+from hecate.optim.tensors import Bulk, as_matrix, grouped, largest, outline, state_dtype, tamed, together
+from hecate.sizes import Size
+from hecate.tape.bridge import can_inspect
+
+CHANGE, OUT = "w_in", "w_out"  # in the state of a parameter
+CHUNK = 256  # samples whose order is resolved by one triangular system
+
+
+class DeltaMomentum(MatrixOptimizer):
+    """delta_momentum: m <- m (momentum I - c g^T g) + g, w <- (1 - lr weight_decay) w - lr m.
+
+    The momentum as a delta-rule memory of gradients: what it holds along the present gradient is erased before that is
+    added. Eq. 49 puts -lr g into m and adds m to w: the same while lr is constant. Its g^T g lacks the factor that
+    descent gives it; here it is `erase`, a number or `"lr"`.
+
+    reading: what g^T g is. `matrix`, of all rows; `rows`, each row of m erases along its own row of g; `scalar`, the
+    number |g|^2 of the whole gradient, m <- max(0, momentum - erase |g|^2) m + g. The last two, with `erase="lr"`, beat
+    tuned momentum on two thirds of eq. 53's surfaces.
+    form: `stable`, c = erase / (1 + erase |g|^2) with |g| of the matrix or row, so that no eigenvalue of the bracket
+    leaves [momentum - 1, momentum]; for `scalar` the max. `hope`, c = erase and no max, as printed: refused
+    (`beyond="raise"`) or warned of (`"warn"`) at a gradient with erase |g|_2^2 > 1 + momentum, where m grows.
+    orthogonalize: Newton-Schulz on m before it moves the weights; True, or fields of its algorithm.
+
+    Shapes: see `MatrixOptimizer`; momentum like the parameter.
+    Cost: `matrix` two products of min(r, c)^2 max(r, c); others memory-bound. Sharded parameters are gathered.
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 48 and 49. [OPT-DELTA-D1]
+    """
+
+    class Options(OptimizerKind):
+        kind: Literal["delta_momentum"] = "delta_momentum"
+        momentum: Share = 0.9
+        erase: NonNegative | Literal["lr"] = 1.0
+        reading: Literal["matrix", "rows", "scalar"] = "matrix"
+        form: Literal["stable", "hope"] = "stable"
+        beyond: Literal["raise", "warn"] = "raise"
+        orthogonalize: bool = False
+        matrix: MatrixView = "flatten"
+
+    class Extras(MatrixOptimizer.Extras):
+        orthogonalize: Any = False
+
+    held = (HELD,)
+    positional = ("lr", "momentum", "erase")
+
+    def check(self, group: Group) -> None:
+        group["orthogonalize"] = settings(group["orthogonalize"])
+        super().check(group)
+
+    def examine(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
+        if group["form"] == "stable" or not can_inspect(*grads):
+            return
+        bound = 1 + float(group["momentum"])
+        for p, g in zip(params, grads, strict=True):
+            largest = float(_erase(group) * _spectral(g, group))
+            if largest > bound:
+                message = (
+                    f"erase |g|^2 = {largest:.3g} for {name_of(group, p)}, and form 'hope' grows beyond 1 + momentum = "
+                    f"{bound:.3g}; lower erase, clip gradients, or use form 'stable'"
+                )
+                if group["beyond"] == "raise":
+                    raise ConfigError(message)
+                warn(message, StabilityWarning)
+
+    def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
+        held = [state[HELD] for state in states]
+        bulk = Bulk(group, held)
+        grads = [g.to(m.dtype) for g, m in zip(grads, held, strict=True)]
+        erased = [self._erased(group, m, g) for m, g in zip(held, grads, strict=True)]
+        held = bulk.add(bulk.decay(held, bulk.number(group["momentum"])), grads)
+        held = bulk.add(held, erased, -1)
+        updates = [orthogonalised(m, group) for m in held]
+        bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
+        put(group, states, HELD, held)
+
+    def _erased(self, group: Group, held: Tensor, grad: Tensor) -> Tensor:
+        """What the gradient takes out of the momentum."""
+        m, g = (as_matrix(x, group["matrix"]) for x in (held, grad))
+        erase, stable = _erase(group), group["form"] == "stable"
+        rows = group["reading"] == "rows"
+        g, size = tamed(g, -1 if rows else (-2, -1), g.dtype)
+        weight = erase * size * size
+        square = (g * g).sum(-1, keepdim=True) if rows else (g * g).sum()
+        if group["reading"] == "scalar":
+            momentum = torch.as_tensor(group["momentum"]).to(square)
+            factor = weight * square
+            out = (torch.minimum(factor, momentum) if stable else factor) * m
+        else:
+            c = weight
+            if stable:
+                weight = weight.clamp(max=torch.finfo(g.dtype).max ** 0.75)  # c is at its limit
+                c = weight / (1 + weight * square)
+            if rows:
+                out = c * (m * g).sum(-1, keepdim=True) * g
+            elif len(g) > g.shape[-1]:
+                out = m @ (c * (g.mT @ g))
+            else:
+                out = (c * (m @ g.mT)) @ g
+        return out.reshape(held.shape)
+
+
+def _erase(group: Group) -> Any:
+    return group["lr"] if group["erase"] == "lr" else group["erase"]
+
+
+def _spectral(grad: Tensor, group: Group) -> Tensor:
+    """The largest eigenvalue of what the bracket subtracts, over erase."""
+    g = as_matrix(grad, group["matrix"]).to(torch.promote_types(grad.dtype, torch.float32))
+    if group["reading"] == "matrix":
+        return torch.linalg.matrix_norm(g, 2).square()
+    square = (g * g).sum(-1)
+    return square.max() if group["reading"] == "rows" else square.sum()
+
+
+class DeepMomentum(MatrixOptimizer):
+    """deep_momentum: w <- (1 - lr weight_decay) w + lr NS m(g), m <- momentum m - c grad ell(m; g).
+
+    The momentum is the network m(u) = W_2 tanh(W_1 u) of the memories' `deep_momentum`, on rows of the gradient,
+    trained by one explicit step before it is read: `objective="descent"` teaches it -g with c = rate / (1 + rate B), B
+    a bound of its curvature, so that no gradient makes it overshoot; `"paper"` is the printed ell = <m(g), 1> with c =
+    rate, whose direction does not depend on the sign of g. It starts at a fixed draw for W_1 and at W_2 = 0; `momentum`
+    decays the distance from there. The loss is the sum over rows.
+
+    input_scale: `rms` (the default of `descent`) divides the gradient by the root mean square of its rows that are not
+    zero (`shared`: of all of them). A gradient of length s teaches m only s^2 as fast and is answered s times as long:
+    without it steps shrink like s^3, and a model whose gradients are small stands still. With it B is of the order of
+    rows times width, c close to 1/B.
+    orthogonalize: Newton-Schulz on m'(g), eq. 52 (the default of `descent`); True, False, or fields of its algorithm.
+    Of a direction that has the share v of the rows' power m answers less than about v / (v + 1 - momentum), so without
+    it only the strongest direction moves. Steps are as long as those of `Muon` with adjust_lr_fn="none", lr alike.
+    shared: one network for all rows of one width in a group, trained on those of this step together; every parameter of
+    that width keeps a copy, also without a gradient. Else one each.
+    width: hidden units, and the most directions that an answer has. rate: step size of the network.
+
+    Shapes: gradient `[r, c]`; state W_1 minus its start `[width, c]`, W_2 `[c, width]`.
+    Cost: 10 r c width. Sharded parameters are gathered.
+    Warning: eq. 50 alone, `objective="paper"`, or `descent` with `input_scale="none"` and `orthogonalize=False`, trains
+    slowly or not at all.
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 50. [OPT-DEEP-D1]
+    """
+
+    class Options(OptimizerKind):
+        kind: Literal["deep_momentum"] = "deep_momentum"
+        momentum: Share = 0.9
+        width: Size = Field(32, ge=1)
+        rate: NonNegative = 0.1
+        shared: bool = False
+        objective: Literal["descent", "paper"] = "descent"
+        input_scale: Literal["rms", "none"] | None = None
+        orthogonalize: bool | None = None
+        matrix: MatrixView = "flatten"
+
+    class Extras(MatrixOptimizer.Extras):
+        orthogonalize: Any = None
+
+    positional = ("lr", "momentum", "width", "rate")
+    structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, "shared", "width", "input_scale")
+
+    def check(self, group: Group) -> None:
+        """Resolves what the objective decides, and refuses options that mean nothing."""
+        taught = group["objective"] == "descent"
+        if group["input_scale"] is None:
+            group["input_scale"] = "rms" if taught else "none"
+        if group["orthogonalize"] is None:
+            group["orthogonalize"] = taught
+        group["orthogonalize"] = settings(group["orthogonalize"]) or False
+        super().check(group)
+        self._network(group)
+
+    def fresh_state(self, p: Tensor, group: Group) -> State:
+        columns = as_matrix(outline(p), group["matrix"]).shape[-1]
+        dtype, width = state_dtype(p, group["state_dtype"]), group["width"]
+        shapes = {CHANGE: (width, columns), OUT: (columns, width)}
+        return {k: torch.zeros(s, dtype=dtype, device=p.device) for k, s in shapes.items()}
+
+    def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
+        bulk = Bulk(group, [states[0][OUT]])
+        rows = [as_matrix(g, group["matrix"]).to(state[OUT]) for g, state in zip(grads, states, strict=True)]
+        found = dict[int, Tensor]()
+        for members in grouped(x.shape[-1] for x in rows) if group["shared"] else together(rows, group):
+            if group["shared"]:
+                joined = torch.cat([rows[i] for i in members])[None]
+                network = [states[members[0]][key][None] for key in (CHANGE, OUT)]
+            else:
+                joined = torch.stack([rows[i] for i in members])
+                network = [torch.stack([states[i][key] for i in members]) for key in (CHANGE, OUT)]
+            answers, *network = self._answers(group, joined, network)
+            if group["shared"]:
+                parts = answers[0].split([len(rows[i]) for i in members])
+            else:
+                parts = answers.unbind()
+            found.update(zip(members, parts, strict=True))
+            for i, owner in self._owners(group, states, members):
+                for key, value in zip((CHANGE, OUT), network, strict=True):
+                    put(group, [owner], key, [value[i]])
+        updates = [-orthogonalised(found[i].reshape(p.shape), group) for i, p in enumerate(params)]
+        bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
+
+    def _answers(self, group: Group, rows: Tensor, network: list[Tensor]) -> tuple[Tensor, ...]:
+        """What networks `[n, ...]` answer to rows `[n, r, c]` that train them, and they then."""
+        scale = _length(rows) if group["input_scale"] == "rms" else rows.new_ones(1, 1, 1)
+        one = rows.new_ones(len(rows))
+        momentum = one * group["momentum"]
+        step, *network = self._network(group).direction(rows / scale, one, momentum, *network)
+        options = group["orthogonalize"]
+        if options and not options["rescale"]:  # forgets lengths, but for those below its eps
+            return step, *network
+        return scale * step, *network
+
+    def _network(self, group: Group) -> algorithm.DeepMomentum:
+        names = ("width", "rate", "objective")
+        return algorithm.DeepMomentum(**{name: group[name] for name in names})
+
+    def _owners(self, group: Group, states: list[State], members: list[int]) -> list[tuple[int, State]]:
+        """The states that hold the networks of these gradients, and which of them."""
+        if not group["shared"]:
+            return [(place, states[i]) for place, i in enumerate(members)]
+        like = states[members[0]][OUT]
+        every = [self.state[p] for p in group["params"] if p.numel()]
+        return [(0, s) for s in every if s[OUT].shape == like.shape and s[OUT].dtype == like.dtype
+                and s[OUT].device == like.device]  # fmt: skip
+
+
+def _length(rows: Tensor) -> Tensor:
+    """By matrix, the root mean square of rows that are not zero; 1 if all are. `[n, 1, 1]`."""
+    moved = (rows != 0).any(-1, keepdim=True).sum(-2, keepdim=True) * rows.shape[-1]
+    size = largest(rows, (-2, -1))  # squares of what is left lie within the dtype
+    power = (rows / size).square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)
+    return size * torch.where(power > 0, power, 1).sqrt()
+
+
+class Samples(NamedTuple):
+    """What a layer saw in one backward pass: inputs `[n, in]`, gradients of outputs `[n, out]`."""
+
+    inputs: Tensor
+    grads: Tensor
+
+
+class DGD(MatrixOptimizer):
+    """dgd: w <- w ((1 - lr weight_decay) I - c x x^T) - c g x^T, c = lr / (1 + lr |x|^2).
+
+    The exact minimiser of |w' x + g|^2 / 2 + |w' - w|^2 / (2 lr) at an input x whose output has the gradient g: descent
+    that also lowers w's own answer to x. It needs every sample's x and g, which `attach` takes from the
+    `torch.nn.Linear` layers of a module.
+
+    batch: how n samples make one step. `mean` averages their steps, each from the w before it; `sequential` takes them
+    in order, each from the w that the last one left, with the gradients of the w before the first. The decay is taken
+    once.
+    reduction: how the loss joins samples. `mean` (the default): a sample's own gradient is n times what reaches the
+    layer; `sum`: it is that.
+    unattached: what happens to parameters that are no weight of an attached layer, such as biases: `refuse`, or `sgd`,
+    w <- (1 - lr weight_decay) w - lr gradient.
+
+    rescaled: what happens to a gradient that is a multiple of what the samples make up, as after clipping by norm or
+    under a loss scaler: `refuse`, or `follow`, which multiplies their g alike.
+
+    Shapes: w `[out, in]`; inputs `[..., in]`. No state.
+    Cost: `mean` two products of n out in; `sequential` also n CHUNK (in + out).
+    Warning: samples are kept from the backward pass until this optimiser's `zero_grad`. They must account for the
+    gradient: what is clipped by value or averaged over processes is refused, and
+    so are sharded weights, whose samples no process has all of.
+    Eq. 57 has c = lr / (1 + lr), which holds for |x| = 1.
+
+    References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57. [OPT-DGD-D1]
+    """
+
+    class Options(OptimizerKind):
+        batch: Literal["mean", "sequential"] = "mean"
+        reduction: Literal["mean", "sum"] = "mean"
+
+    class Extras(MatrixOptimizer.Extras):
+        lr: NonNegative = 1e-2
+        unattached: Literal["refuse", "sgd"] = "refuse"
+        rescaled: Literal["refuse", "follow"] = "refuse"
+
+    def prepared(self, given: Group) -> Group:
+        self._seen: dict[Tensor, list[Samples]] = {}
+        self._scales: dict[Tensor, Tensor | float] = {}
+        return super().prepared(given)
+
+    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+        """Takes samples from every Linear in `module` whose weight is here, until removed."""
+        mine = {p for group in self.param_groups for p in group["params"]}
+        layers = [m for m in module.modules() if isinstance(m, nn.Linear) and m.weight in mine]
+        if not layers:
+            raise ConfigError(
+                "attach found no torch.nn.Linear whose weight this optimiser has; construct it "
+                "with the module's parameters"
+            )
+        for layer in layers:
+            self._seen.setdefault(layer.weight, [])
+        return [m.register_forward_hook(_watch(self._seen[m.weight])) for m in layers]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients, and the samples they came from."""
+        super().zero_grad(set_to_none)
+        for seen in self._seen.values():
+            seen.clear()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.setdefault("_seen", {})  # a copy is attached to nothing
+        self.__dict__.setdefault("_scales", {})
+        super().__setstate__(state)
+
+    def check(self, group: Group) -> None:
+        super().check(group)
+        for p in group["params"]:
+            if is_sharded(p):
+                raise ConfigError(
+                    f"DGD needs every sample of every process, {name_of(group, p)} is a DTensor; "
+                    "train it on one process"
+                )
+
+    def examine(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> None:
+        for p, grad in zip(params, grads, strict=True):
+            if p not in self._seen:
+                if group["unattached"] == "refuse":
+                    raise ConfigError(
+                        f"DGD needs the inputs of {name_of(group, p)}: call attach(module), or "
+                        "set unattached='sgd' for parameters that are no weight of a Linear"
+                    )
+                continue
+            seen = self._seen[p]
+            found = sum((s.grads.mT.to(p) @ s.inputs.to(p) for s in seen), torch.zeros_like(p))
+            self._scales[p] = _multiple(grad, found) if group["rescaled"] == "follow" else 1.0
+            found = self._scales[p] * found
+            if not can_inspect(grad, found):
+                continue
+            coarsest = max((torch.finfo(s.grads.dtype).eps for s in seen), default=0.0)
+            allowed = max(coarsest, torch.finfo(p.dtype).eps) ** 0.5 * grad.norm()
+            if not (found - grad).norm() <= allowed:
+                raise ConfigError(
+                    f"the {len(seen)} passes seen by DGD do not make up the gradient of {name_of(group, p)}; use this "
+                    "optimiser's own zero_grad, do not clip gradients by value nor average them over processes, and "
+                    "set rescaled='follow' if they are scaled or clipped by norm"
+                )
+
+    def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
+        bulk = Bulk(group, params)
+        lr, decay = bulk.number(group["lr"]), group["weight_decay"]
+        if plain := [(p, g) for p, g in zip(params, grads, strict=True) if p not in self._seen]:
+            bulk.move([p for p, _ in plain], [g for _, g in plain], lr, decay)
+        if layers := [p for p in params if p in self._seen]:
+            bulk.move(layers, [self._direction(group, p, lr) for p in layers], 1, lr * decay)
+
+    def _direction(self, group: Group, p: Tensor, lr: Any) -> Tensor:
+        """sum_t c_t (w x_t + g_t) x_t^T over the samples, or its mean."""
+        dtype, seen = state_dtype(p, group["state_dtype"]), self._seen[p]
+        w = p.to(dtype)
+        x = torch.cat([s.inputs for s in seen]).to(dtype)
+        g = torch.cat([len(s.grads) * s.grads if group["reduction"] == "mean" else s.grads
+                       for s in seen]).to(dtype)  # fmt: skip
+        g = self._scales.get(p, 1.0) * (-g if group["maximize"] else g)
+        c = lr / (1 + lr * (x * x).sum(-1, keepdim=True))
+        if group["batch"] == "mean":
+            return (c * (x @ w.mT + g)).mT @ x / max(1, len(x))
+        moved = w
+        for xs, gs, cs in zip(x.split(CHUNK), g.split(CHUNK), c.split(CHUNK), strict=True):
+            # An error e_t = w_t x_t + g_t with w_t = w - sum_(s < t) c_s e_s x_s^T: triangular.
+            system = torch.tril(xs @ xs.mT, -1) * cs.mT
+            errors = torch.linalg.solve_triangular(system, xs @ moved.mT + gs, upper=False, unitriangular=True)
+            moved = moved - (cs * errors).mT @ xs
+        return w - moved
+
+
+def _multiple(grad: Tensor, found: Tensor) -> Tensor:
+    """s of the s found that is nearest to grad; 1 if nothing was found."""
+    power = found.square().sum()
+    return torch.where(power > 0, (found * grad).sum() / torch.where(power > 0, power, 1), 1)
+
+
+def _watch(seen: list[Samples]) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+    """A forward hook that adds inputs and, in the backward pass, gradients of outputs."""
+
+    def watch(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            inputs = args[0].detach()
+
+            def keep(grad: Tensor) -> None:
+                grads = grad.detach().reshape(-1, grad.shape[-1])
+                seen.append(Samples(inputs.reshape(-1, inputs.shape[-1]), grads))
+
+            output.register_hook(keep)
+
+    return watch
