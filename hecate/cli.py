@@ -72,7 +72,7 @@ def _import(modules: Sequence[str]) -> None:
     if modules and "" not in sys.path:
         sys.path.insert(0, "")
     for name in modules:
-        if not name.strip(".") or name.startswith(".") or any(c in name for c in "/\\\0"):
+        if not name or name.startswith(".") or any(c in name for c in "/\\\0"):
             raise ConfigError(
                 f"--import {name!r} is no name of a module; name one in this folder or an installed one, without "
                 "folders and .py"
@@ -90,7 +90,7 @@ def _import(modules: Sequence[str]) -> None:
 
 def _presets(incomplete: str) -> list[str]:
     """Presets that begin so."""
-    folder = Path(__file__).parents[1] / "presets"
+    folder = Path(__file__).parent / "presets"
     return sorted(p.stem for p in folder.glob("*.yaml") if p.stem.startswith(incomplete))
 
 
@@ -318,3 +318,7 @@ def report(
     for path in found.figures:
         typer.echo(str(path))
     typer.echo(f"step {found.step}, {found.tokens} tokens; report: {found.report}")
+
+
+if __name__ == "__main__":
+    main()
