@@ -47,7 +47,6 @@ def as_batch(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> Batch:
 class Source(ABC):
     """Loaded data: training batches at any cursor and a fixed set of validation batches."""
 
-    vocab_size: int
     metric: ClassVar[Metric]
     fingerprint: str
     """SHA-256 of everything that decides the batches; a resumed run must find the same one."""

@@ -44,7 +44,6 @@ class TaskSource(Source):
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.vocab_size = task.vocabulary()
         self.fingerprint = hashlib.sha256(task.model_dump_json().encode()).hexdigest()
 
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int) -> Batch:
@@ -60,8 +59,7 @@ class TaskSource(Source):
         return self.task.chances()
 
     def describe(self) -> dict[str, str | int | float]:
-        length = self.task.length()
-        return {"task": self.task.kind, "vocabulary": self.vocab_size, "length": length or 0}
+        return {"task": self.task.kind, "vocabulary": self.task.vocabulary(), "length": self.task.length() or 0}
 
     def _check(self, seq_len: int) -> None:
         if seq_len != self.task.length():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
@@ -122,11 +123,9 @@ class LanguageModelConfig(Config):
                     )
         if self.plain:
             return self
-        other = "levels" if self.levels else "attention"
-        if self.self_reference is not None:
-            other = "self_reference"
-        around = () if self.self_reference is not None else _AROUND
-        for field in ("memory", *_RULE, *around):
+        refers = self.self_reference is not None
+        other = "self_reference" if refers else "levels" if self.levels else "attention"
+        for field in ("memory", *_RULE, *(() if refers else _AROUND)):
             if self._is_set(field):
                 raise ConfigError(
                     f"belongs to a block's plain memory, but {other} takes its place; set it "
@@ -179,13 +178,6 @@ class LanguageModelConfig(Config):
         width = self.d_model // self.heads
         return self.d_key or width, self.d_value or width
 
-    @property
-    def cms(self) -> CMSConfig | None:
-        """The levels as one layer's config; None without any."""
-        if not self.levels:
-            return None
-        return CMSConfig(levels=self.levels, composition=self.composition, aggregation=self.aggregation)
-
 
 class BlockState(NamedTuple):
     """What a block with levels after its memory carries: a pytree of tensors."""
@@ -217,7 +209,8 @@ class MemoryBlock(Layers):
         norm = partial(nn.RMSNorm, config.d_model, eps=1e-6, **place)
         memory, levels = _mixers(config, name, generator=generator, **place)
         self.memory_norm, self.memory = norm(), memory
-        self.levels_norm, self.levels = (None, None) if levels is None else (norm(), levels)
+        self.levels_norm = None if levels is None else norm()
+        self.levels = levels
         hidden = hidden_width(config.d_model, config.mlp_ratio, "d_model")
         self.mlp = GatedMLP(config.d_model, hidden, generator, **place) if hidden else None
 
@@ -244,11 +237,13 @@ class MemoryBlock(Layers):
 
 def _mixers(config: LanguageModelConfig, name: str, **how: Any) -> tuple[Any, nn.Module | None]:
     """A block's memory, and the levels that follow it."""
-    sizes, cms = (config.d_model, config.heads), config.cms
-    around: dict[str, Any] = {field: getattr(config, field) for field in _AROUND}
-    around |= {"name": name, **how}
-    levels = None if cms is None else partial(CMS, *sizes, cms, name=f"{name} levels", **how)
+    sizes = config.d_model, config.heads
+    around: dict[str, Any] = {"name": name, **how, **{field: getattr(config, field) for field in _AROUND}}
     own: nn.Module | None = None
+    levels: Callable[[], CMS] | None = None
+    if config.levels:
+        cms = CMSConfig(levels=config.levels, composition=config.composition, aggregation=config.aggregation)
+        levels = partial(CMS, *sizes, cms, name=f"{name} levels", **how)
     if config.self_reference is not None:
         own = SelfReferential(*sizes, config.self_reference, **around)
     elif config.plain:
@@ -320,8 +315,14 @@ class LanguageModel(nn.Module):
                 f"state must hold one state for each of {len(self.blocks)} layers, got {len(state)}; was it made by "
                 "another model?"
             )
-        # The tied head needs small rows, the blocks an input of unit scale.
-        x = self._embed(tokens) * self.config.d_model**0.5
+        try:
+            # The tied head needs small rows, the blocks an input of unit scale.
+            x: Tensor = self.embedding(tokens) * self.config.d_model**0.5
+        except IndexError:  # on the CPU; a GPU reports it by itself, later and less clearly
+            least, most = map(int, tokens.aminmax())
+            raise ShapeError(
+                f"tokens must be in 0..{self.embedding.num_embeddings - 1}, the vocabulary, got {least}..{most}"
+            ) from None
         carried: list[Any] = []
         for index, block in enumerate(self.blocks):
             before = None if state is None else state[index]
@@ -329,17 +330,6 @@ class LanguageModel(nn.Module):
             carried.append(after)
         weight = self.embedding.weight if self.head is None else self.head.weight
         return nn.functional.linear(self.norm(x), weight), tuple(carried)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        try:
-            x: Tensor = self.embedding(tokens)
-        except IndexError:  # on the CPU; a GPU reports it by itself, later and less clearly
-            least, most = tokens.aminmax()
-            raise ShapeError(
-                f"tokens must be in 0..{self.embedding.num_embeddings - 1}, the vocabulary, got "
-                f"{int(least)}..{int(most)}"
-            ) from None
-        return x
 
 
 def _level(name: str, period: int) -> LevelConfig:

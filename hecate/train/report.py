@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from hecate.cms import LevelHealth
 from hecate.train.document import dump_yaml
-from hecate.train.evaluate import UNIT, Score, StateLeaf, model_health, state_leaves
+from hecate.train.evaluate import UNIT, Score, model_health, state_leaves
 from hecate.train.files import write_file
 from hecate.train.metrics import read_metrics
 from hecate.train.trainer import Trainer
@@ -21,23 +23,21 @@ from hecate.variant import Config
 LEVEL = (
     "level", "period", "commits", "fired", "memory norm", "output rms", "half-life", "cotangent", "dead",
 )  # fmt: skip
-BETTER = {"bits_per_byte": "lower is better", "accuracy": "higher is better"}
 
 
 def write_report(
     trainer: Trainer, folder: Path, score: Score | None, baselines: Mapping[str, float], status: str
-) -> Path:
-    """Writes report.md and, with matplotlib, figures/*.png; returns the report's path."""
+) -> None:
+    """Writes report.md and, with matplotlib, figures/*.png."""
     metric, config = trainer.source.metric, trainer.config
     one_sequence = trainer.model, trainer.source, config.seq_len, trainer.device
     records = read_metrics(folder / "metrics.jsonl")
-    figures = draw_figures(records, folder / "figures", metric, baselines)
     leaves = state_leaves(*one_sequence)
     sections = {
         "Result": _result(metric, score, baselines),
         "Size": _sizes(trainer, leaves, records),
         "Data": _table(("fact", "value"), trainer.source.describe().items()),
-        "Figures": _shown(figures),
+        "Figures": _figures(records, folder / "figures", metric, baselines),
         "Levels": _levels(model_health(*one_sequence)),
         "Optimiser": _optimiser(trainer),
         "Memory": _yaml(config.model),
@@ -45,9 +45,8 @@ def write_report(
         "Repeat": _commands(folder),
     }
     begin = f"# {config.name}\n\nRun {status} at step {trainer.step} of {config.budget.steps}, seed {config.seed}."
-    path = folder / "report.md"
-    write_file(path, "\n\n".join([begin, *(f"## {name}\n\n{text}" for name, text in sections.items() if text)]) + "\n")
-    return path
+    text = "\n\n".join([begin, *(f"## {name}\n\n{section}" for name, section in sections.items() if section)])
+    write_file(folder / "report.md", text + "\n")
 
 
 def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) -> str:
@@ -56,18 +55,17 @@ def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) ->
         return "Not evaluated at this step: a signal ended the run. `hecate eval` does it."
     rows = [(f"{name} (baseline)", f"{value:.4f}") for name, value in baselines.items()]
     rows.append(("**this model**", f"**{score.value(metric):.4f}**"))
-    header = ("predictor", f"{UNIT[metric]} ({BETTER[metric]})")
+    header = ("predictor", f"{UNIT[metric]} ({'higher' if metric == 'accuracy' else 'lower'} is better)")
     return _table(header, rows) + f"\n\n{score.labels} validation labels, loss {score.loss:.4f} nats."
 
 
-def _sizes(trainer: Trainer, leaves: Sequence[StateLeaf], records: Sequence[Mapping[str, Any]]) -> str:
+def _sizes(trainer: Trainer, leaves: Mapping[str, Tensor], records: Sequence[Mapping[str, Any]]) -> str:
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    trained = [r for r in records if r.get("event") == "train"]
-    speeds = sorted(r["tokens_per_second"] for r in trained)
+    speeds = sorted(r["tokens_per_second"] for r in records if r.get("event") == "train")
     budget = trainer.config.budget
     rows: list[tuple[str, Any]] = [
         ("parameters", f"{parameters:,}"),
-        ("state per sequence", f"{sum(leaf.bytes for leaf in leaves):,} bytes, whatever its length"),
+        ("state per sequence", f"{sum(leaf.nbytes for leaf in leaves.values()):,} bytes, whatever its length"),
         ("training tokens", f"{trainer.step * budget.batch_size * trainer.config.seq_len:,}"),
     ]
     if speeds:
@@ -76,12 +74,6 @@ def _sizes(trainer: Trainer, leaves: Sequence[StateLeaf], records: Sequence[Mapp
     if seconds:
         rows.append(("wall time", f"{sum(seconds):.0f} s"))
     return _table(("size", "value"), rows)
-
-
-def _shown(figures: Sequence[Path] | None) -> str:
-    if figures is None:
-        return "Not drawn: matplotlib is not installed (`pip install hecate[plot]`)."
-    return "\n\n".join(f"![{path.stem}](figures/{path.name})" for path in figures)
 
 
 def _levels(health: Mapping[str, Sequence[LevelHealth]]) -> str:
@@ -125,11 +117,11 @@ def _yaml(settings: Config) -> str:
     return f"```yaml\n{dump_yaml(settings.model_dump(mode='json'))}```"
 
 
-def _states(leaves: Sequence[StateLeaf], length: int) -> str:
+def _states(leaves: Mapping[str, Tensor], length: int) -> str:
     rows = [
-        (f"`{leaf.path}`", "x".join(map(str, leaf.shape)) or "scalar", f"{leaf.bytes:,}",
-         "" if math.isnan(leaf.norm) else f"{leaf.norm:.3g}")
-        for leaf in leaves
+        (f"`{path}`", "x".join(map(str, leaf.shape)) or "scalar", f"{leaf.nbytes:,}",
+         f"{leaf.double().norm():.3g}" if leaf.is_floating_point() else "")
+        for path, leaf in leaves.items()
     ]  # fmt: skip
     return f"{length} tokens read.\n\n" + _table(("tensor", "shape", "bytes", "norm"), rows)
 
@@ -150,16 +142,14 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def draw_figures(
-    records: Sequence[Mapping[str, Any]], folder: Path, metric: str, baselines: Mapping[str, float]
-) -> list[Path] | None:
-    """Draws loss.png and, for tasks, accuracy.png; None if matplotlib is not installed."""
+def _figures(records: Sequence[Mapping[str, Any]], folder: Path, metric: str, baselines: Mapping[str, float]) -> str:
+    """Draws loss.png and, for tasks, accuracy.png; the lines that show them."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return None
+        return "Not drawn: matplotlib is not installed (`pip install hecate[plot]`)."
 
-    def draw(name: str, unit: str, key: str, scale: float, levels: Mapping[str, float], **limits: Any) -> Path:
+    def draw(stem: str, unit: str, key: str, scale: float, levels: Mapping[str, float], **limits: Any) -> str:
         figure = Figure(figsize=(6.4, 4), layout="constrained")
         axes = figure.add_subplot()
         if key == "validation_loss":
@@ -174,16 +164,14 @@ def draw_figures(
         axes.legend()
         image = io.BytesIO()
         figure.savefig(image, dpi=120, format="png")
-        write_file(folder / name, image.getvalue())
-        return folder / name
+        write_file(folder / f"{stem}.png", image.getvalue())
+        return f"![{stem}](figures/{stem}.png)"
 
     folder.mkdir(parents=True, exist_ok=True)
     if metric == "bits_per_byte":
-        return [draw("loss.png", UNIT[metric], "validation_loss", 1 / math.log(2), baselines)]
-    return [
-        draw("loss.png", "loss (nats per label)", "validation_loss", 1.0, {}),
-        draw("accuracy.png", "accuracy", "accuracy", 1.0, baselines, ylim=(-0.02, 1.02)),
-    ]
+        return draw("loss", UNIT[metric], "validation_loss", 1 / math.log(2), baselines)
+    loss = draw("loss", "loss (nats per label)", "validation_loss", 1.0, {})
+    return loss + "\n\n" + draw("accuracy", "accuracy", "accuracy", 1.0, baselines, ylim=(-0.02, 1.02))
 
 
 def _smoothed(points: Sequence[tuple[int, float]], weight: float = 0.95) -> list[tuple[int, float]]:
