@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +150,17 @@ def _figures(records: Sequence[Mapping[str, Any]], folder: Path, metric: str, ba
     except ImportError:
         return "Not drawn: matplotlib is not installed (`pip install hecate[plot]`)."
 
+    def column(event: str, key: str, scale: float = 1.0) -> list[float]:
+        return [scale * record[key] for record in records if record.get("event") == event]
+
     def draw(stem: str, unit: str, key: str, scale: float, levels: Mapping[str, float], **limits: Any) -> str:
         figure = Figure(figsize=(6.4, 4), layout="constrained")
         axes = figure.add_subplot()
         if key == "validation_loss":
-            train = [(r["step"], scale * r["loss"]) for r in records if r.get("event") == "train"]
-            axes.plot(*_columns(train), color="0.8", linewidth=0.8, label="training batch")
-            axes.plot(*_columns(_smoothed(train)), color="tab:blue", label="training, smoothed")
-        points = [(r["step"], scale * r[key]) for r in records if r.get("event") == "eval"]
-        axes.plot(*_columns(points), "o-", color="tab:orange", label="validation")
+            steps, losses = column("train", "step"), column("train", "loss", scale)
+            axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training batch")
+            axes.plot(steps, _smoothed(losses), color="tab:blue", label="training, smoothed")
+        axes.plot(column("eval", "step"), column("eval", key, scale), "o-", color="tab:orange", label="validation")
         for index, (label, value) in enumerate(levels.items()):
             axes.axhline(value, color="0.3", linewidth=1, linestyle=("-", "--", ":")[index % 3], label=label)
         axes.set(xlabel="step", ylabel=unit, **limits)
@@ -174,14 +177,7 @@ def _figures(records: Sequence[Mapping[str, Any]], folder: Path, metric: str, ba
     return loss + "\n\n" + draw("accuracy", "accuracy", "accuracy", 1.0, baselines, ylim=(-0.02, 1.02))
 
 
-def _smoothed(points: Sequence[tuple[int, float]], weight: float = 0.95) -> list[tuple[int, float]]:
-    """Exponential moving average, corrected for its start."""
-    total, result = 0.0, []
-    for count, (step, value) in enumerate(points, start=1):
-        total = weight * total + (1 - weight) * value
-        result.append((step, total / (1 - weight**count)))
-    return result
-
-
-def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [step for step, _ in points], [value for _, value in points]
+def _smoothed(values: Iterable[float]) -> list[float]:
+    """Exponential moving average of weight 0.95, corrected for its start."""
+    averages = list(accumulate(values, lambda mean, value: 0.95 * mean + 0.05 * value, initial=0.0))[1:]
+    return [mean / (1 - 0.95**count) for count, mean in enumerate(averages, start=1)]
