@@ -1,9 +1,8 @@
-"""What training data is: a config that loads into a source of batches, each a pure function of (seed, step); the
-cursor over them; and synthetic tasks, whose batches are generated."""
+"""What training data is: a config that loads into a source of batches, each a pure function of (seed, step), and the
+cursor over them."""
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar, Literal, NamedTuple
@@ -40,11 +39,6 @@ def stream(seed: int, split: Split, step: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, _SPLITS[split], step))))
 
 
-def distinct(rng: np.random.Generator, rows: int, pool: int, count: int) -> NDArray[np.int64]:
-    """`count` distinct numbers below `pool` in random order for each row: int64 `[rows, count]`."""
-    return np.argsort(rng.random((rows, pool)), axis=1)[:, :count].astype(np.int64)
-
-
 def as_batch(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> Batch:
     """A `Batch` of freshly owned tensors."""
     return Batch(torch.tensor(tokens), torch.tensor(targets))
@@ -53,7 +47,6 @@ def as_batch(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> Batch:
 class Source(ABC):
     """Loaded data: training batches at any cursor and a fixed set of validation batches."""
 
-    vocab_size: int
     metric: ClassVar[Metric]
     fingerprint: str
     """SHA-256 of everything that decides the batches; a resumed run must find the same one."""
@@ -89,62 +82,6 @@ class DataConfig(Variant, family="data"):
     def load(self) -> Source:
         """Reads or prepares the data; raises `DataError` when it cannot be used."""
         raise NotImplementedError(f"{type(self).__name__} does not define load")
-
-
-VALIDATION_SEED = 0
-
-
-class Task(DataConfig):
-    """A synthetic task: `sample` gives rows, `chances` the accuracy of guessing.
-
-    Every task has a fixed length and labels only the positions whose answer the row determines.
-    """
-
-    def sample(self, rng: np.random.Generator, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """`rows` fresh examples: tokens and targets, both `[rows, length]`."""
-        raise NotImplementedError(f"{type(self).__name__} does not define sample")
-
-    def chances(self) -> dict[str, float]:
-        """Expected accuracy of predictors that know nothing but the format, by name."""
-        raise NotImplementedError(f"{type(self).__name__} does not define chances")
-
-    def load(self) -> TaskSource:
-        """The task as a source of batches."""
-        return TaskSource(self)
-
-
-class TaskSource(Source):
-    """Batches of a task; training and validation draw from independent streams."""
-
-    metric = "accuracy"
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.vocab_size = task.vocabulary()
-        self.fingerprint = hashlib.sha256(task.model_dump_json().encode()).hexdigest()
-
-    def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int) -> Batch:
-        self._check(seq_len)
-        return as_batch(*self.task.sample(stream(seed, "train", step), batch_size))
-
-    def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
-        self._check(seq_len)
-        for index in range(batches):
-            yield as_batch(*self.task.sample(stream(VALIDATION_SEED, "validation", index), batch_size))
-
-    def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:
-        return self.task.chances()
-
-    def describe(self) -> dict[str, str | int | float]:
-        length = self.task.length()
-        return {"task": self.task.kind, "vocabulary": self.vocab_size, "length": length or 0}
-
-    def _check(self, seq_len: int) -> None:
-        if seq_len != self.task.length():
-            raise DataError(
-                f"task {self.task.kind!r} has sequences of length {self.task.length()}, got a "
-                f"request for {seq_len}; leave seq_len out"
-            )
 
 
 class Loader:

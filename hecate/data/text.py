@@ -85,7 +85,6 @@ class TextSource(Source):
     """A corpus of bytes with its contiguous validation tail."""
 
     metric = "bits_per_byte"
-    vocab_size = BYTES
 
     def __init__(self, documents: Sequence[bytes], validation: float, facts: dict[str, str | int | float]) -> None:
         corpus = np.frombuffer(SEPARATOR.join(documents), dtype=np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
@@ -20,9 +21,9 @@ from hecate.cms import (
     SelfReferential,
 )  # fmt: skip
 from hecate.errors import ConfigError, ShapeError
-from hecate.models.mlp import GatedMLP, hidden_width
+from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
-from hecate.nn.parameters import blank, draw_normal, source_of
+from hecate.nn.parameters import blank
 from hecate.rule import MemoryConfig, bytes_of, detached
 from hecate.sizes import MAX_SIZE, Depth, Size, check_shapes
 from hecate.variant import Config
@@ -122,11 +123,9 @@ class LanguageModelConfig(Config):
                     )
         if self.plain:
             return self
-        other = "levels" if self.levels else "attention"
-        if self.self_reference is not None:
-            other = "self_reference"
-        around = () if self.self_reference is not None else _AROUND
-        for field in ("memory", *_RULE, *around):
+        refers = self.self_reference is not None
+        other = "self_reference" if refers else "levels" if self.levels else "attention"
+        for field in ("memory", *_RULE, *(() if refers else _AROUND)):
             if self._is_set(field):
                 raise ConfigError(
                     f"belongs to a block's plain memory, but {other} takes its place; set it "
@@ -179,13 +178,6 @@ class LanguageModelConfig(Config):
         width = self.d_model // self.heads
         return self.d_key or width, self.d_value or width
 
-    @property
-    def cms(self) -> CMSConfig | None:
-        """The levels as one layer's config; None without any."""
-        if not self.levels:
-            return None
-        return CMSConfig(levels=self.levels, composition=self.composition, aggregation=self.aggregation)
-
 
 class BlockState(NamedTuple):
     """What a block with levels after its memory carries: a pytree of tensors."""
@@ -203,7 +195,7 @@ class BlockState(NamedTuple):
         return bytes_of(self)
 
 
-class MemoryBlock(nn.Module):
+class MemoryBlock(Layers):
     """x + memory(norm(x)), then the same with levels where they follow, then x + mlp(x).
 
     Its state is that of `memory`, or a `BlockState`. What they are is what `LanguageModelConfig` asks for; each is a
@@ -214,53 +206,44 @@ class MemoryBlock(nn.Module):
         self, config: LanguageModelConfig, name: str, generator: torch.Generator | None = None, **place: Any
     ) -> None:
         super().__init__()
-        norm: dict[str, Any] = {"eps": 1e-6, **place}
-        first, second = _mixers(config, name, generator=generator, **place)
-        self.memory_norm = nn.RMSNorm(config.d_model, **norm)
-        self.memory = first
-        self.levels_norm = None if second is None else nn.RMSNorm(config.d_model, **norm)
-        self.levels = second
+        norm = partial(nn.RMSNorm, config.d_model, eps=1e-6, **place)
+        memory, levels = _mixers(config, name, generator=generator, **place)
+        self.memory_norm, self.memory = norm(), memory
+        self.levels_norm = None if levels is None else norm()
+        self.levels = levels
         hidden = hidden_width(config.d_model, config.mlp_ratio, "d_model")
         self.mlp = GatedMLP(config.d_model, hidden, generator, **place) if hidden else None
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws every parameter anew from `generator` (None: torch's default generator)."""
-        for layer in (self.memory, self.levels, self.mlp):
-            if layer is not None:
-                layer.reset_parameters(generator)  # type: ignore[operator]
-        for norm in (self.memory_norm, self.levels_norm):
-            if norm is not None:
-                nn.init.ones_(norm.weight)
 
     def forward(
         self, x: Tensor, state: Any, *, write_mask: Tensor | None, reset_mask: Tensor | None
     ) -> tuple[Tensor, Any]:
         """The block's output and its state after the last token."""
         masks = {"write_mask": write_mask, "reset_mask": reset_mask}
-        if self.levels is None or self.levels_norm is None:
-            y, after = self.memory(self.memory_norm(x), state, **masks)
-            x = x + y
-        else:
-            if state is not None and not isinstance(state, BlockState):
+        after = None
+        if self.levels is not None and state is not None:
+            if not isinstance(state, BlockState):
                 raise ShapeError(
                     "state of a block with levels after its memory must be a BlockState, got "
                     f"{type(state).__name__}; was it made by another model?"
                 )
-            first, second = (None, None) if state is None else state
-            y, first = self.memory(self.memory_norm(x), first, **masks)
-            x = x + y
-            y, second = self.levels(self.levels_norm(x), second, **masks)
-            x, after = x + y, BlockState(first, second)
-        return (x if self.mlp is None else x + self.mlp(x)), after
+            state, after = state
+        y, state = self.memory(self.memory_norm(x), state, **masks)
+        x = x + y
+        if self.levels is not None and self.levels_norm is not None:
+            y, after = self.levels(self.levels_norm(x), after, **masks)
+            x, state = x + y, BlockState(state, after)
+        return (x if self.mlp is None else x + self.mlp(x)), state
 
 
 def _mixers(config: LanguageModelConfig, name: str, **how: Any) -> tuple[Any, nn.Module | None]:
     """A block's memory, and the levels that follow it."""
-    sizes, cms = (config.d_model, config.heads), config.cms
-    around: dict[str, Any] = {field: getattr(config, field) for field in _AROUND}
-    around |= {"name": name, **how}
-    levels = None if cms is None else partial(CMS, *sizes, cms, name=f"{name} levels", **how)
+    sizes = config.d_model, config.heads
+    around: dict[str, Any] = {"name": name, **how, **{field: getattr(config, field) for field in _AROUND}}
     own: nn.Module | None = None
+    levels: Callable[[], CMS] | None = None
+    if config.levels:
+        cms = CMSConfig(levels=config.levels, composition=config.composition, aggregation=config.aggregation)
+        levels = partial(CMS, *sizes, cms, name=f"{name} levels", **how)
     if config.self_reference is not None:
         own = SelfReferential(*sizes, config.self_reference, **around)
     elif config.plain:
@@ -310,20 +293,11 @@ class LanguageModel(nn.Module):
         self.head = None
         if not config.tie_embeddings:
             self.head = blank(nn.Linear, config.d_model, config.vocab_size, bias=False, **place)
-        if self.embedding.weight.device.type != "meta":
-            self._draw(generator)
+        redraw(generator, self.embedding, self.head)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
-        for block in self.blocks:
-            block.reset_parameters(generator)  # type: ignore[operator]
-        nn.init.ones_(self.norm.weight)
-        self._draw(generator)
-
-    def _draw(self, generator: torch.Generator | None) -> None:
-        for layer in (self.embedding, self.head):
-            if layer is not None:
-                draw_normal(layer.weight, self.config.d_model**-0.5, source_of(generator))
+        redraw(generator, *self.blocks, self.norm, self.embedding, self.head)
 
     def forward(
         self,
@@ -341,8 +315,14 @@ class LanguageModel(nn.Module):
                 f"state must hold one state for each of {len(self.blocks)} layers, got {len(state)}; was it made by "
                 "another model?"
             )
-        # The tied head needs small rows, the blocks an input of unit scale.
-        x = self._embed(tokens) * self.config.d_model**0.5
+        try:
+            # The tied head needs small rows, the blocks an input of unit scale.
+            x: Tensor = self.embedding(tokens) * self.config.d_model**0.5
+        except IndexError:  # on the CPU; a GPU reports it by itself, later and less clearly
+            least, most = map(int, tokens.aminmax())
+            raise ShapeError(
+                f"tokens must be in 0..{self.embedding.num_embeddings - 1}, the vocabulary, got {least}..{most}"
+            ) from None
         carried: list[Any] = []
         for index, block in enumerate(self.blocks):
             before = None if state is None else state[index]
@@ -350,17 +330,6 @@ class LanguageModel(nn.Module):
             carried.append(after)
         weight = self.embedding.weight if self.head is None else self.head.weight
         return nn.functional.linear(self.norm(x), weight), tuple(carried)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        try:
-            x: Tensor = self.embedding(tokens)
-        except IndexError:  # on the CPU; a GPU reports it by itself, later and less clearly
-            least, most = tokens.aminmax()
-            raise ShapeError(
-                f"tokens must be in 0..{self.embedding.num_embeddings - 1}, the vocabulary, got "
-                f"{int(least)}..{int(most)}"
-            ) from None
-        return x
 
 
 def _level(name: str, period: int) -> LevelConfig:

@@ -9,10 +9,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.models.mlp import GatedMLP, hidden_width
+from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.nn import LinearAttention
 from hecate.nn.arguments import check_sequence
-from hecate.nn.parameters import blank, draw_normal, source_of
+from hecate.nn.parameters import blank
 from hecate.nn.positions import NoPosition, PositionKind
 from hecate.phi import ELU, FeatureMapKind
 from hecate.rule import bytes_of, detached
@@ -88,7 +88,7 @@ class LinearTransformerConfig(Config):
 _ATTENTION = ("feature_map", "causal", "normalizer", "eps", "kv_heads", "positions")
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(Layers):
     """x + drop(attention(norm(x))), then x + drop(mlp(x)): pre-norm, both branches residual."""
 
     def __init__(
@@ -102,13 +102,6 @@ class TransformerLayer(nn.Module):
         self.attention = LinearAttention(width, config.num_heads, name=name, generator=generator, **options, **place)
         self.mlp = GatedMLP(width, hidden, generator, **place) if hidden else None
         self.drop = nn.Dropout(config.dropout)
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws every parameter anew from `generator` (None: torch's default generator)."""
-        nn.init.ones_(self.norm.weight)
-        self.attention.reset_parameters(generator)
-        if self.mlp is not None:
-            self.mlp.reset_parameters(generator)
 
     def forward(self, x: Tensor, state: Any, **masks: Tensor | None) -> tuple[Tensor, Any]:
         """The layer's output and its state after the last token."""
@@ -161,8 +154,7 @@ class LinearTransformer(nn.Module):
             TransformerLayer(config, f"layer {index}", generator, **place) for index in range(config.num_layers)
         )
         self.norm = nn.RMSNorm(width, eps=1e-6, **place)
-        if self.project.weight.device.type != "meta":
-            self._draw(generator)
+        redraw(generator, self.project)
 
     @classmethod
     def build(
@@ -194,13 +186,7 @@ class LinearTransformer(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
-        for layer in self.layers:
-            layer.reset_parameters(generator)  # type: ignore[operator]
-        nn.init.ones_(self.norm.weight)
-        self._draw(generator)
-
-    def _draw(self, generator: torch.Generator | None) -> None:
-        draw_normal(self.project.weight, self.config.embed_dim**-0.5, source_of(generator))
+        redraw(generator, *self.layers, self.norm, self.project)
 
     def forward(
         self,

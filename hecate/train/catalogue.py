@@ -49,9 +49,11 @@ def catalogue(family: str | None = None) -> Table:
 
 def variant_rows(root: type[Variant]) -> Table:
     """Kind, formula, traits, gradient status and paper of every variant."""
-    heads = ["formula", "paper"] if root in _PLAIN else ["formula", "traits", "gradient", "paper"]
-    rows = [[kind, *(_COLUMNS[head](variant) for head in heads)] for kind, variant in root.variants().items()]
-    return ["kind", *heads], rows
+    rows, plain = [], root in _PLAIN
+    for kind, variant in root.variants().items():
+        own = [] if plain else [_traits(variant), "hand-written" if variant.hand_written() else "torch.func"]
+        rows.append([kind, variant.formula(), *own, _section(_REFERENCE, variant)])
+    return ["kind", "formula", *([] if plain else ["traits", "gradient"]), "paper"], rows
 
 
 def _section(pattern: re.Pattern[str], variant: type[Variant]) -> str:
@@ -65,30 +67,14 @@ def _traits(variant: Any) -> str:
     declares none."""
     if not issubclass(variant, phi.FeatureMap):
         return _section(_TRAITS, variant)
-    try:
-        traits = _example(variant).traits()
+    required = {name: field.annotation for name, field in variant.model_fields.items() if field.is_required()}
+    try:  # the smallest value that each of them accepts
+        example = variant(**{n: 2 if kind is int else 1.0 if kind is float else "elu" for n, kind in required.items()})
+        traits = example.traits()
     except ConfigError:
-        required = [name for name, field in variant.model_fields.items() if field.is_required()]
         return f"depends on {', '.join(required)}"
     declared = {k: v for k, v in traits._asdict().items() if v not in (False, None, "none")}
     return ", ".join(k if v is True else f"{k}={v}" for k, v in declared.items())
-
-
-_COLUMNS: dict[str, Callable[[Any], str]] = {
-    "formula": lambda variant: variant.formula(),
-    "traits": _traits,
-    "gradient": lambda variant: "hand-written" if variant.hand_written() else "torch.func",
-    "paper": partial(_section, _REFERENCE),
-}
-
-
-def _example(variant: Any) -> Any:
-    """An instance with the smallest value that each required field accepts."""
-    fields: dict[str, Any] = {}
-    for name, field in variant.model_fields.items():
-        if field.is_required():
-            fields[name] = 2 if field.annotation is int else 1.0 if field.annotation is float else "elu"
-    return variant(**fields)
 
 
 def _rules() -> Table:
@@ -111,14 +97,9 @@ def _engines() -> Table:
 
 
 def _presets() -> Table:
-    rows = []
-    for name in presets():
-        if "-" in name:
-            continue
-        config = load_experiment(name)
-        rows.append([name, config.data.kind, config.data.formula(), str(config.budget.steps)])
-    for name in BY_RULE:
-        rows.append([f"{name}-RULE", "", f"{name} with the memory of that rule", ""])
+    shipped = {name: load_experiment(name) for name in presets() if "-" not in name}
+    rows = [[name, own.data.kind, own.data.formula(), str(own.budget.steps)] for name, own in shipped.items()]
+    rows += [[f"{name}-RULE", "", f"{name} with the memory of that rule", ""] for name in BY_RULE]
     return ["preset", "data", "what it is", "steps"], rows
 
 

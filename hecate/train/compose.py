@@ -40,19 +40,16 @@ def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experi
     try:
         return ExperimentConfig.model_validate(document.value)
     except ConfigError as error:
-        raise ConfigError(
-            Problem(p.path, f"{p.message}  [{_mark(document, p.path)}]") for p in error.problems
-        ) from None
+        problems = []
+        for path, message in error.problems:
+            known = (document.marks[path[:n]] for n in range(len(path), 0, -1) if path[:n] in document.marks)
+            problems.append(Problem(path, f"{message}  [{next(known, document.label)}]"))
+        raise ConfigError(problems) from None
 
 
 def dump_experiment(config: ExperimentConfig) -> str:
     """The resolved YAML of an experiment; loading it gives an equal one."""
     return dump_yaml(config.model_dump(mode="json"))
-
-
-def _mark(document: Document, path: Location) -> str:
-    places = (document.marks.get(path[:length]) for length in range(len(path), 0, -1))
-    return next((mark for mark in places if mark), document.label)
 
 
 def _open(name: str, folder: Path | None) -> tuple[Document, Path]:
@@ -95,13 +92,12 @@ def _extended(opened: tuple[Document, Path], chain: list[Path]) -> Document:
     if _resolved(path) in chain or len(chain) >= MAX_EXTENDS:
         names = " -> ".join(p.name for p in [*chain, path])
         raise ConfigError(f"'extends' goes in a circle or too deep: {names}")
-    base_name = document.value.get("extends")
     if "extends" not in document.value:
         return document
-    mark = document.marks[("extends",)]
+    rest, mark = dict(document.value), document.marks[("extends",)]
+    base_name = rest.pop("extends")
     if not isinstance(base_name, str) or not base_name or "\0" in base_name:
         raise ConfigError(f"must be a preset or a file name, got {shorten(base_name)}  [{mark}]", ("extends",))
-    rest = Document({k: v for k, v in document.value.items() if k != "extends"}, document.marks, document.label)
     try:
         base = _extended(_open(base_name, path.parent), [*chain, _resolved(path)])
     except ConfigError as error:
@@ -109,8 +105,7 @@ def _extended(opened: tuple[Document, Path], chain: list[Path]) -> Document:
             raise
         raise ConfigError(Problem(p.path or ("extends",), f"{p.message}  [{mark}]") for p in error.problems) from None
     marks = dict(base.marks)
-    value = _merge(base.value, rest.value, (), marks, rest.marks)
-    return Document(value, marks, rest.label)
+    return Document(_merge(base.value, rest, (), marks, document.marks), marks, document.label)
 
 
 def _merge(base: Any, over: Any, path: Location, marks: dict[Location, str], new: dict[Location, str]) -> Any:

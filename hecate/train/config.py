@@ -49,13 +49,11 @@ class OptimConfig(Config):
     @classmethod
     def _adamw_fields(cls, data: Any) -> Any:
         """Hands fields that belong to AdamW on to it: older files have them here."""
-        if not isinstance(data, Mapping):
+        old = {name: data[name] for name in OF_ADAMW if name in data} if isinstance(data, Mapping) else {}
+        if not old:
             return data
         given = data.get("optimizer", "adamw")
         chosen = {"kind": given} if isinstance(given, str) else given
-        old = {name: data[name] for name in OF_ADAMW if name in data}
-        if not old:
-            return data
         plain = isinstance(chosen, Mapping) and chosen.get("kind") == "adamw"
         for name in old:
             if not plain or name in chosen:
@@ -132,7 +130,7 @@ class ExperimentConfig(Config):
         return data
 
     @model_validator(mode="after")
-    def _model_fits_data(self) -> Self:
+    def _fit_together(self) -> Self:
         needed, given = self.data.vocabulary(), self.model.vocab_size
         if given is not None and given != needed:
             raise ConfigError(
@@ -150,10 +148,6 @@ class ExperimentConfig(Config):
                 f"data {self.data.kind!r} has sequences of length {fixed}, got {asked}; leave it out",
                 ("budget", "seq_len"),
             )
-        return self
-
-    @model_validator(mode="after")
-    def _every_parameter_steps(self) -> Self:
         steps = self.budget.steps
         for pattern, period in self.optim.periods.items():
             if period > steps:

@@ -36,21 +36,15 @@ def _integer(text: str) -> int:
     return number
 
 
-# By tag: the texts that have it, the first characters of those, and how they are read.
-_SCALARS: dict[str, tuple[str, list[str], Callable[[str], Any]]] = {
-    "null": (r"~|null|Null|NULL|", [*"~nN", ""], lambda text: None),
-    "bool": (r"true|True|TRUE|false|False|FALSE", [*"tTfF"], lambda text: text.lower() == "true"),
-    "int": (_INT.pattern, [*"-+0123456789"], _integer),
-    "float": (_FLOAT, [*"-+.0123456789"], lambda text: float(re.sub(r"\.(inf|nan)$", r"\1", text.lower()))),
+# By tag: the texts that have it, and how they are read.
+_SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "null": (r"~|null|Null|NULL|", lambda text: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    "int": (_INT.pattern, _integer),
+    "float": (_FLOAT, lambda text: float(re.sub(r"\.(inf|nan)$", r"\1", text.lower()))),
 }
-
-
-def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {"": []}
-    for tag, (pattern, characters, _) in _SCALARS.items():
-        for character in characters:
-            table.setdefault(character, []).append((_TAG + tag, re.compile(f"^(?:{pattern})$")))
-    return table
+# None: by the texts alone, whatever their first character.
+_RESOLVERS = {None: [(_TAG + tag, re.compile(f"^(?:{pattern})$")) for tag, (pattern, _) in _SCALARS.items()]}
 
 
 class Document(NamedTuple):
@@ -62,7 +56,7 @@ class Document(NamedTuple):
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = _resolvers()
+    yaml_implicit_resolvers = _RESOLVERS
     aliases = depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -80,7 +74,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers = _resolvers()
+    yaml_implicit_resolvers = _RESOLVERS
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -128,11 +122,8 @@ def parse_yaml(text: str, label: str) -> Document:
 
 def parse_value(text: str, label: str) -> tuple[Any, dict[Location, str]]:
     """Parses any YAML value, such as the right-hand side of `--set`."""
-    loader: _Loader | None = None
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        reader = _Reader(label)
+        node, reader = _Loader(text).get_single_node(), _Reader(label)
         return (None if node is None else reader.read(node, ())), reader.marks
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -141,9 +132,6 @@ def parse_value(text: str, label: str) -> tuple[Any, dict[Location, str]]:
         raise ConfigError(f"not valid YAML: character #x{error.character:04x} is not allowed  [{label}]") from None
     except RecursionError:
         raise ConfigError(f"nested too deeply for a config  [{label}]") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 class _Reader:
@@ -199,7 +187,7 @@ class _Reader:
         if tag not in _SCALARS:
             raise self._refuse(path, f"tag {node.tag!r} is not allowed", node)
         try:
-            return _SCALARS[tag][2](text)
+            return _SCALARS[tag][1](text)
         except ValueError:
             raise self._refuse(path, f"is not a readable {tag}: {text[:40]!r}", node) from None
 

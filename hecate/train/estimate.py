@@ -14,7 +14,6 @@ from torch import nn
 from hecate.engine import memory_scan
 from hecate.errors import ConfigError, shorten
 from hecate.models import LanguageModel
-from hecate.models.language_model import Scanned
 from hecate.rule import Gates, bytes_of
 from hecate.sizes import readable
 from hecate.tape import Tape
@@ -127,23 +126,19 @@ def estimate_rows(config: ExperimentConfig) -> list[tuple[str, str]]:
 def taped(config: ExperimentConfig, tokens: int) -> dict[str, tuple[str, dict[str, float]]]:
     """Every memory of a model's block, by its path, scanned over random tokens: the tape and the norms of the
     cotangents by label, from a unit cotangent of the output. [TRAIN-EST-D2]"""
-    return {path: _taped(rule, config.model.heads, tokens) for path, rule in config.model.rules().items()}
-
-
-def _taped(rule: Scanned, heads: int, tokens: int) -> tuple[str, dict[str, float]]:
-    source = torch.Generator().manual_seed(0)
-
-    def draw(width: int) -> torch.Tensor:
-        return torch.randn(1, tokens, heads, width, generator=source, device="cpu")
-
-    q, k = (nn.functional.normalize(draw(rule.d_key), dim=-1) for _ in range(2))
-    v = draw(rule.d_value)
-    how: dict[str, Any] = {"heads": heads, "generator": source}
-    params = rule.config.feature_map.init(rule.d_key, **how)
-    d_phi = rule.config.feature_map.output_dim(rule.d_key)
-    start = rule.config.structure.init(d_phi, rule.d_value, **how)
-    tape = Tape(observe=True)
-    with torch.no_grad():
-        y, _ = memory_scan(rule.config, q, k, v, Gates(), phi_params=params, initial=start, tape=tape)
-        tape.backward([y], [torch.full_like(y, y.numel() ** -0.5)], [q, k, v])
-    return str(tape), {name: float(norm) for name, norm in tape.norms().items()}
+    heads, found = config.model.heads, {}
+    for path, (memory, d_key, d_value, _) in config.model.rules().items():
+        source = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(1, tokens, heads, width, generator=source, device="cpu") for width in (d_key, d_key, d_value)
+        )
+        q, k = (nn.functional.normalize(x, dim=-1) for x in (q, k))
+        how: dict[str, Any] = {"heads": heads, "generator": source}
+        params = memory.feature_map.init(d_key, **how)
+        start = memory.structure.init(memory.feature_map.output_dim(d_key), d_value, **how)
+        tape = Tape(observe=True)
+        with torch.no_grad():
+            y, _ = memory_scan(memory, q, k, v, Gates(), phi_params=params, initial=start, tape=tape)
+            tape.backward([y], [torch.full_like(y, y.numel() ** -0.5)], [q, k, v])
+        found[path] = str(tape), {name: float(norm) for name, norm in tape.norms().items()}
+    return found

@@ -38,15 +38,6 @@ class Score(NamedTuple):
         return {"validation_loss": self.loss, "accuracy": self.accuracy, **extra}
 
 
-class StateLeaf(NamedTuple):
-    """One tensor of a recurrent state."""
-
-    path: str
-    shape: tuple[int, ...]
-    bytes: int
-    norm: float
-
-
 def batch_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats over labelled positions, in float32."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
@@ -87,17 +78,11 @@ def _one_sequence(model: nn.Module, source: Source, seq_len: int, device: torch.
     return batch, logits, state
 
 
-def state_leaves(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> list[StateLeaf]:
-    """What one sequence carries from call to call, after `seq_len` validation tokens."""
+def state_leaves(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> dict[str, Tensor]:
+    """What one sequence carries from call to call, after `seq_len` validation tokens: tensors by their paths."""
     *_, state = _one_sequence(model, source, seq_len, device)
-    leaves: list[StateLeaf] = []
     found: list[tuple[Any, Any]] = pytree.tree_flatten_with_path(state)[0]
-    for path, leaf in found:
-        if isinstance(leaf, Tensor):
-            norm = float(leaf.double().norm()) if leaf.is_floating_point() else math.nan
-            size = leaf.numel() * leaf.element_size()
-            leaves.append(StateLeaf(pytree.keystr(path), tuple(leaf.shape), size, norm))
-    return leaves
+    return {pytree.keystr(path): leaf for path, leaf in found if isinstance(leaf, Tensor)}
 
 
 def model_health(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> dict[str, list[LevelHealth]]:

@@ -27,7 +27,15 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
-        self._board = _board(tensorboard) if tensorboard else None
+        self._board: Any = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise ConfigError(
+                    "needs TensorBoard: install hecate[track] or leave it false", ("tensorboard",)
+                ) from None
+            self._board = SummaryWriter(str(tensorboard))
         self._path = path
         self._again: list[Record] = []
         with refusing(f"write {path}", _REMEDY):
@@ -122,14 +130,6 @@ def _parsed(line: bytes) -> Record | None:
         return None
     known = isinstance(record, dict) and isinstance(record.get("event"), str)
     return record if known and type(record.get("step")) is int else None
-
-
-def _board(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError("needs TensorBoard: install hecate[track] or leave it false", ("tensorboard",)) from None
-    return SummaryWriter(str(folder))
 
 
 def add_sample(path: Path, step: int, text: str) -> None:

@@ -7,12 +7,15 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from hecate.cms import LevelHealth
 from hecate.train.document import dump_yaml
-from hecate.train.evaluate import UNIT, Score, StateLeaf, model_health, state_leaves
+from hecate.train.evaluate import UNIT, Score, model_health, state_leaves
 from hecate.train.files import write_file
 from hecate.train.metrics import read_metrics
 from hecate.train.trainer import Trainer
@@ -21,23 +24,21 @@ from hecate.variant import Config
 LEVEL = (
     "level", "period", "commits", "fired", "memory norm", "output rms", "half-life", "cotangent", "dead",
 )  # fmt: skip
-BETTER = {"bits_per_byte": "lower is better", "accuracy": "higher is better"}
 
 
 def write_report(
     trainer: Trainer, folder: Path, score: Score | None, baselines: Mapping[str, float], status: str
-) -> Path:
-    """Writes report.md and, with matplotlib, figures/*.png; returns the report's path."""
+) -> None:
+    """Writes report.md and, with matplotlib, figures/*.png."""
     metric, config = trainer.source.metric, trainer.config
     one_sequence = trainer.model, trainer.source, config.seq_len, trainer.device
     records = read_metrics(folder / "metrics.jsonl")
-    figures = draw_figures(records, folder / "figures", metric, baselines)
     leaves = state_leaves(*one_sequence)
     sections = {
         "Result": _result(metric, score, baselines),
         "Size": _sizes(trainer, leaves, records),
         "Data": _table(("fact", "value"), trainer.source.describe().items()),
-        "Figures": _shown(figures),
+        "Figures": _figures(records, folder / "figures", metric, baselines),
         "Levels": _levels(model_health(*one_sequence)),
         "Optimiser": _optimiser(trainer),
         "Memory": _yaml(config.model),
@@ -45,9 +46,8 @@ def write_report(
         "Repeat": _commands(folder),
     }
     begin = f"# {config.name}\n\nRun {status} at step {trainer.step} of {config.budget.steps}, seed {config.seed}."
-    path = folder / "report.md"
-    write_file(path, "\n\n".join([begin, *(f"## {name}\n\n{text}" for name, text in sections.items() if text)]) + "\n")
-    return path
+    text = "\n\n".join([begin, *(f"## {name}\n\n{section}" for name, section in sections.items() if section)])
+    write_file(folder / "report.md", text + "\n")
 
 
 def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) -> str:
@@ -56,18 +56,17 @@ def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) ->
         return "Not evaluated at this step: a signal ended the run. `hecate eval` does it."
     rows = [(f"{name} (baseline)", f"{value:.4f}") for name, value in baselines.items()]
     rows.append(("**this model**", f"**{score.value(metric):.4f}**"))
-    header = ("predictor", f"{UNIT[metric]} ({BETTER[metric]})")
+    header = ("predictor", f"{UNIT[metric]} ({'higher' if metric == 'accuracy' else 'lower'} is better)")
     return _table(header, rows) + f"\n\n{score.labels} validation labels, loss {score.loss:.4f} nats."
 
 
-def _sizes(trainer: Trainer, leaves: Sequence[StateLeaf], records: Sequence[Mapping[str, Any]]) -> str:
+def _sizes(trainer: Trainer, leaves: Mapping[str, Tensor], records: Sequence[Mapping[str, Any]]) -> str:
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    trained = [r for r in records if r.get("event") == "train"]
-    speeds = sorted(r["tokens_per_second"] for r in trained)
+    speeds = sorted(r["tokens_per_second"] for r in records if r.get("event") == "train")
     budget = trainer.config.budget
     rows: list[tuple[str, Any]] = [
         ("parameters", f"{parameters:,}"),
-        ("state per sequence", f"{sum(leaf.bytes for leaf in leaves):,} bytes, whatever its length"),
+        ("state per sequence", f"{sum(leaf.nbytes for leaf in leaves.values()):,} bytes, whatever its length"),
         ("training tokens", f"{trainer.step * budget.batch_size * trainer.config.seq_len:,}"),
     ]
     if speeds:
@@ -76,12 +75,6 @@ def _sizes(trainer: Trainer, leaves: Sequence[StateLeaf], records: Sequence[Mapp
     if seconds:
         rows.append(("wall time", f"{sum(seconds):.0f} s"))
     return _table(("size", "value"), rows)
-
-
-def _shown(figures: Sequence[Path] | None) -> str:
-    if figures is None:
-        return "Not drawn: matplotlib is not installed (`pip install hecate[plot]`)."
-    return "\n\n".join(f"![{path.stem}](figures/{path.name})" for path in figures)
 
 
 def _levels(health: Mapping[str, Sequence[LevelHealth]]) -> str:
@@ -125,11 +118,11 @@ def _yaml(settings: Config) -> str:
     return f"```yaml\n{dump_yaml(settings.model_dump(mode='json'))}```"
 
 
-def _states(leaves: Sequence[StateLeaf], length: int) -> str:
+def _states(leaves: Mapping[str, Tensor], length: int) -> str:
     rows = [
-        (f"`{leaf.path}`", "x".join(map(str, leaf.shape)) or "scalar", f"{leaf.bytes:,}",
-         "" if math.isnan(leaf.norm) else f"{leaf.norm:.3g}")
-        for leaf in leaves
+        (f"`{path}`", "x".join(map(str, leaf.shape)) or "scalar", f"{leaf.nbytes:,}",
+         f"{leaf.double().norm():.3g}" if leaf.is_floating_point() else "")
+        for path, leaf in leaves.items()
     ]  # fmt: skip
     return f"{length} tokens read.\n\n" + _table(("tensor", "shape", "bytes", "norm"), rows)
 
@@ -150,50 +143,41 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def draw_figures(
-    records: Sequence[Mapping[str, Any]], folder: Path, metric: str, baselines: Mapping[str, float]
-) -> list[Path] | None:
-    """Draws loss.png and, for tasks, accuracy.png; None if matplotlib is not installed."""
+def _figures(records: Sequence[Mapping[str, Any]], folder: Path, metric: str, baselines: Mapping[str, float]) -> str:
+    """Draws loss.png and, for tasks, accuracy.png; the lines that show them."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return None
+        return "Not drawn: matplotlib is not installed (`pip install hecate[plot]`)."
 
-    def draw(name: str, unit: str, key: str, scale: float, levels: Mapping[str, float], **limits: Any) -> Path:
+    def column(event: str, key: str, scale: float = 1.0) -> list[float]:
+        return [scale * record[key] for record in records if record.get("event") == event]
+
+    def draw(stem: str, unit: str, key: str, scale: float, levels: Mapping[str, float], **limits: Any) -> str:
         figure = Figure(figsize=(6.4, 4), layout="constrained")
         axes = figure.add_subplot()
         if key == "validation_loss":
-            train = [(r["step"], scale * r["loss"]) for r in records if r.get("event") == "train"]
-            axes.plot(*_columns(train), color="0.8", linewidth=0.8, label="training batch")
-            axes.plot(*_columns(_smoothed(train)), color="tab:blue", label="training, smoothed")
-        points = [(r["step"], scale * r[key]) for r in records if r.get("event") == "eval"]
-        axes.plot(*_columns(points), "o-", color="tab:orange", label="validation")
+            steps, losses = column("train", "step"), column("train", "loss", scale)
+            axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training batch")
+            axes.plot(steps, _smoothed(losses), color="tab:blue", label="training, smoothed")
+        axes.plot(column("eval", "step"), column("eval", key, scale), "o-", color="tab:orange", label="validation")
         for index, (label, value) in enumerate(levels.items()):
             axes.axhline(value, color="0.3", linewidth=1, linestyle=("-", "--", ":")[index % 3], label=label)
         axes.set(xlabel="step", ylabel=unit, **limits)
         axes.legend()
         image = io.BytesIO()
         figure.savefig(image, dpi=120, format="png")
-        write_file(folder / name, image.getvalue())
-        return folder / name
+        write_file(folder / f"{stem}.png", image.getvalue())
+        return f"![{stem}](figures/{stem}.png)"
 
     folder.mkdir(parents=True, exist_ok=True)
     if metric == "bits_per_byte":
-        return [draw("loss.png", UNIT[metric], "validation_loss", 1 / math.log(2), baselines)]
-    return [
-        draw("loss.png", "loss (nats per label)", "validation_loss", 1.0, {}),
-        draw("accuracy.png", "accuracy", "accuracy", 1.0, baselines, ylim=(-0.02, 1.02)),
-    ]
+        return draw("loss", UNIT[metric], "validation_loss", 1 / math.log(2), baselines)
+    loss = draw("loss", "loss (nats per label)", "validation_loss", 1.0, {})
+    return loss + "\n\n" + draw("accuracy", "accuracy", "accuracy", 1.0, baselines, ylim=(-0.02, 1.02))
 
 
-def _smoothed(points: Sequence[tuple[int, float]], weight: float = 0.95) -> list[tuple[int, float]]:
-    """Exponential moving average, corrected for its start."""
-    total, result = 0.0, []
-    for count, (step, value) in enumerate(points, start=1):
-        total = weight * total + (1 - weight) * value
-        result.append((step, total / (1 - weight**count)))
-    return result
-
-
-def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [step for step, _ in points], [value for _, value in points]
+def _smoothed(values: Iterable[float]) -> list[float]:
+    """Exponential moving average of weight 0.95, corrected for its start."""
+    averages = list(accumulate(values, lambda mean, value: 0.95 * mean + 0.05 * value, initial=0.0))[1:]
+    return [mean / (1 - 0.95**count) for count, mean in enumerate(averages, start=1)]

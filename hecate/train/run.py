@@ -75,14 +75,19 @@ def run_experiment(
     with torch.random.fork_rng(devices=devices), display or Display() as shown:
         torch.manual_seed(config.seed)
         trainer = Trainer(config, source=source, model=model)
-        with refusing(f"write run folder {folder}", "choose another --out"):
+        unwritable = f"write run folder {folder}", "choose another --out"
+        with refusing(*unwritable):
             make_folder(folder)
         board = folder / "tensorboard" if config.tensorboard else None
         with MetricsWriter(folder / "metrics.jsonl", board) as metrics, Signals() as signals:
             _check_folder(folder, resume)  # again: another process may have trained here since
             run = _Run(trainer, folder, shown, metrics, signals)
             run.restore()
-            _describe(config, folder)
+            with refusing(*unwritable):
+                for part in (folder, folder / "figures", folder / CHECKPOINTS):
+                    sweep(part)
+                write_file(folder / "config.yaml", dump_experiment(config))  # found to fit the checkpoint, if any
+                write_file(folder / "env.json", json.dumps(environment(config), indent=1) + "\n")
             return run.go()
 
 
@@ -99,15 +104,6 @@ def _check_folder(folder: Path, resume: bool) -> None:
             f"{folder} holds checkpoints or metrics of a run that has lost its config.yaml; put that back and "
             "--resume, or choose another --out"
         )
-
-
-def _describe(config: ExperimentConfig, folder: Path) -> None:
-    """Writes config.yaml and env.json, once a resumed config is found to fit its checkpoint."""
-    with refusing(f"write run folder {folder}", "choose another --out"):
-        for part in (folder, folder / "figures", folder / CHECKPOINTS):
-            sweep(part)
-        write_file(folder / "config.yaml", dump_experiment(config))
-        write_file(folder / "env.json", json.dumps(environment(config), indent=1) + "\n")
 
 
 def open_run(folder: Path, which: str = "best") -> tuple[Trainer, int]:

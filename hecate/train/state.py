@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -43,12 +43,7 @@ class RunFacts(Config):
     versions: dict[str, str]
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "missing"
-
-
-_MISSING = _Missing()
+_MISSING = type("Missing", (), {"__repr__": lambda _: "missing"})()
 
 
 def run_facts(facts: Mapping[str, Any], where: str) -> RunFacts:
@@ -99,29 +94,24 @@ def pack(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[dict[str, T
     groups: list[dict[str, Any]] = []
     optimizers = list(optimizers)
     for optimizer in optimizers:
-        names = list(chain(*_parameter_names(model, optimizer)))
-        state = optimizer.state_dict()
+        named, state = _parameter_names(model, optimizer), optimizer.state_dict()
+        names = list(chain(*named))
         for index, entries in state["state"].items():
             for key, value in entries.items():
                 if isinstance(value, Tensor):
                     tensors[f"optimizer/{names[index]}/{key}"] = value
                 else:
                     values.setdefault(names[index], {})[key] = value
-        for group in state["param_groups"]:
-            kept = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            groups.append({**kept, "params": [names[i] for i in group["params"]]})
+        for group, params in zip(state["param_groups"], named, strict=True):
+            groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": params})
     return tensors, {"optimizer": _called(optimizers), "groups": groups, "values": values}
 
 
 def unpack(
-    model: nn.Module,
-    optimizers: Iterable[Optimizer],
-    tensors: Mapping[str, Tensor],
-    values: Mapping[str, Any],
-    where: str,
+    model: nn.Module, optimizers: Iterable[Optimizer], tensors: Mapping[str, Tensor], facts: OptimizerFacts, where: str
 ) -> None:
     """Loads what `pack` gave; `CheckpointError` names the first thing that does not fit."""
-    optimizers, facts = list(optimizers), OptimizerFacts.model_validate(dict(values))
+    optimizers = list(optimizers)
     if facts.optimizer != _called(optimizers):
         raise CheckpointError(f"{where} was trained with {facts.optimizer}, this run uses {_called(optimizers)}")
     own = [names for optimizer in optimizers for names in _parameter_names(model, optimizer)]
@@ -129,16 +119,12 @@ def unpack(
         raise CheckpointError(
             f"{where} optimises other parameters than this model, or in other groups; use its own config"
         )
-    _refuse_strangers(set(chain(*own)), tensors, facts.values, where)
-    saved = model_state(model, tensors, where)
-    groups, states = iter(facts.groups), []
+    entries = _entries(chain(*own), tensors, facts.values, where)
+    saved, groups = model_state(model, tensors, where), iter(facts.groups)
     try:
-        for optimizer in optimizers:
-            mine = [next(groups) for _ in optimizer.param_groups]
-            _check_options(mine, optimizer)
-            names = list(chain(*_parameter_names(model, optimizer)))
-            states.append(_state(names, optimizer, tensors, mine, facts.values))
-            _check_state(names, optimizer, states[-1]["state"])
+        states = [
+            _state(optimizer, list(islice(groups, len(optimizer.param_groups))), entries) for optimizer in optimizers
+        ]
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
     except (HecateError, ValueError) as error:
@@ -146,48 +132,63 @@ def unpack(
     model.load_state_dict(saved)
 
 
-def _refuse_strangers(known: set[str], tensors: Iterable[str], values: Iterable[str], where: str) -> None:
-    """Names of state that nothing here has."""
+def _entries(
+    names: Iterable[str], tensors: Mapping[str, Tensor], values: Mapping[str, dict[str, Any]], where: str
+) -> dict[str, dict[str, Any]]:
+    """The state of each parameter by its name; of names that nothing here has it is refused."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key in [*tensors, *(f"optimizer/{name}/" for name in values)]:
-        owner = key.removeprefix("optimizer/").rpartition("/")[0]
-        if key.startswith("optimizer/") and owner not in known:
-            raise CheckpointError(f"{where} has state {key!r} of a parameter that is not trained")
+        name, _, entry = key.removeprefix("optimizer/").rpartition("/")
         if not key.startswith(("model/", "optimizer/", "rng/")):
             raise CheckpointError(f"{where} has an unknown tensor {key!r}")
+        if key.startswith("optimizer/"):
+            if name not in found:
+                raise CheckpointError(f"{where} has state {key!r} of a parameter that is not trained")
+            # clone: optimisers step in place, and the caller's checkpoint must not change
+            found[name] |= {entry: tensors[key].clone()} if key in tensors else values[name]
+    return found
 
 
-def _check_options(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
-    """Options are those of the config, but for the rate and where a window stands."""
+def _state(optimizer: Optimizer, saved: list[dict[str, Any]], entries: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The state dict of one optimiser, of groups and entries that fit it."""
+    groups, names = [], list(chain(*(group["params"] for group in saved)))
+    order = {name: index for index, name in enumerate(names)}
     for number, (group, own) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
-        here = json.loads(json.dumps({k: v for k, v in own.items() if k not in _MOVING}))
-        there = {k: v for k, v in group.items() if k not in _MOVING}
-        there = {**here, **json.loads(json.dumps(there))}  # older versions had fewer
-        lines = differences(there, here, f"groups.{number}")
-        lr, elapsed = group.get("lr"), group.get("elapsed", 0)
-        if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
-            lines.append(f"groups.{number}.lr must be a finite number >= 0, got {shorten(lr)}")
-        if type(elapsed) is not int or not 0 <= elapsed < own.get("period", 1):
-            lines.append(f"groups.{number}.elapsed must be within a period, got {elapsed!r}")
-        if lines:
-            raise ConfigError("; ".join(lines))
-
-
-def _check_state(names: list[str], optimizer: Optimizer, state: Mapping[int, Any]) -> None:
-    """Entries are those of a parameter that has stepped, or none."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        _check_options(f"groups.{number}", group, own)
+        moved = {key: group[key] for key in _MOVING if key in group}  # other options are the run's own
+        named = group["params"]
+        groups.append({**own, **moved, "params": [order[name] for name in named], "param_names": named})
     stepped = _stepped(optimizer)
-    for index, (name, p) in enumerate(zip(names, parameters, strict=True)):
-        entries = dict(state.get(index, {}))
-        window = None
-        if isinstance(optimizer, Leveled):
-            entries.pop("has_window", None)
-            window = entries.pop("window", None)
-        if window is not None and (not isinstance(window, Tensor) or window.shape != p.shape):
-            raise ConfigError(f"the window of {name} has not its shape {list(p.shape)}")
-        if not entries or stepped is None:
-            continue
-        found, own = ({k: _kind(v) for k, v in item.items()} for item in (entries, stepped[index]))
-        if lines := differences(found, own, f"the state of {name}"):
+    for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        made = None if stepped is None else stepped[index]
+        _check_entries(names[index], entries[names[index]], made, p if isinstance(optimizer, Leveled) else None)
+    return {"state": {order[name]: entries[name] for name in names if entries[name]}, "param_groups": groups}
+
+
+def _check_options(path: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Options are those of the config, but for the rate and where a window stands."""
+    here, there = (json.loads(json.dumps({k: v for k, v in o.items() if k not in _MOVING})) for o in (own, saved))
+    lines = differences({**here, **there}, here, path)  # older versions had fewer
+    lr, elapsed = saved.get("lr"), saved.get("elapsed", 0)
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
+        lines.append(f"{path}.lr must be a finite number >= 0, got {shorten(lr)}")
+    if type(elapsed) is not int or not 0 <= elapsed < own.get("period", 1):
+        lines.append(f"{path}.elapsed must be within a period, got {elapsed!r}")
+    if lines:
+        raise ConfigError("; ".join(lines))
+
+
+def _check_entries(name: str, saved: Mapping[str, Any], own: Mapping[str, Any] | None, leveled: Tensor | None) -> None:
+    """Entries are those of a parameter that has stepped, or none; one that is `leveled` may have a window, too."""
+    entries = dict(saved)
+    if leveled is not None:
+        entries.pop("has_window", None)
+        window = entries.pop("window", None)
+        if window is not None and (not isinstance(window, Tensor) or window.shape != leveled.shape):
+            raise ConfigError(f"the window of {name} has not its shape {list(leveled.shape)}")
+    if entries and own is not None:
+        found, known = ({k: _kind(v) for k, v in item.items()} for item in (entries, own))
+        if lines := differences(found, known, f"the state of {name}"):
             raise ConfigError("; ".join(lines))
 
 
@@ -197,20 +198,19 @@ def _stepped(optimizer: Optimizer) -> list[dict[str, Any]] | None:
     inner = optimizer.inner if isinstance(optimizer, Leveled) else optimizer
     if isinstance(inner, MatrixOptimizer):
         return [inner.state[p] for group in inner.param_groups for p in group["params"]]
-    groups = []
-    for group in inner.param_groups:
-        params = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
-        groups.append({**group, "params": params})
+    groups = [dict(group) for group in inner.param_groups]
+    for group in groups:
+        group["params"] = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
     try:
         kind: Callable[..., Optimizer] = type(inner)
         probe = kind(groups)
-        for group in groups:
-            for p in group["params"]:
-                p.grad = torch.zeros_like(p)
+        parameters = [p for group in groups for p in group["params"]]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
         probe.step()
     except (TypeError, ValueError, RuntimeError, NotImplementedError):
         return None
-    return [probe.state[p] for group in groups for p in group["params"]]
+    return [probe.state[p] for p in parameters]
 
 
 def _kind(value: Any) -> str:
@@ -220,32 +220,6 @@ def _kind(value: Any) -> str:
     if not value.dim():
         return "a float" if value.is_floating_point() else "an integer"
     return f"{list(value.shape)} {value.dtype}"
-
-
-def _state(
-    names: list[str],
-    optimizer: Optimizer,
-    tensors: Mapping[str, Tensor],
-    saved: list[dict[str, Any]],
-    values: Mapping[str, dict[str, Any]],
-) -> dict[str, Any]:
-    """The state dict of one optimiser."""
-    state: dict[int, dict[str, Any]] = {}
-    for index, name in enumerate(names):
-        prefix = f"optimizer/{name}/"
-        entries = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        # clone: optimisers step in place, and the caller's checkpoint must not change
-        entries = {key: value.clone() for key, value in entries.items() if "/" not in key}
-        entries |= values.get(name, {})
-        if entries:
-            state[index] = entries
-    order = {name: index for index, name in enumerate(names)}
-    groups = []
-    for group, own in zip(saved, optimizer.param_groups, strict=True):
-        names = group["params"]
-        moved = {key: group[key] for key in _MOVING if key in group}  # other options are the run's own
-        groups.append({**own, **moved, "params": [order[name] for name in names], "param_names": names})
-    return {"state": state, "param_groups": groups}
 
 
 def model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:

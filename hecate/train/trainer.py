@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hecate.data import Loader, Source
-from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError, Problem
+from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from hecate.late import look
 from hecate.models import LanguageModel
 from hecate.optim import Leveled, OptimizerKind, level_groups
@@ -138,71 +139,60 @@ class Trainer:
                 f"{where} is at step {facts.step}, beyond budget.steps={self.config.budget.steps}; "
                 f"give --steps of at least {facts.step}, or start another run"
             )
-        self._check_random(checkpoint.tensors, where)
-        try:
-            self.loader.load_state_dict(facts.cursor)
-        except DataError as error:
-            raise CheckpointError(f"{where}: {error}") from None
-        unpack(self.model, self.optimizers.values(), checkpoint.tensors, checkpoint.facts["optimizer"], where)
-        torch.set_rng_state(checkpoint.tensors["rng/torch"])
-        if self.device.type == "cuda" and "rng/cuda" in checkpoint.tensors:
-            torch.cuda.set_rng_state(checkpoint.tensors["rng/cuda"], self.device)
-        self.step = facts.step
-
-    def _check_random(self, tensors: dict[str, torch.Tensor], where: str) -> None:
-        """Random states that generators take, before the run's own are changed."""
-        devices = {"rng/torch": "cpu"}
-        if self.device.type == "cuda" and "rng/cuda" in tensors:
-            devices["rng/cuda"] = "cuda"
-        for name, device in devices.items():
-            try:
-                torch.Generator(device).set_state(tensors[name])
+        cuda = self.device.type == "cuda" and "rng/cuda" in checkpoint.tensors
+        for name, device in {"rng/torch": "cpu", **({"rng/cuda": "cuda"} if cuda else {})}.items():
+            try:  # whether it is one, before anything of the run is changed
+                torch.Generator(device).set_state(checkpoint.tensors[name])
             except (KeyError, RuntimeError, TypeError):
                 raise CheckpointError(
                     f"{where} has no random state in tensor {name!r}; use an earlier checkpoint"
                 ) from None
+        try:
+            self.loader.load_state_dict(facts.cursor)
+        except DataError as error:
+            raise CheckpointError(f"{where}: {error}") from None
+        unpack(self.model, self.optimizers.values(), checkpoint.tensors, facts.optimizer, where)
+        torch.set_rng_state(checkpoint.tensors["rng/torch"])
+        if cuda:
+            torch.cuda.set_rng_state(checkpoint.tensors["rng/cuda"], self.device)
+        self.step = facts.step
 
 
 def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimizer]:
     """The optimisers of a run by kind: one, or two with a fallback. [TRAIN-OPTIM-D2]"""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     kind: OptimizerKind = optim.optimizer
-    path: tuple[str, ...] = ("optim", "optimizer")
-    own, periods = kind.trains(model), _periods(named, optim.periods)
-    trained: list[tuple[tuple[str, ...], OptimizerKind, Named]] = [(path, kind, own)]
+    own = kind.trains(model)
+    try:
+        levels = level_groups(named, optim.periods) if optim.periods else []
+    except ConfigError as error:
+        raise error.or_at("optim", "periods") from None
+    periods = {p: level["period"] for level in levels for p in level["params"]}
+    trained: dict[tuple[str, ...], tuple[OptimizerKind, Named]] = {("optim", "optimizer"): (kind, own)}
     if isinstance(kind, PartialKind):
         if not own:
             raise ConfigError(
                 f"{kind.kind!r} trains {kind.about}, and this model has none; choose a kind for any parameter, such as "
                 "adamw",
-                path,
+                ("optim", "optimizer"),
             )
         chosen = {name for name, _ in own}
-        trained.append(((*path, "fallback"), kind.fallback, [(n, p) for n, p in named if n not in chosen]))
-    found = {}
-    for path, kind, owned in trained:
+        others = [(name, p) for name, p in named if name not in chosen]
+        trained["optim", "optimizer", "fallback"] = kind.fallback, others
+    found: dict[str, Optimizer] = {}
+    for path, (kind, owned) in trained.items():
         try:
             if owned:
                 groups = parameter_groups(owned, optim.weight_decay, periods)
-                found[kind.kind] = _built(kind, model, groups, optim.lr)
+                build = partial(kind.build, model, lr=optim.lr)
+                found[kind.kind] = Leveled(groups, build) if kind.windowed and periods else build(groups)
         except ConfigError as error:
-            raise ConfigError(Problem((*path, *p.path), p.message) for p in error.problems) from None
+            raise error.under(*path) from None
     return found
 
 
-def _built(kind: OptimizerKind, model: nn.Module, groups: list[Group], lr: float) -> Optimizer:
-    if kind.windowed and any("period" in group for group in groups):
-        return Leveled(groups, lambda given: kind.build(model, given, lr))
-    return kind.build(model, groups, lr)
-
-
-def parameter_groups(
-    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, periods: Mapping[Tensor, int] | None = None
-) -> list[Group]:
-    """Groups by decay and period: matrices decay, vectors (scales, biases) do not.
-
-    [TRAIN-OPTIM-D1]
-    """
+def parameter_groups(named: Named, weight_decay: float, periods: Mapping[Tensor, int] | None = None) -> list[Group]:
+    """Groups by decay and period: matrices decay, vectors (scales, biases) do not. [TRAIN-OPTIM-D1]"""
     found: dict[tuple[bool, int], Group] = {}
     for name, p in named:
         vector, period = is_vector(name, p), (periods or {}).get(p, 1)
@@ -213,14 +203,3 @@ def parameter_groups(
         if periods:
             group["period"] = period
     return [found[key] for key in sorted(found)]
-
-
-def _periods(named: Named, patterns: Mapping[str, int]) -> dict[Tensor, int]:
-    """Steps per commit of every parameter; empty where no pattern is given."""
-    if not patterns:
-        return {}
-    try:
-        groups = level_groups(named, patterns)
-    except ConfigError as error:
-        raise ConfigError(str(error), ("optim", "periods")) from None
-    return {p: group["period"] for group in groups for p in group["params"]}

@@ -31,13 +31,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
-    imports: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--import", metavar="MODULE",
-            help="Import your own variants first: a module here or installed. May be repeated.",
-        ),
-    ] = None,
+    imports: Annotated[list[str] | None, typer.Option(
+        "--import", metavar="MODULE",
+        help="Import your own variants first: a module here or installed. May be repeated.",
+    )] = None,
 ) -> None:  # fmt: skip
     pass
 
@@ -72,7 +69,7 @@ def _import(modules: Sequence[str]) -> None:
     if modules and "" not in sys.path:
         sys.path.insert(0, "")
     for name in modules:
-        if not name.strip(".") or name.startswith(".") or any(c in name for c in "/\\\0"):
+        if not name or name.startswith(".") or any(c in name for c in "/\\\0"):
             raise ConfigError(
                 f"--import {name!r} is no name of a module; name one in this folder or an installed one, without "
                 "folders and .py"
@@ -90,7 +87,7 @@ def _import(modules: Sequence[str]) -> None:
 
 def _presets(incomplete: str) -> list[str]:
     """Presets that begin so."""
-    folder = Path(__file__).parents[1] / "presets"
+    folder = Path(__file__).parent / "presets"
     return sorted(p.stem for p in folder.glob("*.yaml") if p.stem.startswith(incomplete))
 
 
@@ -101,39 +98,27 @@ def _families(incomplete: str) -> list[str]:
     return [name for name in FAMILIES if name.startswith(incomplete)]
 
 
-_Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="PRESET|FILE", help="A preset or a YAML file.", show_default=False, autocompletion=_presets
-    ),
-]  # fmt: skip
-_Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="PATH=VALUE",
-        help="Override a setting, such as optim.lr=1e-3 or feature_map=elu. May be repeated.",
-    ),
-]  # fmt: skip
-_Limit = Annotated[
-    str | None,
-    typer.Option(
-        "--mem-limit", metavar="SIZE",
-        help="Refuse what takes more memory than this, such as 8G; train takes the device's own when left out.",
-    ),
-]  # fmt: skip
+_Source = Annotated[str, typer.Argument(
+    metavar="PRESET|FILE", help="A preset or a YAML file.", show_default=False, autocompletion=_presets,
+)]  # fmt: skip
+_Set = Annotated[list[str] | None, typer.Option(
+    "--set", metavar="PATH=VALUE",
+    help="Override a setting, such as optim.lr=1e-3 or feature_map=elu. May be repeated.",
+)]  # fmt: skip
+_Limit = Annotated[str | None, typer.Option(
+    "--mem-limit", metavar="SIZE",
+    help="Refuse what takes more memory than this, such as 8G; train takes the device's own when left out.",
+)]  # fmt: skip
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
 _Which = Annotated[str, typer.Option("--checkpoint", help="Which one: best or newest.")]
 
 
 @_command("list", epilog="Examples: hecate list | hecate list phi | hecate list presets")
 def list_(
-    family: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[FAMILY]", show_default=False, autocompletion=_families,
-            help="phi, bias, retention, algorithm, structure, position, data, optimizer, engines, rules or presets.",
-        ),
-    ] = None,
+    family: Annotated[str | None, typer.Argument(
+        metavar="[FAMILY]", show_default=False, autocompletion=_families,
+        help="phi, bias, retention, algorithm, structure, position, data, optimizer, engines, rules or presets.",
+    )] = None,
 ) -> None:  # fmt: skip
     """List the variants of a family: formula, traits, gradient and paper."""
     from hecate.train.catalogue import catalogue
@@ -146,10 +131,8 @@ def list_(
 def show(
     source: _Source,
     overrides: _Set = None,
-    engine: Annotated[
-        bool, typer.Option("--engine", help="Say which engine runs the memory here, and why.")
-    ] = False,
-) -> None:  # fmt: skip
+    engine: Annotated[bool, typer.Option("--engine", help="Say which engine runs the memory here, and why.")] = False,
+) -> None:
     """Print the resolved YAML of an experiment, every default written out."""
     from hecate.train.compose import dump_experiment, load_experiment
 
@@ -207,13 +190,10 @@ def tape(
     "hecate train my.yaml --out runs/mine | hecate train --out runs/mine --resume --steps 2000"
 )
 def train(
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PRESET|FILE]", help="A preset or a YAML file; 'quickstart' when left out.",
-            show_default=False, autocompletion=_presets,
-        ),
-    ] = None,
+    source: Annotated[str | None, typer.Argument(
+        metavar="[PRESET|FILE]", help="A preset or a YAML file; 'quickstart' when left out.",
+        show_default=False, autocompletion=_presets,
+    )] = None,
     overrides: _Set = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; a fresh runs/NAME when left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run from its newest sound checkpoint.")] = False,
@@ -302,14 +282,13 @@ def generate(
 @_command(epilog="Examples: hecate report runs/mqar | hecate report runs/cms --tokens 64")
 def report(
     run: _Run,
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, max=1 << 20, help="How many to read; the run's own length, at most 256, if left out."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of figures/ and report.md; the run folder if left out.")
-    ] = None,
-) -> None:
+    tokens: Annotated[int | None, typer.Option(
+        min=1, max=1 << 20, help="How many to read; the run's own length, at most 256, if left out.",
+    )] = None,
+    out: Annotated[Path | None, typer.Option(
+        help="Folder of figures/ and report.md; the run folder if left out.",
+    )] = None,
+) -> None:  # fmt: skip
     """Look at a run's memories under the microscope: implicit attention, norms, ranks, gates, and what they recall
     against age; a figure each, and a section of report.md."""
     from hecate.microscope.report import report_run
@@ -318,3 +297,7 @@ def report(
     for path in found.figures:
         typer.echo(str(path))
     typer.echo(f"step {found.step}, {found.tokens} tokens; report: {found.report}")
+
+
+if __name__ == "__main__":
+    main()

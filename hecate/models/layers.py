@@ -1,4 +1,4 @@
-"""The gated MLP of a model's blocks."""
+"""What the models share: layers that are drawn anew one by one, and the gated MLP of their blocks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,27 @@ from hecate.errors import ConfigError
 from hecate.nn.parameters import blank, draw_normal, source_of
 
 
+def redraw(generator: torch.Generator | None, *layers: nn.Module | None) -> None:
+    """Draws layers anew in this order: weights of linear layers and embeddings from N(0, 1 / width), norms at one; what
+    has no storage stays as it is."""
+    for layer in layers:
+        if isinstance(layer, nn.RMSNorm):
+            layer.reset_parameters()
+        elif isinstance(layer, nn.Linear | nn.Embedding):
+            if not layer.weight.is_meta:
+                draw_normal(layer.weight, layer.weight.shape[1] ** -0.5, source_of(generator))
+        elif layer is not None and not isinstance(layer, nn.Dropout):
+            layer.reset_parameters(generator)  # type: ignore[operator]
+
+
+class Layers(nn.Module):
+    """A module whose parameters are those of its layers."""
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws every parameter anew from `generator` (None: torch's default generator)."""
+        redraw(generator, *self.children())
+
+
 def hidden_width(width: int, ratio: float, name: str) -> int:
     """The hidden units that `mlp_ratio` gives a width of this name: 0, or at least one."""
     if 0 < ratio * width < 1:
@@ -21,7 +42,7 @@ def hidden_width(width: int, ratio: float, name: str) -> int:
     return int(ratio * width)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layers):
     """W_down(silu(W_gate x) * W_up x) of the normalised input."""
 
     def __init__(self, width: int, hidden: int, generator: torch.Generator | None = None, **place: Any) -> None:
@@ -30,14 +51,7 @@ class GatedMLP(nn.Module):
         self.norm = nn.RMSNorm(width, eps=1e-6, **place)
         self.up = blank(nn.Linear, width, 2 * hidden, bias=False, **place)
         self.down = blank(nn.Linear, hidden, width, bias=False, **place)
-        if self.down.weight.device.type != "meta":
-            self.reset_parameters(generator)
-
-    def reset_parameters(self, generator: torch.Generator | None) -> None:
-        """Draws the weights anew; the norm starts at one."""
-        nn.init.ones_(self.norm.weight)
-        for linear in (self.up, self.down):
-            draw_normal(linear.weight, linear.in_features**-0.5, source_of(generator))
+        redraw(generator, self.up, self.down)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., width]`."""

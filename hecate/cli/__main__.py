@@ -1,6 +1,0 @@
-"""`python -m hecate.cli`: the command line."""
-
-from hecate.cli import main
-
-if __name__ == "__main__":
-    main()
