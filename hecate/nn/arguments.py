@@ -18,8 +18,9 @@ from hecate.tape import Autodiff
 Firing = Literal["always", "learned"]
 
 
-def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None, conv_kernel: int) -> None:
-    """Refuses widths that are no positive integers or that do not fit together."""
+def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None, conv_kernel: int) -> tuple[int, int]:
+    """d_key and d_value, each d_model // heads where it is None; refuses what are no positive integers or do not fit
+    together."""
     sizes: dict[str, Any] = {"d_model": d_model, "heads": heads, "d_key": d_key, "d_value": d_value}
     for name, size in sizes.items():
         if size is not None or name in ("d_model", "heads"):
@@ -34,6 +35,7 @@ def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None
     check_size(conv_kernel, "conv_kernel", "lower it", MAX_DEPTH)
     key, value = (d_model // heads if size is None else size for size in (d_key, d_value))
     check_shapes({"projection": (d_model, heads * (2 * key + value))}, "lower d_model, heads, d_key or d_value")
+    return key, value
 
 
 def check_engine(config: MemoryConfig, engine: EngineName, autodiff: Autodiff) -> None:
@@ -73,7 +75,8 @@ def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tenso
         raise ShapeError(f"{what} must be [B, T, {weight.shape[-1]}], got {found}")
     if x.device != weight.device:
         raise ShapeError(f"{what} is on {x.device}, the layer on {weight.device}; move one of them")
-    if x.dtype != weight.dtype and not _autocast(x):
+    told = x.is_floating_point() and x.device.type != "meta"  # to torch.autocast
+    if x.dtype != weight.dtype and not (told and torch.is_autocast_enabled(x.device.type)):
         raise ShapeError(f"{what} is {x.dtype}, the layer {weight.dtype}; convert one of them, or use torch.autocast")
     for name, mask in masks.items():
         if mask is None:
@@ -84,13 +87,6 @@ def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tenso
                 f"{name} must be bool [B, T] = {list(x.shape[:2])} on {x.device}, got "
                 f"{described(mask)}" + (f" on {mask.device}" if isinstance(mask, Tensor) else "")
             )
-
-
-def _autocast(x: Tensor) -> bool:
-    """Whether torch converts dtypes by itself here."""
-    if not x.is_floating_point() or x.device.type == "meta":
-        return False
-    return torch.is_autocast_enabled(x.device.type)
 
 
 def check_state(

@@ -13,11 +13,11 @@ from hecate.checks import expect_count
 from hecate.engine import EngineName, document_starts
 from hecate.errors import ConfigError, shorten
 from hecate.nn.arguments import check_sequence, check_sizes
-from hecate.nn.asked import Asked
 from hecate.nn.attention.functional import Normalizer, Weights, check_options, linear_attention, turned_width
 from hecate.nn.attention.sums import memory_of_sums
 from hecate.nn.parameters import FeatureParameters, TensorDict, blank, draw_normal, source_of
 from hecate.nn.positions import Position, PositionKind
+from hecate.nn.rule import Asked
 from hecate.phi import FeatureMap, FeatureMapKind
 from hecate.rule import Gates, MemoryState
 from hecate.tape import Autodiff
