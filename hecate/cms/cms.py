@@ -174,10 +174,9 @@ class CMS(nn.Module):
         A masked token counts for no level; a reset restarts all of them, counts included.
         """
         masks = {"write_mask": write_mask, "reset_mask": reset_mask}
-        if not torch.compiler.is_compiling():
-            check_sequence(self.memories[0].qkv.weight, x, **masks)
-            if state is not None:
-                self._check_state(state, x)
+        check_sequence(self.memories[0].qkv.weight, x, **masks)
+        if state is not None and not torch.compiler.is_compiling():
+            self._check_state(state, x)
         written = x.new_zeros(x.shape[0], dtype=torch.int64) if state is None else state.written
         levels: Levels = (None,) * len(self.levels) if state is None else state.levels
         before = written_before(written, write_mask, reset_mask, x.shape[1])

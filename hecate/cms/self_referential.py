@@ -36,12 +36,12 @@ class SelfReferenceConfig(Config):
         memory: the rule of every box; `algorithm.lr` is the ceiling of the lr gate.
         phase: 1, projections stay as they start; 2, boxes learn k_t -> v_t; 3, each box learns
             k_t -> its own answer to v_t.
-        adaptive: the projections that are written too; None takes none in phase 1 and all but q,
-            which the paper keeps static, in phases 2 and 3.
-        erase: "once" by the bias alone; "twice" by delta gradient descent on top of bias l2, as
-            printed, whose fixed point is half the target.
-        chunk: projections and targets of this many tokens are read in the boxes as they were
-            before the first of them; None takes `memory.chunk`, where gradients are taken.
+        adaptive: the projections that are written too; None takes none in phase 1 and all but q, which the paper
+            keeps static, in phases 2 and 3.
+        erase: "once" by the bias alone; "twice" by delta gradient descent on top of bias l2, as printed, whose fixed
+            point is half the target.
+        chunk: projections and targets of this many tokens are read in the boxes as they were before the first of
+            them; None takes `memory.chunk`, where gradients are taken.
         qk_norm: normalisation of q and k before phi.
         input_norm: that of what boxes are asked, x and v; without one they can grow without bound.
 
@@ -298,11 +298,10 @@ class SelfReferential(MemoryLayer):
         y, state = layer(x)             # a whole sequence
         y, state = layer(more, state)   # and on from there; any split gives the same result
 
-    Every head has a memory and its projections k, v, q, lr, retain (and momentum), all boxes of
-    one rule. x goes through a static projection to heads and a short causal convolution; each box answers it, the
-    answers are the token's key, value, query and gates, and the boxes are written at that key. Their initial weights
-    are parameters: the projections of a plain memory, from
-    which they depart as the sequence goes by.
+    Every head has a memory and its projections k, v, q, lr, retain (and momentum), all boxes of one rule. x goes
+    through a static projection to heads and a short causal convolution; each box answers it, the answers are the
+    token's key, value, query and gates, and the boxes are written at that key. Their initial weights are parameters:
+    the projections of a plain memory, from which they depart as the sequence goes by.
 
     Args:
         d_model: width of x and y.
@@ -379,10 +378,9 @@ class SelfReferential(MemoryLayer):
     ) -> tuple[Tensor, SelfReferentialState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in `memory_scan`. A masked token's
         input is zero to the convolution."""
-        if not torch.compiler.is_compiling():
-            check_sequence(self.into.weight, x, write_mask=write_mask, reset_mask=reset_mask)
-            if state is not None:
-                self._check_state(state, x.shape[0])
+        check_sequence(self.into.weight, x, write_mask=write_mask, reset_mask=reset_mask)
+        if state is not None and not torch.compiler.is_compiling():
+            self._check_state(state, x.shape[0])
         mixed, conv, segment = convolved(self.conv, self.into(x), state, write_mask, reset_mask)
         with without_autocast(x.device.type):
             phi = self.boxes.input_features(mixed.unflatten(-1, (self.heads, -1)))

@@ -161,7 +161,7 @@ def _calls(module: nn.Module, given: dict[str, Any], output: Any) -> Iterator[tu
             unread = "a masked token reads the memory decayed once more than it is"
         yield "", Call(asked, module.per_query_head(output[1]), unread)
     elif isinstance(module, FeatureMemory):
-        masks = {name: given.get(name) for name in ("write_mask", "reset_mask")}
+        masks = {name: given["how"].get(name) for name in ("write_mask", "reset_mask")}
         q, k, gates = given["q"], given["k"], module.gates(given["x"])
         v = module.values(k)
         own: dict[str, Any] = {"phi_params": module.phi_params, "initial": module.initial.tensors}

@@ -69,7 +69,10 @@ def check_firing(config: MemoryConfig, firing: Firing) -> None:
 
 
 def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tensor | None) -> None:
-    """Refuses an input that does not fit a layer's first weight `[out, d_model]`, or its masks."""
+    """Refuses an input that does not fit a layer's first weight `[out, d_model]`, or its masks; not while
+    `torch.compile` traces."""
+    if torch.compiler.is_compiling():
+        return
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != weight.shape[-1]:
         found = list(x.shape) if isinstance(x, Tensor) else described(x)
         raise ShapeError(f"{what} must be [B, T, {weight.shape[-1]}], got {found}")
@@ -97,11 +100,13 @@ def check_state(
     tensors: dict[str, tuple[Tensor | None, tuple[int, ...] | None]],
     **held: bool,
 ) -> None:
-    """Refuses a state that another layer or batch made.
+    """Refuses a state that another layer or batch made; None is none, and `torch.compile` looks at none.
 
     `tensors` are some of the state's, each beside its expected shape, None for none; to them come those of the
     convolution. `held` says of the states of `features` and `projection` whether there must be one.
     """
+    if state is None or torch.compiler.is_compiling():
+        return
     if not isinstance(state, kind):
         raise ShapeError(f"state must be the {kind.__name__} that this layer returned, got {type(state).__name__}")
     for name, has in held.items():

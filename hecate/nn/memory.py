@@ -232,11 +232,9 @@ class Memory(RuleParameters, MemoryLayer):
         To the convolution a masked token is zero for the tokens after it, while it reads with its own input; a reset
         hides earlier documents from it. `restart_mask` resets the memory alone."""
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "restart_mask": restart_mask}
-        if not torch.compiler.is_compiling():
-            check_sequence(self.qkv.weight, x, **masks)
-            if state is not None:
-                held = {"features": self.feature_memory is not None, "projection": self.query_projection != "none"}
-                check_state(state, LayerState, self.conv, x.shape[0], {}, **held)
+        check_sequence(self.qkv.weight, x, **masks)
+        held = {"features": self.feature_memory is not None, "projection": self.query_projection != "none"}
+        check_state(state, LayerState, self.conv, x.shape[0], {}, **held)
         asked, carried = self.asked(x, state, **masks)
         y, memory = asked.scan(engine=self.engine, autodiff=self.autodiff, name=self.name)
         return self.read_out(x, y), LayerState(memory, *carried)

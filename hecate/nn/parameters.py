@@ -71,11 +71,11 @@ class TensorDict(nn.Module):
         """The tensors by their own names."""
         return {name: getattr(self, key) for name, key in self.names.items()}
 
+    @torch.no_grad()
     def copy_(self, values: dict[str, Tensor]) -> None:
         """Overwrites the tensors."""
-        with torch.no_grad():
-            for name, value in values.items():
-                getattr(self, self.names[name]).copy_(value)
+        for name, value in values.items():
+            getattr(self, self.names[name]).copy_(value)
 
 
 class FeatureParameters(nn.Module):

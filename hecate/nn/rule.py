@@ -160,8 +160,8 @@ class FeatureMemory(RuleParameters):
     With `residual`, M is written with (k_t, k_t) under gates of its own: it learns as the sequence goes by which
     directions keys take, and an empty M, as a matrix starts, leaves q and k as they are. Without, phi is the memory: M
     is written with (k_t, U k_t), U `[H, F, D]` learned, so that features follow what U asks for and the sequence has
-    shown; M starts at learned weights drawn
-    as N(0, 1/fan_in) (a deep one at its own), since an empty one would make every feature 0. [NN-FEAT-D1] [NN-FEAT-D2]
+    shown; M starts at learned weights drawn as N(0, 1/fan_in) (a deep one at its own), since an empty one would make
+    every feature 0. [NN-FEAT-D1] [NN-FEAT-D2]
 
     Shapes: x `[B, T, d_model]`, q and k `[B, T, H, D]` in, `[B, T, H, F]` out, F = `d_value`.
     """
@@ -189,20 +189,11 @@ class FeatureMemory(RuleParameters):
         return k if self.target is None else torch.einsum("bthd,hfd->bthf", k, self.target)
 
     def forward(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        state: MemoryState | None,
-        *,
-        write_mask: Tensor | None,
-        reset_mask: Tensor | None,
-        **how: Any,
+        self, x: Tensor, q: Tensor, k: Tensor, state: MemoryState | None, **how: Any
     ) -> tuple[Tensor, Tensor, MemoryState]:
-        """q, k and the state after the last token; `how` are engine, autodiff and name."""
-        own: dict[str, Any] = {"residual": self.config.residual, "phi_params": self.phi_params, **how}
-        own |= {"initial": self.initial.tensors, "write_mask": write_mask, "reset_mask": reset_mask}
-        return memory_features(self.config, q, k, self.values(k), self.gates(x), state=state, **own)
+        """q, k and the state after the last token; `how` are masks, engine, autodiff and name."""
+        how |= {"initial": self.initial.tensors, "phi_params": self.phi_params, "residual": self.config.residual}
+        return memory_features(self.config, q, k, self.values(k), self.gates(x), state=state, **how)
 
 
 class Asked(NamedTuple):

@@ -345,7 +345,7 @@ FAULTS = [
         ("cms", "% periods[index] == 0)", "% periods[index - 1] == 0)"),
         ("cms", "normalizer = _fresh(source.normalizer, normalizer)", "pass"),
         ("cms", "slots={name: torch.zeros_like(slot) for name, slot in like.slots.items()},", ""),
-        ("cms", "{0, *(end + 1 for end in ends), length}", "{0, *ends, length}"),
+        ("cms", "{0, *(end + 1 for end in ends), count.shape[1]}", "{0, *ends, count.shape[1]}"),
         ("cms", "committed = write[:, end - 1] & (count", "committed = (count"),
         ("cms", "seen = seen + out", "seen = out"),
         ("cms", "weights = [len(outputs) ** -0.5] * len(outputs)", "weights = [1 / len(outputs)] * len(outputs)"),
