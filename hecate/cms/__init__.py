@@ -3,8 +3,7 @@
 from hecate.cms.cms import CMS, CMSState
 from hecate.cms.config import Aggregation, CMSConfig, Composition, LevelConfig
 from hecate.cms.health import LevelHealth
-from hecate.cms.self_reference import SelfReferenceConfig
-from hecate.cms.self_referential import SelfReferential, SelfReferentialState
+from hecate.cms.self_referential import SelfReferenceConfig, SelfReferential, SelfReferentialState
 
 __all__ = [
     "CMS",

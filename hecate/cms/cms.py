@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hecate.cms.config import CMSConfig, LevelConfig
-from hecate.cms.health import LevelHealth, level_health, record_calls, warn_if_nothing_passes, warn_if_windows_diverge
-from hecate.cms.nested import check_shapes, in_windows, restarted
+from hecate.cms.health import LevelHealth, level_health, record_calls, warn_of_levels
 from hecate.engine import EngineName, written_before
 from hecate.errors import ConfigError, HealthWarning, ShapeError
 from hecate.nn import LayerState, Memory
 from hecate.nn.arguments import check_sequence
-from hecate.nn.parameters import draw_base, source_for
-from hecate.rule import bytes_of, detached
+from hecate.nn.memory import where_rows
+from hecate.nn.parameters import sources_for
+from hecate.nn.rule import between
+from hecate.rule import MemoryState, bytes_of, detached
 from hecate.tape import Autodiff
+from hecate.tape.bridge import can_inspect
 
 Levels = tuple[LayerState | None, ...]
 Masks = dict[str, Tensor | None]
@@ -99,29 +102,43 @@ class CMS(nn.Module):
         self.d_model, self.heads, self.config, self.name = d_model, heads, config, name
         self.engine, self.autodiff = engine, autodiff
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        how: dict[str, Any] = {"engine": engine, "autodiff": autodiff}
+        how: dict[str, Any] = {"engine": engine, "autodiff": autodiff, **place}
         drawn = torch.empty(0, **place).device.type != "meta"
-        base = draw_base(generator) if drawn else 0
+        sources = self._sources(generator) if drawn else [None] * len(config.levels)
         self.levels = nn.ModuleList()
-        for index, level in enumerate(config.levels):
+        for index, (level, source) in enumerate(zip(config.levels, sources, strict=True)):
             own = {field: getattr(level, field) for field in LevelConfig.model_fields if field not in OF_LEVEL}
+            own |= {"name": f"{name}/{level.name}", "generator": source, **how}
             try:
-                how["generator"] = source_for(level.name, base)
-                count = heads if level.heads is None else level.heads
-                memory = Memory(d_model, count, level.rule, name=f"{name}/{level.name}", **own, **how, **place)
+                self.levels.append(Memory(d_model, level.heads or heads, level.rule, **own))
             except ConfigError as error:
                 raise error.under("levels", index) from None
-            self.levels.append(memory)
         residual = config.composition in ("sequential", "nested")
         self.norms = nn.ModuleList(nn.RMSNorm(d_model, eps=1e-6, **place) for _ in config.levels if residual)
         if config.composition == "nested":
-            check_shapes(config, self.memories)
+            self._check_nesting()
         weighted, gated = config.aggregation in ("learned", "gated"), config.aggregation == "gated"
         self.weight = nn.Parameter(torch.empty(len(config.levels), d_model, **place)) if weighted else None
         self.bias = nn.Parameter(torch.empty(len(config.levels), **place)) if gated else None
         if drawn:
             self._start()
-            self._warn()
+            warn_of_levels(config, self.memories)
+
+    def _sources(self, generator: torch.Generator | None) -> list[Any]:
+        return sources_for([level.name for level in self.config.levels], generator)
+
+    def _check_nesting(self) -> None:
+        """Refuses neighbours whose memories cannot be copied into one another."""
+        shapes = [{name: tuple(w.shape) for name, w in each.initial.tensors.items()} for each in self.memories]
+        for index, (fast, slow) in enumerate(pairwise(self.config.levels), 1):
+            one, two = shapes[index - 1 : index + 1]
+            if one != two:
+                raise ConfigError(
+                    f"nested levels {fast.name!r} and {slow.name!r}: memories are {one} and {two} per level, but a "
+                    "restart copies one into the other; give both the same structure, heads, d_key, d_value and width "
+                    "of phi",
+                    path=("levels", index, "memory"),
+                )
 
     @property
     def memories(self) -> tuple[Memory, ...]:
@@ -130,17 +147,10 @@ class CMS(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
-        base = draw_base(generator)
-        for level, memory in zip(self.config.levels, self.memories, strict=True):
-            memory.reset_parameters(source_for(level.name, base))
+        for memory, source in zip(self.memories, self._sources(generator), strict=True):
+            memory.reset_parameters(source)
         self._start()
-        self._warn()
-
-    def _warn(self) -> None:
-        for level, memory in zip(self.config.levels, self.memories, strict=True):
-            warn_if_windows_diverge(level, memory)
-        if self.config.composition == "chained":
-            warn_if_nothing_passes(self.config, self.memories)
+        warn_of_levels(self.config, self.memories)
 
     def _start(self) -> None:
         """Norms at 1, learned weights at 1/sqrt(levels), gates at 1/2; draws nothing."""
@@ -149,8 +159,7 @@ class CMS(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
         if self.weight is not None:
-            start = len(self.levels) ** -0.5 if self.bias is None else 0.0
-            nn.init.constant_(self.weight, start)
+            nn.init.constant_(self.weight, len(self.levels) ** -0.5 if self.bias is None else 0.0)
 
     def forward(
         self,
@@ -165,10 +174,9 @@ class CMS(nn.Module):
         A masked token counts for no level; a reset restarts all of them, counts included.
         """
         masks = {"write_mask": write_mask, "reset_mask": reset_mask}
-        if not torch.compiler.is_compiling():
-            check_sequence(self.memories[0].qkv.weight, x, **masks)
-            if state is not None:
-                self._check_state(state, x)
+        check_sequence(self.memories[0].qkv.weight, x, **masks)
+        if state is not None and not torch.compiler.is_compiling():
+            self._check_state(state, x)
         written = x.new_zeros(x.shape[0], dtype=torch.int64) if state is None else state.written
         levels: Levels = (None,) * len(self.levels) if state is None else state.levels
         before = written_before(written, write_mask, reset_mask, x.shape[1])
@@ -176,13 +184,12 @@ class CMS(nn.Module):
         own = [masks] * len(self.levels)
         for index, level in enumerate(self.config.levels):
             if level.restart is not None:
-                again = (before % level.restart == 0) & (before != count)
-                own[index] = {**masks, "restart_mask": again}
-        if self.config.composition == "nested":
+                own[index] = {**masks, "restart_mask": (before % level.restart == 0) & (before != count)}
+        if self.config.composition == "nested" and x.shape[1]:
             y, after = self._in_windows(x, levels, own, before != count, count)
         else:
             y, after = self._through_levels(x, levels, own)
-        return y, CMSState(after, count[:, -1] if x.shape[1] else written.clone())
+        return y, CMSState(tuple(after), count[:, -1] if x.shape[1] else written.clone())
 
     def _check_state(self, state: CMSState, x: Tensor) -> None:
         """Refuses a state of another layer or batch."""
@@ -200,12 +207,10 @@ class CMS(nn.Module):
                 f"{list(written.shape)} on {written.device}; was it made with another batch?"
             )
 
-    def _through_levels(self, x: Tensor, levels: Levels, masks: list[Masks]) -> tuple[Tensor, tuple[LayerState, ...]]:
+    def _through_levels(self, x: Tensor, levels: Levels, masks: list[Masks]) -> tuple[Tensor, list[LayerState]]:
         """Every level once over x: the layer's output and the states of the levels."""
         chained = self.config.composition == "chained"
-        states: list[LayerState] = []
-        outputs: list[Tensor] = []
-        seen = x
+        states, outputs, seen = [], [], x
         for index, memory in enumerate(self.memories):
             out, after = memory(self.norms[index](seen) if len(self.norms) else seen, levels[index], **masks[index])
             if len(self.norms):
@@ -214,25 +219,40 @@ class CMS(nn.Module):
                 seen = out
             states.append(after)
             outputs.append(out)
-        return seen if chained else self.joined(x, *outputs), tuple(states)
+        return seen if chained else self._joined(x, *outputs), states
 
     def _in_windows(
         self, x: Tensor, levels: Levels, masks: list[Masks], write: Tensor, count: Tensor
-    ) -> tuple[Tensor, tuple[LayerState, ...]]:
-        """The same in windows that end where a level commits from which another restarts.
+    ) -> tuple[Tensor, list[LayerState]]:
+        """The same in windows that end where a level commits from which another restarts, after the committing token.
 
-        `write` tells which tokens are written and `count` how many have been, both `[B, T]`.
+        The slowest goes first, so that a commit of several levels hands its memory down through all of them. The short
+        convolution, the feature memory and the token counts go on, since they belong to the sequence. `write` tells
+        which tokens are written and `count` how many have been, both `[B, T]`. [CMS-NEST-D1]
         """
         periods = [level.period for level in self.config.levels]
+        ends: list[int] = []
+        if len(periods) > 1 and not count.is_meta:
+            if not can_inspect(write, count):
+                raise ConfigError(
+                    "composition 'nested' cuts a sequence where levels commit, which counts and masks tell; it has to "
+                    "look at them, and neither torch.compile nor torch.func lets it; use another composition there"
+                )
+            # Later periods are multiples of this one.
+            ends = (write & (count % periods[1] == 0)).any(0).nonzero().flatten().tolist()
         outputs: list[Tensor] = []
-        for window, *last in in_windows(write, count, periods[1:]):
-            own = [{name: None if mask is None else mask[:, window] for name, mask in each.items()} for each in masks]
-            y, levels = self._through_levels(x[:, window], levels, own)
-            levels = restarted(periods, levels, *last)
+        for at, end in pairwise(sorted({0, *(end + 1 for end in ends), count.shape[1]})):
+            y, after = self._through_levels(x[:, at:end], levels, between(masks, at, end))
+            for index in reversed(range(1, len(after))):
+                committed = write[:, end - 1] & (count[:, end - 1] % periods[index] == 0)
+                slow, fast = after[index].memory, after[index - 1].memory
+                restarted = where_rows(committed, _fresh(slow, fast), fast)
+                after[index - 1] = after[index - 1]._replace(memory=restarted)
+            levels = tuple(after)
             outputs.append(y)
-        return torch.cat(outputs, 1), levels  # type: ignore[return-value]
+        return torch.cat(outputs, 1), after
 
-    def joined(self, x: Tensor, *outputs: Tensor) -> Tensor:
+    def _joined(self, x: Tensor, *outputs: Tensor) -> Tensor:
         """The weighted sum of the levels' outputs."""
         weights: Any = None
         if self.weight is not None and self.bias is not None:
@@ -346,3 +366,16 @@ def _copy(source: nn.Module, target: nn.Module) -> None:
     target.load_state_dict(source.state_dict())
     for mine, theirs in zip(source.parameters(), target.parameters(), strict=True):
         theirs.requires_grad_(mine.requires_grad)
+
+
+def _fresh(source: MemoryState, like: MemoryState) -> MemoryState:
+    """A start from the memory of `source`, slots at zero: the level has just closed a window of its own, so nothing is
+    pending and its next token takes a new anchor."""
+    normalizer = like.normalizer
+    if normalizer is not None and source.normalizer is not None:
+        normalizer = _fresh(source.normalizer, normalizer)
+    return like._replace(
+        memory={name: source.memory[name].to(own.dtype) for name, own in like.memory.items()},
+        slots={name: torch.zeros_like(slot) for name, slot in like.slots.items()},
+        normalizer=normalizer,
+    )

@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from hecate.errors import ConfigError
 from hecate.nn.arguments import Firing, check_firing
 from hecate.nn.conv import QKNorm
-from hecate.nn.feature_memory import FeatureMemoryConfig
 from hecate.nn.projection import Projection, check_projection
+from hecate.nn.rule import FeatureMemoryConfig
 from hecate.retention import Retention
 from hecate.rule import MemoryConfig
 from hecate.sizes import Count, Depth, Size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,31 +21,23 @@ LevelCall = tuple[Tensor, Tensor, LayerState]  # a level's input and output, and
 KEYS = 512  # of a window that are drawn; a longer one is extrapolated
 
 
-def warn_if_windows_diverge(level: LevelConfig, memory: Memory) -> None:
-    """Measures the largest eigenvalue of the sum of lr phi(k) phi(k)^T over a window of random keys, at the ceiling of
-    the lr gate. [CMS-LAYER-I4]"""
-    config = memory.config
-    algorithm = config.algorithm
-    if level.period == 1 or not algorithm.linear or config.diverging(math.inf) is None:
+def warn_of_levels(config: CMSConfig, memories: tuple[Memory, ...]) -> None:
+    """Warns the layer's builder, two calls up, of levels whose windows may diverge, and of levels of a chain whose
+    output is zero until their first commit. [CMS-LAYER-I4]"""
+    for level, memory in zip(config.levels, memories, strict=True):
+        algorithm, largest = memory.config.algorithm, _largest_step(level.period, memory)
+        if largest is not None:
+            fitting = algorithm.lr * algorithm.stable_step / largest
+            warnings.warn(
+                f"level {memory.name!r}: the {level.period} steps that its period sums up come to {largest:.3g} along "
+                f"one direction of phi, measured on random keys at the ceiling lr={algorithm.lr:g} of its gate, and "
+                f"bias {memory.config.bias.kind!r} may diverge beyond {algorithm.stable_step:g}; set algorithm.lr "
+                f"below {fitting:.2g}, or shorten the period",
+                StabilityWarning,
+                stacklevel=3,
+            )
+    if config.composition != "chained":
         return
-    count = min(level.period, KEYS)
-    with torch.no_grad():
-        lengths = _step_lengths(memory, count)
-    largest = config.diverging(float(lengths.max()) * level.period / count, lr=1.0)
-    if largest is not None:
-        fitting = algorithm.lr * algorithm.stable_step / largest
-        warnings.warn(
-            f"level {memory.name!r}: the {level.period} steps that its period sums up come to {largest:.3g} along one "
-            f"direction of phi, measured on random keys at the ceiling lr={algorithm.lr:g} of its gate, and bias "
-            f"{config.bias.kind!r} may diverge beyond {algorithm.stable_step:g}; set algorithm.lr below {fitting:.2g}, "
-            "or shorten the period",
-            StabilityWarning,
-            stacklevel=4,
-        )
-
-
-def warn_if_nothing_passes(config: CMSConfig, memories: tuple[Memory, ...]) -> None:
-    """Names the levels of a chain whose output is zero until their first commit."""
     for level, memory in zip(config.levels[:-1], memories[:-1], strict=True):
         weights = memory.initial.tensors.values()
         empty = memory.config.structure.linear and not any(w.count_nonzero() for w in weights)
@@ -56,19 +47,26 @@ def warn_if_nothing_passes(config: CMSConfig, memories: tuple[Memory, ...]) -> N
                 f"it passes zero to the levels behind it, so sequences shorter than {level.period} train nothing; use "
                 "composition 'sequential', or a structure that starts with weights, such as 'mlp'",
                 HealthWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
 
 
-def _step_lengths(memory: Memory, count: int) -> Tensor:
-    """The largest eigenvalue per head, for a window of `count` random keys."""
-    config, (keys, params) = memory.config, memory.random_keys(count, memory.qk_norm)
+def _largest_step(period: int, memory: Memory) -> float | None:
+    """The largest eigenvalue of the sum of lr phi(k) phi(k)^T over a window of random keys, at the ceiling of the lr
+    gate; None if no window can diverge."""
+    config = memory.config
+    if period == 1 or not config.algorithm.linear or config.diverging(math.inf) is None:
+        return None
+    count = min(period, KEYS)
+    keys, params = memory.random_keys(count, memory.qk_norm)
     position = torch.arange(count, device="cpu").unsqueeze(0) if config.feature_map.needs_position else None
     keys = keys.unsqueeze(0)
-    _, phi, lr = features_of(config, keys, keys, params, config.algorithm.lr, position=position)
-    rows = (phi * lr.sqrt().unsqueeze(-1))[0].transpose(0, 1)
-    tall = rows.shape[1] > rows.shape[2]
-    return torch.linalg.eigvalsh(rows.mT @ rows if tall else rows @ rows.mT)[:, -1]
+    with torch.no_grad():
+        _, phi, lr = features_of(config, keys, keys, params, config.algorithm.lr, position=position)
+        rows = (phi * lr.sqrt().unsqueeze(-1))[0].transpose(0, 1)
+        tall = rows.shape[1] > rows.shape[2]
+        largest = torch.linalg.eigvalsh(rows.mT @ rows if tall else rows @ rows.mT)[:, -1].max()
+    return config.diverging(float(largest) * period / count, lr=1.0)
 
 
 class LevelHealth(NamedTuple):
@@ -147,7 +145,13 @@ def level_health(
             dead=None,
         )
     never = bool((written < every).all())
-    return found._replace(dead="; ".join(_faults(found, never)) or None)
+    faults = {
+        f"it has never committed, since no sequence is as long as its period {level.period}": never,
+        "its firing gate stays shut": found.fired == 0.0,
+        "its output is zero": found.output_rms == 0.0,
+        "no gradient reaches it": found.cotangent == 0.0,
+    }
+    return found._replace(dead="; ".join(fault for fault, holds in faults.items() if holds) or None)
 
 
 def _norm(memory: Memory, state: LayerState) -> float:
@@ -164,14 +168,3 @@ def _half_life(memory: Memory, x: Tensor) -> float:
     rates = retain.double().log().mean((0, 1))
     lives = torch.where(rates < 0, math.log(0.5) / rates, math.inf)
     return float(lives.median())
-
-
-def _faults(level: LevelHealth, never: bool) -> Iterator[str]:
-    if never:
-        yield f"it has never committed, since no sequence is as long as its period {level.period}"
-    if level.fired == 0.0:
-        yield "its firing gate stays shut"
-    if level.output_rms == 0.0:
-        yield "its output is zero"
-    if level.cotangent == 0.0:
-        yield "no gradient reaches it"

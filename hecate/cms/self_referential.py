@@ -1,24 +1,266 @@
-"""A memory whose projections are memories: it changes how it reads and writes as it goes."""
+"""A memory whose projections are memories, boxes, of the same rule: it changes how it reads and writes as it goes."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from hecate.cms.self_reference import Boxes, SelfReferenceConfig, Weights
-from hecate.engine import EngineName, written_before
+from hecate.engine import L2_NORM, SUM_NORM, EngineName, memory_scan, predict, written_before
 from hecate.errors import ConfigError
 from hecate.nn.arguments import check_engine, check_sequence, check_sizes, check_state
-from hecate.nn.conv import ShortConv, convolved, normalise_qk
-from hecate.nn.feature_memory import FeatureMemory, FeatureMemoryConfig
+from hecate.nn.conv import QKNorm, ShortConv, convolved, normalise_qk
+from hecate.nn.gates import draw_gates, gate_starts, hold_gates
 from hecate.nn.memory import MemoryLayer, rule_repr, where_rows
-from hecate.nn.parameters import blank
-from hecate.rule import MemoryConfig, MemoryState, bytes_of, detached
-from hecate.tape import Autodiff
+from hecate.nn.parameters import TensorDict, blank, without_numbers
+from hecate.nn.rule import FeatureMemory, FeatureMemoryConfig, HeldRule, between
+from hecate.phi import Params
+from hecate.rule import Gates, MemoryConfig, MemoryState, bytes_of, detached
+from hecate.sizes import Count
+from hecate.tape import Autodiff, execute, one
 from hecate.tape.bridge import can_inspect, without_autocast
+from hecate.variant import Config
+
+Box = Literal["k", "v", "q", "lr", "retain", "momentum"]
+Weights = dict[str, Tensor]
+
+
+class SelfReferenceConfig(Config):
+    """A memory whose projections are memories of the same kind: boxes. [SELF-CONFIG-D1]
+
+    Fields:
+        memory: the rule of every box; `algorithm.lr` is the ceiling of the lr gate.
+        phase: 1, projections stay as they start; 2, boxes learn k_t -> v_t; 3, each box learns
+            k_t -> its own answer to v_t.
+        adaptive: the projections that are written too; None takes none in phase 1 and all but q, which the paper
+            keeps static, in phases 2 and 3.
+        erase: "once" by the bias alone; "twice" by delta gradient descent on top of bias l2, as printed, whose fixed
+            point is half the target.
+        chunk: projections and targets of this many tokens are read in the boxes as they were before the first of
+            them; None takes `memory.chunk`, where gradients are taken.
+        qk_norm: normalisation of q and k before phi.
+        input_norm: that of what boxes are asked, x and v; without one they can grow without bound.
+
+    Warning: the gradients of a long `memory.chunk`, all taken at one state, add up and can diverge at an lr that one
+    token stands. `chunk=C` with `memory.chunk=1` adapts projections as rarely and stays stable.
+    """
+
+    memory: MemoryConfig = MemoryConfig.model_validate({"retention": "decay"})
+    phase: Literal[1, 2, 3] = 3
+    adaptive: tuple[Box, ...] | None = None
+    erase: Literal["once", "twice"] = "once"
+    chunk: Count | None = Field(None, ge=1)
+    qk_norm: QKNorm = "l2"
+    input_norm: QKNorm = "l2"
+
+    @property
+    def boxes(self) -> tuple[str, ...]:
+        """The projections that this rule has."""
+        return ("k", "v", "q", *gate_starts(self.memory))
+
+    @property
+    def moving(self) -> tuple[str, ...]:
+        """The projections that are written."""
+        if self.adaptive is None:
+            return () if self.phase == 1 else tuple(box for box in self.boxes if box != "q")
+        return tuple(box for box in self.boxes if box in self.adaptive)
+
+    @property
+    def period(self) -> int:
+        """Tokens that read the boxes in one state."""
+        return self.memory.chunk if self.chunk is None else self.chunk
+
+    @property
+    def refers(self) -> bool:
+        """Whether what is written depends on what was written before."""
+        return bool(self.moving) or self.phase == 3 or self.erase == "twice"
+
+    @property
+    def erases(self) -> int:
+        """How often a write takes the key's direction out of a box."""
+        return 2 if self.erase == "twice" else 1
+
+    @property
+    def anchored(self) -> bool:
+        """Whether the state keeps what boxes were at the chunk's start."""
+        return self.refers and self.period > 1
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if refusal := self._refusal():
+            raise ConfigError(refusal[1], path=refusal[0].split("."))
+        return self
+
+    def _refusal(self) -> tuple[str, str] | None:
+        """A field and why it does not fit the others; None if all do."""
+        memory, given = self.memory, self.adaptive or ()
+        if memory.normalizer != "none":
+            return "memory.normalizer", (
+                f"memory.normalizer={memory.normalizer!r} divides by a sum of weights that is 0 before the first "
+                "write, where a projection has to answer already; use memory.normalizer='none'"
+            )
+        if memory.feature_map.needs_position:
+            return "memory.feature_map", (
+                f"feature_map {memory.feature_map.kind!r} depends on the token's position, so a projection would "
+                "change along the sequence though nothing is learned; use a feature_map without positions"
+            )
+        if self.phase == 1 and given:
+            return "adaptive", (
+                f"phase 1 keeps projections as they start, but adaptive={given!r} writes them; use phase 2 or 3, or "
+                "leave adaptive out"
+            )
+        if len(set(given)) < len(given):
+            return "adaptive", f"names each box once, got {given!r}"
+        absent = [box for box in given if box not in self.boxes]
+        if absent:
+            return "adaptive", (
+                f"{absent[0]!r} is no box of this memory: retention {memory.retention.kind!r} and algorithm "
+                f"{memory.algorithm.kind!r} take the boxes {', '.join(self.boxes)}"
+            )
+        if self.erase == "twice" and (reason := self._erases_once_only()):
+            return "erase", f"'twice': {reason}, or erase='once'"
+        return None
+
+    def _erases_once_only(self) -> str | None:
+        """Why the rule cannot erase twice, and what to use; None if it can."""
+        rule, bias = self.memory, self.memory.bias.kernel_form()
+        if rule.structure.diagonal or not rule.structure.linear:
+            return (
+                f"the second erase multiplies a matrix by I - lr k k^T, and structure {rule.structure.kind!r} is none; "
+                "use structure 'matrix'"
+            )
+        if bias is None or bias.name != "error":
+            return (
+                f"it adds the erase of delta gradient descent to that of bias l2, got bias {rule.bias.kind!r}; with "
+                "bias 'dot' the result is bias 'l2' and erase='once'"
+            )
+        if rule.algorithm.kernel_form() is None:
+            return (
+                f"it is one gradient step with two terms, and algorithm {rule.algorithm.kind!r} is no gradient step; "
+                "use algorithm 'gd' or 'momentum'"
+            )
+        if rule.decay_order != "with_step":
+            return (
+                f"it decays and erases in one step, decay_order={rule.decay_order!r} one after the other; use "
+                "decay_order 'with_step'"
+            )
+        bound, limit = rule.key_bound, rule.algorithm.stable_step
+        largest = None if rule.step != "raw" or bound is None else rule.diverging(self.erases * bound)
+        if largest is None or bound is None:
+            return None
+        return (
+            f"lr={rule.algorithm.lr:g} counts twice, 2 lr |phi|^2 can reach {largest:g}, and algorithm "
+            f"{rule.algorithm.kind!r} diverges beyond {limit:g}; use an lr of at most {limit / (2 * bound):g}"
+        )
+
+
+class Boxes(HeldRule):
+    """H heads of boxes, each a memory `D -> D` of one rule, with the phi they share. [SELF-BOX-D1]
+
+    A box answers x by M(phi(n(x))): the path of a key, n the `input_norm`, `key_norm` included and `query_scale` not.
+    Weights of several boxes lie on the head axis, box after box. A gate is sigmoid(w.answer + b) per head, with w = 1/D
+    (the mean) and b the rule's own value to start.
+    """
+
+    def __init__(self, heads: int, config: SelfReferenceConfig, *, d_head: int, **place: Any) -> None:
+        super().__init__()
+        self.config, self.heads, self.d_head = config, heads, d_head
+        self.rule, self.erases, self.written = config.memory, config.erases, (*config.moving, "memory")
+        rule, names = config.memory, (*config.boxes, "memory")
+        d_phi = rule.feature_map.output_dim(d_head)
+        start = rule.structure.init(d_phi, d_head, heads=heads, **without_numbers(place["dtype"]))
+        self.initial: Any = nn.ModuleDict({name: TensorDict(start, learned=True, **place) for name in names})
+        self.hold_features(rule.feature_map, heads, d_head, **place)
+        self.starts = gate_starts(rule)
+        held = hold_gates(rule, self.starts, heads, d_head, d_head, **place)
+        self.retain, self.gate_weight, self.gate_bias = held
+
+    def draw_rule(self, source: torch.Generator, like: Tensor) -> None:
+        """Everything anew from a generator, in the dtype and on the device of `like`."""
+        self.draw_features(source, like)
+        for name in self.initial:
+            self.draw_answering(self.initial[name], self.d_head, source, like)
+        draw_gates(self.starts, (self.retain, self.gate_weight, self.gate_bias), source, 1 / self.d_head)
+
+    @property
+    def start(self) -> Weights:
+        """Initial weights `[boxes H, ...]` of the boxes that are written."""
+        own = [self.initial[name].tensors for name in self.written]
+        return {name: torch.cat([weights[name] for weights in own]) for name in own[0]}
+
+    def state(self, batch: int) -> MemoryState:
+        """The boxes that are written, before any token."""
+        none = self.gate_bias["lr"].new_empty(batch, 0, self.heads, self.d_head)
+        how = {"initial": self.start, "phi_params": self.params(len(self.written))}
+        return self(none, none, (none,) * len(self.written), {}, state=None, **how)[1]
+
+    def params(self, boxes: int = 1) -> Params:
+        """The shared phi's parameters for this many boxes on the head axis."""
+
+        def wide(item: Tensor) -> Tensor:
+            return item if len(item) == 1 else item.repeat(boxes, *[1] * (item.dim() - 1))
+
+        return pytree.tree_map(wide, self.phi_params)
+
+    def input_features(self, x: Tensor) -> Tensor:
+        """phi(n(x)), at which boxes are read: `[B, T, H, D] -> [B, T, H, P]`."""
+        return self.features(normalise_qk(x, self.config.input_norm))
+
+    def features(self, k: Tensor) -> Tensor:
+        """phi of keys under the rule's key_norm, as a scan has them, in the state's dtype."""
+        rule = self.rule
+        phi = rule.feature_map(k.to(torch.promote_types(k.dtype, rule.dtype)), self.phi_params)
+        if rule.key_norm == "none":
+            return phi
+        norm = L2_NORM if rule.key_norm == "l2" else SUM_NORM
+        return one(execute(norm.block(keeps=False), phi))
+
+    def read(self, carried: Weights, phi: Tensor) -> tuple[Tensor, ...]:
+        """Answers `[B, T, H, D]` at one phi of the boxes that carry `[B, boxes H, ...]`."""
+        batch, _, heads, _ = phi.shape
+        boxes = next(iter(carried.values())).shape[1] // heads
+        queries = phi.transpose(1, 2).unsqueeze(1).expand(-1, boxes, -1, -1, -1).flatten(0, 2)
+        memory = self.rule.rule.weights(tuple(item.flatten(0, 1) for item in carried.values()))
+        answers = predict(self.rule, memory, queries, run=execute, label="")
+        return answers.unflatten(0, (batch, boxes, heads)).transpose(2, 3).unbind(1)
+
+    def read_static(self, phi: Tensor) -> dict[str, Tensor]:
+        """Answers of the projections that are not written, for a whole sequence."""
+        answers: dict[str, Tensor] = {}
+        start, tokens = self.rule.retention.start, phi.flatten(0, 1).unsqueeze(0)  # one state for all of them
+        for box in self.config.boxes:
+            if box not in self.written:
+                weights = {name: start(w.to(phi.dtype)).unsqueeze(0) for name, w in self.initial[box].tensors.items()}
+                (answer,) = self.read(weights, tokens)
+                answers[box] = answer.squeeze(0).unflatten(0, phi.shape[:2])
+        return answers
+
+    def gates(self, answers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gates `[B, T, H]` from the answers of their boxes; retain per channel with P."""
+        values = {}
+        for gate, weight in self.gate_weight.items():
+            form = self.retain if gate == "retain" else None
+            answer = answers[gate] if form is None else form.seen(answers[gate])
+            # Heads have rows of their own: one, or one per channel.
+            own = weight.to(answer.dtype).unflatten(0, (self.heads, -1))
+            logit = torch.einsum("bthd,hcd->bthc", answer, own).flatten(-2) + self.gate_bias[gate]
+            values[gate] = torch.sigmoid(logit) if form is None else form(logit)
+        values["lr"] = self.rule.algorithm.lr * values["lr"]
+        return values
+
+    def forward(
+        self, q: Tensor, k: Tensor, targets: tuple[Tensor, ...], gates: dict[str, Tensor], **how: Any
+    ) -> tuple[Tensor, MemoryState]:
+        """Writes every box at k with its target, all `[B, T, H, D]`, and reads the memory at q."""
+        boxes = len(self.written)
+        q, k = q.repeat(1, 1, boxes, 1), k.repeat(1, 1, boxes, 1)
+        own = Gates(**{name: torch.cat([gate] * boxes, 2) for name, gate in gates.items()})
+        y, state = memory_scan(self.rule, q, k, torch.cat(targets, 2), own, **how)
+        return y[:, :, -self.heads :], state
 
 
 class SelfReferentialState(NamedTuple):
@@ -56,11 +298,10 @@ class SelfReferential(MemoryLayer):
         y, state = layer(x)             # a whole sequence
         y, state = layer(more, state)   # and on from there; any split gives the same result
 
-    Every head has a memory and its projections k, v, q, lr, retain (and momentum), all boxes of
-    one rule. x goes through a static projection to heads and a short causal convolution; each box answers it, the
-    answers are the token's key, value, query and gates, and the boxes are written at that key. Their initial weights
-    are parameters: the projections of a plain memory, from
-    which they depart as the sequence goes by.
+    Every head has a memory and its projections k, v, q, lr, retain (and momentum), all boxes of one rule. x goes
+    through a static projection to heads and a short causal convolution; each box answers it, the answers are the
+    token's key, value, query and gates, and the boxes are written at that key. Their initial weights are parameters:
+    the projections of a plain memory, from which they depart as the sequence goes by.
 
     Args:
         d_model: width of x and y.
@@ -70,7 +311,7 @@ class SelfReferential(MemoryLayer):
         conv_kernel: taps of the short convolution, 0 for none.
         output_gate: whether the output is multiplied by silu(W x).
         feature_memory: a memory whose answers are added to q and k before phi; see
-            `hecate.nn.feature_memory.FeatureMemory`. Boxes are asked x and v without it.
+            `hecate.nn.rule.FeatureMemory`. Boxes are asked x and v without it.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call this memory.
         generator: source of all draws; None uses torch's default generator.
@@ -100,10 +341,9 @@ class SelfReferential(MemoryLayer):
     ) -> None:
         super().__init__()
         config = SelfReferenceConfig.model_validate(config or SelfReferenceConfig())
-        check_sizes(d_model, heads, d_head, d_head, conv_kernel)
+        width, _ = check_sizes(d_model, heads, d_head, d_head, conv_kernel)
         check_engine(config.memory, engine, autodiff)
-        self.config, self.d_model, self.heads, self.name = config, d_model, heads, name
-        self.d_head = width = d_model // heads if d_head is None else d_head
+        self.config, self.d_model, self.heads, self.d_head, self.name = config, d_model, heads, width, name
         self.engine, self.autodiff, self.qk_norm = engine, autodiff, config.qk_norm
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.into = blank(nn.Linear, d_model, heads * width, bias=False, **place)
@@ -138,67 +378,66 @@ class SelfReferential(MemoryLayer):
     ) -> tuple[Tensor, SelfReferentialState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in `memory_scan`. A masked token's
         input is zero to the convolution."""
-        if not torch.compiler.is_compiling():
-            check_sequence(self.into.weight, x, write_mask=write_mask, reset_mask=reset_mask)
-            if state is not None:
-                self._check_state(state, x.shape[0])
+        check_sequence(self.into.weight, x, write_mask=write_mask, reset_mask=reset_mask)
+        if state is not None and not torch.compiler.is_compiling():
+            self._check_state(state, x.shape[0])
         mixed, conv, segment = convolved(self.conv, self.into(x), state, write_mask, reset_mask)
         with without_autocast(x.device.type):
             phi = self.boxes.input_features(mixed.unflatten(-1, (self.heads, -1)))
-            tokens = _Tokens(x, phi, self.boxes.read_static(phi), write_mask, reset_mask)
-            y, own = self._run(tokens, state)
+            tokens = {"x": x, "phi": phi, "answers": self.boxes.read_static(phi)}
+            y, own = self._run({**tokens, "write_mask": write_mask, "reset_mask": reset_mask}, state)
         return self.read_out(x, y.to(mixed.dtype)), own._replace(conv=conv, conv_segment=segment)
 
-    def _run(self, tokens: _Tokens, state: SelfReferentialState | None) -> tuple[Tensor, SelfReferentialState]:
-        """Span by span; all tokens of one read the boxes in the same state."""
-        config, (batch, length) = self.config, tokens.x.shape[:2]
-        start: Weights = {}
-        if state is None or tokens.reset is not None:
-            fresh = self.boxes.state(batch)
-            start = fresh.memory
+    def _run(self, tokens: dict[str, Any], state: SelfReferentialState | None) -> tuple[Tensor, SelfReferentialState]:
+        """Span by span; all tokens of one read the boxes in the same state. `tokens` are the arguments of `_span`."""
+        config, (batch, length), reset = self.config, tokens["x"].shape[:2], tokens["reset_mask"]
+        fresh: Any = None if state is not None and reset is None else self.boxes.state(batch)
         if state is None:
-            position = torch.zeros(batch, dtype=torch.int64, device=tokens.x.device)
-            anchor = start if config.anchored else {}
-            state = SelfReferentialState(fresh, anchor, position, None, None)
-        cut = Spans([0, length], None, state.position)
-        if config.refers and length:
-            cut = spans(config.period, state.position, tokens.write, tokens.reset, length)
-        outputs, how = [], self._how()
-        for at, end in pairwise(cut.borders):
-            here = tokens.between(at, end)
+            position = torch.zeros(batch, dtype=torch.int64, device=tokens["x"].device)
+            state = SelfReferentialState(fresh, fresh.memory if config.anchored else {}, position, None, None)
+        borders, opens, position = [0, length], None, state.position
+        cuts = config.refers and length > 0
+        if cuts:
+            borders, opens, position = spans(config.period, position, tokens["write_mask"], reset, length)
+        autodiff = self.autodiff
+        if autodiff == "auto" and config.refers and config.period == 1:
+            autodiff = "torch"  # a tape saves memory over many tokens, here every scan has one
+        how: dict[str, Any] = {"engine": self.engine, "autodiff": autodiff, "name": self.name}
+        how |= {"initial": self.boxes.start, "phi_params": self.boxes.params(len(self.boxes.written))}
+        outputs = []
+        for at, end in pairwise(borders):
             anchor = state.boxes.memory
-            if here.reset is not None and config.refers and length:
-                anchor = where_rows(here.reset[:, 0], start, anchor)
-            if cut.opens is not None:
-                anchor = where_rows(cut.opens[:, at], anchor, state.anchor)
+            if reset is not None and cuts:
+                anchor = where_rows(reset[:, at], fresh.memory, anchor)
+            if opens is not None:
+                anchor = where_rows(opens[:, at], anchor, state.anchor)
             elif config.anchored:  # no token, so no chunk opens
                 anchor = state.anchor
-            y, state = self._span(here, state, anchor, how)
+            y, state = self._span(state, anchor, how, **between(tokens, at, end))
             outputs.append(y)
-        return torch.cat(outputs, 1), state._replace(position=cut.position.clone())
-
-    def _how(self) -> dict[str, Any]:
-        """What every scan of the boxes is told."""
-        autodiff = self.autodiff
-        if autodiff == "auto" and self.config.refers and self.config.period == 1:
-            autodiff = "torch"  # a tape saves memory over many tokens, here every scan has one
-        params = self.boxes.params(len(self.boxes.written))
-        own = {"engine": self.engine, "autodiff": autodiff, "name": self.name}
-        return {"initial": self.boxes.start, "phi_params": params, **own}
+        return torch.cat(outputs, 1), state._replace(position=position.clone())
 
     def _span(
-        self, tokens: _Tokens, state: SelfReferentialState, anchor: Weights, how: dict[str, Any]
+        self,
+        state: SelfReferentialState,
+        anchor: Weights,
+        how: dict[str, Any],
+        *,
+        x: Tensor,
+        phi: Tensor,
+        answers: dict[str, Tensor],
+        **masks: Tensor | None,
     ) -> tuple[Tensor, SelfReferentialState]:
-        """Reads the projections at the anchor, writes the boxes, reads the memory at q."""
+        """Reads the projections at the anchor, writes the boxes, reads the memory at q.
+
+        `phi` are the features of the layer's inputs x, `answers` those of the boxes that are not written."""
         boxes, config = self.boxes, self.config
-        answers = dict(tokens.answers)
         moving = len(config.moving) * self.heads
         if moving:
             carried = {name: weight[:, :moving] for name, weight in anchor.items()}
-            answers |= zip(config.moving, boxes.read(carried, tokens.phi), strict=True)
+            answers = answers | dict(zip(config.moving, boxes.read(carried, phi), strict=True))
         q, k = normalise_qk(answers["q"], config.qk_norm), normalise_qk(answers["k"], config.qk_norm)
-        masks = {"write_mask": tokens.write, "reset_mask": tokens.reset}
-        q, k, features = self.with_features(tokens.x, q, k, state.features, autodiff=how["autodiff"], **masks)
+        q, k, features = self.with_features(x, q, k, state.features, autodiff=how["autodiff"], **masks)
         targets = (answers["v"],) * len(boxes.written)
         if config.phase == 3:
             targets = boxes.read(anchor, boxes.input_features(answers["v"]))
@@ -214,7 +453,8 @@ class SelfReferential(MemoryLayer):
         tensors: dict[str, Any] = {}
         if isinstance(state, SelfReferentialState):
             tensors["position"] = (state.position, (batch,))
-            wanted = {name: (batch, *shape) for name, shape in self.boxes.shapes.items()}
+            own, count = self.boxes.initial["memory"].tensors, len(self.boxes.written) * self.heads
+            wanted = {name: (batch, count, *weight.shape[1:]) for name, weight in own.items()}
             anchor = wanted if self.config.anchored else {}
             for name in {**wanted, **state.boxes.memory, **state.anchor}:
                 tensors[f"boxes.memory[{name!r}]"] = (state.boxes.memory.get(name), wanted.get(name))
@@ -229,53 +469,25 @@ class SelfReferential(MemoryLayer):
         return f"{sizes}, {written}, chunk={config.period}, erase={config.erase}, {rule_repr(config.memory)}"
 
 
-class _Tokens(NamedTuple):
-    """Tokens of a call: layer inputs, their phi, the static boxes' answers, masks."""
-
-    x: Tensor
-    phi: Tensor
-    answers: dict[str, Tensor]
-    write: Tensor | None
-    reset: Tensor | None
-
-    def between(self, at: int, end: int) -> _Tokens:
-        """Some of them."""
-        x, phi, answers, *masks = self
-        own = {box: answer[:, at:end] for box, answer in answers.items()}
-        cut = (None if mask is None else mask[:, at:end] for mask in masks)
-        return _Tokens(x[:, at:end], phi[:, at:end], own, *cut)
-
-
-class Spans(NamedTuple):
-    """Where a sequence of T tokens is cut so that each span reads the boxes in one state.
-
-    Fields:
-        borders: 0, the cuts, T.
-        opens: `[B, T]`, whether a chunk starts with the token; None where one does at every cut.
-        position: `[B]`, tokens written since the last chunk's start.
-    """
-
-    borders: list[int]
-    opens: Tensor | None
-    position: Tensor
-
-
-def spans(period: int, position: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> Spans:
-    """A cut wherever a chunk of `period` written tokens ends, or a document starts, in any row.
+def spans(
+    period: int, position: Tensor, write: Tensor | None, reset: Tensor | None, length: int
+) -> tuple[list[int], Tensor | None, Tensor]:
+    """A cut wherever a chunk of `period` written tokens ends, or a document starts, in any row, so that each span reads
+    the boxes in one state: 0, the cuts, T; whether a chunk starts with the token `[B, T]`, None where one does at every
+    cut; and `position` `[B]`, tokens written since the last chunk's start, at the end.
 
     Masked tokens do not count; a reset starts a chunk. Where values cannot be looked at, every token is a span of
     its own, which is as exact and slower. [SELF-CHUNK-D1]
     """
     if period == 1:
-        return Spans([*range(length + 1)], None, position)
+        return [*range(length + 1)], None, position
     before = written_before(position, write, reset, length)
     after = (before + (1 if write is None else write)) % period
     place = before % period
+    cuts = [*range(1, length)]
     if can_inspect(place):
         ends = (place > after).any(0)[:-1]
         if reset is not None:
             ends = ends | reset.any(0)[1:]
-        cuts = [at + 1 for at, end in enumerate(ends.tolist()) if end]
-    else:
-        cuts = [*range(1, length)]
-    return Spans([0, *cuts, length], place == 0, after[:, -1])
+        cuts = [at for at, end in enumerate(ends.tolist(), 1) if end]
+    return [0, *cuts, length], place == 0, after[:, -1]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hecate.errors import ConfigError
-from hecate.nn.asked import Asked
+from hecate.nn.rule import Asked
 from hecate.rule import MemoryConfig
 from hecate.variant import still_declared
 

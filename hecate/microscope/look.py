@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate.cms import CMS
-from hecate.cms.self_reference import Boxes
+from hecate.cms.self_referential import Boxes
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.microscope.attention import in_double
 from hecate.microscope.view import MemoryView, View, joined_mask
 from hecate.nn import LinearAttention, Memory
-from hecate.nn.asked import Asked
-from hecate.nn.feature_memory import FeatureMemory
+from hecate.nn.rule import Asked, FeatureMemory
 from hecate.rule import Gates, MemoryState
 
 
@@ -154,7 +153,7 @@ def _calls(module: nn.Module, given: dict[str, Any], output: Any) -> Iterator[tu
             unread = "a masked token reads the memory decayed once more than it is"
         yield "", Call(asked, module.per_query_head(output[1]), unread)
     elif isinstance(module, FeatureMemory):
-        masks = {name: given.get(name) for name in ("write_mask", "reset_mask")}
+        masks = {name: given["how"].get(name) for name in ("write_mask", "reset_mask")}
         q, k, gates = given["q"], given["k"], module.gates(given["x"])
         v = module.values(k)
         own: dict[str, Any] = {"phi_params": module.phi_params, "initial": module.initial.tensors}

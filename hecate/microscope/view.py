@@ -18,7 +18,7 @@ from hecate.engine import Sequence, check_params, complete, numbered, predict, t
 from hecate.errors import ConfigError, ShapeError, did_you_mean
 from hecate.microscope.attention import Attention, implicit_attention, nonlinearity
 from hecate.microscope.draw import draw_memory
-from hecate.nn.asked import Asked
+from hecate.nn.rule import Asked
 from hecate.rule import MemoryConfig, MemoryState, memory_weights
 from hecate.tape import execute
 

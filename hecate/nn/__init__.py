@@ -11,9 +11,9 @@ from hecate.nn.attention import (
 )
 from hecate.nn.compose import AttentionConfig, Composed, ComposedState
 from hecate.nn.conv import ShortConv, normalise_qk
-from hecate.nn.feature_memory import FeatureMemoryConfig
 from hecate.nn.gates import GateHeads
 from hecate.nn.memory import LayerState, Memory
+from hecate.nn.rule import FeatureMemoryConfig
 from hecate.nn.sliding import SlidingAttention, SlidingState
 
 __all__ = [

@@ -18,8 +18,9 @@ from hecate.tape import Autodiff
 Firing = Literal["always", "learned"]
 
 
-def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None, conv_kernel: int) -> None:
-    """Refuses widths that are no positive integers or that do not fit together."""
+def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None, conv_kernel: int) -> tuple[int, int]:
+    """d_key and d_value, each d_model // heads where it is None; refuses what are no positive integers or do not fit
+    together."""
     sizes: dict[str, Any] = {"d_model": d_model, "heads": heads, "d_key": d_key, "d_value": d_value}
     for name, size in sizes.items():
         if size is not None or name in ("d_model", "heads"):
@@ -34,6 +35,7 @@ def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None
     check_size(conv_kernel, "conv_kernel", "lower it", MAX_DEPTH)
     key, value = (d_model // heads if size is None else size for size in (d_key, d_value))
     check_shapes({"projection": (d_model, heads * (2 * key + value))}, "lower d_model, heads, d_key or d_value")
+    return key, value
 
 
 def check_engine(config: MemoryConfig, engine: EngineName, autodiff: Autodiff) -> None:
@@ -67,13 +69,17 @@ def check_firing(config: MemoryConfig, firing: Firing) -> None:
 
 
 def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tensor | None) -> None:
-    """Refuses an input that does not fit a layer's first weight `[out, d_model]`, or its masks."""
+    """Refuses an input that does not fit a layer's first weight `[out, d_model]`, or its masks; not while
+    `torch.compile` traces."""
+    if torch.compiler.is_compiling():
+        return
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != weight.shape[-1]:
         found = list(x.shape) if isinstance(x, Tensor) else described(x)
         raise ShapeError(f"{what} must be [B, T, {weight.shape[-1]}], got {found}")
     if x.device != weight.device:
         raise ShapeError(f"{what} is on {x.device}, the layer on {weight.device}; move one of them")
-    if x.dtype != weight.dtype and not _autocast(x):
+    told = x.is_floating_point() and x.device.type != "meta"  # to torch.autocast
+    if x.dtype != weight.dtype and not (told and torch.is_autocast_enabled(x.device.type)):
         raise ShapeError(f"{what} is {x.dtype}, the layer {weight.dtype}; convert one of them, or use torch.autocast")
     for name, mask in masks.items():
         if mask is None:
@@ -86,13 +92,6 @@ def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tenso
             )
 
 
-def _autocast(x: Tensor) -> bool:
-    """Whether torch converts dtypes by itself here."""
-    if not x.is_floating_point() or x.device.type == "meta":
-        return False
-    return torch.is_autocast_enabled(x.device.type)
-
-
 def check_state(
     state: Any,
     kind: type[Any],
@@ -101,11 +100,13 @@ def check_state(
     tensors: dict[str, tuple[Tensor | None, tuple[int, ...] | None]],
     **held: bool,
 ) -> None:
-    """Refuses a state that another layer or batch made.
+    """Refuses a state that another layer or batch made; None is none, and `torch.compile` looks at none.
 
     `tensors` are some of the state's, each beside its expected shape, None for none; to them come those of the
     convolution. `held` says of the states of `features` and `projection` whether there must be one.
     """
+    if state is None or torch.compiler.is_compiling():
+        return
     if not isinstance(state, kind):
         raise ShapeError(f"state must be the {kind.__name__} that this layer returned, got {type(state).__name__}")
     for name, has in held.items():

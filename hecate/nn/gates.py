@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, softplus
 
-from hecate.nn.parameters import draw_normal, draw_uniform, source_of
+from hecate.nn.parameters import draw_normal, source_of
 from hecate.retention import GateForm
 from hecate.rule import Gates, MemoryConfig
 from hecate.tape.bridge import without_autocast
@@ -69,9 +69,12 @@ class RetainForm(nn.Module):
         if self.rate is None:
             nn.init.constant_(bias, start_logit(start, ROOT if self.form.squash == "root" else 1))
             return
-        rate = draw_uniform(self.rate.shape, *RATES, source).log()
-        least, most = STEPS
-        step = draw_uniform(bias.shape, math.log(least), math.log(most), source).exp()
+
+        def uniform(like: Tensor, low: float, high: float) -> Tensor:
+            return low + (high - low) * torch.rand(like.shape, generator=source, dtype=torch.float64, device="cpu")
+
+        rate, (least, most) = uniform(self.rate, *RATES).log(), STEPS
+        step = uniform(bias, math.log(least), math.log(most)).exp()
         with torch.no_grad():
             self.rate.copy_(rate)
             bias.copy_(step.expm1().log())  # softplus(bias) = step

@@ -11,12 +11,10 @@ from torch.utils import _pytree as pytree
 from hecate.checks import expect_choice
 from hecate.engine import EngineName, memory_scan
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_sequence, check_sizes, check_state
-from hecate.nn.asked import Asked
 from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk
-from hecate.nn.feature_memory import FeatureMemory, FeatureMemoryConfig
 from hecate.nn.parameters import blank, draw_normal, source_of
-from hecate.nn.projection import Projection, check_projection, project_queries, projected_config
-from hecate.nn.rule import RuleParameters
+from hecate.nn.projection import Projection, check_projection, project_queries
+from hecate.nn.rule import Asked, FeatureMemory, FeatureMemoryConfig, RuleParameters
 from hecate.phi import Params
 from hecate.rule import MemoryConfig, MemoryState, bytes_of, detached
 from hecate.tape import Autodiff
@@ -190,14 +188,13 @@ class Memory(RuleParameters, MemoryLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         config = MemoryConfig.model_validate(MemoryConfig() if config is None else config)
-        check_sizes(d_model, heads, d_key, d_value, conv_kernel)
+        d_key, d_value = check_sizes(d_model, heads, d_key, d_value, conv_kernel)
         expect_choice(qk_norm, "qk_norm", QK_NORMS)
         check_engine(config, engine, autodiff)
         check_firing(config, firing)
         check_projection(config, query_projection)
-        d_key = d_model // heads if d_key is None else d_key
-        d_value = d_model // heads if d_value is None else d_value
-        how: dict[str, Any] = {"learned_initial": learned_initial, "device": device, "dtype": dtype}
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        how: dict[str, Any] = {"learned_initial": learned_initial, **place}
         inner, seen = None, d_key
         if feature_memory is not None:
             inner = FeatureMemoryConfig.model_validate(feature_memory)
@@ -207,10 +204,10 @@ class Memory(RuleParameters, MemoryLayer):
         self.d_model, self.d_key, self.qk_norm = d_model, d_key, qk_norm
         self.query_projection, self.name = query_projection, name
         self.engine, self.autodiff = engine, autodiff
-        self.projected = config if query_projection == "none" else projected_config(config)
+        ready = {"feature_map": "identity", "key_norm": "none", "query_scale": "none"}
+        self.projected = config if query_projection == "none" else config.model_copy(update=ready)
         self.feature_memory = None if inner is None else FeatureMemory(d_model, heads, inner, d_key=d_key, **how)
         self.bare = inner is None and query_projection == "none"
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.splits = [heads * d_key, heads * d_key, heads * d_value]
         self.qkv = blank(nn.Linear, d_model, sum(self.splits), bias=False, **place)
         self.conv = ShortConv(sum(self.splits), conv_kernel, **place) if conv_kernel else None
@@ -236,11 +233,9 @@ class Memory(RuleParameters, MemoryLayer):
         To the convolution a masked token is zero for the tokens after it, while it reads with its own input; a reset
         hides earlier documents from it. `restart_mask` resets the memory alone."""
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "restart_mask": restart_mask}
-        if not torch.compiler.is_compiling():
-            check_sequence(self.qkv.weight, x, **masks)
-            if state is not None:
-                held = {"features": self.feature_memory is not None, "projection": self.query_projection != "none"}
-                check_state(state, LayerState, self.conv, x.shape[0], {}, **held)
+        check_sequence(self.qkv.weight, x, **masks)
+        held = {"features": self.feature_memory is not None, "projection": self.query_projection != "none"}
+        check_state(state, LayerState, self.conv, x.shape[0], {}, **held)
         if state is not None and x.shape[1] == 1 and self.bare and not torch.is_grad_enabled():
             if state.conv_segment is write_mask is reset_mask is restart_mask is None:
                 return self._one_token(x, state)
@@ -249,21 +244,15 @@ class Memory(RuleParameters, MemoryLayer):
         return self.read_out(x, y), LayerState(memory, *carried)
 
     def asked(
-        self,
-        x: Tensor,
-        state: LayerState | None = None,
-        *,
-        write_mask: Tensor | None = None,
-        reset_mask: Tensor | None = None,
-        restart_mask: Tensor | None = None,
+        self, x: Tensor, state: LayerState | None = None, *, restart_mask: Tensor | None = None, **masks: Tensor | None
     ) -> tuple[Asked, tuple[Any, ...]]:
         """What `forward` asks of the memory, unchecked, and what else the layer carries on."""
+        write_mask, reset_mask = masks.get("write_mask"), masks.get("reset_mask")
         mixed, conv, segment = convolved(self.conv, self.qkv(x), state, write_mask, reset_mask)
         q, k, v = mixed.split(self.splits, dim=-1)
         q = normalise_qk(q.unflatten(-1, (self.heads, -1)), self.qk_norm)
         k = normalise_qk(k.unflatten(-1, (self.heads, -1)), self.qk_norm)
         features = None if state is None else state.features
-        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
         q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks)
         v, gates = v.unflatten(-1, (self.heads, -1)), self.gates(x)
         params: Params | None = self.phi_params

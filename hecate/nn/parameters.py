@@ -26,15 +26,11 @@ def source_of(generator: torch.Generator | None) -> torch.Generator:
     return generator
 
 
-def source_for(name: str, base: int) -> torch.Generator:
-    """A generator of its own for a named part, whatever other parts there are."""
-    digest = hashlib.sha256(f"{base} {name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-
-def draw_base(generator: torch.Generator | None) -> int:
-    """One draw, from which `source_for` makes the generators of any number of parts."""
-    return int(torch.randint(2**62, (), generator=source_of(generator), device="cpu"))
+def sources_for(names: list[str], generator: torch.Generator | None) -> list[torch.Generator]:
+    """A generator for each named part, whatever other parts there are: made of its name and one draw."""
+    base = int(torch.randint(2**62, (), generator=source_of(generator), device="cpu"))
+    seeds = (hashlib.sha256(f"{base} {name}".encode()).digest()[:8] for name in names)
+    return [torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1) for seed in seeds]
 
 
 def draw_normal(weight: Tensor, std: float, generator: torch.Generator, mean: Tensor | float = 0.0) -> None:
@@ -42,12 +38,6 @@ def draw_normal(weight: Tensor, std: float, generator: torch.Generator, mean: Te
     draw = torch.randn(weight.shape, generator=generator, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         weight.copy_(mean + draw * std)
-
-
-def draw_uniform(shape: torch.Size, low: float, high: float, generator: torch.Generator) -> Tensor:
-    """U(low, high) in float64 on the CPU."""
-    draw = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return low + (high - low) * draw
 
 
 def without_numbers(dtype: torch.dtype | None) -> dict[str, Any]:
@@ -81,11 +71,11 @@ class TensorDict(nn.Module):
         """The tensors by their own names."""
         return {name: getattr(self, key) for name, key in self.names.items()}
 
+    @torch.no_grad()
     def copy_(self, values: dict[str, Tensor]) -> None:
         """Overwrites the tensors."""
-        with torch.no_grad():
-            for name, value in values.items():
-                getattr(self, self.names[name]).copy_(value)
+        for name, value in values.items():
+            getattr(self, self.names[name]).copy_(value)
 
 
 class FeatureParameters(nn.Module):

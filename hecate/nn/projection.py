@@ -11,7 +11,7 @@ from hecate.checks import expect_choice
 from hecate.engine import L2_NORM, memory_scan, written_before
 from hecate.errors import ConfigError
 from hecate.nn.rule import features_of
-from hecate.phi import Identity, Params
+from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import execute, one
 
@@ -37,11 +37,6 @@ def check_projection(config: MemoryConfig, projection: Projection) -> None:
         raise ConfigError(
             f"query_projection={projection!r}: {refusal}; use 'none' or change the memory", path=("query_projection",)
         )
-
-
-def projected_config(config: MemoryConfig) -> MemoryConfig:
-    """The rule as it runs on features that are ready."""
-    return config.model_copy(update={"feature_map": Identity(), "key_norm": "none", "query_scale": "none"})
 
 
 def project_queries(

@@ -1,23 +1,26 @@
-"""What a layer holds for a rule: parameters of phi, gates, starting weights, and a look at whether steps diverge."""
+"""What a layer holds for a rule: parameters of phi, gates, starting weights, a look at whether steps diverge; a memory
+before phi, which is all of that; and what is asked of a memory."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from hecate.engine import Sequence, to_tokens
-from hecate.errors import StabilityWarning
+from hecate.engine import Sequence, memory_features, memory_scan, to_tokens
+from hecate.errors import ConfigError, StabilityWarning
 from hecate.nn.conv import QKNorm, normalise_qk
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import FeatureParameters, TensorDict, draw_normal, without_numbers
 from hecate.phi import Params
-from hecate.rule import MemoryConfig
+from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.state import slot_shapes
-from hecate.sizes import check_shapes
+from hecate.sizes import Size, check_shapes
 from hecate.tape import execute
 from hecate.tape.bridge import without_autocast
 
@@ -41,10 +44,7 @@ class HeldRule(FeatureParameters):
         double: Any = {"dtype": torch.float64, "device": "cpu"}
         generator = torch.Generator().manual_seed(0)
         keys = torch.randn(count, self.phi_heads, self.phi_width, generator=generator, **double)
-        params: Params = {
-            "learned": {name: tensor.detach().to(**double) for name, tensor in self.phi_learned.tensors.items()},
-            "frozen": {name: tensor.detach().to(**double) for name, tensor in self.phi_frozen.tensors.items()},
-        }
+        params: Params = pytree.tree_map(lambda tensor: tensor.detach().to(**double), self.phi_params)
         return normalise_qk(keys, qk_norm), params
 
     def warn_if_unstable(self, name: str, qk_norm: QKNorm) -> None:
@@ -119,6 +119,110 @@ class RuleParameters(HeldRule):
         self.gates.reset_parameters(source)
         self.draw_features(source, like)
         self.initial.copy_(self.config.structure.init(self.d_phi, self.d_value, heads=self.heads, **place))
+
+
+class FeatureMemoryConfig(MemoryConfig):
+    """The rule of a feature memory, and what its answers are: see `FeatureMemory`.
+
+    Fields beside those of `MemoryConfig`, which stands for one with `residual`:
+        residual: features are k + M(k), of the keys' width; else M(k) alone.
+        d_value: the width of M(k) without `residual`; None takes that of the keys.
+    """
+
+    residual: bool = True
+    d_value: Size | None = Field(None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_memory(cls, data: Any) -> Any:
+        if type(data) is MemoryConfig:
+            return {name: getattr(data, name) for name in data.model_fields_set}
+        return data
+
+    @model_validator(mode="after")
+    def _one_width(self) -> FeatureMemoryConfig:
+        if self.residual and self.d_value is not None:
+            raise ConfigError(
+                f"d_value={self.d_value} with residual=True: k + M(k) has the width of k; "
+                "leave d_value out, or set residual=False",
+                path=("d_value",),
+            )
+        return self
+
+    def width(self, d_key: int) -> int:
+        """Width of the features of keys of width `d_key`."""
+        return d_key if self.d_value is None else self.d_value
+
+
+class FeatureMemory(RuleParameters):
+    """A memory M before phi: q and k become x + M_t(x), or M_t(x) with `residual=False`.
+
+    With `residual`, M is written with (k_t, k_t) under gates of its own: it learns as the sequence goes by which
+    directions keys take, and an empty M, as a matrix starts, leaves q and k as they are. Without, phi is the memory: M
+    is written with (k_t, U k_t), U `[H, F, D]` learned, so that features follow what U asks for and the sequence has
+    shown; M starts at learned weights drawn as N(0, 1/fan_in) (a deep one at its own), since an empty one would make
+    every feature 0. [NN-FEAT-D1] [NN-FEAT-D2]
+
+    Shapes: x `[B, T, d_model]`, q and k `[B, T, H, D]` in, `[B, T, H, F]` out, F = `d_value`.
+    """
+
+    config: FeatureMemoryConfig
+
+    def __init__(
+        self, d_model: int, heads: int, config: FeatureMemoryConfig, *, d_key: int, learned_initial: bool, **place: Any
+    ) -> None:
+        own: dict[str, Any] = {"d_key": d_key, "d_value": config.width(d_key), "learned_initial": learned_initial}
+        super().__init__(d_model, heads, config, **own, **place)
+        self.target = None
+        if not config.residual:
+            self.target = nn.Parameter(torch.empty(heads, self.d_value, d_key, **place))
+
+    def draw_rule(self, source: torch.Generator, like: Tensor) -> None:
+        """Everything anew, without `residual` a start that answers."""
+        super().draw_rule(source, like)
+        if self.target is not None:
+            draw_normal(self.target, self.phi_width**-0.5, source)
+            self.draw_answering(self.initial, self.d_value, source, like)
+
+    def values(self, k: Tensor) -> Tensor:
+        """What M is written with at keys `[B, T, H, D]`."""
+        return k if self.target is None else torch.einsum("bthd,hfd->bthf", k, self.target)
+
+    def forward(
+        self, x: Tensor, q: Tensor, k: Tensor, state: MemoryState | None, **how: Any
+    ) -> tuple[Tensor, Tensor, MemoryState]:
+        """q, k and the state after the last token; `how` are masks, engine, autodiff and name."""
+        how |= {"initial": self.initial.tensors, "phi_params": self.phi_params, "residual": self.config.residual}
+        return memory_features(self.config, q, k, self.values(k), self.gates(x), state=state, **how)
+
+
+class Asked(NamedTuple):
+    """The arguments of one `memory_scan` that change its numbers: what a layer makes of x."""
+
+    config: MemoryConfig
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Gates
+    phi_params: Params | None = None
+    initial: dict[str, Tensor] | None = None
+    state: MemoryState | None = None
+    write_mask: Tensor | None = None
+    reset_mask: Tensor | None = None
+
+    def scan(self, **how: Any) -> tuple[Tensor, MemoryState]:
+        """`memory_scan` of it; `how` are engine, autodiff and name."""
+        return memory_scan(**self._asdict(), **how)
+
+    def between(self, at: int, end: int, state: MemoryState | None) -> Asked:
+        """Tokens at <= t < end, from another state."""
+        tokens = {name: getattr(self, name) for name in ("q", "k", "v", "gates", "write_mask", "reset_mask")}
+        return self._replace(**between(tokens, at, end), state=state)
+
+
+def between(tree: Any, at: int, end: int) -> Any:
+    """Tokens at <= t < end of a pytree of tensors `[B, T, ...]`."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor[:, at:end], tree)
 
 
 def features_of(

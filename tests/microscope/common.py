@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hecate import MemoryConfig, MemoryState
-from hecate.nn.asked import Asked
+from hecate.nn.rule import Asked
 from tests.memories import case_of, config_of
 
 
