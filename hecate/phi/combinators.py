@@ -15,8 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.phi.base import FeatureMap, Params, Parity, Traits, compute_dtype, seeded
-from hecate.phi.monomials import bounded
+from hecate.phi.base import FeatureMap, Params, Parity, Traits, bounded, compute_dtype, seeded
 from hecate.sizes import Count
 from hecate.tape.bridge import without_autocast
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.phi.base import FeatureMap, Params, compute_dtype, project
-from hecate.tape.bridge import without_autocast
+from hecate.phi.base import FeatureMap, Params
 
 Norms = Literal["chi", "sqrt"]
 
@@ -52,24 +51,36 @@ class RandomMap(FeatureMap):
         """New params with fresh draws of the same shapes, dtypes and device; learned ones stay."""
         if not self.is_random:
             return super().redraw(params, generator)
-        w = self.drawn(params, "w")
+        (w,) = self.parameters(params, "w")
         fresh = self.init(w.shape[-2], heads=w.shape[0], generator=generator, dtype=torch.float64)
         frozen = {name: value.to(params["frozen"][name]) for name, value in fresh["frozen"].items()}
         return {"learned": params["learned"], "frozen": frozen}
 
-    def drawn(self, params: Params, name: str) -> Tensor:
-        """A frozen draw, cut from the graph: tape and autograd agree that it has no gradient."""
-        if name not in params["frozen"]:
-            raise ConfigError(
-                f"{self.kind} needs its draw {name!r}, got {sorted(params['frozen'])}; "
-                "pass params=feature_map.init(d, generator=...)"
-            )
-        return params["frozen"][name].detach()
+
+class Projected(RandomMap):
+    """Helper for maps of random projections w. A variant has the fields below, wherever they stand among its others."""
+
+    if TYPE_CHECKING:
+        num_features: int | None
+        orthogonal: bool
+        norms: Norms
+
+    def output_dim(self, d: int) -> int:
+        return default_width(d) if self.num_features is None else self.num_features
+
+    def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
+        m = self.shapes(d)["w"][1]
+        return {"w": projections(d, m, generator, orthogonal=self.orthogonal, norms=self.norms)}
 
 
 def normal(d: int, m: int, generator: torch.Generator) -> Tensor:
     """Standard normal `[d, m]` in float64 on the CPU."""
     return torch.randn(d, m, dtype=torch.float64, device="cpu", generator=generator)
+
+
+def signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """1 or -1 with even chances, in float64 on the CPU."""
+    return 2.0 * torch.randint(0, 2, shape, device="cpu", generator=generator).double() - 1
 
 
 def haar(d: int, generator: torch.Generator) -> Tensor:
@@ -105,13 +116,6 @@ def projections(d: int, m: int, generator: torch.Generator, *, orthogonal: bool,
 def default_width(d: int) -> int:
     """The usual number of random features: int(d log d), but never fewer than d."""
     return max(d, int(d * math.log(d)))
-
-
-def project_precisely(x: Tensor, w: Tensor) -> Tensor:
-    """`project` in float32 or better, autocast or not; float64 draws make it float64."""
-    dtype = torch.promote_types(compute_dtype(x), w.dtype)
-    with without_autocast(x.device.type):
-        return project(x.to(dtype), w.to(dtype))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -98,10 +98,11 @@ class Hedgehog(FeatureMap):
             return super().start(name, shape, generator)
         return torch.eye(shape[-1], dtype=torch.float64).repeat(shape[0], 1, 1)
 
-    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Any]]:
-        features = both_softmax(affine(self.kind, x, params))
-        return features.to(x.dtype), (features, x, params)
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
+        weight, bias = self.parameters(params, "weight", "bias")
+        features = both_softmax(affine(x, weight, bias))
+        return features.to(x.dtype), (features, x, weight, bias)
 
-    def vjp(self, residuals: tuple[Tensor, Tensor, Any], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        features, x, params = residuals
-        return affine_vjp(x, params, both_softmax_vjp(features, g.to(features.dtype)))
+    def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        features, x, weight, bias = residuals
+        return affine_vjp(x, weight, bias, both_softmax_vjp(features, g.to(features.dtype)))
