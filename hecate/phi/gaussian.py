@@ -107,11 +107,9 @@ class SORF(RandomMap):
 
     `random_fourier` (paired) with a product of random signs S and Walsh-Hadamard matrices H in place of a Gaussian
     matrix: D log D operations instead of D^2, 3 bits per row instead of D numbers. P is the smallest power of two from
-    D on, x is padded with zeros to it, and ceil(m / P) independent blocks are stacked. The rows of a block are
-    orthogonal and have length sqrt(P).
-
-    The kernel approximates exp(-|x - y|^2 / (2 sigma^2)) and, unlike those of the other random maps, not without bias,
-    as rows are only nearly uniform on the sphere: `exact_kernel` is None.
+    D on, x is padded with zeros to it, and ceil(m / P) independent blocks of orthogonal rows of length sqrt(P) are
+    stacked. The kernel approximates exp(-|x - y|^2 / (2 sigma^2)), not without bias, as rows are only nearly uniform on
+    the sphere: `exact_kernel` is None.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`, d_phi = 2 m; frozen w `[H, D, blocks]` (S_1, padding needs
     no sign) and signs `[H, blocks, 2, P]`.
@@ -197,10 +195,8 @@ class Nystrom(RandomMap):
 
     C holds num_centres points, and K_CC their kernel values. phi(x).phi(y) is the best approximation of k(x, y) =
     exp(-|x - y|^2 / (2 sigma^2)) that the centres allow: nearly exact where x or y is a centre, too small elsewhere,
-    close to 0 far from all of them. Few centres in the right place beat many random features. R is the triangular root
-    (of Cholesky), the symmetric one rotates features and leaves the kernel as it is.
-
-    Centres are drawn from N(0, spread^2) once, or learned from there on.
+    close to 0 far from all of them. Few centres in the right place beat many random features. R is triangular, from
+    Cholesky. Centres are drawn from N(0, spread^2) once, or learned from there on.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_centres]`; w `[H, D, num_centres]`, a centre per column, frozen
     or learned.

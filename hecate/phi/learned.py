@@ -99,8 +99,8 @@ class T2R(FeatureMap):
 class Hadamard(FeatureMap):
     """hadamard: phi(x) = (x W_1) * (x W_2), both matrices learned per head.
 
-    d_phi learned quadratic forms: a polynomial map of degree 2 that chooses its features instead of keeping all D (D +
-    1) / 2. The rank of the features is that of d_phi independent products, not D as with `linear`.
+    A polynomial map of degree 2 that chooses d_phi features instead of keeping all D (D + 1) / 2; unlike those of
+    `linear`, their rank is not bounded by D.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`; learned w_1, w_2 `[H, D, d_phi]`, both from N(0, 1/D).
     VJP: with a = x W_1, b = x W_2: ga = g b, gb = g a; gx = ga W_1^T + gb W_2^T, gW_1 = x^T ga, gW_2 = x^T gb summed

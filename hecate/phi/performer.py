@@ -21,13 +21,12 @@ Order = Literal[0, 1, 2]
 class Favor(Projected):
     """favor: phi(x) = exp(Wx' - |x'|^2/2) / sqrt(m), W ~ N(0, I), x' = x d^(-1/4).
 
-    The softmax kernel exp(q.k / sqrt(d)) in expectation, so linear attention with it estimates softmax attention.
-    `scale="none"` uses x' = x and estimates exp(q.k); choose it when keys are l2-normalised. m is num_features.
-    `variant="hyperbolic"` is [exp(Wx'), exp(-Wx')] exp(-|x'|^2/2) / sqrt(num_features); `"trigonometric"` is [cos(Wx'),
-    sin(Wx')] exp(+|x'|^2/2) / sqrt(m) with m = num_features / 2. Positive maps are accurate where the kernel is small,
-    the trigonometric one where x is close to y. `norms="sqrt"` gives every row of W the length sqrt(d): lower variance
-    for a smaller kernel (SMREG), which `exact_kernel` then returns. No feature depends on another token: there is no
-    maximum to subtract, which would make a causal memory see the future.
+    The softmax kernel exp(q.k / sqrt(d)) in expectation. `scale="none"` uses x' = x and estimates exp(q.k), for keys
+    that are l2-normalised. m is num_features. `variant="hyperbolic"` is [exp(Wx'), exp(-Wx')] exp(-|x'|^2/2) /
+    sqrt(num_features); `"trigonometric"` is [cos(Wx'), sin(Wx')] exp(+|x'|^2/2) / sqrt(m) with m = num_features / 2.
+    Positive maps are accurate where the kernel is small, the trigonometric one where x is close to y. `norms="sqrt"`
+    gives every row of W the length sqrt(d): lower variance for a smaller kernel (SMREG), which `exact_kernel` then
+    returns. No maximum over tokens is subtracted, which would make a causal memory see the future.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D)),
     made even for pairs); frozen w `[H, D, num_features]`, or half as many columns for pairs.
@@ -150,13 +149,8 @@ class ArcCosine(Projected):
     norms: Norms = "sqrt"
 
     def traits(self) -> Traits:
-        return Traits(
-            is_random=True,
-            non_negative=True,
-            kernel_non_negative=True,
-            degree=float(self.order),
-            norm_bound=1.0 if self.order == 0 else None,
-        )
+        degree, bound = float(self.order), 1.0 if self.order == 0 else None
+        return Traits(is_random=True, non_negative=True, kernel_non_negative=True, degree=degree, norm_bound=bound)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         (w,) = self.parameters(params, "w")
@@ -200,12 +194,11 @@ def arc_cosine(x: Tensor, y: Tensor, order: Order) -> Tensor:
 class PerformerReLU(Projected):
     """performer_relu: phi(x) = (relu(Wx) + kernel_epsilon) / sqrt(num_features).
 
-    With W ~ N(0, I) and m = num_features, the arc-cosine kernel of order 1, |x| |y| (sin t + (pi - t) cos t) / (2 pi)
-    with the angle t, in expectation, plus a small term of kernel_epsilon that keeps a normaliser off zero: without it a
-    query has no feature at all with probability 2^-m. `arc_cosine` has the other orders. The factor 1/sqrt(m), absent
-    in the reference code, makes the kernel independent of m; it cancels in a normalised read and matters in every
-    other. Both norms are unbiased up to kernel_epsilon, and `"sqrt"` (all rows of length sqrt(d)) has the lower
-    variance. The reference scales x by d^(-1/4) first, which is kernel_epsilon * d^(1/4) here.
+    With W ~ N(0, I) and m = num_features, the arc-cosine kernel of order 1 (`arc_cosine` has the others), |x| |y| (sin
+    t + (pi - t) cos t) / (2 pi) with the angle t, in expectation, plus a small term of kernel_epsilon that keeps a
+    normaliser off zero: without it a query has no feature at all with probability 2^-m. The factor 1/sqrt(m), absent in
+    the reference code, makes the kernel independent of m. Both norms are unbiased up to kernel_epsilon; `"sqrt"` (all
+    rows of length sqrt(d)) varies less. The reference scales x by d^(-1/4), which is kernel_epsilon * d^(1/4) here.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D))); frozen w `[H, D,
     num_features]`.

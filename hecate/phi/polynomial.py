@@ -194,9 +194,8 @@ def _root(i: int) -> float:
 class Rebased(FeatureMap):
     """rebased: phi(x) = [z_i^2, sqrt(2) z_i z_j for i < j] / sqrt(D), z = scale * LN(x) + shift.
 
-    The kernel is (z_q.z_k)^2 / D, a parabola whose least value training can move: `taylor` cannot go below 1/2, this
-    map can ignore a key altogether. LN(x) is x minus its mean over its standard deviation, sqrt(variance + eps); scale
-    and shift are learned per head and start at 1 and 0.
+    The kernel is (z_q.z_k)^2 / D: `taylor` cannot go below 1/2, this map can ignore a key altogether. LN(x) is x minus
+    its mean over its standard deviation, sqrt(variance + eps); scale and shift are learned and start at 1 and 0.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., D (D + 1) / 2]`; learned scale, shift `[H, D]`.
     VJP: gz that of `polynomial` at degree 2; with n = LN(x): gscale = gz n and gshift = gz summed over tokens, gn = gz

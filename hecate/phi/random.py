@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,8 +19,8 @@ class RandomMap(FeatureMap):
     they are not those of one projection.
 
     Draws are made in float64 on the CPU, head after head, and then cast: one seed gives one map on every dtype and
-    device, and the first heads of a map do not depend on how many follow. Without
-    a generator the seed is 0; the global random state is neither read nor changed. [PHI-RAND-I1]"""
+    device, and the first heads of a map do not depend on how many follow. Without a generator the seed is 0; the global
+    random state is neither read nor changed. [PHI-RAND-I1]"""
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         """By default those of a projection `w` onto the features."""
@@ -90,9 +88,12 @@ def haar(d: int, generator: torch.Generator) -> Tensor:
     References: How to generate random matrices from the classical compact groups (Mezzadri, 2006, arXiv
     math-ph/0609050). [PHI-RAND-D1]
     """
-    gaussian = normal(d, d, generator)
-    with _one_thread():
+    gaussian, threads = normal(d, d, generator), torch.get_num_threads()
+    torch.set_num_threads(1)  # LAPACK's sums depend on it: the same seed would give other last bits
+    try:
         q, r = torch.linalg.qr(gaussian)
+    finally:
+        torch.set_num_threads(threads)
     signed: Tensor = q * torch.where(r.diagonal() < 0, -1.0, 1.0)
     return signed
 
@@ -116,14 +117,3 @@ def projections(d: int, m: int, generator: torch.Generator, *, orthogonal: bool,
 def default_width(d: int) -> int:
     """The usual number of random features: int(d log d), but never fewer than d."""
     return max(d, int(d * math.log(d)))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    # LAPACK's sums depend on the number of threads: the same seed would give other last bits.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -15,9 +15,8 @@ from hecate.phi.learned import affine, affine_vjp
 class Softmax(FeatureMap):
     """softmax: phi(x) = softmax(x / temperature) over the components of x.
 
-    Positive features that sum to 1: a soft choice of a slot. `half_space` appends softmax(-x / temperature), so that
-    the smallest components are seen as sharply as the largest. It is not the softmax of attention, which runs over
-    keys.
+    Positive features that sum to 1: a soft choice of a slot, not the softmax of attention, which runs over keys.
+    `half_space` appends softmax(-x / temperature), which sees the smallest components as sharply as the largest.
 
     Shapes: x `[..., D]` -> `[..., D]`, with half_space `[..., 2 D]`.
     VJP: with f = phi(x): gx = f (g - f.g) / temperature, minus the same of the other half.
@@ -77,8 +76,8 @@ class Hedgehog(FeatureMap):
     tokens.
     Traits: non_negative, kernel_non_negative, norm_bound 2.
     Cost: O(D^2).
-    Warning: the paper learns one map for queries and another for keys. Here one map serves both, so that phi(q).phi(k)
-    is a kernel; give q and k projections of their own before the map.
+    Warning: the paper learns one map for queries and another for keys; here one serves both, so that phi(q).phi(k) is a
+    kernel. Give q and k projections of their own before the map.
     References: The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry (Zhang et al., 2024,
     arXiv 2402.04347). [PHI-HEDGEHOG-D1]
     """
