@@ -220,7 +220,6 @@ class Rebased(FeatureMap):
         return {"scale": (d,), "shift": (d,)}
 
     def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Scale 1 and shift 0 for every head; nothing is drawn."""
         return super().start(name, shape, generator) + (name == "scale")
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:

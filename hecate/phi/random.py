@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -30,18 +30,14 @@ class RandomMap(FeatureMap):
         """Fresh draws for one head: float64 CPU tensors without the head axis."""
         raise NotImplementedError(f"{type(self).__name__} does not define draw")
 
-    def init(self, d: int, *, heads: int = 1, generator: torch.Generator | None = None, **place: Any) -> Params:
-        """Fresh draws for inputs of width d, independent for each head."""
+    def fresh(self, d: int, heads: int, generator: torch.Generator) -> dict[str, Tensor]:
         if d < 1 or heads < 1:
             raise ShapeError(f"{self.kind} needs a width and a head count of at least 1, got {d} and {heads}")
-        if generator is not None and generator.device.type != "cpu":
+        if generator.device.type != "cpu":
             raise ConfigError(
                 f"{self.kind} draws on the CPU, so that a seed gives the same map on every device, "
                 f"got a generator on {generator.device}; pass a CPU torch.Generator"
             )
-        return super().init(d, heads=heads, generator=generator, **place)
-
-    def fresh(self, d: int, heads: int, generator: torch.Generator) -> dict[str, Tensor]:
         draws = [self.draw(d, generator) for _ in range(heads)]
         return {name: torch.stack([one[name] for one in draws]) for name in draws[0]}
 

@@ -92,7 +92,6 @@ class Hedgehog(FeatureMap):
         return {"weight": (d, d), "bias": (d,)}
 
     def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """The identity and no bias, for every head; nothing is drawn."""
         if name == "bias":
             return super().start(name, shape, generator)
         return torch.eye(shape[-1], dtype=torch.float64).repeat(shape[0], 1, 1)

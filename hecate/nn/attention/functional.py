@@ -33,7 +33,7 @@ from hecate.nn.positions import Position, PositionKind
 from hecate.phi import FeatureMap, FeatureMapKind, Params
 from hecate.rule import MemoryState
 from hecate.rule.rule import one
-from hecate.tape import Autodiff, by_hand, execute
+from hecate.tape import Autodiff, execute
 from hecate.tape.bridge import without_autocast
 
 Normalizer = Literal["sum", "none"]
