@@ -12,13 +12,11 @@ from hecate.phi.elementwise import (
     SquaredReLU,
     Tanh,
 )
-from hecate.phi.favor import Favor
+from hecate.phi.gaussian import SORF, Nystrom, RandomFourier
 from hecate.phi.learned import MLP, T2R, Hadamard, Linear
-from hecate.phi.nystrom import Nystrom
+from hecate.phi.performer import ArcCosine, Favor, PerformerReLU
 from hecate.phi.polynomial import Polynomial, Rebased, Taylor
-from hecate.phi.random_fourier import SORF, RandomFourier
 from hecate.phi.random_polynomial import Polysketch, RandomMaclaurin
-from hecate.phi.random_relu import ArcCosine, PerformerReLU
 from hecate.phi.rectified import DPFP, CosFormer, CReLU
 from hecate.phi.softmax import Hedgehog, Softmax
 

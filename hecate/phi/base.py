@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ClassVar, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, NotRequired, TypedDict, TypeVar
 
 import torch
+from pydantic import ConfigDict
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
@@ -33,6 +34,7 @@ class Params(TypedDict):
 
 Parity = Literal["even", "odd", "none"]
 Rising = Literal["everywhere", "odd_part", "none"]
+Value = TypeVar("Value")
 
 
 class Traits(NamedTuple):
@@ -76,6 +78,19 @@ def _checked_init(init: Callable[..., Params]) -> Callable[..., Params]:
     return checked
 
 
+class _Trait(Generic[Value]):
+    """A trait as an attribute of a map; invisible on the class, so that a variant may have a field of its name."""
+
+    def __set_name__(self, owner: type[FeatureMap], name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: FeatureMap | None, owner: type[FeatureMap]) -> Value:
+        if instance is None:
+            raise AttributeError(f"{self.name} is a trait of an instance")
+        value: Value = getattr(instance.traits(), self.name)
+        return value
+
+
 class FeatureMap(Variant, family="feature_map"):
     """A map of keys and queries to phi-space, applied per head and before every update and read.
 
@@ -88,8 +103,17 @@ class FeatureMap(Variant, family="feature_map"):
     with the same parameters serves the write and the read.
     """
 
+    model_config = ConfigDict(ignored_types=(_Trait,))
     _derivatives = ("vjp",)
     promises: ClassVar[Traits] = Traits()
+    # What is asked of a map from outside, as `Traits` says it.
+    non_negative = _Trait[bool]()
+    kernel_non_negative = _Trait[bool]()
+    parity = _Trait[Parity]()
+    degree = _Trait[float | None]()
+    norm_bound = _Trait[float | None]()
+    is_random = _Trait[bool]()
+    needs_position = _Trait[bool]()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -142,6 +166,17 @@ class FeatureMap(Variant, family="feature_map"):
         draw = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
         return draw / math.sqrt(shape[1])
 
+    def parameters(self, params: Params, *names: str) -> list[Tensor]:
+        """Some of its parameters; draws are cut from the graph: tape and autograd agree that they have no gradient."""
+        group, what = (params["frozen"], "draw") if self.is_random else (params["learned"], "learned parameter")
+        for name in names:
+            if name not in group:
+                raise ConfigError(
+                    f"feature map {self.kind!r} needs its {what} {name!r}, got {sorted(group)}; "
+                    "pass params=feature_map.init(d, generator=...)"
+                )
+        return [group[name].detach() if self.is_random else group[name] for name in names]
+
     def redraw(self, params: Params, generator: torch.Generator) -> Params:
         """New params with fresh draws in place of the frozen ones; for random maps."""
         raise ConfigError(
@@ -184,36 +219,6 @@ class FeatureMap(Variant, family="feature_map"):
         """The kernel `[...]` that phi(x).phi(y) equals, at least in expectation; None if none."""
         return None
 
-    @property
-    def non_negative(self) -> bool:
-        """Whether every feature is >= 0."""
-        return self.traits().non_negative
-
-    @property
-    def kernel_non_negative(self) -> bool:
-        """Whether phi(x).phi(y) >= 0 for all x, y: the condition for a sum normaliser."""
-        return self.traits().kernel_non_negative
-
-    @property
-    def parity(self) -> Parity:
-        """`"even"` if phi(-x) = phi(x), `"odd"` if phi(-x) = -phi(x), else `"none"`."""
-        return self.traits().parity
-
-    @property
-    def norm_bound(self) -> float | None:
-        """Upper bound of |phi(x)|^2 over all x; None if there is none."""
-        return self.traits().norm_bound
-
-    @property
-    def is_random(self) -> bool:
-        """Whether frozen parameters are random draws."""
-        return self.traits().is_random
-
-    @property
-    def needs_position(self) -> bool:
-        """Whether phi depends on the token's position."""
-        return self.traits().needs_position
-
     def inner_maps(self) -> tuple[FeatureMap, ...]:
         """The maps that this one is made of."""
         return ()
@@ -224,42 +229,28 @@ class FeatureMap(Variant, family="feature_map"):
 
     def block(self, params: Params) -> tuple[Block, tuple[Tensor, ...]]:
         """This map as a tape block, and the parameter tensors to pass after x."""
-        names = (*params["learned"],), (*params["frozen"],)
-        split, end = len(names[0]), len(names[0]) + len(names[1])
-        position = () if "position" not in params else (params["position"],)
-
-        def rebuilt(tensors: tuple[Tensor, ...]) -> Params:
-            own: Params = {
-                "learned": dict(zip(names[0], tensors[:split], strict=True)),
-                "frozen": dict(zip(names[1], tensors[split:end], strict=True)),
-            }
-            return {**own, "position": tensors[end]} if position else own
+        learned, frozen = list(params["learned"]), list(params["frozen"])
+        position = [params["position"]] if "position" in params else []
 
         def forward(x: Tensor, *tensors: Tensor) -> tuple[Tensors, Any]:
-            features, residuals = self.forward(x, rebuilt(tensors))
+            left = iter(tensors)
+            own: Params = {
+                "learned": dict(zip(learned, left, strict=False)),
+                "frozen": dict(zip(frozen, left, strict=False)),
+            }
+            if position:
+                own["position"] = next(left)
+            features, residuals = self.forward(x, own)
             return (features,), residuals
 
         def vjp(residuals: Any, g: Tensor) -> tuple[Tensor | None, ...]:
             gx, glearned = self.vjp(residuals, g)
-            constants = (None for _ in (*names[1], *position))
-            return (gx, *(glearned[name] for name in names[0]), *constants)
+            return gx, *(glearned[name] for name in learned), *[None] * (len(frozen) + len(position))
 
         tensors = (*params["learned"].values(), *params["frozen"].values(), *position)
         return Block(f"phi.{self.kind}", forward, vjp if self._by_hand() else None), tensors
 
 
-class _Degree:
-    """phi(c x) = c^degree phi(x) for c > 0; None if not homogeneous.
-
-    Invisible on the class itself, so that a variant (`Polynomial`) may have a field of this name."""
-
-    def __get__(self, instance: FeatureMap | None, owner: type[FeatureMap]) -> float | None:
-        if instance is None:
-            raise AttributeError("degree is a trait of an instance")
-        return instance.traits().degree
-
-
-FeatureMap.degree = _Degree()  # type: ignore[attr-defined]
 FeatureMapKind = FeatureMap
 
 
@@ -306,13 +297,18 @@ def project(x: Tensor, w: Tensor) -> Tensor:
     return torch.bmm(rows, w).transpose(0, 1).reshape(*x.shape[:-1], w.shape[-1])
 
 
-def project_vjp(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Cotangents of x and w from the cotangent g `[..., P]` of `project(x, w)`."""
-    heads = w.shape[0]
-    xs = x.reshape(-1, heads, x.shape[-1]).transpose(0, 1)
-    gs = g.reshape(-1, heads, g.shape[-1]).transpose(0, 1)
+def project_precisely(x: Tensor, w: Tensor) -> Tensor:
+    """`project` in float32 or better, autocast or not; float64 draws make it float64."""
+    dtype = torch.promote_types(compute_dtype(x), w.dtype)
     with without_autocast(x.device.type):
-        return project(g, w.mT), xs.mT @ gs
+        return project(x.to(dtype), w.to(dtype))
+
+
+def project_vjp(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Cotangents of x, in the dtype of g, and of w, in its own, from the cotangent g `[..., P]` of `project(x, w)`."""
+    xs, gs = (item.to(g).reshape(-1, w.shape[0], item.shape[-1]).transpose(0, 1) for item in (x, g))
+    with without_autocast(x.device.type):
+        return project(g, w.to(g).mT), (xs.mT @ gs).to(w)
 
 
 def per_head(value: Tensor, x: Tensor) -> Tensor:
@@ -326,6 +322,16 @@ def per_head(value: Tensor, x: Tensor) -> Tensor:
 
 def sum_to_heads(value: Tensor, heads: int) -> Tensor:
     """Sums `[..., P]` or `[..., H, P]` over all but the head and feature axes: `[H, P]`."""
-    if heads == 1:
-        return value.reshape(-1, value.shape[-1]).sum(0, keepdim=True)
     return value.reshape(-1, heads, value.shape[-1]).sum(0)
+
+
+def bounded(width: int, limit: int, d: int, knob: str, cure: str | None = None) -> int:
+    """`width`, refused when the state would be wider than `limit`; `cure`: what else helps."""
+    if width > limit:
+        first = f"lower {knob}, " if cure is None else cure
+        raise ConfigError(
+            f"gives d_phi = {width:,} for inputs of width {d}, more than max_d_phi = {limit:,}; "
+            f"{first}put a narrower `linear` before it with `compose`, or raise max_d_phi",
+            (knob,),
+        )
+    return width

@@ -15,8 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.phi.base import FeatureMap, Params, Parity, Traits, compute_dtype, seeded
-from hecate.phi.monomials import bounded
+from hecate.phi.base import FeatureMap, Params, Rising, Traits, bounded, compute_dtype, seeded
 from hecate.sizes import Count
 from hecate.tape.bridge import without_autocast
 
@@ -24,7 +23,7 @@ Item = TypeVar("Item")
 
 
 class Several(FeatureMap):
-    """Helper for maps made of several. Not a variant itself: it has no kind."""
+    """Helper for maps made of several."""
 
     maps: tuple[FeatureMap, ...] = Field(min_length=1, strict=False)
 
@@ -36,7 +35,6 @@ class Several(FeatureMap):
         return [d] * len(self.maps)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
-        """Those of all maps, named by position."""
         given = enumerate(zip(self.maps, self.input_dims(d), strict=True))
         each = [prefixed(map_.shapes(width), index) for index, (map_, width) in given]
         return {name: shape for shapes in each for name, shape in shapes.items()}
@@ -47,7 +45,6 @@ class Several(FeatureMap):
         return _merged(map_.init(width, generator=source, **how) for map_, width in zip(self.maps, widths, strict=True))
 
     def redraw(self, params: Params, generator: torch.Generator) -> Params:
-        """Fresh draws for the random maps; the parameters of the others stay."""
         if not self.is_random:
             return super().redraw(params, generator)
         return _merged(
@@ -86,8 +83,7 @@ class Several(FeatureMap):
 class Compose(Several):
     """compose: phi(x) = phi_n(... phi_2(phi_1(x))), the maps applied from left to right.
 
-    For instance a narrowing `linear` before `taylor`, or unit keys before `random_fourier`.
-    Parameters are named by position: `0.weight`.
+    For instance a narrowing `linear` before `taylor`. Parameters are named by position: `0.weight`.
 
     Shapes: x `[..., D]` -> `[..., width of the last map]`; each map's width is the next one's D.
     VJP: the maps' VJPs from right to left.
@@ -127,7 +123,7 @@ class Compose(Several):
         grads: dict[str, Tensor] = {}
         for index in reversed(range(len(self.maps))):
             g, glearned = self.maps[index].vjp(residuals[index], g)
-            grads.update(prefixed(glearned, index))
+            grads |= prefixed(glearned, index)
         return g, grads
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
@@ -183,7 +179,6 @@ class Concat(Several):
         return self.vjp_each(each, torch.split(g, sizes, -1), g.dtype)
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """The sum of the maps' kernels, None unless every map has one."""
         return _total([map_.exact_kernel(x, y) for map_ in self.maps], lambda all_: torch.stack(all_).sum(0))
 
 
@@ -213,8 +208,9 @@ class TensorProduct(Several):
 
     def traits(self) -> Traits:
         each = [map_.traits() for map_ in self.maps]
+        odd = [t.parity for t in each].count("odd") % 2 == 1
         return self.joined(
-            parity=_product_parity([t.parity for t in each]),
+            parity="none" if any(t.parity == "none" for t in each) else "odd" if odd else "even",
             degree=_total([t.degree for t in each], sum),
             norm_bound=_total([t.norm_bound for t in each], prod),
         )
@@ -239,15 +235,12 @@ class TensorProduct(Several):
         return self.vjp_each(each, [item.to(g.dtype) for item in (carried, *cotangents[::-1])], g.dtype)
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """The product of the maps' kernels; None unless every map has one.
-
-        Maps draw independently, so expectations multiply as well.
-        """
+        # Maps draw independently, so expectations multiply as well.
         return _total([map_.exact_kernel(x, y) for map_ in self.maps], lambda all_: torch.stack(all_).prod(0))
 
 
 class Wrapper(FeatureMap):
-    """Helper for maps around one map of the same width. Not a variant itself: it has no kind."""
+    """Helper for maps around one map of the same width."""
 
     inner: FeatureMap
 
@@ -258,25 +251,21 @@ class Wrapper(FeatureMap):
         return self.inner.output_dim(d)
 
     def init(self, d: int, **how: Any) -> Params:
-        """Parameters of the inner map, under its own names."""
         return self.inner.init(d, **how)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
-        """Those of the inner map."""
         return self.inner.shapes(d)
 
     def redraw(self, params: Params, generator: torch.Generator) -> Params:
-        """The inner map's."""
         return self.inner.redraw(params, generator)
 
 
 class Normalise(Wrapper):
     """normalise: phi(x) = f / sqrt(|f|^2 + eps^2), or f / (sum f + eps), with f = inner(x).
 
-    Bounds |phi(x)|^2 by 1 whatever the keys are, so that a delta-type rule is stable for every lr < 2. `norm="l2"`
-    divides by the length, `"sum"` by the sum of features, which must then be non-negative; the sum is what fast weight
-    programmers use. eps only matters near 0, where it keeps the map smooth: features that are all 0 stay 0. Parameters
-    are the inner map's, under their own names.
+    Bounds |phi(x)|^2 by 1, so that a delta-type rule is stable for every lr < 2. `norm="l2"` divides by the length,
+    `"sum"`, as fast weight programmers do, by the sum of features, which must then be non-negative. eps keeps the map
+    smooth near 0: features that are all 0 stay 0. Parameters are the inner map's, under their own names.
 
     Shapes: x `[..., D]` -> `[..., width of inner]`.
     VJP: with n = phi(x) and s the divisor: gf = (g - n (n.g)) / s for l2, (g - n.g) / s for sum; then inner's VJP of
@@ -348,8 +337,8 @@ class Normalise(Wrapper):
 class OddLift(Wrapper):
     """odd_lift: phi(x) = (inner(x) - inner(-x)) / 2.
 
-    Makes any map admissible where signs must survive, above all for gradients in an optimiser: momentum through a map
-    that is not odd drifts. Parameters are the inner map's, under their own names.
+    For gradients in an optimiser, where momentum through a map that is not odd drifts. Parameters are the inner map's,
+    under their own names.
 
     Shapes: x `[..., D]` -> `[..., width of inner]`.
     VJP: gx = (inner^T(x) g + inner^T(-x) g) / 2, parameters (their cotangent at x - at -x) / 2.
@@ -371,17 +360,9 @@ class OddLift(Wrapper):
 
     def traits(self) -> Traits:
         inner = self.inner.traits()
-        return Traits(
-            parity="odd",
-            degree=inner.degree,
-            norm_bound=inner.norm_bound,
-            is_random=inner.is_random,
-            needs_position=inner.needs_position,
-            componentwise=inner.componentwise,
-            rising="none" if inner.rising == "none" else "everywhere",
-            bounded_slope=inner.bounded_slope,
-            forgets_length=inner.forgets_length,
-            decodes=inner.decodes,
+        rising: Rising = "none" if inner.rising == "none" else "everywhere"
+        return inner._replace(
+            non_negative=False, kernel_non_negative=False, parity="odd", rising=rising, linear_at=None
         )
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, Any]]:
@@ -407,11 +388,11 @@ class OddLift(Wrapper):
 def own(params: Params, index: int) -> Params:
     """The parameters of the map at an index, without their prefix; all share the position."""
     mark = f"{index}."
-
-    def stripped(group: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {k.removeprefix(mark): t for k, t in group.items() if k.startswith(mark)}
-
-    return {**params, "learned": stripped(params["learned"]), "frozen": stripped(params["frozen"])}
+    learned, frozen = (
+        {name.removeprefix(mark): t for name, t in params[group].items() if name.startswith(mark)}
+        for group in ("learned", "frozen")
+    )
+    return {**params, "learned": learned, "frozen": frozen}
 
 
 def prefixed(items: dict[str, Item], index: int) -> dict[str, Item]:
@@ -431,9 +412,3 @@ def _total(items: Sequence[Item | None], total: Callable[[list[Item]], Any]) -> 
     """The total of items, None where one of them is."""
     known = [item for item in items if item is not None]
     return total(known) if len(known) == len(items) else None
-
-
-def _product_parity(parities: list[Parity]) -> Parity:
-    if "none" in parities:
-        return "none"
-    return "odd" if parities.count("odd") % 2 else "even"

@@ -19,9 +19,7 @@ _POSITIVE = Traits(non_negative=True, kernel_non_negative=True, componentwise=Tr
 class Elementwise(FeatureMap):
     """Helper for maps that act on each component alone: a variant gives `value` and `pull`.
 
-    Both are called with float32 or better; features and cotangents are rounded once, to the dtype of x. Not a variant
-    itself: it has no kind.
-    """
+    Both are called with float32 or better; features and cotangents are rounded once, to the dtype of x."""
 
     @abstractmethod
     def value(self, x: Tensor) -> Tensor:
@@ -76,9 +74,8 @@ class Identity(FeatureMap):
 class ELU(FeatureMap):
     """elu: phi(x) = x + 1 for x > 0, exp(x) otherwise.
 
-    The map of the linear transformer. Strictly positive down to the underflow of the dtype's exponential: `elu(x) + 1`
-    cancels to exactly 0 below about x = -17 in float32 and -6.25 in bfloat16, this form does not. Near zero it is
-    almost constant, so kernels of small inputs are close to uniform.
+    The map of the linear transformer, strictly positive down to the underflow of exp: `elu(x) + 1` cancels to 0 below
+    about x = -17 in float32 and -6.25 in bfloat16. Near zero it is almost constant: small inputs are all alike.
 
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = g for x > 0, g exp(x) otherwise; the derivative at 0 is 1 from both sides, the second is not continuous
@@ -103,13 +100,10 @@ class Exp(Elementwise):
     """exp: phi(x) = exp(x - shift), componentwise.
 
     Strictly positive and sharp. Its kernel is sum_i exp(x_i + y_i - 2 shift), which is not exp(x.y): for an
-    approximation of softmax use `taylor` or `favor`.
-
-    The shift is one constant for all keys and queries. It multiplies every kernel value by exp(-2 shift), leaves
-    normalised weights as they are and moves the range: features are finite for x <= shift + 88.7 in float32 and
-    bfloat16, shift + 11.0 in float16, shift + 709.7 in float64. Beyond it they are infinite, visibly so. There is no
-    clamp (it would change values and stop gradients) and no per-key maximum (it would change attention weights). To
-    bound the inputs instead, compose with `normalise`.
+    approximation of softmax use `taylor` or `favor`. The shift, one for all keys and queries, leaves normalised weights
+    as they are and moves the range: features are finite for x <= shift + 88.7 in float32 and bfloat16, shift + 11.0 in
+    float16, shift + 709.7 in float64. Beyond it they are infinite, visibly so: a clamp would change values and stop
+    gradients, a maximum per key would change attention weights. To bound inputs compose with `normalise`.
 
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = exp(x - shift) g.
@@ -136,9 +130,8 @@ class Exp(Elementwise):
 class ReLU(Elementwise):
     """relu: phi(x) = max(x, 0) + shift.
 
-    Sparse non-negative features. Without a shift a query may have all-zero features, and a read that is divided by
-    phi(q).z is then 0/0; a small shift (1e-3 is usual) makes every feature positive. The shift does not revive
-    gradients: the derivative for x < 0 stays 0.
+    Sparse non-negative features. Without a shift a query may have all-zero features, and a read divided by phi(q).z is
+    then 0/0; a small one (1e-3 is usual) makes every feature positive, but revives no gradient for x < 0.
 
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = g for x > 0, else 0; the derivative at 0 is taken as 0.
@@ -164,8 +157,7 @@ class ReLU(Elementwise):
 class SquaredReLU(Elementwise):
     """squared_relu: phi(x) = max(x, 0)^2.
 
-    Sharper than relu: large components dominate the kernel. It approximates no softmax. Features are non-negative, not
-    positive: half of them are exactly 0 for symmetric inputs.
+    Sharper than relu, and no approximation of softmax. Half of the features are exactly 0 for symmetric inputs.
 
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = 2 max(x, 0) g; continuous at 0, the second derivative is not.
@@ -195,8 +187,7 @@ class LeakyReLUSquared(Elementwise):
     VJP: gx = 2 (x + shift) g for x > 0, 2 slope (slope x + shift) g otherwise; at 0 the second holds.
     Traits: non_negative, kernel_non_negative; degree 2 when shift = 0.
     Cost: O(D).
-    Warning: not monotone. It is 0 at x = -shift/slope (-5 by default) and rises again below: the most negative inputs
-    do not matter least.
+    Warning: not monotone: 0 at x = -shift/slope (-5 by default), below it rises again.
     Origin: a variant known from tutorials on linear attention. [PHI-LEAKY2-D1]
     """
 
@@ -241,12 +232,8 @@ class GELUShifted(Elementwise):
 
     def traits(self) -> Traits:
         positive = self.shift >= _DEPTH
-        return Traits(
-            non_negative=positive,
-            kernel_non_negative=positive,
-            componentwise=True,
-            rising="odd_part",
-            bounded_slope=True,
+        return _POSITIVE._replace(
+            non_negative=positive, kernel_non_negative=positive, rising="odd_part", bounded_slope=True
         )
 
     def value(self, x: Tensor) -> Tensor:

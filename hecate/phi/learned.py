@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, per_head, project_vjp, sum_to_heads
-from hecate.phi.random import project_precisely
+from hecate.phi.base import (
+    FeatureMap,
+    Params,
+    Traits,
+    compute_dtype,
+    per_head,
+    project_precisely,
+    project_vjp,
+    sum_to_heads,
+)
 from hecate.sizes import Size
 from hecate.tape.ops import Activation, activate, activate_vjp
 
 
-def learned(kind: str, params: Params, name: str) -> Tensor:
-    """A learned parameter, or a ConfigError that says where parameters come from."""
-    if name not in params["learned"]:
-        raise ConfigError(
-            f"feature map {kind!r} needs its learned parameter {name!r}, got "
-            f"{sorted(params['learned'])}; pass params=feature_map.init(d, generator=...)"
-        )
-    return params["learned"][name]
-
-
-def affine(kind: str, x: Tensor, params: Params) -> Tensor:
-    """x weight + bias per head, from the learned parameters of those names; float32 or better."""
-    weight, bias = (learned(kind, params, name) for name in ("weight", "bias"))
+def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x weight + bias per head, in float32 or better."""
     product = project_precisely(x, weight)
     return product + per_head(bias, x).to(product)
 
 
-def affine_vjp(x: Tensor, params: Params, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def affine_vjp(x: Tensor, weight: Tensor, bias: Tensor, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Cotangents of x, weight and bias from the cotangent g of `affine`."""
-    weight, bias = (params["learned"][name] for name in ("weight", "bias"))
-    gx, gweight = project_vjp(x.to(g.dtype), weight.to(g.dtype), g)
-    gbias = sum_to_heads(g, bias.shape[0])
-    return gx.to(x.dtype), {"weight": gweight.to(weight.dtype), "bias": gbias.to(bias.dtype)}
+    gx, gweight = project_vjp(x, weight, g)
+    return gx.to(x.dtype), {"weight": gweight, "bias": sum_to_heads(g, len(bias)).to(bias.dtype)}
 
 
 class Linear(FeatureMap):
@@ -61,14 +56,13 @@ class Linear(FeatureMap):
         return {"weight": (d, self.d_phi)}
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        weight = learned(self.kind, params, "weight")
+        (weight,) = self.parameters(params, "weight")
         return project_precisely(x, weight).to(x.dtype), (x, weight)
 
     def vjp(self, residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x, weight = residuals
-        dtype = torch.promote_types(compute_dtype(x), weight.dtype)
-        gx, gweight = project_vjp(x.to(dtype), weight.to(dtype), g.to(dtype))
-        return gx.to(x.dtype), {"weight": gweight.to(weight.dtype)}
+        gx, gweight = project_vjp(x, weight, g.to(torch.promote_types(compute_dtype(x), weight.dtype)))
+        return gx.to(x.dtype), {"weight": gweight}
 
 
 class T2R(FeatureMap):
@@ -92,20 +86,21 @@ class T2R(FeatureMap):
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d, self.d_phi), "bias": (self.d_phi,)}
 
-    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Any]]:
-        features = affine(self.kind, x, params).relu_()
-        return features.to(x.dtype), (features, x, params)
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
+        weight, bias = self.parameters(params, "weight", "bias")
+        features = affine(x, weight, bias).relu_()
+        return features.to(x.dtype), (features, x, weight, bias)
 
-    def vjp(self, residuals: tuple[Tensor, Tensor, Any], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        features, x, params = residuals
-        return affine_vjp(x, params, activate_vjp("relu", features, g.to(features.dtype)))
+    def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        features, x, weight, bias = residuals
+        return affine_vjp(x, weight, bias, activate_vjp("relu", features, g.to(features.dtype)))
 
 
 class Hadamard(FeatureMap):
     """hadamard: phi(x) = (x W_1) * (x W_2), both matrices learned per head.
 
-    d_phi learned quadratic forms: a polynomial map of degree 2 that chooses its features instead of keeping all D (D +
-    1) / 2. The rank of the features is that of d_phi independent products, not D as with `linear`.
+    A polynomial map of degree 2 that chooses d_phi features instead of keeping all D (D + 1) / 2; unlike those of
+    `linear`, their rank is not bounded by D.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`; learned w_1, w_2 `[H, D, d_phi]`, both from N(0, 1/D).
     VJP: with a = x W_1, b = x W_2: ga = g b, gb = g a; gx = ga W_1^T + gb W_2^T, gW_1 = x^T ga, gW_2 = x^T gb summed
@@ -124,16 +119,16 @@ class Hadamard(FeatureMap):
         return dict.fromkeys(("w_1", "w_2"), (d, self.d_phi))
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
-        w_1, w_2 = (learned(self.kind, params, name) for name in ("w_1", "w_2"))
+        w_1, w_2 = self.parameters(params, "w_1", "w_2")
         a, b = project_precisely(x, w_1), project_precisely(x, w_2)
         return (a * b).to(x.dtype), (x, a, b, w_1, w_2)
 
     def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x, a, b, w_1, w_2 = residuals
-        wide, g = x.to(a.dtype), g.to(a.dtype)
-        gx_1, gw_1 = project_vjp(wide, w_1.to(a.dtype), g * b)
-        gx_2, gw_2 = project_vjp(wide, w_2.to(a.dtype), g * a)
-        return (gx_1 + gx_2).to(x.dtype), {"w_1": gw_1.to(w_1.dtype), "w_2": gw_2.to(w_2.dtype)}
+        g = g.to(a.dtype)
+        gx_1, gw_1 = project_vjp(x, w_1, g * b)
+        gx_2, gw_2 = project_vjp(x, w_2, g * a)
+        return (gx_1 + gx_2).to(x.dtype), {"w_1": gw_1, "w_2": gw_2}
 
 
 class MLP(FeatureMap):
@@ -174,7 +169,7 @@ class MLP(FeatureMap):
         return {"w_in": (d, self.d_hidden), "w_out": (self.d_hidden, self.output_dim(d))}
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
-        w_in, w_out = (learned(self.kind, params, name) for name in ("w_in", "w_out"))
+        w_in, w_out = self.parameters(params, "w_in", "w_out")
         before = project_precisely(x, w_in)
         features = project_precisely(activate(self.activation, before, 0), w_out)
         if self.residual:
@@ -183,12 +178,10 @@ class MLP(FeatureMap):
 
     def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x, before, w_in, w_out = residuals
-        dtype = before.dtype
-        g = g.to(dtype)
-        gafter, gw_out = project_vjp(activate(self.activation, before, 0), w_out.to(dtype), g)
+        g = g.to(before.dtype)
+        gafter, gw_out = project_vjp(activate(self.activation, before, 0), w_out, g)
         gbefore = gafter * activate(self.activation, before, 1)
-        gx, gw_in = project_vjp(x.to(dtype), w_in.to(dtype), gbefore)
+        gx, gw_in = project_vjp(x, w_in, gbefore)
         if self.residual:
             gx = gx + g
-        grads = {"w_in": gw_in.to(w_in.dtype), "w_out": gw_out.to(w_out.dtype)}
-        return gx.to(x.dtype), grads
+        return gx.to(x.dtype), {"w_in": gw_in, "w_out": gw_out}

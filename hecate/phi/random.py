@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.phi.base import FeatureMap, Params, compute_dtype, project
-from hecate.tape.bridge import without_autocast
+from hecate.phi.base import FeatureMap, Params
 
 Norms = Literal["chi", "sqrt"]
 
@@ -22,8 +19,8 @@ class RandomMap(FeatureMap):
     they are not those of one projection.
 
     Draws are made in float64 on the CPU, head after head, and then cast: one seed gives one map on every dtype and
-    device, and the first heads of a map do not depend on how many follow. Without
-    a generator the seed is 0; the global random state is neither read nor changed. [PHI-RAND-I1]"""
+    device, and the first heads of a map do not depend on how many follow. Without a generator the seed is 0; the global
+    random state is neither read nor changed. [PHI-RAND-I1]"""
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         """By default those of a projection `w` onto the features."""
@@ -33,18 +30,14 @@ class RandomMap(FeatureMap):
         """Fresh draws for one head: float64 CPU tensors without the head axis."""
         raise NotImplementedError(f"{type(self).__name__} does not define draw")
 
-    def init(self, d: int, *, heads: int = 1, generator: torch.Generator | None = None, **place: Any) -> Params:
-        """Fresh draws for inputs of width d, independent for each head."""
+    def fresh(self, d: int, heads: int, generator: torch.Generator) -> dict[str, Tensor]:
         if d < 1 or heads < 1:
             raise ShapeError(f"{self.kind} needs a width and a head count of at least 1, got {d} and {heads}")
-        if generator is not None and generator.device.type != "cpu":
+        if generator.device.type != "cpu":
             raise ConfigError(
                 f"{self.kind} draws on the CPU, so that a seed gives the same map on every device, "
                 f"got a generator on {generator.device}; pass a CPU torch.Generator"
             )
-        return super().init(d, heads=heads, generator=generator, **place)
-
-    def fresh(self, d: int, heads: int, generator: torch.Generator) -> dict[str, Tensor]:
         draws = [self.draw(d, generator) for _ in range(heads)]
         return {name: torch.stack([one[name] for one in draws]) for name in draws[0]}
 
@@ -52,24 +45,36 @@ class RandomMap(FeatureMap):
         """New params with fresh draws of the same shapes, dtypes and device; learned ones stay."""
         if not self.is_random:
             return super().redraw(params, generator)
-        w = self.drawn(params, "w")
+        (w,) = self.parameters(params, "w")
         fresh = self.init(w.shape[-2], heads=w.shape[0], generator=generator, dtype=torch.float64)
         frozen = {name: value.to(params["frozen"][name]) for name, value in fresh["frozen"].items()}
         return {"learned": params["learned"], "frozen": frozen}
 
-    def drawn(self, params: Params, name: str) -> Tensor:
-        """A frozen draw, cut from the graph: tape and autograd agree that it has no gradient."""
-        if name not in params["frozen"]:
-            raise ConfigError(
-                f"{self.kind} needs its draw {name!r}, got {sorted(params['frozen'])}; "
-                "pass params=feature_map.init(d, generator=...)"
-            )
-        return params["frozen"][name].detach()
+
+class Projected(RandomMap):
+    """Helper for maps of random projections w. A variant has the fields below, wherever they stand among its others."""
+
+    if TYPE_CHECKING:
+        num_features: int | None
+        orthogonal: bool
+        norms: Norms
+
+    def output_dim(self, d: int) -> int:
+        return default_width(d) if self.num_features is None else self.num_features
+
+    def draw(self, d: int, generator: torch.Generator) -> dict[str, Tensor]:
+        m = self.shapes(d)["w"][1]
+        return {"w": projections(d, m, generator, orthogonal=self.orthogonal, norms=self.norms)}
 
 
 def normal(d: int, m: int, generator: torch.Generator) -> Tensor:
     """Standard normal `[d, m]` in float64 on the CPU."""
     return torch.randn(d, m, dtype=torch.float64, device="cpu", generator=generator)
+
+
+def signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """1 or -1 with even chances, in float64 on the CPU."""
+    return 2.0 * torch.randint(0, 2, shape, device="cpu", generator=generator).double() - 1
 
 
 def haar(d: int, generator: torch.Generator) -> Tensor:
@@ -79,9 +84,12 @@ def haar(d: int, generator: torch.Generator) -> Tensor:
     References: How to generate random matrices from the classical compact groups (Mezzadri, 2006, arXiv
     math-ph/0609050). [PHI-RAND-D1]
     """
-    gaussian = normal(d, d, generator)
-    with _one_thread():
+    gaussian, threads = normal(d, d, generator), torch.get_num_threads()
+    torch.set_num_threads(1)  # LAPACK's sums depend on it: the same seed would give other last bits
+    try:
         q, r = torch.linalg.qr(gaussian)
+    finally:
+        torch.set_num_threads(threads)
     signed: Tensor = q * torch.where(r.diagonal() < 0, -1.0, 1.0)
     return signed
 
@@ -105,21 +113,3 @@ def projections(d: int, m: int, generator: torch.Generator, *, orthogonal: bool,
 def default_width(d: int) -> int:
     """The usual number of random features: int(d log d), but never fewer than d."""
     return max(d, int(d * math.log(d)))
-
-
-def project_precisely(x: Tensor, w: Tensor) -> Tensor:
-    """`project` in float32 or better, autocast or not; float64 draws make it float64."""
-    dtype = torch.promote_types(compute_dtype(x), w.dtype)
-    with without_autocast(x.device.type):
-        return project(x.to(dtype), w.to(dtype))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    # LAPACK's sums depend on the number of threads: the same seed would give other last bits.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

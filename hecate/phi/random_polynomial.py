@@ -14,9 +14,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.phi.base import Params, Traits, per_head, project
-from hecate.phi.monomials import Degree, bounded, powers, powers_vjp
-from hecate.phi.random import RandomMap, normal, project_precisely
+from hecate.phi.base import Params, Parity, Traits, bounded, per_head, project, project_precisely
+from hecate.phi.polynomial import Degree, powers, powers_vjp
+from hecate.phi.random import RandomMap, normal, signs
 from hecate.sizes import Count, Size
 from hecate.tape.bridge import without_autocast
 
@@ -66,13 +66,9 @@ class RandomMaclaurin(RandomMap):
 
     def traits(self) -> Traits:
         used = [n for n, a in enumerate(self.terms) if a > 0]
-        even = {n % 2 == 0 for n in used}
-        parity: Literal["even", "odd"] = "even" if True in even else "odd"
-        return Traits(
-            is_random=True,
-            parity=parity if len(even) == 1 else "none",
-            degree=float(used[0]) if len(used) == 1 else None,
-        )
+        parities: set[Parity] = {"odd" if n % 2 else "even" for n in used}
+        parity = parities.pop() if len(parities) == 1 else "none"
+        return Traits(is_random=True, parity=parity, degree=float(used[0]) if len(used) == 1 else None)
 
     @property
     def terms(self) -> list[float]:
@@ -99,13 +95,12 @@ class RandomMaclaurin(RandomMap):
         a, p = torch.tensor(both, dtype=torch.float64, device="cpu")
         n = torch.multinomial(p, self.d_phi, replacement=True, generator=generator)
         unused = torch.arange(1, len(a), device="cpu").unsqueeze(-1) > n  # [degree, d_phi]
-        shape = (d, unused.numel())
-        signs = 2.0 * torch.randint(0, 2, shape, device="cpu", generator=generator) - 1
         offset = unused.flatten().double()
-        return {"w": signs.double() * (1 - offset), "offset": offset, "scale": (a[n] / (p[n] * self.d_phi)).sqrt()}
+        w = signs((d, len(offset)), generator) * (1 - offset)
+        return {"w": w, "offset": offset, "scale": (a[n] / (p[n] * self.d_phi)).sqrt()}
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
-        w, offset, scale = (self.drawn(params, name) for name in ("w", "offset", "scale"))
+        w, offset, scale = self.parameters(params, "w", "offset", "scale")
         z = project_precisely(x, w)
         z = (z + per_head(offset, x).to(z)).unflatten(-1, (-1, scale.shape[-1]))
         features = reduce(mul, z.unbind(-2)) * per_head(scale, x).to(z)
@@ -180,7 +175,7 @@ class Polysketch(RandomMap):
         }
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
-        w, *mixing = (self.drawn(params, name) for name in self._names)
+        w, *mixing = self.parameters(params, *self.shapes(x.shape[-1]))
         z = project_precisely(x, w).unflatten(-1, (-1, self.sketch))
         levels = [z]
         for v in mixing:
@@ -210,10 +205,6 @@ class Polysketch(RandomMap):
     @property
     def _levels(self) -> int:
         return self.degree.bit_length() - 2
-
-    @property
-    def _names(self) -> list[str]:
-        return ["w", *(f"v{level}" for level in range(1, self._levels))]
 
 
 def _paired(z: Tensor) -> Tensor:

@@ -19,8 +19,7 @@ from hecate.tape.ops import activate_vjp
 class CReLU(FeatureMap):
     """crelu: phi(x) = [max(x, 0), max(-x, 0)].
 
-    Non-negative without losing anything: x is the difference of the halves, and |phi(x)| = |x|, so unit keys stay unit
-    keys.
+    Non-negative without losing anything: x is the difference of the halves, and unit keys stay unit keys.
 
     Shapes: x `[..., D]` -> `[..., 2 D]`.
     VJP: gx = g_up for x > 0, -g_down for x < 0, 0 at x = 0.
@@ -59,8 +58,7 @@ def halves_vjp(y: Tensor, g: Tensor) -> Tensor:
 class DPFP(FeatureMap):
     """dpfp: phi(x) = [y * roll(y, 1), ..., y * roll(y, nu)], y = [relu(x), relu(-x)].
 
-    Sparse products of rectified components: orthants of key space get features of their own, which widens the state to
-    2 D nu without parameters or randomness.
+    Sparse products of rectified components: orthants of key space get features of their own, without any parameter.
 
     Shapes: x `[..., D]` -> `[..., 2 D nu]`; `roll(y, j)[i] = y[i - j]`.
     VJP: gy = sum_j (g_j roll(y, j) + roll(g_j y, -j)), gx = gy[:D] for x > 0, -gy[D:] for x < 0, 0 at x = 0.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -15,9 +15,8 @@ from hecate.phi.learned import affine, affine_vjp
 class Softmax(FeatureMap):
     """softmax: phi(x) = softmax(x / temperature) over the components of x.
 
-    Positive features that sum to 1: a soft choice of a slot. `half_space` appends softmax(-x / temperature), so that
-    the smallest components are seen as sharply as the largest. It is not the softmax of attention, which runs over
-    keys.
+    Positive features that sum to 1: a soft choice of a slot, not the softmax of attention, which runs over keys.
+    `half_space` appends softmax(-x / temperature), which sees the smallest components as sharply as the largest.
 
     Shapes: x `[..., D]` -> `[..., D]`, with half_space `[..., 2 D]`.
     VJP: with f = phi(x): gx = f (g - f.g) / temperature, minus the same of the other half.
@@ -77,8 +76,8 @@ class Hedgehog(FeatureMap):
     tokens.
     Traits: non_negative, kernel_non_negative, norm_bound 2.
     Cost: O(D^2).
-    Warning: the paper learns one map for queries and another for keys. Here one map serves both, so that phi(q).phi(k)
-    is a kernel; give q and k projections of their own before the map.
+    Warning: the paper learns one map for queries and another for keys; here one serves both, so that phi(q).phi(k) is a
+    kernel. Give q and k projections of their own before the map.
     References: The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry (Zhang et al., 2024,
     arXiv 2402.04347). [PHI-HEDGEHOG-D1]
     """
@@ -93,15 +92,15 @@ class Hedgehog(FeatureMap):
         return {"weight": (d, d), "bias": (d,)}
 
     def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """The identity and no bias, for every head; nothing is drawn."""
         if name == "bias":
             return super().start(name, shape, generator)
         return torch.eye(shape[-1], dtype=torch.float64).repeat(shape[0], 1, 1)
 
-    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Any]]:
-        features = both_softmax(affine(self.kind, x, params))
-        return features.to(x.dtype), (features, x, params)
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
+        weight, bias = self.parameters(params, "weight", "bias")
+        features = both_softmax(affine(x, weight, bias))
+        return features.to(x.dtype), (features, x, weight, bias)
 
-    def vjp(self, residuals: tuple[Tensor, Tensor, Any], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        features, x, params = residuals
-        return affine_vjp(x, params, both_softmax_vjp(features, g.to(features.dtype)))
+    def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        features, x, weight, bias = residuals
+        return affine_vjp(x, weight, bias, both_softmax_vjp(features, g.to(features.dtype)))

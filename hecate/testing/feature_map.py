@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -36,12 +38,8 @@ def check_feature_map(
         if feature_map.needs_position:
             params = _placed(params, len(x), positions)
             _check_positions(name, feature_map, params, x)
-        _check_features(name, feature_map, params, x)
-        _check_heads(name, feature_map, params, x)
-        _check_low_precision(name, feature_map, params, x)
-        _check_learned_dtype(name, feature_map, params, x)
-        _check_zero(name, feature_map, params, x)
-        _check_kernel(name, feature_map, x)
+        for check in (_check_features, _check_heads, _check_low_precision, _check_zero, _check_kernel):
+            check(name, feature_map, params, x)
         block, tensors = feature_map.block(params)
         learned = len(params["learned"])
         frozen = range(1 + learned, 1 + len(tensors))  # and the positions
@@ -71,7 +69,8 @@ def _check_init(name: str, feature_map: FeatureMap, d: int, heads: int) -> Param
     before = torch.get_rng_state()
     params, again, other = fresh(7), fresh(7), fresh(8)
     require(torch.equal(before, torch.get_rng_state()), f"{name}: init uses the global generator")
-    for first, second in ((params["learned"], again["learned"]), (params["frozen"], again["frozen"])):
+    for group in ("learned", "frozen"):
+        first, second = params[group], again[group]
         require(first.keys() == second.keys(), f"{name}: init is not reproducible")
         for key, item in first.items():
             require(torch.equal(item, second[key]), f"{name}: init is not reproducible in {key!r}")
@@ -79,10 +78,9 @@ def _check_init(name: str, feature_map: FeatureMap, d: int, heads: int) -> Param
             as_told = item.dtype == torch.float64 or not item.is_floating_point()
             require(as_told, f"{name}: {key!r} is {item.dtype}, float64 was asked for")
     drawn = [key for key, t in params["frozen"].items() if not torch.equal(t, other["frozen"][key])]
-    if feature_map.is_random:
-        require(bool(drawn), f"{name}: declared is_random, but no seed changes a frozen parameter")
-    else:
-        require(not drawn, f"{name}: frozen {drawn} depend on the seed; declare is_random")
+    idle = f"{name}: declared is_random, but no seed changes a frozen parameter"
+    require(bool(drawn) or not feature_map.is_random, idle)
+    require(not drawn or feature_map.is_random, f"{name}: frozen {drawn} depend on the seed; declare is_random")
     return params
 
 
@@ -109,7 +107,7 @@ def _check_features(name: str, feature_map: FeatureMap, params: Params, x: Tenso
 def _check_heads(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
     features = feature_map(x, params)
     for head in range(x.shape[1]):
-        one: Params = {"learned": _one_head(params["learned"], head), "frozen": _one_head(params["frozen"], head)}
+        one = _one_head(params, head)
         if "position" in params:
             one["position"] = params["position"][:, 0]
         alone = feature_map(x[:, head], one)
@@ -133,9 +131,6 @@ def _check_low_precision(name: str, feature_map: FeatureMap, params: Params, x: 
             got = glearned[key]
             alike = (got.shape, got.dtype) == (item.shape, item.dtype)
             require(alike, f"{name}: cotangent of {key!r} is {list(got.shape)} in {got.dtype}")
-
-
-def _check_learned_dtype(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
     low = _cast(params, torch.bfloat16)
     features, residuals = feature_map.forward(x.float(), low)
     for key, got in feature_map.vjp(residuals, torch.ones_like(features))[1].items():
@@ -154,7 +149,7 @@ def _check_zero(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -
         require(bool(traced.isfinite().all()), f"{name}: autograd at x = 0 is not finite")
 
 
-def _check_kernel(name: str, feature_map: FeatureMap, x: Tensor) -> None:
+def _check_kernel(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
     y = x.flip(0)
     kernel, mirrored = feature_map.exact_kernel(x, y), feature_map.exact_kernel(y, x)
     if kernel is None or mirrored is None:
@@ -238,12 +233,14 @@ def _check_decodes(name: str, feature_map: FeatureMap, params: Params, x: Tensor
     require(alike > 0.05, f"{name}: declared decodes, but nothing tells x back")
 
 
-def _one_head(tensors: dict[str, Tensor], head: int) -> dict[str, Tensor]:
-    return {key: t if t.shape[0] == 1 else t[head : head + 1] for key, t in tensors.items()}
+def _each(params: Params, change: Callable[[Tensor], Tensor]) -> Params:
+    learned, frozen = ({key: change(t) for key, t in params[group].items()} for group in ("learned", "frozen"))
+    return {**params, "learned": learned, "frozen": frozen}
+
+
+def _one_head(params: Params, head: int) -> Params:
+    return _each(params, lambda t: t if len(t) == 1 else t[head : head + 1])
 
 
 def _cast(params: Params, dtype: torch.dtype) -> Params:
-    def cast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {key: t.to(dtype) if t.is_floating_point() else t for key, t in tensors.items()}
-
-    return {**params, "learned": cast(params["learned"]), "frozen": cast(params["frozen"])}
+    return _each(params, lambda t: t.to(dtype) if t.is_floating_point() else t)

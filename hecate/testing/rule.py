@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,8 @@ from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Structure
 from hecate.tape.ops import over
-from hecate.testing.vjp import SIGNAL_FLOOR, check_vjp, require
+from hecate.testing.vjp import SIGNAL_FLOOR, check_vjp, close, require
 
-RTOL = 1e-10
 _KERNELS = "by which kernels such as engine compiled go"
 
 
@@ -205,14 +205,6 @@ def _check_retention(config: MemoryConfig, memory: Tensor, direction: Tensor, re
     close(f"{name}: `centred` leaves out what the memory sees", left, whole)
 
 
-def close(what: str, got: Tensor, expected: Tensor, signal: float = 1.0) -> None:
-    """Raises unless the error is within `RTOL` of the expected norm, or of 1e-3 `signal`."""
-    error = float((got - expected).detach().norm())
-    scale = max(float(expected.detach().norm()), 1e-3 * signal)
-    if not error <= RTOL * scale:
-        raise AssertionError(f"{what}: error {error:.3e} against a norm of {scale:.3e}")
-
-
 class _Case(NamedTuple):
     config: MemoryConfig
     leaves: dict[str, Tensor]  # q, k, v, gates, initial weights and learned parameters, by name
@@ -261,14 +253,12 @@ def _run(
     case: _Case, *, engine: Any = "sequential", autodiff: Any = "tape", cuts: tuple[int, ...] | None = None
 ) -> _Result:
     points = {name: item.detach().clone().requires_grad_() for name, item in case.leaves.items()}
-    length = points["q"].shape[1]
-    state, rows = None, []
-    for at, end in zip((cuts or (0, length))[:-1], (cuts or (0, length))[1:], strict=True):
+    state: Any = None
+    rows = []
+    for at, end in pairwise(cuts or (0, points["q"].shape[1])):
         y, state = _scan(case, _cut(points, slice(at, end)), state=state, engine=engine, autodiff=autodiff)
         rows.append(y)
     y = torch.cat(rows, 1)
-    if state is None:
-        raise ValueError("cuts must name at least one piece")
     weights = torch.Generator().manual_seed(1)
     total = torch.zeros((), dtype=torch.float64)
     for item in [y, *_floats(state)]:

@@ -37,27 +37,24 @@ def check_vjp(
     require(len(hand) == len(inputs), f"{block.name}: the VJP returns {len(hand)} cotangents for {len(inputs)} inputs")
     leaking = [index for index in constants if hand[index] is not None]
     require(not leaking, f"{block.name}: the VJP gives cotangents to the constants {leaking}")
-    flowing = [(o, g) for o, g in zip(case.outputs, case.cotangents, strict=True) if o.requires_grad]
-    true = torch.autograd.grad(
-        [out for out, _ in flowing], case.points, [g for _, g in flowing], create_graph=second_order, allow_unused=True
-    )
-    signal = max((float(g.detach().norm()) for g in true if g is not None), default=0.0)
-    if signal < signal_floor:
-        raise AssertionError(f"{block.name}: no gradient above {signal_floor}, the check would prove nothing")
-    for index, point, expected in zip(case.varied, case.points, true, strict=True):
-        what = f"{block.name}: VJP of input {index} against autograd"
-        _close(what, _dense(hand[index], point), _dense(expected, point), rtol, signal)
+    ours = [torch.zeros_like(p) if (g := hand[index]) is None else g for index, p in case.points.items()]
+    flowing = [(out, g) for out, g in zip(case.outputs, case.cotangents, strict=True) if out.requires_grad]
+    true = _grads(flowing, list(case.points.values()), create_graph=second_order)
+    signal = max((float(g.detach().norm()) for g in true), default=0.0)
+    floor = f"{block.name}: no gradient above {signal_floor}, the check would prove nothing"
+    require(signal >= signal_floor, floor)
+    for index, got, expected in zip(case.points, ours, true, strict=True):
+        close(f"{block.name}: VJP of input {index} against autograd", got, expected, signal, rtol)
     _check_differences(block, case, true, difference_rtol, signal, generator)
     if second_order:
-        _check_second_order(block.name, case, hand, true, rtol * 100, generator)
+        _check_second_order(block.name, case, ours, true, rtol * 100, generator)
 
 
 class _Case(NamedTuple):
     """A block run once: what it was given, what it returned, and the cotangents to pull back."""
 
     tensors: list[Tensor | None]
-    varied: list[int]  # positions of the inputs to differentiate by
-    points: list[Tensor]  # those inputs
+    points: dict[int, Tensor]  # the inputs to differentiate by, by position
     outputs: list[Tensor]
     cotangents: list[Tensor]
     residuals: Any
@@ -67,13 +64,12 @@ def _case(
     block: Block, inputs: Sequence[Tensor | None], constants: Collection[int], generator: torch.Generator
 ) -> _Case:
     tensors = [None if item is None else item.detach().clone() for item in inputs]
-    varied, points = [], []
+    points = {}
     for index, item in enumerate(tensors):
         if item is None or index in constants or not differentiable(item):
             continue
         require(item.dtype == torch.float64, f"{block.name}: input {index} must be float64, got {item.dtype}")
-        varied.append(index)
-        points.append(item.requires_grad_())
+        points[index] = item.requires_grad_()
     returned, residuals = block.apply(tuple(tensors))
     outputs = [out for out in returned if out is not None]
     cotangents = [
@@ -82,15 +78,15 @@ def _case(
         else torch.zeros_like(out)
         for out in outputs
     ]
-    return _Case(tensors, varied, points, outputs, cotangents, residuals)
+    return _Case(tensors, points, outputs, cotangents, residuals)
 
 
 def _check_differences(
-    block: Block, case: _Case, true: Sequence[Tensor | None], rtol: float, signal: float, generator: torch.Generator
+    block: Block, case: _Case, true: Sequence[Tensor], rtol: float, signal: float, generator: torch.Generator
 ) -> None:
     def value(*args: Tensor) -> Tensor:
         filled = list(case.tensors)
-        for index, arg in zip(case.varied, args, strict=True):
+        for index, arg in zip(case.points, args, strict=True):
             filled[index] = arg
         outputs = [out for out in block.forward(*filled)[0] if out is not None]
         pairs = zip(outputs, case.cotangents, strict=True)
@@ -99,12 +95,12 @@ def _check_differences(
     step = 1e-6
     with torch.no_grad():
         for _ in range(3):
-            ways = [torch.randn(p.shape, dtype=p.dtype, generator=generator) for p in case.points]
-            moves = list(zip(case.points, ways, strict=True))
+            ways = [torch.randn(p.shape, dtype=p.dtype, generator=generator) for p in case.points.values()]
+            moves = list(zip(case.points.values(), ways, strict=True))
             ahead = value(*(point + step * way for point, way in moves))
             behind = value(*(point - step * way for point, way in moves))
             slope = float((ahead - behind) / (2 * step))
-            exact = sum(float((g * way).sum()) for g, way in zip(true, ways, strict=True) if g is not None)
+            exact = sum(float((g * way).sum()) for g, way in zip(true, ways, strict=True))
             # Round-off of the two values, divided by the step, adds to the truncation error.
             noise = 1e-15 * float(ahead.abs() + behind.abs()) / step
             if not abs(slope - exact) <= rtol * max(signal, abs(exact)) + 10 * noise:
@@ -115,52 +111,42 @@ def _check_differences(
 
 
 def _check_second_order(
-    name: str,
-    case: _Case,
-    hand: Sequence[Tensor | None],
-    true: Sequence[Tensor | None],
-    rtol: float,
-    generator: torch.Generator,
+    name: str, case: _Case, ours: Sequence[Tensor], true: Sequence[Tensor], rtol: float, generator: torch.Generator
 ) -> None:
-    pairs = [
-        (hand[index], expected, torch.randn(expected.shape, dtype=expected.dtype, generator=generator))
-        for index, expected in zip(case.varied, true, strict=True)
-        if expected is not None and expected.requires_grad
+    triples = [
+        (got, expected, torch.randn(expected.shape, dtype=expected.dtype, generator=generator))
+        for got, expected in zip(ours, true, strict=True)
+        if expected.requires_grad
     ]
-    if not pairs:
+    if not triples:
         return
     # A VJP is differentiated by its cotangents too: one that detaches them breaks the second order.
-    by = case.points + [g for g in case.cotangents if g.requires_grad]
-    labels = [f"input {index}" for index in case.varied]
-    labels += [f"cotangent {i}" for i, g in enumerate(case.cotangents) if g.requires_grad]
-    expected = _grad([(true_grad, way) for _, true_grad, way in pairs], by)
-    got = _grad([(g, way) for g, _, way in pairs if g is not None and g.requires_grad], by)
-    signal = max(float(g.norm()) for g in expected)
+    by = {f"input {index}": point for index, point in case.points.items()}
+    by |= {f"cotangent {index}": g for index, g in enumerate(case.cotangents) if g.requires_grad}
+    expected = _grads([(g, way) for _, g, way in triples], list(by.values()), retain_graph=True)
+    got = _grads([(g, way) for g, _, way in triples], list(by.values()), retain_graph=True)
     # A map whose gradient is linear has a second derivative of pure round-off.
-    signal = max(signal, 1e-3 * max(float(t.detach().norm()) for _, t, _ in pairs))
-    for label, ours, theirs in zip(labels, got, expected, strict=True):
-        _close(f"{name}: second derivative by {label}", ours, theirs, rtol, signal)
+    first = max(float(g.detach().norm()) for _, g, _ in triples)
+    signal = max(1e-3 * first, *(float(g.norm()) for g in expected))
+    for label, mine, theirs in zip(by, got, expected, strict=True):
+        close(f"{name}: second derivative by {label}", mine, theirs, signal, rtol)
 
 
-def _grad(pairs: Sequence[tuple[Tensor, Tensor]], by: Sequence[Tensor]) -> list[Tensor]:
-    if not pairs:
+def _grads(pairs: Sequence[tuple[Tensor, Tensor]], by: Sequence[Tensor], **how: bool) -> list[Tensor]:
+    """Gradients of values pulled back from cotangents, zeros where nothing flows."""
+    flowing = [pair for pair in pairs if pair[0].requires_grad]
+    if not flowing:
         return [torch.zeros_like(item) for item in by]
-    values, ways = [value for value, _ in pairs], [way for _, way in pairs]
-    grads = torch.autograd.grad(values, by, ways, allow_unused=True, retain_graph=True)
-    return [_dense(grad, item) for grad, item in zip(grads, by, strict=True)]
+    values, ways = zip(*flowing, strict=True)
+    grads = torch.autograd.grad(values, by, ways, allow_unused=True, **how)
+    return [torch.zeros_like(item) if grad is None else grad for grad, item in zip(grads, by, strict=True)]
 
 
-def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if grad is None else grad
-
-
-def _close(what: str, got: Tensor, expected: Tensor, rtol: float, signal: float) -> None:
+def close(what: str, got: Tensor, expected: Tensor, signal: float = 1.0, rtol: float = 1e-10) -> None:
+    """Raises AssertionError unless the error is within `rtol` of the expected norm, or of 1e-3 `signal`."""
     require(got.shape == expected.shape, f"{what}: shape {list(got.shape)}, expected {list(expected.shape)}")
-    got, expected = got.detach(), expected.detach()
-    error = float((got - expected).norm())
-    scale = max(float(expected.norm()), 1e-3 * signal)
-    if not error <= rtol * scale:
-        raise AssertionError(f"{what}: error {error:.3e} against a norm of {float(expected.norm()):.3e}")
+    error, norm = float((got - expected).detach().norm()), float(expected.detach().norm())
+    require(error <= rtol * max(norm, 1e-3 * signal), f"{what}: error {error:.3e} against a norm of {norm:.3e}")
 
 
 def require(condition: bool, message: str) -> None:

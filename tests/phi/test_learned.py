@@ -179,9 +179,9 @@ def test_bounded_activations():
 
 def _wrong_hedgehog(feature_map, residuals, g):
     """The minus of the second half forgotten."""
-    features, x, params = residuals
+    features, x, weight, bias = residuals
     up, down = g.chunk(2, -1)
-    return affine_vjp(x, params, both_softmax_vjp(features, torch.cat([up, -down], -1)))
+    return affine_vjp(x, weight, bias, both_softmax_vjp(features, torch.cat([up, -down], -1)))
 
 
 def _wrong_hadamard(feature_map, residuals, g):
@@ -192,8 +192,8 @@ def _wrong_hadamard(feature_map, residuals, g):
 
 
 def _wrong_t2r(feature_map, residuals, g):
-    active, x, params = residuals
-    return feature_map.vjp((torch.ones_like(active), x, params), g)
+    active, *rest = residuals
+    return feature_map.vjp((torch.ones_like(active), *rest), g)
 
 
 def _wrong_rebased(feature_map, residuals, g):

@@ -20,8 +20,8 @@ from hecate.phi import (
     RandomMaclaurin,
     TensorProduct,
 )
-from hecate.phi.random import project_precisely
-from hecate.phi.random_fourier import walsh_hadamard
+from hecate.phi.base import project_precisely
+from hecate.phi.gaussian import walsh_hadamard
 from hecate.testing import check_vjp
 from tests.phi.random_common import F64, SIGMAS, bound_block, deviation, estimates, gaussian, pair, seeded
 from tests.reference import random_features as reference

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hecate.phi import Favor, PerformerReLU, RandomFourier
-from hecate.phi.random import project_precisely
+from hecate.phi.base import project_precisely
 from hecate.tape import differentiate
 from hecate.testing import check_vjp
 from tests.phi.random_common import F64, bound_block, each_map, gaussian

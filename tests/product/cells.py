@@ -171,9 +171,9 @@ def _check(config: MemoryConfig) -> None:
         # The curvature of a deep memory grows with its weights: smaller steps stay in range.
         case.leaves["lr"] = 0.2 * case.leaves["lr"]
     whole = _run(case, autodiff="torch")
-    for item in (whole.y, *_floats(whole.state), *whole.grads):
+    for item in (whole.y, *_floats(whole.state), *whole.grads.values()):
         require(bool(torch.isfinite(item).all()), "something is not finite")
-    signal = max(float(grad.norm()) for grad in whole.grads)
+    signal = max(float(grad.norm()) for grad in whole.grads.values())
     require(signal > SIGNAL_FLOOR, f"no gradient above {SIGNAL_FLOOR}")
     _agree(case, "the tape against autograd", _run(case), whole)
     _agree(case, "in pieces against the whole", _run(case, cuts=(0, 2, length)), whole)
@@ -196,7 +196,7 @@ def _agree(case: Any, what: str, got: Any, whole: Any) -> None:
 
 def _distances(got: Any, whole: Any) -> list[float]:
     """Of outputs, states and gradients."""
-    mine, theirs = ((r.y, *_floats(r.state), *r.grads) for r in (got, whole))
+    mine, theirs = ((r.y, *_floats(r.state), *r.grads.values()) for r in (got, whole))
     return [float((a - b).detach().norm()) for a, b in zip(mine, theirs, strict=True)]
 
 

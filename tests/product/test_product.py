@@ -46,6 +46,6 @@ def test_rounding_excuses_no_error():
     case = _inputs(config, 4, config.feature_map.output_dim(4), 1, 5, seeded())
     whole = _run(case, autodiff="torch")
     _agree(case, "itself", whole, whole)
-    off = whole._replace(grads=[grad * (1 + 1e-8) for grad in whole.grads])
+    off = whole._replace(grads={name: grad * (1 + 1e-8) for name, grad in whole.grads.items()})
     with pytest.raises(AssertionError, match="gradient of"):
         _agree(case, "off", off, whole)
