@@ -13,7 +13,7 @@ import inspect
 import json
 import pkgutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
@@ -31,6 +31,7 @@ else:
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+Class = TypeVar("Class", bound=type)
 Schema = dict[str, Any]
 FAMILY = "x-hecate-family"
 """Marks where a schema refers to a family."""
@@ -223,8 +224,7 @@ class Prepared:
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         return self.model_copy()  # type: ignore[attr-defined]
 
-    def __copy__(self) -> Self:
-        return self.model_copy()  # type: ignore[attr-defined]
+    __copy__ = __deepcopy__
 
 
 class Variant(Config):
@@ -288,8 +288,9 @@ class Variant(Config):
         """Whether every derivative is written by hand rather than left to `torch.func`."""
         return all(getattr(cls, name) is not getattr(cls._family_type, name) for name in cls._derivatives)
 
-    def declared_kernel(self) -> Any:
-        """`kernel`, None without one or where a class below the one that declares it redefines the formulas."""
+    def kernel_form(self) -> Any:
+        """The form in which kernels compute the formulas, which a variant declares as `kernel`; None leaves it to
+        torch, as where a class below the one that declares it redefines them."""
         return getattr(self, "kernel", None) if still_declared(self, "kernel", self._formulas) else None
 
     @classmethod
@@ -379,6 +380,20 @@ def still_declared(value: object, trait: str, formulas: tuple[str, ...]) -> bool
         if not vars(cls).keys().isdisjoint(formulas):
             return False
     return False
+
+
+def delegating(field: str, *names: str) -> Callable[[Class], Class]:
+    """Class decorator: these properties and methods of a variant are those of the variant in a field."""
+
+    def of_field(name: str) -> property:
+        return property(lambda self: getattr(getattr(self, field), name))
+
+    def decorated(cls: Class) -> Class:
+        for name in names:
+            setattr(cls, name, of_field(name))
+        return cls
+
+    return decorated
 
 
 def import_variants(package: str, *families: type[Variant]) -> list[str]:

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.algorithm import NewtonSchulz
-from hecate.algorithm.newton_schulz import POLYNOMIALS, Coefficients, iterated
+from hecate.algorithm.momenta import POLYNOMIALS, Coefficients, iterated
 from hecate.checks import expect_choice
 from hecate.errors import ConfigError
 from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
