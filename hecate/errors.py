@@ -27,10 +27,7 @@ class ConfigError(HecateError, ValueError):
     """A configuration that cannot be built; `problems` lists every fault with its path."""
 
     def __init__(self, message: str | Iterable[Problem], path: Iterable[str | int] = ()) -> None:
-        if isinstance(message, str):
-            self.problems = [Problem(tuple(path), message)]
-        else:
-            self.problems = list(message)
+        self.problems = [Problem(tuple(path), message)] if isinstance(message, str) else list(message)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:

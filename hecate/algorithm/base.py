@@ -12,6 +12,8 @@ from hecate.tape import Block, Tensors
 from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
 
+State = tuple[Tensor, ...]  # weights, slots or context of memories, in their order
+
 
 class AlgorithmForm(NamedTuple):
     """How kernels and parallel forms take the direction from the token's own gradient G: D = -lr G, or with `momentum`
@@ -44,10 +46,10 @@ class InnerLoss(NamedTuple):
 
     curvature: float | None
     diagonal: bool
-    gradient: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+    gradient: Callable[[Tensor, Tensor], State]
     error: Callable[[Tensor, Tensor], Tensor]
-    pullback: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-    run: Callable[..., tuple[Tensor, ...]]
+    pullback: Callable[[Tensor, Tensor], State]
+    run: Callable[..., State]
 
 
 class Algorithm(Variant, family="algorithm"):
@@ -96,9 +98,7 @@ class Algorithm(Variant, family="algorithm"):
         """Shapes of what `gradient` remembers of one memory's past, by name."""
         return {}
 
-    def gradient(
-        self, loss: InnerLoss, token: Token, context: tuple[Tensor, ...]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def gradient(self, loss: InnerLoss, token: Token, context: State) -> tuple[State, State]:
         """The gradient that `direction` gets, by default the token's own, and the new context."""
         return loss.gradient(token.phi_k, token.v), context
 

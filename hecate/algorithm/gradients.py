@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hecate.algorithm.base import Algorithm, InnerLoss, Token
+from hecate.algorithm.base import Algorithm, InnerLoss, State, Token
 from hecate.algorithm.descent import GD, Descent
 from hecate.errors import ConfigError
 from hecate.sizes import Depth
@@ -47,9 +47,7 @@ class Implicit(Descent):
             return "the loss has unbounded curvature, so no step size bounds it from above"
         return None
 
-    def gradient(
-        self, loss: InnerLoss, token: Token, context: tuple[Tensor, ...]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def gradient(self, loss: InnerLoss, token: Token, context: State) -> tuple[State, State]:
         (grad,) = loss.gradient(token.phi_k, token.v)
         block = _shortened(loss.curvature or 0.0, loss.diagonal)
         return loss.run(block, grad, token.lr, token.phi_k), context
@@ -106,9 +104,7 @@ class RLS(Descent):
     def context_shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         return {"inverse": (d_phi, d_phi)}
 
-    def gradient(
-        self, loss: InnerLoss, token: Token, context: tuple[Tensor, ...]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def gradient(self, loss: InnerLoss, token: Token, context: State) -> tuple[State, State]:
         gain, inverse = loss.run(self._update(), token.phi_k, *context)
         return loss.pullback(gain, loss.error(token.phi_k, token.v)), (inverse,)
 
@@ -169,18 +165,14 @@ class Omega(Algorithm):
 
     @model_validator(mode="after")
     def _one_lr(self) -> Self:
-        if self.inner.lr != type(self.inner).model_fields["lr"].default:
-            raise ConfigError(
-                f"inner.lr={self.inner.lr:g} would not be used: the step size is algorithm.lr="
-                f"{self.lr:g} of omega; set it there and leave inner.lr out",
-                path=("inner", "lr"),
-            )
-        if not self.inner.takes_any_gradient():
-            raise ConfigError(
-                f"omega chooses the gradient and so does its inner algorithm {self.inner.kind!r}; "
-                "use one that takes the gradient as it comes, such as gd, momentum, newton_schulz",
-                path=("inner",),
-            )
+        inner = self.inner
+        if inner.lr != type(inner).model_fields["lr"].default:
+            unused = f"would not be used: the step size is algorithm.lr={self.lr:g} of omega"
+            raise ConfigError(f"inner.lr={inner.lr:g} {unused}; set it there and leave inner.lr out", ("inner", "lr"))
+        if not inner.takes_any_gradient():
+            both = f"omega chooses the gradient and so does its inner algorithm {inner.kind!r}"
+            cure = "use one that takes the gradient as it comes, such as gd, momentum, newton_schulz"
+            raise ConfigError(f"{both}; {cure}", ("inner",))
         return self
 
     @property
@@ -190,9 +182,7 @@ class Omega(Algorithm):
     def context_shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         return {"keys": (self.window, d_phi), "values": (self.window, d_v), "filled": (self.window,)}
 
-    def gradient(
-        self, loss: InnerLoss, token: Token, context: tuple[Tensor, ...]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def gradient(self, loss: InnerLoss, token: Token, context: State) -> tuple[State, State]:
         keys, values, filled = loss.run(_PUSH, token.phi_k, token.v, *context)
         columns = [loss.run(_UNBIND, item) for item in (keys, values, filled)]
         total: tuple[Tensor, ...] = ()

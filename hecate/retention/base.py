@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
-from hecate.tape import Block, formula_block
+from hecate.tape import Block, Tensors, formula_block
 from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
 
@@ -103,9 +103,7 @@ class Retention(Variant, family="retention"):
         """What is carried on: the new memory, or its dual state."""
         raise NotImplementedError(f"{type(self).__name__} defines no step")
 
-    def step_vjp(
-        self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> Tensors:
         """Cotangents of memory, direction and retain from the cotangent g of the new memory."""
         return torch_vjp(self.step, (memory, direction, retain), g)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hecate.retention.base import Retention
 from hecate.retention.decay import NoRetention
+from hecate.tape import Tensors
 from hecate.tape.ops import floored_norm, inner_axes, onto_ball, onto_ball_vjp, over, sum_to_gate
 from hecate.variant import delegating
 
@@ -131,9 +132,7 @@ class NormCap(Retention):
         new = self.retention.step(memory, direction, retain)
         return new if self.dual else self._project(new)
 
-    def step_vjp(
-        self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> Tensors:
         if not self.dual:
             g = self._project_vjp(self.retention.step(memory, direction, retain), g)
         return self.retention.step_vjp(memory, direction, retain, g)

@@ -32,8 +32,7 @@ class MemoryConfig(Prepared, Config):
         read: y_t reads the state "after" or "before" token t (and the commit that it triggers).
         decay_order: "before_gradient" lets the gradient see the decayed memory, as gated DeltaNet
             does; with chunk > 1, that of the chunk's start, decayed by the product of retain since.
-        normalizer: "sum" divides the read by phi(q).z, where z is the same memory with bias dot
-            and value 1.
+        normalizer: "sum" divides the read by phi(q).z, where z is the same memory with bias dot and value 1.
         key_norm: "l2" or "sum" normalisation of phi(k) and phi(q), after phi.
         query_scale: "key_dim" multiplies phi(q) by D^(-1/2), D the key width, after key_norm.
         step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2).

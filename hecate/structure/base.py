@@ -161,13 +161,3 @@ class Structure(Variant, family="structure"):
 
 
 StructureKind = Structure
-
-
-def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
-    """`[N, V, P] , [N, P] -> [N, V]`, as a row: on a CPU up to ten times faster than a column."""
-    return torch.bmm(vector.unsqueeze(1), matrix.mT).squeeze(1)
-
-
-def outer(a: Tensor, b: Tensor) -> Tensor:
-    """`[N, V], [N, P] -> [N, V, P]`."""
-    return a.unsqueeze(-1) * b.unsqueeze(-2)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hecate.errors import ConfigError
 from hecate.sizes import Size
-from hecate.structure.base import Memory, Structure, matvec, outer
+from hecate.structure.base import Memory, Structure
 from hecate.tape import Block, Tensors, one
 from hecate.tape.ops import torch_vjp
 
@@ -38,9 +38,10 @@ class Vector(Structure):
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         if d_phi != d_v:
+            widths = f"phi(k) has width {d_phi} and values width {d_v}"
             raise ConfigError(
-                f"a vector memory multiplies coordinate by coordinate, but phi(k) has width {d_phi} and values width "
-                f"{d_v}; make them equal or use structure 'matrix'"
+                f"a vector memory multiplies coordinate by coordinate, but {widths}; make them equal or use structure "
+                "'matrix'"
             )
         return {"weight": (d_phi,)}
 
@@ -176,3 +177,13 @@ class TwoPass(Structure):
             return z
         active = torch.nn.functional.silu(z)
         return active / (active.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
+    """`[N, V, P] , [N, P] -> [N, V]`, as a row: on a CPU up to ten times faster than a column."""
+    return torch.bmm(vector.unsqueeze(1), matrix.mT).squeeze(1)
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """`[N, V], [N, P] -> [N, V, P]`."""
+    return a.unsqueeze(-1) * b.unsqueeze(-2)
