@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hecate.algorithm.base import Algorithm, InnerLoss, State, Token
 from hecate.algorithm.descent import GD, Descent
+from hecate.checks import Depth
 from hecate.errors import ConfigError
-from hecate.sizes import Depth
 from hecate.tape import Block, Tensors
 from hecate.tape.ops import over, sum_to_gate
 from hecate.variant import delegating

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.algorithm.base import Algorithm
-from hecate.sizes import Size
+from hecate.checks import Size
 from hecate.tape.ops import over, sum_to_gate
 
 Coefficients = tuple[float, float, float]

@@ -8,6 +8,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from hecate.checks import Count
 from hecate.engine import L2_NORM, SUM_NORM, memory_scan, predict
 from hecate.errors import ConfigError
 from hecate.nn.conv import QKNorm, normalise_qk
@@ -16,7 +17,6 @@ from hecate.nn.parameters import TensorDict, without_numbers
 from hecate.nn.rule import HeldRule
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.sizes import Count
 from hecate.tape import execute, one
 from hecate.variant import Config
 

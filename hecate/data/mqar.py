@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from hecate.checks import Size
 from hecate.data.base import IGNORED, Task, distinct
 from hecate.errors import ConfigError
-from hecate.sizes import Size
 
 
 class MQAR(Task):

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from hecate.checks import MAX_SIZE, Depth, Size, check_shapes
 from hecate.cms import (
     CMS,
     Aggregation,
@@ -24,7 +25,6 @@ from hecate.models.mlp import GatedMLP, hidden_width
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.rule import MemoryConfig, bytes_of, detached
-from hecate.sizes import MAX_SIZE, Depth, Size, check_shapes
 from hecate.variant import Config
 
 

@@ -8,12 +8,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from hecate.checks import Size
 from hecate.engine import memory_features
 from hecate.errors import ConfigError
 from hecate.nn.parameters import draw_normal
 from hecate.nn.rule import RuleParameters
 from hecate.rule import MemoryConfig, MemoryState
-from hecate.sizes import Size
 
 
 class FeatureMemoryConfig(MemoryConfig):

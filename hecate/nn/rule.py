@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hecate.checks import check_shapes
 from hecate.engine import Sequence, to_tokens
 from hecate.errors import StabilityWarning
 from hecate.nn.conv import QKNorm, normalise_qk
@@ -17,7 +18,6 @@ from hecate.nn.parameters import FeatureParameters, TensorDict, draw_normal, wit
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.rule.state import slot_shapes
-from hecate.sizes import check_shapes
 from hecate.tape import execute
 from hecate.tape.bridge import without_autocast
 

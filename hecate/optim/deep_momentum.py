@@ -9,11 +9,11 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate import algorithm
+from hecate.checks import Size
 from hecate.optim.base import MatrixOptimizer, State, put
 from hecate.optim.muon import orthogonalised, settings
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Share
 from hecate.optim.tensors import Bulk, as_matrix, grouped, largest, outline, state_dtype, together
-from hecate.sizes import Size
 
 CHANGE, OUT = "w_in", "w_out"
 

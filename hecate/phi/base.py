@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, NotRequired, TypedDict
 import torch
 from torch import Tensor
 
+from hecate.checks import MAX_NUMBERS, check_shapes, check_size, without_storage
 from hecate.errors import ConfigError, ShapeError
-from hecate.sizes import MAX_NUMBERS, check_shapes, check_size, without_storage
 from hecate.tape import Block, Tensors
 from hecate.tape.bridge import without_autocast
 from hecate.variant import Variant

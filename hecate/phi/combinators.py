@@ -14,10 +14,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.checks import Count
 from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Parity, Traits, compute_dtype, seeded
 from hecate.phi.monomials import bounded
-from hecate.sizes import Count
 from hecate.tape.bridge import without_autocast
 
 Item = TypeVar("Item")

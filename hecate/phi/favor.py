@@ -9,10 +9,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.checks import Size
 from hecate.errors import ConfigError
 from hecate.phi.base import Params, Traits, compute_dtype
 from hecate.phi.random import Norms, RandomMap, default_width, project_precisely, projections
-from hecate.sizes import Size
 
 
 class Favor(RandomMap):

@@ -8,10 +8,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.checks import Size
 from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, per_head, project_vjp, sum_to_heads
 from hecate.phi.random import project_precisely
-from hecate.sizes import Size
 from hecate.tape.activation import Activation, activate, activate_vjp
 
 

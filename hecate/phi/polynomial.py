@@ -10,11 +10,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.checks import Count
 from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, per_head, sum_to_heads
 from hecate.phi.learned import learned
 from hecate.phi.monomials import Degree, bounded, powers, powers_vjp, widths
-from hecate.sizes import Count
 
 Coefficients = Literal["exponential", "ones", "learned"]
 

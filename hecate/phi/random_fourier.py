@@ -9,10 +9,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.checks import Size
 from hecate.errors import ConfigError, ShapeError
 from hecate.phi.base import Params, Traits, compute_dtype, per_head
 from hecate.phi.random import RandomMap, project_precisely, projections
-from hecate.sizes import Size
 from hecate.tape.bridge import without_autocast
 
 

@@ -9,9 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hecate.checks import Size
 from hecate.phi.base import Params, Traits, compute_dtype
 from hecate.phi.random import Norms, RandomMap, default_width, project_precisely, projections
-from hecate.sizes import Size
 from hecate.tape.activation import activate_vjp
 
 Order = Literal[0, 1, 2]

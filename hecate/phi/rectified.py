@@ -9,9 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hecate.checks import Count, Size
 from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, position_of
-from hecate.sizes import Count, Size
 from hecate.tape.activation import activate_vjp
 from hecate.tape.bridge import can_inspect
 

@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 
 from hecate.algorithm import GD, AlgorithmKind
 from hecate.bias import L2, BiasKind, Dot
+from hecate.checks import Count
 from hecate.errors import ConfigError, did_you_mean, shorten
 from hecate.phi import FeatureMapKind, Identity
 from hecate.retention import NoRetention, RetentionKind
 from hecate.rule.rule import MemoryRule
-from hecate.sizes import Count
 from hecate.structure import Matrix, StructureKind
 from hecate.variant import Config, Prepared
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hecate.sizes import check_shapes, without_storage
+from hecate.checks import check_shapes, without_storage
 from hecate.structure.graph import Graph
 from hecate.tape import Block, Run, Tensors, formula_block, one
 from hecate.tape.ops import torch_vjp

@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hecate.checks import Size
 from hecate.errors import ConfigError
-from hecate.sizes import Size
 from hecate.structure.base import Memory, Structure
 from hecate.tape import Block, Tensors, one
 from hecate.tape.ops import torch_vjp

@@ -9,8 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 import hecate.structure.graph as graphs
+from hecate.checks import Depth, Size
 from hecate.errors import ConfigError
-from hecate.sizes import Depth, Size
 from hecate.structure.base import Memory, Structure
 from hecate.structure.graph import INPUT, ONE, Act, Add, Apply, Graph, Linear, Multiply, Normalise
 from hecate.tape import Block, Tensors

@@ -565,7 +565,7 @@ FAULTS = [
     *_of(
         ".",
         "tests/test_sizes.py tests/train/test_hostile.py tests/test_nesting.py",
-        ("sizes", "whole = (*lead, *shape)", "whole = shape"),
+        ("checks", "whole = (*lead, *shape)", "whole = shape"),
         ("variant", "hash(tuple(map(content_hash, value)))", "hash(value)"),
         ("variant", "depth = _nesting.get() + variant", "depth = variant"),
     ),

@@ -8,9 +8,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.checks import Size
 from hecate.errors import ConfigError
 from hecate.nn.positions.base import Params, Position
-from hecate.sizes import Size
 
 
 class Relative(Position):
