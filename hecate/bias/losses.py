@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hecate.bias.base import Bias, KernelForm
 from hecate.errors import ConfigError
-from hecate.tape.ops import floored_norm, onto_ball, onto_ball_vjp
+from hecate.tape.ops import floored_root, onto_ball, onto_ball_vjp
 
 
 class Dot(Bias):
@@ -268,7 +268,8 @@ class Huber(ErrorBias):
     def rho(self, error: Tensor) -> Tensor:
         size, square = error.abs(), error.square()
         if self.norm:
-            size, square = floored_norm(error, self.delta, -1)[0], square.sum(-1, keepdim=True)
+            square = square.sum(-1, keepdim=True)
+            size = floored_root(square, self.delta)[0]
         return torch.where(size <= self.delta, 0.5 * square, self.delta * size - 0.5 * self.delta**2).sum(-1)
 
     def psi(self, error: Tensor) -> Tensor:

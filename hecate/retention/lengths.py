@@ -11,7 +11,7 @@ from torch import Tensor
 from hecate.retention.base import Retention
 from hecate.retention.decay import NoRetention
 from hecate.tape import Tensors
-from hecate.tape.ops import floored_norm, inner_axes, onto_ball, onto_ball_vjp, over, sum_to_gate
+from hecate.tape.ops import floored_root, inner_axes, onto_ball, onto_ball_vjp, over, sum_to_gate
 from hecate.variant import delegating
 
 
@@ -80,7 +80,7 @@ class Sphere(Retention):
         return over(retain, memory) * memory + tangent
 
     def _length(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return floored_norm(slots, self.eps, self._axis(slots))
+        return floored_root(self._dot(slots, slots), self.eps)
 
     def _dot(self, a: Tensor, b: Tensor) -> Tensor:
         return (a * b).sum(self._axis(a), keepdim=True)

@@ -1,4 +1,4 @@
-"""What formulas share: the broadcasting of gates over weights, norms with a floor, and derivatives left to torch."""
+"""What formulas share: the broadcasting of gates over weights, roots with a floor, and derivatives left to torch."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ def inner_axes(x: Tensor) -> tuple[int, ...]:
     return tuple(range(1, x.dim()))
 
 
-def floored_norm(x: Tensor, floor: float, axes: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """max(|x|_2, floor) over axes that are kept, and whether the norm is the larger: a root of 0 has no derivative."""
-    square = x.square().sum(axes, keepdim=True)
+def floored_root(square: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """max(sqrt(square), floor), and whether the root is the larger: one of 0 has no derivative."""
     beyond = square > floor**2
     return torch.where(beyond, square, floor**2).sqrt(), beyond
 
 
 def onto_ball(x: Tensor, radius: float, axes: int | tuple[int, ...]) -> Tensor:
     """x min(1, radius/|x|_2): the projection onto a ball."""
-    length, beyond = floored_norm(x, radius, axes)
+    length, beyond = floored_root(x.square().sum(axes, keepdim=True), radius)
     return torch.where(beyond, x * (radius / length), x)
 
 
 def onto_ball_vjp(x: Tensor, radius: float, axes: int | tuple[int, ...], g: Tensor) -> Tensor:
     """Cotangent of x, by a symmetric Jacobian; the border counts as inside."""
-    length, beyond = floored_norm(x, radius, axes)
+    length, beyond = floored_root(x.square().sum(axes, keepdim=True), radius)
     unit = x / length
     along = (unit * g).sum(axes, keepdim=True)
     return torch.where(beyond, (radius / length) * (g - unit * along), g)
