@@ -27,10 +27,7 @@ class ConfigError(HecateError, ValueError):
     """A configuration that cannot be built; `problems` lists every fault with its path."""
 
     def __init__(self, message: str | Iterable[Problem], path: Iterable[str | int] = ()) -> None:
-        if isinstance(message, str):
-            self.problems = [Problem(tuple(path), message)]
-        else:
-            self.problems = list(message)
+        self.problems = [Problem(tuple(path), message)] if isinstance(message, str) else list(message)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
@@ -111,36 +108,26 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return f" Did you mean {match[0]!r}?" if match else ""
 
 
-_BOUNDS = {
-    "greater_than": (">", "gt"),
-    "greater_than_equal": (">=", "ge"),
-    "less_than": ("<", "lt"),
-    "less_than_equal": ("<=", "le"),
-}
-_TYPES = {
-    "int_type": "an integer",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "a text",
-    "dict_type": "a mapping",
-    "list_type": "a list",
+_SENTENCES = {
+    "greater_than": "must be > {gt}, got {shown}",
+    "greater_than_equal": "must be >= {ge}, got {shown}",
+    "less_than": "must be < {lt}, got {shown}",
+    "less_than_equal": "must be <= {le}, got {shown}",
+    "literal_error": "must be {expected}, got {shown}",
+    "missing": "is required",
+    "finite_number": "must be a finite number, got {shown}",
+    "int_type": "must be an integer, got {shown} ({type})",
+    "float_type": "must be a number, got {shown} ({type})",
+    "bool_type": "must be true or false, got {shown} ({type})",
+    "string_type": "must be a text, got {shown} ({type})",
+    "dict_type": "must be a mapping, got {shown} ({type})",
+    "list_type": "must be a list, got {shown} ({type})",
+    "value_error": "{error}",
 }
 
 
 def _sentence(line: Any) -> str:
-    kind, given, context = line["type"], line["input"], line.get("ctx", {})
-    shown = shorten(given)
-    if kind in _BOUNDS:
-        sign, key = _BOUNDS[kind]
-        return f"must be {sign} {context[key]}, got {shown}"
-    if kind == "literal_error":
-        return f"must be {context['expected']}, got {shown}"
-    if kind == "missing":
-        return "is required"
-    if kind == "finite_number":
-        return f"must be a finite number, got {shown}"
-    if kind in _TYPES:
-        return f"must be {_TYPES[kind]}, got {shown} ({type(given).__name__})"
-    if kind == "value_error":
-        return str(context["error"])
-    return f"{line['msg'][0].lower()}{line['msg'][1:]}, got {shown}"
+    message = line["msg"][0].lower() + line["msg"][1:]
+    template = _SENTENCES.get(line["type"], "{message}, got {shown}")
+    given = {"shown": shorten(line["input"]), "type": type(line["input"]).__name__, "message": message}
+    return template.format(**line.get("ctx", {}) | given)

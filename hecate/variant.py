@@ -13,7 +13,7 @@ import inspect
 import json
 import pkgutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
@@ -31,6 +31,7 @@ else:
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+Class = TypeVar("Class", bound=type)
 Schema = dict[str, Any]
 FAMILY = "x-hecate-family"
 """Marks where a schema refers to a family."""
@@ -124,9 +125,9 @@ def _validating(cls: type[Any]) -> Iterator[None]:
     variant = issubclass(cls, Variant) and not cls.is_family()
     depth = _nesting.get() + variant
     if depth > MAX_NESTING:
+        last = f"{cls._family} {cls.model_fields['kind'].default!r}"
         raise ConfigError(
-            f"nested too deeply: more than {MAX_NESTING} variants inside one another, the last a "
-            f"{cls._family} {cls.model_fields['kind'].default!r}; take fewer"
+            f"nested too deeply: more than {MAX_NESTING} variants inside one another, the last a {last}; take fewer"
         )
     token = _nesting.set(depth)
     try:
@@ -162,8 +163,8 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         if unknown:
             known = [name for name in cls.model_fields if name != "kind"]
             listing = f"known fields: {', '.join(known)}." if known else "it has no fields."
-            owner = f"unknown field of {cls.__name__}; {listing}"
-            raise ConfigError(Problem((key,), owner + did_you_mean(key, known)) for key in unknown)
+            sentence = f"unknown field of {cls.__name__}; {listing}"
+            raise ConfigError(Problem((key,), sentence + did_you_mean(key, known)) for key in unknown)
         return {key: _as_tuple(cls.model_fields[key].annotation, data[key]) for key in data}
 
     @classmethod
@@ -179,12 +180,8 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with some fields replaced, validated like a new value."""
-        fields = {
-            name: getattr(self, name)
-            for name in self.model_fields_set | set(update or ())
-            if name in type(self).model_fields
-        }
-        return type(self).model_validate({**fields, **(update or {})})
+        names = (self.model_fields_set | set(update or ())) & type(self).model_fields.keys()
+        return type(self).model_validate({name: getattr(self, name) for name in names} | dict(update or {}))
 
     @classmethod
     def model_json_schema(cls, *args: Any, **options: Any) -> dict[str, Any]:
@@ -223,8 +220,7 @@ class Prepared:
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         return self.model_copy()  # type: ignore[attr-defined]
 
-    def __copy__(self) -> Self:
-        return self.model_copy()  # type: ignore[attr-defined]
+    __copy__ = __deepcopy__
 
 
 class Variant(Config):
@@ -256,27 +252,22 @@ class Variant(Config):
         kind = field.default
         if not isinstance(kind, str):
             if get_origin(field.annotation) is Literal:
-                raise ConfigError(
-                    f"{cls.__qualname__} needs a default for its kind: "
-                    f"`kind: Literal[{get_args(field.annotation)[0]!r}] = ...`"
-                )
+                pinned = f"`kind: Literal[{get_args(field.annotation)[0]!r}] = ...`"
+                raise ConfigError(f"{cls.__qualname__} needs a default for its kind: {pinned}")
             return
         if cls.__pydantic_complete__ and get_args(field.annotation) != (kind,):
             raise ConfigError(f"{cls.__qualname__} must pin its kind: `kind: Literal[{kind!r}] = {kind!r}`")
         taken = cls._registry.get(kind)
         identity = (cls.__module__, cls.__qualname__)
         if taken is not None and (taken.__module__, taken.__qualname__) != identity:
-            raise ConfigError(
-                f"{cls._family} kind {kind!r} is taken by {taken.__module__}.{taken.__qualname__}; "
-                f"give {cls.__qualname__} another kind"
-            )
+            owner = f"{taken.__module__}.{taken.__qualname__}"
+            raise ConfigError(f"{cls._family} kind {kind!r} is taken by {owner}; give {cls.__qualname__} another kind")
         cls._registry[kind] = cls
 
     @classmethod
     def variants(cls) -> dict[str, type[Self]]:
         """Every registered variant below this class by kind, those defined by the user included."""
-        found = {kind: item for kind, item in cls._registry.items() if issubclass(item, cls)}
-        return dict(sorted(found.items()))
+        return {kind: item for kind, item in sorted(cls._registry.items()) if issubclass(item, cls)}
 
     @classmethod
     def is_family(cls) -> bool:
@@ -288,8 +279,9 @@ class Variant(Config):
         """Whether every derivative is written by hand rather than left to `torch.func`."""
         return all(getattr(cls, name) is not getattr(cls._family_type, name) for name in cls._derivatives)
 
-    def declared_kernel(self) -> Any:
-        """`kernel`, None without one or where a class below the one that declares it redefines the formulas."""
+    def kernel_form(self) -> Any:
+        """The form in which kernels compute the formulas, which a variant declares as `kernel`; None leaves it to
+        torch, as where a class below the one that declares it redefines them."""
         return getattr(self, "kernel", None) if still_declared(self, "kernel", self._formulas) else None
 
     @classmethod
@@ -379,6 +371,20 @@ def still_declared(value: object, trait: str, formulas: tuple[str, ...]) -> bool
         if not vars(cls).keys().isdisjoint(formulas):
             return False
     return False
+
+
+def delegating(field: str, *names: str) -> Callable[[Class], Class]:
+    """Class decorator: these properties and methods of a variant are those of the variant in a field."""
+
+    def of_field(name: str) -> property:
+        return property(lambda self: getattr(getattr(self, field), name))
+
+    def decorated(cls: Class) -> Class:
+        for name in names:
+            setattr(cls, name, of_field(name))
+        return cls
+
+    return decorated
 
 
 def import_variants(package: str, *families: type[Variant]) -> list[str]:

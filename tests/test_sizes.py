@@ -15,10 +15,10 @@ from pydantic.fields import FieldInfo
 
 import hecate
 from hecate import MemoryConfig, algorithm, nn, phi, structure
+from hecate.checks import MAX_SIZE, readable
 from hecate.cms import CMS, LevelConfig, SelfReferenceConfig, SelfReferential
 from hecate.errors import ConfigError
 from hecate.models import LanguageModelConfig, LinearTransformer
-from hecate.sizes import MAX_SIZE, readable
 from hecate.train import ExperimentConfig
 from hecate.variant import Config, Variant
 
@@ -85,7 +85,7 @@ def test_every_integer_of_every_config_has_an_end(config, name):
     field = config.model_fields[name]
     for bounds in integers(field.annotation, field.metadata):
         ends = [b for b in bounds if isinstance(b, annotated_types.Le | annotated_types.Lt)]
-        assert ends, f"{config.__name__}.{name}: annotate it with a type of hecate.sizes"
+        assert ends, f"{config.__name__}.{name}: annotate it with a type of hecate.checks"
 
 
 FREE = {  # nothing is allocated or repeated for them

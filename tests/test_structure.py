@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hecate"
 
 FLOORS = [
-    {"errors", "checks", "sizes", "variant", "late", "tape"},
+    {"errors", "checks", "variant", "late", "tape"},
     {"phi", "bias", "retention", "algorithm", "structure"},
     {"rule", "engine"},
     {"nn", "cms", "optim"},
@@ -28,7 +28,6 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 FREE = {"testing"}  # for users' tests: sees every floor, and no floor sees it
 ACROSS = {  # imports within a floor, each in one direction only
     ("checks", "errors"),
-    ("sizes", "errors"),
     ("variant", "errors"),
     ("tape", "checks"),
     ("tape", "errors"),

@@ -1,9 +1,7 @@
 from hecate.algorithm.base import Algorithm, AlgorithmForm, AlgorithmKind, InnerLoss, Token
-from hecate.algorithm.closed_form import RLS, Implicit
 from hecate.algorithm.descent import FTRL, GD, Adaptive, Momentum
-from hecate.algorithm.memory_momentum import DeepMomentum, DeltaMomentum
-from hecate.algorithm.newton_schulz import NewtonSchulz
-from hecate.algorithm.omega import Omega
+from hecate.algorithm.gradients import RLS, Implicit, Omega
+from hecate.algorithm.momenta import DeepMomentum, DeltaMomentum, NewtonSchulz
 
 __all__ = [
     "FTRL",

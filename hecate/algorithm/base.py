@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from hecate.tape import Block, Tensors
+from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
+
+State = tuple[Tensor, ...]  # weights, slots or context of memories, in their order
 
 
 class AlgorithmForm(NamedTuple):
@@ -29,28 +32,24 @@ class Token(NamedTuple):
     lr: Tensor
 
 
-class InnerLoss(Protocol):
-    """The inner loss at one state of the memory, as an algorithm may ask for it."""
+class InnerLoss(NamedTuple):
+    """The inner loss at one state of the memory, as an algorithm may ask for it. [RULE-LOSS-D1]
 
-    @property
-    def curvature(self) -> float | None:
-        """The bias' bound of its Hessian's eigenvalues."""
+    Fields:
+        curvature: the bias' bound of its Hessian's eigenvalues.
+        diagonal: whether every weight meets one coordinate of phi alone.
+        gradient: (phi_k, v) -> its gradient by the weights for one key and value per memory.
+        error: (phi_k, v) -> its gradient by the prediction, `[N, V]`.
+        pullback: (phi_k, u) -> the weights' cotangents from that of a prediction.
+        run: (block, *inputs) -> outputs; runs a block of the algorithm's own.
+    """
 
-    @property
-    def diagonal(self) -> bool:
-        """Whether every weight meets one coordinate of phi alone."""
-
-    def gradient(self, phi_k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Its gradient by the weights for one key and value per memory."""
-
-    def error(self, phi_k: Tensor, v: Tensor) -> Tensor:
-        """Its gradient by the prediction, `[N, V]`."""
-
-    def pullback(self, phi_k: Tensor, u: Tensor) -> tuple[Tensor, ...]:
-        """The weights' cotangents from that of a prediction."""
-
-    def run(self, block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Runs a block of the algorithm's own."""
+    curvature: float | None
+    diagonal: bool
+    gradient: Callable[[Tensor, Tensor], State]
+    error: Callable[[Tensor, Tensor], Tensor]
+    pullback: Callable[[Tensor, Tensor], State]
+    run: Callable[..., State]
 
 
 class Algorithm(Variant, family="algorithm"):
@@ -59,7 +58,7 @@ class Algorithm(Variant, family="algorithm"):
     State beside the weights lives in `slots`: one tensor for each name, of the weight's shape unless `slot_shapes` says
     otherwise, zero at the start. A variant gives `direction` and `direction_vjp`; the latter falls back to
     `torch.func`. One that wants more than the token's own gradient also gives `gradient`, and what it has to remember
-    for that in `context_shapes`, once per memory and zero at the start.
+    for that in `context_shapes`, once per memory and zero at the start. `kernel_form` is an `AlgorithmForm`.
 
     Shapes: G, D and slots `[N, ...]`; lr and momentum `[N]`.
     """
@@ -99,9 +98,7 @@ class Algorithm(Variant, family="algorithm"):
         """Shapes of what `gradient` remembers of one memory's past, by name."""
         return {}
 
-    def gradient(
-        self, loss: InnerLoss, token: Token, context: tuple[Tensor, ...]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def gradient(self, loss: InnerLoss, token: Token, context: State) -> tuple[State, State]:
         """The gradient that `direction` gets, by default the token's own, and the new context."""
         return loss.gradient(token.phi_k, token.v), context
 
@@ -111,18 +108,12 @@ class Algorithm(Variant, family="algorithm"):
 
     def direction_vjp(self, inputs: tuple[Tensor, ...], *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         """Cotangents of (grad, lr, momentum, *slots) from those of (direction, *slots)."""
-        _, pull = torch.func.vjp(self.direction, *inputs)  # type: ignore[misc]
-        return tuple(pull(cotangents))
+        return torch_vjp(self.direction, inputs, cotangents)
 
     @classmethod
     def takes_any_gradient(cls) -> bool:
         """Whether `direction` gets the token's own gradient, unchanged and without a context."""
         return cls.gradient is Algorithm.gradient
-
-    def kernel_form(self) -> AlgorithmForm | None:
-        """The form in which kernels compute `direction`, which a variant declares as `kernel`; None leaves it to torch,
-        as where a subclass redefines the formulas below the class that declared it."""
-        return self.declared_kernel()
 
     def block(self) -> Block:
         """`direction` as a tape block: (grad, lr, momentum, *slots) -> (direction, *slots)."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hecate.tape import Block, formula_block
+from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
 
 
@@ -28,7 +29,7 @@ class Bias(Variant, family="bias"):
 
     A variant gives `loss`, `grad = d ell / d pred`, and `grad_vjp`, the derivative of `grad`; the last two fall back to
     `torch.func` when left out (`hecate list` says so). There is no hidden factor: what `loss` says is what `grad`
-    differentiates.
+    differentiates. `kernel_form` is a `KernelForm`.
 
     Shapes: pred and target `[..., V]`; loss `[...]`; grad `[..., V]`.
     """
@@ -46,9 +47,7 @@ class Bias(Variant, family="bias"):
 
     def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Cotangents of pred and target from the cotangent g of `grad`."""
-        _, pull = torch.func.vjp(self.grad, pred, target)  # type: ignore[misc]
-        gpred, gtarget = pull(g)
-        return gpred, gtarget
+        return torch_vjp(self.grad, (pred, target), g)
 
     def grad_jvp(self, pred: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
         """Jacobian of `grad` by pred, times a tangent: the Hessian of the loss, hence symmetric."""
@@ -64,11 +63,6 @@ class Bias(Variant, family="bias"):
     def linear(self) -> bool:
         """Whether grad is a pred + b target, with the same fixed numbers for every coordinate."""
         return False
-
-    def kernel_form(self) -> KernelForm | None:
-        """The form in which kernels compute `grad`, which a variant declares as `kernel`; None leaves it to torch, as
-        where a subclass redefines the derivative below the class that declared it."""
-        return self.declared_kernel()
 
     def block(self) -> Block:
         """`grad` as a tape block: (pred, target) -> u."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from hecate.checks import Count, Depth, Size
 from hecate.errors import ConfigError
 from hecate.nn.arguments import Firing, check_firing
 from hecate.nn.conv import QKNorm
@@ -14,7 +15,6 @@ from hecate.nn.projection import Projection, check_projection
 from hecate.nn.rule import FeatureMemoryConfig
 from hecate.retention import Retention
 from hecate.rule import MemoryConfig
-from hecate.sizes import Count, Depth, Size
 from hecate.variant import Config
 
 

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hecate.checks import Count
 from hecate.engine import L2_NORM, SUM_NORM, EngineName, memory_scan, predict, written_before
 from hecate.errors import ConfigError
 from hecate.nn.arguments import check_engine, check_sequence, check_sizes, check_state
@@ -20,7 +21,6 @@ from hecate.nn.parameters import TensorDict, blank, without_numbers
 from hecate.nn.rule import FeatureMemory, FeatureMemoryConfig, HeldRule, between
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState, bytes_of, detached
-from hecate.sizes import Count
 from hecate.tape import Autodiff, execute, one
 from hecate.tape.bridge import can_inspect, without_autocast
 from hecate.variant import Config

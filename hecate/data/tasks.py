@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from hecate.checks import Size
 from hecate.data.base import IGNORED, Batch, DataConfig, Source, as_batch, stream
 from hecate.errors import ConfigError, DataError
-from hecate.sizes import Size
 
 Rows = NDArray[np.int64]
 VALIDATION_SEED = 0

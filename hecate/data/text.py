@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from hecate.checks import Count
 from hecate.data.base import Batch, DataConfig, Source, as_batch, stream
 from hecate.errors import DataError
-from hecate.sizes import Count
 
 BYTES = 256
 SEPARATOR = b"\n"

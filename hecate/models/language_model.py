@@ -10,6 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from hecate.checks import MAX_SIZE, Depth, Size, check_shapes
 from hecate.cms import (
     CMS,
     Aggregation,
@@ -25,7 +26,6 @@ from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
 from hecate.nn.parameters import blank
 from hecate.rule import MemoryConfig, bytes_of, detached
-from hecate.sizes import MAX_SIZE, Depth, Size, check_shapes
 from hecate.variant import Config
 
 

@@ -8,6 +8,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from hecate.checks import MAX_SIZE, Count, Depth, Size
 from hecate.errors import ConfigError, ShapeError
 from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.nn import LinearAttention
@@ -16,7 +17,6 @@ from hecate.nn.parameters import blank
 from hecate.nn.positions import NoPosition, PositionKind
 from hecate.phi import ELU, FeatureMapKind
 from hecate.rule import bytes_of, detached
-from hecate.sizes import MAX_SIZE, Count, Depth, Size
 from hecate.variant import Config
 
 

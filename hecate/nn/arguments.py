@@ -7,12 +7,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from hecate.checks import described, expect_choice, expect_count
+from hecate.checks import MAX_DEPTH, check_shapes, check_size, described, expect_choice, expect_count
 from hecate.engine import EngineName, check_exact
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.conv import ShortConv
 from hecate.rule import MemoryConfig
-from hecate.sizes import MAX_DEPTH, check_shapes, check_size
 from hecate.tape import Autodiff
 
 Firing = Literal["always", "learned"]

@@ -11,12 +11,12 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hecate.checks import Size
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import check_sequence
 from hecate.nn.conv import ShortConv
 from hecate.nn.sliding import AttentionNorm, SlidingAttention, SlidingState
 from hecate.rule import bytes_of, detached
-from hecate.sizes import Size
 from hecate.variant import Config
 
 Tree = TypeVar("Tree")

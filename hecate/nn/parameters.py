@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hecate.checks import check_shapes
 from hecate.errors import ConfigError, shorten
 from hecate.phi import FeatureMap, Params
-from hecate.sizes import check_shapes
 
 
 def source_of(generator: torch.Generator | None) -> torch.Generator:

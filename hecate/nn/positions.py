@@ -8,8 +8,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.checks import Size
 from hecate.errors import ConfigError
-from hecate.sizes import Size
 from hecate.variant import Variant
 
 Params = dict[str, Tensor]

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hecate.checks import Size, check_shapes
 from hecate.engine import Sequence, memory_features, memory_scan, to_tokens
 from hecate.errors import ConfigError, StabilityWarning
 from hecate.nn.conv import QKNorm, normalise_qk
@@ -20,7 +21,6 @@ from hecate.nn.parameters import FeatureParameters, TensorDict, draw_normal, wit
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.state import slot_shapes
-from hecate.sizes import Size, check_shapes
 from hecate.tape import execute
 from hecate.tape.bridge import without_autocast
 

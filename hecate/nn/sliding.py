@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hecate.checks import expect_choice, expect_count
+from hecate.checks import check_shapes, check_size, expect_choice, expect_count
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn.arguments import check_sequence, check_sizes
 from hecate.nn.conv import normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import rotated
 from hecate.rule import bytes_of, detached
-from hecate.sizes import check_shapes, check_size
 
 AttentionNorm = Literal["none", "rms"]
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hecate import algorithm
+from hecate.checks import Size
 from hecate.errors import ConfigError, StabilityWarning
 from hecate.optim.base import MatrixOptimizer, State, put
 from hecate.optim.muon import HELD, orthogonalised, settings
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Share, name_of, warn
 from hecate.optim.sharding import is_sharded
 from hecate.optim.tensors import Bulk, as_matrix, grouped, largest, outline, state_dtype, tamed, together
-from hecate.sizes import Size
 from hecate.tape.bridge import can_inspect
 
 CHANGE, OUT = "w_in", "w_out"  # in the state of a parameter

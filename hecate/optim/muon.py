@@ -11,13 +11,12 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.algorithm import Algorithm, NewtonSchulz
-from hecate.algorithm.newton_schulz import POLYNOMIALS, Coefficients, iterated
-from hecate.checks import expect_choice
+from hecate.algorithm.momenta import POLYNOMIALS, Coefficients, iterated
+from hecate.checks import Count, expect_choice
 from hecate.errors import ConfigError
 from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
 from hecate.optim.tensors import Bulk, as_matrix, tamed, together
-from hecate.sizes import Count
 
 HELD = "momentum"
 FAST, SLOW, UPDATE, WINDOW, SQUARE, STEP = "fast", "slow", "slow_update", "slow_window", "square", "step"

@@ -11,8 +11,8 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor
 
+from hecate.checks import MAX_NUMBERS, check_shapes, check_size, without_storage
 from hecate.errors import ConfigError, ShapeError
-from hecate.sizes import MAX_NUMBERS, check_shapes, check_size, without_storage
 from hecate.tape import Block, Tensors
 from hecate.tape.bridge import without_autocast
 from hecate.variant import Variant

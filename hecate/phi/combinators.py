@@ -14,9 +14,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.checks import Count
 from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Rising, Traits, bounded, compute_dtype, seeded
-from hecate.sizes import Count
 from hecate.tape.bridge import without_autocast
 
 Item = TypeVar("Item")

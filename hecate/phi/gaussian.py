@@ -9,10 +9,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.checks import Size
 from hecate.errors import ConfigError, ShapeError
 from hecate.phi.base import Params, Traits, compute_dtype, per_head, project_precisely, project_vjp, sum_to_heads
 from hecate.phi.random import RandomMap, normal, projections, signs
-from hecate.sizes import Size
 from hecate.tape.bridge import without_autocast
 
 

@@ -8,6 +8,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.checks import Size
 from hecate.errors import ConfigError
 from hecate.phi.base import (
     FeatureMap,
@@ -19,7 +20,6 @@ from hecate.phi.base import (
     project_vjp,
     sum_to_heads,
 )
-from hecate.sizes import Size
 from hecate.tape.ops import Activation, activate, activate_vjp
 
 

@@ -9,10 +9,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.checks import Size
 from hecate.errors import ConfigError
 from hecate.phi.base import Params, Traits, compute_dtype, project_precisely
 from hecate.phi.random import Norms, Projected
-from hecate.sizes import Size
 from hecate.tape.ops import activate_vjp
 
 Order = Literal[0, 1, 2]

@@ -20,9 +20,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.checks import Count
 from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Traits, bounded, compute_dtype, per_head, sum_to_heads
-from hecate.sizes import Count
 
 Coefficients = Literal["exponential", "ones", "learned"]
 Degree = Annotated[int, Field(le=64)]

@@ -13,11 +13,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.checks import Count, Size
 from hecate.errors import ConfigError
 from hecate.phi.base import Params, Parity, Traits, bounded, per_head, project, project_precisely
 from hecate.phi.polynomial import Degree, powers, powers_vjp
 from hecate.phi.random import RandomMap, normal, signs
-from hecate.sizes import Count, Size
 from hecate.tape.bridge import without_autocast
 
 

@@ -9,9 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hecate.checks import Count, Size
 from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, position_of
-from hecate.sizes import Count, Size
 from hecate.tape.bridge import can_inspect
 from hecate.tape.ops import activate_vjp
 

@@ -1,8 +1,7 @@
 """Retention: how a memory keeps its past."""
 
 from hecate.retention.base import GateForm, Retention, RetentionKind, StepForm
-from hecate.retention.links import Link
-from hecate.retention.mirror import MirrorRetention
+from hecate.retention.mirror import Link, MirrorRetention
 from hecate.variant import import_variants
 
 __all__ = ["GateForm", "Link", "MirrorRetention", "Retention", "RetentionKind", "StepForm"]

@@ -1,9 +1,19 @@
 from hecate.retention.base import GateForm, Retention, RetentionKind, StepForm
 from hecate.retention.decay import L2, Decay, ElasticNet, NoRetention
-from hecate.retention.links import IdentityLink, Link, LqLink, SigmoidLink, SignedSoftmaxLink, SoftmaxLink
-from hecate.retention.mirror import KL, Bounded, Bregman, Lq, MirrorRetention
-from hecate.retention.norm_cap import NormCap
-from hecate.retention.sphere import Sphere
+from hecate.retention.lengths import NormCap, Sphere
+from hecate.retention.mirror import (
+    KL,
+    Bounded,
+    Bregman,
+    IdentityLink,
+    Link,
+    Lq,
+    LqLink,
+    MirrorRetention,
+    SigmoidLink,
+    SignedSoftmaxLink,
+    SoftmaxLink,
+)
 
 __all__ = [
     "KL",

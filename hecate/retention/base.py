@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
-from hecate.tape import Block, formula_block
+from hecate.tape import Block, Tensors, formula_block
+from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
 
 
@@ -35,7 +35,7 @@ class Retention(Variant, family="retention"):
 
     A variant gives `step` and `step_vjp` for one weight tensor; the latter falls back to `torch.func`. What is carried
     from step to step is the memory itself, unless `weights` says how the memory follows from it: then it is a dual
-    state, as in mirror descent.
+    state, as in mirror descent. `kernel_form` is a `StepForm`.
 
     Shapes: memory and direction `[N, ...]`; retain `[N]`, or `[N, P]` per phi channel (the last axis).
     """
@@ -90,8 +90,7 @@ class Retention(Variant, family="retention"):
 
     def weights_vjp(self, carried: Tensor, g: Tensor) -> Tensor:
         """Cotangent of what is carried from that of the memory."""
-        _, pull = torch.func.vjp(self.weights, carried)  # type: ignore[misc]
-        return torch.as_tensor(pull(g)[0])
+        return torch_vjp(self.weights, (carried,), g)[0]
 
     def centred(self, direction: Tensor, retain: Tensor) -> Tensor:
         """A direction as an additive step takes it: without what no memory would ever see of it.
@@ -104,18 +103,9 @@ class Retention(Variant, family="retention"):
         """What is carried on: the new memory, or its dual state."""
         raise NotImplementedError(f"{type(self).__name__} defines no step")
 
-    def step_vjp(
-        self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> Tensors:
         """Cotangents of memory, direction and retain from the cotangent g of the new memory."""
-        _, pull = torch.func.vjp(self.step, memory, direction, retain)  # type: ignore[misc]
-        gmemory, gdirection, gretain = pull(g)
-        return gmemory, gdirection, gretain
-
-    def kernel_form(self) -> StepForm | None:
-        """The form in which kernels compute `step`, which a variant declares as `kernel`; None leaves it to torch, as
-        where a subclass redefines the step below the class that declared it."""
-        return self.declared_kernel()
+        return torch_vjp(self.step, (memory, direction, retain), g)
 
     def block(self) -> Block:
         """`step` as a tape block: (memory, direction, retain) -> memory."""

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
+from hecate.checks import Size
 from hecate.retention.base import GateForm, Retention, StepForm
-from hecate.sizes import Size
 from hecate.tape.ops import over, sum_to_gate
 
 

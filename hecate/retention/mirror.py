@@ -1,16 +1,196 @@
-"""Retentions with a link: a dual state evolves linearly, and the memory is a function of it."""
+"""Mirror descent: a dual state A evolves linearly, A' = retain A + D, and the memory is a function of it, its link.
+
+A link maps every dual state to a feasible memory M = link(A); it is the gradient of a convex function. A is what is
+carried, so a link is never inverted on the way, and however close M comes to the border of its set, nothing is
+forgotten there.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from hecate.errors import ConfigError
 from hecate.retention.base import Retention, StepForm
-from hecate.retention.links import IdentityLink, Link, LqLink, SigmoidLink, SignedSoftmaxLink, SoftmaxLink
-from hecate.tape.ops import over, sum_to_gate
-from hecate.variant import Prepared
+from hecate.tape.ops import inner_axes, over, sum_to_gate, torch_vjp
+from hecate.variant import Prepared, Variant
+
+
+class Link(Variant, family="link"):
+    """A function from dual states to feasible memories.
+
+    A variant gives `memory`; `memory_vjp` falls back to `torch.func`, and initial weights are read as a dual state
+    unless `start` says which dual state they are the memory of.
+
+    Shapes: dual and memory `[N, ...]`, one weight of N memories.
+    """
+
+    linear: ClassVar[bool] = False  # whether `memory` is the identity
+    row_invariant: ClassVar[bool] = False  # whether a constant along the last axis of A leaves the memory alone
+
+    def memory(self, dual: Tensor) -> Tensor:
+        """The memory of a dual state."""
+        raise NotImplementedError(f"{type(self).__name__} defines no memory")
+
+    def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
+        """Cotangent of the dual state from that of the memory."""
+        return torch_vjp(self.memory, (dual,), g)[0]
+
+    def start(self, weights: Tensor) -> Tensor:
+        """The dual state at which a memory starts whose initial weights are these."""
+        return weights
+
+
+class IdentityLink(Link):
+    """identity: M = A.
+
+    Mirror descent by the squared norm, which is plain decay.
+
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173). [RET-LINK-D1]
+    """
+
+    kind: Literal["identity"] = "identity"
+    linear: ClassVar[bool] = True
+
+    def memory(self, dual: Tensor) -> Tensor:
+        return dual
+
+    def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
+        return g
+
+
+class SoftmaxLink(Link):
+    """softmax: M = scale softmax(A) along the last axis.
+
+    Rows are distributions times `scale`: the gradient of the log-sum-exp, dual to the entropy. A constant per row of A
+    is invisible.
+
+    VJP: scale s (g - s.g) with s = softmax(A).
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora. [RET-LINK-D2]"""
+
+    kind: Literal["softmax"] = "softmax"
+    scale: float = Field(1.0, gt=0)
+    row_invariant: ClassVar[bool] = True
+
+    def memory(self, dual: Tensor) -> Tensor:
+        return self.scale * dual.softmax(-1)
+
+    def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
+        share = dual.softmax(-1)
+        return self.scale * share * (g - (share * g).sum(-1, keepdim=True))
+
+
+class SignedSoftmaxLink(Link):
+    """signed_softmax: M = scale sinh(A) / sum cosh(A) along the last axis.
+
+    A positive and a negative bank that share one simplex: M = P - Q, where P and Q are proportional to exp(A) and
+    exp(-A) and sum to `scale` together. What one bank is told the other is told with the opposite sign.
+
+    VJP: scale (c g - s (s.g)) with c = cosh(A)/sum cosh(A), s = M/scale.
+    References: Exponentiated Gradient versus Gradient Descent for Linear Predictors (Kivinen and Warmuth, 1997,
+    Information and Computation 132). [RET-LINK-D3]
+    """
+
+    kind: Literal["signed_softmax"] = "signed_softmax"
+    scale: float = Field(1.0, gt=0)
+
+    def memory(self, dual: Tensor) -> Tensor:
+        return self.scale * dual.tanh() * torch.logaddexp(dual, -dual).softmax(-1)
+
+    def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
+        both = torch.logaddexp(dual, -dual).softmax(-1)
+        share = dual.tanh() * both
+        return self.scale * (both * g - share * (share * g).sum(-1, keepdim=True))
+
+
+class SigmoidLink(Link):
+    """sigmoid: M = low + (high - low) sigmoid(A).
+
+    Every weight stays between two bounds.
+
+    VJP: (high - low) s (1 - s) g with s = sigmoid(A).
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Bregman divergence of the logit.
+    [RET-LINK-D4]
+    """
+
+    kind: Literal["sigmoid"] = "sigmoid"
+    low: float = 0.0
+    high: float = 1.0
+
+    @model_validator(mode="after")
+    def _low_below_high(self) -> Self:
+        if self.low >= self.high:
+            raise ConfigError(
+                f"must lie above low={self.low:g}, got {self.high:g}; weights stay between the two", ("high",)
+            )
+        return self
+
+    def memory(self, dual: Tensor) -> Tensor:
+        return self.low + (self.high - self.low) * dual.sigmoid()
+
+    def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
+        return (self.high - self.low) * dual.sigmoid() * (-dual).sigmoid() * g
+
+
+class LqLink(Link):
+    """lq: M = sign(A) |A|^(p-1) / |A|_p^(p-2) with p = q/(q-1), or A / |A|_q^(q-2) as printed.
+
+    `form="exact"` is the gradient of 1/2 |A|_p^2, dual to 1/2 |M|_q^2; its inverse, by which initial weights become a
+    dual state, is the same with p and q exchanged. `form="paper"` is what MIRAS prints for Moneta, which leaves the
+    power of the coordinates out and takes q for p. Norms are over all of a weight. Numbers below eps, and lengths, have
+    the power's chord instead of the power: a finite slope at 0.
+
+    VJP: that of the power per coordinate and of the length, one after the other.
+    Warning: `paper` is degree 3 - q in A: beyond q = 3 more evidence makes a smaller memory, and A = 0 is a pole. Such
+    memories start at n^(-1/q) in each of the n weights of a tensor, to which initial weights are added.
+    References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Moneta. [RET-LINK-D5]"""
+
+    kind: Literal["lq"] = "lq"
+    q: float = Field(4.0, gt=1)
+    form: Literal["exact", "paper"] = "exact"
+    eps: float = Field(1e-6, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _invertible(self) -> Self:
+        if self.form == "paper" and self.q == 3:
+            length = "gives every memory length 1, which forgets the length of what was written"
+            raise ConfigError(f"3 with form='paper' {length}; use another q or form='exact'", ("q",))
+        return self
+
+    def memory(self, dual: Tensor) -> Tensor:
+        if self.form == "paper":
+            return radial(dual, 2 - self.q, self.eps, self.q)
+        return radial(power(dual, *self._power), *self._radial)
+
+    def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
+        if self.form == "paper":
+            return radial_vjp(dual, 2 - self.q, self.eps, self.q, g)
+        g = radial_vjp(power(dual, *self._power), *self._radial, g)
+        return power_vjp(dual, *self._power, g)
+
+    def start(self, weights: Tensor) -> Tensor:
+        """The dual state whose memory the weights are; `paper` first adds its constant to them."""
+        q = self.q
+        if weights.numel() == 0:
+            return weights
+        if self.form == "paper":
+            moved = weights + max(weights.shape[1:].numel(), 1) ** (-1 / q)
+            return radial(moved, (q - 2) / (3 - q), self.eps ** (3 - q if q < 3 else 1), q)
+        return power(radial(weights, *self._power, q), *self._radial[:2])
+
+    @property
+    def _power(self) -> tuple[float, float]:
+        """|A|^(p-1) = A |A|^m."""
+        return 1 / (self.q - 1) - 1, self.eps
+
+    @property
+    def _radial(self) -> tuple[float, float, float]:
+        """Its length |.|_q, raised to q - 1, is that of M. It inverts `_power` on coordinates, and `_power` inverts it
+        on lengths."""
+        return self.q - 2, self.eps ** (1 / (self.q - 1)), self.q
 
 
 class MirrorRetention(Prepared, Retention):
@@ -170,3 +350,50 @@ class Bounded(MirrorRetention):
 
     def build_link(self) -> Link:
         return SigmoidLink(low=self.low, high=self.high)
+
+
+# Odd powers of numbers and of lengths, linear near 0 so that both they and their inverses have slopes there. The
+# inverse of an exponent m is the exponent -m/(1 + m) with the floor floor^(1 + m). The floor itself counts as beyond.
+
+
+def power(x: Tensor, m: float, floor: float) -> Tensor:
+    """x max(|x|, floor)^m."""
+    return x * x.abs().clamp(min=floor).pow(m)
+
+
+def power_vjp(x: Tensor, m: float, floor: float, g: Tensor) -> Tensor:
+    """Cotangent of x."""
+    size = x.abs()
+    # Not a choice between two Python numbers, which would be of torch's default dtype.
+    slope = 1 + m * (size >= floor).to(x.dtype)
+    return slope * size.clamp(min=floor).pow(m) * g
+
+
+def radial(x: Tensor, m: float, floor: float, q: float) -> Tensor:
+    """x max(|x|_q, floor)^m, the norm over everything but the first axis."""
+    return x * _length(x, floor, q)[0].pow(m)
+
+
+def radial_vjp(x: Tensor, m: float, floor: float, q: float, g: Tensor) -> Tensor:
+    """Cotangent of x."""
+    length, beyond = _length(x, floor, q)
+    unit = x / length
+    along = (g * unit).sum(inner_axes(x), keepdim=True)
+    slope = torch.where(beyond, m * along, 0.0) * unit.sign() * unit.abs().pow(q - 1)
+    return length.pow(m) * (g + slope)
+
+
+def _length(x: Tensor, floor: float, q: float) -> tuple[Tensor, Tensor]:
+    """max(|x|_q, floor) and whether the norm is the larger."""
+    # With the largest entry taken out, powers neither overflow nor vanish. It cancels, so it is a constant to the
+    # derivative.
+    largest = x.detach().abs().amax(inner_axes(x), keepdim=True).clamp(min=floor)
+    total = (x / largest).abs().pow(q).sum(inner_axes(x), keepdim=True)
+    beyond = largest * total.pow(1 / q) >= floor
+    # A root of 0 has no derivative, and none is needed.
+    length = largest * torch.where(beyond, total, 1.0).pow(1 / q)
+    return torch.where(beyond, length, floor), beyond
+
+
+def _inner(x: Tensor) -> tuple[int, ...]:
+    return tuple(range(1, x.dim()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 
 from hecate.algorithm import GD, AlgorithmKind
 from hecate.bias import L2, BiasKind, Dot
+from hecate.checks import Count
 from hecate.errors import ConfigError, did_you_mean, shorten
 from hecate.phi import FeatureMapKind, Identity
 from hecate.retention import NoRetention, RetentionKind
 from hecate.rule.rule import MemoryRule
-from hecate.sizes import Count
 from hecate.structure import Matrix, StructureKind
 from hecate.variant import Config, Prepared
 
@@ -32,8 +32,7 @@ class MemoryConfig(Prepared, Config):
         read: y_t reads the state "after" or "before" token t (and the commit that it triggers).
         decay_order: "before_gradient" lets the gradient see the decayed memory, as gated DeltaNet
             does; with chunk > 1, that of the chunk's start, decayed by the product of retain since.
-        normalizer: "sum" divides the read by phi(q).z, where z is the same memory with bias dot
-            and value 1.
+        normalizer: "sum" divides the read by phi(q).z, where z is the same memory with bias dot and value 1.
         key_norm: "l2" or "sum" normalisation of phi(k) and phi(q), after phi.
         query_scale: "key_dim" multiplies phi(q) by D^(-1/2), D the key width, after key_norm.
         step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2).
@@ -136,70 +135,58 @@ class MemoryConfig(Prepared, Config):
 
     @model_validator(mode="after")
     def _possible(self) -> MemoryConfig:
-        if self.decay_order == "before_gradient" and not self.retention.uses_retain:
-            raise ConfigError(
-                f"'before_gradient' needs a retention that decays; retention "
-                f"{self.retention.kind!r} has nothing to decay",
-                path=("decay_order",),
-            )
-        if self.retention.gate_form.channels and not self.structure.linear:
-            raise ConfigError(
-                f"retention.channels gives every phi channel a retain of its own, but structure "
-                f"{self.structure.kind!r} has weights without a phi axis; leave channels out or "
-                "use structure 'matrix' or 'vector'",
-                path=("retention", "channels"),
-            )
-        refusal = self.algorithm.refusal(
-            linear=self.structure.linear, diagonal=self.structure.diagonal, curvature=self.bias.curvature
-        )
-        if refusal is not None:
-            raise ConfigError(
-                f"algorithm {self.algorithm.kind!r} with structure {self.structure.kind!r} and "
-                f"bias {self.bias.kind!r}: {refusal}",
-                path=("algorithm",),
-            )
-        if self.normalizer == "sum":
-            self._check_normalizer()
-        if self.key_norm == "sum" and not self.feature_map.non_negative:
-            raise ConfigError(
-                f"'sum' divides by the sum of phi, which needs phi >= 0; feature_map "
-                f"{self.feature_map.kind!r} can be negative; use key_norm='l2' or another map",
-                path=("key_norm",),
-            )
+        for path, sentence in self._conflicts():
+            raise ConfigError(sentence, path)
         self.check_step(self.algorithm.lr)
         return self
 
-    def _check_normalizer(self) -> None:
-        reason = None
+    def _conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """What cannot go together, each with the path of the field to change."""
+        structure, retention, algorithm = self.structure, self.retention, self.algorithm
+        if self.decay_order == "before_gradient" and not retention.uses_retain:
+            nothing = f"retention {retention.kind!r} has nothing to decay"
+            yield ("decay_order",), f"'before_gradient' needs a retention that decays; {nothing}"
+        if retention.gate_form.channels and not structure.linear:
+            yield (
+                ("retention", "channels"),
+                "retention.channels gives every phi channel a retain of its own, but structure "
+                f"{structure.kind!r} has weights without a phi axis; leave channels out or use structure 'matrix' or "
+                "'vector'",
+            )
+        curvature = self.bias.curvature
+        refusal = algorithm.refusal(linear=structure.linear, diagonal=structure.diagonal, curvature=curvature)
+        if refusal is not None:
+            named = f"algorithm {algorithm.kind!r} with structure {structure.kind!r} and bias {self.bias.kind!r}"
+            yield ("algorithm",), f"{named}: {refusal}"
+        if self.normalizer == "sum":
+            for reason in self._no_quotient():
+                yield ("normalizer",), f"'sum': {reason}"
+        if self.key_norm == "sum" and not self.feature_map.non_negative:
+            negative = f"feature_map {self.feature_map.kind!r} can be negative; use key_norm='l2' or another map"
+            yield ("key_norm",), f"'sum' divides by the sum of phi, which needs phi >= 0; {negative}"
+
+    def _no_quotient(self) -> Iterator[str]:
+        """Why the sum normaliser cannot divide."""
+        phi, structure = f"feature_map {self.feature_map.kind!r}", f"structure {self.structure.kind!r}"
         if not self.feature_map.kernel_non_negative:
-            reason = (
-                f"phi(q).z can vanish or change sign with feature_map {self.feature_map.kind!r}; "
-                "it needs a map with a non-negative kernel, such as elu or favor"
+            cure = "it needs a map with a non-negative kernel, such as elu or favor"
+            yield f"phi(q).z can vanish or change sign with {phi}; {cure}"
+        if not self.structure.linear:
+            no_sum = "is not a weighted sum of values, so there is no sum of weights to divide by"
+            yield f"{structure} {no_sum}; it needs structure matrix"
+        if self.structure.diagonal:
+            cancels = (
+                "reads coordinate by coordinate, where phi(q) cancels in the quotient and nothing could be looked up"
             )
-        elif not self.structure.linear:
-            reason = (
-                f"structure {self.structure.kind!r} is not a weighted sum of values, so there is "
-                "no sum of weights to divide by; it needs structure matrix"
-            )
-        elif self.structure.diagonal:
-            reason = (
-                f"structure {self.structure.kind!r} reads coordinate by coordinate, where phi(q) "
-                "cancels in the quotient and nothing could be looked up; it needs structure matrix"
-            )
-        elif not self.retention.weighted_sum:
-            reason = (
-                f"retention {self.retention.kind!r} is not linear, so the read is not a weighted "
-                "sum of values; it needs retention none, decay or l2"
-            )
-        elif not self.algorithm.linear:
-            reason = (
-                f"algorithm {self.algorithm.kind!r} is not linear in the gradients, so the read is "
-                "not a weighted sum of values; it needs algorithm gd or momentum"
-            )
-        elif self.query_scale != "none":
-            reason = f"query_scale={self.query_scale!r} cancels in the quotient; set it to 'none'"
-        if reason is not None:
-            raise ConfigError(f"'sum': {reason}", path=("normalizer",))
+            yield f"{structure} {cancels}; it needs structure matrix"
+        no_sum = "so the read is not a weighted sum of values"
+        if not self.retention.weighted_sum:
+            yield f"retention {self.retention.kind!r} is not linear, {no_sum}; it needs retention none, decay or l2"
+        if not self.algorithm.linear:
+            gradients = f"algorithm {self.algorithm.kind!r} is not linear in the gradients"
+            yield f"{gradients}, {no_sum}; it needs algorithm gd or momentum"
+        if self.query_scale != "none":
+            yield f"query_scale={self.query_scale!r} cancels in the quotient; set it to 'none'"
 
 
 class NamedRule(NamedTuple):

@@ -1,21 +1,21 @@
-"""Rules of the literature as values of the knobs."""
+"""Rules of the literature as values of the knobs; what is left out is as in `MemoryConfig()`."""
 
 from __future__ import annotations
 
 from hecate import retention
 from hecate.algorithm import GD, RLS, DeepMomentum, DeltaMomentum, Momentum, NewtonSchulz, Omega
-from hecate.bias import L2, Dot, Lp, Yaad
+from hecate.bias import Dot, Lp, Yaad
 from hecate.phi import ELU, Concat, Identity, Linear, Normalise, Polynomial
-from hecate.retention import KL, Decay, Lq, NoRetention, Sphere
+from hecate.retention import KL, Decay, Lq, Sphere
 from hecate.rule.config import RULES, MemoryConfig, NamedRule
-from hecate.structure import MLP, GatedMLP, Matrix, Slots, TwoPass
+from hecate.structure import MLP, GatedMLP, Slots, TwoPass
 
-_MIRAS = MLP(layers=2, expansion=4, activation="gelu", residual=True, norm="layer")
+_MIRAS = MLP(layers=2, residual=True, norm="layer")
 _CODES = 16
 
 RULES |= {
     "hebbian": NamedRule(
-        MemoryConfig(structure=Matrix(), bias=Dot(), retention=NoRetention(), algorithm=GD()),
+        MemoryConfig(bias=Dot()),
         "Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021, arXiv 2102.11174), the sum "
         "rule",
     ),
@@ -43,77 +43,62 @@ RULES |= {
         "as gates of their own; without the skip D x",
     ),
     "delta": NamedRule(
-        MemoryConfig(bias=L2(), key_norm="l2"),
+        MemoryConfig(key_norm="l2"),
         "Parallelizing Linear Transformers with the Delta Rule (Yang et al., 2024, arXiv 2406.06484)",
     ),
     "gated_delta": NamedRule(
-        MemoryConfig(bias=L2(), retention=Decay(), decay_order="before_gradient", key_norm="l2"),
+        MemoryConfig(retention=Decay(), decay_order="before_gradient", key_norm="l2"),
         "Gated Delta Networks (Yang et al., 2024, arXiv 2412.06464)",
     ),
     "kda": NamedRule(
         MemoryConfig(
-            bias=L2(),
-            retention=Decay(channels=True, rank="head", gate="softplus"),
-            decay_order="before_gradient",
-            key_norm="l2",
+            retention=Decay(channels=True, rank="head", gate="softplus"), decay_order="before_gradient", key_norm="l2"
         ),
         "Kimi Linear (Kimi Team, 2025, arXiv 2510.26692): the gated delta rule with retain per phi channel, "
         "gates.retain [B, T, H, P], in a layer exp(-A softplus(W_2 W_1 x + b))",
     ),
     "longhorn": NamedRule(
-        MemoryConfig(bias=L2(), step="implicit"),
+        MemoryConfig(step="implicit"),
         "Longhorn (Liu et al., 2024, arXiv 2407.14207): the exact proximal step, not its diagonal approximation",
     ),
     "dgd": NamedRule(
-        MemoryConfig(bias=L2(), retention=Decay(), step="implicit"),
+        MemoryConfig(retention=Decay(), step="implicit"),
         "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 57 for the dot loss, whose descent direction is "
         "v, with the retain of Eq 88; the constant is lr/(1 + lr |k|^2), the printed lr/(1 + lr) holds for |k| = 1",
     ),
     "mesa": NamedRule(
-        MemoryConfig(bias=L2(), algorithm=RLS(), key_norm="l2"),
+        MemoryConfig(algorithm=RLS(), key_norm="l2"),
         "MesaNet (von Oswald et al., 2025, arXiv 2506.05233): the ridge optimum at lr = 1, with the paper's gates "
         "gamma and beta at 1 and one ridge for all channels",
     ),
     "titans_linear": NamedRule(
-        MemoryConfig(bias=L2(), retention=Decay(), algorithm=Momentum(), key_norm="l2"),
+        MemoryConfig(retention=Decay(), algorithm=Momentum(), key_norm="l2"),
         "Titans (Behrouz et al., 2025, arXiv 2501.00663), one linear layer",
     ),
     "titans": NamedRule(
         MemoryConfig(
-            structure=MLP(layers=2, expansion=4, activation="silu"),
-            bias=L2(),
-            retention=Decay(),
-            algorithm=Momentum(lr=0.1),
-            feature_map=Identity(),
-            key_norm="l2",
+            structure=MLP(layers=2, activation="silu"), retention=Decay(), algorithm=Momentum(lr=0.1), key_norm="l2"
         ),
         "Titans (Behrouz et al., 2025, arXiv 2501.00663), a memory of two layers",
     ),
     "ttt_linear": NamedRule(
-        MemoryConfig(bias=L2(), key_norm="l2", chunk=16),
+        MemoryConfig(key_norm="l2", chunk=16),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): gradients at the start of blocks of "
         "16, without the paper's residual and layer norm inside the memory",
     ),
     "ttt_linear_norm": NamedRule(
-        MemoryConfig(
-            structure=MLP(layers=1, residual=True, norm="layer", bias=True), bias=L2(), algorithm=GD(lr=1.0), chunk=16
-        ),
+        MemoryConfig(structure=MLP(layers=1, residual=True, norm="layer", bias=True), algorithm=GD(lr=1.0), chunk=16),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(W x + b), without gain and "
         "offset of the norm; lr is eta of the released code, whose gate also divides by the head's width",
     ),
     "ttt_mlp": NamedRule(
-        MemoryConfig(
-            structure=MLP(layers=2, expansion=4, activation="gelu", residual=True, norm="layer", bias=True),
-            bias=L2(),
-            algorithm=GD(lr=0.1),
-            chunk=16,
-        ),
+        MemoryConfig(structure=MLP(layers=2, residual=True, norm="layer", bias=True), algorithm=GD(lr=0.1), chunk=16),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(f(x)), f of two layers with "
         "gelu; norm and lr as in ttt_linear_norm",
     ),
     "large_chunk_ttt": NamedRule(
         MemoryConfig(
-            structure=GatedMLP(expansion=2, activation="silu"),
+            structure=GatedMLP(),
             bias=Dot(),
             retention=Sphere(slot="row", form="divide"),
             algorithm=NewtonSchulz(momentum=0.5),
@@ -146,12 +131,11 @@ RULES |= {
         "the jump stalls",
     ),
     "memora": NamedRule(
-        MemoryConfig(structure=_MIRAS, bias=L2(), retention=KL(scale=8.0), algorithm=GD(lr=0.05), key_norm="l2"),
+        MemoryConfig(structure=_MIRAS, retention=KL(scale=8.0), algorithm=GD(lr=0.05), key_norm="l2"),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora: rows of weights are distributions",
     ),
     "omeganet": NamedRule(
         MemoryConfig(
-            bias=L2(),
             retention=Decay(),
             algorithm=Omega(lr=0.4, window=4, decay=0.9),
             feature_map=Polynomial(degree=2),
@@ -162,23 +146,21 @@ RULES |= {
     ),
     "atlas": NamedRule(
         MemoryConfig(
-            bias=L2(),
             retention=Decay(),
-            algorithm=Omega(lr=1.0, window=4, decay=0.9, inner=NewtonSchulz()),
+            algorithm=Omega(window=4, decay=0.9, inner=NewtonSchulz()),
             feature_map=Polynomial(degree=2),
             key_norm="l2",
         ),
         "ATLAS (Behrouz et al., 2025, arXiv 2505.23735) with one linear layer, as omeganet; it descends along NS(S)",
     ),
     "lattice": NamedRule(
-        MemoryConfig(structure=Slots(), bias=L2(), retention=Sphere(), key_norm="l2"),
+        MemoryConfig(structure=Slots(), retention=Sphere(), key_norm="l2"),
         "Lattice (Karami and Mirrokni, 2025, arXiv 2504.05646): a slot for each coordinate of the key, each of unit "
         "length by itself",
     ),
     "trellis": NamedRule(
         MemoryConfig(
             structure=TwoPass(codes=_CODES),
-            bias=L2(),
             retention=Decay(),
             feature_map=Concat(maps=[Normalise(inner=Identity()), Normalise(inner=Linear(d_phi=_CODES))]),
         ),
@@ -186,12 +168,12 @@ RULES |= {
         "lr and retain",
     ),
     "delta_momentum": NamedRule(
-        MemoryConfig(bias=L2(), retention=Decay(), algorithm=DeltaMomentum(lr=0.5), key_norm="l2"),
+        MemoryConfig(retention=Decay(), algorithm=DeltaMomentum(lr=0.5), key_norm="l2"),
         "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 49 as the algorithm of a linear memory, in its "
         "contracting form; the printed one lacks a factor",
     ),
     "deep_momentum": NamedRule(
-        MemoryConfig(bias=L2(), retention=Decay(), algorithm=DeepMomentum(), key_norm="l2"),
+        MemoryConfig(retention=Decay(), algorithm=DeepMomentum(), key_norm="l2"),
         "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 50 as the algorithm of a linear memory, taught "
         "descent; the printed objective ignores the gradient's sign",
     ),

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hecate.algorithm import GD, AlgorithmKind, Token
+from hecate.algorithm import GD, AlgorithmKind, InnerLoss, Token
 from hecate.bias import L2, BiasKind
 from hecate.retention import NoRetention, RetentionKind
 from hecate.structure import Matrix, Memory, StructureKind
-from hecate.structure.graph import Graph, descent, descent_vjp, outers
+from hecate.structure.graph import descent, descent_vjp, outers
 from hecate.tape import Block, Run, Tensors, execute
 from hecate.tape import one as one
 from hecate.tape import several as several
@@ -64,15 +63,32 @@ class MemoryRule(Config):
     def gradient(self, memory: Memory, phi_k: Tensor, v: Tensor, *, run: Run = execute, label: str = "") -> Memory:
         """Gradient of the inner loss by the weights, taken at those of a memory."""
         weights = self.weights(memory, run=run, label=label)
-        return _Loss(self, weights, run, label).gradient(phi_k, v)
+        return self._loss(weights, run, label).gradient(phi_k, v)
+
+    def _loss(self, weights: Memory, run: Run, label: str) -> InnerLoss:
+        structure, bias = self.structure, self.bias.block()
+
+        def several_of(block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
+            return several(run(block, *inputs, label=label))
+
+        def error(phi_k: Tensor, v: Tensor) -> Tensor:
+            return one(several_of(bias, *several_of(structure.predict_block(), phi_k, *weights), v))
+
+        return InnerLoss(
+            curvature=self.bias.curvature,
+            diagonal=structure.diagonal,
+            gradient=lambda phi_k, v: several_of(structure.gradient_block(bias), phi_k, v, *weights),
+            error=error,
+            pullback=lambda phi_k, u: several_of(structure.pullback_block(), phi_k, u, *weights),
+            run=several_of,
+        )
 
     def descended(
         self, weights: Memory, token: Token, slots: Memory = (), *, run: Run = execute, label: str = ""
     ) -> tuple[Memory, Memory]:
         """The gradient that the algorithm descends at weights, and the slots with its context."""
         context = len(self.algorithm.slots) * len(weights)
-        loss = _Loss(self, weights, run, label)
-        grads, kept = self.algorithm.gradient(loss, token, slots[context:])
+        grads, kept = self.algorithm.gradient(self._loss(weights, run, label), token, slots[context:])
         return grads, (*slots[:context], *kept)
 
     def apply(
@@ -80,8 +96,7 @@ class MemoryRule(Config):
     ) -> tuple[Memory, Memory]:
         """One step of the algorithm followed by retention: the new memory and slots."""
         context = len(self.algorithm.slots) * len(memory)
-        own = slots[:context]
-        new = several(run(self.step_block(), *gates, *gradient, *memory, *own, label=label))
+        new = several(run(self.step_block(), *gates, *gradient, *memory, *slots[:context], label=label))
         return new[: len(memory)], (*new[len(memory) :], *slots[context:])
 
     def step_block(self) -> Block:
@@ -103,34 +118,29 @@ class MemoryRule(Config):
             return program(run, *inputs), kept
 
         def vjp(kept: list[Any], *cotangents: Tensor) -> Tensors:
-            of_memory = cotangents[: len(kept) // 2]
-            of_slots = cotangents[len(of_memory) :]
-            glr = gretain = gmomentum = None
-            ggradient: list[Tensor | None] = []
-            gmemory: list[Tensor | None] = []
-            gslots: list[Tensor | None] = []
-            for index, g in enumerate(of_memory):
+            weights = len(kept) // 2
+            of_gates: tuple[list[Tensor], ...] = ([], [], [])
+            ggradient, gmemory, gslots = list[Tensor | None](), list[Tensor | None](), list[Tensor | None]()
+            for index, g in enumerate(cotangents[:weights]):
                 gweight, gdirection, more = retention.pullback(kept[2 * index + 1], [g])
-                if gdirection is None:
-                    gdirection = torch.zeros_like(g)
-                gretain = _added(gretain, more)
-                into = of_slots[index * count : (index + 1) * count]
+                into = cotangents[weights + index * count :][:count]
+                gdirection = torch.zeros_like(g) if gdirection is None else gdirection
                 pulled = algorithm.pullback(kept[2 * index], [gdirection, *into])
-                glr, gmomentum = _added(glr, pulled[1]), _added(gmomentum, pulled[2])
                 ggradient.append(pulled[0])
                 gmemory.append(gweight)
                 gslots += pulled[3:]
-            return glr, gretain, gmomentum, *ggradient, *gmemory, *gslots
+                for found, own in zip(of_gates, (pulled[1], more, pulled[2]), strict=True):
+                    found += [] if own is None else [own]
+            return *(reduce(add, found) if found else None for found in of_gates), *ggradient, *gmemory, *gslots
 
         def program(run: Run, lr: Tensor, retain: Tensor, momentum: Tensor, *rest: Tensor) -> Tensors:
             weights = len(rest) // (2 + count)
-            gradient, memory, slots = (rest[:weights], rest[weights : 2 * weights], rest[2 * weights :])
             new: list[Tensor | None] = []
             carried: list[Tensor | None] = []
-            for index, (grad, weight) in enumerate(zip(gradient, memory, strict=True)):
-                own = slots[index * count : (index + 1) * count]
-                direction, *more = run(algorithm, grad, lr, momentum, *own)
-                new += run(retention, weight, direction, retain)
+            for index in range(weights):
+                slots = rest[2 * weights + index * count :][:count]
+                direction, *more = run(algorithm, rest[index], lr, momentum, *slots)
+                new += run(retention, rest[weights + index], direction, retain)
                 carried += more
             return *new, *carried
 
@@ -167,11 +177,8 @@ class MemoryRule(Config):
         are the memory.
         """
         form = self.algorithm.kernel_form()
-        if form is None or form.nesterov or not (self.retention.additive and self.structure.factored):
-            return None
-        gradient = self.structure.gradient_block(self.bias.block())
-        knobs = (self.bias, self.retention, len(self.algorithm.slots))
-        return rank_one_block(self.structure.graph(), *knobs, self.step_block(), gradient)
+        refused = form is None or form.nesterov or not (self.retention.additive and self.structure.factored)
+        return None if refused else _rank_one_block(self)
 
     def decayed(self, memory: Memory, retain: Tensor, *, run: Run = execute, label: str = "") -> Memory:
         """What is carried after retention and before any step: where `before_gradient` takes the gradient.
@@ -182,58 +189,18 @@ class MemoryRule(Config):
         return tuple(one(run(block, weight, torch.zeros_like(weight), retain, label=label)) for weight in memory)
 
 
-class _Loss(NamedTuple):
-    """The inner loss of a rule at some weights. [RULE-LOSS-D1]"""
-
-    rule: MemoryRule
-    weights: Memory
-    runner: Run
-    label: str
-
-    @property
-    def curvature(self) -> float | None:
-        return self.rule.bias.curvature
-
-    @property
-    def diagonal(self) -> bool:
-        return self.rule.structure.diagonal
-
-    def gradient(self, phi_k: Tensor, v: Tensor) -> Memory:
-        block = self.rule.structure.gradient_block(self.rule.bias.block())
-        return self.run(block, phi_k, v, *self.weights)
-
-    def error(self, phi_k: Tensor, v: Tensor) -> Tensor:
-        pred = one(self.run(self.rule.structure.predict_block(), phi_k, *self.weights))
-        return one(self.run(self.rule.bias.block(), pred, v))
-
-    def pullback(self, phi_k: Tensor, u: Tensor) -> Memory:
-        return self.run(self.rule.structure.pullback_block(), phi_k, u, *self.weights)
-
-    def run(self, block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return several(self.runner(block, *inputs, label=self.label))
-
-
-def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    return more if total is None else total if more is None else total + more
-
-
-def rank_one_block(
-    graph: Graph, bias: BiasKind, retention: RetentionKind, per_weight: int, step: Block, gradient: Block
-) -> Block:
+def _rank_one_block(rule: MemoryRule) -> Block:
     """A write whose gradient has rank one in every layer, as one block that never builds it.
-
-    (lr, retain, momentum, p, v, *memory, *slots, *weights) -> (*memory, *slots).
 
     Where retention keeps `a X + D` and the direction is linear in the gradients d h^T, a token's write is two rank-one
     products per layer and its derivative needs those of d and h alone. It equals the gradient followed by the step,
     block by block, which is its program. The gradient is taken at the memory X itself, or at other weights: those of a
     dual state X, or of a chunk's start. [RULE-WRITE-D1]
-
-    `step` and `gradient` are the blocks that it stands for, `per_weight` counts slots; weights are left out where they
-    are the memory.
     """
-    loss, decays = bias.block(), retention.uses_retain
-    count, split = graph.weights, graph.weights * (1 + per_weight)
+    graph, loss, retention = rule.structure.graph(), rule.bias.block(), rule.retention
+    step, gradient = rule.step_block(), rule.structure.gradient_block(loss)
+    count = graph.weights
+    split = count * (1 + len(rule.algorithm.slots))
 
     def forward(
         lr: Tensor, retain: Tensor, momentum: Tensor, p: Tensor, v: Tensor, *state: Tensor
@@ -242,9 +209,17 @@ def rank_one_block(
         found = descent(graph, loss, state[split:] or memory, p, v)
         down = -over(lr, memory[0])
         stepped = [down * di for di in found.d]
-        keep = over(retain, memory[0]) if decays else None
-        centred = partial(retention.centred, retain=retain)
-        new, carried = _advanced(memory, slots, keep, momentum, centred, stepped, found.h)
+        keep = over(retain, memory[0]) if retention.uses_retain else None
+        carried: list[Tensor] = []
+        if slots:
+            kept = over(momentum, slots[0])
+            carried = [outers(kept * s, di, hi) for s, di, hi in zip(slots, stepped, found.h, strict=True)]
+            pairs = zip([retention.centred(s, retain) for s in carried], memory, strict=True)
+            new = [s + m if keep is None else torch.addcmul(s, keep, m) for s, m in pairs]
+        else:
+            left = memory if keep is None else [keep * weight for weight in memory]
+            rows = zip(left, stepped, [retention.centred(hi, retain) for hi in found.h], strict=True)
+            new = [outers(m, di, hi) for m, di, hi in rows]
         return (*new, *carried), ((down, keep, retain, momentum), state, stepped, found)
 
     def vjp(residuals: Any, *cotangents: Tensor) -> Tensors:
@@ -277,23 +252,3 @@ def rank_one_block(
         return run(step, lr, retain, momentum, *grads, *state[:split])
 
     return Block(f"write.{step.name.removeprefix('step.')}", forward, vjp, program)
-
-
-def _advanced(
-    memory: Memory,
-    slots: Memory,
-    keep: Tensor | None,
-    momentum: Tensor,
-    centred: Callable[[Tensor], Tensor],
-    d: list[Tensor],
-    h: Memory,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Memory and slots after the step d h^T."""
-    if slots:
-        kept = over(momentum, slots[0])
-        carried = [outers(kept * s, di, hi) for s, di, hi in zip(slots, d, h, strict=True)]
-        pairs = zip(map(centred, carried), memory, strict=True)
-        return [s + m if keep is None else torch.addcmul(s, keep, m) for s, m in pairs], carried
-    left = memory if keep is None else [keep * weight for weight in memory]
-    rows = zip(left, d, map(centred, h), strict=True)
-    return [outers(m, di, hi) for m, di, hi in rows], []

@@ -35,8 +35,7 @@ class MemoryState(NamedTuple):
         memory: weights by name, `[B, H, ...]`; `{"weight": [B, H, V, P]}` for a matrix. Under a
             retention with a link (kl, lq, bounded, bregman) the dual state A that it carries, of which the weights are
             a function: `memory_weights`.
-        slots: the algorithm's tensors by `name.weight`, of the weights' shapes, and those of its
-            context by name.
+        slots: the algorithm's tensors by `name.weight`, of the weights' shapes, and those of its context by name.
         anchor: `memory` at the chunk's start, where gradients are taken; empty unless chunk > 1.
         pending: what an unfinished chunk has summed up: under `commit="chunk"` the lr-weighted
             gradients by weight name; and there, as where gradients see the decayed state of the chunk's start, the

@@ -219,9 +219,7 @@ def traced(graph: Graph, values: list[Tensor]) -> Trace:
     return Trace(values, slopes)
 
 
-def backward(
-    graph: Graph, weights: Sequence[Tensor], past: Trace, flowing: Cotangents, lowest: int = INPUT
-) -> Cotangents:
+def backward(graph: Graph, weights: Sequence[Tensor], past: Trace, flowing: Cotangents, lowest: int = INPUT) -> None:
     """Backpropagation: completes the cotangents of all values from the lowest on, in place."""
     for index in reversed(range(len(graph.nodes))):
         node, g = graph.nodes[index], flowing[index + 1]
@@ -233,7 +231,6 @@ def backward(
         else:
             for at, share in zip(node.sources, node.op.vjp(past.slopes[index], g), strict=True):
                 flowing.add(at, share)
-    return flowing
 
 
 def factors(
@@ -251,10 +248,10 @@ def factors(
         d[node.weight] = torch.zeros_like(past.values[at]) if g is None else g
         h[node.weight] = source(past.values, node.source)
     if not len(layers) == len(d) == len(weights):
+        got = [node.weight for _, node in layers]
         raise ConfigError(
-            f"a graph must use each of its {len(weights)} weights in one layer, got layers of the "
-            f"weights {[node.weight for _, node in layers]}; a weight used twice has no gradient "
-            "of rank one: derive from Structure instead of Layered"
+            f"a graph must use each of its {len(weights)} weights in one layer, got layers of the weights {got}; a "
+            "weight used twice has no gradient of rank one: derive from Structure instead of Layered"
         )
     order = range(len(weights))
     return tuple(d[at] for at in order), tuple(h[at] for at in order), flowing

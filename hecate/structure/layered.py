@@ -8,29 +8,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+import hecate.structure.graph as graphs
+from hecate.checks import Depth, Size
 from hecate.errors import ConfigError
-from hecate.sizes import Depth, Size
 from hecate.structure.base import Memory, Structure
-from hecate.structure.graph import (
-    INPUT,
-    ONE,
-    Act,
-    Add,
-    Apply,
-    Graph,
-    Linear,
-    Multiply,
-    Normalise,
-    backpropagated,
-    descent,
-    descent_vjp,
-    evaluate,
-    factors,
-    factors_vjp,
-    through,
-    trace,
-    traced,
-)
+from hecate.structure.graph import INPUT, ONE, Act, Add, Apply, Graph, Linear, Multiply, Normalise
 from hecate.tape import Block, Tensors
 from hecate.tape.ops import Activation
 
@@ -49,24 +31,24 @@ class Layered(Structure):
         return all(getattr(type(self), name) is getattr(Layered, name) for name in names)
 
     def predict(self, memory: Memory, p: Tensor) -> Tensor:
-        return evaluate(self.graph(), memory, p.unsqueeze(1))[-1].squeeze(1)
+        return graphs.evaluate(self.graph(), memory, p.unsqueeze(1))[-1].squeeze(1)
 
     def predict_vjp(self, memory: Memory, p: Tensor, u: Tensor) -> tuple[Memory, Tensor]:
         graph = self.graph()
-        gmemory, gp = backpropagated(graph, memory, trace(graph, memory, p.unsqueeze(1)), u.unsqueeze(1))
+        gmemory, gp = graphs.backpropagated(graph, memory, graphs.trace(graph, memory, p.unsqueeze(1)), u.unsqueeze(1))
         return tuple(gmemory), gp.squeeze(1)
 
     def pullback(self, memory: Memory, p: Tensor, u: Tensor) -> Memory:
         graph = self.graph()
-        d, h, _ = factors(graph, memory, trace(graph, memory, p.unsqueeze(1)), u.unsqueeze(1))
+        d, h, _ = graphs.factors(graph, memory, graphs.trace(graph, memory, p.unsqueeze(1)), u.unsqueeze(1))
         return _products(d, h)
 
     def pullback_vjp(self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory) -> tuple[Tensors, Tensor, Tensor]:
         graph = self.graph()
-        past = trace(graph, memory, p.unsqueeze(1))
-        d, h, flowed = factors(graph, memory, past, u.unsqueeze(1))
-        above, gu, values = factors_vjp(graph, memory, past, flowed, *_products_vjp(d, h, cotangents))
-        gmemory, gp = through(graph, memory, past, values, above)
+        past = graphs.trace(graph, memory, p.unsqueeze(1))
+        d, h, flowed = graphs.factors(graph, memory, past, u.unsqueeze(1))
+        above, gu, values = graphs.factors_vjp(graph, memory, past, flowed, *_products_vjp(d, h, cotangents))
+        gmemory, gp = graphs.through(graph, memory, past, values, above)
         return tuple(gmemory), gp.squeeze(1), torch.zeros_like(u) if gu is None else gu.squeeze(1)
 
     def predict_block(self) -> Block:
@@ -75,12 +57,12 @@ class Layered(Structure):
         graph = self.graph()
 
         def forward(p: Tensor, *memory: Tensor) -> tuple[Tensors, Any]:
-            values = evaluate(graph, memory, p.unsqueeze(1))
+            values = graphs.evaluate(graph, memory, p.unsqueeze(1))
             return (values[-1].squeeze(1),), (memory, values)
 
         def vjp(kept: Any, g: Tensor) -> Tensors:
             memory, values = kept
-            gmemory, gp = backpropagated(graph, memory, traced(graph, values), g.unsqueeze(1))
+            gmemory, gp = graphs.backpropagated(graph, memory, graphs.traced(graph, values), g.unsqueeze(1))
             return gp.squeeze(1), *gmemory
 
         return Block(f"structure.{self.kind}.predict", forward, vjp)
@@ -89,14 +71,14 @@ class Layered(Structure):
         if not self.factored:
             return super().gradient(bias, memory, p, target)
         graph = self.graph()
-        found = descent(graph, bias, memory, p, target)
+        found = graphs.descent(graph, bias, memory, p, target)
         return _products(found.d, found.h), (graph, memory, found)
 
     def gradient_vjp(self, bias: Block, kept: Any, cotangents: Memory) -> tuple[Tensors, Tensors]:
         if not self.factored:
             return super().gradient_vjp(bias, kept, cotangents)
         graph, memory, found = kept
-        gmemory, *ginputs = descent_vjp(graph, bias, memory, found, *_products_vjp(found.d, found.h, cotangents))
+        gmemory, *ginputs = graphs.descent_vjp(graph, bias, memory, found, *_products_vjp(found.d, found.h, cotangents))
         return tuple(gmemory), tuple(ginputs)
 
 
@@ -164,11 +146,8 @@ class MLP(Layered):
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         if self.residual and d_phi != d_v:
-            raise ConfigError(
-                f"residual=True adds the input of width d_phi={d_phi} to the output of width "
-                f"{d_v}; make them equal or set residual=False",
-                path=("residual",),
-            )
+            ends = f"the input of width d_phi={d_phi} to the output of width {d_v}"
+            raise ConfigError(f"residual=True adds {ends}; make them equal or set residual=False", ("residual",))
         hidden = self.expansion * max(d_phi, d_v)
         widths = [d_phi, *[hidden] * (self.layers - 1), d_v]
         shapes: dict[str, tuple[int, ...]] = {}

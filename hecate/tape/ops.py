@@ -1,10 +1,11 @@
-"""Arithmetic that the families share: gates over weights, activations with their derivatives, sizes far from 1."""
+"""Arithmetic that the families share: gates over weights, roots with a floor, activations with their derivatives, sizes
+far from 1, and derivatives left to torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -107,3 +108,34 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
     "tanh": (torch.tanh, lambda x: 1 - torch.tanh(x).square(), _tanh_bend),
     "relu": (torch.relu, lambda x: (x > 0).to(x.dtype), torch.zeros_like),
 }
+
+
+def inner_axes(x: Tensor) -> tuple[int, ...]:
+    """All axes but the first, which counts memories."""
+    return tuple(range(1, x.dim()))
+
+
+def floored_root(square: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """max(sqrt(square), floor), and whether the root is the larger: one of 0 has no derivative."""
+    beyond = square > floor**2
+    return torch.where(beyond, square, floor**2).sqrt(), beyond
+
+
+def onto_ball(x: Tensor, radius: float, axes: int | tuple[int, ...]) -> Tensor:
+    """x min(1, radius/|x|_2): the projection onto a ball."""
+    length, beyond = floored_root(x.square().sum(axes, keepdim=True), radius)
+    return torch.where(beyond, x * (radius / length), x)
+
+
+def onto_ball_vjp(x: Tensor, radius: float, axes: int | tuple[int, ...], g: Tensor) -> Tensor:
+    """Cotangent of x, by a symmetric Jacobian; the border counts as inside."""
+    length, beyond = floored_root(x.square().sum(axes, keepdim=True), radius)
+    unit = x / length
+    along = (unit * g).sum(axes, keepdim=True)
+    return torch.where(beyond, (radius / length) * (g - unit * along), g)
+
+
+def torch_vjp(function: Callable[..., Any], inputs: tuple[Any, ...], g: Any) -> Any:
+    """Cotangents of the inputs from that of `function(*inputs)`, which has no derivative by hand."""
+    _, pull = torch.func.vjp(function, *inputs)  # type: ignore[misc]
+    return pull(g)

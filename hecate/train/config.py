@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from hecate.checks import Count, Size, check_shapes
 from hecate.data import Bundled, DataConfig
 from hecate.engine import Call, explain
 from hecate.errors import ConfigError, shorten
 from hecate.models import LanguageModelConfig
 from hecate.optim import OptimizerKind
-from hecate.sizes import Count, Size, check_shapes
 from hecate.train.optimisers import AdamW
 from hecate.variant import Config, FrozenDict
 

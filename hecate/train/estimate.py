@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hecate.checks import readable
 from hecate.engine import memory_scan
 from hecate.errors import ConfigError, shorten
 from hecate.models import LanguageModel
 from hecate.rule import Gates, bytes_of
-from hecate.sizes import readable
 from hecate.tape import Tape
 from hecate.train.config import ExperimentConfig
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hecate import ConfigError, Gates, MemoryConfig, memory_scan, retention
-from hecate.retention.links import power_vjp
+from hecate.retention.mirror import power_vjp
 from hecate.testing import check_rule
 from tests.memories import case_of, config_of
 from tests.reference import knobs as reference

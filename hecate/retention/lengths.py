@@ -1,4 +1,4 @@
-"""Slots of unit length."""
+"""Bounds on lengths: slots that stay on a sphere, and a ball around any other retention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.retention.base import Retention
-from hecate.tape.ops import over, sum_to_gate
+from hecate.retention.decay import NoRetention
+from hecate.tape import Tensors
+from hecate.tape.ops import floored_root, inner_axes, onto_ball, onto_ball_vjp, over, sum_to_gate
+from hecate.variant import delegating
 
 
 class Sphere(Retention):
@@ -77,13 +80,65 @@ class Sphere(Retention):
         return over(retain, memory) * memory + tangent
 
     def _length(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """max(|X|, eps) and whether the length is the larger."""
-        square = self._dot(slots, slots)
-        beyond = square > self.eps**2
-        return torch.where(beyond, square, self.eps**2).sqrt(), beyond
+        return floored_root(self._dot(slots, slots), self.eps)
 
     def _dot(self, a: Tensor, b: Tensor) -> Tensor:
         return (a * b).sum(self._axis(a), keepdim=True)
 
     def _axis(self, weight: Tensor) -> int:
         return -2 if self.slot == "column" and weight.dim() > 2 else -1
+
+
+@delegating("retention", "uses_retain", "default_retain", "gate_form", "dual", "centred")
+class NormCap(Retention):
+    """norm_cap: M' = X min(1, norm/|X|_F), X what the inner retention makes of M and D.
+
+    The memory is projected onto a ball after every step: as long as it fits, nothing happens; a memory that outgrows it
+    is scaled down as a whole. Each weight of a deep memory has its own ball. Bounds what an undecayed or unstable
+    memory can become. Around a retention that carries a dual state A, X is the memory of A and A goes on as it is: the
+    projection is lazy, as in dual averaging, and bounds what predicts and is read while A keeps what it was told.
+
+    Shapes: M, D `[N, ...]`; retain as the inner retention takes it.
+    VJP: inside gX = g, beyond gX = (norm/|X|)(g - X <X, g>/|X|^2), then the inner VJP of gX. The border counts as
+    inside.
+    Traits: not linear; takes a retain gate if the inner retention does; starts at the inner start, projected; carries a
+    dual state if the inner retention does.
+    Cost: one norm per weight.
+    Origin: ours; projected gradient descent. [RET-CAP-D1]
+    """
+
+    kind: Literal["norm_cap"] = "norm_cap"
+    norm: float = Field(1.0, gt=0)
+    retention: Retention = NoRetention()
+
+    @property
+    def additive(self) -> bool:
+        return self.dual and self.retention.additive
+
+    def start(self, weights: Tensor) -> Tensor:
+        start = self.retention.start(weights)
+        return start if self.dual else self._project(start)
+
+    def weights(self, carried: Tensor) -> Tensor:
+        return self._project(self.retention.weights(carried)) if self.dual else carried
+
+    def weights_vjp(self, carried: Tensor, g: Tensor) -> Tensor:
+        if not self.dual:
+            return g
+        gfree = self._project_vjp(self.retention.weights(carried), g)
+        return self.retention.weights_vjp(carried, gfree)
+
+    def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+        new = self.retention.step(memory, direction, retain)
+        return new if self.dual else self._project(new)
+
+    def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> Tensors:
+        if not self.dual:
+            g = self._project_vjp(self.retention.step(memory, direction, retain), g)
+        return self.retention.step_vjp(memory, direction, retain, g)
+
+    def _project(self, free: Tensor) -> Tensor:
+        return onto_ball(free, self.norm, inner_axes(free))
+
+    def _project_vjp(self, free: Tensor, g: Tensor) -> Tensor:
+        return onto_ball_vjp(free, self.norm, inner_axes(free), g)

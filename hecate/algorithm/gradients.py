@@ -1,18 +1,21 @@
-"""Steps that solve for a linear memory: the proximal step and recursive least squares."""
+"""Algorithms that make their own gradient: steps that solve for a linear memory, and descent on a window of tokens."""
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from hecate.algorithm.base import InnerLoss, Token
-from hecate.algorithm.descent import Descent
+from hecate.algorithm.base import Algorithm, InnerLoss, State, Token
+from hecate.algorithm.descent import GD, Descent
+from hecate.checks import Depth
+from hecate.errors import ConfigError
 from hecate.tape import Block, Tensors
 from hecate.tape.ops import over, sum_to_gate
+from hecate.variant import delegating
 
 
 class Implicit(Descent):
@@ -44,9 +47,7 @@ class Implicit(Descent):
             return "the loss has unbounded curvature, so no step size bounds it from above"
         return None
 
-    def gradient(
-        self, loss: InnerLoss, token: Token, context: tuple[Tensor, ...]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def gradient(self, loss: InnerLoss, token: Token, context: State) -> tuple[State, State]:
         (grad,) = loss.gradient(token.phi_k, token.v)
         block = _shortened(loss.curvature or 0.0, loss.diagonal)
         return loss.run(block, grad, token.lr, token.phi_k), context
@@ -103,9 +104,7 @@ class RLS(Descent):
     def context_shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         return {"inverse": (d_phi, d_phi)}
 
-    def gradient(
-        self, loss: InnerLoss, token: Token, context: tuple[Tensor, ...]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def gradient(self, loss: InnerLoss, token: Token, context: State) -> tuple[State, State]:
         gain, inverse = loss.run(self._update(), token.phi_k, *context)
         return loss.pullback(gain, loss.error(token.phi_k, token.v)), (inverse,)
 
@@ -139,3 +138,87 @@ class RLS(Descent):
             return gphi, g + gmapped.unsqueeze(-1) * phi.unsqueeze(-2)
 
         return Block("algorithm.rls.update", forward, vjp)
+
+
+@delegating("inner", "slots", "uses_momentum", "weighted_sum", "default_momentum", "refusal", "slot_shapes")
+@delegating("inner", "direction", "direction_vjp")
+class Omega(Algorithm):
+    """omega: G = sum_(a < window) decay^a grad ell(M; phi_(t-a), v_(t-a)), then `inner`'s step.
+
+    Every write descends the loss of the last `window` tokens at the present memory, the token a steps back weighted by
+    decay^a, instead of the loss of its own token: the Omega rule of ATLAS. Any algorithm may follow (`inner`); window =
+    1 is that algorithm itself. The step size is this algorithm's lr.
+
+    Shapes: context `keys` `[N, window, P]`, `values` `[N, window, V]`, `filled` `[N, window]` (0 where no token has
+    been), oldest first.
+    VJP: that of each token's gradient; the window passes cotangents on to the tokens it holds,
+    and none to `filled`, which is a mark and no quantity.
+    Traits: those of `inner`, whose stability bound is divided by the sum of weights.
+    Cost: window times the gradient of one token, and window (P + V) more state.
+    References: ATLAS (Behrouz et al., 2025, arXiv 2505.23735). [ALG-OMEGA-D1]
+    """
+
+    kind: Literal["omega"] = "omega"
+    window: Depth = Field(4, ge=1, description="tokens")
+    decay: float = Field(1.0, gt=0, le=1, description="weight of a token relative to the next one")
+    inner: Algorithm = GD()
+
+    @model_validator(mode="after")
+    def _one_lr(self) -> Self:
+        inner = self.inner
+        if inner.lr != type(inner).model_fields["lr"].default:
+            unused = f"would not be used: the step size is algorithm.lr={self.lr:g} of omega"
+            raise ConfigError(f"inner.lr={inner.lr:g} {unused}; set it there and leave inner.lr out", ("inner", "lr"))
+        if not inner.takes_any_gradient():
+            both = f"omega chooses the gradient and so does its inner algorithm {inner.kind!r}"
+            cure = "use one that takes the gradient as it comes, such as gd, momentum, newton_schulz"
+            raise ConfigError(f"{both}; {cure}", ("inner",))
+        return self
+
+    @property
+    def stable_step(self) -> float:
+        return self.inner.stable_step / sum(self.decay**age for age in range(self.window))
+
+    def context_shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
+        return {"keys": (self.window, d_phi), "values": (self.window, d_v), "filled": (self.window,)}
+
+    def gradient(self, loss: InnerLoss, token: Token, context: State) -> tuple[State, State]:
+        keys, values, filled = loss.run(_PUSH, token.phi_k, token.v, *context)
+        columns = [loss.run(_UNBIND, item) for item in (keys, values, filled)]
+        total: tuple[Tensor, ...] = ()
+        for age, (p, v, weight) in enumerate(zip(*(reversed(item) for item in columns), strict=True)):
+            block = _weighted(self.decay**age)
+            grads = [loss.run(block, g, weight)[0] for g in loss.gradient(p, v)]
+            total = tuple(loss.run(_ADD, a, b)[0] for a, b in zip(total, grads, strict=True)) if total else tuple(grads)
+        return total, (keys, values, filled)
+
+
+def _push(phi: Tensor, v: Tensor, *window: Tensor) -> tuple[Tensors, None]:
+    newest = (phi, v, torch.ones_like(phi[:, 0]))
+    pairs = zip(window, newest, strict=True)
+    return tuple(torch.cat([old[:, 1:], new.unsqueeze(1)], 1) for old, new in pairs), None
+
+
+def _push_vjp(_: None, *cotangents: Tensor) -> Tensors:
+    gold = [torch.cat([torch.zeros_like(g[:, :1]), g[:, :-1]], 1) for g in cotangents]
+    return cotangents[0][:, -1], cotangents[1][:, -1], *gold
+
+
+def _weighted(factor: float) -> Block:
+    """factor w G, w a constant `[N]`."""
+
+    def forward(grad: Tensor, weight: Tensor) -> tuple[Tensors, Tensor]:
+        wide = weight.detach().reshape(-1, *[1] * (grad.dim() - 1))
+        return (factor * wide * grad,), wide
+
+    def vjp(wide: Tensor, g: Tensor) -> Tensors:
+        return factor * wide * g, None
+
+    return Block("algorithm.omega.weight", forward, vjp)
+
+
+_PUSH = Block("algorithm.omega.push", _push, _push_vjp)
+_UNBIND = Block(
+    "algorithm.omega.unbind", lambda x: (x.unbind(1), None), lambda _, *cotangents: (torch.stack(cotangents, 1),)
+)
+_ADD = Block("algorithm.omega.add", lambda a, b: ((a + b,), None), lambda _, g: (g, g))

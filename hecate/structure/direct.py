@@ -1,0 +1,189 @@
+"""Structures whose formulas are written out: a vector, unit slots, and two passes through codes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hecate.checks import Size
+from hecate.errors import ConfigError
+from hecate.structure.base import Memory, Structure
+from hecate.tape import Block, Tensors, one
+from hecate.tape.ops import torch_vjp
+
+EPS = 1e-6
+
+
+class Vector(Structure):
+    """vector: pred = w * p, coordinate by coordinate, w in R^P.
+
+    The diagonal memory: P independent memories of one number, with P parameters of state where a matrix has P^2. It
+    cannot move anything between coordinates, so phi(k) and v must be equally wide. It starts at zero, from where
+    gradients flow because the inner gradient u * p does not vanish with w.
+
+    Shapes: w `[N, P]`, p and u `[N, P]`.
+    VJP: predict: g_w = u * p, g_p = w * u. Pullback G = u * p: g_u = C * p, g_p = C * u, g_w = 0.
+    Traits: linear, diagonal.
+    Cost: P per read and per write.
+    References: MIRAS (Behrouz et al., 2025, arXiv 2504.13173), memories of vector form. [STR-VECTOR-D1]
+    """
+
+    kind: Literal["vector"] = "vector"
+    drawn: ClassVar[bool] = False
+    linear: ClassVar[bool] = True
+    diagonal: ClassVar[bool] = True
+
+    def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
+        if d_phi != d_v:
+            widths = f"phi(k) has width {d_phi} and values width {d_v}"
+            raise ConfigError(
+                f"a vector memory multiplies coordinate by coordinate, but {widths}; make them equal or use structure "
+                "'matrix'"
+            )
+        return {"weight": (d_phi,)}
+
+    def predict(self, memory: Memory, p: Tensor) -> Tensor:
+        return memory[0] * p
+
+    def predict_vjp(self, memory: Memory, p: Tensor, u: Tensor) -> tuple[Memory, Tensor]:
+        return (u * p,), memory[0] * u
+
+    def pullback(self, memory: Memory, p: Tensor, u: Tensor) -> Memory:
+        return (u * p,)
+
+    def pullback_vjp(self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory) -> tuple[Memory, Tensor, Tensor]:
+        (c,) = cotangents
+        return (torch.zeros_like(c),), c * u, c * p
+
+
+class Slots(Structure):
+    """slots: pred = sum_i p_i s_i / |s_i|, one slot s_i for each coordinate of phi.
+
+    A matrix whose columns are read by direction: phi says how much of each slot a key asks for. The gradient by a slot
+    is orthogonal to it, p_i (u - n_i (n_i.u)) / |s_i| with n_i = s_i / |s_i|: a write turns slots instead of growing
+    them. With retention `sphere` every slot also stays on its sphere, which is Lattice's memory. |s| is sqrt(s.s +
+    eps^2), eps = 1e-6.
+
+    Shapes: weight `[N, V, P]`, p `[N, P]`, u `[N, V]`.
+    VJP: with c_i the cotangent of G_i, b_i = c_i.u - (c_i.n_i)(n_i.u) and w_i = p_i / |s_i|: g_p = b_i / |s_i|, g_u =
+    sum_i w_i (c_i - n_i (c_i.n_i)), g_s from both n_i and |s_i|.
+    Cost: 3 V P per read and per write.
+    Warning: slots that start alike stay alike; `init` draws unit slots from a fixed seed.
+    References: Lattice (2025, arXiv 2504.05646); circulating code divides by the norm of all slots together.
+    [STR-SLOTS-D1]
+    """
+
+    kind: Literal["slots"] = "slots"
+
+    def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
+        return {"weight": (d_v, d_phi)}
+
+    def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any) -> Tensor:
+        draw = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        return (draw / draw.norm(dim=1, keepdim=True)).to(**place)
+
+    def predict(self, memory: Memory, p: Tensor) -> Tensor:
+        return matvec(_unit(memory)[0], p)
+
+    def predict_vjp(self, memory: Memory, p: Tensor, u: Tensor) -> tuple[Memory, Tensor]:
+        return self.pullback(memory, p, u), matvec(_unit(memory)[0].mT, u)
+
+    def pullback(self, memory: Memory, p: Tensor, u: Tensor) -> Memory:
+        unit, norm = _unit(memory)
+        return (_across(unit, outer(u, p)) / norm,)
+
+    def pullback_vjp(self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory) -> tuple[Memory, Tensor, Tensor]:
+        unit, norm = _unit(memory)
+        (c,) = cotangents
+        along, seen = (c * unit).sum(1), matvec(unit.mT, u)
+        b = matvec(c.mT, u) - along * seen
+        weight = (p / norm.squeeze(1)).unsqueeze(1)
+        gunit = -weight * (c * seen.unsqueeze(1) + outer(u, along))
+        gweight = _across(unit, gunit) / norm - weight * (b.unsqueeze(1) / norm) * unit
+        return (gweight,), b / norm.squeeze(1), matvec(c - along.unsqueeze(1) * unit, weight[:, 0])
+
+
+def _unit(memory: Memory) -> tuple[Tensor, Tensor]:
+    norm = (memory[0].square().sum(1, keepdim=True) + EPS**2).sqrt()
+    return memory[0] / norm, norm
+
+
+def _across(unit: Tensor, slots: Tensor) -> Tensor:
+    """Each column without its part along the unit slot."""
+    return slots - unit * (unit * slots).sum(1, keepdim=True)
+
+
+class TwoPass(Structure):
+    """two_pass: y = W_v f(W_k w), phi = [w; a], written so that f(W_k w) -> a and W_v a -> v.
+
+    A bounded memory of `codes` slots: the key memory W_k learns to answer a key w with its code a, the value memory W_v
+    to answer the code with the value. The last `codes` coordinates of phi(k) are the code that the model gives its
+    token; those of phi(q) are not looked at. The key pass descends |f(W_k w) - a|^2 / 2 through f, the value pass the
+    bias at W_v a.
+
+    Shapes: w_key `[N, codes, P - codes]`, w_value `[N, V, codes]`, p `[N, P]`.
+    VJP: by torch.func.
+    Cost: 2 codes (P + V) per read, three times that per write.
+    Warning: reading with the key instead of the query, or leaving out the Jacobian of f, are errors of circulating
+    programs.
+    References: Trellis (2025, arXiv 2512.23852). [STR-TWO-D1]
+    """
+
+    kind: Literal["two_pass"] = "two_pass"
+    codes: Size = Field(2, ge=1, description="slots: width of a code")
+    link: Literal["silu", "softmax", "identity"] = "silu"
+    weighted_sum: ClassVar[bool] = True
+
+    def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
+        if d_phi <= self.codes:
+            raise ConfigError(
+                f"codes={self.codes} takes that many of the d_phi={d_phi} coordinates of phi(k) and leaves none for "
+                "the key; make phi wider or codes fewer",
+                path=("codes",),
+            )
+        return {"w_key": (self.codes, d_phi - self.codes), "w_value": (d_v, self.codes)}
+
+    def predict(self, memory: Memory, p: Tensor) -> Tensor:
+        keys, values = memory
+        return matvec(values, self._code(matvec(keys, p[..., : -self.codes])))
+
+    def gradient(self, bias: Block, memory: Memory, p: Tensor, target: Tensor) -> tuple[Memory, Any]:
+        keys, values = memory
+        w, a = p[..., : -self.codes], p[..., -self.codes :]
+        z = matvec(keys, w)
+        code, pull = torch.func.vjp(self._code, z)  # type: ignore[misc]
+        (error,) = pull(code - a)
+        u = one(bias.forward(matvec(values, a), target)[0])
+        return (outer(error, w), outer(u, a)), (memory, p, target)
+
+    def gradient_vjp(self, bias: Block, kept: Any, cotangents: Memory) -> tuple[Tensors, Tensors]:
+        def of(memory: Memory, p: Tensor, target: Tensor) -> Memory:
+            return self.gradient(bias, memory, p, target)[0]
+
+        gmemory, gp, gtarget = torch_vjp(of, kept, cotangents)
+        return gmemory, (gp, gtarget)
+
+    def gradient_block(self, bias: Block) -> Block:
+        # No program inside: it is not the gradient of `predict`.
+        return super().gradient_block(bias)._replace(program=None)
+
+    def _code(self, z: Tensor) -> Tensor:
+        if self.link == "softmax":
+            return z.softmax(-1)
+        if self.link == "identity":
+            return z
+        active = torch.nn.functional.silu(z)
+        return active / (active.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
+    """`[N, V, P] , [N, P] -> [N, V]`, as a row: on a CPU up to ten times faster than a column."""
+    return torch.bmm(vector.unsqueeze(1), matrix.mT).squeeze(1)
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """`[N, V], [N, P] -> [N, V, P]`."""
+    return a.unsqueeze(-1) * b.unsqueeze(-2)
