@@ -26,8 +26,8 @@ from torch import Tensor
 
 from hecate.algorithm import AlgorithmForm
 from hecate.engine.call import TRACED, Call
-from hecate.engine.cpu import by_torch, run_kernel
 from hecate.engine.engine import TokenEngine
+from hecate.engine.parallel import by_torch, run_by_hand
 from hecate.engine.tokens import Carry, Tokens, form_of
 from hecate.retention import Decay, NoRetention, StepForm
 from hecate.rule import MemoryConfig
@@ -133,7 +133,7 @@ class Fla(TokenEngine):
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
         """In the kernel, heads as they lie."""
-        return run_kernel(_kernel(call.config, carry, call.values), tokens, carry, initial, run=run)
+        return run_by_hand(_kernel(call.config, carry, call.values), tokens, carry, initial, run=run)
 
 
 def _known(config: MemoryConfig, channelwise: bool) -> Kernel:

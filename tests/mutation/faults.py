@@ -331,12 +331,12 @@ FAULTS = [
         ("cpu/wide", "n0, n1, n2, n3 = load_rows(A, after + j, P, ONE)", "pass"),
         ("cpu/wide", "end if cut is not None else end - 1", "end - 1"),
         ("cpu/vectors", "return n // heads * heads * T + n % heads", "return n // heads * heads * T"),
-        ("cpu/launch", "return self.tokens.retain.dim() > self.tokens.lr.dim()", "return self.tokens.retain.dim() == 3"),
+        ("cpu/engine", "self.channels = tokens.retain.dim() > tokens.lr.dim()", "self.channels = tokens.retain.dim() == 3"),
     ),
     *_of(
         "engine",
         "tests/engine/test_parallel.py tests/engine/test_implicit.py",
-        ("parallel/blocks", "return slope, -(slope @ u.mT).tril(-1), gv", "return slope, -(slope @ u.mT).tril(), gv"),
+        ("parallel", "return slope, -(slope @ u.mT).tril(-1), gv", "return slope, -(slope @ u.mT).tril(), gv"),
     ),
     *_of(
         "cms",
