@@ -215,7 +215,7 @@ FAULTS = [
     *_of(
         "engine",
         CHUNK,
-        ("chunk/commits", "return g * gates.prod(1), (g * total).unsqueeze(1) * earlier * later", "return g * gates.prod(1), (g * total).unsqueeze(1) * later"),
+        ("chunk/engine", "return g * gates.prod(1), (g * total).unsqueeze(1) * earlier * later", "return g * gates.prod(1), (g * total).unsqueeze(1) * later"),
         ("chunk/batched", "gslot = torch.addcmul(over(s, g) * g, over(e, g), gcarried)", "gslot = over(s, g) * g"),
     ),
     *_of(
@@ -237,8 +237,8 @@ FAULTS = [
         "tests/engine/test_decay_order.py",
         ("loop", "config.rule.decayed(anchor, kept, run=run, label=label)", "config.rule.decayed(carry.memory, kept, run=run, label=label)"),
         ("loop", "left = one(run(SELECT, position == 0, torch.ones_like(kept), kept, label=label))", "left = kept"),
-        ("chunk/commits", "        last = torch.ones_like(last)", "        pass"),
-        ("chunk/commits", "return (total.unsqueeze(1) * kept,), (total, kept)", "return (kept,), (total, kept)"),
+        ("chunk/engine", "        last = torch.ones_like(last)", "        pass"),
+        ("chunk/engine", "lambda total, kept: total.unsqueeze(1) * kept,", "lambda total, kept: kept,"),
         ("chunk/batched", "grads._replace(h=(p,))", "grads"),
         ("coefficients", "earlier = pad(products[..., :-1], (1, 0), value=1.0)", "earlier = pad(products[..., :-1], (1, 0))"),
     ),
