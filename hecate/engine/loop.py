@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,21 +122,13 @@ def _segment(
         own = labelled(run, f"token {first + t}")
         y, carry, weights = token_step(config, token, carry, initial, run=own, blocks=blocks, weights=weights)
         outputs.append(y)
-    return one(run(_STACK, *outputs, label="outputs")), carry
+    return one(run(STACK, *outputs, label="outputs")), carry
 
 
-class TokenBlocks(NamedTuple):
-    """What every token of a scan runs: the read, and the write where it is one block."""
-
-    read: Block
-    write: Block | None
-
-
-def blocks_of(config: MemoryConfig) -> TokenBlocks:
-    """The blocks of a config; a chunk's sum is not written by one block."""
-    rule = config.rule
-    write = rule.write_block() if config.commit == "token" else None
-    return TokenBlocks(rule.structure.predict_block(), write)
+def blocks_of(config: MemoryConfig) -> tuple[Block, Block | None]:
+    """What every token of a scan runs: the read, and the write where that is one block, as a chunk's sum never is."""
+    write = config.rule.write_block() if config.commit == "token" else None
+    return config.structure.predict_block(), write
 
 
 def token_step(
@@ -147,7 +138,7 @@ def token_step(
     initial: Memory,
     *,
     run: Run,
-    blocks: TokenBlocks | None = None,
+    blocks: tuple[Block, Block | None] | None = None,
     weights: Memory | None = None,
 ) -> tuple[Tensor, Carry, Memory | None]:
     """One token, time axis dropped: reset, read before, write, read after.
@@ -155,7 +146,7 @@ def token_step(
     `weights` are those of the carried memory where they are known; the third result are those of the new one, if this
     token has read them.
     """
-    blocks = blocks or blocks_of(config)
+    read, write = blocks or blocks_of(config)
     linked = partial(config.rule.weights, run=run)
     if token.reset is not None:
         carry = select(token.reset, restart(config, initial, carry), carry, run)
@@ -177,13 +168,13 @@ def token_step(
         weights = linked(carry.memory)
     if at is None and config.rule.retention.dual:
         at = weights
-    commit = _commit_chunk if config.commit == "chunk" else partial(_commit_token, blocks.write)
+    commit = _commit_chunk if config.commit == "chunk" else partial(_commit_token, write)
     carry = commit(config, token, carry, at, kept, run)
     if token.write is not None:
         carry = select(token.write, carry, before, run)
     late = config.read == "after"
     weights = linked(carry.memory) if late or weights is None else weights
-    y = one(run(blocks.read, token.phi_q, *weights))
+    y = one(run(read, token.phi_q, *weights))
     return y, carry, weights if late else None
 
 
@@ -239,18 +230,10 @@ def select(mask: Tensor, yes: Carry, no: Carry, run: Run) -> Carry:
     return no.rebuilt(tuple(a if a is b else one(run(SELECT, mask, a, b)) for a, b in pairs))
 
 
-def _stack(*rows: Tensor) -> tuple[Tensors, None]:
-    return (torch.stack(rows, 1),), None
-
-
-def _stack_vjp(_: None, g: Tensor) -> Any:
-    return g.unbind(1)
-
-
 def _accumulate_vjp(_: Tensor, lr: Tensor, grad: Tensor, g: Tensor) -> Tensors:
     return g, sum_to_gate(g * grad, lr), over(lr, grad) * g
 
 
-_STACK = Block("stack", _stack, _stack_vjp)
+STACK = Block("stack", lambda *rows: ((torch.stack(rows, 1),), None), lambda _, g: g.unbind(1))
 _ACCUMULATE = formula_block("accumulate", lambda total, lr, grad: total + over(lr, grad) * grad, _accumulate_vjp)
 _MULTIPLY = formula_block("multiply", torch.mul, lambda a, b, g: (g * b, g * a))

@@ -1,18 +1,14 @@
 """The exact chunk-parallel engine for linear memories.
 
 Within a block of C tokens every state is a combination of the block's first state and its own writes, with coefficients
-that depend on the gates alone. With R[t, j] the product of retain over j < l <= t, P[j, i] that of momentum over i < l
-<= j, and K = R P (both lower triangular):
-
-    M_t = a_t M_0 + s_t S_0 - sum_{i <= t} K[t, i] lr_i u_i p_i^T
-
-For bias dot u_t = -v_t; for l2 the errors solve one unit lower triangular system. gd is the case P = I. A masked token
-multiplies by one and adds nothing; a reset cuts every product that crosses it.
+that depend on the gates alone (`hecate.engine.coefficients`), G_i = u_i p_i^T. For bias dot u_t = -v_t; for l2 the
+errors solve one unit lower triangular system. A masked token multiplies by one and adds nothing; a reset cuts every
+product that crosses it.
 
 Groups of blocks are walked one after the other. The forward keeps the state of every block and the writes; the backward
 goes through the groups in reverse. The walk over states and the solves are pulled back by hand; what depends on gates
-and keys alone (`hecate.engine.coefficients`) is made again and recorded by autograd for one group at a time. So memory
-grows with T / C states and the work stays in cache.
+and keys alone is made again and recorded by autograd for one group at a time. So memory grows with T / C states and the
+work stays in cache.
 
 Under a bias that is neither linear nor blind to the memory the gradients of a block solve
 u_t = g(base_t - sum_{i<t} L[t,i] u_i, v_t). L is strictly lower triangular, so within a sub-block of b tokens the
@@ -156,8 +152,9 @@ def _scan(
     where they are not the values themselves, its writes."""
     outputs: list[Tensor] = []
     record: list[Tensor] = []
-    for start, stop, block in _groups(tokens, size):
-        chunks = _chunked(tokens, start, stop, block)
+    groups, block = _groups(tokens, size)
+    for group in groups:
+        chunks = _chunked(tokens, group, block)
         y, bases, writes, states = walk(config.bias, matrices_of(config, chunks), chunks.v, states, by_hand=by_hand)
         outputs.append(y.transpose(0, 1))
         if keeps:
@@ -174,15 +171,23 @@ def _scan_vjp(
     initial = None if states.initial is None else torch.zeros_like(states.initial)
     later = States(gmemory, gslots[0] if gslots else None, initial)
     used = (True,) * 4 + (config.retention.uses_retain, config.algorithm.uses_momentum)
-    found = [torch.empty_like(item) if needed else None for item, needed in zip(tokens, used, strict=False)]  # type: ignore[arg-type]
+    (groups, block), length = _groups(tokens, size), tokens.v.shape[1]
+    found = [
+        item.new_empty(len(item), -(-length // block), block, *item.shape[2:]) if needed else None
+        for item, needed in zip(several(tokens[:6]), used, strict=True)
+    ]
     kept = list(several(record))
-    for start, stop, block in reversed(_groups(tokens, size)):
-        chunks = _chunked(tokens, start, stop, block)
+    for group in reversed(groups):
+        chunks = _chunked(tokens, group, block)
         writes = chunks.v if form_of(config.bias) == "target" else kept.pop()
-        own, later = _group_vjp(config, chunks, _blocks(gy[:, start:stop], block), kept.pop(), writes, later)
-        _put(own, found, start, stop)
+        own, later = _group_vjp(config, chunks, _blocks(gy[:, group], block), kept.pop(), writes, later)
+        first = group.start // block
+        for whole, share in zip(found, own, strict=False):
+            if whole is not None and share is not None:
+                whole[:, first : first + len(share)] = share.transpose(0, 1)
     slots = () if later.slot is None else (later.slot,)
-    return (later.memory, *slots, later.initial, *found, None, None)
+    shares = (None if whole is None else whole.flatten(1, 2)[:, :length] for whole in found)
+    return (later.memory, *slots, later.initial, *shares, None, None)
 
 
 def _group_vjp(
@@ -200,20 +205,8 @@ def _group_vjp(
     return Tokens(gk, gq, gv, *gates), later
 
 
-def _put(shares: Tokens, found: list[Tensor | None], start: int, stop: int) -> None:
-    """Writes a group's blocks `[g, N, C, ...]` into whole sequences `[N, T, ...]`, without the padding."""
-    for whole, share in zip(found, shares, strict=False):
-        if whole is None or share is None:
-            continue
-        blocks, tokens = share.transpose(0, 1), whole[:, start:stop]
-        if stop - start < blocks.shape[1] * blocks.shape[2]:
-            tokens.copy_(blocks.flatten(1, 2)[:, : stop - start])
-        else:
-            tokens.unflatten(1, blocks.shape[1:3]).copy_(blocks)
-
-
-def _groups(tokens: Tokens, size: int) -> list[tuple[int, int, int]]:
-    """First and last token of every group of blocks, and the size of its blocks."""
+def _groups(tokens: Tokens, size: int) -> tuple[list[slice], int]:
+    """The tokens of every group of blocks, and the size of the blocks."""
     count, length = tokens.v.shape[:2]
     if tokens.retain.dim() == 3:
         size = min(size, CHANNEL_CHUNK)
@@ -221,15 +214,15 @@ def _groups(tokens: Tokens, size: int) -> list[tuple[int, int, int]]:
     most = GROUP if tokens.v.device.type == "cpu" else DEVICE_GROUP
     numbers = count * size * max(tokens.phi_k.shape[-1], tokens.v.shape[-1])
     step = size * max(1, most // max(1, numbers))
-    return [(start, min(start + step, length), size) for start in range(0, length, step)]
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)], size
 
 
-def _chunked(tokens: Tokens, start: int, stop: int, size: int) -> Tokens:
+def _chunked(tokens: Tokens, group: slice, size: int) -> Tokens:
     """Tokens of a group as blocks `[g, N, C, ...]`; padding writes nothing."""
-    if tokens.write is None and (stop - start) % size:
+    if tokens.write is None and (group.stop - group.start) % size:
         tokens = tokens._replace(write=torch.ones_like(tokens.lr, dtype=torch.bool))
     pairs = zip(tokens, NEUTRAL, strict=True)
-    return Tokens(*[None if item is None else _blocks(item[:, start:stop], size, fill) for item, fill in pairs])  # type: ignore[arg-type]
+    return Tokens(*[None if item is None else _blocks(item[:, group], size, fill) for item, fill in pairs])  # type: ignore[arg-type]
 
 
 def _blocks(tensor: Tensor, size: int, fill: float = 0) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Bias
-from hecate.engine.loop import per_weight
+from hecate.engine.loop import STACK, per_weight
 from hecate.engine.tokens import expand_to, linear_block
 from hecate.rule import MemoryConfig
 from hecate.structure import Layered, Memory
@@ -73,7 +73,8 @@ def predict(config: MemoryConfig, weights: Memory, p: Tensor, run: Run = execute
 
 def predict_states(config: MemoryConfig, states: list[Memory], p: Tensor, run: Run) -> Tensor:
     """The answer of the t-th state to the t-th query."""
-    return _each(config, config.rule.weights(per_weight(run, _STACK, *states), run=run), p, run)
+    memory = per_weight(run, _fold(len(states)), per_weight(run, STACK, *states))
+    return _each(config, config.rule.weights(memory, run=run), p, run)
 
 
 def token_gradients(config: MemoryConfig, anchor: Memory, row: Seen, run: Run) -> Memory:
@@ -257,14 +258,6 @@ def _unfold(size: int) -> Block:
     return linear_block("chunk.unfold", lambda x: x.unflatten(0, (-1, size)), lambda g: g.flatten(0, 1))
 
 
-def _stack(*states: Tensor) -> tuple[Tensors, int]:
-    return (torch.stack(states, 1).flatten(0, 1),), len(states)
-
-
-def _stack_vjp(size: int, g: Tensor) -> tuple[Tensor, ...]:
-    return g.unflatten(0, (-1, size)).unbind(1)
-
-
 def _spread_vjp(d: Tensor, h: Tensor, g: Tensor) -> Tensors:
     return (g @ h.unsqueeze(-1)).squeeze(-1), (d.unsqueeze(-2) @ g).squeeze(-2)
 
@@ -295,7 +288,6 @@ def _sum_pulled(d: Tensor, h: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor
     return _times(weight, pulled), (d * pulled).sum(-1), torch.bmm(_times(weight, d), g)
 
 
-_STACK = Block("chunk.states", _stack, _stack_vjp)
 _READ = Block("chunk.read", _read, _read_vjp)
 _WRITE = Block("chunk.write", _write, _write_vjp)
 _SPREAD = formula_block("chunk.spread", lambda d, h: d.unsqueeze(-1) * h.unsqueeze(-2), _spread_vjp)

@@ -9,6 +9,7 @@ what stays empty writes nothing, and nobody reads it. [ENG-CHUNK-D4]
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from hecate.engine.coefficients import coefficients, running_products
 from hecate.engine.tokens import UNBIND, Tokens, cut, expand_to, linear_block
 from hecate.rule import MemoryConfig
-from hecate.tape import Block, Run, Tensors, can_inspect, several
+from hecate.tape import Block, Run, Tensors, can_inspect
 
 
 class Span(NamedTuple):
@@ -47,7 +48,18 @@ def spans_of(position: int, length: int, chunk: int, size: int) -> list[Span]:
 
 def coefficient_rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> list[Tensors]:
     """The coefficients of what the tokens of every step read and leave: those of `read`, then those of `write`."""
-    return _of_steps(lambda size: _coefficients(config, size), tokens[3:7], sizes, run)
+
+    def formula(lr: Tensor, retain: Tensor, momentum: Tensor, write: Tensor | None) -> Tensors:
+        after, before, slot = coefficients(config, retain, momentum, write)
+        seen = after if config.read == "after" else before
+        decays = config.retention.uses_retain
+        a, end = (seen.bases[0], after.bases[0][..., -1]) if decays else (None, None)
+        weights, into = seen.writes * lr.unsqueeze(-2), after.last * lr
+        if slot is None:
+            return weights, a, None, into, end, None, None, None
+        return weights, a, seen.bases[1], into, end, after.bases[1][..., -1], slot.last * lr, slot.bases[0][..., -1]
+
+    return _of_steps("chunk.coefficients", formula, tokens[3:7], sizes, run)
 
 
 def kept_rows(config: MemoryConfig, retain: Tensor, sizes: list[int], run: Run) -> list[Tensors]:
@@ -55,50 +67,30 @@ def kept_rows(config: MemoryConfig, retain: Tensor, sizes: list[int], run: Run) 
     `[N, C, P]`: what is left of a state whose decay the gradients see; None where they do not."""
     if config.decay_order == "with_step":
         return [(None,)] * len(sizes)
-    return _of_steps(_products, (retain,), sizes, run)
+
+    def formula(gates: Tensor) -> Tensors:
+        return (running_products(gates) if gates.dim() == 3 else running_products(gates.mT).mT,)
+
+    return _of_steps("chunk.kept", formula, (retain,), sizes, run)
 
 
-def _of_steps(block_of: Callable[[int], Block], tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:
-    """What a block makes of the gates of every step; steps of equal size share one call."""
+def _of_steps(
+    name: str, formula: Callable[..., Tensors], tensors: Tensors, sizes: list[int], run: Run
+) -> list[Tensors]:
+    """What a formula makes of the gates of every step `[N, c, C, ...]`; steps of equal size share one call."""
     groups = [list(equal) for _, equal in groupby(sizes)]
-    parts = cut(tensors, [sum(group) for group in groups], run)
     rows: list[Tensors] = []
-    for group, part in zip(groups, parts, strict=True):
-        outputs = run(block_of(group[0]), *part, label="coefficients")
-        each = [
-            [None] * len(group) if out is None else several(run(UNBIND, out, label="coefficients")) for out in outputs
-        ]
-        rows += zip(*each, strict=True)
+    for group, part in zip(groups, cut(tensors, [sum(group) for group in groups], run), strict=True):
+        block = Block(name, partial(_by_step, formula, group[0]))
+        columns: list[Tensors] = []
+        for out in run(block, *part, label="coefficients"):
+            columns.append((None,) * len(group) if out is None else run(UNBIND, out, label="coefficients"))
+        rows += zip(*columns, strict=True)
     return rows
 
 
-def _products(size: int) -> Block:
-    """Gates `[N, c C]` or `[N, c C, P]` -> their running products, with the steps on axis 1."""
-
-    def forward(gates: Tensor) -> tuple[Tensors, None]:
-        gates = gates.unflatten(1, (-1, size))
-        return (running_products(gates) if gates.dim() == 3 else running_products(gates.mT).mT,), None
-
-    return Block("chunk.kept", forward)
-
-
-def _coefficients(config: MemoryConfig, size: int) -> Block:
-    """Gates and the write mask `[N, c C]` -> the coefficients, with the steps on axis 1."""
-
-    def forward(*given: Tensor | None) -> tuple[Tensors, None]:
-        lr, retain, momentum, write = (None if item is None else item.unflatten(1, (-1, size)) for item in given)
-        lr, retain, momentum = several((lr, retain, momentum))
-        after, before, slot = coefficients(config, retain, momentum, write)
-        seen = after if config.read == "after" else before
-        decays = config.retention.uses_retain
-        a, end = (seen.bases[0], after.bases[0][..., -1]) if decays else (None, None)
-        weights, into = seen.writes * lr.unsqueeze(-2), after.last * lr
-        if slot is None:
-            return (weights, a, None, into, end, None, None, None), None
-        slots = (after.bases[1][..., -1], slot.last * lr, slot.bases[0][..., -1])
-        return (weights, a, seen.bases[1], into, end, *slots), None
-
-    return Block("chunk.coefficients", forward)
+def _by_step(formula: Callable[..., Tensors], size: int, *gates: Tensor | None) -> tuple[Tensors, None]:
+    return formula(*[None if item is None else item.unflatten(1, (-1, size)) for item in gates]), None
 
 
 class Layout(NamedTuple):
