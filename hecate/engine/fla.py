@@ -149,7 +149,7 @@ def load_kernel(kernel: Kernel) -> Callable[..., tuple[Tensor, Tensor]] | None:
         module: Any = importlib.import_module(kernel.module)
     except ImportError:
         return None
-    return getattr(module, kernel.function, None)  # type: ignore[no-any-return]
+    return getattr(module, kernel.function, None)
 
 
 def _kernel(config: MemoryConfig, carry: Carry, dtype: torch.dtype) -> ByHand:

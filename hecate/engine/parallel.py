@@ -201,8 +201,8 @@ def _group_vjp(
     cotangents, gv, later = walk_vjp(config.bias, plain, chunks.v, bases, writes, gy, later)
     pairs = zip(matrices, cotangents, strict=True)
     used, given = zip(*[pair for pair in pairs if pair[0] is not None and pair[0].requires_grad], strict=True)
-    gk, gq, *gates = torch.autograd.grad(used, leaves, given, allow_unused=True)
-    return Tokens(gk, gq, gv, *gates), later
+    gk, gq, glr, gretain, gmomentum = torch.autograd.grad(used, leaves, given, allow_unused=True)
+    return Tokens(gk, gq, gv, glr, gretain, gmomentum), later
 
 
 def _groups(tokens: Tokens, size: int) -> tuple[list[slice], int]:
