@@ -196,7 +196,8 @@ def _group_vjp(
     """Cotangents of a group's tokens and of the states that enter it."""
     with torch.enable_grad():
         leaves = [leaf.detach().requires_grad_() for leaf in (*chunks[:2], *chunks[3:6])]
-        matrices = matrices_of(config, Tokens(*leaves[:2], chunks.v, *leaves[2:], *chunks[6:]))
+        k, q, *gates = leaves
+        matrices = matrices_of(config, Tokens(k, q, chunks.v, *gates, *chunks[6:]))  # type: ignore[call-arg]
     plain = Matrices(*[None if matrix is None else matrix.detach() for matrix in matrices])  # type: ignore[arg-type]
     cotangents, gv, later = walk_vjp(config.bias, plain, chunks.v, bases, writes, gy, later)
     pairs = zip(matrices, cotangents, strict=True)

@@ -235,8 +235,8 @@ FAULTS = [
     *_of(
         "engine",
         "tests/engine/test_decay_order.py",
-        ("loop", "config.rule.decayed(anchor, kept, run=run, label=label)", "config.rule.decayed(carry.memory, kept, run=run, label=label)"),
-        ("loop", "left = one(run(SELECT, position == 0, torch.ones_like(kept), kept, label=label))", "left = kept"),
+        ("loop", "config.rule.decayed(anchor, kept, run=run)", "config.rule.decayed(carry.memory, kept, run=run)"),
+        ("loop", "left = one(run(SELECT, position == 0, torch.ones_like(kept), kept))", "left = kept"),
         ("chunk/engine", "        last = torch.ones_like(last)", "        pass"),
         ("chunk/engine", "lambda total, kept: total.unsqueeze(1) * kept,", "lambda total, kept: kept,"),
         ("chunk/batched", "grads._replace(h=(p,))", "grads"),

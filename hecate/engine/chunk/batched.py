@@ -23,7 +23,7 @@ from hecate.bias import Bias
 from hecate.engine.loop import STACK, per_weight
 from hecate.engine.tokens import expand_to, linear_block
 from hecate.rule import MemoryConfig
-from hecate.structure import Layered, Memory
+from hecate.structure import Memory
 from hecate.structure.graph import (
     Graph,
     Linear,
@@ -53,8 +53,7 @@ class Gradients(NamedTuple):
 
 def graph_of(config: MemoryConfig) -> Graph | None:
     """The structure's layers, if it is made of such."""
-    structure = config.structure
-    return structure.graph() if isinstance(structure, Layered) and structure.factored else None
+    return config.structure.graph() if config.structure.factored else None
 
 
 def shared_graph(config: MemoryConfig, *, decayed: bool) -> Graph | None:
