@@ -225,7 +225,7 @@ class Boxes(HeldRule):
         boxes = next(iter(carried.values())).shape[1] // heads
         queries = phi.transpose(1, 2).unsqueeze(1).expand(-1, boxes, -1, -1, -1).flatten(0, 2)
         memory = self.rule.rule.weights(tuple(item.flatten(0, 1) for item in carried.values()))
-        answers = predict(self.rule, memory, queries, run=execute, label="")
+        answers = predict(self.rule, memory, queries)
         return answers.unflatten(0, (batch, boxes, heads)).transpose(2, 3).unbind(1)
 
     def read_static(self, phi: Tensor) -> dict[str, Tensor]:

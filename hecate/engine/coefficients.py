@@ -1,4 +1,4 @@
-"""The state of every token of a block as coefficients that depend on the gates alone.
+"""The state of every token of a block as coefficients that depend on gates alone, and what follows with the keys.
 
 With R[t, j] the product of retain over j < l <= t, P[j, i] that of momentum over i < l <= j, and
 K = R P (all lower triangular), the state after token t of a block that begins at M_0, S_0 is
@@ -11,16 +11,16 @@ zero, and so are their derivatives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hecate.engine.tokens import Tokens, form_of
 from hecate.rule import MemoryConfig
-from hecate.rule.rule import one
-from hecate.tape import Block, ByHand, Tensors, differentiate, execute
+from hecate.tape import Block, ByHand, Tensors, differentiate, one
 
 
 class Combined(NamedTuple):
@@ -34,10 +34,6 @@ class Combined(NamedTuple):
     def last(self) -> Tensor:
         """Weights of the writes in the block's last state, `[..., C]`."""
         return self.writes[..., -1, :]
-
-    def scaled(self, gate: Tensor) -> Combined:
-        """Every state times a gate `[..., C]`."""
-        return Combined(gate.unsqueeze(-1) * self.writes, tuple(gate * weight for weight in self.bases))
 
 
 def coefficients(
@@ -99,13 +95,74 @@ def _shifted(weight: Tensor, first: float) -> Tensor:
     return pad(weight[..., :-1], (1, 0), value=first)
 
 
+class Matrices(NamedTuple):
+    """A group of g blocks of C tokens, `[g, N, ...]`, for base states side by side in `[V, b P]`: first M, first S,
+    initial M, where they exist."""
+
+    read: Tensor  # [C, b P]: the queries as the base states see them
+    attend: Tensor  # [C, C]: the writes as the queries see them
+    keys: Tensor  # [C, P]: the keys as the last memory holds them
+    leaving: Tensor | None  # [1 or P, b]: how much of each base state the last memory holds; 1
+    seen: Tensor | None  # [C, b P], [C, C]: as `read` and `attend`, for the predictions;
+    lower: Tensor | None  # None where u does not depend on them
+    slot_keys: Tensor | None  # [C, P] and [1]: as `keys` and `leaving`, for S
+    slot_leaving: Tensor | None
+
+
+def matrices_of(config: MemoryConfig, chunks: Tokens) -> Matrices:
+    """The matrices of a group of blocks from its tokens `[g, N, C, ...]`, whatever the states."""
+    lr = chunks.lr if chunks.write is None else torch.where(chunks.write, chunks.lr, 0.0)
+    stepped = lr.unsqueeze(-1) * chunks.phi_k
+    moving = form_of(config.bias) != "target"  # under dot no write depends on what the memory predicts
+    if not (config.retention.uses_retain or config.algorithm.uses_momentum or chunks.reset is not None):
+        attend = (chunks.phi_q @ stepped.mT).tril(0 if config.read == "after" else -1)
+        lower = (chunks.phi_k @ stepped.mT).tril(-1) if moving else None
+        seen = chunks.phi_k if moving else None
+        return Matrices(chunks.phi_q, attend, stepped, None, seen, lower, None, None)
+    # An axis G before time: 1, or the P phi channels where retain differs between them.
+    retain = chunks.retain.mT if chunks.retain.dim() == 4 else chunks.retain.unsqueeze(2)
+    write, reset = (None if mask is None else mask.unsqueeze(2) for mask in (chunks.write, chunks.reset))
+    momentum = chunks.momentum.unsqueeze(2)
+    after, before, slot = coefficients(config, retain, momentum, write, reset)
+    read, faced = after if config.read == "after" else before, before
+    if config.decay_order == "before_gradient":
+        if config.algorithm.uses_momentum:
+            gate = neutral(retain, write)
+            faced = Combined(gate.unsqueeze(-1) * before.writes, tuple(gate * weight for weight in before.bases))
+        else:  # the next memory without the token's own write
+            faced = Combined(after.writes.tril(-1), after.bases)
+    return Matrices(
+        read=_spread(read, chunks.phi_q),
+        attend=_pairs(read, chunks.phi_q, stepped),
+        keys=after.last.mT * stepped,
+        leaving=torch.stack([weight[..., -1] for weight in after.bases], -1),
+        seen=_spread(faced, chunks.phi_k) if moving else None,
+        lower=_pairs(faced, chunks.phi_k, stepped) if moving else None,
+        slot_keys=None if slot is None else slot.last.mT * stepped,
+        slot_leaving=None if slot is None else slot.bases[0][..., 0, -1],
+    )
+
+
+def _spread(states: Combined, vectors: Tensor) -> Tensor:
+    """`[g, N, C, P]` weighted for each base state, side by side: `[g, N, C, b P]`."""
+    weighted = [weight.mT * vectors for weight in states.bases]
+    return torch.cat(weighted, -1) if len(weighted) > 1 else weighted[0]
+
+
+def _pairs(states: Combined, a: Tensor, b: Tensor) -> Tensor:
+    """`sum_p a[t, p] writes[t, i, p] b[i, p]`: the writes as vectors see them, `[g, N, C, C]`."""
+    if states.writes.shape[2] == 1:
+        return (a @ b.mT) * states.writes.squeeze(2)
+    return (a.mT.unsqueeze(-1) * states.writes * b.mT.unsqueeze(-2)).sum(2)
+
+
 def span_products(gates: Tensor) -> Tensor:
     """R[t, j] = prod of gates over j < l <= t for j <= t, else 0: `[..., C]` -> `[..., C, C]`.
 
     Its derivative needs no division, so gates of exactly 0 get their true gradient:
     g_l = sum_(j < l) (R^T g)[l, j] R[l-1, j]. [ENG-PAR-V1]
     """
-    return one(execute(_SPANS.block(keeps=False), gates))
+    return one(_SPANS.block(keeps=False).forward(gates)[0])
 
 
 def running_products(gates: Tensor) -> Tensor:
@@ -113,50 +170,37 @@ def running_products(gates: Tensor) -> Tensor:
 
     With R as above, g_l = prod_(j < l) gates (R^T g)[l].
     """
-    return one(execute(_RUNNING.block(keeps=False), gates))
+    return one(_RUNNING.block(keeps=False).forward(gates)[0])
 
 
-def _spans(gates: Tensor) -> Tensor:
+def _spans(gates: Tensor) -> tuple[Tensors, Tensor]:
     size = gates.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=gates.device).tril(-1)
-    factors = torch.where(later, gates.unsqueeze(-1), 1.0)
-    return factors.cumprod(-2).tril()
+    spans = torch.where(later, gates.unsqueeze(-1), 1.0).cumprod(-2).tril()
+    return (spans,), spans
 
 
-def _spans_forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
-    spans = _spans(one(inputs))
-    return (spans,), (spans,)
-
-
-def _spans_vjp(_: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
-    spans, (g,) = one(record), cotangents
+def _spans_vjp(spans: Tensor, g: Tensor) -> Tensors:
     previous = pad(spans[..., :-1, :], (0, 0, 1, 0))
     return (((spans.mT @ g.tril()) * previous).sum(-1),)
 
 
-def _spans_plain(*inputs: Tensor | None) -> Tensors:
-    """The same formula as torch operations, for derivatives of any order."""
-    block = Block(
-        "span_products", lambda gates: _spans_forward((gates,), True), lambda record, g: _spans_vjp((), record, (g,))
-    )
-    return differentiate(lambda run, gates: run(block, gates), inputs, "tape")
+def _running(gates: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
+    products = gates.cumprod(-1)
+    return (products,), (gates, products)
 
 
-def _running_forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
-    products = one(inputs).cumprod(-1)
-    return (products,), (products,)
-
-
-def _running_vjp(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
-    products, (g,) = one(record), cotangents
+def _running_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> Tensors:
+    gates, products = residuals
     earlier = pad(products[..., :-1], (1, 0), value=1.0)
-    return (earlier * (_spans(one(inputs)).mT @ g.unsqueeze(-1)).squeeze(-1),)
+    return (earlier * (_spans(gates)[1].mT @ g.unsqueeze(-1)).squeeze(-1),)
 
 
-def _running_plain(*inputs: Tensor | None) -> Tensors:
-    gates = one(inputs)
-    return (gates[..., :1] * span_products(gates)[..., 0],)
-
-
-_SPANS = ByHand("span_products", _spans_forward, _spans_vjp, _spans_plain)
-_RUNNING = ByHand("running_products", _running_forward, _running_vjp, _running_plain)
+_PRODUCTS = Block("span_products", _spans, _spans_vjp)
+# As torch operations, for derivatives of any order, they are the same formulas.
+_SPANS = ByHand.of(_PRODUCTS)._replace(
+    plain=lambda *gates: differentiate(lambda run, gates: run(_PRODUCTS, gates), gates, "tape")
+)
+_RUNNING = ByHand.of(Block("running_products", _running, _running_vjp))._replace(
+    plain=lambda gates: (gates[..., :1] * span_products(gates)[..., 0],)
+)

@@ -19,21 +19,20 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hecate.algorithm import AlgorithmForm
 from hecate.engine.call import TRACED, Call
-from hecate.engine.cpu import by_torch, run_kernel
 from hecate.engine.engine import TokenEngine
+from hecate.engine.parallel import by_torch, run_by_hand
 from hecate.engine.tokens import Carry, Tokens, form_of
 from hecate.retention import Decay, NoRetention, StepForm
 from hecate.rule import MemoryConfig
-from hecate.rule.rule import several
 from hecate.structure import Memory
-from hecate.tape import ByHand, Run, Tensors, differentiable
+from hecate.tape import ByHand, Run, Tensors, differentiable, several
 
 SMALLEST = 2.0**-40  # retain gates whose logarithms add up without losing float32's digits
 TRIAL = 150  # tokens: two blocks of a kernel, and what is left
@@ -133,7 +132,7 @@ class Fla(TokenEngine):
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
         """In the kernel, heads as they lie."""
-        return run_kernel(_kernel(call.config, carry, call.values), tokens, carry, initial, run=run)
+        return run_by_hand(_kernel(call.config, carry, call.values), tokens, carry, initial, run=run)
 
 
 def _known(config: MemoryConfig, channelwise: bool) -> Kernel:
@@ -147,23 +146,18 @@ def _known(config: MemoryConfig, channelwise: bool) -> Kernel:
 def load_kernel(kernel: Kernel) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """The kernel; None if it cannot be imported."""
     try:
-        found: Callable[..., tuple[Tensor, Tensor]] | None = getattr(
-            importlib.import_module(kernel.module), kernel.function, None
-        )
+        module: Any = importlib.import_module(kernel.module)
     except ImportError:
         return None
-    return found
+    return getattr(module, kernel.function, None)
 
 
 def _kernel(config: MemoryConfig, carry: Carry, dtype: torch.dtype) -> ByHand:
     def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
-        if not keeps:
-            with torch.no_grad():
-                return _outputs(config, dtype, inputs), ()
-        with torch.enable_grad():
-            own = tuple(map(_leaf, inputs))
+        with torch.set_grad_enabled(keeps):
+            own = tuple(map(_leaf, inputs)) if keeps else inputs
             outputs = several(_outputs(config, dtype, own))
-        return tuple(item.detach() for item in outputs), (*own, *outputs)
+        return tuple(item.detach() for item in outputs), (*own, *outputs) if keeps else ()
 
     return ByHand("engine.fla", forward, _pulled, by_torch(config, carry))
 
@@ -200,19 +194,10 @@ def _outputs(config: MemoryConfig, dtype: torch.dtype, inputs: Tensors) -> Tenso
 
 def _pulled(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
     """The kernels' own derivatives, by the graph that the forward kept."""
-    own, outputs = record[: len(inputs)], record[len(inputs) :]
-    where = [index for index, item in enumerate(own) if item is not None and item.requires_grad]
-    grads = torch.autograd.grad(
-        several(outputs),
-        [item for item in own if item is not None and item.requires_grad],
-        cotangents,
-        retain_graph=True,
-        allow_unused=True,
-    )
-    found: list[Tensor | None] = [None] * len(inputs)
-    for index, grad in zip(where, grads, strict=True):
-        found[index] = grad
-    return tuple(found)
+    own, outputs = record[: len(inputs)], several(record[len(inputs) :])
+    leaves = [item for item in own if item is not None and item.requires_grad]
+    grads = iter(torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True))
+    return tuple(next(grads) if item is not None and item.requires_grad else None for item in own)
 
 
 @cache

@@ -7,8 +7,9 @@ tape keeps one carry per segment, and a segment is taped again when its turn com
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, cut, in_
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.state import frozen_gradients
 from hecate.structure import Memory
-from hecate.tape import Autodiff, Block, Run, Tensors, checkpoint, execute, one, several
+from hecate.tape import Autodiff, Block, Run, Tensors, checkpoint, execute, formula_block, one, several
 from hecate.tape.ops import over, sum_to_gate
 
 
@@ -56,22 +57,57 @@ def sequential(
         return _segment(config, tokens, carry, initial, run, 0)
     length = tokens.v.shape[1]
     size = max(1, math.isqrt(max(length - 1, 0)) + 1)
-    sizes = [min(size, length - at) for at in range(0, length, size)]
-    width, end = len(carry.flat), len(carry.flat) + len(initial)
+    rows = cut(tokens, [min(size, length - at) for at in range(0, length, size)], run)
 
-    def loop(run: Run, *inputs: Tensor, first: int = 0) -> Tensors:
-        own, start = carry.rebuilt(inputs[:width]), inputs[width:end]
-        y, own = _segment(config, Tokens(*inputs[end:]), own, start, run, first)
-        return y, *own.flat
+    def segment(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:
+        return _segment(config, Tokens(*rows[0]), carry, initial, run, first * size)  # type: ignore[arg-type]
+
+    return in_segments(segment, rows, carry, initial, run)
+
+
+def in_segments(
+    program: Callable[..., tuple[Tensor, Carry]],
+    rows: list[Tensors],
+    carry: Carry,
+    initial: Memory,
+    run: Run,
+    *,
+    each: int = 1,
+    keep: bool = False,
+) -> tuple[Tensor, Carry]:
+    """Outputs and last carry of `program(rows, carry, initial, run, first)`, a checkpoint for every so many rows, of
+    which `first` is the place of the first; `keep` is that of `checkpoint`."""
+    begin, width = len(carry.flat), len(rows[0])
+    end = begin + len(initial)
+
+    def segment(run: Run, *inputs: Tensor, first: int) -> Tensors:
+        own = [inputs[at : at + width] for at in range(end, len(inputs), width)]
+        y, new = program(own, carry.rebuilt(inputs[:begin]), inputs[begin:end], run, first)
+        return y, *new.flat
 
     outputs: list[Tensor] = []
     flat = carry.flat
-    for index, segment in enumerate(cut(tokens, sizes, run)):
-        block = checkpoint("segment", partial(loop, first=index * size))
-        y, *rest = several(run(block, *flat, *initial, *segment, label=f"segment {index}"))
+    for first in range(0, len(rows), each):
+        block = checkpoint("segment", partial(segment, first=first), keep=keep)
+        given = chain.from_iterable(rows[first : first + each])
+        y, *left = several(run(block, *flat, *initial, *given, label=f"segment {first // each}"))
         outputs.append(y)
-        flat = tuple(rest)
+        flat = tuple(left)
     return one(run(CONCAT, *outputs, label="outputs")), carry.rebuilt(flat)
+
+
+def labelled(run: Run, label: str) -> Run:
+    """`run` under one label."""
+
+    def under(block: Block, *inputs: Tensor | None, **_: str) -> Tensors:
+        return run(block, *inputs, label=label)
+
+    return run if run is execute else under
+
+
+def per_weight(run: Run, block: Block, *columns: Memory) -> Memory:
+    """A block of one output on the tensors of every weight."""
+    return tuple([one(run(block, *row)) for row in zip(*columns, strict=True)])
 
 
 def _segment(
@@ -83,24 +119,16 @@ def _segment(
     weights: Memory | None = None
     for t in range(tokens.v.shape[1]):
         token = Tokens(*(None if column is None else column[t] for column in columns))  # type: ignore[arg-type]
-        how: dict[str, Any] = {"run": run, "label": f"token {first + t}", "blocks": blocks}
-        y, carry, weights = token_step(config, token, carry, initial, weights=weights, **how)
+        own = labelled(run, f"token {first + t}")
+        y, carry, weights = token_step(config, token, carry, initial, run=own, blocks=blocks, weights=weights)
         outputs.append(y)
-    return one(run(_STACK, *outputs, label="outputs")), carry
+    return one(run(STACK, *outputs, label="outputs")), carry
 
 
-class TokenBlocks(NamedTuple):
-    """What every token of a scan runs: the read, and the write where it is one block."""
-
-    read: Block
-    write: Block | None
-
-
-def blocks_of(config: MemoryConfig) -> TokenBlocks:
-    """The blocks of a config; a chunk's sum is not written by one block."""
-    rule = config.rule
-    write = rule.write_block() if config.commit == "token" else None
-    return TokenBlocks(rule.structure.predict_block(), write)
+def blocks_of(config: MemoryConfig) -> tuple[Block, Block | None]:
+    """What every token of a scan runs: the read, and the write where that is one block, as a chunk's sum never is."""
+    write = config.rule.write_block() if config.commit == "token" else None
+    return config.structure.predict_block(), write
 
 
 def token_step(
@@ -110,8 +138,7 @@ def token_step(
     initial: Memory,
     *,
     run: Run,
-    label: str = "",
-    blocks: TokenBlocks | None = None,
+    blocks: tuple[Block, Block | None] | None = None,
     weights: Memory | None = None,
 ) -> tuple[Tensor, Carry, Memory | None]:
     """One token, time axis dropped: reset, read before, write, read after.
@@ -119,38 +146,35 @@ def token_step(
     `weights` are those of the carried memory where they are known; the third result are those of the new one, if this
     token has read them.
     """
-    blocks = blocks or blocks_of(config)
-    linked = partial(config.rule.weights, run=run, label=label)
+    read, write = blocks or blocks_of(config)
+    linked = partial(config.rule.weights, run=run)
     if token.reset is not None:
-        carry = select(token.reset, restart(config, initial, carry), carry, run, label)
+        carry = select(token.reset, restart(config, initial, carry), carry, run)
         weights = None
     before = carry
     at: Memory | None = None  # where the gradient is taken, if not at the memory itself
     anchor, kept = carry.memory, token.retain
     if carry.pending_retain:  # the product of the chunk's retain gates
-        kept = one(run(_MULTIPLY, carry.pending_retain[0], kept, label=label))
+        kept = one(run(_MULTIPLY, carry.pending_retain[0], kept))
     if frozen_gradients(config):
         opens = carry.position == 0
-        anchor = tuple(
-            one(run(SELECT, opens, now, then, label=label))
-            for now, then in zip(carry.memory, carry.anchor, strict=True)
-        )
+        anchor = per_weight(run, SELECT, (opens,) * len(anchor), carry.memory, carry.anchor)
         carry = carry._replace(anchor=anchor)
     if config.decay_order == "before_gradient":
-        at = linked(config.rule.decayed(anchor, kept, run=run, label=label))
+        at = linked(config.rule.decayed(anchor, kept, run=run))
     elif frozen_gradients(config):
         at = linked(anchor)
     if weights is None and (at is None or config.read == "before"):
         weights = linked(carry.memory)
     if at is None and config.rule.retention.dual:
         at = weights
-    commit = _commit_chunk if config.commit == "chunk" else partial(_commit_token, blocks.write)
-    carry = commit(config, token, carry, at, kept, run, label)
+    commit = _commit_chunk if config.commit == "chunk" else partial(_commit_token, write)
+    carry = commit(config, token, carry, at, kept, run)
     if token.write is not None:
-        carry = select(token.write, carry, before, run, label)
+        carry = select(token.write, carry, before, run)
     late = config.read == "after"
     weights = linked(carry.memory) if late or weights is None else weights
-    y = one(run(blocks.read, token.phi_q, *weights, label=label))
+    y = one(run(read, token.phi_q, *weights))
     return y, carry, weights if late else None
 
 
@@ -162,86 +186,54 @@ def _commit_token(
     weights: Memory | None,
     kept: Tensor,
     run: Run,
-    label: str,
 ) -> Carry:
-    gates = TokenGates(token.lr, token.retain, token.momentum)
-    given = (token.phi_k, token.v)
+    gates, given = TokenGates(token.lr, token.retain, token.momentum), (token.phi_k, token.v)
     if block is not None:
-        state = (*carry.memory, *carry.slots, *(weights or ()))
-        new = several(run(block, *gates, *given, *state, label=label))
+        new = several(run(block, *gates, *given, *carry.memory, *carry.slots, *(weights or ())))
         memory, slots = new[: len(carry.memory)], new[len(carry.memory) :]
     else:
-        memory, slots = config.rule.write(
-            carry.memory, carry.slots, *given, gates, weights=weights, run=run, label=label
-        )
+        memory, slots = config.rule.write(carry.memory, carry.slots, *given, gates, weights=weights, run=run)
     carry = carry._replace(memory=memory, slots=slots)
     if config.chunk == 1:
         return carry
     position = (carry.position + 1) % config.chunk
     if carry.pending_retain:
-        left = one(run(SELECT, position == 0, torch.ones_like(kept), kept, label=label))
+        left = one(run(SELECT, position == 0, torch.ones_like(kept), kept))
         carry = carry._replace(pending_retain=(left,))
     return carry._replace(position=position)
 
 
 def _commit_chunk(
-    config: MemoryConfig, token: Tokens, carry: Carry, weights: Memory | None, kept: Tensor, run: Run, label: str
+    config: MemoryConfig, token: Tokens, carry: Carry, weights: Memory | None, kept: Tensor, run: Run
 ) -> Carry:
-    rule = config.rule
     own = Token(token.phi_k, token.v, token.lr)
-    grads, slots = rule.descended(weights or carry.memory, own, carry.slots, run=run, label=label)
-    carry = carry._replace(slots=slots)
-    pending = tuple(
-        one(run(_ACCUMULATE, total, token.lr, grad, label=label))
-        for total, grad in zip(carry.pending, grads, strict=True)
-    )
-    gates = TokenGates(torch.ones_like(token.lr), kept, token.momentum)
-    memory, slots = rule.apply(carry.memory, carry.slots, pending, gates, run=run, label=label)
+    grads, slots = config.rule.descended(weights or carry.memory, own, carry.slots, run=run)
+    pending = per_weight(run, _ACCUMULATE, carry.pending, (token.lr,) * len(grads), grads)
     position = (carry.position + 1) % config.chunk
-    committed = carry._replace(
-        memory=memory,
-        slots=slots,
-        pending=tuple(torch.zeros_like(total) for total in pending),
-        pending_retain=(torch.ones_like(kept),),
-        position=position,
-    )
-    waiting = carry._replace(pending=pending, pending_retain=(kept,), position=position)
-    return select(position == 0, committed, waiting, run, label)
+    waiting = carry._replace(slots=slots, pending=pending, pending_retain=(kept,), position=position)
+    committed = committed_chunk(config, waiting, token.momentum, run)
+    return select(position == 0, committed, waiting, run)
 
 
-def select(mask: Tensor, yes: Carry, no: Carry, run: Run, label: str = "") -> Carry:
+def committed_chunk(config: MemoryConfig, carry: Carry, momentum: Tensor, run: Run) -> Carry:
+    """The carry after the one step on a chunk's sum, with the momentum gate of its last token."""
+    (kept,) = carry.pending_retain
+    gates = TokenGates(torch.ones_like(momentum), kept, momentum)
+    memory, slots = config.rule.apply(carry.memory, carry.slots, carry.pending, gates, run=run)
+    pending = tuple(torch.zeros_like(total) for total in carry.pending)
+    return carry._replace(memory=memory, slots=slots, pending=pending, pending_retain=(torch.ones_like(kept),))
+
+
+def select(mask: Tensor, yes: Carry, no: Carry, run: Run) -> Carry:
     """Per memory, one carry or the other; the branch not taken gets exactly zero gradient."""
-    chosen = [
-        a if a is b else one(run(SELECT, mask, a, b, label=label)) for a, b in zip(yes.flat, no.flat, strict=True)
-    ]
-    return no.rebuilt(tuple(chosen))
+    pairs = zip(yes.flat, no.flat, strict=True)
+    return no.rebuilt(tuple(a if a is b else one(run(SELECT, mask, a, b)) for a, b in pairs))
 
 
-def _stack(*rows: Tensor) -> tuple[Tensors, None]:
-    return (torch.stack(rows, 1),), None
-
-
-def _stack_vjp(_: None, g: Tensor) -> Any:
-    return g.unbind(1)
-
-
-def _accumulate(total: Tensor, lr: Tensor, grad: Tensor) -> tuple[Tensors, Tensors]:
-    return (total + over(lr, grad) * grad,), (lr, grad)
-
-
-def _accumulate_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    lr, grad = inputs
+def _accumulate_vjp(_: Tensor, lr: Tensor, grad: Tensor, g: Tensor) -> Tensors:
     return g, sum_to_gate(g * grad, lr), over(lr, grad) * g
 
 
-def _multiply(a: Tensor, b: Tensor) -> tuple[Tensors, Tensors]:
-    return (a * b,), (a, b)
-
-
-def _multiply_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
-    return g * inputs[1], g * inputs[0]
-
-
-_STACK = Block("stack", _stack, _stack_vjp)
-_ACCUMULATE = Block("accumulate", _accumulate, _accumulate_vjp)
-_MULTIPLY = Block("multiply", _multiply, _multiply_vjp)
+STACK = Block("stack", lambda *rows: ((torch.stack(rows, 1),), None), lambda _, g: g.unbind(1))
+_ACCUMULATE = formula_block("accumulate", lambda total, lr, grad: total + over(lr, grad) * grad, _accumulate_vjp)
+_MULTIPLY = formula_block("multiply", torch.mul, lambda a, b, g: (g * b, g * a))

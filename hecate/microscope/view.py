@@ -282,10 +282,10 @@ def answered(config: MemoryConfig, state: MemoryState, phi: Tensor) -> Tensor:
     batch, _, heads, _ = phi.shape
     queries = phi.transpose(1, 2).flatten(0, 1)
     memory = tuple(weight.flatten(0, 1) for weight in memory_weights(config, state).values())
-    y = predict(config, memory, queries, run=execute, label="")
+    y = predict(config, memory, queries)
     if state.normalizer is not None:
         count = tuple(weight.flatten(0, 1) for weight in state.normalizer.memory.values())
-        z = predict(config.counting, count, queries, run=execute, label="")
+        z = predict(config.counting, count, queries)
         y = y / torch.where(z > 0, z, 1.0)
     return y.unflatten(0, (batch, heads)).transpose(1, 2)
 

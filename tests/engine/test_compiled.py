@@ -208,7 +208,7 @@ def test_single_precision(bias, algorithm):
 @pytest.mark.spec("ENG-NUM-I3")
 @pytest.mark.parametrize("algorithm", ["gd", "momentum"])
 def test_threads_change_no_bit(algorithm, monkeypatch):
-    monkeypatch.setattr("hecate.engine.cpu.launch.SHARE", 1)
+    monkeypatch.setattr("hecate.engine.cpu.engine.SHARE", 1)
     case = case_of(config_of(**{**TITANS, "algorithm": algorithm}), batch=3, length=40, masks=True)
     results = []
     for threads in (1, 2, 4):

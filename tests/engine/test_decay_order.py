@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hecate import MemoryConfig, named_rule
 from hecate.engine import Call, explain
-from hecate.engine.chunk import span_size
+from hecate.engine.chunk.engine import span_size
 from hecate.errors import ShapeError
 from tests.engine.test_properties import Result, in_pieces, step_by_step, whole
 from tests.memories import Case, case_of, close, config_of, same_state

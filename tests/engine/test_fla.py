@@ -7,8 +7,7 @@ from torch import Tensor
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.cms import CMS, CMSConfig
 from hecate.engine import Call, Engine, choose, fla
-from hecate.engine.cpu import run_kernel
-from hecate.engine.parallel import parallel
+from hecate.engine.parallel import parallel, run_by_hand
 from hecate.engine.tokens import Carry, Tokens
 from hecate.errors import ConfigError
 from hecate.nn import Memory
@@ -80,7 +79,7 @@ def scan_of(name: str, config: MemoryConfig, engine: str):
         start = (torch.zeros_like(memory),)
         if engine == "fla":  # the two memories as heads of one sequence
             by_head = Tokens(*(x if x is None else x.transpose(0, 1)[None] for x in tokens))
-            y, new = run_kernel(fla._kernel(config, carry, torch.float64), by_head, carry, start, run=execute)
+            y, new = run_by_hand(fla._kernel(config, carry, torch.float64), by_head, carry, start, run=execute)
             y = y[0].transpose(0, 1)
         else:
             y, new = parallel(config, tokens, carry, start, run=execute)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig
 from hecate.bias import L2, Dot
-from hecate.engine.parallel import engine as parallel
+from hecate.engine import parallel
 from hecate.tape import bridge as by_hand
 from tests.engine.test_properties import Result, in_pieces, whole
 from tests.memories import Case, case_of, close, config_of, flat_state

@@ -220,7 +220,7 @@ FAULTS = [
     *_of(
         "engine",
         CHUNK,
-        ("chunk/commits", "return g * gates.prod(1), (g * total).unsqueeze(1) * earlier * later", "return g * gates.prod(1), (g * total).unsqueeze(1) * later"),
+        ("chunk/engine", "return g * gates.prod(1), (g * total).unsqueeze(1) * earlier * later", "return g * gates.prod(1), (g * total).unsqueeze(1) * later"),
         ("chunk/batched", "gslot = torch.addcmul(over(s, g) * g, over(e, g), gcarried)", "gslot = over(s, g) * g"),
     ),
     *_of(
@@ -240,10 +240,10 @@ FAULTS = [
     *_of(
         "engine",
         "tests/engine/test_decay_order.py",
-        ("loop", "config.rule.decayed(anchor, kept, run=run, label=label)", "config.rule.decayed(carry.memory, kept, run=run, label=label)"),
-        ("loop", "left = one(run(SELECT, position == 0, torch.ones_like(kept), kept, label=label))", "left = kept"),
-        ("chunk/commits", "        last = torch.ones_like(last)", "        pass"),
-        ("chunk/commits", "return (total.unsqueeze(1) * kept,), (total, kept)", "return (kept,), (total, kept)"),
+        ("loop", "config.rule.decayed(anchor, kept, run=run)", "config.rule.decayed(carry.memory, kept, run=run)"),
+        ("loop", "left = one(run(SELECT, position == 0, torch.ones_like(kept), kept))", "left = kept"),
+        ("chunk/engine", "        last = torch.ones_like(last)", "        pass"),
+        ("chunk/engine", "lambda total, kept: total.unsqueeze(1) * kept,", "lambda total, kept: kept,"),
         ("chunk/batched", "grads._replace(h=(p,))", "grads"),
         ("coefficients", "earlier = pad(products[..., :-1], (1, 0), value=1.0)", "earlier = pad(products[..., :-1], (1, 0))"),
     ),
@@ -335,12 +335,12 @@ FAULTS = [
         ("cpu/wide", "n0, n1, n2, n3 = load_rows(A, after + j, P, ONE)", "pass"),
         ("cpu/wide", "end if cut is not None else end - 1", "end - 1"),
         ("cpu/vectors", "return n // heads * heads * T + n % heads", "return n // heads * heads * T"),
-        ("cpu/launch", "return self.tokens.retain.dim() > self.tokens.lr.dim()", "return self.tokens.retain.dim() == 3"),
+        ("cpu/engine", "self.channels = tokens.retain.dim() > tokens.lr.dim()", "self.channels = tokens.retain.dim() == 3"),
     ),
     *_of(
         "engine",
         "tests/engine/test_parallel.py tests/engine/test_implicit.py",
-        ("parallel/blocks", "return slope, -(slope @ u.mT).tril(-1), gv", "return slope, -(slope @ u.mT).tril(), gv"),
+        ("parallel", "return slope, -(slope @ u.mT).tril(-1), gv", "return slope, -(slope @ u.mT).tril(), gv"),
     ),
     *_of(
         "cms",

@@ -10,7 +10,7 @@ import torch
 
 from hecate import Gates, MemoryConfig, memory_scan, structure
 from hecate.engine import Call, Engine, choose, exact_engines, explain
-from hecate.engine.coordinates import coordinate_refusal
+from hecate.engine.parallel import coordinate_refusal
 from hecate.errors import ConfigError
 from hecate.testing import check_rule
 from hecate.testing.rule import check_diagonal

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Bias
+from hecate.engine.loop import STACK, per_weight
 from hecate.engine.tokens import expand_to, linear_block
 from hecate.rule import MemoryConfig
-from hecate.rule.rule import one, several
-from hecate.structure import Layered, Memory
+from hecate.structure import Memory
 from hecate.structure.graph import (
-    Cotangents,
     Graph,
     Linear,
     Op,
+    backpropagated,
     evaluate,
     factors,
     factors_vjp,
@@ -37,11 +37,11 @@ from hecate.structure.graph import (
     trace,
     traced,
 )
-from hecate.tape import Block, Run, Tensors
+from hecate.tape import Block, Run, Tensors, execute, formula_block, one, several
 from hecate.tape.ops import over, sum_to_gate
 
 Maybe = Tensor | None
-Seen = tuple[Tensor, Tensor, Tensor | None]  # keys, values and kept
+Seen = tuple[Tensor, Tensor, Maybe]  # keys, values and kept
 
 
 class Gradients(NamedTuple):
@@ -51,33 +51,9 @@ class Gradients(NamedTuple):
     h: Memory
 
 
-class Reads(NamedTuple):
-    """The states that a chunk's tokens read: `a M + s S - weights d h^T`.
-
-    `weights[t, i]` is K[t, i] lr_i; `a` is None where it is 1, `s` where there is no momentum.
-    """
-
-    weights: Tensor
-    a: Tensor | None
-    s: Tensor | None
-
-
-class Leaves(NamedTuple):
-    """The states that leave a chunk: `a M + s S - (into d) h^T` and `e S - (slot d) h^T`."""
-
-    into: Tensor
-    a: Tensor | None
-    s: Tensor | None
-    slot: Tensor | None
-    e: Tensor | None
-
-
 def graph_of(config: MemoryConfig) -> Graph | None:
     """The structure's layers, if it is made of such."""
-    structure = config.structure
-    if not isinstance(structure, Layered) or not structure.factored:
-        return None
-    return structure.graph()
+    return config.structure.graph() if config.structure.factored else None
 
 
 def shared_graph(config: MemoryConfig, *, decayed: bool) -> Graph | None:
@@ -86,22 +62,21 @@ def shared_graph(config: MemoryConfig, *, decayed: bool) -> Graph | None:
     return graph_of(config) if proportional or not decayed else None
 
 
-def predict(config: MemoryConfig, weights: Memory, p: Tensor, run: Run, label: str) -> Tensor:
+def predict(config: MemoryConfig, weights: Memory, p: Tensor, run: Run = execute) -> Tensor:
     """The answers of one memory to many keys or queries `[N, C, P]`."""
     graph = graph_of(config)
     if graph is not None:
-        return one(run(_predict(graph), p, *weights, label=label))
-    return _each(config, _repeated(weights, p.shape[1], run, label), p, run, label)
+        return one(run(_predict(graph), p, *weights))
+    return _each(config, _repeated(weights, p.shape[1], run), p, run)
 
 
-def predict_states(config: MemoryConfig, states: list[Memory], p: Tensor, run: Run, label: str) -> Tensor:
+def predict_states(config: MemoryConfig, states: list[Memory], p: Tensor, run: Run) -> Tensor:
     """The answer of the t-th state to the t-th query."""
-    memory = tuple(one(run(_STACK, *column, label=label)) for column in zip(*states, strict=True))
-    weights = config.rule.weights(memory, run=run, label=label)
-    return _each(config, weights, p, run, label)
+    memory = per_weight(run, _fold(len(states)), per_weight(run, STACK, *states))
+    return _each(config, config.rule.weights(memory, run=run), p, run)
 
 
-def token_gradients(config: MemoryConfig, anchor: Memory, row: Seen, run: Run, label: str) -> Memory:
+def token_gradients(config: MemoryConfig, anchor: Memory, row: Seen, run: Run) -> Memory:
     """The gradient of every token (p, v, kept): `[N, C, ...]` for each weight.
 
     The anchor is the weights at which they are taken; with `kept`, what is carried, which the products decay.
@@ -109,88 +84,71 @@ def token_gradients(config: MemoryConfig, anchor: Memory, row: Seen, run: Run, l
     p, v, kept = row
     graph = shared_graph(config, decayed=kept is not None)
     if graph is not None:
-        grads = factored(config, graph, anchor, row, run, label)
-        return tuple(one(run(_SPREAD, d, h, label=label)) for d, h in zip(*grads, strict=True))
+        return per_weight(run, _SPREAD, *factored(config, graph, anchor, row, run))
     size = p.shape[1]
-    weights = _repeated(anchor, size, run, label)
+    weights = _repeated(anchor, size, run)
     if kept is not None:
-        product = one(run(_fold(size), kept, label=label))
-        decayed = config.rule.decayed(weights, product, run=run, label=label)
-        weights = config.rule.weights(decayed, run=run, label=label)
-    keys, values = (one(run(_fold(size), item, label=label)) for item in (p, v))
+        product = one(run(_fold(size), kept))
+        weights = config.rule.weights(config.rule.decayed(weights, product, run=run), run=run)
     block = config.structure.gradient_block(config.bias.block())
-    flat = several(run(block, keys, values, *weights, label=label))
-    return tuple(one(run(_unfold(size), grad, label=label)) for grad in flat)
+    flat = several(run(block, *per_weight(run, _fold(size), (p, v)), *weights))
+    return per_weight(run, _unfold(size), flat)
 
 
-def factored(config: MemoryConfig, graph: Graph, anchor: Memory, row: Seen, run: Run, label: str) -> Gradients:
+def factored(config: MemoryConfig, graph: Graph, anchor: Memory, row: Seen, run: Run) -> Gradients:
     """The same in factors. `kept`, `[N, C]` or `[N, C, P]`, is a matrix's alone: the error of a key p_t at `kept_t W`
     is that of `kept_t p_t` at W, and what it writes at is p_t."""
     p, v, kept = row
-    seen = p if kept is None else one(run(_SCALE, p, kept, label=label))
-    found = several(run(_gradients(graph, config.bias), seen, v, *anchor, label=label))
+    seen = p if kept is None else one(run(_SCALE, p, kept))
+    found = several(run(_gradients(graph, config.bias), seen, v, *anchor))
     grads = Gradients(found[: len(anchor)], found[len(anchor) :])
     return grads if kept is None else grads._replace(h=(p,))
 
 
-def summed(
-    config: MemoryConfig, anchor: Memory, pending: Memory, row: Seen, lr: Tensor, run: Run, label: str
-) -> Memory:
+def summed(config: MemoryConfig, anchor: Memory, pending: Memory, row: Seen, lr: Tensor, run: Run) -> Memory:
     """The lr-weighted gradients of `token_gradients`, added to those of the chunk so far."""
-    graph = shared_graph(config, decayed=row[2] is not None)
+    graph, rates = shared_graph(config, decayed=row[2] is not None), (lr,) * len(pending)
     if graph is not None:
-        grads = factored(config, graph, anchor, row, run, label)
-        rows = zip(pending, *grads, strict=True)
-        return tuple(one(run(_SUM_OUTER, total, d, h, lr, label=label)) for total, d, h in rows)
-    each = token_gradients(config, anchor, row, run, label)
-    pairs = zip(pending, each, strict=True)
-    return tuple(one(run(_SUM, total, grad, lr, label=label)) for total, grad in pairs)
+        return per_weight(run, _SUM_OUTER, pending, *factored(config, graph, anchor, row, run), rates)
+    return per_weight(run, _SUM, pending, token_gradients(config, anchor, row, run), rates)
 
 
-def read(
-    graph: Graph, memory: Memory, slots: Memory, grads: Gradients, reads: Reads, q: Tensor, run: Run, label: str
-) -> Tensor:
-    """Each query through the layers of its own token's state."""
+def read(graph: Graph, memory: Memory, slots: Memory, grads: Gradients, reads: Tensors, q: Tensor, run: Run) -> Tensor:
+    """Each query through the layers of its own token's state `a M + s S - weights d h^T`.
+
+    `reads` are (weights, a, s): `weights[t, i]` is K[t, i] lr_i; a is None where it is 1, s where there is no momentum.
+    """
     values = [q]
     for node in graph.nodes:
         if isinstance(node, Linear):
             at = node.weight
-            slot = slots[at] if slots else None
-            h = source(values, node.source)
-            layer = (h, grads.h[at], grads.d[at], *reads, memory[at], slot)
-            values.append(one(run(_READ, *layer, label=label)))
+            layer = (grads.h[at], grads.d[at], *reads, memory[at], slots[at] if slots else None)
+            values.append(one(run(_READ, source(values, node.source), *layer)))
         else:
-            inputs = (values[at] for at in node.sources)
-            values.append(one(run(_apply(node.op), *inputs, label=label)))
+            values.append(one(run(_apply(node.op), *(values[at] for at in node.sources))))
     return values[-1]
 
 
-def write(
-    memory: Memory, slots: Memory, grads: Gradients, leaves: Leaves, run: Run, label: str
-) -> tuple[Memory, Memory]:
-    """Weights and slots after the chunk's last token."""
-    new: list[Tensor] = []
-    carried: list[Tensor] = []
-    for index, weight in enumerate(memory):
-        slot = slots[index] if slots else None
-        written, *rest = several(run(_WRITE, weight, slot, grads.d[index], grads.h[index], *leaves, label=label))
-        new.append(written)
-        carried += rest
-    return tuple(new), tuple(carried)
+def write(memory: Memory, slots: Memory, grads: Gradients, leaves: Tensors, run: Run) -> tuple[Memory, Memory]:
+    """Weights and slots after the chunk's last token: `a M + s S - (into d) h^T` and `e S - (slot d) h^T`.
+
+    `leaves` are (into, a, s, slot, e), None as in `read`.
+    """
+    held = slots or [None] * len(memory)
+    new = [several(run(_WRITE, *row, *leaves)) for row in zip(memory, held, *grads, strict=True)]
+    return tuple(each[0] for each in new), tuple(slot for each in new for slot in each[1:])
 
 
-def _each(config: MemoryConfig, weights: Memory, p: Tensor, run: Run, label: str) -> Tensor:
-    queries = one(run(_fold(p.shape[1]), p, label=label))
-    flat = one(run(config.structure.predict_block(), queries, *weights, label=label))
-    return one(run(_unfold(p.shape[1]), flat, label=label))
+def _each(config: MemoryConfig, weights: Memory, p: Tensor, run: Run) -> Tensor:
+    queries = one(run(_fold(p.shape[1]), p))
+    return one(run(_unfold(p.shape[1]), one(run(config.structure.predict_block(), queries, *weights))))
 
 
-def _repeated(weights: Memory, size: int, run: Run, label: str) -> Memory:
+def _repeated(weights: Memory, size: int, run: Run) -> Memory:
     def wide(weight: Tensor) -> Tensor:
         return weight.unsqueeze(1).expand(weight.shape[0], size, *weight.shape[1:]).flatten(0, 1)
 
-    block = linear_block("chunk.repeat", wide, lambda g: g.unflatten(0, (-1, size)).sum(1))
-    return tuple(one(run(block, weight, label=label)) for weight in weights)
+    return per_weight(run, linear_block("chunk.repeat", wide, lambda g: g.unflatten(0, (-1, size)).sum(1)), weights)
 
 
 def _predict(graph: Graph) -> Block:
@@ -201,10 +159,8 @@ def _predict(graph: Graph) -> Block:
         return (values[-1],), (weights, values)
 
     def vjp(residuals: Any, g: Tensor) -> Tensors:
-        weights, past = residuals[0], traced(graph, residuals[1])
-        flowing = Cotangents(len(past.values))
-        flowing.add(len(graph.nodes), g)
-        gweights, gp = through(graph, weights, past, flowing)
+        weights, values = residuals
+        gweights, gp = backpropagated(graph, weights, traced(graph, values), g)
         return gp, *gweights
 
     return Block("chunk.predict", forward, vjp)
@@ -233,22 +189,10 @@ def _gradients(graph: Graph, bias: Bias) -> Block:
 
 
 def _apply(op: Op) -> Block:
-    def forward(*inputs: Tensor) -> tuple[Tensors, Memory]:
-        return (op.forward(*inputs),), inputs
+    def vjp(*given: Tensor) -> Tensors:
+        return op.vjp(op.slopes(*given[:-1]), given[-1])
 
-    def vjp(inputs: Memory, g: Tensor) -> Tensors:
-        return op.vjp(op.slopes(*inputs), g)
-
-    return Block(f"chunk.{op.name}", forward, vjp)
-
-
-def _spread(d: Tensor, h: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
-    return (d.unsqueeze(-1) * h.unsqueeze(-2),), (d, h)
-
-
-def _spread_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
-    d, h = inputs
-    return (g @ h.unsqueeze(-1)).squeeze(-1), (d.unsqueeze(-2) @ g).squeeze(-2)
+    return formula_block(f"chunk.{op.name}", op.forward, vjp)
 
 
 def _read(
@@ -305,16 +249,6 @@ def _write_vjp(inputs: Any, g: Tensor, gcarried: Tensor | None = None) -> Tensor
     return gmemory, gslot, gd - more_d, gh - more_h, ginto, ga, gs, -gslot_into, ge
 
 
-def _scale(p: Tensor, kept: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
-    return (_times(kept, p),), (p, kept)
-
-
-def _scale_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor]:
-    p, kept = inputs
-    gkept = g * p
-    return _times(kept, g), gkept if kept.dim() == 3 else gkept.sum(-1)
-
-
 def _fold(size: int) -> Block:
     return linear_block("chunk.fold", lambda x: x.flatten(0, 1), lambda g: g.unflatten(0, (-1, size)))
 
@@ -323,36 +257,28 @@ def _unfold(size: int) -> Block:
     return linear_block("chunk.unfold", lambda x: x.unflatten(0, (-1, size)), lambda g: g.flatten(0, 1))
 
 
-def _stack(*states: Tensor) -> tuple[Tensors, int]:
-    return (torch.stack(states, 1).flatten(0, 1),), len(states)
+def _spread_vjp(d: Tensor, h: Tensor, g: Tensor) -> Tensors:
+    return (g @ h.unsqueeze(-1)).squeeze(-1), (d.unsqueeze(-2) @ g).squeeze(-2)
 
 
-def _stack_vjp(size: int, g: Tensor) -> tuple[Tensor, ...]:
-    return g.unflatten(0, (-1, size)).unbind(1)
+def _scale_vjp(p: Tensor, kept: Tensor, g: Tensor) -> Tensors:
+    gkept = g * p
+    return _times(kept, g), gkept if kept.dim() == 3 else gkept.sum(-1)
 
 
-def _sum(total: Tensor, grads: Tensor, lr: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
-    return (total + (expand_to(lr, grads) * grads).sum(1),), (grads, lr)
-
-
-def _sum_vjp(inputs: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    grads, lr = inputs
+def _sum_vjp(_: Tensor, grads: Tensor, lr: Tensor, g: Tensor) -> Tensors:
     spread = g.unsqueeze(1)
     return g, expand_to(lr, grads) * spread, (grads * spread).flatten(2).sum(-1)
+
+
+def _sum_outer_vjp(_: Tensor, d: Tensor, h: Tensor, lr: Tensor, g: Tensor) -> Tensors:
+    gd, glr, gh = _sum_pulled(d, h, lr, g)
+    return g, gd, gh, glr
 
 
 def _times(weight: Tensor | None, rows: Tensor) -> Tensor:
     """`[N, C]` or `[N, C, width]` times `[N, C, width]`; None is 1."""
     return rows if weight is None else (weight if weight.dim() == 3 else weight.unsqueeze(-1)) * rows
-
-
-def _sum_outer(total: Tensor, d: Tensor, h: Tensor, lr: Tensor) -> tuple[Tensors, Tensors]:
-    return (torch.baddbmm(total, _times(lr, d).mT, h),), (d, h, lr)
-
-
-def _sum_outer_vjp(inputs: tuple[Tensor, Tensor, Tensor], g: Tensor) -> Tensors:
-    gd, glr, gh = _sum_pulled(*inputs, g)
-    return g, gd, gh, glr
 
 
 def _sum_pulled(d: Tensor, h: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor, ...]:
@@ -361,10 +287,11 @@ def _sum_pulled(d: Tensor, h: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor
     return _times(weight, pulled), (d * pulled).sum(-1), torch.bmm(_times(weight, d), g)
 
 
-_SCALE = Block("chunk.decayed", _scale, _scale_vjp)
-_STACK = Block("chunk.states", _stack, _stack_vjp)
-_SUM = Block("chunk.sum", _sum, _sum_vjp)
 _READ = Block("chunk.read", _read, _read_vjp)
 _WRITE = Block("chunk.write", _write, _write_vjp)
-_SUM_OUTER = Block("chunk.sum", _sum_outer, _sum_outer_vjp)
-_SPREAD = Block("chunk.spread", _spread, _spread_vjp)
+_SPREAD = formula_block("chunk.spread", lambda d, h: d.unsqueeze(-1) * h.unsqueeze(-2), _spread_vjp)
+_SCALE = formula_block("chunk.decayed", lambda p, kept: _times(kept, p), _scale_vjp)
+_SUM = formula_block("chunk.sum", lambda total, grads, lr: total + (expand_to(lr, grads) * grads).sum(1), _sum_vjp)
+_SUM_OUTER = formula_block(
+    "chunk.sum", lambda total, d, h, lr: torch.baddbmm(total, _times(lr, d).mT, h), _sum_outer_vjp
+)

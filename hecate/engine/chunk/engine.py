@@ -17,21 +17,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from hecate.engine.call import Call
-from hecate.engine.chunk.batched import shared_graph
-from hecate.engine.chunk.commits import commit_built, commit_chunk, commit_dual
+from hecate.engine.chunk.batched import (
+    factored,
+    predict,
+    predict_states,
+    read,
+    shared_graph,
+    summed,
+    token_gradients,
+    write,
+)
 from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, spans_of, steps_of
 from hecate.engine.engine import TokenEngine
-from hecate.engine.loop import select
-from hecate.engine.tokens import CONCAT, SELECT, Carry, Tokens, cut, fold_mask, in_folds, restart
-from hecate.rule import MemoryConfig
-from hecate.rule.rule import one, several
+from hecate.engine.loop import committed_chunk, in_segments, labelled, per_weight, select
+from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, cut, fold_mask, in_folds, restart, split_time
+from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
-from hecate.tape import Run, Tensors, checkpoint
+from hecate.structure.graph import Graph
+from hecate.tape import Run, Tensors, formula_block, one, several
 
 DUAL = 64  # tokens whose pairs are held at once in the dual form
 BUILT = 16  # tokens whose states are built at once
@@ -88,22 +97,19 @@ def aligned(config: MemoryConfig, write: Tensor | None, reset: Tensor | None, po
     return write is None and reset is None and position is not None and position < config.chunk
 
 
-Step = Callable[[MemoryConfig, Carry, Tensors, Span, Run, str], tuple[Tensor, Carry]]
-
-
 def span_size(config: MemoryConfig, *, channelwise: bool) -> int:
     """The most tokens that one step takes."""
     if config.commit == "chunk" and config.decay_order == "with_step":
         return config.chunk
-    return min(config.chunk, DUAL if _dual(config, channelwise) else BUILT)
+    return min(config.chunk, BUILT if _dual_graph(config, channelwise) is None else DUAL)
 
 
-def _dual(config: MemoryConfig, channelwise: bool) -> bool:
-    """Whether states are read without being built."""
+def _dual_graph(config: MemoryConfig, channelwise: bool) -> Graph | None:
+    """The layers through which states are read without being built, if they are."""
     # Per channel too, but there the coefficients of all pairs cost more than the states (measured).
-    linear = config.retention.linear and config.algorithm.kernel_form() is not None
-    graph = shared_graph(config, decayed=config.decay_order == "before_gradient")
-    return linear and graph is not None and not channelwise
+    if channelwise or not config.retention.linear or config.algorithm.kernel_form() is None:
+        return None
+    return shared_graph(config, decayed=config.decay_order == "before_gradient")
 
 
 def chunked(
@@ -126,47 +132,26 @@ def chunked(
         layout = layout_of(tokens.write, tokens.reset, start, length, config.chunk, size)
         tokens, moved = _laid(layout, tokens, run), layout.position
         spans = [Span(size, True, True)] * layout.spans
-    step, columns = _columns(config, tokens, [span.size for span in spans], run)
-    rows = [_borders(layout, at) + column for at, column in enumerate(columns)]
-    y, carry = _loop(config, step, rows, spans, carry, initial, run)
+    step, rows = _steps_of(config, tokens, [span.size for span in spans], run)
+
+    def segment(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:
+        outputs: list[Tensor] = []
+        for index, row in enumerate(rows, first):
+            own, span = labelled(run, f"chunk {index}"), spans[index]
+            if layout is not None:
+                span = span._replace(opens=layout.opens[:, index], closes=layout.closes[:, index])
+                if layout.resets is not None:
+                    carry = select(layout.resets[:, index], restart(config, initial, carry), carry, own)
+            y, carry = step(carry, row, span, own)
+            outputs.append(y)
+        return one(run(CONCAT, *outputs, label="outputs")), carry
+
+    small = len(spans) * _bytes(carry.flat) + sum(_bytes(row) for row in rows) <= KEPT
+    each = len(spans) if small else math.isqrt(len(spans) - 1) + 1
+    y, carry = in_segments(segment, rows, carry, initial, run, each=each, keep=small)
     if layout is not None:
         y = one(run(layout.collect(), y, label="outputs"))
     return y, carry._replace(position=moved)
-
-
-def _loop(
-    config: MemoryConfig, step: Step, rows: list[Tensors], spans: list[Span], carry: Carry, initial: Memory, run: Run
-) -> tuple[Tensor, Carry]:
-    width, each = len(carry.flat), len(rows[0])
-
-    def loop(run: Run, *inputs: Tensor, first: int = 0) -> Tensors:
-        own, start = carry.rebuilt(inputs[:width]), inputs[width : width + len(initial)]
-        rest = inputs[width + len(initial) :]
-        outputs: list[Tensor] = []
-        for at in range(0, len(rest), each):
-            index = first + at // each
-            label = f"chunk {index}"
-            opens, closes, resets, *row = rest[at : at + each]
-            if resets is not None:
-                own = select(resets, restart(config, start, own), own, run, label)
-            span = spans[index]
-            if opens is not None:
-                span = span._replace(opens=opens, closes=closes)
-            y, own = step(config, own, tuple(row), span, run, label)
-            outputs.append(y)
-        return one(run(CONCAT, *outputs, label="outputs")), *own.flat
-
-    small = len(spans) * _bytes(carry.flat) + sum(_bytes(row) for row in rows) <= KEPT
-    size = len(spans) if small else math.isqrt(len(spans) - 1) + 1
-    outputs: list[Tensor] = []
-    flat = carry.flat
-    for first in range(0, len(spans), size):
-        given = (tensor for row in rows[first : first + size] for tensor in row)
-        block = checkpoint("segment", partial(loop, first=first), keep=small)
-        y, *left = several(run(block, *flat, *initial, *given, label=f"segment {first // size}"))
-        outputs.append(y)
-        flat = tuple(left)
-    return one(run(CONCAT, *outputs, label="outputs")), carry.rebuilt(flat)
 
 
 def _bytes(tensors: Tensors) -> int:
@@ -181,23 +166,116 @@ def _laid(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
     return Tokens(phi_k, phi_q, v, lr, kept, momentum, layout.write)
 
 
-def _borders(layout: Layout | None, at: int) -> Tensors:
-    if layout is None:
-        return None, None, None
-    resets = None if layout.resets is None else layout.resets[:, at]
-    return layout.opens[:, at], layout.closes[:, at], resets
+Step = Callable[[Carry, Tensors, Span, Run], tuple[Tensor, Carry]]
 
 
-def _columns(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> tuple[Step, list[Tensors]]:
-    """The step to take, and what each needs of its tokens."""
+def _steps_of(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> tuple[Step, list[Tensors]]:
+    """The step to take, of (carry, row, span, run) to outputs `[N, C, V]` and the new carry, and the row of each."""
+    graph = _dual_graph(config, tokens.retain.dim() == 3)
     rows = kept_rows(config, tokens.retain, sizes, run)
     if config.commit == "chunk":
-        return commit_chunk, _joined(cut(tokens[:6], sizes, run), rows)
-    if not _dual(config, tokens.retain.dim() == 3):
-        return commit_built, _joined(cut(tokens[:7], sizes, run), rows)
-    rows = _joined(rows, coefficient_rows(config, tokens, sizes, run))
-    return commit_dual, _joined(cut(tokens[:3], sizes, run), rows)
+        step, columns = partial(_commit_chunk, config), [cut(tokens[:6], sizes, run)]
+    elif graph is None:
+        step, columns = partial(_commit_built, config), [cut(tokens[:7], sizes, run)]
+    else:
+        columns = [cut(tokens[:3], sizes, run), coefficient_rows(config, tokens, sizes, run)]
+        step = partial(_commit_dual, config, graph)
+    return step, [tuple(chain.from_iterable(row)) for row in zip(rows, *columns, strict=True)]
 
 
-def _joined(rows: list[Tensors], more: list[Tensors]) -> list[Tensors]:
-    return [(*own, *others) for own, others in zip(rows, more, strict=True)]
+def _commit_dual(
+    config: MemoryConfig, graph: Graph, carry: Carry, row: Tensors, span: Span, run: Run
+) -> tuple[Tensor, Carry]:
+    """A step at each token, read in the dual form: kept, phi_k, phi_q, v and the coefficients."""
+    phi_k, phi_q, v = several(row[1:4])
+    anchor, kept = _anchor(carry, span, run), _since(carry, row[0], run)
+    memory, slots = carry.memory, carry.slots
+    grads = factored(config, graph, anchor, (phi_k, v, kept), run)
+    y = read(graph, memory, slots, grads, row[4:7], phi_q, run)
+    memory, slots = write(memory, slots, grads, row[7:], run)
+    return y, _closed(carry._replace(memory=memory, slots=slots, anchor=anchor), kept, span, run)
+
+
+def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
+    """A step at each token, built one after the other: kept, phi_k, phi_q, v, the gates and the mask."""
+    phi_k, phi_q, v, *gates = several(row[1:7])
+    anchor, kept = _anchor(carry, span, run), _since(carry, row[0], run)
+    at = config.rule.weights(anchor, run=run) if kept is None else anchor
+    built = token_gradients(config, at, (phi_k, v, kept), run)
+    columns = [several(run(UNBIND, item)) for item in (*gates, *built)]
+    masks = [None] * span.size if row[7] is None else row[7].unbind(1)
+    states: list[Memory] = []
+    for mask, *each in zip(masks, *columns, strict=True):
+        before, own = carry.memory, TokenGates(*each[:3])
+        memory, slots = config.rule.apply(carry.memory, carry.slots, tuple(each[3:]), own, run=run)
+        stepped = carry._replace(memory=memory, slots=slots)
+        carry = stepped if mask is None else select(mask, stepped, carry, run)
+        states.append(carry.memory if config.read == "after" else before)
+    y = predict_states(config, states, phi_q, run)
+    return y, _closed(carry._replace(anchor=anchor), kept, span, run)
+
+
+def _since(carry: Carry, kept: Tensor | None, run: Run) -> Tensor | None:
+    """The products of retain since the span's start as those since its chunk's."""
+    return None if kept is None else one(run(_SINCE, carry.pending_retain[0], kept))
+
+
+def _closed(carry: Carry, kept: Tensor | None, span: Span, run: Run) -> Carry:
+    """The carry with the product that the chunk goes on with: 1 where it closes."""
+    if kept is None:
+        return carry
+    last = one(run(_LAST, kept))
+    if isinstance(span.closes, Tensor):
+        last = one(run(SELECT, span.closes, torch.ones_like(last), last))
+    elif span.closes:
+        last = torch.ones_like(last)
+    return carry._replace(pending_retain=(last,))
+
+
+def _anchor(carry: Carry, span: Span, run: Run) -> Memory:
+    """Where gradients are taken: the memory where a chunk opens, else as before."""
+    if isinstance(span.opens, bool):
+        return carry.memory if span.opens else carry.anchor
+    return per_weight(run, SELECT, (span.opens,) * len(carry.memory), carry.memory, carry.anchor)
+
+
+def _commit_chunk(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
+    """One step where a chunk closes: kept, phi_k, phi_q, v and the gates."""
+    phi_k, phi_q, v, lr, retain, momentum = several(row[1:])
+    since, weights = _since(carry, row[0], run), config.rule.weights(carry.memory, run=run)
+    at = weights if since is None else carry.memory
+    pending = summed(config, at, carry.pending, (phi_k, v, since), lr, run)
+    kept = one(run(_PRODUCT, carry.pending_retain[0], retain))
+    waiting = carry._replace(pending=pending, pending_retain=(kept,))
+    if span.closes is False:
+        return predict(config, weights, phi_q, run), waiting
+    new = committed_chunk(config, waiting, one(run(_LAST, momentum)), run)
+    if isinstance(span.closes, Tensor):
+        new = select(span.closes, new, waiting, run)
+    if config.read == "before":
+        return predict(config, weights, phi_q, run), new
+    # The closing token alone sees the commit.
+    after = config.rule.weights(new.memory, run=run)
+    queries = zip((weights, after), several(run(split_time([span.size - 1, 1]), phi_q)), strict=True)
+    return one(run(CONCAT, *(predict(config, own, q, run) for own, q in queries if q.shape[1]))), new
+
+
+def _product_vjp(total: Tensor, gates: Tensor, g: Tensor) -> Tensors:
+    # Products of all gates but one, without division: a gate of 0 has its true gradient.
+    ones = torch.ones_like(gates[:, :1])
+    earlier = torch.cat([ones, gates[:, :-1]], 1).cumprod(1)
+    later = torch.cat([ones, gates[:, 1:].flip(1)], 1).cumprod(1).flip(1)
+    return g * gates.prod(1), (g * total).unsqueeze(1) * earlier * later
+
+
+def _last_vjp(gates: Tensor, g: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(gates[:, :-1]), g.unsqueeze(1)], 1)
+
+
+_SINCE = formula_block(
+    "chunk.since",
+    lambda total, kept: total.unsqueeze(1) * kept,
+    lambda total, kept, g: ((g * kept).sum(1), total.unsqueeze(1) * g),
+)
+_PRODUCT = formula_block("chunk.product", lambda total, gates: total * gates.prod(1), _product_vjp)
+_LAST = formula_block("chunk.last", lambda gates: gates[:, -1], _last_vjp)

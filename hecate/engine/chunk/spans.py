@@ -9,6 +9,7 @@ what stays empty writes nothing, and nobody reads it. [ENG-CHUNK-D4]
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ from torch import Tensor
 from hecate.engine.coefficients import coefficients, running_products
 from hecate.engine.tokens import UNBIND, Tokens, cut, expand_to, linear_block
 from hecate.rule import MemoryConfig
-from hecate.rule.rule import several
 from hecate.tape import Block, Run, Tensors, can_inspect
 
 
@@ -47,8 +47,19 @@ def spans_of(position: int, length: int, chunk: int, size: int) -> list[Span]:
 
 
 def coefficient_rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> list[Tensors]:
-    """`Reads` and `Leaves` of every step."""
-    return _of_steps(lambda size: _coefficients(config, size), tokens[3:7], sizes, run)
+    """The coefficients of what the tokens of every step read and leave: those of `read`, then those of `write`."""
+
+    def formula(lr: Tensor, retain: Tensor, momentum: Tensor, write: Tensor | None) -> Tensors:
+        after, before, slot = coefficients(config, retain, momentum, write)
+        seen = after if config.read == "after" else before
+        decays = config.retention.uses_retain
+        a, end = (seen.bases[0], after.bases[0][..., -1]) if decays else (None, None)
+        weights, into = seen.writes * lr.unsqueeze(-2), after.last * lr
+        if slot is None:
+            return weights, a, None, into, end, None, None, None
+        return weights, a, seen.bases[1], into, end, after.bases[1][..., -1], slot.last * lr, slot.bases[0][..., -1]
+
+    return _of_steps("chunk.coefficients", formula, tokens[3:7], sizes, run)
 
 
 def kept_rows(config: MemoryConfig, retain: Tensor, sizes: list[int], run: Run) -> list[Tensors]:
@@ -56,52 +67,30 @@ def kept_rows(config: MemoryConfig, retain: Tensor, sizes: list[int], run: Run) 
     `[N, C, P]`: what is left of a state whose decay the gradients see; None where they do not."""
     if config.decay_order == "with_step":
         return [(None,)] * len(sizes)
-    return _of_steps(_products, (retain,), sizes, run)
+
+    def formula(gates: Tensor) -> Tensors:
+        return (running_products(gates) if gates.dim() == 3 else running_products(gates.mT).mT,)
+
+    return _of_steps("chunk.kept", formula, (retain,), sizes, run)
 
 
-def _of_steps(block_of: Callable[[int], Block], tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:
-    """What a block makes of the gates of every step; steps of equal size share one call."""
+def _of_steps(
+    name: str, formula: Callable[..., Tensors], tensors: Tensors, sizes: list[int], run: Run
+) -> list[Tensors]:
+    """What a formula makes of the gates of every step `[N, c, C, ...]`; steps of equal size share one call."""
     groups = [list(equal) for _, equal in groupby(sizes)]
-    parts = cut(tensors, [sum(group) for group in groups], run)
     rows: list[Tensors] = []
-    for group, part in zip(groups, parts, strict=True):
-        outputs = run(block_of(group[0]), *part, label="coefficients")
-        each = [
-            [None] * len(group) if out is None else several(run(UNBIND, out, label="coefficients")) for out in outputs
-        ]
-        rows += zip(*each, strict=True)
+    for group, part in zip(groups, cut(tensors, [sum(group) for group in groups], run), strict=True):
+        block = Block(name, partial(_by_step, formula, group[0]))
+        columns: list[Tensors] = []
+        for out in run(block, *part, label="coefficients"):
+            columns.append((None,) * len(group) if out is None else run(UNBIND, out, label="coefficients"))
+        rows += zip(*columns, strict=True)
     return rows
 
 
-def _products(size: int) -> Block:
-    """Gates `[N, c C]` or `[N, c C, P]` -> their running products, with the steps on axis 1."""
-
-    def forward(gates: Tensor) -> tuple[Tensors, None]:
-        gates = gates.unflatten(1, (-1, size))
-        if gates.dim() == 3:
-            return (running_products(gates),), None
-        return (running_products(gates.mT).mT,), None
-
-    return Block("chunk.kept", forward)
-
-
-def _coefficients(config: MemoryConfig, size: int) -> Block:
-    """Gates and the write mask `[N, c C]` -> `Reads` and `Leaves`, with the steps on axis 1."""
-
-    def forward(*given: Tensor | None) -> tuple[Tensors, None]:
-        lr, retain, momentum, write = (None if item is None else item.unflatten(1, (-1, size)) for item in given)
-        lr, retain, momentum = several((lr, retain, momentum))
-        after, before, slot = coefficients(config, retain, momentum, write)
-        seen = after if config.read == "after" else before
-        decays = config.retention.uses_retain
-        a, end = (seen.bases[0], after.bases[0][..., -1]) if decays else (None, None)
-        weights, into = seen.writes * lr.unsqueeze(-2), after.last * lr
-        if slot is None:
-            return (weights, a, None, into, end, None, None, None), None
-        slots = (after.bases[1][..., -1], slot.last * lr, slot.bases[0][..., -1])
-        return (weights, a, seen.bases[1], into, end, *slots), None
-
-    return Block("chunk.coefficients", forward)
+def _by_step(formula: Callable[..., Tensors], size: int, *gates: Tensor | None) -> tuple[Tensors, None]:
+    return formula(*[None if item is None else item.unflatten(1, (-1, size)) for item in gates]), None
 
 
 class Layout(NamedTuple):
@@ -134,18 +123,12 @@ def layout_of(
     write: Tensor | None, reset: Tensor | None, position: Tensor, length: int, chunk: int, size: int
 ) -> Layout:
     """The spans of a sequence from its masks `[N, T]` and the positions `[N]` at its start."""
-    shape = (position.shape[0], length)
-    written = _written(write, position, length)
-    place, carried, span, offset = _spans(written, reset, position, chunk, size)
-    spans = _count(span, reset, length, chunk, size)
-    ones = torch.ones_like(span)
-    filled = torch.zeros(shape[0], spans, dtype=span.dtype, device=span.device)
-    filled = filled.scatter_add(1, span, ones)
+    written, place, carried, span, offset, spans = _spans(write, reset, position, length, chunk, size)
+    filled = span.new_zeros(len(span), spans).scatter_add(1, span, torch.ones_like(span))
     # From the right: the last token of a span stands at its end.
     places = span * size + (size - filled.gather(1, span)) + offset
-    empty = torch.full((shape[0], spans * size), length, dtype=span.dtype, device=span.device)
-    steps = torch.arange(length, device=span.device).expand(shape)
-    tokens = empty.scatter(1, places, steps)
+    steps = torch.arange(length, device=span.device).expand_as(span)
+    tokens = span.new_full((len(span), spans * size), length).scatter(1, places, steps)
 
     def laid(mask: Tensor) -> Tensor:
         return _take(_padded(mask), tokens)
@@ -167,20 +150,16 @@ def layout_of(
 
 def steps_of(write: Tensor | None, reset: Tensor | None, position: Tensor, length: int, chunk: int, size: int) -> int:
     """How many spans the longest memory has: the steps that the chunk engine takes."""
-    written = _written(write, position, length)
-    span = _spans(written, reset, position, chunk, size)[2]
-    return _count(span, reset, length, chunk, size)
-
-
-def _written(write: Tensor | None, position: Tensor, length: int) -> Tensor:
-    return position.new_ones(position.shape[0], length, dtype=torch.bool) if write is None else write
+    return _spans(write, reset, position, length, chunk, size)[-1]
 
 
 def _spans(
-    written: Tensor, reset: Tensor | None, position: Tensor, chunk: int, size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Per token: its place in the chunk, whether only the carried state lies before it, its span, and its place in the
-    span."""
+    write: Tensor | None, reset: Tensor | None, position: Tensor, length: int, chunk: int, size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+    """Per token `[N, T]`: whether it is written, its place in the chunk, whether only the carried state lies before it,
+    its span and its place in the span; and the number of spans, what that can be at most where values may not be seen.
+    """
+    written = position.new_ones(len(position), length, dtype=torch.bool) if write is None else write
     count = written.long().cumsum(1) - written.long()
     base = (-position).unsqueeze(1).expand_as(count)
     if reset is not None:
@@ -191,17 +170,14 @@ def _spans(
     new = torch.cat([first, number[:, 1:] != number[:, :-1]], 1)
     if reset is not None:
         new = new | reset
-    steps = torch.arange(written.shape[1], device=written.device).expand_as(count)
+    steps = torch.arange(length, device=written.device).expand_as(count)
     offset = (steps - torch.where(new, steps, 0).cummax(1).values) % size
     span = (new | (offset == 0)).long().cumsum(1) - 1
-    return writes % chunk, (base < 0) & (count == 0), span, offset
-
-
-def _count(span: Tensor, reset: Tensor | None, length: int, chunk: int, size: int) -> int:
-    """The number of spans; what it can be at most where values may not be seen."""
     if can_inspect(span):
-        return int(span[:, -1].max()) + 1 if span.numel() else 1
-    return length if reset is not None else min(length, length // chunk + 2 + length // size)
+        spans = int(span[:, -1].max()) + 1 if span.numel() else 1
+    else:
+        spans = length if reset is not None else min(length, length // chunk + 2 + length // size)
+    return written, writes % chunk, (base < 0) & (count == 0), span, offset, spans
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -11,30 +11,37 @@ Second derivatives and batched cotangents go through the torch engines instead. 
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hecate.engine.call import TRACED, Call
-from hecate.engine.coordinates import by_coordinate
-from hecate.engine.cpu.launch import load_kernels, scan, scan_vjp
-from hecate.engine.engine import Engine, TokenEngine
-from hecate.engine.loop import sequential
-from hecate.engine.parallel import parallel
+from hecate.engine.engine import TokenEngine
+from hecate.engine.parallel import by_coordinate, by_torch, run_by_hand
 from hecate.engine.tokens import Carry, Tokens, form_of, in_folds
 from hecate.rule import MemoryConfig
-from hecate.rule.rule import several
 from hecate.structure import Memory
-from hecate.tape import ByHand, Run, Tensors, execute
+from hecate.tape import ByHand, Run, Tensors, one, several
 
 # Measured by `python -m studies cost-engines`: from this length on kernels are worth loading, and up to this size of a
 # l2 state (128 x 128 in float32) they beat block products, forward and backward together; with dot, whose rows go in
 # tiles, up to 256 x 256 at least.
 TOKENS = 32
-BYTES = 1 << 16
+LARGE = 1 << 16
+BYTES, ROWS = 64, 4  # of a vector, and rows that go together: widths are padded to these
+FORMS = {"target": None, "error": 1, "clip": 2, "power": 3, "sign": 4}  # as psi and slope know them
+VECTORS, TILE = 8, 4  # of the widest row that stays in registers, and of a tile of a wider one
+SEGMENT = 64  # least number of tokens between kept states
+SHARE = 1 << 20  # tokens x cells that are worth a thread of their own
 
 
 class Compiled(TokenEngine):
@@ -79,7 +86,7 @@ class Compiled(TokenEngine):
         """Less than blocks, but for large states of l2, and only from `TOKENS` on, before which nothing loads numba."""
         if call.length < TOKENS:
             return math.inf
-        large = form_of(call.config.bias) == "error" and math.prod(call.shape) * call.dtype.itemsize > BYTES
+        large = form_of(call.config.bias) == "error" and math.prod(call.shape) * call.dtype.itemsize > LARGE
         return (80.0 if large else 30.0) * call.length
 
     def about(self, call: Call) -> str:
@@ -93,40 +100,178 @@ class Compiled(TokenEngine):
         return compiled(call.config, tokens, carry, initial, run=run)
 
 
+@cache
+def load_kernels(name: str = "wide") -> ModuleType | None:
+    """A module of kernels; None without numba."""
+    try:
+        return importlib.import_module(f"hecate.engine.cpu.{name}")
+    except ImportError:
+        return None
+
+
 def compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
     """Runs a sequence in the kernels: outputs shaped like the values and the final carry."""
     if carry.memory[0].dim() == 2:
-        folded = partial(by_coordinate, compiled)
-        return in_folds(folded, config, tokens, carry, initial, run=run)
+        return in_folds(partial(by_coordinate, compiled), config, tokens, carry, initial, run=run)
 
-    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
-        return scan(config, inputs, keeps=keeps)
-
-    def vjp(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
-        return scan_vjp(config, inputs, record, cotangents)
-
-    kernel = ByHand("engine.compiled", forward, vjp, by_torch(config, carry))
-    return run_kernel(kernel, tokens, carry, initial, run=run)
+    kernel = ByHand("engine.compiled", partial(_scan, config), partial(_scan_vjp, config), by_torch(config, carry))
+    return run_by_hand(kernel, tokens, carry, initial, run=run)
 
 
-def by_torch(config: MemoryConfig, like: Carry) -> Callable[..., Tensors]:
-    """What a kernel computes of (memory, *slots, initial, *tokens), in plain torch."""
-    states = 1 + len(like.slots)
+class Scan:
+    """The inputs of one call: states `[N, V, P]` (slot None without momentum) and tokens, `[B, T, H, *]` as they lie;
+    `[N, T, *]` are those of one head.
 
-    def plain(*inputs: Tensor | None) -> Tensors:
-        engine = sequential if Engine.registry["parallel"].refuses(config) else parallel
-        memory, *slots = several(inputs[:states])
-        own = like._replace(memory=(memory,), slots=tuple(slots))
-        rest = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
-        start = several(inputs[states : states + 1])
-        y, new = in_folds(engine, config, rest, own, start, run=execute)
-        return (y, *new.memory, *new.slots)
+    Attributes:
+        vectors: of what stays in registers, None if nothing does: a row or, where u does not look at the memory, a tile
+            of it.
+        height, width: V and P in whole fours and tiles.
+        heads: memories whose tokens lie side by side.
+        channels: whether retain is a gate per phi channel.
+        segment: tokens between kept states.
+    """
 
-    return plain
+    def __init__(self, config: MemoryConfig, inputs: Tensors) -> None:
+        """From memory, slots, initial memory and the fields of `Tokens`, flat."""
+        memory, *slots = several(inputs[: 1 + len(config.algorithm.slots)])
+        initial, *rest = inputs[1 + len(slots) :]
+        tokens = Tokens(*rest)  # type: ignore[arg-type]
+        form, step = config.bias.kernel_form(), config.retention.kernel_form()
+        if form is None or step is None:
+            raise TypeError("the engine was chosen without its refusal being asked")
+        self.config, self.form, self.step = config, form, step
+        self.memory, self.slot, self.initial, self.tokens = memory, slots[0] if slots else None, one((initial,)), tokens
+        (self.count, height, width), size = memory.shape, memory.element_size()
+        vectors = -(-width * size // BYTES)
+        if form.name == "target":
+            vectors = min(vectors, TILE)
+        self.vectors = 1 << (vectors - 1).bit_length() if vectors <= VECTORS else None
+        self.tile = (self.vectors or 1) * BYTES // size
+        self.height, self.width = -(-height // ROWS) * ROWS, -(-width // self.tile) * self.tile
+        self.heads = tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1
+        self.channels = tokens.retain.dim() > tokens.lr.dim()
+        self.length = tokens.v.shape[1]
+        self.segment = max(SEGMENT, math.isqrt(self.length))
+
+    def state(self, state: Tensor) -> Tensor:
+        """A copy of a state in whole fours and tiles."""
+        return _padded(state, self.height, self.width).clone()
+
+    def launch(self, kernel: str, given: Sequence[Tensor | None], scratch: Sequence[int | None]) -> None:
+        """Runs a kernel over all memories on what is given beside their tokens, each worker with scratch space of its
+        own."""
+        config, tokens, none = self.config, self.tokens, torch.empty(0, dtype=self.memory.dtype)
+        number = flat(none).dtype.type
+        retain = _padded(tokens.retain, self.width) if self.channels else tokens.retain
+        tensors = (
+            _padded(tokens.phi_k, self.width),
+            _padded(tokens.phi_q, self.width),
+            _padded(tokens.v, self.height),
+            tokens.lr,
+            retain if config.retention.uses_retain else None,
+            tokens.momentum,
+            none.bool() if tokens.write is None else tokens.write,
+            none.bool() if tokens.reset is None else tokens.reset,
+            none if tokens.reset is None else _padded(self.initial, self.height, self.width),
+            *given,
+        )
+        arguments = (
+            self.heads,
+            self.length,
+            self.height,
+            self.width,
+            *(None if item is None else flat(item) for item in tensors),
+            self.segment,
+            FORMS[self.form.name],
+            number(self.form.a),
+            number(self.form.b),
+            None if self.step.threshold is None else number(self.step.threshold),
+            self.channels or (None if self.vectors else False),
+            config.decay_order == "before_gradient",
+            config.read == "before",
+            *([(0,) * self.vectors] if self.vectors else []),
+        )
+        run = getattr(load_kernels("registers" if self.vectors else "wide"), kernel)
+        cells = self.count * self.length * self.height * self.width
+        workers = min(torch.get_num_threads(), self.count, 1 + cells // SHARE)
+        borders = [self.count * index // workers for index in range(workers + 1)]
+
+        def work(index: int) -> None:
+            own = [size and flat(torch.empty(size, dtype=self.memory.dtype)) for size in scratch]
+            run(borders[index], borders[index + 1], *arguments, *own)
+
+        if workers == 1:
+            work(0)
+            return
+        # Threads that live as long as the call: none are left behind for a fork to lose.
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(work, range(workers)))
+
+    def cut(self, state: Tensor) -> Tensor:
+        """A state without its padding."""
+        return state[:, : self.memory.shape[1], : self.memory.shape[2]].contiguous()
 
 
-def run_kernel(kernel: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
-    """Runs a sequence in a kernel: outputs shaped like the values and the final carry."""
-    block = kernel.block(keeps=run is not execute)
-    y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens"))
-    return y, carry._replace(memory=(memory,), slots=tuple(slots))
+def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+    """Outputs and final states; and the record for `_scan_vjp` if asked for."""
+    call = Scan(config, inputs)
+    *shape, v = call.tokens.v.shape
+    new = call.memory.new_empty
+    memory, slot = call.state(call.memory), None if call.slot is None else call.state(call.slot)
+    y = new(*shape, call.height)
+    kept = new(call.count, -(-call.length // call.segment), call.height, call.width) if keeps else new(0)
+    record = (new(y.shape if keeps else 0), kept, None if slot is None else kept.clone())
+    call.launch("forward", (memory, slot, y, *record), [] if call.vectors else [2 * call.width])
+    return (y[..., :v], *(call.cut(state) for state in (memory, slot) if state is not None)), record
+
+
+def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+    """Cotangents of all inputs."""
+    call = Scan(config, inputs)
+    tokens, height, width, segment = call.tokens, call.height, call.width, call.segment
+    gy, *finals = cotangents
+    memory, *slots = map(call.state, finals)
+    (*shape, v), p = tokens.v.shape, call.memory.shape[2]
+    zeros = call.memory.new_zeros
+    new = zeros if tokens.write is not None else call.memory.new_empty  # masked: left as they are
+    initial = zeros(memory.shape if tokens.reset is not None else 0)
+    gk, gq, gv = new(*shape, width), new(*shape, width), new(*shape, height)
+    glr, gmomentum = zeros(*shape), new(*shape)
+    gretain = new(*shape, width) if call.channels else new(*shape)
+    states = (segment + 2) * height * width
+    scratch = [7 * width, 2 * height, states, states if slots else None]
+    if call.vectors:
+        states = segment * ROWS * call.tile
+        after = None if call.step.threshold is None else states
+        sums = segment * BYTES // call.memory.element_size()
+        scratch = [states, states if slots else None, after, ROWS * segment, sums, sums]
+    of_states = memory, slots[0] if slots else None, initial
+    call.launch("backward", (*record, _padded(gy, height), *of_states, gk, gq, gv, glr, gretain, gmomentum), scratch)
+    if call.channels:
+        gretain = gretain[..., :p]
+    return (
+        *(call.cut(state) for state in (memory, *slots)),
+        call.cut(initial) if tokens.reset is not None else None,
+        gk[..., :p],
+        gq[..., :p],
+        gv[..., :v],
+        glr,
+        gretain if config.retention.uses_retain else None,
+        gmomentum if slots else None,
+        None,
+        None,
+    )
+
+
+def flat(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The numbers of a tensor in a row; shared with it if it is contiguous."""
+    return tensor.numpy(force=True).reshape(-1)
+
+
+def _padded(tensor: Tensor, *sizes: int) -> Tensor:
+    """A tensor with zeros up to these sizes of its last axes; itself, but contiguous, where it has them."""
+    missing = [size - given for size, given in zip(sizes, tensor.shape[-len(sizes) :], strict=True)]
+    tensor = tensor.detach()
+    if any(missing):
+        tensor = pad(tensor, [end for size in reversed(missing) for end in (0, size)])
+    return tensor.contiguous()
