@@ -96,9 +96,9 @@ class Gate(nn.Module):
     paper: rms(c) w_c * sigmoid(rms(m) w_m), which then halves it; for mal m alone.
     """
 
-    def __init__(self, kind: Combination, d_model: int, *, memory_alone: bool, **place: Any) -> None:
+    def __init__(self, combination: Combination, d_model: int, *, memory_alone: bool, **place: Any) -> None:
         super().__init__()
-        self.kind = "memory" if kind == "paper" and memory_alone else kind
+        self.kind = "memory" if combination == "paper" and memory_alone else combination
         count = {"multiply": 1, "add": 1, "paper": 2, "memory": 0}[self.kind]
         self.weight = nn.Parameter(torch.ones(count, d_model, **place)) if count else None
 
