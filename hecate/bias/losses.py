@@ -267,10 +267,11 @@ class Huber(ErrorBias):
 
     def rho(self, error: Tensor) -> Tensor:
         size, square = error.abs(), error.square()
+        beyond = size > self.delta
         if self.norm:
             square = square.sum(-1, keepdim=True)
-            size = floored_root(square, self.delta)[0]
-        return torch.where(size <= self.delta, 0.5 * square, self.delta * size - 0.5 * self.delta**2).sum(-1)
+            size, beyond = floored_root(square, self.delta)
+        return torch.where(beyond, self.delta * size - 0.5 * self.delta**2, 0.5 * square).sum(-1)
 
     def psi(self, error: Tensor) -> Tensor:
         return onto_ball(error, self.delta, -1) if self.norm else error.clamp(-self.delta, self.delta)

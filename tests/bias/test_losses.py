@@ -160,3 +160,13 @@ def test_a_temperature_without_a_softmax_is_refused():
 def test_no_kernel_claims_the_losses_that_it_cannot_compute():
     assert all((knob.kernel_form() is None) == (knob.kind != "l1") for knob in KNOBS)
     assert bias.Lp(p=1.5).kernel_form() is not None
+
+
+@pytest.mark.spec("BIAS-HUBER-D1")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inside_its_ball_huber_is_half_a_square(dtype):
+    """However the root of delta^2 is rounded."""
+    error = torch.full((3, 2), 0.01, dtype=dtype)
+    for delta in torch.linspace(0.1, 2.0, 50).tolist():
+        loss = bias.Huber(norm=True, delta=delta).loss(error, torch.zeros_like(error))
+        assert torch.equal(loss, 0.5 * error.square().sum(-1))

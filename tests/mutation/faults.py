@@ -139,7 +139,7 @@ FAULTS = [
         KNOBS,
         ("losses", "-target", "target"),
         ("losses", "error.clamp(-self.delta, self.delta)", "error.clamp(-self.delta, 2 * self.delta)"),
-        ("losses", "self.delta * size - 0.5 * self.delta**2)", "self.delta * size)"),
+        ("losses", "self.delta * size - 0.5 * self.delta**2,", "self.delta * size,"),
         ("losses", "diagonal = (self.p - 1) * size.pow(self.p - 2)", "diagonal = self.p * size.pow(self.p - 2)"),
         ("losses", "return torch.where(live, size.pow(self.p), 0.0).sum(-1) / self.p", "return torch.where(live, size.pow(self.p), 0.0).sum(-1)"),
         ("losses", "diagonal = diagonal + size.pow(self.p - 1) * self.eps**2 / radius.pow(3)", "pass"),
