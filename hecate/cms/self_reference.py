@@ -230,7 +230,7 @@ class Boxes(HeldRule):
         phi = rule.feature_map(wide, self.phi_params)
         if rule.key_norm != "none":
             norm = L2_NORM if rule.key_norm == "l2" else SUM_NORM
-            phi = one(execute(norm.block(keeps=False), phi))
+            phi = one(execute(norm, phi))
         return phi
 
     def read(self, carried: Weights, phi: Tensor) -> tuple[Tensor, ...]:

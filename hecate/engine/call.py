@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hecate.checks import described
 from hecate.engine.arguments import (
     check_config,
     check_mask,
@@ -234,7 +235,7 @@ def _memory(
     d_phi, device, reset = config.feature_map.output_dim(width), inputs.k.device, inputs.reset
     shapes = config.structure.shapes(d_phi, d_v)
     if initial is not None:
-        check_tensors("initial", initial, {n: (heads, *s) for n, s in shapes.items()}, device, batch=batch)
+        check_tensors("initial", initial, {n: (heads, *s) for n, s in shapes.items()}, inputs.k, batch=batch)
     first = None
     if state is None or reset is not None:
         if initial is None:
@@ -268,12 +269,12 @@ def _checked(
     ordered: list[Any] = []
     for field, wanted in (("memory", shapes), ("slots", slots), ("anchor", anchor), ("pending", pending)):
         held = getattr(state, field)
-        check_tensors(f"state.{field}", held, {n: (batch, heads, *s) for n, s in wanted.items()}, device)
+        check_tensors(f"state.{field}", held, {n: (batch, heads, *s) for n, s in wanted.items()}, inputs.k)
         ordered.append({name: held[name] for name in wanted})
     if state.position.shape != (batch, heads) or state.position.device != device:
         raise ShapeError(
-            f"state.position must be {[batch, heads]} on {device}, got "
-            f"{list(state.position.shape)} on {state.position.device}"
+            f"state.position must be {[batch, heads]} on {device}, got {list(state.position.shape)} on "
+            f"{state.position.device}"
         )
     return MemoryState(*ordered, *state[4:])  # type: ignore[call-arg]
 
@@ -353,14 +354,13 @@ def complete(
     check_tokens(q, k, v)
     if q.shape != k.shape or v.shape[:3] != k.shape[:3]:
         raise ShapeError(
-            f"q and k must be [B, T, H, D] and v [B, T, H, V] with equal B, T, H; got q "
-            f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+            f"q and k must be [B, T, H, D] and v [B, T, H, V] with equal B, T, H; got q {list(q.shape)}, k "
+            f"{list(k.shape)}, v {list(v.shape)}"
         )
     if cu_seqlens is not None:
         reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
-    for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
-        if mask is not None:
-            check_mask(name, mask, k)
+    check_mask("write_mask", write_mask, k)
+    check_mask("reset_mask", reset_mask, k)
     lr, retain, momentum = complete_gates(config, gates, k, write_mask)
     return Sequence(q, k, v, lr, retain, momentum, write_mask, reset_mask)
 
@@ -377,21 +377,19 @@ def numbered(config: MemoryConfig, state: MemoryState | None, sequence: Sequence
     needed, seen = config.feature_map.needs_position, None if state is None else state.seen
     if state is not None and (seen is not None) != needed:
         raise ShapeError(
-            f"state.seen is {'a count' if seen is not None else 'None'}, but feature_map "
-            f"{config.feature_map.kind!r} needs {'one' if needed else 'none'}; was the state made "
-            "with another config?"
+            f"state.seen is {'a count' if seen is not None else 'None'}, but feature_map {config.feature_map.kind!r} "
+            f"needs {'one' if needed else 'none'}; was the state made with another config?"
         )
     if not needed:
         return sequence, None
-    k, written = sequence.k, sequence.write
+    k = sequence.k
     if seen is None:
         seen = torch.zeros(k.shape[:1], dtype=torch.int64, device=k.device)
     if seen.shape != k.shape[:1] or seen.dtype != torch.int64 or seen.device != k.device:
         raise ShapeError(
-            f"state.seen must be int64 {list(k.shape[:1])} on {k.device}, got {seen.dtype} "
-            f"{list(seen.shape)} on {seen.device}"
+            f"state.seen must be int64 {list(k.shape[:1])} on {k.device}, got {described(seen)} on {seen.device}"
         )
-    position, seen = counted(seen, written, sequence.reset, k.shape[1])
+    position, seen = counted(seen, sequence.write, sequence.reset, k.shape[1])
     return sequence._replace(position=position), seen
 
 

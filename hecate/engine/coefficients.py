@@ -105,7 +105,7 @@ def span_products(gates: Tensor) -> Tensor:
     Its derivative needs no division, so gates of exactly 0 get their true gradient:
     g_l = sum_(j < l) (R^T g)[l, j] R[l-1, j]. [ENG-PAR-V1]
     """
-    return one(execute(_SPANS.block(keeps=False), gates))
+    return one(execute(_SPANS, gates))
 
 
 def running_products(gates: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def running_products(gates: Tensor) -> Tensor:
 
     With R as above, g_l = prod_(j < l) gates (R^T g)[l].
     """
-    return one(execute(_RUNNING.block(keeps=False), gates))
+    return one(execute(_RUNNING, gates))
 
 
 def _spans(gates: Tensor) -> Tensor:
@@ -158,5 +158,5 @@ def _running_plain(*inputs: Tensor | None) -> Tensors:
     return (gates[..., :1] * span_products(gates)[..., 0],)
 
 
-_SPANS = ByHand("span_products", _spans_forward, _spans_vjp, _spans_plain)
-_RUNNING = ByHand("running_products", _running_forward, _running_vjp, _running_plain)
+_SPANS = ByHand("span_products", _spans_forward, _spans_vjp, _spans_plain).block()
+_RUNNING = ByHand("running_products", _running_forward, _running_vjp, _running_plain).block()

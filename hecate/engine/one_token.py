@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from hecate.engine import nonfinite
-from hecate.engine.arguments import check_params
+from hecate.engine.arguments import TOPS, check_params
 from hecate.engine.call import carry_of, named_state
 from hecate.engine.engine import apart
-from hecate.engine.features import L2_NORM, SUM_NORM, stepped
+from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, levelled, stepped
 from hecate.engine.loop import blocks_of, token_step
-from hecate.engine.normalizer import DIVIDE, levelled
 from hecate.engine.tokens import Carry, Tokens, form_of
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
@@ -34,7 +33,6 @@ Looks = tuple[object, ...]
 TokenStep = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, MemoryState], tuple[Tensor, MemoryState]]
 
 MOST = 64  # programs that a config keeps
-_TOPS = (math.inf, 1.0, 1.0)  # of lr, retain and momentum; the least is 0
 _DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
 _TENSORS, _NUMBERS = (Tensor, torch.nn.Parameter), (type(None), float, int)
 
@@ -184,7 +182,7 @@ class OneToken:
         if state.normalizer is not None:
             ones = torch.ones_like(rows_v[..., :1])
             z, counted = self.steps[1](lr, retain, momentum, rows_k, rows_q, ones, state.normalizer)
-            y, new = one(DIVIDE.forward((y, z), False)[0]), new._replace(normalizer=counted)
+            y, new = one(execute(DIVIDE, y, z)), new._replace(normalizer=counted)
         if state.seen is not None:
             new = new._replace(seen=state.seen + 1)
         shape, dtype = self.output
@@ -203,7 +201,7 @@ class OneToken:
             return number
         if self.inspects:
             low, high = given.aminmax()
-            if not (low.item() >= 0 and high.item() <= _TOPS[index]):
+            if not (low.item() >= 0 and high.item() <= TOPS[index]):
                 return None
         return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(self.shapes[index])
 
@@ -238,7 +236,7 @@ class OneToken:
         """key_norm of x; None where sizes are too far from 1 for the plain quotient."""
         l2 = self.config.key_norm == "l2"
         if not self.inspects:
-            return one((L2_NORM if l2 else SUM_NORM).forward((x,), False)[0])
+            return one(execute(L2_NORM if l2 else SUM_NORM, x))
         size = (x.square() if l2 else x).sum(-1, keepdim=True)
         low, high = size.aminmax()
         if not (low.item() * self.far >= 1 and high.item() <= self.far):

@@ -127,6 +127,6 @@ def by_torch(config: MemoryConfig, like: Carry) -> Callable[..., Tensors]:
 
 def run_kernel(kernel: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
     """Runs a sequence in a kernel: outputs shaped like the values and the final carry."""
-    block = kernel.block(keeps=run is not execute)
+    block = kernel.block()
     y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens"))
     return y, carry._replace(memory=(memory,), slots=tuple(slots))

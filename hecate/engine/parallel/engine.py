@@ -35,7 +35,7 @@ from hecate.engine.tokens import Carry, Tokens, form_of, in_folds
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import several
 from hecate.structure import Memory
-from hecate.tape import ByHand, Run, Tensors, execute
+from hecate.tape import ByHand, Run, Tensors
 
 CHUNK = 64
 CHANNEL_CHUNK = 16  # per-channel products are C x C x P tensors
@@ -97,7 +97,7 @@ def parallel(
     def plain(*inputs: Tensor | None) -> Tensors:
         return _scan(config, form, *_named(inputs, states), size, keeps=False, by_hand=False)[0]
 
-    block = ByHand("engine.parallel", forward, vjp, plain).block(keeps=run is not execute)
+    block = ByHand("engine.parallel", forward, vjp, plain).block()
     y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *tokens, label="blocks"))
     return y, carry._replace(memory=(memory,), slots=tuple(slots))
 
