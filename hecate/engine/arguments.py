@@ -19,8 +19,9 @@ from hecate.tape import can_inspect
 # What is drawn to learn a map's parameter names is thrown away; made here, because torch.compile cannot make a
 # generator.
 _UNREAD = torch.Generator()
+Named = dict[str, Tensor]
+Shapes = dict[str, tuple[int, ...]]
 TOPS = Gates(lr=math.inf, retain=1.0, momentum=1.0)  # the largest value of a gate; the least is 0
-_GROUPS = ("learned", "frozen")  # of phi's parameters
 
 
 def check_config(config: MemoryConfig) -> MemoryConfig:
@@ -177,37 +178,38 @@ def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> P
         return params or feature_map.init(k.shape[-1], generator=_UNREAD)
     width, heads = k.shape[-1], k.shape[2]
     groups = _expected_params(feature_map, width, max(heads, 1))
-    expected = {name: group for group in _GROUPS for name in groups[group]}
-    if params is None and expected:
-        raise ConfigError(
-            f"feature_map {feature_map.kind!r} has parameters ({', '.join(expected)}); pass as phi_params what "
-            f"feature_map.init({width}, heads=..., generator=...) returns"
-        )
     if params is None:
+        if names := [*groups["learned"], *groups["frozen"]]:
+            raise ConfigError(
+                f"feature_map {feature_map.kind!r} has parameters ({', '.join(names)}); pass as phi_params what "
+                f"feature_map.init({width}, heads=..., generator=...) returns"
+            )
         return {"learned": {}, "frozen": {}}
-    if not isinstance(params, dict) or not {*_GROUPS} <= params.keys():
+    if not isinstance(params, dict) or not groups.keys() <= params.keys():
         raise ConfigError(
             "phi_params must be what feature_map.init returns, a mapping with 'learned' and 'frozen', got "
             f"{described(params)}"
         )
     if "position" in params:
         raise ConfigError("leave 'position' out of phi_params: a scan counts its tokens itself")
-    for group in _GROUPS:
-        check_named(f"phi_params[{group!r}]", params[group])
-    if any(params[group].keys() != groups[group].keys() for group in _GROUPS):
-        raise ConfigError(
-            f"feature_map {feature_map.kind!r} for keys of width {width} has the parameters {expected}, got "
-            f"{ {group: [*params[group]] for group in _GROUPS} }; were they made by another map?"
-        )
-    for name, group in expected.items():
-        tensor, (shape, floating) = params[group][name], groups[group][name]
-        if (
-            tensor.shape[1:] != shape[1:]
-            or tensor.shape[0] not in (1, shape[0], heads)
-            or tensor.dtype.is_floating_point != floating
-            or tensor.device != k.device
-        ):
-            _refuse_param(name, tensor, shape, floating, k)
+    given: dict[str, Named] = params  # type: ignore[assignment]
+    for group, expected in groups.items():
+        check_named(f"phi_params[{group!r}]", given[group])
+        if given[group].keys() != expected.keys():
+            raise ConfigError(
+                f"feature_map {feature_map.kind!r} for keys of width {width} has the parameters "
+                f"{ {name: each for each in groups for name in groups[each]} }, got "
+                f"{ {each: [*given[each]] for each in groups} }; were they made by another map?"
+            )
+        for name, (shape, floating) in expected.items():
+            tensor = given[group][name]
+            if (
+                tensor.shape[1:] != shape[1:]
+                or tensor.shape[0] not in (1, shape[0], heads)
+                or tensor.dtype.is_floating_point != floating
+                or tensor.device != k.device
+            ):
+                _refuse_param(name, tensor, shape, floating, k)
     return params
 
 
@@ -216,10 +218,10 @@ def _expected_params(
     feature_map: FeatureMap, width: int, heads: int
 ) -> dict[str, dict[str, tuple[tuple[int, ...], bool]]]:
     """Shapes of a map's parameters, made on no device, and whether they are floating point: by group and name."""
-    made = feature_map.init(width, heads=heads, device="meta")
+    made: dict[str, Named] = feature_map.init(width, heads=heads, device="meta")  # type: ignore[assignment]
     return {
         group: {name: (tuple(tensor.shape), tensor.is_floating_point()) for name, tensor in made[group].items()}
-        for group in _GROUPS
+        for group in ("learned", "frozen")
     }
 
 
@@ -253,7 +255,7 @@ def check_state(state: MemoryState | None) -> None:
     check_state(state.normalizer)
 
 
-def check_named(what: str, tensors: dict[str, Tensor]) -> None:
+def check_named(what: str, tensors: Named) -> None:
     """Refuses what are no tensors by name."""
     if not isinstance(tensors, dict):
         raise ShapeError(f"{what} must be a mapping of names to tensors, got {described(tensors)}")
@@ -262,9 +264,7 @@ def check_named(what: str, tensors: dict[str, Tensor]) -> None:
             raise ShapeError(f"{what}[{name!r}] must be a tensor, got {described(tensor)}")
 
 
-def check_tensors(
-    what: str, given: dict[str, Tensor], expected: dict[str, tuple[int, ...]], k: Tensor, *, batch: int | None = None
-) -> None:
+def check_tensors(what: str, given: Named, expected: Shapes, k: Tensor, *, batch: int | None = None) -> None:
     """Refuses tensors by name that are not of the shapes expected, or of these for every one of `batch` sequences."""
     if given.keys() != expected.keys():
         raise ShapeError(

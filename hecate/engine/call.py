@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from hecate.checks import described
 from hecate.engine.arguments import (
+    Named,
+    Shapes,
     check_config,
     check_mask,
     check_named,
@@ -88,7 +91,6 @@ class Call:
     """
 
     steps: int | None = None
-    _traced: bool | None = None
 
     def __init__(self, spec: Spec, flat: Tensors, seen: Tensor | None = None) -> None:
         """`seen` counts tokens after the last, where phi needs positions."""
@@ -110,7 +112,7 @@ class Call:
         *,
         phi_params: Params | None = None,
         state: MemoryState | None = None,
-        initial: dict[str, Tensor] | None = None,
+        initial: Named | None = None,
         write_mask: Tensor | None = None,
         reset_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -159,15 +161,13 @@ class Call:
         """A call without tensors, to ask which engine would run it: its answers are given."""
         call = cls.__new__(cls)
         call.config, call.length, call.steps, call.shape, call.device = config, length, steps, shape, device
-        call.dtype, call.values, call.retain, call.masked, call._traced = dtype, values, retain, masked, traced
+        call.dtype, call.values, call.retain, call.masked, call.traced = dtype, values, retain, masked, traced
         return call
 
-    @property
+    @cached_property
     def traced(self) -> bool:
         """Asked for by few engines, and only then found out."""
-        if self._traced is None:
-            self._traced = is_traced(*self.flat)
-        return self._traced
+        return is_traced(*self.flat)
 
     # What an engine runs on.
 
@@ -180,10 +180,9 @@ class Call:
     def params(self) -> Params:
         """phi's parameters."""
         learned, frozen = self.spec.params
-        at = len(Sequence._fields)
-        split = at + len(learned)
-        own: tuple[Any, ...] = self.flat
-        return {"learned": dict(zip(learned, own[at:split])), "frozen": dict(zip(frozen, own[split:]))}  # noqa: B905
+        own: list[Any] = list(self.flat[len(Sequence._fields) : self.first])
+        split = len(learned)
+        return {"learned": dict(zip(learned, own, strict=False)), "frozen": dict(zip(frozen, own[split:], strict=True))}
 
     @property
     def memories(self) -> list[tuple[Memory, Carry]]:
@@ -224,7 +223,7 @@ class Call:
 def _memory(
     config: MemoryConfig,
     state: MemoryState | None,
-    initial: dict[str, Tensor] | None,
+    initial: Named | None,
     inputs: Sequence,
     dtype: torch.dtype,
     d_v: int,
@@ -249,13 +248,7 @@ def _memory(
     return own, start, carry  # type: ignore[return-value]
 
 
-def _checked(
-    config: MemoryConfig,
-    state: MemoryState,
-    shapes: dict[str, tuple[int, ...]],
-    slots: dict[str, tuple[int, ...]],
-    inputs: Sequence,
-) -> MemoryState:
+def _checked(config: MemoryConfig, state: MemoryState, shapes: Shapes, slots: Shapes, inputs: Sequence) -> MemoryState:
     """The state to go on from, checked against the shapes per memory that its config carries, and in their order."""
     batch, _, heads = inputs.lr.shape
     device, pending = inputs.k.device, dict(shapes) if config.commit == "chunk" else {}
@@ -307,7 +300,7 @@ def named_state(weights: tuple[str, ...], slots: tuple[str, ...], carry: Carry, 
     return MemoryState(*held, carry.position.unflatten(0, lead))  # type: ignore[call-arg]
 
 
-def _state_dtype(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, held: dict[str, Tensor] | None) -> torch.dtype:
+def _state_dtype(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, held: Named | None) -> torch.dtype:
     """In what a state is held: the highest precision among the config, the inputs and the state to go on from or to
     start at."""
     dtype = config.dtype
@@ -359,8 +352,9 @@ def complete(
         )
     if cu_seqlens is not None:
         reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
-    check_mask("write_mask", write_mask, k)
-    check_mask("reset_mask", reset_mask, k)
+    for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
+        if mask is not None:
+            check_mask(name, mask, k)
     lr, retain, momentum = complete_gates(config, gates, k, write_mask)
     return Sequence(q, k, v, lr, retain, momentum, write_mask, reset_mask)
 

@@ -53,7 +53,8 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
         phi_q = scaled(phi_q, 1 / math.sqrt(inputs.k.shape[-1]), run, "query_scale")
     if config.step != "raw":
         phi_k, v, lr = stepped(config, phi_k, v, lr, run)
-    masks = [None if mask is None else by_head(mask, lr.shape[2]) for mask in (inputs.write, inputs.reset)]
+    heads, write, reset = lr.shape[2], inputs.write, inputs.reset
+    masks = None if write is None else by_head(write, heads), None if reset is None else by_head(reset, heads)
     return Tokens(phi_k, phi_q, v, lr, retain, momentum, *masks)
 
 
@@ -198,9 +199,9 @@ def _counting_along(
     y, both = scan(counter, tokens, both, joined(initial, zero), run=run)
     rows = y.shape[-1] - 1
     outputs = several(run(split_time([rows, 1], -1), y, label="normalizer"))
-    weights, *slots = [run(split_time([rows, 1]), item, label="normalizer") for item in (*both.memory, *both.slots)]
+    apart = [several(run(split_time([rows, 1]), x, label="normalizer")) for x in (*both.memory, *both.slots)]
     return [
-        (outputs[at], own._replace(memory=(weights[at],), slots=tuple(slot[at] for slot in slots)))
+        (outputs[at], own._replace(memory=(apart[0][at],), slots=tuple(slot[at] for slot in apart[1:])))
         for at, own in enumerate((carry, count))
     ]
 

@@ -143,8 +143,8 @@ def _raise_at_first(call: Call, y: Tensor, name: str) -> None:
                 f"an output of memory {name!r} is non-finite at {place}, while the memory itself is finite: {reason}"
             )
     raise NonFiniteError(
-        f"memory {name!r} became non-finite in the engine's block products, although token by "
-        "token it stays finite; use engine='sequential'"
+        f"memory {name!r} became non-finite in the engine's block products, although token by token it stays finite; "
+        "use engine='sequential'"
     )
 
 
@@ -213,7 +213,6 @@ def _look(name: str, block: str, index: int, cotangents: Tensors) -> None:
         names = ("batch row", "token", "head") if block == "outputs" else ("batch row", "head")
         place = ", ".join(f"{what} {number}" for what, number in zip(names, at, strict=False))
         raise NonFiniteError(
-            f"the gradient that reaches memory {name!r} at {block} is {float(g[at]):g} at {place}: "
-            "it comes from what follows the memory, the loss perhaps. Mend that, or choose "
-            "on_nonfinite='propagate' to let it through"
+            f"the gradient that reaches memory {name!r} at {block} is {float(g[at]):g} at {place}: it comes from what "
+            "follows the memory, the loss perhaps. Mend that, or choose on_nonfinite='propagate' to let it through"
         )

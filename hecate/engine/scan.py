@@ -14,12 +14,12 @@ from hecate.checks import expect
 from hecate.engine import nonfinite
 from hecate.engine.arguments import check_mask, check_tokens
 from hecate.engine.call import Call
-from hecate.engine.engine import Engine, EngineName, choose, explain
+from hecate.engine.engine import EngineName, choose, explain
 from hecate.engine.one_token import one_token
 from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.tape import Autodiff, Tape, Tensors, differentiate, several
+from hecate.tape import Autodiff, Tape, differentiate, several
 
 _LOG = logging.getLogger("hecate.engine")
 
@@ -50,32 +50,29 @@ def memory_scan(
 
     Args:
         gates: lr, retain and momentum; None takes the rule's defaults.
-        phi_params: parameters from `config.feature_map.init(D, heads=H)`; may be left out without
-            any.
+        phi_params: parameters from `config.feature_map.init(D, heads=H)`; may be left out without any.
         state: the state to go on from; None starts at `initial`.
-        initial: weights `[H, ...]` or `[B, H, ...]` by name, where a memory starts and restarts;
-            None takes the structure's own (zero for a matrix). The retention has the last word on where that is:
-            `Retention.start`.
-        write_mask: `[B, T]` bool; at False the token is read but leaves the memory exactly as it
-            was, whatever it carries.
+        initial: weights `[H, ...]` or `[B, H, ...]` by name, where a memory starts and restarts; None takes the
+            structure's own (zero for a matrix). The retention has the last word on where that is: `Retention.start`.
+        write_mask: `[B, T]` bool; at False the token is read but leaves the memory exactly as it was, whatever it
+            carries.
         reset_mask: `[B, T]` bool; at True the memory restarts from `initial` before that token.
-        cu_seqlens: `[documents + 1]` int, borders of documents packed into one row (B = 1); resets
-            at each.
+        cu_seqlens: `[documents + 1]` int, borders of documents packed into one row (B = 1); resets at each.
         engine: `"auto"` picks the fastest exact one; results agree within rounding.
-        autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record;
-            `"auto"` takes autograd for linear memories beyond the token loop, else the tape.
-        tape: record the call on this tape instead of autograd; `tape.backward` then takes the
-            cotangent of y to q, k, v, tensor gates and phi parameters.
+        autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record; `"auto"` takes
+            autograd for linear memories beyond the token loop, else the tape.
+        tape: record the call on this tape instead of autograd; `tape.backward` then takes the cotangent of y to q, k,
+            v, tensor gates and phi parameters.
         name: what errors call this memory.
 
     Raises:
-        ConfigError: an engine or gate that the config cannot honour, a gate out of its range,
-            parameters that are not those of phi.
+        ConfigError: an engine or gate that the config cannot honour, a gate out of its range, parameters that are not
+            those of phi.
         ShapeError: tensors that do not fit together, or what is no tensor.
-        NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token; on a CPU also
-            in the backward pass, for a gradient that reaches the memory; on a device by a later call, or by
-            `state.check()`, lest this one wait. It cannot be raised while compiling or inside `torch.func` transforms,
-            which forbid looking at values.
+        NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token; on a CPU also in the backward
+            pass, for a gradient that reaches the memory; on a device by a later call, or by `state.check()`, lest this
+            one wait. It cannot be raised while compiling or inside `torch.func` transforms, which forbid looking at
+            values.
     """
     whole = partial(
         whole_scan, config, q, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
@@ -111,24 +108,17 @@ def whole_scan(
     policy = call.config.on_nonfinite
     if policy == "skip":
         call = nonfinite.skip(call)
-    outputs = several(_outputs(chosen, call, autodiff, tape))
+    # Of the spec alone: what a graph keeps of a call are the tensors that it saves.
+    program = partial(chosen.program, call.spec)
+    if autodiff == "auto":
+        autodiff = chosen.autodiff(call.config)
+    outputs = several(program(tape, *call.flat) if tape is not None else differentiate(program, call.flat, autodiff))
     if policy == "raise":
         nonfinite.check(call, name, outputs)
     y, state = call.result(outputs)
     if policy == "raise" and y.requires_grad:
         nonfinite.watch_cotangents(name, y, state)
     return y, state
-
-
-def _outputs(engine: Engine, call: Call, autodiff: Autodiff, tape: Tape | None) -> Tensors:
-    """y and the states' tensors, on a tape or in the sight of autograd."""
-    spec, flat = call.spec, call.flat
-    if tape is not None:
-        return engine.program(spec, tape, *flat)
-    if autodiff == "auto":
-        autodiff = engine.autodiff(call.config)
-    # Of the spec alone: what a graph keeps of a call are the tensors that it saves.
-    return differentiate(lambda run, *flat: engine.program(spec, run, *flat), flat, autodiff)
 
 
 def _nothing(call: Call) -> tuple[Tensor, MemoryState]:
@@ -176,8 +166,8 @@ def memory_features(
     check_mask("write_mask", write_mask, k)
     if residual and v.shape != k.shape:
         raise ShapeError(
-            f"v must be as wide as k, {list(k.shape)}, for phi(x) = x + M(x) to have a sum, got "
-            f"{list(v.shape)}; or take phi(x) = M(x), residual=False"
+            f"v must be as wide as k, {list(k.shape)}, for phi(x) = x + M(x) to have a sum, got {list(v.shape)}; or "
+            "take phi(x) = M(x), residual=False"
         )
     if write_mask is not None:
         # The k of a masked token may hold garbage, and it is read at as well.

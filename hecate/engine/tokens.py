@@ -99,7 +99,8 @@ def fold_mask(mask: Tensor, heads: int) -> Tensor:
 
 def fold_heads(tokens: Tokens, run: Run) -> Tokens:
     """`[B, T, H, *]` -> `[B*H, T, *]`."""
-    masks = [None if mask is None else fold_mask(mask, tokens.lr.shape[2]) for mask in tokens[6:]]
+    heads, write, reset = tokens.lr.shape[2], tokens.write, tokens.reset
+    masks = None if write is None else fold_mask(write, heads), None if reset is None else fold_mask(reset, heads)
     return Tokens(*several(run(_FOLD, *tokens[:6], label="heads")), *masks)  # type: ignore[call-arg]
 
 

@@ -34,7 +34,7 @@ from hecate.tape.tape import (
 )
 
 Autodiff = Literal["auto", "tape", "torch"]
-Forward = Callable[[Tensors, bool], tuple[Tensors, Any]]  # (inputs, keeps) -> outputs, record
+Forward = Callable[[Tensors, bool], Made]  # (inputs, keeps) -> outputs, record
 Pullback = Callable[[Tensors, Any, Sequence[Tensor]], Values]  # (inputs, record, cotangents)
 
 # Of tensors under `is_grads_batched`; looking a key up by its name costs more than all else here.
@@ -60,7 +60,7 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
         if not seen and forward_ad._current_level < 0 and not is_recorded(inputs):
             return program(execute, *inputs)
 
-        def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Any]:
+        def forward(inputs: Tensors, keeps: bool) -> Made:
             made: list[Made] = []
             return program(remembering(made) if keeps else execute, *inputs), made
 
@@ -91,7 +91,7 @@ class ByHand(NamedTuple):
     def block(self) -> Block:
         """As a tape block."""
 
-        def made(keeps: bool, *inputs: Tensor | None) -> tuple[Tensors, Any]:
+        def made(keeps: bool, *inputs: Tensor | None) -> Made:
             if is_traced(*inputs):
                 return self.plain(*inputs), (inputs, None)
             if is_recorded(inputs):

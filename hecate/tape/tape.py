@@ -1,4 +1,4 @@
-"""Blocks, the unit of differentiation, and the tape: a ledger of their calls, printed, queried and replayed backwards."""
+"""Blocks, the unit of differentiation, and the tape: a ledger of their calls that is printed, queried and replayed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hecate.errors import ConfigError, ShapeError
 
 Tensors = tuple[Tensor | None, ...]
 Values = Sequence[Tensor | None]
+Made = tuple[Tensors, Any]  # outputs, and what a VJP needs beside them
 Program = Callable[..., Tensors]  # program(run, *inputs) -> outputs, built from calls of `run`
 
 
@@ -33,24 +34,24 @@ class Block(NamedTuple):
     """
 
     name: str
-    forward: Callable[..., tuple[Tensors, Any]]
+    forward: Callable[..., Made]
     vjp: Callable[..., Values] | None = None
     program: Program | None = None
     recomputes: bool = False
-    record: Callable[..., tuple[Tensors, Any]] | None = None
+    record: Callable[..., Made] | None = None
 
     @property
     def hand_written(self) -> bool:
         """Whether the derivative is written by hand rather than left to `torch.func.vjp`."""
         return self.vjp is not None
 
-    def apply(self, inputs: Tensors) -> tuple[Tensors, Any]:
+    def apply(self, inputs: Tensors) -> Made:
         """Runs the forward; the residual of a block without a VJP is torch's own pullback."""
         if self.vjp is None:
             return _autograd_vjp(self, inputs)
         return self.checked((self.record or self.forward)(*inputs))
 
-    def checked(self, returned: tuple[Tensors, Any]) -> tuple[Tensors, Any]:
+    def checked(self, returned: Made) -> Made:
         """What a forward has returned; `ShapeError` where that is no tuple of outputs beside its residuals."""
         if not isinstance(returned[0], tuple):
             raise ShapeError(
@@ -165,13 +166,6 @@ class Call(NamedTuple):
     residuals: Any
 
 
-class Made(NamedTuple):
-    """What a checkpoint returned, and what it recorded on the way if it did."""
-
-    outputs: Tensors
-    record: Any
-
-
 class CotangentNorm(NamedTuple):
     """L2 norm of the cotangents that reached the outputs of one call during `backward`."""
 
@@ -277,10 +271,12 @@ class Tape:
     def __str__(self) -> str:
         lines = []
         for index, call in enumerate(self.calls):
-            shapes = [", ".join(_shape(item) for item in side) for side in (call.inputs, call.outputs)]
+            given, made = (
+                ", ".join("None" if item is None else f"{list(item.shape)}" for item in side)
+                for side in (call.inputs, call.outputs)
+            )
             source = "" if call.block.hand_written else "  (vjp by torch.func)"
-            head = f"{index:>4}  {call.label:<16} {call.block.name:<24}"
-            lines.append(f"{head} {shapes[0]} -> {shapes[1]}{source}")
+            lines.append(f"{index:>4}  {call.label:<16} {call.block.name:<24} {given} -> {made}{source}")
         return "\n".join(lines)
 
 
@@ -297,10 +293,10 @@ def checkpoint(name: str, program: Program, *, keep: bool = False) -> Block:
     def vjp(inputs: Tensors | _Taped, *cotangents: Tensor) -> Values:
         if not isinstance(inputs, _Taped):
             return replay(Tape(), program, inputs, cotangents)
-        taped, calls, inputs.calls = inputs, inputs.calls, []
+        calls, inputs.calls = inputs.calls, []
         if not calls:
-            return replay(Tape(), program, taped.inputs, cotangents)
-        return Tape()._walk(reversed(calls), taped.outputs, cotangents, taped.inputs)
+            return replay(Tape(), program, inputs.inputs, cotangents)
+        return Tape()._walk(reversed(calls), inputs.outputs, cotangents, inputs.inputs)
 
     def record(*inputs: Tensor | None) -> tuple[Tensors, _Taped]:
         tape, own = Tape(), _variables(inputs)
@@ -327,7 +323,7 @@ def remembering(made: list[Made]) -> Run:
         if not block.recomputes:
             return block.forward(*inputs)[0]
         outputs, residuals = block.apply(inputs)
-        made.append(Made(outputs, None if block.record is None else residuals))
+        made.append((outputs, None if block.record is None else residuals))
         return outputs
 
     return run
@@ -378,7 +374,3 @@ def _norm(cotangents: list[Tensor]) -> Tensor:
 
 def _join(*parts: str) -> str:
     return "/".join(part for part in parts if part)
-
-
-def _shape(value: Tensor | None) -> str:
-    return "None" if value is None else f"{list(value.shape)}"
