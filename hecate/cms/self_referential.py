@@ -217,7 +217,7 @@ class Boxes(HeldRule):
         if rule.key_norm == "none":
             return phi
         norm = L2_NORM if rule.key_norm == "l2" else SUM_NORM
-        return one(execute(norm.block(keeps=False), phi))
+        return one(execute(norm, phi))
 
     def read(self, carried: Weights, phi: Tensor) -> tuple[Tensor, ...]:
         """Answers `[B, T, H, D]` at one phi of the boxes that carry `[B, boxes H, ...]`."""

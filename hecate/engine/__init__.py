@@ -11,12 +11,9 @@ from hecate.engine.arguments import check_mask, check_params, check_tokens, docu
 from hecate.engine.call import Call, Sequence, complete, counted, numbered, written_before
 from hecate.engine.chunk import predict
 from hecate.engine.engine import Engine, EngineName, TokenEngine, check_exact, choose, exact_engines, explain, verdicts
-from hecate.engine.features import L2_NORM, SUM_NORM, to_tokens
-from hecate.engine.normalizer import DIVIDE
-from hecate.engine.scan import memory_features, memory_scan
-from hecate.engine.step import Stepper, memory_step, stepper
+from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, to_tokens
+from hecate.engine.scan import Stepper, memory_features, memory_scan, memory_step, stepper
 from hecate.engine.tokens import CONCAT
-from hecate.tape import ByHand
 from hecate.tape.ops import largest, levelling, near_one, reach
 
 for _found in iter_modules(__path__):
@@ -27,7 +24,6 @@ __all__ = [
     "DIVIDE",
     "L2_NORM",
     "SUM_NORM",
-    "ByHand",
     "Call",
     "Engine",
     "EngineName",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from numbers import Real
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +19,17 @@ from hecate.tape import can_inspect
 # What is drawn to learn a map's parameter names is thrown away; made here, because torch.compile cannot make a
 # generator.
 _UNREAD = torch.Generator()
-_TOPS = {"lr": math.inf, "retain": 1.0, "momentum": 1.0}  # the largest value of a gate; the least is 0
-_FIELDS = ("memory", "slots", "anchor", "pending")  # of a state, tensors by name
+Named = dict[str, Tensor]
+Shapes = dict[str, tuple[int, ...]]
+TOPS = Gates(lr=math.inf, retain=1.0, momentum=1.0)  # the largest value of a gate; the least is 0
 
 
 def check_config(config: MemoryConfig) -> MemoryConfig:
     """The config, checked once per object."""
     if not isinstance(config, MemoryConfig):
         raise ConfigError(
-            f"config must be a MemoryConfig, got {shorten(config)} ({type(config).__name__}); make "
-            "one by MemoryConfig(...) or MemoryConfig.model_validate(...)"
+            f"config must be a MemoryConfig, got {shorten(config)} ({type(config).__name__}); make one by "
+            "MemoryConfig(...) or MemoryConfig.model_validate(...)"
         )
     return config if torch.compiler.is_compiling() else config.validated()
 
@@ -57,8 +57,8 @@ def document_starts(
         return reset_mask
     if going_on:
         raise ConfigError(
-            "give cu_seqlens or state, not both: the first border restarts the memory, so the "
-            "state would never be read; mark the later documents with reset_mask"
+            "give cu_seqlens or state, not both: the first border restarts the memory, so the state would never be "
+            "read; mark the later documents with reset_mask"
         )
     if reset_mask is not None:
         raise ConfigError("give cu_seqlens or reset_mask, not both: both mark where documents start")
@@ -69,8 +69,7 @@ def document_starts(
         )
     if k.shape[0] != 1 or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
         raise ShapeError(
-            f"cu_seqlens must be integer [documents + 1] with B = 1, got {cu_seqlens.dtype} "
-            f"{list(cu_seqlens.shape)} and B = {k.shape[0]}"
+            f"cu_seqlens must be integer [documents + 1] with B = 1, got {described(cu_seqlens)} and B = {k.shape[0]}"
         )
     if can_inspect(cu_seqlens):
         borders = cu_seqlens.tolist()
@@ -99,13 +98,13 @@ def complete_gates(
         raise ConfigError(f"gates must be Gates(lr, retain, momentum), got {described(gates)}")
     if gates.retain is not None and not config.retention.uses_retain:
         raise ConfigError(
-            f"gates.retain is given, but retention {config.retention.kind!r} takes no retain gate; "
-            "leave it None or choose retention 'decay'"
+            f"gates.retain is given, but retention {config.retention.kind!r} takes no retain gate; leave it None or "
+            "choose retention 'decay'"
         )
     if gates.momentum is not None and not config.algorithm.uses_momentum:
         raise ConfigError(
-            f"gates.momentum is given, but algorithm {config.algorithm.kind!r} takes no momentum "
-            "gate; leave it None or choose algorithm 'momentum'"
+            f"gates.momentum is given, but algorithm {config.algorithm.kind!r} takes no momentum gate; leave it None "
+            "or choose algorithm 'momentum'"
         )
     if isinstance(gates.lr, Real) and not isinstance(gates.lr, Tensor):
         config.check_step(float(gates.lr))
@@ -119,7 +118,7 @@ def complete_gates(
 
 
 def _gate(name: str, given: Tensor | float | None, default: float, k: Tensor, write: Tensor | None) -> Tensor:
-    shape, top = k.shape[:3], _TOPS[name]
+    shape, top = k.shape[:3], getattr(TOPS, name)
     if isinstance(given, Tensor):
         if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and name != "retain"):
             raise ShapeError(f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got {list(given.shape)}")
@@ -142,16 +141,15 @@ def _gate(name: str, given: Tensor | float | None, default: float, k: Tensor, wr
 
 
 def _bounds(name: str) -> str:
-    return "a finite number >= 0" if _TOPS[name] == math.inf else "in [0, 1]"
+    return "a finite number >= 0" if getattr(TOPS, name) == math.inf else "in [0, 1]"
 
 
 def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
     width = config.feature_map.output_dim(k.shape[-1])
     if not config.structure.linear:
         raise ConfigError(
-            "gates.retain has one value per phi channel, but structure "
-            f"{config.structure.kind!r} has weights without a phi axis; pass [B, T, H] or use "
-            "structure 'matrix' or 'vector'"
+            f"gates.retain has one value per phi channel, but structure {config.structure.kind!r} has weights without "
+            "a phi axis; pass [B, T, H] or use structure 'matrix' or 'vector'"
         )
     if retain.shape[-1] != width:
         raise ShapeError(f"gates.retain per phi channel must be [B, T, H, {width}], got {list(retain.shape)}")
@@ -159,7 +157,7 @@ def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
 
 def _refuse_range(name: str, given: Tensor, write: Tensor | None) -> None:
     """Names the first written token whose gate is out of range, if there is one."""
-    bad = given.isfinite() & ((given < 0) | (given > _TOPS[name]))
+    bad = given.isfinite() & ((given < 0) | (given > getattr(TOPS, name)))
     if write is not None:
         bad = bad & expand_to(write, bad)
     for at in bad.nonzero()[:1].tolist():
@@ -173,84 +171,69 @@ def _refuse_range(name: str, given: Tensor, write: Tensor | None) -> None:
 # Parameters of phi.
 
 
-class _Expected(NamedTuple):
-    """A parameter as `init` makes it."""
-
-    group: str
-    shape: tuple[int, ...]
-    floating: bool
-
-
 def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> Params:
     """The feature map's parameters; an error when it needs some and none are given, or where they are not those of its
     `init`. [ENG-CALL-I6]"""
     if torch.compiler.is_compiling():
         return params or feature_map.init(k.shape[-1], generator=_UNREAD)
     width, heads = k.shape[-1], k.shape[2]
-    expected = _expected_params(feature_map, width, max(heads, 1))
-    if params is None and expected:
-        raise ConfigError(
-            f"feature_map {feature_map.kind!r} has parameters ({', '.join(expected)}); pass as "
-            f"phi_params what feature_map.init({width}, heads=..., generator=...) returns"
-        )
+    groups = _expected_params(feature_map, width, max(heads, 1))
     if params is None:
+        if names := [*groups["learned"], *groups["frozen"]]:
+            raise ConfigError(
+                f"feature_map {feature_map.kind!r} has parameters ({', '.join(names)}); pass as phi_params what "
+                f"feature_map.init({width}, heads=..., generator=...) returns"
+            )
         return {"learned": {}, "frozen": {}}
-    if not isinstance(params, dict) or not {"learned", "frozen"} <= params.keys():
+    if not isinstance(params, dict) or not groups.keys() <= params.keys():
         raise ConfigError(
-            "phi_params must be what feature_map.init returns, a mapping with 'learned' and "
-            f"'frozen', got {described(params)}"
+            "phi_params must be what feature_map.init returns, a mapping with 'learned' and 'frozen', got "
+            f"{described(params)}"
         )
     if "position" in params:
         raise ConfigError("leave 'position' out of phi_params: a scan counts its tokens itself")
-    given = 0
-    for group in ("learned", "frozen"):
-        tensors = params[group]
-        if tensors == {}:
-            continue
-        check_named(f"phi_params[{group!r}]", tensors)
-        given += len(tensors)
-        for name, tensor in tensors.items():
-            wanted = expected.get(name)
-            if wanted is None or wanted.group != group:
-                given = -1
-                break
+    given: dict[str, Named] = params  # type: ignore[assignment]
+    for group, expected in groups.items():
+        check_named(f"phi_params[{group!r}]", given[group])
+        if given[group].keys() != expected.keys():
+            raise ConfigError(
+                f"feature_map {feature_map.kind!r} for keys of width {width} has the parameters "
+                f"{ {name: each for each in groups for name in groups[each]} }, got "
+                f"{ {each: [*given[each]] for each in groups} }; were they made by another map?"
+            )
+        for name, (shape, floating) in expected.items():
+            tensor = given[group][name]
             if (
-                tensor.shape[1:] != wanted.shape[1:]
-                or tensor.shape[0] not in (1, wanted.shape[0], heads)
-                or tensor.dtype.is_floating_point != wanted.floating
+                tensor.shape[1:] != shape[1:]
+                or tensor.shape[0] not in (1, shape[0], heads)
+                or tensor.dtype.is_floating_point != floating
                 or tensor.device != k.device
             ):
-                _refuse_param(name, tensor, wanted, k)
-    if given != len(expected):
-        held = {group: [*params[group]] for group in ("learned", "frozen")}
-        raise ConfigError(
-            f"feature_map {feature_map.kind!r} for keys of width {width} has the parameters "
-            f"{ {name: each.group for name, each in expected.items()} }, got {held}; were they "
-            "made by another map?"
-        )
+                _refuse_param(name, tensor, shape, floating, k)
     return params
 
 
 @lru_cache(maxsize=256)
-def _expected_params(feature_map: FeatureMap, width: int, heads: int) -> dict[str, _Expected]:
-    """A map's parameters by name, made on no device."""
-    made = feature_map.init(width, heads=heads, device="meta")
+def _expected_params(
+    feature_map: FeatureMap, width: int, heads: int
+) -> dict[str, dict[str, tuple[tuple[int, ...], bool]]]:
+    """Shapes of a map's parameters, made on no device, and whether they are floating point: by group and name."""
+    made: dict[str, Named] = feature_map.init(width, heads=heads, device="meta")  # type: ignore[assignment]
     return {
-        name: _Expected(group, tuple(tensor.shape), tensor.is_floating_point())
+        group: {name: (tuple(tensor.shape), tensor.is_floating_point()) for name, tensor in made[group].items()}
         for group in ("learned", "frozen")
-        for name, tensor in made[group].items()
     }
 
 
-def _refuse_param(name: str, tensor: Tensor, wanted: _Expected, k: Tensor) -> None:
+def _refuse_param(name: str, tensor: Tensor, shape: tuple[int, ...], floating: bool, k: Tensor) -> None:
     expect_beside(tensor, k, f"phi parameter {name!r}")
     heads = k.shape[2]
-    if tensor.dim() and tensor.shape[0] not in (1, heads) and wanted.shape[0] in (1, heads):
+    if tensor.dim() and tensor.shape[0] not in (1, heads) and shape[0] in (1, heads):
         raise ShapeError(f"phi parameter {name!r} is for {tensor.shape[0]} heads, k has {heads}")
-    kind = "floating point" if wanted.floating else "of whole numbers"
+    kind = "floating point" if floating else "of whole numbers"
     raise ShapeError(
-        f"phi parameter {name!r} must be {kind} {list(wanted.shape)}, or [1, ...] for all heads, "
-        f"got {described(tensor)}; pass what feature_map.init({k.shape[-1]}, heads={heads}) returns"
+        f"phi parameter {name!r} must be {kind} {list(shape)}, or [1, ...] for all heads, got {described(tensor)}; "
+        f"pass what feature_map.init({k.shape[-1]}, heads={heads}) returns"
     )
 
 
@@ -267,12 +250,12 @@ def check_state(state: MemoryState | None) -> None:
         tensor = getattr(state, field)
         if not isinstance(tensor, Tensor) and not (field == "seen" and tensor is None):
             raise ShapeError(f"state.{field} must be a tensor, got {described(tensor)}")
-    for field in _FIELDS:
+    for field in state._fields[:4]:
         check_named(f"state.{field}", getattr(state, field))
     check_state(state.normalizer)
 
 
-def check_named(what: str, tensors: dict[str, Tensor]) -> None:
+def check_named(what: str, tensors: Named) -> None:
     """Refuses what are no tensors by name."""
     if not isinstance(tensors, dict):
         raise ShapeError(f"{what} must be a mapping of names to tensors, got {described(tensors)}")
@@ -281,26 +264,19 @@ def check_named(what: str, tensors: dict[str, Tensor]) -> None:
             raise ShapeError(f"{what}[{name!r}] must be a tensor, got {described(tensor)}")
 
 
-def check_tensors(
-    what: str,
-    given: dict[str, Tensor],
-    expected: dict[str, tuple[int, ...]],
-    device: torch.device,
-    *,
-    batch: int | None = None,
-) -> None:
+def check_tensors(what: str, given: Named, expected: Shapes, k: Tensor, *, batch: int | None = None) -> None:
     """Refuses tensors by name that are not of the shapes expected, or of these for every one of `batch` sequences."""
     if given.keys() != expected.keys():
         raise ShapeError(
-            f"{what} must hold {sorted(expected) or 'nothing'}, got {sorted(given) or 'nothing'}; "
-            "was it made with another config?"
+            f"{what} must hold {sorted(expected) or 'nothing'}, got {sorted(given) or 'nothing'}; was it made with "
+            "another config?"
         )
     for name, shape in expected.items():
         found = tuple(given[name].shape)
         if found != shape and (batch is None or found != (batch, *shape)):
             raise ShapeError(f"{what}[{name!r}] must be {list(shape)}, got {list(found)}")
-        if given[name].device != device:
-            raise ShapeError(f"{what}[{name!r}] is on {given[name].device}, k on {device}; move them together")
+        if given[name].device != k.device:
+            expect_beside(given[name], k, f"{what}[{name!r}]")
 
 
 def check_normalizer(config: MemoryConfig, state: MemoryState) -> None:
@@ -308,6 +284,6 @@ def check_normalizer(config: MemoryConfig, state: MemoryState) -> None:
     if (state.normalizer is None) != (config.normalizer == "none"):
         held = "nothing" if state.normalizer is None else "a state"
         raise ShapeError(
-            f"state.normalizer holds {held}, but the config has normalizer={config.normalizer!r}; "
-            "was it made with another config?"
+            f"state.normalizer holds {held}, but the config has normalizer={config.normalizer!r}; was it made with "
+            "another config?"
         )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hecate.checks import described
 from hecate.engine.arguments import (
+    Named,
+    Shapes,
     check_config,
     check_mask,
     check_named,
@@ -87,7 +91,6 @@ class Call:
     """
 
     steps: int | None = None
-    _traced: bool | None = None
 
     def __init__(self, spec: Spec, flat: Tensors, seen: Tensor | None = None) -> None:
         """`seen` counts tokens after the last, where phi needs positions."""
@@ -109,7 +112,7 @@ class Call:
         *,
         phi_params: Params | None = None,
         state: MemoryState | None = None,
-        initial: dict[str, Tensor] | None = None,
+        initial: Named | None = None,
         write_mask: Tensor | None = None,
         reset_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -158,15 +161,13 @@ class Call:
         """A call without tensors, to ask which engine would run it: its answers are given."""
         call = cls.__new__(cls)
         call.config, call.length, call.steps, call.shape, call.device = config, length, steps, shape, device
-        call.dtype, call.values, call.retain, call.masked, call._traced = dtype, values, retain, masked, traced
+        call.dtype, call.values, call.retain, call.masked, call.traced = dtype, values, retain, masked, traced
         return call
 
-    @property
+    @cached_property
     def traced(self) -> bool:
         """Asked for by few engines, and only then found out."""
-        if self._traced is None:
-            self._traced = is_traced(*self.flat)
-        return self._traced
+        return is_traced(*self.flat)
 
     # What an engine runs on.
 
@@ -179,10 +180,9 @@ class Call:
     def params(self) -> Params:
         """phi's parameters."""
         learned, frozen = self.spec.params
-        at = len(Sequence._fields)
-        split = at + len(learned)
-        own: tuple[Any, ...] = self.flat
-        return {"learned": dict(zip(learned, own[at:split])), "frozen": dict(zip(frozen, own[split:]))}  # noqa: B905
+        own: list[Any] = list(self.flat[len(Sequence._fields) : self.first])
+        split = len(learned)
+        return {"learned": dict(zip(learned, own, strict=False)), "frozen": dict(zip(frozen, own[split:], strict=True))}
 
     @property
     def memories(self) -> list[tuple[Memory, Carry]]:
@@ -223,7 +223,7 @@ class Call:
 def _memory(
     config: MemoryConfig,
     state: MemoryState | None,
-    initial: dict[str, Tensor] | None,
+    initial: Named | None,
     inputs: Sequence,
     dtype: torch.dtype,
     d_v: int,
@@ -234,7 +234,7 @@ def _memory(
     d_phi, device, reset = config.feature_map.output_dim(width), inputs.k.device, inputs.reset
     shapes = config.structure.shapes(d_phi, d_v)
     if initial is not None:
-        check_tensors("initial", initial, {n: (heads, *s) for n, s in shapes.items()}, device, batch=batch)
+        check_tensors("initial", initial, {n: (heads, *s) for n, s in shapes.items()}, inputs.k, batch=batch)
     first = None
     if state is None or reset is not None:
         if initial is None:
@@ -248,13 +248,7 @@ def _memory(
     return own, start, carry  # type: ignore[return-value]
 
 
-def _checked(
-    config: MemoryConfig,
-    state: MemoryState,
-    shapes: dict[str, tuple[int, ...]],
-    slots: dict[str, tuple[int, ...]],
-    inputs: Sequence,
-) -> MemoryState:
+def _checked(config: MemoryConfig, state: MemoryState, shapes: Shapes, slots: Shapes, inputs: Sequence) -> MemoryState:
     """The state to go on from, checked against the shapes per memory that its config carries, and in their order."""
     batch, _, heads = inputs.lr.shape
     device, pending = inputs.k.device, dict(shapes) if config.commit == "chunk" else {}
@@ -268,12 +262,12 @@ def _checked(
     ordered: list[Any] = []
     for field, wanted in (("memory", shapes), ("slots", slots), ("anchor", anchor), ("pending", pending)):
         held = getattr(state, field)
-        check_tensors(f"state.{field}", held, {n: (batch, heads, *s) for n, s in wanted.items()}, device)
+        check_tensors(f"state.{field}", held, {n: (batch, heads, *s) for n, s in wanted.items()}, inputs.k)
         ordered.append({name: held[name] for name in wanted})
     if state.position.shape != (batch, heads) or state.position.device != device:
         raise ShapeError(
-            f"state.position must be {[batch, heads]} on {device}, got "
-            f"{list(state.position.shape)} on {state.position.device}"
+            f"state.position must be {[batch, heads]} on {device}, got {list(state.position.shape)} on "
+            f"{state.position.device}"
         )
     return MemoryState(*ordered, *state[4:])  # type: ignore[call-arg]
 
@@ -306,7 +300,7 @@ def named_state(weights: tuple[str, ...], slots: tuple[str, ...], carry: Carry, 
     return MemoryState(*held, carry.position.unflatten(0, lead))  # type: ignore[call-arg]
 
 
-def _state_dtype(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, held: dict[str, Tensor] | None) -> torch.dtype:
+def _state_dtype(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, held: Named | None) -> torch.dtype:
     """In what a state is held: the highest precision among the config, the inputs and the state to go on from or to
     start at."""
     dtype = config.dtype
@@ -353,8 +347,8 @@ def complete(
     check_tokens(q, k, v)
     if q.shape != k.shape or v.shape[:3] != k.shape[:3]:
         raise ShapeError(
-            f"q and k must be [B, T, H, D] and v [B, T, H, V] with equal B, T, H; got q "
-            f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+            f"q and k must be [B, T, H, D] and v [B, T, H, V] with equal B, T, H; got q {list(q.shape)}, k "
+            f"{list(k.shape)}, v {list(v.shape)}"
         )
     if cu_seqlens is not None:
         reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
@@ -377,21 +371,19 @@ def numbered(config: MemoryConfig, state: MemoryState | None, sequence: Sequence
     needed, seen = config.feature_map.needs_position, None if state is None else state.seen
     if state is not None and (seen is not None) != needed:
         raise ShapeError(
-            f"state.seen is {'a count' if seen is not None else 'None'}, but feature_map "
-            f"{config.feature_map.kind!r} needs {'one' if needed else 'none'}; was the state made "
-            "with another config?"
+            f"state.seen is {'a count' if seen is not None else 'None'}, but feature_map {config.feature_map.kind!r} "
+            f"needs {'one' if needed else 'none'}; was the state made with another config?"
         )
     if not needed:
         return sequence, None
-    k, written = sequence.k, sequence.write
+    k = sequence.k
     if seen is None:
         seen = torch.zeros(k.shape[:1], dtype=torch.int64, device=k.device)
     if seen.shape != k.shape[:1] or seen.dtype != torch.int64 or seen.device != k.device:
         raise ShapeError(
-            f"state.seen must be int64 {list(k.shape[:1])} on {k.device}, got {seen.dtype} "
-            f"{list(seen.shape)} on {seen.device}"
+            f"state.seen must be int64 {list(k.shape[:1])} on {k.device}, got {described(seen)} on {seen.device}"
         )
-    position, seen = counted(seen, written, sequence.reset, k.shape[1])
+    position, seen = counted(seen, sequence.write, sequence.reset, k.shape[1])
     return sequence._replace(position=position), seen
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from hecate.engine.tokens import Tokens, form_of
 from hecate.rule import MemoryConfig
-from hecate.tape import Block, ByHand, Tensors, differentiate, one
+from hecate.tape import Block, Tensors, by_hand, differentiate, execute, one
 
 
 class Combined(NamedTuple):
@@ -162,7 +162,7 @@ def span_products(gates: Tensor) -> Tensor:
     Its derivative needs no division, so gates of exactly 0 get their true gradient:
     g_l = sum_(j < l) (R^T g)[l, j] R[l-1, j]. [ENG-PAR-V1]
     """
-    return one(_SPANS.block(keeps=False).forward(gates)[0])
+    return one(execute(_SPANS, gates))
 
 
 def running_products(gates: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def running_products(gates: Tensor) -> Tensor:
 
     With R as above, g_l = prod_(j < l) gates (R^T g)[l].
     """
-    return one(_RUNNING.block(keeps=False).forward(gates)[0])
+    return one(execute(_RUNNING, gates))
 
 
 def _spans(gates: Tensor) -> tuple[Tensors, Tensor]:
@@ -198,9 +198,7 @@ def _running_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> Tensors:
 
 _PRODUCTS = Block("span_products", _spans, _spans_vjp)
 # As torch operations, for derivatives of any order, they are the same formulas.
-_SPANS = ByHand.of(_PRODUCTS)._replace(
-    plain=lambda *gates: differentiate(lambda run, gates: run(_PRODUCTS, gates), gates, "tape")
-)
-_RUNNING = ByHand.of(Block("running_products", _running, _running_vjp))._replace(
-    plain=lambda gates: (gates[..., :1] * span_products(gates)[..., 0],)
+_SPANS = by_hand(_PRODUCTS, lambda *gates: differentiate(lambda run, gates: run(_PRODUCTS, gates), gates, "tape"))
+_RUNNING = by_hand(
+    Block("running_products", _running, _running_vjp), lambda gates: (gates[..., :1] * span_products(gates)[..., 0],)
 )

@@ -23,16 +23,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from hecate.engine.call import Call, Spec
-from hecate.engine.features import to_tokens
-from hecate.engine.normalizer import normalized
-from hecate.engine.tokens import Carry, Tokens, cast
+from hecate.engine.features import normalized, to_tokens
+from hecate.engine.tokens import Carry, Tokens, cast, linear_block
 from hecate.errors import ConfigError, did_you_mean
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import Autodiff, Block, ByHand, Run, Tensors, execute, is_traced, one
+from hecate.tape import Autodiff, ByHand, Run, Tensors, execute, is_traced, one
 
 EngineName = str
 
@@ -102,7 +102,7 @@ class Engine(ABC):
                 lambda inputs, record, cotangents: self.backward(Call(spec, inputs), record, cotangents),
                 lambda *inputs: self.run(Call(spec, inputs)),
             )
-            y, *states = run(hand.block(keeps=run is not execute), *flat, label="tokens")
+            y, *states = run(hand.block(), *flat, label="tokens")
         if y.dtype != (wanted := flat[2].dtype):  # type: ignore[union-attr]
             y = one(run(cast(wanted), y, label="outputs"))
         return y, *apart(states, flat, run)
@@ -145,7 +145,7 @@ def apart(states: list[Tensor | None], given: Tensors, run: Run) -> list[Tensor 
     return states
 
 
-_COPY = Block("copy", lambda x: ((x.clone(),), None), lambda _, g: (g,))
+_COPY = linear_block("copy", torch.clone, lambda g: g)
 
 
 # The choice.
@@ -158,7 +158,7 @@ def check_exact(config: MemoryConfig, asked: EngineName) -> None:
     engine = Engine.registry.get(asked) if isinstance(asked, str) else None
     if engine is None:
         known = ["auto", *Engine.registry]
-        listed = ", ".join(repr(name) for name in known)
+        listed = ", ".join(map(repr, known))
         raise ConfigError(f"engine must be one of {listed}, got {asked!r}.{did_you_mean(asked, known)}".rstrip("."))
     _refuse(asked, engine.refuses(config))
 
@@ -202,12 +202,8 @@ def verdicts(call: Call) -> dict[str, str]:
 
 def exact_engines(config: MemoryConfig, *, length: int = 2) -> list[str]:
     """The engines beside the token loop that are exact for a config on the CPU."""
-    call = Call.sketch(config, length=length)
-    return [
-        name
-        for name, engine in Engine.registry.items()
-        if not engine.truth and engine.refuses(config) is None and engine.unfit(call) is None
-    ]
+    call, others = Call.sketch(config, length=length), [each for each in Engine.registry.values() if not each.truth]
+    return [each.name for each in others if each.refuses(config) is None and each.unfit(call) is None]
 
 
 def _refuse(name: str, reason: str | None) -> None:

@@ -1,4 +1,5 @@
-"""From q, k, v and gates to tokens in phi-space: one path for every engine and every read.
+"""From q, k, v and gates to tokens in phi-space, and from answers to the quotients of a sum normaliser: one path for
+every engine and every read.
 
 A size is the root of squares and a step divides by squares, which leave a dtype's range long before the features do. So
 where features are far from 1 they are first brought near it by a power of two, which rounds nothing and cancels in the
@@ -9,23 +10,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hecate.engine.call import Sequence
-from hecate.engine.tokens import SELECT, Tokens, by_head, cast, form_of, linear_block
+from hecate.engine.call import Call, Sequence
+from hecate.engine.tokens import SELECT, Carry, Tokens, by_head, cast, form_of, linear_block, split_time
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
-from hecate.tape import Block, ByHand, Run, Tensors, can_inspect, execute, one
-from hecate.tape.ops import largest, levelling, near_one, reach
+from hecate.structure import Memory
+from hecate.tape import Block, Run, Tensors, by_hand, can_inspect, one, several
+from hecate.tape.ops import largest, levelling, near_one, over, reach
 
 NORMALIZED_EPS = 1e-6
+Scan = Callable[..., tuple[Tensor, Carry]]  # (call, tokens, carry, initial, run=run)
 
 
 def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: torch.dtype, run: Run) -> Tokens:
     """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]`."""
-    heads, keeps = inputs.lr.shape[2], run is not execute
     q, k, v, lr, retain, momentum = [
         tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs")) for tensor in inputs[:6]
     ]
@@ -39,28 +42,20 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
         params = {**params, "position": inputs.position.unsqueeze(-1)}
     block, tensors = config.feature_map.block(params)
     if block.vjp is not None and block.program is None:
-        block = ByHand.of(block).block(keeps=keeps)
+        block = by_hand(block)
     phi_k = one(run(block, k, *tensors, label="phi(k)"))
     phi_q = one(run(block, q, *tensors, label="phi(q)"))
     if config.key_norm != "none":
-        norm = (L2_NORM if config.key_norm == "l2" else SUM_NORM).block(keeps=keeps)
+        norm = L2_NORM if config.key_norm == "l2" else SUM_NORM
         phi_k = one(run(norm, phi_k, label="key_norm"))
         phi_q = one(run(norm, phi_q, label="key_norm"))
     if config.query_scale == "key_dim":
         phi_q = scaled(phi_q, 1 / math.sqrt(inputs.k.shape[-1]), run, "query_scale")
     if config.step != "raw":
         phi_k, v, lr = stepped(config, phi_k, v, lr, run)
-    write, reset = inputs.write, inputs.reset
-    return Tokens(
-        phi_k,
-        phi_q,
-        v,
-        lr,
-        retain,
-        momentum,
-        None if write is None else by_head(write, heads),
-        None if reset is None else by_head(reset, heads),
-    )
+    heads, write, reset = lr.shape[2], inputs.write, inputs.reset
+    masks = None if write is None else by_head(write, heads), None if reset is None else by_head(reset, heads)
+    return Tokens(phi_k, phi_q, v, lr, retain, momentum, *masks)
 
 
 def scaled(x: Tensor, factor: Tensor | float, run: Run, label: str) -> Tensor:
@@ -71,7 +66,7 @@ def scaled(x: Tensor, factor: Tensor | float, run: Run, label: str) -> Tensor:
 # key_norm.
 
 
-def _norm(name: str, size_of: Callable[[Tensor], Tensor], root: bool, vjp: Callable[..., tuple[Tensor]]) -> ByHand:
+def _norm(name: str, size_of: Callable[[Tensor], Tensor], root: bool, vjp: Callable[..., tuple[Tensor]]) -> Block:
     """x over its size, or the root of it; a zero vector stays zero. Residuals: the quotient and the divisor."""
 
     def forward(x: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
@@ -85,7 +80,7 @@ def _norm(name: str, size_of: Callable[[Tensor], Tensor], root: bool, vjp: Calla
         unit = x / size
         return (unit,), (unit, size if level is None else size / level)
 
-    return ByHand.of(Block(name, forward, vjp))
+    return by_hand(Block(name, forward, vjp))
 
 
 def _l2_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
@@ -115,12 +110,11 @@ def stepped(config: MemoryConfig, phi: Tensor, v: Tensor, lr: Tensor, run: Run) 
     gradient is linear in prediction and value it is the write of (c phi, c v) with lr/|c phi|^2, and for dot that of c
     phi alone with c lr/|c phi|^2. Elsewhere a key too long to be squared is cut to a length that can be. [RULE-STEP-I2]
     """
-    rule = (_NORMALIZED if config.step == "normalized" else _IMPLICIT).block(keeps=run is not execute)
-    floor = torch.full_like(lr, NORMALIZED_EPS if config.step == "normalized" else 1.0)
-    form = form_of(config.bias)
-    dot, l2 = form == "target", form == "error"
+    rule, least = (_NORMALIZED, NORMALIZED_EPS) if config.step == "normalized" else (_IMPLICIT, 1.0)
+    floor, form = torch.full_like(lr, least), form_of(config.bias)
+    dot = form == "target"
     # The values of a sum normaliser are 1, whatever becomes of v.
-    same = dot or (l2 and config.normalizer == "none")
+    same = dot or (form == "error" and config.normalizer == "none")
     same = same and config.structure.linear and config.algorithm.linear
     # Its derivative has |phi|^4 in it.
     top = reach(phi.dtype, 0.2 if same else 0.4)
@@ -160,5 +154,122 @@ def _implicit_vjp(kept: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tenso
 
 
 # By hand under autograd too: the derivative by lr is a difference of nearly equal terms to it.
-_NORMALIZED = ByHand.of(Block("step.normalized", _normalized, _normalized_vjp))
-_IMPLICIT = ByHand.of(Block("step.implicit", _implicit, _implicit_vjp))
+_NORMALIZED = by_hand(Block("step.normalized", _normalized, _normalized_vjp))
+_IMPLICIT = by_hand(Block("step.implicit", _implicit, _implicit_vjp))
+
+
+# The sum normaliser: z, the same memory with bias dot and the value 1 at every token, and y = M phi(q) / z phi(q).
+
+
+def normalized(scan: Scan, call: Call, tokens: Tokens, run: Run, *, along: bool) -> Tensors:
+    """Outputs and the states' tensors of a memory and its sum normaliser; `along` says that `scan` may run both as one
+    memory of one more row."""
+    tokens, memories, units, back = levelled(call.config, tokens, call.memories, run)
+    counter = call.of_normalizer()
+    if along and form_of(call.config.bias) == "target":
+        results = _counting_along(scan, counter, tokens, memories, run)
+    else:
+        ones = counting(tokens)
+        (initial, carry), (zero, held) = memories
+        results = [scan(call, tokens, carry, initial, run=run), scan(counter, ones, held, zero, run=run)]
+    (y, carry), (z, held) = results
+    y = one(run(DIVIDE, y, z, *units, label="normalizer"))
+    if back is not None:
+        carry, held = _times(carry, back, run), _times(held, back, run)
+    return y, *carry.flat, *held.flat
+
+
+def counting(tokens: Tokens) -> Tokens:
+    """The tokens of a sum normaliser: the value is 1."""
+    return tokens._replace(v=torch.ones_like(tokens.v[..., :1]))
+
+
+def _counting_along(
+    scan: Scan, counter: Call, tokens: Tokens, memories: list[tuple[Memory, Carry]], run: Run
+) -> list[tuple[Tensor, Carry]]:
+    """Outputs and states of a memory and of its normaliser, run as one more row of the memory: exact where a row never
+    looks at another and the value is all that differs."""
+    (initial, carry), (zero, count) = memories
+
+    def joined(own: Memory, last: Memory) -> Memory:
+        return tuple(one(run(_WITH_LAST, *pair, label="normalizer")) for pair in zip(own, last, strict=True))
+
+    tokens = tokens._replace(v=one(run(_WITH_ONE, tokens.v, label="normalizer")))
+    both = carry._replace(memory=joined(carry.memory, count.memory), slots=joined(carry.slots, count.slots))
+    y, both = scan(counter, tokens, both, joined(initial, zero), run=run)
+    rows = y.shape[-1] - 1
+    outputs = several(run(split_time([rows, 1], -1), y, label="normalizer"))
+    apart = [several(run(split_time([rows, 1]), x, label="normalizer")) for x in (*both.memory, *both.slots)]
+    return [
+        (outputs[at], own._replace(memory=(apart[0][at],), slots=tuple(slot[at] for slot in apart[1:])))
+        for at, own in enumerate((carry, count))
+    ]
+
+
+_WITH_LAST = Block("with_last", lambda x, last: ((torch.cat((x, last), 1),), None), lambda _, g: (g[:, :-1], g[:, -1:]))
+_WITH_ONE = linear_block("with_one", lambda v: torch.cat((v, torch.ones_like(v[..., :1])), -1), lambda g: g[..., :-1])
+
+
+def levelled(
+    config: MemoryConfig, tokens: Tokens, memories: list[tuple[Memory, Carry]], run: Run
+) -> tuple[Tokens, list[tuple[Memory, Carry]], tuple[Tensor, ...], Tensor | None]:
+    """The same quotients from features near 1, so that a cotangent over a small sum of weights stays representable:
+    those of a query cancel, and so do those of all keys with the states.
+
+    Beside tokens and memories, the factors `[B, 1 or T, H, 1]` by which the features came there, and what the states
+    are to be multiplied by at the end `[N]`."""
+    units: tuple[Tensor, ...] = ()
+    size = largest(tokens.phi_q)
+    if not near_one(size):
+        units = (levelling(size),)
+        tokens = tokens._replace(phi_q=scaled(tokens.phi_q, *units, run, "normalizer"))
+    (initial, carry), (zero, held) = memories
+    if form_of(config.bias) != "target" or config.algorithm.kernel_form() is None:
+        return tokens, memories, units, None
+    batch, _, heads = tokens.lr.shape
+    size = (largest(tokens.phi_k).squeeze(-1) * tokens.lr.detach().abs()).amax(1)
+    size = torch.maximum(size, held.memory[0].detach().abs().amax((1, 2)).unflatten(0, (batch, heads)))
+    if near_one(size):
+        return tokens, memories, units, None
+    level = levelling(size)
+    wide = level[:, None, :, None]
+    tokens = tokens._replace(phi_k=scaled(tokens.phi_k, wide, run, "normalizer"))
+    level = level.flatten()
+    own = _weighted(initial, level, run), _times(carry, level, run)
+    return tokens, [own, (_weighted(zero, level, run), _times(held, level, run))], (*units, wide), 1 / level
+
+
+def _times(carry: Carry, factor: Tensor, run: Run) -> Carry:
+    """A state with everything that is linear in the writes times a constant `[N]`."""
+    linear = (_weighted(item, factor, run) for item in carry[:4])
+    return Carry(*linear, *carry[4:])  # type: ignore[arg-type, call-arg]
+
+
+def _weighted(tensors: Memory, factor: Tensor, run: Run) -> Memory:
+    return tuple(scaled(item, over(factor, item), run, "normalizer") for item in tensors)
+
+
+def _divide(numerator: Tensor, denominator: Tensor, *units: Tensor) -> tuple[Tensors, Any]:
+    # The sum of weights is 0 for an empty memory; one that is no normal number would have a derivative that is no
+    # number. What is divided by 1 then is divided by what 1 has become.
+    filled = denominator >= torch.finfo(denominator.dtype).tiny
+    divisors = [torch.where(filled, denominator, 1.0)]
+    divisors += [torch.where(filled, 1.0, unit) for unit in units]
+    mean = _over_all(numerator, divisors)
+    return (mean,), (mean, divisors, filled)
+
+
+def _divide_vjp(kept: tuple[Tensor, list[Tensor], Tensor], g: Tensor) -> Tensors:
+    mean, divisors, filled = kept
+    g = _over_all(g, divisors)
+    gz = torch.where(filled, -(g * mean).sum(-1, keepdim=True), 0.0)
+    return g, gz, *(None for _ in divisors[1:])
+
+
+def _over_all(x: Tensor, divisors: list[Tensor]) -> Tensor:
+    for divisor in divisors:
+        x = x / divisor
+    return x
+
+
+DIVIDE = by_hand(Block("normalizer", _divide, _divide_vjp))

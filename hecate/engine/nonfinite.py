@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hecate import late
 from hecate.engine.call import Call, carry_of
-from hecate.engine.features import to_tokens
+from hecate.engine.features import DIVIDE, counting, to_tokens
 from hecate.engine.loop import select, token_step
-from hecate.engine.normalizer import DIVIDE, counting
 from hecate.engine.tokens import Carry, Tokens, expand_to, fold_heads
 from hecate.errors import NonFiniteError
 from hecate.rule import MemoryConfig, MemoryState
@@ -67,49 +65,42 @@ def skip(call: Call) -> Call:
     return call.rewritten(good if written is None else good & expand_to(written, good))
 
 
-class _Watched(NamedTuple):
-    """One memory of a scan and what it reads: `Tokens` with its own values."""
+class _Memory:
+    """One memory of a scan and what it reads, token by token."""
 
-    config: MemoryConfig
-    columns: list[tuple[Tensor, ...] | None]
-    initial: Memory
-    carry: Carry
+    def __init__(self, config: MemoryConfig, tokens: Tokens, initial: Memory, carry: Carry) -> None:
+        self.config, self.initial, self.carry = config, initial, carry
+        self.columns = [None if item is None else item.unbind(1) for item in tokens]
 
-    def stepped(self, t: int, carry: Carry, ok: Tensor | None = None) -> tuple[Tensor, Carry]:
-        """The t-th token, written where it is `ok`."""
+    def stepped(self, t: int, ok: Tensor | None = None) -> tuple[Tensor, Carry]:
+        """The answer to the t-th token and the state after it, written where it is `ok`."""
         token = self.token(t)
         if ok is not None:
             token = token._replace(write=ok if token.write is None else ok & token.write)
-        return token_step(self.config, token, carry, self.initial, run=execute)[:2]
+        return token_step(self.config, token, self.carry, self.initial, run=execute)[:2]
 
     def token(self, t: int) -> Tokens:
         """The t-th token."""
         return Tokens(*(None if column is None else column[t] for column in self.columns))  # type: ignore[arg-type]
 
 
-def _watched(call: Call) -> list[_Watched]:
+def _memories(call: Call) -> list[_Memory]:
     tokens = fold_heads(to_tokens(call.config, call.inputs, call.params, call.spec.dtype, execute), execute)
-    found: list[_Watched] = []
-    for initial, carry in call.memories:
-        own = counting(tokens) if found else tokens
-        columns = [None if item is None else item.unbind(1) for item in own]
-        found.append(_Watched(call.config.counting if found else call.config, columns, initial, carry))
-    return found
+    first, *counter = call.memories
+    counters = [_Memory(call.config.counting, counting(tokens), *memory) for memory in counter]
+    return [_Memory(call.config, tokens, *first), *counters]
 
 
 @torch.no_grad()
 def _finite_writes(call: Call) -> Tensor:
     """`[N, T]`: which tokens leave every state finite when each other one is left unwritten."""
-    memories = _watched(call)
-    carries = [memory.carry for memory in memories]
-    good: list[Tensor] = []
+    memories, good = _memories(call), []
     for t in range(call.length):
-        pairs = list(zip(memories, carries, strict=True))
-        tried = [memory.stepped(t, carry)[1] for memory, carry in pairs]
+        tried = [memory.stepped(t)[1] for memory in memories]
         ok = _finite(tried)
         good.append(ok)
-        skipped = [memory.stepped(t, carry, ok)[1] for memory, carry in pairs]
-        carries = [select(ok, *pair, execute) for pair in zip(tried, skipped, strict=True)]
+        for memory, carry in zip(memories, tried, strict=True):
+            memory.carry = select(ok, carry, memory.stepped(t, ok)[1], execute)
     return torch.stack(good, 1)
 
 
@@ -130,15 +121,14 @@ def _raise_at_first(call: Call, y: Tensor, name: str) -> None:
     Token by token, because the blocks of an engine may spoil outputs ahead of that token. y `[B, T, H, V]` tells the
     heads and the dtype in which outputs are given.
     """
-    memories = _watched(call)
-    carries = [memory.carry for memory in memories]
+    memories = _memories(call)
     for t in range(y.shape[1]):
-        stepped = [memory.stepped(t, carry) for memory, carry in zip(memories, carries, strict=True)]
-        carries = [carry for _, carry in stepped]
-        read, *weights = (output for output, _ in stepped)
-        for weight in weights:
-            read = one(execute(DIVIDE.block(keeps=False), read, weight))
-        kept, told = _finite(carries), torch.isfinite(read.to(y.dtype)).all(1)
+        answers = []
+        for memory in memories:
+            answer, memory.carry = memory.stepped(t)
+            answers.append(answer)
+        read = answers[0] if len(answers) == 1 else one(execute(DIVIDE, *answers))
+        kept, told = _finite([memory.carry for memory in memories]), torch.isfinite(read.to(y.dtype)).all(1)
         broken = (~(kept & told)).nonzero()
         if broken.numel():
             row, token = int(broken[0]), memories[0].token(t)
@@ -153,8 +143,8 @@ def _raise_at_first(call: Call, y: Tensor, name: str) -> None:
                 f"an output of memory {name!r} is non-finite at {place}, while the memory itself is finite: {reason}"
             )
     raise NonFiniteError(
-        f"memory {name!r} became non-finite in the engine's block products, although token by "
-        "token it stays finite; use engine='sequential'"
+        f"memory {name!r} became non-finite in the engine's block products, although token by token it stays finite; "
+        "use engine='sequential'"
     )
 
 
@@ -223,7 +213,6 @@ def _look(name: str, block: str, index: int, cotangents: Tensors) -> None:
         names = ("batch row", "token", "head") if block == "outputs" else ("batch row", "head")
         place = ", ".join(f"{what} {number}" for what, number in zip(names, at, strict=False))
         raise NonFiniteError(
-            f"the gradient that reaches memory {name!r} at {block} is {float(g[at]):g} at {place}: "
-            "it comes from what follows the memory, the loss perhaps. Mend that, or choose "
-            "on_nonfinite='propagate' to let it through"
+            f"the gradient that reaches memory {name!r} at {block} is {float(g[at]):g} at {place}: it comes from what "
+            "follows the memory, the loss perhaps. Mend that, or choose on_nonfinite='propagate' to let it through"
         )

@@ -16,47 +16,37 @@ import torch
 from torch import Tensor
 
 from hecate.engine import nonfinite
-from hecate.engine.arguments import check_params
+from hecate.engine.arguments import TOPS, Named, check_params
 from hecate.engine.call import carry_of, named_state
 from hecate.engine.engine import apart
-from hecate.engine.features import L2_NORM, SUM_NORM, stepped
+from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, counting, levelled, stepped
 from hecate.engine.loop import blocks_of, token_step
-from hecate.engine.normalizer import DIVIDE, levelled
-from hecate.engine.tokens import Carry, Tokens, form_of
+from hecate.engine.tokens import Tokens, form_of
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.structure import Memory
 from hecate.tape import execute, is_traced, one
 from hecate.tape.ops import reach
 
 Looks = tuple[object, ...]
-# (lr, retain, momentum, phi_k, phi_q, v, state) -> y, state
-TokenStep = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, MemoryState], tuple[Tensor, MemoryState]]
+TokenStep = Callable[[Tokens, MemoryState], tuple[Tensor, MemoryState]]
 
 MOST = 64  # programs that a config keeps
-_TOPS = (math.inf, 1.0, 1.0)  # of lr, retain and momentum; the least is 0
 _DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
 _TENSORS, _NUMBERS = (Tensor, torch.nn.Parameter), (type(None), float, int)
 
 
 def looks_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    state: MemoryState | None,
-    params: Params | None,
-    initial: dict[str, Tensor] | None,
+    tensors: list[Any], gates: Gates, state: MemoryState | None, params: Params | None, initial: Named | None
 ) -> Looks | None:
-    """All that tells one token's call from another but the values of its tensors; None where there is no short way:
-    under autograd, transforms, tracing and autocast, and with anything that is not what it should be.
+    """All that tells a call of one token's q, k and v from another but the values of its tensors; None where there is
+    no short way: under autograd, transforms, tracing and autocast, and with anything that is not what it should be.
 
     Numbers given for gates belong to it, and whether parameters of phi are given: these are checked every time.
     """
     if type(gates) is not Gates or type(state) is not MemoryState or is_traced():
         return None
     looks: list[object] = [params is None]
-    tensors: list[Any] = [q, k, v]
+    k = tensors[1]
     for gate in gates:
         if type(gate) in _TENSORS:
             tensors.append(gate)
@@ -91,35 +81,29 @@ def one_token(
     gates: Gates | None,
     state: MemoryState | None,
     params: Params | None,
-    initial: dict[str, Tensor] | None,
+    initial: Named | None,
     name: str,
 ) -> tuple[Tensor, MemoryState]:
     """One token `[B, H, *]` or `[B, 1, H, *]` by the program that its looks have left, else by the whole way, which
-    leaves one for the next token."""
-    gates = _DEFAULTS if gates is None else gates
-    looks = looks_of(q, k, v, gates, state, params, initial) if isinstance(config, MemoryConfig) else None
-    program = None if looks is None else config.programs.get(looks)
+    leaves one of what the next token looks like, after every check."""
+    if not isinstance(config, MemoryConfig):
+        return whole()
+    gates, programs = _DEFAULTS if gates is None else gates, config.programs
+    looks = looks_of([q, k, v], gates, state, params, initial)
+    program = None if looks is None else programs.get(looks)
     found = None if program is None else program(q, k, v, gates, state, params, name)
     if found is not None:
         return found
     y, new = whole()
-    if program is None:
-        _keep(config, looks_of(q, k, v, gates, new, params, initial), q, k, v, gates, new)
+    if program is not None or config.on_nonfinite == "skip" or not q.numel() or not v.numel():
+        return y, new
+    looks, kept = looks_of([q, k, v], gates, new, params, initial), new.pending.get("retain")
+    # No program of a chunk that goes on with retain of another width.
+    if looks is not None and looks not in programs and (kept is None or (kept.dim() > 2) == has_channels(gates, k)):
+        if len(programs) >= MOST:
+            programs.pop(next(iter(programs)), None)
+        programs[looks] = OneToken(config.validated(), k, v, gates, new)
     return y, new
-
-
-def _keep(
-    config: MemoryConfig, looks: Looks | None, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState
-) -> None:
-    """Keeps a program of what the next token looks like, after a token that has passed every check."""
-    if looks is None or looks in config.programs or config.on_nonfinite == "skip" or not q.numel() or not v.numel():
-        return
-    kept, programs = state.pending.get("retain"), config.programs
-    if kept is not None and (kept.dim() > 2) != has_channels(gates, k):
-        return  # a chunk that goes on with retain of another width
-    if len(programs) >= MOST:
-        programs.pop(next(iter(programs)), None)
-    programs[looks] = OneToken(config.validated(), k, v, gates, state)
 
 
 def has_channels(gates: Gates, k: Tensor) -> bool:
@@ -134,7 +118,7 @@ class OneToken:
         self.config, self.output, self.timed = config, (v.shape, v.dtype), k.dim() == 4
         batch, heads = k.shape[0], k.shape[-2]
         self.dtype = next(iter(state.memory.values())).dtype
-        self.lead, self.scale = (batch, 1, heads), 1 / math.sqrt(k.shape[-1])
+        self.scale = 1 / math.sqrt(k.shape[-1])
         self.inspects, self.far = k.device.type == "cpu", reach(self.dtype, 0.5)
         self.watches, self.late = config.on_nonfinite == "raise", nonfinite.is_late(k)
         direct = _is_direct(config)
@@ -142,11 +126,8 @@ class OneToken:
         self.scalar = (batch * heads, 1, 1) if direct else (batch * heads,)
         self.row = (batch * heads, 1, -1) if direct else (batch * heads, -1)
         self.quotients = config.step != "raw" or config.normalizer == "sum"  # which want lr beside phi(k)
-        self.shapes = (
-            self.lead if self.quotients else self.scalar,
-            self.row if has_channels(gates, k) else self.scalar,
-            self.scalar,
-        )
+        lr, retain = (batch, 1, heads) if self.quotients else self.scalar, has_channels(gates, k)
+        self.shapes = (lr, self.row if retain else self.scalar, self.scalar)
         configs = [config] if config.normalizer == "none" else [config, config.counting]
         self.steps = [_direct(own) if direct else _general(own) for own in configs]
         defaults = (config.algorithm.lr, config.retention.default_retain, config.algorithm.default_momentum)
@@ -179,12 +160,12 @@ class OneToken:
             if not _is_level(self.config, Tokens(phi_k, phi_q, v, lr, retain, momentum), state):
                 return None
             lr = lr.reshape(self.scalar)
-        rows_k, rows_q, rows_v = [item.reshape(self.row).contiguous() for item in (phi_k, phi_q, v)]
-        y, new = self.steps[0](lr, retain, momentum, rows_k, rows_q, rows_v, state)
+        rows = [item.reshape(self.row).contiguous() for item in (phi_k, phi_q, v)]
+        token = Tokens(*rows, lr, retain, momentum)  # type: ignore[call-arg]
+        y, new = self.steps[0](token, state)
         if state.normalizer is not None:
-            ones = torch.ones_like(rows_v[..., :1])
-            z, counted = self.steps[1](lr, retain, momentum, rows_k, rows_q, ones, state.normalizer)
-            y, new = one(DIVIDE.forward((y, z), False)[0]), new._replace(normalizer=counted)
+            z, counted = self.steps[1](counting(token), state.normalizer)
+            y, new = one(execute(DIVIDE, y, z)), new._replace(normalizer=counted)
         if state.seen is not None:
             new = new._replace(seen=state.seen + 1)
         shape, dtype = self.output
@@ -203,7 +184,7 @@ class OneToken:
             return number
         if self.inspects:
             low, high = given.aminmax()
-            if not (low.item() >= 0 and high.item() <= _TOPS[index]):
+            if not (low.item() >= 0 and high.item() <= TOPS[index]):
                 return None
         return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(self.shapes[index])
 
@@ -227,8 +208,7 @@ class OneToken:
         if config.key_norm != "none":
             if phi_q.stride(-1) != 1 or phi_k.stride(-1) != 1:
                 return None  # sums along strides are rounded in another order
-            both = torch.stack((phi_q, phi_k))  # rows know nothing of each other
-            unit = self.normed(both)
+            unit = self.normed(torch.stack((phi_q, phi_k)))  # rows know nothing of each other
             if unit is None:
                 return None
             phi_q, phi_k = unit.unbind(0)
@@ -238,7 +218,7 @@ class OneToken:
         """key_norm of x; None where sizes are too far from 1 for the plain quotient."""
         l2 = self.config.key_norm == "l2"
         if not self.inspects:
-            return one((L2_NORM if l2 else SUM_NORM).forward((x,), False)[0])
+            return one(execute(L2_NORM if l2 else SUM_NORM, x))
         size = (x.square() if l2 else x).sum(-1, keepdim=True)
         low, high = size.aminmax()
         if not (low.item() * self.far >= 1 and high.item() <= self.far):
@@ -250,8 +230,7 @@ def _is_level(config: MemoryConfig, tokens: Tokens, state: MemoryState) -> bool:
     """Whether features and sum of weights are near 1, so that a normaliser's quotient is the plain one."""
     if state.normalizer is None:
         return True
-    memories: list[tuple[Memory, Carry]] = [((), carry_of(state)), ((), carry_of(state.normalizer))]
-    _, _, units, back = levelled(config, tokens, memories, execute)
+    _, _, units, back = levelled(config, tokens, [((), carry_of(state)), ((), carry_of(state.normalizer))], execute)
     return not units and back is None
 
 
@@ -278,9 +257,8 @@ def _direct(config: MemoryConfig) -> TokenStep:
     decays, grad = config.retention.uses_retain, config.bias.grad
     blind = form_of(config.bias) == "target"  # u does not look at the prediction
 
-    def step(
-        lr: Tensor, retain: Tensor, momentum: Tensor, k: Tensor, q: Tensor, v: Tensor, state: MemoryState
-    ) -> tuple[Tensor, MemoryState]:
+    def step(token: Tokens, state: MemoryState) -> tuple[Tensor, MemoryState]:
+        k, q, v, lr, retain, momentum, *_ = token
         ((name, carried),) = state.memory.items()
         memory = carried.flatten(0, 1)
         kept = retain * memory if decays and (early or not state.slots) else memory
@@ -304,10 +282,8 @@ def _general(config: MemoryConfig) -> TokenStep:
     """Any rule by the token loop's own step."""
     blocks = blocks_of(config)
 
-    def step(
-        lr: Tensor, retain: Tensor, momentum: Tensor, k: Tensor, q: Tensor, v: Tensor, state: MemoryState
-    ) -> tuple[Tensor, MemoryState]:
-        carry, token = carry_of(state), Tokens(k, q, v, lr, retain, momentum)
+    def step(token: Tokens, state: MemoryState) -> tuple[Tensor, MemoryState]:
+        carry = carry_of(state)
         y, new, _ = token_step(config, token, carry, (), run=execute, blocks=blocks)
         new = new.rebuilt(tuple(apart(list(new.flat), carry.flat, execute)))  # type: ignore[arg-type]
         return y, named_state(tuple(state.memory), tuple(state.slots), new, state.position.shape)

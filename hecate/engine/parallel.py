@@ -109,7 +109,7 @@ def parallel(
 def run_by_hand(engine: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
     """Runs a sequence in a function of (memory, *slots, initial, *tokens): outputs shaped like the values and the final
     carry."""
-    block = engine.block(keeps=run is not execute)
+    block = engine.block()
     y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens"))
     return y, carry._replace(memory=(memory,), slots=tuple(slots))
 

@@ -1,4 +1,5 @@
-"""`memory_scan` and `memory_features`: a memory over a sequence, and as phi."""
+"""A memory over a sequence, as phi, and one token at a time: `memory_scan`, `memory_features`, `memory_step` and
+`Stepper`, which holds the state."""
 
 from __future__ import annotations
 
@@ -9,15 +10,16 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from hecate.checks import expect
 from hecate.engine import nonfinite
 from hecate.engine.arguments import check_mask, check_tokens
 from hecate.engine.call import Call
-from hecate.engine.engine import Engine, EngineName, choose, explain
+from hecate.engine.engine import EngineName, choose, explain
 from hecate.engine.one_token import one_token
 from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.tape import Autodiff, Tape, Tensors, differentiate, several
+from hecate.tape import Autodiff, Tape, differentiate, several
 
 _LOG = logging.getLogger("hecate.engine")
 
@@ -48,32 +50,29 @@ def memory_scan(
 
     Args:
         gates: lr, retain and momentum; None takes the rule's defaults.
-        phi_params: parameters from `config.feature_map.init(D, heads=H)`; may be left out without
-            any.
+        phi_params: parameters from `config.feature_map.init(D, heads=H)`; may be left out without any.
         state: the state to go on from; None starts at `initial`.
-        initial: weights `[H, ...]` or `[B, H, ...]` by name, where a memory starts and restarts;
-            None takes the structure's own (zero for a matrix). The retention has the last word on where that is:
-            `Retention.start`.
-        write_mask: `[B, T]` bool; at False the token is read but leaves the memory exactly as it
-            was, whatever it carries.
+        initial: weights `[H, ...]` or `[B, H, ...]` by name, where a memory starts and restarts; None takes the
+            structure's own (zero for a matrix). The retention has the last word on where that is: `Retention.start`.
+        write_mask: `[B, T]` bool; at False the token is read but leaves the memory exactly as it was, whatever it
+            carries.
         reset_mask: `[B, T]` bool; at True the memory restarts from `initial` before that token.
-        cu_seqlens: `[documents + 1]` int, borders of documents packed into one row (B = 1); resets
-            at each.
+        cu_seqlens: `[documents + 1]` int, borders of documents packed into one row (B = 1); resets at each.
         engine: `"auto"` picks the fastest exact one; results agree within rounding.
-        autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record;
-            `"auto"` takes autograd for linear memories beyond the token loop, else the tape.
-        tape: record the call on this tape instead of autograd; `tape.backward` then takes the
-            cotangent of y to q, k, v, tensor gates and phi parameters.
+        autodiff: `"tape"` recomputes (memory of order sqrt(T)), `"torch"` lets autograd record; `"auto"` takes
+            autograd for linear memories beyond the token loop, else the tape.
+        tape: record the call on this tape instead of autograd; `tape.backward` then takes the cotangent of y to q, k,
+            v, tensor gates and phi parameters.
         name: what errors call this memory.
 
     Raises:
-        ConfigError: an engine or gate that the config cannot honour, a gate out of its range,
-            parameters that are not those of phi.
+        ConfigError: an engine or gate that the config cannot honour, a gate out of its range, parameters that are not
+            those of phi.
         ShapeError: tensors that do not fit together, or what is no tensor.
-        NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token; on a CPU also
-            in the backward pass, for a gradient that reaches the memory; on a device by a later call, or by
-            `state.check()`, lest this one wait. It cannot be raised while compiling or inside `torch.func` transforms,
-            which forbid looking at values.
+        NonFiniteError: under `on_nonfinite="raise"`, with batch row, head and token; on a CPU also in the backward
+            pass, for a gradient that reaches the memory; on a device by a later call, or by `state.check()`, lest this
+            one wait. It cannot be raised while compiling or inside `torch.func` transforms, which forbid looking at
+            values.
     """
     whole = partial(
         whole_scan, config, q, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
@@ -109,24 +108,17 @@ def whole_scan(
     policy = call.config.on_nonfinite
     if policy == "skip":
         call = nonfinite.skip(call)
-    outputs = several(_outputs(chosen, call, autodiff, tape))
+    # Of the spec alone: what a graph keeps of a call are the tensors that it saves.
+    program = partial(chosen.program, call.spec)
+    if autodiff == "auto":
+        autodiff = chosen.autodiff(call.config)
+    outputs = several(program(tape, *call.flat) if tape is not None else differentiate(program, call.flat, autodiff))
     if policy == "raise":
         nonfinite.check(call, name, outputs)
     y, state = call.result(outputs)
     if policy == "raise" and y.requires_grad:
         nonfinite.watch_cotangents(name, y, state)
     return y, state
-
-
-def _outputs(engine: Engine, call: Call, autodiff: Autodiff, tape: Tape | None) -> Tensors:
-    """y and the states' tensors, on a tape or in the sight of autograd."""
-    spec, flat = call.spec, call.flat
-    if tape is not None:
-        return engine.program(spec, tape, *flat)
-    if autodiff == "auto":
-        autodiff = engine.autodiff(call.config)
-    # Of the spec alone: what a graph keeps of a call are the tensors that it saves.
-    return differentiate(lambda run, *flat: engine.program(spec, run, *flat), flat, autodiff)
 
 
 def _nothing(call: Call) -> tuple[Tensor, MemoryState]:
@@ -174,8 +166,8 @@ def memory_features(
     check_mask("write_mask", write_mask, k)
     if residual and v.shape != k.shape:
         raise ShapeError(
-            f"v must be as wide as k, {list(k.shape)}, for phi(x) = x + M(x) to have a sum, got "
-            f"{list(v.shape)}; or take phi(x) = M(x), residual=False"
+            f"v must be as wide as k, {list(k.shape)}, for phi(x) = x + M(x) to have a sum, got {list(v.shape)}; or "
+            "take phi(x) = M(x), residual=False"
         )
     if write_mask is not None:
         # The k of a masked token may hold garbage, and it is read at as well.
@@ -190,3 +182,97 @@ def memory_features(
 
     (phi_q, _), (phi_k, state) = answer(q), answer(k)
     return phi_q, phi_k, state
+
+
+# One token at a time.
+
+
+def memory_step(
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | None = None,
+    *,
+    state: MemoryState | None = None,
+    phi_params: Params | None = None,
+    initial: dict[str, Tensor] | None = None,
+    name: str = "memory",
+) -> tuple[Tensor, MemoryState]:
+    """One token: q, k `[B, H, D]`, v `[B, H, V]`, gates `[B, H]` -> y `[B, H, V]` and the new state.
+
+    A loop of it equals `memory_scan`. Checks are made once for all tokens that look the same (shapes, dtypes, devices):
+    what follows is the arithmetic alone, unless autograd records it or torch has to see every operation.
+    [ENG-STEP-D1, ENG-STEP-I2]
+    """
+
+    def whole() -> tuple[Tensor, MemoryState]:
+        if not all(isinstance(item, Tensor) and item.dim() == 3 for item in (q, k, v)):
+            check_tokens(q, k, v, "B H width")
+        timed = gates
+        if isinstance(gates, Gates):
+            timed = Gates(*(gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates))
+        token = (q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), timed)
+        y, new = whole_scan(config, *token, state=state, phi_params=phi_params, initial=initial, name=name)
+        return y.squeeze(1), new
+
+    return one_token(whole, config, q, k, v, gates, state, phi_params, initial, name)
+
+
+class Stepper:
+    """A memory that holds its state: `stepper(q, k, v, gates) -> y` for one token. [ENG-STEP-D2]
+
+        stepper = hecate.stepper(MemoryConfig(retention="decay"))
+        y = stepper(q, k, v, Gates(lr=0.1, retain=0.9))  # q, k [B, H, D], v and y [B, H, V]
+
+    Every call is `memory_step` from `stepper.state`, to the bit, and leaves the new state there; a call that raises
+    leaves the old one. States are never changed in place: one that was read stays as it is, and another may be put in
+    its place.
+
+    Args:
+        state: what to go on from; None starts at `initial`, or else at the structure's own start.
+        phi_params: parameters of the feature map, as for `memory_scan`.
+        heads, d_key, d_value: sizes that every token must have; None takes them as they come.
+        initial: weights `[H, ...]` or `[B, H, ...]` by name, where the memory starts.
+        name: what errors call this memory.
+
+    Raises:
+        ShapeError: a token of other sizes; everything else that `memory_step` raises.
+    """
+
+    def __init__(
+        self,
+        config: MemoryConfig,
+        state: MemoryState | None = None,
+        *,
+        phi_params: Params | None = None,
+        heads: int | None = None,
+        d_key: int | None = None,
+        d_value: int | None = None,
+        initial: dict[str, Tensor] | None = None,
+        name: str = "memory",
+    ) -> None:
+        self.config, self.state, self.phi_params, self.initial, self.name = config, state, phi_params, initial, name
+        sizes = {"q": (heads, d_key), "k": (heads, d_key), "v": (heads, d_value)}
+        self.sizes = {name: pair for name, pair in sizes.items() if pair != (None, None)}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None) -> Tensor:
+        """y `[B, H, V]` of one token."""
+        if self.sizes:
+            self._check_sizes({"q": q, "k": k, "v": v})
+        initial = self.initial if self.state is None else None
+        y, self.state = memory_step(
+            self.config, q, k, v, gates, state=self.state, phi_params=self.phi_params, initial=initial, name=self.name
+        )
+        return y
+
+    def _check_sizes(self, token: dict[str, Tensor]) -> None:
+        for name, wanted in self.sizes.items():
+            given = token[name]
+            expect(given, "B H width", name=name)
+            if any(size not in (None, own) for size, own in zip(wanted, given.shape[1:], strict=True)):
+                sizes = ", ".join("any" if size is None else str(size) for size in wanted)
+                raise ShapeError(f"{name} must be [B, {sizes}] for this stepper, got {list(given.shape)}")
+
+
+stepper = Stepper  # as a verb reads: `hecate.stepper(config)` makes one

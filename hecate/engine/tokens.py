@@ -99,15 +99,13 @@ def fold_mask(mask: Tensor, heads: int) -> Tensor:
 
 def fold_heads(tokens: Tokens, run: Run) -> Tokens:
     """`[B, T, H, *]` -> `[B*H, T, *]`."""
-    heads = tokens.lr.shape[2]
-    write, reset = tokens.write, tokens.reset
+    heads, write, reset = tokens.lr.shape[2], tokens.write, tokens.reset
     masks = None if write is None else fold_mask(write, heads), None if reset is None else fold_mask(reset, heads)
     return Tokens(*several(run(_FOLD, *tokens[:6], label="heads")), *masks)  # type: ignore[call-arg]
 
 
 def unfold_heads(heads: int) -> Block:
     """`[B*H, T, V]` -> `[B, T, H, V]`."""
-
     return linear_block(
         "unfold_heads", lambda y: y.unflatten(0, (-1, heads)).transpose(1, 2), lambda g: g.transpose(1, 2).flatten(0, 1)
     )
@@ -129,15 +127,11 @@ def in_folds(
     return one(run(unfold_heads(tokens.lr.shape[2]), y, label="heads")), new
 
 
-def _fold(*tensors: Tensor) -> tuple[Tensors, torch.Size]:
-    return tuple([x.transpose(1, 2).flatten(0, 1).contiguous() for x in tensors]), tensors[0].shape
-
-
-def _fold_vjp(shape: torch.Size, *cotangents: Tensor) -> tuple[Tensor, ...]:
-    return tuple([g.unflatten(0, (shape[0], shape[2])).transpose(1, 2) for g in cotangents])
-
-
-_FOLD = Block("fold_heads", _fold, _fold_vjp)
+_FOLD = Block(
+    "fold_heads",
+    lambda *tensors: (tuple([x.transpose(1, 2).flatten(0, 1).contiguous() for x in tensors]), tensors[0].shape),
+    lambda shape, *cotangents: tuple([g.unflatten(0, (shape[0], shape[2])).transpose(1, 2) for g in cotangents]),
+)
 
 
 # Masks, and sequences cut and joined.
@@ -150,19 +144,12 @@ def expand_to(mask: Tensor, like: Tensor) -> Tensor:
 
 def cast(dtype: torch.dtype) -> Block:
     """x in another dtype."""
-
-    def forward(x: Tensor) -> tuple[Tensors, torch.dtype]:
-        return (x.to(dtype),), x.dtype
-
-    def vjp(source: torch.dtype, g: Tensor) -> tuple[Tensor]:
-        return (g.to(source),)
-
-    return Block("cast", forward, vjp)
+    return Block("cast", lambda x: ((x.to(dtype),), x.dtype), lambda source, g: (g.to(source),))
 
 
-def split_time(sizes: list[int]) -> Block:
+def split_time(sizes: list[int], axis: int = 1) -> Block:
     """`[N, T, ...]` cut into spans of these sizes."""
-    return Block("split", lambda x: (x.split(sizes, 1), None), lambda _, *g: (torch.cat(g, 1),))
+    return Block("split", lambda x: (x.split(sizes, axis), None), lambda _, *g: (torch.cat(g, axis),))
 
 
 def cut(tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:
@@ -170,22 +157,6 @@ def cut(tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:
     block = split_time(sizes)
     cut = [(None,) * len(sizes) if tensor is None else run(block, tensor, label="split") for tensor in tensors]
     return list(zip(*cut, strict=True))
-
-
-def _unbind(x: Tensor) -> tuple[Tensors, None]:
-    return x.unbind(1), None
-
-
-def _unbind_vjp(_: None, *cotangents: Tensor) -> tuple[Tensor]:
-    return (torch.stack(cotangents, 1),)
-
-
-def _concat(*outputs: Tensor) -> tuple[Tensors, list[int]]:
-    return (torch.cat(outputs, 1),), [item.shape[1] for item in outputs]
-
-
-def _concat_vjp(sizes: list[int], g: Tensor) -> Any:
-    return g.split(sizes, 1)
 
 
 def _select(mask: Tensor, yes: Tensor, no: Tensor) -> tuple[Tensors, Tensor]:
@@ -198,5 +169,7 @@ def _select_vjp(mask: Tensor, g: Tensor) -> tuple[None, Tensor, Tensor]:
 
 
 SELECT = Block("select", _select, _select_vjp)
-UNBIND = Block("unbind", _unbind, _unbind_vjp)
-CONCAT = Block("concat", _concat, _concat_vjp)
+UNBIND = Block("unbind", lambda x: (x.unbind(1), None), lambda _, *g: (torch.stack(g, 1),))
+CONCAT = Block(
+    "concat", lambda *x: ((torch.cat(x, 1),), [item.shape[1] for item in x]), lambda sizes, g: g.split(sizes, 1)
+)

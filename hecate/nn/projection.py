@@ -68,7 +68,7 @@ def project_queries(
         opens = opens & write
     if reset is not None:
         opens = opens | reset
-    unit = one(execute(L2_NORM.block(keeps=False), phi_k))
+    unit = one(execute(L2_NORM, phi_k))
     if projection == "sum":
         given: dict[str, Any] = {"state": held, "write_mask": write, "reset_mask": opens}
         phi_q, after = memory_scan(SUM, phi_q, unit, unit, Gates(lr=1.0), **given, name="projection")

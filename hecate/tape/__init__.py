@@ -1,8 +1,30 @@
 """Blocks with hand-written derivatives, the tape that records them, and its bridge to autograd."""
 
-from hecate.tape.block import Block, Program, Run, Tensors, differentiable, execute, formula_block, one, several
-from hecate.tape.bridge import Autodiff, ByHand, can_inspect, differentiate, is_recorded, is_traced, without_autocast
-from hecate.tape.tape import Call, CotangentNorm, Tape, checkpoint
+from hecate.tape.bridge import (
+    Autodiff,
+    ByHand,
+    by_hand,
+    can_inspect,
+    differentiate,
+    is_recorded,
+    is_traced,
+    without_autocast,
+)
+from hecate.tape.tape import (
+    Block,
+    Call,
+    CotangentNorm,
+    Program,
+    Run,
+    Tape,
+    Tensors,
+    checkpoint,
+    differentiable,
+    execute,
+    formula_block,
+    one,
+    several,
+)
 
 __all__ = [
     "Autodiff",
@@ -14,6 +36,7 @@ __all__ = [
     "Run",
     "Tape",
     "Tensors",
+    "by_hand",
     "can_inspect",
     "checkpoint",
     "differentiable",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -17,12 +18,24 @@ from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hecate.checks import expect_choice
-from hecate.tape.block import Block, Program, Tensors, differentiable, distinct, execute, one, several
-from hecate.tape.tape import Made, Tape, remembering, replay
+from hecate.tape.tape import (
+    Block,
+    Made,
+    Program,
+    Tape,
+    Tensors,
+    Values,
+    differentiable,
+    distinct,
+    execute,
+    remembering,
+    replay,
+    several,
+)
 
 Autodiff = Literal["auto", "tape", "torch"]
-Forward = Callable[[Tensors, bool], tuple[Tensors, Any]]  # (inputs, keeps) -> outputs, record
-Pullback = Callable[[Tensors, Any, Sequence[Tensor]], Sequence[Tensor | None]]  # (inputs, record, cotangents)
+Forward = Callable[[Tensors, bool], Made]  # (inputs, keeps) -> outputs, record
+Pullback = Callable[[Tensors, Any, Sequence[Tensor]], Values]  # (inputs, record, cotangents)
 
 # Of tensors under `is_grads_batched`; looking a key up by its name costs more than all else here.
 _BATCHED = torch._C._parse_dispatch_key("Batched")
@@ -47,11 +60,11 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
         if not seen and forward_ad._current_level < 0 and not is_recorded(inputs):
             return program(execute, *inputs)
 
-        def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Any]:
+        def forward(inputs: Tensors, keeps: bool) -> Made:
             made: list[Made] = []
             return program(remembering(made) if keeps else execute, *inputs), made
 
-        def pullback(inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        def pullback(inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Values:
             # What was made is a constant to whatever differentiates this in turn.
             made = [] if record is None or torch.is_grad_enabled() else record
             with full_precision(cotangents):
@@ -75,21 +88,10 @@ class ByHand(NamedTuple):
     vjp: Pullback
     plain: Callable[..., Tensors]
 
-    @classmethod
-    def of(cls, block: Block) -> ByHand:
-        """A block with its own VJP under autograd too, where recording its operations one by one would pass over the
-        tensors several times as often."""
-        return cls(
-            block.name,
-            lambda inputs, _: block.forward(*inputs),
-            lambda _, residuals, cotangents: block.pullback(residuals, cotangents),
-            lambda *inputs: block.forward(*inputs)[0],
-        )
+    def block(self) -> Block:
+        """As a tape block."""
 
-    def block(self, *, keeps: bool) -> Block:
-        """As a tape block; `keeps` says whether a tape will pull it back."""
-
-        def forward(*inputs: Tensor | None) -> tuple[Tensors, Any]:
+        def made(keeps: bool, *inputs: Tensor | None) -> Made:
             if is_traced(*inputs):
                 return self.plain(*inputs), (inputs, None)
             if is_recorded(inputs):
@@ -98,12 +100,12 @@ class ByHand(NamedTuple):
             outputs, record = self.forward(inputs, keeps)
             return outputs, (inputs, record if keeps else None)
 
-        def vjp(residuals: tuple[Tensors, Any], *cotangents: Tensor) -> Sequence[Tensor | None]:
+        def vjp(residuals: tuple[Tensors, Any], *cotangents: Tensor) -> Values:
             return self.pullback(*residuals, cotangents)
 
-        return Block(self.name, forward, vjp)
+        return Block(self.name, partial(made, False), vjp, record=partial(made, True))
 
-    def pullback(self, inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def pullback(self, inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Values:
         """Cotangents of the inputs: by hand, or by torch where it has to see every operation."""
         recorded = torch.is_grad_enabled() and is_recorded((*inputs, *cotangents))
         if not recorded and not is_traced(*inputs, *cotangents):
@@ -117,21 +119,29 @@ class ByHand(NamedTuple):
 
     def by_autograd(self, inputs: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
         """Cotangents of inputs by autograd, which records them in turn if asked to."""
-        where = [index for index, value in enumerate(inputs) if differentiable(value)]
-        own = list(inputs)
-        create_graph = torch.is_grad_enabled()
+        create_graph, own = torch.is_grad_enabled(), {}
         with torch.enable_grad():
-            for index in where:
-                value = one((inputs[index],))
-                own[index] = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
-            leaves = several(tuple(own[index] for index in where))
-            pairs = [pair for pair in zip(several(self.plain(*own)), cotangents, strict=True) if pair[0].requires_grad]
+            for at, value in enumerate(inputs):
+                if value is not None and differentiable(value):
+                    own[at] = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
+            made = several(self.plain(*[own.get(at, value) for at, value in enumerate(inputs)]))
+            pairs = [pair for pair in zip(made, cotangents, strict=True) if pair[0].requires_grad]
             outputs, given = zip(*pairs, strict=True)
+            leaves = tuple(own.values())
             grads = torch.autograd.grad(outputs, leaves, given, create_graph=create_graph, allow_unused=True)
-        found: list[Tensor | None] = [None] * len(inputs)
-        for index, grad in zip(where, grads, strict=True):
-            found[index] = grad
-        return tuple(found)
+        found = dict(zip(own, grads, strict=True))
+        return tuple(map(found.get, range(len(inputs))))
+
+
+def by_hand(block: Block, plain: Callable[..., Tensors] | None = None) -> Block:
+    """A block with its own VJP under autograd too, where recording its operations one by one would pass over the
+    tensors several times as often; `plain` where its forward is not what higher derivatives are to be taken of."""
+    return ByHand(
+        block.name,
+        lambda inputs, _: block.forward(*inputs),
+        lambda _, residuals, cotangents: block.pullback(residuals, cotangents),
+        plain or (lambda *inputs: block.forward(*inputs)[0]),
+    ).block()
 
 
 class _Function(torch.autograd.Function):
@@ -192,7 +202,7 @@ def is_traced(*tensors: Tensor | None) -> bool:
     return False
 
 
-def is_recorded(tensors: Sequence[Tensor | None]) -> bool:
+def is_recorded(tensors: Values) -> bool:
     """Whether autograd records what is done with these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
@@ -214,7 +224,7 @@ def can_inspect(*tensors: Tensor, free: bool = False) -> bool:
     return not (free and is_traced(*tensors))
 
 
-def full_precision(inputs: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
+def full_precision(inputs: Values) -> AbstractContextManager[Any]:
     """No autocast where the work is: index tensors may stay on the CPU while it is elsewhere."""
     for value in inputs:
         if value is not None and not value.is_cpu:

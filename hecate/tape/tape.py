@@ -1,15 +1,159 @@
-"""The tape: a ledger of block calls that can be printed, queried and replayed in reverse."""
+"""Blocks, the unit of differentiation, and the tape: a ledger of their calls that is printed, queried and replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.tape.block import Block, Program, Run, Tensors, differentiable, distinct, execute
+
+Tensors = tuple[Tensor | None, ...]
+Values = Sequence[Tensor | None]
+Made = tuple[Tensors, Any]  # outputs, and what a VJP needs beside them
+Program = Callable[..., Tensors]  # program(run, *inputs) -> outputs, built from calls of `run`
+
+
+class Block(NamedTuple):
+    """A differentiable operation on whole batches, given by two plain functions.
+
+    `forward(*inputs) -> (outputs, residuals)` returns a tuple of tensors and whatever its VJP needs; `vjp(residuals,
+    *cotangents) -> input cotangents` returns one tensor or None per input, None meaning "no gradient flows here". A
+    cotangent of an output that nobody used, or of integers, arrives as zeros. Without a `vjp` the block is
+    differentiated by `torch.func.vjp`, from the one evaluation that is recorded; `hand_written` tells which.
+
+    `program` is set on blocks that are programs themselves, so that a tape can look inside. A block that `recomputes`
+    has its inputs as residuals and runs its program again in the VJP. `record` is a forward that keeps what the VJP
+    would compute again: a tape calls it in place of `forward`.
+
+    Neither function may change its arguments in place: tapes and `torch.func` both rely on that. A tensor that reaches
+    a block by closure rather than as an input is a constant: no gradient flows to it.
+    """
+
+    name: str
+    forward: Callable[..., Made]
+    vjp: Callable[..., Values] | None = None
+    program: Program | None = None
+    recomputes: bool = False
+    record: Callable[..., Made] | None = None
+
+    @property
+    def hand_written(self) -> bool:
+        """Whether the derivative is written by hand rather than left to `torch.func.vjp`."""
+        return self.vjp is not None
+
+    def apply(self, inputs: Tensors) -> Made:
+        """Runs the forward; the residual of a block without a VJP is torch's own pullback."""
+        if self.vjp is None:
+            return _autograd_vjp(self, inputs)
+        return self.checked((self.record or self.forward)(*inputs))
+
+    def checked(self, returned: Made) -> Made:
+        """What a forward has returned; `ShapeError` where that is no tuple of outputs beside its residuals."""
+        if not isinstance(returned[0], tuple):
+            raise ShapeError(
+                f"block {self.name!r} must return (outputs, residuals) with a tuple of outputs, got a "
+                f"{type(returned[0]).__name__}; write `(y,), residuals` for a single output"
+            )
+        return returned
+
+    def pullback(self, residuals: Any, cotangents: Sequence[Tensor]) -> Values:
+        """Input cotangents from output cotangents."""
+        return (residuals if self.vjp is None else partial(self.vjp, residuals))(*cotangents)
+
+
+def formula_block(name: str, formula: Callable[..., Any], vjp: Callable[..., Any] | None = None) -> Block:
+    """A block of `formula(*inputs)`, one tensor or a tuple, whose VJP `vjp(*inputs, *cotangents)` needs its inputs
+    alone."""
+
+    def forward(*inputs: Tensor) -> tuple[Tensors, Tensors]:
+        found = formula(*inputs)
+        return found if isinstance(found, tuple) else (found,), inputs
+
+    def pulled(inputs: Tensors, *cotangents: Tensor) -> Tensors:
+        found = vjp(*inputs, *cotangents)  # type: ignore[misc]
+        return found if isinstance(found, tuple) else (found,)
+
+    return Block(name, forward, None if vjp is None else pulled)
+
+
+class Run(Protocol):
+    """Anything that executes blocks: `execute` forgets them, a `Tape` records them."""
+
+    def __call__(self, block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
+        """Runs the block and returns its outputs."""
+        ...
+
+
+def execute(block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
+    """Runs a block and keeps nothing for a backward pass."""
+    return block.forward(*inputs)[0]
+
+
+def one(outputs: Tensors) -> Tensor:
+    """The only output of a block."""
+    (output,) = outputs
+    if output is None:
+        raise TypeError("a block returned None where a tensor was expected")
+    return output
+
+
+def several(outputs: Tensors) -> tuple[Tensor, ...]:
+    """All outputs of a block, none of them None."""
+    for output in outputs:
+        if output is None:
+            raise TypeError("a block returned None where a tensor was expected")
+    return outputs  # type: ignore[return-value]
+
+
+def differentiable(tensor: Tensor | None) -> bool:
+    """Whether gradients can flow to a tensor: floating point or complex, not None."""
+    return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def distinct(outputs: Tensors, known: set[int]) -> Tensors:
+    """Outputs that are objects of their own: a repeated one, or one already known, becomes a view.
+
+    A block may return an input as it is; told apart by identity, the two would share one cotangent."""
+    ids = set(map(id, outputs))
+    if len(ids) == len(outputs) and known.isdisjoint(ids):
+        return outputs
+    own: list[Tensor | None] = []
+    for at, out in enumerate(outputs):
+        shared = id(out) in known or any(out is earlier for earlier in outputs[:at])
+        own.append(out.view_as(out) if shared and out is not None else out)
+    return tuple(own)
+
+
+def _autograd_vjp(block: Block, inputs: Tensors) -> tuple[Tensors, Callable[..., Any]]:
+    """Outputs of a block and `pull(*cotangents)`, both from one evaluation of its forward."""
+    smooth_inputs = {at: value for at, value in enumerate(inputs) if differentiable(value)}
+    if not smooth_inputs:
+        return block.checked(block.forward(*inputs))[0], lambda *_: [None] * len(inputs)
+    count = 0
+
+    def outputs_of(varied: dict[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        nonlocal count
+        outputs = block.checked(block.forward(*[varied.get(at, value) for at, value in enumerate(inputs)]))[0]
+        count = len(outputs)
+        present = {at: out for at, out in enumerate(outputs) if out is not None}
+        smooth = {at: out for at, out in present.items() if differentiable(out)}
+        return smooth, {at: out for at, out in present.items() if at not in smooth}
+
+    smooth, pull, others = torch.func.vjp(outputs_of, smooth_inputs, has_aux=True)  # type: ignore[misc]
+    found = smooth | others
+
+    def pulled(*cotangents: Tensor) -> list[Tensor | None]:
+        (grads,) = pull({at: g for at, g in zip(sorted(found), cotangents, strict=True) if at in smooth})
+        return [grads.get(at) for at in range(len(inputs))]
+
+    return tuple(map(found.get, range(count))), pulled
+
+
+# The tape.
 
 
 class Call(NamedTuple):
@@ -20,13 +164,6 @@ class Call(NamedTuple):
     inputs: Tensors
     outputs: Tensors
     residuals: Any
-
-
-class Made(NamedTuple):
-    """What a checkpoint returned, and what it recorded on the way if it did."""
-
-    outputs: Tensors
-    record: Any = None
 
 
 class CotangentNorm(NamedTuple):
@@ -71,9 +208,7 @@ class Tape:
         self.calls.append(Call(block, label, inputs, outputs, residuals))
         return outputs
 
-    def backward(
-        self, outputs: Sequence[Tensor | None], cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, outputs: Values, cotangents: Values, inputs: Values) -> Tensors:
         """Cotangents of `inputs` from cotangents of `outputs`; None where no gradient flows.
 
         A cotangent has the shape of its tensor, or it is a `ShapeError`, and takes its dtype.
@@ -81,13 +216,7 @@ class Tape:
         self.observed = []
         return self._walk(reversed(self.calls), outputs, cotangents, inputs)
 
-    def _walk(
-        self,
-        calls: Iterator[Call],
-        outputs: Sequence[Tensor | None],
-        cotangents: Sequence[Tensor | None],
-        inputs: Sequence[Tensor | None],
-    ) -> tuple[Tensor | None, ...]:
+    def _walk(self, calls: Iterable[Call], outputs: Values, cotangents: Values, inputs: Values) -> Tensors:
         flowing: dict[int, Tensor] = {}
         _accumulate(flowing, outputs, cotangents, None)
         for call in calls:
@@ -104,7 +233,7 @@ class Tape:
             _accumulate(flowing, call.inputs, self._pull(call, filled), call.block)
         return tuple(None if value is None else flowing.get(id(value)) for value in inputs)
 
-    def _pull(self, call: Call, cotangents: list[Tensor]) -> Sequence[Tensor | None]:
+    def _pull(self, call: Call, cotangents: list[Tensor]) -> Values:
         if call.block.program is None or not self.observe:
             return call.block.pullback(call.residuals, cotangents)
         inner = Tape(observe=True)
@@ -142,10 +271,12 @@ class Tape:
     def __str__(self) -> str:
         lines = []
         for index, call in enumerate(self.calls):
-            shapes = [", ".join(_shape(item) for item in side) for side in (call.inputs, call.outputs)]
+            given, made = (
+                ", ".join("None" if item is None else f"{list(item.shape)}" for item in side)
+                for side in (call.inputs, call.outputs)
+            )
             source = "" if call.block.hand_written else "  (vjp by torch.func)"
-            head = f"{index:>4}  {call.label:<16} {call.block.name:<24}"
-            lines.append(f"{head} {shapes[0]} -> {shapes[1]}{source}")
+            lines.append(f"{index:>4}  {call.label:<16} {call.block.name:<24} {given} -> {made}{source}")
         return "\n".join(lines)
 
 
@@ -159,13 +290,13 @@ def checkpoint(name: str, program: Program, *, keep: bool = False) -> Block:
     def forward(*inputs: Tensor | None) -> tuple[Tensors, Tensors]:
         return program(execute, *inputs), inputs
 
-    def vjp(inputs: Tensors | _Taped, *cotangents: Tensor) -> Sequence[Tensor | None]:
+    def vjp(inputs: Tensors | _Taped, *cotangents: Tensor) -> Values:
         if not isinstance(inputs, _Taped):
             return replay(Tape(), program, inputs, cotangents)
-        taped, calls, inputs.calls = inputs, inputs.calls, []
+        calls, inputs.calls = inputs.calls, []
         if not calls:
-            return replay(Tape(), program, taped.inputs, cotangents)
-        return Tape()._walk(reversed(calls), taped.outputs, cotangents, taped.inputs)
+            return replay(Tape(), program, inputs.inputs, cotangents)
+        return Tape()._walk(reversed(calls), inputs.outputs, cotangents, inputs.inputs)
 
     def record(*inputs: Tensor | None) -> tuple[Tensors, _Taped]:
         tape, own = Tape(), _variables(inputs)
@@ -192,7 +323,7 @@ def remembering(made: list[Made]) -> Run:
         if not block.recomputes:
             return block.forward(*inputs)[0]
         outputs, residuals = block.apply(inputs)
-        made.append(Made(outputs, None if block.record is None else residuals))
+        made.append((outputs, None if block.record is None else residuals))
         return outputs
 
     return run
@@ -200,7 +331,7 @@ def remembering(made: list[Made]) -> Run:
 
 def replay(
     tape: Tape, program: Program, inputs: Tensors, cotangents: Sequence[Tensor], remembered: Sequence[Made] = ()
-) -> tuple[Tensor | None, ...]:
+) -> Tensors:
     """Tapes a program and walks back, letting go of each call behind it.
 
     `remembered` is what the program's checkpoints have made, which then need not run.
@@ -217,31 +348,23 @@ def _variables(inputs: Tensors) -> Tensors:
     return tuple(None if value is None else value.view_as(value) for value in inputs)
 
 
-def _accumulate(
-    flowing: dict[int, Tensor],
-    values: Sequence[Tensor | None],
-    cotangents: Sequence[Tensor | None],
-    block: Block | None,
-) -> None:
+def _accumulate(flowing: dict[int, Tensor], values: Values, cotangents: Values, block: Block | None) -> None:
+    source = "backward" if block is None else f"the VJP of {block.name!r}"
     if len(values) != len(cotangents):
-        raise ShapeError(f"{_source(block)}: expected {len(values)} cotangents, got {len(cotangents)}")
+        raise ShapeError(f"{source}: expected {len(values)} cotangents, got {len(cotangents)}")
     for index, (value, cotangent) in enumerate(zip(values, cotangents, strict=True)):
         if value is None or cotangent is None or not differentiable(value):
             continue
         if cotangent.shape != value.shape:
             raise ShapeError(
-                f"{_source(block)}: cotangent {index} must have the shape of its tensor, "
-                f"{list(value.shape)}, got {list(cotangent.shape)}"
+                f"{source}: cotangent {index} must have the shape of its tensor, {list(value.shape)}, got "
+                f"{list(cotangent.shape)}"
             )
         if cotangent.dtype != value.dtype:
             real = cotangent.is_complex() and not value.is_complex()
             cotangent = (cotangent.real if real else cotangent).to(value.dtype)
         present = flowing.get(id(value))
         flowing[id(value)] = cotangent if present is None else present + cotangent
-
-
-def _source(block: Block | None) -> str:
-    return "backward" if block is None else f"the VJP of {block.name!r}"
 
 
 def _norm(cotangents: list[Tensor]) -> Tensor:
@@ -251,7 +374,3 @@ def _norm(cotangents: list[Tensor]) -> Tensor:
 
 def _join(*parts: str) -> str:
     return "/".join(part for part in parts if part)
-
-
-def _shape(value: Tensor | None) -> str:
-    return "None" if value is None else f"{list(value.shape)}"

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import hecate
 from hecate import Gates, MemoryConfig, MemoryState, memory_scan, memory_step, named_rule, phi
-from hecate.engine import Stepper, step
+from hecate.engine import Stepper, scan
 from hecate.engine.one_token import MOST
 from hecate.errors import ConfigError, HecateError, NonFiniteError, ShapeError
 from hecate.rule import RULES
@@ -111,7 +111,7 @@ def short_only(monkeypatch: pytest.MonkeyPatch) -> Any:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("the whole way")
 
-    return lambda: monkeypatch.setattr(step, "whole_scan", refuse)
+    return lambda: monkeypatch.setattr(scan, "whole_scan", refuse)
 
 
 @pytest.mark.spec("ENG-STEP-I2")

@@ -17,7 +17,6 @@ from torch import Tensor
 from hecate.checks import described, expect_beside, expect_choice, expect_number
 from hecate.engine import (
     DIVIDE,
-    ByHand,
     EngineName,
     check_mask,
     check_params,
@@ -36,7 +35,7 @@ from hecate.nn.positions import Position, PositionKind
 from hecate.phi import FeatureMap, FeatureMapKind, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.rule import one
-from hecate.tape import Autodiff, execute
+from hecate.tape import Autodiff, by_hand, execute
 from hecate.tape.bridge import without_autocast
 
 Normalizer = Literal["sum", "none"]
@@ -75,7 +74,7 @@ class Weights(NamedTuple):
             params = {**params, "position": place.unsqueeze(-1)}
         block, tensors = self.feature_map.block(params)
         if block.hand_written:
-            block = ByHand.of(block).block(keeps=False)
+            block = by_hand(block)
         x = one(execute(block, self.turned(x, place), *tensors))
         if place is None or not self.positions.turns_features:
             return x, x
@@ -189,7 +188,7 @@ def _mean(
         y, held = sums(q, k, v, held)
         weight, total = sums(weight_q, weight_k, ones, total)
         y = torch.where(weight + eps > 0, y, 0.0)
-    return one(execute(DIVIDE.block(keeps=False), y, weight + eps, *units)), held, total
+    return one(execute(DIVIDE, y, weight + eps, *units)), held, total
 
 
 def check_options(
