@@ -235,6 +235,7 @@ class Variant(Config):
 
     _derivatives: ClassVar[tuple[str, ...]] = ()
     _formulas: ClassVar[tuple[str, ...]] = ()
+    _declares: ClassVar[bool] = False  # whether its `kernel` speaks of its formulas
     _family: ClassVar[str] = ""
     _family_type: ClassVar[type[Variant]]
     _registry: ClassVar[dict[str, type[Variant]]] = {}
@@ -248,6 +249,7 @@ class Variant(Config):
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         options.pop("family", None)
         super().__pydantic_init_subclass__(**options)
+        cls._declares = still_declared(cls, "kernel", cls._formulas)
         field = cls.model_fields["kind"]
         kind = field.default
         if not isinstance(kind, str):
@@ -282,7 +284,7 @@ class Variant(Config):
     def kernel_form(self) -> Any:
         """The form in which kernels compute the formulas, which a variant declares as `kernel`; None leaves it to
         torch, as where a class below the one that declares it redefines them."""
-        return getattr(self, "kernel", None) if still_declared(self, "kernel", self._formulas) else None
+        return self.kernel if self._declares else None  # type: ignore[attr-defined]
 
     @classmethod
     def formula(cls) -> str:
@@ -361,11 +363,12 @@ def resolve_families(schema: Schema) -> Schema:
 
 
 def still_declared(value: object, trait: str, formulas: tuple[str, ...]) -> bool:
-    """Whether no class below the one that declares a trait redefines one of these formulas.
+    """Whether no class below the one that declares a trait, of a class or of its instance, redefines one of these
+    formulas.
 
     A subclass that changes the maths inherits the words about the old: they no longer hold.
     """
-    for cls in type(value).__mro__:
+    for cls in (value if isinstance(value, type) else type(value)).__mro__:
         if trait in vars(cls):
             return True
         if not vars(cls).keys().isdisjoint(formulas):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +94,7 @@ class Call:
     def __init__(self, spec: Spec, flat: Tensors, seen: Tensor | None = None) -> None:
         """`seen` counts tokens after the last, where phi needs positions."""
         self.spec, self.config, self.flat, self.seen = spec, spec.config, flat, seen
+        self._traced: bool | None = None
         self.first = len(Sequence._fields) + len(spec.params[0]) + len(spec.params[1])  # where the memories begin
         v, weight = flat[2], flat[self.first]
         self.length, self.device, self.values, self.dtype = v.shape[1], v.device.type, v.dtype, spec.dtype  # type: ignore[union-attr]
@@ -161,13 +161,15 @@ class Call:
         """A call without tensors, to ask which engine would run it: its answers are given."""
         call = cls.__new__(cls)
         call.config, call.length, call.steps, call.shape, call.device = config, length, steps, shape, device
-        call.dtype, call.values, call.retain, call.masked, call.traced = dtype, values, retain, masked, traced
+        call.dtype, call.values, call.retain, call.masked, call._traced = dtype, values, retain, masked, traced
         return call
 
-    @cached_property
+    @property
     def traced(self) -> bool:
         """Asked for by few engines, and only then found out."""
-        return is_traced(*self.flat)
+        if self._traced is None:
+            self._traced = is_traced(*self.flat)
+        return self._traced
 
     # What an engine runs on.
 

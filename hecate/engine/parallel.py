@@ -180,13 +180,13 @@ def _scan_vjp(
     for group in reversed(groups):
         chunks = _chunked(tokens, group, block)
         writes = chunks.v if form_of(config.bias) == "target" else kept.pop()
-        own, later = _group_vjp(config, chunks, _blocks(gy[:, group], block), kept.pop(), writes, later)
+        own, later = _group_vjp(config, chunks, one(_blocks([gy], group, block)), kept.pop(), writes, later)
         first = group.start // block
         for whole, share in zip(found, own, strict=False):
             if whole is not None and share is not None:
                 whole[:, first : first + len(share)] = share.transpose(0, 1)
     slots = () if later.slot is None else (later.slot,)
-    shares = (None if whole is None else whole.flatten(1, 2)[:, :length] for whole in found)
+    shares = [None if whole is None else whole.flatten(1, 2)[:, :length] for whole in found]
     return (later.memory, *slots, later.initial, *shares, None, None)
 
 
@@ -222,17 +222,21 @@ def _chunked(tokens: Tokens, group: slice, size: int) -> Tokens:
     """Tokens of a group as blocks `[g, N, C, ...]`; padding writes nothing."""
     if tokens.write is None and (group.stop - group.start) % size:
         tokens = tokens._replace(write=torch.ones_like(tokens.lr, dtype=torch.bool))
-    pairs = zip(tokens, NEUTRAL, strict=True)
-    return Tokens(*[None if item is None else _blocks(item[:, group], size, fill) for item, fill in pairs])  # type: ignore[arg-type]
+    return Tokens(*_blocks(tokens, group, size, NEUTRAL))  # type: ignore[arg-type]
 
 
-def _blocks(tensor: Tensor, size: int, fill: float = 0) -> Tensor:
-    """`[N, t, ...]` as `[g, N, C, ...]`, padded."""
-    missing = -tensor.shape[1] % size
-    if missing:
-        tail = tensor.new_full((tensor.shape[0], missing, *tensor.shape[2:]), fill)
-        tensor = torch.cat([tensor, tail], 1)
-    return tensor.unflatten(1, (-1, size)).transpose(0, 1).contiguous()
+def _blocks(tensors: Sequence[Tensor | None], group: slice, size: int, fills: Sequence[float] = (0,)) -> Tensors:
+    """A group of tokens `[N, T, ...]` as blocks `[g, N, C, ...]`, padded."""
+    blocks: list[Tensor | None] = []
+    for item, fill in zip(tensors, fills, strict=True):
+        if item is not None:
+            item = item[:, group]
+            missing = -item.shape[1] % size
+            if missing:
+                item = torch.cat([item, item.new_full((len(item), missing, *item.shape[2:]), fill)], 1)
+            item = item.unflatten(1, (-1, size)).transpose(0, 1).contiguous()
+        blocks.append(item)
+    return tuple(blocks)
 
 
 # The walk over the states of a group's blocks, and the same backwards, by hand.

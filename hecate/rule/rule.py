@@ -120,7 +120,9 @@ class MemoryRule(Config):
         def vjp(kept: list[Any], *cotangents: Tensor) -> Tensors:
             weights = len(kept) // 2
             of_gates: tuple[list[Tensor], ...] = ([], [], [])
-            ggradient, gmemory, gslots = list[Tensor | None](), list[Tensor | None](), list[Tensor | None]()
+            ggradient: list[Tensor | None] = []
+            gmemory: list[Tensor | None] = []
+            gslots: list[Tensor | None] = []
             for index, g in enumerate(cotangents[:weights]):
                 gweight, gdirection, more = retention.pullback(kept[2 * index + 1], [g])
                 into = cotangents[weights + index * count :][:count]

@@ -39,7 +39,7 @@ def catalogue(family: str | None = None) -> Table:
     """Header and rows of one family, or the families themselves. [TRAIN-LIST-D1]"""
     if family is None:
         kinds = {name: list(root.variants()) for name, root in _VARIANTS.items()}
-        named = {**kinds, "rules": list(RULES), "presets": presets()}
+        named = {**kinds, "engines": list(Engine.registry), "rules": list(RULES), "presets": presets()}
         return ["family", "count", "kinds"], [[name, str(len(own)), " ".join(own)] for name, own in named.items()]
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -90,7 +90,7 @@ def _rules() -> Table:
 def _engines() -> Table:
     said = verdicts(Call.sketch(MemoryConfig(), length=1024))
     rows = [
-        [name, (inspect.getdoc(type(engine)) or "").split("\n\n")[0], said[name]]
+        [name, (inspect.getdoc(type(engine)) or "").split("\n\n")[0].removeprefix(f"{name}: "), said[name]]
         for name, engine in Engine.registry.items()
     ]
     return ["engine", "what it is", "of 1024 tokens of MemoryConfig()"], rows

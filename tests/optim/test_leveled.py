@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hecate.errors import CheckpointError, ConfigError
 from hecate.optim import M3, Leveled, PhiMomentum, level_groups
-from hecate.train.state import pack, unpack
+from hecate.train.state import OptimizerFacts, pack, unpack
 from tests.reference import leveled as reference
 
 PERIODS = [1, 3, 8]
@@ -154,7 +154,7 @@ def test_a_checkpoint_at_any_step_continues_bit_for_bit(name: str, cut: int):
     other = model()
     resumed = leveled(other, name)
     advance(resumed, other, 50, 54)  # what was there before is replaced, windows included
-    unpack(other, [resumed], tensors, facts, "checkpoint")
+    unpack(other, [resumed], tensors, OptimizerFacts.model_validate(facts), "checkpoint")
     assert_same(advance(resumed, other, cut + 1, 20), whole[cut:])
 
 
