@@ -13,6 +13,7 @@ import inspect
 import json
 import pkgutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -154,11 +155,17 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         revalidate_instances="always",
     )
 
+    retired: ClassVar[Mapping[str, str]] = {}
+    """Fields of earlier versions, and why none is needed: files that have them still load, with a warning."""
+
     @model_validator(mode="before")
     @classmethod
     def _known_fields_only(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
+        for key in cls.retired.keys() & data.keys():
+            warnings.warn(f"{cls.__name__}.{key} is left out: {cls.retired[key]}", FutureWarning, stacklevel=2)
+        data = {key: value for key, value in data.items() if key not in cls.retired}
         unknown = [str(key) for key in data if key not in cls.model_fields]
         if unknown:
             known = [name for name in cls.model_fields if name != "kind"]

@@ -18,6 +18,8 @@ from hecate.retention.base import Retention, StepForm
 from hecate.tape.ops import inner_axes, over, sum_to_gate, torch_vjp
 from hecate.variant import Prepared, Variant
 
+_WITHOUT_EPS = {"eps": "the dual state that is carried needs no floor"}
+
 
 class Link(Variant, family="link"):
     """A function from dual states to feasible memories.
@@ -72,6 +74,7 @@ class SoftmaxLink(Link):
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora. [RET-LINK-D2]"""
 
     kind: Literal["softmax"] = "softmax"
+    retired: ClassVar = _WITHOUT_EPS
     scale: float = Field(1.0, gt=0)
     row_invariant: ClassVar[bool] = True
 
@@ -95,6 +98,7 @@ class SignedSoftmaxLink(Link):
     """
 
     kind: Literal["signed_softmax"] = "signed_softmax"
+    retired: ClassVar = _WITHOUT_EPS
     scale: float = Field(1.0, gt=0)
 
     def memory(self, dual: Tensor) -> Tensor:
@@ -117,6 +121,7 @@ class SigmoidLink(Link):
     """
 
     kind: Literal["sigmoid"] = "sigmoid"
+    retired: ClassVar = _WITHOUT_EPS
     low: float = 0.0
     high: float = 1.0
 
@@ -297,6 +302,7 @@ class KL(MirrorRetention):
     """
 
     kind: Literal["kl"] = "kl"
+    retired: ClassVar = _WITHOUT_EPS
     scale: float = Field(1.0, gt=0)
     signed: bool = False
 
@@ -345,6 +351,7 @@ class Bounded(MirrorRetention):
     """
 
     kind: Literal["bounded"] = "bounded"
+    retired: ClassVar = _WITHOUT_EPS
     low: float = 0.0
     high: float = 1.0
 

@@ -217,3 +217,9 @@ def test_a_retention_of_a_user_that_carries_a_dual_state():
         assert Cubes().dual and not Cubes().linear
     finally:
         del retention.Retention._registry["cubes_of_a_user"]
+
+
+def test_files_with_a_field_that_is_gone_load_with_a_warning():
+    with pytest.warns(FutureWarning, match=r"KL\.eps is left out: the dual state"):
+        config = MemoryConfig.model_validate({"retention": {"kind": "kl", "eps": 1e-6}})
+    assert config == MemoryConfig(retention="kl")
