@@ -67,7 +67,7 @@ class Structure(Variant, family="structure"):
 
     @property
     def linear(self) -> bool:
-        """Whether pred is linear in the weights and in p, with one weight: `[V, P]`, or `[P]` if diagonal."""
+        """Whether pred = M p with one weight `[V, P]`, or M * p with one `[P]` if diagonal, as engines compute it."""
         return False
 
     @property
