@@ -25,11 +25,13 @@ class AlgorithmForm(NamedTuple):
 
 
 class Token(NamedTuple):
-    """What one token brings to a write: phi_k `[N, P]`, v `[N, V]` and the lr gate `[N]`."""
+    """What one token brings to a write: phi_k `[N, P]`, v `[N, V]` and the lr gate `[N]`; phi_w `[N, P]` in place of
+    phi_k as the error is written, None where that is phi_k too."""
 
     phi_k: Tensor
     v: Tensor
     lr: Tensor
+    phi_w: Tensor | None = None
 
 
 class InnerLoss(NamedTuple):

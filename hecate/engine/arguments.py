@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 from numbers import Real
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from hecate.checks import described, expect, expect_beside
-from hecate.engine.tokens import expand_to
+from hecate.engine.tokens import expand_to, form_of
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.phi import FeatureMap, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.rule.state import accumulated_retain
 from hecate.tape import can_inspect
 
 # What is drawn to learn a map's parameter names is thrown away; made here, because torch.compile cannot make a
@@ -21,7 +23,8 @@ from hecate.tape import can_inspect
 _UNREAD = torch.Generator()
 Named = dict[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
-TOPS = Gates(lr=math.inf, retain=1.0, momentum=1.0)  # the largest value of a gate; the least is 0
+# The largest value of a gate; the least is 0, but for erase and write, which may be any number.
+TOPS = Gates(lr=math.inf, retain=1.0, momentum=1.0, erase=math.inf, write=math.inf, retain_value=1.0)
 
 
 def check_config(config: MemoryConfig) -> MemoryConfig:
@@ -126,10 +129,7 @@ def _gate(name: str, given: Tensor | float | None, default: float, k: Tensor, wr
             raise ShapeError(f"gates.{name} must be floating point, got {given.dtype}")
         if given.device != k.device:
             expect_beside(given, k, f"gates.{name}")
-        if given.numel() and can_inspect(given, free=True):
-            low, high = given.aminmax()
-            if not (low.item() >= 0 and high.item() <= top):
-                _refuse_range(name, given, write)
+        _check_range(name, given, write)
         return given
     if given is not None and not isinstance(given, Real):
         raise ShapeError(f"gates.{name} must be a number or a tensor [B, T, H] = {list(shape)}, got {described(given)}")
@@ -138,6 +138,84 @@ def _gate(name: str, given: Tensor | float | None, default: float, k: Tensor, wr
     if not 0 <= value <= top or value == math.inf:
         raise ConfigError(f"gates.{name} must be {_bounds(name)}, got {value:g}")
     return torch.full(shape, value, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
+
+
+def general_gates(
+    config: MemoryConfig, gates: Gates, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """erase, write and retain_value of keys `[B, T, H, D]` as tensors, None where they are not given."""
+    if gates.erase is None and gates.write is None and gates.retain_value is None:
+        return None, None, None
+    for name, reason in _refused_gates(config):
+        if getattr(gates, name) is not None:
+            raise ConfigError(f"gates.{name} is given, but {reason}")
+    width = config.feature_map.output_dim(k.shape[-1])
+    factors = []
+    for name in ("erase", "write"):
+        given = getattr(gates, name)
+        if isinstance(given, Tensor):
+            _check_gate(name, given, k, width, "phi channel")
+        elif given is not None:
+            if not isinstance(given, Real) or not math.isfinite(given):
+                raise ConfigError(
+                    f"gates.{name} must be a finite number or a tensor [B, T, H, *], got {described(given)}"
+                )
+            dtype = torch.promote_types(k.dtype, torch.float32)
+            given = torch.full(k.shape[:3], float(given), dtype=dtype, device=k.device)
+        factors.append(given)
+    kept = gates.retain_value
+    if kept is not None:
+        if not isinstance(kept, Tensor) or kept.dim() != 4:
+            each = f"gates.retain_value must be a tensor [B, T, H, V] = {[*k.shape[:3], v.shape[-1]]}"
+            raise ShapeError(f"{each}, got {described(kept)}; one value for all channels is gates.retain")
+        _check_gate("retain_value", kept, k, v.shape[-1], "value channel")
+        _check_range("retain_value", kept, mask)
+    return factors[0], factors[1], kept
+
+
+def _refused_gates(config: MemoryConfig) -> Iterator[tuple[str, str]]:
+    """Which of erase, write and retain_value mean nothing to a config, and why."""
+    structure = f"structure {config.structure.kind!r}"
+    for name in ("erase", "write"):
+        if not config.structure.linear:
+            yield name, f"{structure} has weights without a phi axis; use structure 'matrix' or 'vector'"
+        if not config.algorithm.takes_any_gradient():
+            own = f"algorithm {config.algorithm.kind!r} makes its gradient from phi(k) itself"
+            yield name, f"{own}, and no paper says how one that is gated would enter; use algorithm 'gd' or 'momentum'"
+        if config.step != "raw":
+            yield (
+                name,
+                f"step={config.step!r} divides lr by |phi(k)|^2, which is not the gain of such a write; use 'raw'",
+            )
+    if form_of(config.bias) == "target":
+        yield "erase", f"bias {config.bias.kind!r} never asks the memory what to unlearn; use bias 'l2'"
+    if config.normalizer == "sum":
+        for name in ("erase", "retain_value"):
+            yield name, "normalizer='sum' divides by weights that are the same for every value channel and only grow"
+    if not config.retention.uses_retain:
+        yield "retain_value", f"retention {config.retention.kind!r} takes no retain gate; choose retention 'decay'"
+    if not config.structure.linear or config.structure.diagonal:
+        yield "retain_value", f"{structure} has no axis of value channels beside phi's; use structure 'matrix'"
+    if accumulated_retain(config):
+        chunks = f"chunk={config.chunk} with commit={config.commit!r} and decay_order={config.decay_order!r}"
+        yield "retain_value", f"{chunks} keeps the product of a chunk's retain gates, not that of value channels"
+
+
+def _check_gate(name: str, given: Tensor, k: Tensor, width: int, channel: str) -> None:
+    shape = k.shape[:3]
+    if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and given.shape[-1] != width):
+        each = f"[B, T, H, {width}] per {channel}"
+        raise ShapeError(f"gates.{name} must be [B, T, H] = {list(shape)} or {each}, got {list(given.shape)}")
+    if not given.is_floating_point():
+        raise ShapeError(f"gates.{name} must be floating point, got {given.dtype}")
+    expect_beside(given, k, f"gates.{name}")
+
+
+def _check_range(name: str, given: Tensor, write: Tensor | None) -> None:
+    if given.numel() and can_inspect(given, free=True):
+        low, high = given.aminmax()
+        if not (low.item() >= 0 and high.item() <= getattr(TOPS, name)):
+            _refuse_range(name, given, write)
 
 
 def _bounds(name: str) -> str:

@@ -21,6 +21,7 @@ from hecate.engine.arguments import (
     check_tokens,
     complete_gates,
     document_starts,
+    general_gates,
 )
 from hecate.engine.tokens import Carry
 from hecate.errors import ShapeError
@@ -30,12 +31,14 @@ from hecate.rule.state import accumulated_retain, frozen_gradients, initial_stat
 from hecate.structure import Memory
 from hecate.tape import Tensors, can_inspect, is_traced
 
+GENERAL = ("erase", "write", "retain_value")  # the gates of `Gates` that come after the three that every rule has
 TRACED = "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
 
 
 class Sequence(NamedTuple):
     """Inputs of a scan, checked and complete: `[B, T, H, *]`, gates `[B, T, H]` (retain also per channel), masks `[B,
-    T]` or None, positions `[B, T]` or None where phi needs none."""
+    T]` or None, positions `[B, T]` or None where phi needs none; and the gates of `Gates` that few rules have, `[B, T,
+    H, *]` or None."""
 
     q: Tensor
     k: Tensor
@@ -46,6 +49,9 @@ class Sequence(NamedTuple):
     write: Tensor | None = None
     reset: Tensor | None = None
     position: Tensor | None = None
+    erase: Tensor | None = None
+    write_gate: Tensor | None = None
+    retain_value: Tensor | None = None
 
 
 class Spec(NamedTuple):
@@ -86,10 +92,12 @@ class Call:
         values: dtype of v.
         retain: the gates `[B, T, H]` or `[B, T, H, P]`; None in a sketch that does not tell them.
         masked: whether there is a write or a reset mask.
+        general: the names of erase, write and retain_value where they are given.
         traced: whether torch has to see every operation.
     """
 
     steps: int | None = None
+    general: tuple[str, ...] = ()
 
     def __init__(self, spec: Spec, flat: Tensors, seen: Tensor | None = None) -> None:
         """`seen` counts tokens after the last, where phi needs positions."""
@@ -100,6 +108,8 @@ class Call:
         self.length, self.device, self.values, self.dtype = v.shape[1], v.device.type, v.dtype, spec.dtype  # type: ignore[union-attr]
         self.shape, self.retain = tuple(weight.shape[1:]), flat[4]  # type: ignore[union-attr]
         self.masked = flat[6] is not None or flat[7] is not None
+        given = zip(GENERAL, flat[9:12], strict=True)
+        self.general = tuple(name for name, gate in given if gate is not None)
 
     @classmethod
     def of(
@@ -358,7 +368,8 @@ def complete(
         if mask is not None:
             check_mask(name, mask, k)
     lr, retain, momentum = complete_gates(config, gates, k, write_mask)
-    return Sequence(q, k, v, lr, retain, momentum, write_mask, reset_mask)
+    general = general_gates(config, gates or Gates(), k, v, write_mask)
+    return Sequence(q, k, v, lr, retain, momentum, write_mask, reset_mask, None, *general)
 
 
 # Positions of tokens, counted across calls, for feature maps that depend on them.

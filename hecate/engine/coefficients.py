@@ -112,7 +112,7 @@ class Matrices(NamedTuple):
 def matrices_of(config: MemoryConfig, chunks: Tokens) -> Matrices:
     """The matrices of a group of blocks from its tokens `[g, N, C, ...]`, whatever the states."""
     lr = chunks.lr if chunks.write is None else torch.where(chunks.write, chunks.lr, 0.0)
-    stepped = lr.unsqueeze(-1) * chunks.phi_k
+    stepped = lr.unsqueeze(-1) * (chunks.phi_k if chunks.phi_w is None else chunks.phi_w)
     moving = form_of(config.bias) != "target"  # under dot no write depends on what the memory predicts
     if not (config.retention.uses_retain or config.algorithm.uses_momentum or chunks.reset is not None):
         attend = (chunks.phi_q @ stepped.mT).tril(0 if config.read == "after" else -1)

@@ -46,6 +46,7 @@ class Engine(ABC):
 
     name: ClassVar[str]
     truth: ClassVar[bool] = False  # whether the others are compared with it
+    takes: ClassVar[tuple[str, ...]] = ()  # which of the gates erase, write and retain_value it knows
     registry: ClassVar[dict[str, Engine]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -65,6 +66,11 @@ class Engine(ABC):
     def unfit(self, call: Call) -> str | None:
         """Why it cannot run a call although it is exact for its config: device, dtypes, masks, tracing, sizes."""
         return None
+
+    def unable(self, call: Call) -> str | None:
+        """Why it cannot run a call, for whatever reason; None if it can."""
+        unknown = [f"gates.{name}" for name in call.general if name not in self.takes]
+        return self.refuses(call.config) or (f"it does not know {unknown[0]}" if unknown else self.unfit(call))
 
     @abstractmethod
     def cost(self, call: Call) -> float:
@@ -168,12 +174,12 @@ def choose(call: Call, asked: EngineName = "auto") -> Engine:
     if asked != "auto":
         check_exact(call.config, asked)
         engine = Engine.registry[asked]
-        _refuse(asked, engine.unfit(call))
+        _refuse(asked, engine.unable(call))
         return engine
     best, least = None, math.inf
     for engine in Engine.registry.values():
         cost = engine.cost(call)  # first of all: asking whether it fits may load what it needs
-        if cost < least and engine.refuses(call.config) is None and engine.unfit(call) is None:
+        if cost < least and engine.unable(call) is None:
             best, least = engine, cost
     if best is not None:
         return best
@@ -194,16 +200,13 @@ def explain(call: Call, asked: EngineName = "auto", *, others: bool = False) -> 
 
 def verdicts(call: Call) -> dict[str, str]:
     """What each engine says of a call: why it is not exact, why it cannot run it, else what it costs it."""
-    return {
-        name: engine.refuses(call.config) or engine.unfit(call) or engine.about(call)
-        for name, engine in Engine.registry.items()
-    }
+    return {name: engine.unable(call) or engine.about(call) for name, engine in Engine.registry.items()}
 
 
 def exact_engines(config: MemoryConfig, *, length: int = 2) -> list[str]:
     """The engines beside the token loop that are exact for a config on the CPU."""
     call, others = Call.sketch(config, length=length), [each for each in Engine.registry.values() if not each.truth]
-    return [each.name for each in others if each.refuses(config) is None and each.unfit(call) is None]
+    return [each.name for each in others if each.unable(call) is None]
 
 
 def _refuse(name: str, reason: str | None) -> None:

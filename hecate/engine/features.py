@@ -20,7 +20,7 @@ from hecate.engine.tokens import SELECT, Carry, Tokens, by_head, cast, form_of, 
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import Block, Run, Tensors, by_hand, can_inspect, one, several
+from hecate.tape import Block, Run, Tensors, by_hand, can_inspect, formula_block, one, several
 from hecate.tape.ops import largest, levelling, near_one, over, reach
 
 NORMALIZED_EPS = 1e-6
@@ -53,9 +53,43 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
         phi_q = scaled(phi_q, 1 / math.sqrt(inputs.k.shape[-1]), run, "query_scale")
     if config.step != "raw":
         phi_k, v, lr = stepped(config, phi_k, v, lr, run)
+    phi_w, general = None, inputs[9:]
+    if any(gate is not None for gate in general):
+        phi_k, phi_w, general = _gated(config, phi_k, inputs, dtype, run)
     heads, write, reset = lr.shape[2], inputs.write, inputs.reset
     masks = None if write is None else by_head(write, heads), None if reset is None else by_head(reset, heads)
-    return Tokens(phi_k, phi_q, v, lr, retain, momentum, *masks)
+    return Tokens(phi_k, phi_q, v, lr, retain, momentum, *masks, phi_w, general[2])
+
+
+def _gated(
+    config: MemoryConfig, phi_k: Tensor, inputs: Sequence, dtype: torch.dtype, run: Run
+) -> tuple[Tensor, Tensor | None, Tensors]:
+    """The keys that are erased with and written with, the latter None where it is the former; and the gates erase,
+    write and retain_value, cast, neutral at masked tokens."""
+    gates: list[Tensor | None] = []
+    for gate in inputs[9:]:
+        if gate is not None:
+            gate = gate if gate.dtype == dtype else one(run(cast(dtype), gate, label="inputs"))
+            if inputs.write is not None:
+                gate = one(run(SELECT, inputs.write, gate, torch.ones_like(gate), label="write_mask"))
+        gates.append(gate)
+    erase, write, _ = gates
+    erased = phi_k if erase is None else one(run(_GATE, phi_k, erase, label="erase"))
+    written = phi_k if write is None else one(run(_GATE, phi_k, write, label="write"))
+    if form_of(config.bias) == "target":  # which never asks the memory
+        return written, None, tuple(gates)
+    return erased, None if written is erased else written, tuple(gates)
+
+
+def _gate(phi: Tensor, gate: Tensor) -> Tensor:
+    return phi * (gate if gate.dim() == phi.dim() else gate.unsqueeze(-1))
+
+
+def _gate_vjp(phi: Tensor, gate: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return _gate(g, gate), g * phi if gate.dim() == phi.dim() else (g * phi).sum(-1)
+
+
+_GATE = formula_block("gate", _gate, _gate_vjp)
 
 
 def scaled(x: Tensor, factor: Tensor | float, run: Run, label: str) -> Tensor:

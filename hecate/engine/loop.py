@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import Token
-from hecate.engine.call import Call
+from hecate.engine.call import GENERAL, Call
 from hecate.engine.engine import TokenEngine
 from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, cut, in_folds, restart
 from hecate.rule import MemoryConfig, TokenGates
@@ -30,6 +30,7 @@ class Sequential(TokenEngine):
 
     name = "sequential"
     truth = True
+    takes = GENERAL
 
     def cost(self, call: Call) -> float:
         """Python and a few products per token."""
@@ -151,6 +152,8 @@ def token_step(
     if token.reset is not None:
         carry = select(token.reset, restart(config, initial, carry), carry, run)
         weights = None
+    if token.retain_value is not None:
+        token = token._replace(retain=one(run(_CELLS, token.retain, token.retain_value)), retain_value=None)
     before = carry
     at: Memory | None = None  # where the gradient is taken, if not at the memory itself
     anchor, kept = carry.memory, token.retain
@@ -188,11 +191,13 @@ def _commit_token(
     run: Run,
 ) -> Carry:
     gates, given = TokenGates(token.lr, token.retain, token.momentum), (token.phi_k, token.v)
-    if block is not None:
+    if block is not None and token.phi_w is None and token.retain.dim() < 3:
         new = several(run(block, *gates, *given, *carry.memory, *carry.slots, *(weights or ())))
         memory, slots = new[: len(carry.memory)], new[len(carry.memory) :]
     else:
-        memory, slots = config.rule.write(carry.memory, carry.slots, *given, gates, weights=weights, run=run)
+        memory, slots = config.rule.write(
+            carry.memory, carry.slots, *given, gates, phi_w=token.phi_w, weights=weights, run=run
+        )
     carry = carry._replace(memory=memory, slots=slots)
     if config.chunk == 1:
         return carry
@@ -206,7 +211,7 @@ def _commit_token(
 def _commit_chunk(
     config: MemoryConfig, token: Tokens, carry: Carry, weights: Memory | None, kept: Tensor, run: Run
 ) -> Carry:
-    own = Token(token.phi_k, token.v, token.lr)
+    own = Token(token.phi_k, token.v, token.lr, token.phi_w)
     grads, slots = config.rule.descended(weights or carry.memory, own, carry.slots, run=run)
     pending = per_weight(run, _ACCUMULATE, carry.pending, (token.lr,) * len(grads), grads)
     position = (carry.position + 1) % config.chunk
@@ -234,6 +239,17 @@ def _accumulate_vjp(_: Tensor, lr: Tensor, grad: Tensor, g: Tensor) -> Tensors:
     return g, sum_to_gate(g * grad, lr), over(lr, grad) * g
 
 
+def _cells(retain: Tensor, value: Tensor) -> Tensor:
+    return (retain.unsqueeze(1) if retain.dim() == 2 else retain[:, None, None]) * value.unsqueeze(-1)
+
+
+def _cells_vjp(retain: Tensor, value: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    wide = retain.unsqueeze(1) if retain.dim() == 2 else retain[:, None, None]
+    product = g * value.unsqueeze(-1)
+    return product.sum(1) if retain.dim() == 2 else product.sum((1, 2)), (g * wide).sum(-1)
+
+
 STACK = Block("stack", lambda *rows: ((torch.stack(rows, 1),), None), lambda _, g: g.unbind(1))
 _ACCUMULATE = formula_block("accumulate", lambda total, lr, grad: total + over(lr, grad) * grad, _accumulate_vjp)
+_CELLS = formula_block("retain.cells", _cells, _cells_vjp)  # `[N, 1 or V, 1 or P]`
 _MULTIPLY = formula_block("multiply", torch.mul, lambda a, b, g: (g * b, g * a))

@@ -12,7 +12,15 @@ from hecate.tape.ops import over
 
 
 def naive(
-    config: MemoryConfig, phi_q: Tensor, phi_k: Tensor, v: Tensor, gates: TokenGates, memory: Memory
+    config: MemoryConfig,
+    phi_q: Tensor,
+    phi_k: Tensor,
+    v: Tensor,
+    gates: TokenGates,
+    memory: Memory,
+    *,
+    phi_w: Tensor | None = None,
+    retain_value: Tensor | None = None,
 ) -> tuple[Tensor, Memory]:
     """Outputs `[N, T, V]` of N memories, and what they carry at the end, from what they carry at first.
 
@@ -20,16 +28,19 @@ def naive(
     what was carried where the token's chunk began (X_t-1 with chunk=1), every token t takes
 
         W        = link(A), or with decay_order="before_gradient" link(A decayed by the chunk's retain gates up to t)
-        G_t      = d ell(f(W, phi(k_t)), v_t) / d W
+        G_t      = d ell(f(W, phi(k_t)), v_t) / d W, with the outer factor phi_w,t in place of phi(k_t) if given
         D_t, S_t = algorithm(G_t, lr_t, momentum_t, S_t-1)
         X_t      = retention(X_t-1, D_t, retain_t)
         y_t      = f(link(X_t), phi(q_t)), or at X_t-1 with read="before"
 
     With commit="chunk" D, S and X follow once, where a chunk closes, from the sum of its lr_i G_i, with lr = 1 and the
-    product of its retain gates. phi, key_norm, query_scale and the step rule are in the arguments already; masks,
-    resets and the sum normaliser are not here. [ENG-NAIVE-D1]
+    product of its retain gates. phi, key_norm, query_scale, the step rule and the gates erase and write are in the
+    arguments already: phi_k is erase phi(k), phi_w is write phi(k). retain_value is the retain of rows. A token of n
+    writes is n tokens here, with retain 1 but at the first, of which one is read. Masks, resets and the sum normaliser
+    are not here. [ENG-NAIVE-D1]
 
-    Shapes: phi_q, phi_k `[N, T, P]`, v `[N, T, V]`, gates `[N, T]` (retain also `[N, T, P]`), weights `[N, ...]`.
+    Shapes: phi_q, phi_k, phi_w `[N, T, P]`, v, retain_value `[N, T, V]`, gates `[N, T]` (retain also `[N, T, P]`),
+    weights `[N, ...]`.
     """
     structure, bias, retention, algorithm = config.structure, config.bias, config.retention, config.algorithm
 
@@ -49,6 +60,9 @@ def naive(
     context = zeros(algorithm.context_shapes(phi_k.shape[-1], v.shape[-1]))
     for t in range(v.shape[1]):
         q, p, target, lr, retain, momentum = (tensor[:, t] for tensor in (phi_q, phi_k, v, *gates))
+        pw = p if phi_w is None else phi_w[:, t]
+        if retain_value is not None:
+            retain = retain_value[:, t, :, None] * retain.reshape(len(retain), 1, -1)
         if t % config.chunk == 0:
             anchor, kept, total = x, torch.ones_like(retain), tuple(torch.zeros_like(weight) for weight in x)
         before, at, kept = x, anchor, kept * retain
@@ -56,7 +70,7 @@ def naive(
             at = tuple(retention.step(weight, torch.zeros_like(weight), kept) for weight in anchor)
         w = linked(at)
         if algorithm.takes_any_gradient():
-            g = structure.pullback(w, p, bias.grad(structure.predict(w, p), target))
+            g = structure.pullback(w, pw, bias.grad(structure.predict(w, p), target))
         else:  # it chooses another, by what it remembers
             slots = [slot for own in s for slot in own]
             g, carried = config.rule.descended(w, Token(p, target, lr), (*slots, *context))

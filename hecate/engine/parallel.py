@@ -48,7 +48,7 @@ GROUP = 1 << 17  # numbers per tensor of a group: what is worked on at once stay
 DEVICE_GROUP = 1 << 24  # the same where batches must be large to fill the device
 SUB_BLOCK = 16
 LOOK = 4  # steps between looks at whether an iteration has settled, on devices
-NEUTRAL = (0, 0, 0, 0, 1, 1, False, False)  # what padding holds in the fields of `Tokens`
+NEUTRAL = (0, 0, 0, 0, 1, 1, False, False, 0, 1)  # what padding holds in the fields of `Tokens`
 
 
 class Parallel(TokenEngine):
@@ -56,6 +56,7 @@ class Parallel(TokenEngine):
 
     name = "parallel"
     counts_along = True
+    takes = ("erase", "write")
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """What is not linear in the state, or takes gradients elsewhere."""
@@ -170,11 +171,12 @@ def _scan_vjp(
     gy, gmemory, *gslots = cotangents
     initial = None if states.initial is None else torch.zeros_like(states.initial)
     later = States(gmemory, gslots[0] if gslots else None, initial)
-    used = (True,) * 4 + (config.retention.uses_retain, config.algorithm.uses_momentum)
+    used = (True,) * 4 + (config.retention.uses_retain, config.algorithm.uses_momentum, False, False)
+    used += (tokens.phi_w is not None, False)
     (groups, block), length = _groups(tokens, size), tokens.v.shape[1]
     found = [
         item.new_empty(len(item), -(-length // block), block, *item.shape[2:]) if needed else None
-        for item, needed in zip(several(tokens[:6]), used, strict=True)
+        for item, needed in zip(tokens, used, strict=True)
     ]
     kept = list(several(record))
     for group in reversed(groups):
@@ -182,12 +184,12 @@ def _scan_vjp(
         writes = chunks.v if form_of(config.bias) == "target" else kept.pop()
         own, later = _group_vjp(config, chunks, one(_blocks([gy], group, block)), kept.pop(), writes, later)
         first = group.start // block
-        for whole, share in zip(found, own, strict=False):
+        for whole, share in zip(found, own, strict=True):
             if whole is not None and share is not None:
                 whole[:, first : first + len(share)] = share.transpose(0, 1)
     slots = () if later.slot is None else (later.slot,)
     shares = [None if whole is None else whole.flatten(1, 2)[:, :length] for whole in found]
-    return (later.memory, *slots, later.initial, *shares, None, None)
+    return (later.memory, *slots, later.initial, *shares)
 
 
 def _group_vjp(
@@ -195,15 +197,18 @@ def _group_vjp(
 ) -> tuple[Tokens, States]:
     """Cotangents of a group's tokens and of the states that enter it."""
     with torch.enable_grad():
-        leaves = [leaf.detach().requires_grad_() for leaf in (*chunks[:2], *chunks[3:6])]
-        k, q, *gates = leaves
-        matrices = matrices_of(config, Tokens(k, q, chunks.v, *gates, *chunks[6:]))  # type: ignore[call-arg]
+        own = (*chunks[:2], *chunks[3:6], *([] if chunks.phi_w is None else [chunks.phi_w]))
+        leaves = [leaf.detach().requires_grad_() for leaf in own]
+        k, q, lr, retain, momentum, *written = leaves
+        phi_w = written[0] if written else None
+        gated = chunks._replace(phi_k=k, phi_q=q, lr=lr, retain=retain, momentum=momentum, phi_w=phi_w)
+        matrices = matrices_of(config, gated)
     plain = Matrices(*[None if matrix is None else matrix.detach() for matrix in matrices])  # type: ignore[arg-type]
     cotangents, gv, later = walk_vjp(config.bias, plain, chunks.v, bases, writes, gy, later)
     pairs = zip(matrices, cotangents, strict=True)
     used, given = zip(*[pair for pair in pairs if pair[0] is not None and pair[0].requires_grad], strict=True)
-    gk, gq, glr, gretain, gmomentum = torch.autograd.grad(used, leaves, given, allow_unused=True)
-    return Tokens(gk, gq, gv, glr, gretain, gmomentum), later
+    gk, gq, glr, gretain, gmomentum, *gw = torch.autograd.grad(used, leaves, given, allow_unused=True)
+    return Tokens(gk, gq, gv, glr, gretain, gmomentum, phi_w=gw[0] if gw else None), later
 
 
 def _groups(tokens: Tokens, size: int) -> tuple[list[slice], int]:
@@ -515,7 +520,8 @@ def by_coordinate(
     own = Tokens(
         *of(tokens[:3], *vectors),
         *(one(of((gate,), *(channels if gate.dim() == 3 else scalars))) for gate in tokens[3:6]),
-        *(None if mask is None else mask.repeat_interleave(width, 0) for mask in tokens[6:]),
+        *(None if mask is None else mask.repeat_interleave(width, 0) for mask in tokens[6:8]),
+        None if tokens.phi_w is None else one(of((tokens.phi_w,), *vectors)),
     )
     memory, slots, first = (of(item, *weights) for item in (carry.memory, carry.slots, initial))
     y, new = engine(config, own, carry._replace(memory=memory, slots=slots), first, run=run)

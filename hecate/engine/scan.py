@@ -12,14 +12,15 @@ from torch import Tensor
 
 from hecate.checks import expect
 from hecate.engine import nonfinite
-from hecate.engine.arguments import check_mask, check_tokens
+from hecate.engine.arguments import check_config, check_mask, check_tokens
 from hecate.engine.call import Call
 from hecate.engine.engine import EngineName, choose, explain
 from hecate.engine.one_token import one_token
+from hecate.engine.writes import one_write_each, read_once
 from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.tape import Autodiff, Tape, differentiate, several
+from hecate.tape import Autodiff, Tape, differentiate, execute, several
 
 _LOG = logging.getLogger("hecate.engine")
 
@@ -49,7 +50,8 @@ def memory_scan(
     same result as scanning it whole.
 
     Args:
-        gates: lr, retain and momentum; None takes the rule's defaults.
+        gates: lr, retain, momentum and, for rules that erase and write apart, what `Gates` says; None takes the rule's
+            defaults.
         phi_params: parameters from `config.feature_map.init(D, heads=H)`; may be left out without any.
         state: the state to go on from; None starts at `initial`.
         initial: weights `[H, ...]` or `[B, H, ...]` by name, where a memory starts and restarts; None takes the
@@ -99,6 +101,12 @@ def whole_scan(
     **given: Any,
 ) -> tuple[Tensor, MemoryState]:
     """`memory_scan` with every check, by one of the engines, for any number of tokens."""
+    if getattr(config, "writes", 1) > 1:
+        how: dict[str, Any] = {"engine": engine, "autodiff": autodiff, "tape": tape, "name": name}
+        record = execute if tape is None else tape
+        single, tokens, given = one_write_each(check_config(config), q, k, v, gates, run=record, **given)
+        y, state = whole_scan(single, *tokens, **given, **how)
+        return read_once(config, y, run=record), state
     call = Call.of(config, q, k, v, gates, **given)
     chosen = choose(call, engine)
     if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):
@@ -207,8 +215,10 @@ def memory_step(
     """
 
     def whole() -> tuple[Tensor, MemoryState]:
-        if not all(isinstance(item, Tensor) and item.dim() == 3 for item in (q, k, v)):
-            check_tokens(q, k, v, "B H width")
+        several = getattr(config, "writes", 1) > 1
+        expect(q, "B H width", name="q")
+        for name_of, tensor in (("k", k), ("v", v)):
+            expect(tensor, "B n H width" if several else "B H width", name=name_of)
         timed = gates
         if isinstance(gates, Gates):
             timed = Gates(*(gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates))

@@ -12,7 +12,7 @@ from hecate.bias import Bias
 from hecate.rule import MemoryConfig
 from hecate.rule.state import frozen_gradients
 from hecate.structure import Memory
-from hecate.tape import Block, Run, Tensors, one, several
+from hecate.tape import Block, Run, Tensors, one
 
 
 def form_of(bias: Bias) -> str | None:
@@ -25,7 +25,8 @@ class Tokens(NamedTuple):
     """One sequence, time on axis 1: phi_k, phi_q `[N, T, P]`, v `[N, T, V]`, gates and masks `[N, T]`; or each with an
     axis of heads behind time, `[B, T, H, *]`.
 
-    `retain` may be `[N, T, P]`. `write` and `reset` are boolean or None.
+    `retain` may be `[N, T, P]`. `write` and `reset` are boolean or None. `phi_w` `[N, T, P]` is what is written with
+    where that is not phi_k, `retain_value` `[N, T, V]` decays value channels; None without such gates.
     """
 
     phi_k: Tensor
@@ -36,6 +37,8 @@ class Tokens(NamedTuple):
     momentum: Tensor
     write: Tensor | None = None
     reset: Tensor | None = None
+    phi_w: Tensor | None = None
+    retain_value: Tensor | None = None
 
 
 class Carry(NamedTuple):
@@ -99,9 +102,12 @@ def fold_mask(mask: Tensor, heads: int) -> Tensor:
 
 def fold_heads(tokens: Tokens, run: Run) -> Tokens:
     """`[B, T, H, *]` -> `[B*H, T, *]`."""
-    heads, write, reset = tokens.lr.shape[2], tokens.write, tokens.reset
-    masks = None if write is None else fold_mask(write, heads), None if reset is None else fold_mask(reset, heads)
-    return Tokens(*several(run(_FOLD, *tokens[:6], label="heads")), *masks)  # type: ignore[call-arg]
+    heads, masks = tokens.lr.shape[2], tokens[6:8]
+    given = [item for item in (*tokens[:6], *tokens[8:]) if item is not None]
+    folded = iter(run(_FOLD, *given, label="heads"))
+    columns = [None if item is None else next(folded) for item in (*tokens[:6], *tokens[8:])]
+    columns[6:6] = [None if mask is None else fold_mask(mask, heads) for mask in masks]
+    return Tokens(*columns)  # type: ignore[arg-type]
 
 
 def unfold_heads(heads: int) -> Block:

@@ -35,6 +35,8 @@ class MemoryConfig(Prepared, Config):
         normalizer: "sum" divides the read by phi(q).z, where z is the same memory with bias dot and value 1.
         key_norm: "l2" or "sum" normalisation of phi(k) and phi(q), after phi.
         query_scale: "key_dim" multiplies phi(q) by D^(-1/2), D the key width, after key_norm.
+        writes: pairs of key and value that a token writes, one after the other: k `[B, T, n, H, D]`, v `[B, T, n, H,
+            V]`, lr, erase and write `[B, T, n, H]`. Retention acts once, before the first; it is read once.
         step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2).
         state_dtype: float32 or float64; inputs of higher precision raise it.
         on_nonfinite: "raise", "skip" (leave such a token unwritten) or "propagate".
@@ -46,6 +48,7 @@ class MemoryConfig(Prepared, Config):
     algorithm: AlgorithmKind = GD()
     feature_map: FeatureMapKind = Identity()
     chunk: Count = Field(1, ge=1)
+    writes: Count = Field(1, ge=1)
     commit: Literal["token", "chunk"] = "token"
     read: Literal["after", "before"] = "after"
     decay_order: Literal["with_step", "before_gradient"] = "with_step"
@@ -56,7 +59,7 @@ class MemoryConfig(Prepared, Config):
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
 
-    __slots__ = ("_counting", "_programs", "_rule")
+    __slots__ = ("_counting", "_programs", "_rule", "_single")
 
     def model_post_init(self, context: object) -> None:
         """Keeps the four knobs as a rule, the config of the sum normaliser, and room for programs."""
@@ -64,6 +67,9 @@ class MemoryConfig(Prepared, Config):
         fields = {name: getattr(self, name, None) for name in type(self).model_fields}
         knobs = {name: fields[name] for name in MemoryRule.model_fields}
         object.__setattr__(self, "_rule", MemoryRule.model_construct(**knobs))
+        if self.writes > 1:
+            one = {**fields, "writes": 1, "chunk": self.chunk * self.writes if self.chunk > 1 else 1}
+            object.__setattr__(self, "_single", type(self).model_construct(**one))
         if self.normalizer == "sum":
             fields.update(bias=Dot(), normalizer="none")
             object.__setattr__(self, "_counting", type(self).model_construct(**fields))
@@ -77,6 +83,11 @@ class MemoryConfig(Prepared, Config):
     def counting(self) -> MemoryConfig:
         """The memory of the sum normaliser: bias dot, to be written with the value 1."""
         return self._counting  # type: ignore[attr-defined]
+
+    @property
+    def single(self) -> MemoryConfig:
+        """The config of the same memory where every write is a token of its own."""
+        return self._single if self.writes > 1 else self  # type: ignore[attr-defined]
 
     @property
     def programs(self) -> dict[Any, Any]:
@@ -158,12 +169,28 @@ class MemoryConfig(Prepared, Config):
         if refusal is not None:
             named = f"algorithm {algorithm.kind!r} with structure {structure.kind!r} and bias {self.bias.kind!r}"
             yield ("algorithm",), f"{named}: {refusal}"
+        if self.writes > 1:
+            for reason in self._no_writes():
+                yield ("writes",), f"{self.writes} writes a token: {reason}"
         if self.normalizer == "sum":
             for reason in self._no_quotient():
                 yield ("normalizer",), f"'sum': {reason}"
         if self.key_norm == "sum" and not self.feature_map.non_negative:
             negative = f"feature_map {self.feature_map.kind!r} can be negative; use key_norm='l2' or another map"
             yield ("key_norm",), f"'sum' divides by the sum of phi, which needs phi >= 0; {negative}"
+
+    def _no_writes(self) -> Iterator[str]:
+        """Why a token cannot have several writes."""
+        algorithm = self.algorithm
+        if algorithm.slots:
+            added = "carries a slot that every write would add to the memory once more"
+            yield f"algorithm {algorithm.kind!r} {added}; it needs algorithm gd"
+        elif algorithm.context_shapes(1, 1):
+            yield f"algorithm {algorithm.kind!r} remembers tokens, not writes; it needs algorithm gd"
+        if self.feature_map.needs_position:
+            yield f"feature_map {self.feature_map.kind!r} counts tokens, of which each write would be one"
+        if self.commit == "chunk" and self.chunk == 1:
+            yield "commit='chunk' with chunk=1 takes one step per token; it needs commit='token'"
 
     def _no_quotient(self) -> Iterator[str]:
         """Why the sum normaliser cannot divide."""

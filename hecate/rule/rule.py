@@ -22,7 +22,7 @@ from hecate.variant import Config
 
 
 class TokenGates(NamedTuple):
-    """Gates of one token for N memories: lr and momentum `[N]`, retain `[N]` or `[N, P]`."""
+    """Gates of one token for N memories: lr and momentum `[N]`, retain `[N]`, `[N, P]` or `[N, V, P]`."""
 
     lr: Tensor
     retain: Tensor
@@ -86,9 +86,13 @@ class MemoryRule(Config):
     def descended(
         self, weights: Memory, token: Token, slots: Memory = (), *, run: Run = execute, label: str = ""
     ) -> tuple[Memory, Memory]:
-        """The gradient that the algorithm descends at weights, and the slots with its context."""
-        context = len(self.algorithm.slots) * len(weights)
-        grads, kept = self.algorithm.gradient(self._loss(weights, run, label), token, slots[context:])
+        """The gradient that the algorithm descends at weights, and the slots with its context.
+
+        With a key phi_w of its own for the write it is d ell / d pred at phi_k, pulled back at phi_w."""
+        context, loss = len(self.algorithm.slots) * len(weights), self._loss(weights, run, label)
+        if token.phi_w is not None:
+            return loss.pullback(token.phi_w, loss.error(token.phi_k, token.v)), slots
+        grads, kept = self.algorithm.gradient(loss, token, slots[context:])
         return grads, (*slots[:context], *kept)
 
     def apply(
@@ -156,19 +160,21 @@ class MemoryRule(Config):
         v: Tensor,
         gates: TokenGates,
         *,
+        phi_w: Tensor | None = None,
         weights: Memory | None = None,
         run: Run = execute,
         label: str = "",
     ) -> tuple[Memory, Memory]:
-        """One token's write; the gradient is taken at weights, by default those of the memory."""
+        """One token's write; the gradient is taken at weights, by default those of the memory, and written at phi_w, by
+        default phi_k."""
         if weights is None and self.retention.dual:
             weights = self.weights(memory, run=run, label=label)
         block = self.write_block()
-        if block is not None:
+        if block is not None and phi_w is None and gates.retain.dim() < 3:
             state = (*memory, *slots, *(weights or ()))
             new = several(run(block, *gates, phi_k, v, *state, label=label))
             return new[: len(memory)], new[len(memory) :]
-        token = Token(phi_k, v, gates.lr)
+        token = Token(phi_k, v, gates.lr, phi_w)
         grads, slots = self.descended(weights or memory, token, slots, run=run, label=label)
         return self.apply(memory, slots, grads, gates, run=run, label=label)
 

@@ -17,15 +17,33 @@ Tree = TypeVar("Tree")
 
 
 class Gates(NamedTuple):
-    """Inner learning rate, kept fraction and momentum factor of every token.
+    """What steers the write of every token: with p = phi(k) and * componentwise, for a matrix under l2
 
-    Each is a tensor `[B, T, H]`, a float for all tokens, or None for the rule's default; `retain` may also be `[B, T,
-    H, P]`, one value per phi channel. `memory_step` takes them without the T axis.
+        X  = diag(retain_value) M diag(retain)
+        M' = X - lr (A (erase * p) - v) (write * p)^T,   A = M, or X with decay_order="before_gradient"
+
+    Each is a tensor `[B, T, H]`, a float for all tokens, or None for the rule's default.
+
+    Fields:
+        lr: inner learning rate, >= 0.
+        retain: kept fraction in [0, 1]; also `[B, T, H, P]`, one value per phi channel.
+        momentum: of the algorithm, in [0, 1].
+        erase: factor of phi(k) where the memory is asked what it has to unlearn, any number; also `[B, T, H, P]`. 0
+            makes the write a Hebbian one. Default 1.
+        write: factor of phi(k) in what is written, any number; also `[B, T, H, P]`. Default 1.
+        retain_value: kept fraction per value channel, `[B, T, H, V]` in [0, 1], beside retain. Default 1.
+
+    erase and write need a linear memory, retain_value a matrix. Where erase and write differ, the transition is not
+    normal: with |p| = 1, lr = write = 1 and erase in [0, 1] its eigenvalues 1 - lr sum_P erase write p^2 lie in [0, 1],
+    but the norm of one reaches sqrt(4/3). `memory_step` takes gates without the T axis. [RULE-GATES-D1]
     """
 
     lr: Tensor | float | None = None
     retain: Tensor | float | None = None
     momentum: Tensor | float | None = None
+    erase: Tensor | float | None = None
+    write: Tensor | float | None = None
+    retain_value: Tensor | None = None
 
 
 class MemoryState(NamedTuple):

@@ -80,7 +80,7 @@ def _steps(call: Call) -> int:
     """How many steps a call takes; 0 without tokens."""
     if call.steps is not None:
         return call.steps
-    config, (_, _, _, lr, retain, _, write, reset, _) = call.config, call.inputs
+    config, (_, _, _, lr, retain, _, write, reset, *_) = call.config, call.inputs
     if lr.numel() == 0:
         return 0
     length, heads = lr.shape[1:]

@@ -258,8 +258,7 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
         glr,
         gretain if config.retention.uses_retain else None,
         gmomentum if slots else None,
-        None,
-        None,
+        *(None,) * 4,
     )
 
 
