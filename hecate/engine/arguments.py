@@ -183,10 +183,7 @@ def _refused_gates(config: MemoryConfig) -> Iterator[tuple[str, str]]:
             own = f"algorithm {config.algorithm.kind!r} makes its gradient from phi(k) itself"
             yield name, f"{own}, and no paper says how one that is gated would enter; use algorithm 'gd' or 'momentum'"
         if config.step != "raw":
-            yield (
-                name,
-                f"step={config.step!r} divides lr by |phi(k)|^2, which is not the gain of such a write; use 'raw'",
-            )
+            yield (name, f"step={config.step!r} divides lr by |phi(k)|^2, not the gain of such a write; use step 'raw'")
     if form_of(config.bias) == "target":
         yield "erase", f"bias {config.bias.kind!r} never asks the memory what to unlearn; use bias 'l2'"
     if config.normalizer == "sum":

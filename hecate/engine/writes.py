@@ -1,6 +1,6 @@
 """Several writes a token: n tokens of one write each, of which the first decays and one is read. [ENG-WRITES-D1]
 
-A token of n writes decays the memory once and writes n pairs (k_j, v_j) one after the other, each seeing the one before;
+A token of n writes decays the memory once and writes n pairs (k_j, v_j) one after the other, each seeing those before;
 it is read once, after the last (`read="after"`) or before the first. So it is n tokens with retain 1 but at the first,
 for every engine alike.
 """
