@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Bias
-from hecate.engine.call import Call
+from hecate.engine.call import GENERAL, Call
 from hecate.engine.coefficients import Matrices, matrices_of
 from hecate.engine.engine import Engine, TokenEngine
 from hecate.engine.loop import sequential
@@ -39,7 +39,7 @@ from hecate.engine.tokens import Carry, Tokens, form_of, in_folds, linear_block
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Block, ByHand, Run, Tensors, can_inspect, differentiate, execute, is_traced, one, several
-from hecate.tape.ops import over
+from hecate.tape.ops import over, reach
 
 CHUNK = 64
 CHANNEL_CHUNK = 16  # per-channel products are C x C x P tensors
@@ -56,7 +56,7 @@ class Parallel(TokenEngine):
 
     name = "parallel"
     counts_along = True
-    takes = ("erase", "write")
+    takes = GENERAL
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """What is not linear in the state, or takes gradients elsewhere."""
@@ -70,6 +70,25 @@ class Parallel(TokenEngine):
         if rule.algorithm.kernel_form() is None:
             return f"algorithm {rule.algorithm.kind!r} is not a linear recurrence of the gates alone"
         return coordinate_refusal(config)
+
+    def unfit(self, call: Call) -> str | None:
+        """A decay of value channels that its one system for all of them cannot hold."""
+        if "retain_value" not in call.general:
+            return None
+        config, own = call.config, "a retain per value channel"
+        if config.algorithm.uses_momentum:
+            return f"{own} decays the memory and not its momentum: no common factor of a block"
+        if form_of(config.bias) not in ("error", "target"):
+            return f"{own} scales errors, and bias {config.bias.kind!r} is not linear in them"
+        if form_of(config.bias) == "error" and config.decay_order == "with_step":
+            return f"{own} with decay_order='with_step' gives every value channel a system of its own"
+        kept = call.flat[11]
+        if kept is None or not can_inspect(kept, free=True):
+            return f"{own} may leave the range of numbers in a block, and nothing may look"
+        least = float(kept.detach().amin()) if kept.numel() else 1.0
+        if least**CHANNEL_CHUNK * reach(call.dtype, 0.75) < 1:
+            return f"{own} of {least:.2g} leaves the range of {call.dtype} within {CHANNEL_CHUNK} tokens"
+        return None
 
     def cost(self, call: Call) -> float:
         """More than a single token of the loop, less than two."""
@@ -94,6 +113,11 @@ def parallel(
     if carry.memory[0].dim() == 2:
         engine = partial(parallel, size=min(size, DIAGONAL_CHUNK))
         return by_coordinate(engine, config, tokens, carry, initial, run=run)
+
+    if tokens.retain_value is not None:
+        block = Block("engine.parallel.values", lambda *inputs: (_scan_values(config, inputs), inputs))
+        y, memory = several(run(block, *carry.memory, *initial, *tokens, label="tokens"))
+        return y, carry._replace(memory=(memory,))
 
     def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
         return _scan(config, *_named(config, inputs), size, keeps=keeps, by_hand=True)
@@ -162,6 +186,31 @@ def _scan(
             record += [bases] if writes is chunks.v else [bases, writes]
     y = torch.cat(outputs, 1).flatten(1, 2)[:, : tokens.v.shape[1]]
     return (y, states.memory, *(() if states.slot is None else (states.slot,))), tuple(record)
+
+
+def _scan_values(config: MemoryConfig, inputs: Tensors) -> Tensors:
+    """Outputs and last states where value channels decay, recorded by autograd.
+
+    With D_t the products of retain_value since the block's start or the last reset, D^-1 M is a memory without that
+    decay which is written with D^-1 v: one system for all value channels. [ENG-PAR-D5]
+    """
+    tokens, states = _named(config, inputs)
+    outputs: list[Tensor] = []
+    for start in range(0, tokens.v.shape[1], CHANNEL_CHUNK):
+        group = slice(start, min(start + CHANNEL_CHUNK, tokens.v.shape[1]))
+        chunks = _chunked(tokens, group, group.stop - start)
+        gates, resets = one((chunks.retain_value,))[0], chunks.reset
+        before, after = [], [torch.ones_like(gates[:, 0])]
+        for t, gate in enumerate(gates.unbind(1)):
+            last = after[-1] if resets is None else torch.where(resets[0, :, t, None], 1.0, after[-1])
+            before.append(last)
+            after.append(last * gate)
+        scale = torch.stack(after[1:], 1)
+        matrices = matrices_of(config, chunks)
+        y, *_, states = walk(config.bias, matrices, chunks.v / scale, states, by_hand=False)
+        outputs.append(y[0] * (scale if config.read == "after" else torch.stack(before, 1)))
+        states = states._replace(memory=scale[:, -1].unsqueeze(-1) * states.memory)
+    return torch.cat(outputs, 1), states.memory
 
 
 def _scan_vjp(
