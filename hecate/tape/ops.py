@@ -16,7 +16,7 @@ Activation = Literal["gelu", "silu", "tanh", "relu"]
 
 
 def over(gate: Tensor, weight: Tensor) -> Tensor:
-    """A gate `[N]`, `[N, P]` or `[N, V, P]` shaped to multiply a weight `[N, ..., P]`."""
+    """A gate `[N]`, `[N, P]` or `[N, V, 1 or P]` shaped to multiply a weight `[N, ..., P]`."""
     ones = [1] * (weight.dim() - gate.dim())
     return gate.reshape(gate.shape[0], *ones, *gate.shape[1:])
 
@@ -25,7 +25,7 @@ def sum_to_gate(product: Tensor, gate: Tensor) -> Tensor:
     """The adjoint of `over`: sums `[N, ..., P]` to the shape of a gate."""
     axes = tuple(range(1, product.dim() - gate.dim() + 1))
     # To torch, a sum over no axes is one over all.
-    return product.sum(dim=axes) if axes else product
+    return product.sum(dim=axes) if axes else product.sum_to_size(gate.shape)
 
 
 # Sizes: `levelling` brings those that leave a dtype's range when squared near 1.
