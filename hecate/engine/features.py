@@ -24,6 +24,7 @@ from hecate.tape import Block, Run, Tensors, by_hand, can_inspect, formula_block
 from hecate.tape.ops import largest, levelling, near_one, over, reach
 
 NORMALIZED_EPS = 1e-6
+FLOW_SERIES = 0.05  # below it eight terms are exact to 1e-17
 Scan = Callable[..., tuple[Tensor, Carry]]  # (call, tokens, carry, initial, run=run)
 
 
@@ -144,7 +145,7 @@ def stepped(config: MemoryConfig, phi: Tensor, v: Tensor, lr: Tensor, run: Run) 
     gradient is linear in prediction and value it is the write of (c phi, c v) with lr/|c phi|^2, and for dot that of c
     phi alone with c lr/|c phi|^2. Elsewhere a key too long to be squared is cut to a length that can be. [RULE-STEP-I2]
     """
-    rule, least = (_NORMALIZED, NORMALIZED_EPS) if config.step == "normalized" else (_IMPLICIT, 1.0)
+    rule, least = _STEPS[config.step]
     floor, form = torch.full_like(lr, least), form_of(config.bias)
     dot = form == "target"
     # The values of a sum normaliser are 1, whatever becomes of v.
@@ -187,9 +188,39 @@ def _implicit_vjp(kept: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tenso
     return g * slope, (-2 * g * step * step).unsqueeze(-1) * phi, None
 
 
+def _flow(lr: Tensor, phi: Tensor, floor: Tensor) -> tuple[Tensors, Tensors]:
+    square = phi.square().sum(-1)
+    time = lr / floor * square  # floor is 1, or the square by which phi was scaled
+    small = time < FLOW_SERIES
+    step = torch.where(small, lr / floor * _series(time, 0), -torch.expm1(-time) / torch.where(small, 1.0, square))
+    return (step,), (lr, phi, floor, square, time)
+
+
+def _flow_vjp(kept: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, None]:
+    lr, phi, floor, square, time = kept
+    small, left = time < FLOW_SERIES, torch.exp(-time)
+    whole = torch.where(small, 1.0, square)
+    slope = torch.where(
+        small, (lr / floor).square() * _series(time, 1), (lr / floor * left + torch.expm1(-time) / whole) / whole
+    )
+    return g * left / floor, (2 * g * slope).unsqueeze(-1) * phi, None
+
+
+def _series(x: Tensor, order: int) -> Tensor:
+    """(1 - exp(-x))/x or its derivative near 0, where both cancel."""
+    x = x.clamp(max=FLOW_SERIES)
+    total = torch.zeros_like(x)
+    for n in reversed(range(8)):
+        total = total * x + (-1) ** (n + order) * (1 + n * order) / math.factorial(n + 1 + order)
+    return total
+
+
 # By hand under autograd too: the derivative by lr is a difference of nearly equal terms to it.
-_NORMALIZED = by_hand(Block("step.normalized", _normalized, _normalized_vjp))
-_IMPLICIT = by_hand(Block("step.implicit", _implicit, _implicit_vjp))
+_STEPS = {
+    "normalized": (by_hand(Block("step.normalized", _normalized, _normalized_vjp)), NORMALIZED_EPS),
+    "implicit": (by_hand(Block("step.implicit", _implicit, _implicit_vjp)), 1.0),
+    "flow": (by_hand(Block("step.flow", _flow, _flow_vjp)), 1.0),
+}
 
 
 # The sum normaliser: z, the same memory with bias dot and the value 1 at every token, and y = M phi(q) / z phi(q).

@@ -37,7 +37,8 @@ class MemoryConfig(Prepared, Config):
         query_scale: "key_dim" multiplies phi(q) by D^(-1/2), D the key width, after key_norm.
         writes: pairs of key and value that a token writes, one after the other: k `[B, T, n, H, D]`, v `[B, T, n, H,
             V]`, lr, erase and write `[B, T, n, H]`. Retention acts once, before the first; it is read once.
-        step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2).
+        step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2); "flow" (1 -
+            exp(-lr |phi|^2))/|phi|^2, for l2 the exact solution of gradient flow over a time lr.
         state_dtype: float32 or float64; inputs of higher precision raise it.
         on_nonfinite: "raise", "skip" (leave such a token unwritten) or "propagate".
     """
@@ -55,7 +56,7 @@ class MemoryConfig(Prepared, Config):
     normalizer: Literal["none", "sum"] = "none"
     key_norm: Literal["none", "l2", "sum"] = "none"
     query_scale: Literal["none", "key_dim"] = "none"
-    step: Literal["raw", "normalized", "implicit"] = "raw"
+    step: Literal["raw", "normalized", "implicit", "flow"] = "raw"
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
 
@@ -129,7 +130,7 @@ class MemoryConfig(Prepared, Config):
             raise ConfigError(
                 f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: lr * |phi|^2 "
                 f"can reach {largest:g}, and bias {self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
-                f"beyond {limit:g}; lower lr to {limit / (bound * curvature):g} or set step='normalized' or 'implicit'",
+                f"beyond {limit:g}; lower lr to {limit / (bound * curvature):g} or set step='normalized', 'implicit' or 'flow'",
                 path=("algorithm", "lr"),
             )
 
