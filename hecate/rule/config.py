@@ -130,8 +130,8 @@ class MemoryConfig(Prepared, Config):
             raise ConfigError(
                 f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: lr * |phi|^2 "
                 f"can reach {largest:g}, and bias {self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
-                f"beyond {limit:g}; lower lr to {limit / (bound * curvature):g} or set step='normalized', 'implicit' or "
-                "'flow'",
+                f"beyond {limit:g}; lower lr to {limit / (bound * curvature):g} or set step='normalized', "
+                "'implicit' or 'flow'",
                 path=("algorithm", "lr"),
             )
 
