@@ -1,0 +1,164 @@
+"""Gating: what a layer makes of a token before it is written, where that is more than a gate of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.variant import Variant
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Sizes(NamedTuple):
+    """Of the layer that gates: its width, heads, and widths of keys and values per head."""
+
+    d_model: int
+    heads: int
+    d_key: int
+    d_value: int
+
+
+class Written(NamedTuple):
+    """What a layer asks of its memory: q `[B, T, H, D]`, k and v `[B, T, (n,) H, *]`, and the gates of
+    `hecate.rule.Gates` by name, `[B, T, (n,) H, *]`; `skip` `[B, T, H, V]` is added to what it answers."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: dict[str, Tensor | None]
+    skip: Tensor | None = None
+
+
+class Masks(NamedTuple):
+    """`[B, T]` bool or None: which tokens are written, and before which a memory starts anew."""
+
+    write: Tensor | None = None
+    reset: Tensor | None = None
+
+
+class Gating(Variant, family="gating"):
+    """A map of what a layer has made of its input, (x, q, k, v and gates), to what its memory gets.
+
+    The gates of a rule (lr, retain, momentum, and erase, write, retain_value where the config gives them a head) come
+    from heads of their own; a variant changes them, replaces them, or adds others, as its paper says. It may carry
+    state from token to token, `held`, which masks and resets treat as the memory does: an unwritten token leaves it, a
+    reset restarts it.
+
+    A variant gives `forward`, the shapes of its parameters and how they start.
+
+    Shapes: x `[B, T, d_model]`; parameters as in `shapes`, state `[B, ...]` as in `state_shapes`, zero at the start.
+    """
+
+    replaces: ClassVar[tuple[str, ...]] = ()  # gates that it makes itself, and that get no head
+    _formulas = ("forward", "shapes", "start", "state_shapes")
+
+    def pairs(self, writes: int) -> int:
+        """How many keys and values the layer projects per token, for so many writes."""
+        return writes
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        """Shapes of its parameters by name."""
+        return {}
+
+    def state_shapes(self, sizes: Sizes) -> Shapes:
+        """Shapes of what it carries on, of one sequence, by name."""
+        return {}
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        """Starting values of a parameter, in float64."""
+        raise NotImplementedError(f"{type(self).__name__} has a parameter {name!r} and no start for it")
+
+    def forward(
+        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
+    ) -> tuple[Written, dict[str, Tensor]]:
+        """What is written, and the state after the last token."""
+        raise NotImplementedError(f"{type(self).__name__} defines no forward")
+
+
+class Plain(Gating):
+    """none: what the layer has made, as it is.
+
+    Shapes: no parameters, no state.
+    """
+
+    kind: Literal["none"] = "none"
+
+    def forward(
+        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
+    ) -> tuple[Written, dict[str, Tensor]]:
+        return made, {}
+
+
+GatingKind = Gating
+
+
+# For variants that look at the token before.
+
+
+def last_written(values: Tensor, held: Tensor, masks: Masks, at_start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The value `[B, T, ...]` of the last token written before each one in its document, and that after the last token
+    `[B, ...]`; `held` before the first. After a reset it is `at_start`, by default zero."""
+    batch, length = values.shape[:2]
+    first = torch.zeros_like(held) if at_start is None else at_start
+    if masks.write is None and masks.reset is None:
+        earlier = torch.cat([held.unsqueeze(1).to(values.dtype), values[:, :-1]], 1)
+        return earlier, values[:, -1] if length else held
+    # Places: 0 is `held`, 1 what a reset leaves, t + 2 token t.
+    steps = torch.arange(length, device=values.device)
+    marks = torch.zeros(batch, length, 2, dtype=torch.int64, device=values.device)
+    if masks.reset is not None:
+        marks[..., 0] = torch.where(masks.reset, 2 * steps + 1, 0)
+    written = torch.ones(batch, length, dtype=torch.bool, device=values.device) if masks.write is None else masks.write
+    marks[..., 1] = torch.where(written, 2 * steps + 2, 0)
+    latest = marks.flatten(1).cummax(1).values.unflatten(1, (length, 2))
+    before, after = latest[..., 0], latest[:, -1, 1] if length else None
+
+    def place(mark: Tensor) -> Tensor:
+        return torch.where(mark == 0, 0, torch.where(mark % 2 == 1, 1, (mark - 2) // 2 + 2))
+
+    start = torch.stack([held.to(values.dtype), first.to(values.dtype).expand_as(held)], 1)
+    table, rows = torch.cat([start, values], 1), torch.arange(batch, device=values.device)
+    if after is None:
+        return values, held
+    return table[rows.unsqueeze(1), place(before)], table[rows, place(after)]
+
+
+def running(decay: Tensor, added: Tensor, held: Tensor, masks: Masks) -> Tensor:
+    """s_t = decay_t s_{t-1} + added_t, `[B, T, ...]`, from `held`: an unwritten token leaves it, a reset takes it to 0.
+
+    A doubling scan: log2(T) passes over the sequence.
+    """
+    return _doubled(decay, added, held, masks, lambda a, b, later: b * later + a, torch.mul, 1.0, 0.0)
+
+
+def running_max(fall: Tensor, added: Tensor, held: Tensor, masks: Masks) -> Tensor:
+    """m_t = max(m_{t-1} + fall_t, added_t), `[B, T, ...]`, from `held`; masks as in `running`."""
+
+    def join(a: Tensor, b: Tensor, later: Tensor) -> Tensor:
+        return torch.maximum(a, b + later)
+
+    return _doubled(fall, added, held, masks, join, torch.add, 0.0, -torch.inf)
+
+
+def _doubled(gate: Tensor, added: Tensor, held: Tensor, masks: Masks, join, chain, one: float, none: float) -> Tensor:  # type: ignore[no-untyped-def]
+    wide = [1] * (added.dim() - 2)
+    if masks.write is not None:
+        write = masks.write.reshape(*masks.write.shape, *wide)
+        gate, added = torch.where(write, gate, one), torch.where(write, added, none)
+    if masks.reset is not None:
+        reset = masks.reset.reshape(*masks.reset.shape, *wide)
+        # What a reset leaves is 0, which goes through the token's own gate.
+        fresh = join(added, torch.zeros_like(added), gate.expand_as(added))
+        gate, added = torch.where(reset, none if one == 0.0 else 0.0, gate), torch.where(reset, fresh, added)
+    gate = gate.expand_as(added)
+    step, length = 1, added.shape[1]
+    while step < length:
+        head = added[:, :step], gate[:, :step]
+        added = torch.cat([head[0], join(added[:, step:], added[:, :-step], gate[:, step:])], 1)
+        gate = torch.cat([head[1], chain(gate[:, step:], gate[:, :-step])], 1)
+        step *= 2
+    return join(added, held.unsqueeze(1).to(added.dtype), gate)

@@ -1,0 +1,134 @@
+"""Gatings that correct what is written or read by the token's own key or gates: Comba, HGRN2, preconditioned delta."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import linear, softplus
+
+from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, running
+
+
+class Comba(Gating):
+    """comba: the memory is asked at c k, and read at q - d c k.
+
+    c = sigmoid(a) per head closes the loop at the state (`erase`), d per head at the read. q and k have to be of unit
+    length before, and phi the identity: fla's kernels normalise c k as well, which cancels c.
+
+    Shapes: a and d `[H]`.
+    References: Comba (Hu et al., 2025, arXiv 2506.02475). [GATE-COMBA-D1]
+    """
+
+    kind: Literal["comba"] = "comba"
+    correction: float = Field(1.0, description="d at the start; 0.02 is suggested for small models")
+    feedback: float = Field(1.0, description="a at the start")
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        return {"a": (sizes.heads,), "d": (sizes.heads,)}
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        return torch.full(shape, self.feedback if name == "a" else self.correction, dtype=torch.float64)
+
+    def forward(
+        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
+    ) -> tuple[Written, dict[str, Tensor]]:
+        c = torch.sigmoid(params["a"])
+        q = made.q - (params["d"] * c).to(made.q.dtype).unsqueeze(-1) * made.k
+        return made._replace(q=q, gates={**made.gates, "erase": c.expand(made.k.shape[:-1])}), {}
+
+
+class Complement(Gating):
+    """complement: what is not kept is written: write = 1 - retain, per channel where retain is.
+
+    Shapes: no parameters.
+    References: HGRN2 (Qin et al., 2024, arXiv 2404.07904), whose key is 1 - retain: the layer's key is 1 then. [GATE-TIED-D1]
+    """
+
+    kind: Literal["complement"] = "complement"
+    keys: bool = Field(False, description="whether the layer's keys stay; else the written key is 1 - retain alone")
+
+    def forward(
+        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
+    ) -> tuple[Written, dict[str, Tensor]]:
+        retain = made.gates["retain"]
+        if retain is None:
+            raise TypeError("a config without retain was not refused")
+        k = made.k if self.keys else torch.ones_like(made.k)
+        return made._replace(k=k, gates={**made.gates, "write": 1 - retain}), {}
+
+
+class Curvature(Gating):
+    """curvature: the written key is the key times base^(-r / (1 + |r|)), r = log(A + eps) - c, per channel.
+
+    A_t = decay_t A_{t-1} + rate_t k_t * k_t runs over the squares of the keys so far, the token's own among them: a
+    diagonal of their curvature. Channels that were written often are written more cautiously. The factor lies in
+    (1/base, base), so that with lr up to 2 an eigenvalue could reach 1 - 2 base: keep lr at most 2 / base.
+
+    Shapes: decay and rate `[B, T, H]` = sigmoid(W x + b), c `[H]`, A `[B, H, D]`.
+    References: Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100). [GATE-CURV-D1]
+    """
+
+    kind: Literal["curvature"] = "curvature"
+    base: float = Field(1.5, gt=1)
+    eps: float = Field(1e-6, gt=0)
+    center: float = Field(-0.2, description="c at the start")
+    decay: float = Field(0.99, gt=0, lt=1, description="at the start")
+    rate: float = Field(0.5, gt=0, lt=1, description="at the start")
+    names: ClassVar[tuple[str, ...]] = ("decay", "rate")
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        heads = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in self.names}
+        return heads | {f"{name}.bias": (sizes.heads,) for name in self.names} | {"center": (sizes.heads,)}
+
+    def state_shapes(self, sizes: Sizes) -> Shapes:
+        return {"curvature": (sizes.heads, sizes.d_key)}
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        value = {"center": self.center, "decay.bias": logit(self.decay), "rate.bias": logit(self.rate)}.get(name, 0.0)
+        return torch.full(shape, value, dtype=torch.float64)
+
+    def forward(
+        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
+    ) -> tuple[Written, dict[str, Tensor]]:
+        decay, rate = (torch.sigmoid(head(params, name, x)).unsqueeze(-1) for name in self.names)
+        square = made.k.to(decay.dtype).square()
+        total = running(decay, rate * square, held["curvature"], masks)
+        r = torch.log(total + self.eps) - params["center"].to(total.dtype).unsqueeze(-1)
+        factor = torch.exp(-math.log(self.base) * r / (1 + r.abs()))
+        last = total[:, -1] if x.shape[1] else held["curvature"]
+        return made._replace(gates={**made.gates, "write": factor}), {"curvature": last}
+
+
+def logit(share: float) -> float:
+    """The number whose sigmoid is a share."""
+    return math.log(share / (1 - share))
+
+
+def head(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """W x + b in float32 or better."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    bias = params.get(f"{name}.bias")
+    return linear(x.to(wide), params[f"{name}.weight"].to(wide), None if bias is None else bias.to(wide))
+
+
+def rate_start(shape: tuple[int, ...], source: torch.Generator, low: float = 1e-3, high: float = 1e-1) -> Tensor:
+    """b with softplus(b) log-uniform in [low, high], as Mamba starts its step."""
+    draw = torch.rand(shape, generator=source, dtype=torch.float64)
+    return torch.exp(math.log(low) + (math.log(high) - math.log(low)) * draw).expm1().log()
+
+
+def spread(shape: tuple[int, ...], source: torch.Generator, low: float, high: float) -> Tensor:
+    """log A with A uniform in [low, high], kept off zero."""
+    draw = torch.rand(shape, generator=source, dtype=torch.float64)
+    return (low + (high - low) * draw).clamp(min=1e-4).log()
+
+
+def shrink(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """-A softplus(W x + b): the logarithm of what is kept, A = exp of the parameter `name`.rate per head."""
+    logits = head(params, name, x)
+    return -params[f"{name}.rate"].to(logits.dtype).exp() * softplus(logits)

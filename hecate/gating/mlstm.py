@@ -1,0 +1,51 @@
+"""The exponential gates of the mLSTM, stabilised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, last_written, running_max
+from hecate.gating.corrections import head
+
+
+class MLSTM(Gating):
+    """mlstm: lr = exp(i) and retain = sigmoid(f), read over max(|z.q|, 1), with numbers that stay in range.
+
+    With m_t = max(log retain + m_{t-1}, i), memory and z hold exp(-m) of themselves: lr' = exp(i - m_t), retain' =
+    exp(log retain + m_{t-1} - m_t), both in [0, 1], and the divisor is max(|z.q|, exp(-m_t)), the gate `floor` of
+    `normalizer="max"`. What is read does not depend on m, so no gradient flows through it. A state carries m, which is
+    0 at the start and after a reset.
+
+    Shapes: i and f `[B, T, H]`; state m `[B, H]`.
+    References: xLSTM (Beck et al., 2024, arXiv 2405.04517). [GATE-MLSTM-D1]
+    """
+
+    kind: Literal["mlstm"] = "mlstm"
+    replaces: ClassVar[tuple[str, ...]] = ("lr", "retain")
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        gates = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in ("i", "f")}
+        return gates | {f"{name}.bias": (sizes.heads,) for name in ("i", "f")}
+
+    def state_shapes(self, sizes: Sizes) -> Shapes:
+        return {"m": (sizes.heads,)}
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        if name == "i.bias":
+            return 0.1 * torch.randn(shape, generator=source, dtype=torch.float64)
+        return torch.linspace(3.0, 6.0, *shape, dtype=torch.float64) if name == "f.bias" else torch.zeros(shape)
+
+    def forward(
+        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
+    ) -> tuple[Written, dict[str, Tensor]]:
+        i, kept = head(params, "i", x), logsigmoid(head(params, "f", x))
+        with torch.no_grad():
+            m = running_max(kept, i, held["m"], masks)
+            before, last = last_written(m, held["m"], Masks(None, masks.reset))
+        gates = {"lr": torch.exp(i - m), "retain": torch.exp(kept + before - m), "floor": torch.exp(-m)}
+        return made._replace(gates={**made.gates, **gates}), {"m": last}

@@ -1,0 +1,56 @@
+"""The gates of Momentum DeltaNet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, last_written
+from hecate.gating.corrections import head, rate_start, shrink, spread
+
+FLOOR = -2.0  # of log mu
+
+
+class MomentumDeltaGates(Gating):
+    """momentum_delta: gates for S' = mu S - eta e k^T, M' = alpha M + b S', with b + alpha <= 1.
+
+    eta = 1 + tanh(W x / sqrt(d_model)), theta = arctan(eta f), b = sin(theta)^2 sigmoid(W x),
+    alpha = cos(theta)^2 exp(-A softplus(W x + c)), log mu = max(-A' softplus(W x + c'), -2). The step b goes into the
+    slot: lr = b eta, retain = alpha, momentum = mu b_t / b_{t-1}, which may exceed 1.
+
+    Shapes: f, A, A' and c `[H]`; state b `[B, H]`.
+    References: Momentum DeltaNet (Huang et al., 2026, arXiv 2605.05838). [GATE-MDN-D1]
+    """
+
+    kind: Literal["momentum_delta"] = "momentum_delta"
+    replaces: ClassVar[tuple[str, ...]] = ("lr", "retain", "momentum")
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        weights = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in ("eta", "b", "alpha", "mu")}
+        return weights | {name: (sizes.heads,) for name in ("f", "alpha.bias", "alpha.rate", "mu.bias", "mu.rate")}
+
+    def state_shapes(self, sizes: Sizes) -> Shapes:
+        return {"b": (sizes.heads,)}
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        if name.endswith("weight"):
+            return torch.randn(shape, generator=source, dtype=torch.float64) * sizes.d_model**-0.5
+        if name.endswith("bias"):
+            return rate_start(shape, source)
+        return spread(shape, source, 0.0, 4.0 if name == "f" else 16.0)
+
+    def forward(
+        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
+    ) -> tuple[Written, dict[str, Tensor]]:
+        eta = 1 + torch.tanh(head(params, "eta", x) * x.shape[-1] ** -0.5)
+        tangent = eta * params["f"].to(eta.dtype).exp()
+        cosine = 1 / (1 + tangent.square())  # squared
+        b = (1 - cosine) * torch.sigmoid(head(params, "b", x))
+        alpha = cosine * torch.exp(shrink(params, "alpha", x))
+        mu = torch.exp(shrink(params, "mu", x).clamp(min=FLOOR))
+        before, last = last_written(b, held["b"], masks)
+        ratio = torch.where(before > 0, b / torch.where(before > 0, before, 1.0), 1.0)  # with S = 0 at the start
+        return made._replace(gates={**made.gates, "lr": b * eta, "retain": alpha, "momentum": mu * ratio}), {"b": last}
