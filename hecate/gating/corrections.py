@@ -46,7 +46,7 @@ class Complement(Gating):
     """complement: what is not kept is written: write = 1 - retain, per channel where retain is.
 
     Shapes: no parameters.
-    References: HGRN2 (Qin et al., 2024, arXiv 2404.07904), whose key is 1 - retain: the layer's key is 1 then. [GATE-TIED-D1]
+    References: HGRN2 (Qin et al., 2024, arXiv 2404.07904), whose key is 1 - retain. [GATE-TIED-D1]
     """
 
     kind: Literal["complement"] = "complement"
