@@ -203,7 +203,6 @@ def _goes_on(last: Call, call: Call) -> bool:
 
 
 def _joined(run: list[Asked]) -> Asked:
-    """Consecutive calls as one scan from the state of the first."""
     tokens = ([asked.q, asked.k, asked.v, *asked.gates] for asked in run)
     q, k, v, *gates = (torch.cat(x, 1) if isinstance(x[0], Tensor) else x[0] for x in zip(*tokens, strict=True))
     masks: dict[str, Any] = {

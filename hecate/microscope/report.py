@@ -77,8 +77,7 @@ def with_section(text: str, section: str) -> str:
 
 def _sequence(trainer: Trainer, tokens: int | None) -> Tensor:
     """The first validation sequence, `[1, T]`."""
-    config = trainer.config
-    fixed = config.data.length()
+    config, fixed = trainer.config, trainer.config.data.length()
     if tokens is not None and tokens < 1:
         raise ConfigError(f"must be at least 1, got {tokens}", path=("tokens",))
     count = min(config.seq_len, LONGEST) if tokens is None else tokens
@@ -87,8 +86,7 @@ def _sequence(trainer: Trainer, tokens: int | None) -> Tensor:
             f"sequences of task {config.data.kind!r} have {fixed} tokens, got {count}; give at most that many",
             path=("tokens",),
         )
-    length = count if fixed is None else fixed
-    batch = next(iter(trainer.source.validation_batches(1, length, 1)))
+    batch = next(iter(trainer.source.validation_batches(1, fixed or count, 1)))
     return batch.tokens[:1, :count].to(trainer.device)
 
 

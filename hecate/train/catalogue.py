@@ -57,7 +57,6 @@ def variant_rows(root: type[Variant]) -> Table:
 
 
 def _section(pattern: re.Pattern[str], variant: type[Variant]) -> str:
-    """What a docstring says under a heading, in one line."""
     match = pattern.search(inspect.getdoc(variant) or "")
     return " ".join(match[1].split()).rstrip(". ") if match else ""
 

@@ -273,7 +273,6 @@ def _refuse_link(path: Path) -> None:
 
 
 def _bad(file: Path, reason: str) -> CheckpointError:
-    """What is wrong with a file of a checkpoint, and the remedy."""
     return CheckpointError(f"{file} {reason}; delete {file.parent} and resume from an earlier checkpoint")
 
 

@@ -48,7 +48,6 @@ def write_report(
 
 
 def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) -> str:
-    """The model and the baselines on the same validation labels, as a Markdown table."""
     if score is None:
         return "Not evaluated at this step: a signal ended the run. `hecate eval` does it."
     rows = [(f"{name} (baseline)", f"{value:.4f}") for name, value in baselines.items()]
@@ -71,7 +70,6 @@ def _sizes(trainer: Trainer, leaves: Mapping[str, Tensor], records: Sequence[Map
 
 
 def _levels(health: Mapping[str, Sequence[LevelHealth]]) -> str:
-    """A row per level; nothing for a model without any."""
     text = (
         "On one validation sequence. Half-life: tokens after which the retain gates leave half of a memory. Cotangent: "
         "what a unit cotangent of the layer's output puts on the level."
