@@ -207,10 +207,9 @@ class NGrams(NamedTuple):
 
     def bits(self, previous: NDArray[np.uint8], following: NDArray[np.uint8]) -> tuple[float, float]:
         """Mean bits per byte of `following` under the unigram and, given `previous`, the bigram."""
-        return (
-            float(-np.log2(self.unigram[following]).mean()),
-            float(-np.log2(self.bigram[previous, following]).mean()),
-        )
+        chances = (self.unigram[following], self.bigram[previous, following])
+        unigram, bigram = (float(-np.log2(chance).mean()) for chance in chances)
+        return unigram, bigram
 
 
 def fit_ngrams(train: NDArray[np.uint8]) -> NGrams:

@@ -81,13 +81,7 @@ def look(
 
 
 class Call(NamedTuple):
-    """One call of one memory.
-
-    Fields:
-        asked: what it was asked.
-        after: its state after the last token.
-        unread: why its answers to q are not used; None if they are.
-    """
+    """One call of one memory: what it was asked, its state after it, and why its answers to q are not used, if so."""
 
     asked: Asked
     after: MemoryState

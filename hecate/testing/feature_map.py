@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,17 +76,15 @@ def _check_init(name: str, feature_map: FeatureMap, d: int, heads: int) -> Param
             as_told = item.dtype == torch.float64 or not item.is_floating_point()
             require(as_told, f"{name}: {key!r} is {item.dtype}, float64 was asked for")
     drawn = [key for key, t in params["frozen"].items() if not torch.equal(t, other["frozen"][key])]
-    idle = f"{name}: declared is_random, but no seed changes a frozen parameter"
-    require(bool(drawn) or not feature_map.is_random, idle)
+    idle = feature_map.is_random and not drawn
+    require(not idle, f"{name}: declared is_random, but no seed changes a frozen parameter")
     require(not drawn or feature_map.is_random, f"{name}: frozen {drawn} depend on the seed; declare is_random")
     return params
 
 
 def _moved(params: Params, generator: torch.Generator) -> Params:
-    learned = {
-        key: t + 0.3 * torch.randn(t.shape, dtype=t.dtype, generator=generator) for key, t in params["learned"].items()
-    }
-    return {**params, "learned": learned}
+    draw = partial(torch.randn, generator=generator)
+    return {**params, "learned": {k: t + 0.3 * draw(t.shape, dtype=t.dtype) for k, t in params["learned"].items()}}
 
 
 def _check_features(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:

@@ -17,8 +17,6 @@ from hecate.cms import CMS, LevelHealth
 from hecate.data import IGNORED, Batch, Source
 from hecate.errors import ConfigError, HealthWarning
 
-UNIT = {"bits_per_byte": "bits per byte", "accuracy": "accuracy"}
-
 
 class Score(NamedTuple):
     """Means over labelled positions: loss in nats, and the share of correct arg-max answers."""
@@ -33,8 +31,7 @@ class Score(NamedTuple):
 
     def record(self, metric: str) -> dict[str, float]:
         """For metrics.jsonl and checkpoint manifests."""
-        extra = {metric: self.value(metric)} if metric != "accuracy" else {}
-        return {"validation_loss": self.loss, "accuracy": self.accuracy, **extra}
+        return {"validation_loss": self.loss, "accuracy": self.accuracy, metric: self.value(metric)}
 
 
 def batch_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -61,10 +58,9 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -
         for batch in batches:
             tokens, targets = batch.tokens.to(device), batch.targets.to(device)
             logits, _ = model(tokens)
-            labelled = targets != IGNORED
-            count = int(labelled.sum())
+            count = int((targets != IGNORED).sum())
             loss += float(batch_loss(logits, targets)) * count if count else 0.0
-            correct += int((logits.argmax(-1) == targets)[labelled].sum())
+            correct += int((logits.argmax(-1) == targets).sum())  # IGNORED is no token
             labels += count
     return Score(loss / max(labels, 1), correct / max(labels, 1), labels)
 

@@ -57,9 +57,8 @@ def new_folder(target: Path) -> Iterator[Path]:
             sync(path)
         sync(temporary)
         temporary.rename(target)
-    except BaseException:
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
     sync(target.parent)
 
 

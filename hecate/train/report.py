@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hecate.cms import LevelHealth
 from hecate.train.document import dump_yaml
-from hecate.train.evaluate import UNIT, Score, model_health, state_leaves
+from hecate.train.evaluate import Score, model_health, state_leaves
 from hecate.train.files import write_file
 from hecate.train.metrics import read_metrics
 from hecate.train.trainer import Trainer
@@ -52,8 +52,9 @@ def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) ->
         return "Not evaluated at this step: a signal ended the run. `hecate eval` does it."
     rows = [(f"{name} (baseline)", f"{value:.4f}") for name, value in baselines.items()]
     rows.append(("**this model**", f"**{score.value(metric):.4f}**"))
-    header = ("predictor", f"{UNIT[metric]} ({'higher' if metric == 'accuracy' else 'lower'} is better)")
-    return markdown_table(header, rows) + f"\n\n{score.labels} validation labels, loss {score.loss:.4f} nats."
+    unit, better = metric.replace("_", " "), "higher" if metric == "accuracy" else "lower"
+    table = markdown_table(("predictor", f"{unit} ({better} is better)"), rows)
+    return f"{table}\n\n{score.labels} validation labels, loss {score.loss:.4f} nats."
 
 
 def _sizes(trainer: Trainer, leaves: Mapping[str, Tensor], records: Sequence[Mapping[str, Any]]) -> str:
@@ -163,7 +164,7 @@ def _figures(records: Sequence[Mapping[str, Any]], folder: Path, metric: str, ba
 
     folder.mkdir(parents=True, exist_ok=True)
     if metric == "bits_per_byte":
-        return draw("loss", UNIT[metric], "validation_loss", 1 / math.log(2), baselines)
+        return draw("loss", "bits per byte", "validation_loss", 1 / math.log(2), baselines)
     loss = draw("loss", "loss (nats per label)", "validation_loss", 1.0, {})
     return loss + "\n\n" + draw("accuracy", "accuracy", "accuracy", 1.0, baselines, ylim=(-0.02, 1.02))
 

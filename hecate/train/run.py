@@ -32,7 +32,7 @@ from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display, Interrupted, Signals
 from hecate.train.estimate import check_memory
-from hecate.train.evaluate import UNIT, Score
+from hecate.train.evaluate import Score
 from hecate.train.files import make_folder, refusing, sweep, write_file
 from hecate.train.metrics import MetricsWriter, add_sample, rewind_samples
 from hecate.train.report import write_report
@@ -245,7 +245,7 @@ class _Run:
         step, metric, seconds = self.trainer.step, self.trainer.source.metric, time.monotonic() - self.began
         self.scored = (step, score)
         self.metrics.write({"event": "eval", "step": step, **score.record(metric)})
-        shown = f"{score.value(metric):.4f} {UNIT[metric]}"
+        shown = f"{score.value(metric):.4f} {metric.replace('_', ' ')}"
         self.display.say(f"step {step:>6}/{self.trainer.config.budget.steps}  validation {shown}  [{seconds:.0f} s]")
 
     def _score(self) -> Score | None:
