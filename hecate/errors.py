@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -56,7 +56,10 @@ class ConfigError(HecateError, ValueError):
             if isinstance(cause, ConfigError):
                 problems += [Problem(path + inner.path, inner.message) for inner in cause.problems]
             else:
-                problems.append(Problem(path, _sentence(line)))
+                message = line["msg"][0].lower() + line["msg"][1:]
+                given = {"shown": shorten(line["input"]), "type": type(line["input"]).__name__, "message": message}
+                template = _SENTENCES.get(line["type"], "{message}, got {shown}")
+                problems.append(Problem(path, template.format(**line.get("ctx", {}) | given)))
         return cls(problems)
 
 
@@ -124,10 +127,3 @@ _SENTENCES = {
     "list_type": "must be a list, got {shown} ({type})",
     "value_error": "{error}",
 }
-
-
-def _sentence(line: Any) -> str:
-    message = line["msg"][0].lower() + line["msg"][1:]
-    template = _SENTENCES.get(line["type"], "{message}, got {shown}")
-    given = {"shown": shorten(line["input"]), "type": type(line["input"]).__name__, "message": message}
-    return template.format(**line.get("ctx", {}) | given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ IGNORED = -100
 
 Split = Literal["train", "validation"]
 Metric = Literal["bits_per_byte", "accuracy"]
-_SPLITS: dict[Split, int] = {"train": 0, "validation": 1}
 
 
 class Batch(NamedTuple):
@@ -36,7 +35,7 @@ def stream(seed: int, split: Split, step: int) -> np.random.Generator:
     numpy rather than `torch.Generator`: a SeedSequence mixes all three numbers into 128 bits, whereas torch's CPU
     generator keeps 32 bits of its seed, so that two steps of a long run would coincide.
     """
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, _SPLITS[split], step))))
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, get_args(Split).index(split), step))))
 
 
 def as_batch(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> Batch:

@@ -7,6 +7,7 @@ import importlib
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -190,10 +191,8 @@ def _library() -> dict[str, bytes]:
     folder = sysconfig.get_paths().get("stdlib", "")
     found: dict[str, bytes] = {}
     for path in sorted(Path(folder).glob("*.py")) if folder else []:
-        try:
+        with suppress(OSError):  # an unreadable module is one document fewer
             found[f"library/{path.name}"] = path.read_bytes()
-        except OSError:  # an unreadable module is one document fewer
-            continue
     return found
 
 
@@ -208,10 +207,9 @@ class NGrams(NamedTuple):
 
     def bits(self, previous: NDArray[np.uint8], following: NDArray[np.uint8]) -> tuple[float, float]:
         """Mean bits per byte of `following` under the unigram and, given `previous`, the bigram."""
-        return (
-            float(-np.log2(self.unigram[following]).mean()),
-            float(-np.log2(self.bigram[previous, following]).mean()),
-        )
+        chances = (self.unigram[following], self.bigram[previous, following])
+        unigram, bigram = (float(-np.log2(chance).mean()) for chance in chances)
+        return unigram, bigram
 
 
 def fit_ngrams(train: NDArray[np.uint8]) -> NGrams:

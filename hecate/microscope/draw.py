@@ -57,10 +57,9 @@ def _title(view: Any) -> str:
     fields = ("structure", "bias", "retention", "algorithm", "feature_map")
     knobs = [f"{field} {getattr(rule, field).kind}" for field in fields]
     if rule.chunk > 1:
-        knobs.append("commits" if rule.commit == "chunk" else "gradients")
-        knobs[-1] += f" once in {rule.chunk} tokens"
-    text = f"{view.name}\n{', '.join(knobs)}"
-    return text if view.refusal is None else f"{text}\nno attention map: {view.refusal}"
+        knobs.append(f"{'commits' if rule.commit == 'chunk' else 'gradients'} once in {rule.chunk} tokens")
+    refusal = "" if view.refusal is None else f"\nno attention map: {view.refusal}"
+    return f"{view.name}\n{', '.join(knobs)}{refusal}"
 
 
 def _maps(figure: Any, view: Any, row: int, most: int) -> None:
@@ -91,8 +90,7 @@ def _maps(figure: Any, view: Any, row: int, most: int) -> None:
         axis.plot(columns.numpy(), rows.numpy(), "o", markersize=3.5, markerfacecolor="none", **RING)
         axis.set(title=f"head {head}", xlabel="written token", yticks=[])
         axes.append(axis)
-    how: dict[str, Any] = {"shrink": 0.9, "pad": 0.01, "extend": extend}
-    figure.colorbar(image, ax=axes, label="weight of a value (root scale)", **how)
+    figure.colorbar(image, ax=axes, label="weight of a value (root scale)", shrink=0.9, pad=0.01, extend=extend)
     figure.supxlabel(
         "implicit attention: how much of each written token's value is in each answer; ring: an earlier token that "
         "stands out;\nstrip 'start': share of the answer that comes from the state before, white 0, black 1",
@@ -156,13 +154,11 @@ def _gates(axis: Any, view: Any, row: int) -> None:
 
 
 def _recall(axis: Any, view: Any, row: int) -> None:
-    labels = ("recall against age", "age in tokens, 1 the newest", "cosine of answer and value")
-    finish(axis, *labels, legend=False)
+    finish(axis, "recall against age", "age in tokens, 1 the newest", "cosine of answer and value", legend=False)
     if not view.recall.known(row):
         axis.text(0.5, 0.5, "nothing was written", ha="center", transform=axis.transAxes)
         return
-    found = view.recall.by_age("cosine", row)
-    chance = view.recall.by_age("chance", row)
+    found, chance = (view.recall.by_age(name, row) for name in ("cosine", "chance"))
     _band(axis, found.ages + 1, found.means, 0, "its own value")
     _band(axis, chance.ages + 1, chance.means, 6, "other values (chance)")
     axis.set_xscale("log", base=2)

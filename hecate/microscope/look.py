@@ -81,13 +81,7 @@ def look(
 
 
 class Call(NamedTuple):
-    """One call of one memory.
-
-    Fields:
-        asked: what it was asked.
-        after: its state after the last token.
-        unread: why its answers to q are not used; None if they are.
-    """
+    """One call of one memory: what it was asked, its state after it, and why its answers to q are not used, if so."""
 
     asked: Asked
     after: MemoryState
@@ -203,7 +197,6 @@ def _goes_on(last: Call, call: Call) -> bool:
 
 
 def _joined(run: list[Asked]) -> Asked:
-    """Consecutive calls as one scan from the state of the first."""
     tokens = ([asked.q, asked.k, asked.v, *asked.gates] for asked in run)
     q, k, v, *gates = (torch.cat(x, 1) if isinstance(x[0], Tensor) else x[0] for x in zip(*tokens, strict=True))
     masks: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,7 +12,8 @@ from hecate.errors import CheckpointError, ConfigError
 from hecate.microscope.draw import figure_type
 from hecate.microscope.look import look
 from hecate.microscope.view import MemoryView, View
-from hecate.train.files import write_file
+from hecate.train.files import refusing, write_file
+from hecate.train.report import markdown_table
 from hecate.train.run import open_run
 from hecate.train.trainer import Trainer
 
@@ -48,16 +49,16 @@ def report_run(run: Path, *, tokens: int | None = None, out: Path | None = None)
     read = _sequence(trainer, tokens)
     view = look(trainer.model, read)
     folder = run if out is None else out
-    try:
+    with refusing(f"write the report into {folder}", "choose another --out"):
         path = folder / "report.md"
-        before = _read(path) if path.exists() else f"# {trainer.config.name}\n"
+        try:  # bytes, so that ends of lines stay what they are
+            before = path.read_bytes().decode() if path.exists() else f"# {trainer.config.name}\n"
+        except UnicodeDecodeError:
+            raise CheckpointError(
+                f"{path} is no UTF-8 text, so nothing can be added to it; move it away, or choose another --out"
+            ) from None
         figures = view.save(folder / "figures")
-        section = _section(view, figures, step, read.shape[1])
-        write_file(path, with_section(before, section))
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write the report into {folder}: {error.strerror or error}; choose another --out"
-        ) from None
+        write_file(path, with_section(before, _section(view, figures, step, read.shape[1])))
     return Reported(path, figures, step, read.shape[1])
 
 
@@ -74,20 +75,9 @@ def with_section(text: str, section: str) -> str:
     return f"{text[:begin]}{BEGIN}\n{section}\n{text[end:]}"
 
 
-def _read(path: Path) -> str:
-    """A text as it stands, ends of lines included."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        raise CheckpointError(
-            f"{path} is no UTF-8 text, so nothing can be added to it; move it away, or choose another --out"
-        ) from None
-
-
 def _sequence(trainer: Trainer, tokens: int | None) -> Tensor:
     """The first validation sequence, `[1, T]`."""
-    config = trainer.config
-    fixed = config.data.length()
+    config, fixed = trainer.config, trainer.config.data.length()
     if tokens is not None and tokens < 1:
         raise ConfigError(f"must be at least 1, got {tokens}", path=("tokens",))
     count = min(config.seq_len, LONGEST) if tokens is None else tokens
@@ -96,25 +86,21 @@ def _sequence(trainer: Trainer, tokens: int | None) -> Tensor:
             f"sequences of task {config.data.kind!r} have {fixed} tokens, got {count}; give at most that many",
             path=("tokens",),
         )
-    length = count if fixed is None else fixed
-    batch = next(iter(trainer.source.validation_batches(1, length, 1)))
+    batch = next(iter(trainer.source.validation_batches(1, fixed or count, 1)))
     return batch.tokens[:1, :count].to(trainer.device)
 
 
 def _section(view: View, figures: Sequence[Path], step: int, tokens: int) -> str:
+    rows = [(f"`{name}`".replace("|", "\\|"), *_facts(item)) for name, item in view.items()]
     lines = [
         "## Memory microscope",
         f"Checkpoint of step {step}, the first {tokens} tokens of the first validation sequence. "
         "Map: how much of each written token's value is in each answer, exactly, where the rule is "
         "linear in its values. Bands: least to largest over heads. Recall: the cosine between the "
         "answer to a key and the value that was written with it, by age.",
+        markdown_table(("memory", "norm", "effective rank", "recall, newest -> oldest", "attention map"), rows),
+        *(f"![{name}](figures/{path.name})" for name, path in zip(view, figures, strict=True)),
     ]
-    header = ("memory", "norm", "effective rank", "recall, newest -> oldest", "attention map")
-    rows: list[Sequence[Any]] = [header, ["---"] * len(header)]
-    rows += [(f"`{name}`".replace("|", "\\|"), *_facts(item)) for name, item in view.items()]
-    lines.append("\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows))
-    for name, path in zip(view, figures, strict=True):
-        lines.append(f"![{name}](figures/{path.name})")
     return "\n\n".join(lines) + "\n"
 
 

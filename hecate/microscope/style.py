@@ -41,8 +41,7 @@ def finish(axes: Any, title: str, xlabel: str, ylabel: str, *, legend: bool = Tr
 def one_legend(figure: Any, axes: Any, columns: int) -> None:
     """The legend of one panel, for all of them, below the figure."""
     handles, labels = axes.get_legend_handles_labels()
-    place = {"loc": "outside lower center", "ncols": columns}
-    figure.legend(handles, labels, fontsize=9, frameon=False, **place)
+    figure.legend(handles, labels, fontsize=9, frameon=False, loc="outside lower center", ncols=columns)
 
 
 def ticks(axes: Any, values: Sequence[float]) -> None:

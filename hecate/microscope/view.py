@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -192,6 +192,11 @@ class MemoryView:
         return path
 
 
+def _of_each(name: str) -> Any:
+    """A property of a `View`: what its memories show under that name."""
+    return property(lambda view: {key: getattr(item, name) for key, item in view.items()}, doc=f"Each's `{name}`.")
+
+
 class View(dict[str, MemoryView]):
     """Every memory of a model at work, by name; what single memories show, as mappings."""
 
@@ -208,25 +213,10 @@ class View(dict[str, MemoryView]):
         """Why the others have none."""
         return {name: item.refusal for name, item in self.items() if item.refusal is not None}
 
-    @property
-    def gates(self) -> dict[str, dict[str, Tensor]]:
-        """`MemoryView.gates` of each."""
-        return {name: item.gates for name, item in self.items()}
-
-    @property
-    def norms(self) -> dict[str, dict[str, Tensor]]:
-        """`MemoryView.norms` of each."""
-        return {name: item.norms for name, item in self.items()}
-
-    @property
-    def ranks(self) -> dict[str, dict[str, Tensor]]:
-        """`MemoryView.ranks` of each."""
-        return {name: item.ranks for name, item in self.items()}
-
-    @property
-    def recall(self) -> dict[str, Recall]:
-        """`MemoryView.recall` of each."""
-        return {name: item.recall for name, item in self.items()}
+    gates: dict[str, dict[str, Tensor]] = _of_each("gates")
+    norms: dict[str, dict[str, Tensor]] = _of_each("norms")
+    ranks: dict[str, dict[str, Tensor]] = _of_each("ranks")
+    recall: dict[str, Recall] = _of_each("recall")
 
     def save(self, folder: Path | str, *, row: int = 0, heads: int = 4) -> list[Path]:
         """A PNG file per memory, `microscope-NAME.png`; returns them."""
@@ -239,11 +229,9 @@ def _file_names(names: list[str]) -> dict[str, str]:
     """Names of files; two memories whose names differ in odd characters only get numbers."""
     found: dict[str, str] = {}
     for name in names:
-        stem = file = "microscope-" + re.sub(r"[^A-Za-z0-9._-]+", "_", name)
-        number = 2
-        while f"{file}.png" in found.values():
-            file, number = f"{stem}-{number}", number + 1
-        found[name] = f"{file}.png"
+        stem = "microscope-" + re.sub(r"[^A-Za-z0-9._-]+", "_", name)
+        files = chain([f"{stem}.png"], (f"{stem}-{number}.png" for number in count(2)))
+        found[name] = next(file for file in files if file not in found.values())
     return found
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from hecate.phi.base import FeatureMap, Params
 from hecate.testing.vjp import SIGNAL_FLOOR, check_vjp, require
@@ -37,7 +39,9 @@ def check_feature_map(
         x = torch.randn(4, heads, d, dtype=torch.float64, generator=generator)
         if feature_map.needs_position:
             params = _placed(params, len(x), positions)
-            _check_positions(name, feature_map, params, x)
+            same = feature_map(x[:1].expand_as(x), params)
+            spread = float((same - same[:1]).abs().max())
+            require(spread > SIGNAL_FLOOR, f"{name}: declared needs_position, but no position matters")
         for check in (_check_features, _check_heads, _check_low_precision, _check_zero, _check_kernel):
             check(name, feature_map, params, x)
         block, tensors = feature_map.block(params)
@@ -53,12 +57,6 @@ def check_feature_map(
 def _placed(params: Params, tokens: int, positions: int) -> Params:
     steps = torch.linspace(0, positions - 1, tokens).round().long()
     return {**params, "position": steps.unsqueeze(-1)}
-
-
-def _check_positions(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
-    same = feature_map(x[:1].expand_as(x), params)
-    spread = float((same - same[:1]).abs().max())
-    require(spread > SIGNAL_FLOOR, f"{name}: declared needs_position, but no position matters")
 
 
 def _check_init(name: str, feature_map: FeatureMap, d: int, heads: int) -> Params:
@@ -78,17 +76,15 @@ def _check_init(name: str, feature_map: FeatureMap, d: int, heads: int) -> Param
             as_told = item.dtype == torch.float64 or not item.is_floating_point()
             require(as_told, f"{name}: {key!r} is {item.dtype}, float64 was asked for")
     drawn = [key for key, t in params["frozen"].items() if not torch.equal(t, other["frozen"][key])]
-    idle = f"{name}: declared is_random, but no seed changes a frozen parameter"
-    require(bool(drawn) or not feature_map.is_random, idle)
+    idle = feature_map.is_random and not drawn
+    require(not idle, f"{name}: declared is_random, but no seed changes a frozen parameter")
     require(not drawn or feature_map.is_random, f"{name}: frozen {drawn} depend on the seed; declare is_random")
     return params
 
 
 def _moved(params: Params, generator: torch.Generator) -> Params:
-    learned = {
-        key: t + 0.3 * torch.randn(t.shape, dtype=t.dtype, generator=generator) for key, t in params["learned"].items()
-    }
-    return {**params, "learned": learned}
+    draw = partial(torch.randn, generator=generator)
+    return {**params, "learned": {k: t + 0.3 * draw(t.shape, dtype=t.dtype) for k, t in params["learned"].items()}}
 
 
 def _check_features(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
@@ -107,7 +103,7 @@ def _check_features(name: str, feature_map: FeatureMap, params: Params, x: Tenso
 def _check_heads(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
     features = feature_map(x, params)
     for head in range(x.shape[1]):
-        one = _one_head(params, head)
+        one = pytree.tree_map(lambda t: t if len(t) == 1 else t[head : head + 1], params)  # noqa: B023
         if "position" in params:
             one["position"] = params["position"][:, 0]
         alone = feature_map(x[:, head], one)
@@ -233,14 +229,5 @@ def _check_decodes(name: str, feature_map: FeatureMap, params: Params, x: Tensor
     require(alike > 0.05, f"{name}: declared decodes, but nothing tells x back")
 
 
-def _each(params: Params, change: Callable[[Tensor], Tensor]) -> Params:
-    learned, frozen = ({key: change(t) for key, t in params[group].items()} for group in ("learned", "frozen"))
-    return {**params, "learned": learned, "frozen": frozen}
-
-
-def _one_head(params: Params, head: int) -> Params:
-    return _each(params, lambda t: t if len(t) == 1 else t[head : head + 1])
-
-
-def _cast(params: Params, dtype: torch.dtype) -> Params:
-    return _each(params, lambda t: t.to(dtype) if t.is_floating_point() else t)
+def _cast(params: Params, dtype: torch.dtype) -> Any:
+    return pytree.tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, params)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -41,17 +42,14 @@ def check_rule(
     config = config.model_copy(update={"state_dtype": "float64"})
     check_knobs(config, d=d, width=width, smooth=smooth, generator=generator)
     case = _inputs(config, d, width, heads, length, generator)
-    whole = _run(case, engine="sequential", autodiff="torch")
+    whole = _run(case, autodiff="torch")
     signal = max(float(grad.norm()) for grad in whole.grads.values())
     require(signal > SIGNAL_FLOOR, f"{_name(config)}: no gradient above {SIGNAL_FLOOR}")
-    taped = _run(case, engine="sequential", autodiff="tape")
-    _same(config, "the tape against autograd", taped, whole)
-    cuts = (0, 1, 1, length // 2 + 1, length)
-    _same(config, "a scan in pieces against the whole", _run(case, cuts=cuts), whole)
-    for engine in exact_engines(config, length=length):
-        for autodiff in ("tape", "torch"):
-            got = _run(case, engine=engine, autodiff=autodiff)
-            _same(config, f"engine {engine} ({autodiff}) against sequential", got, whole)
+    _same(config, "the tape against autograd", _run(case), whole)
+    _same(config, "a scan in pieces against the whole", _run(case, cuts=(0, 1, 1, length // 2 + 1, length)), whole)
+    for engine, autodiff in product(exact_engines(config, length=length), ("tape", "torch")):
+        got = _run(case, engine=engine, autodiff=autodiff)
+        _same(config, f"engine {engine} ({autodiff}) against sequential", got, whole)
     _check_masks(case)
     _check_causality(case)
 
@@ -61,9 +59,7 @@ def check_knobs(
 ) -> None:
     """Checks the derivatives, declared traits and kernel forms of bias, retention, algorithm and structure."""
     generator = generator or torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+    draw = partial(torch.randn, dtype=torch.float64, generator=generator)
 
     def gate(*shape: int) -> Tensor:
         return 0.2 + 0.7 * torch.rand(*shape, dtype=torch.float64, generator=generator)
@@ -143,7 +139,6 @@ def _of_form(form: KernelForm, pred: Tensor, target: Tensor) -> Tensor:
 
 
 def _check_algorithm(algorithm: Algorithm, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> None:
-    """A declared form against the direction."""
     form, name = algorithm.kernel_form(), f"algorithm.{algorithm.kind}"
     if form is None:
         return
@@ -219,9 +214,7 @@ class _Result(NamedTuple):
 
 def _inputs(config: MemoryConfig, d: int, width: int, heads: int, length: int, generator: torch.Generator) -> _Case:
     lead = (2, length, heads)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+    draw = partial(torch.randn, dtype=torch.float64, generator=generator)
 
     def gate(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(*lead, dtype=torch.float64, generator=generator)
@@ -259,10 +252,9 @@ def _run(
         y, state = _scan(case, _cut(points, slice(at, end)), state=state, engine=engine, autodiff=autodiff)
         rows.append(y)
     y = torch.cat(rows, 1)
-    weights = torch.Generator().manual_seed(1)
-    total = torch.zeros((), dtype=torch.float64)
-    for item in [y, *_floats(state)]:
-        total = total + (item * torch.randn(item.shape, generator=weights, dtype=item.dtype)).sum()
+    outputs, source = [y, *_floats(state)], torch.Generator().manual_seed(1)
+    weights = [torch.randn(item.shape, generator=source, dtype=item.dtype) for item in outputs]
+    total = torch.stack([(item * weight).sum() for item, weight in zip(outputs, weights, strict=True)]).sum()
     grads = torch.autograd.grad(total, list(points.values()), materialize_grads=True)
     return _Result(y, state, dict(zip(points, grads, strict=True)))
 
@@ -281,12 +273,10 @@ def _check_masks(case: _Case) -> None:
     dirty = dict(case.leaves)
     for name in ("k", "v"):
         dirty[name] = torch.where(write[..., None, None], dirty[name], torch.nan)
-    engines = ["sequential", *exact_engines(case.config, length=length)]
-    for engine in engines:
+    for engine in ("sequential", *exact_engines(case.config, length=length)):
         with torch.no_grad():
             y, state = _scan(case, dirty, write_mask=write, engine=engine)
-            short = _cut(case.leaves, kept)
-            expected, final = _scan(case, short, engine=engine)
+            expected, final = _scan(case, _cut(case.leaves, kept), engine=engine)
         what = f"{_name(case.config)}: masked tokens on engine {engine} against none"
         close(f"{what}: outputs", y[:, kept], expected)
         for got, true in zip(_floats(state), _floats(final), strict=True):
@@ -300,10 +290,8 @@ def _check_causality(case: _Case) -> None:
         for name, item in case.leaves.items()
     }
     with torch.no_grad():
-        y, _ = _scan(case, case.leaves, engine="sequential")
-        other, _ = _scan(case, changed, engine="sequential")
-    same = torch.equal(y[:, :last], other[:, :last])
-    require(same, f"{_name(case.config)}: the last token changes outputs before it")
+        y, other = (_scan(case, leaves, engine="sequential")[0][:, :last] for leaves in (case.leaves, changed))
+    require(torch.equal(y, other), f"{_name(case.config)}: the last token changes outputs before it")
 
 
 def _same(config: MemoryConfig, what: str, got: _Result, expected: _Result) -> None:

@@ -41,8 +41,7 @@ def check_vjp(
     flowing = [(out, g) for out, g in zip(case.outputs, case.cotangents, strict=True) if out.requires_grad]
     true = _grads(flowing, list(case.points.values()), create_graph=second_order)
     signal = max((float(g.detach().norm()) for g in true), default=0.0)
-    floor = f"{block.name}: no gradient above {signal_floor}, the check would prove nothing"
-    require(signal >= signal_floor, floor)
+    require(signal >= signal_floor, f"{block.name}: no gradient above {signal_floor}, the check would prove nothing")
     for index, got, expected in zip(case.points, ours, true, strict=True):
         close(f"{block.name}: VJP of input {index} against autograd", got, expected, signal, rtol)
     _check_differences(block, case, true, difference_rtol, signal, generator)

@@ -30,7 +30,6 @@ _VARIANTS: dict[str, type[Variant]] = {
     "data": DataConfig,
     "optimizer": OptimizerKind,
 }
-_PLAIN = (Position, DataConfig, OptimizerKind)  # neither traits nor a gradient of their own
 _TRAITS = re.compile(r"^Traits: (.+?)(?=\n[A-Z]\w*: |\Z)", re.DOTALL | re.MULTILINE)
 _REFERENCE = re.compile(r"References?: (.+?)(?=\n\s*\n|\[[A-Z]+-|\Z)", re.DOTALL)
 
@@ -49,15 +48,15 @@ def catalogue(family: str | None = None) -> Table:
 
 def variant_rows(root: type[Variant]) -> Table:
     """Kind, formula, traits, gradient status and paper of every variant."""
-    rows, plain = [], root in _PLAIN
+    rows = []
     for kind, variant in root.variants().items():
-        own = [] if plain else [_traits(variant), "hand-written" if variant.hand_written() else "torch.func"]
+        derivative = "hand-written" if variant.hand_written() else "torch.func"
+        own = [_traits(variant), derivative] if root._derivatives else []
         rows.append([kind, variant.formula(), *own, _section(_REFERENCE, variant)])
-    return ["kind", "formula", *([] if plain else ["traits", "gradient"]), "paper"], rows
+    return ["kind", "formula", *(["traits", "gradient"] if root._derivatives else []), "paper"], rows
 
 
 def _section(pattern: re.Pattern[str], variant: type[Variant]) -> str:
-    """What a docstring says under a heading, in one line."""
     match = pattern.search(inspect.getdoc(variant) or "")
     return " ".join(match[1].split()).rstrip(". ") if match else ""
 
@@ -70,11 +69,10 @@ def _traits(variant: Any) -> str:
     required = {name: field.annotation for name, field in variant.model_fields.items() if field.is_required()}
     try:  # the smallest value that each of them accepts
         example = variant(**{n: 2 if kind is int else 1.0 if kind is float else "elu" for n, kind in required.items()})
-        traits = example.traits()
+        declared = example.traits()._asdict().items()
     except ConfigError:
         return f"depends on {', '.join(required)}"
-    declared = {k: v for k, v in traits._asdict().items() if v not in (False, None, "none")}
-    return ", ".join(k if v is True else f"{k}={v}" for k, v in declared.items())
+    return ", ".join(k if v is True else f"{k}={v}" for k, v in declared if v not in (False, None, "none"))
 
 
 def _rules() -> Table:
@@ -83,8 +81,7 @@ def _rules() -> Table:
         knobs = (config.structure, config.bias, config.retention, config.algorithm, config.feature_map)
         engine = choose(Call.sketch(config, length=1024)).name  # a sequence, not a step
         rows.append([name, *(knob.kind for knob in knobs), engine, paper])
-    heads = ["rule", "structure", "bias", "retention", "algorithm", "feature map", "engine", "paper"]
-    return heads, rows
+    return ["rule", "structure", "bias", "retention", "algorithm", "feature map", "engine", "paper"], rows
 
 
 def _engines() -> Table:

@@ -123,9 +123,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if odd := sorted(set(stored) ^ set(content.tensors)):
         raise _bad(file, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
     for name, tensor in stored.items():
-        found, own = summary(tensor), content.tensors[name].model_dump(mode="json")
-        for key in own:
-            if found[key] != own[key]:
+        own = content.tensors[name].model_dump(mode="json")
+        for key, found in summary(tensor).items():
+            if found != own[key]:
                 raise _bad(file, f"is damaged: tensor {name!r} has another {key} than recorded")
     tensors = {**stored, **{name: stored[base] for name, base in content.aliases.items()}}
     return Checkpoint(tensors, content.facts)
@@ -166,9 +166,9 @@ def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", 
     """
     if keep < 1:
         raise ConfigError(f"at least one checkpoint must be kept, got keep={keep}")
-    sound = [path for path, _ in _readable(folder) if upto is None or _age(path)[0] <= upto]
+    sound = [path for path in _readable(folder) if upto is None or _age(path)[0] <= upto]
     last = {_age(path)[0]: path for path in sound}
-    kept = [*list(last.values())[-keep:], best_checkpoint(folder, better)]
+    kept = {*list(last.values())[-keep:], best_checkpoint(folder, better)}
     with refusing(f"delete checkpoints in {folder}", "make the folder writable"):
         for path in sound:
             if path not in kept:
@@ -178,8 +178,8 @@ def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", 
 
 def best_checkpoint(folder: Path, better: str = "validation_loss") -> Path | None:
     """The readable checkpoint whose fact `better` is lowest, the newest of equals."""
-    scored = [(content.facts.get("metrics", {}).get(better), path) for path, content in _readable(folder)]
-    known = [(float(value), path) for value, path in scored if value is not None]
+    scored = [(content.facts.get("metrics", {}).get(better), path) for path, content in _readable(folder).items()]
+    known = [(value, path) for value, path in scored if value is not None]
     return min(reversed(known), key=lambda item: item[0])[1] if known else None
 
 
@@ -249,11 +249,11 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _readable(folder: Path) -> list[tuple[Path, Content]]:
-    found = []
+def _readable(folder: Path) -> dict[Path, Content]:
+    found = {}
     for path in checkpoints(folder):
         with suppress(CheckpointError):
-            found.append((path, read_manifest(path)))
+            found[path] = read_manifest(path)
     return found
 
 
@@ -273,7 +273,6 @@ def _refuse_link(path: Path) -> None:
 
 
 def _bad(file: Path, reason: str) -> CheckpointError:
-    """What is wrong with a file of a checkpoint, and the remedy."""
     return CheckpointError(f"{file} {reason}; delete {file.parent} and resume from an earlier checkpoint")
 
 
@@ -284,11 +283,8 @@ def _untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     for name, tensor in tensors.items():
         value = tensor.detach()
         identity = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype, value.device)
-        if value.numel() and identity in first:
-            aliases[name] = first[identity]
-            continue
-        first[identity] = name
-        copy = value.cpu().contiguous()
-        # Views of one storage that differ in shape are copied: safetensors refuses shared memory.
-        stored[name] = copy.clone() if copy.data_ptr() == value.data_ptr() else copy
+        if value.numel() and (base := first.setdefault(identity, name)) != name:
+            aliases[name] = base
+        else:  # views of one storage that differ in shape are copied: safetensors refuses shared memory
+            stored[name] = value.to("cpu", copy=True, memory_format=torch.contiguous_format)
     return stored, aliases

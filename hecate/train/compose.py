@@ -17,7 +17,7 @@ MAX_EXTENDS = 8
 BY_RULE = ("mqar", "quickstart")
 RECALL_CHUNK = 8
 """Longest chunk of `mqar-RULE`: a commit per chunk can be recalled in later chunks alone."""
-_PRESETS = Path(__file__).resolve().parent.parent / "presets"
+_FILES = {path.stem: path for path in sorted((Path(__file__).resolve().parent.parent / "presets").glob("*.yaml"))}
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d{1,9})\]")
 _PATH = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d{1,9}\])*")
 
@@ -25,8 +25,7 @@ _PATH = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d{1,9}\])*")
 def presets() -> list[str]:
     """Names of the presets that ship with hecate; those of `BY_RULE` also as `PRESET-RULE`, with the rule's own
     settings but for chunks longer than `RECALL_CHUNK` in `mqar-RULE`."""
-    files = sorted(path.stem for path in _PRESETS.glob("*.yaml"))
-    return [*files, *(f"{name}-{rule}" for name in BY_RULE for rule in RULES)]
+    return [*_FILES, *(f"{name}-{rule}" for name in BY_RULE for rule in RULES)]
 
 
 def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -68,23 +67,20 @@ def _resolved(path: Path) -> Path:
 
 
 def _preset(name: str) -> tuple[Document, Path]:
-    files = {path.stem: path for path in _PRESETS.glob("*.yaml")}
-    if name in files:
-        return read_yaml(files[name]), files[name]
+    if name in _FILES:
+        return read_yaml(_FILES[name]), _FILES[name]
     stem, _, rule = name.partition("-")
     if stem not in BY_RULE or rule not in RULES:
-        known = [*(name for name in presets() if "-" not in name), *(f"{n}-RULE" for n in BY_RULE)]
-        raise ConfigError(
-            f"no preset {shorten(name)}; presets: {', '.join(known)}.{did_you_mean(name[:80], presets())} A file must "
-            "end in .yaml or .yml"
-        )
-    document, mark = read_yaml(files[stem]), f"preset {name}"
+        known = ", ".join([*_FILES, *(f"{n}-RULE" for n in BY_RULE)])
+        hint = did_you_mean(name[:80], presets())
+        raise ConfigError(f"no preset {shorten(name)}; presets: {known}.{hint} A file must end in .yaml or .yml")
+    document, mark = read_yaml(_FILES[stem]), f"preset {name}"
     chunked = stem == "mqar" and RULES[rule].config.chunk > RECALL_CHUNK
     memory = {"kind": rule, "chunk": RECALL_CHUNK} if chunked else rule
     model = {**document.value.get("model", {}), "memory": memory}
     marks = {**document.marks, ("name",): mark, ("model",): mark}
     _remark(("model", "memory"), marks, {("model", "memory"): mark})
-    return Document({**document.value, "name": name, "model": model}, marks, document.label), files[stem]
+    return Document({**document.value, "name": name, "model": model}, marks, document.label), _FILES[stem]
 
 
 def _extended(opened: tuple[Document, Path], chain: list[Path]) -> Document:

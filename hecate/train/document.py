@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from hecate.errors import ConfigError, Problem, shorten
+from hecate.errors import ConfigError, shorten
 from hecate.train.files import read_file
 
 Location = tuple[str | int, ...]
@@ -114,10 +114,9 @@ def read_yaml(path: Path) -> Document:
 def parse_yaml(text: str, label: str) -> Document:
     """Parses a mapping; `label` names the source in marks and errors. [TRAIN-YAML-D1]"""
     value, marks = parse_value(text, label)
-    value = {} if value is None else value
-    if not isinstance(value, dict):
+    if not isinstance(value, dict | None):
         raise ConfigError(f"must be a mapping of settings, got {shorten(value)}  [{label}:1]")
-    return Document(value, marks, label)
+    return Document(value or {}, marks, label)
 
 
 def parse_value(text: str, label: str) -> tuple[Any, dict[Location, str]]:
@@ -166,8 +165,7 @@ class _Reader:
         seen: dict[str, int] = {}
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = key_node.value
-            line = key_node.start_mark.line + 1
+            key, line = key_node.value, key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
                 shown = repr(key) if isinstance(key, str) else f"a {key_node.id}"
                 raise self._refuse(path, f"a key must be a text, got {shown}", key_node)
@@ -192,7 +190,7 @@ class _Reader:
             raise self._refuse(path, f"is not a readable {tag}: {text[:40]!r}", node) from None
 
     def _refuse(self, path: Location, message: str, node: yaml.Node) -> ConfigError:
-        return ConfigError([Problem(path, f"{message}  [{_place(self.label, node.start_mark)}]")])
+        return ConfigError(f"{message}  [{_place(self.label, node.start_mark)}]", path)
 
 
 def _place(label: str, mark: Any) -> str:

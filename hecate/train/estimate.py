@@ -46,27 +46,23 @@ def sizes_of(config: ExperimentConfig) -> Sizes:
         return sum(item.weight.numel() for item in module.modules() if isinstance(item, nn.Linear))
 
     tied = model.embedding.weight.numel() if model.head is None else 0
-    block = _numbers(model.blocks[0])
-    return Sizes(whole(_numbers), block, layers * bytes_of(state), whole(weights) + tied)
+    return Sizes(whole(_numbers), _numbers(model.blocks[0]), layers * bytes_of(state), whole(weights) + tied)
 
 
 def training_bytes(config: ExperimentConfig, sizes: Sizes) -> int:
     """What training takes at least: weights, gradients, two moments, the states of a batch, and
     the logits and the inputs of every block that the backward pass reads. [TRAIN-EST-D3]"""
-    model = config.model
-    tokens = config.budget.batch_size * config.seq_len
-    activations = tokens * (config.data.vocabulary() + model.layers * model.d_model)
-    carried = config.budget.batch_size * sizes.state
-    return FLOAT * (4 * sizes.parameters + activations) + carried
+    model, batch = config.model, config.budget.batch_size
+    activations = batch * config.seq_len * (config.data.vocabulary() + model.layers * model.d_model)
+    return FLOAT * (4 * sizes.parameters + activations) + batch * sizes.state
 
 
 def check_memory(config: ExperimentConfig, limit: int | None) -> None:
     """Refuses an experiment that takes more bytes than `limit`, or than its device has where that is None.
     [TRAIN-EST-D3]"""
-    sizes = sizes_of(config)
-    needed, limit = training_bytes(config, sizes), limit or _installed(config.budget.device)
+    sizes, budget = sizes_of(config), config.budget
+    needed, limit = training_bytes(config, sizes), limit or _installed(budget.device)
     if needed > limit:
-        budget = config.budget
         raise ConfigError(
             f"training takes at least {readable(needed)}, more than the limit of {readable(limit)}: "
             f"{readable(4 * FLOAT * sizes.parameters)} for {sizes.parameters:,} parameters, the rest for batches of "
@@ -85,7 +81,6 @@ def parse_bytes(text: str) -> int:
 
 
 def _installed(device: str) -> int:
-    """Bytes of memory of a device."""
     if device == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[1])
     try:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +16,6 @@ from torch.utils import _pytree as pytree
 from hecate.cms import CMS, LevelHealth
 from hecate.data import IGNORED, Batch, Source
 from hecate.errors import ConfigError, HealthWarning
-
-UNIT = {"bits_per_byte": "bits per byte", "accuracy": "accuracy"}
 
 
 class Score(NamedTuple):
@@ -34,8 +31,7 @@ class Score(NamedTuple):
 
     def record(self, metric: str) -> dict[str, float]:
         """For metrics.jsonl and checkpoint manifests."""
-        extra = {metric: self.value(metric)} if metric != "accuracy" else {}
-        return {"validation_loss": self.loss, "accuracy": self.accuracy, **extra}
+        return {"validation_loss": self.loss, "accuracy": self.accuracy, metric: self.value(metric)}
 
 
 def batch_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -62,10 +58,9 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -
         for batch in batches:
             tokens, targets = batch.tokens.to(device), batch.targets.to(device)
             logits, _ = model(tokens)
-            labelled = targets != IGNORED
-            count = int(labelled.sum())
+            count = int((targets != IGNORED).sum())
             loss += float(batch_loss(logits, targets)) * count if count else 0.0
-            correct += int((logits.argmax(-1) == targets)[labelled].sum())
+            correct += int((logits.argmax(-1) == targets).sum())  # IGNORED is no token
             labels += count
     return Score(loss / max(labels, 1), correct / max(labels, 1), labels)
 
@@ -88,21 +83,19 @@ def state_leaves(model: nn.Module, source: Source, seq_len: int, device: torch.d
 def model_health(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> dict[str, list[LevelHealth]]:
     """`CMS.health` of every layer of levels, on what it is given on one validation sequence."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CMS)}
-    seen: dict[str, Tensor] = {}
+    seen: dict[nn.Module, Tensor] = {}
 
-    def note(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen[name] = inputs[0].detach()
+    def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen[layer] = inputs[0].detach()
 
-    handles = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in layers.items()]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers.values():
+            hooks.enter_context(layer.register_forward_pre_hook(note))
         if layers:
             _one_sequence(model, source, seq_len, device)
-    finally:
-        for handle in handles:
-            handle.remove()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HealthWarning)  # the table has a column for it
-        return {name: layers[name].health(x) for name, x in seen.items()}
+        return {name: layer.health(seen[layer]) for name, layer in layers.items() if layer in seen}
 
 
 @torch.no_grad()
@@ -130,8 +123,7 @@ def generate(
         if temperature == 0:
             choice = int(last.argmax())
         else:
-            weights = torch.softmax(last / temperature, -1)
-            choice = int(torch.multinomial(weights, 1, generator=generator))
+            choice = int(torch.multinomial(torch.softmax(last / temperature, -1), 1, generator=generator))
         yield choice
         feed = torch.tensor([[choice]], device=device)
 
@@ -139,11 +131,10 @@ def generate(
 def solved_example(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> str:
     """The answers to one validation example of a task, beside its labels."""
     batch, logits, _ = _one_sequence(model, source, seq_len, device)
-    answers = logits[0].argmax(-1).cpu()
-    tokens, targets = batch.tokens[0], batch.targets[0]
-    lines = [f"tokens: {' '.join(map(str, tokens.tolist()))}"]
-    for position in torch.nonzero(targets != IGNORED).flatten().tolist():
-        token, target, answer = (int(t[position]) for t in (tokens, targets, answers))
-        verdict = "right" if answer == target else "wrong"
-        lines.append(f"position {position}: after {token} answer {answer}, label {target}: {verdict}")
+    tokens, targets, answers = (x.tolist() for x in (batch.tokens[0], batch.targets[0], logits[0].argmax(-1)))
+    lines = [f"tokens: {' '.join(map(str, tokens))}"]
+    for position, (token, target, answer) in enumerate(zip(tokens, targets, answers, strict=True)):
+        if target != IGNORED:
+            verdict = "right" if answer == target else "wrong"
+            lines.append(f"position {position}: after {token} answer {answer}, label {target}: {verdict}")
     return "\n".join(lines)

@@ -5,11 +5,9 @@ What is not finished has a name `.tmp-NAME-PID`, and is swept away when a run st
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,16 +23,10 @@ def read_file(path: Path, most: int) -> bytes:
 
     Raises OSError; ValueError for a path that no file can have.
     """
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    try:
-        kind = os.fstat(handle).st_mode
-        if stat.S_ISDIR(kind):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(kind):
-            raise OSError("it is a pipe or a device, not a file")
-        return os.read(handle, most)
-    finally:
-        os.close(handle)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError("it is a pipe or a device, not a file")
+    with path.open("rb") as file:
+        return file.read(most)
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -65,9 +57,8 @@ def new_folder(target: Path) -> Iterator[Path]:
             sync(path)
         sync(temporary)
         temporary.rename(target)
-    except BaseException:
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
     sync(target.parent)
 
 
@@ -91,11 +82,10 @@ def make_folder(path: Path) -> None:
 def sweep(folder: Path) -> None:
     """Deletes what killed writers left in a folder, and nothing that has another name."""
     for path in list(folder.iterdir()) if folder.is_dir() else ():
-        if _OURS.fullmatch(path.name):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+        if _OURS.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif _OURS.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -68,10 +68,9 @@ class MetricsWriter:
         What it writes of `step` itself a second time is left out. [TRAIN-METRICS-D1]
         """
         lines = _lines(self._path)
-        records = [_parsed(line) for line in lines]
-        last = max((n for n, record in enumerate(records, 1) if record and record["step"] <= step), default=0)
-        self._cut(sum(map(len, lines[:last])))
-        self._again = [record for record in records[:last] if record and record["step"] == step]
+        records = [(n, record) for n, record in enumerate(map(_parsed, lines), 1) if record and record["step"] <= step]
+        self._cut(sum(map(len, lines[: records[-1][0] if records else 0])))
+        self._again = [record for _, record in records if record["step"] == step]
 
     def sync(self) -> None:
         """Forces the records to disk: a checkpoint must not outlive those before it."""
@@ -106,9 +105,7 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[Record]:
     """The records of the run as it stands: those that a later resume has undone are left out."""
     records: list[Record] = []
-    for record in map(_parsed, _lines(path)):
-        if record is None:
-            continue
+    for record in filter(None, map(_parsed, _lines(path))):
         if record["event"] == "resume":
             records = [r for r in records if r["step"] <= record["step"]]
         records.append(record)
@@ -146,8 +143,7 @@ def rewind_samples(path: Path, step: int) -> None:
 
 def _replace(path: Path, step: int, more: bytes) -> None:
     with refusing(f"write {path}", _REMEDY):
-        before = path.read_bytes() if path.exists() else b""
-        _, *parts = _HEADER.split(before)
+        _, *parts = _HEADER.split(path.read_bytes() if path.exists() else b"")
         pairs = zip(parts[::2], parts[1::2], strict=True)
         kept = [b"--- step %s\n%s" % pair for pair in pairs if int(pair[0]) <= step]
         write_file(path, b"".join(kept) + more)

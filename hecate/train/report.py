@@ -9,21 +9,18 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from torch import Tensor
 
 from hecate.cms import LevelHealth
 from hecate.train.document import dump_yaml
-from hecate.train.evaluate import UNIT, Score, model_health, state_leaves
+from hecate.train.evaluate import Score, model_health, state_leaves
 from hecate.train.files import write_file
 from hecate.train.metrics import read_metrics
 from hecate.train.trainer import Trainer
 from hecate.variant import Config
-
-LEVEL = (
-    "level", "period", "commits", "fired", "memory norm", "output rms", "half-life", "cotangent", "dead",
-)  # fmt: skip
 
 
 def write_report(
@@ -37,7 +34,7 @@ def write_report(
     sections = {
         "Result": _result(metric, score, baselines),
         "Size": _sizes(trainer, leaves, records),
-        "Data": _table(("fact", "value"), trainer.source.describe().items()),
+        "Data": markdown_table(("fact", "value"), trainer.source.describe().items()),
         "Figures": _figures(records, folder / "figures", metric, baselines),
         "Levels": _levels(model_health(*one_sequence)),
         "Optimiser": _optimiser(trainer),
@@ -51,34 +48,29 @@ def write_report(
 
 
 def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) -> str:
-    """The model and the baselines on the same validation labels, as a Markdown table."""
     if score is None:
         return "Not evaluated at this step: a signal ended the run. `hecate eval` does it."
     rows = [(f"{name} (baseline)", f"{value:.4f}") for name, value in baselines.items()]
     rows.append(("**this model**", f"**{score.value(metric):.4f}**"))
-    header = ("predictor", f"{UNIT[metric]} ({'higher' if metric == 'accuracy' else 'lower'} is better)")
-    return _table(header, rows) + f"\n\n{score.labels} validation labels, loss {score.loss:.4f} nats."
+    unit, better = metric.replace("_", " "), "higher" if metric == "accuracy" else "lower"
+    table = markdown_table(("predictor", f"{unit} ({better} is better)"), rows)
+    return f"{table}\n\n{score.labels} validation labels, loss {score.loss:.4f} nats."
 
 
 def _sizes(trainer: Trainer, leaves: Mapping[str, Tensor], records: Sequence[Mapping[str, Any]]) -> str:
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    speeds = sorted(r["tokens_per_second"] for r in records if r.get("event") == "train")
-    budget = trainer.config.budget
-    rows: list[tuple[str, Any]] = [
-        ("parameters", f"{parameters:,}"),
-        ("state per sequence", f"{sum(leaf.nbytes for leaf in leaves.values()):,} bytes, whatever its length"),
-        ("training tokens", f"{trainer.step * budget.batch_size * trainer.config.seq_len:,}"),
-    ]
-    if speeds:
-        rows.append(("training speed", f"{speeds[len(speeds) // 2]:,.0f} tokens/s (median step)"))
-    seconds = [r["seconds"] for r in records if r.get("event") == "end"]
-    if seconds:
-        rows.append(("wall time", f"{sum(seconds):.0f} s"))
-    return _table(("size", "value"), rows)
+    rows = {
+        "parameters": f"{sum(p.numel() for p in trainer.model.parameters()):,}",
+        "state per sequence": f"{sum(leaf.nbytes for leaf in leaves.values()):,} bytes, whatever its length",
+        "training tokens": f"{trainer.step * trainer.config.budget.batch_size * trainer.config.seq_len:,}",
+    }
+    if speeds := [record["tokens_per_second"] for record in records if record["event"] == "train"]:
+        rows["training speed"] = f"{median_high(speeds):,.0f} tokens/s (median step)"
+    if seconds := [record["seconds"] for record in records if record["event"] == "end"]:
+        rows["wall time"] = f"{sum(seconds):.0f} s"
+    return markdown_table(("size", "value"), rows.items())
 
 
 def _levels(health: Mapping[str, Sequence[LevelHealth]]) -> str:
-    """A row per level; nothing for a model without any."""
     text = (
         "On one validation sequence. Half-life: tokens after which the retain gates leave half of a memory. Cotangent: "
         "what a unit cotangent of the layer's output puts on the level."
@@ -96,7 +88,8 @@ def _levels(health: Mapping[str, Sequence[LevelHealth]]) -> str:
         for layer, levels in health.items()
         for level in levels
     ]
-    return f"{text}\n\n{_table(LEVEL, rows)}" if rows else ""
+    header = "level", "period", "commits", "fired", "memory norm", "output rms", "half-life", "cotangent", "dead"
+    return f"{text}\n\n{markdown_table(header, rows)}" if rows else ""
 
 
 def _optimiser(trainer: Trainer) -> str:
@@ -106,11 +99,9 @@ def _optimiser(trainer: Trainer) -> str:
         groups = optimizer.param_groups
         numbers = sum(p.numel() for group in groups for p in group["params"])
         lines.append(f"- `{kind}`: {numbers:,} parameters")
-        slow = {group["period"] for group in groups if group.get("elapsed") is not None} - {1}
-        for period in sorted(slow):
-            names = [n for g in groups if g["period"] == period for n in g["param_names"]]
-            listed = ", ".join(f"`{name}`" for name in names)
-            lines.append(f"- once in {period} steps: {listed}")
+        for period in sorted({group["period"] for group in groups if group.get("elapsed") is not None} - {1}):
+            names = [f"`{name}`" for group in groups if group["period"] == period for name in group["param_names"]]
+            lines.append(f"- once in {period} steps: {', '.join(names)}")
     return "\n".join(lines) + "\n\n" + _yaml(trainer.config.optim)
 
 
@@ -124,7 +115,7 @@ def _states(leaves: Mapping[str, Tensor], length: int) -> str:
          f"{leaf.double().norm():.3g}" if leaf.is_floating_point() else "")
         for path, leaf in leaves.items()
     ]  # fmt: skip
-    return f"{length} tokens read.\n\n" + _table(("tensor", "shape", "bytes", "norm"), rows)
+    return f"{length} tokens read.\n\n" + markdown_table(("tensor", "shape", "bytes", "norm"), rows)
 
 
 def _commands(folder: Path) -> str:
@@ -138,9 +129,10 @@ def _commands(folder: Path) -> str:
     )
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table as Markdown writes it."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def _figures(records: Sequence[Mapping[str, Any]], folder: Path, metric: str, baselines: Mapping[str, float]) -> str:
@@ -172,7 +164,7 @@ def _figures(records: Sequence[Mapping[str, Any]], folder: Path, metric: str, ba
 
     folder.mkdir(parents=True, exist_ok=True)
     if metric == "bits_per_byte":
-        return draw("loss", UNIT[metric], "validation_loss", 1 / math.log(2), baselines)
+        return draw("loss", "bits per byte", "validation_loss", 1 / math.log(2), baselines)
     loss = draw("loss", "loss (nats per label)", "validation_loss", 1.0, {})
     return loss + "\n\n" + draw("accuracy", "accuracy", "accuracy", 1.0, baselines, ylim=(-0.02, 1.02))
 

@@ -10,6 +10,8 @@ import platform
 import re
 import sys
 import time
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,7 +32,7 @@ from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display, Interrupted, Signals
 from hecate.train.estimate import check_memory
-from hecate.train.evaluate import UNIT, Score
+from hecate.train.evaluate import Score
 from hecate.train.files import make_folder, refusing, sweep, write_file
 from hecate.train.metrics import MetricsWriter, add_sample, rewind_samples
 from hecate.train.report import write_report
@@ -112,10 +114,10 @@ def open_run(folder: Path, which: str = "best") -> tuple[Trainer, int]:
         raise CheckpointError(f"{folder} is not a run folder: it has no config.yaml")
     config = load_experiment(folder / "config.yaml")
     path = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
-    found = newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path), [])
+    found = newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path))
     if found is None:
         raise CheckpointError(f"{folder} has no checkpoint yet; train it first")
-    path, checkpoint, _ = found
+    path, checkpoint, *_ = found
     trainer = Trainer(config)
     trainer.model.load_state_dict(model_state(trainer.model, checkpoint.tensors, str(path)))
     return trainer, run_facts(checkpoint.facts, str(path)).step
@@ -151,28 +153,28 @@ def environment(config: ExperimentConfig) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of the packages that numbers depend on."""
-    found = {}
-    for name in ("hecate", "torch", "numpy", "pydantic", "safetensors", "PyYAML"):
-        try:
+    found = dict.fromkeys(
+        ("hecate", "torch", "numpy", "pydantic", "safetensors", "PyYAML"), "not installed as a package"
+    )
+    for name in found:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed as a package"
     return found
 
 
+@dataclass
 class _Run:
     """The loop over steps, and what happens between them."""
 
-    def __init__(
-        self, trainer: Trainer, folder: Path, display: Display, metrics: MetricsWriter, signals: Signals
-    ) -> None:
-        self.trainer, self.folder, self.display = trainer, folder, display
-        self.metrics, self.signals = metrics, signals
-        self.metric = trainer.source.metric
-        self.began = time.monotonic()
-        self.scored: tuple[int, Score] | None = None
-        self.saved: tuple[int, dict[str, float]] | None = None
-        self.ended = False
+    trainer: Trainer
+    folder: Path
+    display: Display
+    metrics: MetricsWriter
+    signals: Signals
+    began: float = field(default_factory=time.monotonic)
+    scored: tuple[int, Score] | None = None
+    saved: tuple[int, dict[str, float]] | None = None
+    ended: bool = False
 
     def restore(self) -> None:
         """Continues from the newest sound checkpoint; what was written after it is dropped."""
@@ -206,17 +208,20 @@ class _Run:
                 self._between()
             status: Status = self._status()
             baselines = self._finish(status)
-        except Interrupted:
-            status, baselines = "interrupted", self._stop()
-        score, number = self._score(), self.signals.received
-        return RunResult(status, trainer.step, self.folder, self.metric, score, baselines, number)
+        except Interrupted:  # what it found is saved, and reported without evaluating anything
+            status, baselines = "interrupted", {}
+            self._save()
+            if not self.ended:
+                self._end(status)
+                self._report(status, baselines)
+        metric, signal = trainer.source.metric, self.signals.received
+        return RunResult(status, trainer.step, self.folder, metric, self._score(), baselines, signal)
 
     def _status(self) -> Status:
         self.signals.check()
         minutes = self.trainer.config.budget.minutes
-        if minutes is not None and time.monotonic() - self.began > 60 * minutes:
-            return "out of time"
-        return "finished"
+        late = minutes is not None and time.monotonic() - self.began > 60 * minutes
+        return "out of time" if late else "finished"
 
     def _between(self) -> None:
         """The save comes last: a run that is resumed there has all that went before."""
@@ -237,11 +242,11 @@ class _Run:
             return
         with self.signals.interruptible():
             score = self.trainer.evaluate()
-        step, steps, seconds = self.trainer.step, self.trainer.config.budget.steps, time.monotonic() - self.began
+        step, metric, seconds = self.trainer.step, self.trainer.source.metric, time.monotonic() - self.began
         self.scored = (step, score)
-        self.metrics.write({"event": "eval", "step": step, **score.record(self.metric)})
-        shown = f"{score.value(self.metric):.4f} {UNIT[self.metric]}"
-        self.display.say(f"step {step:>6}/{steps}  validation {shown}  [{seconds:.0f} s]")
+        self.metrics.write({"event": "eval", "step": step, **score.record(metric)})
+        shown = f"{score.value(metric):.4f} {metric.replace('_', ' ')}"
+        self.display.say(f"step {step:>6}/{self.trainer.config.budget.steps}  validation {shown}  [{seconds:.0f} s]")
 
     def _score(self) -> Score | None:
         """Of the model as it stands, if it was evaluated."""
@@ -249,7 +254,7 @@ class _Run:
 
     def _save(self) -> None:
         score, step = self._score(), self.trainer.step
-        record = score.record(self.metric) if score else {}
+        record = score.record(self.trainer.source.metric) if score else {}
         metrics = {name: value for name, value in record.items() if math.isfinite(value)}
         if self.saved is not None and self.saved[0] == step and metrics in ({}, self.saved[1]):
             return
@@ -274,14 +279,6 @@ class _Run:
         with self.signals.interruptible():
             self._report(status, baselines)
         return baselines
-
-    def _stop(self) -> dict[str, float]:
-        """Saves what a signal found, and reports it without evaluating anything."""
-        self._save()
-        if not self.ended:
-            self._end("interrupted")
-            self._report("interrupted", {})
-        return {}
 
     def _end(self, status: Status) -> None:
         self.ended = True

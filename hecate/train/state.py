@@ -122,9 +122,7 @@ def unpack(
     entries = _entries(chain(*own), tensors, facts.values, where)
     saved, groups = model_state(model, tensors, where), iter(facts.groups)
     try:
-        states = [
-            _state(optimizer, list(islice(groups, len(optimizer.param_groups))), entries) for optimizer in optimizers
-        ]
+        states = [_state(o, list(islice(groups, len(o.param_groups))), entries) for o in optimizers]
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
     except (HecateError, ValueError) as error:
@@ -230,16 +228,15 @@ def model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> 
         side = "lacks" if name in own else "has an unknown"
         raise CheckpointError(f"{where} {side} tensor {name!r}: it belongs to another model config")
     for name, value in own.items():
-        if value.shape != saved[name].shape or value.dtype != saved[name].dtype:
+        there, here = (f"{list(x.shape)} {x.dtype}" for x in (saved[name], value))
+        if there != here:
             raise CheckpointError(
-                f"{where}: tensor {name!r} is {list(saved[name].shape)} {saved[name].dtype}, the model has "
-                f"{list(value.shape)} {value.dtype}: it belongs to another model config"
+                f"{where}: tensor {name!r} is {there}, the model has {here}: it belongs to another model config"
             )
     return saved
 
 
 def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Names of the parameters of each group, in the optimiser's order."""
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
