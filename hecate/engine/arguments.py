@@ -24,7 +24,7 @@ _UNREAD = torch.Generator()
 Named = dict[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
 # The largest value of a gate; the least is 0, but for erase and write, which may be any number.
-TOPS = Gates(lr=math.inf, retain=1.0, momentum=1.0, erase=math.inf, write=math.inf, retain_value=1.0)
+TOPS = Gates(lr=math.inf, retain=1.0, momentum=1.0, erase=math.inf, write=math.inf, retain_value=1.0, floor=math.inf)
 
 
 def check_config(config: MemoryConfig) -> MemoryConfig:
@@ -142,10 +142,10 @@ def _gate(name: str, given: Tensor | float | None, default: float, k: Tensor, wr
 
 def general_gates(
     config: MemoryConfig, gates: Gates, k: Tensor, v: Tensor, mask: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """erase, write and retain_value of keys `[B, T, H, D]` as tensors, None where they are not given."""
-    if gates.erase is None and gates.write is None and gates.retain_value is None:
-        return None, None, None
+) -> tuple[Tensor | None, ...]:
+    """erase, write, retain_value and floor of keys `[B, T, H, D]` as tensors, None where they are not given."""
+    if all(gate is None for gate in gates[3:]):
+        return None, None, None, None
     for name, reason in _refused_gates(config):
         if getattr(gates, name) is not None:
             raise ConfigError(f"gates.{name} is given, but {reason}")
@@ -170,11 +170,12 @@ def general_gates(
             raise ShapeError(f"{each}, got {described(kept)}; one value for all channels is gates.retain")
         _check_gate("retain_value", kept, k, v.shape[-1], "value channel")
         _check_range("retain_value", kept, mask)
-    return factors[0], factors[1], kept
+    floor = None if gates.floor is None else _gate("floor", gates.floor, 1.0, k, mask)
+    return *factors, kept, floor
 
 
 def _refused_gates(config: MemoryConfig) -> Iterator[tuple[str, str]]:
-    """Which of erase, write and retain_value mean nothing to a config, and why."""
+    """Which of erase, write, retain_value and floor mean nothing to a config, and why."""
     structure = f"structure {config.structure.kind!r}"
     for name in ("erase", "write"):
         if not config.structure.linear:
@@ -186,9 +187,11 @@ def _refused_gates(config: MemoryConfig) -> Iterator[tuple[str, str]]:
             yield (name, f"step={config.step!r} divides lr by |phi(k)|^2, not the gain of such a write; use step 'raw'")
     if form_of(config.bias) == "target":
         yield "erase", f"bias {config.bias.kind!r} never asks the memory what to unlearn; use bias 'l2'"
-    if config.normalizer == "sum":
+    if config.normalizer != "max":
+        yield "floor", f"normalizer={config.normalizer!r} has no least divisor; use normalizer='max'"
+    if config.normalizer != "none":
         for name in ("erase", "retain_value"):
-            yield name, "normalizer='sum' divides by weights that are the same for every value channel and only grow"
+            yield (name, f"normalizer={config.normalizer!r} divides by one sum of weights for all value channels")
     if not config.retention.uses_retain:
         yield "retain_value", f"retention {config.retention.kind!r} takes no retain gate; choose retention 'decay'"
     if not config.structure.linear or config.structure.diagonal:

@@ -31,7 +31,12 @@ from hecate.rule.state import accumulated_retain, frozen_gradients, initial_stat
 from hecate.structure import Memory
 from hecate.tape import Tensors, can_inspect, is_traced
 
-GENERAL = ("erase", "write", "retain_value")  # the gates of `Gates` that come after the three that every rule has
+GENERAL = (
+    "erase",
+    "write",
+    "retain_value",
+    "floor",
+)  # the gates of `Gates` that come after the three that every rule has
 TRACED = "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
 
 
@@ -52,6 +57,7 @@ class Sequence(NamedTuple):
     erase: Tensor | None = None
     write_gate: Tensor | None = None
     retain_value: Tensor | None = None
+    floor: Tensor | None = None
 
 
 class Spec(NamedTuple):
@@ -92,7 +98,7 @@ class Call:
         values: dtype of v.
         retain: the gates `[B, T, H]` or `[B, T, H, P]`; None in a sketch that does not tell them.
         masked: whether there is a write or a reset mask.
-        general: the names of erase, write and retain_value where they are given.
+        general: the names of erase, write, retain_value and floor where they are given.
         traced: whether torch has to see every operation.
     """
 
@@ -108,7 +114,7 @@ class Call:
         self.length, self.device, self.values, self.dtype = v.shape[1], v.device.type, v.dtype, spec.dtype  # type: ignore[union-attr]
         self.shape, self.retain = tuple(weight.shape[1:]), flat[4]  # type: ignore[union-attr]
         self.masked = flat[6] is not None or flat[7] is not None
-        given = zip(GENERAL, flat[9:12], strict=True)
+        given = zip(GENERAL, flat[9:13], strict=True)
         self.general = tuple(name for name, gate in given if gate is not None)
 
     @classmethod
@@ -143,7 +149,7 @@ class Call:
         own, start, carry = _memory(config, state, initial, inputs, dtype, v.shape[-1])
         flat: Tensors = (*start, *carry.flat)
         places: tuple[int | None, ...] = (_place(config, state),)
-        if config.normalizer == "sum":  # the same memory with bias dot and the value 1 at every token
+        if config.normalizer != "none":  # the same memory with bias dot and the value 1 at every token
             held = None if state is None else state.normalizer
             zero = torch.zeros(k.shape[2], 1, carry.memory[0].shape[-1], dtype=dtype, device=k.device)
             _, start, count = _memory(config.counting, held, dict.fromkeys(own.memory, zero), inputs, dtype, 1)

@@ -46,7 +46,7 @@ class Engine(ABC):
 
     name: ClassVar[str]
     truth: ClassVar[bool] = False  # whether the others are compared with it
-    takes: ClassVar[tuple[str, ...]] = ()  # which of the gates erase, write and retain_value it knows
+    takes: ClassVar[tuple[str, ...]] = ()  # which of the gates erase, write, retain_value and floor it knows
     registry: ClassVar[dict[str, Engine]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -117,6 +117,7 @@ class Engine(ABC):
 class TokenEngine(Engine):
     """An engine for tokens in phi-space: features and the sum normaliser are made around its `scan`."""
 
+    takes = ("floor",)
     counts_along: ClassVar[bool] = False  # whether a normaliser may be one more row of a matrix memory, under bias dot
 
     @abstractmethod

@@ -54,7 +54,7 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
         phi_q = scaled(phi_q, 1 / math.sqrt(inputs.k.shape[-1]), run, "query_scale")
     if config.step != "raw":
         phi_k, v, lr = stepped(config, phi_k, v, lr, run)
-    phi_w, general = None, inputs[9:]
+    phi_w, general = None, inputs[9:12]
     if any(gate is not None for gate in general):
         phi_k, phi_w, general = _gated(config, phi_k, inputs, dtype, run)
     heads, write, reset = lr.shape[2], inputs.write, inputs.reset
@@ -68,7 +68,7 @@ def _gated(
     """The keys that are erased with and written with, the latter None where it is the former; and the gates erase,
     write and retain_value, cast, neutral at masked tokens."""
     gates: list[Tensor | None] = []
-    for gate in inputs[9:]:
+    for gate in inputs[9:12]:
         if gate is not None:
             gate = gate if gate.dtype == dtype else one(run(cast(dtype), gate, label="inputs"))
             if inputs.write is not None:
@@ -229,7 +229,9 @@ _STEPS = {
 def normalized(scan: Scan, call: Call, tokens: Tokens, run: Run, *, along: bool) -> Tensors:
     """Outputs and the states' tensors of a memory and its sum normaliser; `along` says that `scan` may run both as one
     memory of one more row."""
-    tokens, memories, units, back = levelled(call.config, tokens, call.memories, run)
+    memories, units, back = call.memories, (), None
+    if call.config.normalizer == "sum":
+        tokens, memories, units, back = levelled(call.config, tokens, memories, run)
     counter = call.of_normalizer()
     if along and form_of(call.config.bias) == "target":
         results = _counting_along(scan, counter, tokens, memories, run)
@@ -238,10 +240,21 @@ def normalized(scan: Scan, call: Call, tokens: Tokens, run: Run, *, along: bool)
         (initial, carry), (zero, held) = memories
         results = [scan(call, tokens, carry, initial, run=run), scan(counter, ones, held, zero, run=run)]
     (y, carry), (z, held) = results
-    y = one(run(DIVIDE, y, z, *units, label="normalizer"))
+    y = quotient(call.config, y, z, call.inputs.floor, run, units)
     if back is not None:
         carry, held = _times(carry, back, run), _times(held, back, run)
     return y, *carry.flat, *held.flat
+
+
+def quotient(
+    config: MemoryConfig, y: Tensor, z: Tensor, floor: Tensor | None, run: Run, units: tuple[Tensor, ...] = ()
+) -> Tensor:
+    """Answers `[..., V]` over the sums of weights `[..., 1]`, brought to the size of `units`; or over the larger of
+    these and a floor `[...]`."""
+    if config.normalizer == "sum":
+        return one(run(DIVIDE, y, z, *units, label="normalizer"))
+    least = torch.ones_like(z) if floor is None else floor.unsqueeze(-1).to(z.dtype)
+    return one(run(_DIVIDE_BY_MAX, y, z, least, label="normalizer"))
 
 
 def counting(tokens: Tokens) -> Tokens:
@@ -337,4 +350,17 @@ def _over_all(x: Tensor, divisors: list[Tensor]) -> Tensor:
     return x
 
 
+def _divide_by_max(y: Tensor, z: Tensor, floor: Tensor) -> Tensor:
+    return y / torch.maximum(z.abs(), floor)
+
+
+def _divide_by_max_vjp(y: Tensor, z: Tensor, floor: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    size = z.abs()
+    divisor, above = torch.maximum(size, floor), size > floor
+    g = g / divisor
+    gdivisor = -(g * y).sum(-1, keepdim=True) / divisor
+    return g, torch.where(above, z.sign() * gdivisor, 0.0), torch.where(above, 0.0, gdivisor)
+
+
 DIVIDE = by_hand(Block("normalizer", _divide, _divide_vjp))
+_DIVIDE_BY_MAX = formula_block("normalizer.max", _divide_by_max, _divide_by_max_vjp)

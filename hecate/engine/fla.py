@@ -54,7 +54,7 @@ def kernel_of(config: MemoryConfig, *, channelwise: bool) -> Kernel | str:
     rule = config.rule
     if config.chunk > 1 or config.commit == "chunk":
         return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
-    if config.normalizer == "sum":
+    if config.normalizer != "none":
         return "its kernels have no sum normaliser that can be carried on"
     if config.read == "before":
         return "its kernels read after the write, not read='before'"

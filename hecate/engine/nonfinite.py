@@ -16,13 +16,13 @@ from torch import Tensor
 
 from hecate import late
 from hecate.engine.call import Call, carry_of
-from hecate.engine.features import DIVIDE, counting, to_tokens
+from hecate.engine.features import counting, quotient, to_tokens
 from hecate.engine.loop import select, token_step
 from hecate.engine.tokens import Carry, Tokens, expand_to, fold_heads
 from hecate.errors import NonFiniteError
 from hecate.rule import MemoryConfig, MemoryState
 from hecate.structure import Memory
-from hecate.tape import Tensors, can_inspect, execute, is_traced, one
+from hecate.tape import Tensors, can_inspect, execute, is_traced
 
 AT_ONCE = ("cpu",)  # types of devices whose numbers are there when a call returns: no look is put off
 CURE = "Set key_norm='l2' or step='normalized', lower lr, or choose on_nonfinite='skip'"
@@ -121,13 +121,14 @@ def _raise_at_first(call: Call, y: Tensor, name: str) -> None:
     Token by token, because the blocks of an engine may spoil outputs ahead of that token. y `[B, T, H, V]` tells the
     heads and the dtype in which outputs are given.
     """
-    memories = _memories(call)
+    memories, floor = _memories(call), call.inputs.floor
     for t in range(y.shape[1]):
         answers = []
         for memory in memories:
             answer, memory.carry = memory.stepped(t)
             answers.append(answer)
-        read = answers[0] if len(answers) == 1 else one(execute(DIVIDE, *answers))
+        least = None if floor is None else floor[:, t].flatten()
+        read = answers[0] if len(answers) == 1 else quotient(call.config, *answers, least, execute)
         kept, told = _finite([memory.carry for memory in memories]), torch.isfinite(read.to(y.dtype)).all(1)
         broken = (~(kept & told)).nonzero()
         if broken.numel():

@@ -45,7 +45,7 @@ def looks_of(
     """
     if type(gates) is not Gates or type(state) is not MemoryState or is_traced():
         return None
-    if not gates.erase is gates.write is gates.retain_value is None:
+    if any(gate is not None for gate in gates[3:]):
         return None
     looks: list[object] = [params is None]
     k = tensors[1]
@@ -88,7 +88,7 @@ def one_token(
 ) -> tuple[Tensor, MemoryState]:
     """One token `[B, H, *]` or `[B, 1, H, *]` by the program that its looks have left, else by the whole way, which
     leaves one of what the next token looks like, after every check."""
-    if not isinstance(config, MemoryConfig) or config.writes > 1:
+    if not isinstance(config, MemoryConfig) or config.writes > 1 or config.normalizer == "max":
         return whole()
     gates, programs = _DEFAULTS if gates is None else gates, config.programs
     looks = looks_of([q, k, v], gates, state, params, initial)

@@ -54,6 +54,9 @@ def one_write_each(
                 each = f"[B, T, H] = {[batch, length, heads]}, once per token"
                 raise ShapeError(f"gates.{name} must be {each}, got {list(gate.shape)}")
             own[name] = one(run(_once(n), gate))
+    if isinstance(own["floor"], Tensor):
+        expect(own["floor"], "B T H", name="gates.floor", sizes=(batch, length, heads))
+        own["floor"] = one(run(_each(n), own["floor"]))
     for name, mask in (("write_mask", given.get("write_mask")), ("reset_mask", given.get("reset_mask"))):
         if isinstance(mask, Tensor):
             expect(mask, "B T", name=name, sizes=(batch, length), dtype=torch.bool, like=k)

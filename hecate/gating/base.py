@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -144,7 +144,16 @@ def running_max(fall: Tensor, added: Tensor, held: Tensor, masks: Masks) -> Tens
     return _doubled(fall, added, held, masks, join, torch.add, 0.0, -torch.inf)
 
 
-def _doubled(gate: Tensor, added: Tensor, held: Tensor, masks: Masks, join, chain, one: float, none: float) -> Tensor:  # type: ignore[no-untyped-def]
+def _doubled(
+    gate: Tensor,
+    added: Tensor,
+    held: Tensor,
+    masks: Masks,
+    join: Callable[..., Tensor],
+    chain: Callable[..., Tensor],
+    one: float,
+    none: float,
+) -> Tensor:
     wide = [1] * (added.dim() - 2)
     if masks.write is not None:
         write = masks.write.reshape(*masks.write.shape, *wide)

@@ -32,7 +32,8 @@ class MemoryConfig(Prepared, Config):
         read: y_t reads the state "after" or "before" token t (and the commit that it triggers).
         decay_order: "before_gradient" lets the gradient see the decayed memory, as gated DeltaNet
             does; with chunk > 1, that of the chunk's start, decayed by the product of retain since.
-        normalizer: "sum" divides the read by phi(q).z, where z is the same memory with bias dot and value 1.
+        normalizer: "sum" divides the read by phi(q).z, where z is the same memory with bias dot and value 1; "max" by
+            max(|phi(q).z|, floor), with the gate floor.
         key_norm: "l2" or "sum" normalisation of phi(k) and phi(q), after phi.
         query_scale: "key_dim" multiplies phi(q) by D^(-1/2), D the key width, after key_norm.
         writes: pairs of key and value that a token writes, one after the other: k `[B, T, n, H, D]`, v `[B, T, n, H,
@@ -53,7 +54,7 @@ class MemoryConfig(Prepared, Config):
     commit: Literal["token", "chunk"] = "token"
     read: Literal["after", "before"] = "after"
     decay_order: Literal["with_step", "before_gradient"] = "with_step"
-    normalizer: Literal["none", "sum"] = "none"
+    normalizer: Literal["none", "sum", "max"] = "none"
     key_norm: Literal["none", "l2", "sum"] = "none"
     query_scale: Literal["none", "key_dim"] = "none"
     step: Literal["raw", "normalized", "implicit", "flow"] = "raw"
@@ -71,7 +72,7 @@ class MemoryConfig(Prepared, Config):
         if self.writes > 1:
             one = {**fields, "writes": 1, "chunk": self.chunk * self.writes if self.chunk > 1 else 1}
             object.__setattr__(self, "_single", type(self).model_construct(**one))
-        if self.normalizer == "sum":
+        if self.normalizer != "none":
             fields.update(bias=Dot(), normalizer="none")
             object.__setattr__(self, "_counting", type(self).model_construct(**fields))
 
@@ -174,9 +175,9 @@ class MemoryConfig(Prepared, Config):
         if self.writes > 1:
             for reason in self._no_writes():
                 yield ("writes",), f"{self.writes} writes a token: {reason}"
-        if self.normalizer == "sum":
+        if self.normalizer != "none":
             for reason in self._no_quotient():
-                yield ("normalizer",), f"'sum': {reason}"
+                yield ("normalizer",), f"{self.normalizer!r}: {reason}"
         if self.key_norm == "sum" and not self.feature_map.non_negative:
             negative = f"feature_map {self.feature_map.kind!r} can be negative; use key_norm='l2' or another map"
             yield ("key_norm",), f"'sum' divides by the sum of phi, which needs phi >= 0; {negative}"
@@ -195,9 +196,9 @@ class MemoryConfig(Prepared, Config):
             yield "commit='chunk' with chunk=1 takes one step per token; it needs commit='token'"
 
     def _no_quotient(self) -> Iterator[str]:
-        """Why the sum normaliser cannot divide."""
+        """Why the normaliser cannot divide."""
         phi, structure = f"feature_map {self.feature_map.kind!r}", f"structure {self.structure.kind!r}"
-        if not self.feature_map.kernel_non_negative:
+        if self.normalizer == "sum" and not self.feature_map.kernel_non_negative:
             cure = "it needs a map with a non-negative kernel, such as elu or favor"
             yield f"phi(q).z can vanish or change sign with {phi}; {cure}"
         if not self.structure.linear:
@@ -214,7 +215,7 @@ class MemoryConfig(Prepared, Config):
         if not self.algorithm.linear:
             gradients = f"algorithm {self.algorithm.kind!r} is not linear in the gradients"
             yield f"{gradients}, {no_sum}; it needs algorithm gd or momentum"
-        if self.query_scale != "none":
+        if self.normalizer == "sum" and self.query_scale != "none":
             yield f"query_scale={self.query_scale!r} cancels in the quotient; set it to 'none'"
 
 

@@ -32,6 +32,7 @@ class Gates(NamedTuple):
             makes the write a Hebbian one. Default 1.
         write: factor of phi(k) in what is written, any number; also `[B, T, H, P]`. Default 1.
         retain_value: kept fraction per value channel, `[B, T, H, V]` in [0, 1], beside retain. Default 1.
+        floor: the least divisor of `normalizer="max"`, >= 0. Default 1.
 
     erase and write need a linear memory, retain_value a matrix. Where erase and write differ, the transition is not
     normal: with |p| = 1, lr = write = 1 and erase in [0, 1] its eigenvalues 1 - lr sum_P erase write p^2 lie in [0, 1],
@@ -44,6 +45,7 @@ class Gates(NamedTuple):
     erase: Tensor | float | None = None
     write: Tensor | float | None = None
     retain_value: Tensor | None = None
+    floor: Tensor | float | None = None
 
 
 class MemoryState(NamedTuple):
