@@ -253,8 +253,11 @@ def quotient(
     these and a floor `[...]`."""
     if config.normalizer == "sum":
         return one(run(DIVIDE, y, z, *units, label="normalizer"))
-    least = torch.ones_like(z) if floor is None else floor.unsqueeze(-1).to(z.dtype)
-    return one(run(_DIVIDE_BY_MAX, y, z, least, label="normalizer"))
+    if floor is None:
+        floor = torch.ones_like(z[..., 0])
+    elif floor.dtype != z.dtype:
+        floor = one(run(cast(z.dtype), floor, label="inputs"))
+    return one(run(_DIVIDE_BY_MAX, y, z, floor, label="normalizer"))
 
 
 def counting(tokens: Tokens) -> Tokens:
@@ -351,15 +354,15 @@ def _over_all(x: Tensor, divisors: list[Tensor]) -> Tensor:
 
 
 def _divide_by_max(y: Tensor, z: Tensor, floor: Tensor) -> Tensor:
-    return y / torch.maximum(z.abs(), floor)
+    return y / torch.maximum(z.abs(), floor.unsqueeze(-1))
 
 
 def _divide_by_max_vjp(y: Tensor, z: Tensor, floor: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    size = z.abs()
+    size, floor = z.abs(), floor.unsqueeze(-1)
     divisor, above = torch.maximum(size, floor), size > floor
     g = g / divisor
     gdivisor = -(g * y).sum(-1, keepdim=True) / divisor
-    return g, torch.where(above, z.sign() * gdivisor, 0.0), torch.where(above, 0.0, gdivisor)
+    return g, torch.where(above, z.sign() * gdivisor, 0.0), torch.where(above, 0.0, gdivisor).squeeze(-1)
 
 
 DIVIDE = by_hand(Block("normalizer", _divide, _divide_vjp))

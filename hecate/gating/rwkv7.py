@@ -18,8 +18,8 @@ from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written
 class RWKV7(Gating):
     """rwkv7: M' = M diag(w) - (M kk) (alpha * kk)^T + v k~^T, as two writes of which the first erases.
 
-    kk = normalise(k * xi) is erased with, weighed by alpha where it is written, and k~ = k * (1 + (alpha - 1) * zeta) is
-    written; w = exp(-e^(-1/2) sigmoid(w_0 + tanh(x W_1) W_2)) in (0.545, 1) and alpha = sigmoid(a_0 + x A_1 A_2) per
+    kk = normalise(k * xi) is erased with, weighed by alpha where it is written, and k~ = k * (1 + (alpha - 1) * zeta)
+    is written; w = exp(-e^(-1/2) sigmoid(w_0 + tanh(x W_1) W_2)) in (0.545, 1) and alpha = sigmoid(a_0 + x A_1 A_2) per
     channel. The erasure reads the memory as it was, decay_order="with_step". Token shift, the value residual across
     layers and the bonus behind the norm are not here.
 
