@@ -13,15 +13,16 @@ from torch.nn import functional as F
 
 from hecate.checks import check_shapes, check_size, expect_choice, expect_count
 from hecate.errors import ConfigError, ShapeError
-from hecate.nn.arguments import check_sequence, check_sizes
+from hecate.nn.arguments import Mask, check_made, check_sequence, check_sizes, check_tensors
 from hecate.nn.conv import normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import rotated
-from hecate.rule import bytes_of, detached
+from hecate.rule import carried
 
 AttentionNorm = Literal["none", "rms"]
 
 
+@carried
 class SlidingState(NamedTuple):
     """What a `SlidingAttention` carries: a pytree of tensors. [ATT-SLIDE-I3]
 
@@ -34,15 +35,6 @@ class SlidingState(NamedTuple):
     keys: Tensor
     values: Tensor
     present: Tensor
-
-    def detach(self) -> SlidingState:
-        """The same state cut off from the graph that produced it."""
-        return detached(self)
-
-    @property
-    def bytes(self) -> int:
-        """Size of all tensors; with a window it does not grow with the number of tokens seen."""
-        return bytes_of(self)
 
 
 class SlidingAttention(nn.Module):
@@ -139,17 +131,16 @@ class SlidingAttention(nn.Module):
         x: Tensor,
         state: SlidingState | None = None,
         *,
-        write_mask: Tensor | None = None,
-        reset_mask: Tensor | None = None,
+        write_mask: Mask = None,
+        reset_mask: Mask = None,
         beside: Tensor | None = None,
     ) -> tuple[Tensor, SlidingState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]`.
 
         `beside` `[B, T, d_model]` gives each token a second input, seen wherever the token is.
         """
-        if not torch.compiler.is_compiling():
-            check_sequence(self.query.weight, x, write_mask=write_mask, reset_mask=reset_mask)
-            self._check(x, state, beside)
+        check_sequence(self.query.weight, x, write_mask=write_mask, reset_mask=reset_mask)
+        self._check(x, state, beside)
         inputs = x.unsqueeze(2) if beside is None else torch.stack([beside, x], 2)
         k, v = self._keys_values(inputs)
         q = self.query(x).unflatten(-1, (self.heads, self.width))
@@ -225,21 +216,11 @@ class SlidingAttention(nn.Module):
     def _check(self, x: Tensor, state: SlidingState | None, beside: Tensor | None) -> None:
         if beside is not None and beside.shape != x.shape:
             raise ShapeError(f"{self.name}: beside must be {list(x.shape)} like x, got {list(beside.shape)}")
-        if state is None:
-            return
-        if not isinstance(state, SlidingState):
-            raise ShapeError(
-                f"{self.name}: state must be the SlidingState that this layer returned, got {type(state).__name__}"
-            )
-        count = state.present.shape[-1] if self.window is None else self.window - 1
-        shape = (x.shape[0], count, 1 if beside is None else 2, self.kv_heads, self.width)
-        for field, expected in (("keys", shape), ("values", shape), ("present", shape[:2])):
-            given = tuple(getattr(state, field).shape)
-            if given != expected:
-                raise ShapeError(
-                    f"{self.name}: state.{field} must be {list(expected)} for this layer and {x.shape[0]} sequences, "
-                    f"got {list(given)}; was it made by another layer or with another batch?"
-                )
+        if state is not None and check_made(state, SlidingState, self.name):
+            count = state.present.shape[-1] if self.window is None else self.window - 1
+            shape = (x.shape[0], count, 1 if beside is None else 2, self.kv_heads, self.width)
+            tensors = {"keys": (state.keys, shape), "values": (state.values, shape)}
+            check_tensors(x.shape[0], {**tensors, "present": (state.present, shape[:2])}, self.name)
 
     def extra_repr(self) -> str:
         """The sizes."""
@@ -276,7 +257,7 @@ class Entries(NamedTuple):
         return torch.take_along_dim(x, self.order.reshape(*x.shape[:2], *[1] * (x.dim() - 2)), 1)
 
 
-def entries_of(present: Tensor | None, like: Tensor, write: Tensor | None, reset: Tensor | None) -> Entries:
+def entries_of(present: Tensor | None, like: Tensor, write: Mask, reset: Mask) -> Entries:
     """Of those kept, `present` `[B, K]`, and the new tokens of `like` `[B, T, ...]`."""
     batch, length = like.shape[:2]
     kept = 0 if present is None else present.shape[1]

@@ -30,7 +30,7 @@ from hecate.engine import (
     written_before,
 )
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.nn.arguments import check_engine
+from hecate.nn.arguments import Mask, check_engine
 from hecate.nn.positions import Position, PositionKind
 from hecate.phi import FeatureMap, FeatureMapKind, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
@@ -52,7 +52,7 @@ class Weights(NamedTuple):
     position_params: dict[str, Tensor]
 
     def places(
-        self, state: MemoryState | None, write: Tensor | None, reset: Tensor | None, k: Tensor
+        self, state: MemoryState | None, write: Mask, reset: Mask, k: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         """Places of tokens k `[B, S, ...]` in their documents, `[B, S]`, and the count after the last; None where
         nothing depends on them."""
@@ -94,8 +94,8 @@ def linear_attention(
     positions: PositionKind | str = "none",
     position_params: dict[str, Tensor] | None = None,
     state: MemoryState | None = None,
-    write_mask: Tensor | None = None,
-    reset_mask: Tensor | None = None,
+    write_mask: Mask = None,
+    reset_mask: Mask = None,
     cu_seqlens: Tensor | None = None,
     engine: EngineName = "auto",
     autodiff: Autodiff = "auto",
@@ -156,7 +156,7 @@ def linear_attention(
     return y.to(v.dtype), state_of_sums(held, total, seen)
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor, write: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _grouped(q: Tensor, k: Tensor, v: Tensor, write: Mask) -> tuple[Tensor, Tensor, Tensor]:
     """q `[B, T r, G, D]`, the r queries of a key head's group side by side, k and v; in float32 or better."""
     dtype = reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype), torch.float32)
     q, k, v = q.to(dtype), written(k.to(dtype), write), written(v.to(dtype), write)
@@ -334,8 +334,8 @@ class Sums(NamedTuple):
     """
 
     causal: bool
-    write: Tensor | None
-    reset: Tensor | None
+    write: Mask
+    reset: Mask
     how: dict[str, Any]
     retain: Tensor | None = None
     factors: Tensor | None = None
@@ -420,7 +420,7 @@ class Sums(NamedTuple):
         return (torch.einsum("btrgp,gvpbt->btrgv", q, sums) + own).flatten(1, 2)
 
 
-def written(x: Tensor, write: Tensor | None) -> Tensor:
+def written(x: Tensor, write: Mask) -> Tensor:
     """x `[B, S, G, *]` with zeros for masked tokens, which may hold garbage, too bad even to be multiplied by 0."""
     return x if write is None else torch.where(write[..., None, None], x, 0.0)
 
