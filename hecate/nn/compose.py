@@ -186,7 +186,19 @@ class Composed(nn.Module):
     ) -> None:
         super().__init__()
         config = AttentionConfig.model_validate({} if config is None else config)
-        check_memory(config, d_model, memory)
+        if memory is not None and not config.has_memory:
+            raise ConfigError(
+                f"kind 'attention' has no memory, got a {type(memory).__name__}; choose kind 'mag', 'mal' or 'mac', or "
+                "leave it out"
+            )
+        if config.has_memory and not isinstance(memory, nn.Module):
+            raise ConfigError(
+                f"kind {config.kind!r} needs a memory layer, got {shorten(memory)}; give one, or choose kind "
+                "'attention'"
+            )
+        width = getattr(memory, "d_model", d_model)
+        if width != d_model:
+            raise ConfigError(f"d_model={d_model}, but the memory layer's d_model is {width}")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config, self.d_model, self.name = config, d_model, name
         own = config.model_dump(include={"persistent", "rotary", "kv_heads", "qk_norm"})
@@ -252,12 +264,18 @@ class Composed(nn.Module):
         return torch.cat(ys, 1), state
 
     def _fresh(self, x: Tensor) -> ComposedState:
-        """The state before any token."""
+        """The state before any token; refuses one of the memory's that cannot be taken apart sequence by sequence."""
         none = x[:, :0]
         _, attention = self.attention(none, beside=none)
         _, memory = self.memory(none)
         place = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-        self._check_rows(memory, x.shape[0])
+        for leaf in pytree.tree_leaves(memory):
+            given = list(leaf.shape) if isinstance(leaf, Tensor) else shorten(leaf)
+            if leaf is not None and (not isinstance(given, list) or given[:1] != [len(x)]):
+                raise ShapeError(
+                    f"{self.name}: kind 'mac' begins segments row by row, so every tensor of the memory's state must "
+                    f"have {len(x)} rows, one per sequence; that of {type(self.memory).__name__} holds {given}"
+                )
         return ComposedState(attention, memory, memory, place)
 
     def _emptied(self, x: Tensor, memory: Any) -> Any:
@@ -285,16 +303,6 @@ class Composed(nn.Module):
                 "with another batch?"
             )
 
-    def _check_rows(self, state: Any, batch: int) -> None:
-        """Refuses a memory's state that cannot be taken apart sequence by sequence."""
-        for leaf in pytree.tree_leaves(state):
-            given = list(leaf.shape) if isinstance(leaf, Tensor) else shorten(leaf)
-            if leaf is not None and (not isinstance(given, list) or given[:1] != [batch]):
-                raise ShapeError(
-                    f"{self.name}: kind 'mac' begins segments row by row, so every tensor of the memory's state must "
-                    f"have {batch} rows, one per sequence; that of {type(self.memory).__name__} holds {given}"
-                )
-
     def extra_repr(self) -> str:
         """The kind."""
         return f"kind={self.config.kind}"
@@ -303,22 +311,6 @@ class Composed(nn.Module):
 def _nowhere(x: Tensor) -> Tensor:
     """A mask under which nothing is written."""
     return torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-
-
-def check_memory(config: AttentionConfig, d_model: int, memory: nn.Module | None) -> None:
-    """Refuses a memory layer that the kind has no use for, none where it needs one."""
-    if memory is not None and not config.has_memory:
-        raise ConfigError(
-            f"kind 'attention' has no memory, got a {type(memory).__name__}; choose kind 'mag', "
-            "'mal' or 'mac', or leave it out"
-        )
-    if config.has_memory and not isinstance(memory, nn.Module):
-        raise ConfigError(
-            f"kind {config.kind!r} needs a memory layer, got {shorten(memory)}; give one, or choose kind 'attention'"
-        )
-    width = getattr(memory, "d_model", d_model)
-    if width != d_model:
-        raise ConfigError(f"d_model={d_model}, but the memory layer's d_model is {width}")
 
 
 def spans_of(

@@ -140,7 +140,13 @@ class SlidingAttention(nn.Module):
         `beside` `[B, T, d_model]` gives each token a second input, seen wherever the token is.
         """
         check_sequence(self.query.weight, x, write_mask=write_mask, reset_mask=reset_mask)
-        self._check(x, state, beside)
+        if beside is not None and beside.shape != x.shape:
+            raise ShapeError(f"{self.name}: beside must be {list(x.shape)} like x, got {list(beside.shape)}")
+        if state is not None and check_made(state, SlidingState, self.name):
+            count = state.present.shape[-1] if self.window is None else self.window - 1
+            shape = (x.shape[0], count, 1 if beside is None else 2, self.kv_heads, self.width)
+            tensors = {"keys": (state.keys, shape), "values": (state.values, shape)}
+            check_tensors(x.shape[0], {**tensors, "present": (state.present, shape[:2])}, self.name)
         inputs = x.unsqueeze(2) if beside is None else torch.stack([beside, x], 2)
         k, v = self._keys_values(inputs)
         q = self.query(x).unflatten(-1, (self.heads, self.width))
@@ -153,28 +159,24 @@ class SlidingAttention(nn.Module):
             k = torch.cat([state.keys.to(k.dtype), k], 1)
             v = torch.cat([state.values.to(v.dtype), v], 1)
         k, v = entries.in_order(k), entries.in_order(v)
-        plain = state is None and write_mask is None and reset_mask is None
         if q.numel():
-            y = self._attend(q, k, v, entries, plain)
+            y = self._attend(q, k, v, entries, plain=state is write_mask is reset_mask is None)
         else:  # of no tokens every parameter has the gradient 0
             unread = (k, v) if self.tokens is None else (k, v, self.tokens)
             y = q + sum(part.sum().to(q.dtype) for part in unread)
-        return self.out(y.flatten(-2)), self._carried(k, v, entries, state)
+        if state is not None and not x.shape[1]:
+            present = state.present.clone()
+        else:
+            present = (entries.document == entries.own[:, -1:]).expand(len(x), -1)
+        count = None if self.window is None else self.window - 1
+        return self.out(y.flatten(-2)), SlidingState(last(k, count), last(v, count), last(present, count))
 
     def _keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[..., G, D]` of inputs `[..., d_model]`."""
         k, v = self.key_value(x).unflatten(-1, (2, self.kv_heads, self.width)).unbind(-3)
         return (k if self.gain is None else normalise_qk(k, "rms")), v
 
-    def _carried(self, k: Tensor, v: Tensor, entries: Entries, before: SlidingState | None) -> SlidingState:
-        count = None if self.window is None else self.window - 1
-        if before is not None and not entries.own.shape[1]:
-            present = before.present.clone()
-        else:
-            present = (entries.document == entries.own[:, -1:]).expand(k.shape[0], -1)
-        return SlidingState(last(k, count), last(v, count), last(present, count))
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, plain: bool) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, *, plain: bool) -> Tensor:
         """Answers `[B, T, H, D]` to queries from cache entries `[B, N, R, G, D]`."""
         if self.rotary:
             place = torch.arange(k.shape[1], device=k.device)
@@ -212,15 +214,6 @@ class SlidingAttention(nn.Module):
             own_k = F.pad(own_k[..., self.width // 2 :], (self.width // 2, 0))
         own_k, own_v = (part.expand(k.shape[0], -1, -1, -1) for part in (own_k, own_v))
         return torch.cat([own_k.to(k.dtype), k], 1), torch.cat([own_v.to(v.dtype), v], 1)
-
-    def _check(self, x: Tensor, state: SlidingState | None, beside: Tensor | None) -> None:
-        if beside is not None and beside.shape != x.shape:
-            raise ShapeError(f"{self.name}: beside must be {list(x.shape)} like x, got {list(beside.shape)}")
-        if state is not None and check_made(state, SlidingState, self.name):
-            count = state.present.shape[-1] if self.window is None else self.window - 1
-            shape = (x.shape[0], count, 1 if beside is None else 2, self.kv_heads, self.width)
-            tensors = {"keys": (state.keys, shape), "values": (state.values, shape)}
-            check_tensors(x.shape[0], {**tensors, "present": (state.present, shape[:2])}, self.name)
 
     def extra_repr(self) -> str:
         """The sizes."""

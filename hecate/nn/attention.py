@@ -14,10 +14,10 @@ from hecate.checks import expect_choice, expect_count
 from hecate.engine import EngineName, document_starts
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import Mask, check_sequence, check_sizes
-from hecate.nn.attention.functional import MEMORIES, Normalizer, Weights, check_options, linear_attention, turned_width
 from hecate.nn.parameters import FeatureParameters, TensorDict, blank, draw_normal, source_of
 from hecate.nn.positions import Position, PositionKind
 from hecate.nn.rule import Asked
+from hecate.nn.sums import MEMORIES, Normalizer, Weights, check_options, linear_attention, turned_width
 from hecate.phi import Favor, FeatureMap, FeatureMapKind, PerformerReLU
 from hecate.phi.random import Norms
 from hecate.rule import Gates, MemoryState, carried

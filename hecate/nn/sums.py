@@ -138,8 +138,10 @@ def linear_attention(
             _check_state(weights, sums, k, v, state, normalizer)
     weights = weights._replace(params=check_params(feature_map, params, k))
     group = q.shape[2] // k.shape[2]
+    dtype = reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype), torch.float32)
     with without_autocast(k.device.type):
-        queries, keys, values = _grouped(q, k, v, write_mask)
+        queries = q.to(dtype).unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)  # a group's side by side
+        keys, values = (written(x.to(dtype), write_mask) for x in (k, v))
         place, seen = weights.places(state, write_mask, reset_mask, k)
         phi_q = weights.features(queries, None if place is None else place.repeat_interleave(group, 1))
         phi_k = weights.features(keys, place)
@@ -154,14 +156,6 @@ def linear_attention(
     # From the queries of a group side by side back to heads.
     y = y.unflatten(1, (q.shape[1], group)).transpose(2, 3).flatten(2, 3)
     return y.to(v.dtype), state_of_sums(held, total, seen)
-
-
-def _grouped(q: Tensor, k: Tensor, v: Tensor, write: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """q `[B, T r, G, D]`, the r queries of a key head's group side by side, k and v; in float32 or better."""
-    dtype = reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype), torch.float32)
-    q, k, v = q.to(dtype), written(k.to(dtype), write), written(v.to(dtype), write)
-    q = q.unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
-    return q.transpose(2, 3).flatten(1, 2), k, v
 
 
 def _mean(
