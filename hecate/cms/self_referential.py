@@ -365,13 +365,13 @@ class SelfReferential(MemoryLayer):
     ) -> tuple[Tensor, SelfReferentialState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in `memory_scan`. A masked token's
         input is zero to the convolution."""
-        check_sequence(self.into.weight, x, write_mask=write_mask, reset_mask=reset_mask)
+        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
+        check_sequence(self.into.weight, x, **masks)
         self._check_state(state, x.shape[0])
         mixed, conv, segment = convolved(self.conv, self.into(x), state, write_mask, reset_mask)
         with without_autocast(x.device.type):
             phi = self.boxes.input_features(mixed.unflatten(-1, (self.heads, -1)))
-            tokens = {"x": x, "phi": phi, "answers": self.boxes.read_static(phi)}
-            y, own = self._run({**tokens, "write_mask": write_mask, "reset_mask": reset_mask}, state)
+            y, own = self._run({"x": x, "phi": phi, "answers": self.boxes.read_static(phi), **masks}, state)
         return self.read_out(x, y.to(mixed.dtype)), own._replace(conv=conv, conv_segment=segment)
 
     def _run(self, tokens: dict[str, Any], state: SelfReferentialState | None) -> tuple[Tensor, SelfReferentialState]:

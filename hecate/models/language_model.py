@@ -162,8 +162,7 @@ class LanguageModelConfig(Config):
             found |= _scans("", self.memory, self.feature_memory, *self._widths())
         elif self.self_reference is not None:
             inner, features = self.self_reference, self.feature_memory
-            window = inner.period if inner.refers else None
-            found["self_reference.memory"] = Scanned(inner.memory, head, head, window)
+            found["self_reference.memory"] = Scanned(inner.memory, head, head, inner.period if inner.refers else None)
             if features is not None:
                 found["feature_memory"] = Scanned(features, head, features.width(head))
         for index, level in enumerate(self.levels):

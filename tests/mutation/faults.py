@@ -261,11 +261,11 @@ FAULTS = [
         ("sliding", "windows.reaches_all and", "windows.single and"),
         ("sliding", "own_k = F.pad(own_k[..., self.width // 2 :], (self.width // 2, 0))", "pass"),
         ("compose", "1 + torch.tanh(weight[0] * answer)", "torch.sigmoid(weight[0] * answer)"),
-        ("compose", "torch.where(reset, before, 0).cummax(1).values", "0"),
+        ("compose", "written_before(place, write, reset, length)", "written_before(place, write, None, length)"),
         ("compose", "return self.memory(none, memory, write_mask=_nowhere(none))[1]", "return memory"),
         ("compose", "state.start, write_mask=_nowhere(own)", "state.start"),
         ("compose", "None if aligned else state.attention", "None"),
-        ("compose", "state = where_sequences(place == size, begun, state)", "state = begun"),
+        ("compose", "state = where_rows(place == size, begun, state)", "state = begun"),
     ),
     *_of(
         "nn",
