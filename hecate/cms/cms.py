@@ -179,7 +179,6 @@ class CMS(nn.Module):
         return y, CMSState(tuple(after), count[:, -1] if x.shape[1] else written.clone())
 
     def _check_state(self, state: CMSState | None, x: Tensor) -> None:
-        """Refuses a state of another layer or batch."""
         if state is None or not check_made(state, CMSState):
             return
         if len(state.levels) != len(self.levels):
@@ -236,7 +235,6 @@ class CMS(nn.Module):
         return torch.cat(outputs, 1), after
 
     def _joined(self, x: Tensor, *outputs: Tensor) -> Tensor:
-        """The weighted sum of the levels' outputs."""
         weights: Any = None
         if self.weight is not None and self.bias is not None:
             weights = torch.sigmoid(nn.functional.linear(x, self.weight, self.bias)).split(1, -1)

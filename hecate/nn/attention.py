@@ -226,7 +226,6 @@ class LinearAttention(FeatureParameters):
     def _check_inputs(
         self, x: Tensor, state: MemoryState | None, context: Tensor | None, masks: dict[str, Mask]
     ) -> None:
-        """Refuses tensors that do not fit the layer or each other."""
         write_mask, reset_mask, cu_seqlens = masks.values()
         if self.d_context is None:
             if context is not None:

@@ -84,11 +84,6 @@ class AttentionConfig(Config):
         """Whether attention sees the memory's answers."""
         return self.kind == "mal"
 
-    @property
-    def combination(self) -> Combination:
-        """The gate, chosen by the kind where none is given."""
-        return self.gate or ("add" if self.memory_first else "multiply")
-
 
 class Gate(nn.Module):
     """One vector from a carrier c and a memory's answer m, with learned weights w. [ATT-GATE-D1]
@@ -207,7 +202,8 @@ class Composed(nn.Module):
         self.memory: Any = memory
         self.gate: Any = None
         if memory is not None:
-            self.gate = Gate(config.combination, d_model, memory_alone=config.memory_first, **place)
+            combination = config.gate or ("add" if config.memory_first else "multiply")
+            self.gate = Gate(combination, d_model, memory_alone=config.memory_first, **place)
             convs = [item for item in memory.modules() if isinstance(item, ShortConv)]
             self.reach = max((conv.kernel - 1 for conv in convs), default=0)
 
@@ -247,19 +243,23 @@ class Composed(nn.Module):
         fresh = self._fresh(x)
         state = fresh if state is None else state
         size: Any = self.config.segment
-        ys = [x[:, :0]]
+        ys, nowhere = [x[:, :0]], torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
         for span, restarts, closes, aligned in spans_of(state.place, x.shape[1], write_mask, reset_mask, size):
             own, write = x[:, span], None if write_mask is None else write_mask[:, span]
             if restarts and reset_mask is not None:
                 state = where_rows(reset_mask[:, span.start], fresh, state)
-            read, _ = self.memory(own, state.start, write_mask=_nowhere(own))
+            read, _ = self.memory(own, state.start, write_mask=nowhere[:, span])
             a, attention = self.attention(own, None if aligned else state.attention, write_mask=write, beside=read)
             answer, memory = self.memory(a, state.memory, write_mask=write)
             ys.append(self.gate(a, answer))
             place = state.place + (a.shape[1] if write is None else write.sum(1))
             state = ComposedState(attention, memory, state.start, place)
             if closes:
-                begun = fresh._replace(memory=memory, start=self._emptied(x, memory))
+                start = memory
+                if self.reach:  # what convolutions hold would reach into reads, and where x is cut into others of them
+                    none = x.new_zeros(x.shape[0], self.reach, self.d_model)
+                    _, start = self.memory(none, memory, write_mask=torch.zeros_like(none[..., 0], dtype=torch.bool))
+                begun = fresh._replace(memory=memory, start=start)
                 state = where_rows(place == size, begun, state)
         return torch.cat(ys, 1), state
 
@@ -278,16 +278,7 @@ class Composed(nn.Module):
                 )
         return ComposedState(attention, memory, memory, place)
 
-    def _emptied(self, x: Tensor, memory: Any) -> Any:
-        """The memory as it is, its convolutions empty: what they held would reach into some of the segment's reads, and
-        into others where the sequence is cut elsewhere."""
-        if not self.reach:
-            return memory
-        none = x.new_zeros(x.shape[0], self.reach, self.d_model)
-        return self.memory(none, memory, write_mask=_nowhere(none))[1]
-
     def _check_state(self, x: Tensor, state: ComposedState | None) -> None:
-        """Refuses a state of another layer or batch."""
         if state is None or not check_made(state, ComposedState, self.name):
             return
         segments = self.config.by_segment
@@ -306,11 +297,6 @@ class Composed(nn.Module):
     def extra_repr(self) -> str:
         """The kind."""
         return f"kind={self.config.kind}"
-
-
-def _nowhere(x: Tensor) -> Tensor:
-    """A mask under which nothing is written."""
-    return torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
 
 
 def spans_of(

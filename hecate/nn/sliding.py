@@ -194,7 +194,11 @@ class SlidingAttention(nn.Module):
             blind = ~mask.any(-1, keepdim=True)  # a softmax over nothing has no value
             mask, blind = (mask | blind).unsqueeze(1), blind.unsqueeze(1)
         if self.tokens is not None:
-            k, v = self._with_persistent(self.tokens, k, v)
+            own_k, own_v = self._keys_values(self.tokens)
+            if self.rotary:  # the rotated half would make the answer depend on where counting began
+                own_k = F.pad(own_k[..., self.width // 2 :], (self.width // 2, 0))
+            own_k, own_v = (part.expand(k.shape[0], -1, -1, -1) for part in (own_k, own_v))
+            k, v = torch.cat([own_k.to(k.dtype), k], 1), torch.cat([own_v.to(v.dtype), v], 1)
         y = F.scaled_dot_product_attention(
             windows.queries(q).flatten(0, 1).transpose(1, 2),
             k.transpose(1, 2),
@@ -206,14 +210,6 @@ class SlidingAttention(nn.Module):
         if blind is not None:
             y = torch.where(blind, 0.0, y)
         return y.transpose(1, 2).unflatten(0, (q.shape[0], -1)).flatten(1, 2)[:, : q.shape[1]]
-
-    def _with_persistent(self, tokens: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[M, N, G, D]` with those of the persistent tokens ahead of them."""
-        own_k, own_v = self._keys_values(tokens)
-        if self.rotary:  # the rotated half would make the answer depend on where counting began
-            own_k = F.pad(own_k[..., self.width // 2 :], (self.width // 2, 0))
-        own_k, own_v = (part.expand(k.shape[0], -1, -1, -1) for part in (own_k, own_v))
-        return torch.cat([own_k.to(k.dtype), k], 1), torch.cat([own_v.to(v.dtype), v], 1)
 
     def extra_repr(self) -> str:
         """The sizes."""

@@ -218,7 +218,6 @@ def turned_width(positions: Position, feature_map: FeatureMap, d_key: int) -> in
 
 
 def _check_tensors(weights: Weights, sums: Sums, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuses tensors that do not fit together."""
     check_tokens(q, k, v, "B T heads width")
     if v.shape[:3] != k.shape[:3] or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise ShapeError(
