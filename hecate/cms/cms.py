@@ -108,8 +108,15 @@ class CMS(nn.Module):
                 raise error.under("levels", index) from None
         residual = config.composition in ("sequential", "nested")
         self.norms = nn.ModuleList(nn.RMSNorm(d_model, eps=1e-6, **place) for _ in config.levels if residual)
-        if config.composition == "nested":
-            self._check_nesting()
+        shapes = [{name: tuple(w.shape) for name, w in each.initial.tensors.items()} for each in self.memories]
+        for index, (fast, slow) in enumerate(pairwise(shapes), 1):
+            if config.composition == "nested" and fast != slow:
+                both = f"{config.levels[index - 1].name!r} and {config.levels[index].name!r}"
+                raise ConfigError(
+                    f"nested levels {both}: memories are {fast} and {slow} per level, but a restart copies one into "
+                    "the other; give both the same structure, heads, d_key, d_value and width of phi",
+                    path=("levels", index, "memory"),
+                )
         weighted, gated = config.aggregation in ("learned", "gated"), config.aggregation == "gated"
         self.weight = nn.Parameter(torch.empty(len(config.levels), d_model, **place)) if weighted else None
         self.bias = nn.Parameter(torch.empty(len(config.levels), **place)) if gated else None
@@ -119,19 +126,6 @@ class CMS(nn.Module):
 
     def _sources(self, generator: torch.Generator | None) -> list[Any]:
         return sources_for([level.name for level in self.config.levels], generator)
-
-    def _check_nesting(self) -> None:
-        """Refuses neighbours whose memories cannot be copied into one another."""
-        shapes = [{name: tuple(w.shape) for name, w in each.initial.tensors.items()} for each in self.memories]
-        for index, (fast, slow) in enumerate(pairwise(self.config.levels), 1):
-            one, two = shapes[index - 1 : index + 1]
-            if one != two:
-                raise ConfigError(
-                    f"nested levels {fast.name!r} and {slow.name!r}: memories are {one} and {two} per level, but a "
-                    "restart copies one into the other; give both the same structure, heads, d_key, d_value and width "
-                    "of phi",
-                    path=("levels", index, "memory"),
-                )
 
     @property
     def memories(self) -> tuple[Memory, ...]:

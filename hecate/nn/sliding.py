@@ -88,7 +88,19 @@ class SlidingAttention(nn.Module):
         self.d_model, self.heads, self.width = d_model, heads, d_model // heads
         self.window, self.persistent, self.rotary = window, persistent, rotary
         self.kv_heads, self.qk_norm, self.name = kv_heads, qk_norm, name
-        self._check_options()
+        for what, given, least in (("window", window, 1), ("persistent", persistent, 0), ("kv_heads", kv_heads, 1)):
+            if given is not None or what != "window":
+                expect_count(given, what, least)
+                check_size(given, what, "lower it")
+        check_shapes({"tokens": (persistent, d_model)}, "lower persistent or d_model")
+        if heads % kv_heads:
+            raise ConfigError(f"kv_heads={kv_heads} does not divide heads={heads}", ("kv_heads",))
+        expect_choice(qk_norm, "qk_norm", get_args(AttentionNorm))
+        if rotary and self.width % 4:
+            raise ConfigError(
+                f"rotary=True turns half of a head's channels in pairs: d_model={d_model} over heads={heads} must be "
+                f"divisible by 4, got {self.width}; change one of them or set rotary=False"
+            )
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.query = blank(nn.Linear, d_model, d_model, bias=False, **place)
         self.key_value = blank(nn.Linear, d_model, 2 * kv_heads * self.width, bias=False, **place)
@@ -99,22 +111,6 @@ class SlidingAttention(nn.Module):
         self.gain = nn.Parameter(torch.empty(heads, 1, **place)) if qk_norm == "rms" else None
         if self.out.weight.device.type != "meta":
             self.reset_parameters(generator)
-
-    def _check_options(self) -> None:
-        for name, least in {"window": 1, "persistent": 0, "kv_heads": 1}.items():
-            given = getattr(self, name)
-            if given is not None or name != "window":
-                expect_count(given, name, least)
-                check_size(given, name, "lower it")
-        check_shapes({"tokens": (self.persistent, self.d_model)}, "lower persistent or d_model")
-        if self.heads % self.kv_heads:
-            raise ConfigError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}", ("kv_heads",))
-        expect_choice(self.qk_norm, "qk_norm", get_args(AttentionNorm))
-        if self.rotary and self.width % 4:
-            raise ConfigError(
-                f"rotary=True turns half of a head's channels in pairs: d_model={self.d_model} over heads={self.heads} "
-                f"must be divisible by 4, got {self.width}; change one of them or set rotary=False"
-            )
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
