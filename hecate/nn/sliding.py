@@ -88,9 +88,10 @@ class SlidingAttention(nn.Module):
         self.d_model, self.heads, self.width = d_model, heads, d_model // heads
         self.window, self.persistent, self.rotary = window, persistent, rotary
         self.kv_heads, self.qk_norm, self.name = kv_heads, qk_norm, name
-        for what, given, least in (("window", window, 1), ("persistent", persistent, 0), ("kv_heads", kv_heads, 1)):
+        sizes: dict[str, Any] = {"window": window, "persistent": persistent, "kv_heads": kv_heads}
+        for what, given in sizes.items():
             if given is not None or what != "window":
-                expect_count(given, what, least)
+                expect_count(given, what, 0 if what == "persistent" else 1)
                 check_size(given, what, "lower it")
         check_shapes({"tokens": (persistent, d_model)}, "lower persistent or d_model")
         if heads % kv_heads:
@@ -156,7 +157,8 @@ class SlidingAttention(nn.Module):
             v = torch.cat([state.values.to(v.dtype), v], 1)
         k, v = entries.in_order(k), entries.in_order(v)
         if q.numel():
-            y = self._attend(q, k, v, entries, plain=state is write_mask is reset_mask is None)
+            plain = state is None and write_mask is None and reset_mask is None
+            y = self._attend(q, k, v, entries, plain=plain)
         else:  # of no tokens every parameter has the gradient 0
             unread = (k, v) if self.tokens is None else (k, v, self.tokens)
             y = q + sum(part.sum().to(q.dtype) for part in unread)
@@ -164,8 +166,8 @@ class SlidingAttention(nn.Module):
             present = state.present.clone()
         else:
             present = (entries.document == entries.own[:, -1:]).expand(len(x), -1)
-        count = None if self.window is None else self.window - 1
-        return self.out(y.flatten(-2)), SlidingState(last(k, count), last(v, count), last(present, count))
+        kept = None if self.window is None else self.window - 1
+        return self.out(y.flatten(-2)), SlidingState(last(k, kept), last(v, kept), last(present, kept))
 
     def _keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[..., G, D]` of inputs `[..., d_model]`."""
