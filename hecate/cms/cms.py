@@ -9,24 +9,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hecate.checks import expect
 from hecate.cms.config import CMSConfig, LevelConfig
 from hecate.cms.health import LevelHealth, level_health, record_calls, warn_of_levels
 from hecate.engine import EngineName, written_before
 from hecate.errors import ConfigError, HealthWarning, ShapeError
 from hecate.nn import LayerState, Memory
-from hecate.nn.arguments import check_sequence
+from hecate.nn.arguments import Mask, check_made, check_sequence, check_tensors
 from hecate.nn.memory import where_rows
 from hecate.nn.parameters import sources_for
 from hecate.nn.rule import between
-from hecate.rule import MemoryState, bytes_of, detached
+from hecate.rule import MemoryState, carried
 from hecate.tape import Autodiff
 from hecate.tape.bridge import can_inspect
 
 Levels = tuple[LayerState | None, ...]
-Masks = dict[str, Tensor | None]
+Masks = dict[str, Mask]
 OF_LEVEL = {"name", "period", "memory", "heads", "restart"}  # the other fields are arguments of its `Memory`
 
 
+@carried
 class CMSState(NamedTuple):
     """The state of a `CMS`: a pytree of tensors. [CMS-LAYER-I1]
 
@@ -37,15 +39,6 @@ class CMSState(NamedTuple):
 
     levels: tuple[LayerState, ...]
     written: Tensor
-
-    def detach(self) -> CMSState:
-        """The same state cut off from the graph that produced it."""
-        return detached(self)
-
-    @property
-    def bytes(self) -> int:
-        """Size of all tensors; it does not grow with the number of tokens seen."""
-        return bytes_of(self)
 
 
 class CMS(nn.Module):
@@ -115,8 +108,15 @@ class CMS(nn.Module):
                 raise error.under("levels", index) from None
         residual = config.composition in ("sequential", "nested")
         self.norms = nn.ModuleList(nn.RMSNorm(d_model, eps=1e-6, **place) for _ in config.levels if residual)
-        if config.composition == "nested":
-            self._check_nesting()
+        shapes = [{name: tuple(w.shape) for name, w in each.initial.tensors.items()} for each in self.memories]
+        for index, (fast, slow) in enumerate(pairwise(shapes), 1):
+            if config.composition == "nested" and fast != slow:
+                both = f"{config.levels[index - 1].name!r} and {config.levels[index].name!r}"
+                raise ConfigError(
+                    f"nested levels {both}: memories are {fast} and {slow} per level, but a restart copies one into "
+                    "the other; give both the same structure, heads, d_key, d_value and width of phi",
+                    path=("levels", index, "memory"),
+                )
         weighted, gated = config.aggregation in ("learned", "gated"), config.aggregation == "gated"
         self.weight = nn.Parameter(torch.empty(len(config.levels), d_model, **place)) if weighted else None
         self.bias = nn.Parameter(torch.empty(len(config.levels), **place)) if gated else None
@@ -126,19 +126,6 @@ class CMS(nn.Module):
 
     def _sources(self, generator: torch.Generator | None) -> list[Any]:
         return sources_for([level.name for level in self.config.levels], generator)
-
-    def _check_nesting(self) -> None:
-        """Refuses neighbours whose memories cannot be copied into one another."""
-        shapes = [{name: tuple(w.shape) for name, w in each.initial.tensors.items()} for each in self.memories]
-        for index, (fast, slow) in enumerate(pairwise(self.config.levels), 1):
-            one, two = shapes[index - 1 : index + 1]
-            if one != two:
-                raise ConfigError(
-                    f"nested levels {fast.name!r} and {slow.name!r}: memories are {one} and {two} per level, but a "
-                    "restart copies one into the other; give both the same structure, heads, d_key, d_value and width "
-                    "of phi",
-                    path=("levels", index, "memory"),
-                )
 
     @property
     def memories(self) -> tuple[Memory, ...]:
@@ -162,12 +149,7 @@ class CMS(nn.Module):
             nn.init.constant_(self.weight, len(self.levels) ** -0.5 if self.bias is None else 0.0)
 
     def forward(
-        self,
-        x: Tensor,
-        state: CMSState | None = None,
-        *,
-        write_mask: Tensor | None = None,
-        reset_mask: Tensor | None = None,
+        self, x: Tensor, state: CMSState | None = None, *, write_mask: Mask = None, reset_mask: Mask = None
     ) -> tuple[Tensor, CMSState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]`, as in `Memory`.
 
@@ -175,8 +157,7 @@ class CMS(nn.Module):
         """
         masks = {"write_mask": write_mask, "reset_mask": reset_mask}
         check_sequence(self.memories[0].qkv.weight, x, **masks)
-        if state is not None and not torch.compiler.is_compiling():
-            self._check_state(state, x)
+        self._check_state(state, x)
         written = x.new_zeros(x.shape[0], dtype=torch.int64) if state is None else state.written
         levels: Levels = (None,) * len(self.levels) if state is None else state.levels
         before = written_before(written, write_mask, reset_mask, x.shape[1])
@@ -191,21 +172,16 @@ class CMS(nn.Module):
             y, after = self._through_levels(x, levels, own)
         return y, CMSState(tuple(after), count[:, -1] if x.shape[1] else written.clone())
 
-    def _check_state(self, state: CMSState, x: Tensor) -> None:
-        """Refuses a state of another layer or batch."""
-        if not isinstance(state, CMSState):
-            raise ShapeError(f"state must be the CMSState that this layer returned, got {type(state).__name__}")
+    def _check_state(self, state: CMSState | None, x: Tensor) -> None:
+        if state is None or not check_made(state, CMSState):
+            return
         if len(state.levels) != len(self.levels):
             raise ShapeError(
                 f"state.levels must hold one state for each of {len(self.levels)} levels, got {len(state.levels)}; was "
                 "it made by another layer?"
             )
-        written = state.written
-        if written.shape != x.shape[:1] or written.dtype != torch.int64 or written.device != x.device:
-            raise ShapeError(
-                f"state.written must be int64 {list(x.shape[:1])} on {x.device}, got {written.dtype} "
-                f"{list(written.shape)} on {written.device}; was it made with another batch?"
-            )
+        check_tensors(len(x), {"written": (state.written, x.shape[:1])})
+        expect(state.written, "B", name="state.written", dtype=torch.int64, like=x, other="x")
 
     def _through_levels(self, x: Tensor, levels: Levels, masks: list[Masks]) -> tuple[Tensor, list[LayerState]]:
         """Every level once over x: the layer's output and the states of the levels."""
@@ -253,7 +229,6 @@ class CMS(nn.Module):
         return torch.cat(outputs, 1), after
 
     def _joined(self, x: Tensor, *outputs: Tensor) -> Tensor:
-        """The weighted sum of the levels' outputs."""
         weights: Any = None
         if self.weight is not None and self.bias is not None:
             weights = torch.sigmoid(nn.functional.linear(x, self.weight, self.bias)).split(1, -1)

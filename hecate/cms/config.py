@@ -120,12 +120,10 @@ class CMSConfig(Config):
                 f"'independent' does; with composition {self.composition!r} leave it out",
                 path=("aggregation",),
             )
-        for index, pair in enumerate(pairwise(self.levels), 1):
-            refusal = _nesting_refusal(*pair) if self.composition == "nested" else None
-            if refusal is not None:
-                field, reason = refusal
-                both = f"nested levels {pair[0].name!r} and {pair[1].name!r}"
-                raise ConfigError(f"{both}: {reason}", path=("levels", index, *field.split(".")))
+        for index, (fast, slow) in enumerate(pairwise(self.levels), 1):
+            if self.composition == "nested" and (refusal := _nesting_refusal(fast, slow)):
+                reason = f"nested levels {fast.name!r} and {slow.name!r}: {refusal[1]}"
+                raise ConfigError(reason, path=("levels", index, *refusal[0].split(".")))
         return self
 
 

@@ -13,14 +13,14 @@ from torch.utils import _pytree as pytree
 from hecate.checks import Count
 from hecate.engine import L2_NORM, SUM_NORM, EngineName, memory_scan, predict, written_before
 from hecate.errors import ConfigError
-from hecate.nn.arguments import check_engine, check_sequence, check_sizes, check_state
+from hecate.nn.arguments import Mask, check_engine, check_made, check_sequence, check_sizes, check_state
 from hecate.nn.conv import QKNorm, ShortConv, convolved, normalise_qk
 from hecate.nn.gates import draw_gates, gate_starts, hold_gates
 from hecate.nn.memory import MemoryLayer, rule_repr, where_rows
 from hecate.nn.parameters import TensorDict, blank, without_numbers
 from hecate.nn.rule import FeatureMemory, FeatureMemoryConfig, HeldRule, between
 from hecate.phi import Params
-from hecate.rule import Gates, MemoryConfig, MemoryState, bytes_of, detached
+from hecate.rule import Gates, MemoryConfig, MemoryState, carried
 from hecate.tape import Autodiff, execute, one
 from hecate.tape.bridge import can_inspect, without_autocast
 from hecate.variant import Config
@@ -263,6 +263,7 @@ class Boxes(HeldRule):
         return y[:, :, -self.heads :], state
 
 
+@carried
 class SelfReferentialState(NamedTuple):
     """What a `SelfReferential` layer carries between calls: a pytree of tensors. [SELF-LAYER-I1]
 
@@ -280,15 +281,6 @@ class SelfReferentialState(NamedTuple):
     conv: Tensor | None
     conv_segment: Tensor | None
     features: MemoryState | None = None
-
-    def detach(self) -> SelfReferentialState:
-        """The same state cut off from the graph that produced it."""
-        return detached(self)
-
-    @property
-    def bytes(self) -> int:
-        """Size of all tensors; it does not grow with the number of tokens seen."""
-        return bytes_of(self)
 
 
 class SelfReferential(MemoryLayer):
@@ -369,23 +361,17 @@ class SelfReferential(MemoryLayer):
         return self.into, self.boxes
 
     def forward(
-        self,
-        x: Tensor,
-        state: SelfReferentialState | None = None,
-        *,
-        write_mask: Tensor | None = None,
-        reset_mask: Tensor | None = None,
+        self, x: Tensor, state: SelfReferentialState | None = None, *, write_mask: Mask = None, reset_mask: Mask = None
     ) -> tuple[Tensor, SelfReferentialState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]` as in `memory_scan`. A masked token's
         input is zero to the convolution."""
-        check_sequence(self.into.weight, x, write_mask=write_mask, reset_mask=reset_mask)
-        if state is not None and not torch.compiler.is_compiling():
-            self._check_state(state, x.shape[0])
+        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
+        check_sequence(self.into.weight, x, **masks)
+        self._check_state(state, x.shape[0])
         mixed, conv, segment = convolved(self.conv, self.into(x), state, write_mask, reset_mask)
         with without_autocast(x.device.type):
             phi = self.boxes.input_features(mixed.unflatten(-1, (self.heads, -1)))
-            tokens = {"x": x, "phi": phi, "answers": self.boxes.read_static(phi)}
-            y, own = self._run({**tokens, "write_mask": write_mask, "reset_mask": reset_mask}, state)
+            y, own = self._run({"x": x, "phi": phi, "answers": self.boxes.read_static(phi), **masks}, state)
         return self.read_out(x, y.to(mixed.dtype)), own._replace(conv=conv, conv_segment=segment)
 
     def _run(self, tokens: dict[str, Any], state: SelfReferentialState | None) -> tuple[Tensor, SelfReferentialState]:
@@ -448,17 +434,17 @@ class SelfReferential(MemoryLayer):
         y, memory = boxes(q, k, targets, boxes.gates(answers), state=state.boxes, **masks, **how)
         return y, state._replace(boxes=memory, anchor=anchor if config.anchored else {}, features=features)
 
-    def _check_state(self, state: SelfReferentialState, batch: int) -> None:
+    def _check_state(self, state: SelfReferentialState | None, batch: int) -> None:
         """Refuses a state that another layer or batch made; a scan looks at the rest of the boxes."""
-        tensors: dict[str, Any] = {}
-        if isinstance(state, SelfReferentialState):
-            tensors["position"] = (state.position, (batch,))
-            own, count = self.boxes.initial["memory"].tensors, len(self.boxes.written) * self.heads
-            wanted = {name: (batch, count, *weight.shape[1:]) for name, weight in own.items()}
-            anchor = wanted if self.config.anchored else {}
-            for name in {**wanted, **state.boxes.memory, **state.anchor}:
-                tensors[f"boxes.memory[{name!r}]"] = (state.boxes.memory.get(name), wanted.get(name))
-                tensors[f"anchor[{name!r}]"] = (state.anchor.get(name), anchor.get(name))
+        if state is None or not check_made(state, SelfReferentialState):
+            return
+        own, count = self.boxes.initial["memory"].tensors, len(self.boxes.written) * self.heads
+        wanted = {name: (batch, count, *weight.shape[1:]) for name, weight in own.items()}
+        anchor = wanted if self.config.anchored else {}
+        tensors: dict[str, Any] = {"position": (state.position, (batch,))}
+        for name in {**wanted, **state.boxes.memory, **state.anchor}:
+            tensors[f"boxes.memory[{name!r}]"] = (state.boxes.memory.get(name), wanted.get(name))
+            tensors[f"anchor[{name!r}]"] = (state.anchor.get(name), anchor.get(name))
         features = self.feature_memory is not None
         check_state(state, SelfReferentialState, self.conv, batch, tensors, features=features)
 
@@ -470,7 +456,7 @@ class SelfReferential(MemoryLayer):
 
 
 def spans(
-    period: int, position: Tensor, write: Tensor | None, reset: Tensor | None, length: int
+    period: int, position: Tensor, write: Mask, reset: Mask, length: int
 ) -> tuple[list[int], Tensor | None, Tensor]:
     """A cut wherever a chunk of `period` written tokens ends, or a document starts, in any row, so that each span reads
     the boxes in one state: 0, the cuts, T; whether a chunk starts with the token `[B, T]`, None where one does at every

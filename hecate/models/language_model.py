@@ -24,8 +24,9 @@ from hecate.cms import (
 from hecate.errors import ConfigError, ShapeError
 from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
+from hecate.nn.arguments import Mask
 from hecate.nn.parameters import blank
-from hecate.rule import MemoryConfig, bytes_of, detached
+from hecate.rule import MemoryConfig, carried
 from hecate.variant import Config
 
 
@@ -161,8 +162,7 @@ class LanguageModelConfig(Config):
             found |= _scans("", self.memory, self.feature_memory, *self._widths())
         elif self.self_reference is not None:
             inner, features = self.self_reference, self.feature_memory
-            window = inner.period if inner.refers else None
-            found["self_reference.memory"] = Scanned(inner.memory, head, head, window)
+            found["self_reference.memory"] = Scanned(inner.memory, head, head, inner.period if inner.refers else None)
             if features is not None:
                 found["feature_memory"] = Scanned(features, head, features.width(head))
         for index, level in enumerate(self.levels):
@@ -179,20 +179,12 @@ class LanguageModelConfig(Config):
         return self.d_key or width, self.d_value or width
 
 
+@carried
 class BlockState(NamedTuple):
     """What a block with levels after its memory carries: a pytree of tensors."""
 
     memory: Any
     levels: CMSState
-
-    def detach(self) -> BlockState:
-        """The same state cut off from the graph that produced it."""
-        return detached(self)
-
-    @property
-    def bytes(self) -> int:
-        """Size of all tensors."""
-        return bytes_of(self)
 
 
 class MemoryBlock(Layers):
@@ -214,11 +206,8 @@ class MemoryBlock(Layers):
         hidden = hidden_width(config.d_model, config.mlp_ratio, "d_model")
         self.mlp = GatedMLP(config.d_model, hidden, generator, **place) if hidden else None
 
-    def forward(
-        self, x: Tensor, state: Any, *, write_mask: Tensor | None, reset_mask: Tensor | None
-    ) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, state: Any, **masks: Mask) -> tuple[Tensor, Any]:
         """The block's output and its state after the last token."""
-        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
         after = None
         if self.levels is not None and state is not None:
             if not isinstance(state, BlockState):
@@ -300,12 +289,7 @@ class LanguageModel(nn.Module):
         redraw(generator, *self.blocks, self.norm, self.embedding, self.head)
 
     def forward(
-        self,
-        tokens: Tensor,
-        state: tuple[Any, ...] | None = None,
-        *,
-        write_mask: Tensor | None = None,
-        reset_mask: Tensor | None = None,
+        self, tokens: Tensor, state: tuple[Any, ...] | None = None, *, write_mask: Mask = None, reset_mask: Mask = None
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Logits of the next token at every position, and the state after the last one."""
         if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
@@ -324,8 +308,7 @@ class LanguageModel(nn.Module):
                 f"tokens must be in 0..{self.embedding.num_embeddings - 1}, the vocabulary, got {least}..{most}"
             ) from None
         carried: list[Any] = []
-        for index, block in enumerate(self.blocks):
-            before = None if state is None else state[index]
+        for block, before in zip(self.blocks, state or (None,) * len(self.blocks), strict=True):
             x, after = block(x, before, write_mask=write_mask, reset_mask=reset_mask)
             carried.append(after)
         weight = self.embedding.weight if self.head is None else self.head.weight

@@ -12,14 +12,15 @@ from hecate.checks import MAX_SIZE, Count, Depth, Size
 from hecate.errors import ConfigError, ShapeError
 from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.nn import LinearAttention
-from hecate.nn.arguments import check_sequence
+from hecate.nn.arguments import Mask, check_sequence
 from hecate.nn.parameters import blank
 from hecate.nn.positions import NoPosition, PositionKind
 from hecate.phi import ELU, FeatureMapKind
-from hecate.rule import bytes_of, detached
+from hecate.rule import carried
 from hecate.variant import Config
 
 
+@carried
 class TransformerState(NamedTuple):
     """What a causal `LinearTransformer` carries between calls: a pytree of tensors. [TRF-LIN-I1]
 
@@ -31,15 +32,6 @@ class TransformerState(NamedTuple):
 
     layers: tuple[Any, ...]
     last: Tensor | None
-
-    def detach(self) -> TransformerState:
-        """The same state cut off from the graph that produced it."""
-        return detached(self)
-
-    @property
-    def bytes(self) -> int:
-        """Size of all tensors; it does not grow with the number of tokens seen."""
-        return bytes_of(self)
 
 
 class LinearTransformerConfig(Config):
@@ -189,12 +181,7 @@ class LinearTransformer(nn.Module):
         redraw(generator, *self.layers, self.norm, self.project)
 
     def forward(
-        self,
-        x: Tensor,
-        state: TransformerState | None = None,
-        *,
-        write_mask: Tensor | None = None,
-        reset_mask: Tensor | None = None,
+        self, x: Tensor, state: TransformerState | None = None, *, write_mask: Mask = None, reset_mask: Mask = None
     ) -> tuple[Tensor, TransformerState | None]:
         """One pass over x `[B, T, embed_dim]` from a state; masks are bool `[B, T]`.
 
@@ -202,8 +189,7 @@ class LinearTransformer(nn.Module):
         the state is None.
         """
         masks = {"write_mask": write_mask, "reset_mask": reset_mask}
-        if not torch.compiler.is_compiling():
-            check_sequence(self.project.weight, x, **masks)
+        check_sequence(self.project.weight, x, **masks)
         self._check(x, state)
         if write_mask is not None and self.config.output == "last":
             # What padding asks is answered to nobody: so that nothing of it reaches a gradient.
@@ -243,7 +229,7 @@ class LinearTransformer(nn.Module):
             )
 
 
-def _last(y: Tensor, before: Tensor | None, write_mask: Tensor | None) -> Tensor:
+def _last(y: Tensor, before: Tensor | None, write_mask: Mask) -> Tensor:
     """y at the last written token, `[B, width]`; where there is none, what was before it, or 0."""
     before = y.new_zeros(y.shape[0], y.shape[-1]) if before is None else before
     if not y.shape[1]:

@@ -14,6 +14,7 @@ from hecate.nn.conv import ShortConv
 from hecate.rule import MemoryConfig
 from hecate.tape import Autodiff
 
+Mask = Tensor | None  # bool [B, T]; None where it holds for every token, or for none
 Firing = Literal["always", "learned"]
 
 
@@ -91,23 +92,38 @@ def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tenso
             )
 
 
-def check_state(
-    state: Any,
-    kind: type[Any],
-    conv: ShortConv | None,
-    batch: int,
-    tensors: dict[str, tuple[Tensor | None, tuple[int, ...] | None]],
-    **held: bool,
-) -> None:
-    """Refuses a state that another layer or batch made; None is none, and `torch.compile` looks at none.
-
-    `tensors` are some of the state's, each beside its expected shape, None for none; to them come those of the
-    convolution. `held` says of the states of `features` and `projection` whether there must be one.
-    """
+def check_made(state: Any, kind: type[Any], name: str = "") -> bool:
+    """Refuses a state of another type than a layer, called `name`, returns; whether there is one to look at: None is
+    none, and `torch.compile` looks at none."""
     if state is None or torch.compiler.is_compiling():
-        return
+        return False
     if not isinstance(state, kind):
-        raise ShapeError(f"state must be the {kind.__name__} that this layer returned, got {type(state).__name__}")
+        layer, given = f"{name}: " if name else "", type(state).__name__
+        raise ShapeError(f"{layer}state must be the {kind.__name__} that this layer returned, got {given}")
+    return True
+
+
+def check_tensors(batch: int, tensors: dict[str, tuple[Tensor | None, Any]], name: str = "") -> None:
+    """Refuses tensors of a state that are not of the shapes beside them, None for none."""
+    for field, (given, shape) in tensors.items():
+        found, wanted = None if given is None else list(given.shape), None if shape is None else list(shape)
+        if found != wanted:
+            raise ShapeError(
+                f"{f'{name}: ' if name else ''}state.{field} must be {wanted} for this layer and {batch} sequences, "
+                f"got {found}; was it made by another layer or with another batch?"
+            )
+
+
+def check_state(
+    state: Any, kind: type[Any], conv: ShortConv | None, batch: int, tensors: dict[str, Any], **held: bool
+) -> None:
+    """Refuses a state that another layer or batch made.
+
+    `tensors` are some of the state's, as in `check_tensors`; to them come those of the convolution. `held` says of the
+    states of `features` and `projection` whether there must be one.
+    """
+    if not check_made(state, kind):
+        return
     for name, has in held.items():
         if (getattr(state, name) is not None) != has:
             what = {"features": "feature memory", "projection": "query projection"}[name]
@@ -119,10 +135,4 @@ def check_state(
     tensors = {**tensors, "conv": (state.conv, inputs)}
     if state.conv_segment is not None:  # there since a reset_mask was given
         tensors["conv_segment"] = (state.conv_segment, None if inputs is None else inputs[:2])
-    for name, (given, shape) in tensors.items():
-        found, wanted = None if given is None else list(given.shape), None if shape is None else list(shape)
-        if found != wanted:
-            raise ShapeError(
-                f"state.{name} must be {wanted} for this layer and {batch} sequences, got {found}; was it made by "
-                "another layer or with another batch?"
-            )
+    check_tensors(batch, tensors)

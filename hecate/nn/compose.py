@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate.checks import Size
+from hecate.engine import written_before
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.nn.arguments import check_sequence
+from hecate.nn.arguments import Mask, check_made, check_sequence
 from hecate.nn.conv import ShortConv
+from hecate.nn.memory import where_rows
 from hecate.nn.sliding import AttentionNorm, SlidingAttention, SlidingState
-from hecate.rule import bytes_of, detached
+from hecate.rule import carried
 from hecate.variant import Config
 
-Tree = TypeVar("Tree")
 Combination = Literal["multiply", "add", "paper"]
 
 
@@ -83,11 +84,6 @@ class AttentionConfig(Config):
         """Whether attention sees the memory's answers."""
         return self.kind == "mal"
 
-    @property
-    def combination(self) -> Combination:
-        """The gate, chosen by the kind where none is given."""
-        return self.gate or ("add" if self.memory_first else "multiply")
-
 
 class Gate(nn.Module):
     """One vector from a carrier c and a memory's answer m, with learned weights w. [ATT-GATE-D1]
@@ -125,6 +121,7 @@ class Gate(nn.Module):
         return self.kind
 
 
+@carried
 class ComposedState(NamedTuple):
     """What a `Composed` layer carries: a pytree of tensors. [ATT-COMP-I1]
 
@@ -139,15 +136,6 @@ class ComposedState(NamedTuple):
     memory: Any = None
     start: Any = None
     place: Any = None
-
-    def detach(self) -> ComposedState:
-        """The same state cut off from the graph that produced it."""
-        return detached(self)
-
-    @property
-    def bytes(self) -> int:
-        """Size of all tensors."""
-        return bytes_of(self)
 
 
 class Composed(nn.Module):
@@ -193,7 +181,19 @@ class Composed(nn.Module):
     ) -> None:
         super().__init__()
         config = AttentionConfig.model_validate({} if config is None else config)
-        check_memory(config, d_model, memory)
+        if memory is not None and not config.has_memory:
+            raise ConfigError(
+                f"kind 'attention' has no memory, got a {type(memory).__name__}; choose kind 'mag', 'mal' or 'mac', or "
+                "leave it out"
+            )
+        if config.has_memory and not isinstance(memory, nn.Module):
+            raise ConfigError(
+                f"kind {config.kind!r} needs a memory layer, got {shorten(memory)}; give one, or choose kind "
+                "'attention'"
+            )
+        width = getattr(memory, "d_model", d_model)
+        if width != d_model:
+            raise ConfigError(f"d_model={d_model}, but the memory layer's d_model is {width}")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config, self.d_model, self.name = config, d_model, name
         own = config.model_dump(include={"persistent", "rotary", "kv_heads", "qk_norm"})
@@ -202,7 +202,8 @@ class Composed(nn.Module):
         self.memory: Any = memory
         self.gate: Any = None
         if memory is not None:
-            self.gate = Gate(config.combination, d_model, memory_alone=config.memory_first, **place)
+            combination = config.gate or ("add" if config.memory_first else "multiply")
+            self.gate = Gate(combination, d_model, memory_alone=config.memory_first, **place)
             convs = [item for item in memory.modules() if isinstance(item, ShortConv)]
             self.reach = max((conv.kernel - 1 for conv in convs), default=0)
 
@@ -215,20 +216,14 @@ class Composed(nn.Module):
         self.attention.reset_parameters(generator)
 
     def forward(
-        self,
-        x: Tensor,
-        state: ComposedState | None = None,
-        *,
-        write_mask: Tensor | None = None,
-        reset_mask: Tensor | None = None,
+        self, x: Tensor, state: ComposedState | None = None, *, write_mask: Mask = None, reset_mask: Mask = None
     ) -> tuple[Tensor, ComposedState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]`."""
-        if not torch.compiler.is_compiling():
-            check_sequence(self.attention.query.weight, x, write_mask=write_mask, reset_mask=reset_mask)
-            self._check_state(x, state)
-        if self.config.by_segment:
-            return self._by_segment(x, state, write_mask, reset_mask)
         masks = {"write_mask": write_mask, "reset_mask": reset_mask}
+        check_sequence(self.attention.query.weight, x, **masks)
+        self._check_state(x, state)
+        if self.config.by_segment:
+            return self._by_segment(x, state, **masks)
         attention, memory = (None, None) if state is None else state[:2]
         if self.memory is None:
             y, attention = self.attention(x, attention, **masks)
@@ -242,53 +237,50 @@ class Composed(nn.Module):
         return y, ComposedState(attention, memory)
 
     def _by_segment(
-        self, x: Tensor, state: ComposedState | None, write_mask: Tensor | None, reset_mask: Tensor | None
+        self, x: Tensor, state: ComposedState | None, write_mask: Mask, reset_mask: Mask
     ) -> tuple[Tensor, ComposedState]:
         """Memory as context, over spans in which every sequence stays within one segment."""
         fresh = self._fresh(x)
         state = fresh if state is None else state
         size: Any = self.config.segment
-        ys = [x[:, :0]]
-        for span, restarts, closes, aligned in spans_of(state.place, x, write_mask, reset_mask, size):
+        ys, nowhere = [x[:, :0]], torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        for span, restarts, closes, aligned in spans_of(state.place, x.shape[1], write_mask, reset_mask, size):
             own, write = x[:, span], None if write_mask is None else write_mask[:, span]
             if restarts and reset_mask is not None:
-                state = where_sequences(reset_mask[:, span.start], fresh, state)
-            read, _ = self.memory(own, state.start, write_mask=_nowhere(own))
+                state = where_rows(reset_mask[:, span.start], fresh, state)
+            read, _ = self.memory(own, state.start, write_mask=nowhere[:, span])
             a, attention = self.attention(own, None if aligned else state.attention, write_mask=write, beside=read)
             answer, memory = self.memory(a, state.memory, write_mask=write)
             ys.append(self.gate(a, answer))
             place = state.place + (a.shape[1] if write is None else write.sum(1))
             state = ComposedState(attention, memory, state.start, place)
             if closes:
-                begun = fresh._replace(memory=memory, start=self._emptied(x, memory))
-                state = where_sequences(place == size, begun, state)
+                start = memory
+                if self.reach:  # what convolutions hold would reach into reads, and where x is cut into others of them
+                    none = x.new_zeros(x.shape[0], self.reach, self.d_model)
+                    _, start = self.memory(none, memory, write_mask=torch.zeros_like(none[..., 0], dtype=torch.bool))
+                begun = fresh._replace(memory=memory, start=start)
+                state = where_rows(place == size, begun, state)
         return torch.cat(ys, 1), state
 
     def _fresh(self, x: Tensor) -> ComposedState:
-        """The state before any token."""
+        """The state before any token; refuses one of the memory's that cannot be taken apart sequence by sequence."""
         none = x[:, :0]
         _, attention = self.attention(none, beside=none)
         _, memory = self.memory(none)
         place = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-        self._check_rows(memory, x.shape[0])
+        for leaf in pytree.tree_leaves(memory):
+            given = list(leaf.shape) if isinstance(leaf, Tensor) else shorten(leaf)
+            if leaf is not None and (not isinstance(given, list) or given[:1] != [len(x)]):
+                raise ShapeError(
+                    f"{self.name}: kind 'mac' begins segments row by row, so every tensor of the memory's state must "
+                    f"have {len(x)} rows, one per sequence; that of {type(self.memory).__name__} holds {given}"
+                )
         return ComposedState(attention, memory, memory, place)
 
-    def _emptied(self, x: Tensor, memory: Any) -> Any:
-        """The memory as it is, its convolutions empty: what they held would reach into some of the segment's reads, and
-        into others where the sequence is cut elsewhere."""
-        if not self.reach:
-            return memory
-        none = x.new_zeros(x.shape[0], self.reach, self.d_model)
-        return self.memory(none, memory, write_mask=_nowhere(none))[1]
-
     def _check_state(self, x: Tensor, state: ComposedState | None) -> None:
-        """Refuses a state of another layer or batch."""
-        if state is None:
+        if state is None or not check_made(state, ComposedState, self.name):
             return
-        if not isinstance(state, ComposedState):
-            raise ShapeError(
-                f"{self.name}: state must be the ComposedState that this layer returned, got {type(state).__name__}"
-            )
         segments = self.config.by_segment
         for field, needed in {"memory": self.config.has_memory, "start": segments, "place": segments}.items():
             if (getattr(state, field) is not None) != needed:
@@ -296,79 +288,31 @@ class Composed(nn.Module):
                     f"{self.name}: state.{field} must {'not ' if needed else ''}be None for kind "
                     f"{self.config.kind!r}; was it made by another layer?"
                 )
-        if state.place is not None and state.place.shape != x.shape[:1]:
+        if segments and state.place.shape != x.shape[:1]:
             raise ShapeError(
-                f"{self.name}: state.place must be {list(x.shape[:1])}, got "
-                f"{list(state.place.shape)}; was it made with another batch?"
+                f"{self.name}: state.place must be {list(x.shape[:1])}, got {list(state.place.shape)}; was it made "
+                "with another batch?"
             )
-
-    def _check_rows(self, state: Any, batch: int) -> None:
-        """Refuses a memory's state that cannot be taken apart sequence by sequence."""
-        for leaf in pytree.tree_leaves(state):
-            given = list(leaf.shape) if isinstance(leaf, Tensor) else shorten(leaf)
-            if leaf is not None and (not isinstance(given, list) or given[:1] != [batch]):
-                raise ShapeError(
-                    f"{self.name}: kind 'mac' begins segments row by row, so every tensor of the memory's state must "
-                    f"have {batch} rows, one per sequence; that of {type(self.memory).__name__} holds {given}"
-                )
 
     def extra_repr(self) -> str:
         """The kind."""
         return f"kind={self.config.kind}"
 
 
-def _nowhere(x: Tensor) -> Tensor:
-    """A mask under which nothing is written."""
-    return torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-
-
-def check_memory(config: AttentionConfig, d_model: int, memory: nn.Module | None) -> None:
-    """Refuses a memory layer that the kind has no use for, none where it needs one."""
-    if memory is not None and not config.has_memory:
-        raise ConfigError(
-            f"kind 'attention' has no memory, got a {type(memory).__name__}; choose kind 'mag', "
-            "'mal' or 'mac', or leave it out"
-        )
-    if config.has_memory and not isinstance(memory, nn.Module):
-        raise ConfigError(
-            f"kind {config.kind!r} needs a memory layer, got {shorten(memory)}; give one, or choose kind 'attention'"
-        )
-    width = getattr(memory, "d_model", d_model)
-    if width != d_model:
-        raise ConfigError(f"d_model={d_model}, but the memory layer's d_model is {width}")
-
-
 def spans_of(
-    place: Tensor, like: Tensor, write: Tensor | None, reset: Tensor | None, size: int
+    place: Tensor, length: int, write: Mask, reset: Mask, size: int
 ) -> Iterator[tuple[slice, bool, bool, bool]]:
-    """The spans of a call over `like` `[B, T, ...]` in which no sequence begins a segment or document but with the
-    span; `place` `[B]` tokens are in a segment.
+    """The spans of `length` tokens in which no sequence begins a segment or document but with the span; `place` `[B]`
+    tokens are in a segment.
 
     With each: whether some sequence begins a document, some completes a segment, all are at the beginning of one."""
-    shape = like.shape[:2]
-    if shape[1] == 0:
+    if length == 0:
         return
-    write = torch.ones(shape, dtype=torch.bool, device=place.device) if write is None else write
-    reset = torch.zeros_like(write) if reset is None else reset
-    count = write.long()
-    before = place.unsqueeze(1) + count.cumsum(1) - count
-    since = before - torch.where(reset, before, 0).cummax(1).values
-    within = since % size
-    closing = write & (within == size - 1)
-    flags = [reset.any(0), closing.any(0), (within == 0).all(0)]
-    restarts, closes, aligned = torch.stack(flags).tolist()
-    cuts = {0, shape[1]} | {t for t, found in enumerate(restarts) if found}
+    within = written_before(place, write, reset, length) % size
+    closing = within == size - 1 if write is None else write & (within == size - 1)
+    flags = [torch.zeros_like(closing) if reset is None else reset, closing]
+    restarts, closes, aligned = torch.stack([*(flag.any(0) for flag in flags), (within == 0).all(0)]).tolist()
+    cuts = {0, length} | {t for t, found in enumerate(restarts) if found}
     cuts |= {t + 1 for t, found in enumerate(closes) if found}
     for at, end in pairwise(sorted(cuts)):
         yield slice(at, end), restarts[at], closes[end - 1], aligned[at]
-
-
-def where_sequences(chosen: Tensor, yes: Tree, no: Tree) -> Tree:
-    """A state with the tensors of `yes` in some sequences `[B]`, of `no` in the others."""
-
-    def choose(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        if a is None or b is None:
-            return b
-        return torch.where(chosen.reshape(-1, *[1] * (b.dim() - 1)), a, b)
-
-    return pytree.tree_map(choose, yes, no)

@@ -16,12 +16,13 @@ from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.projection import Projection, check_projection, project_queries
 from hecate.nn.rule import Asked, FeatureMemory, FeatureMemoryConfig, RuleParameters
 from hecate.phi import Params
-from hecate.rule import MemoryConfig, MemoryState, bytes_of, detached
+from hecate.rule import MemoryConfig, MemoryState, carried
 from hecate.tape import Autodiff
 
 Tree = TypeVar("Tree")
 
 
+@carried
 class LayerState(NamedTuple):
     """The state of a `Memory` layer: a pytree of tensors. [NN-MEM-I6]
 
@@ -39,15 +40,6 @@ class LayerState(NamedTuple):
     conv_segment: Tensor | None
     features: MemoryState | None = None
     projection: MemoryState | None = None
-
-    def detach(self) -> LayerState:
-        """The same state cut off from the graph that produced it."""
-        return detached(self)
-
-    @property
-    def bytes(self) -> int:
-        """Size of all tensors; it does not grow with the number of tokens seen."""
-        return bytes_of(self)
 
 
 def where_rows(rows: Tensor, yes: Tree, no: Tree) -> Tree:

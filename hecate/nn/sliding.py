@@ -13,15 +13,16 @@ from torch.nn import functional as F
 
 from hecate.checks import check_shapes, check_size, expect_choice, expect_count
 from hecate.errors import ConfigError, ShapeError
-from hecate.nn.arguments import check_sequence, check_sizes
+from hecate.nn.arguments import Mask, check_made, check_sequence, check_sizes, check_tensors
 from hecate.nn.conv import normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import rotated
-from hecate.rule import bytes_of, detached
+from hecate.rule import carried
 
 AttentionNorm = Literal["none", "rms"]
 
 
+@carried
 class SlidingState(NamedTuple):
     """What a `SlidingAttention` carries: a pytree of tensors. [ATT-SLIDE-I3]
 
@@ -34,15 +35,6 @@ class SlidingState(NamedTuple):
     keys: Tensor
     values: Tensor
     present: Tensor
-
-    def detach(self) -> SlidingState:
-        """The same state cut off from the graph that produced it."""
-        return detached(self)
-
-    @property
-    def bytes(self) -> int:
-        """Size of all tensors; with a window it does not grow with the number of tokens seen."""
-        return bytes_of(self)
 
 
 class SlidingAttention(nn.Module):
@@ -96,7 +88,20 @@ class SlidingAttention(nn.Module):
         self.d_model, self.heads, self.width = d_model, heads, d_model // heads
         self.window, self.persistent, self.rotary = window, persistent, rotary
         self.kv_heads, self.qk_norm, self.name = kv_heads, qk_norm, name
-        self._check_options()
+        sizes: dict[str, Any] = {"window": window, "persistent": persistent, "kv_heads": kv_heads}
+        for what, given in sizes.items():
+            if given is not None or what != "window":
+                expect_count(given, what, 0 if what == "persistent" else 1)
+                check_size(given, what, "lower it")
+        check_shapes({"tokens": (persistent, d_model)}, "lower persistent or d_model")
+        if heads % kv_heads:
+            raise ConfigError(f"kv_heads={kv_heads} does not divide heads={heads}", ("kv_heads",))
+        expect_choice(qk_norm, "qk_norm", get_args(AttentionNorm))
+        if rotary and self.width % 4:
+            raise ConfigError(
+                f"rotary=True turns half of a head's channels in pairs: d_model={d_model} over heads={heads} must be "
+                f"divisible by 4, got {self.width}; change one of them or set rotary=False"
+            )
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.query = blank(nn.Linear, d_model, d_model, bias=False, **place)
         self.key_value = blank(nn.Linear, d_model, 2 * kv_heads * self.width, bias=False, **place)
@@ -107,22 +112,6 @@ class SlidingAttention(nn.Module):
         self.gain = nn.Parameter(torch.empty(heads, 1, **place)) if qk_norm == "rms" else None
         if self.out.weight.device.type != "meta":
             self.reset_parameters(generator)
-
-    def _check_options(self) -> None:
-        for name, least in {"window": 1, "persistent": 0, "kv_heads": 1}.items():
-            given = getattr(self, name)
-            if given is not None or name != "window":
-                expect_count(given, name, least)
-                check_size(given, name, "lower it")
-        check_shapes({"tokens": (self.persistent, self.d_model)}, "lower persistent or d_model")
-        if self.heads % self.kv_heads:
-            raise ConfigError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}", ("kv_heads",))
-        expect_choice(self.qk_norm, "qk_norm", get_args(AttentionNorm))
-        if self.rotary and self.width % 4:
-            raise ConfigError(
-                f"rotary=True turns half of a head's channels in pairs: d_model={self.d_model} over heads={self.heads} "
-                f"must be divisible by 4, got {self.width}; change one of them or set rotary=False"
-            )
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
@@ -139,17 +128,22 @@ class SlidingAttention(nn.Module):
         x: Tensor,
         state: SlidingState | None = None,
         *,
-        write_mask: Tensor | None = None,
-        reset_mask: Tensor | None = None,
+        write_mask: Mask = None,
+        reset_mask: Mask = None,
         beside: Tensor | None = None,
     ) -> tuple[Tensor, SlidingState]:
         """One pass over x `[B, T, d_model]` from a state; masks are bool `[B, T]`.
 
         `beside` `[B, T, d_model]` gives each token a second input, seen wherever the token is.
         """
-        if not torch.compiler.is_compiling():
-            check_sequence(self.query.weight, x, write_mask=write_mask, reset_mask=reset_mask)
-            self._check(x, state, beside)
+        check_sequence(self.query.weight, x, write_mask=write_mask, reset_mask=reset_mask)
+        if beside is not None and beside.shape != x.shape:
+            raise ShapeError(f"{self.name}: beside must be {list(x.shape)} like x, got {list(beside.shape)}")
+        if state is not None and check_made(state, SlidingState, self.name):
+            count = state.present.shape[-1] if self.window is None else self.window - 1
+            shape = (x.shape[0], count, 1 if beside is None else 2, self.kv_heads, self.width)
+            tensors = {"keys": (state.keys, shape), "values": (state.values, shape)}
+            check_tensors(x.shape[0], {**tensors, "present": (state.present, shape[:2])}, self.name)
         inputs = x.unsqueeze(2) if beside is None else torch.stack([beside, x], 2)
         k, v = self._keys_values(inputs)
         q = self.query(x).unflatten(-1, (self.heads, self.width))
@@ -162,28 +156,25 @@ class SlidingAttention(nn.Module):
             k = torch.cat([state.keys.to(k.dtype), k], 1)
             v = torch.cat([state.values.to(v.dtype), v], 1)
         k, v = entries.in_order(k), entries.in_order(v)
-        plain = state is None and write_mask is None and reset_mask is None
         if q.numel():
-            y = self._attend(q, k, v, entries, plain)
+            plain = state is None and write_mask is None and reset_mask is None
+            y = self._attend(q, k, v, entries, plain=plain)
         else:  # of no tokens every parameter has the gradient 0
             unread = (k, v) if self.tokens is None else (k, v, self.tokens)
             y = q + sum(part.sum().to(q.dtype) for part in unread)
-        return self.out(y.flatten(-2)), self._carried(k, v, entries, state)
+        if state is not None and not x.shape[1]:
+            present = state.present.clone()
+        else:
+            present = (entries.document == entries.own[:, -1:]).expand(len(x), -1)
+        kept = None if self.window is None else self.window - 1
+        return self.out(y.flatten(-2)), SlidingState(last(k, kept), last(v, kept), last(present, kept))
 
     def _keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[..., G, D]` of inputs `[..., d_model]`."""
         k, v = self.key_value(x).unflatten(-1, (2, self.kv_heads, self.width)).unbind(-3)
         return (k if self.gain is None else normalise_qk(k, "rms")), v
 
-    def _carried(self, k: Tensor, v: Tensor, entries: Entries, before: SlidingState | None) -> SlidingState:
-        count = None if self.window is None else self.window - 1
-        if before is not None and not entries.own.shape[1]:
-            present = before.present.clone()
-        else:
-            present = (entries.document == entries.own[:, -1:]).expand(k.shape[0], -1)
-        return SlidingState(last(k, count), last(v, count), last(present, count))
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, plain: bool) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, *, plain: bool) -> Tensor:
         """Answers `[B, T, H, D]` to queries from cache entries `[B, N, R, G, D]`."""
         if self.rotary:
             place = torch.arange(k.shape[1], device=k.device)
@@ -201,7 +192,11 @@ class SlidingAttention(nn.Module):
             blind = ~mask.any(-1, keepdim=True)  # a softmax over nothing has no value
             mask, blind = (mask | blind).unsqueeze(1), blind.unsqueeze(1)
         if self.tokens is not None:
-            k, v = self._with_persistent(self.tokens, k, v)
+            own_k, own_v = self._keys_values(self.tokens)
+            if self.rotary:  # the rotated half would make the answer depend on where counting began
+                own_k = F.pad(own_k[..., self.width // 2 :], (self.width // 2, 0))
+            own_k, own_v = (part.expand(k.shape[0], -1, -1, -1) for part in (own_k, own_v))
+            k, v = torch.cat([own_k.to(k.dtype), k], 1), torch.cat([own_v.to(v.dtype), v], 1)
         y = F.scaled_dot_product_attention(
             windows.queries(q).flatten(0, 1).transpose(1, 2),
             k.transpose(1, 2),
@@ -213,33 +208,6 @@ class SlidingAttention(nn.Module):
         if blind is not None:
             y = torch.where(blind, 0.0, y)
         return y.transpose(1, 2).unflatten(0, (q.shape[0], -1)).flatten(1, 2)[:, : q.shape[1]]
-
-    def _with_persistent(self, tokens: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[M, N, G, D]` with those of the persistent tokens ahead of them."""
-        own_k, own_v = self._keys_values(tokens)
-        if self.rotary:  # the rotated half would make the answer depend on where counting began
-            own_k = F.pad(own_k[..., self.width // 2 :], (self.width // 2, 0))
-        own_k, own_v = (part.expand(k.shape[0], -1, -1, -1) for part in (own_k, own_v))
-        return torch.cat([own_k.to(k.dtype), k], 1), torch.cat([own_v.to(v.dtype), v], 1)
-
-    def _check(self, x: Tensor, state: SlidingState | None, beside: Tensor | None) -> None:
-        if beside is not None and beside.shape != x.shape:
-            raise ShapeError(f"{self.name}: beside must be {list(x.shape)} like x, got {list(beside.shape)}")
-        if state is None:
-            return
-        if not isinstance(state, SlidingState):
-            raise ShapeError(
-                f"{self.name}: state must be the SlidingState that this layer returned, got {type(state).__name__}"
-            )
-        count = state.present.shape[-1] if self.window is None else self.window - 1
-        shape = (x.shape[0], count, 1 if beside is None else 2, self.kv_heads, self.width)
-        for field, expected in (("keys", shape), ("values", shape), ("present", shape[:2])):
-            given = tuple(getattr(state, field).shape)
-            if given != expected:
-                raise ShapeError(
-                    f"{self.name}: state.{field} must be {list(expected)} for this layer and {x.shape[0]} sequences, "
-                    f"got {list(given)}; was it made by another layer or with another batch?"
-                )
 
     def extra_repr(self) -> str:
         """The sizes."""
@@ -276,7 +244,7 @@ class Entries(NamedTuple):
         return torch.take_along_dim(x, self.order.reshape(*x.shape[:2], *[1] * (x.dim() - 2)), 1)
 
 
-def entries_of(present: Tensor | None, like: Tensor, write: Tensor | None, reset: Tensor | None) -> Entries:
+def entries_of(present: Tensor | None, like: Tensor, write: Mask, reset: Mask) -> Entries:
     """Of those kept, `present` `[B, K]`, and the new tokens of `like` `[B, T, ...]`."""
     batch, length = like.shape[:2]
     kept = 0 if present is None else present.shape[1]

@@ -14,6 +14,7 @@ from hecate.late import look
 from hecate.rule.config import MemoryConfig
 
 Tree = TypeVar("Tree")
+Class = TypeVar("Class", bound=type)
 
 
 class Gates(NamedTuple):
@@ -111,6 +112,12 @@ def bytes_of(state: Any) -> int:
     """Size of all tensors of a pytree."""
     leaves = (leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+def carried(cls: Class) -> Class:
+    """Gives a NamedTuple of what a layer carries between calls the `detach()` and `bytes` of `MemoryState`."""
+    cls.detach, cls.bytes = detached, property(bytes_of)  # type: ignore[attr-defined]
+    return cls
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: MemoryState) -> MemoryState:

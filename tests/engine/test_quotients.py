@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.engine import exact_engines
-from hecate.nn import normalise_qk
-from hecate.nn.attention import linear_attention
+from hecate.nn import linear_attention, normalise_qk
 from tests.memories import close
 
 

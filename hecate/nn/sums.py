@@ -30,7 +30,7 @@ from hecate.engine import (
     written_before,
 )
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.nn.arguments import check_engine
+from hecate.nn.arguments import Mask, check_engine
 from hecate.nn.positions import Position, PositionKind
 from hecate.phi import FeatureMap, FeatureMapKind, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
@@ -52,7 +52,7 @@ class Weights(NamedTuple):
     position_params: dict[str, Tensor]
 
     def places(
-        self, state: MemoryState | None, write: Tensor | None, reset: Tensor | None, k: Tensor
+        self, state: MemoryState | None, write: Mask, reset: Mask, k: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         """Places of tokens k `[B, S, ...]` in their documents, `[B, S]`, and the count after the last; None where
         nothing depends on them."""
@@ -94,8 +94,8 @@ def linear_attention(
     positions: PositionKind | str = "none",
     position_params: dict[str, Tensor] | None = None,
     state: MemoryState | None = None,
-    write_mask: Tensor | None = None,
-    reset_mask: Tensor | None = None,
+    write_mask: Mask = None,
+    reset_mask: Mask = None,
     cu_seqlens: Tensor | None = None,
     engine: EngineName = "auto",
     autodiff: Autodiff = "auto",
@@ -138,8 +138,10 @@ def linear_attention(
             _check_state(weights, sums, k, v, state, normalizer)
     weights = weights._replace(params=check_params(feature_map, params, k))
     group = q.shape[2] // k.shape[2]
+    dtype = reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype), torch.float32)
     with without_autocast(k.device.type):
-        queries, keys, values = _grouped(q, k, v, write_mask)
+        queries = q.to(dtype).unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)  # a group's side by side
+        keys, values = (written(x.to(dtype), write_mask) for x in (k, v))
         place, seen = weights.places(state, write_mask, reset_mask, k)
         phi_q = weights.features(queries, None if place is None else place.repeat_interleave(group, 1))
         phi_k = weights.features(keys, place)
@@ -154,14 +156,6 @@ def linear_attention(
     # From the queries of a group side by side back to heads.
     y = y.unflatten(1, (q.shape[1], group)).transpose(2, 3).flatten(2, 3)
     return y.to(v.dtype), state_of_sums(held, total, seen)
-
-
-def _grouped(q: Tensor, k: Tensor, v: Tensor, write: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """q `[B, T r, G, D]`, the r queries of a key head's group side by side, k and v; in float32 or better."""
-    dtype = reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype), torch.float32)
-    q, k, v = q.to(dtype), written(k.to(dtype), write), written(v.to(dtype), write)
-    q = q.unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
-    return q.transpose(2, 3).flatten(1, 2), k, v
 
 
 def _mean(
@@ -224,7 +218,6 @@ def turned_width(positions: Position, feature_map: FeatureMap, d_key: int) -> in
 
 
 def _check_tensors(weights: Weights, sums: Sums, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuses tensors that do not fit together."""
     check_tokens(q, k, v, "B T heads width")
     if v.shape[:3] != k.shape[:3] or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise ShapeError(
@@ -334,8 +327,8 @@ class Sums(NamedTuple):
     """
 
     causal: bool
-    write: Tensor | None
-    reset: Tensor | None
+    write: Mask
+    reset: Mask
     how: dict[str, Any]
     retain: Tensor | None = None
     factors: Tensor | None = None
@@ -420,7 +413,7 @@ class Sums(NamedTuple):
         return (torch.einsum("btrgp,gvpbt->btrgv", q, sums) + own).flatten(1, 2)
 
 
-def written(x: Tensor, write: Tensor | None) -> Tensor:
+def written(x: Tensor, write: Mask) -> Tensor:
     """x `[B, S, G, *]` with zeros for masked tokens, which may hold garbage, too bad even to be multiplied by 0."""
     return x if write is None else torch.where(write[..., None, None], x, 0.0)
 

@@ -13,14 +13,14 @@ from torch.utils import _pytree as pytree
 from hecate.checks import expect_choice, expect_count
 from hecate.engine import EngineName, document_starts
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.nn.arguments import check_sequence, check_sizes
-from hecate.nn.attention.functional import MEMORIES, Normalizer, Weights, check_options, linear_attention, turned_width
+from hecate.nn.arguments import Mask, check_sequence, check_sizes
 from hecate.nn.parameters import FeatureParameters, TensorDict, blank, draw_normal, source_of
 from hecate.nn.positions import Position, PositionKind
 from hecate.nn.rule import Asked
+from hecate.nn.sums import MEMORIES, Normalizer, Weights, check_options, linear_attention, turned_width
 from hecate.phi import Favor, FeatureMap, FeatureMapKind, PerformerReLU
 from hecate.phi.random import Norms
-from hecate.rule import Gates, MemoryState, bytes_of, detached
+from hecate.rule import Gates, MemoryState, carried
 from hecate.tape import Autodiff
 
 Kernel = Literal["positive", "hyperbolic", "trigonometric", "relu"]
@@ -86,13 +86,11 @@ class LinearAttention(FeatureParameters):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(d_model, heads, d_key, d_value, 0)
+        self.d_key, self.d_value = check_sizes(d_model, heads, d_key, d_value, 0)
         self.feature_map = FeatureMap.model_validate(feature_map)
         self.positions = Position.model_validate(positions)
         self.d_model, self.heads, self.d_context = d_model, heads, d_context
         self.kv_heads = heads if kv_heads is None else kv_heads
-        self.d_key = d_model // heads if d_key is None else d_key
-        self.d_value = d_model // heads if d_value is None else d_value
         self.causal, self.normalizer, self.eps = causal, normalizer, eps
         self.dropout, self.name = dropout, name
         self.engine, self.autodiff = engine, autodiff
@@ -128,8 +126,8 @@ class LinearAttention(FeatureParameters):
         state: MemoryState | None = None,
         *,
         context: Tensor | None = None,
-        write_mask: Tensor | None = None,
-        reset_mask: Tensor | None = None,
+        write_mask: Mask = None,
+        reset_mask: Mask = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, MemoryState]:
         """One pass over x `[B, T, d_model]`, and the sums to go on from.
@@ -138,14 +136,13 @@ class LinearAttention(FeatureParameters):
         `reset_mask` `[B, T]` or `cu_seqlens` mark where documents start.
         """
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "cu_seqlens": cu_seqlens}
-        if not torch.compiler.is_compiling():
-            self._check_inputs(x, state, context, masks)
+        self._check_inputs(x, state, context, masks)
         q, k, v = self.projected(x, context, write_mask)
         y, after = self.attend(q, k, v, state, **masks)
         return self.out(F.dropout(y.flatten(-2), self.dropout, self.training)), after
 
     def projected(
-        self, x: Tensor, context: Tensor | None = None, write_mask: Tensor | None = None
+        self, x: Tensor, context: Tensor | None = None, write_mask: Mask = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q `[B, T, H, D]` of x, and k `[B, S, G, D]` and v `[B, S, G, V]` of the tokens that are seen."""
         source = context if self.d_context is not None else x
@@ -227,9 +224,8 @@ class LinearAttention(FeatureParameters):
                 )
 
     def _check_inputs(
-        self, x: Tensor, state: MemoryState | None, context: Tensor | None, masks: dict[str, Tensor | None]
+        self, x: Tensor, state: MemoryState | None, context: Tensor | None, masks: dict[str, Mask]
     ) -> None:
-        """Refuses tensors that do not fit the layer or each other."""
         write_mask, reset_mask, cu_seqlens = masks.values()
         if self.d_context is None:
             if context is not None:
@@ -267,6 +263,7 @@ def _repeated(tree: Any, group: int, axis: int) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x.repeat_interleave(group, axis), tree)
 
 
+@carried
 class PerformerState(NamedTuple):
     """What a `PerformerAttention` carries between calls: a pytree of tensors.
 
@@ -277,15 +274,6 @@ class PerformerState(NamedTuple):
 
     sums: MemoryState
     redraws: Tensor
-
-    def detach(self) -> PerformerState:
-        """The same state cut off from the graph that produced it."""
-        return detached(self)
-
-    @property
-    def bytes(self) -> int:
-        """Size of all tensors; it does not grow with the number of tokens seen."""
-        return bytes_of(self)
 
 
 class PerformerAttention(nn.Module):
