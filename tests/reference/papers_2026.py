@@ -86,7 +86,7 @@ def preconditioned_delta(q, k, v, factor, beta, alpha):
 
 
 def hypergradient(k, forget, eta=1.0, start=0.0, *, divide=False, low=None, high=None):
-    """The factors d of Online Scaled DeltaNet (Zhou et al. 2026, 2605.13473) `[T, K]`, of the released code:
+    """The factors d of Online Scaled DeltaNet (Zhou et al. 2026, 2605.13473) `[T, K]`, as its authors' code has them:
 
     token t writes d_t o k; then d = forget_t d + eta (1 - d.(k o k)) k o k, clipped to [low, high]. beta is not in it;
     `divide` divides the gradient by |k|^2 + 1e-5.
@@ -116,7 +116,7 @@ def kalman_gain(k, alpha, omega, r, start=1.0, info=None):
 
 
 def kalman_gain_isotropic(k, alpha, omega, r, start=1.0, info=None):
-    """The same with one precision for all channels, which is a gated step: beta `[T]`; omega, r `[T]`, alpha `[T, K]`."""
+    """The same with one precision for all channels, and so one step beta `[T]`; omega, r `[T]`, alpha `[T, K]`."""
     c, out, width = start, [], k.shape[1]
     for t in range(len(k)):
         z, square = (alpha[t] ** 2).mean() / c + omega[t], k[t] @ k[t]
@@ -273,7 +273,9 @@ def product_key_memory(codes, v, g, table, chunk, lr=1.0):
     """Zhao and Jones 2026 (2601.00671), the values: y_t = table^T s_t by the rows of the chunk's start, then each row
     steps by 1/N_i of its gradient of sum_t g_t |v_t - y_t|^2 / 2, N_i how many tokens of the chunk read it.
 
-    codes `[T, S]`, targets v `[T, V]`, g `[T]`, table `[S, V]`. A chunk that is not full does not step.
+    codes `[T, S]`, targets v `[T, V]`, in the paper of the next token, g `[T]`, table `[S, V]`. A chunk that is not
+    full does not step. The released code steps by top C / (C - 1) times as much in chunks of C, the last token of which
+    has no target.
     """
     out = []
     for at in range(0, len(v), chunk):
