@@ -93,6 +93,10 @@ def test_rwkv7_is_two_writes_the_first_of_which_erases(x):
     given = rwkv7_inputs(x)
     expected = older.rwkv7(x.q, k=x.k, v=x.v, **given)
     removal, replacement = older.rwkv7_keys(x.k, given["a"], given["xi"], given["alpha"])
+    # The replacement key is a mean of k and a o k, by weights alpha; the bonus reads it before it is stored.
+    close(replacement, (1 - given["alpha"]) * x.k + given["alpha"] * given["a"] * x.k, RTOL)
+    bonus = [np.outer(x.v[t], replacement[t]) @ (given["xi"] * x.q[t]) for t in range(x.length)]
+    close(older.rwkv7_bonus(x.q, replacement, x.v, given["xi"]), np.array(bonus), RTOL)
     keys, values = np.stack([removal, replacement], 1), np.stack([0 * x.v, x.v], 1)
     ones = np.ones_like(removal)
     erase, write = np.stack([ones, 0 * ones], 1), np.stack([given["a"], ones], 1)
@@ -209,9 +213,12 @@ def test_ridge_read_outs(x):
     level = 0.02 * np.linalg.norm(h)
     close(older.mesa_least_squares(x.q, x.k, x.v, x.keep, x.lr**2, np.full(KEYS, level))[-1], last, 1e-11)
     exact = np.linalg.solve(h + level * np.eye(KEYS), x.q[0])
-    errors = [np.linalg.norm(older.chebyshev(h, level, x.q[0], n) - exact) for n in (5, 15, 30, 120)]
-    assert errors == sorted(errors, reverse=True)
-    assert errors[-1] <= RTOL * np.linalg.norm(exact)
+    # What n steps leave of the solution along an eigenvector is a Chebyshev polynomial of its eigenvalue.
+    size, (values, vectors) = np.linalg.norm(h), np.linalg.eigh(h)
+    for n in (1, 5, 30, 120):
+        polynomial = np.polynomial.Chebyshev.basis(n + 1)
+        left = polynomial(1 - 2 * values / size) / polynomial(1 + 2 * level / size)
+        close(older.chebyshev(h, level, x.q[0], n), exact - vectors @ (left * (vectors.T @ exact)), 1e-11)
 
 
 def test_mlstm_in_three_forms(x):
@@ -349,12 +356,50 @@ def test_chunked_memories_reduce_to_plain_ones(x):
     gradient = (x.gate[:, None] * (codes @ table - x.v)).T @ codes
     same((y, after), (codes @ table, table - gradient.T / x.length))
     first, second = x.rng.normal(size=(2, 3, 2))
-    code = newer.product_key_code(x.q[0], first, second, 2)
-    assert (code > 0).sum() == 2
-    close(code.sum(), 1.0, RTOL)
+    # A softmax of -log is a mean by inverse products of distances.
+    near = [
+        [1e-3 + ((half - c) ** 2).sum() for c in book] for half, book in ((x.q[0, :2], first), (x.q[0, 2:], second))
+    ]
+    weight = 1 / np.outer(*near).ravel()
+    weight[np.argsort(weight)[:-2]] = 0
+    close(newer.product_key_code(x.q[0], first, second, 2), weight / weight.sum(), RTOL)
 
 
-def test_gates(x):
+def test_gates_by_other_formulas():
+    rise, logit, bias = np.array([0.3, -1.2]), np.array([-0.7, 0.9]), 0.2
+    half, full = (1 + np.tanh(rise / 2)) / 2, np.log1p(np.exp(rise))  # sigmoid and softplus
+    other, soft = (1 + np.tanh(logit / 2)) / 2, np.log1p(np.exp(logit))
+    decay = (1 + np.exp(rise + bias)) ** -2.0
+    close(heads.mamba_decay(rise, np.log(2), bias), decay, RTOL)
+    close(heads.bounded_decay(rise, np.log(2), bias), np.exp(-5) * np.exp(5 * decay ** (1 / 5)), RTOL)
+    same(heads.gated_delta_2(rise, logit, reflections=True), (2 * half, other))
+    same(heads.gated_delta_2(rise, logit), (half, other))
+    same((heads.delta_product(rise), heads.delta_product(rise, reflections=False)), (2 * half, half))
+    close(heads.rwkv7_decay(rise) ** np.sqrt(np.e), np.exp(-half), RTOL)
+    close(heads.rwkv7_value(rise, logit, rise), half * logit + (1 - half) * rise, RTOL)
+    step = 2 * (1 + np.tanh(rise / 4)) / 2  # 1 + tanh(x / 4) at d_model = 16, x twice as large
+    z = 1.7 * step
+    beta, alpha = z**2 / (1 + z**2) * other, (1 + np.exp(rise + bias)) ** -3.0 / (1 + z**2)
+    carry = (1 + np.exp(logit - bias)) ** -0.5
+    got = heads.momentum_delta(rise, logit, rise, logit, 1.7, np.log(3), np.log(0.5), bias, -bias, 16)
+    same(got, (step, beta, alpha, carry))
+    dt = np.log1p(np.exp(rise + bias))
+    got = heads.mamba3(rise, logit, rise, logit[:, None], bias)
+    same(got, ((1 + np.exp(logit)) ** -dt, dt, half, (np.pi * dt * (2 / (1 + np.exp(-2 * logit)) - 1))[:, None]))
+    close(heads.mesa_ridge(rise) - full, [0.25, 0.25], RTOL)
+    same(heads.kalmanet(rise, logit), (half + 1e-6, other))
+    same(heads.kalman_delta(rise, logit, rise), (full, soft + 0.01, full + 0.1))
+    close(heads.q_delta(rise), (1 + np.tanh((rise - 0.9) / 2)) / 2, RTOL)
+    close(heads.comba(rise), half, RTOL)
+    close(heads.hgrn2(rise, 0.2), 0.2 * (1 - half) + half, RTOL)
+    written, kept = heads.gsa(rise)
+    same((kept**8, written + kept), (half, np.ones(2)))
+    close(heads.log_linear(rise, logit), np.log1p(np.exp(logit * rise)), RTOL)
+    close(heads.hgrn2_bounds(np.log([[2.0], [3.0], [5.0]])), [[0.0], [0.3], [0.8]], RTOL)
+    close(heads.retnet(3), [31 / 32, 63 / 64, 127 / 128], RTOL)
+
+
+def test_gates_keep_their_bounds(x):
     bias = heads.inverse_softplus(np.array([1e-3, 0.1]))
     close(heads.softplus(bias), [1e-3, 0.1], RTOL)
     logits = 20 * x.rng.normal(size=(4, x.length))
