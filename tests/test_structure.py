@@ -18,7 +18,7 @@ PACKAGE = ROOT / "hecate"
 
 FLOORS = [
     {"errors", "checks", "variant", "late", "tape"},
-    {"phi", "bias", "retention", "algorithm", "structure"},
+    {"phi", "bias", "retention", "algorithm", "structure", "gating"},
     {"rule", "engine"},
     {"nn", "cms", "optim"},
     {"data", "models"},

@@ -84,6 +84,11 @@ class Algorithm(Variant, family="algorithm"):
         return vars(self).get("momentum", 0.0)
 
     @property
+    def momentum_top(self) -> float:
+        """The largest momentum gate; the least is 0."""
+        return 1.0
+
+    @property
     def stable_step(self) -> float:
         """Largest lr times curvature at which repeated writes of one item do not grow."""
         return 2.0

@@ -59,6 +59,7 @@ class Momentum(Algorithm):
     kind: Literal["momentum"] = "momentum"
     momentum: float = Field(0.9, ge=0, lt=1)
     nesterov: bool = False
+    bounded: bool = Field(True, description="whether a momentum gate above 1 is refused")
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
     uses_momentum: ClassVar[bool] = True
     linear: ClassVar[bool] = True
@@ -67,6 +68,10 @@ class Momentum(Algorithm):
     def stable_step(self) -> float:
         limit = 2.0 * (1.0 + self.momentum)
         return limit / (1.0 + 2.0 * self.momentum) if self.nesterov else limit
+
+    @property
+    def momentum_top(self) -> float:
+        return 1.0 if self.bounded else math.inf
 
     @property
     def kernel(self) -> AlgorithmForm:

@@ -116,12 +116,14 @@ def complete_gates(
     return (
         _gate("lr", gates.lr, config.algorithm.lr, k, write),
         _gate("retain", gates.retain, config.retention.default_retain, k, write),
-        _gate("momentum", gates.momentum, config.algorithm.default_momentum, k, write),
+        _gate("momentum", gates.momentum, config.algorithm.default_momentum, k, write, config.algorithm.momentum_top),
     )
 
 
-def _gate(name: str, given: Tensor | float | None, default: float, k: Tensor, write: Tensor | None) -> Tensor:
-    shape, top = k.shape[:3], getattr(TOPS, name)
+def _gate(
+    name: str, given: Tensor | float | None, default: float, k: Tensor, write: Tensor | None, top: float | None = None
+) -> Tensor:
+    shape, top = k.shape[:3], getattr(TOPS, name) if top is None else top
     if isinstance(given, Tensor):
         if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and name != "retain"):
             raise ShapeError(f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got {list(given.shape)}")
@@ -129,14 +131,14 @@ def _gate(name: str, given: Tensor | float | None, default: float, k: Tensor, wr
             raise ShapeError(f"gates.{name} must be floating point, got {given.dtype}")
         if given.device != k.device:
             expect_beside(given, k, f"gates.{name}")
-        _check_range(name, given, write)
+        _check_range(name, given, write, top)
         return given
     if given is not None and not isinstance(given, Real):
         raise ShapeError(f"gates.{name} must be a number or a tensor [B, T, H] = {list(shape)}, got {described(given)}")
     value = default if given is None else float(given)
     # No math.isinf: to torch.compile the defaults of a second config are symbols.
     if not 0 <= value <= top or value == math.inf:
-        raise ConfigError(f"gates.{name} must be {_bounds(name)}, got {value:g}")
+        raise ConfigError(f"gates.{name} must be {_bounds(top)}, got {value:g}")
     return torch.full(shape, value, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
 
 
@@ -169,7 +171,7 @@ def general_gates(
             each = f"gates.retain_value must be a tensor [B, T, H, V] = {[*k.shape[:3], v.shape[-1]]}"
             raise ShapeError(f"{each}, got {described(kept)}; one value for all channels is gates.retain")
         _check_gate("retain_value", kept, k, v.shape[-1], "value channel")
-        _check_range("retain_value", kept, mask)
+        _check_range("retain_value", kept, mask, 1.0)
     floor = None if gates.floor is None else _gate("floor", gates.floor, 1.0, k, mask)
     return *factors, kept, floor
 
@@ -211,15 +213,15 @@ def _check_gate(name: str, given: Tensor, k: Tensor, width: int, channel: str) -
     expect_beside(given, k, f"gates.{name}")
 
 
-def _check_range(name: str, given: Tensor, write: Tensor | None) -> None:
+def _check_range(name: str, given: Tensor, write: Tensor | None, top: float) -> None:
     if given.numel() and can_inspect(given, free=True):
         low, high = given.aminmax()
-        if not (low.item() >= 0 and high.item() <= getattr(TOPS, name)):
-            _refuse_range(name, given, write)
+        if not (low.item() >= 0 and high.item() <= top):
+            _refuse_range(name, given, write, top)
 
 
-def _bounds(name: str) -> str:
-    return "a finite number >= 0" if getattr(TOPS, name) == math.inf else "in [0, 1]"
+def _bounds(top: float) -> str:
+    return "a finite number >= 0" if top == math.inf else "in [0, 1]"
 
 
 def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
@@ -233,15 +235,15 @@ def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
         raise ShapeError(f"gates.retain per phi channel must be [B, T, H, {width}], got {list(retain.shape)}")
 
 
-def _refuse_range(name: str, given: Tensor, write: Tensor | None) -> None:
+def _refuse_range(name: str, given: Tensor, write: Tensor | None, top: float) -> None:
     """Names the first written token whose gate is out of range, if there is one."""
-    bad = given.isfinite() & ((given < 0) | (given > getattr(TOPS, name)))
+    bad = given.isfinite() & ((given < 0) | (given > top))
     if write is not None:
         bad = bad & expand_to(write, bad)
     for at in bad.nonzero()[:1].tolist():
         channel = f", channel {at[3]}" if len(at) > 3 else ""
         raise ConfigError(
-            f"gates.{name} must be {_bounds(name)}, got {float(given[tuple(at)].detach()):g} at batch row {at[0]}, "
+            f"gates.{name} must be {_bounds(top)}, got {float(given[tuple(at)].detach()):g} at batch row {at[0]}, "
             f"token {at[1]}, head {at[2]}{channel}"
         )
 

@@ -120,6 +120,7 @@ class OneToken:
         self.config, self.output, self.timed = config, (v.shape, v.dtype), k.dim() == 4
         batch, heads = k.shape[0], k.shape[-2]
         self.dtype = next(iter(state.memory.values())).dtype
+        self.tops = TOPS[0], TOPS[1], config.algorithm.momentum_top
         self.scale = 1 / math.sqrt(k.shape[-1])
         self.inspects, self.far = k.device.type == "cpu", reach(self.dtype, 0.5)
         self.watches, self.late = config.on_nonfinite == "raise", nonfinite.is_late(k)
@@ -138,7 +139,7 @@ class OneToken:
             self.numbers = [
                 torch.full(shape, default if gate is None else gate, dtype=wide, device=k.device).to(self.dtype)
                 if not isinstance(gate, Tensor) else None
-                for gate, default, shape in zip(gates, defaults, self.shapes, strict=True)
+                for gate, default, shape in zip(gates[:3], defaults, self.shapes, strict=True)
             ]  # fmt: skip
 
     def __call__(
@@ -186,7 +187,7 @@ class OneToken:
             return number
         if self.inspects:
             low, high = given.aminmax()
-            if not (low.item() >= 0 and high.item() <= TOPS[index]):
+            if not (low.item() >= 0 and high.item() <= self.tops[index]):
                 return None
         return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(self.shapes[index])
 

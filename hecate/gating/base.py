@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,13 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class Sizes(NamedTuple):
-    """Of the layer that gates: its width, heads, and widths of keys and values per head."""
+    """Of the layer that gates: its width, heads, widths of keys and values per head, and writes per token."""
 
     d_model: int
     heads: int
     d_key: int
     d_value: int
+    writes: int = 1
 
 
 class Written(NamedTuple):
@@ -53,8 +54,23 @@ class Gating(Variant, family="gating"):
     Shapes: x `[B, T, d_model]`; parameters as in `shapes`, state `[B, ...]` as in `state_shapes`, zero at the start.
     """
 
-    replaces: ClassVar[tuple[str, ...]] = ()  # gates that it makes itself, and that get no head
+    plain: ClassVar[bool] = False  # whether it leaves everything as it is
+    _makes: ClassVar[tuple[str, ...]] = ()
     _formulas = ("forward", "shapes", "start", "state_shapes")
+
+    @property
+    def replaces(self) -> tuple[str, ...]:
+        """Gates that it makes itself, or leaves at the rule's default, and that get no head."""
+        return self._makes
+
+    @property
+    def erases(self) -> float:
+        """The most by which its gates multiply erase times write: a step's curvature grows as much."""
+        return 1.0
+
+    def refusal(self, config: Any) -> str | None:
+        """Why it cannot gate a `MemoryConfig`; None if it can."""
+        return None
 
     def pairs(self, writes: int) -> int:
         """How many keys and values the layer projects per token, for so many writes."""
@@ -86,6 +102,7 @@ class Plain(Gating):
     """
 
     kind: Literal["none"] = "none"
+    plain: ClassVar[bool] = True
 
     def forward(
         self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -27,6 +27,11 @@ class Comba(Gating):
     kind: Literal["comba"] = "comba"
     correction: float = Field(1.0, description="d at the start; 0.02 is suggested for small models")
     feedback: float = Field(1.0, description="a at the start")
+
+    def refusal(self, config: Any) -> str | None:
+        if config.key_norm != "none":
+            return f"key_norm={config.key_norm!r} would undo what it does to q and k; use the layer's qk_norm"
+        return None
 
     def shapes(self, sizes: Sizes) -> Shapes:
         return {"a": (sizes.heads,), "d": (sizes.heads,)}
@@ -51,6 +56,9 @@ class Complement(Gating):
 
     kind: Literal["complement"] = "complement"
     keys: bool = Field(False, description="whether the layer's keys stay; else the written key is 1 - retain alone")
+
+    def refusal(self, config: Any) -> str | None:
+        return None if config.retention.uses_retain else f"retention {config.retention.kind!r} has no retain gate"
 
     def forward(
         self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
@@ -80,6 +88,20 @@ class Curvature(Gating):
     decay: float = Field(0.99, gt=0, lt=1, description="at the start")
     rate: float = Field(0.5, gt=0, lt=1, description="at the start")
     names: ClassVar[tuple[str, ...]] = ("decay", "rate")
+
+    @property
+    def erases(self) -> float:
+        return self.base
+
+    def refusal(self, config: Any) -> str | None:
+        if config.writes > 1:
+            return f"it knows one key per token, not writes={config.writes}"
+        if config.algorithm.lr * self.base > config.algorithm.stable_step:
+            limit = config.algorithm.stable_step
+            return (
+                f"lr={config.algorithm.lr:g} times base={self.base:g} passes {limit:g}, where writes diverge; lower one"
+            )
+        return None
 
     def shapes(self, sizes: Sizes) -> Shapes:
         heads = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in self.names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -28,7 +28,12 @@ class Mamba3(Gating):
 
     kind: Literal["mamba3"] = "mamba3"
     turned: float = Field(0.5, ge=0, le=1, description="share of the pairs")
-    replaces: ClassVar[tuple[str, ...]] = ("lr", "retain", "erase", "write")
+    _makes: ClassVar[tuple[str, ...]] = ("lr", "retain", "erase", "write")
+
+    def refusal(self, config: Any) -> str | None:
+        if config.writes != 2 or not config.retention.uses_retain:
+            return "it makes two writes and retain; set writes=2 and retention 'decay'"
+        return None
 
     def pairs(self, writes: int) -> int:
         return 1

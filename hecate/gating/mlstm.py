@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,12 @@ class MLSTM(Gating):
     """
 
     kind: Literal["mlstm"] = "mlstm"
-    replaces: ClassVar[tuple[str, ...]] = ("lr", "retain")
+    _makes: ClassVar[tuple[str, ...]] = ("lr", "retain")
+
+    def refusal(self, config: Any) -> str | None:
+        if config.normalizer != "max" or not config.retention.uses_retain:
+            return "it makes lr, retain and the floor of the divisor; set normalizer='max' and retention 'decay'"
+        return None
 
     def shapes(self, sizes: Sizes) -> Shapes:
         gates = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in ("i", "f")}

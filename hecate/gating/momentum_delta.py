@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,14 @@ class MomentumDeltaGates(Gating):
     """
 
     kind: Literal["momentum_delta"] = "momentum_delta"
-    replaces: ClassVar[tuple[str, ...]] = ("lr", "retain", "momentum")
+    _makes: ClassVar[tuple[str, ...]] = ("lr", "retain", "momentum")
+
+    def refusal(self, config: Any) -> str | None:
+        if not (config.algorithm.uses_momentum and config.retention.uses_retain):
+            return "it makes the gates momentum and retain; use algorithm 'momentum' with retention 'decay'"
+        if getattr(config.algorithm, "bounded", False):
+            return "its momentum gate mu b_t / b_{t-1} may exceed 1; set algorithm.bounded=False"
+        return None
 
     def shapes(self, sizes: Sizes) -> Shapes:
         weights = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in ("eta", "b", "alpha", "mu")}

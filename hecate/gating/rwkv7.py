@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -29,7 +29,12 @@ class RWKV7(Gating):
 
     kind: Literal["rwkv7"] = "rwkv7"
     rank: Annotated[Size, Field(ge=1)] = 32
-    replaces: ClassVar[tuple[str, ...]] = ("lr", "retain", "erase", "write")
+    _makes: ClassVar[tuple[str, ...]] = ("lr", "retain", "erase", "write")
+
+    def refusal(self, config: Any) -> str | None:
+        if config.writes != 2 or not config.retention.uses_retain:
+            return "it makes two writes and retain; set writes=2 and retention 'decay'"
+        return None
 
     def pairs(self, writes: int) -> int:
         return 1

@@ -50,6 +50,9 @@ def check_firing(config: MemoryConfig, firing: Firing) -> None:
     expect_choice(firing, "firing", get_args(Firing))
     if firing == "always":
         return
+    if config.writes > 1 or not config.gating.plain:
+        own = f"writes={config.writes}" if config.writes > 1 else f"gating {config.gating.kind!r}"
+        raise ConfigError(f"firing='learned' holds one lr per token back, and {own} makes others", path=("firing",))
     if config.algorithm.kernel_form() is None:
         raise ConfigError(
             f"firing='learned' makes the lr of idle tokens 0, but algorithm {config.algorithm.kind!r} takes their "

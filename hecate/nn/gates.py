@@ -88,7 +88,7 @@ def gate_starts(config: MemoryConfig) -> dict[str, float]:
         starts["retain"] = config.retention.default_retain
     if config.algorithm.uses_momentum:
         starts["momentum"] = momentum
-    return starts
+    return {name: start for name, start in starts.items() if name not in config.gating.replaces}
 
 
 HeldGates = tuple[RetainForm | None, nn.ParameterDict, nn.ParameterDict]
@@ -100,6 +100,8 @@ def hold_gates(
     """Room for gates of what is `width` wide: the retain gate's form, every gate's weights `[H, width]` and biases
     `[H]`, of more rows where retain has a gate per channel; `draw_gates` fills it."""
     shapes, form = dict.fromkeys(starts, (heads, width)), None
+    if "lr" in starts:
+        shapes["lr"] = (config.writes * heads, width)
     if "retain" in starts:
         d_phi = config.feature_map.output_dim(d_key)
         form = RetainForm(config.retention.gate_form, heads, width, d_head=d_key, d_phi=d_phi, **place)
@@ -151,7 +153,7 @@ class GateHeads(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.lr_max = config.algorithm.lr
+        self.lr_max, self.writes = config.algorithm.lr, config.writes
         self.starts = gate_starts(config) | ({"firing": 0.75} if firing else {})
         d_key = d_model // heads if d_key is None else d_key
         held = hold_gates(config, self.starts, heads, d_model, d_key, device=device, dtype=dtype)
@@ -165,12 +167,14 @@ class GateHeads(nn.Module):
     def forward(self, x: Tensor) -> Gates:
         """The gates of every token."""
         values = self.values(x)
-        lr, retain = self.lr_max * values["lr"], values.get("retain")
+        lr, retain = values.get("lr"), values.get("retain")
+        if lr is not None:
+            lr = self.lr_max * (lr if self.writes == 1 else lr.unflatten(-1, (self.writes, -1)))
         if "firing" in values:
             gate = values["firing"]
             # The difference is exactly zero; its gradient is that of the gate.
             fired = (gate > 0.5).to(gate.dtype) + (gate - gate.detach())
-            lr = lr * fired
+            lr = None if lr is None else lr * fired
             if retain is not None:
                 fired = fired.unsqueeze(-1) if retain.dim() > fired.dim() else fired
                 retain = retain * fired + (1 - fired)

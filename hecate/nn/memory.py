@@ -10,13 +10,15 @@ from torch.utils import _pytree as pytree
 
 from hecate.checks import expect_choice
 from hecate.engine import EngineName, memory_scan
+from hecate.errors import ConfigError
+from hecate.gating import Masks
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_sequence, check_sizes, check_state
 from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.projection import Projection, check_projection, project_queries
 from hecate.nn.rule import Asked, FeatureMemory, FeatureMemoryConfig, RuleParameters
 from hecate.phi import Params
-from hecate.rule import MemoryConfig, MemoryState, carried
+from hecate.rule import Gates, MemoryConfig, MemoryState, carried
 from hecate.tape import Autodiff
 
 Tree = TypeVar("Tree")
@@ -33,6 +35,7 @@ class LayerState(NamedTuple):
             None until a `reset_mask` was given.
         features: the state of the feature memory; None without one.
         projection: what queries are projected onto; None without `query_projection`.
+        gating: what the config's gating carries on, by name; None where it carries nothing.
     """
 
     memory: MemoryState
@@ -40,6 +43,7 @@ class LayerState(NamedTuple):
     conv_segment: Tensor | None
     features: MemoryState | None = None
     projection: MemoryState | None = None
+    gating: dict[str, Tensor] | None = None
 
 
 def where_rows(rows: Tensor, yes: Tree, no: Tree) -> Tree:
@@ -199,8 +203,12 @@ class Memory(RuleParameters, MemoryLayer):
         ready = {"feature_map": "identity", "key_norm": "none", "query_scale": "none"}
         self.projected = config if query_projection == "none" else config.model_copy(update=ready)
         self.feature_memory = None if inner is None else FeatureMemory(d_model, heads, inner, d_key=d_key, **how)
-        self.bare = inner is None and query_projection == "none"
-        self.splits = [heads * d_key, heads * d_key, heads * d_value]
+        self.bare = inner is None and query_projection == "none" and config.writes == 1 and config.gating.plain
+        self.pairs = pairs = config.gating.pairs(config.writes)
+        if config.writes > 1 and not (inner is None and query_projection == "none"):
+            both = "feature_memory" if inner is not None else f"query_projection={query_projection!r}"
+            raise ConfigError(f"{both} looks at one key per token, and writes={config.writes} makes several")
+        self.splits = [heads * d_key, pairs * heads * d_key, pairs * heads * d_value]
         self.qkv = blank(nn.Linear, d_model, sum(self.splits), bias=False, **place)
         self.conv = ShortConv(sum(self.splits), conv_kernel, **place) if conv_kernel else None
         self.hold_output(d_model, heads, d_value, output_gate, **place)
@@ -231,22 +239,32 @@ class Memory(RuleParameters, MemoryLayer):
         if state is not None and x.shape[1] == 1 and self.bare and not torch.is_grad_enabled():
             if state.conv_segment is write_mask is reset_mask is restart_mask is None:
                 return self._one_token(x, state)
-        asked, carried = self.asked(x, state, **masks)
+        asked, carried, skip = self.asked(x, state, **masks)
         y, memory = asked.scan(engine=self.engine, autodiff=self.autodiff, name=self.name)
+        y = y if skip is None else y + skip
         return self.read_out(x, y), LayerState(memory, *carried)
 
     def asked(
         self, x: Tensor, state: LayerState | None = None, *, restart_mask: Tensor | None = None, **masks: Tensor | None
-    ) -> tuple[Asked, tuple[Any, ...]]:
-        """What `forward` asks of the memory, unchecked, and what else the layer carries on."""
+    ) -> tuple[Asked, tuple[Any, ...], Tensor | None]:
+        """What `forward` asks of the memory, unchecked, what else the layer carries on, and what is added to the
+        answer."""
         write_mask, reset_mask = masks.get("write_mask"), masks.get("reset_mask")
         mixed, conv, segment = convolved(self.conv, self.qkv(x), state, write_mask, reset_mask)
         q, k, v = mixed.split(self.splits, dim=-1)
         q = normalise_qk(q.unflatten(-1, (self.heads, -1)), self.qk_norm)
-        k = normalise_qk(k.unflatten(-1, (self.heads, -1)), self.qk_norm)
+        several = (self.pairs, self.heads, -1) if self.pairs > 1 else (self.heads, -1)
+        k = normalise_qk(k.unflatten(-1, several), self.qk_norm)
         features = None if state is None else state.features
         q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks)
-        v, gates = v.unflatten(-1, (self.heads, -1)), self.gates(x)
+        v, gates, skip, gated = v.unflatten(-1, several), self.gates(x), None, None
+        if self.gating is not None:
+            own = None if state is None else state.gating
+            restarts = (
+                reset_mask if restart_mask is None else restart_mask | (False if reset_mask is None else reset_mask)
+            )
+            made, gated = self.gating(x, q, k, v, gates, own, Masks(write_mask, restarts))
+            (q, k, v, _, skip), gates = made, Gates(**made.gates)
         params: Params | None = self.phi_params
         memory, held = None if state is None else state.memory, None
         if restart_mask is not None:
@@ -258,7 +276,7 @@ class Memory(RuleParameters, MemoryLayer):
             params = None
         start = self.initial.tensors
         asked = Asked(self.projected, q, k, v, gates, params, start, memory, write_mask, reset_mask)
-        return asked, (conv, segment, features, held)
+        return asked, (conv, segment, features, held, gated or None), skip
 
     def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """`forward` for x `[B, 1, d_model]`, with the same bits: q and k normalised at once, and nothing passed on that

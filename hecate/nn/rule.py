@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from hecate.checks import Size, check_shapes
 from hecate.engine import Sequence, memory_features, memory_scan, to_tokens
 from hecate.errors import ConfigError, StabilityWarning
+from hecate.gating import Masks, Sizes, Written
 from hecate.nn.conv import QKNorm, normalise_qk
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import FeatureParameters, TensorDict, draw_normal, without_numbers
@@ -23,6 +24,37 @@ from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.rule.state import slot_shapes
 from hecate.tape import execute
 from hecate.tape.bridge import without_autocast
+
+
+class GatingParameters(nn.Module):
+    """The parameters of a config's gating, and what a layer makes with it."""
+
+    def __init__(self, config: MemoryConfig, sizes: Sizes, **place: Any) -> None:
+        super().__init__()
+        self.gating, self.sizes = config.gating, sizes
+        shapes = self.gating.shapes(sizes)
+        check_shapes(shapes, f"lower d_model, heads or the widths that gating {self.gating.kind!r} sees")
+        meta = without_numbers(place["dtype"])
+        self.params = TensorDict(
+            {name: torch.empty(shape, **meta) for name, shape in shapes.items()}, learned=True, **place
+        )
+
+    def draw(self, source: torch.Generator) -> None:
+        """The starting values."""
+        tensors = self.params.tensors
+        self.params.copy_({n: self.gating.start(n, tuple(p.shape), self.sizes, source) for n, p in tensors.items()})
+
+    def forward(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Gates, held: dict[str, Tensor] | None, masks: Masks
+    ) -> tuple[Written, dict[str, Tensor]]:
+        """What the memory gets, and the state after the last token; `held` None starts at zero."""
+        if held is None:
+            wide = {"dtype": torch.promote_types(x.dtype, torch.float32), "device": x.device}
+            shapes = self.gating.state_shapes(self.sizes)
+            held = {name: torch.zeros(x.shape[0], *shape, **wide) for name, shape in shapes.items()}
+        made = Written(q, k, v, {name: gate for name, gate in gates._asdict().items() if gate is not None})
+        with without_autocast(x.device.type):
+            return self.gating.forward(self.params.tensors, x, made, held, masks)
 
 
 class HeldRule(FeatureParameters):
@@ -105,6 +137,8 @@ class RuleParameters(HeldRule):
         super().__init__()
         self.config, self.rule, self.heads, self.d_value = config, config, heads, d_value
         self.gates = GateHeads(d_model, heads, config, d_key=d_key, firing=firing, **place)
+        sizes = Sizes(d_model, heads, d_key, d_value, config.writes)
+        self.gating = None if config.gating.plain else GatingParameters(config, sizes, **place)
         d_phi = config.feature_map.output_dim(d_key)
         start = config.structure.init(d_phi, d_value, heads=heads, **without_numbers(place["dtype"]))
         weights = {name: tuple(weight.shape[1:]) for name, weight in start.items()}
@@ -117,8 +151,18 @@ class RuleParameters(HeldRule):
         """Everything anew from a generator, in the dtype and on the device of `like`."""
         place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
         self.gates.reset_parameters(source)
+        if self.gating is not None:
+            self.gating.draw(source)
         self.draw_features(source, like)
         self.initial.copy_(self.config.structure.init(self.d_phi, self.d_value, heads=self.heads, **place))
+
+
+def check_plain(config: MemoryConfig, what: str) -> None:
+    """Refuses a rule whose keys, values and gates a part does not make."""
+    if config.writes > 1:
+        raise ConfigError(f"writes={config.writes}: {what} makes one key and one value per token", path=("writes",))
+    if not config.gating.plain:
+        raise ConfigError(f"gating {config.gating.kind!r}: {what} makes gates of its own", path=("gating",))
 
 
 class FeatureMemoryConfig(MemoryConfig):
@@ -138,6 +182,11 @@ class FeatureMemoryConfig(MemoryConfig):
         if type(data) is MemoryConfig:
             return {name: getattr(data, name) for name in data.model_fields_set}
         return data
+
+    @model_validator(mode="after")
+    def _one_plain_write(self) -> FeatureMemoryConfig:
+        check_plain(self, "a feature memory")
+        return self
 
     @model_validator(mode="after")
     def _one_width(self) -> FeatureMemoryConfig:

@@ -12,6 +12,7 @@ from hecate.algorithm import GD, AlgorithmKind
 from hecate.bias import L2, BiasKind, Dot
 from hecate.checks import Count
 from hecate.errors import ConfigError, did_you_mean, shorten
+from hecate.gating import GatingKind, Plain
 from hecate.phi import FeatureMapKind, Identity
 from hecate.retention import NoRetention, RetentionKind
 from hecate.rule.rule import MemoryRule
@@ -26,6 +27,8 @@ class MemoryConfig(Prepared, Config):
     a rule stands for its fields: `titans`, or `{kind: titans, chunk: 16}` to change some.
 
     Fields beside the knobs:
+        gating: how a layer makes keys, values and gates, beyond a gate of each kind from x; a scan takes those it is
+            given.
         chunk: gradients are taken at the state of the chunk's start; 1 means at the previous token.
         commit: "token" steps at each token; "chunk" sums the chunk's lr-weighted gradients and
             takes one step at its last token, with retain the product of the chunk's and momentum that of the last.
@@ -49,6 +52,7 @@ class MemoryConfig(Prepared, Config):
     retention: RetentionKind = NoRetention()
     algorithm: AlgorithmKind = GD()
     feature_map: FeatureMapKind = Identity()
+    gating: GatingKind = Plain()
     chunk: Count = Field(1, ge=1)
     writes: Count = Field(1, ge=1)
     commit: Literal["token", "chunk"] = "token"
@@ -70,7 +74,7 @@ class MemoryConfig(Prepared, Config):
         knobs = {name: fields[name] for name in MemoryRule.model_fields}
         object.__setattr__(self, "_rule", MemoryRule.model_construct(**knobs))
         if self.writes > 1:
-            one = {**fields, "writes": 1, "chunk": self.chunk * self.writes if self.chunk > 1 else 1}
+            one = {**fields, "gating": Plain(), "writes": 1, "chunk": self.chunk * self.writes if self.chunk > 1 else 1}
             object.__setattr__(self, "_single", type(self).model_construct(**one))
         if self.normalizer != "none":
             fields.update(bias=Dot(), normalizer="none")
@@ -172,6 +176,9 @@ class MemoryConfig(Prepared, Config):
         if refusal is not None:
             named = f"algorithm {algorithm.kind!r} with structure {structure.kind!r} and bias {self.bias.kind!r}"
             yield ("algorithm",), f"{named}: {refusal}"
+        refusal = self.gating.refusal(self)
+        if refusal is not None:
+            yield ("gating",), f"gating {self.gating.kind!r}: {refusal}"
         if self.writes > 1:
             for reason in self._no_writes():
                 yield ("writes",), f"{self.writes} writes a token: {reason}"

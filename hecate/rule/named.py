@@ -5,6 +5,7 @@ from __future__ import annotations
 from hecate import retention
 from hecate.algorithm import GD, RLS, DeepMomentum, DeltaMomentum, Momentum, NewtonSchulz, Omega
 from hecate.bias import Dot, Lp, Yaad
+from hecate.gating import MLSTM, RWKV7, Comba, Complement, Curvature, Head, Heads, Mamba3, MomentumDeltaGates
 from hecate.phi import ELU, Concat, Identity, Linear, Normalise, Polynomial
 from hecate.retention import KL, Decay, Lq, Sphere
 from hecate.rule.config import RULES, MemoryConfig, NamedRule
@@ -56,6 +57,79 @@ RULES |= {
         ),
         "Kimi Linear (Kimi Team, 2025, arXiv 2510.26692): the gated delta rule with retain per phi channel, "
         "gates.retain [B, T, H, P], in a layer exp(-A softplus(W_2 W_1 x + b))",
+    ),
+    "gated_delta_2": NamedRule(
+        MemoryConfig(
+            retention=Decay(channels=True, rank="head", gate="softplus"),
+            decay_order="before_gradient",
+            key_norm="l2",
+            gating=Heads(erase=Head(channels=True, bias=False), value=Head(channels=True, bias=False), lr=False),
+        ),
+        "Gated DeltaNet-2 (2026, arXiv 2605.22791): kda with a gate per channel on the erased key and one on the "
+        "value; lr is 1",
+    ),
+    "delta_product": NamedRule(
+        MemoryConfig(
+            retention=Decay(gate="softplus"),
+            algorithm=GD(lr=2.0),
+            decay_order="before_gradient",
+            key_norm="l2",
+            writes=2,
+        ),
+        "DeltaProduct (Siems et al., 2025, arXiv 2502.10297), gated, of two writes with lr up to 2, whose products are "
+        "rotations; set writes for another number",
+    ),
+    "rwkv7": NamedRule(
+        MemoryConfig(retention=Decay(channels=True), writes=2, gating=RWKV7()),
+        "RWKV-7 (Peng et al., 2025, arXiv 2503.14456), the recurrence and its gates; without token shift, value "
+        "residual and bonus",
+    ),
+    "comba": NamedRule(
+        MemoryConfig(retention=Decay(gate="softplus"), decay_order="before_gradient", gating=Comba()),
+        "Comba (Hu et al., 2025, arXiv 2506.02475): q and k come normalised, as the layer's qk_norm does",
+    ),
+    "efla": NamedRule(
+        MemoryConfig(step="flow"),
+        "Error-Free Linear Attention (Lei et al., 2025, arXiv 2512.12602): the delta rule's gradient flow solved over "
+        "a time lr; keys are not normalised, or it is lr = 1 - exp(-lr)",
+    ),
+    "momentum_delta": NamedRule(
+        MemoryConfig(
+            retention=Decay(),
+            algorithm=Momentum(bounded=False),
+            decay_order="before_gradient",
+            key_norm="l2",
+            gating=MomentumDeltaGates(),
+        ),
+        "Momentum DeltaNet (Huang et al., 2026, arXiv 2605.05838); without its correction of the query",
+    ),
+    "mamba3": NamedRule(
+        MemoryConfig(bias=Dot(), retention=Decay(), writes=2, gating=Mamba3()),
+        "Mamba-3 (Lahoti et al., 2026, arXiv 2603.15569), one input and one output",
+    ),
+    "pgdn": NamedRule(
+        MemoryConfig(
+            retention=Decay(gate="softplus"), decay_order="before_gradient", key_norm="l2", gating=Curvature()
+        ),
+        "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): gated_delta with a preconditioned written key",
+    ),
+    "pkda": NamedRule(
+        MemoryConfig(
+            retention=Decay(channels=True, rank="head", gate="softplus"),
+            decay_order="before_gradient",
+            key_norm="l2",
+            gating=Curvature(),
+        ),
+        "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): kda with a preconditioned written key",
+    ),
+    "mlstm": NamedRule(
+        MemoryConfig(bias=Dot(), retention=Decay(), normalizer="max", query_scale="key_dim", gating=MLSTM()),
+        "xLSTM (Beck et al., 2024, arXiv 2405.04517), the matrix memory with exponential gates, stabilised",
+    ),
+    "hgrn2": NamedRule(
+        MemoryConfig(bias=Dot(), retention=Decay(retain=0.9, channels=True), gating=Complement()),
+        "HGRN2 (Qin et al., 2024, arXiv 2404.07904): what is not kept is written; without the lower bounds of retain "
+        "that grow over layers",
     ),
     "longhorn": NamedRule(
         MemoryConfig(step="implicit"),

@@ -1,0 +1,118 @@
+"""Heads of one linear map for the gates that few rules have: erase, write, retain_value, and a gate on the value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import linear
+
+from hecate.checks import Size
+from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written
+from hecate.variant import Config
+
+
+class Head(Config):
+    """top sigmoid(W x + b), per head or per channel.
+
+    Fields:
+        channels: a gate per channel instead of per head.
+        rank: W = W_2 W_1 with so many rows in W_1, which all heads share.
+        start: share of `top` where x is 0, b = log(start / (1 - start)).
+        top: the ceiling, never reached.
+        bias: whether b is learned; without it `start` is 1/2.
+    """
+
+    channels: bool = False
+    rank: Annotated[Size, Field(ge=1)] | None = None
+    start: float = Field(0.5, gt=0, lt=1)
+    top: float = Field(1.0, gt=0)
+    bias: bool = True
+
+
+class Heads(Gating):
+    """heads: a head each for erase, write, retain_value and the value: v becomes value * v.
+
+    Where a token has n writes, each has gates of its own; retain_value, which acts once, has not. Weights start at
+    N(0, 0.02^2).
+
+    Shapes: per head `[B, T, (n,) H]`, per channel `[B, T, (n,) H, D or V]`; retain_value is per channel always.
+    References: `erase` and `value` per channel are the gates b and w of Gated DeltaNet-2 (2026, arXiv 2605.22791),
+    `erase` up to 2 its reflections. [GATE-HEADS-D1]
+    """
+
+    kind: Literal["heads"] = "heads"
+    erase: Head | None = None
+    write: Head | None = None
+    retain_value: Head | None = None
+    value: Head | None = None
+    lr: bool = Field(True, description="whether lr has its head; else it is the algorithm's lr")
+
+    @property
+    def replaces(self) -> tuple[str, ...]:
+        return () if self.lr else ("lr",)
+
+    @property
+    def erases(self) -> float:
+        return math.prod(head.top for head in (self.erase, self.write) if head is not None)
+
+    def refusal(self, config: Any) -> str | None:
+        if self.retain_value is not None and not self.retain_value.channels:
+            return "retain_value is one gate per value channel; set retain_value.channels, or use retain"
+        return None
+
+    def _rows(self, sizes: Sizes) -> dict[str, tuple[Head, tuple[int, ...]]]:
+        """Each head with the shape of a token's gates."""
+        found = {}
+        for name, width in (
+            ("erase", sizes.d_key),
+            ("write", sizes.d_key),
+            ("retain_value", sizes.d_value),
+            ("value", sizes.d_value),
+        ):
+            head: Head | None = getattr(self, name)
+            if head is not None:
+                times = (sizes.writes,) if sizes.writes > 1 and name != "retain_value" else ()
+                found[name] = head, (*times, sizes.heads, *((width,) if head.channels else ()))
+        return found
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        shapes: Shapes = {}
+        for name, (head, rows) in self._rows(sizes).items():
+            if head.rank is not None:
+                shapes[f"{name}.down"] = (head.rank, sizes.d_model)
+            shapes[f"{name}.weight"] = (*rows, sizes.d_model if head.rank is None else head.rank)
+            if head.bias:
+                shapes[f"{name}.bias"] = rows
+        return shapes
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        if not name.endswith("bias"):
+            return 0.02 * torch.randn(shape, generator=source, dtype=torch.float64)
+        start = getattr(self, name.removesuffix(".bias")).start
+        return torch.full(shape, math.log(start / (1 - start)), dtype=torch.float64)
+
+    def forward(
+        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
+    ) -> tuple[Written, dict[str, Tensor]]:
+        seen, gates = x.to(torch.promote_types(x.dtype, torch.float32)), dict(made.gates)
+        v = made.v
+        for name in ("erase", "write", "retain_value", "value"):
+            head = getattr(self, name)
+            if head is None:
+                continue
+            weight = params[f"{name}.weight"]
+            inner = linear(seen, params[f"{name}.down"].to(seen.dtype)) if f"{name}.down" in params else seen
+            logits = linear(inner, weight.flatten(0, -2).to(seen.dtype)).unflatten(-1, weight.shape[:-1])
+            if f"{name}.bias" in params:
+                logits = logits + params[f"{name}.bias"].to(seen.dtype)
+            gate = head.top * torch.sigmoid(logits)
+            if name == "value":
+                v = v * (gate if head.channels else gate.unsqueeze(-1)).to(v.dtype)
+            else:
+                gates[name] = gate
+        return made._replace(v=v, gates=gates), {}
