@@ -46,7 +46,7 @@ class RWKV7(Gating):
         return gates | {"xi": keys, "zeta": keys}
 
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        if name.endswith("down") or name == "w.up":
+        if name.endswith("down"):
             return torch.zeros(shape, dtype=torch.float64)
         if name.endswith("up"):
             return torch.randn(shape, generator=source, dtype=torch.float64) * 0.1 * self.rank**-0.5
