@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, softplus
 
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, last_written, running
-from hecate.gating.corrections import head, rate_start, spread
+from hecate.gating.corrections import head, rate_start
 
 
 class Mamba3(Gating):
     """mamba3: M' = a M + (1 - l) dt a v_{t-1} k_{t-1}^T + l dt v k^T, with q and k turned by an angle of the data.
 
-    dt = softplus(W x + b), a = exp(-A dt), l = sigmoid(W x). theta_t = theta_{t-1} + dt pi tanh(W x) modulo 2 pi; pairs
+    dt = softplus(W x + b), a = exp(-max(softplus(W x), 1e-4) dt), l = sigmoid(W x). theta_t = theta_{t-1} + dt pi tanh(W x) modulo 2 pi; pairs
     (2 i, 2 i + 1) of norm(q) + bias and norm(k) + bias turn by it, a share `turned` of them. The token's own key and
     the one before are two writes of one token; d v is added to what is read.
 
@@ -46,7 +46,7 @@ class Mamba3(Gating):
         found: Shapes = {
             "dt.weight": (heads, model),
             "dt.bias": (heads,),
-            "rate": (heads,),
+            "a.weight": (heads, model),
             "trapezoid.weight": (heads, model),
         }
         if angles:
@@ -62,14 +62,14 @@ class Mamba3(Gating):
             return torch.randn(shape, generator=source, dtype=torch.float64) * sizes.d_model**-0.5
         if name == "dt.bias":
             return rate_start(shape, source)
-        return spread(shape, source, 1.0, 16.0) if name == "rate" else torch.ones(shape, dtype=torch.float64)
+        return torch.ones(shape, dtype=torch.float64)
 
     def forward(
         self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
         dt = softplus(head(params, "dt", x))
         wide, width = dt.dtype, made.k.shape[-1]
-        a = torch.exp(-params["rate"].to(wide).exp() * dt)
+        a = torch.exp(-softplus(head(params, "a", x)).clamp(min=1e-4) * dt)
         share = torch.sigmoid(head(params, "trapezoid", x))
         q, k = (
             rms_norm(item.to(wide), (width,), eps=1e-6) + params[name].to(wide)
@@ -78,8 +78,7 @@ class Mamba3(Gating):
         theta = held["angle"]
         if theta.shape[-1] and x.shape[1]:
             step = math.pi * torch.tanh(head(params, "angle", x).unflatten(-1, (theta.shape[1], -1))) * dt.unsqueeze(-1)
-            turning = Masks(masks.write)  # a reset needs no angle of its own: only differences are seen
-            angles = running(torch.ones_like(step), step, theta, turning)
+            angles = running(torch.ones_like(step), step, theta, masks)
             q, k, theta = turn(q, angles), turn(k, angles), angles[:, -1].remainder(2 * math.pi)
         before, key = last_written(k, held["key"], masks)
         earlier, value = last_written(made.v, held["value"], masks)

@@ -52,5 +52,7 @@ class MLSTM(Gating):
         with torch.no_grad():
             m = running_max(kept, i, held["m"], masks)
             before, last = last_written(m, held["m"], Masks(None, masks.reset))
-        gates = {"lr": torch.exp(i - m), "retain": torch.exp(kept + before - m), "floor": torch.exp(-m)}
+        left = kept + (before - m)
+        left = left - left.detach().relu()  # above 0 by rounding alone
+        gates = {"lr": torch.exp(i - m), "retain": torch.exp(left), "floor": torch.exp(-m)}
         return made._replace(gates={**made.gates, **gates}), {"m": last}

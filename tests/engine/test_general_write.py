@@ -1,0 +1,231 @@
+"""Keys that erase and keys that write, decay of value channels, several writes a token: against the numpy loop, and
+the engines against each other."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hecate import Gates, MemoryConfig, memory_scan, memory_step
+from hecate.engine.naive import naive
+from hecate.errors import ConfigError, ShapeError
+from hecate.rule import TokenGates
+from tests.memories import close
+from tests.reference.general_write import general_write
+
+T, P, V = 21, 4, 3
+DOUBLE = torch.float64
+
+
+def draw(writes: int, seed: int = 0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+
+    def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+        return low + (high - low) * torch.rand(shape, generator=g, dtype=DOUBLE)
+
+    return {
+        "q": torch.randn(T, P, generator=g, dtype=DOUBLE),
+        "k": torch.randn(T, writes, P, generator=g, dtype=DOUBLE) / 2,
+        "v": torch.randn(T, writes, V, generator=g, dtype=DOUBLE),
+        "lr": uniform(T, writes),
+        "erase": uniform(T, writes, P, high=1.5),
+        "write": uniform(T, writes, P, low=-0.5, high=1.5),
+        "retain": uniform(T, P, low=0.5),
+        "retain_value": uniform(T, V, low=0.4),
+        "momentum": uniform(T, high=0.8),
+        "initial": torch.randn(V, P, generator=g, dtype=DOUBLE),
+    }
+
+
+def batched(x: Tensor, writes: int, per_write: bool) -> Tensor:
+    """One sequence of one head; without the axis of writes where there is one."""
+    x = x[:, 0] if per_write and writes == 1 else x
+    return x[None].unsqueeze(3 if per_write and writes > 1 else 2)
+
+
+def scanned(
+    config: MemoryConfig, given: dict[str, Tensor], names: tuple[str, ...], **how: Any
+) -> tuple[Tensor, Tensor]:
+    writes = config.writes
+    own = {name: batched(given[name], writes, name in ("lr", "erase", "write")) for name in ("lr", *names)}
+    tokens = (batched(given[name], writes, name != "q") for name in ("q", "k", "v"))
+    y, state = memory_scan(config, *tokens, Gates(**own), initial={"weight": given["initial"][None]}, **how)
+    return y[0, :, 0], state.memory["weight"][0, 0]
+
+
+CELLS = [
+    (writes, order, read, names)
+    for writes, order, read in product((1, 3), ("before_gradient", "with_step"), ("after", "before"))
+    for names in (("erase",), ("write", "retain"), ("erase", "write", "retain", "retain_value"))
+]
+
+
+@pytest.mark.spec("RULE-GATES-D1", "ENG-WRITES-D1", "ENG-PAR-D5")
+@pytest.mark.parametrize(
+    ("writes", "order", "read", "names"), CELLS, ids=lambda x: "-".join(x) if type(x) is tuple else str(x)
+)
+def test_against_the_numpy_loop(writes, order, read, names):
+    config = MemoryConfig(retention="decay", decay_order=order, read=read, writes=writes)
+    given, ones = draw(writes), torch.ones(T, 1, dtype=DOUBLE)
+    factors = {name: given[name].numpy() for name in names if name != "retain"}
+    factors["retain"] = given["retain"].numpy() if "retain" in names else config.retention.default_retain * ones.numpy()
+    true = general_write(
+        *(given[name].numpy() for name in ("q", "k", "v", "lr")), decay_order=order, read=read,
+        initial=given["initial"].numpy(), **factors,
+    )  # fmt: skip
+    shared = "retain_value" not in names or order == "before_gradient"
+    for engine in ("sequential", *(["parallel"] if shared else [])):
+        for mine, other in zip(scanned(config, given, names, engine=engine), true, strict=True):
+            close(mine, torch.from_numpy(other), 1e-13, engine)
+    if not shared:
+        with pytest.raises(ConfigError, match="a system of its own"):
+            scanned(config, given, names, engine="parallel")
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "masked"),
+    [
+        ({"decay_order": "before_gradient", "writes": 2}, ("erase", "write", "retain"), True),
+        ({"decay_order": "with_step"}, ("erase", "write", "retain"), True),
+        ({"decay_order": "before_gradient"}, ("erase", "write", "retain", "retain_value"), True),
+        ({"bias": "dot", "read": "before"}, ("write", "retain_value"), False),
+        ({"bias": "huber", "algorithm": "momentum"}, ("erase", "write", "momentum"), True),
+        ({"structure": "vector", "algorithm": "momentum"}, ("erase", "write"), False),
+    ],
+    ids=lambda x: "-".join(map(str, x.values() if type(x) is dict else x)) if not isinstance(x, bool) else "",
+)
+def test_gradients_by_tape_autograd_and_blocks(fields, names, masked):
+    config = MemoryConfig(retention="decay", state_dtype="float64", **fields)
+    given = draw(config.writes)
+    if config.structure.diagonal:
+        given |= {"v": given["v"].new_ones(T, 1, P), "initial": given["initial"][0]}
+    leaves = [given[name].requires_grad_() for name in ("q", "k", "v", "lr", "initial", *names)]
+    mask = torch.rand(2, 1, T, generator=torch.Generator().manual_seed(3))
+    masks = {"write_mask": mask[0] > 0.2, "reset_mask": mask[1] > 0.85} if masked else {}
+    found = []
+    for engine, autodiff in (
+        ("sequential", "tape"),
+        ("sequential", "torch"),
+        ("parallel", "torch"),
+        ("parallel", "tape"),
+    ):
+        y, memory = scanned(config, given, names, engine=engine, autodiff=autodiff, **masks)
+        loss = (y * torch.linspace(-1, 1, y.numel(), dtype=DOUBLE).view_as(y)).sum() + memory.square().sum()
+        found.append((y, memory, *torch.autograd.grad(loss, leaves)))
+    for other in found[1:]:
+        for index, (a, b) in enumerate(zip(found[0], other, strict=True)):
+            close(b, a, 1e-12, str(index))
+
+
+def test_steps_splits_and_naive_agree_with_the_scan():
+    config = MemoryConfig(retention="decay", decay_order="before_gradient", writes=3)
+    names = ("erase", "write", "retain", "retain_value")
+    given = draw(3)
+    y, memory = scanned(config, given, names)
+    own = {name: batched(given[name], 3, name in ("lr", "erase", "write")) for name in ("lr", *names)}
+    q, k, v = (batched(given[name], 3, name != "q") for name in ("q", "k", "v"))
+    state, outputs = None, []
+    for t in range(T):
+        gates = Gates(**{name: gate[:, t] for name, gate in own.items()})
+        start = {"initial": {"weight": given["initial"][None]}} if state is None else {}
+        answer, state = memory_step(config, q[:, t], k[:, t], v[:, t], gates, state=state, **start)
+        outputs.append(answer[0, 0])
+    close(torch.stack(outputs), y, 1e-13)
+    close(state.memory["weight"][0, 0], memory, 1e-13)
+
+    def rows(name: str, width: tuple[int, ...]) -> Tensor:  # one write after the other
+        first = given[name].unsqueeze(1)
+        return torch.cat([first, torch.ones(T, 2, *width, dtype=DOUBLE)], 1).flatten(0, 1)[None]
+
+    p, w = ((given[gate] * given["k"]).flatten(0, 1)[None] for gate in ("erase", "write"))
+    gates = TokenGates(given["lr"].flatten()[None], rows("retain", (P,)), torch.zeros(1, 3 * T, dtype=DOUBLE))
+    queries, values = given["q"].repeat_interleave(3, 0)[None], given["v"].flatten(0, 1)[None]
+    start = (given["initial"][None],)
+    single = config.single
+    ours, (left,) = naive(single, queries, p, values, gates, start, phi_w=w, retain_value=rows("retain_value", (V,)))
+    close(ours[0, 2::3], y, 1e-13)
+    close(left[0], memory, 1e-13)
+
+
+def test_an_erase_factor_of_zero_is_the_hebbian_write():
+    given, q = draw(1), (1, T, 1)
+    l2, dot = MemoryConfig(retention="decay"), MemoryConfig(retention="decay", bias="dot")
+    tokens = [batched(given[name], 1, name != "q") for name in ("q", "k", "v")]
+    y, _ = memory_scan(l2, *tokens, Gates(0.3, erase=0.0))
+    close(y, memory_scan(dot, *tokens, Gates(torch.full(q, 0.3, dtype=DOUBLE)))[0], 1e-14)
+
+
+def test_wide_queries_see_no_other_engine_by_chance():
+    given = draw(1)
+    with pytest.raises(ConfigError, match=r"does not know gates\.erase"):
+        scanned(MemoryConfig(chunk=4), given, ("erase",), engine="chunk")
+
+
+@pytest.mark.parametrize(
+    ("fields", "gates", "sentence"),
+    [
+        ({"bias": "dot"}, {"erase": 1.0}, "nothing to|never asks"),
+        ({"structure": "mlp"}, {"write": 0.5}, "without a phi axis"),
+        ({"algorithm": "implicit"}, {"erase": 0.5}, "makes its gradient"),
+        ({"step": "normalized"}, {"write": 0.5}, "not the gain"),
+        ({}, {"retain_value": torch.ones(1, T, 1, V)}, "takes no retain gate"),
+        (
+            {"retention": "decay", "chunk": 4, "commit": "chunk"},
+            {"retain_value": torch.ones(1, T, 1, V)},
+            "product of a chunk",
+        ),
+        ({"retention": "decay"}, {"floor": 1.0}, "no least divisor"),
+        ({"feature_map": "elu", "normalizer": "sum"}, {"erase": 0.5}, "one sum of weights"),
+    ],
+    ids=lambda x: "-".join(map(str, x)) if type(x) is dict else "",
+)
+def test_gates_that_mean_nothing_are_refused_by_name(fields, gates, sentence):
+    q, k, v = torch.ones(1, T, 1, P), torch.ones(1, T, 1, P), torch.ones(1, T, 1, V)
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        memory_scan(MemoryConfig(**fields), q, k, v, Gates(**gates))
+    assert f"gates.{next(iter(gates))}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gates", "sentence"),
+    [
+        ({"erase": torch.ones(1, T, 1, V)}, rf"\[B, T, H, {P}\] per phi channel, got"),
+        ({"retain_value": torch.ones(1, T, 1, P)}, rf"\[B, T, H, {V}\] per value channel, got"),
+        ({"retain_value": torch.ones(1, T, 1)}, "one value for all channels is gates.retain"),
+        ({"write": torch.ones(1, T, 1, dtype=torch.int64)}, "floating point"),
+        ({"retain_value": torch.full((1, T, 1, V), 1.5)}, r"in \[0, 1\], got 1.5 at batch row 0, token 0"),
+    ],
+    ids=lambda x: "-".join(x) if type(x) is dict else "",
+)
+def test_gates_of_the_wrong_width_are_told_apart_by_name(gates, sentence):
+    q, k, v = torch.ones(1, T, 1, P), torch.ones(1, T, 1, P), torch.ones(1, T, 1, V)
+    with pytest.raises((ShapeError, ConfigError), match=sentence):
+        memory_scan(MemoryConfig(retention="decay"), q, k, v, Gates(**gates))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"algorithm": "momentum"}, "carries a slot"),
+        ({"algorithm": "omega"}, "remembers tokens"),
+        ({"commit": "chunk"}, "one step per token"),
+    ],
+    ids=lambda x: "-".join(x.values()) if type(x) is dict else "",
+)
+def test_several_writes_without_a_meaning_are_refused(fields, sentence):
+    with pytest.raises(ConfigError, match=f"writes: 2 writes a token.*{sentence}"):
+        MemoryConfig(writes=2, **fields)
+
+
+def test_writes_that_do_not_fit_are_refused():
+    q, k, v = torch.ones(1, T, 1, P), torch.ones(1, T, 3, 1, P), torch.ones(1, T, 3, 1, V)
+    with pytest.raises(ShapeError, match=r"with writes=2 k must be \[B, T, 2, H, D\]"):
+        memory_scan(MemoryConfig(writes=2), q, k, v)
+    with pytest.raises(ShapeError, match=r"gates.lr must be .* one for each of writes=3"):
+        memory_scan(MemoryConfig(writes=3), q, k, v, Gates(torch.ones(1, T, 1)))
+    with pytest.raises(ShapeError, match="gates.retain must be .*, once per token"):
+        memory_scan(MemoryConfig(writes=3, retention="decay"), q, k, v, Gates(retain=torch.ones(1, 3 * T, 1)))

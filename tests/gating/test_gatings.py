@@ -1,0 +1,259 @@
+"""What gatings make of a token, against the papers' loops in numpy; their state over splits, masks and resets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hecate import Gates, MemoryConfig, memory_scan, named_rule
+from hecate.errors import ConfigError
+from hecate.gating import Masks, Sizes, Written
+from hecate.nn import Memory
+from tests.memories import close
+from tests.reference import gates_2026 as logits
+from tests.reference import papers_2025 as older
+from tests.reference import papers_2026 as newer
+
+T, MODEL, P, V = 17, 6, 4, 3
+NEW = (
+    "gated_delta_2",
+    "delta_product",
+    "rwkv7",
+    "comba",
+    "efla",
+    "momentum_delta",
+    "mamba3",
+    "pgdn",
+    "pkda",
+    "mlstm",
+    "hgrn2",
+)
+
+
+class Case:
+    """One head of a rule's gating with parameters off their start, random inputs, and what it makes of them."""
+
+    def __init__(self, name: str, **gates: Tensor) -> None:
+        source = torch.Generator().manual_seed(1)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=source, dtype=torch.float64)
+
+        self.config = named_rule(name).model_copy(update={"state_dtype": "float64"})
+        gating, sizes = self.config.gating, Sizes(MODEL, 1, P, V, self.config.writes)
+        self.params = {
+            name: gating.start(name, shape, sizes, source) + 0.3 * normal(*shape)
+            for name, shape in gating.shapes(sizes).items()
+        }
+        self.x, self.q, self.k, self.v = (normal(1, T, *shape) for shape in ((MODEL,), (1, P), (1, P), (1, V)))
+        held = {name: torch.zeros(1, *shape, dtype=torch.float64) for name, shape in gating.state_shapes(sizes).items()}
+        made = Written(self.q, self.k, self.v, dict(gates))
+        self.made, _ = gating.forward(self.params, self.x, made, held, Masks())
+
+    def scanned(self) -> Tensor:
+        q, k, v, gates, skip = self.made
+        y = memory_scan(self.config, q, k, v, Gates(**gates))[0][0, :, 0]
+        return y if skip is None else y + skip[0, :, 0]
+
+    def logit(self, name: str) -> np.ndarray:
+        found = self.x[0] @ self.params[f"{name}.weight"].mT
+        return found[:, 0].numpy()
+
+    def __getitem__(self, name: str) -> Any:
+        """A parameter of the head, or an input, in numpy."""
+        return (self.params[name] if name in self.params else getattr(self, name)[0, :, 0]).squeeze().numpy()
+
+
+def per_token(seed: int, *shape: int) -> Tensor:
+    return torch.rand(1, T, 1, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+@pytest.mark.spec("GATE-RWKV-D1")
+def test_rwkv7():
+    case = Case("rwkv7")
+    seen = case.x[0].numpy()
+
+    def low(gate: str, squash: Any) -> np.ndarray:
+        down, up, bias = (case.params[f"{gate}.{name}"].numpy() for name in ("down", "up", "bias"))
+        return squash(seen @ down.T) @ up.T + bias[0]
+
+    w, a = logits.rwkv7_decay(low("w", np.tanh)), logits.sigmoid(low("alpha", lambda z: z))
+    true, _ = older.rwkv7(case["q"], w, case["k"], case["v"], a, case["xi"], case["zeta"])
+    close(case.scanned(), torch.from_numpy(true), 1e-13)
+
+
+@pytest.mark.spec("GATE-COMBA-D1")
+def test_comba():
+    lr, retain = per_token(2), per_token(3)
+    case = Case("comba", lr=lr, retain=retain)
+    gates = retain[0, :, 0].numpy(), lr[0, :, 0].numpy()
+    true, _ = older.comba(case["q"], case["k"], case["v"], *gates, float(logits.comba(case["a"])), float(case["d"]))
+    close(case.scanned(), torch.from_numpy(true), 1e-13)
+
+
+@pytest.mark.spec("GATE-MDN-D1")
+def test_momentum_delta():
+    case = Case("momentum_delta")
+    f, rate, mu_rate = np.exp(case["f"]), case["alpha.rate"], case["mu.rate"]
+    eta, beta, alpha, mu = logits.momentum_delta(
+        *(case.logit(name) for name in ("eta", "b", "alpha", "mu")), f, rate, mu_rate, case["alpha.bias"],
+        case["mu.bias"], MODEL,
+    )  # fmt: skip
+    assert (mu[1:] * beta[1:] / beta[:-1]).max() > 1, "the gate must leave [0, 1] for this to say anything"
+    true, *_ = newer.momentum_delta(unit(case["q"]), unit(case["k"]), case["v"], alpha, beta, mu, eta)
+    close(case.scanned(), torch.from_numpy(true), 1e-12)
+
+
+@pytest.mark.spec("GATE-MAMBA-D1")
+def test_mamba3():
+    case = Case("mamba3")
+    angle = (case.x[0] @ case.params["angle.weight"].mT).numpy()
+    gates = logits.mamba3(*(case.logit(name) for name in ("dt", "a", "trapezoid")), angle, case["dt.bias"])
+    q, k = (
+        x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) + case[bias]
+        for x, bias in ((case["q"], "q_bias"), (case["k"], "k_bias"))
+    )
+    true, _ = newer.mamba3(q, k, case["v"], *gates, float(case["d"]))
+    close(case.scanned(), torch.from_numpy(true), 1e-13)
+
+
+@pytest.mark.spec("GATE-CURV-D1")
+@pytest.mark.parametrize("name", ["pgdn", "pkda"])
+def test_curvature(name):
+    lr, retain = per_token(2), per_token(3, *((P,) if name == "pkda" else ()))
+    case = Case(name, lr=lr, retain=retain)
+    decay, rate = (logits.sigmoid(case.logit(gate) + case[f"{gate}.bias"]) for gate in ("decay", "rate"))
+    # The layer's keys are of unit length before, so the curvature is that of the key as it comes.
+    factor = newer.curvature(case["k"], decay, rate, center=case["center"])
+    true, _ = newer.preconditioned_delta(
+        unit(case["q"]), unit(case["k"]), case["v"], factor, lr[0, :, 0].numpy(), retain[0, :, 0].numpy()
+    )
+    close(case.scanned(), torch.from_numpy(true), 1e-13)
+
+
+@pytest.mark.spec("GATE-MLSTM-D1")
+def test_mlstm_by_its_plain_form():
+    case = Case("mlstm")
+    i, f = (case.logit(name) + case[f"{name}.bias"] for name in ("i", "f"))
+    true, *_ = older.mlstm(case["q"] / np.sqrt(P), case["k"], case["v"], i, logits.sigmoid(f))
+    close(case.scanned(), torch.from_numpy(true), 1e-13)
+
+
+def test_mlstm_gates_stay_in_range_where_exp_would_not():
+    gating = named_rule("mlstm").gating
+    params = {
+        "i.weight": torch.tensor([[1e4]]),
+        "i.bias": torch.zeros(1),
+        "f.weight": torch.zeros(1, 1),
+        "f.bias": torch.ones(1),
+    }
+    made, _ = gating.forward(
+        params,
+        torch.linspace(-1, 1, T).view(1, T, 1),
+        Written(*[torch.ones(1, T, 1, P)] * 3, {}),
+        {"m": torch.zeros(1, 1)},
+        Masks(),
+    )
+    assert {name: bool(gate.isfinite().all()) for name, gate in made.gates.items()} == dict.fromkeys(
+        ("lr", "retain", "floor"), True
+    )
+    assert made.gates["lr"].max() <= 1 and made.gates["retain"].max() <= 1
+
+
+@pytest.mark.spec("GATE-TIED-D1")
+def test_hgrn2():
+    retain = per_token(3, P)
+    case = Case("hgrn2", lr=torch.ones(1, T, 1, dtype=torch.float64), retain=retain)
+    true, _ = older.hgrn2(case["q"], retain[0, :, 0].numpy(), case["v"])
+    close(case.scanned(), torch.from_numpy(true), 1e-13)
+
+
+@pytest.mark.spec("GATE-HEADS-D1")
+def test_gated_delta_2():
+    retain = per_token(3, P)
+    case = Case("gated_delta_2", retain=retain)
+    erase, value = ((case.x[0] @ case.params[f"{name}.weight"][0].mT).numpy() for name in ("erase", "value"))
+    b, w = logits.gated_delta_2(erase, value)
+    true, _ = newer.gated_delta_2(unit(case["q"]), unit(case["k"]), case["v"], retain[0, :, 0].numpy(), b, w)
+    close(case.scanned(), torch.from_numpy(true), 1e-13)
+
+
+def test_delta_product_in_a_layer_projects_a_pair_for_every_write():
+    config = named_rule("delta_product").model_copy(update={"writes": 3})
+    layer = Memory(8, 2, config)
+    asked, *_ = layer.asked(torch.randn(2, 5, 8))
+    assert (
+        asked.k.shape == (2, 5, 3, 2, 4) and asked.v.shape == (2, 5, 3, 2, 4) and asked.gates.lr.shape == (2, 5, 3, 2)
+    )
+    q, k, v, (lr, retain, *_) = (asked.q, asked.k, asked.v, asked.gates)
+    y, _ = memory_scan(config, q, k, v, asked.gates)
+    arrays = [x[1, ..., 1, :].detach().double().numpy() for x in (q, k, v)]
+    own = [gate[1, ..., 1].detach().double().numpy() for gate in (lr, retain)]
+    true, _ = older.gated_delta_product(unit(arrays[0]), unit(arrays[1]), arrays[2], *own)
+    close(y[1, :, 1].double(), torch.from_numpy(true), 1e-5)
+
+
+@pytest.mark.spec("GATE-STATE-I1")
+@pytest.mark.parametrize("name", NEW)
+def test_splits_masks_resets_and_gradients_of_layers(name):
+    layer = Memory(
+        6, 2, named_rule(name), d_key=4, d_value=3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    g = torch.Generator().manual_seed(1)
+    for param in layer.parameters():  # off the start, where some gates see nothing
+        param.data += 0.1 * torch.randn(param.shape, generator=g, dtype=torch.float64)
+    x = torch.randn(2, T, 6, generator=g, dtype=torch.float64)
+    write, reset = (torch.rand(2, 2, T, generator=g) < torch.tensor([0.7, 0.15])[:, None, None]).unbind(0)
+    y, whole = layer(x, write_mask=write, reset_mask=reset)
+    y.square().sum().backward()
+    assert [n for n, p in layer.named_parameters() if not (p.grad is not None and p.grad.abs().max() > 0)] == []
+    outputs, state = [], None
+    for piece in (slice(0, 9), *(slice(t, t + 1) for t in range(9, T))):
+        own, state = layer(x[:, piece], state, write_mask=write[:, piece], reset_mask=reset[:, piece])
+        outputs.append(own)
+    close(torch.cat(outputs, 1), y, 1e-12)
+    for mine, true in zip(*(torch.utils._pytree.tree_leaves(item) for item in (state, whole)), strict=True):
+        if mine is not None:
+            close(mine.double(), true.double(), 1e-12)
+    with torch.no_grad():
+        garbage = torch.where(write[..., None], x, 1e3)
+        kept, _ = layer(garbage, write_mask=write, reset_mask=reset)
+        close(kept[write], y[write], 1e-12, "what is not written is not seen later")
+        start = torch.zeros(2, T, dtype=torch.bool)
+        start[:, 7] = True
+        close(layer(x, reset_mask=start)[0][:, 7:], layer(x[:, 7:])[0], 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"gating": "rwkv7", "retention": "decay"}, "set writes=2"),
+        ({"gating": "mlstm"}, "normalizer='max'"),
+        ({"gating": "momentum_delta", "retention": "decay", "algorithm": "momentum"}, "algorithm.bounded=False"),
+        ({"gating": "comba", "key_norm": "l2"}, "would undo"),
+        ({"gating": "complement"}, "no retain gate"),
+        ({"gating": "curvature", "algorithm": {"kind": "gd", "lr": 1.9}, "key_norm": "l2"}, "diverge; lower one"),
+        ({"gating": {"kind": "heads", "retain_value": {}}}, "set retain_value.channels"),
+    ],
+    ids=lambda x: str(x.get("gating")) if type(x) is dict else "",
+)
+def test_what_a_gating_cannot_gate_is_refused(fields, sentence):
+    with pytest.raises(ConfigError, match=f"gating: gating .*{sentence}"):
+        MemoryConfig.model_validate(fields)
+
+
+def test_parts_that_make_one_write_refuse_several():
+    with pytest.raises(ConfigError, match="feature_memory looks at one key"):
+        Memory(8, 2, named_rule("delta_product"), feature_memory=MemoryConfig())
+    with pytest.raises(ConfigError, match="a feature memory makes one key"):
+        Memory(8, 2, feature_memory=named_rule("delta_product"))
+    with pytest.raises(ConfigError, match="firing='learned'.*writes=2"):
+        Memory(8, 2, named_rule("delta_product"), firing="learned")
