@@ -18,9 +18,9 @@ from hecate.gating.corrections import head, rate_start
 class Mamba3(Gating):
     """mamba3: M' = a M + (1 - l) dt a v_{t-1} k_{t-1}^T + l dt v k^T, with q and k turned by an angle of the data.
 
-    dt = softplus(W x + b), a = exp(-max(softplus(W x), 1e-4) dt), l = sigmoid(W x). theta_t = theta_{t-1} + dt pi tanh(W x) modulo 2 pi; pairs
-    (2 i, 2 i + 1) of norm(q) + bias and norm(k) + bias turn by it, a share `turned` of them. The token's own key and
-    the one before are two writes of one token; d v is added to what is read.
+    dt = softplus(W x + b), a = exp(-max(softplus(W x), 1e-4) dt), l = sigmoid(W x). theta_t = theta_{t-1} + dt pi
+    tanh(W x) modulo 2 pi; pairs (2 i, 2 i + 1) of norm(q) + bias and norm(k) + bias turn by it, a share `turned` of
+    them. The token's own key and the one before are two writes of one token; d v is added to what is read.
 
     Shapes: dt, l `[B, T, H]`, angles `[B, T, H, A]`; state: the turned key, the value and the angle of the last token.
     References: Mamba-3 (Lahoti et al., 2026, arXiv 2603.15569), one input and one output. [GATE-MAMBA-D1]

@@ -229,3 +229,40 @@ def test_writes_that_do_not_fit_are_refused():
         memory_scan(MemoryConfig(writes=3), q, k, v, Gates(torch.ones(1, T, 1)))
     with pytest.raises(ShapeError, match="gates.retain must be .*, once per token"):
         memory_scan(MemoryConfig(writes=3, retention="decay"), q, k, v, Gates(retain=torch.ones(1, 3 * T, 1)))
+
+
+@pytest.mark.spec("RULE-FLOW-D1")
+@pytest.mark.parametrize("size", [1e-7, 1e-2, 0.2, 0.3, 1.0, 30.0])
+def test_flow_step_and_its_derivatives(size):
+    from tests.reference.papers_2025 import efla
+
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(T, width, generator=g, dtype=DOUBLE) for width in (P, P, V))
+    k, lr = size * k, 2 * torch.rand(T, generator=g, dtype=DOUBLE)
+    config = MemoryConfig(step="flow", state_dtype="float64")
+    true, _ = efla(*(x.numpy() for x in (q, k, v, lr)))
+    tokens = [x[None, :, None].requires_grad_() for x in (q, k, v)]
+    y, _ = memory_scan(config, *tokens, Gates(lr[None, :, None]))
+    close(y[0, :, 0], torch.from_numpy(true), 1e-12)
+    if 1e-3 < size < 10:
+        gates, few = lr[None, :4, None].requires_grad_(), [x.detach()[:, :4].requires_grad_() for x in tokens]
+        assert torch.autograd.gradcheck(lambda q, k, v, lr: memory_scan(config, q, k, v, Gates(lr))[0], (*few, gates))
+
+
+@pytest.mark.spec("RULE-MAX-D1")
+@pytest.mark.parametrize("engine", ["sequential", "parallel"])
+def test_the_larger_of_the_sum_of_weights_and_a_floor_divides(engine):
+    from tests.reference.papers_2025 import mlstm
+
+    given, i = draw(1), torch.randn(T, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
+    config = MemoryConfig(bias="dot", retention="decay", normalizer="max", state_dtype="float64")
+    q, k, v = (batched(given[name], 1, name != "q") for name in ("q", "k", "v"))
+    f = given["momentum"]
+    true, *_ = mlstm(*(x.numpy() for x in (given["q"], given["k"][:, 0], given["v"][:, 0], i, f)))
+    y, _ = memory_scan(config, q, k, v, Gates(i.exp()[None, :, None], f[None, :, None]), engine=engine)
+    close(y[0, :, 0], torch.from_numpy(true), 1e-13)
+    floor = (2 * torch.rand(1, 5, 1, generator=torch.Generator().manual_seed(2), dtype=DOUBLE)).requires_grad_()
+    leaves = [x.detach()[:, :5].requires_grad_() for x in (q, k, v)]
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, floor: memory_scan(config, q, k, v, Gates(0.5, floor=floor), engine=engine)[0], (*leaves, floor)
+    )
