@@ -21,7 +21,8 @@ class RWKV7(Gating):
     kk = normalise(k * xi) is erased with, weighed by alpha where it is written, and k~ = k * (1 + (alpha - 1) * zeta)
     is written; w = exp(-e^(-1/2) sigmoid(w_0 + tanh(x W_1) W_2)) in (0.545, 1) and alpha = sigmoid(a_0 + x A_1 A_2) per
     channel. The erasure reads the memory as it was, decay_order="with_step". Token shift, the value residual across
-    layers and the bonus behind the norm are not here.
+    layers and the bonus behind the norm are not here; W_1 and A_1 start at N(0, 0.02^2), not at 0, from where W_2 would
+    learn nothing.
 
     Shapes: w and alpha `[B, T, H, D]`, xi and zeta `[H, D]`, ranks shared by all heads.
     References: RWKV-7 (Peng et al., 2025, arXiv 2503.14456). [GATE-RWKV-D1]
@@ -47,7 +48,7 @@ class RWKV7(Gating):
 
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
         if name.endswith("down"):
-            return torch.zeros(shape, dtype=torch.float64)
+            return 0.02 * torch.randn(shape, generator=source, dtype=torch.float64)
         if name.endswith("up"):
             return torch.randn(shape, generator=source, dtype=torch.float64) * 0.1 * self.rank**-0.5
         if name == "w.bias":  # from quick to slow along the channels

@@ -214,14 +214,15 @@ class _Result(NamedTuple):
 
 def _inputs(config: MemoryConfig, d: int, width: int, heads: int, length: int, generator: torch.Generator) -> _Case:
     lead = (2, length, heads)
+    each = lead if config.writes == 1 else (2, length, config.writes, heads)  # of every write
     draw = partial(torch.randn, dtype=torch.float64, generator=generator)
 
-    def gate(low: float, high: float) -> Tensor:
+    def gate(low: float, high: float, lead: tuple[int, ...] = lead) -> Tensor:
         return low + (high - low) * torch.rand(*lead, dtype=torch.float64, generator=generator)
 
     phi = config.feature_map.init(d, heads=heads, generator=generator, dtype=torch.float64)
-    leaves = {"q": draw(*lead, d), "k": draw(*lead, d) / d**0.5, "v": draw(*lead, width)}
-    leaves["lr"] = gate(0.05, 0.3)
+    leaves = {"q": draw(*lead, d), "k": draw(*each, d) / d**0.5, "v": draw(*each, width)}
+    leaves["lr"] = gate(0.05, 0.3, each)
     if config.retention.uses_retain:
         leaves["retain"] = gate(0.5, 0.95)
     if config.algorithm.uses_momentum:
@@ -272,7 +273,8 @@ def _check_masks(case: _Case) -> None:
     write[:, kept] = True
     dirty = dict(case.leaves)
     for name in ("k", "v"):
-        dirty[name] = torch.where(write[..., None, None], dirty[name], torch.nan)
+        wide = write.reshape(*write.shape, *[1] * (dirty[name].dim() - 2))
+        dirty[name] = torch.where(wide, dirty[name], torch.nan)
     for engine in ("sequential", *exact_engines(case.config, length=length)):
         with torch.no_grad():
             y, state = _scan(case, dirty, write_mask=write, engine=engine)

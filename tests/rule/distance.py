@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hecate import Gates, MemoryState, memory_scan, memory_weights, named_rule
 from tests.rule.trials import TRIALS, Array, Trial
@@ -13,17 +14,19 @@ from tests.rule.trials import TRIALS, Array, Trial
 
 def run(name: str, trial: Trial, **options: Any) -> tuple[Array, MemoryState]:
     """The rule's own scan of a trial."""
-    x = trial.inputs
+    x, writes = trial.inputs, named_rule(name).writes
+
+    def gate_of(gate: str, value: Array) -> Tensor:
+        own = torch.as_tensor(value)[None]
+        return own.unsqueeze(3 if writes > 1 and gate in ("lr", "erase", "write") else 2)
+
     learned = {n: torch.as_tensor(w)[None] for n, w in (trial.learned or {}).items()}
     initial = trial.initial and {n: torch.as_tensor(w)[None] for n, w in trial.initial.items()}
     y, state = memory_scan(
         named_rule(name),
-        *(torch.as_tensor(item)[None, :, None] for item in (x.q, x.k, x.v)),
+        *(torch.as_tensor(item)[None].unsqueeze(item.ndim if item.ndim == 3 else 2) for item in (x.q, x.k, x.v)),
         Gates(
-            **{
-                gate: torch.as_tensor(value)[None, :, None] if isinstance(value, Array) else value
-                for gate, value in trial.gates.items()
-            }
+            **{gate: gate_of(gate, value) if isinstance(value, Array) else value for gate, value in trial.gates.items()}
         ),  # type: ignore[arg-type]
         phi_params={"learned": learned, "frozen": {}},
         initial=initial,

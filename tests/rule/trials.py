@@ -16,6 +16,9 @@ import torch
 
 from hecate import MemoryConfig
 from tests.reference import bounded, papers, papers_deep, papers_steps
+from tests.reference import gates_2026 as heads
+from tests.reference import papers_2025 as older
+from tests.reference import papers_2026 as newer
 from tests.reference.memory import elu
 from tests.reference.phi import polynomial
 
@@ -242,6 +245,89 @@ def _kda(q: Array, k: Array, v: Array, beta: Array, alpha: Array) -> Any:
     return papers.kda(q, k, v, alpha, beta)
 
 
+# Rules whose gates erase and write apart, or write several times.
+
+
+def gated_delta_2(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    erase, value = x.rng.uniform(size=(length, 4)), x.rng.uniform(size=(length, 3))
+    y, weight = newer.gated_delta_2(x.unit_q, x.unit_k, x.v, x.channels, erase, value)
+    x.v = value * x.v
+    return Trial(x, y, {"weight": weight}, {"lr": 1.0, "retain": x.channels, "erase": erase})
+
+
+def delta_product(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    x.k, x.v = x.rng.normal(size=(length, config.writes, 4)), x.rng.normal(size=(length, config.writes, 3))
+    lr = x.rng.uniform(0.1, 1.9, size=(length, config.writes))
+    keys = x.k / np.linalg.norm(x.k, axis=-1, keepdims=True)
+    y, weight = older.gated_delta_product(x.unit_q, keys, x.v, lr, x.retain)
+    return Trial(x, y, {"weight": weight}, {"lr": lr, "retain": x.retain})
+
+
+def rwkv7(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    a, xi, zeta = x.rng.uniform(size=(length, 4)), x.rng.uniform(0.5, 1, size=4), x.rng.uniform(0.5, 1, size=4)
+    y, weight = older.rwkv7(x.q, x.channels, x.k, x.v, a, xi, zeta)
+    erased, written = older.rwkv7_keys(x.k, a, xi, zeta)
+    x.k, x.v = np.stack((erased, written), 1), np.stack((0 * x.v, x.v), 1)
+    erase, write = np.stack((np.ones(length), np.zeros(length)), 1), np.stack((a, np.ones_like(a)), 1)
+    gates = {"lr": np.ones((length, 2)), "retain": x.channels, "erase": erase, "write": write}
+    return Trial(x, y, {"weight": weight}, gates)
+
+
+def comba(config: MemoryConfig, length: int) -> Trial:
+    x, c, d = Inputs(length), 0.7, 0.4
+    y, weight = older.comba(x.unit_q, x.unit_k, x.v, x.retain, x.lr, c, d)
+    x.q, x.k = x.unit_q - d * c * x.unit_k, x.unit_k
+    return Trial(x, y, {"weight": weight}, {"lr": x.lr, "retain": x.retain, "erase": c})
+
+
+def momentum_delta(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    b, eta = x.rng.uniform(0.1, 0.9, size=length), x.rng.uniform(0.2, 1.5, size=length)
+    mu = 0.5 * x.momentum
+    y, weight, slot = newer.momentum_delta(x.unit_q, x.unit_k, x.v, x.retain, b, mu, eta)
+    momentum = mu * b / np.concatenate([b[:1], b[:-1]])
+    gates = {"lr": b * eta, "retain": x.retain, "momentum": momentum}
+    return Trial(x, y, {"weight": weight, "slots.momentum.weight": b[-1] * slot}, gates)
+
+
+def mamba3(config: MemoryConfig, length: int) -> Trial:
+    x, rest = Inputs(length), np.zeros
+    a, dt, share, angle = heads.mamba3(*x.rng.normal(size=(3, length)), x.rng.normal(size=(length, 2)), -1.0)
+    y, weight = newer.mamba3(x.q, x.k, x.v, a, dt, share, angle)
+    theta = np.cumsum(angle, 0)
+    x.q, key = newer.rotate(x.q, theta), newer.rotate(x.k, theta)
+    x.k = np.stack((np.concatenate([rest((1, 4)), key[:-1]]), key), 1)
+    x.v = np.stack((np.concatenate([rest((1, 3)), x.v[:-1]]), x.v), 1)
+    lr = np.stack(((1 - share) * dt * a, share * dt), 1)
+    return Trial(x, y, {"weight": weight}, {"lr": lr, "retain": a})
+
+
+def preconditioned(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    retain = x.channels if config.retention.gate_form.channels else x.retain
+    factor = newer.curvature(x.unit_k, x.retain, x.momentum)
+    y, weight = newer.preconditioned_delta(x.unit_q, x.unit_k, x.v, factor, x.lr, retain)
+    return Trial(x, y, {"weight": weight}, {"lr": x.lr, "retain": retain, "write": factor})
+
+
+def mlstm(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    i = x.rng.normal(size=length)
+    y, weight, sums = older.mlstm(x.q / 2, x.k, x.v, i, x.retain)
+    state = {"weight": weight, "normalizer.weight": sums[None]}
+    return Trial(x, y, state, {"lr": np.exp(i), "retain": x.retain})
+
+
+def hgrn2(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    y, weight = older.hgrn2(x.q, x.channels, x.v)
+    x.k = 1 - x.channels
+    return Trial(x, y, {"weight": weight}, {"lr": 1.0, "retain": x.channels})
+
+
 TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     "hebbian": matrix(papers.sum_rule, normalise=False),
     "linear_attention": linear_attention,
@@ -251,6 +337,17 @@ TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     "delta": matrix(papers.fast_weights, normalise=True, lr="lr"),
     "gated_delta": matrix(_gated, normalise=True, lr="lr", retain="retain"),
     "kda": matrix(_kda, normalise=True, lr="lr", retain="channels"),
+    "gated_delta_2": gated_delta_2,
+    "delta_product": delta_product,
+    "rwkv7": rwkv7,
+    "comba": comba,
+    "efla": matrix(older.efla, normalise=False, lr="lr"),
+    "momentum_delta": momentum_delta,
+    "mamba3": mamba3,
+    "pgdn": preconditioned,
+    "pkda": preconditioned,
+    "mlstm": mlstm,
+    "hgrn2": hgrn2,
     "longhorn": matrix(papers.longhorn, normalise=False, lr="lr"),
     "dgd": matrix(papers.dgd, normalise=False, lr="lr", retain="retain"),
     "mesa": mesa,
