@@ -21,7 +21,9 @@ from hecate.tape import can_inspect
 _UNREAD = torch.Generator()
 Named = dict[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
-TOPS = Gates(lr=math.inf, retain=1.0, momentum=1.0)  # the largest value of a gate; the least is 0
+# Of every gate: the largest value, the least being 0, and the knob that takes it, with a variant that does.
+TOPS = Gates(lr=math.inf, retain=1.0, momentum=1.0)
+TAKEN_BY = {"retain": ("retention", "decay"), "momentum": ("algorithm", "momentum")}
 
 
 def check_config(config: MemoryConfig) -> MemoryConfig:
@@ -84,10 +86,8 @@ def document_starts(
 # Gates.
 
 
-def complete_gates(
-    config: MemoryConfig, gates: Gates | None, k: Tensor, write: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """lr, retain and momentum of keys `[B, T, H, D]` as tensors.
+def complete_gates(config: MemoryConfig, gates: Gates | None, k: Tensor, write: Tensor | None) -> list[Tensor]:
+    """The gates of keys `[B, T, H, D]` as tensors, in the order of `Gates`.
 
     Tensors are looked at on a CPU, where values may steer: a number out of range is refused with its place, but at
     tokens that are not written. What is no finite number is left to `on_nonfinite`. [ENG-CALL-I5]
@@ -96,25 +96,21 @@ def complete_gates(
         gates = Gates()
     if not isinstance(gates, Gates):
         raise ConfigError(f"gates must be Gates(lr, retain, momentum), got {described(gates)}")
-    if gates.retain is not None and not config.retention.uses_retain:
-        raise ConfigError(
-            f"gates.retain is given, but retention {config.retention.kind!r} takes no retain gate; leave it None or "
-            "choose retention 'decay'"
-        )
-    if gates.momentum is not None and not config.algorithm.uses_momentum:
-        raise ConfigError(
-            f"gates.momentum is given, but algorithm {config.algorithm.kind!r} takes no momentum gate; leave it None "
-            "or choose algorithm 'momentum'"
-        )
+    forms, complete = config.forms, []
+    for name, given, taken in zip(Gates._fields, gates, forms.gates, strict=True):
+        if given is not None and not taken:
+            knob, other = TAKEN_BY[name]
+            raise ConfigError(
+                f"gates.{name} is given, but {knob} {getattr(config, knob).kind!r} takes no {name} gate; leave it None "
+                f"or choose {knob} {other!r}"
+            )
     if isinstance(gates.lr, Real) and not isinstance(gates.lr, Tensor):
         config.check_step(float(gates.lr))
     if isinstance(gates.retain, Tensor) and gates.retain.dim() == 4:
         _check_channels(config, gates.retain, k)
-    return (
-        _gate("lr", gates.lr, config.algorithm.lr, k, write),
-        _gate("retain", gates.retain, config.retention.default_retain, k, write),
-        _gate("momentum", gates.momentum, config.algorithm.default_momentum, k, write),
-    )
+    for name, given, default in zip(Gates._fields, gates, forms.defaults, strict=True):
+        complete.append(_gate(name, given, default, k, write))
+    return complete
 
 
 def _gate(name: str, given: Tensor | float | None, default: float, k: Tensor, write: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ from hecate.engine.arguments import (
     complete_gates,
     document_starts,
 )
-from hecate.engine.tokens import Carry
+from hecate.engine.tokens import Carry, masks_of
 from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
@@ -99,7 +99,8 @@ class Call:
         v, weight = flat[2], flat[self.first]
         self.length, self.device, self.values, self.dtype = v.shape[1], v.device.type, v.dtype, spec.dtype  # type: ignore[union-attr]
         self.shape, self.retain = tuple(weight.shape[1:]), flat[4]  # type: ignore[union-attr]
-        self.masked = flat[6] is not None or flat[7] is not None
+        write, reset = masks_of(flat)
+        self.masked = write is not None or reset is not None
 
     @classmethod
     def of(
@@ -208,7 +209,8 @@ class Call:
 
     def rewritten(self, write: Tensor) -> Call:
         """The same call with another write mask."""
-        return Call(self.spec, (*self.flat[:6], write, *self.flat[7:]), self.seen)
+        inputs = self.inputs._replace(write=write)
+        return Call(self.spec, (*inputs, *self.flat[len(inputs) :]), self.seen)
 
     def result(self, outputs: Tensors) -> tuple[Tensor, MemoryState]:
         """y, and the state by name, of the outputs of an engine: y and the states' tensors."""
@@ -357,8 +359,7 @@ def complete(
     for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
         if mask is not None:
             check_mask(name, mask, k)
-    lr, retain, momentum = complete_gates(config, gates, k, write_mask)
-    return Sequence(q, k, v, lr, retain, momentum, write_mask, reset_mask)
+    return Sequence(q, k, v, *complete_gates(config, gates, k, write_mask), write_mask, reset_mask)  # type: ignore[call-arg]
 
 
 # Positions of tokens, counted across calls, for feature maps that depend on them.

@@ -7,7 +7,6 @@ tape keeps one carry per segment, and a segment is taped again when its turn com
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from itertools import chain
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from hecate.algorithm import Token
 from hecate.engine.call import Call
 from hecate.engine.engine import TokenEngine
-from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, cut, in_folds, restart
+from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Scan, Tokens, cut, gates_of, in_folds, restart
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.state import frozen_gradients
 from hecate.structure import Memory
@@ -66,14 +65,7 @@ def sequential(
 
 
 def in_segments(
-    program: Callable[..., tuple[Tensor, Carry]],
-    rows: list[Tensors],
-    carry: Carry,
-    initial: Memory,
-    run: Run,
-    *,
-    each: int = 1,
-    keep: bool = False,
+    program: Scan, rows: list[Tensors], carry: Carry, initial: Memory, run: Run, *, each: int = 1, keep: bool = False
 ) -> tuple[Tensor, Carry]:
     """Outputs and last carry of `program(rows, carry, initial, run, first)`, a checkpoint for every so many rows, of
     which `first` is the place of the first; `keep` is that of `checkpoint`."""
@@ -179,20 +171,14 @@ def token_step(
 
 
 def _commit_token(
-    block: Block | None,
-    config: MemoryConfig,
-    token: Tokens,
-    carry: Carry,
-    weights: Memory | None,
-    kept: Tensor,
-    run: Run,
+    block: Block | None, config: MemoryConfig, token: Tokens, carry: Carry, at: Memory | None, kept: Tensor, run: Run
 ) -> Carry:
-    gates, given = TokenGates(token.lr, token.retain, token.momentum), (token.phi_k, token.v)
+    gates, given = TokenGates(*gates_of(token)), (token.phi_k, token.v)
     if block is not None:
-        new = several(run(block, *gates, *given, *carry.memory, *carry.slots, *(weights or ())))
+        new = several(run(block, *gates, *given, *carry.memory, *carry.slots, *(at or ())))
         memory, slots = new[: len(carry.memory)], new[len(carry.memory) :]
     else:
-        memory, slots = config.rule.write(carry.memory, carry.slots, *given, gates, weights=weights, run=run)
+        memory, slots = config.rule.write(carry.memory, carry.slots, *given, gates, weights=at, run=run)
     carry = carry._replace(memory=memory, slots=slots)
     if config.chunk == 1:
         return carry
@@ -204,10 +190,10 @@ def _commit_token(
 
 
 def _commit_chunk(
-    config: MemoryConfig, token: Tokens, carry: Carry, weights: Memory | None, kept: Tensor, run: Run
+    config: MemoryConfig, token: Tokens, carry: Carry, at: Memory | None, kept: Tensor, run: Run
 ) -> Carry:
     own = Token(token.phi_k, token.v, token.lr)
-    grads, slots = config.rule.descended(weights or carry.memory, own, carry.slots, run=run)
+    grads, slots = config.rule.descended(at or carry.memory, own, carry.slots, run=run)
     pending = per_weight(run, _ACCUMULATE, carry.pending, (token.lr,) * len(grads), grads)
     position = (carry.position + 1) % config.chunk
     waiting = carry._replace(slots=slots, pending=pending, pending_retain=(kept,), position=position)

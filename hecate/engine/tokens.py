@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hecate.bias import Bias
-from hecate.rule import MemoryConfig
+from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.state import frozen_gradients
 from hecate.structure import Memory
 from hecate.tape import Block, Run, Tensors, one, several
 
-
-def form_of(bias: Bias) -> str | None:
-    """The name of the form in which kernels know a bias: "target" is dot, "error" l2; None for a formula of its own."""
-    form = bias.kernel_form()
-    return None if form is None else form.name
+Scan = Callable[..., "tuple[Tensor, Carry]"]  # (config or call, tokens, carry, initial, run=run)
 
 
 class Tokens(NamedTuple):
@@ -36,6 +32,15 @@ class Tokens(NamedTuple):
     momentum: Tensor
     write: Tensor | None = None
     reset: Tensor | None = None
+
+
+# Of tokens, as of a `Sequence`: vectors, gates, both, which gradients reach, and masks.
+_END = 3 + len(TokenGates._fields)
+vectors_of: Callable[[tuple[Any, ...]], tuple[Tensor, ...]] = itemgetter(slice(3))
+gates_of: Callable[[tuple[Any, ...]], tuple[Tensor, ...]] = itemgetter(slice(3, _END))
+numbers_of: Callable[[tuple[Any, ...]], tuple[Tensor, ...]] = itemgetter(slice(_END))
+masks_of: Callable[[tuple[Any, ...]], Tensors] = itemgetter(slice(_END, _END + 2))
+NEUTRAL = Tokens(0, 0, 0, 0, 1, 1, False, False)  # type: ignore[arg-type]  # what padding holds: it changes nothing
 
 
 class Carry(NamedTuple):
@@ -99,9 +104,8 @@ def fold_mask(mask: Tensor, heads: int) -> Tensor:
 
 def fold_heads(tokens: Tokens, run: Run) -> Tokens:
     """`[B, T, H, *]` -> `[B*H, T, *]`."""
-    heads, write, reset = tokens.lr.shape[2], tokens.write, tokens.reset
-    masks = None if write is None else fold_mask(write, heads), None if reset is None else fold_mask(reset, heads)
-    return Tokens(*several(run(_FOLD, *tokens[:6], label="heads")), *masks)  # type: ignore[call-arg]
+    masks = [None if mask is None else fold_mask(mask, tokens.lr.shape[2]) for mask in masks_of(tokens)]
+    return Tokens(*several(run(_FOLD, *numbers_of(tokens), label="heads")), *masks)
 
 
 def unfold_heads(heads: int) -> Block:
@@ -112,13 +116,7 @@ def unfold_heads(heads: int) -> Block:
 
 
 def in_folds(
-    engine: Callable[..., tuple[Tensor, Carry]],
-    config: MemoryConfig,
-    tokens: Tokens,
-    carry: Carry,
-    initial: Memory,
-    *,
-    run: Run,
+    engine: Scan, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
     """Runs an engine for tokens `[N, T, *]` on those of either layout."""
     if tokens.lr.dim() == 2:
