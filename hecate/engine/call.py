@@ -22,7 +22,7 @@ from hecate.engine.arguments import (
     complete_gates,
     document_starts,
 )
-from hecate.engine.tokens import Carry, masks_of
+from hecate.engine.tokens import NUMBERS, Carry
 from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
@@ -99,7 +99,7 @@ class Call:
         v, weight = flat[2], flat[self.first]
         self.length, self.device, self.values, self.dtype = v.shape[1], v.device.type, v.dtype, spec.dtype  # type: ignore[union-attr]
         self.shape, self.retain = tuple(weight.shape[1:]), flat[4]  # type: ignore[union-attr]
-        write, reset = masks_of(flat)
+        write, reset = flat[NUMBERS : NUMBERS + 2]
         self.masked = write is not None or reset is not None
 
     @classmethod

@@ -17,19 +17,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import Call, Sequence
-from hecate.engine.tokens import (
-    CONCAT,
-    SELECT,
-    Carry,
-    Scan,
-    Tokens,
-    by_head,
-    cast,
-    linear_block,
-    masks_of,
-    numbers_of,
-    split_time,
-)
+from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, Carry, Scan, Tokens, by_head, cast, linear_block, split_time
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -43,7 +31,7 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
     """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]`."""
     numbers = [
         tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs"))
-        for tensor in numbers_of(inputs)
+        for tensor in inputs[:NUMBERS]
     ]
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.
@@ -67,7 +55,7 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
         phi_q = scaled(phi_q, 1 / math.sqrt(inputs.k.shape[-1]), run, "query_scale")
     if config.step != "raw":
         phi_k, v, lr = stepped(config, phi_k, v, lr, run)
-    masks = [None if mask is None else by_head(mask, lr.shape[2]) for mask in masks_of(inputs)]
+    masks = [None if mask is None else by_head(mask, lr.shape[2]) for mask in inputs[NUMBERS : NUMBERS + 2]]
     return Tokens(phi_k, phi_q, v, lr, *gates, *masks)
 
 

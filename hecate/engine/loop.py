@@ -16,7 +16,7 @@ from torch import Tensor
 from hecate.algorithm import Token
 from hecate.engine.call import Call
 from hecate.engine.engine import TokenEngine
-from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Scan, Tokens, cut, gates_of, in_folds, restart
+from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Scan, Tokens, cut, in_folds
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.state import frozen_gradients
 from hecate.structure import Memory
@@ -141,7 +141,7 @@ def token_step(
     read, write = blocks or blocks_of(config)
     linked = partial(config.rule.weights, run=run)
     if token.reset is not None:
-        carry = select(token.reset, restart(config, initial, carry), carry, run)
+        carry = restarted(config, token.reset, initial, carry, run)
         weights = None
     before = carry
     at: Memory | None = None  # where the gradient is taken, if not at the memory itself
@@ -173,7 +173,7 @@ def token_step(
 def _commit_token(
     block: Block | None, config: MemoryConfig, token: Tokens, carry: Carry, at: Memory | None, kept: Tensor, run: Run
 ) -> Carry:
-    gates, given = TokenGates(*gates_of(token)), (token.phi_k, token.v)
+    gates, given = TokenGates(*token[VECTORS:NUMBERS]), (token.phi_k, token.v)
     if block is not None:
         new = several(run(block, *gates, *given, *carry.memory, *carry.slots, *(at or ())))
         memory, slots = new[: len(carry.memory)], new[len(carry.memory) :]
@@ -214,6 +214,19 @@ def select(mask: Tensor, yes: Carry, no: Carry, run: Run) -> Carry:
     """Per memory, one carry or the other; the branch not taken gets exactly zero gradient."""
     pairs = zip(yes.flat, no.flat, strict=True)
     return no.rebuilt(tuple(a if a is b else one(run(SELECT, mask, a, b)) for a, b in pairs))
+
+
+def restarted(config: MemoryConfig, mask: Tensor, initial: Memory, carry: Carry, run: Run) -> Carry:
+    """The carry, of memories in the mask that of one that starts anew from `initial`."""
+    anew = Carry(
+        memory=initial,
+        slots=tuple(torch.zeros_like(slot) for slot in carry.slots),
+        anchor=initial if frozen_gradients(config) else (),
+        pending=tuple(torch.zeros_like(grad) for grad in carry.pending),
+        pending_retain=tuple(torch.ones_like(retain) for retain in carry.pending_retain),
+        position=torch.zeros_like(carry.position),
+    )
+    return select(mask, anew, carry, run)
 
 
 def _accumulate_vjp(_: Tensor, lr: Tensor, grad: Tensor, g: Tensor) -> Tensors:

@@ -35,18 +35,7 @@ from hecate.engine.call import Call
 from hecate.engine.coefficients import Matrices, matrices_of
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
-from hecate.engine.tokens import (
-    NEUTRAL,
-    Carry,
-    Scan,
-    Tokens,
-    gates_of,
-    in_folds,
-    linear_block,
-    masks_of,
-    numbers_of,
-    vectors_of,
-)
+from hecate.engine.tokens import NEUTRAL, NUMBERS, VECTORS, Carry, Scan, Tokens, in_folds, linear_block
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Block, ByHand, Run, Tensors, can_inspect, differentiate, execute, is_traced, one, several
@@ -179,7 +168,7 @@ def _scan_vjp(
     (groups, block), length = _groups(tokens, size), tokens.v.shape[1]
     found = [
         item.new_empty(len(item), -(-length // block), block, *item.shape[2:]) if needed else None
-        for item, needed in zip(numbers_of(tokens), (True, True, True, *config.forms.gates), strict=True)
+        for item, needed in zip(several(tokens[:NUMBERS]), (True, True, True, *config.forms.gates), strict=True)
     ]
     kept = list(several(record))
     for group in reversed(groups):
@@ -200,8 +189,8 @@ def _group_vjp(
 ) -> tuple[Tokens, States]:
     """Cotangents of a group's tokens and of the states that enter it."""
     with torch.enable_grad():
-        leaves = [leaf.detach().requires_grad_() for leaf in numbers_of(chunks)]
-        matrices = matrices_of(config, Tokens(*leaves, *masks_of(chunks)))
+        leaves = [leaf.detach().requires_grad_() for leaf in several(chunks[:NUMBERS])]
+        matrices = matrices_of(config, Tokens(*leaves, *chunks[NUMBERS:]))
     plain = Matrices(*[None if matrix is None else matrix.detach() for matrix in matrices])  # type: ignore[arg-type]
     cotangents, gv, later = walk_vjp(config, plain, chunks.v, bases, writes, gy, later)
     pairs = zip(matrices, cotangents, strict=True)
@@ -511,9 +500,9 @@ def by_coordinate(
     vectors = (lambda x: x.mT.flatten(0, 1).unsqueeze(-1)), (lambda g: split(g.squeeze(-1)).mT)
     weights = (lambda w: w.reshape(-1, 1, 1)), (lambda g: g.reshape(-1, width))
     own = Tokens(
-        *of(vectors_of(tokens), *vectors),
-        *(one(of((gate,), *(channels if gate.dim() == 3 else scalars))) for gate in gates_of(tokens)),
-        *(None if mask is None else mask.repeat_interleave(width, 0) for mask in masks_of(tokens)),
+        *of(tokens[:VECTORS], *vectors),
+        *(one(of((gate,), *(channels if gate.dim() == 3 else scalars))) for gate in tokens[VECTORS:NUMBERS]),
+        *(None if mask is None else mask.repeat_interleave(width, 0) for mask in tokens[NUMBERS:]),
     )
     memory, slots, first = (of(item, *weights) for item in (carry.memory, carry.slots, initial))
     y, new = engine(config, own, carry._replace(memory=memory, slots=slots), first, run=run)

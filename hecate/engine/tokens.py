@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hecate.rule import MemoryConfig, TokenGates
-from hecate.rule.state import frozen_gradients
 from hecate.structure import Memory
 from hecate.tape import Block, Run, Tensors, one, several
 
@@ -34,12 +32,9 @@ class Tokens(NamedTuple):
     reset: Tensor | None = None
 
 
-# Of tokens, as of a `Sequence`: vectors, gates, both, which gradients reach, and masks.
-_END = 3 + len(TokenGates._fields)
-vectors_of: Callable[[tuple[Any, ...]], tuple[Tensor, ...]] = itemgetter(slice(3))
-gates_of: Callable[[tuple[Any, ...]], tuple[Tensor, ...]] = itemgetter(slice(3, _END))
-numbers_of: Callable[[tuple[Any, ...]], tuple[Tensor, ...]] = itemgetter(slice(_END))
-masks_of: Callable[[tuple[Any, ...]], Tensors] = itemgetter(slice(_END, _END + 2))
+# Of the fields of tokens, and of a `Sequence`: how many are vectors, and how many are these or gates, which gradients
+# reach; then come the masks.
+VECTORS, NUMBERS = 3, 3 + len(TokenGates._fields)
 NEUTRAL = Tokens(0, 0, 0, 0, 1, 1, False, False)  # type: ignore[arg-type]  # what padding holds: it changes nothing
 
 
@@ -72,18 +67,6 @@ class Carry(NamedTuple):
         return cls(*kinds, flat[at])  # type: ignore[call-arg]
 
 
-def restart(config: MemoryConfig, initial: Memory, carry: Carry) -> Carry:
-    """The carry of a memory that starts anew from `initial`, shaped like another carry."""
-    return Carry(
-        memory=initial,
-        slots=tuple(torch.zeros_like(slot) for slot in carry.slots),
-        anchor=initial if frozen_gradients(config) else (),
-        pending=tuple(torch.zeros_like(grad) for grad in carry.pending),
-        pending_retain=tuple(torch.ones_like(retain) for retain in carry.pending_retain),
-        position=torch.zeros_like(carry.position),
-    )
-
-
 def linear_block(name: str, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Block:
     """A linear map of one tensor, given with its adjoint."""
     return Block(name, lambda x: ((there(x),), None), lambda _, g: (back(g),))
@@ -104,8 +87,8 @@ def fold_mask(mask: Tensor, heads: int) -> Tensor:
 
 def fold_heads(tokens: Tokens, run: Run) -> Tokens:
     """`[B, T, H, *]` -> `[B*H, T, *]`."""
-    masks = [None if mask is None else fold_mask(mask, tokens.lr.shape[2]) for mask in masks_of(tokens)]
-    return Tokens(*several(run(_FOLD, *numbers_of(tokens), label="heads")), *masks)
+    masks = [None if mask is None else fold_mask(mask, tokens.lr.shape[2]) for mask in tokens[NUMBERS:]]
+    return Tokens(*several(run(_FOLD, *tokens[:NUMBERS], label="heads")), *masks)
 
 
 def unfold_heads(heads: int) -> Block:

@@ -35,20 +35,8 @@ from hecate.engine.chunk.batched import (
 )
 from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, places_of, spans_of
 from hecate.engine.engine import TokenEngine
-from hecate.engine.loop import committed_chunk, in_segments, labelled, per_weight, select
-from hecate.engine.tokens import (
-    CONCAT,
-    SELECT,
-    UNBIND,
-    Carry,
-    Tokens,
-    cut,
-    fold_mask,
-    in_folds,
-    numbers_of,
-    restart,
-    vectors_of,
-)
+from hecate.engine.loop import committed_chunk, in_segments, labelled, per_weight, restarted, select
+from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Tokens, cut, fold_mask, in_folds
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
 from hecate.structure.graph import Graph
@@ -153,7 +141,7 @@ def chunked(
             if layout is not None:
                 span = span._replace(opens=layout.opens[:, index], closes=layout.closes[:, index])
                 if layout.resets is not None:
-                    carry = select(layout.resets[:, index], restart(config, initial, carry), carry, own)
+                    carry = restarted(config, layout.resets[:, index], initial, carry, own)
             y, carry = step(carry, row, span, own)
             outputs.append(y)
         return one(run(CONCAT, *outputs, label="outputs")), carry
@@ -173,7 +161,7 @@ def _bytes(tensors: Tensors) -> int:
 def _laid(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
     """The tokens in their spans."""
     lay = layout.lay()
-    laid = Tokens(*(one(run(lay, tensor, label="cells")) for tensor in numbers_of(tokens)), layout.write)  # type: ignore[call-arg]
+    laid = Tokens(*(one(run(lay, tensor, label="cells")) for tensor in tokens[:NUMBERS]), layout.write)  # type: ignore[call-arg]
     kept = one(run(SELECT, layout.write, laid.retain, torch.ones_like(laid.retain), label="cells"))
     return laid._replace(retain=kept)
 
@@ -186,11 +174,11 @@ def _steps_of(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) 
     graph = _dual_graph(config, tokens.retain.dim() == 3)
     rows = kept_rows(config, tokens.retain, sizes, run)
     if config.commit == "chunk":
-        step, columns = partial(_commit_chunk, config), [cut(numbers_of(tokens), sizes, run)]
+        step, columns = partial(_commit_chunk, config), [cut(tokens[:NUMBERS], sizes, run)]
     elif graph is None:
-        step, columns = partial(_commit_built, config), [cut((*numbers_of(tokens), tokens.write), sizes, run)]
+        step, columns = partial(_commit_built, config), [cut((*tokens[:NUMBERS], tokens.write), sizes, run)]
     else:
-        columns = [cut(vectors_of(tokens), sizes, run), coefficient_rows(config, tokens, sizes, run)]
+        columns = [cut(tokens[:VECTORS], sizes, run), coefficient_rows(config, tokens, sizes, run)]
         step = partial(_commit_dual, config, graph)
     return step, [tuple(chain.from_iterable(row)) for row in zip(rows, *columns, strict=True)]
 

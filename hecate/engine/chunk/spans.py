@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.coefficients import coefficients, running_products
-from hecate.engine.tokens import UNBIND, Tokens, cut, expand_to, gates_of, linear_block
+from hecate.engine.tokens import NUMBERS, UNBIND, VECTORS, Tokens, cut, expand_to, linear_block
 from hecate.rule import MemoryConfig
 from hecate.tape import Block, Run, Tensors, can_inspect
 
@@ -59,7 +59,7 @@ def coefficient_rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run
             return weights, a, None, into, end, None, None, None
         return weights, a, seen.bases[1], into, end, after.bases[1][..., -1], slot.last * lr, slot.bases[0][..., -1]
 
-    return _of_steps("chunk.coefficients", formula, (*gates_of(tokens), tokens.write), sizes, run)
+    return _of_steps("chunk.coefficients", formula, (*tokens[VECTORS:NUMBERS], tokens.write), sizes, run)
 
 
 def kept_rows(config: MemoryConfig, retain: Tensor, sizes: list[int], run: Run) -> list[Tensors]:

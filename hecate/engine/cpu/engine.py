@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from hecate.engine.call import TRACED, Call
 from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.parallel import by_coordinate, by_torch, run_by_hand
-from hecate.engine.tokens import Carry, Tokens, in_folds, masks_of, numbers_of
+from hecate.engine.tokens import NUMBERS, Carry, Tokens, in_folds
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import ByHand, Run, Tensors, one, several
@@ -165,8 +165,8 @@ class Scan:
         own."""
         config, tokens, none = self.config, self.tokens, torch.empty(0, dtype=self.memory.dtype)
         number = flat(none).dtype.type
-        numbers = [_padded(item, *size) for item, size in zip(numbers_of(tokens), self.sizes, strict=True)]
-        own = Tokens(*numbers, *(none.bool() if mask is None else mask for mask in masks_of(tokens)))
+        numbers = [_padded(item, *size) for item, size in zip(several(tokens[:NUMBERS]), self.sizes, strict=True)]
+        own = Tokens(*numbers, *(none.bool() if mask is None else mask for mask in tokens[NUMBERS:]))
         if not config.retention.uses_retain:
             own = own._replace(retain=None)  # type: ignore[arg-type]
         initial = none if tokens.reset is None else _padded(self.initial, self.height, self.width)
@@ -240,7 +240,7 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
         scratch = [states, states if slots else None, after, ROWS * segment, sums, sums]
     of_states = memory, slots[0] if slots else None, initial
     call.launch("backward", (*record, _padded(gy, height), *of_states, *grads), scratch)
-    own = zip(grads, numbers_of(tokens), (True, True, True, *config.forms.gates), strict=True)
+    own = zip(grads, several(tokens[:NUMBERS]), (True, True, True, *config.forms.gates), strict=True)
     return (
         *(call.cut(state) for state in (memory, *slots)),
         call.cut(initial) if tokens.reset is not None else None,
