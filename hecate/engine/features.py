@@ -31,7 +31,7 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
     """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]`."""
     numbers = [
         tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs"))
-        for tensor in inputs[:NUMBERS]
+        for tensor in several(inputs[:NUMBERS])
     ]
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.

@@ -173,7 +173,7 @@ def token_step(
 def _commit_token(
     block: Block | None, config: MemoryConfig, token: Tokens, carry: Carry, at: Memory | None, kept: Tensor, run: Run
 ) -> Carry:
-    gates, given = TokenGates(*token[VECTORS:NUMBERS]), (token.phi_k, token.v)
+    gates, given = TokenGates(*token[VECTORS:NUMBERS]), (token.phi_k, token.v)  # type: ignore[arg-type]
     if block is not None:
         new = several(run(block, *gates, *given, *carry.memory, *carry.slots, *(at or ())))
         memory, slots = new[: len(carry.memory)], new[len(carry.memory) :]

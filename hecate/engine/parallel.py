@@ -189,7 +189,7 @@ def _group_vjp(
 ) -> tuple[Tokens, States]:
     """Cotangents of a group's tokens and of the states that enter it."""
     with torch.enable_grad():
-        leaves = [leaf.detach().requires_grad_() for leaf in several(chunks[:NUMBERS])]
+        leaves = [leaf.detach().requires_grad_() for leaf in chunks[:NUMBERS]]  # type: ignore[union-attr]
         matrices = matrices_of(config, Tokens(*leaves, *chunks[NUMBERS:]))
     plain = Matrices(*[None if matrix is None else matrix.detach() for matrix in matrices])  # type: ignore[arg-type]
     cotangents, gv, later = walk_vjp(config, plain, chunks.v, bases, writes, gy, later)
@@ -501,7 +501,7 @@ def by_coordinate(
     weights = (lambda w: w.reshape(-1, 1, 1)), (lambda g: g.reshape(-1, width))
     own = Tokens(
         *of(tokens[:VECTORS], *vectors),
-        *(one(of((gate,), *(channels if gate.dim() == 3 else scalars))) for gate in tokens[VECTORS:NUMBERS]),
+        *(one(of((gate,), *(channels if gate.dim() == 3 else scalars))) for gate in several(tokens[VECTORS:NUMBERS])),
         *(None if mask is None else mask.repeat_interleave(width, 0) for mask in tokens[NUMBERS:]),
     )
     memory, slots, first = (of(item, *weights) for item in (carry.memory, carry.slots, initial))
