@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hecate.checks import described, expect, expect_beside
-from hecate.engine.tokens import expand_to, form_of
+from hecate.engine.tokens import expand_to
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.phi import FeatureMap, Params
-from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.rule import Gates, MemoryConfig, MemoryState, TokenGates
 from hecate.rule.state import accumulated_retain
 from hecate.tape import can_inspect
 
@@ -23,8 +23,10 @@ from hecate.tape import can_inspect
 _UNREAD = torch.Generator()
 Named = dict[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
-# The largest value of a gate; the least is 0, but for erase and write, which may be any number.
+# Of every gate: the largest value, the least being 0 but for erase and write, which may be any number; and the knob
+# that takes it, with a variant that does.
 TOPS = Gates(lr=math.inf, retain=1.0, momentum=1.0, erase=math.inf, write=math.inf, retain_value=1.0, floor=math.inf)
+TAKEN_BY = {"retain": ("retention", "decay"), "momentum": ("algorithm", "momentum")}
 
 
 def check_config(config: MemoryConfig) -> MemoryConfig:
@@ -87,10 +89,8 @@ def document_starts(
 # Gates.
 
 
-def complete_gates(
-    config: MemoryConfig, gates: Gates | None, k: Tensor, write: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """lr, retain and momentum of keys `[B, T, H, D]` as tensors.
+def complete_gates(config: MemoryConfig, gates: Gates | None, k: Tensor, write: Tensor | None) -> list[Tensor]:
+    """lr, retain and momentum of keys `[B, T, H, D]` as tensors, in the order of `TokenGates`.
 
     Tensors are looked at on a CPU, where values may steer: a number out of range is refused with its place, but at
     tokens that are not written. What is no finite number is left to `on_nonfinite`. [ENG-CALL-I5]
@@ -99,31 +99,28 @@ def complete_gates(
         gates = Gates()
     if not isinstance(gates, Gates):
         raise ConfigError(f"gates must be Gates(lr, retain, momentum), got {described(gates)}")
-    if gates.retain is not None and not config.retention.uses_retain:
-        raise ConfigError(
-            f"gates.retain is given, but retention {config.retention.kind!r} takes no retain gate; leave it None or "
-            "choose retention 'decay'"
-        )
-    if gates.momentum is not None and not config.algorithm.uses_momentum:
-        raise ConfigError(
-            f"gates.momentum is given, but algorithm {config.algorithm.kind!r} takes no momentum gate; leave it None "
-            "or choose algorithm 'momentum'"
-        )
+    forms, complete = config.forms, []
+    for name, given, taken in zip(TokenGates._fields, gates[:3], forms.gates, strict=True):
+        if given is not None and not taken:
+            knob, other = TAKEN_BY[name]
+            raise ConfigError(
+                f"gates.{name} is given, but {knob} {getattr(config, knob).kind!r} takes no {name} gate; leave it None "
+                f"or choose {knob} {other!r}"
+            )
     if isinstance(gates.lr, Real) and not isinstance(gates.lr, Tensor):
         config.check_step(float(gates.lr))
     if isinstance(gates.retain, Tensor) and gates.retain.dim() == 4:
         _check_channels(config, gates.retain, k)
-    return (
-        _gate("lr", gates.lr, config.algorithm.lr, k, write),
-        _gate("retain", gates.retain, config.retention.default_retain, k, write),
-        _gate("momentum", gates.momentum, config.algorithm.default_momentum, k, write, config.algorithm.momentum_top),
-    )
+    tops = TOPS.lr, TOPS.retain, config.algorithm.momentum_top
+    for name, given, default, top in zip(TokenGates._fields, gates[:3], forms.defaults, tops, strict=True):
+        complete.append(_gate(name, given, default, k, write, top))
+    return complete
 
 
 def _gate(
-    name: str, given: Tensor | float | None, default: float, k: Tensor, write: Tensor | None, top: float | None = None
+    name: str, given: Tensor | float | None, default: float, k: Tensor, write: Tensor | None, top: float = math.inf
 ) -> Tensor:
-    shape, top = k.shape[:3], getattr(TOPS, name) if top is None else top
+    shape = k.shape[:3]
     if isinstance(given, Tensor):
         if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and name != "retain"):
             raise ShapeError(f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got {list(given.shape)}")
@@ -187,7 +184,7 @@ def _refused_gates(config: MemoryConfig) -> Iterator[tuple[str, str]]:
             yield name, f"{own}, and no paper says how one that is gated would enter; use algorithm 'gd' or 'momentum'"
         if config.step != "raw":
             yield (name, f"step={config.step!r} divides lr by |phi(k)|^2, not the gain of such a write; use step 'raw'")
-    if form_of(config.bias) == "target":
+    if config.forms.target:
         yield "erase", f"bias {config.bias.kind!r} never asks the memory what to unlearn; use bias 'l2'"
     if config.normalizer != "max":
         yield "floor", f"normalizer={config.normalizer!r} has no least divisor; use normalizer='max'"

@@ -23,7 +23,7 @@ from hecate.engine.arguments import (
     document_starts,
     general_gates,
 )
-from hecate.engine.tokens import Carry
+from hecate.engine.tokens import NUMBERS, Carry
 from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
@@ -113,9 +113,9 @@ class Call:
         v, weight = flat[2], flat[self.first]
         self.length, self.device, self.values, self.dtype = v.shape[1], v.device.type, v.dtype, spec.dtype  # type: ignore[union-attr]
         self.shape, self.retain = tuple(weight.shape[1:]), flat[4]  # type: ignore[union-attr]
-        self.masked = flat[6] is not None or flat[7] is not None
-        given = zip(GENERAL, flat[9:13], strict=True)
-        self.general = tuple(name for name, gate in given if gate is not None)
+        write, reset, _, *general = flat[NUMBERS : len(Sequence._fields)]
+        self.masked = write is not None or reset is not None
+        self.general = tuple(name for name, gate in zip(GENERAL, general, strict=True) if gate is not None)
 
     @classmethod
     def of(
@@ -224,7 +224,8 @@ class Call:
 
     def rewritten(self, write: Tensor) -> Call:
         """The same call with another write mask."""
-        return Call(self.spec, (*self.flat[:6], write, *self.flat[7:]), self.seen)
+        inputs = self.inputs._replace(write=write)
+        return Call(self.spec, (*inputs, *self.flat[len(inputs) :]), self.seen)
 
     def result(self, outputs: Tensors) -> tuple[Tensor, MemoryState]:
         """y, and the state by name, of the outputs of an engine: y and the states' tensors."""
@@ -373,9 +374,9 @@ def complete(
     for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
         if mask is not None:
             check_mask(name, mask, k)
-    lr, retain, momentum = complete_gates(config, gates, k, write_mask)
+    own = complete_gates(config, gates, k, write_mask)
     general = general_gates(config, gates or Gates(), k, v, write_mask)
-    return Sequence(q, k, v, lr, retain, momentum, write_mask, reset_mask, None, *general)
+    return Sequence(q, k, v, *own, write_mask, reset_mask, None, *general)  # type: ignore[call-arg]
 
 
 # Positions of tokens, counted across calls, for feature maps that depend on them.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hecate.engine.tokens import Tokens, form_of
+from hecate.engine.tokens import Tokens
 from hecate.rule import MemoryConfig
 from hecate.tape import Block, Tensors, by_hand, differentiate, execute, one
 
@@ -43,7 +43,7 @@ def coefficients(
 
     Gates and masks are `[..., C]` and broadcast over the leading axes.
     """
-    form = config.algorithm.kernel_form()
+    form = config.forms.algorithm
     if form is None:
         raise TypeError(f"algorithm {config.algorithm.kind!r} is not a linear recurrence of the gates alone")
     shape, size, decays = retain.shape, retain.shape[-1], config.retention.uses_retain
@@ -113,7 +113,7 @@ def matrices_of(config: MemoryConfig, chunks: Tokens) -> Matrices:
     """The matrices of a group of blocks from its tokens `[g, N, C, ...]`, whatever the states."""
     lr = chunks.lr if chunks.write is None else torch.where(chunks.write, chunks.lr, 0.0)
     stepped = lr.unsqueeze(-1) * (chunks.phi_k if chunks.phi_w is None else chunks.phi_w)
-    moving = form_of(config.bias) != "target"  # under dot no write depends on what the memory predicts
+    moving = not config.forms.target  # under dot no write depends on what the memory predicts
     if not (config.retention.uses_retain or config.algorithm.uses_momentum or chunks.reset is not None):
         attend = (chunks.phi_q @ stepped.mT).tril(0 if config.read == "after" else -1)
         lower = (chunks.phi_k @ stepped.mT).tril(-1) if moving else None

@@ -158,6 +158,13 @@ _COPY = linear_block("copy", torch.clone, lambda g: g)
 # The choice.
 
 
+def chunk_refusal(config: MemoryConfig) -> str | None:
+    """Why an engine that takes every gradient at the current state is not exact for a config; None if it is."""
+    if config.chunk == 1 and config.commit == "token":
+        return None
+    return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+
+
 def check_exact(config: MemoryConfig, asked: EngineName) -> None:
     """`ConfigError` for an engine that is not exact for a config, whatever it is called with."""
     if asked == "auto":

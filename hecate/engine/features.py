@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hecate.engine.call import Call, Sequence
-from hecate.engine.tokens import SELECT, Carry, Tokens, by_head, cast, form_of, linear_block, split_time
+from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, Carry, Scan, Tokens, by_head, cast, linear_block, split_time
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -25,20 +26,21 @@ from hecate.tape.ops import largest, levelling, near_one, over, reach
 
 NORMALIZED_EPS = 1e-6
 FLOW_SERIES = 0.05  # below it eight terms are exact to 1e-17
-Scan = Callable[..., tuple[Tensor, Carry]]  # (call, tokens, carry, initial, run=run)
 
 
 def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: torch.dtype, run: Run) -> Tokens:
     """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]`."""
-    q, k, v, lr, retain, momentum = [
-        tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs")) for tensor in inputs[:6]
+    numbers = [
+        tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs"))
+        for tensor in several(inputs[:NUMBERS])
     ]
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.
-        k, v, lr, retain, momentum = [
+        numbers[1:] = [
             one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask"))
-            for tensor in (k, v, lr, retain, momentum)
+            for tensor in numbers[1:]
         ]
+    q, k, v, lr, *gates = numbers
     if inputs.position is not None:
         params = {**params, "position": inputs.position.unsqueeze(-1)}
     block, tensors = config.feature_map.block(params)
@@ -57,9 +59,8 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
     phi_w, general = None, inputs[9:12]
     if any(gate is not None for gate in general):
         phi_k, phi_w, general = _gated(config, phi_k, inputs, dtype, run)
-    heads, write, reset = lr.shape[2], inputs.write, inputs.reset
-    masks = None if write is None else by_head(write, heads), None if reset is None else by_head(reset, heads)
-    return Tokens(phi_k, phi_q, v, lr, retain, momentum, *masks, phi_w, general[2])
+    masks = [None if mask is None else by_head(mask, lr.shape[2]) for mask in inputs[NUMBERS : NUMBERS + 2]]
+    return Tokens(phi_k, phi_q, v, lr, *gates, *masks, phi_w, general[2])
 
 
 def _gated(
@@ -77,7 +78,7 @@ def _gated(
     erase, write, _ = gates
     erased = phi_k if erase is None else one(run(_GATE, phi_k, erase, label="erase"))
     written = phi_k if write is None else one(run(_GATE, phi_k, write, label="write"))
-    if form_of(config.bias) == "target":  # which never asks the memory
+    if config.forms.target:  # which never asks the memory
         return written, None, tuple(gates)
     return erased, None if written is erased else written, tuple(gates)
 
@@ -146,10 +147,9 @@ def stepped(config: MemoryConfig, phi: Tensor, v: Tensor, lr: Tensor, run: Run) 
     phi alone with c lr/|c phi|^2. Elsewhere a key too long to be squared is cut to a length that can be. [RULE-STEP-I2]
     """
     rule, least = _STEPS[config.step]
-    floor, form = torch.full_like(lr, least), form_of(config.bias)
-    dot = form == "target"
+    floor, dot = torch.full_like(lr, least), config.forms.target
     # The values of a sum normaliser are 1, whatever becomes of v.
-    same = dot or (form == "error" and config.normalizer == "none")
+    same = dot or (config.forms.error and config.normalizer == "none")
     same = same and config.structure.linear and config.algorithm.linear
     # Its derivative has |phi|^4 in it.
     top = reach(phi.dtype, 0.2 if same else 0.4)
@@ -233,7 +233,7 @@ def normalized(scan: Scan, call: Call, tokens: Tokens, run: Run, *, along: bool)
     if call.config.normalizer == "sum":
         tokens, memories, units, back = levelled(call.config, tokens, memories, run)
     counter = call.of_normalizer()
-    if along and form_of(call.config.bias) == "target":
+    if along and call.config.forms.target:
         results = _counting_along(scan, counter, tokens, memories, run)
     else:
         ones = counting(tokens)
@@ -273,7 +273,7 @@ def _counting_along(
     (initial, carry), (zero, count) = memories
 
     def joined(own: Memory, last: Memory) -> Memory:
-        return tuple(one(run(_WITH_LAST, *pair, label="normalizer")) for pair in zip(own, last, strict=True))
+        return tuple(one(run(CONCAT, *pair, label="normalizer")) for pair in zip(own, last, strict=True))
 
     tokens = tokens._replace(v=one(run(_WITH_ONE, tokens.v, label="normalizer")))
     both = carry._replace(memory=joined(carry.memory, count.memory), slots=joined(carry.slots, count.slots))
@@ -287,7 +287,6 @@ def _counting_along(
     ]
 
 
-_WITH_LAST = Block("with_last", lambda x, last: ((torch.cat((x, last), 1),), None), lambda _, g: (g[:, :-1], g[:, -1:]))
 _WITH_ONE = linear_block("with_one", lambda v: torch.cat((v, torch.ones_like(v[..., :1])), -1), lambda g: g[..., :-1])
 
 
@@ -305,7 +304,7 @@ def levelled(
         units = (levelling(size),)
         tokens = tokens._replace(phi_q=scaled(tokens.phi_q, *units, run, "normalizer"))
     (initial, carry), (zero, held) = memories
-    if form_of(config.bias) != "target" or config.algorithm.kernel_form() is None:
+    if not config.forms.target or config.forms.algorithm is None:
         return tokens, memories, units, None
     batch, _, heads = tokens.lr.shape
     size = (largest(tokens.phi_k).squeeze(-1) * tokens.lr.detach().abs()).amax(1)
@@ -336,21 +335,15 @@ def _divide(numerator: Tensor, denominator: Tensor, *units: Tensor) -> tuple[Ten
     filled = denominator >= torch.finfo(denominator.dtype).tiny
     divisors = [torch.where(filled, denominator, 1.0)]
     divisors += [torch.where(filled, 1.0, unit) for unit in units]
-    mean = _over_all(numerator, divisors)
+    mean = reduce(torch.div, divisors, numerator)
     return (mean,), (mean, divisors, filled)
 
 
 def _divide_vjp(kept: tuple[Tensor, list[Tensor], Tensor], g: Tensor) -> Tensors:
     mean, divisors, filled = kept
-    g = _over_all(g, divisors)
+    g = reduce(torch.div, divisors, g)
     gz = torch.where(filled, -(g * mean).sum(-1, keepdim=True), 0.0)
     return g, gz, *(None for _ in divisors[1:])
-
-
-def _over_all(x: Tensor, divisors: list[Tensor]) -> Tensor:
-    for divisor in divisors:
-        x = x / divisor
-    return x
 
 
 def _divide_by_max(y: Tensor, z: Tensor, floor: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from hecate.algorithm import AlgorithmForm
 from hecate.engine.call import TRACED, Call
-from hecate.engine.engine import TokenEngine
+from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.parallel import by_torch, run_by_hand
-from hecate.engine.tokens import Carry, Tokens, form_of
+from hecate.engine.tokens import Carry, Tokens
 from hecate.retention import Decay, NoRetention, StepForm
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -51,24 +51,23 @@ class Kernel(NamedTuple):
 
 def kernel_of(config: MemoryConfig, *, channelwise: bool) -> Kernel | str:
     """The kernel that computes a config, or why there is none, whichever way its gates are."""
-    rule = config.rule
-    if config.chunk > 1 or config.commit == "chunk":
-        return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+    rule, forms = config.rule, config.forms
+    if (reason := chunk_refusal(config)) is not None:
+        return reason
     if config.normalizer != "none":
         return "its kernels have no sum normaliser that can be carried on"
     if config.read == "before":
         return "its kernels read after the write, not read='before'"
-    form = form_of(rule.bias)
     for name, knob, known in (
         ("structure", rule.structure, rule.structure.linear and not rule.structure.diagonal),
-        ("bias", rule.bias, form in ("target", "error")),
-        ("retention", rule.retention, rule.retention.kernel_form() == StepForm()),
-        ("algorithm", rule.algorithm, rule.algorithm.kernel_form() == AlgorithmForm()),
+        ("bias", rule.bias, forms.target or forms.error),
+        ("retention", rule.retention, forms.retention == StepForm()),
+        ("algorithm", rule.algorithm, forms.algorithm == AlgorithmForm()),
     ):
         if not known:
             return f"{name} {knob.kind!r} has no kernel"
     decays = rule.retention.uses_retain
-    if form == "target":
+    if forms.target:
         name = "gla" if channelwise else "simple_gla"
         return Kernel(f"fla.ops.{name}", f"chunk_{name}", False, decays)
     if not decays:
@@ -155,17 +154,13 @@ def load_kernel(kernel: Kernel) -> Callable[..., tuple[Tensor, Tensor]] | None:
 def _kernel(config: MemoryConfig, carry: Carry, dtype: torch.dtype) -> ByHand:
     def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
         with torch.set_grad_enabled(keeps):
-            own = tuple(map(_leaf, inputs)) if keeps else inputs
+            own = inputs
+            if keeps:
+                own = tuple(i if i is None or not differentiable(i) else i.detach().requires_grad_() for i in inputs)
             outputs = several(_outputs(config, dtype, own))
         return tuple(item.detach() for item in outputs), (*own, *outputs) if keeps else ()
 
     return ByHand("engine.fla", forward, _pulled, by_torch(config, carry))
-
-
-def _leaf(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or not differentiable(tensor):
-        return tensor
-    return tensor.detach().requires_grad_()
 
 
 def _outputs(config: MemoryConfig, dtype: torch.dtype, inputs: Tensors) -> Tensors:
@@ -218,7 +213,7 @@ def _difference(
         return f"its kernel fails on {dtype} with widths {shape}: {error}"
     with torch.no_grad():  # no second derivatives
         expected = (*kernel.plain(*inputs), *kernel.by_autograd(inputs, cotangents))
-    names = ("y", "state", "memory", "initial", "phi_k", "phi_q", "v", "lr", "retain", "momentum")
+    names = ("y", "state", "memory", "initial", *Tokens._fields)
     for name, own, right in zip(names, found, expected, strict=False):
         if own is None or right is None or not right.any():
             continue

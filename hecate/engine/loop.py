@@ -7,7 +7,6 @@ tape keeps one carry per segment, and a segment is taped again when its turn com
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from itertools import chain
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from hecate.algorithm import Token
 from hecate.engine.call import GENERAL, Call
 from hecate.engine.engine import TokenEngine
-from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, cut, in_folds, restart
+from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Scan, Tokens, cut, in_folds
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.state import frozen_gradients
 from hecate.structure import Memory
@@ -67,14 +66,7 @@ def sequential(
 
 
 def in_segments(
-    program: Callable[..., tuple[Tensor, Carry]],
-    rows: list[Tensors],
-    carry: Carry,
-    initial: Memory,
-    run: Run,
-    *,
-    each: int = 1,
-    keep: bool = False,
+    program: Scan, rows: list[Tensors], carry: Carry, initial: Memory, run: Run, *, each: int = 1, keep: bool = False
 ) -> tuple[Tensor, Carry]:
     """Outputs and last carry of `program(rows, carry, initial, run, first)`, a checkpoint for every so many rows, of
     which `first` is the place of the first; `keep` is that of `checkpoint`."""
@@ -150,7 +142,7 @@ def token_step(
     read, write = blocks or blocks_of(config)
     linked = partial(config.rule.weights, run=run)
     if token.reset is not None:
-        carry = select(token.reset, restart(config, initial, carry), carry, run)
+        carry = restarted(config, token.reset, initial, carry, run)
         weights = None
     if token.retain_value is not None:
         token = token._replace(retain=one(run(_CELLS, token.retain, token.retain_value)), retain_value=None)
@@ -182,21 +174,15 @@ def token_step(
 
 
 def _commit_token(
-    block: Block | None,
-    config: MemoryConfig,
-    token: Tokens,
-    carry: Carry,
-    weights: Memory | None,
-    kept: Tensor,
-    run: Run,
+    block: Block | None, config: MemoryConfig, token: Tokens, carry: Carry, at: Memory | None, kept: Tensor, run: Run
 ) -> Carry:
-    gates, given = TokenGates(token.lr, token.retain, token.momentum), (token.phi_k, token.v)
+    gates, given = TokenGates(*token[VECTORS:NUMBERS]), (token.phi_k, token.v)  # type: ignore[arg-type]
     if block is not None and token.phi_w is None and token.retain.dim() < 3:
-        new = several(run(block, *gates, *given, *carry.memory, *carry.slots, *(weights or ())))
+        new = several(run(block, *gates, *given, *carry.memory, *carry.slots, *(at or ())))
         memory, slots = new[: len(carry.memory)], new[len(carry.memory) :]
     else:
         memory, slots = config.rule.write(
-            carry.memory, carry.slots, *given, gates, phi_w=token.phi_w, weights=weights, run=run
+            carry.memory, carry.slots, *given, gates, phi_w=token.phi_w, weights=at, run=run
         )
     carry = carry._replace(memory=memory, slots=slots)
     if config.chunk == 1:
@@ -209,10 +195,10 @@ def _commit_token(
 
 
 def _commit_chunk(
-    config: MemoryConfig, token: Tokens, carry: Carry, weights: Memory | None, kept: Tensor, run: Run
+    config: MemoryConfig, token: Tokens, carry: Carry, at: Memory | None, kept: Tensor, run: Run
 ) -> Carry:
     own = Token(token.phi_k, token.v, token.lr, token.phi_w)
-    grads, slots = config.rule.descended(weights or carry.memory, own, carry.slots, run=run)
+    grads, slots = config.rule.descended(at or carry.memory, own, carry.slots, run=run)
     pending = per_weight(run, _ACCUMULATE, carry.pending, (token.lr,) * len(grads), grads)
     position = (carry.position + 1) % config.chunk
     waiting = carry._replace(slots=slots, pending=pending, pending_retain=(kept,), position=position)
@@ -233,6 +219,19 @@ def select(mask: Tensor, yes: Carry, no: Carry, run: Run) -> Carry:
     """Per memory, one carry or the other; the branch not taken gets exactly zero gradient."""
     pairs = zip(yes.flat, no.flat, strict=True)
     return no.rebuilt(tuple(a if a is b else one(run(SELECT, mask, a, b)) for a, b in pairs))
+
+
+def restarted(config: MemoryConfig, mask: Tensor, initial: Memory, carry: Carry, run: Run) -> Carry:
+    """The carry, of memories in the mask that of one that starts anew from `initial`."""
+    anew = Carry(
+        memory=initial,
+        slots=tuple(torch.zeros_like(slot) for slot in carry.slots),
+        anchor=initial if frozen_gradients(config) else (),
+        pending=tuple(torch.zeros_like(grad) for grad in carry.pending),
+        pending_retain=tuple(torch.ones_like(retain) for retain in carry.pending_retain),
+        position=torch.zeros_like(carry.position),
+    )
+    return select(mask, anew, carry, run)
 
 
 def _accumulate_vjp(_: Tensor, lr: Tensor, grad: Tensor, g: Tensor) -> Tensors:

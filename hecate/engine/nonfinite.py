@@ -60,7 +60,7 @@ def check_late(name: str, y: Tensor, state: MemoryState) -> None:
 def skip(call: Call) -> Call:
     """The call without the tokens that would break a memory: they are left unwritten."""
     good = _finite_writes(call)
-    heads, written = call.flat[2].shape[2], call.flat[6]  # type: ignore[union-attr]
+    heads, written = call.inputs.v.shape[2], call.inputs.write
     good = good.unflatten(0, (-1, heads)).transpose(1, 2)
     return call.rewritten(good if written is None else good & expand_to(written, good))
 

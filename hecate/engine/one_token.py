@@ -21,7 +21,7 @@ from hecate.engine.call import carry_of, named_state
 from hecate.engine.engine import apart
 from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, counting, levelled, stepped
 from hecate.engine.loop import blocks_of, token_step
-from hecate.engine.tokens import Tokens, form_of
+from hecate.engine.tokens import Tokens
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import execute, is_traced, one
@@ -258,7 +258,7 @@ def _direct(config: MemoryConfig) -> TokenStep:
     """M' = a M - lr u k^T, or S' = momentum S - lr u k^T and M' = a M + S': the formulas of the rule's own block."""
     late, early = config.read == "after", config.decay_order == "before_gradient"
     decays, grad = config.retention.uses_retain, config.bias.grad
-    blind = form_of(config.bias) == "target"  # u does not look at the prediction
+    blind = config.forms.target  # u does not look at the prediction
 
     def step(token: Tokens, state: MemoryState) -> tuple[Tensor, MemoryState]:
         k, q, v, lr, retain, momentum, *_ = token

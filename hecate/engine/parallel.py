@@ -33,9 +33,9 @@ from torch import Tensor
 from hecate.bias import Bias
 from hecate.engine.call import GENERAL, Call
 from hecate.engine.coefficients import Matrices, matrices_of
-from hecate.engine.engine import Engine, TokenEngine
+from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
-from hecate.engine.tokens import Carry, Tokens, form_of, in_folds, linear_block
+from hecate.engine.tokens import NEUTRAL, NUMBERS, VECTORS, Carry, Scan, Tokens, in_folds, linear_block
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Block, ByHand, Run, Tensors, can_inspect, differentiate, execute, is_traced, one, several
@@ -48,7 +48,6 @@ GROUP = 1 << 17  # numbers per tensor of a group: what is worked on at once stay
 DEVICE_GROUP = 1 << 24  # the same where batches must be large to fill the device
 SUB_BLOCK = 16
 LOOK = 4  # steps between looks at whether an iteration has settled, on devices
-NEUTRAL = (0, 0, 0, 0, 1, 1, False, False, 0, 1)  # what padding holds in the fields of `Tokens`
 
 
 class Parallel(TokenEngine):
@@ -61,13 +60,13 @@ class Parallel(TokenEngine):
     def refuses(self, config: MemoryConfig) -> str | None:
         """What is not linear in the state, or takes gradients elsewhere."""
         rule = config.rule
-        if config.chunk > 1 or config.commit == "chunk":
-            return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+        if (reason := chunk_refusal(config)) is not None:
+            return reason
         if not rule.structure.linear:
             return f"structure {rule.structure.kind!r} is not linear in its weights"
         if not rule.retention.linear:
             return f"retention {rule.retention.kind!r} is not linear"
-        if rule.algorithm.kernel_form() is None:
+        if config.forms.algorithm is None:
             return f"algorithm {rule.algorithm.kind!r} is not a linear recurrence of the gates alone"
         return coordinate_refusal(config)
 
@@ -78,9 +77,9 @@ class Parallel(TokenEngine):
         config, own = call.config, "a retain per value channel"
         if config.algorithm.uses_momentum:
             return f"{own} decays the memory and not its momentum: no common factor of a block"
-        if form_of(config.bias) not in ("error", "target"):
+        if not (config.forms.error or config.forms.target):
             return f"{own} scales errors, and bias {config.bias.kind!r} is not linear in them"
-        if form_of(config.bias) == "error" and config.decay_order == "with_step":
+        if config.forms.error and config.decay_order == "with_step":
             return f"{own} with decay_order='with_step' gives every value channel a system of its own"
         kept = call.flat[11]
         if kept is None or not can_inspect(kept, free=True):
@@ -111,24 +110,18 @@ def parallel(
     The backward pass is by hand, torch's own where it has to see every operation; see `ByHand`.
     """
     if carry.memory[0].dim() == 2:
-        engine = partial(parallel, size=min(size, DIAGONAL_CHUNK))
-        return by_coordinate(engine, config, tokens, carry, initial, run=run)
-
+        scalars = partial(parallel, size=min(size, DIAGONAL_CHUNK))
+        return by_coordinate(scalars, config, tokens, carry, initial, run=run)
     if tokens.retain_value is not None:
         block = Block("engine.parallel.values", lambda *inputs: (_scan_values(config, inputs), inputs))
         y, memory = several(run(block, *carry.memory, *initial, *tokens, label="tokens"))
         return y, carry._replace(memory=(memory,))
 
-    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
-        return _scan(config, *_named(config, inputs), size, keeps=keeps, by_hand=True)
-
-    def vjp(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
-        return _scan_vjp(config, *_named(config, inputs), size, record, cotangents)
-
     def plain(*inputs: Tensor | None) -> Tensors:
-        return _scan(config, *_named(config, inputs), size, keeps=False, by_hand=False)[0]
+        return _scan(config, size, inputs, False, by_hand=False)[0]
 
-    return run_by_hand(ByHand("engine.parallel", forward, vjp, plain), tokens, carry, initial, run=run)
+    engine = ByHand("engine.parallel", partial(_scan, config, size), partial(_scan_vjp, config, size), plain)
+    return run_by_hand(engine, tokens, carry, initial, run=run)
 
 
 def run_by_hand(engine: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
@@ -171,16 +164,17 @@ def _named(config: MemoryConfig, inputs: Tensors) -> tuple[Tokens, States]:
 
 
 def _scan(
-    config: MemoryConfig, tokens: Tokens, states: States, size: int, *, keeps: bool, by_hand: bool
+    config: MemoryConfig, size: int, inputs: Tensors, keeps: bool, *, by_hand: bool = True
 ) -> tuple[Tensors, Tensors]:
     """Outputs and last states; if asked for, the record for `_scan_vjp`: per group the base states of its blocks and,
     where they are not the values themselves, its writes."""
+    tokens, states = _named(config, inputs)
     outputs: list[Tensor] = []
     record: list[Tensor] = []
     groups, block = _groups(tokens, size)
     for group in groups:
         chunks = _chunked(tokens, group, block)
-        y, bases, writes, states = walk(config.bias, matrices_of(config, chunks), chunks.v, states, by_hand=by_hand)
+        y, bases, writes, states = walk(config, matrices_of(config, chunks), chunks.v, states, by_hand=by_hand)
         outputs.append(y.transpose(0, 1))
         if keeps:
             record += [bases] if writes is chunks.v else [bases, writes]
@@ -207,21 +201,20 @@ def _scan_values(config: MemoryConfig, inputs: Tensors) -> Tensors:
             after.append(last * gate)
         scale = torch.stack(after[1:], 1)
         matrices = matrices_of(config, chunks)
-        y, *_, states = walk(config.bias, matrices, chunks.v / scale, states, by_hand=False)
+        y, *_, states = walk(config, matrices, chunks.v / scale, states, by_hand=False)
         outputs.append(y[0] * (scale if config.read == "after" else torch.stack(before, 1)))
         states = states._replace(memory=scale[:, -1].unsqueeze(-1) * states.memory)
     return torch.cat(outputs, 1), states.memory
 
 
 def _scan_vjp(
-    config: MemoryConfig, tokens: Tokens, states: States, size: int, record: Tensors, cotangents: Sequence[Tensor]
+    config: MemoryConfig, size: int, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]
 ) -> Tensors:
     """Cotangents of all inputs."""
-    gy, gmemory, *gslots = cotangents
+    (tokens, states), (gy, gmemory, *gslots) = _named(config, inputs), cotangents
     initial = None if states.initial is None else torch.zeros_like(states.initial)
     later = States(gmemory, gslots[0] if gslots else None, initial)
-    used = (True,) * 4 + (config.retention.uses_retain, config.algorithm.uses_momentum, False, False)
-    used += (tokens.phi_w is not None, False)
+    used = (True, True, True, *config.forms.gates, False, False, tokens.phi_w is not None, False)
     (groups, block), length = _groups(tokens, size), tokens.v.shape[1]
     found = [
         item.new_empty(len(item), -(-length // block), block, *item.shape[2:]) if needed else None
@@ -230,7 +223,7 @@ def _scan_vjp(
     kept = list(several(record))
     for group in reversed(groups):
         chunks = _chunked(tokens, group, block)
-        writes = chunks.v if form_of(config.bias) == "target" else kept.pop()
+        writes = chunks.v if config.forms.target else kept.pop()
         own, later = _group_vjp(config, chunks, one(_blocks([gy], group, block)), kept.pop(), writes, later)
         first = group.start // block
         for whole, share in zip(found, own, strict=True):
@@ -246,18 +239,16 @@ def _group_vjp(
 ) -> tuple[Tokens, States]:
     """Cotangents of a group's tokens and of the states that enter it."""
     with torch.enable_grad():
-        own = (*chunks[:2], *chunks[3:6], *([] if chunks.phi_w is None else [chunks.phi_w]))
-        leaves = [leaf.detach().requires_grad_() for leaf in own]
-        k, q, lr, retain, momentum, *written = leaves
-        phi_w = written[0] if written else None
-        gated = chunks._replace(phi_k=k, phi_q=q, lr=lr, retain=retain, momentum=momentum, phi_w=phi_w)
-        matrices = matrices_of(config, gated)
+        own = (*chunks[:NUMBERS], *([] if chunks.phi_w is None else [chunks.phi_w]))
+        leaves = [leaf.detach().requires_grad_() for leaf in own]  # type: ignore[union-attr]
+        phi_w = leaves[NUMBERS] if len(leaves) > NUMBERS else None
+        matrices = matrices_of(config, Tokens(*leaves[:NUMBERS], *chunks[NUMBERS:])._replace(phi_w=phi_w))
     plain = Matrices(*[None if matrix is None else matrix.detach() for matrix in matrices])  # type: ignore[arg-type]
-    cotangents, gv, later = walk_vjp(config.bias, plain, chunks.v, bases, writes, gy, later)
+    cotangents, gv, later = walk_vjp(config, plain, chunks.v, bases, writes, gy, later)
     pairs = zip(matrices, cotangents, strict=True)
     used, given = zip(*[pair for pair in pairs if pair[0] is not None and pair[0].requires_grad], strict=True)
-    gk, gq, glr, gretain, gmomentum, *gw = torch.autograd.grad(used, leaves, given, allow_unused=True)
-    return Tokens(gk, gq, gv, glr, gretain, gmomentum, phi_w=gw[0] if gw else None), later
+    found = torch.autograd.grad(used, leaves, given, allow_unused=True)
+    return Tokens(*found[:NUMBERS], phi_w=None if phi_w is None else found[NUMBERS])._replace(v=gv), later
 
 
 def _groups(tokens: Tokens, size: int) -> tuple[list[slice], int]:
@@ -297,7 +288,7 @@ def _blocks(tensors: Sequence[Tensor | None], group: slice, size: int, fills: Se
 
 
 def walk(
-    bias: Bias, matrices: Matrices, v: Tensor, states: States, *, by_hand: bool
+    config: MemoryConfig, matrices: Matrices, v: Tensor, states: States, *, by_hand: bool
 ) -> tuple[Tensor, Tensor, Tensor, States]:
     """Outputs, base states and writes of all blocks, and the states that leave the last.
 
@@ -307,7 +298,7 @@ def walk(
     for block, target in zip(_split(matrices), v.unbind(0), strict=True):
         held = [state for state in states if state is not None]
         base = torch.cat(held, -1) if len(held) > 1 else held[0]
-        writes = _writes(bias, block, base, target, by_hand)
+        writes = _writes(config, block, base, target, by_hand)
         all_bases.append(base)
         all_writes.append(writes)
         memory = held[0]
@@ -328,7 +319,7 @@ def walk(
 
 
 def walk_vjp(
-    bias: Bias, matrices: Matrices, v: Tensor, bases: Tensor, writes: Tensor, gy: Tensor, later: States
+    config: MemoryConfig, matrices: Matrices, v: Tensor, bases: Tensor, writes: Tensor, gy: Tensor, later: States
 ) -> tuple[Matrices, Tensor, States]:
     """Cotangents of the matrices, of v and of the first states, from those of outputs and last states.
 
@@ -341,7 +332,7 @@ def walk_vjp(
     width = matrices.keys.shape[-1]
     pulled, drawn = matrices.attend.mT @ gy, gy.mT @ matrices.read
     pred = v
-    if matrices.seen is not None and matrices.lower is not None and form_of(bias) != "error":
+    if matrices.seen is not None and matrices.lower is not None and not config.forms.error:
         pred = _plus(matrices.seen @ bases.mT, matrices.lower, writes)
     received: list[States] = []
     slopes, values = [], []
@@ -349,7 +340,7 @@ def walk_vjp(
     for block, gw, gbase, at, target in reversed(list(blocks)):
         received.append(later)
         if block.seen is not None:
-            slope, gv = _writes_vjp(bias, block, at, target, _pulled(gw, block, later))
+            slope, gv = _writes_vjp(config, block, at, target, _pulled(gw, block, later))
             gbase = torch.baddbmm(gbase, slope.mT, block.seen)
             slopes.append(slope)
             values.append(gv)
@@ -412,25 +403,25 @@ def _overlap(gmemory: Tensor, bases: tuple[Tensor, ...], leaving: Tensor) -> Ten
     return torch.stack(weights, -1).view(leaving.shape)
 
 
-def _writes(bias: Bias, block: Matrices, base: Tensor, v: Tensor, by_hand: bool) -> Tensor:
+def _writes(config: MemoryConfig, block: Matrices, base: Tensor, v: Tensor, by_hand: bool) -> Tensor:
     """w = -u, the gradients by the predictions with their sign turned."""
     if block.seen is None or block.lower is None:
         return v
-    if form_of(bias) == "error":
+    if config.forms.error:
         # (I + L) W = V - predictions; the solver is fastest for unknowns on the left, transposed.
         right = torch.baddbmm(v, block.seen, base.mT, alpha=-1)
         return _solve_triangular(block.lower.mT, right.mT, upper=True).mT
-    errors = (solve if by_hand else implicit_gradients)(bias, block.seen @ base.mT, block.lower, v)
+    errors = (solve if by_hand else implicit_gradients)(config.bias, block.seen @ base.mT, block.lower, v)
     return -errors
 
 
-def _writes_vjp(bias: Bias, block: Matrices, pred: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _writes_vjp(config: MemoryConfig, block: Matrices, pred: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Cotangents of the base predictions and of v from that of w."""
     lower = one((block.lower,))
-    if form_of(bias) == "error":
+    if config.forms.error:
         pulled = _solve_triangular(lower, g.mT, upper=False).mT
         return -pulled, pulled
-    g = -g
+    g, bias = -g, config.bias
     slope = adjoint(bias, pred, lower, v, g)
     return slope, bias.grad_vjp(pred, v, torch.baddbmm(g, lower.mT, slope, alpha=-1))[1]
 
@@ -531,7 +522,7 @@ def _settled(before: Tensor, after: Tensor, step: int) -> bool:
 
 def coordinate_refusal(config: MemoryConfig) -> str | None:
     """Why a diagonal memory is not a memory per coordinate; None if it is, or is not diagonal."""
-    if config.structure.diagonal and config.bias.kernel_form() is None:
+    if config.structure.diagonal and config.forms.bias is None:
         return (
             f"bias {config.bias.kind!r} as configured is not known to treat coordinates apart, "
             f"as structure {config.structure.kind!r} needs here"
@@ -540,13 +531,7 @@ def coordinate_refusal(config: MemoryConfig) -> str | None:
 
 
 def by_coordinate(
-    engine: Callable[..., tuple[Tensor, Carry]],
-    config: MemoryConfig,
-    tokens: Tokens,
-    carry: Carry,
-    initial: Memory,
-    *,
-    run: Run,
+    engine: Scan, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
     """Runs an engine for matrix memories on the coordinates of diagonal ones.
 
@@ -567,9 +552,9 @@ def by_coordinate(
     vectors = (lambda x: x.mT.flatten(0, 1).unsqueeze(-1)), (lambda g: split(g.squeeze(-1)).mT)
     weights = (lambda w: w.reshape(-1, 1, 1)), (lambda g: g.reshape(-1, width))
     own = Tokens(
-        *of(tokens[:3], *vectors),
-        *(one(of((gate,), *(channels if gate.dim() == 3 else scalars))) for gate in tokens[3:6]),
-        *(None if mask is None else mask.repeat_interleave(width, 0) for mask in tokens[6:8]),
+        *of(tokens[:VECTORS], *vectors),
+        *(one(of((gate,), *(channels if gate.dim() == 3 else scalars))) for gate in several(tokens[VECTORS:NUMBERS])),
+        *(None if mask is None else mask.repeat_interleave(width, 0) for mask in tokens[NUMBERS : NUMBERS + 2]),
         None if tokens.phi_w is None else one(of((tokens.phi_w,), *vectors)),
     )
     memory, slots, first = (of(item, *weights) for item in (carry.memory, carry.slots, initial))

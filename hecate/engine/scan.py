@@ -148,15 +148,9 @@ def memory_features(
     gates: Gates | None = None,
     *,
     residual: bool = True,
-    phi_params: Params | None = None,
-    state: MemoryState | None = None,
-    initial: dict[str, Tensor] | None = None,
     write_mask: Tensor | None = None,
-    reset_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    engine: EngineName = "auto",
-    autodiff: Autodiff = "auto",
     name: str = "feature memory",
+    **given: Any,
 ) -> tuple[Tensor, Tensor, MemoryState]:
     """phi_t(x) = x + M_t(x) at x = q_t and x = k_t: the features, and M's state at the end; with `residual=False`
     M_t(x) itself.
@@ -182,10 +176,7 @@ def memory_features(
         k = torch.where(write_mask[..., None, None], k, 0.0)
 
     def answer(x: Tensor) -> tuple[Tensor, MemoryState]:
-        y, after = memory_scan(
-            inner, x, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
-            reset_mask=reset_mask, cu_seqlens=cu_seqlens, engine=engine, autodiff=autodiff, name=name,
-        )  # fmt: skip
+        y, after = memory_scan(inner, x, k, v, gates, write_mask=write_mask, name=name, **given)
         return (x + y if residual else y), after
 
     (phi_q, _), (phi_k, state) = answer(q), answer(k)

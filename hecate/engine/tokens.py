@@ -8,17 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.bias import Bias
-from hecate.rule import MemoryConfig
-from hecate.rule.state import frozen_gradients
+from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
 from hecate.tape import Block, Run, Tensors, one
 
-
-def form_of(bias: Bias) -> str | None:
-    """The name of the form in which kernels know a bias: "target" is dot, "error" l2; None for a formula of its own."""
-    form = bias.kernel_form()
-    return None if form is None else form.name
+Scan = Callable[..., "tuple[Tensor, Carry]"]  # (config or call, tokens, carry, initial, run=run)
 
 
 class Tokens(NamedTuple):
@@ -39,6 +33,12 @@ class Tokens(NamedTuple):
     reset: Tensor | None = None
     phi_w: Tensor | None = None
     retain_value: Tensor | None = None
+
+
+# Of the fields of tokens, and of a `Sequence`: how many are vectors, and how many are these or gates, which gradients
+# reach; then come the masks.
+VECTORS, NUMBERS = 3, 3 + len(TokenGates._fields)
+NEUTRAL = Tokens(0, 0, 0, 0, 1, 1, False, False, 0, 1)  # type: ignore[arg-type]  # what padding holds: it changes nothing
 
 
 class Carry(NamedTuple):
@@ -70,18 +70,6 @@ class Carry(NamedTuple):
         return cls(*kinds, flat[at])  # type: ignore[call-arg]
 
 
-def restart(config: MemoryConfig, initial: Memory, carry: Carry) -> Carry:
-    """The carry of a memory that starts anew from `initial`, shaped like another carry."""
-    return Carry(
-        memory=initial,
-        slots=tuple(torch.zeros_like(slot) for slot in carry.slots),
-        anchor=initial if frozen_gradients(config) else (),
-        pending=tuple(torch.zeros_like(grad) for grad in carry.pending),
-        pending_retain=tuple(torch.ones_like(retain) for retain in carry.pending_retain),
-        position=torch.zeros_like(carry.position),
-    )
-
-
 def linear_block(name: str, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Block:
     """A linear map of one tensor, given with its adjoint."""
     return Block(name, lambda x: ((there(x),), None), lambda _, g: (back(g),))
@@ -102,12 +90,11 @@ def fold_mask(mask: Tensor, heads: int) -> Tensor:
 
 def fold_heads(tokens: Tokens, run: Run) -> Tokens:
     """`[B, T, H, *]` -> `[B*H, T, *]`."""
-    heads, masks = tokens.lr.shape[2], tokens[6:8]
-    given = [item for item in (*tokens[:6], *tokens[8:]) if item is not None]
-    folded = iter(run(_FOLD, *given, label="heads"))
-    columns = [None if item is None else next(folded) for item in (*tokens[:6], *tokens[8:])]
-    columns[6:6] = [None if mask is None else fold_mask(mask, heads) for mask in masks]
-    return Tokens(*columns)  # type: ignore[arg-type]
+    kinds = tokens[NUMBERS : NUMBERS + 2], (*tokens[:NUMBERS], *tokens[NUMBERS + 2 :])
+    folded = iter(run(_FOLD, *[item for item in kinds[1] if item is not None], label="heads"))
+    numbers = [None if item is None else next(folded) for item in kinds[1]]
+    masks = [None if mask is None else fold_mask(mask, tokens.lr.shape[2]) for mask in kinds[0]]
+    return Tokens(*numbers[:NUMBERS], *masks, *numbers[NUMBERS:])  # type: ignore[arg-type]
 
 
 def unfold_heads(heads: int) -> Block:
@@ -118,13 +105,7 @@ def unfold_heads(heads: int) -> Block:
 
 
 def in_folds(
-    engine: Callable[..., tuple[Tensor, Carry]],
-    config: MemoryConfig,
-    tokens: Tokens,
-    carry: Carry,
-    initial: Memory,
-    *,
-    run: Run,
+    engine: Scan, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
     """Runs an engine for tokens `[N, T, *]` on those of either layout."""
     if tokens.lr.dim() == 2:

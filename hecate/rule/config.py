@@ -3,21 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
 
-from hecate.algorithm import GD, AlgorithmKind
-from hecate.bias import L2, BiasKind, Dot
+from hecate.algorithm import GD, AlgorithmForm, AlgorithmKind
+from hecate.bias import L2, BiasKind, Dot, KernelForm
 from hecate.checks import Count
 from hecate.errors import ConfigError, did_you_mean, shorten
 from hecate.gating import GatingKind, Plain
 from hecate.phi import FeatureMapKind, Identity
-from hecate.retention import NoRetention, RetentionKind
+from hecate.retention import NoRetention, RetentionKind, StepForm
 from hecate.rule.rule import MemoryRule
 from hecate.structure import Matrix, StructureKind
-from hecate.variant import Config, Prepared
+from hecate.variant import Config, Prepared, Variant
+
+
+class Forms(NamedTuple):
+    """What engines ask of a config at every call: what its knobs say of themselves, asked once.
+
+    Fields:
+        bias, retention, algorithm: their `kernel_form()`.
+        target, error: whether u is that of bias dot, which does not look at the prediction, or that of l2.
+        gates: which of lr, retain and momentum the knobs take, in the order of `TokenGates`.
+        defaults: what these are where none is given.
+    """
+
+    bias: KernelForm | None
+    retention: StepForm | None
+    algorithm: AlgorithmForm | None
+    target: bool
+    error: bool
+    gates: tuple[bool, ...]
+    defaults: tuple[float, ...]
+
+    @classmethod
+    def of(cls, rule: MemoryRule) -> Forms:
+        """Those of a rule's knobs."""
+        bias, retention, algorithm = rule.bias, rule.retention, rule.algorithm
+        form = bias.kernel_form()
+        return cls(
+            bias=form,
+            retention=retention.kernel_form(),
+            algorithm=algorithm.kernel_form(),
+            target=form is not None and form.name == "target",
+            error=form is not None and form.name == "error",
+            gates=(True, retention.uses_retain, algorithm.uses_momentum),
+            defaults=(algorithm.lr, retention.default_retain, algorithm.default_momentum),
+        )
 
 
 class MemoryConfig(Prepared, Config):
@@ -65,7 +99,8 @@ class MemoryConfig(Prepared, Config):
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
 
-    __slots__ = ("_counting", "_programs", "_rule", "_single")
+    __slots__ = ("_counting", "_programs", "_rule", "_single", "forms")
+    forms: ClassVar[Forms]  # of each config: no field, and read without a call
 
     def model_post_init(self, context: object) -> None:
         """Keeps the four knobs as a rule, the config of the sum normaliser, and room for programs."""
@@ -73,6 +108,8 @@ class MemoryConfig(Prepared, Config):
         fields = {name: getattr(self, name, None) for name in type(self).model_fields}
         knobs = {name: fields[name] for name in MemoryRule.model_fields}
         object.__setattr__(self, "_rule", MemoryRule.model_construct(**knobs))
+        if all(isinstance(knob, Variant) for knob in knobs.values()):  # else it is refused when it is checked
+            object.__setattr__(self, "forms", Forms.of(self.rule))
         if self.writes > 1:
             one = {**fields, "gating": Plain(), "writes": 1, "chunk": self.chunk * self.writes if self.chunk > 1 else 1}
             object.__setattr__(self, "_single", type(self).model_construct(**one))

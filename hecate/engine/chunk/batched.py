@@ -51,20 +51,16 @@ class Gradients(NamedTuple):
     h: Memory
 
 
-def graph_of(config: MemoryConfig) -> Graph | None:
-    """The structure's layers, if it is made of such."""
-    return config.structure.graph() if config.structure.factored else None
-
-
-def shared_graph(config: MemoryConfig, *, decayed: bool) -> Graph | None:
-    """The structure's layers, if the tokens of a chunk can share one product of the anchor."""
+def shared_graph(config: MemoryConfig, *, decayed: bool = False) -> Graph | None:
+    """The structure's layers, if it is made of such; `decayed` if the tokens of a chunk share a product of the anchor
+    too."""
     proportional = config.structure.linear and config.retention.linear
-    return graph_of(config) if proportional or not decayed else None
+    return config.structure.graph() if config.structure.factored and (proportional or not decayed) else None
 
 
 def predict(config: MemoryConfig, weights: Memory, p: Tensor, run: Run = execute) -> Tensor:
     """The answers of one memory to many keys or queries `[N, C, P]`."""
-    graph = graph_of(config)
+    graph = shared_graph(config)
     if graph is not None:
         return one(run(_predict(graph), p, *weights))
     return _each(config, _repeated(weights, p.shape[1], run), p, run)

@@ -33,10 +33,10 @@ from hecate.engine.chunk.batched import (
     token_gradients,
     write,
 )
-from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, spans_of, steps_of
+from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, places_of, spans_of
 from hecate.engine.engine import TokenEngine
-from hecate.engine.loop import committed_chunk, in_segments, labelled, per_weight, select
-from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, cut, fold_mask, in_folds, restart, split_time
+from hecate.engine.loop import committed_chunk, in_segments, labelled, per_weight, restarted, select
+from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Tokens, cut, fold_mask, in_folds
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
 from hecate.structure.graph import Graph
@@ -89,7 +89,7 @@ def _steps(call: Call) -> int:
     if aligned(config, write, reset, call.place):
         return len(spans_of(call.place or 0, length, config.chunk, size))
     position = call.memories[0][1].position
-    return steps_of(write, reset, position, length, config.chunk, size)
+    return places_of(write, reset, position, length, config.chunk, size)[-1]
 
 
 def aligned(config: MemoryConfig, write: Tensor | None, reset: Tensor | None, position: int | None) -> bool:
@@ -107,7 +107,7 @@ def span_size(config: MemoryConfig, *, channelwise: bool) -> int:
 def _dual_graph(config: MemoryConfig, channelwise: bool) -> Graph | None:
     """The layers through which states are read without being built, if they are."""
     # Per channel too, but there the coefficients of all pairs cost more than the states (measured).
-    if channelwise or not config.retention.linear or config.algorithm.kernel_form() is None:
+    if channelwise or not config.retention.linear or config.forms.algorithm is None:
         return None
     return shared_graph(config, decayed=config.decay_order == "before_gradient")
 
@@ -141,7 +141,7 @@ def chunked(
             if layout is not None:
                 span = span._replace(opens=layout.opens[:, index], closes=layout.closes[:, index])
                 if layout.resets is not None:
-                    carry = select(layout.resets[:, index], restart(config, initial, carry), carry, own)
+                    carry = restarted(config, layout.resets[:, index], initial, carry, own)
             y, carry = step(carry, row, span, own)
             outputs.append(y)
         return one(run(CONCAT, *outputs, label="outputs")), carry
@@ -161,9 +161,9 @@ def _bytes(tensors: Tensors) -> int:
 def _laid(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
     """The tokens in their spans."""
     lay = layout.lay()
-    phi_k, phi_q, v, lr, retain, momentum = (one(run(lay, tensor, label="cells")) for tensor in tokens[:6])
-    kept = one(run(SELECT, layout.write, retain, torch.ones_like(retain), label="cells"))
-    return Tokens(phi_k, phi_q, v, lr, kept, momentum, layout.write)
+    laid = Tokens(*(one(run(lay, tensor, label="cells")) for tensor in tokens[:NUMBERS]), layout.write)  # type: ignore[call-arg]
+    kept = one(run(SELECT, layout.write, laid.retain, torch.ones_like(laid.retain), label="cells"))
+    return laid._replace(retain=kept)
 
 
 Step = Callable[[Carry, Tensors, Span, Run], tuple[Tensor, Carry]]
@@ -174,11 +174,11 @@ def _steps_of(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) 
     graph = _dual_graph(config, tokens.retain.dim() == 3)
     rows = kept_rows(config, tokens.retain, sizes, run)
     if config.commit == "chunk":
-        step, columns = partial(_commit_chunk, config), [cut(tokens[:6], sizes, run)]
+        step, columns = partial(_commit_chunk, config), [cut(tokens[:NUMBERS], sizes, run)]
     elif graph is None:
-        step, columns = partial(_commit_built, config), [cut(tokens[:7], sizes, run)]
+        step, columns = partial(_commit_built, config), [cut((*tokens[:NUMBERS], tokens.write), sizes, run)]
     else:
-        columns = [cut(tokens[:3], sizes, run), coefficient_rows(config, tokens, sizes, run)]
+        columns = [cut(tokens[:VECTORS], sizes, run), coefficient_rows(config, tokens, sizes, run)]
         step = partial(_commit_dual, config, graph)
     return step, [tuple(chain.from_iterable(row)) for row in zip(rows, *columns, strict=True)]
 
@@ -198,16 +198,16 @@ def _commit_dual(
 
 def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
     """A step at each token, built one after the other: kept, phi_k, phi_q, v, the gates and the mask."""
-    phi_k, phi_q, v, *gates = several(row[1:7])
+    phi_k, phi_q, v, *gates = several(row[1:-1])
     anchor, kept = _anchor(carry, span, run), _since(carry, row[0], run)
     at = config.rule.weights(anchor, run=run) if kept is None else anchor
     built = token_gradients(config, at, (phi_k, v, kept), run)
     columns = [several(run(UNBIND, item)) for item in (*gates, *built)]
-    masks = [None] * span.size if row[7] is None else row[7].unbind(1)
+    masks = [None] * span.size if row[-1] is None else row[-1].unbind(1)
     states: list[Memory] = []
     for mask, *each in zip(masks, *columns, strict=True):
-        before, own = carry.memory, TokenGates(*each[:3])
-        memory, slots = config.rule.apply(carry.memory, carry.slots, tuple(each[3:]), own, run=run)
+        before, own = carry.memory, TokenGates(*each[: len(gates)])
+        memory, slots = config.rule.apply(carry.memory, carry.slots, tuple(each[len(gates) :]), own, run=run)
         stepped = carry._replace(memory=memory, slots=slots)
         carry = stepped if mask is None else select(mask, stepped, carry, run)
         states.append(carry.memory if config.read == "after" else before)
@@ -256,8 +256,8 @@ def _commit_chunk(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, 
         return predict(config, weights, phi_q, run), new
     # The closing token alone sees the commit.
     after = config.rule.weights(new.memory, run=run)
-    queries = zip((weights, after), several(run(split_time([span.size - 1, 1]), phi_q)), strict=True)
-    return one(run(CONCAT, *(predict(config, own, q, run) for own, q in queries if q.shape[1]))), new
+    queries = zip((weights, after), cut((phi_q,), [span.size - 1, 1], run), strict=True)
+    return one(run(CONCAT, *(predict(config, own, one(q), run) for own, q in queries if one(q).shape[1]))), new
 
 
 def _product_vjp(total: Tensor, gates: Tensor, g: Tensor) -> Tensors:

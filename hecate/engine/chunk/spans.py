@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.coefficients import coefficients, running_products
-from hecate.engine.tokens import UNBIND, Tokens, cut, expand_to, linear_block
+from hecate.engine.tokens import NUMBERS, UNBIND, VECTORS, Tokens, cut, expand_to, linear_block
 from hecate.rule import MemoryConfig
 from hecate.tape import Block, Run, Tensors, can_inspect
 
@@ -59,7 +59,7 @@ def coefficient_rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run
             return weights, a, None, into, end, None, None, None
         return weights, a, seen.bases[1], into, end, after.bases[1][..., -1], slot.last * lr, slot.bases[0][..., -1]
 
-    return _of_steps("chunk.coefficients", formula, tokens[3:7], sizes, run)
+    return _of_steps("chunk.coefficients", formula, (*tokens[VECTORS:NUMBERS], tokens.write), sizes, run)
 
 
 def kept_rows(config: MemoryConfig, retain: Tensor, sizes: list[int], run: Run) -> list[Tensors]:
@@ -123,7 +123,7 @@ def layout_of(
     write: Tensor | None, reset: Tensor | None, position: Tensor, length: int, chunk: int, size: int
 ) -> Layout:
     """The spans of a sequence from its masks `[N, T]` and the positions `[N]` at its start."""
-    written, place, carried, span, offset, spans = _spans(write, reset, position, length, chunk, size)
+    written, place, carried, span, offset, spans = places_of(write, reset, position, length, chunk, size)
     filled = span.new_zeros(len(span), spans).scatter_add(1, span, torch.ones_like(span))
     # From the right: the last token of a span stands at its end.
     places = span * size + (size - filled.gather(1, span)) + offset
@@ -148,16 +148,12 @@ def layout_of(
     )
 
 
-def steps_of(write: Tensor | None, reset: Tensor | None, position: Tensor, length: int, chunk: int, size: int) -> int:
-    """How many spans the longest memory has: the steps that the chunk engine takes."""
-    return _spans(write, reset, position, length, chunk, size)[-1]
-
-
-def _spans(
+def places_of(
     write: Tensor | None, reset: Tensor | None, position: Tensor, length: int, chunk: int, size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
     """Per token `[N, T]`: whether it is written, its place in the chunk, whether only the carried state lies before it,
-    its span and its place in the span; and the number of spans, what that can be at most where values may not be seen.
+    its span and its place in the span; and the number of spans of the longest memory, what that can be at most where
+    values may not be seen.
     """
     written = position.new_ones(len(position), length, dtype=torch.bool) if write is None else write
     count = written.long().cumsum(1) - written.long()

@@ -1,5 +1,3 @@
 """The engine called `compiled`: kernels of numba for the CPU."""
 
-from hecate.engine.cpu.engine import Compiled
-
-__all__ = ["Compiled"]
+from hecate.engine.cpu.engine import Compiled as Compiled

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hecate.engine.call import TRACED, Call
-from hecate.engine.engine import TokenEngine
+from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.parallel import by_coordinate, by_torch, run_by_hand
-from hecate.engine.tokens import Carry, Tokens, form_of, in_folds
+from hecate.engine.tokens import NUMBERS, Carry, Tokens, in_folds
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import ByHand, Run, Tensors, one, several
@@ -53,16 +53,16 @@ class Compiled(TokenEngine):
     def refuses(self, config: MemoryConfig) -> str | None:
         """What has no kernel."""
         rule = config.rule
-        if config.chunk > 1 or config.commit == "chunk":
-            return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
-        algorithm, step = rule.algorithm.kernel_form(), rule.retention.kernel_form()
+        if (reason := chunk_refusal(config)) is not None:
+            return reason
+        algorithm, step = config.forms.algorithm, config.forms.retention
         if not rule.structure.linear:
             return f"structure {rule.structure.kind!r} has no kernel"
         if algorithm is None:
             return f"algorithm {rule.algorithm.kind!r} has no kernel"
         if algorithm.nesterov:
             return "its kernels know momentum without nesterov"
-        if rule.bias.kernel_form() is None:
+        if config.forms.bias is None:
             return f"bias {rule.bias.kind!r} as configured has no kernel"
         if step is None:
             return f"retention {rule.retention.kind!r} as configured has no kernel"
@@ -86,7 +86,7 @@ class Compiled(TokenEngine):
         """Less than blocks, but for large states of l2, and only from `TOKENS` on, before which nothing loads numba."""
         if call.length < TOKENS:
             return math.inf
-        large = form_of(call.config.bias) == "error" and math.prod(call.shape) * call.dtype.itemsize > LARGE
+        large = call.config.forms.error and math.prod(call.shape) * call.dtype.itemsize > LARGE
         return (80.0 if large else 30.0) * call.length
 
     def about(self, call: Call) -> str:
@@ -128,6 +128,7 @@ class Scan:
         height, width: V and P in whole fours and tiles.
         heads: memories whose tokens lie side by side.
         channels: whether retain is a gate per phi channel.
+        sizes: of the vectors and gates of a token.
         segment: tokens between kept states.
     """
 
@@ -136,7 +137,7 @@ class Scan:
         memory, *slots = several(inputs[: 1 + len(config.algorithm.slots)])
         initial, *rest = inputs[1 + len(slots) :]
         tokens = Tokens(*rest)  # type: ignore[arg-type]
-        form, step = config.bias.kernel_form(), config.retention.kernel_form()
+        form, step = config.forms.bias, config.forms.retention
         if form is None or step is None:
             raise TypeError("the engine was chosen without its refusal being asked")
         self.config, self.form, self.step = config, form, step
@@ -150,6 +151,8 @@ class Scan:
         self.height, self.width = -(-height // ROWS) * ROWS, -(-width // self.tile) * self.tile
         self.heads = tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1
         self.channels = tokens.retain.dim() > tokens.lr.dim()
+        retain = (self.width,) if self.channels else ()
+        self.sizes = ((self.width,), (self.width,), (self.height,), (), retain, ())
         self.length = tokens.v.shape[1]
         self.segment = max(SEGMENT, math.isqrt(self.length))
 
@@ -162,25 +165,17 @@ class Scan:
         own."""
         config, tokens, none = self.config, self.tokens, torch.empty(0, dtype=self.memory.dtype)
         number = flat(none).dtype.type
-        retain = _padded(tokens.retain, self.width) if self.channels else tokens.retain
-        tensors = (
-            _padded(tokens.phi_k, self.width),
-            _padded(tokens.phi_q, self.width),
-            _padded(tokens.v, self.height),
-            tokens.lr,
-            retain if config.retention.uses_retain else None,
-            tokens.momentum,
-            none.bool() if tokens.write is None else tokens.write,
-            none.bool() if tokens.reset is None else tokens.reset,
-            none if tokens.reset is None else _padded(self.initial, self.height, self.width),
-            *given,
-        )
+        numbers = [_padded(item, *size) for item, size in zip(several(tokens[:NUMBERS]), self.sizes, strict=True)]
+        own = Tokens(*numbers, *(none.bool() if mask is None else mask for mask in tokens[NUMBERS : NUMBERS + 2]))
+        if not config.retention.uses_retain:
+            own = own._replace(retain=None)  # type: ignore[arg-type]
+        initial = none if tokens.reset is None else _padded(self.initial, self.height, self.width)
         arguments = (
             self.heads,
             self.length,
             self.height,
             self.width,
-            *(None if item is None else flat(item) for item in tensors),
+            *(None if item is None else flat(item) for item in (*own[: NUMBERS + 2], initial, *given)),
             self.segment,
             FORMS[self.form.name],
             number(self.form.a),
@@ -231,13 +226,11 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
     tokens, height, width, segment = call.tokens, call.height, call.width, call.segment
     gy, *finals = cotangents
     memory, *slots = map(call.state, finals)
-    (*shape, v), p = tokens.v.shape, call.memory.shape[2]
-    zeros = call.memory.new_zeros
+    shape, zeros = tokens.v.shape[:-1], call.memory.new_zeros
     new = zeros if tokens.write is not None else call.memory.new_empty  # masked: left as they are
     initial = zeros(memory.shape if tokens.reset is not None else 0)
-    gk, gq, gv = new(*shape, width), new(*shape, width), new(*shape, height)
-    glr, gmomentum = zeros(*shape), new(*shape)
-    gretain = new(*shape, width) if call.channels else new(*shape)
+    grads = [new(*shape, *size) for size in call.sizes]
+    grads[Tokens._fields.index("lr")].zero_()  # lr's is a sum
     states = (segment + 2) * height * width
     scratch = [7 * width, 2 * height, states, states if slots else None]
     if call.vectors:
@@ -246,19 +239,13 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
         sums = segment * BYTES // call.memory.element_size()
         scratch = [states, states if slots else None, after, ROWS * segment, sums, sums]
     of_states = memory, slots[0] if slots else None, initial
-    call.launch("backward", (*record, _padded(gy, height), *of_states, gk, gq, gv, glr, gretain, gmomentum), scratch)
-    if call.channels:
-        gretain = gretain[..., :p]
+    call.launch("backward", (*record, _padded(gy, height), *of_states, *grads), scratch)
+    own = zip(grads, several(tokens[:NUMBERS]), (True, True, True, *config.forms.gates), strict=True)
     return (
         *(call.cut(state) for state in (memory, *slots)),
         call.cut(initial) if tokens.reset is not None else None,
-        gk[..., :p],
-        gq[..., :p],
-        gv[..., :v],
-        glr,
-        gretain if config.retention.uses_retain else None,
-        gmomentum if slots else None,
-        *(None,) * 4,
+        *(grad[..., : item.shape[-1]] if needed else None for grad, item, needed in own),
+        *(None,) * (len(Tokens._fields) - NUMBERS),
     )
 
 
@@ -269,7 +256,7 @@ def flat(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 def _padded(tensor: Tensor, *sizes: int) -> Tensor:
     """A tensor with zeros up to these sizes of its last axes; itself, but contiguous, where it has them."""
-    missing = [size - given for size, given in zip(sizes, tensor.shape[-len(sizes) :], strict=True)]
+    missing = [size - given for size, given in zip(sizes, tensor.shape[tensor.dim() - len(sizes) :], strict=True)]
     tensor = tensor.detach()
     if any(missing):
         tensor = pad(tensor, [end for size in reversed(missing) for end in (0, size)])
