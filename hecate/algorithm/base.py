@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from hecate.tape import Block, Tensors
+from hecate.tape import Block
 from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
 
@@ -117,11 +117,8 @@ class Algorithm(Variant, family="algorithm"):
 
     def block(self) -> Block:
         """`direction` as a tape block: (grad, lr, momentum, *slots) -> (direction, *slots)."""
-
-        def forward(*inputs: Tensor) -> tuple[Tensors, Tensors]:
-            return self.direction(*inputs), inputs
-
-        return Block(f"algorithm.{self.kind}", forward, self.direction_vjp if self.hand_written() else None)
+        vjp = self.direction_vjp if self.hand_written() else None
+        return Block(f"algorithm.{self.kind}", lambda *inputs: (self.direction(*inputs), inputs), vjp)
 
 
 AlgorithmKind = Algorithm

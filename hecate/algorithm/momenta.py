@@ -196,8 +196,10 @@ class DeepMomentum(Algorithm):
         return {"w_in": (self.width, weight[-1]), "w_out": (weight[-1], self.width)}
 
     def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
-        rows = _rows(grad)
-        start, (change, w_out) = self._start(grad), slots
+        rows, (change, w_out) = _rows(grad), slots
+        generator, shape = torch.Generator().manual_seed(0), (self.width, grad.shape[-1])
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        start = (drawn / math.sqrt(grad.shape[-1])).to(grad)
         hidden = torch.tanh(rows @ (start + change).mT)
         answer = hidden @ w_out.mT
         error, rate = torch.ones_like(rows), torch.full_like(change[:, :1, :1], self.rate)
@@ -210,13 +212,6 @@ class DeepMomentum(Algorithm):
         w_out = keep * w_out - rate * (error.mT @ hidden)
         step = torch.tanh(rows @ (start + change).mT) @ w_out.mT
         return over(lr, grad) * step.reshape(grad.shape), change, w_out
-
-    def _start(self, grad: Tensor) -> Tensor:
-        width = grad.shape[-1]
-        generator = torch.Generator().manual_seed(0)
-        shape = (self.width, width)
-        draw = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-        return (draw / math.sqrt(width)).to(grad)
 
 
 def _rows(weight: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -91,19 +90,6 @@ def bytes_of(state: Any) -> int:
     """Size of all tensors of a pytree."""
     leaves = (leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-
-
-def map_state(function: Callable[[Tensor], Tensor], state: MemoryState) -> MemoryState:
-    """Applies a function to every tensor of a state."""
-
-    def each(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: function(tensor) for name, tensor in tensors.items()}
-
-    memory, slots, anchor, pending, position, normalizer, seen = state
-    nested = None if normalizer is None else map_state(function, normalizer)
-    named = (each(memory), each(slots), each(anchor), each(pending))
-    counted = None if seen is None else function(seen)
-    return MemoryState(*named, function(position), nested, counted)
 
 
 def memory_weights(config: MemoryConfig, state: MemoryState) -> dict[str, Tensor]:
