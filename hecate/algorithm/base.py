@@ -121,4 +121,12 @@ class Algorithm(Variant, family="algorithm"):
         return Block(f"algorithm.{self.kind}", lambda *inputs: (self.direction(*inputs), inputs), vjp)
 
 
+class Carrying(Algorithm):
+    """Helper for algorithms that carry past gradients over, faded by the momentum gate."""
+
+    momentum: float = Field(0.9, ge=0, lt=1)
+    slots: ClassVar[tuple[str, ...]] = ("momentum",)
+    uses_momentum: ClassVar[bool] = True
+
+
 AlgorithmKind = Algorithm

@@ -299,7 +299,7 @@ FAULTS = [
         ("mirror", "return direction - direction.mean(-1, keepdim=True)", "return direction"),
         ("mirror", "if retain.dim() > 1 or not self", "if not self"),
         ("lengths", "return start if self.dual else self._project(start)", "return self._project(start)"),
-        ("lengths", "return over(retain, memory) * memory + tangent", "return memory + tangent"),
+        ("lengths", "return super().step(memory, direction, retain)", "return memory + direction"),
         ("lengths", "return unit * self._length(memory)[0] if self.form", "return unit if self.form"),
         ("lengths", "torch.where(live, memory / kept * outward, 0.0)", "torch.where(live, memory * outward, 0.0)"),
     ),
