@@ -392,10 +392,12 @@ def still_declared(value: object, trait: str, formulas: tuple[str, ...]) -> bool
 def delegating(field: str, *names: str) -> Callable[[Class], Class]:
     """Class decorator: these properties and methods of a variant are those of the variant in a field."""
 
+    def of_field(name: str) -> property:
+        return property(lambda self: getattr(getattr(self, field), name))
+
     def decorated(cls: Class) -> Class:
         for name in names:
-            # Not `operator.attrgetter`, which torch.compile cannot trace.
-            setattr(cls, name, property(lambda self, name=name: getattr(getattr(self, field), name)))
+            setattr(cls, name, of_field(name))
         return cls
 
     return decorated
