@@ -34,6 +34,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 Class = TypeVar("Class", bound=type)
 Schema = dict[str, Any]
+Conflicts = Iterator[tuple[tuple[str, ...], str]]
 FAMILY = "x-hecate-family"
 """Marks where a schema refers to a family."""
 
@@ -174,6 +175,16 @@ class Config(BaseModel, metaclass=_ConfigMeta):
             raise ConfigError(Problem((key,), sentence + did_you_mean(key, known)) for key in unknown)
         return {key: _as_tuple(cls.model_fields[key].annotation, data[key]) for key in data}
 
+    def conflicts(self) -> Conflicts:
+        """What cannot go together, each with the path of the field to change; the first is a `ConfigError`."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _without_conflicts(self) -> Self:
+        for path, sentence in self.conflicts():
+            raise ConfigError(sentence, path)
+        return self
+
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
         """`BaseModel.model_validate` that raises `ConfigError`."""
@@ -189,6 +200,17 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         """A copy with some fields replaced, validated like a new value."""
         names = (self.model_fields_set | set(update or ())) & type(self).model_fields.keys()
         return type(self).model_validate({name: getattr(self, name) for name in names} | dict(update or {}))
+
+    # What `model_post_init` builds beforehand, because torch.compile cannot trace the building of a model, is in no
+    # field; every copy has it, too.
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        super().__setstate__(state)
+        self.model_post_init(None)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return self.model_copy()
+
+    __copy__ = __deepcopy__
 
     @classmethod
     def model_json_schema(cls, *args: Any, **options: Any) -> dict[str, Any]:
@@ -212,22 +234,6 @@ class Config(BaseModel, metaclass=_ConfigMeta):
             object.__setattr__(checked, "_checked", None)
             object.__setattr__(self, "_checked", checked)
         return self if checked is None else checked
-
-
-class Prepared:
-    """For a `Config` whose `model_post_init` builds other values of its fields beforehand, because torch.compile cannot
-    trace the building of a model; they are no fields, and every copy has them too."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: dict[Any, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
-        self.model_post_init(None)  # type: ignore[attr-defined]
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        return self.model_copy()  # type: ignore[attr-defined]
-
-    __copy__ = __deepcopy__
 
 
 class Variant(Config):

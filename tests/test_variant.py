@@ -364,6 +364,25 @@ def test_model_copy_is_validated():
     assert drawing.model_copy(deep=True).shape is not drawing.shape
 
 
+def test_conflicts_are_refused_at_their_field():
+    class Span(Config):
+        low: int = 0
+        high: int = 1
+
+        def conflicts(self):
+            if self.low > self.high:
+                yield ("high",), f"must be at least low={self.low}, got {self.high}"
+                yield ("low",), "never told beside the first"
+
+    class Held(Config):
+        spans: tuple[Span, ...] = ()
+
+    assert list(Span().conflicts()) == []
+    assert message(lambda: Span(low=2)) == "high: must be at least low=2, got 1"
+    assert message(lambda: Span().model_copy(update={"low": 3})) == "high: must be at least low=3, got 1"
+    assert message(lambda: Held(spans=[{}, {"high": -1}])) == "spans[1].high: must be at least low=0, got -1"
+
+
 def test_defaults_are_validated():
     class Wrong(Config):
         """Its default is out of bounds."""

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from hecate.tape import Block, Tensors
+from hecate.tape import Block
 from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
 
@@ -124,11 +124,16 @@ class Algorithm(Variant, family="algorithm"):
 
     def block(self) -> Block:
         """`direction` as a tape block: (grad, lr, momentum, *slots) -> (direction, *slots)."""
+        vjp = self.direction_vjp if self.hand_written() else None
+        return Block(f"algorithm.{self.kind}", lambda *inputs: (self.direction(*inputs), inputs), vjp)
 
-        def forward(*inputs: Tensor) -> tuple[Tensors, Tensors]:
-            return self.direction(*inputs), inputs
 
-        return Block(f"algorithm.{self.kind}", forward, self.direction_vjp if self.hand_written() else None)
+class Carrying(Algorithm):
+    """Helper for algorithms that carry past gradients over, faded by the momentum gate."""
+
+    momentum: float = Field(0.9, ge=0, lt=1)
+    slots: ClassVar[tuple[str, ...]] = ("momentum",)
+    uses_momentum: ClassVar[bool] = True
 
 
 AlgorithmKind = Algorithm

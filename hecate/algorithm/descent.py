@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.algorithm.base import Algorithm, AlgorithmForm
+from hecate.algorithm.base import Algorithm, AlgorithmForm, Carrying
 from hecate.tape.ops import over, sum_to_gate
 
 
@@ -41,7 +41,7 @@ class GD(Descent):
     kernel: ClassVar[AlgorithmForm] = AlgorithmForm()
 
 
-class Momentum(Algorithm):
+class Momentum(Carrying):
     """momentum: S' = momentum S - lr G, D = S', or with nesterov D = momentum S' - lr G.
 
     The momentum of Titans: past surprise carries over, without bias correction and without dampening. `nesterov` looks
@@ -57,11 +57,8 @@ class Momentum(Algorithm):
     """
 
     kind: Literal["momentum"] = "momentum"
-    momentum: float = Field(0.9, ge=0, lt=1)
     nesterov: bool = False
     bounded: bool = Field(True, description="whether a momentum gate above 1 is refused")
-    slots: ClassVar[tuple[str, ...]] = ("momentum",)
-    uses_momentum: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
     @property
@@ -102,7 +99,7 @@ class Momentum(Algorithm):
         )
 
 
-class Adaptive(Algorithm):
+class Adaptive(Carrying):
     """adaptive: D = -lr S' / sqrt(E' + eps^2), S' and E' running means of G and G^2.
 
     S' = momentum S + (1 - momentum) G and E' = decay E + (1 - decay) G^2: Adam's diagonal scaling as an inner
@@ -120,11 +117,9 @@ class Adaptive(Algorithm):
     """
 
     kind: Literal["adaptive"] = "adaptive"
-    momentum: float = Field(0.9, ge=0, lt=1)
     decay: float = Field(0.99, ge=0, lt=1)
     eps: float = Field(1e-3, gt=0)
     slots: ClassVar[tuple[str, ...]] = ("momentum", "square")
-    uses_momentum: ClassVar[bool] = True
     stable_step: ClassVar[float] = math.inf
 
     def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from hecate.algorithm.base import Algorithm, InnerLoss, State, Token
 from hecate.algorithm.descent import GD, Descent
 from hecate.checks import Depth
-from hecate.errors import ConfigError
-from hecate.tape import Block, Tensors
+from hecate.tape import Block, Tensors, formula_block
 from hecate.tape.ops import over, sum_to_gate
-from hecate.variant import delegating
+from hecate.variant import Conflicts, delegating
 
 
 class Implicit(Descent):
@@ -59,12 +58,10 @@ def _shortened(curvature: float, diagonal: bool) -> Block:
     def squares(phi: Tensor) -> Tensor:
         return curvature * (phi.square() if diagonal else phi.square().sum(-1, keepdim=True))
 
-    def forward(grad: Tensor, lr: Tensor, phi: Tensor) -> tuple[Tensors, Tensors]:
-        factor = 1 / (1 + lr.unsqueeze(-1) * squares(phi))
-        return (over(factor, grad) * grad,), (grad, lr, phi)
+    def shortened(grad: Tensor, lr: Tensor, phi: Tensor) -> Tensor:
+        return over(1 / (1 + lr.unsqueeze(-1) * squares(phi)), grad) * grad
 
-    def vjp(inputs: tuple[Tensor, Tensor, Tensor], g: Tensor) -> Tensors:
-        grad, lr, phi = inputs
+    def vjp(grad: Tensor, lr: Tensor, phi: Tensor, g: Tensor) -> Tensors:
         square = squares(phi)
         factor = 1 / (1 + lr.unsqueeze(-1) * square)
         inner = grad * g if diagonal else sum_to_gate(grad * g, lr).unsqueeze(-1)
@@ -72,7 +69,7 @@ def _shortened(curvature: float, diagonal: bool) -> Block:
         gphi = -2 * curvature * lr.unsqueeze(-1) * along * phi
         return over(factor, grad) * g, -(square * along).sum(-1), gphi
 
-    return Block("algorithm.implicit.shorten", forward, vjp)
+    return formula_block("algorithm.implicit.shorten", shortened, vjp)
 
 
 class RLS(Descent):
@@ -118,15 +115,14 @@ class RLS(Descent):
             total = self.discount + (phi * mapped).sum(-1, keepdim=True)
             return start, mapped, total
 
-        def forward(phi: Tensor, change: Tensor) -> tuple[Tensors, Tensors]:
+        def updated(phi: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
             start, mapped, total = parts(phi, change)
             rank_one = (mapped / total).unsqueeze(-1) * mapped.unsqueeze(-2)
             new = (start + change - rank_one) / self.discount - start
             # C' phi = C phi / (discount + phi.C phi): the gain of the filter.
-            return (mapped / total, new), (phi, change)
+            return mapped / total, new
 
-        def vjp(inputs: tuple[Tensor, Tensor], ggain: Tensor, gnew: Tensor) -> Tensors:
-            phi, change = inputs
+        def vjp(phi: Tensor, change: Tensor, ggain: Tensor, gnew: Tensor) -> Tensors:
             start, mapped, total = parts(phi, change)
             gain, g = mapped / total, gnew / self.discount
             both = ((g + g.mT) @ mapped.unsqueeze(-1)).squeeze(-1)
@@ -137,7 +133,7 @@ class RLS(Descent):
             gphi = gtotal * mapped + ((start + change).mT @ gmapped.unsqueeze(-1)).squeeze(-1)
             return gphi, g + gmapped.unsqueeze(-1) * phi.unsqueeze(-2)
 
-        return Block("algorithm.rls.update", forward, vjp)
+        return formula_block("algorithm.rls.update", updated, vjp)
 
 
 @delegating("inner", "slots", "uses_momentum", "weighted_sum", "default_momentum", "refusal", "slot_shapes")
@@ -163,17 +159,15 @@ class Omega(Algorithm):
     decay: float = Field(1.0, gt=0, le=1, description="weight of a token relative to the next one")
     inner: Algorithm = GD()
 
-    @model_validator(mode="after")
-    def _one_lr(self) -> Self:
+    def conflicts(self) -> Conflicts:
         inner = self.inner
         if inner.lr != type(inner).model_fields["lr"].default:
             unused = f"would not be used: the step size is algorithm.lr={self.lr:g} of omega"
-            raise ConfigError(f"inner.lr={inner.lr:g} {unused}; set it there and leave inner.lr out", ("inner", "lr"))
+            yield ("inner", "lr"), f"inner.lr={inner.lr:g} {unused}; set it there and leave inner.lr out"
         if not inner.takes_any_gradient():
             both = f"omega chooses the gradient and so does its inner algorithm {inner.kind!r}"
             cure = "use one that takes the gradient as it comes, such as gd, momentum, newton_schulz"
-            raise ConfigError(f"{both}; {cure}", ("inner",))
-        return self
+            yield ("inner",), f"{both}; {cure}"
 
     @property
     def stable_step(self) -> float:
@@ -207,14 +201,10 @@ def _push_vjp(_: None, *cotangents: Tensor) -> Tensors:
 def _weighted(factor: float) -> Block:
     """factor w G, w a constant `[N]`."""
 
-    def forward(grad: Tensor, weight: Tensor) -> tuple[Tensors, Tensor]:
-        wide = weight.detach().reshape(-1, *[1] * (grad.dim() - 1))
-        return (factor * wide * grad,), wide
+    def weighted(grad: Tensor, weight: Tensor) -> Tensor:
+        return factor * over(weight.detach(), grad) * grad
 
-    def vjp(wide: Tensor, g: Tensor) -> Tensors:
-        return factor * wide * g, None
-
-    return Block("algorithm.omega.weight", forward, vjp)
+    return formula_block("algorithm.omega.weight", weighted, lambda _, weight, g: (weighted(g, weight), None))
 
 
 _PUSH = Block("algorithm.omega.push", _push, _push_vjp)

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.algorithm.base import Algorithm
+from hecate.algorithm.base import Carrying
 from hecate.checks import Size
 from hecate.tape.ops import over, sum_to_gate
 
@@ -26,7 +26,7 @@ def iterated(x: Tensor, coefficients: Coefficients) -> Tensor:
     return fused(x, inner, x, beta=a)
 
 
-class NewtonSchulz(Algorithm):
+class NewtonSchulz(Carrying):
     """newton_schulz: S' = momentum S + G, D = -lr NS(S').
 
     NS pushes every singular value of S' towards 1: X_0 = S' / sqrt(|S'|_F^2 + eps^2), then `steps` times X <- a X + (b
@@ -46,13 +46,10 @@ class NewtonSchulz(Algorithm):
     """
 
     kind: Literal["newton_schulz"] = "newton_schulz"
-    momentum: float = Field(0.9, ge=0, lt=1)
     polynomial: Literal["quintic", "cubic"] = "quintic"
     steps: int = Field(5, ge=1, le=50)
     rescale: bool = False
     eps: float = Field(1e-7, gt=0)
-    slots: ClassVar[tuple[str, ...]] = ("momentum",)
-    uses_momentum: ClassVar[bool] = True
 
     @property
     def stable_step(self) -> float:
@@ -114,7 +111,7 @@ def _back(rows: Tensor, like: Tensor) -> Tensor:
     return (rows.mT if tall else rows).reshape(like.shape)
 
 
-class DeltaMomentum(Algorithm):
+class DeltaMomentum(Carrying):
     """delta_momentum: S' = S (momentum I - c G^T G) - lr G, D = S'.
 
     The momentum as a delta-rule memory of gradients: along the rows of G the old content is erased before the new one
@@ -131,11 +128,8 @@ class DeltaMomentum(Algorithm):
     """
 
     kind: Literal["delta_momentum"] = "delta_momentum"
-    momentum: float = Field(0.9, ge=0, lt=1)
     erase: float = Field(1.0, ge=0)
     form: Literal["stable", "paper"] = "stable"
-    slots: ClassVar[tuple[str, ...]] = ("momentum",)
-    uses_momentum: ClassVar[bool] = True
 
     def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
         g, s = _rows(grad), _rows(slots[0])
@@ -164,7 +158,7 @@ class DeltaMomentum(Algorithm):
         return self.erase / (1 + self.erase * _square(g))
 
 
-class DeepMomentum(Algorithm):
+class DeepMomentum(Carrying):
     """deep_momentum: D = lr m'(G), m' = momentum m - c grad_m ell(m; G), m(g) = W_2 tanh(W_1 g).
 
     The momentum is a memory of gradients: a network that maps the rows of G to the rows of a step and is itself trained
@@ -184,12 +178,10 @@ class DeepMomentum(Algorithm):
     """
 
     kind: Literal["deep_momentum"] = "deep_momentum"
-    momentum: float = Field(0.9, ge=0, lt=1)
     width: Size = Field(16, ge=1, description="hidden units")
     rate: float = Field(0.1, gt=0, description="step size of the network's own descent")
     objective: Literal["descent", "paper"] = "descent"
     slots: ClassVar[tuple[str, ...]] = ("w_in", "w_out")
-    uses_momentum: ClassVar[bool] = True
     stable_step: ClassVar[float] = math.inf
 
     def slot_shapes(self, weight: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -212,11 +204,9 @@ class DeepMomentum(Algorithm):
         return over(lr, grad) * step.reshape(grad.shape), change, w_out
 
     def _start(self, grad: Tensor) -> Tensor:
-        width = grad.shape[-1]
-        generator = torch.Generator().manual_seed(0)
-        shape = (self.width, width)
+        generator, shape = torch.Generator().manual_seed(0), (self.width, grad.shape[-1])
         draw = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-        return (draw / math.sqrt(width)).to(grad)
+        return (draw / math.sqrt(shape[-1])).to(grad)
 
 
 def _rows(weight: Tensor) -> Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from hecate.bias.base import Bias, KernelForm
-from hecate.errors import ConfigError
 from hecate.tape.ops import floored_root, onto_ball, onto_ball_vjp
+from hecate.variant import Conflicts
 
 
 class Dot(Bias):
@@ -63,14 +63,10 @@ class KL(Bias):
     temperature: float = Field(1.0, gt=0)
     curvature: ClassVar[float] = 0.5
 
-    @model_validator(mode="after")
-    def _temperature_of_a_softmax(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.target == "distribution" and self.temperature != 1:
             no_effect = "has no effect with target='distribution', which takes v as it is"
-            raise ConfigError(
-                f"{self.temperature:g} {no_effect}; leave it at 1 or set target='softmax'", ("temperature",)
-            )
-        return self
+            yield ("temperature",), f"{self.temperature:g} {no_effect}; leave it at 1 or set target='softmax'"
 
     def loss(self, pred: Tensor, target: Tensor) -> Tensor:
         t = self._told(target)

@@ -34,8 +34,7 @@ from hecate.nn.arguments import Mask, check_engine
 from hecate.nn.positions import Position, PositionKind
 from hecate.phi import FeatureMap, FeatureMapKind, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.rule.rule import one
-from hecate.tape import Autodiff, by_hand, execute
+from hecate.tape import Autodiff, by_hand, execute, one
 from hecate.tape.bridge import without_autocast
 
 Normalizer = Literal["sum", "none"]

@@ -106,6 +106,7 @@ class FeatureMap(Variant, family="feature_map"):
     model_config = ConfigDict(ignored_types=(_Trait,))
     _derivatives = ("vjp",)
     promises: ClassVar[Traits] = Traits()
+    widening: ClassVar[int] = 1  # features for each component of x, where no field says how many there are
     # What is asked of a map from outside, as `Traits` says it.
     non_negative = _Trait[bool]()
     kernel_non_negative = _Trait[bool]()
@@ -124,8 +125,8 @@ class FeatureMap(Variant, family="feature_map"):
 
     @_checked_width
     def output_dim(self, d: int) -> int:
-        """Width d_phi for inputs of width d: the field `d_phi` where there is one, else d."""
-        return vars(self).get("d_phi") or d
+        """Width d_phi for inputs of width d: the field `d_phi` where there is one, else d times `widening`."""
+        return vars(self).get("d_phi") or self.widening * d
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters of one head by name, counted before any is drawn."""

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from hecate.checks import Count
-from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Rising, Traits, bounded, compute_dtype, seeded
 from hecate.tape.bridge import without_autocast
+from hecate.variant import Conflicts, delegating
 
 Item = TypeVar("Item")
 
@@ -239,6 +239,7 @@ class TensorProduct(Several):
         return _total([map_.exact_kernel(x, y) for map_ in self.maps], lambda all_: torch.stack(all_).prod(0))
 
 
+@delegating("inner", "shapes", "redraw")
 class Wrapper(FeatureMap):
     """Helper for maps around one map of the same width."""
 
@@ -252,12 +253,6 @@ class Wrapper(FeatureMap):
 
     def init(self, d: int, **how: Any) -> Params:
         return self.inner.init(d, **how)
-
-    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
-        return self.inner.shapes(d)
-
-    def redraw(self, params: Params, generator: torch.Generator) -> Params:
-        return self.inner.redraw(params, generator)
 
 
 class Normalise(Wrapper):
@@ -281,27 +276,17 @@ class Normalise(Wrapper):
     norm: Literal["l2", "sum"] = "l2"
     eps: float = Field(default=1e-6, gt=0)
 
-    @model_validator(mode="after")
-    def _a_sum_away_from_zero(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.norm == "sum" and not self.inner.non_negative:
-            raise ConfigError(
-                f"must be non-negative when norm is 'sum', got {self.inner.kind!r}, whose features "
-                "may sum to 0; take norm 'l2' or a non-negative map such as 'elu'",
-                ("inner",),
-            )
-        return self
+            signed = f"got {self.inner.kind!r}, whose features may sum to 0"
+            cure = "take norm 'l2' or a non-negative map such as 'elu'"
+            yield ("inner",), f"must be non-negative when norm is 'sum', {signed}; {cure}"
 
     def traits(self) -> Traits:
         inner = self.inner.traits()
-        return Traits(
-            non_negative=inner.non_negative,
-            kernel_non_negative=inner.kernel_non_negative,
-            parity=inner.parity,
-            norm_bound=1.0,
-            is_random=inner.is_random,
-            needs_position=inner.needs_position,
-            forgets_length=inner.degree is not None or inner.forgets_length,
-        )
+        names = ("non_negative", "kernel_non_negative", "parity", "is_random", "needs_position")
+        kept: dict[str, Any] = {name: getattr(inner, name) for name in names}
+        return Traits(norm_bound=1.0, forgets_length=inner.degree is not None or inner.forgets_length, **kept)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Any]]:
         features, residuals = self.inner.forward(x, params)
@@ -350,13 +335,9 @@ class OddLift(Wrapper):
 
     kind: Literal["odd_lift"] = "odd_lift"
 
-    @model_validator(mode="after")
-    def _something_left(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.inner.parity == "even":
-            raise ConfigError(
-                f"must not be an even map, got {self.inner.kind!r}: its odd part is 0 everywhere", ("inner",)
-            )
-        return self
+            yield ("inner",), f"must not be an even map, got {self.inner.kind!r}: its odd part is 0 everywhere"
 
     def traits(self) -> Traits:
         inner = self.inner.traits()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from hecate.checks import Size
-from hecate.errors import ConfigError, ShapeError
+from hecate.errors import ShapeError
 from hecate.phi.base import Params, Traits, compute_dtype, per_head, project_precisely, project_vjp, sum_to_heads
 from hecate.phi.random import RandomMap, normal, projections, signs
 from hecate.tape.bridge import without_autocast
+from hecate.variant import Conflicts
 
 
 class RandomFourier(RandomMap):
@@ -41,15 +42,10 @@ class RandomFourier(RandomMap):
     form: Literal["phased", "paired"] = "phased"
     orthogonal: bool = False
 
-    @model_validator(mode="after")
-    def _even_pairs(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.form == "paired" and self.d_phi % 2:
-            raise ConfigError(
-                f"must be even for form 'paired' (a cosine and a sine each), got {self.d_phi}; "
-                f"use {self.d_phi + 1} or form 'phased'",
-                ("d_phi",),
-            )
-        return self
+            even = f"must be even for form 'paired' (a cosine and a sine each), got {self.d_phi}"
+            yield ("d_phi",), f"{even}; use {self.d_phi + 1} or form 'phased'"
 
     def traits(self) -> Traits:
         bound = 1.0 if self.form == "paired" else 2.0
@@ -127,7 +123,7 @@ class SORF(RandomMap):
     promises = Traits(is_random=True, norm_bound=1.0)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
-        padded = _padded(d)
+        padded = 1 << (d - 1).bit_length()
         blocks = -(-self.d_phi // (2 * padded))
         return {"w": (d, blocks), "signs": (blocks, 2, padded)}
 
@@ -184,10 +180,6 @@ def _small(size: int, like: Tensor) -> Tensor:
     while h.shape[0] < size:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
     return h
-
-
-def _padded(d: int) -> int:
-    return 1 << (d - 1).bit_length()
 
 
 class Nystrom(RandomMap):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from hecate.checks import Size
-from hecate.errors import ConfigError
 from hecate.phi.base import (
     FeatureMap,
     Params,
@@ -21,6 +20,7 @@ from hecate.phi.base import (
     sum_to_heads,
 )
 from hecate.tape.ops import Activation, activate, activate_vjp
+from hecate.variant import Conflicts
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -151,14 +151,10 @@ class MLP(FeatureMap):
     residual: bool = True
     d_phi: Size | None = Field(default=None, gt=0)
 
-    @model_validator(mode="after")
-    def _one_width(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.residual and self.d_phi is not None:
-            raise ConfigError(
-                f"is the input width when residual is true, got {self.d_phi}; leave it out, or set residual to false",
-                ("d_phi",),
-            )
-        return self
+            width = f"is the input width when residual is true, got {self.d_phi}"
+            yield ("d_phi",), f"{width}; leave it out, or set residual to false"
 
     def traits(self) -> Traits:
         return Traits(

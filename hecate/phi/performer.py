@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from hecate.checks import Size
-from hecate.errors import ConfigError
 from hecate.phi.base import Params, Traits, compute_dtype, project_precisely
 from hecate.phi.random import Norms, Projected
 from hecate.tape.ops import activate_vjp
+from hecate.variant import Conflicts
 
 Order = Literal[0, 1, 2]
 
@@ -47,15 +47,10 @@ class Favor(Projected):
     norms: Norms = "chi"
     scale: Literal["softmax", "none"] = "softmax"
 
-    @model_validator(mode="after")
-    def _even_pairs(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.variant != "positive" and self.num_features is not None and self.num_features % 2:
-            raise ConfigError(
-                f"must be even for variant {self.variant!r} (features come in pairs), "
-                f"got {self.num_features}; use {self.num_features + 1} or variant 'positive'",
-                ("num_features",),
-            )
-        return self
+            even = f"must be even for variant {self.variant!r} (features come in pairs), got {self.num_features}"
+            yield ("num_features",), f"{even}; use {self.num_features + 1} or variant 'positive'"
 
     def output_dim(self, d: int) -> int:
         width = super().output_dim(d)
@@ -234,16 +229,11 @@ class PerformerReLU(Projected):
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
         x, y = x.to(compute_dtype(x)), y.to(compute_dtype(y))
         a, b = x.norm(dim=-1), y.norm(dim=-1)
-        eps, length = self.kernel_epsilon, self._mean_norm(x.shape[-1])
+        eps, length, d = self.kernel_epsilon, 1.0, x.shape[-1]
+        if self.norms == "sqrt":  # the mean length of a row of W relative to that of a Gaussian vector
+            length = math.sqrt(d / 2) * math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2))
         mean_relu: Tensor = length * (a + b) / math.sqrt(2 * math.pi)
         return arc_cosine(x, y, 1) + mean_relu * eps + eps**2
 
     def _lift(self, w: Tensor) -> float:
         return self.kernel_epsilon / math.sqrt(w.shape[-1])
-
-    def _mean_norm(self, d: int) -> float:
-        # Mean length of a row of W relative to that of a Gaussian vector.
-        if self.norms == "chi":
-            return 1.0
-        ratio = math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2))
-        return math.sqrt(d / 2) * ratio

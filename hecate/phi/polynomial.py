@@ -14,15 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from math import comb, prod
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from hecate.checks import Count
-from hecate.errors import ConfigError
 from hecate.phi.base import FeatureMap, Params, Traits, bounded, compute_dtype, per_head, sum_to_heads
+from hecate.variant import Conflicts
 
 Coefficients = Literal["exponential", "ones", "learned"]
 Degree = Annotated[int, Field(le=64)]
@@ -56,18 +56,13 @@ class Polynomial(FeatureMap):
     )
     max_d_phi: Count = Field(default=65_536, gt=0)
 
-    @model_validator(mode="after")
-    def _raw_is_quadratic(self) -> Self:
-        if self.form == "raw" and self.degree != 2:
-            raise ConfigError(
-                f"must be 2 when form is 'raw', got {self.degree}; form 'symmetric' takes any degree", ("degree",)
-            )
-        if self.form == "raw" and self.coefficients not in (None, "ones"):
-            raise ConfigError(
-                f"must be 'ones' or null when form is 'raw', got {self.coefficients!r}; form 'symmetric' takes all",
-                ("coefficients",),
-            )
-        return self
+    def conflicts(self) -> Conflicts:
+        raw = self.form == "raw"
+        if raw and self.degree != 2:
+            yield ("degree",), f"must be 2 when form is 'raw', got {self.degree}; form 'symmetric' takes any degree"
+        if raw and self.coefficients not in (None, "ones"):
+            given = f"must be 'ones' or null when form is 'raw', got {self.coefficients!r}"
+            yield ("coefficients",), f"{given}; form 'symmetric' takes all"
 
     def output_dim(self, d: int) -> int:
         width = sum(widths(d, self.degree, self._symmetric)[self._first :])
@@ -165,7 +160,7 @@ class Taylor(FeatureMap):
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Sequence[Tensor]]]:
         self.output_dim(x.shape[-1])
-        scaled = self._scaled(x)
+        scaled = x.to(compute_dtype(x)) / math.sqrt(math.sqrt(x.shape[-1]))
         blocks = powers(scaled, self.order, self.compact)
         parts = [block * _root(i) for i, block in enumerate(blocks)]
         return torch.cat(parts, -1).to(x.dtype), (scaled, blocks)
@@ -182,9 +177,6 @@ class Taylor(FeatureMap):
         """The series itself, 1 + z + z^2/2 + ..., not the exponential that it approximates."""
         z = (x * y).sum(-1) / math.sqrt(x.shape[-1])
         return torch.stack([z**i / math.factorial(i) for i in range(self.order + 1)]).sum(0)
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x.to(compute_dtype(x)) / math.sqrt(math.sqrt(x.shape[-1]))
 
 
 def _root(i: int) -> float:

@@ -7,18 +7,18 @@ from functools import reduce
 from itertools import accumulate
 from math import prod
 from operator import mul
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from hecate.checks import Count, Size
-from hecate.errors import ConfigError
 from hecate.phi.base import Params, Parity, Traits, bounded, per_head, project, project_precisely
 from hecate.phi.polynomial import Degree, powers, powers_vjp
 from hecate.phi.random import RandomMap, normal, signs
 from hecate.tape.bridge import without_autocast
+from hecate.variant import Conflicts
 
 
 class RandomMaclaurin(RandomMap):
@@ -49,20 +49,15 @@ class RandomMaclaurin(RandomMap):
         default=None, description="a_0, a_1, ... in place of a series, none negative"
     )
 
-    @model_validator(mode="after")
-    def _a_series(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.coefficients is None:
-            return self
+            return
         for name in ("series", "degree"):
             if (given := getattr(self, name)) is not None:
-                raise ConfigError(f"must be left out when coefficients are given, got {given!r}", (name,))
+                yield (name,), f"must be left out when coefficients are given, got {given!r}"
         if min(self.coefficients, default=0.0) < 0 or not any(self.coefficients[1:]):
-            raise ConfigError(
-                "must be a_0, a_1, ... without a negative one, as their square roots scale the "
-                f"features, and with an a_n > 0 beyond a_0, got {list(self.coefficients)}",
-                ("coefficients",),
-            )
-        return self
+            which = "without a negative one, as their square roots scale the features, and with an a_n > 0 beyond a_0"
+            yield ("coefficients",), f"must be a_0, a_1, ... {which}, got {list(self.coefficients)}"
 
     def traits(self) -> Traits:
         used = [n for n, a in enumerate(self.terms) if a > 0]
@@ -146,15 +141,10 @@ class Polysketch(RandomMap):
     sketch: Size = Field(gt=0, description="width of the sketch; d_phi is about its square / 2")
     max_d_phi: Count = Field(default=65_536, gt=0)
 
-    @model_validator(mode="after")
-    def _a_power_of_two(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.degree & (self.degree - 1):
-            raise ConfigError(
-                f"must be a power of two from 4 on, got {self.degree}; degree 2 needs no sketch: "
-                "take random_maclaurin with coefficients [0, 0, 1], or polynomial",
-                ("degree",),
-            )
-        return self
+            cure = "degree 2 needs no sketch: take random_maclaurin with coefficients [0, 0, 1], or polynomial"
+            yield ("degree",), f"must be a power of two from 4 on, got {self.degree}; {cure}"
 
     def output_dim(self, d: int) -> int:
         return bounded(self.sketch * (self.sketch + 1) // 2, self.max_d_phi, d, "sketch")

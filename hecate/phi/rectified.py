@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -31,10 +31,8 @@ class CReLU(FeatureMap):
     """
 
     kind: Literal["crelu"] = "crelu"
+    widening: ClassVar[int] = 2
     promises = Traits(non_negative=True, kernel_non_negative=True, degree=1)
-
-    def output_dim(self, d: int) -> int:
-        return 2 * d
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         features = halves(x)
@@ -119,10 +117,8 @@ class CosFormer(FeatureMap):
 
     kind: Literal["cosformer"] = "cosformer"
     max_length: Count = Field(default=2048, gt=0, description="M, the largest position")
+    widening: ClassVar[int] = 2
     promises = Traits(non_negative=True, kernel_non_negative=True, degree=1, needs_position=True)
-
-    def output_dim(self, d: int) -> int:
-        return 2 * d
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         cos, sin = self._turn(position_of(self.kind, x, params), compute_dtype(x))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -83,10 +83,8 @@ class Hedgehog(FeatureMap):
     """
 
     kind: Literal["hedgehog"] = "hedgehog"
+    widening: ClassVar[int] = 2
     promises = Traits(non_negative=True, kernel_non_negative=True, norm_bound=2.0)
-
-    def output_dim(self, d: int) -> int:
-        return 2 * d
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d, d), "bias": (d,)}

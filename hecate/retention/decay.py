@@ -36,7 +36,19 @@ class NoRetention(Retention):
         return g, g, None
 
 
-class Decay(Retention):
+class Decaying(Retention):
+    """Helper for steps retain X + D of what is carried, D as `centred` leaves it."""
+
+    uses_retain: ClassVar[bool] = True
+
+    def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+        return over(retain, memory) * memory + self.centred(direction, retain)
+
+    def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return over(retain, memory) * g, self.centred(g, retain), sum_to_gate(g * memory, retain)
+
+
+class Decay(Decaying):
     """decay: M' = retain M + D, retain in [0, 1] the kept fraction.
 
     A stored item halves every log(1/2)/log(retain) tokens. Per token and head as in Titans and gated DeltaNet (whose
@@ -63,7 +75,6 @@ class Decay(Retention):
     channels: bool = False
     rank: Annotated[Size, Field(ge=1)] | Literal["head"] | None = None
     gate: Literal["sigmoid", "root", "softplus"] = "sigmoid"
-    uses_retain: ClassVar[bool] = True
     linear: ClassVar[bool] = True
     kernel: ClassVar[StepForm] = StepForm()
 
@@ -71,14 +82,8 @@ class Decay(Retention):
     def gate_form(self) -> GateForm:
         return GateForm(self.channels, self.rank, self.gate)
 
-    def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
-        return over(retain, memory) * memory + direction
 
-    def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return over(retain, memory) * g, g, sum_to_gate(g * memory, retain)
-
-
-class L2(Retention):
+class L2(Decaying):
     """l2: M' = retain (M + D), or retain M + D if decoupled, with retain = 1/(1 + penalty).
 
     A local penalty holds the memory near the last one, a global one near 0; `penalty` is their ratio. The minimiser of
@@ -96,7 +101,6 @@ class L2(Retention):
     kind: Literal["l2"] = "l2"
     penalty: float = Field(0.01, ge=0)
     decoupled: bool = False
-    uses_retain: ClassVar[bool] = True
     weighted_sum: ClassVar[bool] = True
 
     @property
@@ -112,17 +116,18 @@ class L2(Retention):
         return StepForm() if self.decoupled else None
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
-        kept = over(retain, memory)
-        return kept * memory + direction if self.decoupled else kept * (memory + direction)
+        if self.decoupled:
+            return super().step(memory, direction, retain)
+        return over(retain, memory) * (memory + direction)
 
     def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        kept = over(retain, memory)
         if self.decoupled:
-            return kept * g, g, sum_to_gate(g * memory, retain)
-        return kept * g, kept * g, sum_to_gate(g * (memory + direction), retain)
+            return super().step_vjp(memory, direction, retain, g)
+        gboth = over(retain, memory) * g
+        return gboth, gboth, sum_to_gate(g * (memory + direction), retain)
 
 
-class ElasticNet(Retention):
+class ElasticNet(Decaying):
     """elastic_net: M' = sign(X) max(|X| - threshold, 0) with X = retain M + D.
 
     Decay shrinks weights in proportion, the threshold by a constant: what is not written again becomes exactly 0 after
@@ -140,18 +145,15 @@ class ElasticNet(Retention):
     kind: Literal["elastic_net"] = "elastic_net"
     retain: float = Field(0.99, ge=0, le=1)
     threshold: float = Field(1e-4, ge=0)
-    uses_retain: ClassVar[bool] = True
 
     @property
     def kernel(self) -> StepForm:
         return StepForm(self.threshold)
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
-        moved = over(retain, memory) * memory + direction
+        moved = super().step(memory, direction, retain)
         return moved.sign() * (moved.abs() - self.threshold).relu()
 
     def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        kept = over(retain, memory)
-        live = (kept * memory + direction).abs() > self.threshold
-        gmoved = g * live
-        return kept * gmoved, gmoved, sum_to_gate(gmoved * memory, retain)
+        live = super().step(memory, direction, retain).abs() > self.threshold
+        return super().step_vjp(memory, direction, retain, g * live)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from hecate.retention.base import Retention
-from hecate.retention.decay import NoRetention
+from hecate.retention.decay import Decaying, NoRetention
 from hecate.tape import Tensors
 from hecate.tape.ops import floored_root, inner_axes, onto_ball, onto_ball_vjp, over, sum_to_gate
 from hecate.variant import delegating
 
 
-class Sphere(Retention):
+class Sphere(Decaying):
     """sphere: M' = X / |X| with X = retain M + D - M (M.D), slot by slot.
 
     A step along the sphere on which each slot lives: the part of D that would only lengthen it is dropped, and the rest
@@ -39,7 +39,6 @@ class Sphere(Retention):
     form: Literal["tangent", "divide"] = "tangent"
     retain: float = Field(1.0, ge=0, le=1)
     eps: float = Field(1e-6, gt=0)
-    uses_retain: ClassVar[bool] = True
 
     def start(self, weights: Tensor) -> Tensor:
         axis = self._axis(weights)
@@ -74,10 +73,9 @@ class Sphere(Retention):
         return gmemory, h - memory * along, sum_to_gate(h * memory, retain)
 
     def _moved(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
-        if self.form == "divide":
-            return over(retain, memory) * memory + direction
-        tangent = direction - memory * self._dot(memory, direction)
-        return over(retain, memory) * memory + tangent
+        if self.form == "tangent":
+            direction = direction - memory * self._dot(memory, direction)
+        return super().step(memory, direction, retain)
 
     def _length(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         return floored_root(self._dot(slots, slots), self.eps)

@@ -7,16 +7,16 @@ forgotten there.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
-from hecate.errors import ConfigError
-from hecate.retention.base import Retention, StepForm
-from hecate.tape.ops import inner_axes, over, sum_to_gate, torch_vjp
-from hecate.variant import Prepared, Variant
+from hecate.retention.base import StepForm
+from hecate.retention.decay import Decaying
+from hecate.tape.ops import inner_axes, torch_vjp
+from hecate.variant import Conflicts, Variant, delegating
 
 _WITHOUT_EPS = {"eps": "the dual state that is carried needs no floor"}
 
@@ -125,13 +125,9 @@ class SigmoidLink(Link):
     low: float = 0.0
     high: float = 1.0
 
-    @model_validator(mode="after")
-    def _low_below_high(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.low >= self.high:
-            raise ConfigError(
-                f"must lie above low={self.low:g}, got {self.high:g}; weights stay between the two", ("high",)
-            )
-        return self
+            yield ("high",), f"must lie above low={self.low:g}, got {self.high:g}; weights stay between the two"
 
     def memory(self, dual: Tensor) -> Tensor:
         return self.low + (self.high - self.low) * dual.sigmoid()
@@ -158,12 +154,10 @@ class LqLink(Link):
     form: Literal["exact", "paper"] = "exact"
     eps: float = Field(1e-6, gt=0, lt=1)
 
-    @model_validator(mode="after")
-    def _invertible(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.form == "paper" and self.q == 3:
             length = "gives every memory length 1, which forgets the length of what was written"
-            raise ConfigError(f"3 with form='paper' {length}; use another q or form='exact'", ("q",))
-        return self
+            yield ("q",), f"3 with form='paper' {length}; use another q or form='exact'"
 
     def memory(self, dual: Tensor) -> Tensor:
         if self.form == "paper":
@@ -198,7 +192,8 @@ class LqLink(Link):
         return self.q - 2, self.eps ** (1 / (self.q - 1)), self.q
 
 
-class MirrorRetention(Prepared, Retention):
+@delegating("through", "linear", "start")
+class MirrorRetention(Decaying):
     """A' = retain A + D, M = link(A): mirror descent with decay. [RET-MIRROR-D1]
 
     What is carried is the dual state A, and M is computed from it wherever the memory predicts or is read: the step is
@@ -209,7 +204,6 @@ class MirrorRetention(Prepared, Retention):
     """
 
     retain: float = Field(0.99, ge=0, le=1)
-    uses_retain: ClassVar[bool] = True
     additive: ClassVar[bool] = True
 
     __slots__ = ("_link",)
@@ -227,13 +221,6 @@ class MirrorRetention(Prepared, Retention):
     def dual(self) -> bool:
         return not self.through.linear
 
-    @property
-    def linear(self) -> bool:
-        return self.through.linear
-
-    def start(self, weights: Tensor) -> Tensor:
-        return self.through.start(weights)
-
     def weights(self, carried: Tensor) -> Tensor:
         return self.through.memory(carried)
 
@@ -245,13 +232,6 @@ class MirrorRetention(Prepared, Retention):
         if retain.dim() > 1 or not self.through.row_invariant:
             return direction
         return direction - direction.mean(-1, keepdim=True)
-
-    def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
-        return over(retain, memory) * memory + self.centred(direction, retain)
-
-    def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        gmemory = over(retain, memory) * g
-        return gmemory, self.centred(g, retain), sum_to_gate(g * memory, retain)
 
     def model_post_init(self, context: object) -> None:
         """Keeps the link."""
@@ -400,7 +380,3 @@ def _length(x: Tensor, floor: float, q: float) -> tuple[Tensor, Tensor]:
     # A root of 0 has no derivative, and none is needed.
     length = largest * torch.where(beyond, total, 1.0).pow(1 / q)
     return torch.where(beyond, length, floor), beyond
-
-
-def _inner(x: Tensor) -> tuple[int, ...]:
-    return tuple(range(1, x.dim()))

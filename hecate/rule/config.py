@@ -17,7 +17,7 @@ from hecate.phi import FeatureMapKind, Identity
 from hecate.retention import NoRetention, RetentionKind, StepForm
 from hecate.rule.rule import MemoryRule
 from hecate.structure import Matrix, StructureKind
-from hecate.variant import Config, Prepared, Variant
+from hecate.variant import Config, Conflicts, Variant
 
 
 class Forms(NamedTuple):
@@ -54,7 +54,7 @@ class Forms(NamedTuple):
         )
 
 
-class MemoryConfig(Prepared, Config):
+class MemoryConfig(Config):
     """A memory rule, its feature map, and the conventions on which papers differ.
 
     The default is the delta rule: matrix, l2, no retention, gd with lr 1, identity. Where a config is read, the name of
@@ -188,26 +188,17 @@ class MemoryConfig(Prepared, Config):
         rule, own = named_rule(data["kind"]), {k: v for k, v in data.items() if k != "kind"}
         return {**{name: getattr(rule, name) for name in rule.model_fields_set}, **own}
 
-    @model_validator(mode="after")
-    def _possible(self) -> MemoryConfig:
-        for path, sentence in self._conflicts():
-            raise ConfigError(sentence, path)
-        self.check_step(self.algorithm.lr)
-        return self
-
-    def _conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """What cannot go together, each with the path of the field to change."""
+    def conflicts(self) -> Conflicts:
+        """What the knobs and conventions rule out together."""
         structure, retention, algorithm = self.structure, self.retention, self.algorithm
         if self.decay_order == "before_gradient" and not retention.uses_retain:
             nothing = f"retention {retention.kind!r} has nothing to decay"
             yield ("decay_order",), f"'before_gradient' needs a retention that decays; {nothing}"
         if retention.gate_form.channels and not structure.linear:
-            yield (
-                ("retention", "channels"),
-                "retention.channels gives every phi channel a retain of its own, but structure "
-                f"{structure.kind!r} has weights without a phi axis; leave channels out or use structure 'matrix' or "
-                "'vector'",
-            )
+            own = "retention.channels gives every phi channel a retain of its own"
+            without = f"structure {structure.kind!r} has weights without a phi axis"
+            cure = "leave channels out or use structure 'matrix' or 'vector'"
+            yield ("retention", "channels"), f"{own}, but {without}; {cure}"
         curvature = self.bias.curvature
         refusal = algorithm.refusal(linear=structure.linear, diagonal=structure.diagonal, curvature=curvature)
         if refusal is not None:
@@ -225,6 +216,7 @@ class MemoryConfig(Prepared, Config):
         if self.key_norm == "sum" and not self.feature_map.non_negative:
             negative = f"feature_map {self.feature_map.kind!r} can be negative; use key_norm='l2' or another map"
             yield ("key_norm",), f"'sum' divides by the sum of phi, which needs phi >= 0; {negative}"
+        self.check_step(self.algorithm.lr)
 
     def _no_writes(self) -> Iterator[str]:
         """Why a token cannot have several writes."""
@@ -249,10 +241,8 @@ class MemoryConfig(Prepared, Config):
             no_sum = "is not a weighted sum of values, so there is no sum of weights to divide by"
             yield f"{structure} {no_sum}; it needs structure matrix"
         if self.structure.diagonal:
-            cancels = (
-                "reads coordinate by coordinate, where phi(q) cancels in the quotient and nothing could be looked up"
-            )
-            yield f"{structure} {cancels}; it needs structure matrix"
+            cancels = "phi(q) cancels in the quotient and nothing could be looked up"
+            yield f"{structure} reads coordinate by coordinate, where {cancels}; it needs structure matrix"
         no_sum = "so the read is not a weighted sum of values"
         if not self.retention.weighted_sum:
             yield f"retention {self.retention.kind!r} is not linear, {no_sum}; it needs retention none, decay or l2"

@@ -13,10 +13,8 @@ from hecate.algorithm import GD, AlgorithmKind, InnerLoss, Token
 from hecate.bias import L2, BiasKind
 from hecate.retention import NoRetention, RetentionKind
 from hecate.structure import Matrix, Memory, StructureKind
-from hecate.structure.graph import descent, descent_vjp, outers
-from hecate.tape import Block, Run, Tensors, execute
-from hecate.tape import one as one
-from hecate.tape import several as several
+from hecate.structure.graph import descent, outers
+from hecate.tape import Block, Run, Tensors, execute, one, several
 from hecate.tape.ops import over, sum_to_gate
 from hecate.variant import Config
 
@@ -248,8 +246,7 @@ def _rank_one_block(rule: MemoryRule) -> Block:
         glr = -reduce(add, [(di * x).sum((1, 2)) for di, x in zip(found.d, pulled, strict=True)])
         gd = [down * x for x in pulled]
         gh = [torch.bmm(di, g) for di, g in zip(stepped, kept, strict=True)]
-        at, merged = (weights, None) if weights else (memory, known)
-        gweights, gp, gv = descent_vjp(graph, loss, at, found, gd, gh, merged)
+        gweights, gp, gv = found.vjp(loss, gd, gh, () if weights else known)
         own = (*known, *gslots, *gweights) if weights else (*gweights, *gslots)
         return glr, gretain, gmomentum, gp, gv, *own
 

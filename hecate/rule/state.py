@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -118,19 +117,6 @@ def carried(cls: Class) -> Class:
     """Gives a NamedTuple of what a layer carries between calls the `detach()` and `bytes` of `MemoryState`."""
     cls.detach, cls.bytes = detached, property(bytes_of)  # type: ignore[attr-defined]
     return cls
-
-
-def map_state(function: Callable[[Tensor], Tensor], state: MemoryState) -> MemoryState:
-    """Applies a function to every tensor of a state."""
-
-    def each(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: function(tensor) for name, tensor in tensors.items()}
-
-    memory, slots, anchor, pending, position, normalizer, seen = state
-    nested = None if normalizer is None else map_state(function, normalizer)
-    named = (each(memory), each(slots), each(anchor), each(pending))
-    counted = None if seen is None else function(seen)
-    return MemoryState(*named, function(position), nested, counted)
 
 
 def memory_weights(config: MemoryConfig, state: MemoryState) -> dict[str, Tensor]:

@@ -158,18 +158,12 @@ class Graph(NamedTuple):
         return len({node.weight for node in self.nodes if isinstance(node, Linear)})
 
 
-class Trace(NamedTuple):
-    """The values of one evaluation, and the slopes of its operations."""
-
-    values: list[Tensor]
-    slopes: list[Any]
-
-
 class Cotangents:
     """A sum of cotangents for every value; None where nothing arrived."""
 
-    def __init__(self, count: int) -> None:
-        self.sums: list[Tensor | None] = [None] * count
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        self.values = values
+        self.sums: list[Tensor | None] = [None] * len(values)
 
     def add(self, index: int, g: Tensor | None) -> None:
         """Adds to one value's; the constant takes none."""
@@ -180,6 +174,11 @@ class Cotangents:
 
     def __getitem__(self, index: int) -> Tensor | None:
         return self.sums[index] if index != ONE else None
+
+    def filled(self, index: int) -> Tensor:
+        """The sum of one value, zeros where nothing arrived."""
+        known = self[index]
+        return torch.zeros_like(source(self.values, index)) if known is None else known
 
 
 def source(values: Sequence[Tensor], index: int) -> Tensor:
@@ -205,126 +204,101 @@ def evaluate(graph: Graph, weights: Sequence[Tensor], p: Tensor) -> list[Tensor]
     return values
 
 
+class Trace(NamedTuple):
+    """One evaluation of a graph at weights: the values of its nodes, and the slopes of its operations."""
+
+    graph: Graph
+    weights: Sequence[Tensor]
+    values: list[Tensor]
+    slopes: list[Any]
+
+    def backward(self, flowing: Cotangents, lowest: int = INPUT) -> None:
+        """Backpropagation: completes the cotangents of all values from the lowest on, in place."""
+        for index in reversed(range(len(self.graph.nodes))):
+            node, g = self.graph.nodes[index], flowing[index + 1]
+            if g is None:
+                continue
+            if isinstance(node, Linear):
+                if node.source >= lowest:
+                    flowing.add(node.source, torch.bmm(g, self.weights[node.weight]))
+            else:
+                for at, share in zip(node.sources, node.op.vjp(self.slopes[index], g), strict=True):
+                    flowing.add(at, share)
+
+    def factors(self, u: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Cotangents]:
+        """d and h of every weight from the cotangent u of the prediction, and the cotangents of values beyond p."""
+        nodes = enumerate(self.graph.nodes, 1)
+        layers = [(node.weight, at, node.source) for at, node in nodes if isinstance(node, Linear)]
+        got = [weight for weight, *_ in layers]
+        if sorted(got) != list(range(len(self.weights))):
+            raise ConfigError(
+                f"a graph must use each of its {len(self.weights)} weights in one layer, got layers of the weights "
+                f"{got}; a weight used twice has no gradient of rank one: derive from Structure instead of Layered"
+            )
+        flowing = Cotangents(self.values)
+        flowing.add(len(self.graph.nodes), u)
+        self.backward(flowing, lowest=INPUT + 1)
+        layers.sort()
+        h = tuple(source(self.values, origin) for _, _, origin in layers)
+        return tuple(flowing.filled(at) for _, at, _ in layers), h, flowing
+
+    def factors_vjp(
+        self, flowed: Cotangents, gd: Sequence[Tensor], gh: Sequence[Tensor], known: Sequence[Tensor | None] = ()
+    ) -> tuple[list[Tensor | None], Tensor, Cotangents]:
+        """The reverse of `factors`: (weight cotangents, cotangent of u, those of the values).
+
+        The weights' are added to those known. Backpropagation went down from the prediction, so its reverse goes up
+        from the input. What the values received still has to pass the layers below them: `through`.
+        """
+        gweights = list(known or [None] * len(self.weights))
+        up, values = Cotangents(self.values), Cotangents(self.values)
+        for index, node in enumerate(self.graph.nodes):
+            g = flowed[index + 1]
+            if isinstance(node, Linear):
+                up.add(index + 1, gd[node.weight])
+                values.add(node.source, gh[node.weight])
+                c = up[node.source]
+                if c is not None and g is not None:
+                    up.add(index + 1, torch.bmm(c, self.weights[node.weight].mT))
+                    gweights[node.weight] = outers(gweights[node.weight], g, c)
+            elif g is not None and any(up[at] is not None for at in node.sources):
+                given = tuple(up.filled(at) for at in node.sources)
+                shares, share = node.op.vjp_vjp(self.slopes[index], g, given)
+                up.add(index + 1, share)
+                for at, own in zip(node.sources, shares, strict=True):
+                    values.add(at, own)
+        return gweights, up.filled(len(self.graph.nodes)), values
+
+    def through(self, flowing: Cotangents, known: Sequence[Tensor | None] = ()) -> tuple[list[Tensor], Tensor]:
+        """Cotangents of the weights, added to those known, and of p, from those of the values."""
+        self.backward(flowing)
+        sums = list(known or [None] * len(self.weights))
+        for index, node in enumerate(self.graph.nodes):
+            g = flowing[index + 1]
+            if isinstance(node, Linear) and g is not None:
+                sums[node.weight] = outers(sums[node.weight], g, source(self.values, node.source))
+        pairs = zip(sums, self.weights, strict=True)
+        return [torch.zeros_like(w) if own is None else own for own, w in pairs], flowing.filled(INPUT)
+
+    def backpropagated(self, u: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Cotangents of the weights and of p from that of the prediction."""
+        flowing = Cotangents(self.values)
+        flowing.add(len(self.graph.nodes), u)
+        return self.through(flowing)
+
+
 def trace(graph: Graph, weights: Sequence[Tensor], p: Tensor) -> Trace:
     """One evaluation with what its derivatives need."""
-    return traced(graph, evaluate(graph, weights, p))
+    return traced(graph, weights, evaluate(graph, weights, p))
 
 
-def traced(graph: Graph, values: list[Tensor]) -> Trace:
+def traced(graph: Graph, weights: Sequence[Tensor], values: list[Tensor]) -> Trace:
     """What the derivatives of an evaluation need, from its values."""
     slopes = [
         node.op.slopes(*(values[at] for at in node.sources)) if isinstance(node, Apply) else None
         for node in graph.nodes
     ]
-    return Trace(values, slopes)
-
-
-def backward(graph: Graph, weights: Sequence[Tensor], past: Trace, flowing: Cotangents, lowest: int = INPUT) -> None:
-    """Backpropagation: completes the cotangents of all values from the lowest on, in place."""
-    for index in reversed(range(len(graph.nodes))):
-        node, g = graph.nodes[index], flowing[index + 1]
-        if g is None:
-            continue
-        if isinstance(node, Linear):
-            if node.source >= lowest:
-                flowing.add(node.source, torch.bmm(g, weights[node.weight]))
-        else:
-            for at, share in zip(node.sources, node.op.vjp(past.slopes[index], g), strict=True):
-                flowing.add(at, share)
-
-
-def factors(
-    graph: Graph, weights: Sequence[Tensor], past: Trace, u: Tensor
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Cotangents]:
-    """d and h of every weight from the cotangent u of the prediction, and the cotangents of later values than p."""
-    flowing = Cotangents(len(past.values))
-    flowing.add(len(graph.nodes), u)
-    backward(graph, weights, past, flowing, lowest=INPUT + 1)
-    d: dict[int, Tensor] = {}
-    h: dict[int, Tensor] = {}
-    layers = [(at, node) for at, node in enumerate(graph.nodes, 1) if isinstance(node, Linear)]
-    for at, node in layers:
-        g = flowing[at]
-        d[node.weight] = torch.zeros_like(past.values[at]) if g is None else g
-        h[node.weight] = source(past.values, node.source)
-    if not len(layers) == len(d) == len(weights):
-        got = [node.weight for _, node in layers]
-        raise ConfigError(
-            f"a graph must use each of its {len(weights)} weights in one layer, got layers of the weights {got}; a "
-            "weight used twice has no gradient of rank one: derive from Structure instead of Layered"
-        )
-    order = range(len(weights))
-    return tuple(d[at] for at in order), tuple(h[at] for at in order), flowing
-
-
-def factors_vjp(
-    graph: Graph,
-    weights: Sequence[Tensor],
-    past: Trace,
-    flowed: Cotangents,
-    gd: Sequence[Tensor],
-    gh: Sequence[Tensor],
-    known: Sequence[Tensor | None] | None = None,
-) -> tuple[list[Tensor | None], Tensor | None, Cotangents]:
-    """The reverse of `factors`: (weight cotangents, cotangent of u, those of the values).
-
-    The weights' are added to those known. Backpropagation went down from the prediction, so its reverse goes up from
-    the input. What the values received still has to pass the layers below them: `through`.
-    """
-    gweights: list[Tensor | None] = list(known or [None] * len(weights))
-    up, values = Cotangents(len(past.values)), Cotangents(len(past.values))
-    for index, node in enumerate(graph.nodes):
-        g = flowed[index + 1]
-        if isinstance(node, Linear):
-            up.add(index + 1, gd[node.weight])
-            values.add(node.source, gh[node.weight])
-            c = up[node.source]
-            if c is not None and g is not None:
-                up.add(index + 1, torch.bmm(c, weights[node.weight].mT))
-                gweights[node.weight] = outers(gweights[node.weight], g, c)
-        elif g is not None:
-            arrived = [up[at] for at in node.sources]
-            if all(item is None for item in arrived):
-                continue
-            given = tuple(
-                torch.zeros_like(past.values[at]) if item is None else item
-                for at, item in zip(node.sources, arrived, strict=True)
-            )
-            shares, share = node.op.vjp_vjp(past.slopes[index], g, given)
-            up.add(index + 1, share)
-            for at, own in zip(node.sources, shares, strict=True):
-                values.add(at, own)
-    return gweights, up[len(graph.nodes)], values
-
-
-def through(
-    graph: Graph,
-    weights: Sequence[Tensor],
-    past: Trace,
-    flowing: Cotangents,
-    known: Sequence[Tensor | None] | None = None,
-) -> tuple[list[Tensor], Tensor]:
-    """Cotangents of the weights, added to those known, and of p, from those of the values."""
-    backward(graph, weights, past, flowing)
-    sums: list[Tensor | None] = [None] * len(weights) if known is None else list(known)
-    for index, node in enumerate(graph.nodes):
-        g = flowing[index + 1]
-        if isinstance(node, Linear) and g is not None:
-            h = source(past.values, node.source)
-            sums[node.weight] = outers(sums[node.weight], g, h)
-    pairs = zip(sums, weights, strict=True)
-    gp = flowing[INPUT]
-    return (
-        [torch.zeros_like(weight) if own is None else own for own, weight in pairs],
-        torch.zeros_like(past.values[INPUT]) if gp is None else gp,
-    )
-
-
-def backpropagated(graph: Graph, weights: Sequence[Tensor], past: Trace, u: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Cotangents of the weights and of p from that of the prediction."""
-    flowing = Cotangents(len(past.values))
-    flowing.add(len(graph.nodes), u)
-    return through(graph, weights, past, flowing)
+    return Trace(graph, weights, values, slopes)
 
 
 class Descent(NamedTuple):
@@ -336,28 +310,19 @@ class Descent(NamedTuple):
     flowed: Cotangents
     of_bias: Any
 
+    def vjp(
+        self, bias: Block, gd: Sequence[Tensor], gh: Sequence[Tensor], known: Sequence[Tensor | None] = ()
+    ) -> tuple[list[Tensor], Tensor, Tensor | None]:
+        """Cotangents of the weights, added to those known, of p and of the target from those of d and h."""
+        above, gu, values = self.past.factors_vjp(self.flowed, gd, gh, known)
+        gpred, gtarget = bias.pullback(self.of_bias, [gu.squeeze(1)])
+        values.add(len(self.past.graph.nodes), None if gpred is None else gpred.unsqueeze(1))
+        gweights, gp = self.past.through(values, above)
+        return gweights, gp.squeeze(1), gtarget
+
 
 def descent(graph: Graph, bias: Block, weights: Sequence[Tensor], p: Tensor, target: Tensor) -> Descent:
     """The inner gradient at weights of the loss whose gradient is `bias`: (pred, target) -> u."""
     past = trace(graph, weights, p.unsqueeze(1))
     outputs, of_bias = bias.apply((past.values[-1].squeeze(1), target))
-    return Descent(past, *factors(graph, weights, past, one(outputs).unsqueeze(1)), of_bias)
-
-
-def descent_vjp(
-    graph: Graph,
-    bias: Block,
-    weights: Sequence[Tensor],
-    kept: Descent,
-    gd: Sequence[Tensor],
-    gh: Sequence[Tensor],
-    known: Sequence[Tensor | None] | None = None,
-) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """Cotangents of the weights, added to those known, of p and of the target from those of d and h."""
-    past = kept.past
-    above, gu, values = factors_vjp(graph, weights, past, kept.flowed, gd, gh, known)
-    gu = torch.zeros_like(past.values[-1]) if gu is None else gu
-    gpred, gtarget = bias.pullback(kept.of_bias, [gu.squeeze(1)])
-    values.add(len(graph.nodes), None if gpred is None else gpred.unsqueeze(1))
-    gweights, gp = through(graph, weights, past, values, above)
-    return gweights, gp.squeeze(1), gtarget
+    return Descent(past, *past.factors(one(outputs).unsqueeze(1)), of_bias)

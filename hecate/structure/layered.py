@@ -34,22 +34,19 @@ class Layered(Structure):
         return graphs.evaluate(self.graph(), memory, p.unsqueeze(1))[-1].squeeze(1)
 
     def predict_vjp(self, memory: Memory, p: Tensor, u: Tensor) -> tuple[Memory, Tensor]:
-        graph = self.graph()
-        gmemory, gp = graphs.backpropagated(graph, memory, graphs.trace(graph, memory, p.unsqueeze(1)), u.unsqueeze(1))
+        gmemory, gp = graphs.trace(self.graph(), memory, p.unsqueeze(1)).backpropagated(u.unsqueeze(1))
         return tuple(gmemory), gp.squeeze(1)
 
     def pullback(self, memory: Memory, p: Tensor, u: Tensor) -> Memory:
-        graph = self.graph()
-        d, h, _ = graphs.factors(graph, memory, graphs.trace(graph, memory, p.unsqueeze(1)), u.unsqueeze(1))
+        d, h, _ = graphs.trace(self.graph(), memory, p.unsqueeze(1)).factors(u.unsqueeze(1))
         return _products(d, h)
 
     def pullback_vjp(self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory) -> tuple[Tensors, Tensor, Tensor]:
-        graph = self.graph()
-        past = graphs.trace(graph, memory, p.unsqueeze(1))
-        d, h, flowed = graphs.factors(graph, memory, past, u.unsqueeze(1))
-        above, gu, values = graphs.factors_vjp(graph, memory, past, flowed, *_products_vjp(d, h, cotangents))
-        gmemory, gp = graphs.through(graph, memory, past, values, above)
-        return tuple(gmemory), gp.squeeze(1), torch.zeros_like(u) if gu is None else gu.squeeze(1)
+        past = graphs.trace(self.graph(), memory, p.unsqueeze(1))
+        d, h, flowed = past.factors(u.unsqueeze(1))
+        above, gu, values = past.factors_vjp(flowed, *_products_vjp(d, h, cotangents))
+        gmemory, gp = past.through(values, above)
+        return tuple(gmemory), gp.squeeze(1), gu.squeeze(1)
 
     def predict_block(self) -> Block:
         if not self.factored:
@@ -61,8 +58,7 @@ class Layered(Structure):
             return (values[-1].squeeze(1),), (memory, values)
 
         def vjp(kept: Any, g: Tensor) -> Tensors:
-            memory, values = kept
-            gmemory, gp = graphs.backpropagated(graph, memory, graphs.traced(graph, values), g.unsqueeze(1))
+            gmemory, gp = graphs.traced(graph, *kept).backpropagated(g.unsqueeze(1))
             return gp.squeeze(1), *gmemory
 
         return Block(f"structure.{self.kind}.predict", forward, vjp)
@@ -70,15 +66,13 @@ class Layered(Structure):
     def gradient(self, bias: Block, memory: Memory, p: Tensor, target: Tensor) -> tuple[Memory, Any]:
         if not self.factored:
             return super().gradient(bias, memory, p, target)
-        graph = self.graph()
-        found = graphs.descent(graph, bias, memory, p, target)
-        return _products(found.d, found.h), (graph, memory, found)
+        found = graphs.descent(self.graph(), bias, memory, p, target)
+        return _products(found.d, found.h), found
 
     def gradient_vjp(self, bias: Block, kept: Any, cotangents: Memory) -> tuple[Tensors, Tensors]:
         if not self.factored:
             return super().gradient_vjp(bias, kept, cotangents)
-        graph, memory, found = kept
-        gmemory, *ginputs = graphs.descent_vjp(graph, bias, memory, found, *_products_vjp(found.d, found.h, cotangents))
+        gmemory, *ginputs = kept.vjp(bias, *_products_vjp(kept.d, kept.h, cotangents))
         return tuple(gmemory), tuple(ginputs)
 
 

@@ -1,38 +1,12 @@
 """Blocks with hand-written derivatives, the tape that records them, and its bridge to autograd."""
 
-from hecate.tape.bridge import (
-    Autodiff,
-    ByHand,
-    by_hand,
-    can_inspect,
-    differentiate,
-    is_recorded,
-    is_traced,
-    without_autocast,
-)
-from hecate.tape.tape import (
-    Block,
-    Call,
-    CotangentNorm,
-    Program,
-    Run,
-    Tape,
-    Tensors,
-    checkpoint,
-    differentiable,
-    execute,
-    formula_block,
-    one,
-    several,
-)
+from hecate.tape.bridge import Autodiff, ByHand, by_hand, can_inspect, differentiate, is_traced
+from hecate.tape.tape import Block, Run, Tape, Tensors, checkpoint, differentiable, execute, formula_block, one, several
 
 __all__ = [
     "Autodiff",
     "Block",
     "ByHand",
-    "Call",
-    "CotangentNorm",
-    "Program",
     "Run",
     "Tape",
     "Tensors",
@@ -43,9 +17,7 @@ __all__ = [
     "differentiate",
     "execute",
     "formula_block",
-    "is_recorded",
     "is_traced",
     "one",
     "several",
-    "without_autocast",
 ]

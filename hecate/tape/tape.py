@@ -166,14 +166,6 @@ class Call(NamedTuple):
     residuals: Any
 
 
-class CotangentNorm(NamedTuple):
-    """L2 norm of the cotangents that reached the outputs of one call during `backward`."""
-
-    label: str
-    block: str
-    norm: Tensor
-
-
 class Tape:
     """Records block calls and replays their VJPs in reverse order.
 
@@ -190,8 +182,8 @@ class Tape:
     def __init__(self, *, observe: bool = False) -> None:
         """`observe` keeps the norm of every cotangent during `backward`, for `norms`."""
         self.calls: list[Call] = []
-        self.observed: list[CotangentNorm] = []
         self.observe = observe
+        self._observed: list[tuple[str, str, Tensor]] = []  # label, block, and the norm of what reached its outputs
         self._known: set[int] = set()
         self._remembered: list[Made] = []  # of the checkpoints to come, the last one first
 
@@ -213,7 +205,7 @@ class Tape:
 
         A cotangent has the shape of its tensor, or it is a `ShapeError`, and takes its dtype.
         """
-        self.observed = []
+        self._observed = []
         return self._walk(reversed(self.calls), outputs, cotangents, inputs)
 
     def _walk(self, calls: Iterable[Call], outputs: Values, cotangents: Values, inputs: Values) -> Tensors:
@@ -229,7 +221,8 @@ class Tape:
                 if out is not None
             ]
             if self.observe:
-                self.observed.append(CotangentNorm(call.label, call.block.name, _norm(filled)))
+                squares = [g.detach().abs().double().square().sum() for g in filled if differentiable(g)]
+                self._observed.append((call.label, call.block.name, torch.stack(squares).sum().sqrt()))
             _accumulate(flowing, call.inputs, self._pull(call, filled), call.block)
         return tuple(None if value is None else flowing.get(id(value)) for value in inputs)
 
@@ -238,7 +231,7 @@ class Tape:
             return call.block.pullback(call.residuals, cotangents)
         inner = Tape(observe=True)
         grads = replay(inner, call.block.program, call.inputs, cotangents)
-        self.observed += [item._replace(label=_join(call.label, item.label)) for item in inner.observed]
+        self._observed += [(_join(call.label, label), block, norm) for label, block, norm in inner._observed]
         return grads
 
     def norms(self, label: str = "") -> dict[str, Tensor]:
@@ -248,10 +241,10 @@ class Tape:
         if not self.observe:
             raise ConfigError("this tape kept no cotangent norms; record with Tape(observe=True)")
         squares: dict[str, Tensor] = {}
-        for item in self.observed:
-            if not label or f"/{label}/" in f"/{item.label}/":
-                name = _join(item.label, item.block)
-                squares[name] = squares.get(name, torch.zeros_like(item.norm)) + item.norm.square()
+        for own, block, norm in self._observed:
+            if not label or f"/{label}/" in f"/{own}/":
+                name = _join(own, block)
+                squares[name] = squares.get(name, torch.zeros_like(norm)) + norm.square()
         return {name: square.sqrt() for name, square in squares.items()}
 
     @property
@@ -365,11 +358,6 @@ def _accumulate(flowing: dict[int, Tensor], values: Values, cotangents: Values, 
             cotangent = (cotangent.real if real else cotangent).to(value.dtype)
         present = flowing.get(id(value))
         flowing[id(value)] = cotangent if present is None else present + cotangent
-
-
-def _norm(cotangents: list[Tensor]) -> Tensor:
-    squares = [item.detach().abs().double().square().sum() for item in cotangents if differentiable(item)]
-    return torch.stack(squares).sum().sqrt()
 
 
 def _join(*parts: str) -> str:

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from hecate import MemoryState, memory_scan, memory_step
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn import LinearAttention, LinearAttentionState, linear_attention
 from hecate.rule import Gates
-from hecate.rule.state import map_state
 from tests.nn.attentions import masks_of
 from tests.nn.layers import in_pieces, leaves, near, seeded
 from tests.nn.layers import inputs as narrow
@@ -519,7 +519,7 @@ def calls():
         r"x must be \[B, T, 12\], got None": lambda: plain(None),
         "write_mask must be bool .* no tensor": lambda: plain(x, write_mask=[[True] * 3] * 2),
         "cu_seqlens must be an integer tensor": lambda: plain(x[:1], cu_seqlens=[0, 3]),
-        r"state.memory\['weight'\] must be .*int64": lambda: plain(x, map_state(Tensor.long, state)),
+        r"state.memory\['weight'\] must be .*int64": lambda: plain(x, tree_map_only(Tensor, Tensor.long, state)),
         "state.normalizer must be .*no tensor": lambda: plain(
             x, state._replace(normalizer=state.normalizer._replace(memory={"weight": 1}))
         ),

@@ -11,7 +11,7 @@ from torch import Tensor
 from hecate import MemoryConfig, structure
 from hecate.engine import Call, explain
 from hecate.errors import ConfigError
-from hecate.structure.graph import INPUT, ONE, Act, Add, Apply, Graph, Linear, Multiply, Normalise, factors, trace
+from hecate.structure.graph import INPUT, ONE, Act, Add, Apply, Graph, Linear, Multiply, Normalise, trace
 from hecate.testing import check_rule
 from tests.memories import close
 
@@ -67,7 +67,7 @@ def test_a_weight_used_twice_is_refused():
     past = trace(tied, [weight], p)
     close(past.values[-1], p @ weight.mT @ weight.mT, 1e-12)
     with pytest.raises(ConfigError, match=r"each of its 1 weights in one layer.*\[0, 0\].*Structure"):
-        factors(tied, [weight], past, p)
+        past.factors(p)
 
 
 @pytest.mark.spec("STR-GRAPH-V1")

@@ -24,19 +24,7 @@ from hecate.engine.loop import STACK, per_weight
 from hecate.engine.tokens import expand_to, linear_block
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.structure.graph import (
-    Graph,
-    Linear,
-    Op,
-    backpropagated,
-    evaluate,
-    factors,
-    factors_vjp,
-    source,
-    through,
-    trace,
-    traced,
-)
+from hecate.structure.graph import Graph, Linear, Op, evaluate, source, trace, traced
 from hecate.tape import Block, Run, Tensors, execute, formula_block, one, several
 from hecate.tape.ops import over, sum_to_gate
 
@@ -156,7 +144,7 @@ def _predict(graph: Graph) -> Block:
 
     def vjp(residuals: Any, g: Tensor) -> Tensors:
         weights, values = residuals
-        gweights, gp = backpropagated(graph, weights, traced(graph, values), g)
+        gweights, gp = traced(graph, weights, values).backpropagated(g)
         return gp, *gweights
 
     return Block("chunk.predict", forward, vjp)
@@ -169,16 +157,15 @@ def _gradients(graph: Graph, bias: Bias) -> Block:
     def forward(p: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensors, Any]:
         past = trace(graph, weights, p)
         (u,), kept = loss.apply((past.values[-1], v))
-        d, h, flowed = factors(graph, weights, past, one((u,)))
-        return (*d, *h), (weights, past, flowed, kept)
+        d, h, flowed = past.factors(one((u,)))
+        return (*d, *h), (past, flowed, kept)
 
     def vjp(residuals: Any, *cotangents: Tensor) -> Tensors:
-        weights, past, flowed, kept = residuals
-        gd, gh = cotangents[: len(weights)], cotangents[len(weights) :]
-        above, gu, values = factors_vjp(graph, weights, past, flowed, gd, gh)
-        gpred, gv = loss.pullback(kept, [one((gu,))])
+        past, flowed, kept = residuals
+        above, gu, values = past.factors_vjp(flowed, cotangents[: graph.weights], cotangents[graph.weights :])
+        gpred, gv = loss.pullback(kept, [gu])
         values.add(len(graph.nodes), gpred)
-        gweights, gp = through(graph, weights, past, values, above)
+        gweights, gp = past.through(values, above)
         return gp, gv, *gweights
 
     return Block("chunk.gradients", forward, vjp if loss.hand_written else None)
