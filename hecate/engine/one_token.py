@@ -31,6 +31,7 @@ TokenStep = Callable[..., tuple[Tensor, MemoryState]]  # (phi_k, phi_q, v, lr, r
 Looks = tuple[object, ...]
 
 MOST = 64  # programs that a config keeps
+FEW = 16
 _DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
 _TENSORS, _NUMBERS = (Tensor, torch.nn.Parameter), (type(None), float, int)
 
@@ -125,7 +126,7 @@ class OneToken:
         lr, retain = (batch, 1, heads) if self.quotients else self.scalar, has_channels(gates, k)
         self.shapes = (lr, self.row if retain else self.scalar, self.scalar)
         configs = [config] if config.normalizer == "none" else [config, config.counting]
-        self.steps = [_direct(own) if direct else _general(own) for own in configs]
+        self.steps = [_direct(own, gates.lr) if direct else _general(own) for own in configs]
         # What has left the finite numbers in a direct step's slots is added to its memory.
         self.summed = 1 if direct else 4
         defaults = (config.algorithm.lr, config.retention.default_retain, config.algorithm.default_momentum)
@@ -182,10 +183,8 @@ class OneToken:
         number = self.numbers[index]
         if number is not None:
             return number
-        if self.inspects:
-            low, high = given.aminmax()
-            if not (low.item() >= 0 and high.item() <= TOPS[index]):
-                return None
+        if self.inspects and not _lies_within(given, 0, TOPS[index]):
+            return None
         return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(*self.shapes[index])
 
     def features_of(
@@ -222,8 +221,7 @@ class OneToken:
         if not self.inspects:
             return one(execute(L2_NORM if l2 else SUM_NORM, x))
         size = (x.square() if l2 else x).sum(-1, keepdim=True)
-        low, high = size.aminmax()
-        if not (low.item() * self.far >= 1 and high.item() <= self.far):
+        if not _lies_within(size, 1 / self.far, self.far):
             return None
         return x / (size.sqrt() if l2 else size)
 
@@ -235,6 +233,15 @@ class OneToken:
             for tensor in named.values():
                 total += tensor.sum().item()
         return math.isfinite(total) and (state.normalizer is None or self.is_finite(y, state.normalizer))
+
+
+def _lies_within(x: Tensor, low: float, high: float) -> bool:
+    """Whether all numbers are from `low` to `high`; of few, Python is sooner told."""
+    if x.numel() > FEW:
+        least, most = x.aminmax()
+        return bool(least.item() >= low and most.item() <= high)
+    values = x.reshape(-1).tolist()
+    return all([low <= value <= high for value in values])
 
 
 def _is_level(config: MemoryConfig, tokens: Tokens, state: MemoryState) -> bool:
@@ -252,10 +259,12 @@ def _is_direct(config: MemoryConfig) -> bool:
     return online and matrix and config.rule.write_block() is not None
 
 
-def _direct(config: MemoryConfig) -> TokenStep:
-    """M' = a M - lr u k^T, or S' = momentum S - lr u k^T and M' = a M + S': the formulas of the rule's own block."""
+def _direct(config: MemoryConfig, given: Any) -> TokenStep:
+    """M' = a M - lr u k^T, or S' = momentum S - lr u k^T and M' = a M + S': the formulas of the rule's own block; what
+    is given for lr may be a number."""
     late, early = config.read == "after", config.decay_order == "before_gradient"
     decays, grad = config.retention.uses_retain, config.bias.grad
+    full = not isinstance(given, Tensor) and (config.algorithm.lr if given is None else given) == 1  # a factor of 1
     blind = form_of(config.bias) == "target"  # u does not look at the prediction
 
     def step(
@@ -265,7 +274,8 @@ def _direct(config: MemoryConfig) -> TokenStep:
         memory = carried.flatten(0, 1)
         kept = retain * memory if decays and (early or not state.slots) else memory
         at = kept if early else memory
-        d = (lr * grad(v if blind else torch.bmm(k, at.mT), v)).mT
+        u = grad(v if blind else torch.bmm(k, at.mT), v)
+        d = (u if full else lr * u).mT
         slots = {}
         if state.slots:
             ((slot, old),) = state.slots.items()
