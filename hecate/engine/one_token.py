@@ -97,7 +97,7 @@ def keep_program(
     if looks is not None and looks not in programs and (kept is None or (kept.dim() > 2) == has_channels(gates, k)):
         if len(programs) >= MOST:
             programs.pop(next(iter(programs)), None)
-        programs[looks] = OneToken(config.validated(), k, v, gates, state)
+        programs[looks] = OneToken(config.validated(), q, k, v, gates, state)
 
 
 def has_channels(gates: Gates, k: Tensor) -> bool:
@@ -108,10 +108,11 @@ def has_channels(gates: Gates, k: Tensor) -> bool:
 class OneToken:
     """The arithmetic of one token for tensors of known looks, with an axis of time or without."""
 
-    def __init__(self, config: MemoryConfig, k: Tensor, v: Tensor, gates: Gates, state: MemoryState) -> None:
+    def __init__(self, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState) -> None:
         self.config, self.shape, self.values, self.timed = config, v.shape, v.dtype, k.dim() == 4
         batch, heads = k.shape[0], k.shape[-2]
         self.device, self.dtype = k.device.type, next(iter(state.memory.values())).dtype
+        self.casts = q.dtype != self.dtype or k.dtype != self.dtype
         self.scale = 1 / math.sqrt(k.shape[-1]) if config.query_scale == "key_dim" else None
         self.inspects, self.far = self.device == "cpu", reach(self.dtype, 0.5)
         self.watches, self.late = config.on_nonfinite == "raise", nonfinite.is_late(k)
@@ -200,7 +201,7 @@ class OneToken:
                 return None, None
         if state.seen is not None:
             own = {**own, "position": state.seen[:, None, None]}
-        if q.dtype != self.dtype or k.dtype != self.dtype:
+        if self.casts:
             q, k = q.to(self.dtype), k.to(self.dtype)
         phi_k, _ = config.feature_map.forward(k, own)
         phi_q, _ = config.feature_map.forward(q, own)

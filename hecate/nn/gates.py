@@ -13,6 +13,7 @@ from hecate.nn.parameters import draw_normal, source_of
 from hecate.retention import GateForm
 from hecate.rule import Gates, MemoryConfig
 from hecate.tape.bridge import without_autocast
+from hecate.tape.ops import widened
 
 ROOT = 16  # GLA's temperature
 RATES, STEPS = (1.0, 16.0), (1e-3, 1e-1)  # KDA's A and dt
@@ -165,7 +166,8 @@ class GateHeads(nn.Module):
     def forward(self, x: Tensor) -> Gates:
         """The gates of every token."""
         values = self.values(x)
-        lr, retain = self.lr_max * values["lr"], values.get("retain")
+        lr, retain = values["lr"], values.get("retain")
+        lr = lr if self.lr_max == 1 else self.lr_max * lr
         if "firing" in values:
             gate = values["firing"]
             # The difference is exactly zero; its gradient is that of the gate.
@@ -178,12 +180,13 @@ class GateHeads(nn.Module):
 
     def values(self, x: Tensor) -> dict[str, Tensor]:
         """Every gate by name between 0 and 1, `[B, T, H]` (retain per channel `[B, T, H, P]`)."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        found = {}
+        wide, biases, found = widened(x), self.bias, {}
         with without_autocast(x.device.type):
             for name, weight in self.weight.items():
                 form = self.retain if name == "retain" else None
-                seen = wide if form is None else form.seen(wide)
-                logit = linear(seen, weight.to(wide.dtype), self.bias[name].to(wide.dtype))
+                seen, bias = wide if form is None else form.seen(wide), biases[name]
+                if weight.dtype != wide.dtype:
+                    weight, bias = weight.to(wide.dtype), bias.to(wide.dtype)
+                logit = linear(seen, weight, bias)
                 found[name] = torch.sigmoid(logit) if form is None else form(logit)
         return found
