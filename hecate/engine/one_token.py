@@ -28,17 +28,20 @@ from hecate.tape import execute, is_traced, one
 from hecate.tape.ops import reach
 
 TokenStep = Callable[..., tuple[Tensor, MemoryState]]  # (phi_k, phi_q, v, lr, retain, momentum, state)
-Looks = tuple[object, ...]
 
 MOST = 64  # programs that a config keeps
 FEW = 16
 _DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
-_TENSORS, _NUMBERS = (Tensor, torch.nn.Parameter), (type(None), float, int)
+_TENSORS, _NUMBERS = (Tensor, torch.nn.Parameter), (float, int)
+
+
+class Unfit(Exception):
+    """The whole way has to take this token: to say what is wrong, to bring sizes near 1, or to be recorded."""
 
 
 def looks_of(
     q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, initial: Named | None
-) -> Looks | None:
+) -> tuple[object, ...] | None:
     """All that tells a call of one token from another but the values of its tensors; None where there is no short way:
     under autograd, transforms and tracing, and with anything that is not what it should be.
 
@@ -48,20 +51,17 @@ def looks_of(
         return None
     tensors: list[Any] = [q, k, v]
     looks: list[object] = [params is None]
-    for gate in gates:
-        if type(gate) in _NUMBERS:
-            looks.append((type(gate), gate))
-        else:
-            tensors.append(gate)
-            looks.append(Tensor)
-    for part in (*state, initial) if state.normalizer is None else (*state, *state.normalizer, initial):
-        if type(part) is dict:
-            tensors += part.values()
-            looks.append(tuple(part))
-        elif part is None:
+    for given in (*gates, *state, initial, *(state.normalizer or ())):
+        if given is None:
             looks.append(None)
-        elif type(part) is not MemoryState:
-            tensors.append(part)
+        elif type(given) is dict:
+            tensors += given.values()
+            looks.append(tuple(given))
+        elif type(given) in _NUMBERS:
+            looks.append((type(given), given))
+        elif type(given) is not MemoryState:
+            tensors.append(given)
+            looks.append(Tensor)
     recorded = torch.is_grad_enabled()
     for tensor in tensors:
         if type(tensor) not in _TENSORS or (recorded and tensor.requires_grad):
@@ -75,12 +75,15 @@ def short_way(
     params: Params | None, initial: Named | None, name: str,
 ) -> tuple[Tensor, MemoryState] | None:  # fmt: skip
     """One token `[B, H, *]` or `[B, 1, H, *]` by the program that its looks have left; None where there is none, or
-    where the whole way has to say what is wrong."""
+    where it is unfit."""
     if state is None or not isinstance(config, MemoryConfig):
         return None
     gates = _DEFAULTS if gates is None else gates
     program = config.programs.get(looks_of(q, k, v, gates, state, params, initial))
-    return None if program is None else program(q, k, v, gates, state, params, name)
+    try:
+        return None if program is None else program(q, k, v, gates, state, params, name)
+    except Unfit:
+        return None
 
 
 def keep_program(
@@ -93,22 +96,21 @@ def keep_program(
         return
     gates, programs = _DEFAULTS if gates is None else gates, config.programs
     looks, kept = looks_of(q, k, v, gates, state, params, initial), state.pending.get("retain")
+    channels = isinstance(gates.retain, Tensor) and gates.retain.dim() == k.dim()
     # No program of a chunk that goes on with retain of another width.
-    if looks is not None and looks not in programs and (kept is None or (kept.dim() > 2) == has_channels(gates, k)):
+    if looks is not None and looks not in programs and (kept is None or (kept.dim() > 2) == channels):
         if len(programs) >= MOST:
             programs.pop(next(iter(programs)), None)
-        programs[looks] = OneToken(config.validated(), q, k, v, gates, state)
-
-
-def has_channels(gates: Gates, k: Tensor) -> bool:
-    """Whether retain has one value per phi channel."""
-    return isinstance(gates.retain, Tensor) and gates.retain.dim() == k.dim()
+        programs[looks] = OneToken(config.validated(), q, k, v, gates, state, channels)
 
 
 class OneToken:
     """The arithmetic of one token for tensors of known looks, with an axis of time or without."""
 
-    def __init__(self, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState) -> None:
+    def __init__(
+        self, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, channels: bool
+    ) -> None:
+        """`channels` says that retain has one value per phi channel."""
         self.config, self.shape, self.values, self.timed = config, v.shape, v.dtype, k.dim() == 4
         batch, heads = k.shape[0], k.shape[-2]
         self.device, self.dtype = k.device.type, next(iter(state.memory.values())).dtype
@@ -124,8 +126,8 @@ class OneToken:
         self.features = (batch, 1, heads, -1) if self.quotients else self.row
         # An axis of time changes no bit of what is done to each number alone.
         self.lifts = not self.timed and (self.quotients or not config.feature_map.traits().componentwise)
-        lr, retain = (batch, 1, heads) if self.quotients else self.scalar, has_channels(gates, k)
-        self.shapes = (lr, self.row if retain else self.scalar, self.scalar)
+        lr = (batch, 1, heads) if self.quotients else self.scalar
+        self.shapes = (lr, self.row if channels else self.scalar, self.scalar)
         configs = [config] if config.normalizer == "none" else [config, config.counting]
         self.steps = [_direct(own, gates.lr) if direct else _general(own) for own in configs]
         # What has left the finite numbers in a direct step's slots is added to its memory.
@@ -141,32 +143,30 @@ class OneToken:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, name: str
-    ) -> tuple[Tensor, MemoryState] | None:
-        """y and the new state; None where the whole way has to say what is wrong."""
+    ) -> tuple[Tensor, MemoryState]:
+        """y and the new state."""
         if torch.is_autocast_enabled(self.device):
-            return None
+            raise Unfit
         lr, retain, momentum = self.gate(0, gates.lr), self.gate(1, gates.retain), self.gate(2, gates.momentum)
-        if lr is None or retain is None or momentum is None:
-            return None
         phi_q, phi_k = self.features_of(q, k, state, params)
-        if phi_q is None or phi_k is None:
-            return None
         if self.values != self.dtype:
             v = v.to(self.dtype)
         if self.quotients:
-            if not self.timed:
-                v = v.unsqueeze(1)
+            v = v.reshape(*self.features)
             if self.config.step != "raw":
                 phi_k, v, lr = stepped(self.config, phi_k, v, lr, execute)
-            if not _is_level(self.config, Tokens(phi_k, phi_q, v, lr, retain, momentum), state):
-                return None
+            if state.normalizer is not None:
+                memories = [((), carry_of(state)), ((), carry_of(state.normalizer))]
+                token = Tokens(phi_k, phi_q, v, lr, retain, momentum)
+                _, _, units, back = levelled(self.config, token, memories, execute)
+                if units or back is not None:
+                    raise Unfit
             phi_k, phi_q, lr = phi_k.reshape(*self.row), phi_q.reshape(*self.row), lr.reshape(*self.scalar)
         v = v.reshape(*self.row).contiguous()
         y, new = self.steps[0](phi_k, phi_q, v, lr, retain, momentum, state)
         if state.normalizer is not None:
-            z, counted = self.steps[1](
-                phi_k, phi_q, torch.ones_like(v[..., :1]), lr, retain, momentum, state.normalizer
-            )
+            ones = torch.ones_like(v[..., :1])
+            z, counted = self.steps[1](phi_k, phi_q, ones, lr, retain, momentum, state.normalizer)
             y, new = one(execute(DIVIDE, y, z)), new._replace(normalizer=counted)
         if state.seen is not None:
             new = new._replace(seen=state.seen + 1)
@@ -176,29 +176,27 @@ class OneToken:
         if self.watches and self.late:
             nonfinite.check_late(name, y if self.timed else y.unsqueeze(1), new)
         elif self.watches and not self.is_finite(y, new):
-            return None
+            raise Unfit
         return y, new
 
-    def gate(self, index: int, given: Any) -> Tensor | None:
-        """A gate in the state's dtype and in the shape that the step takes; None if it is out of its range."""
+    def gate(self, index: int, given: Any) -> Tensor:
+        """A gate in the state's dtype and in the shape that the step takes."""
         number = self.numbers[index]
         if number is not None:
             return number
-        if self.inspects and not _lies_within(given, 0, TOPS[index]):
-            return None
+        if self.inspects:
+            expect_within(given, 0, TOPS[index])
         return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(*self.shapes[index])
 
-    def features_of(
-        self, q: Tensor, k: Tensor, state: MemoryState, params: Params | None
-    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """phi(q) and phi(k) after key_norm and query_scale; None where they have to be brought near 1, or recorded."""
+    def features_of(self, q: Tensor, k: Tensor, state: MemoryState, params: Params | None) -> tuple[Tensor, Tensor]:
+        """phi(q) and phi(k) after key_norm and query_scale."""
         config, own = self.config, _NO_PARAMS
         if self.lifts:
             q, k = q.unsqueeze(1), k.unsqueeze(1)
         if params is not None:
             own = check_params(config.feature_map, params, k if k.dim() == 4 else k.unsqueeze(1))
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in own["learned"].values()):
-                return None, None
+                raise Unfit
         if state.seen is not None:
             own = {**own, "position": state.seen[:, None, None]}
         if self.casts:
@@ -208,22 +206,18 @@ class OneToken:
         if config.key_norm == "none":
             phi_q, phi_k = phi_q.reshape(*self.features).contiguous(), phi_k.reshape(*self.features).contiguous()
         elif phi_q.stride(-1) != 1 or phi_k.stride(-1) != 1:
-            return None, None  # sums along strides are rounded in another order
-        else:
-            unit = self.normed(torch.stack((phi_q, phi_k)))  # rows know nothing of each other
-            if unit is None:
-                return None, None
-            phi_q, phi_k = unit.view(2, *self.features).unbind(0)
+            raise Unfit  # sums along strides are rounded in another order
+        else:  # rows know nothing of each other
+            phi_q, phi_k = self.normed(torch.stack((phi_q, phi_k))).view(2, *self.features).unbind(0)
         return (phi_q if self.scale is None else phi_q * self.scale), phi_k
 
-    def normed(self, x: Tensor) -> Tensor | None:
-        """key_norm of x; None where sizes are too far from 1 for the plain quotient."""
+    def normed(self, x: Tensor) -> Tensor:
+        """key_norm of x, whose sizes are near enough to 1 for the plain quotient."""
         l2 = self.config.key_norm == "l2"
         if not self.inspects:
             return one(execute(L2_NORM if l2 else SUM_NORM, x))
         size = (x.square() if l2 else x).sum(-1, keepdim=True)
-        if not _lies_within(size, 1 / self.far, self.far):
-            return None
+        expect_within(size, 1 / self.far, self.far)
         return x / (size.sqrt() if l2 else size)
 
     def is_finite(self, y: Tensor, state: MemoryState) -> bool:
@@ -236,21 +230,11 @@ class OneToken:
         return math.isfinite(total) and (state.normalizer is None or self.is_finite(y, state.normalizer))
 
 
-def _lies_within(x: Tensor, low: float, high: float) -> bool:
-    """Whether all numbers are from `low` to `high`; of few, Python is sooner told."""
-    if x.numel() > FEW:
-        least, most = x.aminmax()
-        return bool(least.item() >= low and most.item() <= high)
-    values = x.reshape(-1).tolist()
-    return all([low <= value <= high for value in values])
-
-
-def _is_level(config: MemoryConfig, tokens: Tokens, state: MemoryState) -> bool:
-    """Whether features and sum of weights are near 1, so that a normaliser's quotient is the plain one."""
-    if state.normalizer is None:
-        return True
-    _, _, units, back = levelled(config, tokens, [((), carry_of(state)), ((), carry_of(state.normalizer))], execute)
-    return not units and back is None
+def expect_within(x: Tensor, low: float, high: float) -> None:
+    """Refuses numbers that are not from `low` to `high`; of few, Python is sooner told."""
+    values = x.reshape(-1).tolist() if x.numel() <= FEW else [end.item() for end in x.aminmax()]
+    if not all([low <= value <= high for value in values]):
+        raise Unfit
 
 
 def _is_direct(config: MemoryConfig) -> bool:
@@ -260,12 +244,11 @@ def _is_direct(config: MemoryConfig) -> bool:
     return online and matrix and config.rule.write_block() is not None
 
 
-def _direct(config: MemoryConfig, given: Any) -> TokenStep:
-    """M' = a M - lr u k^T, or S' = momentum S - lr u k^T and M' = a M + S': the formulas of the rule's own block; what
-    is given for lr may be a number."""
+def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:
+    """M' = a M - lr u k^T, or S' = momentum S - lr u k^T and M' = a M + S': the formulas of the rule's own block."""
     late, early = config.read == "after", config.decay_order == "before_gradient"
     decays, grad = config.retention.uses_retain, config.bias.grad
-    full = not isinstance(given, Tensor) and (config.algorithm.lr if given is None else given) == 1  # a factor of 1
+    full = not isinstance(given_lr, Tensor) and (config.algorithm.lr if given_lr is None else given_lr) == 1
     blind = form_of(config.bias) == "target"  # u does not look at the prediction
 
     def step(

@@ -77,11 +77,9 @@ def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tenso
         raise ShapeError(f"{what} must be [B, T, {weight.shape[-1]}], got {found}")
     if x.device != weight.device:
         raise ShapeError(f"{what} is on {x.device}, the layer on {weight.device}; move one of them")
-    if x.dtype != weight.dtype:
-        told = x.is_floating_point() and x.device.type != "meta"  # to torch.autocast
-        if not (told and torch.is_autocast_enabled(x.device.type)):
-            given = f"{what} is {x.dtype}, the layer {weight.dtype}"
-            raise ShapeError(f"{given}; convert one of them, or use torch.autocast")
+    told = x.is_floating_point() and x.device.type != "meta"  # to torch.autocast
+    if x.dtype != weight.dtype and not (told and torch.is_autocast_enabled(x.device.type)):
+        raise ShapeError(f"{what} is {x.dtype}, the layer {weight.dtype}; convert one of them, or use torch.autocast")
     for name, mask in masks.items():
         if mask is None:
             continue
@@ -122,8 +120,8 @@ def check_state(
     if state.conv_segment is not None:  # there since a reset_mask was given
         tensors["conv_segment"] = (state.conv_segment, None if inputs is None else inputs[:2])
     for name, (given, shape) in tensors.items():
-        if (None if given is None else given.shape) != shape:
-            found, wanted = None if given is None else list(given.shape), None if shape is None else list(shape)
+        found, wanted = None if given is None else list(given.shape), None if shape is None else list(shape)
+        if found != wanted:
             raise ShapeError(
                 f"state.{name} must be {wanted} for this layer and {batch} sequences, got {found}; was it made by "
                 "another layer or with another batch?"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hecate.checks import expect_choice
 from hecate.nn.parameters import draw_normal, source_of
 from hecate.tape import can_inspect
-from hecate.tape.ops import largest, levelling, reach, widened
+from hecate.tape.ops import largest, levelling, reach
 
 QKNorm = Literal["none", "l2", "rms"]
 QK_NORMS = get_args(QKNorm)
@@ -50,10 +50,14 @@ class ShortConv(nn.Module):
         kept = self.kernel - 1
         if state is None:
             state = x.new_zeros(batch, kept, channels)
-        if length == 1 and segment is None and written is None:
-            return self._one_token(x, state.to(x.dtype))
         left = x if written is None else torch.where(written.unsqueeze(-1), x, 0.0)
         padded = torch.cat([state.to(x.dtype), left], 1)
+        if length == 1 and segment is None and written is None:
+            # The same sum in the same order, of products that are taken at once.
+            *earlier, total = (self.weight.flip(0) * padded).unbind(1)
+            for term in reversed(earlier):
+                total = total + term
+            return nn.functional.silu(total).unsqueeze(1), padded[:, 1:]
         total = self.weight[0] * x
         for j in range(1, self.kernel):
             tap = padded[:, kept - j : kept - j + length]
@@ -62,14 +66,6 @@ class ShortConv(nn.Module):
                 tap = torch.where(same.unsqueeze(-1), tap, 0.0)
             total = total + self.weight[j] * tap
         return nn.functional.silu(total), padded[:, length:]
-
-    def _one_token(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
-        """The same sum in the same order, of products that are taken at once."""
-        seen = torch.cat((past, x), 1)
-        *earlier, total = (self.weight.flip(0) * seen).unbind(1)
-        for term in reversed(earlier):
-            total = total + term
-        return nn.functional.silu(total).unsqueeze(1), seen[:, 1:]
 
 
 def convolved(
@@ -102,7 +98,7 @@ def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = 1e-6) -> Tensor:
     expect_choice(norm, "qk_norm", QK_NORMS)
     if norm == "none":
         return x
-    wide = widened(x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = torch.sum if norm == "l2" else torch.mean
     size = mean(wide.square(), -1, keepdim=True)
     if not (can_inspect(size, free=True) and math.isfinite(size.sum().item())):

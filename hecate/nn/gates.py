@@ -13,7 +13,6 @@ from hecate.nn.parameters import draw_normal, source_of
 from hecate.retention import GateForm
 from hecate.rule import Gates, MemoryConfig
 from hecate.tape.bridge import without_autocast
-from hecate.tape.ops import widened
 
 ROOT = 16  # GLA's temperature
 RATES, STEPS = (1.0, 16.0), (1e-3, 1e-1)  # KDA's A and dt
@@ -180,13 +179,12 @@ class GateHeads(nn.Module):
 
     def values(self, x: Tensor) -> dict[str, Tensor]:
         """Every gate by name between 0 and 1, `[B, T, H]` (retain per channel `[B, T, H, P]`)."""
-        wide, biases, found = widened(x), self.bias, {}
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        found = {}
         with without_autocast(x.device.type):
             for name, weight in self.weight.items():
                 form = self.retain if name == "retain" else None
-                seen, bias = wide if form is None else form.seen(wide), biases[name]
-                if weight.dtype != wide.dtype:
-                    weight, bias = weight.to(wide.dtype), bias.to(wide.dtype)
-                logit = linear(seen, weight, bias)
+                seen = wide if form is None else form.seen(wide)
+                logit = linear(seen, weight.to(wide.dtype), self.bias[name].to(wide.dtype))
                 found[name] = torch.sigmoid(logit) if form is None else form(logit)
         return found

@@ -28,11 +28,6 @@ def sum_to_gate(product: Tensor, gate: Tensor) -> Tensor:
     return product.sum(dim=axes) if axes else product
 
 
-def widened(x: Tensor) -> Tensor:
-    """x in float32 or better."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 # Sizes: `levelling` brings those that leave a dtype's range when squared near 1.
 
 
