@@ -156,9 +156,9 @@ class OneToken:
             if self.config.step != "raw":
                 phi_k, v, lr = stepped(self.config, phi_k, v, lr, execute)
             if state.normalizer is not None:
-                memories = [((), carry_of(state)), ((), carry_of(state.normalizer))]
                 token = Tokens(phi_k, phi_q, v, lr, retain, momentum)
-                _, _, units, back = levelled(self.config, token, memories, execute)
+                carries = [((), carry_of(state)), ((), carry_of(state.normalizer))]
+                _, _, units, back = levelled(self.config, token, carries, execute)  # type: ignore[arg-type]
                 if units or back is not None:
                     raise Unfit
             phi_k, phi_q, lr = phi_k.reshape(*self.row), phi_q.reshape(*self.row), lr.reshape(*self.scalar)
@@ -225,12 +225,12 @@ class OneToken:
         item."""
         total = y.sum().item()
         for named in state[: self.summed]:
-            for tensor in named.values():
+            for tensor in named.values():  # type: ignore[union-attr]
                 total += tensor.sum().item()
         return math.isfinite(total) and (state.normalizer is None or self.is_finite(y, state.normalizer))
 
 
-def expect_within(x: Tensor, low: float, high: float) -> None:
+def expect_within(x: Tensor, low: float, high: Any) -> None:
     """Refuses numbers that are not from `low` to `high`; of few, Python is sooner told."""
     values = x.reshape(-1).tolist() if x.numel() <= FEW else [end.item() for end in x.aminmax()]
     if not all([low <= value <= high for value in values]):

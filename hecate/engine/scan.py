@@ -75,7 +75,8 @@ def memory_scan(
             one wait. It cannot be raised while compiling or inside `torch.func` transforms, which forbid looking at
             values.
     """
-    plain = write_mask is reset_mask is cu_seqlens is tape is None and engine == "auto" and autodiff in _AUTODIFFS
+    plain = write_mask is reset_mask is cu_seqlens is None and tape is None
+    plain = plain and engine == "auto" and autodiff in _AUTODIFFS
     single = plain and isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1
     if single and (found := short_way(config, q, k, v, gates, state, phi_params, initial, name)) is not None:
         return found
