@@ -19,7 +19,7 @@ from hecate.engine import nonfinite
 from hecate.engine.arguments import TOPS, Named, check_params
 from hecate.engine.call import carry_of, named_state
 from hecate.engine.engine import apart
-from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, counting, levelled, stepped
+from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, levelled, stepped
 from hecate.engine.loop import blocks_of, token_step
 from hecate.engine.tokens import Tokens
 from hecate.phi import Params
@@ -27,19 +27,23 @@ from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import execute, is_traced, one
 from hecate.tape.ops import reach
 
-Looks = tuple[object, ...]
-TokenStep = Callable[[Tokens, MemoryState], tuple[Tensor, MemoryState]]
+TokenStep = Callable[..., tuple[Tensor, MemoryState]]  # (phi_k, phi_q, v, lr, retain, momentum, state)
 
 MOST = 64  # programs that a config keeps
+FEW = 16
 _DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
-_TENSORS, _NUMBERS = (Tensor, torch.nn.Parameter), (type(None), float, int)
+_TENSORS, _NUMBERS = (Tensor, torch.nn.Parameter), (float, int)
+
+
+class Unfit(Exception):
+    """The whole way has to take this token: to say what is wrong, to bring sizes near 1, or to be recorded."""
 
 
 def looks_of(
-    tensors: list[Any], gates: Gates, state: MemoryState | None, params: Params | None, initial: Named | None
-) -> Looks | None:
-    """All that tells a call of one token's q, k and v from another but the values of its tensors; None where there is
-    no short way: under autograd, transforms, tracing and autocast, and with anything that is not what it should be.
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, initial: Named | None
+) -> tuple[object, ...] | None:
+    """All that tells a call of one token from another but the values of its tensors; None where there is no short way:
+    under autograd, transforms and tracing, and with anything that is not what it should be.
 
     Numbers given for gates belong to it, and whether parameters of phi are given: these are checked every time.
     """
@@ -47,92 +51,92 @@ def looks_of(
         return None
     if any(gate is not None for gate in gates[3:]):
         return None
+    tensors: list[Any] = [q, k, v]
     looks: list[object] = [params is None]
-    k = tensors[1]
-    for gate in gates[:3]:
-        if type(gate) in _TENSORS:
-            tensors.append(gate)
+    for given in (*gates[:3], *state, initial, *(state.normalizer or ())):
+        if given is None:
+            looks.append(None)
+        elif type(given) is dict:
+            tensors += given.values()
+            looks.append(tuple(given))
+        elif type(given) in _NUMBERS:
+            looks.append((type(given), given))
+        elif type(given) is not MemoryState:
+            tensors.append(given)
             looks.append(Tensor)
-        elif type(gate) in _NUMBERS:
-            looks.append((type(gate), gate))
-        else:
-            return None
-    for part in (*state, initial) if state.normalizer is None else (*state, *state.normalizer, initial):
-        if type(part) is dict:
-            tensors += part.values()
-            looks.append(tuple(part))
-        elif type(part) in _TENSORS:
-            tensors.append(part)
-            looks.append(Tensor)
-        elif part is not None and type(part) is not MemoryState:
-            return None
     recorded = torch.is_grad_enabled()
     for tensor in tensors:
         if type(tensor) not in _TENSORS or (recorded and tensor.requires_grad):
             return None
         looks += (tensor.shape, tensor.dtype, tensor.device)
-    return None if k.is_meta or torch.is_autocast_enabled(k.device.type) else tuple(looks)
+    return tuple(looks)
 
 
-def one_token(
-    whole: Callable[[], tuple[Tensor, MemoryState]],
-    config: MemoryConfig,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates | None,
-    state: MemoryState | None,
-    params: Params | None,
-    initial: Named | None,
-    name: str,
-) -> tuple[Tensor, MemoryState]:
-    """One token `[B, H, *]` or `[B, 1, H, *]` by the program that its looks have left, else by the whole way, which
-    leaves one of what the next token looks like, after every check."""
-    if not isinstance(config, MemoryConfig) or config.writes > 1 or config.normalizer == "max":
-        return whole()
+def short_way(
+    config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, state: MemoryState | None,
+    params: Params | None, initial: Named | None, name: str,
+) -> tuple[Tensor, MemoryState] | None:  # fmt: skip
+    """One token `[B, H, *]` or `[B, 1, H, *]` by the program that its looks have left; None where there is none, or
+    where it is unfit."""
+    if state is None or not isinstance(config, MemoryConfig):
+        return None
+    gates = _DEFAULTS if gates is None else gates
+    program = config.programs.get(looks_of(q, k, v, gates, state, params, initial))
+    try:
+        return None if program is None else program(q, k, v, gates, state, params, name)
+    except Unfit:
+        return None
+
+
+def keep_program(
+    config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, state: MemoryState,
+    params: Params | None, initial: Named | None,
+) -> None:  # fmt: skip
+    """Leaves a program of what the next token looks like, after the whole way has passed every check and returned a
+    state."""
+    if config.writes > 1 or config.normalizer == "max":
+        return
+    if config.on_nonfinite == "skip" or k.is_meta or not q.numel() or not v.numel():
+        return
     gates, programs = _DEFAULTS if gates is None else gates, config.programs
-    looks = looks_of([q, k, v], gates, state, params, initial)
-    program = None if looks is None else programs.get(looks)
-    found = None if program is None else program(q, k, v, gates, state, params, name)
-    if found is not None:
-        return found
-    y, new = whole()
-    if program is not None or config.on_nonfinite == "skip" or not q.numel() or not v.numel():
-        return y, new
-    looks, kept = looks_of([q, k, v], gates, new, params, initial), new.pending.get("retain")
+    looks, kept = looks_of(q, k, v, gates, state, params, initial), state.pending.get("retain")
+    channels = isinstance(gates.retain, Tensor) and gates.retain.dim() == k.dim()
     # No program of a chunk that goes on with retain of another width.
-    if looks is not None and looks not in programs and (kept is None or (kept.dim() > 2) == has_channels(gates, k)):
+    if looks is not None and looks not in programs and (kept is None or (kept.dim() > 2) == channels):
         if len(programs) >= MOST:
             programs.pop(next(iter(programs)), None)
-        programs[looks] = OneToken(config.validated(), k, v, gates, new)
-    return y, new
-
-
-def has_channels(gates: Gates, k: Tensor) -> bool:
-    """Whether retain has one value per phi channel."""
-    return isinstance(gates.retain, Tensor) and gates.retain.dim() == k.dim()
+        programs[looks] = OneToken(config.validated(), q, k, v, gates, state, channels)
 
 
 class OneToken:
     """The arithmetic of one token for tensors of known looks, with an axis of time or without."""
 
-    def __init__(self, config: MemoryConfig, k: Tensor, v: Tensor, gates: Gates, state: MemoryState) -> None:
-        self.config, self.output, self.timed = config, (v.shape, v.dtype), k.dim() == 4
+    def __init__(
+        self, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, channels: bool
+    ) -> None:
+        """`channels` says that retain has one value per phi channel."""
+        self.config, self.shape, self.values, self.timed = config, v.shape, v.dtype, k.dim() == 4
         batch, heads = k.shape[0], k.shape[-2]
-        self.dtype = next(iter(state.memory.values())).dtype
-        self.tops = TOPS[0], TOPS[1], config.algorithm.momentum_top
-        self.scale = 1 / math.sqrt(k.shape[-1])
-        self.inspects, self.far = k.device.type == "cpu", reach(self.dtype, 0.5)
+        self.device, self.dtype = k.device.type, next(iter(state.memory.values())).dtype
+        self.casts = q.dtype != self.dtype or k.dtype != self.dtype
+        self.scale = 1 / math.sqrt(k.shape[-1]) if config.query_scale == "key_dim" else None
+        self.tops = TOPS.lr, TOPS.retain, config.algorithm.momentum_top
+        self.inspects, self.far = self.device == "cpu", reach(self.dtype, 0.5)
         self.watches, self.late = config.on_nonfinite == "raise", nonfinite.is_late(k)
         direct = _is_direct(config)
         # Of one gate per memory, and of what has a width: every memory's vector a row where products take rows.
         self.scalar = (batch * heads, 1, 1) if direct else (batch * heads,)
         self.row = (batch * heads, 1, -1) if direct else (batch * heads, -1)
         self.quotients = config.step != "raw" or config.normalizer == "sum"  # which want lr beside phi(k)
-        lr, retain = (batch, 1, heads) if self.quotients else self.scalar, has_channels(gates, k)
-        self.shapes = (lr, self.row if retain else self.scalar, self.scalar)
+        self.features = (batch, 1, heads, -1) if self.quotients else self.row
+        # An axis of time changes no bit of what is done to each number alone.
+        self.lifts = not self.timed and (self.quotients or not config.feature_map.traits().componentwise)
+        lr = (batch, 1, heads) if self.quotients else self.scalar
+        self.shapes = (lr, self.row if channels else self.scalar, self.scalar)
         configs = [config] if config.normalizer == "none" else [config, config.counting]
-        self.steps = [_direct(own) if direct else _general(own) for own in configs]
+        self.steps = [_direct(own, gates.lr) if direct else _general(own) for own in configs]
+        # What has left the finite numbers in a direct step's slots is added to its memory.
+        self.summed = 1 if direct else 4
         defaults = (config.algorithm.lr, config.retention.default_retain, config.algorithm.default_momentum)
         wide = torch.promote_types(k.dtype, torch.float32)
         with torch.inference_mode(False):
@@ -144,107 +148,98 @@ class OneToken:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, name: str
-    ) -> tuple[Tensor, MemoryState] | None:
-        """y and the new state; None where the whole way has to say what is wrong."""
+    ) -> tuple[Tensor, MemoryState]:
+        """y and the new state."""
+        if torch.is_autocast_enabled(self.device):
+            raise Unfit
         lr, retain, momentum = self.gate(0, gates.lr), self.gate(1, gates.retain), self.gate(2, gates.momentum)
-        if lr is None or retain is None or momentum is None:
-            return None
-        features = self.features(q, k, state, params)
-        if features is None:
-            return None
-        phi_q, phi_k = features
-        if v.dtype != self.dtype:
+        phi_q, phi_k = self.features_of(q, k, state, params)
+        if self.values != self.dtype:
             v = v.to(self.dtype)
         if self.quotients:
-            if not self.timed:
-                v = v.unsqueeze(1)
+            v = v.reshape(*self.features)
             if self.config.step != "raw":
                 phi_k, v, lr = stepped(self.config, phi_k, v, lr, execute)
-            if not _is_level(self.config, Tokens(phi_k, phi_q, v, lr, retain, momentum), state):
-                return None
-            lr = lr.reshape(self.scalar)
-        rows = [item.reshape(self.row).contiguous() for item in (phi_k, phi_q, v)]
-        token = Tokens(*rows, lr, retain, momentum)  # type: ignore[call-arg]
-        y, new = self.steps[0](token, state)
+            if state.normalizer is not None:
+                token = Tokens(phi_k, phi_q, v, lr, retain, momentum)
+                carries = [((), carry_of(state)), ((), carry_of(state.normalizer))]
+                _, _, units, back = levelled(self.config, token, carries, execute)  # type: ignore[arg-type]
+                if units or back is not None:
+                    raise Unfit
+            phi_k, phi_q, lr = phi_k.reshape(*self.row), phi_q.reshape(*self.row), lr.reshape(*self.scalar)
+        v = v.reshape(*self.row).contiguous()
+        y, new = self.steps[0](phi_k, phi_q, v, lr, retain, momentum, state)
         if state.normalizer is not None:
-            z, counted = self.steps[1](counting(token), state.normalizer)
+            ones = torch.ones_like(v[..., :1])
+            z, counted = self.steps[1](phi_k, phi_q, ones, lr, retain, momentum, state.normalizer)
             y, new = one(execute(DIVIDE, y, z)), new._replace(normalizer=counted)
         if state.seen is not None:
             new = new._replace(seen=state.seen + 1)
-        shape, dtype = self.output
-        y = y.view(shape)
-        if y.dtype != dtype:
-            y = y.to(dtype)
+        y = y.view(*self.shape)
+        if self.values != self.dtype:
+            y = y.to(self.values)
         if self.watches and self.late:
             nonfinite.check_late(name, y if self.timed else y.unsqueeze(1), new)
-            return y, new
-        return (y, new) if not self.watches or _is_finite(y, new) else None
+        elif self.watches and not self.is_finite(y, new):
+            raise Unfit
+        return y, new
 
-    def gate(self, index: int, given: Any) -> Tensor | None:
-        """A gate in the state's dtype and in the shape that the step takes; None if it is out of its range."""
+    def gate(self, index: int, given: Any) -> Tensor:
+        """A gate in the state's dtype and in the shape that the step takes."""
         number = self.numbers[index]
         if number is not None:
             return number
         if self.inspects:
-            low, high = given.aminmax()
-            if not (low.item() >= 0 and high.item() <= self.tops[index]):
-                return None
-        return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(self.shapes[index])
+            expect_within(given, 0, self.tops[index])
+        return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(*self.shapes[index])
 
-    def features(self, q: Tensor, k: Tensor, state: MemoryState, params: Params | None) -> tuple[Tensor, Tensor] | None:
-        """phi(q) and phi(k) `[B, 1, H, P]` after key_norm and query_scale; None where they have to be brought near 1,
-        or recorded."""
-        config = self.config
-        if not self.timed:
+    def features_of(self, q: Tensor, k: Tensor, state: MemoryState, params: Params | None) -> tuple[Tensor, Tensor]:
+        """phi(q) and phi(k) after key_norm and query_scale."""
+        config, own = self.config, _NO_PARAMS
+        if self.lifts:
             q, k = q.unsqueeze(1), k.unsqueeze(1)
-        own = _NO_PARAMS
         if params is not None:
-            own = check_params(config.feature_map, params, k)
+            own = check_params(config.feature_map, params, k if k.dim() == 4 else k.unsqueeze(1))
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in own["learned"].values()):
-                return None
+                raise Unfit
         if state.seen is not None:
             own = {**own, "position": state.seen[:, None, None]}
-        if q.dtype != self.dtype or k.dtype != self.dtype:
+        if self.casts:
             q, k = q.to(self.dtype), k.to(self.dtype)
         phi_k, _ = config.feature_map.forward(k, own)
         phi_q, _ = config.feature_map.forward(q, own)
-        if config.key_norm != "none":
-            if phi_q.stride(-1) != 1 or phi_k.stride(-1) != 1:
-                return None  # sums along strides are rounded in another order
-            unit = self.normed(torch.stack((phi_q, phi_k)))  # rows know nothing of each other
-            if unit is None:
-                return None
-            phi_q, phi_k = unit.unbind(0)
-        return (phi_q * self.scale if config.query_scale == "key_dim" else phi_q), phi_k
+        if config.key_norm == "none":
+            phi_q, phi_k = phi_q.reshape(*self.features).contiguous(), phi_k.reshape(*self.features).contiguous()
+        elif phi_q.stride(-1) != 1 or phi_k.stride(-1) != 1:
+            raise Unfit  # sums along strides are rounded in another order
+        else:  # rows know nothing of each other
+            phi_q, phi_k = self.normed(torch.stack((phi_q, phi_k))).view(2, *self.features).unbind(0)
+        return (phi_q if self.scale is None else phi_q * self.scale), phi_k
 
-    def normed(self, x: Tensor) -> Tensor | None:
-        """key_norm of x; None where sizes are too far from 1 for the plain quotient."""
+    def normed(self, x: Tensor) -> Tensor:
+        """key_norm of x, whose sizes are near enough to 1 for the plain quotient."""
         l2 = self.config.key_norm == "l2"
         if not self.inspects:
             return one(execute(L2_NORM if l2 else SUM_NORM, x))
         size = (x.square() if l2 else x).sum(-1, keepdim=True)
-        low, high = size.aminmax()
-        if not (low.item() * self.far >= 1 and high.item() <= self.far):
-            return None
+        expect_within(size, 1 / self.far, self.far)
         return x / (size.sqrt() if l2 else size)
 
+    def is_finite(self, y: Tensor, state: MemoryState) -> bool:
+        """Whether sums, hence outputs and state, are finite; the whole way tells an overflow of the sum from one of an
+        item."""
+        total = y.sum().item()
+        for named in state[: self.summed]:
+            for tensor in named.values():  # type: ignore[union-attr]
+                total += tensor.sum().item()
+        return math.isfinite(total) and (state.normalizer is None or self.is_finite(y, state.normalizer))
 
-def _is_level(config: MemoryConfig, tokens: Tokens, state: MemoryState) -> bool:
-    """Whether features and sum of weights are near 1, so that a normaliser's quotient is the plain one."""
-    if state.normalizer is None:
-        return True
-    _, _, units, back = levelled(config, tokens, [((), carry_of(state)), ((), carry_of(state.normalizer))], execute)
-    return not units and back is None
 
-
-def _is_finite(y: Tensor, state: MemoryState) -> bool:
-    """Whether sums, hence outputs and state, are finite; the whole way tells an overflow of the sum from one of an
-    item."""
-    total = y.sum().item()
-    for named in state[:4]:
-        for tensor in named.values():
-            total += tensor.sum().item()
-    return math.isfinite(total) and (state.normalizer is None or _is_finite(y, state.normalizer))
+def expect_within(x: Tensor, low: float, high: Any) -> None:
+    """Refuses numbers that are not from `low` to `high`; of few, Python is sooner told."""
+    values = x.reshape(-1).tolist() if x.numel() <= FEW else [end.item() for end in x.aminmax()]
+    if not all([low <= value <= high for value in values]):
+        raise Unfit
 
 
 def _is_direct(config: MemoryConfig) -> bool:
@@ -254,29 +249,32 @@ def _is_direct(config: MemoryConfig) -> bool:
     return online and matrix and config.rule.write_block() is not None
 
 
-def _direct(config: MemoryConfig) -> TokenStep:
+def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:
     """M' = a M - lr u k^T, or S' = momentum S - lr u k^T and M' = a M + S': the formulas of the rule's own block."""
     late, early = config.read == "after", config.decay_order == "before_gradient"
     decays, grad = config.retention.uses_retain, config.bias.grad
+    full = not isinstance(given_lr, Tensor) and (config.algorithm.lr if given_lr is None else given_lr) == 1
     blind = config.forms.target  # u does not look at the prediction
 
-    def step(token: Tokens, state: MemoryState) -> tuple[Tensor, MemoryState]:
-        k, q, v, lr, retain, momentum, *_ = token
+    def step(
+        k: Tensor, q: Tensor, v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor, state: MemoryState
+    ) -> tuple[Tensor, MemoryState]:
         ((name, carried),) = state.memory.items()
         memory = carried.flatten(0, 1)
         kept = retain * memory if decays and (early or not state.slots) else memory
         at = kept if early else memory
-        d = (lr * grad(v if blind else torch.bmm(k, at.mT), v)).mT
+        u = grad(v if blind else torch.bmm(k, at.mT), v)
+        d = (u if full else lr * u).mT
         slots = {}
         if state.slots:
             ((slot, old),) = state.slots.items()
             moved = torch.addcmul(momentum * old.flatten(0, 1), d, k, value=-1)
-            slots[slot] = moved.view(old.shape)
+            slots[slot] = moved.view_as(old)
             new = torch.addcmul(moved, retain, memory) if decays else moved + memory
         else:
             new = torch.addcmul(kept, d, k, value=-1)
         y = torch.bmm(q, (new if late else memory).mT)
-        return y, MemoryState({name: new.view(carried.shape)}, slots, {}, {}, state.position)
+        return y, MemoryState({name: new.view_as(carried)}, slots, {}, {}, state.position)
 
     return step
 
@@ -285,9 +283,10 @@ def _general(config: MemoryConfig) -> TokenStep:
     """Any rule by the token loop's own step."""
     blocks = blocks_of(config)
 
-    def step(token: Tokens, state: MemoryState) -> tuple[Tensor, MemoryState]:
+    def step(*given: Any) -> tuple[Tensor, MemoryState]:
+        *token, state = given
         carry = carry_of(state)
-        y, new, _ = token_step(config, token, carry, (), run=execute, blocks=blocks)
+        y, new, _ = token_step(config, Tokens(*token), carry, (), run=execute, blocks=blocks)
         new = new.rebuilt(tuple(apart(list(new.flat), carry.flat, execute)))  # type: ignore[arg-type]
         return y, named_state(tuple(state.memory), tuple(state.slots), new, state.position.shape)
 

@@ -15,13 +15,14 @@ from hecate.engine import nonfinite
 from hecate.engine.arguments import check_config, check_mask, check_tokens
 from hecate.engine.call import Call
 from hecate.engine.engine import EngineName, choose, explain
-from hecate.engine.one_token import one_token
+from hecate.engine.one_token import keep_program, short_way
 from hecate.engine.writes import one_write_each, read_once
 from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import Autodiff, Tape, differentiate, execute, several
 
+_AUTODIFFS = get_args(Autodiff)
 _LOG = logging.getLogger("hecate.engine")
 
 
@@ -76,15 +77,18 @@ def memory_scan(
             one wait. It cannot be raised while compiling or inside `torch.func` transforms, which forbid looking at
             values.
     """
-    whole = partial(
-        whole_scan, config, q, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
+    plain = write_mask is reset_mask is cu_seqlens is None and tape is None
+    plain = plain and engine == "auto" and autodiff in _AUTODIFFS
+    single = plain and isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1
+    if single and (found := short_way(config, q, k, v, gates, state, phi_params, initial, name)) is not None:
+        return found
+    y, new = whole_scan(
+        config, q, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
         reset_mask=reset_mask, cu_seqlens=cu_seqlens, engine=engine, autodiff=autodiff, tape=tape, name=name,
     )  # fmt: skip
-    masked = not (write_mask is None and reset_mask is None and cu_seqlens is None)
-    single = isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1
-    if not single or masked or tape is not None or engine != "auto" or autodiff not in get_args(Autodiff):
-        return whole()
-    return one_token(whole, config, q, k, v, gates, state, phi_params, initial, name)
+    if single:
+        keep_program(config, q, k, v, gates, new, phi_params, initial)
+    return y, new
 
 
 def whole_scan(
@@ -204,20 +208,18 @@ def memory_step(
     what follows is the arithmetic alone, unless autograd records it or torch has to see every operation.
     [ENG-STEP-D1, ENG-STEP-I2]
     """
-
-    def whole() -> tuple[Tensor, MemoryState]:
-        several = getattr(config, "writes", 1) > 1
-        expect(q, "B H width", name="q")
-        for name_of, tensor in (("k", k), ("v", v)):
-            expect(tensor, "B n H width" if several else "B H width", name=name_of)
-        timed = gates
-        if isinstance(gates, Gates):
-            timed = Gates(*(gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates))
-        token = (q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), timed)
-        y, new = whole_scan(config, *token, state=state, phi_params=phi_params, initial=initial, name=name)
-        return y.squeeze(1), new
-
-    return one_token(whole, config, q, k, v, gates, state, phi_params, initial, name)
+    if (found := short_way(config, q, k, v, gates, state, phi_params, initial, name)) is not None:
+        return found
+    expect(q, "B H width", name="q")
+    for of, tensor in (("k", k), ("v", v)):
+        expect(tensor, "B n H width" if getattr(config, "writes", 1) > 1 else "B H width", name=of)
+    timed = gates
+    if isinstance(gates, Gates):
+        timed = Gates(*(gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates))  # type: ignore[arg-type]
+    token = (q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), timed)
+    y, new = whole_scan(config, *token, state=state, phi_params=phi_params, initial=initial, name=name)
+    keep_program(config, q, k, v, gates, new, phi_params, initial)
+    return y.squeeze(1), new
 
 
 class Stepper:

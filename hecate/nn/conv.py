@@ -50,10 +50,14 @@ class ShortConv(nn.Module):
         kept = self.kernel - 1
         if state is None:
             state = x.new_zeros(batch, kept, channels)
-        if length == 1 and segment is None and written is None:
-            return self._one_token(x, state.to(x.dtype).split(1, 1))
         left = x if written is None else torch.where(written.unsqueeze(-1), x, 0.0)
         padded = torch.cat([state.to(x.dtype), left], 1)
+        if length == 1 and segment is None and written is None:
+            # The same sum in the same order, of products that are taken at once.
+            *earlier, total = (self.weight.flip(0) * padded).unbind(1)
+            for term in reversed(earlier):
+                total = total + term
+            return nn.functional.silu(total).unsqueeze(1), padded[:, 1:]
         total = self.weight[0] * x
         for j in range(1, self.kernel):
             tap = padded[:, kept - j : kept - j + length]
@@ -62,14 +66,6 @@ class ShortConv(nn.Module):
                 tap = torch.where(same.unsqueeze(-1), tap, 0.0)
             total = total + self.weight[j] * tap
         return nn.functional.silu(total), padded[:, length:]
-
-    def _one_token(self, x: Tensor, past: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """The same sum in the same order, from the inputs `[B, 1, C]` before it."""
-        own, *weights = self.weight.unbind(0)
-        total = own * x
-        for weight, tap in zip(weights, reversed(past), strict=True):
-            total = total + weight * tap
-        return nn.functional.silu(total), torch.cat((*past[1:], x), 1)
 
 
 def convolved(

@@ -169,7 +169,8 @@ class GateHeads(nn.Module):
         values = self.values(x)
         lr, retain = values.get("lr"), values.get("retain")
         if lr is not None:
-            lr = self.lr_max * (lr if self.writes == 1 else lr.unflatten(-1, (self.writes, -1)))
+            lr = lr if self.lr_max == 1 else self.lr_max * lr
+            lr = lr if self.writes == 1 else lr.unflatten(-1, (self.writes, -1))
         if "firing" in values:
             gate = values["firing"]
             # The difference is exactly zero; its gradient is that of the gate.

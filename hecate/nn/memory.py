@@ -120,9 +120,10 @@ class MemoryLayer(nn.Module):
 
     def read_out(self, x: Tensor, y: Tensor) -> Tensor:
         """The layer's output from the answers y `[B, T, H, V]` of its memory."""
-        y = (nn.functional.rms_norm(y, self.norm.shape[1:], eps=1e-6) * self.norm).flatten(-2)
-        if self.output_gate is not None:
-            y = y * nn.functional.silu(self.output_gate(x))
+        norm, gate = self.norm, self.output_gate
+        y = (nn.functional.rms_norm(y, norm.shape[1:], eps=1e-6) * norm).flatten(-2)
+        if gate is not None:
+            y = y * nn.functional.silu(gate(x))
         return self.out(y)
 
 
@@ -203,11 +204,12 @@ class Memory(RuleParameters, MemoryLayer):
         ready = {"feature_map": "identity", "key_norm": "none", "query_scale": "none"}
         self.projected = config if query_projection == "none" else config.model_copy(update=ready)
         self.feature_memory = None if inner is None else FeatureMemory(d_model, heads, inner, d_key=d_key, **how)
-        self.bare = inner is None and query_projection == "none" and config.writes == 1 and config.gating.plain
+        self.held = {"features": inner is not None, "projection": query_projection != "none"}
         self.pairs = pairs = config.gating.pairs(config.writes)
-        if config.writes > 1 and not (inner is None and query_projection == "none"):
+        if config.writes > 1 and any(self.held.values()):
             both = "feature_memory" if inner is not None else f"query_projection={query_projection!r}"
             raise ConfigError(f"{both} looks at one key per token, and writes={config.writes} makes several")
+        self.bare = not any(self.held.values()) and config.writes == 1 and config.gating.plain
         self.splits = [heads * d_key, pairs * heads * d_key, pairs * heads * d_value]
         self.qkv = blank(nn.Linear, d_model, sum(self.splits), bias=False, **place)
         self.conv = ShortConv(sum(self.splits), conv_kernel, **place) if conv_kernel else None
@@ -234,8 +236,7 @@ class Memory(RuleParameters, MemoryLayer):
         hides earlier documents from it. `restart_mask` resets the memory alone."""
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "restart_mask": restart_mask}
         check_sequence(self.qkv.weight, x, **masks)
-        held = {"features": self.feature_memory is not None, "projection": self.query_projection != "none"}
-        check_state(state, LayerState, self.conv, x.shape[0], {}, **held)
+        check_state(state, LayerState, self.conv, x.shape[0], {}, **self.held)
         if state is not None and x.shape[1] == 1 and self.bare and not torch.is_grad_enabled():
             if state.conv_segment is write_mask is reset_mask is restart_mask is None:
                 return self._one_token(x, state)
@@ -281,13 +282,13 @@ class Memory(RuleParameters, MemoryLayer):
     def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """`forward` for x `[B, 1, d_model]`, with the same bits: q and k normalised at once, and nothing passed on that
         nobody reads. [NN-MEM-I13]"""
-        lead, heads, width = x.shape[:2], self.heads, 2 * self.heads * self.d_key
+        lead, heads, width = x.shape[:2], self.heads, 2 * self.splits[0]
         mixed, conv, kept = self.qkv(x), self.conv, None
         if conv is not None:
             mixed, kept = conv(mixed, state.conv)
         q, k = normalise_qk(mixed[..., :width].view(*lead, 2, heads, -1), self.qk_norm).unbind(2)
         v = mixed[..., width:].view(*lead, heads, -1)
-        params = self.phi_params if self.phi_learned.names or self.phi_frozen.names else None
+        params = self.phi_params if self.has_params else None
         how: dict[str, Any] = {"engine": self.engine, "autodiff": self.autodiff, "name": self.name}
         y, memory = memory_scan(self.config, q, k, v, self.gates(x), phi_params=params, state=state.memory, **how)
         return self.read_out(x, y), LayerState(memory, kept, None)

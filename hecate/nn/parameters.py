@@ -86,6 +86,7 @@ class FeatureParameters(nn.Module):
         """Makes room for the parameters on a device and in a dtype; `draw_features` fills it."""
         self._phi, self.phi_heads, self.phi_width = feature_map, heads, d_key
         params = feature_map.init(d_key, heads=heads, **without_numbers(place["dtype"]))
+        self.has_params = bool(params["learned"] or params["frozen"])
         self.phi_learned = TensorDict(params["learned"], learned=True, **place)
         self.phi_frozen = TensorDict(params["frozen"], learned=False, **place)
 
