@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from hecate.checks import expect_number
 from hecate.errors import HecateError
 from studies.run import list_studies, run_studies
 
@@ -24,8 +25,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-figure", action="store_true", help="do without matplotlib")
     parser.add_argument("--threads", type=int, default=1, help="of torch; times are quoted for 1")
     given = parser.parse_args(argv)
-    torch.set_num_threads(given.threads)
     try:
+        expect_number(given.threads, "--threads", 1, 1024)
+        if given.seeds is not None:
+            expect_number(given.seeds, "--seeds", 1, 10_000)
+        torch.set_num_threads(given.threads)
         if given.list or not given.names:
             return list_studies()
         how = {"quick": given.quick, "seeds": given.seeds, "figure": not given.no_figure}

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from hecate.checks import expect_choice
 from hecate.data import Source
 from hecate.errors import CheckpointError
 from hecate.train.checkpoint import (
@@ -110,6 +111,7 @@ def _check_folder(folder: Path, resume: bool) -> None:
 
 def open_run(folder: Path, which: str = "best") -> tuple[Trainer, int]:
     """The trainer of a run folder with the parameters of its `best` or `newest` checkpoint."""
+    expect_choice(which, "checkpoint", ("best", "newest"))
     if not (folder / "config.yaml").exists():
         raise CheckpointError(f"{folder} is not a run folder: it has no config.yaml")
     config = load_experiment(folder / "config.yaml")

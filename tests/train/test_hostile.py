@@ -18,6 +18,7 @@ from hecate.train import ExperimentConfig, Trainer, load_experiment, presets, ru
 from hecate.train.document import MAX_BYTES, MAX_DEPTH, parse_value, read_yaml
 from hecate.train.estimate import check_memory, parse_bytes, sizes_of, training_bytes
 from hecate.variant import Config, FrozenDict, content_hash
+from studies.__main__ import main as studies
 
 from .common import tiny
 
@@ -271,8 +272,9 @@ def test_numbers_of_options_have_an_end(size, capsys):
     for argv in (
         ("tape", "mqar", "--tokens", size), ("generate", "gone", "--seed", size),
         ("generate", "gone", "--tokens", size), ("report", "gone", "--tokens", size),
-        ("lab", "levels", "--seeds", size), ("train", "mqar", "--steps", size + "9" * 9),
+        ("train", "mqar", "--steps", size + "9" * 9), ("levels", "--seeds", size), ("levels", "--threads", size),
     ):  # fmt: skip
         with pytest.raises(SystemExit) as caught:
-            main(argv)
-        assert caught.value.code == 2 and "Traceback" not in capsys.readouterr().err
+            (studies if argv[0] == "levels" else main)(argv)
+        said = capsys.readouterr().err
+        assert caught.value.code == 2 and "Traceback" not in said and "No such command" not in said

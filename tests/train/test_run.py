@@ -218,6 +218,8 @@ def test_opening_a_run_takes_the_best_or_the_newest(tmp_path):
     for empty in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="is not a run folder"):
             open_run(empty)
+    with pytest.raises(ConfigError, match=r"^checkpoint must be one of \('best', 'newest'\), got 'worst'$"):
+        open_run(result.folder, "worst")
 
 
 @pytest.mark.spec("TRAIN-METRICS-D1")
