@@ -351,19 +351,13 @@ def diagonal(bulk: Bulk, squares: Tensors, updates: Tensors, retain: float, eps:
 
     v is overwritten, unless autograd is to follow it. [OPT-PRE-D1]
     """
+    squares = bulk.decay(squares, retain)
     if bulk.differentiable:
-        pairs = zip(squares, updates, strict=True)
-        squares = [retain * v + (1 - retain) * u * u for v, u in pairs]
+        squares = [v + (1 - retain) * u * u for v, u in zip(squares, updates, strict=True)]
         return [u / (v.sqrt() + eps) for u, v in zip(updates, squares, strict=True)], squares
-    if bulk.foreach:
-        torch._foreach_mul_(squares, retain)
-        torch._foreach_addcmul_(squares, updates, updates, 1 - retain)
-        roots = torch._foreach_sqrt(squares)
-        torch._foreach_add_(roots, eps)
-        return list(torch._foreach_div(updates, roots)), squares
-    for v, u in zip(squares, updates, strict=True):
-        v.mul_(retain).addcmul_(u, u, value=1 - retain)
-    return [u / v.sqrt().add_(eps) for u, v in zip(updates, squares, strict=True)], squares
+    bulk.apply("addcmul_", squares, updates, updates, value=1 - retain)
+    roots = bulk.apply("add_", bulk.apply("sqrt", squares), eps)
+    return list(bulk.apply("div", updates, roots)), squares
 
 
 def kronecker(rows: Tensor, columns: Tensor, update: Tensor, retain: float, eps: float) -> tuple[Tensor, ...]:
