@@ -85,6 +85,7 @@ class RowMap:
     lift: str
     centre: bool = True
     scale: Scale = "none"
+    by_number: bool = False
     decoder: Tensor | None = None  # [d_phi, columns]
     call: Call | None = None
     zero: Tensor | None = None
@@ -98,8 +99,7 @@ class RowMap:
         if self.zero is not None:
             features = features - self.zero
         if self.mask:
-            alone = acts_on_numbers(self.feature_map, self.lift, self.scale)
-            moved = g != 0 if alone else (g != 0).any(-1, keepdim=True)
+            moved = g != 0 if self.by_number else (g != 0).any(-1, keepdim=True)
             features = torch.where(moved, features, 0)
         if self.scale == "restored":
             features = features * length(g)
@@ -148,14 +148,10 @@ class RowMap:
         return replace(self, params=params, zero=None if nothing else zeros[0], mask=not settled)
 
 
-def acts_on_numbers(feature_map: FeatureMap, lift: str, scale: str) -> bool:
-    """Whether P phi~ of a number depends on that number alone."""
-    return lift in ("identity", "vjp") and scale == "none" and feature_map.traits().componentwise
-
-
 def by_number(group: Group) -> bool:
-    """Whether P phi~ of a number depends on that number alone, by a group's options."""
-    return acts_on_numbers(map_of(group), group["lift"], group["input_scale"])
+    """Whether P phi~ of a number depends on that number alone."""
+    alone = group.get("lift") in ("identity", "vjp") and group["input_scale"] == "none"
+    return alone and map_of(group).traits().componentwise
 
 
 def scaled(g: Tensor, scale: Scale) -> Tensor:
@@ -341,7 +337,12 @@ class PhiOptimizer(MatrixOptimizer):
     @torch.no_grad()
     def _built(self, group: Group, like: Tensor) -> RowMap:
         exact = self.drawn(group, like.shape[-1])
-        how = {"centre": group["center"], "scale": group["input_scale"], "call": self._call}
+        how = {
+            "centre": group["center"],
+            "scale": group["input_scale"],
+            "by_number": by_number(group),
+            "call": self._call,
+        }
         made = RowMap(map_of(group), exact, group.get("lift", "none"), **how)
         if made.lift == "pinv":
             made = self._decoded(group, made, like)

@@ -79,11 +79,6 @@ def like(p: Tensor, mine: Tensor) -> Tensor:
     return DTensor.from_local(mine, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def is_spread(p: Tensor) -> bool:
-    """Whether processes hold different parts of p."""
-    return is_sharded(p) and not all(x.is_replicate() for x in p.placements)  # type: ignore[attr-defined]
-
-
 def rows_are_whole(p: Tensor, matrix: str) -> bool:
     """Whether each row of p's matrix lies on one process."""
     if not is_sharded(p):

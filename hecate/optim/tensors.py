@@ -78,6 +78,14 @@ def together(tensors: list[Tensor], group: dict[str, Any]) -> list[list[int]]:
     return grouped(i if alone or x.numel() >= SMALL else x.shape for i, x in enumerate(tensors))
 
 
+def by_group(groups: list[list[int]], f: Callable[[list[int]], Iterable[Any]]) -> list[Any]:
+    """What f makes of each group of places, one value a place, in the order of places."""
+    found = dict[int, Any]()
+    for members in groups:
+        found.update(zip(members, f(members), strict=True))
+    return [found[i] for i in range(len(found))]
+
+
 def pointwise(f: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> list[Tensor]:
     """f of each tensor, for an f that acts on every number alone; they go as one."""
     if len(tensors) == 1:
