@@ -95,10 +95,8 @@ class MatrixOptimizer(Optimizer):
         """The defaults of groups, from the arguments of the constructor."""
         for name in ("capturable", "fused"):
             if given.pop(name):
-                raise ConfigError(
-                    f"{name}=True is not offered: this optimiser has no kernel for it; "
-                    "leave it out, foreach is the fast path"
-                )
+                cure = "this optimiser has no kernel for it; leave it out, foreach is the fast path"
+                raise ConfigError(f"{name}=True is not offered: {cure}")
         return given
 
     # What a subclass gives.
