@@ -306,8 +306,8 @@ def refuse_shapes(state: dict[int, Any], saved: list[Group], groups: list[Group]
             key = next(k for k, shape in shapes.items() if shape != p.shape)
             group = next(g for g in groups if any(q is p for q in g["params"]))
             raise ShapeError(
-                f"state {key!r} of {name_of(group, p)} is {list(shapes[key])} in the checkpoint, which does not fit the "
-                f"parameter's {list(p.shape)}; load it into the same model"
+                f"state {key!r} of {name_of(group, p)} is {list(shapes[key])} in the checkpoint, which does not fit "
+                f"the parameter's {list(p.shape)}; load it into the same model"
             )
 
 

@@ -70,8 +70,14 @@ class DeltaMomentum(MatrixOptimizer):
         if group["form"] == "stable" or not can_inspect(*grads):
             return
         bound = 1 + float(group["momentum"])
-        for p, g in zip(params, grads, strict=True):
-            largest = float(_erase(group) * _spectral(g, group))
+        for p, grad in zip(params, grads, strict=True):
+            g = as_matrix(grad, group["matrix"]).to(torch.promote_types(grad.dtype, torch.float32))
+            if group["reading"] == "matrix":
+                power = torch.linalg.matrix_norm(g, 2).square()
+            else:
+                square = (g * g).sum(-1)
+                power = square.max() if group["reading"] == "rows" else square.sum()
+            largest = float(_erase(group) * power)
             if largest > bound:
                 message = (
                     f"erase |g|^2 = {largest:.3g} for {name_of(group, p)}, and form 'hope' grows beyond 1 + momentum = "
@@ -117,15 +123,6 @@ class DeltaMomentum(MatrixOptimizer):
 
 def _erase(group: Group) -> Any:
     return group["lr"] if group["erase"] == "lr" else group["erase"]
-
-
-def _spectral(grad: Tensor, group: Group) -> Tensor:
-    """The largest eigenvalue of what the bracket subtracts, over erase."""
-    g = as_matrix(grad, group["matrix"]).to(torch.promote_types(grad.dtype, torch.float32))
-    if group["reading"] == "matrix":
-        return torch.linalg.matrix_norm(g, 2).square()
-    square = (g * g).sum(-1)
-    return square.max() if group["reading"] == "rows" else square.sum()
 
 
 class DeepMomentum(MatrixOptimizer):
@@ -266,9 +263,8 @@ class DGD(MatrixOptimizer):
     Shapes: w `[out, in]`; inputs `[..., in]`. No state.
     Cost: `mean` two products of n out in; `sequential` also n CHUNK (in + out).
     Warning: samples are kept from the backward pass until this optimiser's `zero_grad`. They must account for the
-    gradient: what is clipped by value or averaged over processes is refused, and
-    so are sharded weights, whose samples no process has all of.
-    Eq. 57 has c = lr / (1 + lr), which holds for |x| = 1.
+    gradient: what is clipped by value or averaged over processes is refused, and so are sharded weights, whose samples
+    no process has all of. Eq. 57 has c = lr / (1 + lr), which holds for |x| = 1.
 
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57. [OPT-DGD-D1]
     """

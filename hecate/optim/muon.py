@@ -86,13 +86,10 @@ class SpectralOptimizer(MatrixOptimizer):
         group["adjust_lr_fn"] = group["adjust_lr_fn"] or "original"
         super().check(group)
         given = group["ns_coefficients"]
+        numbers = [x for x in given if isinstance(x, int | float)] if isinstance(given, tuple | list) else []
         if isinstance(given, str):
             expect_choice(given, "ns_coefficients", tuple(POLYNOMIALS))
-        elif not (
-            isinstance(given, tuple | list)
-            and len(given) == 3
-            and all(isinstance(x, int | float) and math.isfinite(x) for x in given)
-        ):
+        elif len(numbers) != 3 or len(given) != 3 or not all(map(math.isfinite, numbers)):
             raise ConfigError(f"ns_coefficients must be three numbers or one of {list(POLYNOMIALS)}, got {given}")
         if not group["eps"]:
             raise ConfigError("eps must be above 0: a zero matrix is divided by it")
@@ -176,8 +173,7 @@ class M3(SpectralOptimizer):
     accumulate: `ema_mean`, m1 <- momentum m1 + (1 - momentum) g and at the end of a period m2 <- slow_momentum m2 + (1
     - slow_momentum) s with s the mean of its gradients, `slow_period` many; `ema_last`, the same with s the last one
     alone; `sum`, as printed, without decay: m1 <- m1 + momentum g, m2 <- m2 + slow_momentum (sum of a period's), v <- v
-    + retain g^2. At a
-    period's end m2 is moved before m1, by a window that ends with the present gradient.
+    + retain g^2. At a period's end m2 is moved before m1, by a window that ends with the present gradient.
     second_moment: `none`; `before`, NS(m / (sqrt(v) + eps)); `after`, as printed, (NS(m1) + slow NS(m2)) / (sqrt(v) +
     eps), which gives up the equal singular values that NS made. v <- retain v + (1 - retain) g^2; averages are divided
     by 1 - retain^t where their scale matters.

@@ -63,6 +63,8 @@ class Allowed(NamedTuple):
         """Refuses a value that is neither; slack is how far beyond its bounds a number may be."""
         if self.kind is None:
             return expect_choice(value, name, self.words)
+        if type(value) is float and self.kind is float and self.low <= value <= self.high and value != math.inf:
+            return  # at every step
         tensor = isinstance(value, Tensor)
         if (tensor and self.kind is float and not can_inspect(value)) or (not tensor and value in self.words):
             return
@@ -105,11 +107,10 @@ def allowed(field: FieldInfo) -> Allowed | None:
 
 def signature_of(fields: dict[str, FieldInfo], positional: tuple[str, ...]) -> inspect.Signature:
     """A constructor's: `params`, these fields by place, the others by name."""
-    place, name_only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    made = [inspect.Parameter("params", place)]
-    for name in (*positional, *(name for name in fields if name not in positional)):
-        how, field = place if name in positional else name_only, fields[name]
-        made.append(inspect.Parameter(name, how, default=field.default, annotation=field.annotation))
+    made = [inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for name in dict.fromkeys([*positional, *fields]):
+        how = inspect.Parameter.POSITIONAL_OR_KEYWORD if name in positional else inspect.Parameter.KEYWORD_ONLY
+        made.append(inspect.Parameter(name, how, default=fields[name].default, annotation=fields[name].annotation))
     return inspect.Signature(made)
 
 

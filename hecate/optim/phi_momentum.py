@@ -44,10 +44,9 @@ class PhiMomentum(PhiOptimizer):
     which.
     input_scale: what phi gets. `restored` gives it rows at length 1, multiplies features by the row's length, and
     divides what identity and vjp make of them by their gain on Gaussian rows: updates are about as long as gradients,
-    at any length. It warns where they do not descend. `rms`
-    and `unit` restore nothing: steps have one length for all gradients. `none` leaves rows as they are. `auto` is
-    restored, but none for maps of degree 1, for identity through bounded slopes,
-    and for literal phi.
+    at any length. It warns where they do not descend. `rms` and `unit` restore nothing: steps have one length for all
+    gradients. `none` leaves rows as they are. `auto` is restored, but none for maps of degree 1, for identity through
+    bounded slopes, and for literal phi.
     space: where m lives. `phi` holds `[rows, d_phi]` and lifts what it holds; with vjp by the Jacobian at the present
     gradient, which is another rule than `weight`.
     precondition: `diagonal` u / (sqrt(v) + eps) or `kronecker` L^(-1/4) u R^(-1/4), of the lifted update, statistics

@@ -432,7 +432,7 @@ FAULTS = [
     *_of(
         "optim",
         "tests/optim/test_delta_and_deep.py",
-        ("memories", "return square.max() if group", "return square.sum() if group"),
+        ("memories", "power = square.max() if group", "power = square.sum() if group"),
         ("memories", "torch.minimum(factor, momentum) if stable else factor", "factor"),
         ("memories", "power = (rows / size).square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)", "power = (rows / size).square().mean((-2, -1), keepdim=True)"),
         ("memories", "every = [self.state[p] for p in group", "every = states or [self.state[p] for p in group"),
