@@ -354,8 +354,8 @@ class PhiOptimizer(MatrixOptimizer):
         if error > group["max_decode_error"]:
             advice = "input_scale='restored', " if made.scale == "none" else ""
             raise ConfigError(
-                f"{missed}, more than max_decode_error = {group['max_decode_error']}; use {advice}more features, a wider "
-                "bandwidth, or lift='vjp'"
+                f"{missed}, more than max_decode_error = {group['max_decode_error']}; use {advice}more features, a "
+                "wider bandwidth, or lift='vjp'"
             )
         # A wrong part of size e turns an update by up to e: momentum then feeds oscillations where e sqrt(lr curvature)
         # is above what it loses per step, 1 - momentum. [OPT-LIFT-I3]
