@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import inf
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -64,14 +65,14 @@ class MatrixOptimizer(Optimizer):
     carried: ClassVar[tuple[str, ...]] = ()  # attributes that copies take along
     only_with: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {}  # an option, and the values of another it needs
     allowed: ClassVar[Mapping[str, Allowed]]
-    numbers: ClassVar[tuple[str, ...]]
+    numbers: ClassVar[Mapping[str, float]]  # and what they are at most
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
         fields = {**cls.Options.model_fields, **cls.Extras.model_fields}
         fields.pop("kind")
         cls.allowed = {name: limits for name, field in fields.items() if (limits := options.allowed(field))}
-        cls.numbers = tuple(name for name, a in cls.allowed.items() if a.kind is float and None not in a.words)
+        cls.numbers = {name: a.high for name, a in cls.allowed.items() if a.kind is float and None not in a.words}
         setattr(cls, "__signature__", options.signature_of(fields, cls.positional))  # noqa: B010 - unknown to mypy
         if own := vars(cls).get("Options"):
             own.factory, own.__doc__, own.__name__ = cls, cls.__doc__, cls.__name__
@@ -129,8 +130,10 @@ class MatrixOptimizer(Optimizer):
 
     def check_numbers(self, group: Group) -> None:
         """Refuses numbers that a scheduler or a user set to what the constructor refuses, but for rounding."""
-        for name in self.numbers:
+        for name, high in self.numbers.items():
             value = group[name]
+            if type(value) is float and 0 <= value <= high and value != inf:
+                continue
             if not isinstance(value, Tensor) or value.device.type == "cpu":
                 self.allowed[name].check(name, value, ROUNDING)
 

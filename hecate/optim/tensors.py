@@ -135,7 +135,7 @@ class Bulk:
     def apply(self, name: str, xs: Tensors, *given: Any, **factor: Any) -> Tensors:
         """torch's operation of this name on each x and what is given beside it; in place where the name ends in _."""
         if self.foreach:
-            return getattr(torch, f"_foreach_{name}")(xs, *given, **factor) or xs
+            return getattr(torch, "_foreach_" + name)(xs, *given, **factor) or xs
         rows = zip(xs, *(y if isinstance(y, list) else repeat(y) for y in given), strict=False)
         return [getattr(x, name)(*beside, **factor) for x, *beside in rows]
 
