@@ -406,7 +406,7 @@ FAULTS = [
         ("leveled", "self._windows.pop(parameter, None)", "self._windows.get(parameter)"),
         ("leveled", "copy=window is None", "copy=False"),
         ("leveled", "self._windows = windows\n", "self._windows.update(windows)\n"),
-        ("leveled", "self.inner.__setstate__(shared)", "pass"),
+        ("leveled", "self.inner.__setstate__({\"state\": self.state, \"param_groups\": list(self.param_groups)})", "pass"),
         ("leveled", "self.state.pop(parameter, None)", "pass"),
         ("lift", "features = features * length(g)", "pass"),
         ("lift", "return lifted if self.gain == 1 else lifted / self.gain", "return lifted"),
