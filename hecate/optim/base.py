@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import inf
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -95,10 +95,8 @@ class MatrixOptimizer(Optimizer):
         """The defaults of groups, from the arguments of the constructor."""
         for name in ("capturable", "fused"):
             if given.pop(name):
-                raise ConfigError(
-                    f"{name}=True is not offered: this optimiser has no kernel for it; "
-                    "leave it out, foreach is the fast path"
-                )
+                cure = "this optimiser has no kernel for it; leave it out, foreach is the fast path"
+                raise ConfigError(f"{name}=True is not offered: {cure}")
         return given
 
     # What a subclass gives.
@@ -134,7 +132,7 @@ class MatrixOptimizer(Optimizer):
         """Refuses numbers that a scheduler or a user set to what the constructor refuses, but for rounding."""
         for name, high in self.numbers.items():
             value = group[name]
-            if type(value) is float and 0 <= value <= high and value != math.inf:
+            if type(value) is float and 0 <= value <= high and value != inf:
                 continue
             if not isinstance(value, Tensor) or value.device.type == "cpu":
                 self.allowed[name].check(name, value, ROUNDING)

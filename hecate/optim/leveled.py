@@ -72,13 +72,13 @@ class Leveled(torch.optim.Optimizer):
                 "past gradients cannot do; use an optimiser whose step needs no closure"
             )
         self._windows: dict[Tensor, Tensor] = {}
-        complete = isinstance(self.inner, MatrixOptimizer) or self.inner.state
-        self._lazy = not complete  # it makes state in its first step, not when it is built
+        # Whether it makes state in its first step, not when it is built.
+        self._lazy = not (isinstance(self.inner, MatrixOptimizer) or self.inner.state)
         own = {"period": period, "reduce": reduce, "elapsed": 0, "commits": 0}
         for name in own.keys() & self.inner.defaults.keys():
             raise ConfigError(
-                f"{type(self.inner).__name__} has a {name!r} of its own, which that of a level would "
-                "overwrite; wrap an optimiser without one"
+                f"{type(self.inner).__name__} has a {name!r} of its own, which that of a level would overwrite; wrap "
+                "an optimiser without one"
             )
         super().__init__(list(self.inner.param_groups), {**self.inner.defaults, **own})
         self.state = self.inner.state
@@ -131,11 +131,9 @@ class Leveled(torch.optim.Optimizer):
 
         def take(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             windows.update(windows_of(state, self.param_groups))
-            bare = {
-                index: kept
-                for index, entries in state["state"].items()
-                if (kept := {k: v for k, v in entries.items() if k not in ("window", "has_window")})
-            }
+            own = ("window", "has_window")
+            kept = {i: {k: v for k, v in each.items() if k not in own} for i, each in state["state"].items()}
+            bare = {i: each for i, each in kept.items() if each}
             if isinstance(self.inner, MatrixOptimizer):
                 self.inner.examine_state({**state, "state": bare})
             elif type(self.inner).__module__.startswith("torch.optim"):
@@ -149,14 +147,12 @@ class Leveled(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("inner", "_windows", "_lazy")}
-        return super().__getstate__() | own
+        return super().__getstate__() | {name: getattr(self, name) for name in ("inner", "_windows", "_lazy")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "inner" not in state:  # from load_state_dict: the wrapped one shares what was loaded
-            shared = {"state": self.state, "param_groups": list(self.param_groups)}
-            self.inner.__setstate__(shared)
+            self.inner.__setstate__({"state": self.state, "param_groups": list(self.param_groups)})
         for group in self.param_groups:
             group.setdefault("commits", 1)  # written by a version that did not count
 
@@ -173,19 +169,13 @@ class Leveled(torch.optim.Optimizer):
         """The state of levels before their first commit, which begins without it: by a step of zeros at lr 0, as
         torch's distributed checkpoints make it."""
         untouched = (g for g in self.param_groups if self._lazy and not g["commits"])
-        fresh = [group for group in untouched if not any(p in self.state for p in group["params"])]
-        rates = [(group, group["lr"]) for group in fresh if "lr" in group]
-        with self._lent(fresh):
-            try:
-                for p in (p for group in fresh for p in group["params"]):
-                    p.grad = torch.zeros_like(p) if p.requires_grad else None
-                for group, lr in rates:
-                    group["lr"] = 0 * lr
-                if fresh:
-                    inspect.unwrap(type(self.inner).step)(self.inner)  # no hook hears of it
-            finally:
-                for group, lr in rates:
-                    group["lr"] = lr
+        fresh = [g for g in untouched if not any(p in self.state for p in g["params"])]
+        if not fresh:
+            return
+        with self._lent([{**g, "lr": 0 * g["lr"]} if "lr" in g else g for g in fresh]):
+            for p in (p for group in fresh for p in group["params"]):
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+            inspect.unwrap(type(self.inner).step)(self.inner)  # no hook hears of it
 
     @contextmanager
     def _lent(self, groups: list[Group]) -> Iterator[None]:
@@ -253,18 +243,16 @@ def level_groups(
     for period in (*periods.values(), default):
         check_level({"period": period, "reduce": "mean"})
     named = [(name, value) for name, value in named_parameters if value.requires_grad]
+    patterns = [next((p for p in periods if fnmatchcase(name, p)), None) for name, _ in named]
+    for pattern in periods:
+        if pattern not in patterns:
+            names = [name for name, _ in named]
+            some = ", ".join(names[:4]) + (", ..." if names[4:] else "")
+            hint = did_you_mean(pattern, names)
+            raise ConfigError(f"the pattern {pattern!r} decides no parameter's level; names are {some}.{hint}")
     found: dict[int, list[Tensor]] = {}
-    idle = dict.fromkeys(periods)
-    for name, parameter in named:
-        pattern = next((p for p in periods if fnmatchcase(name, p)), None)
-        idle.pop(pattern, None)  # type: ignore[arg-type]
-        period = default if pattern is None else periods[pattern]
-        found.setdefault(period, []).append(parameter)
-    for pattern in idle:
-        names = [name for name, _ in named]
-        some = ", ".join(names[:4]) + (", ..." if names[4:] else "")
-        hint = did_you_mean(pattern, names)
-        raise ConfigError(f"the pattern {pattern!r} decides no parameter's level; names are {some}.{hint}")
+    for (_, parameter), decided in zip(named, patterns, strict=True):
+        found.setdefault(default if decided is None else periods[decided], []).append(parameter)
     return [{"params": found[period], "period": period} for period in sorted(found)]
 
 
@@ -275,8 +263,8 @@ def check_level(group: Group) -> None:
         raise ConfigError(f"reduce must be 'mean' or 'sum', got {shorten(group['reduce'])}")
     if group["period"] > 1 and group.get("differentiable"):
         raise ConfigError(
-            f"differentiable=True with period={group['period']}: a window keeps no graph of its steps; "
-            "use period=1 for this group"
+            f"differentiable=True with period={group['period']}: a window keeps no graph of its steps; use period=1 "
+            "for this group"
         )
 
 
@@ -285,10 +273,10 @@ def add_windows(optimizer: Any, state: dict[str, Any]) -> None:
     slow = {p for group in optimizer.param_groups if group["period"] > 1 for p in group["params"]}
     for index, p in _indexed(state["param_groups"], optimizer.param_groups):
         window = optimizer._windows.get(p)
-        entries = {**state["state"].get(index, {}), "has_window": torch.tensor(window is not None)}
-        if window is None and p in slow:
-            window = torch.zeros_like(p, dtype=state_dtype(p, "full"))
-        state["state"][index] = entries if window is None else {**entries, "window": window}
+        own = {"has_window": torch.tensor(window is not None)}
+        if window is not None or p in slow:
+            own["window"] = torch.zeros_like(p, dtype=state_dtype(p, "full")) if window is None else window
+        state["state"][index] = state["state"].get(index, {}) | own
 
 
 def windows_of(state: dict[str, Any], groups: list[Group]) -> dict[Tensor, Tensor]:
@@ -296,12 +284,11 @@ def windows_of(state: dict[str, Any], groups: list[Group]) -> dict[Tensor, Tenso
     for number, group in enumerate(state["param_groups"]):
         if "period" not in group or "elapsed" not in group:
             raise CheckpointError(
-                f"param_groups[{number}] of the state has no period: another optimiser wrote it; "
-                "load it into one of that kind"
+                f"param_groups[{number}] of the state has no period: another optimiser wrote it; load it into one of "
+                "that kind"
             )
     entries = {i: e for i, e in state["state"].items() if "window" in e}
-    windows = {i: {"window": e["window"]} for i, e in entries.items()}
-    refuse_shapes(windows, state["param_groups"], groups)
+    refuse_shapes({i: {"window": e["window"]} for i, e in entries.items()}, state["param_groups"], groups)
     return {
         p: entries[i]["window"].detach().to(p.device, copy=True)
         for i, p in _indexed(state["param_groups"], groups)
@@ -319,8 +306,8 @@ def refuse_shapes(state: dict[int, Any], saved: list[Group], groups: list[Group]
             key = next(k for k, shape in shapes.items() if shape != p.shape)
             group = next(g for g in groups if any(q is p for q in g["params"]))
             raise ShapeError(
-                f"state {key!r} of {name_of(group, p)} is {list(shapes[key])} in the checkpoint, "
-                f"which does not fit the parameter's {list(p.shape)}; load it into the same model"
+                f"state {key!r} of {name_of(group, p)} is {list(shapes[key])} in the checkpoint, which does not fit "
+                f"the parameter's {list(p.shape)}; load it into the same model"
             )
 
 

@@ -85,6 +85,7 @@ class RowMap:
     lift: str
     centre: bool = True
     scale: Scale = "none"
+    by_number: bool = False
     decoder: Tensor | None = None  # [d_phi, columns]
     call: Call | None = None
     zero: Tensor | None = None
@@ -98,8 +99,7 @@ class RowMap:
         if self.zero is not None:
             features = features - self.zero
         if self.mask:
-            alone = acts_on_numbers(self.feature_map, self.lift, self.scale)
-            moved = g != 0 if alone else (g != 0).any(-1, keepdim=True)
+            moved = g != 0 if self.by_number else (g != 0).any(-1, keepdim=True)
             features = torch.where(moved, features, 0)
         if self.scale == "restored":
             features = features * length(g)
@@ -135,10 +135,8 @@ class RowMap:
 
     def with_params(self, params: Params, like: Tensor) -> RowMap:
         """The same map with other parameters, for rows in the dtype and on the device of `like` `[*, columns]`."""
-        params = {
-            "learned": {name: value.to(like) for name, value in params["learned"].items()},
-            "frozen": {name: value.to(like) for name, value in params["frozen"].items()},
-        }
+        learned, frozen = ({n: value.to(like) for n, value in params[kind].items()} for kind in ("learned", "frozen"))
+        params = {"learned": learned, "frozen": frozen}
         if not self.centre or self.feature_map.parity == "odd":
             return replace(self, params=params)
         numbers = self.feature_map.traits().componentwise
@@ -148,14 +146,10 @@ class RowMap:
         return replace(self, params=params, zero=None if nothing else zeros[0], mask=not settled)
 
 
-def acts_on_numbers(feature_map: FeatureMap, lift: str, scale: str) -> bool:
-    """Whether P phi~ of a number depends on that number alone."""
-    return lift in ("identity", "vjp") and scale == "none" and feature_map.traits().componentwise
-
-
 def by_number(group: Group) -> bool:
-    """Whether P phi~ of a number depends on that number alone, by a group's options."""
-    return acts_on_numbers(map_of(group), group["lift"], group["input_scale"])
+    """Whether P phi~ of a number depends on that number alone."""
+    alone = group.get("lift") in ("identity", "vjp") and group["input_scale"] == "none"
+    return alone and map_of(group).traits().componentwise
 
 
 def scaled(g: Tensor, scale: Scale) -> Tensor:
@@ -171,6 +165,11 @@ def length(g: Tensor) -> Tensor:
     return size * (g / size).norm(dim=-1, keepdim=True).clamp(min=1)
 
 
+def gaussian(count: int, width: int, seed: int) -> Tensor:
+    """Seeded rows for a decoder and a gain, the same on every device."""
+    return torch.randn(count, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
 def checksum(params: Params) -> str:
     """16 hexadecimal digits of parameters: what a checkpoint keeps of them."""
     digest = hashlib.sha256()
@@ -179,24 +178,6 @@ def checksum(params: Params) -> str:
             plain = value.detach().to("cpu", torch.float64).contiguous()
             digest.update(f"{name}{list(plain.shape)}".encode() + plain.numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def calibrated(row_map: RowMap, width: int, seed: int, ridge: float) -> tuple[Tensor, float]:
-    """pinv: P = argmin E|phi~(x) P - x|^2 + ridge |P|^2 over seeded Gaussian rows x, and its error.
-
-    `row_map` is in float64. The error, sqrt(E|phi~(x) P - x|^2 / E|x|^2), is taken on rows that the fit has not seen: 0
-    decodes exactly, 1 tells nothing. [OPT-LIFT-D3]
-    """
-    d_phi = row_map.feature_map.output_dim(width)
-    count = max(256, 4 * d_phi)
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(2 * count, width, dtype=torch.float64, generator=generator)
-    features, rows = row_map.features(rows)[0], row_map.target(rows)
-    fit, seen = features[:count], rows[:count]
-    gram = fit.T @ fit / count + ridge * torch.eye(d_phi, dtype=torch.float64)
-    decoder = torch.linalg.pinv(gram, hermitian=True) @ (fit.T @ seen / count)
-    missed = features[count:] @ decoder - rows[count:]
-    return decoder, float(missed.norm() / rows[count:].norm())
 
 
 def learn_lift(state: State, features: Tensor, rows: Tensor, forget: float, ridge: float) -> Tensor:
@@ -341,7 +322,12 @@ class PhiOptimizer(MatrixOptimizer):
     @torch.no_grad()
     def _built(self, group: Group, like: Tensor) -> RowMap:
         exact = self.drawn(group, like.shape[-1])
-        how = {"centre": group["center"], "scale": group["input_scale"], "call": self._call}
+        how = {
+            "centre": group["center"],
+            "scale": group["input_scale"],
+            "by_number": by_number(group),
+            "call": self._call,
+        }
         made = RowMap(map_of(group), exact, group.get("lift", "none"), **how)
         if made.lift == "pinv":
             made = self._decoded(group, made, like)
@@ -350,23 +336,33 @@ class PhiOptimizer(MatrixOptimizer):
         return made.with_params(exact, like)
 
     def _decoded(self, group: Group, made: RowMap, like: Tensor) -> RowMap:
-        width = like.shape[-1]
-        exact = made.with_params(made.params, torch.zeros(1, width, dtype=torch.float64))
-        decoder, error = calibrated(exact, width, group["seed"], group["ridge"])
+        """pinv: P = argmin E|phi~(x) P - x|^2 + ridge |P|^2 over seeded Gaussian rows x, and its error.
+
+        In float64. The error, sqrt(E|phi~(x) P - x|^2 / E|x|^2), is taken on rows that the fit has not seen: 0 decodes
+        exactly, 1 tells nothing. [OPT-LIFT-D3]
+        """
+        width, d_phi = like.shape[-1], made.feature_map.output_dim(like.shape[-1])
+        count = max(256, 4 * d_phi)
+        rows = gaussian(2 * count, width, group["seed"])
+        exact = made.with_params(made.params, rows)
+        features, rows = exact.features(rows)[0], exact.target(rows)
+        fit, seen = features[:count], rows[:count]
+        gram = fit.T @ fit / count + group["ridge"] * torch.eye(d_phi, dtype=torch.float64)
+        decoder = torch.linalg.pinv(gram, hermitian=True) @ (fit.T @ seen / count)
+        error = float((features[count:] @ decoder - rows[count:]).norm() / rows[count:].norm())
+        missed = f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through {made.feature_map.kind!r}"
         if error > group["max_decode_error"]:
             advice = "input_scale='restored', " if made.scale == "none" else ""
             raise ConfigError(
-                f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through {made.feature_map.kind!r}, more "
-                f"than max_decode_error = {group['max_decode_error']}; use {advice}more features, a wider bandwidth, "
-                "or lift='vjp'"
+                f"{missed}, more than max_decode_error = {group['max_decode_error']}; use {advice}more features, a "
+                "wider bandwidth, or lift='vjp'"
             )
         # A wrong part of size e turns an update by up to e: momentum then feeds oscillations where e sqrt(lr curvature)
         # is above what it loses per step, 1 - momentum. [OPT-LIFT-I3]
         slack = 1 - float(torch.as_tensor(group["momentum"]).detach())
         if error > slack > 0:
             warn(
-                f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through {made.feature_map.kind!r}: with "
-                f"momentum {1 - slack:.3g} updates may grow where lr times curvature is above "
+                f"{missed}: with momentum {1 - slack:.3g} updates may grow where lr times curvature is above "
                 f"{(slack / error) ** 2:.2g}; use more features, a wider bandwidth, less momentum or a lower lr",
                 StabilityWarning,
             )
@@ -378,8 +374,7 @@ class PhiOptimizer(MatrixOptimizer):
         In the dtype of `like`, whose rounding may be all that is left. A constant map has no updates: its gain is 1.
         """
         width = like.shape[-1]
-        generator = torch.Generator().manual_seed(group["seed"])
-        rows = torch.randn((32, width), dtype=torch.float64, generator=generator).to(like.dtype)
+        rows = gaussian(32, width, group["seed"]).to(like.dtype)
         updates, rows = made.with_params(made.params, rows)(rows).double(), rows.double()
         power = float(updates.norm() * rows.norm())
         cosine = float((updates * rows).sum() / power) if power > 0 else 0.0

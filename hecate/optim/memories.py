@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -10,14 +11,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hecate import algorithm
+from hecate.algorithm import Algorithm
+from hecate.algorithm import DeepMomentum as Network
 from hecate.checks import Size
 from hecate.errors import ConfigError, StabilityWarning
 from hecate.optim.base import MatrixOptimizer, State, put
 from hecate.optim.muon import HELD, orthogonalised, settings
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Share, name_of, warn
 from hecate.optim.sharding import is_sharded
-from hecate.optim.tensors import Bulk, as_matrix, grouped, largest, outline, state_dtype, tamed, together
+from hecate.optim.tensors import Bulk, as_matrix, by_group, grouped, largest, outline, state_dtype, tamed, together
 from hecate.tape.bridge import can_inspect
 
 CHANGE, OUT = "w_in", "w_out"  # in the state of a parameter
@@ -68,8 +70,14 @@ class DeltaMomentum(MatrixOptimizer):
         if group["form"] == "stable" or not can_inspect(*grads):
             return
         bound = 1 + float(group["momentum"])
-        for p, g in zip(params, grads, strict=True):
-            largest = float(_erase(group) * _spectral(g, group))
+        for p, grad in zip(params, grads, strict=True):
+            g = as_matrix(grad, group["matrix"]).to(torch.promote_types(grad.dtype, torch.float32))
+            if group["reading"] == "matrix":
+                power = torch.linalg.matrix_norm(g, 2).square()
+            else:
+                square = (g * g).sum(-1)
+                power = square.max() if group["reading"] == "rows" else square.sum()
+            largest = float(_erase(group) * power)
             if largest > bound:
                 message = (
                     f"erase |g|^2 = {largest:.3g} for {name_of(group, p)}, and form 'hope' grows beyond 1 + momentum = "
@@ -93,40 +101,28 @@ class DeltaMomentum(MatrixOptimizer):
     def _erased(self, group: Group, held: Tensor, grad: Tensor) -> Tensor:
         """What the gradient takes out of the momentum."""
         m, g = (as_matrix(x, group["matrix"]) for x in (held, grad))
-        erase, stable = _erase(group), group["form"] == "stable"
-        rows = group["reading"] == "rows"
+        stable, rows = group["form"] == "stable", group["reading"] == "rows"
         g, size = tamed(g, -1 if rows else (-2, -1), g.dtype)
-        weight = erase * size * size
+        weight = _erase(group) * size * size
         square = (g * g).sum(-1, keepdim=True) if rows else (g * g).sum()
         if group["reading"] == "scalar":
             momentum = torch.as_tensor(group["momentum"]).to(square)
             factor = weight * square
-            out = (torch.minimum(factor, momentum) if stable else factor) * m
+            return ((torch.minimum(factor, momentum) if stable else factor) * m).reshape(held.shape)
+        if stable:
+            weight = weight.clamp(max=torch.finfo(g.dtype).max ** 0.75)  # the quotient is at its limit
+            weight = weight / (1 + weight * square)
+        if rows:
+            out = weight * (m * g).sum(-1, keepdim=True) * g
+        elif len(g) > g.shape[-1]:
+            out = m @ (weight * (g.mT @ g))
         else:
-            c = weight
-            if stable:
-                weight = weight.clamp(max=torch.finfo(g.dtype).max ** 0.75)  # c is at its limit
-                c = weight / (1 + weight * square)
-            if rows:
-                out = c * (m * g).sum(-1, keepdim=True) * g
-            elif len(g) > g.shape[-1]:
-                out = m @ (c * (g.mT @ g))
-            else:
-                out = (c * (m @ g.mT)) @ g
+            out = (weight * (m @ g.mT)) @ g
         return out.reshape(held.shape)
 
 
 def _erase(group: Group) -> Any:
     return group["lr"] if group["erase"] == "lr" else group["erase"]
-
-
-def _spectral(grad: Tensor, group: Group) -> Tensor:
-    """The largest eigenvalue of what the bracket subtracts, over erase."""
-    g = as_matrix(grad, group["matrix"]).to(torch.promote_types(grad.dtype, torch.float32))
-    if group["reading"] == "matrix":
-        return torch.linalg.matrix_norm(g, 2).square()
-    square = (g * g).sum(-1)
-    return square.max() if group["reading"] == "rows" else square.sum()
 
 
 class DeepMomentum(MatrixOptimizer):
@@ -193,49 +189,42 @@ class DeepMomentum(MatrixOptimizer):
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         bulk = Bulk(group, [states[0][OUT]])
         rows = [as_matrix(g, group["matrix"]).to(state[OUT]) for g, state in zip(grads, states, strict=True)]
-        found = dict[int, Tensor]()
-        for members in grouped(x.shape[-1] for x in rows) if group["shared"] else together(rows, group):
-            if group["shared"]:
-                joined = torch.cat([rows[i] for i in members])[None]
-                network = [states[members[0]][key][None] for key in (CHANGE, OUT)]
-            else:
-                joined = torch.stack([rows[i] for i in members])
-                network = [torch.stack([states[i][key] for i in members]) for key in (CHANGE, OUT)]
-            answers, *network = self._answers(group, joined, network)
-            if group["shared"]:
-                parts = answers[0].split([len(rows[i]) for i in members])
-            else:
-                parts = answers.unbind()
-            found.update(zip(members, parts, strict=True))
-            for i, owner in self._owners(group, states, members):
-                for key, value in zip((CHANGE, OUT), network, strict=True):
-                    put(group, [owner], key, [value[i]])
-        updates = [-orthogonalised(found[i].reshape(p.shape), group) for i, p in enumerate(params)]
+        network, shared, keys = self._network(group), group["shared"], (CHANGE, OUT)
+
+        def answered(members: list[int]) -> Sequence[Tensor]:
+            given, owners = [rows[i] for i in members], [[states[i]] for i in members]
+            if shared:
+                every = [self.state[p] for p in group["params"] if p.numel()]
+                owners = [[state for state in every if _alike(state[OUT], states[members[0]][OUT])]]
+            joined = torch.cat(given)[None] if shared else torch.stack(given)
+            held = [torch.stack([states[i][key] for i in members[: len(owners)]]) for key in keys]
+            answers, *held = _answers(network, group, joined, held)
+            for key, values in zip(keys, held, strict=True):
+                for owner, value in zip(owners, values, strict=True):
+                    put(group, owner, key, [value] * len(owner))
+            return answers[0].split([len(x) for x in given]) if shared else answers.unbind()
+
+        found = by_group(grouped(x.shape[-1] for x in rows) if shared else together(rows, group), answered)
+        updates = [-orthogonalised(u.reshape(p.shape), group) for u, p in zip(found, params, strict=True)]
         bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
 
-    def _answers(self, group: Group, rows: Tensor, network: list[Tensor]) -> tuple[Tensor, ...]:
-        """What networks `[n, ...]` answer to rows `[n, r, c]` that train them, and they then."""
-        scale = _length(rows) if group["input_scale"] == "rms" else rows.new_ones(1, 1, 1)
-        one = rows.new_ones(len(rows))
-        momentum = one * group["momentum"]
-        step, *network = self._network(group).direction(rows / scale, one, momentum, *network)
-        options = group["orthogonalize"]
-        if options and not options["rescale"]:  # forgets lengths, but for those below its eps
-            return step, *network
-        return scale * step, *network
-
-    def _network(self, group: Group) -> algorithm.DeepMomentum:
+    def _network(self, group: Group) -> Network:
         names = ("width", "rate", "objective")
-        return algorithm.DeepMomentum(**{name: group[name] for name in names})
+        return Network(**{name: group[name] for name in names})
 
-    def _owners(self, group: Group, states: list[State], members: list[int]) -> list[tuple[int, State]]:
-        """The states that hold the networks of these gradients, and which of them."""
-        if not group["shared"]:
-            return [(place, states[i]) for place, i in enumerate(members)]
-        like = states[members[0]][OUT]
-        every = [self.state[p] for p in group["params"] if p.numel()]
-        return [(0, s) for s in every if s[OUT].shape == like.shape and s[OUT].dtype == like.dtype
-                and s[OUT].device == like.device]  # fmt: skip
+
+def _answers(network: Algorithm, group: Group, rows: Tensor, held: list[Tensor]) -> tuple[Tensor, ...]:
+    """What networks `[n, ...]` answer to rows `[n, r, c]` that train them, and they then."""
+    scale = _length(rows) if group["input_scale"] == "rms" else rows.new_ones(1, 1, 1)
+    one = rows.new_ones(len(rows))
+    step, *held = network.direction(rows / scale, one, one * group["momentum"], *held)
+    options = group["orthogonalize"]
+    forgets = options and not options["rescale"]  # lengths, but for those below its eps
+    return step if forgets else scale * step, *held
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
 def _length(rows: Tensor) -> Tensor:
@@ -274,9 +263,8 @@ class DGD(MatrixOptimizer):
     Shapes: w `[out, in]`; inputs `[..., in]`. No state.
     Cost: `mean` two products of n out in; `sequential` also n CHUNK (in + out).
     Warning: samples are kept from the backward pass until this optimiser's `zero_grad`. They must account for the
-    gradient: what is clipped by value or averaged over processes is refused, and
-    so are sharded weights, whose samples no process has all of.
-    Eq. 57 has c = lr / (1 + lr), which holds for |x| = 1.
+    gradient: what is clipped by value or averaged over processes is refused, and so are sharded weights, whose samples
+    no process has all of. Eq. 57 has c = lr / (1 + lr), which holds for |x| = 1.
 
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57. [OPT-DGD-D1]
     """
@@ -306,7 +294,7 @@ class DGD(MatrixOptimizer):
             )
         for layer in layers:
             self._seen.setdefault(layer.weight, [])
-        return [m.register_forward_hook(_watch(self._seen[m.weight])) for m in layers]
+        return [m.register_forward_hook(partial(_watch, self._seen[m.weight])) for m in layers]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients, and the samples they came from."""
@@ -386,17 +374,12 @@ def _multiple(grad: Tensor, found: Tensor) -> Tensor:
     return torch.where(power > 0, (found * grad).sum() / torch.where(power > 0, power, 1), 1)
 
 
-def _watch(seen: list[Samples]) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+def _watch(seen: list[Samples], module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """A forward hook that adds inputs and, in the backward pass, gradients of outputs."""
+    if isinstance(output, Tensor) and output.requires_grad:
+        inputs = args[0].detach()
+        output.register_hook(lambda grad: seen.append(Samples(_rows(inputs), _rows(grad.detach()))))
 
-    def watch(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad:
-            inputs = args[0].detach()
 
-            def keep(grad: Tensor) -> None:
-                grads = grad.detach().reshape(-1, grad.shape[-1])
-                seen.append(Samples(inputs.reshape(-1, inputs.shape[-1]), grads))
-
-            output.register_hook(keep)
-
-    return watch
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -16,7 +16,7 @@ from hecate.checks import Count, expect_choice
 from hecate.errors import ConfigError
 from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
-from hecate.optim.tensors import Bulk, as_matrix, tamed, together
+from hecate.optim.tensors import Bulk, as_matrix, by_group, tamed, together
 
 HELD = "momentum"
 FAST, SLOW, UPDATE, WINDOW, SQUARE, STEP = "fast", "slow", "slow_update", "slow_window", "square", "step"
@@ -86,13 +86,10 @@ class SpectralOptimizer(MatrixOptimizer):
         group["adjust_lr_fn"] = group["adjust_lr_fn"] or "original"
         super().check(group)
         given = group["ns_coefficients"]
+        numbers = [x for x in given if isinstance(x, int | float)] if isinstance(given, tuple | list) else []
         if isinstance(given, str):
             expect_choice(given, "ns_coefficients", tuple(POLYNOMIALS))
-        elif not (
-            isinstance(given, tuple | list)
-            and len(given) == 3
-            and all(isinstance(x, int | float) and math.isfinite(x) for x in given)
-        ):
+        elif len(numbers) != 3 or len(given) != 3 or not all(map(math.isfinite, numbers)):
             raise ConfigError(f"ns_coefficients must be three numbers or one of {list(POLYNOMIALS)}, got {given}")
         if not group["eps"]:
             raise ConfigError("eps must be above 0: a zero matrix is divided by it")
@@ -105,14 +102,14 @@ def muon_steps(updates: list[Tensor], group: Group) -> list[Tensor]:
     coefficients = POLYNOMIALS[given] if isinstance(given, str) else given
     dtype = getattr(torch, group["ns_dtype"]) if group["ns_dtype"] else None
     arguments = coefficients, group["ns_steps"], group["eps"], dtype
-    found = dict[int, Tensor]()
-    for members in together(matrices, group):
+
+    def joined(members: list[int]) -> Iterable[Tensor]:
         if len(members) == 1:
-            found[members[0]] = newton_schulz(matrices[members[0]], *arguments)
-        else:
-            joined = newton_schulz(torch.stack([matrices[i] for i in members]), *arguments)
-            found.update(zip(members, joined, strict=True))
-    return [found[i].reshape(u.shape) for i, u in enumerate(updates)]
+            return [newton_schulz(matrices[members[0]], *arguments)]
+        return newton_schulz(torch.stack([matrices[i] for i in members]), *arguments)
+
+    found = by_group(together(matrices, group), joined)
+    return [x.reshape(u.shape) for x, u in zip(found, updates, strict=True)]
 
 
 def ratio(u: Tensor, group: Group) -> float:
@@ -146,9 +143,7 @@ class Muon(SpectralOptimizer):
         weight_decay: NonNegative = 0.1
 
     held = (HELD,)
-    positional = (
-        "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",
-    )  # fmt: skip
+    positional = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
     def check(self, group: Group) -> None:
         super().check(group)
@@ -178,8 +173,7 @@ class M3(SpectralOptimizer):
     accumulate: `ema_mean`, m1 <- momentum m1 + (1 - momentum) g and at the end of a period m2 <- slow_momentum m2 + (1
     - slow_momentum) s with s the mean of its gradients, `slow_period` many; `ema_last`, the same with s the last one
     alone; `sum`, as printed, without decay: m1 <- m1 + momentum g, m2 <- m2 + slow_momentum (sum of a period's), v <- v
-    + retain g^2. At a
-    period's end m2 is moved before m1, by a window that ends with the present gradient.
+    + retain g^2. At a period's end m2 is moved before m1, by a window that ends with the present gradient.
     second_moment: `none`; `before`, NS(m / (sqrt(v) + eps)); `after`, as printed, (NS(m1) + slow NS(m2)) / (sqrt(v) +
     eps), which gives up the equal singular values that NS made. v <- retain v + (1 - retain) g^2; averages are divided
     by 1 - retain^t where their scale matters.
@@ -207,9 +201,7 @@ class M3(SpectralOptimizer):
         vectors: Literal["adam", "row"] = "adam"
 
     positional = ("lr", "momentum", "slow_momentum", "slow", "slow_period")
-    structural: ClassVar[tuple[str, ...]] = (
-        *MatrixOptimizer.structural, "accumulate", "second_moment", "vectors", "slow_period",
-    )  # fmt: skip
+    structural = (*MatrixOptimizer.structural, "accumulate", "second_moment", "vectors", "slow_period")
 
     def check(self, group: Group) -> None:
         super().check(group)
@@ -273,19 +265,17 @@ class M3(SpectralOptimizer):
 
     def _outputs(self, group: Group, states: list[State], key: str, counts: list[int]) -> list[Tensor]:
         """What an average adds to the update, after its `counts`-th write."""
-        found, inputs = dict[int, Tensor](), dict[int, Tensor]()
         rate = group["momentum" if key == FAST else "slow_momentum"]
+        found = [state[key] for state in states]
         for i, (state, count) in enumerate(zip(states, counts, strict=True)):
-            held = state[key]
-            if _as_vector(held, group):
-                scale = 1 if group["accumulate"] == "sum" or rate == 1 else 1 - rate**count
-                found[i] = held / scale
-            else:
-                if group["second_moment"] == "before":
-                    held = held / self._root(group, state)
-                inputs[i] = held
-        found.update(zip(inputs, muon_steps(list(inputs.values()), group), strict=True))
-        return [found[i] for i in range(len(states))]
+            if _as_vector(found[i], group):
+                found[i] = found[i] / (1 if group["accumulate"] == "sum" or rate == 1 else 1 - rate**count)
+            elif group["second_moment"] == "before":
+                found[i] = found[i] / self._root(group, state)
+        matrices = [i for i, x in enumerate(found) if not _as_vector(x, group)]
+        for i, u in zip(matrices, muon_steps([found[i] for i in matrices], group), strict=True):
+            found[i] = u
+        return found
 
     def _root(self, group: Group, state: State) -> Tensor:
         """sqrt(v) + eps, v corrected for its start at 0."""

@@ -62,19 +62,16 @@ class Allowed(NamedTuple):
     def check(self, name: str, value: Any, slack: float = 0.0) -> None:
         """Refuses a value that is neither; slack is how far beyond its bounds a number may be."""
         if self.kind is None:
-            expect_choice(value, name, self.words)
-        elif not isinstance(value, Tensor) and value in self.words:
+            return expect_choice(value, name, self.words)
+        tensor = isinstance(value, Tensor)
+        if (tensor and self.kind is float and not can_inspect(value)) or (not tensor and value in self.words):
             return
-        elif self.kind is int:
-            if type(value) is not int or not self.low <= value <= self.high:
-                bound = "" if self.high == math.inf else f" and at most {self.high}"
-                raise ConfigError(f"{name} must be an integer of at least {self.low}{bound}, got {value!r}")
-        elif not (isinstance(value, Tensor) and not can_inspect(value)):
-            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            fits = isinstance(number, int | float) and not isinstance(number, bool)
-            if not fits or not self.low - slack <= number <= self.high + slack or number == math.inf:
-                bound = "" if self.high == math.inf else f" and at most {self.high:g}"
-                raise ConfigError(f"{name} must be a finite number of at least {self.low:g}{bound}, got {value!r}")
+        number = value.item() if tensor and self.kind is float and value.numel() == 1 else value
+        fits = type(number) is int or (self.kind is float and isinstance(number, float))
+        if not fits or not self.low - slack <= number <= self.high + slack or number == math.inf:
+            what = "an integer" if self.kind is int else "a finite number"
+            bound = "" if self.high == math.inf else f" and at most {self.high}"
+            raise ConfigError(f"{name} must be {what} of at least {self.low}{bound}, got {value!r}")
 
 
 def allowed(field: FieldInfo) -> Allowed | None:
@@ -108,11 +105,10 @@ def allowed(field: FieldInfo) -> Allowed | None:
 
 def signature_of(fields: dict[str, FieldInfo], positional: tuple[str, ...]) -> inspect.Signature:
     """A constructor's: `params`, these fields by place, the others by name."""
-    place, name_only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    made = [inspect.Parameter("params", place)]
-    for name in (*positional, *(name for name in fields if name not in positional)):
-        how, field = place if name in positional else name_only, fields[name]
-        made.append(inspect.Parameter(name, how, default=field.default, annotation=field.annotation))
+    made = [inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for name in dict.fromkeys([*positional, *fields]):
+        how = inspect.Parameter.POSITIONAL_OR_KEYWORD if name in positional else inspect.Parameter.KEYWORD_ONLY
+        made.append(inspect.Parameter(name, how, default=fields[name].default, annotation=fields[name].annotation))
     return inspect.Signature(made)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -15,8 +15,8 @@ from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
 from hecate.optim.lift import LiftName, PhiOptimizer, RowMap, Scale, by_number, learn_phi, map_of, resolve, taught
 from hecate.optim.muon import HELD, orthogonalised, settings
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
-from hecate.optim.sharding import is_spread, like, local, rows_are_whole
-from hecate.optim.tensors import Bulk, Tensors, as_matrix, blocks, grouped, outline, pointwise, state_dtype
+from hecate.optim.sharding import like, local, rows_are_whole
+from hecate.optim.tensors import Bulk, Tensors, as_matrix, blocks, by_group, grouped, outline, pointwise, state_dtype
 from hecate.phi import FeatureMap, Identity
 
 Change = Callable[[Tensors], Tensors]
@@ -44,10 +44,9 @@ class PhiMomentum(PhiOptimizer):
     which.
     input_scale: what phi gets. `restored` gives it rows at length 1, multiplies features by the row's length, and
     divides what identity and vjp make of them by their gain on Gaussian rows: updates are about as long as gradients,
-    at any length. It warns where they do not descend. `rms`
-    and `unit` restore nothing: steps have one length for all gradients. `none` leaves rows as they are. `auto` is
-    restored, but none for maps of degree 1, for identity through bounded slopes,
-    and for literal phi.
+    at any length. It warns where they do not descend. `rms` and `unit` restore nothing: steps have one length for all
+    gradients. `none` leaves rows as they are. `auto` is restored, but none for maps of degree 1, for identity through
+    bounded slopes, and for literal phi.
     space: where m lives. `phi` holds `[rows, d_phi]` and lifts what it holds; with vjp by the Jacobian at the present
     gradient, which is another rule than `weight`.
     precondition: `diagonal` u / (sqrt(v) + eps) or `kronecker` L^(-1/4) u R^(-1/4), of the lifted update, statistics
@@ -122,32 +121,30 @@ class PhiMomentum(PhiOptimizer):
         if group["lift"] == "callable" and self._call is None:
             raise ConfigError("lift 'callable' needs the function itself: pass it as lift=")
         resolve(group, self.widths(group))
-        if group["nesterov"] and group["dampening"]:
-            raise ConfigError("nesterov needs dampening 0; leave one of them out")
-        hope, phi = group["form"] == "hope", group["space"] == "phi"
-        if hope and (group["orthogonalize"] or (phi and group["precondition"])):
-            raise ConfigError(
-                "form 'hope' puts lr into the momentum, and orthogonalize (or precondition after "
-                "space 'phi') would divide it out again; use form 'torch'"
-            )
-        if phi and group["guard"] != "none":
-            raise ConfigError(
-                "guard judges the update of one gradient, space 'phi' has only that of all; "
-                "use space 'weight' or guard 'none'"
-            )
+        hope, phi, guards = group["form"] == "hope", group["space"] == "phi", group["guard"] != "none"
         drawn = [self.drawn(group, width)["learned"] for width in self.widths(group)]
-        if group["phi_lr"] and drawn and not any(drawn):
-            raise ConfigError(
-                f"phi_lr trains learned parameters, {group['feature_map']['kind']!r} has none; leave it at 0"
-            )
+        refused = {
+            "nesterov needs dampening 0; leave one of them out": group["nesterov"] and group["dampening"],
+            "form 'hope' puts lr into the momentum, and orthogonalize (or precondition after space 'phi') would divide "
+            "it out again; use form 'torch'": hope and (group["orthogonalize"] or (phi and group["precondition"])),
+            "guard judges the update of one gradient, space 'phi' has only that of all; use space 'weight' or guard "
+            "'none'": phi and guards,
+            f"phi_lr trains learned parameters, {group['feature_map']['kind']!r} has none; leave it at 0": (
+                group["phi_lr"] and drawn and not any(drawn)
+            ),
+        }
         learned = {
             "phi_lr": group["phi_lr"],
             "lift 'learned'": group["lift"] == "learned",
             "precondition 'kronecker'": group["precondition"] == "kronecker",
         }
         for name, used in learned.items():
-            if used and group["differentiable"]:
-                raise ConfigError(f"differentiable=True does not reach through {name}; leave it out")
+            refused[f"differentiable=True does not reach through {name}; leave it out"] = (
+                group["differentiable"] and used
+            )
+        for sentence, applies in refused.items():
+            if applies:
+                raise ConfigError(sentence)
         for p in group["params"]:
             sides = as_matrix(outline(p), group["matrix"]).shape
             if group["precondition"] == "kronecker" and max(sides) > WIDEST:
@@ -157,17 +154,13 @@ class PhiMomentum(PhiOptimizer):
                 )
 
     def gathers(self, group: Group, p: Tensor) -> bool:
-        """Where parts of a spread parameter do not suffice: rows cut apart, or sums over rows."""
-        if not is_spread(p):
-            return False
+        """Where a part does not suffice: rows cut apart, or sums over rows."""
         learned = group["phi_lr"] or group["lift"] == "learned"
         if learned or group["orthogonalize"] or group["precondition"] == "kronecker":
             return True
         if group["space"] == "phi":
             return not _rows_first(p, group)
-        if by_number(group) and group["guard"] == "none":
-            return False
-        return not rows_are_whole(p, group["matrix"])
+        return not (by_number(group) and group["guard"] == "none") and not rows_are_whole(p, group["matrix"])
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         state = super().fresh_state(p, group)
@@ -181,7 +174,7 @@ class PhiMomentum(PhiOptimizer):
         if group["precondition"] == "diagonal":
             state[SQUARE] = zeros_like_state(p, group)
         if group["precondition"] == "kronecker":
-            state[ROWS], state[COLUMNS] = (rows.new_zeros(height, height), rows.new_zeros(width, width))
+            state[ROWS], state[COLUMNS] = rows.new_zeros(height, height), rows.new_zeros(width, width)
         return state
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
@@ -228,20 +221,6 @@ def _rows_first(p: Tensor, group: Group) -> bool:
     return first and rows_are_whole(p, group["matrix"])
 
 
-class Batch(NamedTuple):
-    """Rows of one width from several gradients, and what phi made of them."""
-
-    members: list[int]
-    rows: Tensor
-    row_map: RowMap
-    features: Tensor
-    residuals: Any
-
-    def back(self, held: Tensor) -> Tensor:
-        """P held, by the Jacobian at these rows."""
-        return self.row_map.back(held, self.rows, self.residuals)
-
-
 class Rowwise:
     """For all maps, lifts, preconditioners and accumulators, on matrices `[rows, columns]`.
 
@@ -254,73 +233,63 @@ class Rowwise:
         self.in_phi = group["space"] == "phi"
         self.guarded: Tensor | int = 0
         self.shapes: list[torch.Size] = []
-        self.matrices: list[Tensor] = []
-        self.batches: list[Batch] = []
+        self.together: list[list[int]] = []
+        self.lifts: dict[int, Callable[[Tensor], Tensor]] = {}  # at the rows of gradients, by the place of the first
 
-    def enter(self, grads: list[Tensor]) -> list[Tensor]:
+    def enter(self, grads: Tensors) -> Tensors:
         """phi~(g) `[rows, d_phi]` in phi-space, else the preconditioned P phi~(g)."""
         self.shapes = [g.shape for g in grads]
-        self.matrices = [as_matrix(g, self.group["matrix"]) for g in grads]
+        matrices = [as_matrix(g, self.group["matrix"]) for g in grads]
         alone = self.group["phi_lr"] or self.group["lift"] == "learned"
-        together = grouped(i if alone else matrix.shape[-1] for i, matrix in enumerate(self.matrices))
-        self.batches = [self._batch(members) for members in together]
-        if self.in_phi:
-            written = self._spread([batch.features for batch in self.batches])
-        else:
-            written = self._updates([self._guard(batch, batch.back(batch.features)) for batch in self.batches])
-        if self.group["phi_lr"]:
-            for batch in self.batches:
-                state = self.states[batch.members[0]]
-                learn_phi(batch.row_map, state, batch.rows, self.group["phi_lr"])
-        return written
+        self.together = grouped(i if alone else matrix.shape[-1] for i, matrix in enumerate(matrices))
+        written = self._jointly(self._written, matrices)
+        return written if self.in_phi else self._updates(written)
 
-    def leave(self, held: list[Tensor]) -> list[Tensor]:
+    def leave(self, held: Tensors) -> Tensors:
         """The lifted accumulator, preconditioned, where it lives in phi-space; orthogonalised."""
         if self.in_phi:
-            held = self._updates([batch.back(_joined([held[i] for i in batch.members])) for batch in self.batches])
+            held = self._updates(self._jointly(lambda first, rows: self.lifts[first](rows), held))
         return [orthogonalised(u, self.group) for u in held]
 
-    def _batch(self, members: list[int]) -> Batch:
-        rows = _joined([self.matrices[i] for i in members])
-        return Batch(members, rows, *taught(self.map_for(rows), self.states[members[0]], rows, self.group))
+    def _jointly(self, f: Callable[[int, Tensor], Tensor], matrices: Tensors) -> Tensors:
+        """f of the rows that go together, as one matrix per gradient."""
 
-    def _guard(self, batch: Batch, update: Tensor) -> Tensor:
-        """Rows that climb, <g, u> < 0, are left out or turned round."""
-        mode = self.group["guard"]
-        if mode == "none":
-            return update
-        climbs = (update * batch.rows).sum(-1, keepdim=True) < 0
-        self.guarded = self.guarded + climbs.sum()
-        return torch.where(climbs, 0 if mode == "skip" else -update, update)
+        def joined(members: list[int]) -> Sequence[Tensor]:
+            some = [matrices[i] for i in members]
+            made = f(members[0], some[0] if len(some) == 1 else torch.cat(some))
+            return made.split([len(matrix) for matrix in some])
+
+        return by_group(self.together, joined)
+
+    def _written(self, first: int, rows: Tensor) -> Tensor:
+        state, mode = self.states[first], self.group["guard"]
+        row_map, written, residuals = taught(self.map_for(rows), state, rows, self.group)
+        self.lifts[first] = lambda held: row_map.back(held, rows, residuals)
+        if not self.in_phi:
+            written = self.lifts[first](written)
+        if mode != "none":
+            climbs = (written * rows).sum(-1, keepdim=True) < 0
+            self.guarded = self.guarded + climbs.sum()
+            written = torch.where(climbs, 0 if mode == "skip" else -written, written)
+        if self.group["phi_lr"]:
+            learn_phi(row_map, state, rows, self.group["phi_lr"])
+        return written
 
     def _updates(self, lifted: Tensors) -> Tensors:
-        """Batches of rows as preconditioned updates in the shapes of gradients."""
-        updates = [m.reshape(shape) for m, shape in zip(self._spread(lifted), self.shapes, strict=True)]
+        """Preconditioned updates in the shapes of gradients."""
+        updates = [m.reshape(shape) for m, shape in zip(lifted, self.shapes, strict=True)]
         name, retain, eps = (self.group[k] for k in ("precondition", "retain", "eps"))
-        if name is None:
-            return updates
         if name == "diagonal":
             updates, squares = diagonal(self.bulk, [state[SQUARE] for state in self.states], updates, retain, eps)
             put(self.group, self.states, SQUARE, squares)
-            return updates
-        matrices = [as_matrix(u, self.group["matrix"]) for u in updates]
-        pairs = zip(matrices, self.states, strict=True)
-        found = [kronecker(state[ROWS], state[COLUMNS], u, retain, eps) for u, state in pairs]
-        put(self.group, self.states, ROWS, [left for _, left, _ in found])
-        put(self.group, self.states, COLUMNS, [right for *_, right in found])
-        return [u.reshape(given.shape) for (u, *_), given in zip(found, updates, strict=True)]
-
-    def _spread(self, values: list[Tensor]) -> list[Tensor]:
-        """Batches as one matrix per gradient, in their order."""
-        found: dict[int, Tensor] = {}
-        for batch, value in zip(self.batches, values, strict=True):
-            counts = [len(self.matrices[i]) for i in batch.members]
-            found.update(zip(batch.members, value.split(counts), strict=True))
-        return [found[i] for i in range(len(self.matrices))]
-
-
-def _joined(matrices: list[Tensor]) -> Tensor:
-    return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        elif name == "kronecker":
+            for i, (u, state) in enumerate(zip(updates, self.states, strict=True)):
+                matrix = as_matrix(u, self.group["matrix"])
+                found, *sides = kronecker(state[ROWS], state[COLUMNS], matrix, retain, eps)
+                updates[i] = found.reshape(u.shape)
+                for key, side in zip((ROWS, COLUMNS), sides, strict=True):
+                    put(self.group, [state], key, [side])
+        return updates
 
 
 def _step(
@@ -351,19 +320,13 @@ def diagonal(bulk: Bulk, squares: Tensors, updates: Tensors, retain: float, eps:
 
     v is overwritten, unless autograd is to follow it. [OPT-PRE-D1]
     """
+    squares = bulk.decay(squares, retain)
     if bulk.differentiable:
-        pairs = zip(squares, updates, strict=True)
-        squares = [retain * v + (1 - retain) * u * u for v, u in pairs]
+        squares = [v + (1 - retain) * u * u for v, u in zip(squares, updates, strict=True)]
         return [u / (v.sqrt() + eps) for u, v in zip(updates, squares, strict=True)], squares
-    if bulk.foreach:
-        torch._foreach_mul_(squares, retain)
-        torch._foreach_addcmul_(squares, updates, updates, 1 - retain)
-        roots = torch._foreach_sqrt(squares)
-        torch._foreach_add_(roots, eps)
-        return list(torch._foreach_div(updates, roots)), squares
-    for v, u in zip(squares, updates, strict=True):
-        v.mul_(retain).addcmul_(u, u, value=1 - retain)
-    return [u / v.sqrt().add_(eps) for u, v in zip(updates, squares, strict=True)], squares
+    bulk.apply("addcmul_", squares, updates, updates, value=1 - retain)
+    roots = bulk.apply("add_", bulk.apply("sqrt", squares), eps)
+    return list(bulk.apply("div", updates, roots)), squares
 
 
 def kronecker(rows: Tensor, columns: Tensor, update: Tensor, retain: float, eps: float) -> tuple[Tensor, ...]:
@@ -431,9 +394,6 @@ class KernelMomentum(PhiOptimizer):
         """Keys as rows `[n, key width]`."""
         matrix = as_matrix(x, group["matrix"])
         return matrix.mT if group["keys"] == "columns" else matrix
-
-    def gathers(self, group: Group, p: Tensor) -> bool:
-        return is_spread(p)
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
         width = self.rows_of(outline(p), group).shape[-1]

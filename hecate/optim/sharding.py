@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,49 +14,48 @@ from torch import Tensor
 from hecate.errors import ConfigError
 
 
-def is_sharded(value: Tensor) -> bool:
+def is_sharded(value: Any) -> bool:
     """Whether a tensor is a `DTensor`: spread over processes, or at least declared to be."""
-    module = sys.modules.get("torch.distributed.tensor")
-    kind = getattr(module, "DTensor", None)
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
 
 
-def local(value: Tensor) -> Tensor:
+def local(value: Any) -> Tensor:
     """This process's own part of a tensor, without communication; the tensor itself if whole."""
     if not is_sharded(value):
         return value
-    if any(placement.is_partial() for placement in value.placements):  # type: ignore[attr-defined]
+    if any(placement.is_partial() for placement in value.placements):
         raise ConfigError(
-            f"a gradient is placed {value.placements}: its parts are not summed yet; "  # type: ignore[attr-defined]
-            "redistribute it to the placements of its parameter before step"
+            f"a gradient is placed {value.placements}: its parts are not summed yet; redistribute it to the "
+            "placements of its parameter before step"
         )
-    return value.to_local()  # type: ignore[attr-defined]
+    return value.to_local()
 
 
-def whole(value: Tensor) -> Tensor:
+def whole(value: Any) -> Tensor:
     """All of a tensor, gathered from every process; the tensor itself if it is whole."""
-    return value.full_tensor().detach() if is_sharded(value) else value  # type: ignore[attr-defined]
+    return value.full_tensor().detach() if is_sharded(value) else value
 
 
-def put_back(value: Tensor, found: Tensor) -> None:
+def put_back(value: Any, found: Tensor) -> None:
     """Writes this process's part of `found`, the whole of a sharded tensor's new value."""
     if not is_sharded(value):
         return
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh, placements = value.device_mesh, value.placements  # type: ignore[attr-defined]
+    mesh, placements = value.device_mesh, value.placements
     spread = DTensor.from_local(found, mesh, [Replicate()] * mesh.ndim, run_check=False)
     mine = spread.redistribute(placements=placements).to_local()
-    value.to_local().detach().copy_(mine)  # type: ignore[attr-defined]
+    value.to_local().detach().copy_(mine)
 
 
-def agreed(params: list[Tensor], bad: set[Tensor]) -> set[Tensor]:
+def agreed(params: list[Any], bad: set[Tensor]) -> set[Tensor]:
     """Those of params that are bad on any process with a part of them, in the same order there.
 
     One reduction of a flag for each parameter (for a mesh of several dimensions: along each), and none where nothing is
     sharded.
     """
-    meshes = dict.fromkeys(p.device_mesh for p in params if is_sharded(p))  # type: ignore[attr-defined]
+    meshes = dict.fromkeys(p.device_mesh for p in params if is_sharded(p))
     if not meshes or torch.compiler.is_compiling():
         return bad
     from torch import distributed
@@ -67,7 +67,7 @@ def agreed(params: list[Tensor], bad: set[Tensor]) -> set[Tensor]:
     return {p for p, flag in zip(params, flags.tolist(), strict=True) if flag}
 
 
-def like(p: Tensor, mine: Tensor) -> Tensor:
+def like(p: Any, mine: Tensor) -> Tensor:
     """`mine`, this process's rows, as a tensor placed as `p`: first dimension as p's."""
     if not is_sharded(p):
         return mine
@@ -75,21 +75,13 @@ def like(p: Tensor, mine: Tensor) -> Tensor:
 
     shape = torch.Size((p.shape[0], *mine.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    mesh, placements = p.device_mesh, p.placements
     return DTensor.from_local(mine, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def is_spread(p: Tensor) -> bool:
-    """Whether processes hold different parts of p."""
-    return is_sharded(p) and not all(x.is_replicate() for x in p.placements)  # type: ignore[attr-defined]
-
-
-def rows_are_whole(p: Tensor, matrix: str) -> bool:
+def rows_are_whole(p: Any, matrix: str) -> bool:
     """Whether each row of p's matrix lies on one process."""
     if not is_sharded(p):
         return True
     along = range(p.ndim - 1) if matrix == "last" else range(min(1, p.ndim - 1))
-    return all(
-        placement.is_replicate() or any(placement.is_shard(dim) for dim in along)
-        for placement in p.placements  # type: ignore[attr-defined]
-    )
+    return all(x.is_replicate() or any(x.is_shard(dim) for dim in along) for x in p.placements)

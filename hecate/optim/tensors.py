@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -77,6 +78,14 @@ def together(tensors: list[Tensor], group: dict[str, Any]) -> list[list[int]]:
     return grouped(i if alone or x.numel() >= SMALL else x.shape for i, x in enumerate(tensors))
 
 
+def by_group(groups: list[list[int]], f: Callable[[list[int]], Iterable[Any]]) -> list[Any]:
+    """What f makes of each group of places, one value a place, in the order of places."""
+    found = dict[int, Any]()
+    for members in groups:
+        found.update(zip(members, f(members), strict=True))
+    return [found[i] for i in range(len(found))]
+
+
 def pointwise(f: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> list[Tensor]:
     """f of each tensor, for an f that acts on every number alone; they go as one."""
     if len(tensors) == 1:
@@ -97,12 +106,11 @@ def blocks(lists: tuple[list[Tensor], ...], temporaries: bool) -> Iterator[tuple
         if held and size + count > most:
             yield tuple(map(list, zip(*held, strict=True)))
             held, size = [], 0
-        if count <= most or not all(x.is_contiguous() for x in row):
+        if count > most and all(x.is_contiguous() for x in row):
+            yield from (tuple([x] for x in cut) for cut in zip(*(x.view(-1).split(most) for x in row), strict=True))
+        else:
             held.append(row)
             size += count
-            continue
-        for piece in zip(*(x.view(-1).split(most) for x in row), strict=True):
-            yield tuple([x] for x in piece)
     if held:
         yield tuple(map(list, zip(*held, strict=True)))
 
@@ -124,46 +132,34 @@ class Bulk:
         """A factor: a Python number, unless autograd is to follow it."""
         return value.item() if isinstance(value, Tensor) and not self.differentiable else value
 
-    def decay(self, xs: list[Tensor], factor: Any) -> list[Tensor]:
+    def apply(self, name: str, xs: Tensors, *given: Any, **factor: Any) -> Tensors:
+        """torch's operation of this name on each x and what is given beside it; in place where the name ends in _."""
+        if self.foreach:
+            return getattr(torch, "_foreach_" + name)(xs, *given, **factor) or xs
+        rows = zip(xs, *(y if isinstance(y, list) else repeat(y) for y in given), strict=False)
+        return [getattr(x, name)(*beside, **factor) for x, *beside in rows]
+
+    def decay(self, xs: Tensors, factor: Any) -> Tensors:
         """x <- factor x; under autograd new tensors."""
         if self.differentiable:
             return [factor * x.clone() for x in xs]  # x itself may be written to later
-        if self.foreach:
-            torch._foreach_mul_(xs, factor)
-        else:
-            for x in xs:
-                x.mul_(factor)
-        return xs
+        return self.apply("mul_", xs, factor)
 
-    def add(self, xs: list[Tensor], ys: list[Tensor], factor: Any = 1) -> list[Tensor]:
+    def add(self, xs: Tensors, ys: Tensors, factor: Any = 1) -> Tensors:
         """x <- x + factor y; under autograd new tensors."""
+        return self.sum(xs, ys, factor) if self.differentiable else self.apply("add_", xs, ys, alpha=factor)
+
+    def sum(self, xs: Tensors, ys: Tensors, factor: Any) -> Tensors:
+        """x + factor y, leaving both as they are."""
         if self.differentiable:
             return [x + factor * y for x, y in zip(xs, ys, strict=True)]
-        if self.foreach:
-            torch._foreach_add_(xs, ys, alpha=factor)
-        else:
-            for x, y in zip(xs, ys, strict=True):
-                x.add_(y, alpha=factor)
-        return xs
+        return list(self.apply("add", xs, ys, alpha=factor))
 
-    def lerp(self, xs: list[Tensor], ys: list[Tensor], weight: Any) -> list[Tensor]:
+    def lerp(self, xs: Tensors, ys: Tensors, weight: Any) -> Tensors:
         """x <- x + weight (y - x); under autograd new tensors."""
         if self.differentiable:
             return [x + weight * (y - x) for x, y in zip(xs, ys, strict=True)]
-        if self.foreach:
-            torch._foreach_lerp_(xs, ys, weight)
-        else:
-            for x, y in zip(xs, ys, strict=True):
-                x.lerp_(y, weight)
-        return xs
-
-    def sum(self, xs: list[Tensor], ys: list[Tensor], factor: Any) -> list[Tensor]:
-        """x + factor y, leaving both as they are."""
-        if self.foreach:
-            return list(torch._foreach_add(xs, ys, alpha=factor))
-        if self.differentiable:
-            return [x + factor * y for x, y in zip(xs, ys, strict=True)]
-        return [x.add(y, alpha=factor) for x, y in zip(xs, ys, strict=True)]
+        return self.apply("lerp_", xs, ys, weight)
 
     def move(
         self, params: Tensors, updates: Tensors, lr: Any, decay: Any, ratios: Any = None, step: Any = None

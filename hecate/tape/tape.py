@@ -130,27 +130,28 @@ def distinct(outputs: Tensors, known: set[int]) -> Tensors:
 
 def _autograd_vjp(block: Block, inputs: Tensors) -> tuple[Tensors, Callable[..., Any]]:
     """Outputs of a block and `pull(*cotangents)`, both from one evaluation of its forward."""
-    smooth_inputs = {at: value for at, value in enumerate(inputs) if differentiable(value)}
-    if not smooth_inputs:
+    where = [at for at, value in enumerate(inputs) if differentiable(value)]
+    if not where:
         return block.checked(block.forward(*inputs))[0], lambda *_: [None] * len(inputs)
-    count = 0
+    layout: list[bool | None] = []  # of the outputs: None, or whether gradients flow to it
 
-    def outputs_of(varied: dict[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        nonlocal count
-        outputs = block.checked(block.forward(*[varied.get(at, value) for at, value in enumerate(inputs)]))[0]
-        count = len(outputs)
-        present = {at: out for at, out in enumerate(outputs) if out is not None}
-        smooth = {at: out for at, out in present.items() if differentiable(out)}
-        return smooth, {at: out for at, out in present.items() if at not in smooth}
+    def outputs_of(*varied: Tensor) -> tuple[Tensors, Tensors]:  # tuples: dicts cost torch.func a sort for each walk
+        filled = list(inputs)
+        for at, value in zip(where, varied, strict=True):
+            filled[at] = value
+        outputs = block.checked(block.forward(*filled))[0]
+        layout[:] = [None if out is None else differentiable(out) for out in outputs]
+        smooth, others = ([o for o, k in zip(outputs, layout, strict=True) if k is kind] for kind in (True, False))
+        return tuple(smooth), tuple(others)
 
-    smooth, pull, others = torch.func.vjp(outputs_of, smooth_inputs, has_aux=True)  # type: ignore[misc]
-    found = smooth | others
+    smooth, pull, others = torch.func.vjp(outputs_of, *[inputs[at] for at in where], has_aux=True)  # type: ignore[misc]
+    left = {True: iter(smooth), False: iter(others)}
 
     def pulled(*cotangents: Tensor) -> list[Tensor | None]:
-        (grads,) = pull({at: g for at, g in zip(sorted(found), cotangents, strict=True) if at in smooth})
+        grads = dict(zip(where, pull(tuple([g for g in cotangents if differentiable(g)])), strict=True))
         return [grads.get(at) for at in range(len(inputs))]
 
-    return tuple(map(found.get, range(count))), pulled
+    return tuple([None if kind is None else next(left[kind]) for kind in layout]), pulled
 
 
 # The tape.

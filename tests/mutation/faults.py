@@ -406,7 +406,7 @@ FAULTS = [
         ("leveled", "self._windows.pop(parameter, None)", "self._windows.get(parameter)"),
         ("leveled", "copy=window is None", "copy=False"),
         ("leveled", "self._windows = windows\n", "self._windows.update(windows)\n"),
-        ("leveled", "self.inner.__setstate__(shared)", "pass"),
+        ("leveled", "self.inner.__setstate__({\"state\": self.state, \"param_groups\": list(self.param_groups)})", "pass"),
         ("leveled", "self.state.pop(parameter, None)", "pass"),
         ("lift", "features = features * length(g)", "pass"),
         ("lift", "return lifted if self.gain == 1 else lifted / self.gain", "return lifted"),
@@ -432,7 +432,7 @@ FAULTS = [
     *_of(
         "optim",
         "tests/optim/test_delta_and_deep.py",
-        ("memories", "return square.max() if group", "return square.sum() if group"),
+        ("memories", "power = square.max() if group", "power = square.sum() if group"),
         ("memories", "torch.minimum(factor, momentum) if stable else factor", "factor"),
         ("memories", "power = (rows / size).square().sum((-2, -1), keepdim=True) / moved.clamp(min=1)", "power = (rows / size).square().mean((-2, -1), keepdim=True)"),
         ("memories", "every = [self.state[p] for p in group", "every = states or [self.state[p] for p in group"),

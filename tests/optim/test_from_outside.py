@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -59,29 +60,10 @@ def test_lifts_of_a_users_maps_follow_their_traits():
     PhiMomentum([p], feature_map=a_map("own_linear", linear_at=0), lift="prefix")  # x + x^3 / 3 is not, but it says so
 
 
-OWN = '''
-from typing import Literal
-
-import torch
-
-from hecate.optim import MatrixOptimizer, OptimizerKind
-from hecate.optim.options import Share
-
-
-class Signs(MatrixOptimizer):
-    """signs: m <- momentum m + (1 - momentum) g, w <- w - lr sign(m)."""
-
-    class Options(OptimizerKind):
-        kind: Literal["signs"] = "signs"
-        momentum: Share = 0.9
-
-    held = ("momentum",)
-
-    def update(self, group, params, grads, states):
-        for p, g, state in zip(params, grads, states, strict=True):
-            state["momentum"].lerp_(g, 1 - group["momentum"])
-            p.sub_(state["momentum"].sign(), alpha=group["lr"])
-'''
+def the_example() -> str:
+    """What CONTRIBUTING.md says an optimiser is, to the letter."""
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    return text.split("## Adding an optimiser")[1].split("```python\n")[1].split("```")[0]
 
 
 @pytest.mark.spec("OPT-BASE-D6")
@@ -92,8 +74,8 @@ def test_an_optimiser_of_one_file_is_listed_configured_and_trains(tmp_path, monk
         assert not caught.value.code
         return capsys.readouterr().out
 
-    (tmp_path / "own_signs.py").write_text(OWN)
-    optim = {"optimizer": {"kind": "signs", "momentum": 0.5}, "lr": 0.01, "warmup": 0}
+    (tmp_path / "own_signs.py").write_text(the_example(), encoding="utf-8")
+    optim = {"optimizer": {"kind": "signs", "momentum": 0.5}, "lr": 0.01, "warmup": 0, "weight_decay": 0.0}
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     listed = hecate("list", "optimizer")
