@@ -23,7 +23,7 @@ def test_starting_values(rule):
     form, shape = config.retention.gate_form, (2, 7, 2)
     if form.rank is not None:  # drawn, so that retain is stated where x is 0
         x = torch.zeros_like(x)
-    lr, retain, momentum = gates_of(config)(x)
+    lr, retain, momentum, *_ = gates_of(config)(x)
     start = 0.5 * config.algorithm.lr * (1 - config.algorithm.default_momentum)
     near(lr, torch.full((2, 7, 2), start))
     expected = (
