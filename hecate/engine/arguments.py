@@ -23,9 +23,7 @@ from hecate.tape import can_inspect
 _UNREAD = torch.Generator()
 Named = dict[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
-# Of every gate: the largest value, the least being 0 but for erase and write, which may be any number; and the knob
-# that takes it, with a variant that does.
-TOPS = Gates(lr=math.inf, retain=1.0, momentum=1.0, erase=math.inf, write=math.inf, retain_value=1.0, floor=math.inf)
+# The knob that takes a gate, with a variant that does.
 TAKEN_BY = {"retain": ("retention", "decay"), "momentum": ("algorithm", "momentum")}
 
 
@@ -111,8 +109,7 @@ def complete_gates(config: MemoryConfig, gates: Gates | None, k: Tensor, write: 
         config.check_step(float(gates.lr))
     if isinstance(gates.retain, Tensor) and gates.retain.dim() == 4:
         _check_channels(config, gates.retain, k)
-    tops = TOPS.lr, TOPS.retain, config.algorithm.momentum_top
-    for name, given, default, top in zip(TokenGates._fields, gates[:3], forms.defaults, tops, strict=True):
+    for name, given, default, top in zip(TokenGates._fields, gates[:3], forms.defaults, forms.tops, strict=True):
         complete.append(_gate(name, given, default, k, write, top))
     return complete
 
@@ -143,7 +140,7 @@ def general_gates(
     config: MemoryConfig, gates: Gates, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """erase, write, retain_value and floor of keys `[B, T, H, D]` as tensors, None where they are not given."""
-    if all(gate is None for gate in gates[3:]):
+    if gates.erase is gates.write is gates.retain_value is gates.floor is None:
         return None, None, None, None
     for name, reason in _refused_gates(config):
         if getattr(gates, name) is not None:

@@ -113,9 +113,11 @@ class Call:
         v, weight = flat[2], flat[self.first]
         self.length, self.device, self.values, self.dtype = v.shape[1], v.device.type, v.dtype, spec.dtype  # type: ignore[union-attr]
         self.shape, self.retain = tuple(weight.shape[1:]), flat[4]  # type: ignore[union-attr]
-        write, reset, _, *general = flat[NUMBERS : len(Sequence._fields)]
+        write, reset, _, erase, written, kept, floor = flat[NUMBERS : len(Sequence._fields)]
         self.masked = write is not None or reset is not None
-        self.general = tuple(name for name, gate in zip(GENERAL, general, strict=True) if gate is not None)
+        if not erase is written is kept is floor is None:
+            given = zip(GENERAL, (erase, written, kept, floor), strict=True)
+            self.general = tuple(name for name, gate in given if gate is not None)
 
     @classmethod
     def of(

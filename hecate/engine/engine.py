@@ -69,8 +69,10 @@ class Engine(ABC):
 
     def unable(self, call: Call) -> str | None:
         """Why it cannot run a call, for whatever reason; None if it can."""
-        unknown = [f"gates.{name}" for name in call.general if name not in self.takes]
-        return self.refuses(call.config) or (f"it does not know {unknown[0]}" if unknown else self.unfit(call))
+        for name in call.general:
+            if name not in self.takes:
+                return self.refuses(call.config) or f"it does not know gates.{name}"
+        return self.refuses(call.config) or self.unfit(call)
 
     @abstractmethod
     def cost(self, call: Call) -> float:

@@ -57,7 +57,7 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
     if config.step != "raw":
         phi_k, v, lr = stepped(config, phi_k, v, lr, run)
     phi_w, general = None, inputs[9:12]
-    if any(gate is not None for gate in general):
+    if not inputs.erase is inputs.write_gate is inputs.retain_value is None:
         phi_k, phi_w, general = _gated(config, phi_k, inputs, dtype, run)
     masks = [None if mask is None else by_head(mask, lr.shape[2]) for mask in inputs[NUMBERS : NUMBERS + 2]]
     return Tokens(phi_k, phi_q, v, lr, *gates, *masks, phi_w, general[2])

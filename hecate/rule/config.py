@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -28,6 +29,7 @@ class Forms(NamedTuple):
         target, error: whether u is that of bias dot, which does not look at the prediction, or that of l2.
         gates: which of lr, retain and momentum the knobs take, in the order of `TokenGates`.
         defaults: what these are where none is given.
+        tops: the largest they may be.
     """
 
     bias: KernelForm | None
@@ -37,6 +39,7 @@ class Forms(NamedTuple):
     error: bool
     gates: tuple[bool, ...]
     defaults: tuple[float, ...]
+    tops: tuple[float, ...]
 
     @classmethod
     def of(cls, rule: MemoryRule) -> Forms:
@@ -51,6 +54,7 @@ class Forms(NamedTuple):
             error=form is not None and form.name == "error",
             gates=(True, retention.uses_retain, algorithm.uses_momentum),
             defaults=(algorithm.lr, retention.default_retain, algorithm.default_momentum),
+            tops=(math.inf, 1.0, algorithm.momentum_top),
         )
 
 
