@@ -23,9 +23,7 @@ from hecate.tape import can_inspect
 _UNREAD = torch.Generator()
 Named = dict[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
-# Of every gate: the largest value, the least being 0 but for erase and write, which may be any number; and the knob
-# that takes it, with a variant that does.
-TOPS = Gates(lr=math.inf, retain=1.0, momentum=1.0, erase=math.inf, write=math.inf, retain_value=1.0, floor=math.inf)
+# Of gates that not every rule takes: the knob that takes it, with a variant that does.
 TAKEN_BY = {"retain": ("retention", "decay"), "momentum": ("algorithm", "momentum")}
 
 
@@ -111,10 +109,15 @@ def complete_gates(config: MemoryConfig, gates: Gates | None, k: Tensor, write: 
         config.check_step(float(gates.lr))
     if isinstance(gates.retain, Tensor) and gates.retain.dim() == 4:
         _check_channels(config, gates.retain, k)
-    tops = TOPS.lr, TOPS.retain, config.algorithm.momentum_top
-    for name, given, default, top in zip(TokenGates._fields, gates[:3], forms.defaults, tops, strict=True):
+    rows = zip(TokenGates._fields, gates[:3], forms.defaults, largest_gates(config), strict=True)
+    for name, given, default, top in rows:
         complete.append(_gate(name, given, default, k, write, top))
     return complete
+
+
+def largest_gates(config: MemoryConfig) -> tuple[float, float, float]:
+    """The largest lr, retain and momentum; the least of each is 0."""
+    return math.inf, 1.0, config.algorithm.momentum_top
 
 
 def _gate(

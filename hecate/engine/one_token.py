@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine import nonfinite
-from hecate.engine.arguments import TOPS, Named, check_params
+from hecate.engine.arguments import Named, check_params, largest_gates
 from hecate.engine.call import carry_of, named_state
 from hecate.engine.engine import apart
 from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, levelled, stepped
@@ -120,7 +120,7 @@ class OneToken:
         self.device, self.dtype = k.device.type, next(iter(state.memory.values())).dtype
         self.casts = q.dtype != self.dtype or k.dtype != self.dtype
         self.scale = 1 / math.sqrt(k.shape[-1]) if config.query_scale == "key_dim" else None
-        self.tops = TOPS.lr, TOPS.retain, config.algorithm.momentum_top
+        self.tops = largest_gates(config)
         self.inspects, self.far = self.device == "cpu", reach(self.dtype, 0.5)
         self.watches, self.late = config.on_nonfinite == "raise", nonfinite.is_late(k)
         direct = _is_direct(config)
