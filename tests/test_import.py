@@ -32,7 +32,7 @@ def test_stubs_name_what_the_package_has() -> None:
         hecate.memory_scam  # noqa: B018
 
 
-@pytest.mark.parametrize("family", ["phi", "bias", "retention", "algorithm", "structure"])
+@pytest.mark.parametrize("family", ["phi", "bias", "retention", "algorithm", "structure", "gating"])
 def test_stubs_name_the_variants_of_a_family(family: str) -> None:
     """Run time needs no list of files; type checkers do: a new variant is to be added to the stub."""
     package = importlib.import_module(f"hecate.{family}")

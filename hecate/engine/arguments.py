@@ -23,7 +23,7 @@ from hecate.tape import can_inspect
 _UNREAD = torch.Generator()
 Named = dict[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
-# The knob that takes a gate, with a variant that does.
+# Of gates that not every rule takes: the knob that takes it, with a variant that does.
 TAKEN_BY = {"retain": ("retention", "decay"), "momentum": ("algorithm", "momentum")}
 
 
@@ -109,7 +109,8 @@ def complete_gates(config: MemoryConfig, gates: Gates | None, k: Tensor, write: 
         config.check_step(float(gates.lr))
     if isinstance(gates.retain, Tensor) and gates.retain.dim() == 4:
         _check_channels(config, gates.retain, k)
-    for name, given, default, top in zip(TokenGates._fields, gates[:3], forms.defaults, forms.tops, strict=True):
+    rows = zip(TokenGates._fields, gates[:3], forms.defaults, forms.tops, strict=True)
+    for name, given, default, top in rows:
         complete.append(_gate(name, given, default, k, write, top))
     return complete
 

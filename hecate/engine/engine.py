@@ -119,7 +119,7 @@ class Engine(ABC):
 class TokenEngine(Engine):
     """An engine for tokens in phi-space: features and the sum normaliser are made around its `scan`."""
 
-    takes = ("floor",)
+    takes: ClassVar[tuple[str, ...]] = ("floor",)
     counts_along: ClassVar[bool] = False  # whether a normaliser may be one more row of a matrix memory, under bias dot
 
     @abstractmethod

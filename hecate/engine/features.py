@@ -56,18 +56,19 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
         phi_q = scaled(phi_q, 1 / math.sqrt(inputs.k.shape[-1]), run, "query_scale")
     if config.step != "raw":
         phi_k, v, lr = stepped(config, phi_k, v, lr, run)
-    phi_w, general = None, inputs[9:12]
+    phi_w, kept = None, None
     if not inputs.erase is inputs.write_gate is inputs.retain_value is None:
-        phi_k, phi_w, general = _gated(config, phi_k, inputs, dtype, run)
-    masks = [None if mask is None else by_head(mask, lr.shape[2]) for mask in inputs[NUMBERS : NUMBERS + 2]]
-    return Tokens(phi_k, phi_q, v, lr, *gates, *masks, phi_w, general[2])
+        phi_k, phi_w, kept = _gated(config, phi_k, inputs, dtype, run)
+    retain, momentum = gates
+    write, reset = [None if mask is None else by_head(mask, lr.shape[2]) for mask in (inputs.write, inputs.reset)]
+    return Tokens(phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, kept)
 
 
 def _gated(
     config: MemoryConfig, phi_k: Tensor, inputs: Sequence, dtype: torch.dtype, run: Run
-) -> tuple[Tensor, Tensor | None, Tensors]:
-    """The keys that are erased with and written with, the latter None where it is the former; and the gates erase,
-    write and retain_value, cast, neutral at masked tokens."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The keys that are erased with and written with, the latter None where it is the former; and retain_value; with
+    gates cast, neutral at masked tokens."""
     gates: list[Tensor | None] = []
     for gate in inputs[9:12]:
         if gate is not None:
@@ -75,12 +76,12 @@ def _gated(
             if inputs.write is not None:
                 gate = one(run(SELECT, inputs.write, gate, torch.ones_like(gate), label="write_mask"))
         gates.append(gate)
-    erase, write, _ = gates
+    erase, write, kept = gates
     erased = phi_k if erase is None else one(run(_GATE, phi_k, erase, label="erase"))
     written = phi_k if write is None else one(run(_GATE, phi_k, write, label="write"))
     if config.forms.target:  # which never asks the memory
-        return written, None, tuple(gates)
-    return erased, None if written is erased else written, tuple(gates)
+        return written, None, kept
+    return erased, None if written is erased else written, kept
 
 
 def _gate(phi: Tensor, gate: Tensor) -> Tensor:
@@ -229,7 +230,8 @@ _STEPS = {
 def normalized(scan: Scan, call: Call, tokens: Tokens, run: Run, *, along: bool) -> Tensors:
     """Outputs and the states' tensors of a memory and its sum normaliser; `along` says that `scan` may run both as one
     memory of one more row."""
-    memories, units, back = call.memories, (), None
+    memories, back = call.memories, None
+    units: tuple[Tensor, ...] = ()
     if call.config.normalizer == "sum":
         tokens, memories, units, back = levelled(call.config, tokens, memories, run)
     counter = call.of_normalizer()
@@ -240,14 +242,14 @@ def normalized(scan: Scan, call: Call, tokens: Tokens, run: Run, *, along: bool)
         (initial, carry), (zero, held) = memories
         results = [scan(call, tokens, carry, initial, run=run), scan(counter, ones, held, zero, run=run)]
     (y, carry), (z, held) = results
-    y = quotient(call.config, y, z, call.inputs.floor, run, units)
+    y = quotient(call.config, y, z, run, call.inputs.floor, units)
     if back is not None:
         carry, held = _times(carry, back, run), _times(held, back, run)
     return y, *carry.flat, *held.flat
 
 
 def quotient(
-    config: MemoryConfig, y: Tensor, z: Tensor, floor: Tensor | None, run: Run, units: tuple[Tensor, ...] = ()
+    config: MemoryConfig, y: Tensor, z: Tensor, run: Run, floor: Tensor | None, units: tuple[Tensor, ...] = ()
 ) -> Tensor:
     """Answers `[..., V]` over the sums of weights `[..., 1]`, brought to the size of `units`; or over the larger of
     these and a floor `[...]`."""

@@ -128,7 +128,9 @@ def _raise_at_first(call: Call, y: Tensor, name: str) -> None:
             answer, memory.carry = memory.stepped(t)
             answers.append(answer)
         least = None if floor is None else floor[:, t].flatten()
-        read = answers[0] if len(answers) == 1 else quotient(call.config, *answers, least, execute)
+        read, *sums = answers
+        if sums:
+            read = quotient(call.config, read, sums[0], execute, least)
         kept, told = _finite([memory.carry for memory in memories]), torch.isfinite(read.to(y.dtype)).all(1)
         broken = (~(kept & told)).nonzero()
         if broken.numel():

@@ -217,7 +217,7 @@ def _scan_vjp(
     used = (True, True, True, *config.forms.gates, False, False, tokens.phi_w is not None, False)
     (groups, block), length = _groups(tokens, size), tokens.v.shape[1]
     found = [
-        item.new_empty(len(item), -(-length // block), block, *item.shape[2:]) if needed else None
+        item.new_empty(len(item), -(-length // block), block, *item.shape[2:]) if item is not None and needed else None
         for item, needed in zip(tokens, used, strict=True)
     ]
     kept = list(several(record))
@@ -248,7 +248,8 @@ def _group_vjp(
     pairs = zip(matrices, cotangents, strict=True)
     used, given = zip(*[pair for pair in pairs if pair[0] is not None and pair[0].requires_grad], strict=True)
     found = torch.autograd.grad(used, leaves, given, allow_unused=True)
-    return Tokens(*found[:NUMBERS], phi_w=None if phi_w is None else found[NUMBERS])._replace(v=gv), later
+    own_phi_w = None if phi_w is None else found[NUMBERS]
+    return Tokens(*found[:NUMBERS])._replace(v=gv, phi_w=own_phi_w), later
 
 
 def _groups(tokens: Tokens, size: int) -> tuple[list[slice], int]:
@@ -551,12 +552,10 @@ def by_coordinate(
     channels = (lambda x: x.mT.flatten(0, 1)), (lambda g: split(g).mT)
     vectors = (lambda x: x.mT.flatten(0, 1).unsqueeze(-1)), (lambda g: split(g.squeeze(-1)).mT)
     weights = (lambda w: w.reshape(-1, 1, 1)), (lambda g: g.reshape(-1, width))
-    own = Tokens(
-        *of(tokens[:VECTORS], *vectors),
-        *(one(of((gate,), *(channels if gate.dim() == 3 else scalars))) for gate in several(tokens[VECTORS:NUMBERS])),
-        *(None if mask is None else mask.repeat_interleave(width, 0) for mask in tokens[NUMBERS : NUMBERS + 2]),
-        None if tokens.phi_w is None else one(of((tokens.phi_w,), *vectors)),
-    )
+    gates = [one(of((gate,), *(channels if gate.dim() == 3 else scalars))) for gate in several(tokens[VECTORS:NUMBERS])]
+    write, reset = (None if mask is None else mask.repeat_interleave(width, 0) for mask in (tokens.write, tokens.reset))
+    phi_w = None if tokens.phi_w is None else one(of((tokens.phi_w,), *vectors))
+    own = Tokens(*of(tokens[:VECTORS], *vectors), *gates)._replace(write=write, reset=reset, phi_w=phi_w)
     memory, slots, first = (of(item, *weights) for item in (carry.memory, carry.slots, initial))
     y, new = engine(config, own, carry._replace(memory=memory, slots=slots), first, run=run)
     memory, slots = (of(item, *weights[::-1]) for item in (new.memory, new.slots))

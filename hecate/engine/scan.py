@@ -108,8 +108,8 @@ def whole_scan(
     if getattr(config, "writes", 1) > 1:
         how: dict[str, Any] = {"engine": engine, "autodiff": autodiff, "tape": tape, "name": name}
         record = execute if tape is None else tape
-        single, tokens, given = one_write_each(check_config(config), q, k, v, gates, run=record, **given)
-        y, state = whole_scan(single, *tokens, **given, **how)
+        single, (q, k, v, gates), given = one_write_each(check_config(config), q, k, v, gates, run=record, **given)
+        y, state = whole_scan(single, q, k, v, gates, **given, **how)
         return read_once(config, y, run=record), state
     call = Call.of(config, q, k, v, gates, **given)
     chosen = choose(call, engine)

@@ -1,8 +1,8 @@
 """Gating: what a layer makes of a token before its memory gets it."""
 
-from hecate.gating.base import Gating, GatingKind, Masks, Plain, Sizes, Written
+from hecate.gating.base import Gating, GatingKind, Masks, Sizes, Written
 from hecate.gating.heads import Head
 from hecate.variant import import_variants
 
-__all__ = ["Gating", "GatingKind", "Head", "Masks", "Plain", "Sizes", "Written"]
+__all__ = ["Gating", "GatingKind", "Head", "Masks", "Sizes", "Written"]
 __all__ += import_variants(__name__, Gating)

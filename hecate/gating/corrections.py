@@ -104,7 +104,7 @@ class Curvature(Gating):
         return None
 
     def shapes(self, sizes: Sizes) -> Shapes:
-        heads = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in self.names}
+        heads: Shapes = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in self.names}
         return heads | {f"{name}.bias": (sizes.heads,) for name in self.names} | {"center": (sizes.heads,)}
 
     def state_shapes(self, sizes: Sizes) -> Shapes:

@@ -54,7 +54,7 @@ class Mamba3(Gating):
         return found | {"q_bias": (heads, sizes.d_key), "k_bias": (heads, sizes.d_key), "d": (heads,)}
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
-        key = {"key": (sizes.heads, sizes.d_key), "value": (sizes.heads, sizes.d_value)}
+        key: Shapes = {"key": (sizes.heads, sizes.d_key), "value": (sizes.heads, sizes.d_value)}
         return key | {"angle": (sizes.heads, self._angles(sizes))}
 
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:

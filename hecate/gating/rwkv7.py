@@ -42,8 +42,8 @@ class RWKV7(Gating):
 
     def shapes(self, sizes: Sizes) -> Shapes:
         keys = sizes.heads, sizes.d_key
-        low = {"down": (self.rank, sizes.d_model), "up": (math.prod(keys), self.rank), "bias": keys}
-        gates = {f"{gate}.{name}": shape for gate in ("w", "alpha") for name, shape in low.items()}
+        low: Shapes = {"down": (self.rank, sizes.d_model), "up": (math.prod(keys), self.rank), "bias": keys}
+        gates: Shapes = {f"{gate}.{name}": shape for gate in ("w", "alpha") for name, shape in low.items()}
         return gates | {"xi": keys, "zeta": keys}
 
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:

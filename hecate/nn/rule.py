@@ -49,9 +49,8 @@ class GatingParameters(nn.Module):
     ) -> tuple[Written, dict[str, Tensor]]:
         """What the memory gets, and the state after the last token; `held` None starts at zero."""
         if held is None:
-            wide = {"dtype": torch.promote_types(x.dtype, torch.float32), "device": x.device}
-            shapes = self.gating.state_shapes(self.sizes)
-            held = {name: torch.zeros(x.shape[0], *shape, **wide) for name, shape in shapes.items()}
+            wide, shapes = torch.promote_types(x.dtype, torch.float32), self.gating.state_shapes(self.sizes)
+            held = {n: torch.zeros(x.shape[0], *shape, dtype=wide, device=x.device) for n, shape in shapes.items()}
         made = Written(q, k, v, {name: gate for name, gate in gates._asdict().items() if gate is not None})
         with without_autocast(x.device.type):
             return self.gating.forward(self.params.tensors, x, made, held, masks)

@@ -115,7 +115,8 @@ class MemoryConfig(Config):
         if all(isinstance(knob, Variant) for knob in knobs.values()):  # else it is refused when it is checked
             object.__setattr__(self, "forms", Forms.of(self.rule))
         if self.writes > 1:
-            one = {**fields, "gating": Plain(), "writes": 1, "chunk": self.chunk * self.writes if self.chunk > 1 else 1}
+            chunk = self.chunk * self.writes if self.chunk > 1 else 1
+            one: dict[str, Any] = {**fields, "gating": Plain(), "writes": 1, "chunk": chunk}
             object.__setattr__(self, "_single", type(self).model_construct(**one))
         if self.normalizer != "none":
             fields.update(bias=Dot(), normalizer="none")

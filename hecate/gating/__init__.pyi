@@ -1,0 +1,25 @@
+from hecate.gating.base import Gating, GatingKind, Masks, Plain, Sizes, Written
+from hecate.gating.corrections import Comba, Complement, Curvature
+from hecate.gating.heads import Head, Heads
+from hecate.gating.mamba3 import Mamba3
+from hecate.gating.mlstm import MLSTM
+from hecate.gating.momentum_delta import MomentumDeltaGates
+from hecate.gating.rwkv7 import RWKV7
+
+__all__ = [
+    "MLSTM",
+    "RWKV7",
+    "Comba",
+    "Complement",
+    "Curvature",
+    "Gating",
+    "GatingKind",
+    "Head",
+    "Heads",
+    "Mamba3",
+    "Masks",
+    "MomentumDeltaGates",
+    "Plain",
+    "Sizes",
+    "Written",
+]
