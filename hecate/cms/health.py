@@ -162,7 +162,7 @@ def _norm(memory: Memory, state: LayerState) -> float:
 
 def _half_life(memory: Memory, x: Tensor) -> float:
     """log(1/2) over the mean of log(retain), the median over heads."""
-    retain = memory.gates(x).retain
+    retain = memory.asked(x)[0].gates.retain
     if not isinstance(retain, Tensor):
         return math.inf
     rates = retain.double().log().mean((0, 1))

@@ -14,6 +14,7 @@ from hecate.engine.engine import Engine, EngineName, TokenEngine, check_exact, c
 from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, to_tokens
 from hecate.engine.scan import Stepper, memory_features, memory_scan, memory_step, stepper
 from hecate.engine.tokens import CONCAT
+from hecate.engine.writes import one_write_each
 from hecate.tape.ops import largest, levelling, near_one, reach
 
 for _found in iter_modules(__path__):
@@ -47,6 +48,7 @@ __all__ = [
     "memory_step",
     "near_one",
     "numbered",
+    "one_write_each",
     "predict",
     "reach",
     "stepper",

@@ -180,6 +180,7 @@ class Call:
         call = cls.__new__(cls)
         call.config, call.length, call.steps, call.shape, call.device = config, length, steps, shape, device
         call.dtype, call.values, call.retain, call.masked, call._traced = dtype, values, retain, masked, traced
+        call.general = config.gating.gates
         return call
 
     @property

@@ -59,6 +59,11 @@ class Gating(Variant, family="gating"):
     _formulas = ("forward", "shapes", "start", "state_shapes")
 
     @property
+    def gates(self) -> tuple[str, ...]:
+        """Which of the gates erase, write, retain_value and floor it makes."""
+        return tuple(name for name in self._makes if name not in ("lr", "retain", "momentum"))
+
+    @property
     def replaces(self) -> tuple[str, ...]:
         """Gates that it makes itself, or leaves at the rule's default, and that get no head."""
         return self._makes

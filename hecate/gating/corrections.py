@@ -25,6 +25,7 @@ class Comba(Gating):
     """
 
     kind: Literal["comba"] = "comba"
+    _makes: ClassVar[tuple[str, ...]] = ("erase",)
     correction: float = Field(1.0, description="d at the start; 0.02 is suggested for small models")
     feedback: float = Field(1.0, description="a at the start")
 
@@ -55,6 +56,7 @@ class Complement(Gating):
     """
 
     kind: Literal["complement"] = "complement"
+    _makes: ClassVar[tuple[str, ...]] = ("write",)
     keys: bool = Field(False, description="whether the layer's keys stay; else the written key is 1 - retain alone")
 
     def refusal(self, config: Any) -> str | None:
@@ -82,6 +84,7 @@ class Curvature(Gating):
     """
 
     kind: Literal["curvature"] = "curvature"
+    _makes: ClassVar[tuple[str, ...]] = ("write",)
     base: float = Field(1.5, gt=1)
     eps: float = Field(1e-6, gt=0)
     center: float = Field(-0.2, description="c at the start")

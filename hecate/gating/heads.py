@@ -57,6 +57,10 @@ class Heads(Gating):
         return () if self.lr else ("lr",)
 
     @property
+    def gates(self) -> tuple[str, ...]:
+        return tuple(name for name in ("erase", "write", "retain_value") if getattr(self, name) is not None)
+
+    @property
     def erases(self) -> float:
         return math.prod(head.top for head in (self.erase, self.write) if head is not None)
 

@@ -28,7 +28,7 @@ class Mamba3(Gating):
 
     kind: Literal["mamba3"] = "mamba3"
     turned: float = Field(0.5, ge=0, le=1, description="share of the pairs")
-    _makes: ClassVar[tuple[str, ...]] = ("lr", "retain", "erase", "write")
+    _makes: ClassVar[tuple[str, ...]] = ("lr", "retain")
 
     def refusal(self, config: Any) -> str | None:
         if config.writes != 2 or not config.retention.uses_retain:

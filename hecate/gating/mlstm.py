@@ -26,7 +26,7 @@ class MLSTM(Gating):
     """
 
     kind: Literal["mlstm"] = "mlstm"
-    _makes: ClassVar[tuple[str, ...]] = ("lr", "retain")
+    _makes: ClassVar[tuple[str, ...]] = ("lr", "retain", "floor")
 
     def refusal(self, config: Any) -> str | None:
         if config.normalizer != "max" or not config.retention.uses_retain:

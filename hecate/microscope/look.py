@@ -39,7 +39,8 @@ def look(
     The model runs once, in evaluation mode and without gradients, and is left as it was. What its memories were asked
     is then scanned again in float64, so that the numbers are those of the pictured rule rather than of its rounding.
     Every `nn.Memory` is found wherever it is: alone, as a level of a CMS, beside attention; so are feature memories,
-    and the boxes of self-referential ones, whose values are what the boxes were taught. The sums of a causal
+    and the boxes of self-referential ones, whose values are what the boxes were taught. Where a token has several writes,
+    each is shown as a token. The sums of a causal
     `nn.LinearAttention` (`PerformerAttention` has one) are a memory per query head; with positions in the numerator or
     in a table they are none, and left out.
 
@@ -138,6 +139,8 @@ def _calls(module: nn.Module, given: dict[str, Any], output: Any) -> Iterator[tu
     """The calls of memories behind a call of a module, each with what its name is called by."""
     if isinstance(module, Memory):
         asked, *_ = module.asked(**given)
+        if asked.config.writes > 1:
+            asked = asked.each_write()
         yield "", Call(asked, output[1].memory)
     elif isinstance(module, LinearAttention):
         asked, unread = module.asked(**given), None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate.checks import Size, check_shapes
-from hecate.engine import Sequence, memory_features, memory_scan, to_tokens
+from hecate.engine import Sequence, memory_features, memory_scan, one_write_each, to_tokens
 from hecate.errors import ConfigError, StabilityWarning
 from hecate.gating import Masks, Sizes, Written
 from hecate.nn.conv import QKNorm, normalise_qk
@@ -261,6 +261,14 @@ class Asked(NamedTuple):
     def scan(self, **how: Any) -> tuple[Tensor, MemoryState]:
         """`memory_scan` of it; `how` are engine, autodiff and name."""
         return memory_scan(**self._asdict(), **how)
+
+    def each_write(self) -> Asked:
+        """The same with every write as a token of its own."""
+        masks = {"write_mask": self.write_mask, "reset_mask": self.reset_mask}
+        config, (q, k, v, gates), masks = one_write_each(
+            self.config, self.q, self.k, self.v, self.gates, run=execute, **masks
+        )
+        return self._replace(config=config, q=q, k=k, v=v, gates=gates, **masks)
 
     def between(self, at: int, end: int, state: MemoryState | None) -> Asked:
         """Tokens at <= t < end, from another state."""

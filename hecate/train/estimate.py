@@ -124,8 +124,10 @@ def taped(config: ExperimentConfig, tokens: int) -> dict[str, tuple[str, dict[st
     heads, found = config.model.heads, {}
     for path, (memory, d_key, d_value, _) in config.model.rules().items():
         source = torch.Generator().manual_seed(0)
+        each = (tokens, heads) if memory.writes == 1 else (tokens, memory.writes, heads)
         q, k, v = (
-            torch.randn(1, tokens, heads, width, generator=source, device="cpu") for width in (d_key, d_key, d_value)
+            torch.randn(1, *lead, width, generator=source, device="cpu")
+            for lead, width in (((tokens, heads), d_key), (each, d_key), (each, d_value))
         )
         q, k = (nn.functional.normalize(x, dim=-1) for x in (q, k))
         how: dict[str, Any] = {"heads": heads, "generator": source}

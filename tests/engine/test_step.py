@@ -115,7 +115,7 @@ def short_only(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.spec("ENG-STEP-I2")
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.config.writes == 1])
 def test_steps_of_every_rule_have_the_bits_of_the_whole_way(name: str):
     config = named_rule(name)
     walk(config, width=20)

@@ -54,7 +54,8 @@ TWO_PASS = {
     "retention": "decay",
 }
 LINEAR |= {"two_pass, chunk": TWO_PASS, "two_pass, commit": TWO_PASS | {"commit": "chunk"}}
-NAMED = {name: rule.config for name, rule in RULES.items() if nonlinearity(rule.config) is None}
+ONE_WRITE = {name: rule.config for name, rule in RULES.items() if rule.config.writes == 1}
+NAMED = {name: config for name, config in ONE_WRITE.items() if nonlinearity(config) is None}
 
 
 def random_scan(fields: Any, **options: Any) -> Any:
@@ -162,7 +163,7 @@ def additive(config: Any, generator: torch.Generator) -> bool:
 
 def variants() -> dict[str, Any]:
     """Every variant of every knob in an otherwise linear rule, and every named rule."""
-    found: dict[str, Any] = {name: rule.config for name, rule in RULES.items()}
+    found: dict[str, Any] = dict(ONE_WRITE)
     families = {"structure": Structure, "bias": Bias, "retention": Retention, "algorithm": Algorithm}
     for field, family in families.items():
         for kind, cls in family.variants().items():
