@@ -70,7 +70,8 @@ class Engine(ABC):
     def unable(self, call: Call) -> str | None:
         """Why it cannot run a call, for whatever reason; None if it can."""
         for name in call.general:
-            if name not in self.takes:
+            # Under dot nothing is asked of the memory, and the written key is the only one.
+            if name not in self.takes and not (name == "write" and call.config.forms.target):
                 return self.refuses(call.config) or f"it does not know gates.{name}"
         return self.refuses(call.config) or self.unfit(call)
 

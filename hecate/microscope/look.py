@@ -39,10 +39,9 @@ def look(
     The model runs once, in evaluation mode and without gradients, and is left as it was. What its memories were asked
     is then scanned again in float64, so that the numbers are those of the pictured rule rather than of its rounding.
     Every `nn.Memory` is found wherever it is: alone, as a level of a CMS, beside attention; so are feature memories,
-    and the boxes of self-referential ones, whose values are what the boxes were taught. Where a token has several writes,
-    each is shown as a token. The sums of a causal
-    `nn.LinearAttention` (`PerformerAttention` has one) are a memory per query head; with positions in the numerator or
-    in a table they are none, and left out.
+    and the boxes of self-referential ones, whose values are what the boxes were taught. Where a token has several
+    writes, each is shown as a token. The sums of a causal `nn.LinearAttention` (`PerformerAttention` has one) are a
+    memory per query head; with positions in the numerator or in a table they are none, and left out.
 
     Args:
         model: a model of tokens or a layer of `x [B, T, d_model]`, called as
