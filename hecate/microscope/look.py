@@ -137,8 +137,8 @@ def _observed(model: nn.Module, names: dict[nn.Module, str], run: Callable[[], A
 def _calls(module: nn.Module, given: dict[str, Any], output: Any) -> Iterator[tuple[str, Call]]:
     """The calls of memories behind a call of a module, each with what its name is called by."""
     if isinstance(module, Memory):
-        asked, *_ = module.asked(**given)
-        yield "", Call(asked, output[1].memory)
+        asked, unread = module.seen(**given)
+        yield "", Call(asked, output[1].memory, unread)
     elif isinstance(module, LinearAttention):
         asked, unread = module.asked(**given), None
         if module.eps:
