@@ -241,7 +241,7 @@ def test_refused_arguments():
 @pytest.mark.spec("ENG-TREE-I1")
 @pytest.mark.parametrize("engine", WAYS)
 def test_no_tokens(engine):
-    config, q, k, v, gates, scale = drawn = draw(length=5)
+    config, q, k, v, _, scale = drawn = draw(length=5)
     _, state = scanned(drawn, engine)
     none = [item[:, :0] for item in (q, k, v)]
     y, after = log_linear_scan(config, *none, scale=scale[:, :0], state=state, engine=engine)
