@@ -284,30 +284,37 @@ class Solved(NamedTuple):
 
     pairs: Tensor  # [C, C]: what a token answers of each value
     query: Tensor  # [C, b P]: with what it reads the base states
-    keys: tuple[Tensor, ...]  # [C, P]: with what each value lies in the last M, and S
-    drawn: tuple[Tensor, ...]  # [P, b P]: what the block takes out of the base states; none under bias dot
-    kept: tuple[tuple[Tensor | None, ...], ...]  # [1 or P, 1] of each base state in the last M, and S
+    keys: list[Tensor]  # [C, P]: with what each value lies in the last M, and S
+    kept: list[Tensor] | None  # [1 or P, b]: of the base states in the last M, and S; None where M stays
+    moves: list[Tensor] | None  # [P, b P]: the same where writes take something out of the base states
 
 
 def _solved(config: MemoryConfig, chunks: Tokens) -> Solved:
     matrices = matrices_of(config, chunks)
     pairs, query = matrices.attend, matrices.read
-    keys = [matrices.keys] if matrices.slot_keys is None else [matrices.keys, matrices.slot_keys]
-    drawn: list[Tensor] = []
-    if matrices.lower is not None and matrices.seen is not None:
-        own = torch.eye(pairs.shape[-1], dtype=pairs.dtype, device=pairs.device).expand(pairs.shape)
-        right = torch.cat((matrices.seen, own), -1)
-        solved = torch.linalg.solve_triangular(matrices.lower, right, upper=False, unitriangular=True)
-        seen, inverse = solved.split((query.shape[-1], pairs.shape[-1]), -1)
-        drawn = [key.mT @ seen for key in keys]
-        query, pairs, keys = query - pairs @ seen, pairs @ inverse, [inverse.mT @ key for key in keys]
-    kept: tuple[tuple[Tensor | None, ...], ...] = ((None,),)
-    if matrices.leaving is not None:
-        kept = (tuple(weight.unsqueeze(-1) for weight in matrices.leaving.unbind(-1)),)
-    if matrices.slot_leaving is not None:
+    keys = [key for key in (matrices.keys, matrices.slot_keys) if key is not None]
+    kept = None if matrices.leaving is None else [matrices.leaving]
+    if kept is not None and matrices.slot_leaving is not None:  # nothing of M, all of S, nothing of the initial M
         whole = matrices.slot_leaving[..., None, None]
-        kept = (*kept, (torch.zeros_like(whole), whole))
-    return Solved(pairs, query, tuple(keys), tuple(drawn), kept)
+        kept.append(pad(whole, (1, kept[0].shape[-1] - 2)))
+    if matrices.lower is None or matrices.seen is None:
+        return Solved(pairs, query, keys, kept, None)
+    own = torch.eye(pairs.shape[-1], dtype=pairs.dtype, device=pairs.device).expand(pairs.shape)
+    right = torch.cat((matrices.seen, own), -1)
+    solved = torch.linalg.solve_triangular(matrices.lower, right, upper=False, unitriangular=True)
+    seen, inverse = solved.split((query.shape[-1], pairs.shape[-1]), -1)
+    moves = []
+    for key, weights in zip(keys, [None] if kept is None else kept, strict=True):
+        one_each = key.new_ones(1, 1) if weights is None else weights
+        diagonal = one_each.mT.expand(*key.shape[:2], -1, key.shape[-1]).diag_embed()  # [b, P, P]
+        moves.append(diagonal.transpose(-3, -2).flatten(-2) - key.mT @ seen)
+    return Solved(
+        query=query - pairs @ seen,
+        pairs=pairs @ inverse,
+        keys=[inverse.mT @ key for key in keys],
+        kept=kept,
+        moves=moves,
+    )
 
 
 def _in_blocks(
@@ -327,26 +334,30 @@ def _in_blocks(
     became = torch.maximum(ages.unsqueeze(-1), torch.arange(levels, device=ages.device))
     y = (solved.pairs * weights.gather(-1, pairs)) @ chunks.v
     added = (one_hot(last, levels).to(y.dtype).unsqueeze(-1) * chunks.v.unsqueeze(-2)).flatten(-2)
-    added_to = [key.mT @ added for key in solved.keys]
+    news = zip(*[(key.mT @ added).unbind(0) for key in solved.keys], strict=True)
     states = [item.permute(0, 3, 1, 2).flatten(2) for item in held]
     start = None if tokens.reset is None else _oldest(initial, levels).permute(0, 3, 1, 2).flatten(2)
     bases: list[Tensor] = []
-    for at in range(len(read)):
+    moves = None if solved.moves is None else list(zip(*[move.unbind(0) for move in solved.moves], strict=True))
+    kept = None if solved.kept is None else list(zip(*[weight.unbind(0) for weight in solved.kept], strict=True))
+    leaving = level_of(ends ^ before[:, :, 0], levels)
+    for at, (new, age) in enumerate(zip(news, leaving, strict=True)):
         base = states if start is None else [*states, start]
         side = torch.cat(base, 1) if len(base) > 1 else base[0]
         bases.append(side)
-        states = [_left(solved, at, index, base, side).unflatten(-1, (levels, width)) for index in range(len(states))]
-        age = level_of(ends[at] ^ before[at, :, 0], levels)
-        states = [moved_on(item, age, 2).flatten(2) + own[at] for item, own in zip(states, added_to, strict=True)]
+        if moves is not None:
+            states = [move @ side for move in moves[at]]
+        elif kept is not None:
+            states = [_kept(weights, base) for weights in kept[at]]
+        states = [moved_on(item.unflatten(-1, (levels, width)), age, 2).flatten(2) for item in states]
+        states = [item + own for item, own in zip(states, new, strict=True)]
     answers = (solved.query @ torch.stack(bases)).unflatten(-1, (levels, width))
     y = y + (weights.gather(-1, became).unsqueeze(-1) * answers).sum(-2)
     y = y.transpose(0, 1).flatten(1, 2)[:, :length]
     return y, *(item.unflatten(-1, (levels, width)).permute(0, 2, 3, 1) for item in states)
 
 
-def _left(solved: Solved, at: int, index: int, base: list[Tensor], side: Tensor) -> Tensor:
-    """What a block leaves of its base states in M, or in S, `[N, P, L V]`."""
-    left = side[:, :0].sum()
-    for weight, state in zip(solved.kept[index], base, strict=False):
-        left = left + (state if weight is None else weight[at] * state)
-    return left - solved.drawn[index][at] @ side if solved.drawn else left
+def _kept(weights: Tensor, states: list[Tensor]) -> Tensor:
+    """The sum of states `[N, P, L V]` with weights `[N, 1 or P, b]`."""
+    first, *rest = (weight * state for weight, state in zip(weights.split(1, -1), states, strict=True))
+    return sum(rest, first)
