@@ -35,7 +35,7 @@ from hecate.engine.writes import one_write_each, read_once
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Memory
-from hecate.tape import Autodiff, Block, Run, Tensors, differentiate, execute, formula_block, one, several
+from hecate.tape import Autodiff, Block, Run, Tensors, can_inspect, differentiate, execute, formula_block, one, several
 
 SEGMENT = 16  # blocks between checkpoints
 WAYS = ("auto", "sequential", "parallel")
@@ -326,22 +326,20 @@ def _in_blocks(
     chunks = chunked(tokens, whole, size)
     weights, read, wrote, before = several(in_blocks((scale, *places), whole, size, (0, 0, 0, 0)))
     solved = _solved(config, chunks)
-    ends = torch.cat((read[:-1, :, -1], read[-1:, :, (length - 1) % size]))
-    # What two tokens of a block have in common, what the levels that came into it have become, and where they end.
+    # Between blocks states are as the next one's first token finds them, after the last one as that has left them.
+    first, final = read[:, :, 0], read[-1:, :, (length - 1) % size]
+    entering, then = level_of(first ^ before[:, :, 0], levels), torch.cat((first[1:], final))
+    low = _empty(entering)
     pairs = level_of(read.unsqueeze(-1) ^ wrote.unsqueeze(-2), levels)
-    ages = level_of(read ^ before[:, :, :1], levels)
-    last = level_of(ends.unsqueeze(-1) ^ wrote, levels)
-    became = torch.maximum(ages.unsqueeze(-1), torch.arange(levels, device=ages.device))
+    became = level_of(read ^ first.unsqueeze(-1), levels).unsqueeze(-1)
+    became = torch.maximum(became, torch.arange(low, levels, device=became.device))
     y = (solved.pairs * weights.gather(-1, pairs)) @ chunks.v
-    added = (one_hot(last, levels).to(y.dtype).unsqueeze(-1) * chunks.v.unsqueeze(-2)).flatten(-2)
-    news = zip(*[(key.mT @ added).unbind(0) for key in solved.keys], strict=True)
-    states = [item.permute(0, 3, 1, 2).flatten(2) for item in held]
-    start = None if tokens.reset is None else _oldest(initial, levels).permute(0, 3, 1, 2).flatten(2)
+    states = [moved_on(item.permute(0, 3, 1, 2), entering[0], 2)[:, :, low:].flatten(2) for item in held]
+    start = None if tokens.reset is None else _oldest(initial, levels).permute(0, 3, 1, 2)[:, :, low:].flatten(2)
+    news = _news(solved, chunks.v, level_of(then.unsqueeze(-1) ^ wrote, levels), levels, low)
+    moves, kept = _by_block(solved.moves), _by_block(solved.kept)
     bases: list[Tensor] = []
-    moves = None if solved.moves is None else list(zip(*[move.unbind(0) for move in solved.moves], strict=True))
-    kept = None if solved.kept is None else list(zip(*[weight.unbind(0) for weight in solved.kept], strict=True))
-    leaving = level_of(ends ^ before[:, :, 0], levels)
-    for at, (new, age) in enumerate(zip(news, leaving, strict=True)):
+    for at, (new, age) in enumerate(zip(news, level_of(then ^ first, levels), strict=True)):
         base = states if start is None else [*states, start]
         side = torch.cat(base, 1) if len(base) > 1 else base[0]
         bases.append(side)
@@ -349,12 +347,36 @@ def _in_blocks(
             states = [move @ side for move in moves[at]]
         elif kept is not None:
             states = [_kept(weights, base) for weights in kept[at]]
-        states = [moved_on(item.unflatten(-1, (levels, width)), age, 2).flatten(2) for item in states]
-        states = [item + own for item, own in zip(states, new, strict=True)]
-    answers = (solved.query @ torch.stack(bases)).unflatten(-1, (levels, width))
+        below = 0 if at + 1 == len(read) else low
+        whole_levels = [pad(item.unflatten(-1, (-1, width)), (0, 0, low - below, 0)) for item in states]
+        states = [moved_on(item, age - below, 2).flatten(2) + own for item, own in zip(whole_levels, new, strict=True)]
+    answers = (solved.query @ torch.stack(bases)).unflatten(-1, (-1, width))
     y = y + (weights.gather(-1, became).unsqueeze(-1) * answers).sum(-2)
     y = y.transpose(0, 1).flatten(1, 2)[:, :length]
     return y, *(item.unflatten(-1, (levels, width)).permute(0, 2, 3, 1) for item in states)
+
+
+def _empty(entering: Tensor) -> int:
+    """How many levels hold nothing at the first token of any block, from the level up to which it moves all: 7 where
+    blocks begin at multiples of 64. Looked at only where that costs nothing."""
+    if entering.device.type != "cpu" or not can_inspect(entering) or not entering.numel():
+        return 0
+    return int(entering.min())
+
+
+def _news(solved: Solved, v: Tensor, held: Tensor, levels: int, low: int) -> list[tuple[Tensor, ...]]:
+    """What each block's tokens add to M, and S, `[N, P, L V]`, in the levels in which they lie after it: without the
+    `low` first ones but after the last block."""
+    found = []
+    for part, least in ((slice(0, -1), low), (slice(-1, None), 0)):
+        own = one_hot((held[part] - least).clamp(min=0), levels - least).to(v.dtype)
+        rows = (own.unsqueeze(-1) * v[part].unsqueeze(-2)).flatten(-2)
+        found += list(zip(*[(key[part].mT @ rows).unbind(0) for key in solved.keys], strict=True))
+    return found
+
+
+def _by_block(of_states: list[Tensor] | None) -> list[tuple[Tensor, ...]] | None:
+    return None if of_states is None else list(zip(*[item.unbind(0) for item in of_states], strict=True))
 
 
 def _kept(weights: Tensor, states: list[Tensor]) -> Tensor:
