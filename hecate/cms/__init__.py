@@ -1,7 +1,8 @@
 """Continuum memories: levels that commit at different rates, and memories that write themselves."""
 
+from hecate.cms.carry import CarryMemory
 from hecate.cms.cms import CMS, CMSState
-from hecate.cms.config import Aggregation, CMSConfig, Composition, LevelConfig
+from hecate.cms.config import Aggregation, CMSConfig, Composition, LevelConfig, Levels
 from hecate.cms.health import LevelHealth
 from hecate.cms.self_referential import SelfReferenceConfig, SelfReferential, SelfReferentialState
 
@@ -10,9 +11,11 @@ __all__ = [
     "Aggregation",
     "CMSConfig",
     "CMSState",
+    "CarryMemory",
     "Composition",
     "LevelConfig",
     "LevelHealth",
+    "Levels",
     "SelfReferenceConfig",
     "SelfReferential",
     "SelfReferentialState",

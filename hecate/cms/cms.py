@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hecate.checks import expect
+from hecate.cms.carry import CarryMemory
 from hecate.cms.config import CMSConfig, LevelConfig
 from hecate.cms.health import LevelHealth, level_health, record_calls, warn_of_levels
 from hecate.engine import EngineName, written_before
@@ -57,6 +59,7 @@ class CMS(nn.Module):
         nested       the same, and after a commit of level l + 1 level l restarts from its memory
         chained      x_(l+1) = L_l(x_l),  y = x_K
         independent  y = sum of w_l L_l(x)
+        carry        y = L(x), L a `CarryMemory`: levels that carry their content up, read with learned weights
 
     The block around the layer adds x, as it does for any other layer. Starting weights are learned.
 
@@ -98,12 +101,13 @@ class CMS(nn.Module):
         how: dict[str, Any] = {"engine": engine, "autodiff": autodiff, **place}
         drawn = torch.empty(0, **place).device.type != "meta"
         sources = self._sources(generator) if drawn else [None] * len(config.levels)
+        made = partial(CarryMemory, levels=config.carry_levels) if config.composition == "carry" else Memory
         self.levels = nn.ModuleList()
         for index, (level, source) in enumerate(zip(config.levels, sources, strict=True)):
             own = {field: getattr(level, field) for field in LevelConfig.model_fields if field not in OF_LEVEL}
             own |= {"name": f"{name}/{level.name}", "generator": source, **how}
             try:
-                self.levels.append(Memory(d_model, level.heads or heads, level.rule, **own))
+                self.levels.append(made(d_model, level.heads or heads, level.rule, **own))
             except ConfigError as error:
                 raise error.under("levels", index) from None
         residual = config.composition in ("sequential", "nested")
@@ -266,6 +270,11 @@ class CMS(nn.Module):
             raise ConfigError(
                 "a chained layer cannot grow without changing its function: levels pass on their outputs alone, and a "
                 "new level's output is zero; use composition 'sequential'"
+            )
+        if config.composition == "carry":
+            raise ConfigError(
+                "a tree has no place for another level: its levels share one level's projections and carry their "
+                "content up; start it with the carry_levels that the longest sequence needs"
             )
         if config.composition == "nested" and at:
             raise ConfigError(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from hecate.checks import Count, Depth, Size
+from hecate.engine import MOST_LEVELS, tree_refusal
 from hecate.errors import ConfigError
 from hecate.nn.arguments import Firing, check_firing
 from hecate.nn.conv import QKNorm
@@ -78,8 +79,9 @@ class LevelConfig(Config):
         return self.memory.model_copy(update={"chunk": self.period, "commit": "chunk"})
 
 
-Composition = Literal["sequential", "nested", "independent", "chained"]
+Composition = Literal["sequential", "nested", "independent", "chained", "carry"]
 Aggregation = Literal["sum", "rsqrt", "learned", "gated"]
+Levels = Annotated[Count, Field(ge=1, le=MOST_LEVELS)]
 
 
 class CMSConfig(Config):
@@ -89,17 +91,22 @@ class CMSConfig(Config):
         levels: at least one, with unique names and periods that never fall.
         composition: "sequential" adds each level's output to what the next one reads; "nested" does
             too, and a commit of a slower level restarts the faster one from it; "chained" passes outputs alone;
-            "independent" lets every level read the input.
+            "independent" lets every level read the input; "carry" makes a tree of one level, whose content is kept
+            apart by age and read with learned weights (log-linear attention, `hecate.cms.CarryMemory`).
         aggregation: how "independent" adds up outputs: "sum"; "rsqrt" times 1/sqrt(levels);
             "learned" times a weight per level and channel; "gated" times sigmoid(W x + b).
+        carry_levels: levels of that tree, of periods 1, 2, 4, ...; T tokens need ceil(log2 T) + 1 to be told apart, and
+            what is older than the tree stays in the last level.
     """
 
     levels: tuple[LevelConfig, ...] = Field(min_length=1)
     composition: Composition = "sequential"
     aggregation: Aggregation = "sum"
+    carry_levels: Levels = 15
 
     @model_validator(mode="after")
     def _possible(self) -> CMSConfig:
+        self._check_carry()
         names = [level.name for level in self.levels]
         for index, (fast, slow) in enumerate(pairwise(self.levels), 1):
             if slow.period < fast.period:
@@ -125,6 +132,29 @@ class CMSConfig(Config):
                 reason = f"nested levels {fast.name!r} and {slow.name!r}: {refusal[1]}"
                 raise ConfigError(reason, path=("levels", index, *refusal[0].split(".")))
         return self
+
+    def _check_carry(self) -> None:
+        """Refuses what a tree cannot be made of, and its size where there is none."""
+        if self.composition != "carry":
+            if self.carry_levels != type(self).model_fields["carry_levels"].default:
+                raise ConfigError(
+                    f"{self.carry_levels} levels are those of composition 'carry'; with composition "
+                    f"{self.composition!r} leave it out",
+                    path=("carry_levels",),
+                )
+            return
+        if len(self.levels) > 1:
+            raise ConfigError(
+                f"composition 'carry' makes its levels of one, which gives projections and gates to all, got "
+                f"{len(self.levels)}; leave the others out and set carry_levels",
+                path=("levels", 1),
+            )
+        level = self.levels[0]
+        if level.period > 1:
+            reason = f"composition 'carry' has levels of periods 1, 2, 4, ..., not {level.period}; leave it out"
+            raise ConfigError(reason, path=("levels", 0, "period"))
+        if refusal := tree_refusal(level.memory):
+            raise ConfigError(f"composition 'carry': {refusal[1]}", path=("levels", 0, "memory", refusal[0]))
 
 
 def _nesting_refusal(fast: LevelConfig, slow: LevelConfig) -> tuple[str, str] | None:

@@ -12,6 +12,7 @@ from hecate.engine.call import Call, Sequence, complete, counted, numbered, writ
 from hecate.engine.chunk import predict
 from hecate.engine.engine import Engine, EngineName, TokenEngine, check_exact, choose, exact_engines, explain, verdicts
 from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, to_tokens
+from hecate.engine.log_linear import MOST_LEVELS, as_plain, log_linear_scan, tree_refusal
 from hecate.engine.scan import Stepper, memory_features, memory_scan, memory_step, stepper
 from hecate.engine.tokens import CONCAT
 from hecate.engine.writes import one_write_each
@@ -24,6 +25,7 @@ __all__ = [
     "CONCAT",
     "DIVIDE",
     "L2_NORM",
+    "MOST_LEVELS",
     "SUM_NORM",
     "Call",
     "Engine",
@@ -31,6 +33,7 @@ __all__ = [
     "Sequence",
     "Stepper",
     "TokenEngine",
+    "as_plain",
     "check_exact",
     "check_mask",
     "check_params",
@@ -43,6 +46,7 @@ __all__ = [
     "explain",
     "largest",
     "levelling",
+    "log_linear_scan",
     "memory_features",
     "memory_scan",
     "memory_step",
@@ -53,6 +57,7 @@ __all__ = [
     "reach",
     "stepper",
     "to_tokens",
+    "tree_refusal",
     "verdicts",
     "written_before",
 ]

@@ -173,7 +173,7 @@ def _scan(
     record: list[Tensor] = []
     groups, block = _groups(tokens, size)
     for group in groups:
-        chunks = _chunked(tokens, group, block)
+        chunks = chunked(tokens, group, block)
         y, bases, writes, states = walk(config, matrices_of(config, chunks), chunks.v, states, by_hand=by_hand)
         outputs.append(y.transpose(0, 1))
         if keeps:
@@ -192,7 +192,7 @@ def _scan_values(config: MemoryConfig, inputs: Tensors) -> Tensors:
     outputs: list[Tensor] = []
     for start in range(0, tokens.v.shape[1], CHANNEL_CHUNK):
         group = slice(start, min(start + CHANNEL_CHUNK, tokens.v.shape[1]))
-        chunks = _chunked(tokens, group, group.stop - start)
+        chunks = chunked(tokens, group, group.stop - start)
         gates, resets = one((chunks.retain_value,))[0], chunks.reset
         before, after = [], [torch.ones_like(gates[:, 0])]
         for t, gate in enumerate(gates.unbind(1)):
@@ -222,9 +222,9 @@ def _scan_vjp(
     ]
     kept = list(several(record))
     for group in reversed(groups):
-        chunks = _chunked(tokens, group, block)
+        chunks = chunked(tokens, group, block)
         writes = chunks.v if config.forms.target else kept.pop()
-        own, later = _group_vjp(config, chunks, one(_blocks([gy], group, block)), kept.pop(), writes, later)
+        own, later = _group_vjp(config, chunks, one(in_blocks([gy], group, block)), kept.pop(), writes, later)
         first = group.start // block
         for whole, share in zip(found, own, strict=True):
             if whole is not None and share is not None:
@@ -264,14 +264,14 @@ def _groups(tokens: Tokens, size: int) -> tuple[list[slice], int]:
     return [slice(start, min(start + step, length)) for start in range(0, length, step)], size
 
 
-def _chunked(tokens: Tokens, group: slice, size: int) -> Tokens:
+def chunked(tokens: Tokens, group: slice, size: int) -> Tokens:
     """Tokens of a group as blocks `[g, N, C, ...]`; padding writes nothing."""
     if tokens.write is None and (group.stop - group.start) % size:
         tokens = tokens._replace(write=torch.ones_like(tokens.lr, dtype=torch.bool))
-    return Tokens(*_blocks(tokens, group, size, NEUTRAL))  # type: ignore[arg-type]
+    return Tokens(*in_blocks(tokens, group, size, NEUTRAL))  # type: ignore[arg-type]
 
 
-def _blocks(tensors: Sequence[Tensor | None], group: slice, size: int, fills: Sequence[float] = (0,)) -> Tensors:
+def in_blocks(tensors: Sequence[Tensor | None], group: slice, size: int, fills: Sequence[float] = (0,)) -> Tensors:
     """A group of tokens `[N, T, ...]` as blocks `[g, N, C, ...]`, padded."""
     blocks: list[Tensor | None] = []
     for item, fill in zip(tensors, fills, strict=True):

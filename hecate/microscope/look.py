@@ -137,10 +137,10 @@ def _observed(model: nn.Module, names: dict[nn.Module, str], run: Callable[[], A
 def _calls(module: nn.Module, given: dict[str, Any], output: Any) -> Iterator[tuple[str, Call]]:
     """The calls of memories behind a call of a module, each with what its name is called by."""
     if isinstance(module, Memory):
-        asked, *_ = module.asked(**given)
+        asked, unread = module.seen(**given)
         if asked.config.writes > 1:
             asked = asked.each_write()
-        yield "", Call(asked, output[1].memory)
+        yield "", Call(asked, output[1].memory, unread)
     elif isinstance(module, LinearAttention):
         asked, unread = module.asked(**given), None
         if module.eps:

@@ -18,6 +18,7 @@ from hecate.cms import (
     CMSState,
     Composition,
     LevelConfig,
+    Levels,
     SelfReferenceConfig,
     SelfReferential,
 )  # fmt: skip
@@ -50,6 +51,7 @@ def _scans(
 
 
 _RULE = ("d_key", "d_value", "qk_norm", "learned_initial")
+_JOIN = ("composition", "aggregation", "carry_levels")
 _AROUND = ("conv_kernel", "output_gate", "feature_memory")
 
 
@@ -68,7 +70,7 @@ class LanguageModelConfig(Config):
         conv_kernel, qk_norm, output_gate, learned_initial, feature_memory: as in
             `hecate.nn.Memory`. Levels bring their own, and self-reference its rule: what they
             leave unread stays at its default.
-        levels, composition, aggregation: as in `hecate.cms.CMSConfig`.
+        levels, composition, aggregation, carry_levels: as in `hecate.cms.CMSConfig`.
         self_reference: as in `hecate.cms.SelfReferential`.
         attention: as in `hecate.nn.Composed`.
         mlp_ratio: hidden width of the gated MLP over d_model; 0 leaves it out.
@@ -90,6 +92,7 @@ class LanguageModelConfig(Config):
     levels: tuple[LevelConfig, ...] = ()
     composition: Composition = "sequential"
     aggregation: Aggregation = "sum"
+    carry_levels: Levels = 15
     self_reference: SelfReferenceConfig | None = None
     attention: AttentionConfig | None = None
     mlp_ratio: float = Field(2.0, ge=0, le=MAX_SIZE)
@@ -116,7 +119,7 @@ class LanguageModelConfig(Config):
     def _one_mixer(self) -> Self:
         """Refuses settings that nothing would read."""
         if not self.levels:
-            for field in ("composition", "aggregation"):
+            for field in _JOIN:
                 if self._is_set(field):
                     raise ConfigError(
                         f"{getattr(self, field)!r} joins levels, and there are none; give levels or leave it out",
@@ -231,7 +234,7 @@ def _mixers(config: LanguageModelConfig, name: str, **how: Any) -> tuple[Any, nn
     own: nn.Module | None = None
     levels: Callable[[], CMS] | None = None
     if config.levels:
-        cms = CMSConfig(levels=config.levels, composition=config.composition, aggregation=config.aggregation)
+        cms = CMSConfig(levels=config.levels, **{field: getattr(config, field) for field in _JOIN})
         levels = partial(CMS, *sizes, cms, name=f"{name} levels", **how)
     if config.self_reference is not None:
         own = SelfReferential(*sizes, config.self_reference, **around)

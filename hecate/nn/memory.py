@@ -241,9 +241,18 @@ class Memory(RuleParameters, MemoryLayer):
             if state.conv_segment is write_mask is reset_mask is restart_mask is None:
                 return self._one_token(x, state)
         asked, carried, skip = self.asked(x, state, **masks)
-        y, memory = asked.scan(engine=self.engine, autodiff=self.autodiff, name=self.name)
+        y, memory = self.scan(asked, x)
         y = y if skip is None else y + skip
         return self.read_out(x, y), LayerState(memory, *carried)
+
+    def scan(self, asked: Asked, x: Tensor) -> tuple[Tensor, MemoryState]:
+        """The answers of the memory and its state after the last token."""
+        return asked.scan(engine=self.engine, autodiff=self.autodiff, name=self.name)
+
+    def seen(self, **given: Any) -> tuple[Asked, str | None]:
+        """What a call of `forward` asks of the memory, to be looked at, and why its answers are not used as they are,
+        if so."""
+        return self.asked(**given)[0], None
 
     def asked(
         self, x: Tensor, state: LayerState | None = None, *, restart_mask: Tensor | None = None, **masks: Tensor | None

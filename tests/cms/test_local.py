@@ -8,12 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hecate.cms import LevelConfig
+from hecate.cms import CMS, CMSConfig, LevelConfig
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn import Memory
+from hecate.train import load_experiment
 from tests.cms.common import DELTA, LEVELS, cms_of, inputs, masks
 from tests.cms.test_reference import compare
 from tests.nn.layers import in_pieces, near, seeded
+from tests.reference import papers_2025
 from tests.reference.cms import projected
 
 LOCAL = {
@@ -128,6 +130,34 @@ def test_lower_precision(projection):
         y, state = layer(inputs(length=LENGTH).float())
     assert state.levels[0].projection.memory["weight"].dtype == torch.float32
     near(y.double(), truth, 0.1)
+
+
+@pytest.mark.spec("CMS-TNT-R1")
+def test_the_preset_is_the_paper():
+    """With one set of projections for both, the reads of its levels add up to those of the paper's recurrence."""
+    model = load_experiment("tnt").model
+    config = CMSConfig(levels=model.levels, composition=model.composition)
+    layer, x = CMS(8, 2, config, generator=seeded()), inputs(1, 150)
+    local, far = layer.memories
+    generator = seeded(4)
+    with torch.no_grad():
+        far.load_state_dict(local.state_dict(), strict=False)
+        for memory in layer.memories:
+            for parameter in (memory.initial.tensors["weight"], *memory.gates.parameters()):
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+        restart = (torch.arange(150) % 32 == 0).unsqueeze(0)
+        asked = local.asked(x, restart_mask=restart)[0], far.asked(x)[0]
+        read = [each.scan() for each in asked]
+        plain = asked[1]  # the local memory's queries are projected already
+        for head in range(2):
+            q, k, v = (item[0, :, head].numpy() for item in (plain.q, plain.k, plain.v))
+            lr = [each.gates.lr[0, :, head].numpy() for each in asked[::-1]]
+            start = [each.initial["weight"][head].numpy() for each in asked[::-1]]
+            y, weight, w = papers_2025.tnt(q, k, v, *lr, 64, 8, 32, *start)
+            near(read[0][0][0, :, head] + read[1][0][0, :, head], torch.as_tensor(y))
+            near(read[1][1].memory["weight"][0, head], torch.as_tensor(weight))
+            near(read[0][1].memory["weight"][0, head], torch.as_tensor(w))
+        near(layer(x)[0], local.read_out(x, read[0][0]) + far.read_out(x, read[1][0]))
 
 
 REFUSED = [
