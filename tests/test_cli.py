@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,10 +101,12 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
          "error: no file or folder 'gone.txt'"),
         (("train", "tiny.yaml", "--resume"), 2,
          "error: there is no run of 'tiny' in runs/ to resume"),
-        (("train", "--resume", "--out", "gone"), 2, "error: cannot read config gone/config.yaml"),
+        (("train", "--resume", "--out", "gone"), 2,
+         "error: gone is not a run folder: it has no config.yaml; leave --resume out to start a run there"),
         (("train", "tiny.yaml", "--resume", "--out", "x"), 2,
          "error: --resume takes its config from x; leave 'tiny.yaml' out"),
-        (("eval", "gone"), 2, "error: gone is not a run folder: it has no config.yaml"),
+        (("eval", "gone"), 2, "error: gone is not a run folder: it has no config.yaml; name one that "
+         "`hecate train` has written, such as runs/quickstart"),
         (("generate", "gone"), 2, "error: gone is not a run folder"),
         (("show", "nope"), 2, "error: no preset 'nope'"),
         (("list", "phy"), 2, "error: no family 'phy'; known: phi, bias, retention, algorithm, "
@@ -183,6 +186,8 @@ def test_lists(hecate):
     families = [line.split()[0] for line in out.splitlines()[1:]]
     variants = "phi bias retention algorithm structure position data optimizer"
     assert families == [*variants.split(), "engines", "rules", "presets"]
+    folded = hecate("list")[1].splitlines()[-1].split()
+    assert int(folded[1]) == len(folded) - 2 and folded[-2:] == ["mqar-RULE", "quickstart-RULE"]
     for family in families:
         code, out, err = hecate("list", family)
         assert code == 0 and len(out.splitlines()) > 2, err
@@ -199,8 +204,15 @@ def test_lists(hecate):
     ):
         line = next(x for x in hecate("list", family)[1].splitlines() if x.startswith(f"{kind} "))
         assert all(text in line for text in texts), line
+    assert ".0" not in "".join(re.findall(r"degree=[\d.]+|norm_bound=[\d.]+", hecate("list", "phi")[1]))
     mqar = next(line for line in hecate("list", "data")[1].splitlines() if line.startswith("mqar "))
     assert "2312.04927" in mqar and "hand-written" not in mqar
+
+
+@pytest.mark.spec("TRAIN-CLI-D4")
+def test_help_says_each_command_in_a_whole_line(hecate):
+    listed = hecate("--help")[1].split("Commands:\n")[1].split("\n\n")[0].splitlines()
+    assert len(listed) == 9 and not [line for line in listed if line.endswith("...") or len(line) > 80]
 
 
 @pytest.mark.spec("TRAIN-CLI-D4")

@@ -28,6 +28,11 @@ def presets() -> list[str]:
     return [*_FILES, *(f"{name}-{rule}" for name in BY_RULE for rule in RULES)]
 
 
+def folded_presets() -> list[str]:
+    """`presets` in short: those of every rule as PRESET-RULE."""
+    return [*_FILES, *(f"{name}-RULE" for name in BY_RULE)]
+
+
 def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """The experiment of a preset name or YAML file with `a.b.c=value` overrides. [TRAIN-COMPOSE-D1]
 
@@ -71,8 +76,7 @@ def _preset(name: str) -> tuple[Document, Path]:
         return read_yaml(_FILES[name]), _FILES[name]
     stem, _, rule = name.partition("-")
     if stem not in BY_RULE or rule not in RULES:
-        known = ", ".join([*_FILES, *(f"{n}-RULE" for n in BY_RULE)])
-        hint = did_you_mean(name[:80], presets())
+        known, hint = ", ".join(folded_presets()), did_you_mean(name[:80], presets())
         raise ConfigError(f"no preset {shorten(name)}; presets: {known}.{hint} A file must end in .yaml or .yml")
     document, mark = read_yaml(_FILES[stem]), f"preset {name}"
     chunked = stem == "mqar" and RULES[rule].config.chunk > RECALL_CHUNK

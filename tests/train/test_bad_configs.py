@@ -164,12 +164,12 @@ CASES = {
     ),
     "set unknown": (
         "", ["learning_rate=1"],
-        "learning_rate: no such setting. Did you mean 'learned_initial'?  [--set learning_rate=1]",
+        "learning_rate: no such setting.  [--set learning_rate=1]",
     ),
     "set unknown field": (
         "", ["optim.learn=1"],
         "optim.learn: unknown field of OptimConfig; known fields: lr, optimizer, weight_decay, "
-        "warmup, schedule, final, clip, periods. Did you mean 'lr'?  [--set optim.learn=1]",
+        "warmup, schedule, final, clip, periods.  [--set optim.learn=1]",
     ),
     "set ambiguous": ("", ["kind=elu"], "kind: could mean model.memory.structure.kind, ..."),
     "set out of range": (
