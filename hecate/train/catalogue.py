@@ -15,7 +15,7 @@ from hecate.errors import ConfigError, did_you_mean
 from hecate.nn.positions import Position
 from hecate.optim import OptimizerKind
 from hecate.rule import RULES, MemoryConfig
-from hecate.train.compose import BY_RULE, folded_presets, load_experiment, presets
+from hecate.train.compose import BY_RULE, folded_presets, load_experiment, preset_about, presets
 from hecate.variant import Variant
 
 Table = tuple[list[str], list[list[str]]]
@@ -96,7 +96,7 @@ def _engines() -> Table:
 
 def _presets() -> Table:
     shipped = {name: load_experiment(name) for name in presets() if "-" not in name}
-    rows = [[name, own.data.kind, own.data.formula(), str(own.budget.steps)] for name, own in shipped.items()]
+    rows = [[name, own.data.kind, preset_about(name), str(own.budget.steps)] for name, own in shipped.items()]
     rows += [[f"{name}-RULE", "", f"{name} with the memory of that rule", ""] for name in BY_RULE]
     return ["preset", "data", "what it is", "steps"], rows
 

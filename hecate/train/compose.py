@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,13 @@ def presets() -> list[str]:
 def folded_presets() -> list[str]:
     """`presets` in short: those of every rule as PRESET-RULE."""
     return [*_FILES, *(f"{name}-RULE" for name in BY_RULE)]
+
+
+def preset_about(name: str) -> str:
+    """What a preset's file says it is: the first sentence of its comment."""
+    lines = _FILES[name].read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
+    return re.split(r"(?<=\.) ", comment)[0].rstrip(".")
 
 
 def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
