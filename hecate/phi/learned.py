@@ -137,8 +137,8 @@ class GLU(FeatureMap):
     The hidden layer of a gated MLP as the map: a matrix memory behind it is that MLP's last layer, written at test
     time.
 
-    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_hidden]`; learned w_gate, w_up `[H, D, d_hidden]`, both from N(0,
-    1/D).
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_hidden]` (None: 4 D); learned w_gate, w_up `[H, D, d_hidden]`,
+    both from N(0, 1/D).
     VJP: with a = x W_g, b = x W_u: ga = g b silu'(a), gb = g silu(a); gx = ga W_g^T + gb W_u^T, gW_g = x^T ga, gW_u =
     x^T gb summed over tokens.
     Traits: none; features and kernel have either sign.
@@ -149,13 +149,13 @@ class GLU(FeatureMap):
     """
 
     kind: Literal["glu"] = "glu"
-    d_hidden: Size = Field(gt=0, description="number of features")
+    d_hidden: Size | None = Field(default=None, gt=0, description="number of features; null: 4 D")
 
     def output_dim(self, d: int) -> int:
-        return self.d_hidden
+        return 4 * d if self.d_hidden is None else self.d_hidden
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
-        return dict.fromkeys(("w_gate", "w_up"), (d, self.d_hidden))
+        return dict.fromkeys(("w_gate", "w_up"), (d, self.output_dim(d)))
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
         w_gate, w_up = self.parameters(params, "w_gate", "w_up")

@@ -57,7 +57,7 @@ EXAMPLES: dict[str, list[phi.FeatureMap]] = {
     "relu": [phi.ReLU(), phi.ReLU(shift=0.001)],
     "softplus": [phi.Softplus(), phi.Softplus(beta=3.0)],
     "taylor": [phi.Taylor(), phi.Taylor(compact=False), phi.Taylor(order=3), phi.Taylor(order=4)],
-    "glu": [phi.GLU(d_hidden=6)],
+    "glu": [phi.GLU(), phi.GLU(d_hidden=6)],
     "hedgehog": [phi.Hedgehog(), phi.Hedgehog(joint=True)],
     "slay": [phi.SLAY(m=4, nodes=3), phi.SLAY(eps=0.3, m=2)],
     "hadamard": [phi.Hadamard(d_phi=6)],
