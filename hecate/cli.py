@@ -113,7 +113,11 @@ _Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_
 _Which = Annotated[str, typer.Option("--checkpoint", help="Which one: best or newest.")]
 
 
-@_command("list", epilog="Examples: hecate list | hecate list phi | hecate list presets")
+@_command(
+    "list",
+    short_help="The variants of a family: formula, traits, gradient, paper.",
+    epilog="Examples: hecate list | hecate list phi | hecate list presets",
+)
 def list_(
     family: Annotated[str | None, typer.Argument(
         metavar="[FAMILY]", show_default=False, autocompletion=_families,
@@ -127,7 +131,10 @@ def list_(
     print_table(*catalogue(family))
 
 
-@_command(epilog="Examples: hecate show mqar --set data.num_pairs=16 | hecate show quickstart --engine")
+@_command(
+    short_help="The resolved YAML of an experiment, or its engines.",
+    epilog="Examples: hecate show mqar --set data.num_pairs=16 | hecate show quickstart --engine",
+)
 def show(
     source: _Source,
     overrides: _Set = None,
@@ -144,7 +151,10 @@ def show(
         typer.echo(dump_experiment(config), nl=False)
 
 
-@_command(epilog="Example: hecate schema > experiment.schema.json")
+@_command(
+    short_help="The JSON schema of an experiment, for editors.",
+    epilog="Example: hecate schema > experiment.schema.json",
+)
 def schema() -> None:
     """Print the JSON schema of an experiment, for editors that complete YAML."""
     import json
@@ -154,7 +164,10 @@ def schema() -> None:
     typer.echo(json.dumps(ExperimentConfig.model_json_schema(), indent=1))
 
 
-@_command(epilog="Examples: hecate estimate hope | hecate estimate mine.yaml --mem-limit 8G")
+@_command(
+    short_help="Parameters, state, memory and work, before a run.",
+    epilog="Examples: hecate estimate hope | hecate estimate mine.yaml --mem-limit 8G",
+)
 def estimate(source: _Source, overrides: _Set = None, limit: _Limit = None) -> None:
     """Sizes of an experiment before it is run: parameters, state, memory, work; allocates none."""
     from hecate.train.compose import load_experiment
@@ -167,7 +180,10 @@ def estimate(source: _Source, overrides: _Set = None, limit: _Limit = None) -> N
     print_table(("size", "value"), estimate_rows(config))
 
 
-@_command(epilog="Examples: hecate tape mqar | hecate tape cms --tokens 4")
+@_command(
+    short_help="The tape of each memory over a few random tokens.",
+    epilog="Examples: hecate tape mqar | hecate tape cms --tokens 4",
+)
 def tape(
     source: _Source,
     overrides: _Set = None,
@@ -186,8 +202,9 @@ def tape(
 
 
 @_command(
+    short_help="Train a model and write a run folder with a report.",
     epilog="Examples: hecate train | hecate train mqar --set bias=dot | "
-    "hecate train my.yaml --out runs/mine | hecate train --out runs/mine --resume --steps 2000"
+    "hecate train my.yaml --out runs/mine | hecate train --out runs/mine --resume --steps 2000",
 )
 def train(
     source: Annotated[str | None, typer.Argument(
@@ -208,11 +225,13 @@ def train(
     from hecate.train import load_experiment, run_experiment
     from hecate.train.display import Display, print_table
     from hecate.train.estimate import parse_bytes
-    from hecate.train.run import fresh_folder, latest_folder
+    from hecate.train.run import check_folder, fresh_folder, latest_folder
 
     folder = out or (latest_folder(source) if resume else None)
     if resume and source is not None and out is not None:
         raise ConfigError(f"--resume takes its config from {out}; leave {source!r} out and change settings with --set")
+    if resume and folder:
+        check_folder(folder, resume)
     base = folder / "config.yaml" if resume and folder else source or "quickstart"
     config = load_experiment(base, [*(overrides or []), *([] if steps is None else [f"budget.steps={steps}"])])
     folder = folder or fresh_folder(config.name)
@@ -232,7 +251,9 @@ def train(
         raise typer.Exit(128 + result.signal)
 
 
-@_command("eval", epilog="Example: hecate eval runs/quickstart")
+@_command(
+    "eval", short_help="Score a run's checkpoint beside the baselines.", epilog="Example: hecate eval runs/quickstart"
+)
 def evaluate(run: _Run, checkpoint: _Which = "best") -> None:
     """Score a run's checkpoint on its validation data, beside the baselines."""
     from hecate.train.display import print_table
@@ -279,7 +300,10 @@ def generate(
     typer.echo(decoder.decode(b"", final=True))
 
 
-@_command(epilog="Examples: hecate report runs/mqar | hecate report runs/cms --tokens 64")
+@_command(
+    short_help="What a run's memories hold, attend to and forget.",
+    epilog="Examples: hecate report runs/mqar | hecate report runs/cms --tokens 64",
+)
 def report(
     run: _Run,
     tokens: Annotated[int | None, typer.Option(

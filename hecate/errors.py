@@ -107,7 +107,7 @@ def shorten(value: object) -> str:
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """` Did you mean 'elu'?`, or an empty text when nothing known is close."""
     text = word if isinstance(word, str) else shorten(word)
-    match = difflib.get_close_matches(text.lower(), list(known), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(text.lower(), list(known), n=1, cutoff=0.6)
     return f" Did you mean {match[0]!r}?" if match else ""
 
 

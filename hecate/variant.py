@@ -318,7 +318,8 @@ class Variant(Config):
         if kind is None:
             raise ConfigError(f"needs a 'kind'; known {cls._family} kinds: {listing}")
         if not isinstance(kind, str) or kind not in known:
-            hint = did_you_mean(kind, known)
+            own = " One of your own needs its module imported, with --import MODULE on the command line"
+            hint = did_you_mean(kind, known) or own
             raise ConfigError(f"unknown {cls._family} kind {shorten(kind)}; known: {listing}.{hint}")
         return known[kind].model_validate(dict(fields))
 

@@ -39,7 +39,7 @@ MAPS: tuple[FeatureMap, ...] = (
     phi.PerformerReLU(num_features=WIDE), phi.ArcCosine(num_features=WIDE, order=0),
     phi.ArcCosine(num_features=WIDE, order=2),
     phi.Linear(d_phi=WIDE), phi.MLP(d_hidden=WIDE), phi.T2R(d_phi=WIDE), phi.Hadamard(d_phi=WIDE),
-    phi.Hedgehog(),
+    phi.GLU(d_hidden=WIDE), phi.Hedgehog(), phi.Hedgehog(joint=True), phi.SLAY(nodes=4, m=1),
     phi.OddLift(inner=phi.ELU()), phi.Concat(maps=(phi.ELU(), phi.Favor(num_features=WIDE))),
     phi.Compose(
         maps=(phi.Normalise(inner=phi.Identity()), phi.Favor(num_features=WIDE, scale="none"))

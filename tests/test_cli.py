@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 import yaml
 
 from hecate.cli import main
+from hecate.rule import named_rule
 from hecate.train import ExperimentConfig, checkpoints
 from hecate.train.metrics import read_metrics
 
@@ -89,7 +91,7 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (
             ("train", "nope"),
             2,
-            "error: no preset 'nope'; presets: cms, hope, mac, mag, mal, mqar, quickstart, ",
+            "error: no preset 'nope'; presets: cms, hope, hope_170m, lact_760m, mac, ",
         ),
         (("train", "gone.yaml"), 2, "error: cannot read config gone.yaml: No such file"),
         (("train", "tiny.yaml", "--set", "optim.lr=0"), 2,
@@ -100,10 +102,12 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
          "error: no file or folder 'gone.txt'"),
         (("train", "tiny.yaml", "--resume"), 2,
          "error: there is no run of 'tiny' in runs/ to resume"),
-        (("train", "--resume", "--out", "gone"), 2, "error: cannot read config gone/config.yaml"),
+        (("train", "--resume", "--out", "gone"), 2,
+         "error: gone is not a run folder: it has no config.yaml; leave --resume out to start a run there"),
         (("train", "tiny.yaml", "--resume", "--out", "x"), 2,
          "error: --resume takes its config from x; leave 'tiny.yaml' out"),
-        (("eval", "gone"), 2, "error: gone is not a run folder: it has no config.yaml"),
+        (("eval", "gone"), 2, "error: gone is not a run folder: it has no config.yaml; name one that "
+         "`hecate train` has written, such as runs/quickstart"),
         (("generate", "gone"), 2, "error: gone is not a run folder"),
         (("show", "nope"), 2, "error: no preset 'nope'"),
         (("list", "phy"), 2, "error: no family 'phy'; known: phi, bias, retention, algorithm, "
@@ -183,6 +187,8 @@ def test_lists(hecate):
     families = [line.split()[0] for line in out.splitlines()[1:]]
     variants = "phi bias retention algorithm structure position data optimizer"
     assert families == [*variants.split(), "engines", "rules", "presets"]
+    folded = hecate("list")[1].splitlines()[-1].split()
+    assert int(folded[1]) == len(folded) - 2 and folded[-2:] == ["mqar-RULE", "quickstart-RULE"]
     for family in families:
         code, out, err = hecate("list", family)
         assert code == 0 and len(out.splitlines()) > 2, err
@@ -199,8 +205,15 @@ def test_lists(hecate):
     ):
         line = next(x for x in hecate("list", family)[1].splitlines() if x.startswith(f"{kind} "))
         assert all(text in line for text in texts), line
+    assert ".0" not in "".join(re.findall(r"degree=[\d.]+|norm_bound=[\d.]+", hecate("list", "phi")[1]))
     mqar = next(line for line in hecate("list", "data")[1].splitlines() if line.startswith("mqar "))
     assert "2312.04927" in mqar and "hand-written" not in mqar
+
+
+@pytest.mark.spec("TRAIN-CLI-D4")
+def test_help_says_each_command_in_a_whole_line(hecate):
+    listed = hecate("--help")[1].split("Commands:\n")[1].split("\n\n")[0].splitlines()
+    assert len(listed) == 9 and not [line for line in listed if line.endswith("...") or len(line) > 80]
 
 
 @pytest.mark.spec("TRAIN-CLI-D4")
@@ -295,6 +308,43 @@ def test_estimate_counts_what_is_built(hecate, preset):
     assert abs(size - kept) <= 0.001 * kept or preset in ("mag", "mal", "mac")
     code, out, _ = hecate("estimate", preset)
     assert code == 0 and rows["parameters"] in out
+
+
+@pytest.mark.spec("TRAIN-PAPER-D1")
+@pytest.mark.parametrize(
+    ("preset", "rule", "width", "depth", "tokens"),
+    [
+        ("yaad_170m", "yaad", 768, 12, 15e9),
+        ("moneta_170m", "moneta", 768, 12, 15e9),
+        ("memora_170m", "memora", 768, 12, 15e9),
+        ("titans_170m", "titans", 768, 12, 15e9),
+        ("omeganet_170m", "omeganet", 768, 12, 15e9),
+        ("hope_170m", None, 768, 12, 15e9),
+        ("lact_760m", "large_chunk_ttt", 1536, 24, None),
+    ],
+)
+def test_presets_of_papers_are_of_their_size_and_say_what_is_ours(preset, rule, width, depth, tokens):
+    from hecate.train import load_experiment
+    from hecate.train.compose import _FILES, preset_about
+    from hecate.train.estimate import sizes_of
+
+    text, config = _FILES[preset].read_text(), load_experiment(preset)
+    assert "ours" in text.lower() and preset_about(preset)
+    model, budget = config.model, config.budget
+    assert (model.d_model, model.layers, config.name) == (width, depth, preset)
+    assert rule is None or type(model.memory.structure) is type(named_rule(rule).structure)
+    assert tokens is None or budget.steps * budget.batch_size * config.seq_len == pytest.approx(tokens, rel=1e-4)
+    sizes = sizes_of(config)
+    vocabulary = 2 * (32_000 - 256) * width  # a word's vocabulary, untied, in place of bytes
+    if rule in ("yaad", "moneta", "memora", "titans", "omeganet"):
+        assert sizes.parameters + vocabulary == pytest.approx(172e6, rel=0.02)
+
+
+@pytest.mark.spec("TRAIN-LIST-D1")
+def test_presets_are_listed_by_what_their_files_say(hecate):
+    out = hecate("list", "presets")[1]
+    assert "Yaad at the size of its paper's smallest language model: Huber loss" in out
+    assert "gates attention over a sliding window (MAG)" in out
 
 
 @pytest.mark.spec("TRAIN-EST-D2")

@@ -104,7 +104,8 @@ def test_sentences_of_types_without_a_special_word():
 def test_did_you_mean():
     assert did_you_mean("sigm", ["sigma", "d_phi"]) == " Did you mean 'sigma'?"
     assert did_you_mean("zzz", ["sigma", "d_phi"]) == ""
-    assert did_you_mean(None, []) == ""
+    assert did_you_mean("nonsense", ["tokens", "sense"]) == " Did you mean 'sense'?"
+    assert did_you_mean("nonsense", ["tokens"]) == did_you_mean(None, []) == ""
     deep: list = []
     for _ in range(5000):
         deep = [deep]

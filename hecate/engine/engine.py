@@ -57,6 +57,12 @@ class Engine(ABC):
             again = (taken.__module__, taken.__qualname__) == (cls.__module__, cls.__qualname__)
             if cls.name == "auto" or not again:
                 raise ConfigError(f"there is an engine {cls.name!r} already; give {cls.__name__} another name")
+            # ABC has not looked yet, and would let an instance be made.
+            names = sorted({name for base in cls.__mro__[1:] for name in getattr(base, "__abstractmethods__", ())})
+            missing = ", ".join(n for n in names if getattr(getattr(cls, n), "__isabstractmethod__", False))
+            if missing:
+                gives = "an engine gives cost and run, a TokenEngine cost and scan"
+                raise ConfigError(f"engine {cls.name!r} has no {missing}: {gives}; define {cls.__name__} with them")
             Engine.registry[cls.name] = cls()
 
     def refuses(self, config: MemoryConfig) -> str | None:
@@ -206,7 +212,10 @@ def explain(call: Call, asked: EngineName = "auto", *, others: bool = False) -> 
     said = verdicts(call)
     own = said.pop(engine.name)
     rest = "; ".join(f"{name}: {why}" for name, why in said.items() if why)
-    return engine.name, f"{own} ({rest})" if own and others else own or rest
+    if own and not others:
+        return engine.name, own
+    own = own or "the cheapest that can"
+    return engine.name, f"{own} ({rest})" if rest else own
 
 
 def verdicts(call: Call) -> dict[str, str]:

@@ -35,10 +35,12 @@ class Written(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """`[B, T]` bool or None: which tokens are written, and before which a memory starts anew."""
+    """`[B, T]` bool or None: which tokens are written, and before which a memory starts anew; and how many written
+    tokens are a chunk of it."""
 
     write: Tensor | None = None
     reset: Tensor | None = None
+    chunk: int = 1
 
 
 class Gating(Variant, family="gating"):

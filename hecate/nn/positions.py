@@ -67,9 +67,17 @@ class Position(Variant, family="position"):
     def check_past(self, given: str, instead: str) -> None:
         """Refuses what stands for earlier tokens, such as "a state", where `sums_past` is False."""
 
+    def turned_width(self, width: int) -> int:
+        """Width of what `turned` makes of vectors of a width."""
+        return width
+
     def turned(self, x: Tensor, position: Tensor, params: Params) -> Tensor:
         """x `[B, T, G, width]` turned by position `[B, T]`, in x's dtype."""
         return x
+
+    def turned_keys(self, x: Tensor, position: Tensor, params: Params) -> Tensor:
+        """`turned` for keys, where those are not turned as queries are."""
+        return self.turned(x, position, params)
 
     def retain(self, like: Tensor, params: Params) -> Tensor | None:
         """What is kept of the past per token, `[B, S, G]` for keys `[B, S, G, *]`; None: all of it."""
@@ -198,6 +206,50 @@ class CirculantString(Rotation):
         angle = position[..., None, None] * speed
         turn = torch.complex(angle.cos().to(wide), angle.sin().to(wide))
         return torch.fft.irfft(torch.fft.rfft(x.to(wide)) * turn, n=x.shape[-1]).to(x.dtype)
+
+
+class Polar(Position):
+    """polar: weights sum_c phi(q_i)_c phi(k_j)_c cos((i - j) base^(-c / P) - b_c) in the sum of values, P channels.
+
+    Features are lengths, positions angles: R_i f = [f cos(i s), f sin(i s)] with s_c = base^(-c / P), and a key's angle
+    is greater by b, learned per head and channel, 0 at the start. What a token is (phi) and where it stands no longer
+    mix, as where `rotary` turns pairs of channels. PoPE is this with feature_map "softplus". A sum of weights is that
+    of phi(q).phi(k), as for `rotary` with `where` = "numerator".
+
+    Shapes: phi(x) `[B, T, G, P]` to `[B, T, G, 2 P]`, positions `[B, T]`; b `[G, P]`.
+    Cost: O(P) per token and twice the state; angles in float64.
+    Warning: the weight of two tokens may be negative. A released program clamps b to [-2 pi, 0], where a b that starts
+    at 0 and moves up has no gradient again; the cosine has that period, so no b is lost without the clamp.
+    References: Decoupling the "What" and "Where" With Polar Coordinate Positional Embeddings (Gopalakrishnan et al.,
+    2025, arXiv 2509.10534). [ATT-POLAR-D1, ATT-POLAR-E1]
+    """
+
+    kind: Literal["polar"] = "polar"
+    base: float = Field(default=BASE, gt=0, description="the slowest channel turns by about 1 / base")
+
+    @property
+    def turns_features(self) -> bool:
+        return True
+
+    def start(self, width: int, heads: int, *, causal: bool) -> Params:
+        return {"offset": torch.zeros(heads, width, dtype=torch.float64, device="cpu")}
+
+    def turned_width(self, width: int) -> int:
+        return 2 * width
+
+    def turned(self, x: Tensor, position: Tensor, params: Params) -> Tensor:
+        return self._cartesian(x, self._angle(x, position))
+
+    def turned_keys(self, x: Tensor, position: Tensor, params: Params) -> Tensor:
+        return self._cartesian(x, self._angle(x, position) + params["offset"].double())
+
+    def _angle(self, x: Tensor, position: Tensor) -> Tensor:
+        steps = torch.arange(x.shape[-1], dtype=torch.float64, device=x.device)
+        return position[..., None, None] * self.base ** (-steps / max(x.shape[-1], 1))
+
+    def _cartesian(self, x: Tensor, angle: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return torch.cat([x * angle.cos().to(wide), x * angle.sin().to(wide)], -1).to(x.dtype)
 
 
 class Relative(Position):

@@ -31,7 +31,7 @@ class GatingParameters(nn.Module):
 
     def __init__(self, config: MemoryConfig, sizes: Sizes, **place: Any) -> None:
         super().__init__()
-        self.gating, self.sizes = config.gating, sizes
+        self.gating, self.sizes, self.chunk = config.gating, sizes, config.chunk
         shapes = self.gating.shapes(sizes)
         check_shapes(shapes, f"lower d_model, heads or the widths that gating {self.gating.kind!r} sees")
         meta = without_numbers(place["dtype"])
@@ -53,7 +53,7 @@ class GatingParameters(nn.Module):
             held = {n: torch.zeros(x.shape[0], *shape, dtype=wide, device=x.device) for n, shape in shapes.items()}
         made = Written(q, k, v, {name: gate for name, gate in gates._asdict().items() if gate is not None})
         with without_autocast(x.device.type):
-            return self.gating.forward(self.params.tensors, x, made, held, masks)
+            return self.gating.forward(self.params.tensors, x, made, held, masks._replace(chunk=self.chunk))
 
 
 class HeldRule(FeatureParameters):

@@ -66,8 +66,8 @@ class Weights(NamedTuple):
             return x
         return self.positions.turned(x, place, self.position_params)
 
-    def features(self, x: Tensor, place: Tensor | None) -> tuple[Tensor, Tensor]:
-        """phi(x) as it enters the sum of values and the sum of weights, with its own derivative."""
+    def features(self, x: Tensor, place: Tensor | None, *, keys: bool = False) -> tuple[Tensor, Tensor]:
+        """phi(x) of queries or keys as it enters the sum of values and that of weights, with its own derivative."""
         params = self.params
         if self.feature_map.needs_position and place is not None:
             params = {**params, "position": place.unsqueeze(-1)}
@@ -77,7 +77,8 @@ class Weights(NamedTuple):
         x = one(execute(block, self.turned(x, place), *tensors))
         if place is None or not self.positions.turns_features:
             return x, x
-        return self.positions.turned(x, place, self.position_params), x
+        turned = self.positions.turned_keys if keys else self.positions.turned
+        return turned(x, place, self.position_params), x
 
 
 def linear_attention(
@@ -143,7 +144,7 @@ def linear_attention(
         keys, values = (written(x.to(dtype), write_mask) for x in (k, v))
         place, seen = weights.places(state, write_mask, reset_mask, k)
         phi_q = weights.features(queries, None if place is None else place.repeat_interleave(group, 1))
-        phi_k = weights.features(keys, place)
+        phi_k = weights.features(keys, place, keys=True)
         retain = positions.retain(keys, weights.position_params)
         factors = positions.factors(keys, weights.position_params, causal=causal)
         sums = sums._replace(retain=retain, factors=factors)
@@ -274,8 +275,9 @@ def _check_state(
         raise ShapeError(f"state must hold sums alone, got {others} too; was it made by another memory?")
     batch, heads, width = k.shape[0], k.shape[2], feature_map.output_dim(k.shape[-1])
     total = None if state.normalizer is None else state.normalizer.memory.get("weight")
+    summed = positions.turned_width(width) if positions.turns_features else width
     for name, given, shape in (
-        ("memory['weight']", state.memory.get("weight"), (batch, heads, v.shape[-1], width)),
+        ("memory['weight']", state.memory.get("weight"), (batch, heads, v.shape[-1], summed)),
         ("normalizer", total, (batch, heads, 1, width) if normalizer == "sum" else None),
         ("seen", state.seen, (batch,) if positions.needs_position or feature_map.needs_position else None),
     ):

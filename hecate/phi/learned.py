@@ -131,6 +131,45 @@ class Hadamard(FeatureMap):
         return (gx_1 + gx_2).to(x.dtype), {"w_1": gw_1, "w_2": gw_2}
 
 
+class GLU(FeatureMap):
+    """glu: phi(x) = silu(x W_g) * (x W_u), both matrices learned per head.
+
+    The hidden layer of a gated MLP as the map: a matrix memory behind it is that MLP's last layer, written at test
+    time.
+
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_hidden]` (None: 4 D); learned w_gate, w_up `[H, D, d_hidden]`,
+    both from N(0, 1/D).
+    VJP: with a = x W_g, b = x W_u: ga = g b silu'(a), gb = g silu(a); gx = ga W_g^T + gb W_u^T, gW_g = x^T ga, gW_u =
+    x^T gb summed over tokens.
+    Traits: none; features and kernel have either sign.
+    Cost: O(D d_hidden).
+    Warning: near 0 features are a b / 2, even in x, and far out of degree 2: |phi(x)|^2 grows with the fourth power.
+    References: GLU Variants Improve Transformer (Shazeer, 2020, arXiv 2002.05202); In-Place Test-Time Training (2026,
+    arXiv 2604.06169). [PHI-GLU-D1]
+    """
+
+    kind: Literal["glu"] = "glu"
+    d_hidden: Size | None = Field(default=None, gt=0, description="number of features; null: 4 D")
+
+    def output_dim(self, d: int) -> int:
+        return 4 * d if self.d_hidden is None else self.d_hidden
+
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(("w_gate", "w_up"), (d, self.output_dim(d)))
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
+        w_gate, w_up = self.parameters(params, "w_gate", "w_up")
+        a, b = project_precisely(x, w_gate), project_precisely(x, w_up)
+        return (activate("silu", a, 0) * b).to(x.dtype), (x, a, b, w_gate, w_up)
+
+    def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        x, a, b, w_gate, w_up = residuals
+        g = g.to(a.dtype)
+        gx_gate, gw_gate = project_vjp(x, w_gate, activate_vjp("silu", a, g * b))
+        gx_up, gw_up = project_vjp(x, w_up, g * activate("silu", a, 0))
+        return (gx_gate + gx_up).to(x.dtype), {"w_gate": gw_gate, "w_up": gw_up}
+
+
 class MLP(FeatureMap):
     """mlp: phi(x) = x + s(x W_in) W_out, both matrices learned per head; without x if not residual.
 

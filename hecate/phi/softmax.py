@@ -59,6 +59,17 @@ def both_softmax(z: Tensor) -> Tensor:
     return torch.cat([z.softmax(-1), (-z).softmax(-1)], -1)
 
 
+def joint_softmax(z: Tensor) -> Tensor:
+    """`softmax([2 z, -2 z])`, both halves with a sum of 1 together: `[..., 2 D]`."""
+    return torch.cat([2 * z, -2 * z], -1).softmax(-1)
+
+
+def joint_softmax_vjp(features: Tensor, g: Tensor) -> Tensor:
+    """Cotangent of z from that of `features = joint_softmax(z)`."""
+    up, down = softmax_vjp(features, g).chunk(2, -1)
+    return 2 * (up - down)
+
+
 def both_softmax_vjp(features: Tensor, g: Tensor) -> Tensor:
     """Cotangent of z from that of `features = both_softmax(z)`."""
     (up, down), (gup, gdown) = features.chunk(2, -1), g.chunk(2, -1)
@@ -66,15 +77,17 @@ def both_softmax_vjp(features: Tensor, g: Tensor) -> Tensor:
 
 
 class Hedgehog(FeatureMap):
-    """hedgehog: phi(x) = [softmax(z), softmax(-z)], z = x W + b, W and b learned per head.
+    """hedgehog: phi(x) = [softmax(z), softmax(-z)], z = x W + b, W and b learned per head; joint: softmax([2 z, -2 z]).
 
     Spiky, positive features that can be trained until linear attention mimics softmax attention. W starts as the
-    identity and b at 0, where phi is `softmax` with half_space.
+    identity and b at 0, where phi is `softmax` with half_space. `joint` is one softmax over both halves, as the library
+    flash-linear-attention has it: another kernel, in which the half with the largest component takes what the other
+    loses.
 
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., 2 D]`; learned weight `[H, D, D]`, bias `[H, D]`.
-    VJP: gz = f (g - f.g) of the first half minus that of the second; gx = gz W^T, gW = x^T gz and gb = gz summed over
-    tokens.
-    Traits: non_negative, kernel_non_negative, norm_bound 2.
+    VJP: gz = f (g - f.g) of the first half minus that of the second, joint twice that with f.g over both; gx = gz W^T,
+    gW = x^T gz and gb = gz summed over tokens.
+    Traits: non_negative, kernel_non_negative, norm_bound 2 (joint 1).
     Cost: O(D^2).
     Warning: the paper learns one map for queries and another for keys; here one serves both, so that phi(q).phi(k) is a
     kernel. Give q and k projections of their own before the map.
@@ -84,7 +97,10 @@ class Hedgehog(FeatureMap):
 
     kind: Literal["hedgehog"] = "hedgehog"
     widening: ClassVar[int] = 2
-    promises = Traits(non_negative=True, kernel_non_negative=True, norm_bound=2.0)
+    joint: bool = Field(default=False, description="one softmax over [2 z, -2 z]")
+
+    def traits(self) -> Traits:
+        return Traits(non_negative=True, kernel_non_negative=True, norm_bound=1.0 if self.joint else 2.0)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d, d), "bias": (d,)}
@@ -96,9 +112,10 @@ class Hedgehog(FeatureMap):
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
         weight, bias = self.parameters(params, "weight", "bias")
-        features = both_softmax(affine(x, weight, bias))
+        features = (joint_softmax if self.joint else both_softmax)(affine(x, weight, bias))
         return features.to(x.dtype), (features, x, weight, bias)
 
     def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         features, x, weight, bias = residuals
-        return affine_vjp(x, weight, bias, both_softmax_vjp(features, g.to(features.dtype)))
+        pull = joint_softmax_vjp if self.joint else both_softmax_vjp
+        return affine_vjp(x, weight, bias, pull(features, g.to(features.dtype)))

@@ -5,8 +5,19 @@ from __future__ import annotations
 from hecate import retention
 from hecate.algorithm import GD, RLS, DeepMomentum, DeltaMomentum, Momentum, NewtonSchulz, Omega
 from hecate.bias import Dot, Lp, Yaad
-from hecate.gating import MLSTM, RWKV7, Comba, Complement, Curvature, Head, Heads, Mamba3, MomentumDeltaGates
-from hecate.phi import ELU, Concat, Identity, Linear, Normalise, Polynomial
+from hecate.gating import (
+    MLSTM,
+    RWKV7,
+    Comba,
+    Complement,
+    Curvature,
+    Head,
+    Heads,
+    Mamba3,
+    MomentumDeltaGates,
+    TargetConv,
+)
+from hecate.phi import ELU, GLU, Concat, Identity, Linear, Normalise, Polynomial
 from hecate.retention import KL, Decay, Lq, Sphere
 from hecate.rule.config import RULES, MemoryConfig, NamedRule
 from hecate.structure import MLP, GatedMLP, Slots, TwoPass
@@ -184,6 +195,21 @@ RULES |= {
         "Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884): rows are brought back to the length "
         "they start with; chunks of 32, not 2048 and more, so set chunk to a fraction of the sequence; lr weighs the "
         "tokens of a chunk",
+    ),
+    "in_place_ttt": NamedRule(
+        MemoryConfig(
+            bias=Dot(),
+            algorithm=GD(lr=0.3),
+            feature_map=GLU(),
+            gating=TargetConv(),
+            chunk=32,
+            writes=3,
+            commit="chunk",
+            read="before",
+        ),
+        "In-Place Test-Time Training (2026, arXiv 2604.06169): the last layer of a gated MLP as the memory, targets by "
+        "a convolution with two taps ahead; lr is the released code's, its paper's is 3; chunks of 32, not 4096 and "
+        "more, so set chunk to a fraction of the sequence, and lr with it, which weighs a sum over the chunk",
     ),
     "moneta": NamedRule(
         MemoryConfig(

@@ -15,7 +15,7 @@ from hecate.errors import ConfigError, did_you_mean
 from hecate.nn.positions import Position
 from hecate.optim import OptimizerKind
 from hecate.rule import RULES, MemoryConfig
-from hecate.train.compose import BY_RULE, load_experiment, presets
+from hecate.train.compose import BY_RULE, folded_presets, load_experiment, preset_about, presets
 from hecate.variant import Variant
 
 Table = tuple[list[str], list[list[str]]]
@@ -38,7 +38,7 @@ def catalogue(family: str | None = None) -> Table:
     """Header and rows of one family, or the families themselves. [TRAIN-LIST-D1]"""
     if family is None:
         kinds = {name: list(root.variants()) for name, root in _VARIANTS.items()}
-        named = {**kinds, "engines": list(Engine.registry), "rules": list(RULES), "presets": presets()}
+        named = {**kinds, "engines": list(Engine.registry), "rules": list(RULES), "presets": folded_presets()}
         return ["family", "count", "kinds"], [[name, str(len(own)), " ".join(own)] for name, own in named.items()]
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -72,7 +72,8 @@ def _traits(variant: Any) -> str:
         declared = example.traits()._asdict().items()
     except ConfigError:
         return f"depends on {', '.join(required)}"
-    return ", ".join(k if v is True else f"{k}={v}" for k, v in declared if v not in (False, None, "none"))
+    shown = ((k, f"{v:g}" if isinstance(v, float) else v) for k, v in declared if v not in (False, None, "none"))
+    return ", ".join(k if v is True else f"{k}={v}" for k, v in shown)
 
 
 def _rules() -> Table:
@@ -95,7 +96,7 @@ def _engines() -> Table:
 
 def _presets() -> Table:
     shipped = {name: load_experiment(name) for name in presets() if "-" not in name}
-    rows = [[name, own.data.kind, own.data.formula(), str(own.budget.steps)] for name, own in shipped.items()]
+    rows = [[name, own.data.kind, preset_about(name), str(own.budget.steps)] for name, own in shipped.items()]
     rows += [[f"{name}-RULE", "", f"{name} with the memory of that rule", ""] for name in BY_RULE]
     return ["preset", "data", "what it is", "steps"], rows
 

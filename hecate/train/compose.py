@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,18 @@ def presets() -> list[str]:
     """Names of the presets that ship with hecate; those of `BY_RULE` also as `PRESET-RULE`, with the rule's own
     settings but for chunks longer than `RECALL_CHUNK` in `mqar-RULE`."""
     return [*_FILES, *(f"{name}-{rule}" for name in BY_RULE for rule in RULES)]
+
+
+def folded_presets() -> list[str]:
+    """`presets` in short: those of every rule as PRESET-RULE."""
+    return [*_FILES, *(f"{name}-RULE" for name in BY_RULE)]
+
+
+def preset_about(name: str) -> str:
+    """What a preset's file says it is: the first sentence of its comment."""
+    lines = _FILES[name].read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
+    return re.split(r"(?<=\.) ", comment)[0].rstrip(".")
 
 
 def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -71,8 +84,7 @@ def _preset(name: str) -> tuple[Document, Path]:
         return read_yaml(_FILES[name]), _FILES[name]
     stem, _, rule = name.partition("-")
     if stem not in BY_RULE or rule not in RULES:
-        known = ", ".join([*_FILES, *(f"{n}-RULE" for n in BY_RULE)])
-        hint = did_you_mean(name[:80], presets())
+        known, hint = ", ".join(folded_presets()), did_you_mean(name[:80], presets())
         raise ConfigError(f"no preset {shorten(name)}; presets: {known}.{hint} A file must end in .yaml or .yml")
     document, mark = read_yaml(_FILES[stem]), f"preset {name}"
     chunked = stem == "mqar" and RULES[rule].config.chunk > RECALL_CHUNK

@@ -71,7 +71,7 @@ def run_experiment(
     The caller's global random state is left as it was: the run has its own, seeded by the config. What takes more than
     `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3]"""
     config = config.validated()
-    _check_folder(folder, resume)
+    check_folder(folder, resume)
     if model is None:
         check_memory(config, mem_limit)
     devices = [torch.cuda.current_device()] if config.budget.device == "cuda" else []
@@ -83,7 +83,7 @@ def run_experiment(
             make_folder(folder)
         board = folder / "tensorboard" if config.tensorboard else None
         with MetricsWriter(folder / "metrics.jsonl", board) as metrics, Signals() as signals:
-            _check_folder(folder, resume)  # again: another process may have trained here since
+            check_folder(folder, resume)  # again: another process may have trained here since
             run = _Run(trainer, folder, shown, metrics, signals)
             run.restore()
             with refusing(*unwritable):
@@ -94,11 +94,13 @@ def run_experiment(
             return run.go()
 
 
-def _check_folder(folder: Path, resume: bool) -> None:
+def check_folder(folder: Path, resume: bool) -> None:
     """Refuses to write over another run, or to resume what is none."""
     exists = (folder / "config.yaml").exists()
     if resume and not exists:
-        raise CheckpointError(f"{folder} is not a run folder: it has no config.yaml; leave --resume out")
+        raise CheckpointError(
+            f"{folder} is not a run folder: it has no config.yaml; leave --resume out to start a run there"
+        )
     if exists and not resume:
         raise CheckpointError(f"{folder} already holds a run; continue it with --resume or choose another --out")
     metrics = folder / "metrics.jsonl"
@@ -113,7 +115,10 @@ def open_run(folder: Path, which: str = "best") -> tuple[Trainer, int]:
     """The trainer of a run folder with the parameters of its `best` or `newest` checkpoint."""
     expect_choice(which, "checkpoint", ("best", "newest"))
     if not (folder / "config.yaml").exists():
-        raise CheckpointError(f"{folder} is not a run folder: it has no config.yaml")
+        raise CheckpointError(
+            f"{folder} is not a run folder: it has no config.yaml; name one that `hecate train` has written, such as "
+            "runs/quickstart"
+        )
     config = load_experiment(folder / "config.yaml")
     path = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
     found = newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path))

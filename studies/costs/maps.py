@@ -35,6 +35,7 @@ def _instances() -> list[phi.FeatureMap]:
     arguments = {
         "compose": {"maps": (phi.Linear(d_phi=WIDTH), phi.ELU())},
         "concat": {"maps": (phi.ELU(), phi.ReLU())},
+        "glu": {"d_hidden": 2 * WIDTH},
         "linear": {"d_phi": WIDTH},
         "mlp": {"d_hidden": WIDTH},
         "normalise": {"inner": phi.ELU()},
@@ -43,6 +44,7 @@ def _instances() -> list[phi.FeatureMap]:
         "polynomial": {"degree": 2},
         "polysketch": {"sketch": 16},
         "random_fourier": {"d_phi": 2 * WIDTH},
+        "slay": {"nodes": 4, "m": 2},
         "tensor_product": {"maps": (phi.Linear(d_phi=8), phi.Linear(d_phi=8))},
     }
     known = phi.FeatureMap.variants().items()

@@ -177,6 +177,23 @@ def test_an_engine_from_outside_the_package(others):
         case.scan(engine="parralel")
 
 
+@pytest.mark.spec("ENG-ENGINE-D2")
+def test_an_engine_without_a_method_is_refused_where_it_is_defined(others):
+    for base, missing in ((Engine, "cost, run"), (TokenEngine, "cost, scan")):
+        with pytest.raises(ConfigError, match=f"engine 'half' has no {missing}: an engine gives"):
+            type("Half", (base,), {"name": "half"})
+    with pytest.raises(ConfigError, match="engine 'half' has no run: "):
+        type("Half", (Engine,), {"name": "half", "cost": lambda self, call: 1.0})
+    assert "half" not in Engine.registry
+
+
+@pytest.mark.spec("ENG-ENGINE-D2")
+def test_an_engine_that_says_nothing_is_not_explained_by_what_others_say(others):
+    borrowed(0.1, about=Engine.about)
+    name, reason = explain(Call.sketch(config_of(**CONFIGS["titans"])))
+    assert name == "mine" and reason.startswith("the cheapest that can (") and "parallel: " in reason
+
+
 class Pulled:
     """The backward pass of an engine of one's own, which counts how often it is asked."""
 

@@ -31,13 +31,14 @@ NEW = (
     "pkda",
     "mlstm",
     "hgrn2",
+    "in_place_ttt",
 )
 
 
 class Case:
     """One head of a rule's gating with parameters off their start, random inputs, and what it makes of them."""
 
-    def __init__(self, name: str, **gates: Tensor) -> None:
+    def __init__(self, name: str, chunk: int = 1, **gates: Tensor) -> None:
         source = torch.Generator().manual_seed(1)
 
         def normal(*shape: int) -> Tensor:
@@ -52,7 +53,7 @@ class Case:
         self.x, self.q, self.k, self.v = (normal(1, T, *shape) for shape in ((MODEL,), (1, P), (1, P), (1, V)))
         held = {name: torch.zeros(1, *shape, dtype=torch.float64) for name, shape in gating.state_shapes(sizes).items()}
         made = Written(self.q, self.k, self.v, dict(gates))
-        self.made, _ = gating.forward(self.params, self.x, made, held, Masks())
+        self.made, _ = gating.forward(self.params, self.x, made, held, Masks(chunk=chunk))
 
     def scanned(self) -> Tensor:
         q, k, v, gates, skip = self.made
@@ -139,6 +140,38 @@ def test_curvature(name):
     close(case.scanned(), torch.from_numpy(true), 1e-13)
 
 
+@pytest.mark.spec("GATE-TARGET-D1", "GATE-TARGET-I1")
+@pytest.mark.parametrize("chunk", [2, 4, 5, 32])
+def test_in_place_ttt(chunk):
+    case = Case("in_place_ttt", chunk=chunk)
+    w_gate, w_up, w_down = (np.random.default_rng(i).normal(size=s) for i, s in enumerate(((6, P), (6, P), (V, 6))))
+    case.config = case.config.model_copy(update={"feature_map": {"kind": "glu", "d_hidden": 6}, "chunk": chunk})
+    params = {"learned": {"w_gate": torch.as_tensor(w_gate.T)[None], "w_up": torch.as_tensor(w_up.T)[None]}}
+    x, conv = case["k"], case.params["conv"][:, 0].numpy()
+    true, after = newer.in_place_ttt(x, case["v"], w_gate, w_up, w_down, conv, chunk, case.config.algorithm.lr)
+    _, k, v, gates, _ = case.made
+    how = {"initial": {"weight": torch.as_tensor(w_down)[None]}, "phi_params": {**params, "frozen": {}}}
+    y, state = memory_scan(case.config, case.k, k, v, Gates(**gates), **how)
+    close(y[0, :, 0], torch.from_numpy(true), 1e-13)
+    close(state.memory["weight"][0, 0], torch.from_numpy(after), 1e-13)
+    assert not gates.get("lr") and k.shape == (1, T, 3, 1, P)
+
+
+@pytest.mark.spec("GATE-TARGET-I1")
+def test_a_token_ahead_is_seen_from_the_next_chunk_on_alone():
+    config = named_rule("in_place_ttt").model_copy(update={"chunk": 4})
+    layer = Memory(6, 2, config, d_key=4, d_value=3, conv_kernel=0, dtype=torch.float64)
+    for param in layer.parameters():
+        param.data += 0.3 * torch.randn(param.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(1, 12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    y = layer(x)[0]
+    moved = layer(x + 5.0 * (torch.arange(12) == 5).view(1, 12, 1))[0] - y
+    changed = moved.abs().amax((0, 2)) > 0
+    assert changed.tolist() == [t == 5 or t >= 8 for t in range(12)]
+    # The write of token 3, the first chunk's last, does not look into the second.
+    assert layer(x[:, :4])[1].memory.position.tolist() == [[0, 0]]
+
+
 @pytest.mark.spec("GATE-MLSTM-D1")
 def test_mlstm_by_its_plain_form():
     case = Case("mlstm")
@@ -204,9 +237,9 @@ def test_delta_product_in_a_layer_projects_a_pair_for_every_write():
 @pytest.mark.spec("GATE-STATE-I1")
 @pytest.mark.parametrize("name", NEW)
 def test_splits_masks_resets_and_gradients_of_layers(name):
-    layer = Memory(
-        6, 2, named_rule(name), d_key=4, d_value=3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
+    config = named_rule(name)
+    config = config.model_copy(update={"chunk": min(config.chunk, 3)})
+    layer = Memory(6, 2, config, d_key=4, d_value=3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     g = torch.Generator().manual_seed(1)
     for param in layer.parameters():  # off the start, where some gates see nothing
         param.data += 0.1 * torch.randn(param.shape, generator=g, dtype=torch.float64)
@@ -242,6 +275,11 @@ def test_splits_masks_resets_and_gradients_of_layers(name):
         ({"gating": "complement"}, "no retain gate"),
         ({"gating": "curvature", "algorithm": {"kind": "gd", "lr": 1.9}, "key_norm": "l2"}, "diverge; lower one"),
         ({"gating": {"kind": "heads", "retain_value": {}}}, "set retain_value.channels"),
+        ({"kind": "in_place_ttt", "writes": 2}, "2 taps ahead make 3 writes of a token, got writes=2"),
+        ({"kind": "in_place_ttt", "read": "after"}, "causal with commit='chunk' and read='before' alone"),
+        ({"kind": "in_place_ttt", "bias": "l2"}, "bias 'l2' makes a write depend on those before it"),
+        ({"kind": "in_place_ttt", "normalizer": "max"}, "would count each of its writes as a token"),
+        ({"kind": "in_place_ttt", "on_nonfinite": "skip"}, "leave out tokens of a chunk that it has counted"),
     ],
     ids=lambda x: str(x.get("gating")) if type(x) is dict else "",
 )

@@ -75,8 +75,7 @@ class Case:
         shapes = ((length, heads, D_KEY), (keys, groups, D_KEY), (keys, groups, D_VALUE))
         self.qkv = [torch.randn(batch, *shape, generator=generator, requires_grad=True) for shape in shapes]
         self.params = self.map.init(D_KEY, heads=groups, generator=generator, dtype=torch.float64)
-        numerator = getattr(self.positions, "where", "before") == "numerator"
-        width = self.map.output_dim(D_KEY) if numerator else D_KEY
+        width = self.map.output_dim(D_KEY) if self.positions.turns_features else D_KEY
         start = self.positions.init(width, heads=groups, causal=options["causal"], dtype=torch.float64)
         self.turns = {name: item + 0.3 * torch.randn(item.shape, generator=generator) for name, item in start.items()}
         self.learned = [*self.params["learned"].values(), *self.turns.values()]
@@ -92,11 +91,14 @@ class Case:
 
     def expected(self):
         kind, options = self.positions, dict(self.options)
-        turn = factor = None
+        turn = turn_key = factor = None
         if kind.kind == "rotary":
             turn = [lambda x, i: reference.rotary(x, i, kind.base)] * self.groups
         elif kind.kind == "circulant_string":
             turn = [reference.string(column) for column in self.turns["circulant"]]
+        elif kind.kind == "polar":
+            turn = [lambda x, i: reference.polar(x, i, kind.base)] * self.groups
+            turn_key = [lambda x, i, b=b: reference.polar(x, i, kind.base, b) for b in self.turns["offset"]]
         elif kind.kind == "relative" and kind.form == "table":
             factor = [reference.table(b, options["causal"]) for b in self.turns["bias"]]
         elif kind.kind == "relative":
@@ -110,7 +112,8 @@ class Case:
             write=self.masks.get("write_mask"),
             reset=self.masks.get("reset_mask"),
             turn=turn,
-            where=getattr(kind, "where", "before"),
+            turn_key=turn_key,
+            where="numerator" if kind.turns_features else "before",
             factor=factor,
         )
 

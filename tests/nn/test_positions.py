@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, ShapeError
 from hecate.nn import LinearAttention, linear_attention
 from hecate.nn.positions import CirculantString, Position, Relative, Rotary
 from hecate.train.catalogue import catalogue
@@ -22,6 +22,7 @@ ROTATIONS = {
     for where in ("before", "numerator")
 }
 TABLE = {"kind": "relative", "max_distance": 3}
+POLAR = {"kind": "polar", "base": 100.0}
 LINEAR = {"kind": "relative", "form": "linear"}
 
 
@@ -32,6 +33,44 @@ LINEAR = {"kind": "relative", "form": "linear"}
 @every_mask
 def test_rotations_against_a_weight_for_every_pair(positions, feature_map, causal, masks):
     Case(feature_map, causal=causal, positions=positions, masks=masks).check()
+
+
+@pytest.mark.spec("ATT-POLAR-D1")
+@pytest.mark.parametrize("feature_map, normalizer", [("elu", "sum"), ("t2r", "none")])
+@either_way
+@every_mask
+def test_polar_against_a_weight_for_every_pair(feature_map, normalizer, causal, masks):
+    Case(feature_map, causal=causal, positions=POLAR, masks=masks, normalizer=normalizer).check()
+
+
+@pytest.mark.spec("ATT-POLAR-D1", "ATT-POLAR-E1")
+def test_polar_weighs_by_distance_and_its_offset_has_a_period():
+    case = Case("elu", batch=1, length=4, heads=2, groups=1, positions=POLAR, normalizer="none")
+    q, k, _ = (part[0, :, 0] for part in case.qkv)
+    lengths = (reference.elu(q, 0)[:, None] * reference.elu(k, 0)[None]).detach()
+    distance = (torch.arange(4)[:, None] - torch.arange(4)[None]).unsqueeze(-1)
+    angle = distance * 100.0 ** (-torch.arange(5) / 5) - case.turns["offset"][0].detach()
+    weights = (lengths * angle.cos()).sum(-1).tril()
+    near(case.run()[0][0, :, 0], weights @ case.qkv[2][0, :, 0])
+    around = {"offset": case.turns["offset"] + 2 * torch.pi}  # where a clamp to [-2 pi, 0] would give no gradient
+    near(case.run(position_params=around)[0], case.run()[0])
+    (g,) = torch.autograd.grad(case.run(position_params=around)[0].sum(), around["offset"])
+    assert g.abs().min() > 1e-3
+
+
+@pytest.mark.spec("ATT-POLAR-D1")
+@pytest.mark.parametrize("normalizer", ["sum", "none"])
+def test_polar_goes_on_from_a_state_of_twice_the_width(normalizer):
+    layer = LinearAttention(8, 2, positions=POLAR, feature_map="softplus", normalizer=normalizer, generator=seeded())
+    x = narrow(2, 7, width=8)
+    y, after = layer(x)
+    first, state = layer(x[:, :3])
+    rest, again = layer(x[:, 3:], state)
+    near(torch.cat([first, rest], 1), y)
+    near(again.memory["weight"], after.memory["weight"])
+    assert after.memory["weight"].shape == (2, 2, 4, 8)
+    with pytest.raises(ShapeError, match=r"memory\['weight'\] must be \[2, 2, 4, 8\]"):
+        layer(x, state._replace(memory={"weight": state.memory["weight"][..., :4]}))
 
 
 @pytest.mark.spec("ATT-ROT-D2", "ATT-REL-D1")
@@ -182,7 +221,7 @@ def test_tables_of_no_tokens(causal):
 
 
 @pytest.mark.spec("ATT-ROT-D2", "ATT-STRING-D1", "ATT-REL-D1")
-@pytest.mark.parametrize("positions", [*ROTATIONS.values(), LINEAR, TABLE])
+@pytest.mark.parametrize("positions", [*ROTATIONS.values(), POLAR, LINEAR, TABLE])
 def test_low_precision_inputs_are_turned_and_summed_in_float32(positions):
     case = Case("elu", positions=positions, length=40)
     low = [item.detach().bfloat16() for item in case.qkv]
@@ -197,7 +236,7 @@ def test_low_precision_inputs_are_turned_and_summed_in_float32(positions):
 def test_the_family_is_listed_and_open():
     header, rows = catalogue("position")
     kinds = {row[0]: row for row in rows}
-    assert list(kinds) == ["circulant_string", "none", "relative", "rotary"]
+    assert list(kinds) == ["circulant_string", "none", "polar", "relative", "rotary"]
     assert "2502.02562" in kinds["circulant_string"][header.index("paper")]
     assert "exp(b_(i-j))" in kinds["relative"][header.index("formula")]
     assert Position.model_validate("rotary") == Rotary()

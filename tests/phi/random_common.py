@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hecate.phi import (
+    SLAY,
     SORF,
     ArcCosine,
     Favor,
@@ -39,6 +40,7 @@ MAPS = [
     SORF(d_phi=24, sigma=0.7),
     SORF(d_phi=40),
     Nystrom(num_centres=7, sigma=2.0),
+    SLAY(m=2, nodes=3),
 ]
 each_map = pytest.mark.parametrize("feature_map", MAPS, ids=repr)
 

@@ -34,6 +34,8 @@ def _moved(feature_map: phi.FeatureMap, d: int, heads: int = 1) -> phi.Params:
 
 CASES = [
     (phi.Hedgehog(), reference.hedgehog),
+    (phi.Hedgehog(joint=True), reference.hedgehog_fused),
+    (phi.GLU(d_hidden=6), reference.glu),
     (phi.T2R(d_phi=6), reference.t2r),
     (phi.Hadamard(d_phi=6), reference.hadamard),
     (phi.Rebased(), reference.rebased),
@@ -47,7 +49,7 @@ each = pytest.mark.parametrize(
 
 
 @each
-@pytest.mark.spec("PHI-HEDGEHOG-D1", "PHI-T2R-D1", "PHI-HADA-D1", "PHI-REBASED-D1")
+@pytest.mark.spec("PHI-HEDGEHOG-D1", "PHI-HEDGEHOG-D3", "PHI-GLU-D1", "PHI-T2R-D1", "PHI-HADA-D1", "PHI-REBASED-D1")
 def test_values_per_head(feature_map, function):
     params, x = _moved(feature_map, 4, heads=2), _x(5, 2, 4)
     features = feature_map(x, params)
@@ -86,12 +88,44 @@ def test_one_softmax_over_both_halves_is_another_map():
     assert int(torch.linalg.matrix_rank(without_minus)) <= 4
 
 
+@pytest.mark.spec("PHI-HEDGEHOG-D3", "PHI-HEDGEHOG-E1")
+def test_the_joint_softmax_is_that_of_the_library():
+    feature_map = phi.Hedgehog(joint=True)
+    params, x = _moved(feature_map, 4), _x(5, 4)
+    weight, bias = (value[0] for value in params["learned"].values())
+    z = x @ weight + bias
+    torch.testing.assert_close(feature_map(x, params), torch.cat([2 * z, -2 * z], -1).softmax(-1), **EXACT)
+    torch.testing.assert_close(feature_map(x, params).sum(-1), torch.ones(5), **EXACT)
+    assert feature_map.norm_bound == 1 and phi.Hedgehog().norm_bound == 2
+
+
 @pytest.mark.spec("PHI-HADA-I1")
 def test_products_have_the_rank_of_quadratic_forms():
     feature_map, x = phi.Hadamard(d_phi=12), _x(100, 4)
     features = feature_map(x, _moved(feature_map, 4))
     assert int(torch.linalg.matrix_rank(features)) == 10  # D (D + 1) / 2
     assert torch.equal(feature_map(-x, _moved(feature_map, 4)), features)
+
+
+@pytest.mark.spec("PHI-HADA-E1")
+def test_the_triangle_of_an_outer_product_that_is_not_symmetric():
+    w_1, w_2, q, k = (_x(4, 4, seed=seed) for seed in range(4))
+    a, b = torch.triu_indices(4, 4)
+
+    def triangle(x: Tensor, w_1: Tensor, w_2: Tensor) -> Tensor:
+        return (x @ w_1)[:, a] * (x @ w_2)[:, b]
+
+    found, exchanged = (
+        (triangle(q, *pair) * triangle(k, *pair)).sum(-1) for pair in ((w_1, w_2), (w_2, w_1))
+    )  # fmt: skip
+    maps = phi.TensorProduct(maps=(phi.Linear(d_phi=4), phi.Linear(d_phi=4)))
+    params = {"learned": {"0.weight": w_1[None], "1.weight": w_2[None]}, "frozen": {}}
+    full = (maps(q, params) * maps(k, params)).sum(-1)
+    ours = ((q @ w_1) * (k @ w_1)).sum(-1) * ((q @ w_2) * (k @ w_2)).sum(-1)
+    torch.testing.assert_close(full, ours, **EXACT)
+    both = (q @ w_1) * (k @ w_1) * (q @ w_2) * (k @ w_2)
+    torch.testing.assert_close(found + exchanged, full + both.sum(-1), rtol=1e-12, atol=1e-12)
+    assert float((found - exchanged).abs().min()) > 0.1 and float((found - full).abs().min()) > 0.1
 
 
 @pytest.mark.spec("PHI-REBASED-I1", "PHI-REBASED-E1")
@@ -191,6 +225,18 @@ def _wrong_hadamard(feature_map, residuals, g):
     return gx_1 + gx_2, {"w_1": gw_1, "w_2": gw_2}
 
 
+def _wrong_joint(feature_map, residuals, g):
+    """The factor 2 of the logits forgotten."""
+    gx, grads = feature_map.vjp(residuals, g)
+    return gx / 2, grads
+
+
+def _wrong_glu(feature_map, residuals, g):
+    """Each factor with its own, not the other's, value."""
+    x, a, _, w_gate, w_up = residuals
+    return feature_map.vjp((x, a, a, w_gate, w_up), g)
+
+
 def _wrong_t2r(feature_map, residuals, g):
     active, *rest = residuals
     return feature_map.vjp((torch.ones_like(active), *rest), g)
@@ -213,11 +259,13 @@ def _wrong_softmax(feature_map, residuals, g):
     return feature_map.vjp(residuals, g)[0] * feature_map.temperature, {}
 
 
-@pytest.mark.spec("PHI-HEDGEHOG-V1", "PHI-REBASED-V1", "PHI-SOFTMAX-V1")
+@pytest.mark.spec("PHI-HEDGEHOG-V1", "PHI-GLU-V1", "PHI-REBASED-V1", "PHI-SOFTMAX-V1")
 @pytest.mark.parametrize(
     ("feature_map", "planted"),
     [
         (phi.Hedgehog(), _wrong_hedgehog),
+        (phi.Hedgehog(joint=True), _wrong_joint),
+        (phi.GLU(d_hidden=6), _wrong_glu),
         (phi.Hadamard(d_phi=6), _wrong_hadamard),
         (phi.T2R(d_phi=6), _wrong_t2r),
         (phi.Rebased(eps=0.5), _wrong_rebased),

@@ -9,6 +9,7 @@ import torch
 from hecate.errors import ConfigError, ShapeError
 from hecate.phi import (
     ELU,
+    SLAY,
     SORF,
     ArcCosine,
     Favor,
@@ -22,6 +23,7 @@ from hecate.phi import (
 from hecate.phi.random import default_width, haar, projections
 from tests.phi.random_common import F64, SIGMAS, deviation, each_map, estimates, gaussian, one_sided_pair, seeded
 from tests.reference import random_features as reference
+from tests.reference.phi import monomials
 
 
 def walked(frozen: dict[str, np.ndarray], feature_map: Polysketch) -> list:
@@ -62,6 +64,9 @@ def reference_features(feature_map: FeatureMap, x: np.ndarray, params) -> np.nda
         return reference.fourier_phased(x, w, params["frozen"]["b"][0].numpy())
     if isinstance(feature_map, PerformerReLU):
         return reference.relu_features(x, w, feature_map.kernel_epsilon)
+    if isinstance(feature_map, SLAY):
+        u = x / np.sqrt(x @ x + 1e-12)
+        return reference.slay(u, w, feature_map.eps, feature_map.nodes, monomials(u, 2))
     scaled = x * len(x) ** -0.25 if feature_map.scale == "softmax" else x
     return getattr(reference, f"favor_{feature_map.variant}")(scaled, w)
 

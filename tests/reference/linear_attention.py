@@ -66,6 +66,13 @@ def rotary(x, place, base=10_000.0):
     return torch.cat([z.real, z.imag, x[2 * pairs :]])
 
 
+def polar(x, place, base, offset=0.0):
+    """Every channel as the length of one complex number."""
+    angle = torch.tensor([place * base ** (-c / len(x)) for c in range(len(x))]) + offset
+    z = torch.polar(torch.ones_like(angle), angle) * x
+    return torch.cat([z.real, z.imag])
+
+
 def string(column):
     """exp(i (C - C^T)) as a matrix exponential of the whole matrix."""
     size = len(column)
@@ -94,9 +101,11 @@ def linear(logit):
 
 
 def attention(
-    q, k, v, phi, *, causal, normalised=True, write=None, reset=None, eps=0.0, turn=None, where="before", factor=None
-):
-    """y `[B, T, H, V]`; phi, turn and factor are lists of one function per key head."""
+    q, k, v, phi, *, causal, normalised=True, write=None, reset=None, eps=0.0, turn=None, turn_key=None,
+    where="before", factor=None,
+):  # fmt: skip
+    """y `[B, T, H, V]`; phi, turn, turn_key (None: as turn) and factor are lists of one function per key head."""
+    turn_key = turn if turn_key is None else turn_key
     batch, length, heads = q.shape[:3]
     keys, groups = k.shape[1:3]
     write = torch.ones(batch, keys, dtype=torch.bool) if write is None else write
@@ -108,7 +117,7 @@ def attention(
             for h in range(heads):
                 g = h // (heads // groups)
 
-                def feature(x, at, g=g):
+                def feature(x, at, turn=turn, g=g):
                     before = x if turn is None or where != "before" else turn[g](x, at)
                     plain = phi[g](before, at)
                     turned = turn is not None and where == "numerator"
@@ -120,7 +129,7 @@ def attention(
                 for s in range(keys):
                     if not seen[b][t][s]:
                         continue
-                    plain_k, turned_k = feature(k[b, s, g], place[b][s])
+                    plain_k, turned_k = feature(k[b, s, g], place[b][s], turn_key)
                     scale = 1.0 if factor is None else factor[g](at - place[b][s])
                     total = total + scale * (turned_q @ turned_k) * v[b, s, g]
                     weights = weights + scale * (plain_q @ plain_k)

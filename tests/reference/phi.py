@@ -128,6 +128,10 @@ def hedgehog_fused(x, weight, bias):
     return softmax(np.concatenate([2 * z, -2 * z]))
 
 
+def glu(x, w_gate, w_up):
+    return ACTIVATIONS["silu"](linear(x, w_gate)) * linear(x, w_up)
+
+
 def t2r(x, weight, bias):
     return relu(linear(x, weight) + bias)
 

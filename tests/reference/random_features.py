@@ -59,6 +59,18 @@ def regularised_softmax(x, y):
     return math.exp(-(x @ x + y @ y) / 2) * moment
 
 
+def slay(u, w, eps, nodes, products=None):
+    """sqrt(w_r) exp(sqrt(2 s_r) w u - s_r) / sqrt(m) (x) products, by default all D^2 of a unit u."""
+    products = np.outer(u, u).ravel() if products is None else products
+    s = np.exp(np.linspace(math.log(0.01 / (4 + eps)), math.log(12 / eps), nodes))
+    weight = s * np.exp(-(2 + eps) * s) * math.log(s[1] / s[0])
+    parts = [
+        math.sqrt(b) * np.outer(np.exp(math.sqrt(2 * a) * (w @ u) - a) / math.sqrt(len(w)), products)
+        for a, b in zip(s, weight, strict=True)
+    ]
+    return np.concatenate([part.ravel() for part in parts])
+
+
 def mse_trigonometric(x, y, m):
     s, d, kernel = (x + y) @ (x + y), (x - y) @ (x - y), math.exp(x @ y)
     return math.exp(s) * kernel**-2 * (1 - math.exp(-d)) ** 2 / (2 * m)

@@ -313,6 +313,25 @@ def preconditioned(config: MemoryConfig, length: int) -> Trial:
     return Trial(x, y, {"weight": weight}, {"lr": x.lr, "retain": retain, "write": factor})
 
 
+def in_place_ttt(config: MemoryConfig, length: int) -> Trial:
+    x, chunk, eta = Inputs(length), config.chunk, config.algorithm.lr
+    w_gate, w_up, w_down, conv = (x.weights(*shape) for shape in ((16, 4), (16, 4), (3, 16), (5, 3)))
+    x.q = x.k
+    y, weight = newer.in_place_ttt(x.k, x.v, w_gate, w_up, w_down, conv, chunk, eta)
+    place, k, v = np.arange(length) % chunk, x.k, x.v
+
+    def back(item: Array, by: int) -> Array:
+        """Of the token so many before, in the chunk."""
+        return np.where((place >= by)[:, None], np.roll(item, by, 0), 0.0)
+
+    first = conv[2] * v + conv[1] * back(v, 1) + conv[0] * back(v, 2)
+    x.k = np.stack((k, back(k, 1), back(k, 2)), 1)
+    ahead = [conv[2 + by] * v * (place >= by)[:, None] for by in (1, 2)]
+    x.v = np.stack((first, *ahead), 1)
+    learned = {"w_gate": w_gate.T, "w_up": w_up.T}
+    return Trial(x, y, {"weight": weight}, {"lr": np.full((length, 3), eta)}, {"weight": w_down}, learned)
+
+
 def mlstm(config: MemoryConfig, length: int) -> Trial:
     x = Inputs(length)
     i = x.rng.normal(size=length)
@@ -359,6 +378,7 @@ TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
         {"w1": (16, 4), "b1": (16, 1), "w2": (4, 16), "b2": (4, 1)}, (papers_deep.gelu, papers_deep.gelu_slope)
     ),
     "large_chunk_ttt": large_chunk,
+    "in_place_ttt": in_place_ttt,
     "moneta": miras(papers_deep.moneta, eps="retention.eps"),
     "yaad": miras(papers_deep.yaad, 16.0, delta="bias.delta", eps="bias.eps"),
     "memora": miras(papers_deep.memora, scale="retention.scale"),

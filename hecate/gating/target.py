@@ -1,0 +1,102 @@
+"""Values that look at tokens ahead, for memories that are read as they were before a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, last_written, running
+from hecate.variant import Conflicts
+
+
+class TargetConv(Gating):
+    """target_conv: v_t becomes sum_o c_o * v_(t+o), o from -(taps - 1 - ahead) to ahead, inside the chunk.
+
+    A depthwise convolution with `ahead` taps over tokens to come, zeros beyond the chunk. It is causal because writes
+    of a chunk act from the next one on, and exact token by token because a Hebbian sum knows no order: the product of
+    k_t and v_(t+o) is written when the later of both has come. So a token makes 1 + ahead writes: (k_t, sum over o <= 0
+    of c_o v_(t+o)) and (k_(t-o), c_o v_t) for each o > 0. Any split of a sequence gives the same; a chunk that is not
+    full has not stepped. lr is the algorithm's own for all tokens.
+
+    Shapes: c `[taps, H, V]`, from 0 but for the token's own tap; state: the last keys and values written, `[B, H, D]`
+    and `[B, H, V]`, and how many tokens of the chunk have come.
+    Cost: 1 + ahead times the features of keys and the writes.
+    Warning: with own=0, as the paper starts for models that are trained already, nothing is written until c has moved,
+    and a matrix that starts at zero answers nothing. The paper multiplies by a matrix behind the convolution; here the
+    layer's projection of values stands ahead of it, and with a diagonal one they are the same.
+    References: In-Place Test-Time Training (2026, arXiv 2604.06169). [GATE-TARGET-D1]
+    """
+
+    kind: Literal["target_conv"] = "target_conv"
+    taps: int = Field(5, ge=1, le=64)
+    ahead: int = Field(2, ge=1, le=8, description="taps over tokens to come")
+    own: float = Field(1.0, description="the token's own tap at the start; 0: no write at all")
+    _makes: ClassVar[tuple[str, ...]] = ("lr",)
+
+    def conflicts(self) -> Conflicts:
+        if self.ahead >= self.taps:
+            yield ("ahead",), f"{self.ahead} taps ahead and the token's own are more than taps={self.taps}; raise taps"
+
+    def refusal(self, config: Any) -> str | None:
+        form, writes = config.bias.kernel_form(), self.ahead + 1
+        if config.writes != writes:
+            return (
+                f"{self.ahead} taps ahead make {writes} writes of a token, got writes={config.writes}; set both alike"
+            )
+        if config.commit != "chunk" or config.read != "before":
+            return "it looks ahead within a chunk, which is causal with commit='chunk' and read='before' alone"
+        if form is None or form.name != "target":
+            return f"bias {config.bias.kind!r} makes a write depend on those before it, and it changes their order"
+        if config.normalizer != "none":
+            return f"normalizer={config.normalizer!r} would count each of its writes as a token; it needs 'none'"
+        if config.on_nonfinite == "skip":
+            return "on_nonfinite='skip' would leave out tokens of a chunk that it has counted; use another"
+        return None
+
+    def pairs(self, writes: int) -> int:
+        return 1
+
+    @property
+    def _behind(self) -> int:
+        return self.taps - 1 - self.ahead
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        return {"conv": (self.taps, sizes.heads, sizes.d_value)}
+
+    def state_shapes(self, sizes: Sizes) -> Shapes:
+        keys = {f"key{j}": (sizes.heads, sizes.d_key) for j in range(1, self.ahead + 1)}
+        values = {f"value{j}": (sizes.heads, sizes.d_value) for j in range(1, self._behind + 1)}
+        return {**keys, **values, "count": (1,)}
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        taps = torch.zeros(shape, dtype=torch.float64)
+        taps[self._behind] = self.own
+        return taps
+
+    def forward(
+        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
+    ) -> tuple[Written, dict[str, Tensor]]:
+        after: dict[str, Tensor] = {}
+
+        def back(now: Tensor, name: str, depth: int) -> list[Tensor]:
+            """A token's own and those of the written tokens before it, the nearest first."""
+            found = [now]
+            for j in range(1, depth + 1):
+                before, after[f"{name}{j}"] = last_written(found[-1], held[f"{name}{j}"], masks)
+                found.append(before.to(now.dtype))
+            return found
+
+        keys, values = back(made.k, "key", self.ahead), back(made.v, "value", self._behind)
+        one = torch.ones(*x.shape[:2], 1, dtype=held["count"].dtype, device=x.device)
+        count = running(one, one, held["count"], masks)
+        after["count"] = (count[:, -1] if x.shape[1] else held["count"]).remainder(masks.chunk)
+        place = (count - 1).remainder(masks.chunk).unsqueeze(-1)  # `[B, T, 1, 1]`, of a written token
+        taps, behind = params["conv"].to(made.v.dtype), self._behind
+        own = sum(taps[behind - j] * torch.where(place >= j, v, 0.0) for j, v in enumerate(values))
+        later = [taps[behind + j] * torch.where(place >= j, made.v, 0.0) for j in range(1, self.ahead + 1)]
+        written = made._replace(k=torch.stack(keys, 2), v=torch.stack([own, *later], 2))
+        return written, after

@@ -1,0 +1,100 @@
+"""The kernel of slay, its quadrature against Gauss and Laguerre's, and what its random features reach."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hecate.errors import ConfigError
+from hecate.phi import SLAY
+from hecate.testing import check_vjp
+from tests.phi.random_common import F64, SIGMAS, bound_block, deviation, estimates, gaussian, pair, seeded
+from tests.reference import random_features as reference
+
+COSINES = np.linspace(-1, 1, 401)
+
+
+def worst(nodes, eps: float) -> float:
+    """Largest relative error of sum_r w_r exp(2 s_r c) as 1 / (2 + eps - 2 c)."""
+    s, logarithm = np.array(nodes).T
+    found = np.exp(2 * np.outer(COSINES, s) + logarithm).sum(1)
+    return float(np.abs(found * (2 + eps - 2 * COSINES) - 1).max())
+
+
+def laguerre(eps: float, nodes: int):
+    t, weight = np.polynomial.laguerre.laggauss(nodes)
+    return list(zip(t / (2 + eps), np.log(weight / (2 + eps)), strict=True))
+
+
+@pytest.mark.spec("PHI-SLAY-D1")
+def test_kernel_of_the_formula():
+    feature_map = SLAY(eps=0.5, nodes=5, m=3)
+    params, x, y = feature_map.init(4, generator=seeded(), dtype=F64), gaussian(6, 4, seed=1), gaussian(6, 4, seed=2)
+    w = params["frozen"]["w"][0].T.numpy()
+    x, y = (torch.nn.functional.normalize(item, dim=-1) for item in (x, y))
+    found = (feature_map(2 * x, params) * feature_map(y, params)).sum(-1)
+    for at in range(6):
+        a, b = (reference.slay(item[at].numpy(), w, 0.5, 5) for item in (x, y))
+        assert float(found[at]) == pytest.approx(a @ b, rel=1e-10)
+    assert feature_map.output_dim(4) == 5 * 3 * 10
+
+
+@pytest.mark.spec("PHI-SLAY-I1", "PHI-SLAY-E1")
+@pytest.mark.parametrize(("eps", "ours", "plain"), [(1.0, 0.0082, 4.0e-5), (0.1, 0.0203, 0.264), (0.01, 0.0478, 0.871)])
+def test_the_quadrature_holds_where_gauss_laguerre_fails(eps, ours, plain):
+    assert worst(SLAY(eps=eps).quadrature(), eps) == pytest.approx(ours, rel=0.01)
+    assert worst(laguerre(eps, 8), eps) == pytest.approx(plain, rel=0.01)
+
+
+@pytest.mark.spec("PHI-SLAY-D1", "PHI-SLAY-I1")
+@pytest.mark.parametrize("cosine", [-0.7, 0.4])
+def test_the_kernel_in_expectation(cosine):
+    feature_map, (x, y) = SLAY(m=16), pair(3.0, cosine, 4)
+    expected = float(feature_map.exact_kernel(x, y))
+    assert expected == pytest.approx(cosine**2 / (3 - 2 * cosine), rel=0.0083)
+    assert deviation(estimates(feature_map, x, y, 2000), expected) < SIGMAS
+
+
+@pytest.mark.spec("PHI-SLAY-E2")
+def test_squares_of_isotropic_projections_are_offset():
+    x, y = pair(1.0, 0.3, 4)
+    anchors = gaussian(4, 200_000, seed=3)
+    samples = (x @ anchors).square() * (y @ anchors).square()
+    assert deviation(samples, 1 + 2 * 0.3**2) < SIGMAS and float(samples.mean()) > 10 * 0.3**2
+
+
+@pytest.mark.spec("PHI-SLAY-E3")
+@pytest.mark.parametrize(("eps", "share"), [(1.0, 0.65), (0.1, 0.12)])
+def test_a_small_eps_is_out_of_reach_of_random_features(eps, share):
+    feature_map, x = SLAY(eps=eps, m=128), torch.eye(8, dtype=F64)[0]
+    median = float(estimates(feature_map, x, x, 401).median() / feature_map.exact_kernel(x, x))
+    # The standard error of the median of 401 is about 0.03 of it.
+    assert median == pytest.approx(share, abs=0.1)
+
+
+@pytest.mark.spec("PHI-SLAY-V1")
+def test_vjp_and_a_planted_fault():
+    feature_map = SLAY(eps=0.5, nodes=3, m=2)
+    params, x = feature_map.init(4, generator=seeded(), dtype=F64), gaussian(5, 4)
+    check_vjp(bound_block(feature_map, params), [x], second_order=True)
+
+    class Forgets:
+        """The speed of the nodes left out of the derivative."""
+
+        kind, forward = "slay", feature_map.forward
+
+        def vjp(self, residuals, g):
+            return feature_map.vjp((*residuals[:3], torch.ones_like(residuals[3]), *residuals[4:]), g)
+
+    with pytest.raises(AssertionError):
+        check_vjp(bound_block(Forgets(), params), [x])
+
+
+@pytest.mark.spec("PHI-SLAY-D1", "PHI-POLY-D4")
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match="lower m, put a narrower `linear` before it"):
+        SLAY().output_dim(64)
+    for fields in ({"eps": 0.0}, {"nodes": 1}, {"m": 0}):
+        with pytest.raises(ConfigError):
+            SLAY(**fields)
