@@ -175,7 +175,7 @@ class Boxes(HeldRule):
         start = rule.structure.init(d_phi, d_head, heads=heads, **without_numbers(place["dtype"]))
         self.initial: Any = nn.ModuleDict({name: TensorDict(start, learned=True, **place) for name in names})
         self.hold_features(rule.feature_map, heads, d_head, **place)
-        self.starts = gate_starts(rule)
+        self.starts = gate_starts(rule, heads)
         held = hold_gates(rule, self.starts, heads, d_head, d_head, **place)
         self.retain, self.gate_weight, self.gate_bias = held
 

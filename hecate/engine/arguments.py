@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from numbers import Real
 
@@ -111,10 +111,18 @@ def complete_gates(config: MemoryConfig, gates: Gates | None, k: Tensor, write: 
         config.check_step(float(gates.lr))
     if isinstance(gates.retain, Tensor) and gates.retain.dim() == 4:
         _check_channels(config, gates.retain, k)
+    if forms.per_head and gates.retain is None and k.shape[1]:
+        gates = gates._replace(retain=retain_per_head(config, k.shape[:3], k))
     tops = TOPS.lr, TOPS.retain, config.algorithm.momentum_top
     for name, given, default, top in zip(TokenGates._fields, gates[:3], forms.defaults, tops, strict=True):
         complete.append(_gate(name, given, default, k, write, top))
     return complete
+
+
+def retain_per_head(config: MemoryConfig, shape: Sequence[int], like: Tensor) -> Tensor:
+    """The retain gates `[..., H]` of a config whose heads differ in them."""
+    retains, dtype = config.retention.default_retains(shape[-1]), torch.promote_types(like.dtype, torch.float32)
+    return torch.tensor(retains, dtype=dtype, device=like.device).expand(*shape)
 
 
 def _gate(

@@ -28,6 +28,7 @@ class Forms(NamedTuple):
         target, error: whether u is that of bias dot, which does not look at the prediction, or that of l2.
         gates: which of lr, retain and momentum the knobs take, in the order of `TokenGates`.
         defaults: what these are where none is given.
+        per_head: whether the default retain differs between heads; then it is that of the first.
     """
 
     bias: KernelForm | None
@@ -37,6 +38,7 @@ class Forms(NamedTuple):
     error: bool
     gates: tuple[bool, ...]
     defaults: tuple[float, ...]
+    per_head: bool
 
     @classmethod
     def of(cls, rule: MemoryRule) -> Forms:
@@ -51,6 +53,7 @@ class Forms(NamedTuple):
             error=form is not None and form.name == "error",
             gates=(True, retention.uses_retain, algorithm.uses_momentum),
             defaults=(algorithm.lr, retention.default_retain, algorithm.default_momentum),
+            per_head=retention.uses_retain and retention.per_head,
         )
 
 

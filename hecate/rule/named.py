@@ -25,9 +25,9 @@ RULES |= {
         "Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236)",
     ),
     "retnet": NamedRule(
-        MemoryConfig(bias=Dot(), retention=Decay(retain=1 - 2**-5), query_scale="key_dim"),
-        "Retentive Network (Sun et al., 2023, arXiv 2307.08621): one fixed retain per head, here that of its first "
-        "head; pass gates.retain for the others",
+        MemoryConfig(bias=Dot(), retention=Decay(retain="retnet"), query_scale="key_dim"),
+        "Retentive Network (Sun et al., 2023, arXiv 2307.08621): one retain per head, 1 - 2^(-5-h), which a layer's "
+        "gate starts at; turning of queries and keys is the feature map's",
     ),
     "gla": NamedRule(
         MemoryConfig(
