@@ -98,6 +98,8 @@ class SelfReferenceConfig(Config):
     def _refusal(self) -> tuple[str, str] | None:
         """A field and why it does not fit the others; None if all do."""
         memory, given = self.memory, self.adaptive or ()
+        if memory.structure.transposed:
+            return ("memory.structure", f"a box answers with what it predicts; {memory.structure.named} predicts keys")
         if memory.normalizer != "none":
             return "memory.normalizer", (
                 f"memory.normalizer={memory.normalizer!r} divides by a sum of weights that is 0 before the first "

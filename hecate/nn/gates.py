@@ -108,9 +108,7 @@ def gate_starts(config: MemoryConfig, heads: int | None = None) -> Starts:
 HeldGates = tuple[RetainForm | None, nn.ParameterDict, nn.ParameterDict]
 
 
-def hold_gates(
-    config: MemoryConfig, starts: Starts, heads: int, width: int, d_key: int, **place: Any
-) -> HeldGates:
+def hold_gates(config: MemoryConfig, starts: Starts, heads: int, width: int, d_key: int, **place: Any) -> HeldGates:
     """Room for gates of what is `width` wide: the retain gate's form, every gate's weights `[H, width]` and biases
     `[H]`, of more rows where retain has a gate per channel; `draw_gates` fills it."""
     shapes, form = dict.fromkeys(starts, (heads, width)), None

@@ -12,7 +12,6 @@ from hecate.errors import ConfigError, shorten
 from hecate.retention.base import GateForm, Retention, StepForm
 from hecate.tape.ops import over, sum_to_gate
 
-
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Shares = Annotated[tuple[_Share, ...], Field(min_length=1)]
 

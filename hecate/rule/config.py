@@ -199,13 +199,15 @@ class MemoryConfig(Config):
             yield ("decay_order",), f"'before_gradient' needs a retention that decays; {nothing}"
         if retention.gate_form.channels and not structure.linear:
             own = "retention.channels gives every phi channel a retain of its own"
-            without = f"structure {structure.kind!r} has weights without a phi axis"
+            without = f"{structure.named} has weights without a phi axis"
             cure = "leave channels out or use structure 'matrix' or 'vector'"
+            if structure.transposed:
+                without, cure = f"{structure.named} decays channels of values", "use gates.retain_value"
             yield ("retention", "channels"), f"{own}, but {without}; {cure}"
         curvature = self.bias.curvature
         refusal = algorithm.refusal(linear=structure.linear, diagonal=structure.diagonal, curvature=curvature)
         if refusal is not None:
-            named = f"algorithm {algorithm.kind!r} with structure {structure.kind!r} and bias {self.bias.kind!r}"
+            named = f"algorithm {algorithm.kind!r} with {structure.named} and bias {self.bias.kind!r}"
             yield ("algorithm",), f"{named}: {refusal}"
         refusal = self.gating.refusal(self)
         if refusal is not None:
@@ -213,6 +215,12 @@ class MemoryConfig(Config):
         if self.writes > 1:
             for reason in self._no_writes():
                 yield ("writes",), f"{self.writes} writes a token: {reason}"
+        if structure.transposed and not algorithm.takes_any_gradient():
+            own = f"algorithm {algorithm.kind!r} makes its gradient from keys and values in their own places"
+            yield ("structure", "learns"), f"'key' lets them change places, and {own}; use algorithm 'gd' or 'momentum'"
+        if structure.transposed and self.step != "raw":
+            gain = f"step={self.step!r} divides lr by |phi(k)|^2, and the gain of a write is lr |v|^2"
+            yield ("structure", "learns"), f"with 'key' {gain}; use step 'raw'"
         if self.normalizer != "none":
             for reason in self._no_quotient():
                 yield ("normalizer",), f"{self.normalizer!r}: {reason}"
@@ -236,7 +244,7 @@ class MemoryConfig(Config):
 
     def _no_quotient(self) -> Iterator[str]:
         """Why the normaliser cannot divide."""
-        phi, structure = f"feature_map {self.feature_map.kind!r}", f"structure {self.structure.kind!r}"
+        phi, structure = f"feature_map {self.feature_map.kind!r}", self.structure.named
         if self.normalizer == "sum" and not self.feature_map.kernel_non_negative:
             cure = "it needs a map with a non-negative kernel, such as elu or favor"
             yield f"phi(q).z can vanish or change sign with {phi}; {cure}"

@@ -9,7 +9,7 @@ from hecate.gating import MLSTM, RWKV7, Comba, Complement, Curvature, Head, Head
 from hecate.phi import ELU, Concat, Identity, Linear, Normalise, Polynomial
 from hecate.retention import KL, Decay, Lq, Sphere
 from hecate.rule.config import RULES, MemoryConfig, NamedRule
-from hecate.structure import MLP, GatedMLP, Slots, TwoPass
+from hecate.structure import MLP, GatedMLP, Matrix, Slots, TwoPass
 
 _MIRAS = MLP(layers=2, residual=True, norm="layer")
 _CODES = 16
@@ -121,6 +121,16 @@ RULES |= {
             gating=Curvature(),
         ),
         "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): kda with a preconditioned written key",
+    ),
+    "oja": NamedRule(
+        MemoryConfig(
+            structure=Matrix(learns="key"),
+            retention=Decay(retain=1.0),
+            decay_order="before_gradient",
+            gating=Heads(retain_value=Head(channels=True, start=0.99), retain=False, unit_values=True),
+        ),
+        "Gated Oja rule of flash-linear-attention (no paper): the key is predicted from the value, whose channels "
+        "decay; a layer brings values to unit length, to a scan they come so; its gates are ours",
     ),
     "mlstm": NamedRule(
         MemoryConfig(bias=Dot(), retention=Decay(), normalizer="max", query_scale="key_dim", gating=MLSTM()),

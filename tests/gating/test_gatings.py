@@ -31,6 +31,7 @@ NEW = (
     "pkda",
     "mlstm",
     "hgrn2",
+    "oja",
 )
 
 

@@ -328,6 +328,13 @@ def hgrn2(config: MemoryConfig, length: int) -> Trial:
     return Trial(x, y, {"weight": weight}, {"lr": 1.0, "retain": x.channels})
 
 
+def oja(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    x.v, kept = unit(x.v), x.rng.uniform(0.7, 1.0, size=(length, 3))
+    y, weight = older.gated_oja(x.q, x.k, x.v, x.lr, kept)
+    return Trial(x, y, {"weight": weight.T}, {"lr": x.lr, "retain_value": kept})
+
+
 TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     "hebbian": matrix(papers.sum_rule, normalise=False),
     "linear_attention": linear_attention,
@@ -346,6 +353,7 @@ TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     "mamba3": mamba3,
     "pgdn": preconditioned,
     "pkda": preconditioned,
+    "oja": oja,
     "mlstm": mlstm,
     "hgrn2": hgrn2,
     "longhorn": matrix(papers.longhorn, normalise=False, lr="lr"),
