@@ -100,6 +100,11 @@ class SelfReferenceConfig(Config):
         memory, given = self.memory, self.adaptive or ()
         if memory.structure.transposed:
             return ("memory.structure", f"a box answers with what it predicts; {memory.structure.named} predicts keys")
+        if not memory.readout.plain:
+            return (
+                "memory.readout",
+                f"a box answers with what it predicts; readout {memory.readout.kind!r} asks otherwise",
+            )
         if memory.normalizer != "none":
             return "memory.normalizer", (
                 f"memory.normalizer={memory.normalizer!r} divides by a sum of weights that is 0 before the first "

@@ -94,7 +94,7 @@ def keep_program(
 ) -> None:  # fmt: skip
     """Leaves a program of what the next token looks like, after the whole way has passed every check and returned a
     state."""
-    if config.writes > 1 or config.normalizer == "max" or config.structure.transposed:
+    if config.writes > 1 or config.normalizer == "max" or config.structure.transposed or not config.readout.plain:
         return
     if config.on_nonfinite == "skip" or k.is_meta or not q.numel() or not v.numel():
         return

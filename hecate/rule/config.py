@@ -14,6 +14,7 @@ from hecate.checks import Count
 from hecate.errors import ConfigError, did_you_mean, shorten
 from hecate.gating import GatingKind, Plain
 from hecate.phi import FeatureMapKind, Identity
+from hecate.readout import Direct, ReadoutKind
 from hecate.retention import NoRetention, RetentionKind, StepForm
 from hecate.rule.rule import MemoryRule
 from hecate.structure import Matrix, StructureKind
@@ -69,6 +70,7 @@ class MemoryConfig(Config):
         chunk: gradients are taken at the state of the chunk's start; 1 means at the previous token.
         commit: "token" steps at each token; "chunk" sums the chunk's lr-weighted gradients and
             takes one step at its last token, with retain the product of the chunk's and momentum that of the last.
+        readout: what a query is turned into before it is answered, by what the keys so far have made.
         read: y_t reads the state "after" or "before" token t (and the commit that it triggers).
         decay_order: "before_gradient" lets the gradient see the decayed memory, as gated DeltaNet
             does; with chunk > 1, that of the chunk's start, decayed by the product of retain since.
@@ -90,6 +92,7 @@ class MemoryConfig(Config):
     algorithm: AlgorithmKind = GD()
     feature_map: FeatureMapKind = Identity()
     gating: GatingKind = Plain()
+    readout: ReadoutKind = Direct()
     chunk: Count = Field(1, ge=1)
     writes: Count = Field(1, ge=1)
     commit: Literal["token", "chunk"] = "token"
@@ -102,7 +105,7 @@ class MemoryConfig(Config):
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
 
-    __slots__ = ("_counting", "_programs", "_rule", "_single", "forms")
+    __slots__ = ("_counting", "_direct", "_programs", "_rule", "_single", "forms")
     forms: ClassVar[Forms]  # of each config: no field, and read without a call
 
     def model_post_init(self, context: object) -> None:
@@ -116,6 +119,10 @@ class MemoryConfig(Config):
         if self.writes > 1:
             one = {**fields, "gating": Plain(), "writes": 1, "chunk": self.chunk * self.writes if self.chunk > 1 else 1}
             object.__setattr__(self, "_single", type(self).model_construct(**one))
+        if not getattr(self.readout, "plain", True):
+            ready = {"feature_map": Identity(), "key_norm": "none", "query_scale": "none"}
+            one = {**fields, **ready, "gating": Plain(), "readout": Direct()}
+            object.__setattr__(self, "_direct", type(self).model_construct(**one))
         if self.normalizer != "none":
             fields.update(bias=Dot(), normalizer="none")
             object.__setattr__(self, "_counting", type(self).model_construct(**fields))
@@ -134,6 +141,11 @@ class MemoryConfig(Config):
     def single(self) -> MemoryConfig:
         """The config of the same memory where every write is a token of its own."""
         return self._single if self.writes > 1 else self  # type: ignore[attr-defined]
+
+    @property
+    def direct(self) -> MemoryConfig:
+        """The config of the memory that answers what a readout has made of features."""
+        return self if self.readout.plain else self._direct  # type: ignore[attr-defined]
 
     @property
     def programs(self) -> dict[Any, Any]:
@@ -212,6 +224,8 @@ class MemoryConfig(Config):
         refusal = self.gating.refusal(self)
         if refusal is not None:
             yield ("gating",), f"gating {self.gating.kind!r}: {refusal}"
+        for refusal in self.readout.refusals(self):
+            yield ("readout",), f"readout {self.readout.kind!r}: {refusal}"
         if self.writes > 1:
             for reason in self._no_writes():
                 yield ("writes",), f"{self.writes} writes a token: {reason}"

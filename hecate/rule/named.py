@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from hecate import retention
+from hecate import readout, retention
 from hecate.algorithm import GD, RLS, DeepMomentum, DeltaMomentum, Momentum, NewtonSchulz, Omega
 from hecate.bias import Dot, Lp, Yaad
-from hecate.gating import MLSTM, RWKV7, Comba, Complement, Curvature, Head, Heads, Mamba3, MomentumDeltaGates
+from hecate.gating import (
+    ABC,
+    GSA,
+    MLSTM,
+    RWKV7,
+    Comba,
+    Complement,
+    Curvature,
+    Head,
+    Heads,
+    KalmaNet,
+    Mamba3,
+    Mesa,
+    MomentumDeltaGates,
+)
 from hecate.phi import ELU, Concat, Identity, Linear, Normalise, Polynomial
 from hecate.retention import KL, Decay, Lq, Sphere
 from hecate.rule.config import RULES, MemoryConfig, NamedRule
@@ -154,6 +168,38 @@ RULES |= {
         MemoryConfig(algorithm=RLS(), key_norm="l2"),
         "MesaNet (von Oswald et al., 2025, arXiv 2506.05233): the ridge optimum at lr = 1, with the paper's gates "
         "gamma and beta at 1 and one ridge for all channels",
+    ),
+    "gated_mesa": NamedRule(
+        MemoryConfig(
+            bias=Dot(), retention=Decay(), key_norm="l2", readout=readout.Ridge(solver="exact"), gating=Mesa()
+        ),
+        "MesaNet (von Oswald et al., 2025, arXiv 2506.05233) with its gates gamma and beta, and a ridge per head and "
+        "channel that does not fade; solved exactly, set readout.solver for the paper's conjugate gradients",
+    ),
+    "gated_kalmanet": NamedRule(
+        MemoryConfig(
+            bias=Dot(),
+            retention=Decay(gate="softplus"),
+            key_norm="l2",
+            query_scale="key_dim",
+            readout=readout.Ridge(ridge=0.0, relative=0.02),
+            gating=KalmaNet(),
+        ),
+        "Gated KalmaNet (Peng et al., 2025, arXiv 2511.21016): the ridge is 0.02 |H|_F and a gate mixes query and "
+        "solution; solved exactly, set readout.solver for the paper's 30 steps of Chebyshev's iteration",
+    ),
+    "gsa": NamedRule(
+        MemoryConfig(
+            bias=Dot(), retention=Decay(channels=True), query_scale="key_dim", readout=readout.Slots(), gating=GSA()
+        ),
+        "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide",
+    ),
+    "abc": NamedRule(
+        MemoryConfig(
+            bias=Dot(), retention=Decay(channels=True), query_scale="key_dim", readout=readout.Slots(), gating=ABC()
+        ),
+        "ABC: Attention with Bounded-memory Control (Peng et al., 2021, arXiv 2110.02488), with learned control: as "
+        "many slots as a key is wide",
     ),
     "titans_linear": NamedRule(
         MemoryConfig(retention=Decay(), algorithm=Momentum(), key_norm="l2"),

@@ -32,6 +32,10 @@ NEW = (
     "mlstm",
     "hgrn2",
     "oja",
+    "gated_mesa",
+    "gated_kalmanet",
+    "gsa",
+    "abc",
 )
 
 
