@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hecate.checks import Count
 from hecate.readout.base import Asked, Held, Means, Readout, Turned
-from hecate.tape import Block, Run, Tensors, by_hand, checkpoint, formula_block, one, several
+from hecate.tape import Block, Run, Tensors, by_hand, can_inspect, checkpoint, formula_block, one, several
 
 
 class Ridge(Readout):
@@ -82,10 +82,10 @@ class Ridge(Readout):
                 ridge = torch.full_like(each[..., :1, 0], self.ridge)
             elif ridge.dim() < each.dim() - 1:
                 ridge = ridge.unsqueeze(-1)
-            size = _size(each).unsqueeze(-1)
+            size = _size(each).unsqueeze(-1) if self.relative or self.solver == "chebyshev" else torch.zeros_like(ridge)
             total = ridge + self.relative * size
             total = torch.where(total > 0, total, 1.0)
-            ends = torch.stack((total.amin(-1), total.amax(-1) + size.squeeze(-1)), -1)
+            ends = torch.stack((total.amin(-1), total.amax(-1) + size.amax(-1)), -1)
             return each + torch.diag_embed(total.expand(each.shape[:-1])), ends
 
         return formula_block("readout.ridge.matrix", formula)
@@ -115,6 +115,8 @@ class Ridge(Readout):
         if self.solver != "exact":
             return matrix
         factor, failed = torch.linalg.cholesky_ex(matrix)
+        if can_inspect(failed) and not failed.any():
+            return factor
         return torch.where(failed[..., None, None] > 0, torch.nan, factor)
 
     def _solved(self, matrix: Tensor, q: Tensor, ends: Tensor) -> Tensor:
@@ -122,7 +124,8 @@ class Ridge(Readout):
             return torch.cholesky_solve(q.unsqueeze(-1), matrix).squeeze(-1)
         if self.solver == "cg":
             return conjugate_gradients(matrix, q, self.iterations)
-        return chebyshev(matrix, q, *ends.unsqueeze(-2).unbind(-1), self.iterations)
+        low, high = ends.unsqueeze(-2).unbind(-1)
+        return chebyshev(matrix, q, low, high, self.iterations)
 
 
 def conjugate_gradients(matrix: Tensor, q: Tensor, steps: int) -> Tensor:
@@ -174,19 +177,40 @@ def _states(
     if reset is not None:
         retain = torch.where(reset.unsqueeze(-1), 0.0, retain)
     k, lr, retain = k.transpose(1, 2), lr.mT, retain.mT  # `[B, H, C, *]`
-    count = k.shape[2]
-    # R[t, i], the product of retain over i < l <= t, behind what is kept of the first.
+    count, lost = k.shape[2], None
+    if can_inspect(k):
+        k, lr, retain, held, lost = _apart(k, lr, retain, held, reset)
+    # R[t, i], the product of retain over i < l <= t.
     later = torch.ones(count, count, dtype=torch.bool, device=k.device).tril(-1)
     spans = torch.where(later, retain.unsqueeze(-1), 1.0).cumprod(-2).tril()
-    kept = torch.cat((retain.cumprod(-1).unsqueeze(-1), spans * lr.unsqueeze(-2)), -1)
-    writes = k.unsqueeze(-1) * k.unsqueeze(-2)
-    each = (kept @ torch.cat((held.unsqueeze(2), writes), 2).flatten(-2)).unflatten(-1, k.shape[-1:] * 2)
+    writes, first = (k.unsqueeze(-1) * k.unsqueeze(-2)).flatten(-2), retain.cumprod(-1)[..., None, None]
+    each = torch.addcmul(
+        ((spans * lr.unsqueeze(-2)) @ writes).unflatten(-1, k.shape[-1:] * 2), first, held.unsqueeze(2)
+    )
+    if lost is not None:
+        each = torch.where(lost[..., None, None], torch.nan, each)
     last = each[:, :, -1]
     if not late:
         each = torch.cat((held.unsqueeze(2), each[:, :, :-1]), 2)
         if reset is not None:
             each = torch.where(reset[:, None, :, None, None], 0.0, each)
     return each.transpose(1, 2), last
+
+
+def _apart(
+    k: Tensor, lr: Tensor, retain: Tensor, held: Tensor, reset: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Without what is no finite number, which a product of all tokens would take to those before it, and the tokens
+    `[B, H, C]` whose H it reaches, None if none."""
+    fine, held_fine = (lr * k.abs().amax(-1).square() + retain).isfinite(), held.isfinite().all(-1).all(-1)
+    if fine.all() and held_fine.all():
+        return k, lr, retain, held, None
+    starts = torch.zeros_like(fine[:, 0]) if reset is None else reset
+    count = starts.cumsum(-1).unsqueeze(1)
+    reached = (count.unsqueeze(-1) == count.unsqueeze(-2)).tril() & ~fine.unsqueeze(-2)
+    lost = reached.any(-1) | ((count == 0) & ~held_fine.unsqueeze(-1))
+    clean = k.where(fine.unsqueeze(-1), 0), lr.where(fine, 0), retain.where(fine, 0)
+    return *clean, held.where(held_fine[..., None, None], 0), lost
 
 
 _LATE = formula_block("readout.ridge.states", lambda *inputs: _states(True, *inputs))

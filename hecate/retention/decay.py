@@ -101,7 +101,7 @@ class Decay(Decaying):
     def default_retain(self) -> float:
         if self.retain == "retnet":
             return 1 - 2.0**-5
-        return self.retain if isinstance(self.retain, float) else self.retain[0]  # type: ignore[return-value]
+        return self.retain if isinstance(self.retain, float) else self.retain[0]
 
     @property
     def per_head(self) -> bool:

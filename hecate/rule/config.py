@@ -120,9 +120,9 @@ class MemoryConfig(Config):
             one = {**fields, "gating": Plain(), "writes": 1, "chunk": self.chunk * self.writes if self.chunk > 1 else 1}
             object.__setattr__(self, "_single", type(self).model_construct(**one))
         if not getattr(self.readout, "plain", True):
-            ready = {"feature_map": Identity(), "key_norm": "none", "query_scale": "none"}
-            one = {**fields, **ready, "gating": Plain(), "readout": Direct()}
-            object.__setattr__(self, "_direct", type(self).model_construct(**one))
+            ready = {"feature_map": Identity(), "key_norm": "none", "query_scale": "none", "gating": Plain()}
+            direct: dict[str, Any] = {**fields, **ready, "readout": Direct()}
+            object.__setattr__(self, "_direct", type(self).model_construct(**direct))
         if self.normalizer != "none":
             fields.update(bias=Dot(), normalizer="none")
             object.__setattr__(self, "_counting", type(self).model_construct(**fields))
