@@ -18,7 +18,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, core_schema
@@ -70,6 +83,10 @@ def _as_tuple(annotation: Any, value: Any) -> Any:
     if get_origin(annotation) is Annotated or type(None) in get_args(annotation):
         options = [item for item in get_args(annotation) if item is not type(None)]
         return _as_tuple(options[0], value)
+    if isinstance(value, list) and get_origin(annotation) in (Union, UnionType):
+        for item in get_args(annotation):
+            if tuple in (get_origin(item), get_origin(next(iter(get_args(item)), None))):
+                return _as_tuple(item, value)
     if get_origin(annotation) is not tuple or not isinstance(value, list | tuple):
         return value
     items = get_args(annotation)

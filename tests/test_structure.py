@@ -18,7 +18,7 @@ PACKAGE = ROOT / "hecate"
 
 FLOORS = [
     {"errors", "checks", "variant", "late", "tape"},
-    {"phi", "bias", "retention", "algorithm", "structure", "gating"},
+    {"phi", "bias", "retention", "algorithm", "structure", "gating", "readout"},
     {"rule", "engine"},
     {"nn", "cms", "optim"},
     {"data", "models"},

@@ -362,4 +362,5 @@ def _fresh(source: MemoryState, like: MemoryState) -> MemoryState:
         memory={name: source.memory[name].to(own.dtype) for name, own in like.memory.items()},
         slots={name: torch.zeros_like(slot) for name, slot in like.slots.items()},
         normalizer=normalizer,
+        readout=None if source.readout is None else dict(source.readout),
     )

@@ -98,6 +98,13 @@ class SelfReferenceConfig(Config):
     def _refusal(self) -> tuple[str, str] | None:
         """A field and why it does not fit the others; None if all do."""
         memory, given = self.memory, self.adaptive or ()
+        if memory.structure.transposed:
+            return ("memory.structure", f"a box answers with what it predicts; {memory.structure.named} predicts keys")
+        if not memory.readout.plain:
+            return (
+                "memory.readout",
+                f"a box answers with what it predicts; readout {memory.readout.kind!r} asks otherwise",
+            )
         if memory.normalizer != "none":
             return "memory.normalizer", (
                 f"memory.normalizer={memory.normalizer!r} divides by a sum of weights that is 0 before the first "
@@ -175,7 +182,7 @@ class Boxes(HeldRule):
         start = rule.structure.init(d_phi, d_head, heads=heads, **without_numbers(place["dtype"]))
         self.initial: Any = nn.ModuleDict({name: TensorDict(start, learned=True, **place) for name in names})
         self.hold_features(rule.feature_map, heads, d_head, **place)
-        self.starts = gate_starts(rule)
+        self.starts = gate_starts(rule, heads)
         held = hold_gates(rule, self.starts, heads, d_head, d_head, **place)
         self.retain, self.gate_weight, self.gate_bias = held
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hecate.checks import described, expect, expect_beside
-from hecate.engine.tokens import expand_to
+from hecate.engine.tokens import cast, expand_to
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.phi import FeatureMap, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState, TokenGates
 from hecate.rule.state import accumulated_retain
-from hecate.tape import can_inspect
+from hecate.tape import Run, can_inspect, one
 
 # What is drawn to learn a map's parameter names is thrown away; made here, because torch.compile cannot make a
 # generator.
@@ -109,10 +109,18 @@ def complete_gates(config: MemoryConfig, gates: Gates | None, k: Tensor, write: 
         config.check_step(float(gates.lr))
     if isinstance(gates.retain, Tensor) and gates.retain.dim() == 4:
         _check_channels(config, gates.retain, k)
+    if forms.per_head and gates.retain is None and k.shape[1]:
+        gates = gates._replace(retain=retain_per_head(config, k.shape[:3], k))
     rows = zip(TokenGates._fields, gates[:3], forms.defaults, forms.tops, strict=True)
     for name, given, default, top in rows:
         complete.append(_gate(name, given, default, k, write, top))
     return complete
+
+
+def retain_per_head(config: MemoryConfig, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """The retain gates `[..., H]` of a config whose heads differ in them."""
+    retains, dtype = config.retention.default_retains(shape[-1]), torch.promote_types(like.dtype, torch.float32)
+    return torch.tensor(retains, dtype=dtype, device=like.device).expand(*shape)
 
 
 def _gate(
@@ -173,15 +181,24 @@ def general_gates(
 
 def _refused_gates(config: MemoryConfig) -> Iterator[tuple[str, str]]:
     """Which of erase, write, retain_value and floor mean nothing to a config, and why."""
-    structure = f"structure {config.structure.kind!r}"
+    structure = config.structure.named
     for name in ("erase", "write"):
         if not config.structure.linear:
-            yield name, f"{structure} has weights without a phi axis; use structure 'matrix' or 'vector'"
+            without = "writes along v" if config.structure.transposed else "has weights without a phi axis"
+            yield name, f"{structure} {without}; use structure 'matrix' or 'vector', whose predictions are of values"
         if not config.algorithm.takes_any_gradient():
             own = f"algorithm {config.algorithm.kind!r} makes its gradient from phi(k) itself"
             yield name, f"{own}, and no paper says how one that is gated would enter; use algorithm 'gd' or 'momentum'"
         if config.step != "raw":
             yield (name, f"step={config.step!r} divides lr by |phi(k)|^2, not the gain of such a write; use step 'raw'")
+    readout, own = config.readout, f"readout {config.readout.kind!r}"
+    for name in ("ridge", "mix"):
+        if name not in readout.gates:
+            yield name, f"{own} has no {name}; use readout 'ridge'"
+    if not readout.plain:
+        for name in ("write", "retain_value"):
+            if name not in readout.gates:
+                yield name, f"{own} knows lr and retain{''.join(f', {gate}' for gate in readout.gates)} alone"
     if config.forms.target:
         yield "erase", f"bias {config.bias.kind!r} never asks the memory what to unlearn; use bias 'l2'"
     if config.normalizer != "max":
@@ -191,7 +208,7 @@ def _refused_gates(config: MemoryConfig) -> Iterator[tuple[str, str]]:
             yield (name, f"normalizer={config.normalizer!r} divides by one sum of weights for all value channels")
     if not config.retention.uses_retain:
         yield "retain_value", f"retention {config.retention.kind!r} takes no retain gate; choose retention 'decay'"
-    if not config.structure.linear or config.structure.diagonal:
+    if not (config.structure.linear or config.structure.transposed) or config.structure.diagonal:
         yield "retain_value", f"{structure} has no axis of value channels beside phi's; use structure 'matrix'"
     if accumulated_retain(config):
         chunks = f"chunk={config.chunk} with commit={config.commit!r} and decay_order={config.decay_order!r}"
@@ -221,9 +238,14 @@ def _bounds(top: float) -> str:
 
 def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
     width = config.feature_map.output_dim(k.shape[-1])
+    if config.structure.transposed:
+        raise ConfigError(
+            f"gates.retain has one value per phi channel, but {config.structure.named} decays channels of values; pass "
+            "[B, T, H], and gates.retain_value"
+        )
     if not config.structure.linear:
         raise ConfigError(
-            f"gates.retain has one value per phi channel, but structure {config.structure.kind!r} has weights without "
+            f"gates.retain has one value per phi channel, but {config.structure.named} has weights without "
             "a phi axis; pass [B, T, H] or use structure 'matrix' or 'vector'"
         )
     if retain.shape[-1] != width:
@@ -241,6 +263,30 @@ def _refuse_range(name: str, given: Tensor, write: Tensor | None, top: float) ->
             f"gates.{name} must be {_bounds(top)}, got {float(given[tuple(at)].detach()):g} at batch row {at[0]}, "
             f"token {at[1]}, head {at[2]}{channel}"
         )
+
+
+def readout_gates(
+    config: MemoryConfig, gates: Gates, k: Tensor, retain: Tensor, dtype: torch.dtype, run: Run
+) -> tuple[Tensor | None, ...]:
+    """The gates of a config's readout as tensors of a dtype, in its order, None where they are not given."""
+    found: list[Tensor | None] = []
+    if retain.dim() == 4 and not config.readout.channels:
+        raise ConfigError(
+            f"gates.retain has one value per phi channel, but readout {config.readout.kind!r} needs one for all; pass "
+            "[B, T, H]"
+        )
+    for name in config.readout.gates:
+        given, top = getattr(gates, name), 1.0 if name == "mix" else math.inf
+        if name != "mix" and isinstance(given, Tensor):
+            _check_gate(name, given, k, config.feature_map.output_dim(k.shape[-1]), "phi channel")
+            if name == "ridge":
+                _check_range(name, given, None, top)
+        elif given is not None:
+            given = _gate(name, given, 0.0, k, None, top)
+        if isinstance(given, Tensor) and given.dtype != dtype:
+            given = one(run(cast(dtype), given, label="inputs"))
+        found.append(given)
+    return tuple(found)
 
 
 # Parameters of phi.
@@ -327,7 +373,18 @@ def check_state(state: MemoryState | None) -> None:
             raise ShapeError(f"state.{field} must be a tensor, got {described(tensor)}")
     for field in state._fields[:4]:
         check_named(f"state.{field}", getattr(state, field))
+    if state.readout is not None:
+        check_named("state.readout", state.readout)
     check_state(state.normalizer)
+
+
+def check_readout(config: MemoryConfig, state: MemoryState) -> None:
+    """Refuses a state with something held for a readout where the config reads directly."""
+    if state.readout is not None:
+        raise ShapeError(
+            f"state.readout holds {sorted(state.readout)}, but the config has readout {config.readout.kind!r}; was the "
+            "state made with another config?"
+        )
 
 
 def check_named(what: str, tensors: Named) -> None:

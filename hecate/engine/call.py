@@ -16,6 +16,7 @@ from hecate.engine.arguments import (
     check_named,
     check_normalizer,
     check_params,
+    check_readout,
     check_state,
     check_tensors,
     check_tokens,
@@ -140,12 +141,13 @@ class Call:
         inputs = complete(config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None)
         if state is not None:
             check_state(state)
+            check_readout(config, state)
             inputs = _as_wide_as(state, inputs)
         if initial is not None:
             check_named("initial", initial)
         inputs, seen = numbered(config, state, inputs)
         params = check_params(config.feature_map, phi_params, k)
-        dtype = _state_dtype(config, q, k, v, initial if state is None else state.memory)
+        dtype = state_dtype(config, q, k, v, initial if state is None else state.memory)
         if state is not None:
             check_normalizer(config, state)
         own, start, carry = _memory(config, state, initial, inputs, dtype, v.shape[-1])
@@ -322,7 +324,7 @@ def named_state(weights: tuple[str, ...], slots: tuple[str, ...], carry: Carry, 
     return MemoryState(*held, carry.position.unflatten(0, lead))  # type: ignore[call-arg]
 
 
-def _state_dtype(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, held: Named | None) -> torch.dtype:
+def state_dtype(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, held: Named | None) -> torch.dtype:
     """In what a state is held: the highest precision among the config, the inputs and the state to go on from or to
     start at."""
     dtype = config.dtype

@@ -109,25 +109,55 @@ class Matrices(NamedTuple):
     slot_leaving: Tensor | None
 
 
-def matrices_of(config: MemoryConfig, chunks: Tokens) -> Matrices:
-    """The matrices of a group of blocks from its tokens `[g, N, C, ...]`, whatever the states."""
+def stepped_keys(chunks: Tokens) -> Tensor:
+    """lr times the keys that tokens are written with; 0 for those that are not."""
     lr = chunks.lr if chunks.write is None else torch.where(chunks.write, chunks.lr, 0.0)
-    stepped = lr.unsqueeze(-1) * (chunks.phi_k if chunks.phi_w is None else chunks.phi_w)
+    return lr.unsqueeze(-1) * (chunks.phi_k if chunks.phi_w is None else chunks.phi_w)
+
+
+def states_of(config: MemoryConfig, chunks: Tokens) -> tuple[Combined, Combined, Combined | None]:
+    """`coefficients` of a group of blocks, with an axis before time: 1, or the P phi channels where retain differs
+    between them."""
+    retain = chunks.retain.mT if chunks.retain.dim() == 4 else chunks.retain.unsqueeze(2)
+    write, reset = (None if mask is None else mask.unsqueeze(2) for mask in (chunks.write, chunks.reset))
+    return coefficients(config, retain, chunks.momentum.unsqueeze(2), write, reset)
+
+
+def transposed_reads(states: Combined, chunks: Tokens, bases: Tensor, writes: Tensor) -> Tensor:
+    """M^T q of the states of a group's tokens, `[g, N, C, P]`, from queries `[g, N, C, V]`, base states side by side
+    `[g, N, V, b P]` and the writes w `[g, N, C, V]`: with M_t = a_t M_0 + sum_i K[t, i] w_i k_i^T,
+
+    y_t = a_t M_0^T q_t + sum_i K[t, i] (w_i . q_t) k_i
+    """
+    q, keys = chunks.phi_q, stepped_keys(chunks)
+    seen, mixed = q @ writes.mT, states.writes
+    if mixed.shape[2] == 1:
+        y = (seen * mixed.squeeze(2)) @ keys
+    else:
+        y = ((seen.unsqueeze(2) * mixed) @ keys.mT.unsqueeze(-1)).squeeze(-1).mT
+    for base, weight in zip(bases.split(keys.shape[-1], -1), states.bases, strict=True):
+        y = y + weight.mT * (q @ base)
+    return y
+
+
+def matrices_of(
+    config: MemoryConfig, chunks: Tokens, states: tuple[Combined, Combined, Combined | None] | None = None
+) -> Matrices:
+    """The matrices of a group of blocks from its tokens `[g, N, C, ...]`, whatever the states; `states` is `states_of`
+    where it is known."""
+    stepped = stepped_keys(chunks)
     moving = not config.forms.target  # under dot no write depends on what the memory predicts
     if not (config.retention.uses_retain or config.algorithm.uses_momentum or chunks.reset is not None):
         attend = (chunks.phi_q @ stepped.mT).tril(0 if config.read == "after" else -1)
         lower = (chunks.phi_k @ stepped.mT).tril(-1) if moving else None
         seen = chunks.phi_k if moving else None
         return Matrices(chunks.phi_q, attend, stepped, None, seen, lower, None, None)
-    # An axis G before time: 1, or the P phi channels where retain differs between them.
-    retain = chunks.retain.mT if chunks.retain.dim() == 4 else chunks.retain.unsqueeze(2)
-    write, reset = (None if mask is None else mask.unsqueeze(2) for mask in (chunks.write, chunks.reset))
-    momentum = chunks.momentum.unsqueeze(2)
-    after, before, slot = coefficients(config, retain, momentum, write, reset)
+    after, before, slot = states_of(config, chunks) if states is None else states
     read, faced = after if config.read == "after" else before, before
     if config.decay_order == "before_gradient":
         if config.algorithm.uses_momentum:
-            gate = neutral(retain, write)
+            retain = chunks.retain.mT if chunks.retain.dim() == 4 else chunks.retain.unsqueeze(2)
+            gate = neutral(retain, None if chunks.write is None else chunks.write.unsqueeze(2))
             faced = Combined(gate.unsqueeze(-1) * before.writes, tuple(gate * weight for weight in before.bases))
         else:  # the next memory without the token's own write
             faced = Combined(after.writes.tril(-1), after.bases)

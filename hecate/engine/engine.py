@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import Call, Spec
-from hecate.engine.features import normalized, to_tokens
+from hecate.engine.features import faced, normalized, to_tokens
 from hecate.engine.tokens import Carry, Tokens, cast, linear_block
 from hecate.errors import ConfigError, did_you_mean
 from hecate.rule import MemoryConfig
@@ -46,6 +46,7 @@ class Engine(ABC):
 
     name: ClassVar[str]
     truth: ClassVar[bool] = False  # whether the others are compared with it
+    transposes: ClassVar[bool] = False  # whether it reads memories that learn keys from values
     takes: ClassVar[tuple[str, ...]] = ()  # which of the gates erase, write, retain_value and floor it knows
     registry: ClassVar[dict[str, Engine]] = {}
 
@@ -69,6 +70,12 @@ class Engine(ABC):
         """Why it is not exact for a config; None if it is."""
         return None
 
+    def excludes(self, config: MemoryConfig) -> str | None:
+        """Why it cannot run a config, whatever it is called with; None if it can."""
+        if config.structure.transposed and not self.transposes:
+            return f"it reads what memories predict, and {config.structure.named} is read by its transpose"
+        return self.refuses(config)
+
     def unfit(self, call: Call) -> str | None:
         """Why it cannot run a call although it is exact for its config: device, dtypes, masks, tracing, sizes."""
         return None
@@ -78,8 +85,8 @@ class Engine(ABC):
         for name in call.general:
             # Under dot nothing is asked of the memory, and the written key is the only one.
             if name not in self.takes and not (name == "write" and call.config.forms.target):
-                return self.refuses(call.config) or f"it does not know gates.{name}"
-        return self.refuses(call.config) or self.unfit(call)
+                return self.excludes(call.config) or f"it does not know gates.{name}"
+        return self.excludes(call.config) or self.unfit(call)
 
     @abstractmethod
     def cost(self, call: Call) -> float:
@@ -137,7 +144,7 @@ class TokenEngine(Engine):
 
     def run(self, call: Call, run: Run = execute) -> Tensors:
         """Features, the scan, and the quotient by the normaliser."""
-        tokens = to_tokens(call.config, call.inputs, call.params, call.spec.dtype, run)
+        tokens = faced(call.config, to_tokens(call.config, call.inputs, call.params, call.spec.dtype, run), run)
         memories = call.memories
         if len(memories) > 1:
             return normalized(self.scan, call, tokens, run, along=self.counts_along)
@@ -183,7 +190,7 @@ def check_exact(config: MemoryConfig, asked: EngineName) -> None:
         known = ["auto", *Engine.registry]
         listed = ", ".join(map(repr, known))
         raise ConfigError(f"engine must be one of {listed}, got {asked!r}.{did_you_mean(asked, known)}".rstrip("."))
-    _refuse(asked, engine.refuses(config))
+    _refuse(asked, engine.excludes(config))
 
 
 def choose(call: Call, asked: EngineName = "auto") -> Engine:

@@ -64,6 +64,17 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
     return Tokens(phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, kept)
 
 
+def faced(config: MemoryConfig, tokens: Tokens, run: Run) -> Tokens:
+    """Tokens as a memory meets them: where it learns keys from values these change places, and what decays value
+    channels decays those of what it is asked at."""
+    if not config.structure.transposed:
+        return tokens
+    retain, value = tokens.retain, tokens.retain_value
+    if value is not None:
+        retain = one(run(_GATE, value, retain, label="retain"))
+    return tokens._replace(phi_k=tokens.v, v=tokens.phi_k, retain=retain, retain_value=None)
+
+
 def _gated(
     config: MemoryConfig, phi_k: Tensor, inputs: Sequence, dtype: torch.dtype, run: Run
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -28,7 +28,7 @@ class Sequential(TokenEngine):
     """Token by token, for every config."""
 
     name = "sequential"
-    truth = True
+    truth = transposes = True
     takes = GENERAL
 
     def cost(self, call: Call) -> float:
@@ -121,7 +121,7 @@ def _segment(
 def blocks_of(config: MemoryConfig) -> tuple[Block, Block | None]:
     """What every token of a scan runs: the read, and the write where that is one block, as a chunk's sum never is."""
     write = config.rule.write_block() if config.commit == "token" else None
-    return config.structure.predict_block(), write
+    return config.structure.read_block(), write
 
 
 def token_step(

@@ -35,8 +35,9 @@ def naive(
 
     With commit="chunk" D, S and X follow once, where a chunk closes, from the sum of its lr_i G_i, with lr = 1 and the
     product of its retain gates. phi, key_norm, query_scale, the step rule and the gates erase and write are in the
-    arguments already: phi_k is erase phi(k), phi_w is write phi(k). retain_value is the retain of rows. A token of n
-    writes is n tokens here, with retain 1 but at the first, of which one is read. Masks, resets and the sum normaliser
+    arguments already: phi_k is erase phi(k), phi_w is write phi(k). retain_value is the retain of rows. Where f learns
+    keys, W v stands against phi(k), y_t is link(X_t)^T phi(q_t) and retain_value that of columns. A token of n writes
+    is n tokens here, with retain 1 but at the first, of which one is read. Masks, resets and the sum normaliser
     are not here. [ENG-NAIVE-D1]
 
     Shapes: phi_q, phi_k, phi_w `[N, T, P]`, v, retain_value `[N, T, V]`, gates `[N, T]` (retain also `[N, T, P]`),
@@ -56,6 +57,10 @@ def naive(
         return tuple(v.new_zeros(len(v), *shape) for shape in shapes.values())
 
     x, outputs = memory, [v[:, :0]]
+    if structure.transposed:
+        phi_k, v = v, phi_k
+        if retain_value is not None:
+            gates, retain_value = gates._replace(retain=gates.retain.unsqueeze(-1) * retain_value), None
     s = [zeros(algorithm.slot_shapes(tuple(weight.shape[1:]))) for weight in memory]
     context = zeros(algorithm.context_shapes(phi_k.shape[-1], v.shape[-1]))
     for t in range(v.shape[1]):
@@ -81,5 +86,5 @@ def naive(
             total = tuple(so_far + over(lr, gi) * gi for so_far, gi in zip(total, g, strict=True))
             if (t + 1) % config.chunk == 0:
                 x, s = stepped(x, s, total, torch.ones_like(lr), kept, momentum)
-        outputs.append(structure.predict(linked(x if config.read == "after" else before), q).unsqueeze(1))
+        outputs.append(structure.read(linked(x if config.read == "after" else before), q).unsqueeze(1))
     return torch.cat(outputs, 1), x

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hecate import late
 from hecate.engine.call import Call, carry_of
-from hecate.engine.features import counting, quotient, to_tokens
+from hecate.engine.features import counting, faced, quotient, to_tokens
 from hecate.engine.loop import select, token_step
 from hecate.engine.tokens import Carry, Tokens, expand_to, fold_heads
 from hecate.errors import NonFiniteError
@@ -85,7 +85,8 @@ class _Memory:
 
 
 def _memories(call: Call) -> list[_Memory]:
-    tokens = fold_heads(to_tokens(call.config, call.inputs, call.params, call.spec.dtype, execute), execute)
+    tokens = to_tokens(call.config, call.inputs, call.params, call.spec.dtype, execute)
+    tokens = fold_heads(faced(call.config, tokens, execute), execute)
     first, *counter = call.memories
     counters = [_Memory(call.config.counting, counting(tokens), *memory) for memory in counter]
     return [_Memory(call.config, tokens, *first), *counters]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine import nonfinite
-from hecate.engine.arguments import Named, check_params
+from hecate.engine.arguments import Named, check_params, retain_per_head
 from hecate.engine.call import carry_of, named_state
 from hecate.engine.engine import apart
 from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, levelled, stepped
@@ -94,7 +94,7 @@ def keep_program(
 ) -> None:  # fmt: skip
     """Leaves a program of what the next token looks like, after the whole way has passed every check and returned a
     state."""
-    if config.writes > 1 or config.normalizer == "max":
+    if config.writes > 1 or config.normalizer == "max" or config.structure.transposed or not config.readout.plain:
         return
     if config.on_nonfinite == "skip" or k.is_meta or not q.numel() or not v.numel():
         return
@@ -137,7 +137,7 @@ class OneToken:
         self.steps = [_direct(own, gates.lr) if direct else _general(own) for own in configs]
         # What has left the finite numbers in a direct step's slots is added to its memory.
         self.summed = 1 if direct else 4
-        defaults = (config.algorithm.lr, config.retention.default_retain, config.algorithm.default_momentum)
+        defaults = config.forms.defaults
         wide = torch.promote_types(k.dtype, torch.float32)
         with torch.inference_mode(False):
             self.numbers = [
@@ -145,6 +145,9 @@ class OneToken:
                 if not isinstance(gate, Tensor) else None
                 for gate, default, shape in zip(gates[:3], defaults, self.shapes, strict=True)
             ]  # fmt: skip
+            if config.forms.per_head and gates.retain is None:
+                every = retain_per_head(config, (batch, heads), k).to(self.dtype)
+                self.numbers[1] = every.reshape(self.shapes[1]).contiguous()
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, name: str

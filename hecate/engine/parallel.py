@@ -32,7 +32,7 @@ from torch import Tensor
 
 from hecate.bias import Bias
 from hecate.engine.call import GENERAL, Call
-from hecate.engine.coefficients import Matrices, matrices_of
+from hecate.engine.coefficients import Matrices, matrices_of, states_of, transposed_reads
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
 from hecate.engine.tokens import NEUTRAL, NUMBERS, VECTORS, Carry, Scan, Tokens, in_folds, linear_block
@@ -56,13 +56,14 @@ class Parallel(TokenEngine):
     name = "parallel"
     counts_along = True
     takes = GENERAL
+    transposes = True
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """What is not linear in the state, or takes gradients elsewhere."""
         rule = config.rule
         if (reason := chunk_refusal(config)) is not None:
             return reason
-        if not rule.structure.linear:
+        if not (rule.structure.linear or rule.structure.transposed):
             return f"structure {rule.structure.kind!r} is not linear in its weights"
         if not rule.retention.linear:
             return f"retention {rule.retention.kind!r} is not linear"
@@ -72,7 +73,7 @@ class Parallel(TokenEngine):
 
     def unfit(self, call: Call) -> str | None:
         """A decay of value channels that its one system for all of them cannot hold."""
-        if "retain_value" not in call.general:
+        if "retain_value" not in call.general or call.config.structure.transposed:
             return None
         config, own = call.config, "a retain per value channel"
         if config.algorithm.uses_momentum:
@@ -112,6 +113,10 @@ def parallel(
     if carry.memory[0].dim() == 2:
         scalars = partial(parallel, size=min(size, DIAGONAL_CHUNK))
         return by_coordinate(scalars, config, tokens, carry, initial, run=run)
+    if config.structure.transposed:
+        block = Block("engine.parallel.keys", lambda *inputs: (_scan_keys(config, inputs), inputs))
+        y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens"))
+        return y, carry._replace(memory=(memory,), slots=tuple(slots))
     if tokens.retain_value is not None:
         block = Block("engine.parallel.values", lambda *inputs: (_scan_values(config, inputs), inputs))
         y, memory = several(run(block, *carry.memory, *initial, *tokens, label="tokens"))
@@ -205,6 +210,23 @@ def _scan_values(config: MemoryConfig, inputs: Tensors) -> Tensors:
         outputs.append(y[0] * (scale if config.read == "after" else torch.stack(before, 1)))
         states = states._replace(memory=scale[:, -1].unsqueeze(-1) * states.memory)
     return torch.cat(outputs, 1), states.memory
+
+
+def _scan_keys(config: MemoryConfig, inputs: Tensors) -> Tensors:
+    """Outputs and last states of a memory that is read by its transpose, recorded by autograd."""
+    tokens, states = _named(config, inputs)
+    outputs: list[Tensor] = []
+    groups, block = _groups(tokens, CHUNK)
+    for group in groups:
+        chunks = _chunked(tokens, group, block)
+        found = states_of(config, chunks)
+        # Reads by the memory itself are of no use: queries are as wide as what it predicts.
+        matrices = matrices_of(config, chunks._replace(phi_q=chunks.phi_k), found)
+        _, bases, writes, states = walk(config, matrices, chunks.v, states, by_hand=False)
+        y = transposed_reads(found[0] if config.read == "after" else found[1], chunks, bases, writes)
+        outputs.append(y.transpose(0, 1))
+    y = torch.cat(outputs, 1).flatten(1, 2)[:, : tokens.v.shape[1]]
+    return y, states.memory, *(() if states.slot is None else (states.slot,))
 
 
 def _scan_vjp(

@@ -16,6 +16,7 @@ from hecate.engine.arguments import check_config, check_mask, check_tokens
 from hecate.engine.call import Call
 from hecate.engine.engine import EngineName, choose, explain
 from hecate.engine.one_token import keep_program, short_way
+from hecate.engine.readout import read_through
 from hecate.engine.writes import one_write_each, read_once
 from hecate.errors import ShapeError
 from hecate.phi import Params
@@ -105,12 +106,17 @@ def whole_scan(
     **given: Any,
 ) -> tuple[Tensor, MemoryState]:
     """`memory_scan` with every check, by one of the engines, for any number of tokens."""
+    how: dict[str, Any]
     if getattr(config, "writes", 1) > 1:
-        how: dict[str, Any] = {"engine": engine, "autodiff": autodiff, "tape": tape, "name": name}
+        how = {"engine": engine, "autodiff": autodiff, "tape": tape, "name": name}
         record = execute if tape is None else tape
         single, (q, k, v, gates), given = one_write_each(check_config(config), q, k, v, gates, run=record, **given)
         y, state = whole_scan(single, q, k, v, gates, **given, **how)
         return read_once(config, y, run=record), state
+    if not getattr(getattr(config, "readout", None), "plain", True):
+        how = {"engine": engine, "autodiff": autodiff, "tape": tape, "name": name}
+        record = execute if tape is None else tape
+        return read_through(whole_scan, config, q, k, v, gates, run=record, how=how, **given)
     call = Call.of(config, q, k, v, gates, **given)
     chosen = choose(call, engine)
     if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):

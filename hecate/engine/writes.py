@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hecate.checks import described, expect
+from hecate.engine.arguments import retain_per_head
 from hecate.engine.tokens import linear_block
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import Gates, MemoryConfig
@@ -46,6 +47,8 @@ def one_write_each(
         gate = own[name]
         if gate is None and name == "retain" and config.retention.uses_retain:
             gate = config.retention.default_retain
+            if config.forms.per_head:
+                gate = retain_per_head(config, (batch, length, heads), k)
         if isinstance(gate, float | int):
             wide = torch.promote_types(k.dtype, torch.float32)
             gate = torch.full((batch, length, heads), float(gate), dtype=wide, device=k.device)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, normalize
 
 from hecate.checks import Size
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written
@@ -42,7 +42,7 @@ class Heads(Gating):
 
     Shapes: per head `[B, T, (n,) H]`, per channel `[B, T, (n,) H, D or V]`; retain_value is per channel always.
     References: `erase` and `value` per channel are the gates b and w of Gated DeltaNet-2 (2026, arXiv 2605.22791),
-    `erase` up to 2 its reflections. [GATE-HEADS-D1]
+    `erase` up to 2 its reflections; `unit_values` is for memories that learn keys from values. [GATE-HEADS-D1]
     """
 
     kind: Literal["heads"] = "heads"
@@ -51,10 +51,12 @@ class Heads(Gating):
     retain_value: Head | None = None
     value: Head | None = None
     lr: bool = Field(True, description="whether lr has its head; else it is the algorithm's lr")
+    retain: bool = Field(True, description="whether retain has its head; else it is the retention's")
+    unit_values: bool = Field(False, description="whether values are then brought to unit length")
 
     @property
     def replaces(self) -> tuple[str, ...]:
-        return () if self.lr else ("lr",)
+        return tuple([name for name in ("lr", "retain") if not getattr(self, name)])
 
     @property
     def gates(self) -> tuple[str, ...]:
@@ -119,4 +121,6 @@ class Heads(Gating):
                 v = v * (gate if head.channels else gate.unsqueeze(-1)).to(v.dtype)
             else:
                 gates[name] = gate
+        if self.unit_values:
+            v = normalize(v.to(seen.dtype), dim=-1, eps=1e-6).to(v.dtype)
         return made._replace(v=v, gates=gates), {}

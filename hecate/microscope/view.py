@@ -267,6 +267,8 @@ class _Written:
 
 def answered(config: MemoryConfig, state: MemoryState, phi: Tensor) -> Tensor:
     """A state's answers `[B, T, H, V]` to features `[B, T, H, P]`, without query_scale."""
+    if not config.readout.plain:
+        raise ConfigError(f"readout {config.readout.kind!r} asks the memory other than by phi; look at a direct one")
     batch, _, heads, _ = phi.shape
     queries = phi.transpose(1, 2).flatten(0, 1)
     memory = tuple(weight.flatten(0, 1) for weight in memory_weights(config, state).values())

@@ -26,6 +26,14 @@ def start_logit(start: float, power: int = 1) -> float:
     return math.log(inside / (1 - inside))
 
 
+def fill_start(bias: Tensor, start: float | tuple[float, ...], power: int = 1) -> None:
+    """Biases `[rows]` at `start_logit` of a number, or of one for each head's rows."""
+    starts = start if isinstance(start, tuple) else (start,)
+    with torch.no_grad():
+        for rows, own in zip(bias.chunk(len(starts)), starts, strict=True):
+            rows.fill_(start_logit(own, power))
+
+
 class RetainForm(nn.Module):
     """A retain gate from its logits, as `GateForm` says: `rate` is log A of softplus, `down` the first map of a head of
     low rank, shared by all heads. [NN-GATE-D2]
@@ -59,7 +67,7 @@ class RetainForm(nn.Module):
             return torch.exp(logsigmoid(logit) / ROOT)
         return torch.sigmoid(logit)
 
-    def draw(self, source: torch.Generator, weight: Tensor, bias: Tensor, start: float, *, fill: float = 0.0) -> None:
+    def draw(self, source: torch.Generator, weight: Tensor, bias: Tensor, start: Any, *, fill: float = 0.0) -> None:
         """Starting values; a head that is not of low rank gets `fill` for its weights."""
         if self.down is None:
             nn.init.constant_(weight, fill)
@@ -67,7 +75,7 @@ class RetainForm(nn.Module):
             draw_normal(self.down, STD, source)
             draw_normal(weight, STD, source)
         if self.rate is None:
-            nn.init.constant_(bias, start_logit(start, ROOT if self.form.squash == "root" else 1))
+            fill_start(bias, start, ROOT if self.form.squash == "root" else 1)
             return
 
         def uniform(like: Tensor, low: float, high: float) -> Tensor:
@@ -80,12 +88,18 @@ class RetainForm(nn.Module):
             bias.copy_(step.expm1().log())  # softplus(bias) = step
 
 
-def gate_starts(config: MemoryConfig) -> dict[str, float]:
-    """The gates that a rule has, with the values between 0 and 1 at which their sigmoids start."""
+Starts = dict[str, float | tuple[float, ...]]
+
+
+def gate_starts(config: MemoryConfig, heads: int | None = None) -> Starts:
+    """The gates that a rule has, with the values between 0 and 1 at which their sigmoids start: one for each of
+    `heads` where these differ."""
     momentum = config.algorithm.default_momentum
-    starts = {"lr": 0.5 * (1 - momentum)}
-    if config.retention.uses_retain:
-        starts["retain"] = config.retention.default_retain
+    retention, starts = config.retention, Starts(lr=0.5 * (1 - momentum))
+    if retention.uses_retain:
+        starts["retain"] = retention.default_retain
+        if retention.per_head and heads is not None:
+            starts["retain"] = retention.default_retains(heads)
     if config.algorithm.uses_momentum:
         starts["momentum"] = momentum
     return {name: start for name, start in starts.items() if name not in config.gating.replaces}
@@ -94,9 +108,7 @@ def gate_starts(config: MemoryConfig) -> dict[str, float]:
 HeldGates = tuple[RetainForm | None, nn.ParameterDict, nn.ParameterDict]
 
 
-def hold_gates(
-    config: MemoryConfig, starts: dict[str, float], heads: int, width: int, d_key: int, **place: Any
-) -> HeldGates:
+def hold_gates(config: MemoryConfig, starts: Starts, heads: int, width: int, d_key: int, **place: Any) -> HeldGates:
     """Room for gates of what is `width` wide: the retain gate's form, every gate's weights `[H, width]` and biases
     `[H]`, of more rows where retain has a gate per channel; `draw_gates` fills it."""
     shapes, form = dict.fromkeys(starts, (heads, width)), None
@@ -110,7 +122,7 @@ def hold_gates(
     return form, weight, nn.ParameterDict({name: torch.empty(shape[0], **place) for name, shape in shapes.items()})
 
 
-def draw_gates(starts: dict[str, float], held: HeldGates, source: torch.Generator, fill: float = 0.0) -> None:
+def draw_gates(starts: Starts, held: HeldGates, source: torch.Generator, fill: float = 0.0) -> None:
     """Weights at `fill`, biases at the starting values; a retain gate of low rank or softplus draws from `source`."""
     form, weight, bias = held
     for name, start in starts.items():
@@ -118,7 +130,7 @@ def draw_gates(starts: dict[str, float], held: HeldGates, source: torch.Generato
             form.draw(source, weight[name], bias[name], start, fill=fill)
         else:
             nn.init.constant_(weight[name], fill)
-            nn.init.constant_(bias[name], start_logit(start))
+            fill_start(bias[name], start)
 
 
 class GateHeads(nn.Module):
@@ -154,7 +166,7 @@ class GateHeads(nn.Module):
     ) -> None:
         super().__init__()
         self.lr_max, self.writes = config.algorithm.lr, config.writes
-        self.starts = gate_starts(config) | ({"firing": 0.75} if firing else {})
+        self.starts = gate_starts(config, heads) | (Starts(firing=0.75) if firing else {})
         d_key = d_model // heads if d_key is None else d_key
         held = hold_gates(config, self.starts, heads, d_model, d_key, device=device, dtype=dtype)
         self.retain, self.weight, self.bias = held

@@ -106,7 +106,7 @@ class HeldRule(FeatureParameters):
         """Starting weights of a memory that has to answer before it is written: the structure's own, but N(0, 1/fan_in)
         for a linear one, whose own is zero, where it would answer nothing."""
         structure = self.rule.structure
-        if not structure.linear:
+        if not structure.linear and structure.drawn:
             place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": source}
             initial.copy_(structure.init(self.d_phi, d_value, heads=self.phi_heads, **place))
             return

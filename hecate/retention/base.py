@@ -72,6 +72,15 @@ class Retention(Variant, family="retention"):
         return vars(self).get("retain", 1.0)
 
     @property
+    def per_head(self) -> bool:
+        """Whether heads differ in that gate: then it is that of the first."""
+        return False
+
+    def default_retains(self, heads: int) -> tuple[float, ...]:
+        """The retain gate of each of so many heads where none is given."""
+        return (self.default_retain,) * heads
+
+    @property
     def gate_form(self) -> GateForm:
         """How a layer makes the retain gate; a sigmoid per head by default."""
         return GateForm()

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, WrapValidator
 from torch import Tensor
 
 from hecate.checks import Size
+from hecate.errors import ConfigError, shorten
 from hecate.retention.base import GateForm, Retention, StepForm
 from hecate.tape.ops import over, sum_to_gate
+
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Shares = Annotated[tuple[_Share, ...], Field(min_length=1)]
+
+
+def _in_one_sentence(value: Any, handler: Any) -> Any:
+    try:
+        return handler(value)
+    except ValidationError:
+        asked = "must be a number in [0, 1], a list with one for each head, or 'retnet'"
+        raise ConfigError(f"{asked}, got {shorten(value)}") from None
 
 
 class NoRetention(Retention):
@@ -55,6 +67,8 @@ class Decay(Decaying):
     papers write 1 - alpha and alpha for it), or per phi channel as in GLA. `memory_scan` takes whatever gate it is
     given; how a layer makes its own from the token x:
 
+        retain: where it starts, and the gate of a scan without gates: a number for all heads, one for each, or
+            "retnet", 1 - 2^(-5-h) for head h = 0, 1, ...
         channels: a logit per phi channel, s = w.x + b with a w and b each, instead of per head.
         rank: w = w_2 W_1 with so many rows in W_1, which all heads share; "head": as many as a key
             is wide; None: w as it is.
@@ -67,11 +81,12 @@ class Decay(Decaying):
     Traits: linear.
     Cost: one multiply-add.
     References: Titans (Behrouz et al., 2025, arXiv 2501.00663); Gated Linear Attention Transformers (Yang et al., 2024,
-    arXiv 2312.06635); Kimi Linear (Kimi Team, 2025, arXiv 2510.26692). [RET-DECAY-D1]
+    arXiv 2312.06635); Kimi Linear (Kimi Team, 2025, arXiv 2510.26692); Retentive Network (Sun et al., 2023, arXiv
+    2307.08621), a rate per head. [RET-DECAY-D1] [RET-DECAY-D2]
     """
 
     kind: Literal["decay"] = "decay"
-    retain: float = Field(0.99, ge=0, le=1)
+    retain: Annotated[_Share | _Shares | Literal["retnet"], WrapValidator(_in_one_sentence)] = 0.99
     channels: bool = False
     rank: Annotated[Size, Field(ge=1)] | Literal["head"] | None = None
     gate: Literal["sigmoid", "root", "softplus"] = "sigmoid"
@@ -81,6 +96,26 @@ class Decay(Decaying):
     @property
     def gate_form(self) -> GateForm:
         return GateForm(self.channels, self.rank, self.gate)
+
+    @property
+    def default_retain(self) -> float:
+        if self.retain == "retnet":
+            return 1 - 2.0**-5
+        return self.retain if isinstance(self.retain, float) else self.retain[0]
+
+    @property
+    def per_head(self) -> bool:
+        return not isinstance(self.retain, float)
+
+    def default_retains(self, heads: int) -> tuple[float, ...]:
+        if self.retain == "retnet":
+            return tuple([1 - 2.0 ** (-5 - head) for head in range(heads)])
+        if isinstance(self.retain, float):
+            return (self.retain,) * heads
+        if len(self.retain) != heads:
+            several = f"retention.retain={list(self.retain)} is one number for each of {len(self.retain)} heads"
+            raise ConfigError(f"{several}, and there are {heads}; give {heads}, one for all, or 'retnet'")
+        return self.retain
 
 
 class L2(Decaying):

@@ -87,7 +87,7 @@ class Sphere(Decaying):
         return -2 if self.slot == "column" and weight.dim() > 2 else -1
 
 
-@delegating("retention", "uses_retain", "default_retain", "gate_form", "dual", "centred")
+@delegating("retention", "uses_retain", "default_retain", "per_head", "default_retains", "gate_form", "dual", "centred")
 class NormCap(Retention):
     """norm_cap: M' = X min(1, norm/|X|_F), X what the inner retention makes of M and D.
 

@@ -15,6 +15,7 @@ from hecate.checks import Count
 from hecate.errors import ConfigError, did_you_mean, shorten
 from hecate.gating import GatingKind, Plain
 from hecate.phi import FeatureMapKind, Identity
+from hecate.readout import Direct, ReadoutKind
 from hecate.retention import NoRetention, RetentionKind, StepForm
 from hecate.rule.rule import MemoryRule
 from hecate.structure import Matrix, StructureKind
@@ -30,6 +31,7 @@ class Forms(NamedTuple):
         gates: which of lr, retain and momentum the knobs take, in the order of `TokenGates`.
         defaults: what these are where none is given.
         tops: the largest they may be.
+        per_head: whether the default retain differs between heads; then it is that of the first.
     """
 
     bias: KernelForm | None
@@ -40,6 +42,7 @@ class Forms(NamedTuple):
     gates: tuple[bool, ...]
     defaults: tuple[float, ...]
     tops: tuple[float, ...]
+    per_head: bool
 
     @classmethod
     def of(cls, rule: MemoryRule) -> Forms:
@@ -55,6 +58,7 @@ class Forms(NamedTuple):
             gates=(True, retention.uses_retain, algorithm.uses_momentum),
             defaults=(algorithm.lr, retention.default_retain, algorithm.default_momentum),
             tops=(math.inf, 1.0, algorithm.momentum_top),
+            per_head=retention.uses_retain and retention.per_head,
         )
 
 
@@ -70,6 +74,7 @@ class MemoryConfig(Config):
         chunk: gradients are taken at the state of the chunk's start; 1 means at the previous token.
         commit: "token" steps at each token; "chunk" sums the chunk's lr-weighted gradients and
             takes one step at its last token, with retain the product of the chunk's and momentum that of the last.
+        readout: what a query is turned into before it is answered, by what the keys so far have made.
         read: y_t reads the state "after" or "before" token t (and the commit that it triggers).
         decay_order: "before_gradient" lets the gradient see the decayed memory, as gated DeltaNet
             does; with chunk > 1, that of the chunk's start, decayed by the product of retain since.
@@ -91,6 +96,7 @@ class MemoryConfig(Config):
     algorithm: AlgorithmKind = GD()
     feature_map: FeatureMapKind = Identity()
     gating: GatingKind = Plain()
+    readout: ReadoutKind = Direct()
     chunk: Count = Field(1, ge=1)
     writes: Count = Field(1, ge=1)
     commit: Literal["token", "chunk"] = "token"
@@ -103,7 +109,7 @@ class MemoryConfig(Config):
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
 
-    __slots__ = ("_counting", "_programs", "_rule", "_single", "forms")
+    __slots__ = ("_counting", "_direct", "_programs", "_rule", "_single", "forms")
     forms: ClassVar[Forms]  # of each config: no field, and read without a call
 
     def model_post_init(self, context: object) -> None:
@@ -118,6 +124,10 @@ class MemoryConfig(Config):
             chunk = self.chunk * self.writes if self.chunk > 1 else 1
             one: dict[str, Any] = {**fields, "gating": Plain(), "writes": 1, "chunk": chunk}
             object.__setattr__(self, "_single", type(self).model_construct(**one))
+        if not getattr(self.readout, "plain", True):
+            ready = {"feature_map": Identity(), "key_norm": "none", "query_scale": "none", "gating": Plain()}
+            direct: dict[str, Any] = {**fields, **ready, "readout": Direct()}
+            object.__setattr__(self, "_direct", type(self).model_construct(**direct))
         if self.normalizer != "none":
             fields.update(bias=Dot(), normalizer="none")
             object.__setattr__(self, "_counting", type(self).model_construct(**fields))
@@ -136,6 +146,11 @@ class MemoryConfig(Config):
     def single(self) -> MemoryConfig:
         """The config of the same memory where every write is a token of its own."""
         return self._single if self.writes > 1 else self  # type: ignore[attr-defined]
+
+    @property
+    def direct(self) -> MemoryConfig:
+        """The config of the memory that answers what a readout has made of features."""
+        return self if self.readout.plain else self._direct  # type: ignore[attr-defined]
 
     @property
     def programs(self) -> dict[Any, Any]:
@@ -201,20 +216,30 @@ class MemoryConfig(Config):
             yield ("decay_order",), f"'before_gradient' needs a retention that decays; {nothing}"
         if retention.gate_form.channels and not structure.linear:
             own = "retention.channels gives every phi channel a retain of its own"
-            without = f"structure {structure.kind!r} has weights without a phi axis"
+            without = f"{structure.named} has weights without a phi axis"
             cure = "leave channels out or use structure 'matrix' or 'vector'"
+            if structure.transposed:
+                without, cure = f"{structure.named} decays channels of values", "use gates.retain_value"
             yield ("retention", "channels"), f"{own}, but {without}; {cure}"
         curvature = self.bias.curvature
         refusal = algorithm.refusal(linear=structure.linear, diagonal=structure.diagonal, curvature=curvature)
         if refusal is not None:
-            named = f"algorithm {algorithm.kind!r} with structure {structure.kind!r} and bias {self.bias.kind!r}"
+            named = f"algorithm {algorithm.kind!r} with {structure.named} and bias {self.bias.kind!r}"
             yield ("algorithm",), f"{named}: {refusal}"
         refusal = self.gating.refusal(self)
         if refusal is not None:
             yield ("gating",), f"gating {self.gating.kind!r}: {refusal}"
+        for refusal in self.readout.refusals(self):
+            yield ("readout",), f"readout {self.readout.kind!r}: {refusal}"
         if self.writes > 1:
             for reason in self._no_writes():
                 yield ("writes",), f"{self.writes} writes a token: {reason}"
+        if structure.transposed and not algorithm.takes_any_gradient():
+            own = f"algorithm {algorithm.kind!r} makes its gradient from keys and values in their own places"
+            yield ("structure", "learns"), f"'key' lets them change places, and {own}; use algorithm 'gd' or 'momentum'"
+        if structure.transposed and self.step != "raw":
+            gain = f"step={self.step!r} divides lr by |phi(k)|^2, and the gain of a write is lr |v|^2"
+            yield ("structure", "learns"), f"with 'key' {gain}; use step 'raw'"
         if self.normalizer != "none":
             for reason in self._no_quotient():
                 yield ("normalizer",), f"{self.normalizer!r}: {reason}"
@@ -238,7 +263,7 @@ class MemoryConfig(Config):
 
     def _no_quotient(self) -> Iterator[str]:
         """Why the normaliser cannot divide."""
-        phi, structure = f"feature_map {self.feature_map.kind!r}", f"structure {self.structure.kind!r}"
+        phi, structure = f"feature_map {self.feature_map.kind!r}", self.structure.named
         if self.normalizer == "sum" and not self.feature_map.kernel_non_negative:
             cure = "it needs a map with a non-negative kernel, such as elu or favor"
             yield f"phi(q).z can vanish or change sign with {phi}; {cure}"

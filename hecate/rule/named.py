@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from hecate import retention
+from hecate import readout, retention
 from hecate.algorithm import GD, RLS, DeepMomentum, DeltaMomentum, Momentum, NewtonSchulz, Omega
 from hecate.bias import Dot, Lp, Yaad
 from hecate.gating import (
+    ABC,
+    GSA,
     MLSTM,
     RWKV7,
     Comba,
@@ -13,14 +15,16 @@ from hecate.gating import (
     Curvature,
     Head,
     Heads,
+    KalmaNet,
     Mamba3,
+    Mesa,
     MomentumDeltaGates,
     TargetConv,
 )
 from hecate.phi import ELU, GLU, Concat, Identity, Linear, Normalise, Polynomial
 from hecate.retention import KL, Decay, Lq, Sphere
 from hecate.rule.config import RULES, MemoryConfig, NamedRule
-from hecate.structure import MLP, GatedMLP, Slots, TwoPass
+from hecate.structure import MLP, GatedMLP, Matrix, Slots, TwoPass
 
 _MIRAS = MLP(layers=2, residual=True, norm="layer")
 _CODES = 16
@@ -36,9 +40,9 @@ RULES |= {
         "Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236)",
     ),
     "retnet": NamedRule(
-        MemoryConfig(bias=Dot(), retention=Decay(retain=1 - 2**-5), query_scale="key_dim"),
-        "Retentive Network (Sun et al., 2023, arXiv 2307.08621): one fixed retain per head, here that of its first "
-        "head; pass gates.retain for the others",
+        MemoryConfig(bias=Dot(), retention=Decay(retain="retnet"), query_scale="key_dim"),
+        "Retentive Network (Sun et al., 2023, arXiv 2307.08621): one retain per head, 1 - 2^(-5-h), which a layer's "
+        "gate starts at; turning of queries and keys is the feature map's",
     ),
     "gla": NamedRule(
         MemoryConfig(
@@ -133,6 +137,16 @@ RULES |= {
         ),
         "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): kda with a preconditioned written key",
     ),
+    "oja": NamedRule(
+        MemoryConfig(
+            structure=Matrix(learns="key"),
+            retention=Decay(retain=1.0),
+            decay_order="before_gradient",
+            gating=Heads(retain_value=Head(channels=True, start=0.99), retain=False, unit_values=True),
+        ),
+        "Gated Oja rule of flash-linear-attention (no paper): the key is predicted from the value, whose channels "
+        "decay; a layer brings values to unit length, to a scan they come so; its gates are ours",
+    ),
     "mlstm": NamedRule(
         MemoryConfig(bias=Dot(), retention=Decay(), normalizer="max", query_scale="key_dim", gating=MLSTM()),
         "xLSTM (Beck et al., 2024, arXiv 2405.04517), the matrix memory with exponential gates, stabilised",
@@ -155,6 +169,38 @@ RULES |= {
         MemoryConfig(algorithm=RLS(), key_norm="l2"),
         "MesaNet (von Oswald et al., 2025, arXiv 2506.05233): the ridge optimum at lr = 1, with the paper's gates "
         "gamma and beta at 1 and one ridge for all channels",
+    ),
+    "gated_mesa": NamedRule(
+        MemoryConfig(
+            bias=Dot(), retention=Decay(), key_norm="l2", readout=readout.Ridge(solver="exact"), gating=Mesa()
+        ),
+        "MesaNet (von Oswald et al., 2025, arXiv 2506.05233) with its gates gamma and beta, and a ridge per head and "
+        "channel that does not fade; solved exactly, set readout.solver for the paper's conjugate gradients",
+    ),
+    "gated_kalmanet": NamedRule(
+        MemoryConfig(
+            bias=Dot(),
+            retention=Decay(gate="softplus"),
+            key_norm="l2",
+            query_scale="key_dim",
+            readout=readout.Ridge(ridge=0.0, relative=0.02),
+            gating=KalmaNet(),
+        ),
+        "Gated KalmaNet (Peng et al., 2025, arXiv 2511.21016): the ridge is 0.02 |H|_F and a gate mixes query and "
+        "solution; solved exactly, set readout.solver for the paper's 30 steps of Chebyshev's iteration",
+    ),
+    "gsa": NamedRule(
+        MemoryConfig(
+            bias=Dot(), retention=Decay(channels=True), query_scale="key_dim", readout=readout.Slots(), gating=GSA()
+        ),
+        "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide",
+    ),
+    "abc": NamedRule(
+        MemoryConfig(
+            bias=Dot(), retention=Decay(channels=True), query_scale="key_dim", readout=readout.Slots(), gating=ABC()
+        ),
+        "ABC: Attention with Bounded-memory Control (Peng et al., 2021, arXiv 2110.02488), with learned control: as "
+        "many slots as a key is wide",
     ),
     "titans_linear": NamedRule(
         MemoryConfig(retention=Decay(), algorithm=Momentum(), key_norm="l2"),

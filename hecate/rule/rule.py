@@ -56,7 +56,7 @@ class MemoryRule(Config):
     def read(self, memory: Memory, phi_q: Tensor, *, run: Run = execute, label: str = "") -> Tensor:
         """y = f(weights, phi_q)."""
         weights = self.weights(memory, run=run, label=label)
-        return one(run(self.structure.predict_block(), phi_q, *weights, label=label))
+        return one(run(self.structure.read_block(), phi_q, *weights, label=label))
 
     def gradient(self, memory: Memory, phi_k: Tensor, v: Tensor, *, run: Run = execute, label: str = "") -> Memory:
         """Gradient of the inner loss by the weights, taken at those of a memory."""

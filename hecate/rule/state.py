@@ -33,10 +33,13 @@ class Gates(NamedTuple):
         write: factor of phi(k) in what is written, any number; also `[B, T, H, P]`. Default 1.
         retain_value: kept fraction per value channel, `[B, T, H, V]` in [0, 1], beside retain. Default 1.
         floor: the least divisor of `normalizer="max"`, >= 0. Default 1.
+        ridge: of readout `ridge`, >= 0; also `[B, T, H, P]`. Default `readout.ridge`.
+        mix: of readout `ridge`, in [0, 1]. Default `readout.mix`.
 
-    erase and write need a linear memory, retain_value a matrix. Where erase and write differ, the transition is not
-    normal: with |p| = 1, lr = write = 1 and erase in [0, 1] its eigenvalues 1 - lr sum_P erase write p^2 lie in [0, 1],
-    but the norm of one reaches sqrt(4/3). `memory_step` takes gates without the T axis. [RULE-GATES-D1]
+    To readout `slots`, write is the token's code. erase and write need a linear memory, retain_value a matrix. Where
+    erase and write differ, the transition is not normal: with |p| = 1, lr = write = 1 and erase in [0, 1] its
+    eigenvalues 1 - lr sum_P erase write p^2 lie in [0, 1], but the norm of one reaches sqrt(4/3). `memory_step` takes
+    gates without the T axis. [RULE-GATES-D1]
     """
 
     lr: Tensor | float | None = None
@@ -46,6 +49,8 @@ class Gates(NamedTuple):
     write: Tensor | float | None = None
     retain_value: Tensor | None = None
     floor: Tensor | float | None = None
+    ridge: Tensor | float | None = None
+    mix: Tensor | float | None = None
 
 
 class MemoryState(NamedTuple):
@@ -64,6 +69,7 @@ class MemoryState(NamedTuple):
         normalizer: the state of the sum normaliser, or None.
         seen: tokens written since the start or the last reset, `[B]` int64, where the feature map
             needs positions; else None.
+        readout: what the config's readout holds by name, `[B, H, ...]`; None where it holds nothing.
     """
 
     memory: dict[str, Tensor]
@@ -73,6 +79,7 @@ class MemoryState(NamedTuple):
     position: Tensor
     normalizer: MemoryState | None = None
     seen: Tensor | None = None
+    readout: dict[str, Tensor] | None = None
 
     def detach(self) -> MemoryState:
         """The same state cut off from the graph that produced it."""
@@ -91,8 +98,8 @@ class MemoryState(NamedTuple):
             NonFiniteError: for the first that is found.
         """
         look(wait=True)
-        for field in ("memory", "slots", "anchor", "pending"):
-            for key, item in getattr(self, field).items():
+        for field in ("memory", "slots", "anchor", "pending", "readout"):
+            for key, item in (getattr(self, field) or {}).items():
                 for row, head, *_ in (~item.detach().isfinite()).nonzero()[:1].tolist():
                     raise NonFiniteError(
                         f"memory {name!r} is non-finite in state.{field}[{key!r}] at batch row {row}, head {head}; "

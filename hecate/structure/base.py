@@ -71,6 +71,16 @@ class Structure(Variant, family="structure"):
         return False
 
     @property
+    def transposed(self) -> bool:
+        """Whether it learns phi(k) from v instead, pred = M v with M `[P, V]`, and answers M^T phi(q)."""
+        return False
+
+    @property
+    def named(self) -> str:
+        """What sentences call it."""
+        return f"structure {self.kind!r}"
+
+    @property
     def weighted_sum(self) -> bool:
         """Whether pred is linear in the weights whose shape has the values' width, and the inner gradient of these in
         them too; those of the others then hear of no value."""
@@ -88,6 +98,10 @@ class Structure(Variant, family="structure"):
     def predict(self, memory: Memory, p: Tensor) -> Tensor:
         """The memory's answer to p."""
         raise NotImplementedError(f"{type(self).__name__} defines no predict")
+
+    def read(self, memory: Memory, p: Tensor) -> Tensor:
+        """The memory's answer to a query: its prediction, or M^T p where it is `transposed`."""
+        return _turned(p, *memory) if self.transposed else self.predict(memory, p)
 
     def predict_vjp(self, memory: Memory, p: Tensor, u: Tensor) -> tuple[Memory, Tensor]:
         """Cotangents of the weights and of p from the cotangent u of the prediction."""
@@ -111,6 +125,10 @@ class Structure(Variant, family="structure"):
 
         name, by_hand = f"structure.{self.kind}.predict", self.hand_written()
         return formula_block(name, lambda p, *memory: self.predict(memory, p), vjp if by_hand else None)
+
+    def read_block(self) -> Block:
+        """`read` as a tape block: (p, *weights) -> answer."""
+        return _TURNED if self.transposed else self.predict_block()
 
     def pullback_block(self) -> Block:
         """`pullback` as a tape block: (p, u, *weights) -> gradients."""
@@ -160,4 +178,13 @@ class Structure(Variant, family="structure"):
         return Block(f"structure.{self.kind}.gradient", forward, vjp, program)
 
 
+def _turned(p: Tensor, weight: Tensor) -> Tensor:
+    return (weight.mT @ p.unsqueeze(-1)).squeeze(-1)
+
+
+def _turned_vjp(p: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return (weight @ g.unsqueeze(-1)).squeeze(-1), p.unsqueeze(-1) * g.unsqueeze(-2)
+
+
+_TURNED = formula_block("structure.read.transposed", _turned, _turned_vjp)
 StructureKind = Structure

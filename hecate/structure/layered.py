@@ -93,23 +93,39 @@ class Matrix(Layered):
     The linear associative memory of linear attention, DeltaNet and Titans with one layer. It starts at zero, from where
     gradients flow at once because the inner gradient u p^T does not vanish with M.
 
-    Shapes: M `[N, V, P]`, p `[N, P]`, u `[N, V]`.
+    With `learns="key"` it is the memory of Oja's rule, M in R^(P x V): the key is predicted from the value, pred = M v,
+    and the answer to a query is M^T phi(q). What decays per channel are its columns, one for each value channel, by the
+    gate retain_value; writes stay bounded where lr |v|^2 does, so values are to have unit length. [STR-MATRIX-D2]
+
+    Shapes: M `[N, V, P]`, p `[N, P]`, u `[N, V]`; `learns="key"`: M `[N, P, V]`, p `[N, V]`, u `[N, P]`.
     VJP: predict: g_M = u p^T, g_p = M^T u. Pullback G = u p^T: g_u = C p, g_p = C^T u, g_M = 0.
-    Traits: linear.
+    Traits: linear; transposed instead with `learns="key"`.
     Cost: V P per read and per write.
     References: Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021,
     arXiv 2102.11174). [STR-MATRIX-D1]
     """
 
     kind: Literal["matrix"] = "matrix"
+    learns: Literal["value", "key"] = "value"
     drawn: ClassVar[bool] = False
-    linear: ClassVar[bool] = True
+
+    @property
+    def linear(self) -> bool:
+        return self.learns == "value"
+
+    @property
+    def transposed(self) -> bool:
+        return self.learns == "key"
+
+    @property
+    def named(self) -> str:
+        return super().named if self.linear else "structure 'matrix' with learns='key'"
 
     def graph(self) -> Graph:
         return Graph((Linear(0, INPUT),))
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
-        return {"weight": (d_v, d_phi)}
+        return {"weight": (d_v, d_phi) if self.linear else (d_phi, d_v)}
 
 
 class MLP(Layered):

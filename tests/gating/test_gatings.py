@@ -32,6 +32,11 @@ NEW = (
     "mlstm",
     "hgrn2",
     "in_place_ttt",
+    "oja",
+    "gated_mesa",
+    "gated_kalmanet",
+    "gsa",
+    "abc",
 )
 
 

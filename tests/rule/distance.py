@@ -42,14 +42,14 @@ def errors(name: str, length: int = 70, **options: Any) -> dict[str, float]:
     found = {"y": _error(y, trial.y)}
     for path, expected in trial.state.items():
         *part, key = path.split(".", 1) if path.split(".")[0] in _PARTS else ("memory", path)
-        tensors = state.normalizer.memory if part == ["normalizer"] else getattr(state, part[0])
+        tensors: Any = state.normalizer.memory if part == ["normalizer"] else getattr(state, part[0])  # type: ignore[union-attr]
         if part == ["memory"]:
             tensors = memory_weights(named_rule(name), state)
         found[path] = _error(tensors[key][0, 0].numpy(), expected)
     return found
 
 
-_PARTS = ("slots", "pending", "normalizer")
+_PARTS = ("slots", "pending", "normalizer", "readout")
 
 
 def _error(got: Array, expected: Array) -> float:

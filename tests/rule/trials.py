@@ -347,6 +347,39 @@ def hgrn2(config: MemoryConfig, length: int) -> Trial:
     return Trial(x, y, {"weight": weight}, {"lr": 1.0, "retain": x.channels})
 
 
+def oja(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    x.v, kept = unit(x.v), x.rng.uniform(0.7, 1.0, size=(length, 3))
+    y, weight = older.gated_oja(x.q, x.k, x.v, x.lr, kept)
+    return Trial(x, y, {"weight": weight.T}, {"lr": x.lr, "retain_value": kept})
+
+
+def gated_mesa(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    ridge = x.rng.uniform(0.3, 2, size=4)
+    y, weight, keys = older.mesa(x.unit_q, x.unit_k, x.v, x.retain, x.lr, ridge)
+    given = {"lr": x.lr, "retain": x.retain, "ridge": np.tile(ridge, (length, 1))}
+    return Trial(x, y, {"weight": weight, "readout.keys": keys}, given)
+
+
+def gated_kalmanet(config: MemoryConfig, length: int) -> Trial:
+    x = Inputs(length)
+    y, weight, keys = older.gated_kalmanet(x.unit_q / 2, x.unit_k, x.v, x.retain, x.lr, x.momentum)
+    given = {"lr": x.lr**2, "retain": x.retain, "mix": x.momentum}
+    return Trial(x, y, {"weight": weight, "readout.keys": keys}, given)
+
+
+def slotted(written: Any) -> Any:
+    def trial(config: MemoryConfig, length: int) -> Trial:
+        x = Inputs(length)
+        s, kept = written(x.rng.normal(size=(length, 4)))
+        y, keys, values = older.gsa(x.q / 2, x.k, x.v, s, kept)
+        state = {"weight": values.T, "readout.keys": keys.T}
+        return Trial(x, y, state, {"lr": 1.0, "retain": kept, "write": s})
+
+    return trial
+
+
 TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     "hebbian": matrix(papers.sum_rule, normalise=False),
     "linear_attention": linear_attention,
@@ -365,11 +398,16 @@ TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     "mamba3": mamba3,
     "pgdn": preconditioned,
     "pkda": preconditioned,
+    "oja": oja,
     "mlstm": mlstm,
     "hgrn2": hgrn2,
     "longhorn": matrix(papers.longhorn, normalise=False, lr="lr"),
     "dgd": matrix(papers.dgd, normalise=False, lr="lr", retain="retain"),
     "mesa": mesa,
+    "gated_mesa": gated_mesa,
+    "gated_kalmanet": gated_kalmanet,
+    "gsa": slotted(heads.gsa),
+    "abc": slotted(older.abc_gates),
     "titans_linear": titans_linear,
     "titans": titans,
     "ttt_linear": ttt_linear,

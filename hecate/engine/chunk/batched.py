@@ -48,7 +48,7 @@ def shared_graph(config: MemoryConfig, *, decayed: bool = False) -> Graph | None
 
 def predict(config: MemoryConfig, weights: Memory, p: Tensor, run: Run = execute) -> Tensor:
     """The answers of one memory to many keys or queries `[N, C, P]`."""
-    graph = shared_graph(config)
+    graph = None if config.structure.transposed else shared_graph(config)
     if graph is not None:
         return one(run(_predict(graph), p, *weights))
     return _each(config, _repeated(weights, p.shape[1], run), p, run)
@@ -125,7 +125,7 @@ def write(memory: Memory, slots: Memory, grads: Gradients, leaves: Tensors, run:
 
 def _each(config: MemoryConfig, weights: Memory, p: Tensor, run: Run) -> Tensor:
     queries = one(run(_fold(p.shape[1]), p))
-    return one(run(_unfold(p.shape[1]), one(run(config.structure.predict_block(), queries, *weights))))
+    return one(run(_unfold(p.shape[1]), one(run(config.structure.read_block(), queries, *weights))))
 
 
 def _repeated(weights: Memory, size: int, run: Run) -> Memory:

@@ -1,0 +1,126 @@
+"""Memories that are read through a readout: two scans, or spans and a scan, for every engine alike.
+
+The readout turns queries by a state of its own, and the memory, whose config is then direct, answers them.
+[ENG-READ-D1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hecate.engine.arguments import check_config, check_params, check_state, check_tensors, readout_gates
+from hecate.engine.call import complete, state_dtype
+from hecate.engine.engine import Engine, check_exact
+from hecate.engine.features import to_tokens
+from hecate.engine.tokens import CONCAT, cast, cut
+from hecate.errors import ShapeError
+from hecate.readout import Asked, Means
+from hecate.retention import Decay
+from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.structure import Matrix
+from hecate.tape import Block, Run, one, several
+from hecate.tape.bridge import full_precision
+
+SPAN = 16  # tokens whose matrices are held at once
+
+Scan = Callable[..., tuple[Tensor, MemoryState]]
+
+
+def read_through(
+    scan: Scan,
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | None,
+    *,
+    run: Run,
+    how: dict[str, Any],
+    phi_params: Any = None,
+    state: MemoryState | None = None,
+    initial: dict[str, Tensor] | None = None,
+    write_mask: Tensor | None = None,
+    reset_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, MemoryState]:
+    """What `memory_scan` returns of a config with a readout, by `scan`, which is `memory_scan` of its direct one; `how`
+    are engine, autodiff, tape and name."""
+    config = check_config(config)
+    check_exact(config, how["engine"])
+    gates = Gates() if gates is None else gates
+    inputs = complete(config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None)
+    held = _held(config, state, k)
+    dtype = state_dtype(config, q, k, v, held)
+    params = check_params(config.feature_map, phi_params, k)
+    own = readout_gates(config, gates, inputs.k, inputs.retain, dtype, run)
+    with full_precision((q, k, v)):
+        tokens = to_tokens(config, inputs._replace(write_gate=None), params, dtype, run)
+    held = {name: item.to(dtype) for name, item in held.items()}
+    means = Means(run, _spans(run), _recalled(scan, config, inputs.write, inputs.reset, how), config.read == "after")
+    asked = Asked(tokens.phi_q, tokens.phi_k, tokens.lr, tokens.retain, own, inputs.write, inputs.reset)
+    with full_precision((q, k, v)):
+        turned = config.readout.turned(asked, held, means)
+    decays = config.retention.uses_retain
+    given: dict[str, Any] = {"write_mask": inputs.write, "reset_mask": inputs.reset, "initial": initial}
+    given["state"] = None if state is None else state._replace(readout=None)
+    plain = Gates(tokens.lr, turned.retain if decays else None)
+    y, new = scan(config.direct, turned.q, turned.k, v, plain, **given, **how)
+    if y.dtype != v.dtype:
+        y = one(run(cast(v.dtype), y, label="outputs"))
+    return y, new._replace(readout=turned.held)
+
+
+def _held(config: MemoryConfig, state: MemoryState | None, k: Tensor) -> dict[str, Tensor]:
+    """What the readout goes on from: zeros at the start."""
+    batch, _, heads, width = k.shape
+    shapes = config.readout.state_shapes(config.feature_map.output_dim(width))
+    if state is None:
+        return {name: torch.zeros(batch, heads, *s, dtype=config.dtype, device=k.device) for name, s in shapes.items()}
+    check_state(state)
+    if state.readout is None:
+        raise ShapeError(
+            f"state.readout holds nothing, but the config has readout {config.readout.kind!r}; was the state made with "
+            "another config?"
+        )
+    check_tensors("state.readout", state.readout, {n: (batch, heads, *s) for n, s in shapes.items()}, k)
+    return {name: state.readout[name] for name in shapes}
+
+
+def _spans(run: Run) -> Callable[..., tuple[Tensor, Tensor]]:
+    def walked(block: Block, inputs: Sequence[Tensor | None], held: Tensor) -> tuple[Tensor, Tensor]:
+        first = inputs[0]
+        length = 0 if first is None else first.shape[1]
+        outputs: list[Tensor] = []
+        for row in cut(tuple(inputs), [min(SPAN, length - at) for at in range(0, length, SPAN)], run):
+            y, held = several(run(block, *row, held, label="readout"))
+            outputs.append(y)
+        return (one(run(CONCAT, *outputs, label="readout")) if outputs else one((first,))), held
+
+    return walked
+
+
+def _recalled(
+    scan: Scan, config: MemoryConfig, write: Tensor | None, reset: Tensor | None, how: dict[str, Any]
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    def recall(q: Tensor, k: Tensor, code: Tensor, lr: Tensor, retain: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+        rule, position = codes_of(config), torch.zeros(held.shape[:2], dtype=torch.int64, device=held.device)
+        state = MemoryState({"weight": held}, {}, {}, {}, position)
+        asked, engine = how, how["engine"]
+        if engine != "auto" and Engine.registry[engine].excludes(rule) is not None:
+            asked = {**how, "engine": "auto"}
+        gates = Gates(lr, 1.0, retain_value=retain)
+        y, new = scan(rule, q, k, code, gates, state=state, write_mask=write, reset_mask=reset, **asked)
+        return y, new.memory["weight"]
+
+    return recall
+
+
+@lru_cache(maxsize=256)
+def codes_of(config: MemoryConfig) -> MemoryConfig:
+    """The config of the memory that learns codes by heart: its slots decay, each by a gate of its own."""
+    return config.direct.model_copy(update={"structure": Matrix(learns="key"), "retention": Decay(retain=1.0)})

@@ -1,0 +1,7 @@
+"""Readouts: what a query becomes before a memory answers it."""
+
+from hecate.readout.base import Asked, Direct, Means, Readout, ReadoutKind
+from hecate.variant import import_variants
+
+__all__ = ["Asked", "Direct", "Means", "Readout", "ReadoutKind"]
+__all__ += import_variants(__name__, Readout)
