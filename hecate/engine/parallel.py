@@ -218,7 +218,7 @@ def _scan_keys(config: MemoryConfig, inputs: Tensors) -> Tensors:
     outputs: list[Tensor] = []
     groups, block = _groups(tokens, CHUNK)
     for group in groups:
-        chunks = _chunked(tokens, group, block)
+        chunks = chunked(tokens, group, block)
         found = states_of(config, chunks)
         # Reads by the memory itself are of no use: queries are as wide as what it predicts.
         matrices = matrices_of(config, chunks._replace(phi_q=chunks.phi_k), found)
