@@ -106,6 +106,7 @@ class Direct(Readout):
     """direct: y = M phi(q).
 
     Shapes: no state.
+    Origin: what a memory is. [ENG-READ-D1]
     """
 
     kind: Literal["direct"] = "direct"
