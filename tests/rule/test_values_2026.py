@@ -176,7 +176,7 @@ def test_a_discount_of_rls_is_not_the_decay_of_mesa(x):
         expected = older.mesa(x.q, x.k, x.v, discount * full, full, ridge)[0]
         return float(np.linalg.norm(got.numpy() - expected) / np.linalg.norm(expected))
 
-    assert gap(1.0) < 1e-10 and gap(0.9) > 0.5
+    assert gap(1.0) < 1e-10 and gap(0.9) > 0.2
 
 
 @pytest.mark.spec("GATE-KALMA-E1")
