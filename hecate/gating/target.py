@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import add
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -96,7 +98,7 @@ class TargetConv(Gating):
         after["count"] = (count[:, -1] if x.shape[1] else held["count"]).remainder(masks.chunk)
         place = (count - 1).remainder(masks.chunk).unsqueeze(-1)  # `[B, T, 1, 1]`, of a written token
         taps, behind = params["conv"].to(made.v.dtype), self._behind
-        own = sum(taps[behind - j] * torch.where(place >= j, v, 0.0) for j, v in enumerate(values))
+        own = reduce(add, [taps[behind - j] * torch.where(place >= j, v, 0.0) for j, v in enumerate(values)])
         later = [taps[behind + j] * torch.where(place >= j, made.v, 0.0) for j in range(1, self.ahead + 1)]
         written = made._replace(k=torch.stack(keys, 2), v=torch.stack([own, *later], 2))
         return written, after

@@ -459,7 +459,7 @@ FAULTS = [
         "tests/nn/test_positions.py",
         ("sums", "(writes if read == \"before\" else ~writes)", "~writes"),
         ("sums", "y = torch.where(weight + eps > 0, y, 0.0)", "pass"),
-        ("sums", "return self.positions.turned(x, place, self.position_params), x", "return (self.positions.turned(x, place, self.position_params),) * 2"),
+        ("sums", "return turned(x, place, self.position_params), x", "return (self.positions.turned(x, place, self.position_params),) * 2"),
         ("sums", "return torch.cat([zero, factors[:, 1:]", "return torch.cat([factors"),
         ("sums", "(sums - torch.where(sums.abs() <= noise, sums, 0.0).detach())", "sums"),
         ("sums", "n=2 * length) * torch", "n=length) * torch"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hecate import Gates, MemoryConfig, memory_scan
+from hecate import Gates, MemoryConfig, memory_scan, named_rule
 from hecate.algorithm import RLS
 from tests.memories import config_of
 from tests.reference import gates_2026 as heads
@@ -153,6 +153,53 @@ def test_in_place_ttt_is_a_hebbian_commit_of_chunks(x):
     config = config_of(bias="dot", chunk=chunk, commit="chunk", read="before")
     initial = {"weight": torch.as_tensor(w_down)[None]}
     same(scan(config, z, z, target, np.full(x.length, eta), initial=initial), (y, after))
+
+
+@pytest.mark.spec("GATE-TARGET-E1")
+def test_lr_weighs_the_sum_of_a_chunk():
+    config = named_rule("in_place_ttt")
+    assert (config.algorithm.lr, config.chunk) == (0.3, 32)
+    one = np.ones((8, 1))
+    steps = [
+        scan(config_of(bias="dot", chunk=chunk, commit="chunk", read="before"), one, one, one, 0.3 * one[:, 0])[0]
+        for chunk in (2, 4)
+    ]
+    assert steps[0][2, 0].item() == pytest.approx(0.6) and steps[1][4, 0].item() == pytest.approx(1.2)
+
+
+@pytest.mark.spec("ALG-RLS-E1")
+def test_a_discount_of_rls_is_not_the_decay_of_mesa(x):
+    full, ridge = np.ones(x.length), np.full(KEYS, 0.8)
+
+    def gap(discount: float) -> float:
+        got, _ = scan(config_of(algorithm=RLS(ridge=0.8, discount=discount)), x.q, x.k, x.v, full)
+        expected = older.mesa(x.q, x.k, x.v, discount * full, full, ridge)[0]
+        return float(np.linalg.norm(got.numpy() - expected) / np.linalg.norm(expected))
+
+    assert gap(1.0) < 1e-10 and gap(0.9) > 0.2
+
+
+@pytest.mark.spec("GATE-KALMA-E1")
+def test_keys_and_values_scaled_by_lr_weigh_its_square(x):
+    weight = older.gated_kalmanet(x.q, x.k, x.v, x.keep, x.lr, np.zeros(x.length))[1]
+    same(scan(config_of(**HEBBIAN), x.q, x.k, x.v, x.lr**2, x.keep)[1], weight)
+
+
+@pytest.mark.spec("GATE-OSDN-E1")
+def test_a_preconditioner_of_one_stays(x):
+    forget = np.ones(x.length)
+    same(newer.hypergradient(x.unit, forget, start=1.0), np.ones_like(x.k))
+    assert abs(newer.hypergradient(x.unit, forget) - 1).max() > 0.1
+    assert abs(newer.hypergradient(x.unit, 0.9 * forget, start=1.0) - 1).max() > 0.05
+
+
+@pytest.mark.spec("GATE-MAMBA-E1")
+def test_one_input_and_several_turn_other_pairs(x):
+    angle = x.rng.normal(size=(x.length, KEYS // 2))
+    ahead = [*range(0, KEYS, 2), *range(1, KEYS, 2)]
+    neighbours = newer.rotate(x.k, angle)
+    same(newer.rotate(x.k[:, ahead], angle, halves=True), neighbours[:, ahead])
+    assert abs(newer.rotate(x.k, angle, halves=True) - neighbours).max() > 0.1
 
 
 def test_tnt_is_two_memories_and_a_projection(x):
