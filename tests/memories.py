@@ -154,7 +154,7 @@ def reference_scan(case: Case) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     final: dict[str, list[np.ndarray]] = {}
     lr, retain, momentum = (
         g.detach().double().numpy() if isinstance(g, Tensor) else np.full(case.k.shape[:3], fill)
-        for g, fill in zip(case.gates, (1.0, 1.0, 0.0), strict=True)
+        for g, fill in zip(case.gates[:3], (1.0, 1.0, 0.0), strict=True)
     )
     q, k, v = (item.detach().double().numpy() for item in (case.q, case.k, case.v))
     masks = [None if mask is None else mask.numpy() for mask in (case.write, case.reset)]
