@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.algorithm.base import Algorithm
+from hecate.algorithm.base import Algorithm, GramForm
 from hecate.checks import Size
+from hecate.tape import Block, Tensors
 from hecate.tape.ops import over, sum_to_gate
+from hecate.variant import still_declared
 
 Coefficients = tuple[float, float, float]
 POLYNOMIALS: dict[str, Coefficients] = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}
@@ -72,6 +74,52 @@ class NewtonSchulz(Algorithm):
         g = gcarried + pulled
         return g, glr, sum_to_gate(slot * g, momentum), over(momentum, grad) * g
 
+    def gram_form(self) -> GramForm | None:
+        """NS(S) = Q S: a polynomial of S S^T, `[N, V, V]` however wide S is."""
+        return GramForm(self._gain) if still_declared(self, "gram_form", self._formulas) else None
+
+    def _gain(self, shape: tuple[int, ...]) -> Block:
+        """gram = S S^T -> Q with NS(S) = Q S for a weight of this shape. [ALG-NS-I3]
+
+        With A = gram / (tr gram + eps^2) every iteration multiplies X by P = a I + b A + c A^2, hence Q by P, and makes
+        P A P of A. The VJP is the reverse of these products with the transposes of what they were of: A is symmetric up
+        to rounding only, and cotangents that are symmetrised on the way lose three digits in float32.
+        """
+        coefficients, rows = POLYNOMIALS[self.polynomial], min(shape)
+
+        def forward(gram: Tensor) -> tuple[Tensors, Any]:
+            square = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None] + self.eps**2
+            x, made, q = gram / square, [], None
+            for step in range(self.steps):
+                p = _polynomial(x, coefficients)
+                q, before = p if q is None else torch.bmm(p, q), q
+                half = torch.bmm(p, x) if step + 1 < self.steps else None
+                made.append((x, p, before, half))
+                x = x if half is None else torch.bmm(half, p)
+            scale = torch.full_like(square, 1 / math.sqrt(rows)) if self.rescale else square.rsqrt()
+            return (scale * q,), (made, q, square, scale)
+
+        def vjp(kept: Any, g: Tensor) -> tuple[Tensor]:
+            made, found, square, scale = kept
+            gx, gq = None, scale * g
+            for x, p, q, half in reversed(made):
+                gp = gq if q is None else torch.bmm(gq, q.mT)
+                gq = torch.bmm(p.mT, gq)
+                below = None
+                if gx is not None:
+                    ghalf = torch.bmm(gx, p.mT)
+                    gp = torch.baddbmm(torch.baddbmm(gp, half.mT, gx), ghalf, x.mT)
+                    below = torch.bmm(p.mT, ghalf)
+                gx = _polynomial_vjp(x, gp, coefficients)
+                gx = gx if below is None else gx + below
+            gsquare = -(gx * made[0][0]).sum((-2, -1), keepdim=True) / square
+            if not self.rescale:
+                gsquare = gsquare - 0.5 * scale / square * (g * found).sum((-2, -1), keepdim=True)
+            eye = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
+            return (gx / square + gsquare * eye,)
+
+        return Block("algorithm.newton_schulz.gain", forward, vjp)
+
     def _orthogonal(self, s: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
         """NS(s) in the shape of s, the iterates as wide matrices, and the regularised norm of s."""
         rows = _wide(s)
@@ -100,6 +148,20 @@ class NewtonSchulz(Algorithm):
         unit = iterates[0]
         glength = glength - (g * unit).sum((-2, -1), keepdim=True) / length
         return _back(g / length + glength * unit, s)
+
+
+def _polynomial(x: Tensor, coefficients: Coefficients) -> Tensor:
+    """a I + b X + c X^2."""
+    a, b, c = coefficients
+    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    return torch.baddbmm(a * eye, x, x, alpha=c).add(x, alpha=b) if c else a * eye + b * x
+
+
+def _polynomial_vjp(x: Tensor, g: Tensor, coefficients: Coefficients) -> Tensor:
+    _, b, c = coefficients
+    if not c:
+        return b * g
+    return torch.baddbmm(torch.baddbmm(g, g, x.mT, beta=b, alpha=c), x.mT, g, alpha=c)
 
 
 def _wide(weight: Tensor) -> Tensor:

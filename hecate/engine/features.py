@@ -30,15 +30,7 @@ Scan = Callable[..., tuple[Tensor, Carry]]  # (call, tokens, carry, initial, run
 
 def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: torch.dtype, run: Run) -> Tokens:
     """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]`."""
-    q, k, v, lr, retain, momentum = [
-        tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs")) for tensor in inputs[:6]
-    ]
-    if inputs.write is not None:
-        # A masked token may carry garbage: it must not even be multiplied by zero.
-        k, v, lr, retain, momentum = [
-            one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask"))
-            for tensor in (k, v, lr, retain, momentum)
-        ]
+    q, k, v, lr, retain, momentum = cast_inputs(inputs, dtype, run)
     if inputs.position is not None:
         params = {**params, "position": inputs.position.unsqueeze(-1)}
     block, tensors = config.feature_map.block(params)
@@ -60,6 +52,19 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
     heads, write, reset = lr.shape[2], inputs.write, inputs.reset
     masks = None if write is None else by_head(write, heads), None if reset is None else by_head(reset, heads)
     return Tokens(phi_k, phi_q, v, lr, retain, momentum, *masks, phi_w, general[2])
+
+
+def cast_inputs(inputs: Sequence, dtype: torch.dtype, run: Run) -> list[Tensor]:
+    """q, k, v, lr, retain and momentum in a dtype, 0 at masked tokens but for q."""
+    q, *rest = [
+        tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs")) for tensor in inputs[:6]
+    ]
+    if inputs.write is not None:
+        # A masked token may carry garbage: it must not even be multiplied by zero.
+        rest = [
+            one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask")) for tensor in rest
+        ]
+    return [q, *rest]
 
 
 def _gated(

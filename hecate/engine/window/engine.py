@@ -1,0 +1,347 @@
+"""The window engine: memories that descend the loss of their last tokens at every token, exactly and in blocks.
+
+A window's gradient has W terms, each of rank one and taken at the present memory. Within a block of n tokens over the
+features R `[L, F]` of its rows, the c keys of the context and its own n, every state is
+
+    M_t = sum_b a_(t,b) B_b + Y_t R
+
+with base states B_b (first M, first S, initial M). So features meet states in one product per block,
+`[keys, phi(k), phi(q)] [B, keys]^T`, and the next states are another; between them tokens meet in kernels of their keys
+alone. What makes y and Y of these products is `linear_block`, where a step is linear in the gradients (one triangular
+system of n W rows), or `gram_block`, where a function of the momentum's Gram matrix mixes its rows (token by token,
+matrices of V x V).
+
+Where phi(x).phi(y) is a polynomial of x.y, the kernels are that polynomial and features are made for one block at a
+time, in the layout of `hecate.phi.series`; elsewhere they are made first and the kernel is their product.
+
+The backward pass goes through the blocks in reverse, from the base states that the forward has kept. The products with
+features are pulled back by hand: with P the products, X the features, O = [Y; ...] the combinations and G the
+cotangents of the states that leave,
+
+    g_O = G X^T,   g_X = g_P B + O^T G,   g_B = g_P^T X + a G,   g_a = <G, B>
+
+and what lies between is made again and recorded by autograd, one block at a time. [ENG-WIN-D1, ENG-WIN-V1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.engine.call import Call
+from hecate.engine.engine import Engine
+from hecate.engine.features import cast_inputs, to_tokens
+from hecate.engine.parallel import coordinate_refusal
+from hecate.engine.tokens import Carry, Tokens, by_head, form_of, in_folds
+from hecate.engine.window import gram, linear
+from hecate.engine.window.rows import Outcome, Plan, Rows, rows_of
+from hecate.phi.series import given_features
+from hecate.rule import MemoryConfig
+from hecate.structure import Memory
+from hecate.tape import ByHand, Run, Tensors, can_inspect, execute, one, several
+from hecate.tape.ops import over, reach
+
+Leaves = tuple[Tensor | None, ...]
+
+
+class Window(Engine):
+    """Blocks of tokens at once, for linear memories whose algorithm looks back or mixes rows."""
+
+    name = "window"
+
+    def refuses(self, config: MemoryConfig) -> str | None:
+        """What is not a window of gradients at the present memory, or is stepped otherwise."""
+        structure, retention, algorithm = config.structure, config.retention, config.algorithm
+        if config.chunk > 1 or config.commit == "chunk":
+            return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+        if not structure.linear or structure.diagonal:
+            return f"structure {structure.kind!r} is not a matrix"
+        if not retention.linear:
+            return f"retention {retention.kind!r} is not linear"
+        form = algorithm.window_form()
+        if form is None:
+            return f"algorithm {algorithm.kind!r} makes its gradient otherwise than from the last tokens' own"
+        if form.inner.kernel_form() is None and form.inner.gram_form() is None:
+            return (
+                f"algorithm {form.inner.kind!r} is neither a linear recurrence of the gates alone nor a function of its "
+                "momentum's Gram matrix"
+            )
+        if form.inner.kernel_form() is None and form_of(config.bias) not in ("error", "target"):
+            return f"bias {config.bias.kind!r} is not linear in the errors, of which algorithm {form.inner.kind!r} takes a Gram matrix"
+        if config.normalizer != "none":
+            return f"normalizer={config.normalizer!r} would need a window of its own"
+        return coordinate_refusal(config)
+
+    def unfit(self, call: Call) -> str | None:
+        """Gates that the kernels do not see, or keys whose kernels leave the range of numbers."""
+        if call.retain is not None and call.retain.dim() == 4:
+            return "a retain per phi channel decays features apart, which meet in one kernel here"
+        if not hasattr(call, "flat"):
+            return None
+        lift = _lift(call.config, call.flat[1].shape[-1])  # type: ignore[union-attr]
+        keys = call.flat[:2]
+        if lift is None or not can_inspect(*keys, free=True) or not keys[1].numel():  # type: ignore[arg-type, union-attr]
+            return None
+        degree, size = len(lift.coefficients) - 1, max(float(x.detach().abs().amax()) for x in keys)  # type: ignore[union-attr]
+        if size ** (2 * degree) * keys[1].shape[-1] ** degree > reach(call.dtype, 0.45):  # type: ignore[union-attr]
+            return f"keys or queries of size {size:.2g} leave the range of {call.dtype} in a kernel of degree {degree}"
+        return None
+
+    def cost(self, call: Call) -> float:
+        """A block's fixed part, then as little as a third of the token loop per token (measured)."""
+        return 1500.0 + 30.0 * call.length
+
+    def about(self, call: Call) -> str:
+        """What is always so."""
+        return "linear memory, window or Gram matrix: exact in blocks"
+
+    def run(self, call: Call, run: Run = execute) -> Tensors:
+        """Features where the kernel needs them, and the blocks."""
+        config, inputs = call.config, call.inputs
+        lift = _lift(config, inputs.k.shape[-1])
+        if lift is None:
+            tokens = to_tokens(config, inputs, call.params, call.spec.dtype, run)
+            plan = _plan(config, given_features(tokens.phi_k.shape[-1]), call.shape)
+        else:
+            q, k, *rest = cast_inputs(inputs, call.spec.dtype, run)
+            heads = inputs.k.shape[2]
+            masks = [None if mask is None else by_head(mask, heads) for mask in inputs[6:8]]
+            tokens = Tokens(k, q, *rest, *masks)  # type: ignore[arg-type]
+            scale = inputs.k.shape[-1] ** -0.5 if config.query_scale == "key_dim" else 1.0
+            plan = _plan(config, lift, call.shape, normed=config.key_norm == "l2", query=scale)
+        initial, carry = call.memories[0]
+        y, carry = in_folds(partial(_in_blocks, plan), config, tokens, carry, initial, run=run)
+        return y, *carry.flat
+
+
+def _lift(config: MemoryConfig, width: int) -> Any:
+    """The form in which keys stay keys, if there is one."""
+    plain = config.step == "raw" and config.key_norm != "sum"
+    return config.feature_map.power_form(width) if plain else None
+
+
+def _plan(config: MemoryConfig, lift: Any, shape: tuple[int, ...], normed: bool = False, query: float = 1.0) -> Plan:
+    form = config.algorithm.window_form()
+    if form is None:
+        raise TypeError(f"algorithm {config.algorithm.kind!r} has no window")
+    return Plan(config, form, lift, normed, query, shape)
+
+
+def _in_blocks(
+    plan: Plan, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
+) -> tuple[Tensor, Carry]:
+    """Runs tokens `[N, T, *]`: outputs and the final carry."""
+    walk = _Walk(plan)
+    hand = ByHand(f"engine.window.{walk.name}", walk.forward, walk.backward, walk.plain)
+    inputs = (*carry.memory, *carry.slots, *initial, *tokens)
+    y, memory, *slots = several(run(hand.block(), *inputs, label="tokens"))
+    return y, carry._replace(memory=(memory,), slots=tuple(slots))
+
+
+class _Held(NamedTuple):
+    """What goes from block to block, over features of the lift: M, S, initial M and context keys `[N, *, F]`, the
+    context's values and marks; None where there is no such thing."""
+
+    memory: Tensor
+    slot: Tensor | None
+    initial: Tensor | None
+    keys: Tensor | None
+    values: Tensor | None
+    filled: Tensor
+
+    def bases(self) -> Tensor:
+        """`[N, b V + c, F]`."""
+        return _cat([self.memory, self.slot, self.initial, self.keys], 1)
+
+
+class _Walk:
+    """A plan's blocks one after the other, and the same backwards."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        mixes = plan.form.inner.kernel_form() is None
+        self.name, self.mixes = ("gram", True) if mixes else ("linear", False)
+        self.block: Callable[..., Outcome] = gram.gram_block if mixes else linear.linear_block
+        self.size = gram.SIZE if mixes else linear.SIZE
+
+    def named(self, inputs: Tensors) -> tuple[_Held, Tokens, int]:
+        """States over the lift's features and tokens, of what the block is given, and the number of slots."""
+        plan, spread = self.plan, self.plan.lift.spread
+        own = len(plan.form.inner.slots)
+        context = 3 if plan.form.remembers else 0
+        memory, *slots = inputs[: 1 + own + context]
+        initial, tokens = inputs[1 + own + context], Tokens(*inputs[2 + own + context :])  # type: ignore[arg-type]
+        keys, values, filled = slots[own:] if context else (None, None, memory.new_zeros(len(memory), 0))  # type: ignore[union-attr]
+        wide = [None if item is None else spread(item) for item in (
+            memory, slots[0] if own else None, None if tokens.reset is None else initial, keys
+        )]  # fmt: skip
+        return _Held(*wide, values, filled), tokens, own  # type: ignore[arg-type]
+
+    def spans(self, tokens: Tokens) -> list[slice]:
+        """The tokens of every block."""
+        length = tokens.v.shape[1]
+        return [slice(at, min(at + self.size, length)) for at in range(0, length, self.size)]
+
+    def plain(self, *inputs: Tensor | None) -> Tensors:
+        """All of it in operations that torch differentiates."""
+        return self.forward(inputs, False)[0]
+
+    def forward(self, inputs: Tensors, keeps: bool) -> tuple[Tensors, list[Any]]:
+        """Outputs and last states, and of every block what it began with."""
+        held, tokens, own = self.named(inputs)
+        outputs, record = [], []
+        for span in self.spans(tokens):
+            part = _part(tokens, span)
+            features, rows = self.features(held, part), self.rows(held, part)
+            products = features @ held.bases().mT
+            if keeps:
+                record.append((held, products))
+            outcome = self.outcome(rows, part, self.leaves(products, part, held))
+            outputs.append(outcome.y)
+            held = self.after(held, rows, features, outcome)
+        back = self.plan.lift.gathered
+        context = () if held.keys is None else (back(held.keys), held.values, held.filled)
+        slots = (back(held.slot),) if held.slot is not None else ()
+        return (torch.cat(outputs, 1), back(held.memory), *slots, *context), record
+
+    def features(self, held: _Held, part: Tokens) -> Tensor:
+        """`[N, c + n (+ V) + n, F]`: context keys, keys, first S where rows are mixed, queries."""
+        features = self.plan.lift.features
+        made = features(torch.cat((part.phi_k, part.phi_q), 1))
+        if held.keys is None and not self.mixes:
+            return made
+        k, q = made.split(part.phi_k.shape[1], 1)
+        return _cat([held.keys, k, q, held.slot if self.mixes else None], 1)
+
+    def rows(self, held: _Held, part: Tokens) -> Rows:
+        """The rows of a block's writes."""
+        return rows_of(self.plan, held.filled, part.v.shape[1], part.write, part.reset)
+
+    def leaves(self, products: Tensor, part: Tokens, held: _Held) -> Leaves:
+        """What an outcome is made of."""
+        return (products, part.phi_k, part.phi_q, part.v, held.values, *part[3:6])
+
+    def outcome(self, rows: Rows, part: Tokens, leaves: Leaves) -> Outcome:
+        """Outputs of a block and the combinations that its states are."""
+        return self.block(self.plan, rows, (part.write, part.reset), *leaves)
+
+    def mixed(self, features: Tensor, held: _Held, count: int) -> Tensor:
+        """The features that the next states are combinations of."""
+        end = self.plan.kept + count
+        if not self.mixes:
+            return features[:, :end]
+        return torch.cat((features[:, :end], one((held.slot,))), 1)
+
+    def after(self, held: _Held, rows: Rows, features: Tensor, outcome: Outcome) -> _Held:
+        """The states that leave a block."""
+        bases = [item for item in held[:3] if item is not None]
+        count, end = outcome.y.shape[1], self.plan.kept + outcome.y.shape[1]
+        memory = torch.bmm(outcome.memory, self.mixed(features, held, count))
+        for weight, base in zip(outcome.bases.unbind(-1), bases, strict=True):
+            memory = torch.addcmul(memory, over(weight, base), base)
+        slot, keys = held.slot, held.keys
+        if slot is not None and outcome.slot is not None and outcome.slot_base is not None:
+            slot = torch.baddbmm(over(outcome.slot_base, slot) * slot, outcome.slot, features[:, :end])
+        if keys is not None and outcome.keys is not None:
+            keys = torch.bmm(outcome.keys, features[:, :end])
+        return _Held(memory, slot, held.initial, keys, outcome.values, rows.filled)
+
+    # Backwards.
+
+    def backward(self, inputs: Tensors, record: list[Any], cotangents: Sequence[Tensor]) -> Tensors:
+        """Cotangents of all inputs."""
+        held, tokens, own = self.named(inputs)
+        gy, gmemory, *rest = cotangents
+        wide = self.plan.lift.spread
+        gslots, context = rest[:own], rest[own:]
+        later = _Held(
+            wide(gmemory), wide(gslots[0]) if own else None,
+            None if held.initial is None else torch.zeros_like(held.initial),
+            wide(context[0]) if context else None, context[1] if context else None, held.filled,
+        )  # fmt: skip
+        found: list[Leaves] = []
+        for span in reversed(self.spans(tokens)):
+            shares, later = self.block_back(_part(tokens, span), *record.pop(), gy[:, span], later)
+            found.append(shares)
+        back = self.plan.lift.gathered
+        joined = [None if column[0] is None else torch.cat(column[::-1], 1) for column in zip(*found, strict=True)]
+        states = (later.memory, later.slot, later.keys)
+        memory, slot, keys = (None if item is None else back(item) for item in states)
+        slots = (*((slot,) if own else ()), *((keys, later.values, None) if context else ()))
+        initial = None if later.initial is None else back(later.initial)
+        masks = (None,) * (len(tokens) - len(joined))
+        return (memory, *slots, initial, *joined, *masks)
+
+    def block_back(
+        self, part: Tokens, held: _Held, products: Tensor, gy: Tensor, later: _Held
+    ) -> tuple[Leaves, _Held]:
+        """Cotangents of a block's tokens and of the states that enter it."""
+        features, rows, count, kept = self.features(held, part), self.rows(held, part), part.v.shape[1], self.plan.kept
+        own = self.leaves(products, part, held)
+        with torch.enable_grad():
+            leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in own]
+            outcome = self.outcome(rows, part, tuple(leaves))
+        bases = [item for item in held[:3] if item is not None]
+        mixed, old = self.mixed(features, held, count), features[:, : kept + count]
+        given: dict[str, Tensor | None] = {
+            "y": gy,
+            "memory": later.memory @ mixed.mT,
+            "slot": None if later.slot is None else later.slot @ old.mT,
+            "keys": None if later.keys is None else later.keys @ old.mT,
+            "bases": torch.stack([(later.memory * base).sum((1, 2)) for base in bases], -1),
+            "slot_base": None if later.slot is None else (later.slot * one((held.slot,))).sum((1, 2)),
+            "values": later.values,
+        }
+        pairs = [(made, given[name]) for name, made in outcome._asdict().items() if made is not None]
+        pairs = [pair for pair in pairs if pair[0].requires_grad]
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        made, cotangents = zip(*pairs, strict=True)
+        pulled = iter(torch.autograd.grad(made, wanted, cotangents, allow_unused=True))
+        gproducts, gk, gq, gv, gvalues, *ggates = (None if leaf is None else next(pulled) for leaf in leaves)
+        gbases = torch.bmm(gproducts.mT, features)
+        gfeatures = torch.bmm(gproducts, held.bases())
+        gmixed = torch.bmm(outcome.memory.detach().mT, later.memory)
+        for made, g in ((outcome.slot, later.slot), (outcome.keys, later.keys)):
+            if made is not None and g is not None:
+                gmixed[:, : kept + count].baddbmm_(made.detach().mT, g)
+        gfeatures[:, : kept + count] += gmixed[:, : kept + count]
+        x = torch.cat((part.phi_k, part.phi_q), 1)
+        gx = self.plan.lift.pullback(x, gfeatures[:, kept : kept + 2 * count])
+        gk, gq = (b if a is None else a + b for a, b in zip((gk, gq), gx.split(count, 1), strict=True))
+        earlier = self.entering(held, outcome, later, gbases, gfeatures, gmixed[:, kept + count :], gvalues)
+        return (gk, gq, gv, *ggates), earlier
+
+    def entering(
+        self, held: _Held, outcome: Outcome, later: _Held, gbases: Tensor, gfeatures: Tensor, gmixed: Tensor,
+        gvalues: Tensor | None,
+    ) -> _Held:  # fmt: skip
+        """Cotangents of the states that enter a block."""
+        shapes = [None if item is None else item.shape[1] for item in held[:4]]
+        shares = iter(gbases.split([size for size in shapes if size is not None], 1))
+        memory, slot, initial, keys = (None if size is None else next(shares) for size in shapes)
+        weights = iter(outcome.bases.detach().unbind(-1))
+        wide = later.memory
+        memory = torch.addcmul(memory, over(next(weights), wide), wide)
+        if slot is not None:
+            slot = torch.addcmul(slot, over(next(weights), wide), wide)
+            slot = torch.addcmul(slot, over(outcome.slot_base.detach(), slot), later.slot)
+            if self.mixes:
+                slot = slot + gmixed + gfeatures[:, -slot.shape[1] :]
+        if initial is not None:
+            initial = torch.addcmul(later.initial + initial, over(next(weights), wide), wide)
+        if keys is not None:
+            keys = keys + gfeatures[:, : keys.shape[1]]
+        return _Held(memory, slot, initial, keys, gvalues, held.filled)
+
+
+def _part(tokens: Tokens, span: slice) -> Tokens:
+    return Tokens(*(None if item is None else item[:, span] for item in tokens))  # type: ignore[arg-type]
+
+
+def _cat(items: list[Tensor | None], axis: int) -> Tensor:
+    held = [item for item in items if item is not None]
+    return torch.cat(held, axis) if len(held) > 1 else held[0]
