@@ -153,8 +153,9 @@ class NewtonSchulz(Algorithm):
 def _polynomial(x: Tensor, coefficients: Coefficients) -> Tensor:
     """a I + b X + c X^2."""
     a, b, c = coefficients
-    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    return torch.baddbmm(a * eye, x, x, alpha=c).add(x, alpha=b) if c else a * eye + b * x
+    found = torch.baddbmm(x, x, x, beta=b, alpha=c) if c else b * x
+    found.diagonal(dim1=-2, dim2=-1).add_(a)
+    return found
 
 
 def _polynomial_vjp(x: Tensor, g: Tensor, coefficients: Coefficients) -> Tensor:

@@ -38,14 +38,12 @@ from hecate.engine.features import cast_inputs, to_tokens
 from hecate.engine.parallel import coordinate_refusal
 from hecate.engine.tokens import Carry, Tokens, by_head, form_of, in_folds
 from hecate.engine.window import gram, linear
-from hecate.engine.window.rows import Outcome, Plan, Rows, rows_of
+from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, rows_of
 from hecate.phi.series import given_features
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import ByHand, Run, Tensors, can_inspect, execute, one, several
 from hecate.tape.ops import over, reach
-
-Leaves = tuple[Tensor | None, ...]
 
 
 class Window(Engine):
@@ -153,9 +151,9 @@ class _Held(NamedTuple):
     values: Tensor | None
     filled: Tensor
 
-    def bases(self) -> Tensor:
-        """`[N, b V + c, F]`."""
-        return _cat([self.memory, self.slot, self.initial, self.keys], 1)
+    def bases(self) -> list[Tensor]:
+        """Base states, and last the context's keys."""
+        return [item for item in self[:4] if item is not None]
 
 
 class _Walk:
@@ -165,7 +163,7 @@ class _Walk:
         self.plan = plan
         mixes = plan.form.inner.kernel_form() is None
         self.name, self.mixes = ("gram", True) if mixes else ("linear", False)
-        self.block: Callable[..., Outcome] = gram.gram_block if mixes else linear.linear_block
+        self.block: Callable[..., tuple[Outcome, Any]] = gram.gram_block if mixes else linear.linear_block
         self.size = gram.SIZE if mixes else linear.SIZE
 
     def named(self, inputs: Tensors) -> tuple[_Held, Tokens, int]:
@@ -188,19 +186,23 @@ class _Walk:
 
     def plain(self, *inputs: Tensor | None) -> Tensors:
         """All of it in operations that torch differentiates."""
-        return self.forward(inputs, False)[0]
+        return self.walked(inputs, keeps=False, by_hand=False)[0]
 
     def forward(self, inputs: Tensors, keeps: bool) -> tuple[Tensors, list[Any]]:
-        """Outputs and last states, and of every block what it began with."""
-        held, tokens, own = self.named(inputs)
+        """Outputs and last states, and of every block what it began with and what it found."""
+        return self.walked(inputs, keeps=keeps, by_hand=True)
+
+    def walked(self, inputs: Tensors, *, keeps: bool, by_hand: bool) -> tuple[Tensors, list[Any]]:
+        """The blocks in their order."""
+        held, tokens, _ = self.named(inputs)
         outputs, record = [], []
         for span in self.spans(tokens):
             part = _part(tokens, span)
-            features, rows = self.features(held, part), self.rows(held, part)
-            products = features @ held.bases().mT
+            features, rows = self.features(held, part, by_hand=by_hand), self.rows(held, part)
+            products = torch.cat([features @ base.mT for base in held.bases()], -1)
+            outcome, found = self.block(self.plan, rows, (part.write, part.reset), self.leaves(products, part, held))
             if keeps:
-                record.append((held, products))
-            outcome = self.outcome(rows, part, self.leaves(products, part, held))
+                record.append((held, products, found))
             outputs.append(outcome.y)
             held = self.after(held, rows, features, outcome)
         back = self.plan.lift.gathered
@@ -208,14 +210,21 @@ class _Walk:
         slots = (back(held.slot),) if held.slot is not None else ()
         return (torch.cat(outputs, 1), back(held.memory), *slots, *context), record
 
-    def features(self, held: _Held, part: Tokens) -> Tensor:
-        """`[N, c + n (+ V) + n, F]`: context keys, keys, first S where rows are mixed, queries."""
-        features = self.plan.lift.features
-        made = features(torch.cat((part.phi_k, part.phi_q), 1))
-        if held.keys is None and not self.mixes:
-            return made
-        k, q = made.split(part.phi_k.shape[1], 1)
-        return _cat([held.keys, k, q, held.slot if self.mixes else None], 1)
+    def features(self, held: _Held, part: Tokens, *, by_hand: bool) -> Tensor:
+        """`[N, c + n + n (+ V), F]`: context keys, keys, queries, first S where rows are mixed."""
+        features, x = self.plan.lift.features, torch.cat((part.phi_k, part.phi_q), 1)
+        first, last = held.keys, held.slot if self.mixes else None
+        if not by_hand:
+            return _cat([first, features(x), last], 1)
+        kept, own = self.plan.kept, x.shape[1]
+        length = kept + own + (0 if last is None else last.shape[1])
+        made = x.new_empty(len(x), length, self.plan.lift.width)
+        features(x, made[:, kept : kept + own])
+        if first is not None:
+            made[:, :kept] = first
+        if last is not None:
+            made[:, kept + own :] = last
+        return made
 
     def rows(self, held: _Held, part: Tokens) -> Rows:
         """The rows of a block's writes."""
@@ -223,24 +232,14 @@ class _Walk:
 
     def leaves(self, products: Tensor, part: Tokens, held: _Held) -> Leaves:
         """What an outcome is made of."""
-        return (products, part.phi_k, part.phi_q, part.v, held.values, *part[3:6])
-
-    def outcome(self, rows: Rows, part: Tokens, leaves: Leaves) -> Outcome:
-        """Outputs of a block and the combinations that its states are."""
-        return self.block(self.plan, rows, (part.write, part.reset), *leaves)
-
-    def mixed(self, features: Tensor, held: _Held, count: int) -> Tensor:
-        """The features that the next states are combinations of."""
-        end = self.plan.kept + count
-        if not self.mixes:
-            return features[:, :end]
-        return torch.cat((features[:, :end], one((held.slot,))), 1)
+        return Leaves(products, part.phi_k, part.phi_q, part.v, held.values, *part[3:6])
 
     def after(self, held: _Held, rows: Rows, features: Tensor, outcome: Outcome) -> _Held:
         """The states that leave a block."""
-        bases = [item for item in held[:3] if item is not None]
-        count, end = outcome.y.shape[1], self.plan.kept + outcome.y.shape[1]
-        memory = torch.bmm(outcome.memory, self.mixed(features, held, count))
+        bases, end = [item for item in held[:3] if item is not None], self.plan.kept + outcome.y.shape[1]
+        memory = torch.bmm(outcome.memory[..., :end], features[:, :end])
+        if self.mixes:
+            memory = torch.baddbmm(memory, outcome.memory[..., end:], one((held.slot,)))
         for weight, base in zip(outcome.bases.unbind(-1), bases, strict=True):
             memory = torch.addcmul(memory, over(weight, base), base)
         slot, keys = held.slot, held.keys
@@ -277,61 +276,69 @@ class _Walk:
         return (memory, *slots, initial, *joined, *masks)
 
     def block_back(
-        self, part: Tokens, held: _Held, products: Tensor, gy: Tensor, later: _Held
+        self, part: Tokens, held: _Held, products: Tensor, found: Any, gy: Tensor, later: _Held
     ) -> tuple[Leaves, _Held]:
         """Cotangents of a block's tokens and of the states that enter it."""
-        features, rows, count, kept = self.features(held, part), self.rows(held, part), part.v.shape[1], self.plan.kept
-        own = self.leaves(products, part, held)
+        features, rows, count = self.features(held, part, by_hand=True), self.rows(held, part), part.v.shape[1]
+        own, kept, end = self.leaves(products, part, held), self.plan.kept, self.plan.kept + count
         with torch.enable_grad():
             leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in own]
-            outcome = self.outcome(rows, part, tuple(leaves))
-        bases = [item for item in held[:3] if item is not None]
-        mixed, old = self.mixed(features, held, count), features[:, : kept + count]
-        given: dict[str, Tensor | None] = {
-            "y": gy,
-            "memory": later.memory @ mixed.mT,
-            "slot": None if later.slot is None else later.slot @ old.mT,
-            "keys": None if later.keys is None else later.keys @ old.mT,
-            "bases": torch.stack([(later.memory * base).sum((1, 2)) for base in bases], -1),
-            "slot_base": None if later.slot is None else (later.slot * one((held.slot,))).sum((1, 2)),
-            "values": later.values,
-        }
-        pairs = [(made, given[name]) for name, made in outcome._asdict().items() if made is not None]
-        pairs = [pair for pair in pairs if pair[0].requires_grad]
+            outcome, _ = self.block(self.plan, rows, (part.write, part.reset), Leaves(*leaves), found)  # type: ignore[arg-type]
+        gshares, old = self.meeting(held, outcome, later, features[:, :end]), features[:, :end]
+        pairs = [(made, g) for made, g in zip(outcome, (gy, *gshares), strict=True) if made is not None]
+        made, cotangents = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
         wanted = [leaf for leaf in leaves if leaf is not None]
-        made, cotangents = zip(*pairs, strict=True)
         pulled = iter(torch.autograd.grad(made, wanted, cotangents, allow_unused=True))
         gproducts, gk, gq, gv, gvalues, *ggates = (None if leaf is None else next(pulled) for leaf in leaves)
-        gbases = torch.bmm(gproducts.mT, features)
-        gfeatures = torch.bmm(gproducts, held.bases())
-        gmixed = torch.bmm(outcome.memory.detach().mT, later.memory)
-        for made, g in ((outcome.slot, later.slot), (outcome.keys, later.keys)):
-            if made is not None and g is not None:
-                gmixed[:, : kept + count].baddbmm_(made.detach().mT, g)
-        gfeatures[:, : kept + count] += gmixed[:, : kept + count]
+        outcome = Outcome(*(None if item is None else item.detach() for item in outcome))  # type: ignore[arg-type]
+        shares = one((gproducts,)).split([base.shape[1] for base in held.bases()], -1)
+        gbases = [torch.bmm(share.mT, features) for share in shares]
+        gfeatures = torch.bmm(shares[0], held.bases()[0])
+        for share, base in zip(shares[1:], held.bases()[1:], strict=True):
+            gfeatures.baddbmm_(share, base)
+        states = ((outcome.memory[..., :end], later.memory), (outcome.slot, later.slot), (outcome.keys, later.keys))
+        for onto, g in states:
+            if onto is not None and g is not None:
+                gfeatures[:, :end].baddbmm_(onto.mT, g)
         x = torch.cat((part.phi_k, part.phi_q), 1)
-        gx = self.plan.lift.pullback(x, gfeatures[:, kept : kept + 2 * count])
+        gx = self.plan.lift.pullback(x, gfeatures[:, kept : end + count])
         gk, gq = (b if a is None else a + b for a, b in zip((gk, gq), gx.split(count, 1), strict=True))
-        earlier = self.entering(held, outcome, later, gbases, gfeatures, gmixed[:, kept + count :], gvalues)
-        return (gk, gq, gv, *ggates), earlier
+        return (gk, gq, gv, *ggates), self.entering(held, outcome, later, gbases, gfeatures, gvalues)
+
+    def meeting(self, held: _Held, outcome: Outcome, later: _Held, rows: Tensor) -> tuple[Tensor | None, ...]:
+        """Cotangents of an outcome's combinations, from those of the states that they make."""
+        bases = [item for item in held[:3] if item is not None]
+        memory = later.memory @ rows.mT
+        if self.mixes:
+            memory = torch.cat((memory, later.memory @ one((held.slot,)).mT), -1)
+        slot = slot_base = None
+        if later.slot is not None and held.slot is not None:
+            slot, slot_base = later.slot @ rows.mT, (later.slot * held.slot).sum((1, 2))
+        keys = None if later.keys is None else later.keys @ rows.mT
+        return memory, slot, keys, torch.stack([(later.memory * base).sum((1, 2)) for base in bases], -1), slot_base, (
+            later.values
+        )
 
     def entering(
-        self, held: _Held, outcome: Outcome, later: _Held, gbases: Tensor, gfeatures: Tensor, gmixed: Tensor,
+        self,
+        held: _Held,
+        outcome: Outcome,
+        later: _Held,
+        gbases: list[Tensor],
+        gfeatures: Tensor,
         gvalues: Tensor | None,
-    ) -> _Held:  # fmt: skip
-        """Cotangents of the states that enter a block."""
-        shapes = [None if item is None else item.shape[1] for item in held[:4]]
-        shares = iter(gbases.split([size for size in shapes if size is not None], 1))
-        memory, slot, initial, keys = (None if size is None else next(shares) for size in shapes)
-        weights = iter(outcome.bases.detach().unbind(-1))
-        wide = later.memory
-        memory = torch.addcmul(memory, over(next(weights), wide), wide)
-        if slot is not None:
+    ) -> _Held:
+        """Cotangents of the states that enter a block: of what met features, what went on, and what was a feature."""
+        shares, weights, wide = iter(gbases), iter(outcome.bases.unbind(-1)), later.memory
+        memory, slot, initial, keys = (None if item is None else next(shares) for item in held[:4])
+        memory = torch.addcmul(one((memory,)), over(next(weights), wide), wide)
+        if slot is not None and later.slot is not None and outcome.slot_base is not None:
             slot = torch.addcmul(slot, over(next(weights), wide), wide)
-            slot = torch.addcmul(slot, over(outcome.slot_base.detach(), slot), later.slot)
+            slot = torch.addcmul(slot, over(outcome.slot_base, slot), later.slot)
             if self.mixes:
-                slot = slot + gmixed + gfeatures[:, -slot.shape[1] :]
-        if initial is not None:
+                end, height = outcome.memory.shape[-1] - slot.shape[1], slot.shape[1]
+                slot = torch.baddbmm(slot + gfeatures[:, -height:], outcome.memory[..., end:].mT, wide)
+        if initial is not None and later.initial is not None:
             initial = torch.addcmul(later.initial + initial, over(next(weights), wide), wide)
         if keys is not None:
             keys = keys + gfeatures[:, : keys.shape[1]]

@@ -24,12 +24,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine.window.rows import Outcome, Plan, Rows, kernels_of, left_behind
-from hecate.engine.tokens import form_of
-from hecate.tape import ByHand, Tensors, one
+from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, kernels_of, left_behind
 from hecate.engine.coefficients import neutral
+from hecate.engine.tokens import form_of
+from hecate.tape import ByHand, Tensors, one, several
 
-SIZE = 32
+SIZE = 64
+AGAIN = 16  # tokens whose steps are held at once in the backward pass
 
 
 class _Given(NamedTuple):
@@ -65,8 +66,12 @@ class _State(NamedTuple):
     gram: Tensor
 
 
-def gram_block(plan: Plan, rows: Rows, masks: tuple[Tensor | None, Tensor | None], *leaves: Tensor | None) -> Outcome:
-    """As `linear_block`; the products hold those of the first S's rows with the base states at their end."""
+def gram_block(
+    plan: Plan, rows: Rows, masks: tuple[Tensor | None, Tensor | None], leaves: Leaves, found: Any = None
+) -> tuple[Outcome, Any]:
+    """As `linear_block`; the products hold those of the first S's rows with the base states at their end.
+
+    Beside the outcome stands what the same call takes as `found`, lest the tokens run again."""
     products, x_k, x_q, v, values, lr, retain, momentum = leaves
     (write, reset), count, width = masks, v.shape[1], v.shape[-1]
     length, ages = plan.kept + count, len(plan.form.weights)
@@ -93,14 +98,14 @@ def gram_block(plan: Plan, rows: Rows, masks: tuple[Tensor | None, Tensor | None
         windows(target), hit, own, asked(kernels.asked), lr.unsqueeze(-1).unsqueeze(-1), *gates, gram,
     )  # fmt: skip
     loop = _Loop(plan, rows, reset, length)
-    y, x, onto, slot, s, a, i = loop.run(given)
+    outputs, starts = loop.run(given, found)
+    y, x, onto, slot, s, a, i = several(outputs)
     keys, left = left_behind(rows, kernels.lengths, values, v)
     if kernels.lengths is not None:
         onto, slot = onto * kernels.lengths.mT, slot * kernels.lengths.mT
     bases = (a, torch.zeros_like(a), i)[: 2 + initial]
-    return Outcome(
-        y, torch.cat((onto, x), -1), slot, keys, torch.cat(bases, -1).squeeze(1), s.flatten(), left
-    )
+    combined = torch.cat((onto, x), -1), slot, keys, torch.cat(bases, -1).squeeze(1), s.flatten()
+    return Outcome(y, *combined, left), (outputs, starts)
 
 
 class _Loop:
@@ -118,26 +123,32 @@ class _Loop:
         self.hot = hot.to(rows.live.dtype).expand(len(rows.live), -1, -1, -1).unbind(1)
         self.reset = None if reset is None else reset.view(*reset.shape, 1, 1).unbind(1)
 
-    def run(self, given: _Given) -> tuple[Tensor, ...]:
-        """y `[N, n, V]`, X, Y, W, s, a, i."""
+    def run(self, given: _Given, found: Any = None) -> tuple[Tensors, list[_State]]:
+        """(y `[N, n, V]`, X, Y, W, s, a, i), and the states at every `AGAIN` tokens; `found` is what it returned before,
+        to be pulled back by hand."""
+        if found is None:
+            return self.forward(given)
         hand = ByHand(
             "engine.window.gram",
-            lambda inputs, keeps: self.forward(_Given(*inputs), keeps),
-            lambda inputs, record, cotangents: self.backward(_Given(*inputs), record, cotangents),
-            lambda *inputs: self.forward(_Given(*inputs), False)[0],
+            lambda inputs, keeps: found,
+            lambda inputs, starts, cotangents: self.backward(_Given(*inputs), starts, cotangents),
+            lambda *inputs: self.forward(_Given(*inputs))[0],
         )
-        return hand.block().forward(*given)[0]
+        return hand.block().forward(*given)[0], found[1]
 
-    def forward(self, given: _Given, keeps: bool) -> tuple[Tensors, Any]:
-        state, outputs, record = self._first(given), [], []
+    def forward(self, given: _Given) -> tuple[Tensors, list[_State]]:
+        """Token by token."""
+        state, outputs, starts = self._first(given), [], []
         for t, token in enumerate(_tokens(given)):
-            if self.reset is not None:
-                state = _where(self.reset[t], self._blank(state), state)
-            state, read, kept = self._step(t, token, state)
+            if t % AGAIN == 0:
+                starts.append(state)
+            state, read, _ = self._step(t, token, self._entered(t, state))
             outputs.append(read)
-            if keeps:
-                record.append(kept)
-        return (torch.cat(outputs, -1).mT, state.x, state.y, state.w, state.s, state.a, state.i), record
+        return (torch.cat(outputs, -1).mT, state.x, state.y, state.w, state.s, state.a, state.i), starts
+
+    def _entered(self, t: int, state: _State) -> _State:
+        """The state that a token finds, after its reset."""
+        return state if self.reset is None else _where(self.reset[t], self._blank(state), state)
 
     def _first(self, given: _Given) -> _State:
         one = torch.ones_like(given.lr[:, 0])
@@ -173,16 +184,23 @@ class _Loop:
         read = torch.baddbmm(torch.baddbmm(state.a * token.memory_q, state.x, token.slot_q), state.y, token.asked)
         return read if token.initial_q is None else read + state.i * token.initial_q
 
-    def backward(self, given: _Given, record: Any, cotangents: Any) -> Tensors:
+    def backward(self, given: _Given, starts: list[_State], cotangents: Any) -> Tensors:
+        """Cotangents of what was given; steps are made again, a few tokens at once."""
         gread, gx, gy, gw, gs, ga, gi = cotangents
         later = _State(gs, ga, gi, gx, gy, gw, torch.zeros_like(given.gram))
         found: list[_Given] = []
         columns = gread.mT.split(1, -1)
-        for t, token in reversed(list(enumerate(_tokens(given)))):
-            own, later = self._back(t, token, record.pop(), columns[t], later)
-            if self.reset is not None:
-                later = _where(self.reset[t], _State(*(torch.zeros_like(item) for item in later)), later)
-            found.append(own)
+        tokens = _tokens(given)
+        for first in reversed(range(0, len(tokens), AGAIN)):
+            state, steps = starts[first // AGAIN], []
+            for t in range(first, min(first + AGAIN, len(tokens))):
+                state, _, kept = self._step(t, tokens[t], self._entered(t, state))
+                steps.append(kept)
+            for t in reversed(range(first, first + len(steps))):
+                own, later = self._back(t, tokens[t], steps.pop(), columns[t], later)
+                if self.reset is not None:
+                    later = _where(self.reset[t], _State(*map(torch.zeros_like, later)), later)
+                found.append(own)
         stacked = [
             None if column[0] is None else torch.stack(column[::-1], 1) for column in zip(*(own[:-1] for own in found))
         ]

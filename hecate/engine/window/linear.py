@@ -8,18 +8,17 @@ from torch import Tensor
 from hecate.engine.coefficients import coefficients, faced_states
 from hecate.engine.parallel import implicit_gradients
 from hecate.engine.tokens import form_of
-from hecate.engine.window.rows import Outcome, Plan, Rows, kernels_of, left_behind
+from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, kernels_of, left_behind
 
 SIZE = 64
 
 
 def linear_block(
-    plan: Plan, rows: Rows, masks: tuple[Tensor | None, Tensor | None], *leaves: Tensor | None
-) -> Outcome:
+    plan: Plan, rows: Rows, masks: tuple[Tensor | None, Tensor | None], leaves: Leaves, found: None = None
+) -> tuple[Outcome, None]:
     """One block of n tokens with W writes each, from what does not need a state's width.
 
-    leaves: products of features, keys, queries, v, the context's values or None, lr, retain, momentum. With kappa the
-    kernel and K, F the coefficients of `hecate.engine.coefficients` of the states after tokens and of those that the
+    With kappa the kernel and K, F the coefficients of `hecate.engine.coefficients` of the states after tokens and of those that the
     gradients face, the errors e of token t's write a at row r(t, a) solve
 
         e_(t,a) = sum_b F_b[t] B_b phi_r(t,a) - sum_(s,c) F[t,s] lr_s w_c kappa(r(t,a), r(s,c)) u_(s,c) - v_r(t,a)
@@ -63,7 +62,7 @@ def linear_block(
         return (total if kernels.lengths is None else kernels.lengths * total).mT
 
     keys, values = left_behind(rows, kernels.lengths, values, v)
-    return Outcome(
+    outcome = Outcome(
         y,
         onto(after.last),
         None if slot is None else onto(slot.last),
@@ -72,3 +71,4 @@ def linear_block(
         None if slot is None else slot.bases[0][..., -1],
         values,
     )
+    return outcome, None

@@ -16,6 +16,20 @@ from hecate.phi.series import PowerForm
 from hecate.rule import MemoryConfig
 
 
+class Leaves(NamedTuple):
+    """What a block is made of: products of features with states, keys and queries `[N, n, d]`, values, the context's
+    values or None, gates `[N, n]`."""
+
+    products: Tensor
+    x_k: Tensor
+    x_q: Tensor
+    v: Tensor
+    values: Tensor | None
+    lr: Tensor
+    retain: Tensor
+    momentum: Tensor
+
+
 class Plan(NamedTuple):
     """How a config runs in blocks.
 
