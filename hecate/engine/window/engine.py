@@ -14,7 +14,8 @@ matrices of V x V).
 Where phi(x).phi(y) is a polynomial of x.y, the kernels are that polynomial and features are made for one block at a
 time, in the layout of `hecate.phi.series`; elsewhere they are made first and the kernel is their product.
 
-The backward pass goes through the blocks in reverse, from the base states that the forward has kept. The products with
+The backward pass goes through the blocks in reverse. Of B blocks the forward keeps the base states of every sqrt(B)-th,
+and of all others what they are combinations of, from which they are made again. The products with
 features are pulled back by hand: with P the products, X the features, O = [Y; ...] the combinations and G the
 cotangents of the states that leave,
 
@@ -25,7 +26,8 @@ and what lies between is made again and recorded by autograd, one block at a tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Sequence, Sized
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -165,6 +167,14 @@ class _Walk:
         self.name, self.mixes = ("gram", True) if mixes else ("linear", False)
         self.block: Callable[..., tuple[Outcome, Any]] = gram.gram_block if mixes else linear.linear_block
         self.size = gram.SIZE if mixes else linear.SIZE
+        self.rooms: dict[str, Tensor] = {}
+
+    def room(self, name: str, like: Tensor, length: int) -> Tensor:
+        """Space `[N, length, F]` for what one block needs: pages of fresh tensors cost as much as their products."""
+        shape = (len(like), length, self.plan.lift.width)
+        if name not in self.rooms or self.rooms[name].shape != shape:
+            self.rooms[name] = like.new_empty(shape)
+        return self.rooms[name]
 
     def named(self, inputs: Tensors) -> tuple[_Held, Tokens, int]:
         """States over the lift's features and tokens, of what the block is given, and the number of slots."""
@@ -190,19 +200,23 @@ class _Walk:
 
     def forward(self, inputs: Tensors, keeps: bool) -> tuple[Tensors, list[Any]]:
         """Outputs and last states, and of every block what it began with and what it found."""
-        return self.walked(inputs, keeps=keeps, by_hand=True)
+        made = self.walked(inputs, keeps=keeps, by_hand=True)
+        self.rooms.clear()
+        return made
 
     def walked(self, inputs: Tensors, *, keeps: bool, by_hand: bool) -> tuple[Tensors, list[Any]]:
         """The blocks in their order."""
         held, tokens, _ = self.named(inputs)
         outputs, record = [], []
-        for span in self.spans(tokens):
+        spans = self.spans(tokens)
+        for at, span in enumerate(spans):
             part = _part(tokens, span)
             features, rows = self.features(held, part, by_hand=by_hand), self.rows(held, part)
             products = torch.cat([features @ base.mT for base in held.bases()], -1)
             outcome, found = self.block(self.plan, rows, (part.write, part.reset), self.leaves(products, part, held))
             if keeps:
-                record.append((held, products, found))
+                first = held if at % _each(spans) == 0 else None
+                record.append((first, products, found, outcome._replace(y=None)))  # type: ignore[arg-type]
             outputs.append(outcome.y)
             held = self.after(held, rows, features, outcome)
         back = self.plan.lift.gathered
@@ -218,7 +232,7 @@ class _Walk:
             return _cat([first, features(x), last], 1)
         kept, own = self.plan.kept, x.shape[1]
         length = kept + own + (0 if last is None else last.shape[1])
-        made = x.new_empty(len(x), length, self.plan.lift.width)
+        made = self.room("features", x, length)
         features(x, made[:, kept : kept + own])
         if first is not None:
             made[:, :kept] = first
@@ -236,15 +250,15 @@ class _Walk:
 
     def after(self, held: _Held, rows: Rows, features: Tensor, outcome: Outcome) -> _Held:
         """The states that leave a block."""
-        bases, end = [item for item in held[:3] if item is not None], self.plan.kept + outcome.y.shape[1]
+        bases, end = [item for item in held[:3] if item is not None], rows.left.shape[-1]
         memory = torch.bmm(outcome.memory[..., :end], features[:, :end])
         if self.mixes:
-            memory = torch.baddbmm(memory, outcome.memory[..., end:], one((held.slot,)))
+            memory.baddbmm_(outcome.memory[..., end:], one((held.slot,)))
         for weight, base in zip(outcome.bases.unbind(-1), bases, strict=True):
-            memory = torch.addcmul(memory, over(weight, base), base)
+            memory.addcmul_(over(weight, base), base)
         slot, keys = held.slot, held.keys
         if slot is not None and outcome.slot is not None and outcome.slot_base is not None:
-            slot = torch.baddbmm(over(outcome.slot_base, slot) * slot, outcome.slot, features[:, :end])
+            slot = torch.bmm(outcome.slot, features[:, :end]).addcmul_(over(outcome.slot_base, slot), slot)
         if keys is not None and outcome.keys is not None:
             keys = torch.bmm(outcome.keys, features[:, :end])
         return _Held(memory, slot, held.initial, keys, outcome.values, rows.filled)
@@ -263,9 +277,15 @@ class _Walk:
             wide(context[0]) if context else None, context[1] if context else None, held.filled,
         )  # fmt: skip
         found: list[Leaves] = []
-        for span in reversed(self.spans(tokens)):
-            shares, later = self.block_back(_part(tokens, span), *record.pop(), gy[:, span], later)
-            found.append(shares)
+        spans = self.spans(tokens)
+        for first in reversed(range(0, len(spans), _each(spans))):
+            parts = [_part(tokens, span) for span in spans[first : first + _each(spans)]]
+            entered = self.entered(parts, record[first:])
+            for span, part in zip(reversed(spans[first : first + len(parts)]), reversed(parts), strict=True):
+                _, products, made, _ = record.pop()
+                shares, later = self.block_back(part, entered.pop(), products, made, gy[:, span], later)
+                found.append(shares)
+        self.rooms.clear()
         back = self.plan.lift.gathered
         joined = [None if column[0] is None else torch.cat(column[::-1], 1) for column in zip(*found, strict=True)]
         states = (later.memory, later.slot, later.keys)
@@ -274,6 +294,15 @@ class _Walk:
         initial = None if later.initial is None else back(later.initial)
         masks = (None,) * (len(tokens) - len(joined))
         return (memory, *slots, initial, *joined, *masks)
+
+    def entered(self, parts: list[Tokens], record: list[Any]) -> list[_Held]:
+        """The states that entered some blocks, from those that entered the first and from what the others became."""
+        held = record[0][0]
+        found = [held]
+        for part, (*_, outcome) in zip(parts[:-1], record, strict=False):
+            held = self.after(held, self.rows(held, part), self.features(held, part, by_hand=True), outcome)
+            found.append(held)
+        return found
 
     def block_back(
         self, part: Tokens, held: _Held, products: Tensor, found: Any, gy: Tensor, later: _Held
@@ -293,7 +322,7 @@ class _Walk:
         outcome = Outcome(*(None if item is None else item.detach() for item in outcome))  # type: ignore[arg-type]
         shares = one((gproducts,)).split([base.shape[1] for base in held.bases()], -1)
         gbases = [torch.bmm(share.mT, features) for share in shares]
-        gfeatures = torch.bmm(shares[0], held.bases()[0])
+        gfeatures = torch.bmm(shares[0], held.bases()[0], out=self.room("cotangents", features, features.shape[1]))
         for share, base in zip(shares[1:], held.bases()[1:], strict=True):
             gfeatures.baddbmm_(share, base)
         states = ((outcome.memory[..., :end], later.memory), (outcome.slot, later.slot), (outcome.keys, later.keys))
@@ -313,9 +342,9 @@ class _Walk:
             memory = torch.cat((memory, later.memory @ one((held.slot,)).mT), -1)
         slot = slot_base = None
         if later.slot is not None and held.slot is not None:
-            slot, slot_base = later.slot @ rows.mT, (later.slot * held.slot).sum((1, 2))
+            slot, slot_base = later.slot @ rows.mT, _inner(later.slot, held.slot)
         keys = None if later.keys is None else later.keys @ rows.mT
-        return memory, slot, keys, torch.stack([(later.memory * base).sum((1, 2)) for base in bases], -1), slot_base, (
+        return memory, slot, keys, torch.stack([_inner(later.memory, base) for base in bases], -1), slot_base, (
             later.values
         )
 
@@ -331,18 +360,27 @@ class _Walk:
         """Cotangents of the states that enter a block: of what met features, what went on, and what was a feature."""
         shares, weights, wide = iter(gbases), iter(outcome.bases.unbind(-1)), later.memory
         memory, slot, initial, keys = (None if item is None else next(shares) for item in held[:4])
-        memory = torch.addcmul(one((memory,)), over(next(weights), wide), wide)
+        memory = one((memory,)).addcmul_(over(next(weights), wide), wide)
         if slot is not None and later.slot is not None and outcome.slot_base is not None:
-            slot = torch.addcmul(slot, over(next(weights), wide), wide)
-            slot = torch.addcmul(slot, over(outcome.slot_base, slot), later.slot)
+            slot.addcmul_(over(next(weights), wide), wide).addcmul_(over(outcome.slot_base, slot), later.slot)
             if self.mixes:
-                end, height = outcome.memory.shape[-1] - slot.shape[1], slot.shape[1]
-                slot = torch.baddbmm(slot + gfeatures[:, -height:], outcome.memory[..., end:].mT, wide)
+                height = slot.shape[1]
+                slot.add_(gfeatures[:, -height:]).baddbmm_(outcome.memory[..., -height:].mT, wide)
         if initial is not None and later.initial is not None:
-            initial = torch.addcmul(later.initial + initial, over(next(weights), wide), wide)
+            initial.add_(later.initial).addcmul_(over(next(weights), wide), wide)
         if keys is not None:
-            keys = keys + gfeatures[:, : keys.shape[1]]
+            keys.add_(gfeatures[:, : keys.shape[1]])
         return _Held(memory, slot, initial, keys, gvalues, held.filled)
+
+
+def _each(blocks: Sized) -> int:
+    """Every how many blocks the forward pass keeps the states that enter one."""
+    return math.isqrt(max(len(blocks) - 1, 0)) + 1
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b> `[N]`."""
+    return torch.bmm(a.reshape(len(a), 1, -1), b.reshape(len(b), -1, 1)).flatten()
 
 
 def _part(tokens: Tokens, span: slice) -> Tokens:
