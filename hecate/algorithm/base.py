@@ -143,6 +143,12 @@ class Algorithm(Variant, family="algorithm"):
         """The tokens whose gradients it takes, where these are the last ones at the present memory; else None."""
         return WindowForm((1.0,), self, remembers=False) if self.takes_any_gradient() else None
 
+    def factored_form(self) -> Block | None:
+        """The direction from the gradient u p^T of a matrix memory, which is not built, as a product of narrow factors:
+        (u `[N, V]`, p `[N, P]`, lr, momentum, *slots) -> (left `[N, V, r]`, right `[N, P, r]`, *slots) with D = left
+        right^T; None where the whole gradient is needed."""
+        return None
+
     def gram_form(self) -> GramForm | None:
         """How a function of the momentum's Gram matrix gives its direction, if one does."""
         return None

@@ -274,6 +274,75 @@ class DeepMomentum(Algorithm):
         step = torch.tanh(rows @ (start + change).mT) @ w_out.mT
         return over(lr, grad) * step.reshape(grad.shape), change, w_out
 
+    def factored_form(self) -> Block | None:
+        """With G = u p^T all rows of G are multiples of p: H = tanh(u z^T), z = W_1 p, and the answers enter through W_2
+        alone. What is left are products of V, P and `width` by `width`. [ALG-DEEP-I2]"""
+        if self.objective != "descent" or not still_declared(self, "factored_form", self._formulas):
+            return None
+        return Block("algorithm.deep_momentum.factored", self._factored, self._factored_vjp)
+
+    def _factored(self, u: Tensor, p: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensors, Any]:
+        u, p, keep, lr = u.unsqueeze(-1), p.unsqueeze(-1), momentum[:, None, None], lr[:, None, None]
+        (change, w_out), start = slots, self._start(p.mT)
+        z = (start + change) @ p
+        hidden = torch.tanh(u @ z.mT)
+        seen = torch.bmm(w_out.mT, w_out), torch.bmm(w_out.mT, p)  # W_2^T W_2 and W_2^T p
+        error = torch.baddbmm(u @ seen[1].mT, hidden, seen[0])  # (answer + G) W_2
+        slope = 1 - hidden.square()
+        sizes = _square(hidden), _square(w_out), u.square().sum(1, keepdim=True), p.square().sum(1, keepdim=True)
+        rate = self.rate / (1 + self.rate * (sizes[0] + sizes[1] * sizes[2] * sizes[3]))
+        pushed = (error * slope).mT @ u
+        second, along = hidden.mT @ hidden, hidden.mT @ u
+        back = torch.baddbmm(p @ along.mT, w_out, second)
+        new = torch.baddbmm(keep * change, rate * pushed, p.mT, alpha=-1)
+        out = keep * w_out - rate * back
+        new_z = (start + new) @ p
+        step = torch.tanh(u @ new_z.mT)
+        kept = u, p, lr, keep, change, w_out, z, hidden, seen, error, slope, sizes, rate, pushed, second, along, back
+        return (lr * step, out, new, out), (*kept, new, new_z, step)
+
+    def _factored_vjp(self, kept: Any, gleft: Tensor, gright: Tensor, gnew: Tensor, gout: Tensor) -> Tensors:
+        u, p, lr, keep, change, w_out, z, hidden, seen, error, slope, sizes, rate, pushed, second, along, back = kept[:17]
+        new, new_z, step = kept[17:]
+        start = self._start(p.mT)
+        glr = (gleft * step).sum((1, 2))
+        pulled = lr * gleft * (1 - step.square())
+        gu, gz = pulled @ new_z, pulled.mT @ u
+        gout, gnew = gout + gright, torch.baddbmm(gnew, gz, p.mT)
+        gp = (start + new).mT @ gz
+        gmomentum = (gnew * change).sum((1, 2)) + (gout * w_out).sum((1, 2))
+        # W_1' = keep W_1 - rate pushed p^T, W_2' = keep W_2 - rate back
+        met = gnew @ p
+        gpushed = -rate * met
+        gp = gp - gnew.mT @ (rate * pushed)
+        grate = -(met * pushed).sum((1, 2), keepdim=True) - (gout * back).sum((1, 2), keepdim=True)
+        gback = -rate * gout
+        gw = torch.baddbmm(keep * gout, gback, second.mT)
+        gsecond, galong = w_out.mT @ gback, gback.mT @ p
+        gp = torch.baddbmm(gp, gback, along)
+        # rate, whose bound is |H|^2 + |W_2|^2 |u|^2 |p|^2
+        gbound = -rate.square() * grate
+        ghidden = torch.baddbmm(2 * gbound * hidden, hidden, gsecond + gsecond.mT)
+        gw = gw + (2 * gbound * sizes[2] * sizes[3]) * w_out
+        gu = gu + (2 * gbound * sizes[1] * sizes[3]) * u
+        gp = gp + (2 * gbound * sizes[1] * sizes[2]) * p
+        # pushed = (error (1 - H^2))^T u, error = H W_2^T W_2 + u (W_2^T p)^T, along = H^T u
+        spread = u @ gpushed.mT
+        gu = torch.baddbmm(torch.baddbmm(gu, error * slope, gpushed), hidden, galong)
+        gerror = spread * slope
+        ghidden = torch.baddbmm(ghidden, u, galong.mT).addcmul_(spread * error, hidden, value=-2)
+        ghidden = torch.baddbmm(ghidden, gerror, seen[0].mT)
+        gsquare, gcross = hidden.mT @ gerror, gerror.mT @ u
+        gu = torch.baddbmm(gu, gerror, seen[1])
+        gw = torch.baddbmm(torch.baddbmm(gw, w_out, gsquare + gsquare.mT), p, gcross.mT)
+        gp = torch.baddbmm(gp, w_out, gcross)
+        # H = tanh(u z^T), z = W_1 p
+        pulled = ghidden * slope
+        gu, gz = torch.baddbmm(gu, pulled, z), pulled.mT @ u
+        gp = torch.baddbmm(gp, (start + change).mT, gz)
+        gchange = torch.baddbmm(keep * gnew, gz, p.mT)
+        return gu.squeeze(-1), gp.squeeze(-1), glr, gmomentum, gchange, gw
+
     def _start(self, grad: Tensor) -> Tensor:
         width = grad.shape[-1]
         generator = torch.Generator().manual_seed(0)
