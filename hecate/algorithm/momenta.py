@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,6 +16,7 @@ from hecate.tape import Block, Tensors
 from hecate.tape.ops import over, sum_to_gate
 from hecate.variant import still_declared
 
+_TANH_BACK = torch.ops.aten.tanh_backward  # (g, tanh x) -> g (1 - tanh^2 x)
 Coefficients = tuple[float, float, float]
 POLYNOMIALS: dict[str, Coefficients] = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}
 
@@ -282,73 +284,85 @@ class DeepMomentum(Algorithm):
         return Block("algorithm.deep_momentum.factored", self._factored, self._factored_vjp)
 
     def _factored(self, u: Tensor, p: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensors, Any]:
-        u, p, keep, lr = u.unsqueeze(-1), p.unsqueeze(-1), momentum[:, None, None], lr[:, None, None]
-        (change, w_out), start = slots, self._start(p.mT)
-        z = (start + change) @ p
-        hidden = torch.tanh(u @ z.mT)
-        seen = torch.bmm(w_out.mT, w_out), torch.bmm(w_out.mT, p)  # W_2^T W_2 and W_2^T p
-        error = torch.baddbmm(u @ seen[1].mT, hidden, seen[0])  # (answer + G) W_2
-        slope = 1 - hidden.square()
-        sizes = _square(hidden), _square(w_out), u.square().sum(1, keepdim=True), p.square().sum(1, keepdim=True)
+        # Vectors are rows: to `bmm` on a CPU two to three times as fast as columns.
+        u, p, keep, lr = u.unsqueeze(1), p.unsqueeze(1), momentum[:, None, None], lr[:, None, None]
+        (change, w_out), bmm, column = slots, torch.bmm, u.mT
+        start = self._start(p)
+        w_in = start + change
+        z = bmm(p, w_in.mT)
+        hidden = torch.tanh(column * z)
+        square, met = bmm(w_out.mT, w_out), bmm(p, w_out)  # W_2^T W_2 and W_2^T p
+        error = torch.addcmul(bmm(hidden, square), column, met)  # (answer + G) W_2
+        second, along = bmm(hidden.mT, hidden), bmm(u, hidden)
+        sizes = _trace(second), _trace(square), bmm(u, column), bmm(p, p.mT)
         rate = self.rate / (1 + self.rate * (sizes[0] + sizes[1] * sizes[2] * sizes[3]))
-        pushed = (error * slope).mT @ u
-        second, along = hidden.mT @ hidden, hidden.mT @ u
-        back = torch.baddbmm(p @ along.mT, w_out, second)
-        new = torch.baddbmm(keep * change, rate * pushed, p.mT, alpha=-1)
-        out = keep * w_out - rate * back
-        new_z = (start + new) @ p
-        step = torch.tanh(u @ new_z.mT)
-        kept = u, p, lr, keep, change, w_out, z, hidden, seen, error, slope, sizes, rate, pushed, second, along, back
-        return (lr * step, out, new, out), (*kept, new, new_z, step)
+        pushed = bmm(u, _TANH_BACK(error, hidden))
+        back = torch.addcmul(bmm(w_out, second), p.mT, along)
+        new = torch.addcmul(keep * change, (rate * pushed).mT, p, value=-1)
+        out = torch.addcmul(keep * w_out, rate, back, value=-1)
+        w_new = start + new
+        new_z = bmm(p, w_new.mT)
+        step = torch.tanh(column * new_z)
+        kept = u, p, lr, keep, change, w_out, w_in, z, hidden, (square, met), error, sizes, rate, pushed, second, along
+        return (lr * step, out, new, out), (*kept, back, w_new, new_z, step)
 
     def _factored_vjp(self, kept: Any, gleft: Tensor, gright: Tensor, gnew: Tensor, gout: Tensor) -> Tensors:
-        u, p, lr, keep, change, w_out, z, hidden, seen, error, slope, sizes, rate, pushed, second, along, back = kept[:17]
-        new, new_z, step = kept[17:]
-        start = self._start(p.mT)
-        glr = (gleft * step).sum((1, 2))
-        pulled = lr * gleft * (1 - step.square())
-        gu, gz = pulled @ new_z, pulled.mT @ u
-        gout, gnew = gout + gright, torch.baddbmm(gnew, gz, p.mT)
-        gp = (start + new).mT @ gz
-        gmomentum = (gnew * change).sum((1, 2)) + (gout * w_out).sum((1, 2))
+        u, p, lr, keep, change, w_out, w_in, z, hidden, (square, met), error, sizes, rate, pushed, second, along = kept[:16]
+        back, w_new, new_z, step = kept[16:]
+        bmm, add, plus = torch.bmm, torch.baddbmm, torch.addcmul
+        glr = _along(gleft, step)
+        pulled = _TANH_BACK(lr * gleft, step)
+        gu, gz = bmm(new_z, pulled.mT), bmm(u, pulled)
+        gout, gnew = gout + gright, plus(gnew, gz.mT, p)
+        gmomentum = _along(gnew, change) + _along(gout, w_out)
         # W_1' = keep W_1 - rate pushed p^T, W_2' = keep W_2 - rate back
-        met = gnew @ p
-        gpushed = -rate * met
-        gp = gp - gnew.mT @ (rate * pushed)
-        grate = -(met * pushed).sum((1, 2), keepdim=True) - (gout * back).sum((1, 2), keepdim=True)
-        gback = -rate * gout
-        gw = torch.baddbmm(keep * gout, gback, second.mT)
-        gsecond, galong = w_out.mT @ gback, gback.mT @ p
-        gp = torch.baddbmm(gp, gback, along)
+        reached = bmm(p, gnew.mT)
+        grate = -_along(reached, pushed) - _along(gout, back)
+        gpushed, gback = -rate * reached, -rate * gout
+        gp = add(bmm(gz, w_new), rate * pushed, gnew, alpha=-1)
+        gw, gsecond, galong = add(keep * gout, gback, second), bmm(w_out.mT, gback), bmm(p, gback)
+        gp = add(gp, along, gback.mT)
         # rate, whose bound is |H|^2 + |W_2|^2 |u|^2 |p|^2
-        gbound = -rate.square() * grate
-        ghidden = torch.baddbmm(2 * gbound * hidden, hidden, gsecond + gsecond.mT)
-        gw = gw + (2 * gbound * sizes[2] * sizes[3]) * w_out
-        gu = gu + (2 * gbound * sizes[1] * sizes[3]) * u
-        gp = gp + (2 * gbound * sizes[1] * sizes[2]) * p
+        gbound = -2 * rate.square() * grate[:, None, None]
+        ghidden = add(gbound * hidden, hidden, gsecond + gsecond.mT)
+        gw = plus(gw, gbound * sizes[2] * sizes[3], w_out)
+        gbound = gbound * sizes[1]
+        gu, gp = plus(gu, gbound * sizes[3], u), plus(gp, gbound * sizes[2], p)
         # pushed = (error (1 - H^2))^T u, error = H W_2^T W_2 + u (W_2^T p)^T, along = H^T u
-        spread = u @ gpushed.mT
-        gu = torch.baddbmm(torch.baddbmm(gu, error * slope, gpushed), hidden, galong)
-        gerror = spread * slope
-        ghidden = torch.baddbmm(ghidden, u, galong.mT).addcmul_(spread * error, hidden, value=-2)
-        ghidden = torch.baddbmm(ghidden, gerror, seen[0].mT)
-        gsquare, gcross = hidden.mT @ gerror, gerror.mT @ u
-        gu = torch.baddbmm(gu, gerror, seen[1])
-        gw = torch.baddbmm(torch.baddbmm(gw, w_out, gsquare + gsquare.mT), p, gcross.mT)
-        gp = torch.baddbmm(gp, w_out, gcross)
+        spread = u.mT * gpushed
+        gu = add(add(gu, gpushed, _TANH_BACK(error, hidden).mT), galong, hidden.mT)
+        gerror = _TANH_BACK(spread, hidden)
+        ghidden = plus(plus(ghidden, spread * error, hidden, value=-2), u.mT, galong)
+        ghidden = add(ghidden, gerror, square)
+        gsquare, gmet = bmm(hidden.mT, gerror), bmm(u, gerror)
+        gu = add(gu, met, gerror.mT)
+        gw = plus(add(gw, w_out, gsquare + gsquare.mT), p.mT, gmet)
+        gp = add(gp, gmet, w_out.mT)
         # H = tanh(u z^T), z = W_1 p
-        pulled = ghidden * slope
-        gu, gz = torch.baddbmm(gu, pulled, z), pulled.mT @ u
-        gp = torch.baddbmm(gp, (start + change).mT, gz)
-        gchange = torch.baddbmm(keep * gnew, gz, p.mT)
-        return gu.squeeze(-1), gp.squeeze(-1), glr, gmomentum, gchange, gw
+        pulled = _TANH_BACK(ghidden, hidden)
+        gu, gz = add(gu, z, pulled.mT), bmm(u, pulled)
+        gp, gchange = add(gp, gz, w_in), plus(keep * gnew, gz.mT, p)
+        return gu.squeeze(1), gp.squeeze(1), glr, gmomentum, gchange, gw
 
     def _start(self, grad: Tensor) -> Tensor:
-        width = grad.shape[-1]
-        generator = torch.Generator().manual_seed(0)
-        shape = (self.width, width)
-        draw = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-        return (draw / math.sqrt(width)).to(grad)
+        return _drawn(self.width, grad.shape[-1]).to(grad)
+
+
+@lru_cache(maxsize=16)
+def _drawn(rows: int, width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.randn((rows, width), generator=generator, dtype=torch.float64, device="cpu")
+    return draw / math.sqrt(width)
+
+
+def _trace(matrix: Tensor) -> Tensor:
+    """`[N, 1, 1]`."""
+    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+
+
+def _along(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b> `[N]`."""
+    return (a * b).sum((1, 2))
 
 
 def _rows(weight: Tensor) -> Tensor:

@@ -109,16 +109,16 @@ class _Loop:
                 starts.append(state)
             state = self.entered(token, fresh, state)
             new, _ = self.stepped(token, state)
-            outputs.append(torch.bmm((state if self.early else new)[0], token.phi_q.unsqueeze(-1)))
+            outputs.append(torch.bmm(token.phi_q.unsqueeze(1), (state if self.early else new)[0].mT))
             state = new
-        return (torch.cat(outputs, -1).mT, *state), starts
+        return (torch.cat(outputs, 1), *state), starts
 
     def stepped(self, token: Tokens, state: State) -> tuple[State, _Kept]:
         """One write."""
         memory, *slots = state
         kept = over(token.retain, memory) * memory if self.decays else memory
         at = kept if self.decayed else memory
-        pred = torch.bmm(at, token.phi_k.unsqueeze(-1)).squeeze(-1)
+        pred = torch.bmm(token.phi_k.unsqueeze(1), at.mT).squeeze(1)
         (u,), of_bias = self.bias.apply((pred, token.v))
         (left, right, *new), of_step = one_step(self.step).apply((u, token.phi_k, token.lr, token.momentum, *slots))
         after = (torch.baddbmm(kept, left, right.mT), *new)
@@ -133,7 +133,7 @@ class _Loop:
         """Cotangents of all inputs."""
         first, fresh, tokens = self.split(inputs)
         gy, *later = cotangents
-        columns, state = gy.mT.split(1, -1), tuple(later)
+        rows, state = gy.split(1, 1), tuple(later)
         ginitial = torch.zeros_like(fresh[0])
         every, found = _every(len(tokens)), []
         for begin in reversed(range(0, len(tokens), every)):
@@ -142,7 +142,7 @@ class _Loop:
                 at, kept = self.stepped(token, self.entered(token, fresh, at))
                 steps.append(kept)
             for t in reversed(range(begin, begin + len(steps))):
-                own, state = self.back(tokens[t], steps.pop(), columns[t], state)
+                own, state = self.back(tokens[t], steps.pop(), rows[t], state)
                 found.append(own)
                 if tokens[t].reset is not None:
                     mask = expand_to(tokens[t].reset, state[0])  # type: ignore[arg-type]
@@ -153,16 +153,15 @@ class _Loop:
 
     def back(self, token: Tokens, kept: _Kept, g: Tensor, later: State) -> tuple[tuple[Tensor | None, ...], State]:
         """Cotangents of a token's phi_k, phi_q, v and gates, and of the state before it."""
-        memory, p, q = kept.before[0], token.phi_k.unsqueeze(-1), token.phi_q.unsqueeze(-1)
-        read = torch.bmm(g, q.mT)
+        memory, q = kept.before[0], token.phi_q.unsqueeze(1)
         if self.early:
-            gq = memory.mT @ g
+            gq = torch.bmm(g, memory)
         else:
             read_from = kept.after[0]
             if token.write is not None:
                 read_from = torch.where(expand_to(token.write, memory), read_from, memory)
-            gq = read_from.mT @ g
-            later = (later[0] + read, *later[1:])
+            gq = torch.bmm(g, read_from)
+            later = (torch.addcmul(later[0], g.mT, q), *later[1:])
         passed = None
         if token.write is not None:
             none = tuple(map(torch.zeros_like, later))
@@ -171,23 +170,23 @@ class _Loop:
         gleft, gright = torch.bmm(gmemory, kept.right), torch.bmm(gmemory.mT, kept.left)
         gu, gp, glr, gmomentum, *gslots = one_step(self.step).pullback(kept.of_step, [gleft, gright, *gslots])
         gpred, gv = self.bias.pullback(kept.of_bias, [gu])
-        gretain = None
+        gretain, before = None, gmemory
         if gpred is not None:
-            gp = torch.baddbmm(gp.unsqueeze(-1), kept.at.mT, gpred.unsqueeze(-1)).squeeze(-1)
+            gpred = gpred.unsqueeze(1)
+            gp = torch.baddbmm(gp.unsqueeze(1), gpred, kept.at).squeeze(1)
             if self.decayed:
-                gmemory = torch.baddbmm(gmemory, gpred.unsqueeze(-1), p.mT)
-        before = gmemory
+                before = gmemory = torch.addcmul(gmemory, gpred.mT, token.phi_k.unsqueeze(1))
         if self.decays:
             gretain = sum_to_gate(gmemory * memory, token.retain)
             before = over(token.retain, memory) * gmemory
         if gpred is not None and not self.decayed:
-            before = torch.baddbmm(before, gpred.unsqueeze(-1), p.mT)
+            before = torch.addcmul(before, gpred.mT, token.phi_k.unsqueeze(1))
         if self.early:
-            before = before + read
+            before = torch.addcmul(before, g.mT, q)
         state = (before, *gslots)
         if passed is not None:
             state = tuple(a + b for a, b in zip(state, passed, strict=True))
-        return (gp, gq.squeeze(-1), gv, glr, gretain, gmomentum), state
+        return (gp, gq.squeeze(1), gv, glr, gretain, gmomentum), state
 
 
 def one_step(block: Any) -> Any:
