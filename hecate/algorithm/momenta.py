@@ -91,10 +91,11 @@ class NewtonSchulz(Algorithm):
 
         def forward(gram: Tensor) -> tuple[Tensors, Any]:
             square = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None] + self.eps**2
-            x, made, q = gram / square, [], None
+            x, q = gram / square, torch.empty(0)
+            made: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
             for step in range(self.steps):
                 p = _polynomial(x, coefficients)
-                q, before = p if q is None else torch.bmm(p, q), q
+                before, q = (q, torch.bmm(p, q)) if step else (None, p)
                 half = torch.bmm(p, x) if step + 1 < self.steps else None
                 made.append((x, p, before, half))
                 x = x if half is None else torch.bmm(half, p)
@@ -277,8 +278,8 @@ class DeepMomentum(Algorithm):
         return over(lr, grad) * step.reshape(grad.shape), change, w_out
 
     def factored_form(self) -> Block | None:
-        """With G = u p^T all rows of G are multiples of p: H = tanh(u z^T), z = W_1 p, and the answers enter through W_2
-        alone. What is left are products of V, P and `width` by `width`. [ALG-DEEP-I2]"""
+        """With G = u p^T all rows of G are multiples of p, so H = tanh(u z^T) with z = W_1 p, and of answers only their
+        products with W_2 and H count: what is left are products of V, P and `width` by `width`. [ALG-DEEP-I2]"""
         if self.objective != "descent" or not still_declared(self, "factored_form", self._formulas):
             return None
         return Block("algorithm.deep_momentum.factored", self._factored, self._factored_vjp)
@@ -307,7 +308,9 @@ class DeepMomentum(Algorithm):
         return (lr * step, out, new, out), (*kept, back, w_new, new_z, step)
 
     def _factored_vjp(self, kept: Any, gleft: Tensor, gright: Tensor, gnew: Tensor, gout: Tensor) -> Tensors:
-        u, p, lr, keep, change, w_out, w_in, z, hidden, (square, met), error, sizes, rate, pushed, second, along = kept[:16]
+        u, p, lr, keep, change, w_out, w_in, z, hidden, (square, met), error, sizes, rate, pushed, second, along = kept[
+            :16
+        ]
         back, w_new, new_z, step = kept[16:]
         bmm, add, plus = torch.bmm, torch.baddbmm, torch.addcmul
         glr = _along(gleft, step)

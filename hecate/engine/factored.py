@@ -131,7 +131,7 @@ class _Loop:
 
     def backward(self, inputs: Tensors, starts: list[State], cotangents: Sequence[Tensor]) -> Tensors:
         """Cotangents of all inputs."""
-        first, fresh, tokens = self.split(inputs)
+        _, fresh, tokens = self.split(inputs)
         gy, *later = cotangents
         rows, state = gy.split(1, 1), tuple(later)
         ginitial = torch.zeros_like(fresh[0])
@@ -144,10 +144,9 @@ class _Loop:
             for t in reversed(range(begin, begin + len(steps))):
                 own, state = self.back(tokens[t], steps.pop(), rows[t], state)
                 found.append(own)
-                if tokens[t].reset is not None:
-                    mask = expand_to(tokens[t].reset, state[0])  # type: ignore[arg-type]
-                    ginitial = ginitial + torch.where(mask, state[0], 0.0)
-                    state = _where(tokens[t].reset, tuple(map(torch.zeros_like, state)), state)
+                if (reset := tokens[t].reset) is not None:
+                    ginitial = ginitial + torch.where(expand_to(reset, state[0]), state[0], 0.0)
+                    state = _where(reset, tuple(map(torch.zeros_like, state)), state)
         joined = [None if column[0] is None else torch.stack(column[::-1], 1) for column in zip(*found, strict=True)]
         return *state, ginitial, *joined, None, None
 

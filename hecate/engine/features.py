@@ -61,9 +61,7 @@ def cast_inputs(inputs: Sequence, dtype: torch.dtype, run: Run) -> list[Tensor]:
     ]
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.
-        rest = [
-            one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask")) for tensor in rest
-        ]
+        rest = [one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask")) for tensor in rest]
     return [q, *rest]
 
 

@@ -1,10 +1,10 @@
 """Maps whose kernel is a polynomial of the inner product, in the layout in which block engines work with them.
 
-Where phi(x).phi(y) = sum_i a_i (x.y)^i, tokens meet each other in kernels of d numbers each, and features are needed only
-where tokens meet a state. There any features F of the same kernel serve, since F(x) = E phi(x) with E^T E = I: a memory
-M of phi is M E^T of F and comes back as (M E^T) E. Merged monomials of degree 2 have to be gathered one by one; in
-blocks of `BLOCK` components they are outer products x_I x_J^T for I <= J, a quarter wider than phi and made and pulled
-back by a few broadcast products. [PHI-SERIES-D1]
+Where phi(x).phi(y) = sum_i a_i (x.y)^i, tokens meet each other in kernels of d numbers each, and features are needed
+only where tokens meet a state. There any features F of the same kernel serve, since F(x) = E phi(x) with E^T E = I: a
+memory M of phi is M E^T of F and comes back as (M E^T) E. Merged monomials of degree 2 have to be gathered one by one;
+in blocks of `BLOCK` components they are outer products x_I x_J^T for I <= J, a quarter wider than phi and made and
+pulled back by a few broadcast products. [PHI-SERIES-D1]
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def own_features(
     vjp: Callable[[Any, Tensor], Tensor],
 ) -> PowerForm:
     """The form of a map that works with its own features, from its forward and its derivative."""
+
     def features(x: Tensor, out: Tensor | None = None) -> Tensor:
         return _put(forward(x)[0], out)
 
@@ -117,7 +118,9 @@ def merged_squares(coefficients: tuple[float, float, float], d: int) -> PowerFor
 def _places(d: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For every feature its place in phi and E's number; for every number of phi the one or two features that hold it,
     one past the last feature where there is no second."""
-    pairs = torch.tensor([(i, j) for at in range(0, d, BLOCK) for i in range(at, min(at + BLOCK, d)) for j in range(at, d)])
+    pairs = torch.tensor(
+        [(i, j) for at in range(0, d, BLOCK) for i in range(at, min(at + BLOCK, d)) for j in range(at, d)]
+    )
     low, high = pairs.aminmax(dim=1)
     where = torch.cat((torch.arange(1 + d), 1 + d + high * (high + 1) // 2 + low))
     # Both orders of a pair within a block hold it, each 1 / sqrt(2) times.

@@ -1,4 +1,4 @@
-"""The window engine: gradients of the last tokens, and steps along a function of a momentum's Gram matrix, in blocks."""
+"""The window engine: windows of gradients, and steps by the Gram matrix of a momentum, in blocks."""
 
 from hecate.engine.window.engine import Window
 

@@ -66,12 +66,13 @@ class Window(Engine):
         if form is None:
             return f"algorithm {algorithm.kind!r} makes its gradient otherwise than from the last tokens' own"
         if form.inner.kernel_form() is None and form.inner.gram_form() is None:
-            return (
-                f"algorithm {form.inner.kind!r} is neither a linear recurrence of the gates alone nor a function of its "
-                "momentum's Gram matrix"
-            )
+            neither = "neither a linear recurrence of the gates alone nor a function of its momentum's Gram matrix"
+            return f"algorithm {form.inner.kind!r} is {neither}"
         if form.inner.kernel_form() is None and form_of(config.bias) not in ("error", "target"):
-            return f"bias {config.bias.kind!r} is not linear in the errors, of which algorithm {form.inner.kind!r} takes a Gram matrix"
+            matrix = f"of which algorithm {form.inner.kind!r} takes the Gram matrix"
+            return f"bias {config.bias.kind!r} is not linear in the errors, {matrix}"
+        if not form.remembers and form.inner.kernel_form() is not None:
+            return f"algorithm {algorithm.kind!r} looks at its own token alone, as 'parallel' does in less"
         if config.normalizer != "none":
             return f"normalizer={config.normalizer!r} would need a window of its own"
         return coordinate_refusal(config)
@@ -110,7 +111,7 @@ class Window(Engine):
             q, k, *rest = cast_inputs(inputs, call.spec.dtype, run)
             heads = inputs.k.shape[2]
             masks = [None if mask is None else by_head(mask, heads) for mask in inputs[6:8]]
-            tokens = Tokens(k, q, *rest, *masks)  # type: ignore[arg-type]
+            tokens = Tokens(k, q, *rest, *masks)
             scale = inputs.k.shape[-1] ** -0.5 if config.query_scale == "key_dim" else 1.0
             plan = _plan(config, lift, call.shape, normed=config.key_norm == "l2", query=scale)
         initial, carry = call.memories[0]
@@ -183,11 +184,11 @@ class _Walk:
         context = 3 if plan.form.remembers else 0
         memory, *slots = inputs[: 1 + own + context]
         initial, tokens = inputs[1 + own + context], Tokens(*inputs[2 + own + context :])  # type: ignore[arg-type]
-        keys, values, filled = slots[own:] if context else (None, None, memory.new_zeros(len(memory), 0))  # type: ignore[union-attr]
-        wide = [None if item is None else spread(item) for item in (
-            memory, slots[0] if own else None, None if tokens.reset is None else initial, keys
-        )]  # fmt: skip
-        return _Held(*wide, values, filled), tokens, own  # type: ignore[arg-type]
+        none = one((memory,)).new_zeros(len(tokens.v), 0)
+        keys, values, filled = slots[own:] if context else (None, None, none)
+        given = (memory, slots[0] if own else None, None if tokens.reset is None else initial, keys)
+        memory, slot, initial, keys = (None if item is None else spread(item) for item in given)
+        return _Held(one((memory,)), slot, initial, keys, values, one((filled,))), tokens, own
 
     def spans(self, tokens: Tokens) -> list[slice]:
         """The tokens of every block."""
@@ -276,7 +277,7 @@ class _Walk:
             None if held.initial is None else torch.zeros_like(held.initial),
             wide(context[0]) if context else None, context[1] if context else None, held.filled,
         )  # fmt: skip
-        found: list[Leaves] = []
+        found: list[Tensors] = []
         spans = self.spans(tokens)
         for first in reversed(range(0, len(spans), _each(spans))):
             parts = [_part(tokens, span) for span in spans[first : first + _each(spans)]]
@@ -306,14 +307,14 @@ class _Walk:
 
     def block_back(
         self, part: Tokens, held: _Held, products: Tensor, found: Any, gy: Tensor, later: _Held
-    ) -> tuple[Leaves, _Held]:
+    ) -> tuple[Tensors, _Held]:
         """Cotangents of a block's tokens and of the states that enter it."""
         features, rows, count = self.features(held, part, by_hand=True), self.rows(held, part), part.v.shape[1]
         own, kept, end = self.leaves(products, part, held), self.plan.kept, self.plan.kept + count
         with torch.enable_grad():
             leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in own]
             outcome, _ = self.block(self.plan, rows, (part.write, part.reset), Leaves(*leaves), found)  # type: ignore[arg-type]
-        gshares, old = self.meeting(held, outcome, later, features[:, :end]), features[:, :end]
+        gshares = self.meeting(held, outcome, later, features[:, :end])
         pairs = [(made, g) for made, g in zip(outcome, (gy, *gshares), strict=True) if made is not None]
         made, cotangents = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
         wanted = [leaf for leaf in leaves if leaf is not None]
@@ -344,8 +345,13 @@ class _Walk:
         if later.slot is not None and held.slot is not None:
             slot, slot_base = later.slot @ rows.mT, _inner(later.slot, held.slot)
         keys = None if later.keys is None else later.keys @ rows.mT
-        return memory, slot, keys, torch.stack([_inner(later.memory, base) for base in bases], -1), slot_base, (
-            later.values
+        return (
+            memory,
+            slot,
+            keys,
+            torch.stack([_inner(later.memory, base) for base in bases], -1),
+            slot_base,
+            (later.values),
         )
 
     def entering(

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, kernels_of, left_behind
 from hecate.engine.coefficients import neutral
 from hecate.engine.tokens import form_of
+from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, kernels_of, left_behind
 from hecate.tape import ByHand, Tensors, one, several
 
 SIZE = 64
@@ -86,16 +86,16 @@ def gram_block(
         return x.unsqueeze(-1)
 
     hit = windows(kernels.pairs)
-    index = rows.index.view(-1, count, 1, ages).expand(len(v), -1, ages, -1)
+    index = rows.places.view(-1, count, 1, ages).expand(len(v), -1, ages, -1)
     own = hit.gather(2, index.mT)
-    gates = [neutral(gate, write).unsqueeze(-1).unsqueeze(-1) for gate in (retain, momentum)]
+    keep, carried = (neutral(gate, write).unsqueeze(-1).unsqueeze(-1) for gate in (retain, momentum))
     if not plan.config.retention.uses_retain:
-        gates[0] = torch.ones_like(gates[0])
+        keep = torch.ones_like(keep)
     initial = len(kernels.facing) > 2
     given = _Given(
         windows(kernels.facing[0]), windows(kernels.facing[1]), windows(kernels.facing[2]) if initial else None,
         asked(kernels.read[0]), asked(kernels.read[1]), asked(kernels.read[2]) if initial else None,
-        windows(target), hit, own, asked(kernels.asked), lr.unsqueeze(-1).unsqueeze(-1), *gates, gram,
+        windows(target), hit, own, asked(kernels.asked), lr.unsqueeze(-1).unsqueeze(-1), keep, carried, gram,
     )  # fmt: skip
     loop = _Loop(plan, rows, reset, length)
     outputs, starts = loop.run(given, found)
@@ -113,25 +113,27 @@ class _Loop:
 
     def __init__(self, plan: Plan, rows: Rows, reset: Tensor | None, length: int) -> None:
         form = plan.form.inner.gram_form()
+        if form is None:
+            raise TypeError(f"algorithm {plan.form.inner.kind!r} has no Gram form")
         self.gain = form.gain(plan.shape)
         count = rows.live.shape[1]
         self.asks = form_of(plan.config.bias) != "target"  # under dot no write depends on what the memory predicts
         self.early = plan.config.read == "before"
         self.decayed = plan.config.decay_order == "before_gradient"
         self.live = rows.live.unsqueeze(2).unbind(1)
-        hot = torch.nn.functional.one_hot(rows.index.view(-1, count, rows.live.shape[-1]), length)
+        hot = torch.nn.functional.one_hot(rows.places.view(-1, count, rows.live.shape[-1]), length)
         self.hot = hot.to(rows.live.dtype).expand(len(rows.live), -1, -1, -1).unbind(1)
         self.reset = None if reset is None else reset.view(*reset.shape, 1, 1).unbind(1)
 
     def run(self, given: _Given, found: Any = None) -> tuple[Tensors, list[_State]]:
-        """(y `[N, n, V]`, X, Y, W, s, a, i), and the states at every `AGAIN` tokens; `found` is what it returned before,
-        to be pulled back by hand."""
+        """(y `[N, n, V]`, X, Y, W, s, a, i), and the states at every `AGAIN` tokens; `found` is what it returned
+        before, to be pulled back by hand."""
         if found is None:
             return self.forward(given)
         hand = ByHand(
             "engine.window.gram",
             lambda inputs, keeps: found,
-            lambda inputs, starts, cotangents: self.backward(_Given(*inputs), starts, cotangents),
+            lambda inputs, starts, cotangents: self.backward(_Given(*inputs), starts, cotangents),  # type: ignore[arg-type]
             lambda *inputs: self.forward(_Given(*inputs))[0],
         )
         return hand.block().forward(*given)[0], found[1]
@@ -172,13 +174,18 @@ class _Loop:
         gram = torch.addcmul(both + both.mT, token.momentum.square(), gram)
         w = torch.baddbmm(token.momentum * w, u, self.hot[t])
         s = token.momentum * s
-        (q,), kept = self.gain.apply((gram,))
+        made, kept = self.gain.apply((gram,))
+        q = one(made)
         step = -token.lr * q
         after = _State(
             s, token.retain * a, token.retain * i, torch.addcmul(token.retain * x, s, step),
             torch.baddbmm(token.retain * y, step, w), w, gram,
         )  # fmt: skip
-        return after, self._read(token, before if self.early else after), (before, after, pred, u, reached, h, q, step, kept)
+        return (
+            after,
+            self._read(token, before if self.early else after),
+            (before, after, pred, u, reached, h, q, step, kept),
+        )
 
     def _read(self, token: _Given, state: _State) -> Tensor:
         read = torch.baddbmm(torch.baddbmm(state.a * token.memory_q, state.x, token.slot_q), state.y, token.asked)
@@ -189,7 +196,7 @@ class _Loop:
         gread, gx, gy, gw, gs, ga, gi = cotangents
         later = _State(gs, ga, gi, gx, gy, gw, torch.zeros_like(given.gram))
         found: list[_Given] = []
-        columns = gread.mT.split(1, -1)
+        reads = gread.mT.split(1, -1)
         tokens = _tokens(given)
         for first in reversed(range(0, len(tokens), AGAIN)):
             state, steps = starts[first // AGAIN], []
@@ -197,12 +204,13 @@ class _Loop:
                 state, _, kept = self._step(t, tokens[t], self._entered(t, state))
                 steps.append(kept)
             for t in reversed(range(first, first + len(steps))):
-                own, later = self._back(t, tokens[t], steps.pop(), columns[t], later)
+                own, later = self._back(t, tokens[t], steps.pop(), reads[t], later)
                 if self.reset is not None:
                     later = _where(self.reset[t], _State(*map(torch.zeros_like, later)), later)
                 found.append(own)
         stacked = [
-            None if column[0] is None else torch.stack(column[::-1], 1) for column in zip(*(own[:-1] for own in found))
+            None if column[0] is None else torch.stack(column[::-1], 1)
+            for column in zip(*(own[:-1] for own in found), strict=True)
         ]
         return *stacked, later.gram
 
@@ -215,7 +223,7 @@ class _Loop:
         gstep = torch.baddbmm(after.s * gx, gy, after.w.mT)
         gs = gs + _inner(gx, step)
         gw = torch.baddbmm(gw, step.mT, gy)
-        ggram = ggram + one(self.gain.pullback(of_gain, [-token.lr * gstep]))
+        ggram = ggram + one(tuple(self.gain.pullback(of_gain, [-token.lr * gstep])))
         # W', s', C'
         gmomentum = gs * before.s + _inner(gw, before.w) + 2 * token.momentum * _inner(ggram, before.gram)
         gboth = ggram + ggram.mT
@@ -235,11 +243,11 @@ class _Loop:
         ga, gi = token.retain * ga + _inner(gpred, token.memory), token.retain * gi
         if token.initial is not None:
             gi = gi + _inner(gpred, token.initial)
-        own = _Given(
+        own = _Given(  # type: ignore[call-arg]
             before.a * gpred,
             torch.baddbmm(before.s * greached, before.x.mT, gpred),
             None if token.initial is None else before.i * gpred,
-            *asked[:3],
+            *asked[:3],  # type: ignore[arg-type]
             -gseen,
             torch.baddbmm(torch.bmm(before.w.mT, greached), before.y.mT, gpred),
             0.5 * torch.bmm(u.mT, gh),
@@ -253,7 +261,7 @@ class _Loop:
         gy = torch.baddbmm(token.retain * gy, gpred, token.hit.mT)
         new = _State(gs, ga, gi, gx, gy, gw, ggram)
         if earlier is not None:
-            new = _State(*(x if e is None else x + e for x, e in zip(new, earlier)))
+            new = _State(*(x if e is None else x + e for x, e in zip(new, earlier, strict=True)))
         return own, new
 
     def _read_back(
@@ -272,7 +280,7 @@ class _Loop:
         )  # fmt: skip
         if self.early:
             return met, later, share
-        return met, _State(*(x if e is None else x + e for x, e in zip(later, share))), None
+        return met, _State(*(x if e is None else x + e for x, e in zip(later, share, strict=True))), None
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
@@ -282,8 +290,8 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
 def _tokens(given: _Given) -> list[_Given]:
     """What each token brings."""
     columns = [[None] * given.lr.shape[1] if item is None else item.unbind(1) for item in given[:-1]]
-    return [_Given(*token, given.gram) for token in zip(*columns)]
+    return [_Given(*token, given.gram) for token in zip(*columns, strict=True)]  # type: ignore[call-arg]
 
 
 def _where(mask: Tensor, yes: _State, no: _State) -> _State:
-    return _State(*(torch.where(mask, a, b) for a, b in zip(yes, no)))
+    return _State(*(torch.where(mask, a, b) for a, b in zip(yes, no, strict=True)))

@@ -18,8 +18,8 @@ def linear_block(
 ) -> tuple[Outcome, None]:
     """One block of n tokens with W writes each, from what does not need a state's width.
 
-    With kappa the kernel and K, F the coefficients of `hecate.engine.coefficients` of the states after tokens and of those that the
-    gradients face, the errors e of token t's write a at row r(t, a) solve
+    With kappa the kernel and F the coefficients of `hecate.engine.coefficients` of the states that the gradients face,
+    the errors e of token t's write a at row r(t, a) solve
 
         e_(t,a) = sum_b F_b[t] B_b phi_r(t,a) - sum_(s,c) F[t,s] lr_s w_c kappa(r(t,a), r(s,c)) u_(s,c) - v_r(t,a)
 
@@ -38,7 +38,7 @@ def linear_block(
 
     errors = -target
     if form_of(config.bias) != "target":
-        base = sum(
+        base: Tensor = sum(  # type: ignore[assignment]
             weight.repeat_interleave(ages, 1).unsqueeze(-1) * rows.picked(held)
             for weight, held in zip(faced.bases, kernels.facing, strict=True)
         )

@@ -1,7 +1,7 @@
 """What a block of tokens needs before any state is known: the rows of keys that its writes move, and their kernels.
 
-A block's rows are the c keys of the context, oldest first, then its own n keys. Write (t, a) of token t moves the row of
-the token a writes before t; with masks each memory has rows of its own.
+A block's rows are the c keys of the context, oldest first, then its own n keys. Write (t, a) of token t moves the row
+of the token a writes before t; with masks each memory has rows of its own.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ class Plan(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """`index` `[1 or N, n W]`: the row of every write, its token's own first; `live` `[N, n, W]`: the write's weight, 0
-    where there is no such token; `left` `[1 or N, c, c + n]`: which rows are the context afterwards, as ones in zeros;
-    `filled` `[N, c]`: the context's marks then."""
+    """`places` `[1 or N, n W]`: the row of every write, its token's own first; `live` `[N, n, W]`: the write's weight,
+    0 where there is no such token; `left` `[1 or N, c, c + n]`: which rows are the context afterwards, as ones in
+    zeros; `filled` `[N, c]`: the context's marks then."""
 
-    index: Tensor
+    places: Tensor
     live: Tensor
     left: Tensor
     filled: Tensor
 
     def picked(self, x: Tensor) -> Tensor:
         """`[N, c + n, *]` -> `[N, n W, *]`: the row of every write."""
-        if len(self.index) == 1:
-            return x.index_select(1, self.index[0])
-        return x.gather(1, self.index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        if len(self.places) == 1:
+            return x.index_select(1, self.places[0])
+        return x.gather(1, self.places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
     def summed(self, x: Tensor, count: int) -> Tensor:
         """`[N, n W, V]` -> `[N, count, V]`: writes added up on their rows."""
         total = x.new_zeros(len(x), count, x.shape[-1])
-        if len(self.index) == 1:
-            return total.index_add(1, self.index[0], x)
-        return total.scatter_add(1, self.index.unsqueeze(-1).expand_as(x), x)
+        if len(self.places) == 1:
+            return total.index_add(1, self.places[0], x)
+        return total.scatter_add(1, self.places.unsqueeze(-1).expand_as(x), x)
 
 
 @torch.no_grad()
