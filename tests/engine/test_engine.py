@@ -85,7 +85,7 @@ TABLE = {
     "chunk commit": "scccccccccccccscsscscssccsccccsccsc",
     "chunk commit of one": "sssssssssssssssssssssssssssssssssss",
     "mlp, chunk": "scccccccccccccscsscscssccsccccsccsc",
-    "omega": "sssssssssssssssssssssssssssssssssss",
+    "omega": "ssswwwwwwwwwswsssswwwwsswsswswsswsw",
     "omega, chunk": "sssssssssssssssssssssssssssssssssss",
     "float64": "spppkkpppkppppspppppkksppsppppsppsk",
     "skip": "spppkkpppkkkpkspppppkksppsppppsppsk",
