@@ -89,6 +89,20 @@ def test_equals_the_token_loop(engine, fields, masks):
     in_pieces(case, [6], engine=engine).equals(whole(case, engine="sequential"), rtol)
 
 
+@pytest.mark.spec("ENG-WIN-I1", "ENG-WIN-D3")
+@pytest.mark.parametrize("own", [LINEAR["omeganet"], LINEAR["huber"], MIXED["atlas"], MIXED["decayed first"]])
+@pytest.mark.parametrize("length", [9, 12])
+def test_frozen_gradients_equal_the_token_loop(own, length):
+    case = case_of(config_of(**own, chunk=4), batch=1, length=length, seed=5)
+    rtol = 1e-8 if own is MIXED["atlas"] else 1e-10
+    in_pieces(case, [8], engine="window").equals(whole(case, engine="sequential"), rtol)
+    masked = case_of(case.config, length=5, masks=True)
+    for given, reason in ((masked, "masks move the borders"), (case.part(0, 3), "begins within a chunk")):
+        _, state = given.part(0, 3).scan()
+        with pytest.raises(ConfigError, match=reason):
+            given.scan(state, engine="window")
+
+
 @pytest.mark.spec("ENG-WIN-I1")
 @pytest.mark.parametrize("fields", [LINEAR["omeganet"], MIXED["decayed first"], FACTORED["l2"]])
 def test_second_derivatives(fields):
@@ -240,7 +254,8 @@ def test_features_of_a_subclass_with_its_own_formula():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"algorithm": "omega", "chunk": 2}, "chunk=2"),
+        ({"algorithm": "omega", "chunk": 2, "commit": "chunk"}, "commit='chunk'"),
+        ({"algorithm": "omega", "chunk": 300}, "chunk=300"),
         ({"algorithm": "omega", "structure": "vector"}, "structure 'vector'"),
         ({"algorithm": "omega", "retention": "sphere"}, "retention 'sphere'"),
         ({"algorithm": {"kind": "omega", "inner": "ftrl"}}, "algorithm 'ftrl'"),

@@ -86,7 +86,7 @@ TABLE = {
     "chunk commit of one": "sssssssssssssssssssssssssssssssssss",
     "mlp, chunk": "scccccccccccccscsscscssccsccccsccsc",
     "omega": "ssswwwwwwwwwswsssswwwwsswsswswsswsw",
-    "omega, chunk": "sssssssssssssssssssssssssssssssssss",
+    "omega, chunk": "ssswwwwwwwwwswsssswwwwsswsswswsswss",
     "float64": "spppkkpppkppppspppppkksppsppppsppsk",
     "skip": "spppkkpppkkkpkspppppkksppsppppsppsk",
 }

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import Call
+from hecate.engine.coefficients import running_products
 from hecate.engine.engine import Engine
 from hecate.engine.features import cast_inputs, to_tokens
 from hecate.engine.parallel import coordinate_refusal
@@ -44,8 +45,10 @@ from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, rows_of
 from hecate.phi.series import given_features
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import ByHand, Run, Tensors, can_inspect, execute, one, several
+from hecate.tape import Block, ByHand, Run, Tensors, can_inspect, execute, one, several
 from hecate.tape.ops import over, reach
+
+LONGEST = 256  # tokens of a chunk
 
 
 class Window(Engine):
@@ -56,8 +59,10 @@ class Window(Engine):
     def refuses(self, config: MemoryConfig) -> str | None:
         """What is not a window of gradients at the present memory, or is stepped otherwise."""
         structure, retention, algorithm = config.structure, config.retention, config.algorithm
-        if config.chunk > 1 or config.commit == "chunk":
-            return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+        if config.commit == "chunk":
+            return f"commit={config.commit!r} sums the gradients of a chunk, and has no block form here"
+        if config.chunk > LONGEST:
+            return f"chunk={config.chunk} is longer than the {LONGEST} tokens that a block holds at most"
         if not structure.linear or structure.diagonal:
             return f"structure {structure.kind!r} is not a matrix"
         if not retention.linear:
@@ -81,8 +86,12 @@ class Window(Engine):
         """Gates that the kernels do not see, or keys whose kernels leave the range of numbers."""
         if call.retain is not None and call.retain.dim() == 4:
             return "a retain per phi channel decays features apart, which meet in one kernel here"
+        if call.config.chunk > 1 and call.masked:
+            return f"masks move the borders of chunks of {call.config.chunk} tokens apart"
         if not hasattr(call, "flat"):
             return None
+        if call.place != 0:
+            return "it begins within a chunk, or where nobody may tell"
         lift = _lift(call.config, call.flat[1].shape[-1])  # type: ignore[union-attr]
         keys = call.flat[:2]
         if lift is None or not can_inspect(*keys, free=True) or not keys[1].numel():  # type: ignore[arg-type, union-attr]
@@ -136,11 +145,24 @@ def _in_blocks(
     plan: Plan, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
     """Runs tokens `[N, T, *]`: outputs and the final carry."""
-    walk = _Walk(plan)
+    walk, length = _Walk(plan), tokens.v.shape[1]
     hand = ByHand(f"engine.window.{walk.name}", walk.forward, walk.backward, walk.plain)
     inputs = (*carry.memory, *carry.slots, *initial, *tokens)
     y, memory, *slots = several(run(hand.block(), *inputs, label="tokens"))
+    if config.chunk == 1:
+        return y, carry._replace(memory=(memory,), slots=tuple(slots))
+    done = length % config.chunk
+    carry = carry._replace(anchor=(slots.pop(),), position=torch.full_like(carry.position, done))
+    if carry.pending_retain:
+        (kept,) = carry.pending_retain
+        left = one(run(_product(done), tokens.retain, label="retain")) if done else torch.ones_like(kept)
+        carry = carry._replace(pending_retain=(left,))
     return y, carry._replace(memory=(memory,), slots=tuple(slots))
+
+
+def _product(count: int) -> Block:
+    """The product of the last gates."""
+    return Block("retain.product", lambda retain: ((running_products(retain[:, -count:])[:, -1],), None))
 
 
 class _Held(NamedTuple):
@@ -167,7 +189,8 @@ class _Walk:
         mixes = plan.form.inner.kernel_form() is None
         self.name, self.mixes = ("gram", True) if mixes else ("linear", False)
         self.block: Callable[..., tuple[Outcome, Any]] = gram.gram_block if mixes else linear.linear_block
-        self.size = gram.SIZE if mixes else linear.SIZE
+        self.frozen = plan.config.chunk > 1
+        self.size = plan.config.chunk if self.frozen else gram.SIZE if mixes else linear.SIZE
         self.rooms: dict[str, Tensor] = {}
 
     def room(self, name: str, like: Tensor, length: int) -> Tensor:
@@ -219,11 +242,12 @@ class _Walk:
                 first = held if at % _each(spans) == 0 else None
                 record.append((first, products, found, outcome._replace(y=None)))  # type: ignore[arg-type]
             outputs.append(outcome.y)
-            held = self.after(held, rows, features, outcome)
+            anchor, held = held.memory, self.after(held, rows, features, outcome)
         back = self.plan.lift.gathered
         context = () if held.keys is None else (back(held.keys), held.values, held.filled)
         slots = (back(held.slot),) if held.slot is not None else ()
-        return (torch.cat(outputs, 1), back(held.memory), *slots, *context), record
+        last = (back(anchor),) if self.frozen else ()
+        return (torch.cat(outputs, 1), back(held.memory), *slots, *context, *last), record
 
     def features(self, held: _Held, part: Tokens, *, by_hand: bool) -> Tensor:
         """`[N, c + n + n (+ V), F]`: context keys, keys, queries, first S where rows are mixed."""
@@ -270,6 +294,7 @@ class _Walk:
         """Cotangents of all inputs."""
         held, tokens, own = self.named(inputs)
         gy, gmemory, *rest = cotangents
+        ganchor = rest.pop() if self.frozen else None
         wide = self.plan.lift.spread
         gslots, context = rest[:own], rest[own:]
         later = _Held(
@@ -286,6 +311,9 @@ class _Walk:
                 _, products, made, _ = record.pop()
                 shares, later = self.block_back(part, entered.pop(), products, made, gy[:, span], later)
                 found.append(shares)
+                if ganchor is not None:
+                    later = later._replace(memory=later.memory + wide(ganchor))
+                    ganchor = None
         self.rooms.clear()
         back = self.plan.lift.gathered
         joined = [None if column[0] is None else torch.cat(column[::-1], 1) for column in zip(*found, strict=True)]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import WindowForm
+from hecate.engine.coefficients import running_products
 from hecate.phi.series import PowerForm
 from hecate.rule import MemoryConfig
 
@@ -53,6 +54,11 @@ class Plan(NamedTuple):
     def kept(self) -> int:
         """Tokens in the context."""
         return len(self.form.weights) if self.form.remembers else 0
+
+
+def frozen_weight(config: MemoryConfig, retain: Tensor) -> Tensor:
+    """How much of the memory at a chunk's start its gradients face, token by token `[N, n]`."""
+    return running_products(retain) if config.decay_order == "before_gradient" else torch.ones_like(retain)
 
 
 class Rows(NamedTuple):
