@@ -1,4 +1,4 @@
-from hecate.algorithm.base import Algorithm, AlgorithmForm, AlgorithmKind, InnerLoss, Token
+from hecate.algorithm.base import Algorithm, AlgorithmForm, AlgorithmKind, GramForm, InnerLoss, Token, WindowForm
 from hecate.algorithm.descent import FTRL, GD, Adaptive, Momentum
 from hecate.algorithm.gradients import RLS, Implicit, Omega
 from hecate.algorithm.momenta import DeepMomentum, DeltaMomentum, NewtonSchulz
@@ -13,10 +13,12 @@ __all__ = [
     "AlgorithmKind",
     "DeepMomentum",
     "DeltaMomentum",
+    "GramForm",
     "Implicit",
     "InnerLoss",
     "Momentum",
     "NewtonSchulz",
     "Omega",
     "Token",
+    "WindowForm",
 ]

@@ -24,6 +24,28 @@ class AlgorithmForm(NamedTuple):
     nesterov: bool = False
 
 
+class GramForm(NamedTuple):
+    """How block engines take the direction of a matrix memory where a function of the momentum's Gram matrix mixes its
+    rows: S' = momentum S + G, D = -lr Q S' with Q = gain(S' S'^T).
+
+    Fields:
+        gain: from the weight's shape `(V, P)` the block (gram `[N, V, V]`) -> Q `[N, V, V]`.
+    """
+
+    gain: Callable[[tuple[int, ...]], Block]
+
+
+class WindowForm(NamedTuple):
+    """How block engines take the gradient: G = sum_a weights[a] grad ell(M; phi_(t-a), v_(t-a)) over the last tokens
+    since the start or the last reset, a step of `inner` along it; the keys, values and marks of as many tokens are the
+    context, where `remembers`.
+    """
+
+    weights: tuple[float, ...]
+    inner: Algorithm
+    remembers: bool = True
+
+
 class Token(NamedTuple):
     """What one token brings to a write: phi_k `[N, P]`, v `[N, V]` and the lr gate `[N]`; phi_w `[N, P]` in place of
     phi_k as the error is written, None where that is phi_k too."""
@@ -121,6 +143,20 @@ class Algorithm(Variant, family="algorithm"):
     def takes_any_gradient(cls) -> bool:
         """Whether `direction` gets the token's own gradient, unchanged and without a context."""
         return cls.gradient is Algorithm.gradient
+
+    def window_form(self) -> WindowForm | None:
+        """The tokens whose gradients it takes, where these are the last ones at the present memory; else None."""
+        return WindowForm((1.0,), self, remembers=False) if self.takes_any_gradient() else None
+
+    def factored_form(self) -> Block | None:
+        """The direction from the gradient u p^T of a matrix memory, which is not built, as a product of narrow factors:
+        (u `[N, V]`, p `[N, P]`, lr, momentum, *slots) -> (left `[N, V, r]`, right `[N, P, r]`, *slots) with D = left
+        right^T; None where the whole gradient is needed."""
+        return None
+
+    def gram_form(self) -> GramForm | None:
+        """How a function of the momentum's Gram matrix gives its direction, if one does."""
+        return None
 
     def block(self) -> Block:
         """`direction` as a tape block: (grad, lr, momentum, *slots) -> (direction, *slots)."""

@@ -9,12 +9,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.algorithm.base import Algorithm, InnerLoss, State, Token
+from hecate.algorithm.base import Algorithm, InnerLoss, State, Token, WindowForm
 from hecate.algorithm.descent import GD, Descent
 from hecate.checks import Depth
 from hecate.tape import Block, Tensors, formula_block
 from hecate.tape.ops import over, sum_to_gate
-from hecate.variant import Conflicts, delegating
+from hecate.variant import Conflicts, delegating, still_declared
 
 
 class Implicit(Descent):
@@ -175,6 +175,11 @@ class Omega(Algorithm):
 
     def context_shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         return {"keys": (self.window, d_phi), "values": (self.window, d_v), "filled": (self.window,)}
+
+    def window_form(self) -> WindowForm | None:
+        if not still_declared(self, "window_form", self._formulas):
+            return None
+        return WindowForm(tuple(self.decay**age for age in range(self.window)), self.inner)
 
     def gradient(self, loss: InnerLoss, token: Token, context: State) -> tuple[State, State]:
         keys, values, filled = loss.run(_PUSH, token.phi_k, token.v, *context)

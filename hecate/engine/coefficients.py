@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hecate.algorithm import AlgorithmForm
 from hecate.engine.tokens import Tokens
 from hecate.rule import MemoryConfig
 from hecate.tape import Block, Tensors, by_hand, differentiate, execute, one
@@ -37,13 +38,19 @@ class Combined(NamedTuple):
 
 
 def coefficients(
-    config: MemoryConfig, retain: Tensor, momentum: Tensor, write: Tensor | None = None, reset: Tensor | None = None
+    config: MemoryConfig,
+    retain: Tensor,
+    momentum: Tensor,
+    write: Tensor | None = None,
+    reset: Tensor | None = None,
+    form: AlgorithmForm | None = None,
 ) -> tuple[Combined, Combined, Combined | None]:
-    """The state after each token, before it (but after its reset), and S after it.
+    """The state after each token, before it (but after its reset), and S after it; `form` is by default that of the
+    config's algorithm.
 
     Gates and masks are `[..., C]` and broadcast over the leading axes.
     """
-    form = config.forms.algorithm
+    form = form or config.forms.algorithm
     if form is None:
         raise TypeError(f"algorithm {config.algorithm.kind!r} is not a linear recurrence of the gates alone")
     shape, size, decays = retain.shape, retain.shape[-1], config.retention.uses_retain
@@ -74,6 +81,18 @@ def coefficients(
         before.append(torch.where(reset, 1.0, _shifted(bases[-1], 0.0)))
     earlier = within(pad(writes[..., :-1, :], (0, 0, 1, 0)))
     return Combined(writes, tuple(bases)), Combined(earlier, tuple(before)), slot
+
+
+def faced_states(
+    config: MemoryConfig, after: Combined, before: Combined, retain: Tensor, write: Tensor | None
+) -> Combined:
+    """The states at which gradients are taken: those before the tokens, or these decayed."""
+    if config.decay_order == "with_step":
+        return before
+    if not config.algorithm.uses_momentum:  # the next memory without the token's own write
+        return Combined(after.writes.tril(-1), after.bases)
+    gate = neutral(retain, write)
+    return Combined(gate.unsqueeze(-1) * before.writes, tuple(gate * weight for weight in before.bases))
 
 
 def _since_resets(reset: Tensor | None, like: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
@@ -153,14 +172,9 @@ def matrices_of(
         seen = chunks.phi_k if moving else None
         return Matrices(chunks.phi_q, attend, stepped, None, seen, lower, None, None)
     after, before, slot = states_of(config, chunks) if states is None else states
-    read, faced = after if config.read == "after" else before, before
-    if config.decay_order == "before_gradient":
-        if config.algorithm.uses_momentum:
-            retain = chunks.retain.mT if chunks.retain.dim() == 4 else chunks.retain.unsqueeze(2)
-            gate = neutral(retain, None if chunks.write is None else chunks.write.unsqueeze(2))
-            faced = Combined(gate.unsqueeze(-1) * before.writes, tuple(gate * weight for weight in before.bases))
-        else:  # the next memory without the token's own write
-            faced = Combined(after.writes.tril(-1), after.bases)
+    retain = chunks.retain.mT if chunks.retain.dim() == 4 else chunks.retain.unsqueeze(2)
+    write = None if chunks.write is None else chunks.write.unsqueeze(2)
+    read, faced = after if config.read == "after" else before, faced_states(config, after, before, retain, write)
     return Matrices(
         read=_spread(read, chunks.phi_q),
         attend=_pairs(read, chunks.phi_q, stepped),

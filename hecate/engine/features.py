@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import Call, Sequence
-from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, Carry, Scan, Tokens, by_head, cast, linear_block, split_time
+from hecate.engine.tokens import CONCAT, SELECT, Carry, Scan, Tokens, by_head, cast, linear_block, split_time
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -30,17 +30,7 @@ FLOW_SERIES = 0.05  # below it eight terms are exact to 1e-17
 
 def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: torch.dtype, run: Run) -> Tokens:
     """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]`."""
-    numbers = [
-        tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs"))
-        for tensor in several(inputs[:NUMBERS])
-    ]
-    if inputs.write is not None:
-        # A masked token may carry garbage: it must not even be multiplied by zero.
-        numbers[1:] = [
-            one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask"))
-            for tensor in numbers[1:]
-        ]
-    q, k, v, lr, *gates = numbers
+    q, k, v, lr, *gates = cast_inputs(inputs, dtype, run)
     if inputs.position is not None:
         params = {**params, "position": inputs.position.unsqueeze(-1)}
     block, tensors = config.feature_map.block(params)
@@ -73,6 +63,17 @@ def faced(config: MemoryConfig, tokens: Tokens, run: Run) -> Tokens:
     if value is not None:
         retain = one(run(_GATE, value, retain, label="retain"))
     return tokens._replace(phi_k=tokens.v, v=tokens.phi_k, retain=retain, retain_value=None)
+
+
+def cast_inputs(inputs: Sequence, dtype: torch.dtype, run: Run) -> list[Tensor]:
+    """q, k, v, lr, retain and momentum in a dtype, 0 at masked tokens but for q."""
+    q, *rest = [
+        tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs")) for tensor in inputs[:6]
+    ]
+    if inputs.write is not None:
+        # A masked token may carry garbage: it must not even be multiplied by zero.
+        rest = [one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask")) for tensor in rest]
+    return [q, *rest]
 
 
 def _gated(

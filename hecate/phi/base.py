@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hecate.checks import MAX_NUMBERS, check_shapes, check_size, without_storage
 from hecate.errors import ConfigError, ShapeError
+from hecate.phi.series import PowerForm
 from hecate.tape import Block, Tensors
 from hecate.tape.bridge import without_autocast
 from hecate.variant import Variant
@@ -218,6 +219,11 @@ class FeatureMap(Variant, family="feature_map"):
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor | None:
         """The kernel `[...]` that phi(x).phi(y) equals, at least in expectation; None if none."""
+        return None
+
+    def power_form(self, d: int) -> PowerForm | None:
+        """How block engines work with the map on inputs of width d, where its kernel is a polynomial of their inner
+        product and nothing is learned; else None."""
         return None
 
     def inner_maps(self) -> tuple[FeatureMap, ...]:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from hecate.checks import Count
 from hecate.phi.base import FeatureMap, Params, Traits, bounded, compute_dtype, per_head, sum_to_heads
-from hecate.variant import Conflicts
+from hecate.phi.series import PowerForm, merged_squares, own_features
+from hecate.variant import Conflicts, still_declared
 
 Coefficients = Literal["exponential", "ones", "learned"]
 Degree = Annotated[int, Field(le=64)]
@@ -110,6 +111,12 @@ class Polynomial(FeatureMap):
         powers_of_z = [z**i * fixed[i] for i in range(self._first, self.degree + 1)]
         return torch.stack(powers_of_z).sum(0)
 
+    def power_form(self, d: int) -> PowerForm | None:
+        if self.coefficients == "learned" or not still_declared(self, "power_form", _FORMULAS):
+            return None
+        fixed = [a if i >= self._first else 0.0 for i, a in enumerate(self._fixed())]
+        return _power_form(self, d, fixed, merged=self._symmetric)
+
     @property
     def _symmetric(self) -> bool:
         return self.form == "symmetric"
@@ -177,6 +184,25 @@ class Taylor(FeatureMap):
         """The series itself, 1 + z + z^2/2 + ..., not the exponential that it approximates."""
         z = (x * y).sum(-1) / math.sqrt(x.shape[-1])
         return torch.stack([z**i / math.factorial(i) for i in range(self.order + 1)]).sum(0)
+
+    def power_form(self, d: int) -> PowerForm | None:
+        if not still_declared(self, "power_form", _FORMULAS):
+            return None
+        series = [d ** (-i / 2) / math.factorial(i) for i in range(self.order + 1)]
+        return _power_form(self, d, series, merged=self.compact)
+
+
+_FORMULAS = ("forward", "vjp", "features", "block")
+
+
+def _power_form(own: FeatureMap, d: int, coefficients: list[float], *, merged: bool) -> PowerForm:
+    """The form of a map without parameters whose kernel has these coefficients."""
+    if merged and len(coefficients) == 3:
+        return merged_squares((coefficients[0], coefficients[1], coefficients[2]), d)
+    none: Params = {"learned": {}, "frozen": {}}
+    return own_features(
+        tuple(coefficients), own.output_dim(d), lambda x: own.forward(x, none), lambda kept, g: own.vjp(kept, g)[0]
+    )
 
 
 def _root(i: int) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,23 @@ from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
 
 Memory = tuple[Tensor, ...]
+
+
+class Cascade(NamedTuple):
+    """Two linear memories written apart from each other and read one after the other: with phi = [w; a], a of width
+    `codes`, the first learns `link(W_1 w) -> a`, the second `W_2 a -> v` under the bias, and y = W_2 link(W_1 w_q).
+
+    Fields:
+        codes: the width of a.
+        link: the block z `[..., codes]` -> code.
+        gradient: (z, a) -> the first memory's gradient by its prediction z.
+        gradient_vjp: (z, a, g) -> cotangents of z and a.
+    """
+
+    codes: int
+    link: Block
+    gradient: Callable[[Tensor, Tensor], Tensor]
+    gradient_vjp: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Structure(Variant, family="structure"):
@@ -90,6 +108,10 @@ class Structure(Variant, family="structure"):
     def diagonal(self) -> bool:
         """Whether coordinate c of pred depends on coordinate c of the weight and of p alone."""
         return False
+
+    def cascade(self) -> Cascade | None:
+        """The two linear memories that it is, weight by weight in the order of `shapes`, if it is."""
+        return None
 
     def graph(self) -> Graph:
         """The linear layers of a `factored` structure and what lies between them."""

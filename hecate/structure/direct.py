@@ -10,9 +10,10 @@ from torch import Tensor
 
 from hecate.checks import Size
 from hecate.errors import ConfigError
-from hecate.structure.base import Memory, Structure
-from hecate.tape import Block, Tensors, one
-from hecate.tape.ops import torch_vjp
+from hecate.structure.base import Cascade, Memory, Structure
+from hecate.tape import Block, Tensors, formula_block, one
+from hecate.tape.ops import activate, torch_vjp
+from hecate.variant import still_declared
 
 EPS = 1e-6
 
@@ -169,6 +170,60 @@ class TwoPass(Structure):
     def gradient_block(self, bias: Block) -> Block:
         # No program inside: it is not the gradient of `predict`.
         return super().gradient_block(bias)._replace(program=None)
+
+    def cascade(self) -> Cascade | None:
+        if not still_declared(self, "cascade", ("predict", "gradient", "gradient_vjp", "_code")):
+            return None
+        link = formula_block("structure.two_pass.code", self._code, self._moved)
+        return Cascade(self.codes, link, self._told, self._told_vjp)
+
+    def _moved(self, z: Tensor, g: Tensor) -> Tensor:
+        """J^T g, J the Jacobian of f at z."""
+        if self.link == "identity":
+            return g
+        if self.link == "softmax":
+            code = z.softmax(-1)
+            return code * (g - (code * g).sum(-1, keepdim=True))
+        code, slope, length = self._parts(z)
+        return slope * (g - code * (code * g).sum(-1, keepdim=True)) / length
+
+    def _told(self, z: Tensor, a: Tensor) -> Tensor:
+        """u = J^T (f(z) - a)."""
+        return self._moved(z, self._code(z) - a)
+
+    def _told_vjp(self, z: Tensor, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """H g, H the Hessian of |f(z) - a|^2 / 2, and -J g.
+
+        With d the change of a number along g, c = f(z), e = c - a: for softmax u = c (e - <c, e>) and
+        du = dc (e - <c, e>) + c (dc - <dc, e> - <c, dc>). For silu, h = silu(z), r = sqrt(h.h + 1e-6): c = h / r,
+        dr = <c, h' g>, dc = (h' g - c dr) / r, u = h' x with x = (e - c <c, e>) / r,
+        dx = (dc - dc <c, e> - c (<dc, e> + <c, dc>) - x dr) / r and du = h'' g x + h' dx.
+        """
+
+        def dot(x: Tensor, y: Tensor) -> Tensor:
+            return (x * y).sum(-1, keepdim=True)
+
+        if self.link == "identity":
+            return g, -g
+        if self.link == "softmax":
+            code = z.softmax(-1)
+            error, change = code - a, code * (g - dot(code, g))
+            bent = change * (error - dot(code, error)) + code * (change - dot(change, error) - dot(code, change))
+            return bent, -change
+        code, slope, length = self._parts(z)
+        error, pushed = code - a, slope * g
+        longer = dot(code, pushed)
+        change = (pushed - code * longer) / length
+        along = dot(code, error)
+        x = (error - code * along) / length
+        dx = (change * (1 - along) - code * (dot(change, error) + dot(code, change)) - x * longer) / length
+        return activate("silu", z, 2) * g * x + slope * dx, -change
+
+    def _parts(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """f(z), silu'(z) and the length of silu(z)."""
+        active = torch.nn.functional.silu(z)
+        length = (active.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        return active / length, activate("silu", z, 1), length
 
     def _code(self, z: Tensor) -> Tensor:
         if self.link == "softmax":

@@ -60,7 +60,7 @@ CALLS = [
     *[{"length": n, "traced": True} for n in (1, 2, 64)],
     *[{"length": n, "masked": True} for n in (1, 64)],
 ]
-LETTERS = {"sequential": "s", "parallel": "p", "chunk": "c", "compiled": "k", "fla": "f"}
+LETTERS = {"sequential": "s", "parallel": "p", "chunk": "c", "compiled": "k", "fla": "f", "window": "w"}
 # What `auto` took of each call when every engine's threshold stood in a chain of conditions of its own.
 TABLE = {
     "delta": "spppkkpppkppppspppppkksppsppppsppsk",
@@ -85,8 +85,8 @@ TABLE = {
     "chunk commit": "scccccccccccccscsscscssccsccccsccsc",
     "chunk commit of one": "sssssssssssssssssssssssssssssssssss",
     "mlp, chunk": "scccccccccccccscsscscssccsccccsccsc",
-    "omega": "sssssssssssssssssssssssssssssssssss",
-    "omega, chunk": "sssssssssssssssssssssssssssssssssss",
+    "omega": "ssswwwwwwwwwswsssswwwwsswsswswsswsw",
+    "omega, chunk": "ssswwwwwwwwwswsssswwwwsswsswswsswss",
     "float64": "spppkkpppkppppspppppkksppsppppsppsk",
     "skip": "spppkkpppkkkpkspppppkksppsppppsppsk",
 }

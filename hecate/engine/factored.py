@@ -1,0 +1,203 @@
+"""The factored engine: linear memories token by token, where the algorithm makes a step of low rank of a gradient u p^T
+without building it.
+
+    u = grad ell(A p, v),  (L, R, S') = algorithm(u, p, S),  M' = retain M + L R^T
+
+with A the memory, or what is left of it where the gradient decays it first. The forward keeps the states of every
+sqrt(T)-th token; the backward makes the steps between two of them again and pulls them back by hand:
+
+    G += g q^T,  g_q = M'^T g,  g_L = G R,  g_R = G^T L,  G_A = g_pred p^T,  g_p += A^T g_pred
+
+The same numbers as those of the token loop, but for rounding. [ENG-FACT-D1, ENG-FACT-V1]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.engine.call import Call
+from hecate.engine.engine import TokenEngine
+from hecate.engine.tokens import Carry, Tokens, expand_to, in_folds
+from hecate.rule import MemoryConfig
+from hecate.structure import Memory
+from hecate.tape import ByHand, Run, Tensors, one, several
+from hecate.tape.ops import over, sum_to_gate
+
+State = tuple[Tensor, ...]  # the memory and its slots
+
+
+class Factored(TokenEngine):
+    """Token by token, with gradients and steps as factors."""
+
+    name = "factored"
+
+    def refuses(self, config: MemoryConfig) -> str | None:
+        """What needs whole gradients, or takes them elsewhere."""
+        if config.chunk > 1 or config.commit == "chunk":
+            return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+        if not config.structure.linear or config.structure.diagonal:
+            return f"structure {config.structure.kind!r} is not a matrix"
+        if not config.retention.linear:
+            return f"retention {config.retention.kind!r} is not linear"
+        if config.algorithm.factored_form() is None:
+            return f"algorithm {config.algorithm.kind!r} as configured makes no step of narrow factors"
+        return None
+
+    def cost(self, call: Call) -> float:
+        """Half of what the loop takes (measured)."""
+        return 60.0 * (1 + call.length)
+
+    def about(self, call: Call) -> str:
+        """What is always so."""
+        return "gradients and steps as factors, token by token"
+
+    def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+        """Token by token."""
+        return in_folds(factored, call.config, tokens, carry, initial, run=run)
+
+
+def factored(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+    """Runs tokens `[N, T, *]`: outputs and the final carry."""
+    loop = _Loop(config)
+    hand = ByHand("engine.factored", loop.forward, loop.backward, lambda *inputs: loop.forward(inputs, False)[0])
+    inputs = (*carry.memory, *carry.slots, *initial, *tokens[:8])
+    y, memory, *slots = several(run(hand.block(), *inputs, label="tokens"))
+    return y, carry._replace(memory=(memory,), slots=tuple(slots))
+
+
+class _Kept(NamedTuple):
+    """What the backward pass needs of one token: the state before it and after, where its gradient was taken, its
+    prediction and the residuals of bias and step, and the factors."""
+
+    before: State
+    after: State
+    at: Tensor
+    of_bias: Any
+    of_step: Any
+    left: Tensor
+    right: Tensor
+
+
+class _Loop:
+    """The tokens of a scan, and the same backwards."""
+
+    def __init__(self, config: MemoryConfig) -> None:
+        self.config, self.bias, self.step = config, config.bias.block(), config.algorithm.factored_form()
+        self.decays, self.early = config.retention.uses_retain, config.read == "before"
+        self.decayed = config.decay_order == "before_gradient"
+
+    def split(self, inputs: Tensors) -> tuple[State, State, list[Tokens]]:
+        """The first state, the one of a restart, and every token."""
+        count = 1 + len(self.config.algorithm.slots)
+        state, initial = several(inputs[:count]), one((inputs[count],))
+        columns = [None if item is None else item.unbind(1) for item in inputs[count + 1 :]]
+        length = len(columns[2] or ())
+        tokens = [Tokens(*(None if c is None else c[t] for c in columns)) for t in range(length)]  # type: ignore[arg-type]
+        return state, (initial, *map(torch.zeros_like, state[1:])), tokens
+
+    def forward(self, inputs: Tensors, keeps: bool) -> tuple[Tensors, list[State]]:
+        """Outputs and the last state; the states of every sqrt(T)-th token."""
+        state, fresh, tokens = self.split(inputs)
+        every, starts, outputs = _every(len(tokens)), [], []
+        for t, token in enumerate(tokens):
+            if keeps and t % every == 0:
+                starts.append(state)
+            state = self.entered(token, fresh, state)
+            new, _ = self.stepped(token, state)
+            outputs.append(torch.bmm(token.phi_q.unsqueeze(1), (state if self.early else new)[0].mT))
+            state = new
+        return (torch.cat(outputs, 1), *state), starts
+
+    def stepped(self, token: Tokens, state: State) -> tuple[State, _Kept]:
+        """One write."""
+        memory, *slots = state
+        kept = over(token.retain, memory) * memory if self.decays else memory
+        at = kept if self.decayed else memory
+        pred = torch.bmm(token.phi_k.unsqueeze(1), at.mT).squeeze(1)
+        (u,), of_bias = self.bias.apply((pred, token.v))
+        (left, right, *new), of_step = one_step(self.step).apply((u, token.phi_k, token.lr, token.momentum, *slots))
+        after = (torch.baddbmm(kept, left, right.mT), *new)
+        own = _Kept(state, after, at, of_bias, of_step, left, right)
+        return (after if token.write is None else _where(token.write, after, state)), own
+
+    def entered(self, token: Tokens, fresh: State, state: State) -> State:
+        """The state that a token finds, after its reset."""
+        return state if token.reset is None else _where(token.reset, fresh, state)
+
+    def backward(self, inputs: Tensors, starts: list[State], cotangents: Sequence[Tensor]) -> Tensors:
+        """Cotangents of all inputs."""
+        _, fresh, tokens = self.split(inputs)
+        gy, *later = cotangents
+        rows, state = gy.split(1, 1), tuple(later)
+        ginitial = torch.zeros_like(fresh[0])
+        every, found = _every(len(tokens)), []
+        for begin in reversed(range(0, len(tokens), every)):
+            at, steps = starts[begin // every], []
+            for token in tokens[begin : begin + every]:
+                at, kept = self.stepped(token, self.entered(token, fresh, at))
+                steps.append(kept)
+            for t in reversed(range(begin, begin + len(steps))):
+                own, state = self.back(tokens[t], steps.pop(), rows[t], state)
+                found.append(own)
+                if (reset := tokens[t].reset) is not None:
+                    ginitial = ginitial + torch.where(expand_to(reset, state[0]), state[0], 0.0)
+                    state = _where(reset, tuple(map(torch.zeros_like, state)), state)
+        joined = [None if column[0] is None else torch.stack(column[::-1], 1) for column in zip(*found, strict=True)]
+        return *state, ginitial, *joined, None, None
+
+    def back(self, token: Tokens, kept: _Kept, g: Tensor, later: State) -> tuple[tuple[Tensor | None, ...], State]:
+        """Cotangents of a token's phi_k, phi_q, v and gates, and of the state before it."""
+        memory, q = kept.before[0], token.phi_q.unsqueeze(1)
+        if self.early:
+            gq = torch.bmm(g, memory)
+        else:
+            read_from = kept.after[0]
+            if token.write is not None:
+                read_from = torch.where(expand_to(token.write, memory), read_from, memory)
+            gq = torch.bmm(g, read_from)
+            later = (torch.addcmul(later[0], g.mT, q), *later[1:])
+        passed = None
+        if token.write is not None:
+            none = tuple(map(torch.zeros_like, later))
+            later, passed = _where(token.write, later, none), _where(token.write, none, later)
+        gmemory, *gslots = later
+        gleft, gright = torch.bmm(gmemory, kept.right), torch.bmm(gmemory.mT, kept.left)
+        gu, gp, glr, gmomentum, *gslots = one_step(self.step).pullback(kept.of_step, [gleft, gright, *gslots])
+        gpred, gv = self.bias.pullback(kept.of_bias, [gu])
+        gretain, before = None, gmemory
+        if gpred is not None:
+            gpred = gpred.unsqueeze(1)
+            gp = torch.baddbmm(gp.unsqueeze(1), gpred, kept.at).squeeze(1)
+            if self.decayed:
+                before = gmemory = torch.addcmul(gmemory, gpred.mT, token.phi_k.unsqueeze(1))
+        if self.decays:
+            gretain = sum_to_gate(gmemory * memory, token.retain)
+            before = over(token.retain, memory) * gmemory
+        if gpred is not None and not self.decayed:
+            before = torch.addcmul(before, gpred.mT, token.phi_k.unsqueeze(1))
+        if self.early:
+            before = torch.addcmul(before, g.mT, q)
+        state = (before, *gslots)
+        if passed is not None:
+            state = tuple(a + b for a, b in zip(state, passed, strict=True))
+        return (gp, gq.squeeze(1), gv, glr, gretain, gmomentum), state
+
+
+def one_step(block: Any) -> Any:
+    """The step block of a config that has one."""
+    if block is None:
+        raise TypeError("the algorithm makes no step of narrow factors")
+    return block
+
+
+def _every(length: int) -> int:
+    return math.isqrt(max(length - 1, 0)) + 1
+
+
+def _where(mask: Tensor, yes: State, no: State) -> State:
+    return tuple(torch.where(expand_to(mask, a), a, b) for a, b in zip(yes, no, strict=True))

@@ -1,0 +1,426 @@
+"""The window engine: memories that descend the loss of their last tokens at every token, exactly and in blocks.
+
+A window's gradient has W terms, each of rank one and taken at the present memory. Within a block of n tokens over the
+features R `[L, F]` of its rows, the c keys of the context and its own n, every state is
+
+    M_t = sum_b a_(t,b) B_b + Y_t R
+
+with base states B_b (first M, first S, initial M). So features meet states in one product per block,
+`[keys, phi(k), phi(q)] [B, keys]^T`, and the next states are another; between them tokens meet in kernels of their keys
+alone. What makes y and Y of these products is `linear_block`, where a step is linear in the gradients (one triangular
+system of n W rows), or `gram_block`, where a function of the momentum's Gram matrix mixes its rows (token by token,
+matrices of V x V).
+
+Where phi(x).phi(y) is a polynomial of x.y, the kernels are that polynomial and features are made for one block at a
+time, in the layout of `hecate.phi.series`; elsewhere they are made first and the kernel is their product.
+
+The backward pass goes through the blocks in reverse. Of B blocks the forward keeps the base states of every sqrt(B)-th,
+and of all others what they are combinations of, from which they are made again. The products with
+features are pulled back by hand: with P the products, X the features, O = [Y; ...] the combinations and G the
+cotangents of the states that leave,
+
+    g_O = G X^T,   g_X = g_P B + O^T G,   g_B = g_P^T X + a G,   g_a = <G, B>
+
+and what lies between is made again and recorded by autograd, one block at a time. [ENG-WIN-D1, ENG-WIN-V1]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence, Sized
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.engine.call import Call
+from hecate.engine.coefficients import running_products
+from hecate.engine.engine import Engine
+from hecate.engine.features import cast_inputs, to_tokens
+from hecate.engine.parallel import coordinate_refusal
+from hecate.engine.tokens import Carry, Tokens, by_head, form_of, in_folds
+from hecate.engine.window import gram, linear
+from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, rows_of
+from hecate.phi.series import given_features
+from hecate.rule import MemoryConfig
+from hecate.structure import Memory
+from hecate.tape import Block, ByHand, Run, Tensors, can_inspect, execute, one, several
+from hecate.tape.ops import over, reach
+
+LONGEST = 256  # tokens of a chunk
+
+
+class Window(Engine):
+    """Blocks of tokens at once, for linear memories whose algorithm looks back or mixes rows."""
+
+    name = "window"
+
+    def refuses(self, config: MemoryConfig) -> str | None:
+        """What is not a window of gradients at the present memory, or is stepped otherwise."""
+        structure, retention, algorithm = config.structure, config.retention, config.algorithm
+        if config.commit == "chunk":
+            return f"commit={config.commit!r} sums the gradients of a chunk, and has no block form here"
+        if config.chunk > LONGEST:
+            return f"chunk={config.chunk} is longer than the {LONGEST} tokens that a block holds at most"
+        if not structure.linear or structure.diagonal:
+            return f"structure {structure.kind!r} is not a matrix"
+        if not retention.linear:
+            return f"retention {retention.kind!r} is not linear"
+        form = algorithm.window_form()
+        if form is None:
+            return f"algorithm {algorithm.kind!r} makes its gradient otherwise than from the last tokens' own"
+        if form.inner.kernel_form() is None and form.inner.gram_form() is None:
+            neither = "neither a linear recurrence of the gates alone nor a function of its momentum's Gram matrix"
+            return f"algorithm {form.inner.kind!r} is {neither}"
+        if form.inner.kernel_form() is None and form_of(config.bias) not in ("error", "target"):
+            matrix = f"of which algorithm {form.inner.kind!r} takes the Gram matrix"
+            return f"bias {config.bias.kind!r} is not linear in the errors, {matrix}"
+        if not form.remembers and form.inner.kernel_form() is not None:
+            return f"algorithm {algorithm.kind!r} looks at its own token alone, as 'parallel' does in less"
+        if config.normalizer != "none":
+            return f"normalizer={config.normalizer!r} would need a window of its own"
+        return coordinate_refusal(config)
+
+    def unfit(self, call: Call) -> str | None:
+        """Gates that the kernels do not see, or keys whose kernels leave the range of numbers."""
+        if call.retain is not None and call.retain.dim() == 4:
+            return "a retain per phi channel decays features apart, which meet in one kernel here"
+        if call.config.chunk > 1 and call.masked:
+            return f"masks move the borders of chunks of {call.config.chunk} tokens apart"
+        if not hasattr(call, "flat"):
+            return None
+        if call.place != 0:
+            return "it begins within a chunk, or where nobody may tell"
+        lift = _lift(call.config, call.flat[1].shape[-1])  # type: ignore[union-attr]
+        keys = call.flat[:2]
+        if lift is None or not can_inspect(*keys, free=True) or not keys[1].numel():  # type: ignore[arg-type, union-attr]
+            return None
+        degree, size = len(lift.coefficients) - 1, max(float(x.detach().abs().amax()) for x in keys)  # type: ignore[union-attr]
+        if size ** (2 * degree) * keys[1].shape[-1] ** degree > reach(call.dtype, 0.45):  # type: ignore[union-attr]
+            return f"keys or queries of size {size:.2g} leave the range of {call.dtype} in a kernel of degree {degree}"
+        return None
+
+    def cost(self, call: Call) -> float:
+        """From six tokens on it has been faster than the token loop, whatever the sizes (measured)."""
+        return 300.0 + 40.0 * call.length
+
+    def about(self, call: Call) -> str:
+        """What is always so."""
+        return "linear memory, window or Gram matrix: exact in blocks"
+
+    def run(self, call: Call, run: Run = execute) -> Tensors:
+        """Features where the kernel needs them, and the blocks."""
+        config, inputs = call.config, call.inputs
+        lift = _lift(config, inputs.k.shape[-1])
+        if lift is None:
+            tokens = to_tokens(config, inputs, call.params, call.spec.dtype, run)
+            plan = _plan(config, given_features(tokens.phi_k.shape[-1]), call.shape)
+        else:
+            q, k, *rest = cast_inputs(inputs, call.spec.dtype, run)
+            heads = inputs.k.shape[2]
+            masks = [None if mask is None else by_head(mask, heads) for mask in inputs[6:8]]
+            tokens = Tokens(k, q, *rest, *masks)
+            scale = inputs.k.shape[-1] ** -0.5 if config.query_scale == "key_dim" else 1.0
+            plan = _plan(config, lift, call.shape, normed=config.key_norm == "l2", query=scale)
+        initial, carry = call.memories[0]
+        y, carry = in_folds(partial(_in_blocks, plan), config, tokens, carry, initial, run=run)
+        return y, *carry.flat
+
+
+def _lift(config: MemoryConfig, width: int) -> Any:
+    """The form in which keys stay keys, if there is one."""
+    plain = config.step == "raw" and config.key_norm != "sum"
+    return config.feature_map.power_form(width) if plain else None
+
+
+def _plan(config: MemoryConfig, lift: Any, shape: tuple[int, ...], normed: bool = False, query: float = 1.0) -> Plan:
+    form = config.algorithm.window_form()
+    if form is None:
+        raise TypeError(f"algorithm {config.algorithm.kind!r} has no window")
+    return Plan(config, form, lift, normed, query, shape)
+
+
+def _in_blocks(
+    plan: Plan, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
+) -> tuple[Tensor, Carry]:
+    """Runs tokens `[N, T, *]`: outputs and the final carry."""
+    walk, length = _Walk(plan), tokens.v.shape[1]
+    hand = ByHand(f"engine.window.{walk.name}", walk.forward, walk.backward, walk.plain)
+    inputs = (*carry.memory, *carry.slots, *initial, *tokens)
+    y, memory, *slots = several(run(hand.block(), *inputs, label="tokens"))
+    if config.chunk == 1:
+        return y, carry._replace(memory=(memory,), slots=tuple(slots))
+    done = length % config.chunk
+    carry = carry._replace(anchor=(slots.pop(),), position=torch.full_like(carry.position, done))
+    if carry.pending_retain:
+        (kept,) = carry.pending_retain
+        left = one(run(_product(done), tokens.retain, label="retain")) if done else torch.ones_like(kept)
+        carry = carry._replace(pending_retain=(left,))
+    return y, carry._replace(memory=(memory,), slots=tuple(slots))
+
+
+def _product(count: int) -> Block:
+    """The product of the last gates."""
+    return Block("retain.product", lambda retain: ((running_products(retain[:, -count:])[:, -1],), None))
+
+
+class _Held(NamedTuple):
+    """What goes from block to block, over features of the lift: M, S, initial M and context keys `[N, *, F]`, the
+    context's values and marks; None where there is no such thing."""
+
+    memory: Tensor
+    slot: Tensor | None
+    initial: Tensor | None
+    keys: Tensor | None
+    values: Tensor | None
+    filled: Tensor
+
+    def bases(self) -> list[Tensor]:
+        """Base states, and last the context's keys."""
+        return [item for item in self[:4] if item is not None]
+
+
+class _Walk:
+    """A plan's blocks one after the other, and the same backwards."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        mixes = plan.form.inner.kernel_form() is None
+        self.name, self.mixes = ("gram", True) if mixes else ("linear", False)
+        self.block: Callable[..., tuple[Outcome, Any]] = gram.gram_block if mixes else linear.linear_block
+        self.frozen = plan.config.chunk > 1
+        self.size = plan.config.chunk if self.frozen else gram.SIZE if mixes else linear.SIZE
+        self.rooms: dict[str, Tensor] = {}
+
+    def room(self, name: str, like: Tensor, length: int) -> Tensor:
+        """Space `[N, length, F]` for what one block needs: pages of fresh tensors cost as much as their products."""
+        shape = (len(like), length, self.plan.lift.width)
+        if name not in self.rooms or self.rooms[name].shape != shape:
+            self.rooms[name] = like.new_empty(shape)
+        return self.rooms[name]
+
+    def named(self, inputs: Tensors) -> tuple[_Held, Tokens, int]:
+        """States over the lift's features and tokens, of what the block is given, and the number of slots."""
+        plan, spread = self.plan, self.plan.lift.spread
+        own = len(plan.form.inner.slots)
+        context = 3 if plan.form.remembers else 0
+        memory, *slots = inputs[: 1 + own + context]
+        initial, tokens = inputs[1 + own + context], Tokens(*inputs[2 + own + context :])  # type: ignore[arg-type]
+        none = one((memory,)).new_zeros(len(tokens.v), 0)
+        keys, values, filled = slots[own:] if context else (None, None, none)
+        given = (memory, slots[0] if own else None, None if tokens.reset is None else initial, keys)
+        memory, slot, initial, keys = (None if item is None else spread(item) for item in given)
+        return _Held(one((memory,)), slot, initial, keys, values, one((filled,))), tokens, own
+
+    def spans(self, tokens: Tokens) -> list[slice]:
+        """The tokens of every block."""
+        length = tokens.v.shape[1]
+        return [slice(at, min(at + self.size, length)) for at in range(0, length, self.size)]
+
+    def plain(self, *inputs: Tensor | None) -> Tensors:
+        """All of it in operations that torch differentiates."""
+        return self.walked(inputs, keeps=False, by_hand=False)[0]
+
+    def forward(self, inputs: Tensors, keeps: bool) -> tuple[Tensors, list[Any]]:
+        """Outputs and last states, and of every block what it began with and what it found."""
+        made = self.walked(inputs, keeps=keeps, by_hand=True)
+        self.rooms.clear()
+        return made
+
+    def walked(self, inputs: Tensors, *, keeps: bool, by_hand: bool) -> tuple[Tensors, list[Any]]:
+        """The blocks in their order."""
+        held, tokens, _ = self.named(inputs)
+        outputs, record = [], []
+        spans = self.spans(tokens)
+        for at, span in enumerate(spans):
+            part = _part(tokens, span)
+            features, rows = self.features(held, part, by_hand=by_hand), self.rows(held, part)
+            products = torch.cat([features @ base.mT for base in held.bases()], -1)
+            outcome, found = self.block(self.plan, rows, (part.write, part.reset), self.leaves(products, part, held))
+            if keeps:
+                first = held if at % _each(spans) == 0 else None
+                record.append((first, products, found, outcome._replace(y=None)))  # type: ignore[arg-type]
+            outputs.append(outcome.y)
+            anchor, held = held.memory, self.after(held, rows, features, outcome)
+        back = self.plan.lift.gathered
+        context = () if held.keys is None else (back(held.keys), held.values, held.filled)
+        slots = (back(held.slot),) if held.slot is not None else ()
+        last = (back(anchor),) if self.frozen else ()
+        return (torch.cat(outputs, 1), back(held.memory), *slots, *context, *last), record
+
+    def features(self, held: _Held, part: Tokens, *, by_hand: bool) -> Tensor:
+        """`[N, c + n + n (+ V), F]`: context keys, keys, queries, first S where rows are mixed."""
+        features, x = self.plan.lift.features, torch.cat((part.phi_k, part.phi_q), 1)
+        first, last = held.keys, held.slot if self.mixes else None
+        if not by_hand:
+            return _cat([first, features(x), last], 1)
+        kept, own = self.plan.kept, x.shape[1]
+        length = kept + own + (0 if last is None else last.shape[1])
+        made = self.room("features", x, length)
+        features(x, made[:, kept : kept + own])
+        if first is not None:
+            made[:, :kept] = first
+        if last is not None:
+            made[:, kept + own :] = last
+        return made
+
+    def rows(self, held: _Held, part: Tokens) -> Rows:
+        """The rows of a block's writes."""
+        return rows_of(self.plan, held.filled, part.v.shape[1], part.write, part.reset)
+
+    def leaves(self, products: Tensor, part: Tokens, held: _Held) -> Leaves:
+        """What an outcome is made of."""
+        return Leaves(products, part.phi_k, part.phi_q, part.v, held.values, *part[3:6])
+
+    def after(self, held: _Held, rows: Rows, features: Tensor, outcome: Outcome) -> _Held:
+        """The states that leave a block."""
+        bases, end = [item for item in held[:3] if item is not None], rows.left.shape[-1]
+        memory = torch.bmm(outcome.memory[..., :end], features[:, :end])
+        if self.mixes:
+            memory.baddbmm_(outcome.memory[..., end:], one((held.slot,)))
+        for weight, base in zip(outcome.bases.unbind(-1), bases, strict=True):
+            memory.addcmul_(over(weight, base), base)
+        slot, keys = held.slot, held.keys
+        if slot is not None and outcome.slot is not None and outcome.slot_base is not None:
+            slot = torch.bmm(outcome.slot, features[:, :end]).addcmul_(over(outcome.slot_base, slot), slot)
+        if keys is not None and outcome.keys is not None:
+            keys = torch.bmm(outcome.keys, features[:, :end])
+        return _Held(memory, slot, held.initial, keys, outcome.values, rows.filled)
+
+    # Backwards.
+
+    def backward(self, inputs: Tensors, record: list[Any], cotangents: Sequence[Tensor]) -> Tensors:
+        """Cotangents of all inputs."""
+        held, tokens, own = self.named(inputs)
+        gy, gmemory, *rest = cotangents
+        ganchor = rest.pop() if self.frozen else None
+        wide = self.plan.lift.spread
+        gslots, context = rest[:own], rest[own:]
+        later = _Held(
+            wide(gmemory), wide(gslots[0]) if own else None,
+            None if held.initial is None else torch.zeros_like(held.initial),
+            wide(context[0]) if context else None, context[1] if context else None, held.filled,
+        )  # fmt: skip
+        found: list[Tensors] = []
+        spans = self.spans(tokens)
+        for first in reversed(range(0, len(spans), _each(spans))):
+            parts = [_part(tokens, span) for span in spans[first : first + _each(spans)]]
+            entered = self.entered(parts, record[first:])
+            for span, part in zip(reversed(spans[first : first + len(parts)]), reversed(parts), strict=True):
+                _, products, made, _ = record.pop()
+                shares, later = self.block_back(part, entered.pop(), products, made, gy[:, span], later)
+                found.append(shares)
+                if ganchor is not None:
+                    later = later._replace(memory=later.memory + wide(ganchor))
+                    ganchor = None
+        self.rooms.clear()
+        back = self.plan.lift.gathered
+        joined = [None if column[0] is None else torch.cat(column[::-1], 1) for column in zip(*found, strict=True)]
+        states = (later.memory, later.slot, later.keys)
+        memory, slot, keys = (None if item is None else back(item) for item in states)
+        slots = (*((slot,) if own else ()), *((keys, later.values, None) if context else ()))
+        initial = None if later.initial is None else back(later.initial)
+        masks = (None,) * (len(tokens) - len(joined))
+        return (memory, *slots, initial, *joined, *masks)
+
+    def entered(self, parts: list[Tokens], record: list[Any]) -> list[_Held]:
+        """The states that entered some blocks, from those that entered the first and from what the others became."""
+        held = record[0][0]
+        found = [held]
+        for part, (*_, outcome) in zip(parts[:-1], record, strict=False):
+            held = self.after(held, self.rows(held, part), self.features(held, part, by_hand=True), outcome)
+            found.append(held)
+        return found
+
+    def block_back(
+        self, part: Tokens, held: _Held, products: Tensor, found: Any, gy: Tensor, later: _Held
+    ) -> tuple[Tensors, _Held]:
+        """Cotangents of a block's tokens and of the states that enter it."""
+        features, rows, count = self.features(held, part, by_hand=True), self.rows(held, part), part.v.shape[1]
+        own, kept, end = self.leaves(products, part, held), self.plan.kept, self.plan.kept + count
+        with torch.enable_grad():
+            leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in own]
+            outcome, _ = self.block(self.plan, rows, (part.write, part.reset), Leaves(*leaves), found)  # type: ignore[arg-type]
+        gshares = self.meeting(held, outcome, later, features[:, :end])
+        pairs = [(made, g) for made, g in zip(outcome, (gy, *gshares), strict=True) if made is not None]
+        made, cotangents = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        pulled = iter(torch.autograd.grad(made, wanted, cotangents, allow_unused=True))
+        gproducts, gk, gq, gv, gvalues, *ggates = (None if leaf is None else next(pulled) for leaf in leaves)
+        outcome = Outcome(*(None if item is None else item.detach() for item in outcome))  # type: ignore[arg-type]
+        shares = one((gproducts,)).split([base.shape[1] for base in held.bases()], -1)
+        gbases = [torch.bmm(share.mT, features) for share in shares]
+        gfeatures = torch.bmm(shares[0], held.bases()[0], out=self.room("cotangents", features, features.shape[1]))
+        for share, base in zip(shares[1:], held.bases()[1:], strict=True):
+            gfeatures.baddbmm_(share, base)
+        states = ((outcome.memory[..., :end], later.memory), (outcome.slot, later.slot), (outcome.keys, later.keys))
+        for onto, g in states:
+            if onto is not None and g is not None:
+                gfeatures[:, :end].baddbmm_(onto.mT, g)
+        x = torch.cat((part.phi_k, part.phi_q), 1)
+        gx = self.plan.lift.pullback(x, gfeatures[:, kept : end + count])
+        gk, gq = (b if a is None else a + b for a, b in zip((gk, gq), gx.split(count, 1), strict=True))
+        return (gk, gq, gv, *ggates), self.entering(held, outcome, later, gbases, gfeatures, gvalues)
+
+    def meeting(self, held: _Held, outcome: Outcome, later: _Held, rows: Tensor) -> tuple[Tensor | None, ...]:
+        """Cotangents of an outcome's combinations, from those of the states that they make."""
+        bases = [item for item in held[:3] if item is not None]
+        memory = later.memory @ rows.mT
+        if self.mixes:
+            memory = torch.cat((memory, later.memory @ one((held.slot,)).mT), -1)
+        slot = slot_base = None
+        if later.slot is not None and held.slot is not None:
+            slot, slot_base = later.slot @ rows.mT, _inner(later.slot, held.slot)
+        keys = None if later.keys is None else later.keys @ rows.mT
+        return (
+            memory,
+            slot,
+            keys,
+            torch.stack([_inner(later.memory, base) for base in bases], -1),
+            slot_base,
+            (later.values),
+        )
+
+    def entering(
+        self,
+        held: _Held,
+        outcome: Outcome,
+        later: _Held,
+        gbases: list[Tensor],
+        gfeatures: Tensor,
+        gvalues: Tensor | None,
+    ) -> _Held:
+        """Cotangents of the states that enter a block: of what met features, what went on, and what was a feature."""
+        shares, weights, wide = iter(gbases), iter(outcome.bases.unbind(-1)), later.memory
+        memory, slot, initial, keys = (None if item is None else next(shares) for item in held[:4])
+        memory = one((memory,)).addcmul_(over(next(weights), wide), wide)
+        if slot is not None and later.slot is not None and outcome.slot_base is not None:
+            slot.addcmul_(over(next(weights), wide), wide).addcmul_(over(outcome.slot_base, slot), later.slot)
+            if self.mixes:
+                height = slot.shape[1]
+                slot.add_(gfeatures[:, -height:]).baddbmm_(outcome.memory[..., -height:].mT, wide)
+        if initial is not None and later.initial is not None:
+            initial.add_(later.initial).addcmul_(over(next(weights), wide), wide)
+        if keys is not None:
+            keys.add_(gfeatures[:, : keys.shape[1]])
+        return _Held(memory, slot, initial, keys, gvalues, held.filled)
+
+
+def _each(blocks: Sized) -> int:
+    """Every how many blocks the forward pass keeps the states that enter one."""
+    return math.isqrt(max(len(blocks) - 1, 0)) + 1
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b> `[N]`."""
+    return torch.bmm(a.reshape(len(a), 1, -1), b.reshape(len(b), -1, 1)).flatten()
+
+
+def _part(tokens: Tokens, span: slice) -> Tokens:
+    return Tokens(*(None if item is None else item[:, span] for item in tokens))  # type: ignore[arg-type]
+
+
+def _cat(items: list[Tensor | None], axis: int) -> Tensor:
+    held = [item for item in items if item is not None]
+    return torch.cat(held, axis) if len(held) > 1 else held[0]
