@@ -39,7 +39,7 @@ from hecate.engine.coefficients import running_products
 from hecate.engine.engine import Engine
 from hecate.engine.features import cast_inputs, to_tokens
 from hecate.engine.parallel import coordinate_refusal
-from hecate.engine.tokens import Carry, Tokens, by_head, form_of, in_folds
+from hecate.engine.tokens import Carry, Tokens, by_head, in_folds
 from hecate.engine.window import gram, linear
 from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, rows_of
 from hecate.phi.series import given_features
@@ -73,7 +73,7 @@ class Window(Engine):
         if form.inner.kernel_form() is None and form.inner.gram_form() is None:
             neither = "neither a linear recurrence of the gates alone nor a function of its momentum's Gram matrix"
             return f"algorithm {form.inner.kind!r} is {neither}"
-        if form.inner.kernel_form() is None and form_of(config.bias) not in ("error", "target"):
+        if form.inner.kernel_form() is None and not (config.forms.error or config.forms.target):
             matrix = f"of which algorithm {form.inner.kind!r} takes the Gram matrix"
             return f"bias {config.bias.kind!r} is not linear in the errors, {matrix}"
         if not form.remembers and form.inner.kernel_form() is not None:

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from hecate.engine.coefficients import neutral
-from hecate.engine.tokens import form_of
 from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, frozen_weight, kernels_of, left_behind
 from hecate.tape import ByHand, Tensors, one, several
 
@@ -120,7 +119,7 @@ class _Loop:
             raise TypeError(f"algorithm {plan.form.inner.kind!r} has no Gram form")
         self.gain = form.gain(plan.shape)
         count = rows.live.shape[1]
-        self.asks = form_of(plan.config.bias) != "target"  # under dot no write depends on what the memory predicts
+        self.asks = not plan.config.forms.target  # under dot no write depends on what the memory predicts
         self.early = plan.config.read == "before"
         self.frozen = plan.config.chunk > 1  # the errors are those at the chunk's start
         self.decayed = plan.config.decay_order == "before_gradient" and not self.frozen

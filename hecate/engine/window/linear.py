@@ -7,7 +7,6 @@ from torch import Tensor
 
 from hecate.engine.coefficients import coefficients, faced_states
 from hecate.engine.parallel import implicit_gradients
-from hecate.engine.tokens import form_of
 from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, frozen_weight, kernels_of, left_behind
 from hecate.tape import by_hand, one
 
@@ -39,12 +38,12 @@ def linear_block(
     target = rows.picked(v if values is None else torch.cat((values, v), 1))
 
     errors = -target
-    if config.chunk > 1 and form_of(config.bias) != "target":
+    if config.chunk > 1 and not config.forms.target:
         weight = frozen_weight(config, retain).repeat_interleave(ages, 1)
         bias = config.bias.block()
         base = weight.unsqueeze(-1) * rows.picked(kernels.facing[0])
         errors = one((bias if bias.vjp is None else by_hand(bias)).forward(base, target)[0])
-    elif form_of(config.bias) != "target":
+    elif not config.forms.target:
         base = sum(  # type: ignore[assignment]
             weight.repeat_interleave(ages, 1).unsqueeze(-1) * rows.picked(held)
             for weight, held in zip(faced.bases, kernels.facing, strict=True)
@@ -52,7 +51,7 @@ def linear_block(
         cross = rows.picked(rows.picked(kernels.pairs).mT).mT
         seen = faced.writes.repeat_interleave(ages, 1).repeat_interleave(ages, 2)
         lower = seen * cross * step.unsqueeze(1)
-        if form_of(config.bias) == "error":
+        if config.forms.error:
             right = (base - target).mT
             errors = torch.linalg.solve_triangular(lower.mT, right, upper=True, left=False, unitriangular=True).mT
         else:
