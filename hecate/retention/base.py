@@ -21,6 +21,19 @@ class StepForm(NamedTuple):
     threshold: float | None = None
 
 
+class LinkForm(NamedTuple):
+    """How kernels compute the weights W of one tensor of a dual state A.
+
+    `"softmax"`: a softmax(A) along the last axis, steps `centred` (without their mean along it); `"cube_root"`: c max(|c|_4,
+    b^(1/3))^2 with c = A / max(|A|, b)^(2/3), over the whole tensor. [ENG-LAYERS-D3]
+    """
+
+    name: Literal["softmax", "cube_root"]
+    a: float = 0.0
+    b: float = 0.0
+    centred: bool = False
+
+
 class GateForm(NamedTuple):
     """How a layer makes the retain gate from a token: one logit per head or per phi channel, of a linear head or of one
     of low `rank` ("head": as wide as a key), and what squashes it."""
@@ -75,6 +88,10 @@ class Retention(Variant, family="retention"):
     def gate_form(self) -> GateForm:
         """How a layer makes the retain gate; a sigmoid per head by default."""
         return GateForm()
+
+    def link_form(self) -> LinkForm | None:
+        """The form in which kernels compute the weights of a dual state; None leaves them to torch."""
+        return None
 
     def start(self, weights: Tensor) -> Tensor:
         """What is carried at first by a memory whose initial weights `[N, ...]` are these: themselves by default.

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.retention.base import Retention, StepForm
+from hecate.retention.base import LinkForm, Retention, StepForm
 from hecate.tape.ops import inner_axes, over, sum_to_gate, torch_vjp
 from hecate.variant import Prepared, Variant
 
@@ -25,11 +25,12 @@ class Link(Variant, family="link"):
     """A function from dual states to feasible memories.
 
     A variant gives `memory`; `memory_vjp` falls back to `torch.func`, and initial weights are read as a dual state
-    unless `start` says which dual state they are the memory of.
+    unless `start` says which dual state they are the memory of. `kernel_form` is a `LinkForm`.
 
     Shapes: dual and memory `[N, ...]`, one weight of N memories.
     """
 
+    _formulas = ("memory", "memory_vjp", "row_invariant")
     linear: ClassVar[bool] = False  # whether `memory` is the identity
     row_invariant: ClassVar[bool] = False  # whether a constant along the last axis of A leaves the memory alone
 
@@ -77,6 +78,10 @@ class SoftmaxLink(Link):
     retired: ClassVar = _WITHOUT_EPS
     scale: float = Field(1.0, gt=0)
     row_invariant: ClassVar[bool] = True
+
+    @property
+    def kernel(self) -> LinkForm:
+        return LinkForm("softmax", self.scale, centred=True)
 
     def memory(self, dual: Tensor) -> Tensor:
         return self.scale * dual.softmax(-1)
@@ -187,6 +192,10 @@ class LqLink(Link):
         return power(radial(weights, *self._power, q), *self._radial[:2])
 
     @property
+    def kernel(self) -> LinkForm | None:
+        return LinkForm("cube_root", b=self.eps) if self.q == 4 and self.form == "exact" else None
+
+    @property
     def _power(self) -> tuple[float, float]:
         """|A|^(p-1) = A |A|^m."""
         return 1 / (self.q - 1) - 1, self.eps
@@ -230,6 +239,11 @@ class MirrorRetention(Prepared, Retention):
     @property
     def linear(self) -> bool:
         return self.through.linear
+
+    def link_form(self) -> LinkForm | None:
+        own = ("step", "step_vjp", "weights", "weights_vjp", "centred", "through")
+        redefined = any(getattr(type(self), name) is not getattr(MirrorRetention, name) for name in own)
+        return None if redefined else self.through.kernel_form()
 
     def start(self, weights: Tensor) -> Tensor:
         return self.through.start(weights)

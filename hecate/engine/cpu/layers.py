@@ -1,0 +1,431 @@
+"""Kernels for memories made of linear layers: their graph, walked for one token after the other, the state in cache.
+
+What `hecate.structure.graph` does for many memories these do for one token of one: evaluate, descend, and pull back
+both, with a weight passed over as seldom as may be. A graph is a table of numbers, and so are bias, link and gates, so
+one compilation per dtype serves every rule.
+
+The columns of a node are those of `NODE`. The values of a token lie side by side in a row, that of a node at its `at`;
+an activation keeps its two derivatives behind its value, a norm 1/s. Cotangents of values lie alike.
+
+Names as in `wide`: M state, S momentum, G and H their cotangents. With a link A is what is carried, W = link(A), and M
+the cotangent of W; without one W is A, and M is G. [ENG-LAYERS-D1]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from hecate.engine.cpu.passes import (
+    activated, backs, centred, copy, decayed, digest, dots, dots_more, errors, fill, linked, moved, norm_pulled,
+    normed, pulled_once, pulled_twice, scaled, unlinked, unwritten, unwritten_on, written, written_on,
+)  # fmt: skip
+from hecate.engine.cpu.vectors import first_token, helper, number
+
+NODE = ("op", "kind", "weight", "o", "V", "P", "a", "b", "at", "size", "wide", "width")
+COLUMNS = len(NODE)
+LINEAR, ACT, ADD, MULTIPLY, NORM = range(5)
+
+
+def kernel(function: Any) -> Any:
+    """Compiled when first called; kept on disk where there is a place for it."""
+    function.__qualname__ = f"{function.__name__}_{digest('layers')}"
+    options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder to write to
+        return njit(**options)(function)
+
+
+@helper
+def _node(plan, n):
+    """The columns of a node."""
+    c = plan[n]
+    return c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9], c[10], c[11]
+
+
+@helper
+def _evaluated(plan, eps, nodes, W, wo, x, xo):
+    """The value of every node, from that of the input."""
+    for n in range(nodes):
+        op, kind, _, o, V, P, a, b, at, size, wide, _ = _node(plan, n)
+        if op == 0:
+            dots(W, wo + o, V, P, x, xo + a, x, xo + at)
+        elif op == 1:
+            activated(kind, x, xo + a, size, x, xo + at, wide)
+        elif op == 2:
+            for i in range(wide):
+                x[xo + at + i] = x[xo + a + i] + x[xo + b + i]
+        elif op == 3:
+            for i in range(wide):
+                x[xo + at + i] = x[xo + a + i] * x[xo + b + i]
+        else:
+            normed(x, xo + a, size, eps, x, xo + at, wide)
+
+
+@helper
+def _spread(node, x, xo, g, go, row):
+    """What an operation hands down of the cotangent of its value."""
+    op, _, _, _, _, _, a, b, at, size, wide, _ = node
+    if op == 1:
+        for i in range(wide):
+            g[go + a + i] += g[go + at + i] * x[xo + at + wide + i]
+    elif op == 2:
+        for i in range(wide):
+            c = g[go + at + i]
+            g[go + a + i] += c
+            g[go + b + i] += c
+    elif op == 3:
+        for i in range(wide):
+            c = g[go + at + i]
+            g[go + a + i] += c * x[xo + b + i]
+            g[go + b + i] += c * x[xo + a + i]
+    else:
+        norm_pulled(x, xo + at, x[xo + at + wide], size, g, go + at, row, 0)
+        for i in range(size):
+            g[go + a + i] += row[i]
+
+
+@helper
+def _descended(plan, nodes, W, wo, x, xo, f, fo, row, hidden):
+    """The cotangents of all values above the input from that of the last: d of every layer."""
+    for n in range(nodes - 1, -1, -1):
+        op, _, _, o, V, P, a, _, at, _, _, _ = _node(plan, n)
+        if op == 0:
+            if 0 < a < hidden:
+                backs(W, wo + o, V, P, f, fo + at, f, fo + a)
+        else:
+            _spread(_node(plan, n), x, xo, f, fo, row)
+
+
+@helper
+def _raised(plan, nodes, W, wo, x, xo, f, fo, up, g, row, hidden):
+    """The reverse of `_descended`: from what arrives at d of every layer (in `up`) the cotangent of what it began with,
+    and those of the values that it used, added to g."""
+    for n in range(nodes):
+        op, _, _, o, V, P, a, b, at, size, wide, _ = _node(plan, n)
+        if op == 0:
+            if 0 < a < hidden:
+                dots_more(W, wo + o, V, P, up, a, up, at)
+        elif op == 1:
+            for i in range(wide):
+                c = up[a + i]
+                g[a + i] += c * f[fo + at + i] * x[xo + at + 2 * wide + i]
+                up[at + i] += c * x[xo + at + wide + i]
+        elif op == 2:
+            for i in range(wide):
+                up[at + i] += up[a + i] + up[b + i]
+        elif op == 3:
+            for i in range(wide):
+                c, d, e = up[a + i], up[b + i], f[fo + at + i]
+                g[a + i] += d * e
+                g[b + i] += c * e
+                up[at + i] += c * x[xo + b + i] + d * x[xo + a + i]
+        else:
+            s = x[xo + at + wide]
+            norm_pulled(x, xo + at, s, size, f, fo + at, row, wide)
+            norm_pulled(x, xo + at, s, size, up, a, row, 0)
+            one, two, three = s - s, s - s, s - s
+            for i in range(size):
+                y = x[xo + at + i]
+                one += up[a + i] * row[wide + i]
+                two += f[fo + at + i] * y
+                three += up[a + i] * y
+            s /= number(s, size)
+            for i in range(size):
+                g[a + i] -= (one * x[xo + at + i] + two * row[i] + three * row[wide + i]) * s
+                up[at + i] += row[i]
+
+
+@helper
+def _through(plan, nodes, W, wo, M, mo, x, xo, g, f, fo, up, row, hidden, both):
+    """Backpropagation of the values' cotangents to those of the input and, added to M, of the weights; with `both`
+    those of `_raised`, too."""
+    for n in range(nodes - 1, -1, -1):
+        op, _, _, o, V, P, a, _, at, _, _, _ = _node(plan, n)
+        if op != 0:
+            _spread(_node(plan, n), x, xo, g, 0, row)
+        elif both and 0 < a < hidden:
+            pulled_twice(W, wo + o, M, mo + o, V, P, g, at, x, xo + a, f, fo + at, up, a, g, a)
+        else:
+            pulled_once(W, wo + o, M, mo + o, V, P, g, at, x, xo + a, g, a)
+
+
+@helper
+def _links(plan, nodes, link, la, lb, A, o, W, to, scales, so):
+    """W = link(A) of every weight."""
+    for n in range(nodes):
+        node = _node(plan, n)
+        if node[0] == 0:
+            at = node[3]
+            s = linked(link, A, o + at, W, to + at, node[9], node[11], node[5], la, lb)
+            scales[so + node[2]] = s
+
+
+@helper
+def _unlinks(plan, nodes, link, la, lb, A, o, W, to, scales, so, M, G, go):
+    """G += the cotangent of A from that of W, and M = 0."""
+    for n in range(nodes):
+        node = _node(plan, n)
+        if node[0] == 0:
+            at, s = node[3], scales[so + node[2]]
+            unlinked(link, A, o + at, W, to + at, s, M, at, G, go + at, node[9], node[11], node[5], la, lb)
+
+
+@helper
+def _learned(plan, eps, nodes, W, wo, k, ko, v, vo, size, x, xo, f, fo, u, uo, form, a, b, P, V, L, last, row, hidden):
+    """A token's values, its u, and the cotangents of its values: h and d of every layer."""
+    copy(k, ko, x, xo, P)
+    _evaluated(plan, eps, nodes, W, wo, x, xo)
+    errors(form, a, b, x, xo + last, v, vo, size, u, uo, V)
+    fill(f, fo, L, 0.0)
+    for i in range(size):
+        f[fo + last + i] = u[uo + i]
+    _descended(plan, nodes, W, wo, x, xo, f, fo, row, hidden)
+
+
+@helper
+def _stepped(plan, nodes, A, ao, S, so, B, R, bo, x, xo, f, fo, l, r, m, centre, row):
+    """The step on every weight, from (A, S) to (B, R)."""
+    for n in range(nodes):
+        op, _, _, o, V, P, a, _, at, _, _, width = _node(plan, n)
+        if op == 0:
+            h, ho = x, xo + a
+            if centre:
+                centred(x, xo + a, width, row, 0)
+                for i in range(width, P):
+                    row[i] = 0
+                h, ho = row, 0
+            if S.size > 0:
+                written_on(A, ao + o, S, so + o, B, R, bo + o, V, P, f, fo + at, h, ho, l, r, m)
+            else:
+                written(A, ao + o, B, bo + o, V, P, f, fo + at, h, ho, l, r)
+
+
+@kernel
+def forward(
+    lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
+    write, reset, initial, A, S, y, kept, kept_S, segment, form, a, b, link, la, lb, centre, order, before, W, x, f,
+    u, row, scales,
+):  # fmt: skip
+    """Outputs y and, in place, the final A and S; with `kept` given, the states that `backward` begins its segments
+    at."""
+    segments = (T + segment - 1) // segment
+    x[hidden] = 1
+    for n in range(lo, hi):
+        base, first = n * size, first_token(n, heads, T)
+        Z, zo = (W, 0) if link > 0 else (A, base)
+        if link > 0:
+            _links(plan, nodes, link, la, lb, A, base, W, 0, scales, 0)
+        for t in range(T):
+            at = first + t * heads
+            if kept.size > 0 and t % segment == 0:
+                place = (n * segments + t // segment) * size
+                copy(A, base, kept, place, size)
+                if S.size > 0:
+                    copy(S, base, kept_S, place, size)
+            if reset.size > 0 and reset[at]:
+                copy(initial, base, A, base, size)
+                if S.size > 0:
+                    fill(S, base, size, 0.0)
+                if link > 0:
+                    _links(plan, nodes, link, la, lb, A, base, W, 0, scales, 0)
+            writes = write.size == 0 or write[at]
+            if before:
+                copy(q, at * P, x, 0, P)
+                _evaluated(plan, eps, nodes, Z, zo, x, 0)
+                copy(x, last, y, at * V, V)
+            if writes:
+                r = retain[at]
+                if order:
+                    scaled(A, base, A, base, size, r)
+                    r = number(r, 1)
+                _learned(
+                    plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, 0, f, 0, u, 0, form, a, b, P, V, L, last,
+                    row, hidden,
+                )  # fmt: skip
+                _stepped(plan, nodes, A, base, S, base, A, S, base, x, 0, f, 0, lr[at], r, momentum[at], centre, row)
+                if link > 0:
+                    _links(plan, nodes, link, la, lb, A, base, W, 0, scales, 0)
+            if not before:
+                copy(q, at * P, x, 0, P)
+                _evaluated(plan, eps, nodes, Z, zo, x, 0)
+                copy(x, last, y, at * V, V)
+
+
+@helper
+def _replayed(
+    first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, v, lr, retain,
+    momentum, write, reset, segment, form, a, b, link, la, lb, centre, order, states, states_S, W, x, f, u, row, scales,
+    X,
+):  # fmt: skip
+    """The states before and after every token of a segment, from the first, with what `_learned` found."""
+    if link > 0:
+        _links(plan, nodes, link, la, lb, states, 0, W, 0, scales, 0)
+    for t in range(start, end):
+        at, i = first + t * heads, t - start
+        o = segment + 1 if reset.size > 0 and reset[at] else i
+        to = (i + 1) * size
+        if write.size == 0 or write[at]:
+            r, Z, zo, A, ao = retain[at], states, o * size, states, o * size
+            if link > 0:
+                Z = W
+            if order:
+                scaled(states, o * size, X, 0, size, r)
+                Z, zo, A, ao, r = X, 0, X, 0, number(r, 1)
+            _learned(
+                plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, i * L, f, i * L, u, 2 * i * V, form, a, b, P,
+                V, L, last, row, hidden,
+            )  # fmt: skip
+            _stepped(
+                plan, nodes, A, ao, states_S, o * size, states, states_S, to, x, i * L, f, i * L, lr[at], r,
+                momentum[at], centre, row,
+            )  # fmt: skip
+            if link > 0:
+                _links(plan, nodes, link, la, lb, states, to, W, to, scales, (i + 1) * weights)
+        else:
+            copy(states, o * size, states, to, size)
+            if states_S.size > 0:
+                copy(states_S, o * size, states_S, to, size)
+            if link > 0:
+                copy(W, o * size, W, to, size)
+                for j in range(weights):
+                    scales[(i + 1) * weights + j] = scales[o * weights + j]
+
+
+@helper
+def _read_back(plan, eps, nodes, W, wo, M, mo, q, qo, gy, yo, x, g, gq, P, V, L, last, row, hidden):
+    """What the read of a token sends to its query and, added to M, to the weights."""
+    copy(q, qo, x, 0, P)
+    _evaluated(plan, eps, nodes, W, wo, x, 0)
+    fill(g, 0, L, 0.0)
+    copy(gy, yo, g, last, V)
+    _through(plan, nodes, W, wo, M, mo, x, 0, g, g, 0, g, row, hidden, False)
+    copy(g, 0, gq, qo, P)
+
+
+@helper
+def _step_back(
+    plan, nodes, A, ao, S, so, G, H, go, x, xo, f, fo, l, r, m, g, up, L, centre, row, hidden,
+):  # fmt: skip
+    """The reverse of `_stepped`: cotangents of d (in `up`), of h (in g), of lr, retain and momentum; G and H of the
+    token before, in place."""
+    fill(g, 0, L, 0.0)
+    fill(up, 0, L, 0.0)
+    gl, gr, gm = l - l, l - l, l - l
+    for n in range(nodes):
+        op, _, _, o, V, P, a, _, at, size, _, width = _node(plan, n)
+        if op == 0:
+            h, ho = x, xo + a
+            if centre:
+                centred(x, xo + a, width, row, 0)
+                for i in range(width, P):
+                    row[i] = 0
+                h, ho = row, 0
+            if S.size > 0:
+                e, c = unwritten_on(
+                    G, H, go + o, A, S, ao + o, so + o, V, P, f, fo + at, h, ho, up, at, g, a, r, m
+                )  # fmt: skip
+                gm += c
+            else:
+                e = unwritten(G, go + o, A, ao + o, V, P, f, fo + at, h, ho, up, at, g, a, r)
+            gr += e
+            for i in range(size):
+                gl -= f[fo + at + i] * up[at + i]
+                up[at + i] *= -l
+            if centre:
+                centred(g, a, width, row, 0)
+                for i in range(width):
+                    g[a + i] = row[i]
+    for i in range(L):
+        g[i] *= -l
+    return gl, gr, gm
+
+
+@kernel
+def backward(
+    lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
+    write, reset, initial, kept, kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, link, la,
+    lb, centre, order, before, W, x, f, u, row, scales, states, states_S, M, z, g, up, X,
+):  # fmt: skip
+    """Cotangents of all inputs from those of y (gy) and, in place, of the final A and S (G, H)."""
+    segments, far = (T + segment - 1) // segment, segment + 1
+    z[hidden] = 1
+    for i in range(segment):
+        x[i * L + hidden] = 1
+    Z = W if link > 0 else states
+    Q = M if link > 0 else G
+    for n in range(lo, hi):
+        base, first = n * size, first_token(n, heads, T)
+        mo = 0 if link > 0 else base
+        if link > 0:
+            fill(M, 0, size, 0.0)
+        if reset.size > 0:
+            copy(initial, base, states, far * size, size)
+            if states_S.size > 0:
+                fill(states_S, far * size, size, 0.0)
+            if link > 0:
+                _links(plan, nodes, link, la, lb, states, far * size, W, far * size, scales, far * weights)
+        for index in range(segments - 1, -1, -1):
+            start, end = index * segment, min(T, (index + 1) * segment)
+            copy(kept, (n * segments + index) * size, states, 0, size)
+            if states_S.size > 0:
+                copy(kept_S, (n * segments + index) * size, states_S, 0, size)
+            _replayed(
+                first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, v, lr,
+                retain, momentum, write, reset, segment, form, a, b, link, la, lb, centre, order, states, states_S, W,
+                x, f, u, row, scales, X,
+            )  # fmt: skip
+            for t in range(end - 1, start - 1, -1):
+                at, i = first + t * heads, t - start
+                resets, writes = reset.size > 0 and reset[at], write.size == 0 or write[at]
+                o, to = (far if resets else i), i + 1
+                if not before or not writes:
+                    _read_back(
+                        plan, eps, nodes, Z, to * size, Q, mo, q, at * P, gy, at * V, z, g, gq, P, V, L, last, row,
+                        hidden,
+                    )  # fmt: skip
+                if writes:
+                    if link > 0:
+                        _unlinks(
+                            plan, nodes, link, la, lb, states, to * size, W, to * size, scales, to * weights, M, G, base
+                        )  # fmt: skip
+                    r, Y, yo, A, ao = retain[at], Z, o * size, states, o * size
+                    if order:
+                        scaled(states, o * size, X, 0, size, r)
+                        Y, yo, A, ao, r = X, 0, X, 0, number(r, 1)
+                    gl, gd, gs = _step_back(
+                        plan, nodes, A, ao, states_S, o * size, G, H, base, x, i * L, f, i * L, lr[at], r,
+                        momentum[at], g, up, L, centre, row, hidden,
+                    )  # fmt: skip
+                    glr[at], gm[at] = gl, gs
+                    _raised(plan, nodes, Y, yo, x, i * L, f, i * L, up, g, row, hidden)
+                    for j in range(width):
+                        c = up[last + j]
+                        if form == 0:
+                            gv[at * V + j] = -c
+                        else:
+                            c *= u[2 * i * V + V + j]
+                            gv[at * V + j] = -c
+                            g[last + j] += c
+                    _through(plan, nodes, Y, yo, Q, mo, x, i * L, g, f, i * L, up, row, hidden, True)
+                    copy(g, 0, gk, at * P, P)
+                    if order:
+                        gd = decayed(G, base, states, o * size, size, retain[at])
+                    gr[at] = gd
+                    if before:
+                        _read_back(
+                            plan, eps, nodes, Z, o * size, Q, mo, q, at * P, gy, at * V, z, g, gq, P, V, L, last, row,
+                            hidden,
+                        )  # fmt: skip
+                if resets:
+                    if link > 0:
+                        _unlinks(
+                            plan, nodes, link, la, lb, states, o * size, W, o * size, scales, o * weights, M, G, base
+                        )  # fmt: skip
+                    moved(G, base, size, g_initial, base)
+                    if H.size > 0:
+                        fill(H, base, size, 0.0)
+        if link > 0:
+            _unlinks(plan, nodes, link, la, lb, states, 0, W, 0, scales, 0, M, G, base)
