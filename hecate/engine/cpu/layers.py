@@ -18,8 +18,9 @@ from typing import Any
 from numba import njit
 
 from hecate.engine.cpu.passes import (
-    activated, backs, centred, copy, decayed, digest, dots, dots_more, errors, fill, linked, moved, norm_pulled,
-    normed, pulled_once, pulled_twice, scaled, unlinked, unwritten, unwritten_on, written, written_on,
+    activated, added, backs, centred, copy, decayed, digest, dots, dots_more, errors, fill, linked, moved, norm_pulled,
+    normed, out_of_line, product, product_added, products_added, pulled_once, pulled_twice, scaled, summed, unlinked,
+    unwritten, unwritten_on, written, written_on,
 )  # fmt: skip
 from hecate.engine.cpu.vectors import first_token, helper, number
 
@@ -48,6 +49,7 @@ def _node(plan, n):
 @helper
 def _evaluated(plan, eps, nodes, W, wo, x, xo):
     """The value of every node, from that of the input."""
+    out_of_line()
     for n in range(nodes):
         op, kind, _, o, V, P, a, b, at, size, wide, _ = _node(plan, n)
         if op == 0:
@@ -55,11 +57,9 @@ def _evaluated(plan, eps, nodes, W, wo, x, xo):
         elif op == 1:
             activated(kind, x, xo + a, size, x, xo + at, wide)
         elif op == 2:
-            for i in range(wide):
-                x[xo + at + i] = x[xo + a + i] + x[xo + b + i]
+            summed(x, xo + a, x, xo + b, x, xo + at, wide)
         elif op == 3:
-            for i in range(wide):
-                x[xo + at + i] = x[xo + a + i] * x[xo + b + i]
+            product(x, xo + a, x, xo + b, x, xo + at, wide)
         else:
             normed(x, xo + a, size, eps, x, xo + at, wide)
 
@@ -67,22 +67,18 @@ def _evaluated(plan, eps, nodes, W, wo, x, xo):
 @helper
 def _spread(node, x, xo, g, go, row):
     """What an operation hands down of the cotangent of its value."""
+    out_of_line()
     op, _, _, _, _, _, a, b, at, size, wide, _ = node
     if op == 1:
-        for i in range(wide):
-            g[go + a + i] += g[go + at + i] * x[xo + at + wide + i]
+        product_added(g, go + at, x, xo + at + wide, g, go + a, wide)
     elif op == 2:
-        for i in range(wide):
-            c = g[go + at + i]
-            g[go + a + i] += c
-            g[go + b + i] += c
+        added(g, go + at, g, go + a, wide)
+        added(g, go + at, g, go + b, wide)
     elif op == 3:
-        for i in range(wide):
-            c = g[go + at + i]
-            g[go + a + i] += c * x[xo + b + i]
-            g[go + b + i] += c * x[xo + a + i]
+        product_added(g, go + at, x, xo + b, g, go + a, wide)
+        product_added(g, go + at, x, xo + a, g, go + b, wide)
     else:
-        norm_pulled(x, xo + at, x[xo + at + wide], size, g, go + at, row, 0)
+        norm_pulled(x, xo + at, x[xo + at + wide], size, g, go + at, row, at - at)
         for i in range(size):
             g[go + a + i] += row[i]
 
@@ -90,6 +86,7 @@ def _spread(node, x, xo, g, go, row):
 @helper
 def _descended(plan, nodes, W, wo, x, xo, f, fo, row, hidden):
     """The cotangents of all values above the input from that of the last: d of every layer."""
+    out_of_line()
     for n in range(nodes - 1, -1, -1):
         op, _, _, o, V, P, a, _, at, _, _, _ = _node(plan, n)
         if op == 0:
@@ -103,29 +100,27 @@ def _descended(plan, nodes, W, wo, x, xo, f, fo, row, hidden):
 def _raised(plan, nodes, W, wo, x, xo, f, fo, up, g, row, hidden):
     """The reverse of `_descended`: from what arrives at d of every layer (in `up`) the cotangent of what it began with,
     and those of the values that it used, added to g."""
+    out_of_line()
     for n in range(nodes):
         op, _, _, o, V, P, a, b, at, size, wide, _ = _node(plan, n)
         if op == 0:
             if 0 < a < hidden:
                 dots_more(W, wo + o, V, P, up, a, up, at)
         elif op == 1:
-            for i in range(wide):
-                c = up[a + i]
-                g[a + i] += c * f[fo + at + i] * x[xo + at + 2 * wide + i]
-                up[at + i] += c * x[xo + at + wide + i]
+            products_added(up, a, f, fo + at, x, xo + at + 2 * wide, g, a, wide)
+            product_added(up, a, x, xo + at + wide, up, at, wide)
         elif op == 2:
-            for i in range(wide):
-                up[at + i] += up[a + i] + up[b + i]
+            added(up, a, up, at, wide)
+            added(up, b, up, at, wide)
         elif op == 3:
-            for i in range(wide):
-                c, d, e = up[a + i], up[b + i], f[fo + at + i]
-                g[a + i] += d * e
-                g[b + i] += c * e
-                up[at + i] += c * x[xo + b + i] + d * x[xo + a + i]
+            product_added(up, b, f, fo + at, g, a, wide)
+            product_added(up, a, f, fo + at, g, b, wide)
+            product_added(up, a, x, xo + b, up, at, wide)
+            product_added(up, b, x, xo + a, up, at, wide)
         else:
             s = x[xo + at + wide]
             norm_pulled(x, xo + at, s, size, f, fo + at, row, wide)
-            norm_pulled(x, xo + at, s, size, up, a, row, 0)
+            norm_pulled(x, xo + at, s, size, up, a, row, at - at)
             one, two, three = s - s, s - s, s - s
             for i in range(size):
                 y = x[xo + at + i]
@@ -142,11 +137,12 @@ def _raised(plan, nodes, W, wo, x, xo, f, fo, up, g, row, hidden):
 def _through(plan, nodes, W, wo, M, mo, x, xo, g, f, fo, up, row, hidden, both):
     """Backpropagation of the values' cotangents to those of the input and, added to M, of the weights; with `both`
     those of `_raised`, too."""
+    out_of_line()
     for n in range(nodes - 1, -1, -1):
         op, _, _, o, V, P, a, _, at, _, _, _ = _node(plan, n)
         if op != 0:
-            _spread(_node(plan, n), x, xo, g, 0, row)
-        elif both and 0 < a < hidden:
+            _spread(_node(plan, n), x, xo, g, at - at, row)
+        elif both > 0 and 0 < a < hidden:
             pulled_twice(W, wo + o, M, mo + o, V, P, g, at, x, xo + a, f, fo + at, up, a, g, a)
         else:
             pulled_once(W, wo + o, M, mo + o, V, P, g, at, x, xo + a, g, a)
@@ -155,6 +151,7 @@ def _through(plan, nodes, W, wo, M, mo, x, xo, g, f, fo, up, row, hidden, both):
 @helper
 def _links(plan, nodes, link, la, lb, A, o, W, to, scales, so):
     """W = link(A) of every weight."""
+    out_of_line()
     for n in range(nodes):
         node = _node(plan, n)
         if node[0] == 0:
@@ -166,6 +163,7 @@ def _links(plan, nodes, link, la, lb, A, o, W, to, scales, so):
 @helper
 def _unlinks(plan, nodes, link, la, lb, A, o, W, to, scales, so, M, G, go):
     """G += the cotangent of A from that of W, and M = 0."""
+    out_of_line()
     for n in range(nodes):
         node = _node(plan, n)
         if node[0] == 0:
@@ -176,6 +174,7 @@ def _unlinks(plan, nodes, link, la, lb, A, o, W, to, scales, so, M, G, go):
 @helper
 def _learned(plan, eps, nodes, W, wo, k, ko, v, vo, size, x, xo, f, fo, u, uo, form, a, b, P, V, L, last, row, hidden):
     """A token's values, its u, and the cotangents of its values: h and d of every layer."""
+    out_of_line()
     copy(k, ko, x, xo, P)
     _evaluated(plan, eps, nodes, W, wo, x, xo)
     errors(form, a, b, x, xo + last, v, vo, size, u, uo, V)
@@ -188,15 +187,16 @@ def _learned(plan, eps, nodes, W, wo, k, ko, v, vo, size, x, xo, f, fo, u, uo, f
 @helper
 def _stepped(plan, nodes, A, ao, S, so, B, R, bo, x, xo, f, fo, l, r, m, centre, row):
     """The step on every weight, from (A, S) to (B, R)."""
+    out_of_line()
     for n in range(nodes):
         op, _, _, o, V, P, a, _, at, _, _, width = _node(plan, n)
         if op == 0:
             h, ho = x, xo + a
             if centre:
-                centred(x, xo + a, width, row, 0)
+                centred(x, xo + a, width, row, at - at)
                 for i in range(width, P):
                     row[i] = 0
-                h, ho = row, 0
+                h, ho = row, at - at
             if S.size > 0:
                 written_on(A, ao + o, S, so + o, B, R, bo + o, V, P, f, fo + at, h, ho, l, r, m)
             else:
@@ -211,13 +211,13 @@ def forward(
 ):  # fmt: skip
     """Outputs y and, in place, the final A and S; with `kept` given, the states that `backward` begins its segments
     at."""
-    segments = (T + segment - 1) // segment
+    segments, nil = (T + segment - 1) // segment, lo - lo  # a literal would be compiled for
     x[hidden] = 1
     for n in range(lo, hi):
         base, first = n * size, first_token(n, heads, T)
-        Z, zo = (W, 0) if link > 0 else (A, base)
+        Z, zo = (W, nil) if link > 0 else (A, base)
         if link > 0:
-            _links(plan, nodes, link, la, lb, A, base, W, 0, scales, 0)
+            _links(plan, nodes, link, la, lb, A, base, W, nil, scales, nil)
         for t in range(T):
             at = first + t * heads
             if kept.size > 0 and t % segment == 0:
@@ -230,11 +230,11 @@ def forward(
                 if S.size > 0:
                     fill(S, base, size, 0.0)
                 if link > 0:
-                    _links(plan, nodes, link, la, lb, A, base, W, 0, scales, 0)
+                    _links(plan, nodes, link, la, lb, A, base, W, nil, scales, nil)
             writes = write.size == 0 or write[at]
             if before:
-                copy(q, at * P, x, 0, P)
-                _evaluated(plan, eps, nodes, Z, zo, x, 0)
+                copy(q, at * P, x, nil, P)
+                _evaluated(plan, eps, nodes, Z, zo, x, nil)
                 copy(x, last, y, at * V, V)
             if writes:
                 r = retain[at]
@@ -242,15 +242,15 @@ def forward(
                     scaled(A, base, A, base, size, r)
                     r = number(r, 1)
                 _learned(
-                    plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, 0, f, 0, u, 0, form, a, b, P, V, L, last,
+                    plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, nil, f, nil, u, nil, form, a, b, P, V, L, last,
                     row, hidden,
                 )  # fmt: skip
-                _stepped(plan, nodes, A, base, S, base, A, S, base, x, 0, f, 0, lr[at], r, momentum[at], centre, row)
+                _stepped(plan, nodes, A, base, S, base, A, S, base, x, nil, f, nil, lr[at], r, momentum[at], centre, row)
                 if link > 0:
-                    _links(plan, nodes, link, la, lb, A, base, W, 0, scales, 0)
+                    _links(plan, nodes, link, la, lb, A, base, W, nil, scales, nil)
             if not before:
-                copy(q, at * P, x, 0, P)
-                _evaluated(plan, eps, nodes, Z, zo, x, 0)
+                copy(q, at * P, x, nil, P)
+                _evaluated(plan, eps, nodes, Z, zo, x, nil)
                 copy(x, last, y, at * V, V)
 
 
@@ -261,8 +261,10 @@ def _replayed(
     X,
 ):  # fmt: skip
     """The states before and after every token of a segment, from the first, with what `_learned` found."""
+    out_of_line()
+    nil = first - first
     if link > 0:
-        _links(plan, nodes, link, la, lb, states, 0, W, 0, scales, 0)
+        _links(plan, nodes, link, la, lb, states, nil, W, nil, scales, nil)
     for t in range(start, end):
         at, i = first + t * heads, t - start
         o = segment + 1 if reset.size > 0 and reset[at] else i
@@ -272,8 +274,8 @@ def _replayed(
             if link > 0:
                 Z = W
             if order:
-                scaled(states, o * size, X, 0, size, r)
-                Z, zo, A, ao, r = X, 0, X, 0, number(r, 1)
+                scaled(states, o * size, X, nil, size, r)
+                Z, zo, A, ao, r = X, nil, X, nil, number(r, 1)
             _learned(
                 plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, i * L, f, i * L, u, 2 * i * V, form, a, b, P,
                 V, L, last, row, hidden,
@@ -297,12 +299,14 @@ def _replayed(
 @helper
 def _read_back(plan, eps, nodes, W, wo, M, mo, q, qo, gy, yo, x, g, gq, P, V, L, last, row, hidden):
     """What the read of a token sends to its query and, added to M, to the weights."""
-    copy(q, qo, x, 0, P)
-    _evaluated(plan, eps, nodes, W, wo, x, 0)
-    fill(g, 0, L, 0.0)
+    out_of_line()
+    nil = P - P
+    copy(q, qo, x, nil, P)
+    _evaluated(plan, eps, nodes, W, wo, x, nil)
+    fill(g, nil, L, 0.0)
     copy(gy, yo, g, last, V)
-    _through(plan, nodes, W, wo, M, mo, x, 0, g, g, 0, g, row, hidden, False)
-    copy(g, 0, gq, qo, P)
+    _through(plan, nodes, W, wo, M, mo, x, nil, g, g, nil, g, row, hidden, nil)
+    copy(g, nil, gq, qo, P)
 
 
 @helper
@@ -311,18 +315,20 @@ def _step_back(
 ):  # fmt: skip
     """The reverse of `_stepped`: cotangents of d (in `up`), of h (in g), of lr, retain and momentum; G and H of the
     token before, in place."""
-    fill(g, 0, L, 0.0)
-    fill(up, 0, L, 0.0)
+    out_of_line()
+    nil = go - go
+    fill(g, nil, L, 0.0)
+    fill(up, nil, L, 0.0)
     gl, gr, gm = l - l, l - l, l - l
     for n in range(nodes):
         op, _, _, o, V, P, a, _, at, size, _, width = _node(plan, n)
         if op == 0:
             h, ho = x, xo + a
             if centre:
-                centred(x, xo + a, width, row, 0)
+                centred(x, xo + a, width, row, at - at)
                 for i in range(width, P):
                     row[i] = 0
-                h, ho = row, 0
+                h, ho = row, at - at
             if S.size > 0:
                 e, c = unwritten_on(
                     G, H, go + o, A, S, ao + o, so + o, V, P, f, fo + at, h, ho, up, at, g, a, r, m
@@ -335,7 +341,7 @@ def _step_back(
                 gl -= f[fo + at + i] * up[at + i]
                 up[at + i] *= -l
             if centre:
-                centred(g, a, width, row, 0)
+                centred(g, a, width, row, at - at)
                 for i in range(width):
                     g[a + i] = row[i]
     for i in range(L):
@@ -350,7 +356,7 @@ def backward(
     lb, centre, order, before, W, x, f, u, row, scales, states, states_S, M, z, g, up, X,
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final A and S (G, H)."""
-    segments, far = (T + segment - 1) // segment, segment + 1
+    segments, far, nil = (T + segment - 1) // segment, segment + 1, lo - lo
     z[hidden] = 1
     for i in range(segment):
         x[i * L + hidden] = 1
@@ -358,9 +364,9 @@ def backward(
     Q = M if link > 0 else G
     for n in range(lo, hi):
         base, first = n * size, first_token(n, heads, T)
-        mo = 0 if link > 0 else base
+        mo = nil if link > 0 else base
         if link > 0:
-            fill(M, 0, size, 0.0)
+            fill(M, nil, size, 0.0)
         if reset.size > 0:
             copy(initial, base, states, far * size, size)
             if states_S.size > 0:
@@ -369,9 +375,9 @@ def backward(
                 _links(plan, nodes, link, la, lb, states, far * size, W, far * size, scales, far * weights)
         for index in range(segments - 1, -1, -1):
             start, end = index * segment, min(T, (index + 1) * segment)
-            copy(kept, (n * segments + index) * size, states, 0, size)
+            copy(kept, (n * segments + index) * size, states, nil, size)
             if states_S.size > 0:
-                copy(kept_S, (n * segments + index) * size, states_S, 0, size)
+                copy(kept_S, (n * segments + index) * size, states_S, nil, size)
             _replayed(
                 first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, v, lr,
                 retain, momentum, write, reset, segment, form, a, b, link, la, lb, centre, order, states, states_S, W,
@@ -393,8 +399,8 @@ def backward(
                         )  # fmt: skip
                     r, Y, yo, A, ao = retain[at], Z, o * size, states, o * size
                     if order:
-                        scaled(states, o * size, X, 0, size, r)
-                        Y, yo, A, ao, r = X, 0, X, 0, number(r, 1)
+                        scaled(states, o * size, X, nil, size, r)
+                        Y, yo, A, ao, r = X, nil, X, nil, number(r, 1)
                     gl, gd, gs = _step_back(
                         plan, nodes, A, ao, states_S, o * size, G, H, base, x, i * L, f, i * L, lr[at], r,
                         momentum[at], g, up, L, centre, row, hidden,
@@ -409,8 +415,8 @@ def backward(
                             c *= u[2 * i * V + V + j]
                             gv[at * V + j] = -c
                             g[last + j] += c
-                    _through(plan, nodes, Y, yo, Q, mo, x, i * L, g, f, i * L, up, row, hidden, True)
-                    copy(g, 0, gk, at * P, P)
+                    _through(plan, nodes, Y, yo, Q, mo, x, i * L, g, f, i * L, up, row, hidden, nil + 1)
+                    copy(g, nil, gk, at * P, P)
                     if order:
                         gd = decayed(G, base, states, o * size, size, retain[at])
                     gr[at] = gd
@@ -428,4 +434,4 @@ def backward(
                     if H.size > 0:
                         fill(H, base, size, 0.0)
         if link > 0:
-            _unlinks(plan, nodes, link, la, lb, states, 0, W, 0, scales, 0, M, G, base)
+            _unlinks(plan, nodes, link, la, lb, states, nil, W, nil, scales, nil, M, G, base)

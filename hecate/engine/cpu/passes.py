@@ -38,9 +38,21 @@ def digest(*names: str) -> str:
     ).hexdigest()[:12]
 
 
+@intrinsic
+def out_of_line(_):
+    """Keeps the function that says so a call in those that call it: compiled once, not once per caller."""
+
+    def code(context, builder, signature, args):
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
 @helper
 def fill(target, to, size, value):
     """target[to:] = value."""
+    out_of_line()
     wide = filled(target, value)
     for j in range(0, size, per_vector(target)):
         store(target, to + j, wide)
@@ -49,6 +61,7 @@ def fill(target, to, size, value):
 @helper
 def copy(source, at, target, to, size):
     """target[to:] = source[at:]."""
+    out_of_line()
     for j in range(0, size, per_vector(source)):
         store(target, to + j, load(source, at + j, ONE))
 
@@ -56,6 +69,7 @@ def copy(source, at, target, to, size):
 @helper
 def moved(G, at, size, T, to):
     """T[to:] += G[at:], and G[at:] = 0."""
+    out_of_line()
     zero = filled(G, 0.0)
     for j in range(0, size, per_vector(G)):
         store(T, to + j, add(load(T, to + j, ONE), load(G, at + j, ONE)))
@@ -65,6 +79,7 @@ def moved(G, at, size, T, to):
 @helper
 def scaled(A, at, B, to, size, r):
     """B = r A."""
+    out_of_line()
     for j in range(0, size, per_vector(A)):
         store(B, to + j, mul(r, load(A, at + j, ONE)))
 
@@ -72,6 +87,7 @@ def scaled(A, at, B, to, size, r):
 @helper
 def decayed(G, go, A, o, size, r):
     """<G, A>, and G = r G."""
+    out_of_line()
     sum0 = zeros(G)
     step = per_vector(G)
     for j in range(0, size, ROWS * step):
@@ -82,12 +98,54 @@ def decayed(G, go, A, o, size, r):
     return a + b + c + d
 
 
+@helper
+def added(x, at, y, to, size):
+    """y += x."""
+    out_of_line()
+    for j in range(0, size, per_vector(x)):
+        store(y, to + j, add(load(y, to + j, ONE), load(x, at + j, ONE)))
+
+
+@helper
+def summed(x, at, y, yo, z, to, size):
+    """z = x + y."""
+    out_of_line()
+    for j in range(0, size, per_vector(x)):
+        store(z, to + j, add(load(x, at + j, ONE), load(y, yo + j, ONE)))
+
+
+@helper
+def product(x, at, y, yo, z, to, size):
+    """z = x y, number by number."""
+    out_of_line()
+    for j in range(0, size, per_vector(x)):
+        store(z, to + j, mul(load(x, at + j, ONE), load(y, yo + j, ONE)))
+
+
+@helper
+def product_added(x, at, y, yo, z, to, size):
+    """z += x y."""
+    out_of_line()
+    for j in range(0, size, per_vector(x)):
+        store(z, to + j, mad(load(x, at + j, ONE), load(y, yo + j, ONE), load(z, to + j, ONE)))
+
+
+@helper
+def products_added(w, wo, x, at, y, yo, z, to, size):
+    """z += w x y."""
+    out_of_line()
+    for j in range(0, size, per_vector(x)):
+        wx = mul(load(w, wo + j, ONE), load(x, at + j, ONE))
+        store(z, to + j, mad(wx, load(y, yo + j, ONE), load(z, to + j, ONE)))
+
+
 # One weight W [V, P] of a memory.
 
 
 @helper
 def dots(W, o, V, P, x, at, y, to):
     """y = W x."""
+    out_of_line()
     for c in range(0, V, ROWS):
         acc = zeros(W)
         for j in range(0, P, per_vector(W)):
@@ -99,6 +157,7 @@ def dots(W, o, V, P, x, at, y, to):
 @helper
 def dots_more(W, o, V, P, x, at, y, to):
     """y += W x."""
+    out_of_line()
     for c in range(0, V, ROWS):
         acc = zeros(W)
         for j in range(0, P, per_vector(W)):
@@ -112,6 +171,7 @@ def dots_more(W, o, V, P, x, at, y, to):
 @helper
 def backs(W, o, V, P, g, at, x, to):
     """x += W^T g."""
+    out_of_line()
     for c in range(0, V, ROWS):
         gc = get(g, at + c)
         for j in range(0, P, per_vector(W)):
@@ -122,6 +182,7 @@ def backs(W, o, V, P, g, at, x, to):
 @helper
 def pulled_once(W, o, M, mo, V, P, g, at, h, ho, x, to):
     """x += W^T g, M += g h^T."""
+    out_of_line()
     for c in range(0, V, ROWS):
         gc = get(g, at + c)
         for j in range(0, P, per_vector(W)):
@@ -134,6 +195,7 @@ def pulled_once(W, o, M, mo, V, P, g, at, h, ho, x, to):
 @helper
 def pulled_twice(W, o, M, mo, V, P, g, at, h, ho, f, fo, c, co, x, to):
     """x += W^T g, M += g h^T + f c^T."""
+    out_of_line()
     for r in range(0, V, ROWS):
         gr, fr = get(g, at + r), get(f, fo + r)
         for j in range(0, P, per_vector(W)):
@@ -147,6 +209,7 @@ def pulled_twice(W, o, M, mo, V, P, g, at, h, ho, f, fo, c, co, x, to):
 @helper
 def written(A, ao, B, bo, V, P, d, at, h, ho, l, r):
     """B = r A - l d h^T."""
+    out_of_line()
     for c in range(0, V, ROWS):
         d0, d1, d2, d3 = get(d, at + c)
         w = -l * d0, -l * d1, -l * d2, -l * d3
@@ -159,6 +222,7 @@ def written(A, ao, B, bo, V, P, d, at, h, ho, l, r):
 @helper
 def written_on(A, ao, S, so, B, R, bo, V, P, d, at, h, ho, l, r, m):
     """R = m S - l d h^T, B = r A + R."""
+    out_of_line()
     for c in range(0, V, ROWS):
         d0, d1, d2, d3 = get(d, at + c)
         w = -l * d0, -l * d1, -l * d2, -l * d3
@@ -174,6 +238,7 @@ def written_on(A, ao, S, so, B, R, bo, V, P, d, at, h, ho, l, r, m):
 @helper
 def unwritten(G, go, A, ao, V, P, d, at, h, ho, x, to, y, yo, r):
     """The reverse of `written`: x = G h, y += G^T d, G = r G; returns <G, A>."""
+    out_of_line()
     e = zeros(G)
     for c in range(0, V, ROWS):
         acc, dc = zeros(G), get(d, at + c)
@@ -193,6 +258,7 @@ def unwritten(G, go, A, ao, V, P, d, at, h, ho, x, to, y, yo, r):
 @helper
 def unwritten_on(G, H, go, A, S, ao, so, V, P, d, at, h, ho, x, to, y, yo, r, m):
     """The reverse of `written_on`, X = G + H: x = X h, y += X^T d, G = r G, H = m X; returns <G, A> and <X, S>."""
+    out_of_line()
     e, n = zeros(G), zeros(G)
     for c in range(0, V, ROWS):
         acc, dc = zeros(G), get(d, at + c)
@@ -296,100 +362,111 @@ ACTIVATIONS = {"gelu": 0, "silu": 1, "tanh": 2, "relu": 3}
 
 
 @loose
-def activated(kind, x, at, size, y, to, wide):
+def activated(kind, values, at, size, into, to, wide):
     """act(x), and `wide` numbers on act'(x), then act''(x)."""
-    zero, one, two, half = number(x[at], 0), number(x[at], 1), number(x[at], 2), number(x[at], 0.5)
+    out_of_line()
+    # Of a view LLVM knows that no index counts from its end.
+    x, y = values[at : at + size], into[to : to + size]
+    d1, d2 = into[to + wide : to + wide + size], into[to + 2 * wide : to + 2 * wide + size]
+    zero, one = number(values[at], 0), number(values[at], 1)
+    two, half = number(values[at], 2), number(values[at], 0.5)
     if kind == 0:
-        root, density = number(x[at], 0.7071067811865476), number(x[at], 0.3989422804014327)
+        root, density = number(values[at], 0.7071067811865476), number(values[at], 0.3989422804014327)
         for i in range(size):
-            z = x[at + i]
+            z = x[i]
             g = exp(-half * z * z)
             c, d = half * (one + erf(z * root, g)), density * g
-            y[to + i], y[to + wide + i], y[to + 2 * wide + i] = z * c, c + z * d, d * (two - z * z)
+            y[i], d1[i], d2[i] = z * c, c + z * d, d * (two - z * z)
     elif kind == 1:
         for i in range(size):
-            z = x[at + i]
+            z = x[i]
             s = one / (one + exp(-z))
             t = s * (one - s)
-            y[to + i], y[to + wide + i], y[to + 2 * wide + i] = z * s, s + z * t, t * (two + z * (one - two * s))
+            y[i], d1[i], d2[i] = z * s, s + z * t, t * (two + z * (one - two * s))
     elif kind == 2:
         for i in range(size):
-            t = math.tanh(x[at + i])
+            t = math.tanh(x[i])
             d = one - t * t
-            y[to + i], y[to + wide + i], y[to + 2 * wide + i] = t, d, -two * t * d
+            y[i], d1[i], d2[i] = t, d, -two * t * d
     else:
         for i in range(size):
-            z = x[at + i]
-            y[to + i], y[to + wide + i] = (z, one) if z > zero else (zero, zero)
-            y[to + 2 * wide + i] = zero
+            z = x[i]
+            y[i], d1[i], d2[i] = z if z > zero else zero, one if z > zero else zero, zero
 
 
 BIASES = {"target": 0, "error": 1, "clip": 2, "power": 3, "sign": 4, "ball": 5}
 
 
 @loose
-def errors(form, a, b, pred, at, v, vo, size, u, uo, wide):
+def errors(form, a, b, preds, at, values, vo, size, into, to, wide):
     """u = d loss / d pred of a token, and `wide` numbers on its slope."""
+    out_of_line()
+    pred, v, u = preds[at : at + size], values[vo : vo + size], into[to : to + size]
+    du = into[to + wide : to + wide + size]
     one, zero = number(a, 1), number(a, 0)
     if form == 0:
         for i in range(size):
-            u[uo + i], u[uo + wide + i] = -v[vo + i], zero
+            u[i], du[i] = -v[i], zero
     elif form == 1:
         for i in range(size):
-            u[uo + i], u[uo + wide + i] = pred[at + i] - v[vo + i], one
+            u[i], du[i] = pred[i] - v[i], one
     elif form < 5:
         for i in range(size):
-            p, t = pred[at + i], v[vo + i]
-            x = psi(form, a, b, p, t)
-            u[uo + i], u[uo + wide + i] = x, slope(form, a, b, p, t, x)
+            x = psi(form, a, b, pred[i], v[i])
+            u[i], du[i] = x, slope(form, a, b, pred[i], v[i], x)
     else:
         square = zero
         for i in range(size):
-            e = pred[at + i] - v[vo + i]
+            e = pred[i] - v[i]
             square += e * e
         inside = square <= a * a
         for i in range(size):
-            e = pred[at + i] - v[vo + i]
+            e = pred[i] - v[i]
             r = math.sqrt(e * e + b * b)
-            u[uo + i] = e if inside else a * e / r
-            u[uo + wide + i] = one if inside else a * (b / r) * (b / r) / r
+            u[i] = e if inside else a * e / r
+            du[i] = one if inside else a * (b / r) * (b / r) / r
 
 
 @loose
-def centred(x, at, size, y, to):
+def centred(values, at, size, into, to):
     """y = x less its mean."""
-    mean = x[at] - x[at]
+    out_of_line()
+    x, y = values[at : at + size], into[to : to + size]
+    mean = values[at] - values[at]
     for i in range(size):
-        mean += x[at + i]
+        mean += x[i]
     mean /= number(mean, size)
     for i in range(size):
-        y[to + i] = x[at + i] - mean
+        y[i] = x[i] - mean
 
 
 @loose
-def normed(x, at, size, eps, y, to, wide):
+def normed(values, at, size, eps, into, to, wide):
     """y = (x - mean) / s, and `wide` numbers on 1/s."""
-    centred(x, at, size, y, to)
-    square = x[at] - x[at]
+    out_of_line()
+    centred(values, at, size, into, to)
+    y, square = into[to : to + size], values[at] - values[at]
     for i in range(size):
-        square += y[to + i] * y[to + i]
+        square += y[i] * y[i]
     s = number(eps, 1) / math.sqrt(square / number(square, size) + eps)
     for i in range(size):
-        y[to + i] *= s
-    y[to + wide] = s
+        y[i] *= s
+    into[to + wide] = s
 
 
 @loose
-def norm_pulled(y, yo, s, size, g, go, x, to):
+def norm_pulled(values, yo, s, size, cotangents, go, into, to):
     """x = J g, J that of `normed`."""
-    mean, along = g[go] - g[go], g[go] - g[go]
+    out_of_line()
+    y, g, x = values[yo : yo + size], cotangents[go : go + size], into[to : to + size]
+    mean, along = s - s, s - s
     for i in range(size):
-        mean += g[go + i]
-        along += g[go + i] * y[yo + i]
+        mean += g[i]
+        along += g[i] * y[i]
     mean /= number(mean, size)
     along /= number(along, size)
     for i in range(size):
-        x[to + i] = (g[go + i] - mean - y[yo + i] * along) * s
+        x[i] = (g[i] - mean - y[i] * along) * s
 
 
 # Links: W = link(A) of one weight of V rows of P numbers, `wide` apart, and cotangents.
@@ -398,70 +475,87 @@ LINKS = {"softmax": 1, "cube_root": 2}
 
 
 @loose
-def linked(link, A, o, W, to, V, P, wide, a, b):
-    """W = link(A); returns the scale of the cube root."""
-    zero = number(a, 0)
-    if link == 1:
-        for r in range(V):
-            top, both = A[o], zero
-            for i in range(P):
-                top = A[o + i] if A[o + i] > top else top
-            for i in range(P):
-                W[to + i] = exp(A[o + i] - top)
-            for i in range(P):
-                both += W[to + i]
-            both = a / both
-            for i in range(P):
-                W[to + i] *= both
-            o += wide
-            to += wide
-        return zero
-    both, size = zero, V * wide
+def _softmax(source, at, into, to, size, scale):
+    out_of_line()
+    x, y, top, both = source[at : at + size], into[to : to + size], source[at], scale - scale
     for i in range(size):
-        x = abs(A[o + i])
-        r = cbrt(x if x >= b else b)
-        c = A[o + i] / (r * r)
-        W[to + i] = c
-        both += c * c * c * c
+        top = max(x[i], top)
+    for i in range(size):
+        y[i] = exp(x[i] - top)
+    for i in range(size):
+        both += y[i]
+    both = scale / both
+    for i in range(size):
+        y[i] *= both
+
+
+@loose
+def _softmax_pulled(weights, to, given, mo, into, go, size, scale):
+    out_of_line()
+    w, m, g = weights[to : to + size], given[mo : mo + size], into[go : go + size]
+    along = scale - scale
+    for i in range(size):
+        along += w[i] * m[i]
+    along /= scale
+    for i in range(size):
+        g[i] += w[i] * (m[i] - along)
+        m[i] = scale - scale
+
+
+@loose
+def _cube_root(source, at, into, to, size, b):
+    out_of_line()
+    x, y, both = source[at : at + size], into[to : to + size], b - b
+    for i in range(size):
+        r = cbrt(max(abs(x[i]), b))
+        c = x[i] / (r * r)
+        y[i] = c
+        c *= c
+        both += c * c
     floor = cbrt(b)
-    scale = math.sqrt(both)
-    scale = scale if scale > floor * floor else floor * floor
+    scale = max(math.sqrt(both), floor * floor)
     for i in range(size):
-        W[to + i] *= scale
+        y[i] *= scale
     return scale
 
 
 @loose
-def unlinked(link, A, o, W, to, scale, M, mo, G, go, V, P, wide, a, b):
-    """G += the cotangent of A from that of W, M; M = 0."""
-    zero, one = number(a, 0), number(a, 1)
-    if link == 1:
-        for r in range(V):
-            along = zero
-            for i in range(P):
-                along += W[to + i] * M[mo + i]
-            along /= a
-            for i in range(P):
-                G[go + i] += W[to + i] * (M[mo + i] - along)
-                M[mo + i] = zero
-            to += wide
-            mo += wide
-            go += wide
-        return
-    size, along, three = V * wide, zero, number(a, 1 / 3)
+def _cube_root_pulled(source, at, weights, to, scale, given, mo, into, go, size, b):
+    out_of_line()
+    x, w = source[at : at + size], weights[to : to + size]
+    m, g = given[mo : mo + size], into[go : go + size]
+    one, three, along = number(b, 1), number(b, 1 / 3), b - b
     floor = cbrt(b)
     floor *= floor
-    below, tilt = one / floor, zero
+    below, tilt, square = scale / floor, b - b, three * scale * scale * scale
     if scale > floor:
         # c = W / scale, and the fourth power of its length is scale^2.
         for i in range(size):
-            along += W[to + i] * M[mo + i]
-        tilt = along + along
-        tilt /= scale * scale * scale
+            along += w[i] * m[i]
+        tilt = (along + along) / (scale * scale * scale)
         tilt /= scale * scale * scale
     for i in range(size):
-        x, w, g = abs(A[o + i]), W[to + i], M[mo + i]
-        c = w / scale
-        s = three / (c * c) if x >= b else below
-        G[go + i] += s * scale * (g + tilt * w * w * w)
-        M[mo + i] = zero
+        squared = w[i] * w[i]
+        s = square / squared if abs(x[i]) >= b else below
+        g[i] += s * (m[i] + tilt * w[i] * squared)
+        m[i] = b - b
+
+
+@helper
+def linked(link, A, o, W, to, V, P, wide, a, b):
+    """W = link(A); returns the scale of the cube root."""
+    if link == 2:
+        return _cube_root(A, o, W, to, V * wide, b)
+    for r in range(V):
+        _softmax(A, o + r * wide, W, to + r * wide, P, a)
+    return a
+
+
+@helper
+def unlinked(link, A, o, W, to, scale, M, mo, G, go, V, P, wide, a, b):
+    """G += the cotangent of A from that of W, M; M = 0."""
+    if link == 2:
+        _cube_root_pulled(A, o, W, to, scale, M, mo, G, go, V * wide, b)
+    else:
+        for r in range(V):
+            _softmax_pulled(W, to + r * wide, M, mo + r * wide, G, go + r * wide, P, a)
