@@ -2,7 +2,7 @@
 of.
 
 Weights are flat, rows in fours and in vectors of 64 bytes, padded with zeros that no pass moves; `o`, `to` and the like
-say where a row or a number begins. `exp` and `cbrt` are polynomials in float32, so that loops over them have no calls,
+say where a row or a number begins. `exp` and `thin` are polynomials in float32, so that loops over them have no calls,
 and libm's in float64. [ENG-LAYERS-D2]
 """
 
@@ -297,8 +297,8 @@ def exp(x):
     raise NotImplementedError("only within kernels")
 
 
-def cbrt(x):
-    """The cube root of a positive number."""
+def thin(x):
+    """One over the cube root of a positive number."""
     raise NotImplementedError("only within kernels")
 
 
@@ -312,7 +312,7 @@ _LOG2E, _LN2H, _LN2L, _LOW, _HIGH = _F(1.4426950408889634), _F(0.693359375), _F(
 _C0, _C1, _C2 = _F(1.9875691500e-4), _F(1.3981999507e-3), _F(8.3334519073e-3)
 _C3, _C4, _C5 = _F(4.1665795894e-2), _F(1.6666665459e-1), _F(5.0000001201e-1)
 _E1, _E2, _E3, _E4, _E5 = _F(0.254829592), _F(-0.284496736), _F(1.421413741), _F(-1.453152027), _F(1.061405429)
-_EP, _UNIT, _HALF, _NIL, _TWO, _THIRD = _F(0.3275911), _F(1), _F(0.5), _F(0), _F(2), _F(1 / 3)
+_EP, _UNIT, _HALF, _NIL, _FOUR, _THIRD = _F(0.3275911), _F(1), _F(0.5), _F(0), _F(4), _F(1 / 3)
 
 
 def _exp32(x):
@@ -326,13 +326,13 @@ def _exp32(x):
     return p if x == x else x
 
 
-def _cbrt32(x):
-    # A third of the bits, then Newton's method.
-    r = _as_float(np.int32(np.int32(_F(_as_int(x)) * _THIRD) + np.int32(709921077)))
-    r = (_TWO * r + x / (r * r)) * _THIRD
-    r = (_TWO * r + x / (r * r)) * _THIRD
-    r = (_TWO * r + x / (r * r)) * _THIRD
-    return r if x == x else x
+def _thin32(x):
+    # A third of the bits, then Newton's method for y^-3 = x, which has no quotients.
+    y = _as_float(np.int32(np.int32(1419967116) - np.int32(_F(_as_int(x)) * _THIRD)))
+    y *= (_FOUR - x * y * y * y) * _THIRD
+    y *= (_FOUR - x * y * y * y) * _THIRD
+    y *= (_FOUR - x * y * y * y) * _THIRD
+    return y if x == x else x
 
 
 def _erf32(x, gauss):
@@ -348,9 +348,9 @@ def _exp(x):
     return _exp32 if x == types.float32 else lambda x: math.exp(x)
 
 
-@overload(cbrt, jit_options=_INLINE)
-def _cbrt(x):
-    return _cbrt32 if x == types.float32 else lambda x: x ** (1 / 3)
+@overload(thin, jit_options=_INLINE)
+def _thin(x):
+    return _thin32 if x == types.float32 else lambda x: x ** (-1 / 3)
 
 
 @overload(erf, jit_options=_INLINE)
@@ -474,32 +474,109 @@ def norm_pulled(values, yo, s, size, cotangents, go, into, to):
 LINKS = {"softmax": 1, "cube_root": 2}
 
 
-@loose
-def _softmax(source, at, into, to, size, scale):
-    out_of_line()
-    x, y, top, both = source[at : at + size], into[to : to + size], source[at], scale - scale
-    for i in range(size):
-        top = max(x[i], top)
-    for i in range(size):
-        y[i] = exp(x[i] - top)
-    for i in range(size):
-        both += y[i]
-    both = scale / both
-    for i in range(size):
-        y[i] *= both
+@intrinsic
+def _larger(_, a, b):
+    """The larger of two numbers or of two vectors, number by number; of a number and NaN the number b."""
+
+    def code(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return a(a, b), code
+
+
+@intrinsic
+def _largest(_, a):
+    """The largest number of a vector."""
+
+    def code(context, builder, signature, args):
+        def larger(x, y):
+            return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+        return _folded(builder, args[0], larger)
+
+    return a.scalar(a), code
+
+
+@intrinsic
+def _sum_of(_, a):
+    """The sum of a vector, half and half."""
+
+    def code(context, builder, signature, args):
+        return _folded(builder, args[0], builder.fadd)
+
+    return a.scalar(a), code
+
+
+def _folded(builder, vector, joined):
+    while vector.type.count > 1:
+        half = vector.type.count // 2
+        parts = []
+        for start in (0, half):
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), half), [*range(start, start + half)])
+            parts.append(builder.shuffle_vector(vector, vector, mask))
+        vector = joined(*parts)
+    return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
+
+
+@helper
+def _top(x, at, size):
+    """The largest of some numbers."""
+    step = per_vector(x)
+    top, rest = x[at], at
+    if size >= step:
+        wide = load(x, at, ONE)
+        rest = at + size // step * step
+        for j in range(at + step, rest, step):
+            wide = _larger(load(x, j, ONE), wide)
+        top = _largest(wide)
+    for j in range(rest, at + size):
+        top = _larger(x[j], top)
+    return top
 
 
 @loose
-def _softmax_pulled(weights, to, given, mo, into, go, size, scale):
+def _exponentials(x, at, size):
+    """x = e^x."""
     out_of_line()
-    w, m, g = weights[to : to + size], given[mo : mo + size], into[go : go + size]
-    along = scale - scale
+    y = x[at : at + size]
     for i in range(size):
-        along += w[i] * m[i]
-    along /= scale
-    for i in range(size):
-        g[i] += w[i] * (m[i] - along)
-        m[i] = scale - scale
+        y[i] = exp(y[i])
+
+
+@helper
+def _softmax(x, at, y, to, V, size, wide, scale):
+    out_of_line()
+    for r in range(V):
+        o, top = r * wide, -_top(x, at + r * wide, size)
+        shift = filled(x, top)
+        for j in range(o, o + wide, per_vector(x)):
+            store(y, to + j, add(load(x, at + j, ONE), shift))
+    # All rows at once: one loop of vectors.
+    _exponentials(y, to, V * wide)
+    for r in range(V):
+        o, both = to + r * wide, filled(x, 0.0)
+        for j in range(o + size, o + wide):
+            y[j] = scale - scale
+        for j in range(o, o + wide, per_vector(x)):
+            both = add(both, load(y, j, ONE))
+        share = scale / _sum_of(both)
+        for j in range(o, o + wide, per_vector(x)):
+            store(y, j, mul(share, load(y, j, ONE)))
+
+
+@loose
+def _softmax_pulled(weights, to, given, mo, into, go, V, size, wide, scale):
+    out_of_line()
+    w, m = weights[to : to + V * wide].reshape(V, wide), given[mo : mo + V * wide].reshape(V, wide)
+    g, zero = into[go : go + V * wide].reshape(V, wide), scale - scale
+    for r in range(V):
+        along = zero
+        for i in range(size):
+            along += w[r, i] * m[r, i]
+        along /= scale
+        for i in range(size):
+            g[r, i] += w[r, i] * (m[r, i] - along)
+            m[r, i] = zero
 
 
 @loose
@@ -507,12 +584,12 @@ def _cube_root(source, at, into, to, size, b):
     out_of_line()
     x, y, both = source[at : at + size], into[to : to + size], b - b
     for i in range(size):
-        r = cbrt(max(abs(x[i]), b))
-        c = x[i] / (r * r)
+        r = thin(max(abs(x[i]), b))
+        c = x[i] * r * r
         y[i] = c
         c *= c
         both += c * c
-    floor = cbrt(b)
+    floor = number(b, 1) / thin(b)
     scale = max(math.sqrt(both), floor * floor)
     for i in range(size):
         y[i] *= scale
@@ -525,7 +602,7 @@ def _cube_root_pulled(source, at, weights, to, scale, given, mo, into, go, size,
     x, w = source[at : at + size], weights[to : to + size]
     m, g = given[mo : mo + size], into[go : go + size]
     one, three, along = number(b, 1), number(b, 1 / 3), b - b
-    floor = cbrt(b)
+    floor = one / thin(b)
     floor *= floor
     below, tilt, square = scale / floor, b - b, three * scale * scale * scale
     if scale > floor:
@@ -546,8 +623,7 @@ def linked(link, A, o, W, to, V, P, wide, a, b):
     """W = link(A); returns the scale of the cube root."""
     if link == 2:
         return _cube_root(A, o, W, to, V * wide, b)
-    for r in range(V):
-        _softmax(A, o + r * wide, W, to + r * wide, P, a)
+    _softmax(A, o, W, to, V, P, wide, a)
     return a
 
 
@@ -557,5 +633,4 @@ def unlinked(link, A, o, W, to, scale, M, mo, G, go, V, P, wide, a, b):
     if link == 2:
         _cube_root_pulled(A, o, W, to, scale, M, mo, G, go, V * wide, b)
     else:
-        for r in range(V):
-            _softmax_pulled(W, to + r * wide, M, mo + r * wide, G, go + r * wide, P, a)
+        _softmax_pulled(W, to, M, mo, G, go, V, P, wide, a)
