@@ -34,6 +34,9 @@ class LinkForm(NamedTuple):
     centred: bool = False
 
 
+LinkAt = Literal["token", "chunk", "linear"]
+
+
 class GateForm(NamedTuple):
     """How a layer makes the retain gate from a token: one logit per head or per phi channel, of a linear head or of one
     of low `rank` ("head": as wide as a key), and what squashes it."""
@@ -61,6 +64,11 @@ class Retention(Variant, family="retention"):
     def dual(self) -> bool:
         """Whether a dual state is carried, of which the memory is the function `weights`."""
         return type(self).weights is not Retention.weights
+
+    @property
+    def links(self) -> LinkAt:
+        """At which dual states of a chunk `weights` are taken; see `MirrorRetention`."""
+        return "token"
 
     @property
     def linear(self) -> bool:
@@ -108,6 +116,11 @@ class Retention(Variant, family="retention"):
     def weights_vjp(self, carried: Tensor, g: Tensor) -> Tensor:
         """Cotangent of what is carried from that of the memory."""
         return torch_vjp(self.weights, (carried,), g)[0]
+
+    @property
+    def centring(self) -> bool:
+        """Whether `centred` changes steps under a gate that rows share."""
+        return False
 
     def centred(self, direction: Tensor, retain: Tensor) -> Tensor:
         """A direction as an additive step takes it: without what no memory would ever see of it.

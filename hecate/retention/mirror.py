@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.retention.base import LinkForm, Retention, StepForm
+from hecate.retention.base import LinkAt, LinkForm, Retention, StepForm
 from hecate.tape.ops import inner_axes, over, sum_to_gate, torch_vjp
 from hecate.variant import Prepared, Variant
 
@@ -213,11 +213,20 @@ class MirrorRetention(Prepared, Retention):
     What is carried is the dual state A, and M is computed from it wherever the memory predicts or is read: the step is
     linear, and what A was told it keeps however close M is to the border of its set. A variant names its link.
 
+    With the gradients of a chunk at one state (`chunk` > 1), `link_at` says where the link is taken. With A_0 what the
+    chunk began with and a_t the product of retain since, token t is answered by the weights
+
+        token:  link(A_t), every token's own dual state;
+        chunk:  link(A_0), those at which the chunk's gradients are taken;
+        linear: W_t = retain_t W_t-1 + D_t from W_0 = link(A_0), which is A_t + a_t (link(A_0) - A_0): within the chunk the
+            memory moves in the primal, and at its end the same steps are found in A, as Moneta is trained. [RET-MIRROR-D3]
+
     Where the link does not see a constant along a row, D is taken without its own under a gate
     that rows share: M is the same, and no constant grows in A over a million tokens.
     """
 
     retain: float = Field(0.99, ge=0, le=1)
+    link_at: LinkAt = "token"
     uses_retain: ClassVar[bool] = True
     additive: ClassVar[bool] = True
 
@@ -237,6 +246,10 @@ class MirrorRetention(Prepared, Retention):
         return not self.through.linear
 
     @property
+    def links(self) -> LinkAt:
+        return self.link_at
+
+    @property
     def linear(self) -> bool:
         return self.through.linear
 
@@ -253,6 +266,10 @@ class MirrorRetention(Prepared, Retention):
 
     def weights_vjp(self, carried: Tensor, g: Tensor) -> Tensor:
         return self.through.memory_vjp(carried, g)
+
+    @property
+    def centring(self) -> bool:
+        return self.through.row_invariant
 
     def centred(self, direction: Tensor, retain: Tensor) -> Tensor:
         # Channels that decay apart would tell the constant of a row.

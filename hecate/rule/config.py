@@ -167,6 +167,9 @@ class MemoryConfig(Prepared, Config):
                 f"{structure.kind!r} has weights without a phi axis; leave channels out or use structure 'matrix' or "
                 "'vector'",
             )
+        if retention.links != "token":
+            for reason in self._no_border():
+                yield ("retention", "link_at"), f"{retention.links!r}: {reason}; use link_at='token'"
         curvature = self.bias.curvature
         refusal = algorithm.refusal(linear=structure.linear, diagonal=structure.diagonal, curvature=curvature)
         if refusal is not None:
@@ -181,6 +184,20 @@ class MemoryConfig(Prepared, Config):
         if self.key_norm == "sum" and not self.feature_map.non_negative:
             negative = f"feature_map {self.feature_map.kind!r} can be negative; use key_norm='l2' or another map"
             yield ("key_norm",), f"'sum' divides by the sum of phi, which needs phi >= 0; {negative}"
+
+    def _no_border(self) -> Iterator[str]:
+        """Why the link cannot be taken at a chunk's start."""
+        retention = self.retention
+        if not retention.dual:
+            yield f"retention {retention.kind!r} as configured has no link, its weights are what it carries"
+        if self.chunk == 1:
+            yield "with chunk=1 every token begins a chunk of its own"
+        elif self.commit == "chunk":
+            yield "with commit='chunk' what is carried moves at the chunk's end alone, and so does link(A)"
+        if self.decay_order == "before_gradient":
+            yield "decay_order='before_gradient' takes every gradient at a link of its own"
+        if retention.links == "chunk" and self.read == "before":
+            yield "a chunk's tokens read one memory, so read='before' would change nothing"
 
     def _no_writes(self) -> Iterator[str]:
         """Why a token cannot have several writes."""

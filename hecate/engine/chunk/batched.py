@@ -66,7 +66,7 @@ def predict(config: MemoryConfig, weights: Memory, p: Tensor, run: Run = execute
     """The answers of one memory to many keys or queries `[N, C, P]`."""
     graph = graph_of(config)
     if graph is not None:
-        return one(run(_predict(graph), p, *weights))
+        return one(run(predict_block(graph), p, *weights))
     return _each(config, _repeated(weights, p.shape[1], run), p, run)
 
 
@@ -151,7 +151,7 @@ def _repeated(weights: Memory, size: int, run: Run) -> Memory:
     return per_weight(run, linear_block("chunk.repeat", wide, lambda g: g.unflatten(0, (-1, size)).sum(1)), weights)
 
 
-def _predict(graph: Graph) -> Block:
+def predict_block(graph: Graph) -> Block:
     """(p, *weights) -> predictions."""
 
     def forward(p: Tensor, *weights: Tensor) -> tuple[Tensors, Any]:
