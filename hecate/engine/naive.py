@@ -33,8 +33,8 @@ def naive(
         X_t      = retention(X_t-1, D_t, retain_t)
         y_t      = f(link(X_t), phi(q_t)), or at X_t-1 with read="before"
 
-    where link(X_t) is W with the retention's link_at="chunk", and with "linear" X_t + a_t (W - A), a_t the product of the
-    chunk's retain gates up to t: what comes of W under the steps of X.
+    where link(X_t) is W with the retention's link_at="chunk", and with "linear" X_t + a_t (W - A), a_t the product of
+    the chunk's retain gates up to t: what comes of W under the steps of X.
 
     With commit="chunk" D, S and X follow once, where a chunk closes, from the sum of its lr_i G_i, with lr = 1 and the
     product of its retain gates. phi, key_norm, query_scale, the step rule and the gates erase and write are in the

@@ -24,8 +24,8 @@ class StepForm(NamedTuple):
 class LinkForm(NamedTuple):
     """How kernels compute the weights W of one tensor of a dual state A.
 
-    `"softmax"`: a softmax(A) along the last axis, steps `centred` (without their mean along it); `"cube_root"`: c max(|c|_4,
-    b^(1/3))^2 with c = A / max(|A|, b)^(2/3), over the whole tensor. [ENG-LAYERS-D3]
+    `"softmax"`: a softmax(A) along the last axis, steps `centred` (without their mean along it); `"cube_root"`: c
+    max(|c|_4, b^(1/3))^2 with c = A / max(|A|, b)^(2/3), over the whole tensor. [ENG-LAYERS-D3]
     """
 
     name: Literal["softmax", "cube_root"]

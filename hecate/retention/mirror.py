@@ -218,8 +218,9 @@ class MirrorRetention(Prepared, Retention):
 
         token:  link(A_t), every token's own dual state;
         chunk:  link(A_0), those at which the chunk's gradients are taken;
-        linear: W_t = retain_t W_t-1 + D_t from W_0 = link(A_0), which is A_t + a_t (link(A_0) - A_0): within the chunk the
-            memory moves in the primal, and at its end the same steps are found in A, as Moneta is trained. [RET-MIRROR-D3]
+        linear: W_t = retain_t W_t-1 + D_t from W_0 = link(A_0), which is A_t + a_t (link(A_0) - A_0): within
+            the chunk the memory moves in the primal, and at its end the same steps are found in A, as
+            Moneta is trained. [RET-MIRROR-D3]
 
     Where the link does not see a constant along a row, D is taken without its own under a gate
     that rows share: M is the same, and no constant grows in A over a million tokens.

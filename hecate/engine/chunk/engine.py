@@ -37,7 +37,19 @@ from hecate.engine.chunk.batched import (
 from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, spans_of, steps_of
 from hecate.engine.engine import TokenEngine
 from hecate.engine.loop import committed_chunk, in_segments, labelled, per_weight, select
-from hecate.engine.tokens import CONCAT, SELECT, UNBIND, Carry, Tokens, cut, fold_mask, in_folds, linear_block, restart, split_time
+from hecate.engine.tokens import (
+    CONCAT,
+    SELECT,
+    UNBIND,
+    Carry,
+    Tokens,
+    cut,
+    fold_mask,
+    in_folds,
+    linear_block,
+    restart,
+    split_time,
+)
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
 from hecate.structure.graph import Graph
@@ -45,7 +57,7 @@ from hecate.tape import Block, Run, Tensors, formula_block, one, several
 
 DUAL = 64  # tokens whose pairs are held at once in the dual form
 BUILT = 16  # tokens whose states are built at once
-KEPT = 2**26  # bytes of tokens and carries that are taped as they run, without segments
+KEPT = 2**27  # bytes of tokens and carries that are taped as they run, without segments
 
 
 class Chunk(TokenEngine):

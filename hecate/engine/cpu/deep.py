@@ -27,8 +27,8 @@ from hecate.engine.loop import sequential
 from hecate.engine.tokens import Carry, Tokens, in_folds
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.structure.graph import INPUT, Act, Add, Apply, Graph, Linear, Multiply, Normalise, Op
-from hecate.tape import ByHand, Run, Tensors, execute, one, several
+from hecate.structure.graph import Act, Add, Apply, Graph, Linear, Multiply, Normalise, Op
+from hecate.tape import ByHand, Run, Tensors, execute, several
 
 BYTES, ROWS = 64, 4  # of a vector, and rows that go together
 TOKENS = 32  # from this length on kernels are worth loading
@@ -174,7 +174,7 @@ class Plan:
 
 
 def _activations() -> dict[str, int]:
-    kernels: Any = load_kernels("passes")
+    kernels: Any = load_kernels("formulas")
     return kernels.ACTIVATIONS
 
 
@@ -226,7 +226,7 @@ class Scan:
         link = config.retention.link_form() if config.retention.dual else None
         if kernels is None or form is None:
             raise TypeError("the engine was chosen without its refusal being asked")
-        passes: Any = load_kernels("passes")
+        formulas: Any = load_kernels("formulas")
         tensors = (
             self.padded(tokens.phi_k),
             self.padded(tokens.phi_q),
@@ -255,10 +255,10 @@ class Scan:
             len(self.shapes),
             *map(flat, tensors),
             self.segment,
-            passes.BIASES[form.name],
+            formulas.BIASES[form.name],
             number(form.a),
             number(form.b),
-            0 if link is None else passes.LINKS[link.name],
+            0 if link is None else formulas.LINKS[link.name],
             number(0 if link is None else link.a),
             number(0 if link is None else link.b),
             link is not None and link.centred,
@@ -267,7 +267,7 @@ class Scan:
         )
         run = getattr(kernels, kernel)
         announce(run, kernel, number.__name__)
-        workers = min(torch.get_num_threads(), self.count, 1 + self.count * self.length * plan.size // SHARE)
+        workers = min(torch.get_num_threads(), max(1, self.count), 1 + self.count * self.length * plan.size // SHARE)
         borders = [self.count * index // workers for index in range(workers + 1)]
 
         def work(index: int) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 
 from numba import njit
 
+from hecate.engine.cpu.formulas import activated, centred, errors, linked, norm_pulled, normed, unlinked
 from hecate.engine.cpu.passes import (
-    activated, added, backs, centred, copy, decayed, digest, dots, dots_more, errors, fill, linked, moved, norm_pulled,
-    normed, out_of_line, product, product_added, products_added, pulled_once, pulled_twice, scaled, summed, unlinked,
-    unwritten, unwritten_on, written, written_on,
+    added, backs, copy, decayed, digest, dots, dots_more, fill, moved, out_of_line, product, product_added,
+    products_added, pulled_once, pulled_twice, scaled, summed, unwritten, unwritten_on, written, written_on,
 )  # fmt: skip
 from hecate.engine.cpu.vectors import first_token, helper, number
 
@@ -242,10 +242,12 @@ def forward(
                     scaled(A, base, A, base, size, r)
                     r = number(r, 1)
                 _learned(
-                    plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, nil, f, nil, u, nil, form, a, b, P, V, L, last,
-                    row, hidden,
+                    plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, nil, f, nil, u, nil, form, a, b, P, V, L,
+                    last, row, hidden,
                 )  # fmt: skip
-                _stepped(plan, nodes, A, base, S, base, A, S, base, x, nil, f, nil, lr[at], r, momentum[at], centre, row)
+                _stepped(
+                    plan, nodes, A, base, S, base, A, S, base, x, nil, f, nil, lr[at], r, momentum[at], centre, row
+                )
                 if link > 0:
                     _links(plan, nodes, link, la, lb, A, base, W, nil, scales, nil)
             if not before:
