@@ -104,27 +104,27 @@ ACTIVATIONS = {"gelu": 0, "silu": 1, "tanh": 2, "relu": 3}
 
 
 @loose
-def activated(kind, values, at, size, into, to, wide):
+def activated(act, values, at, size, into, to, wide):
     """act(x), and `wide` numbers on act'(x), then act''(x)."""
     out_of_line()
     x, y = values[at : at + size], into[to : to + size]
     d1, d2 = into[to + wide : to + wide + size], into[to + 2 * wide : to + 2 * wide + size]
     zero, one = number(values[at], 0), number(values[at], 1)
     two, half = number(values[at], 2), number(values[at], 0.5)
-    if kind == 0:
+    if act == 0:
         root, density = number(values[at], 0.7071067811865476), number(values[at], 0.3989422804014327)
         for i in range(size):
             z = x[i]
             g = exp(-half * z * z)
             c, d = half * (one + erf(z * root, g)), density * g
             y[i], d1[i], d2[i] = z * c, c + z * d, d * (two - z * z)
-    elif kind == 1:
+    elif act == 1:
         for i in range(size):
             z = x[i]
             s = one / (one + exp(-z))
             t = s * (one - s)
             y[i], d1[i], d2[i] = z * s, s + z * t, t * (two + z * (one - two * s))
-    elif kind == 2:
+    elif act == 2:
         for i in range(size):
             t = math.tanh(x[i])
             d = one - t * t

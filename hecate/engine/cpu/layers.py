@@ -351,6 +351,35 @@ def _step_back(
     return gl, gr, gm
 
 
+@helper
+def _write_back(
+    plan, nodes, size, L, P, V, last, width, hidden, l, r, m, G, H, go, Z, A, S, ao, Q, mo, gk, ko, gv, vo, form,
+    centre, order, x, f, xo, u, uo, row, g, up, X,
+):  # fmt: skip
+    """What the write of a token sends to its key, value and gates (returned), to G and H of the token before, and to
+    the weights at which its gradient was taken, added to M."""
+    out_of_line()
+    Y, yo, B, bo, kept, nil = Z, ao, A, ao, r, ao - ao
+    if order:
+        scaled(A, ao, X, nil, size, r)
+        Y, yo, B, bo, kept = X, nil, X, nil, number(r, 1)
+    gl, gr, gm = _step_back(
+        plan, nodes, B, bo, S, ao, G, H, go, x, xo, f, xo, l, kept, m, g, up, L, centre, row, hidden
+    )  # fmt: skip
+    _raised(plan, nodes, Y, yo, x, xo, f, xo, up, g, row, hidden)
+    for j in range(width):
+        c = up[last + j]
+        if form != 0:
+            c *= u[uo + V + j]
+            g[last + j] += c
+        gv[vo + j] = -c
+    _through(plan, nodes, Y, yo, Q, mo, x, xo, g, f, xo, up, row, hidden, nil + 1)
+    copy(g, nil, gk, ko, P)
+    if order:
+        gr = decayed(G, go, A, ao, size, r)
+    return gl, gr, gm
+
+
 @kernel
 def backward(
     lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
@@ -399,29 +428,11 @@ def backward(
                         _unlinks(
                             plan, nodes, link, la, lb, states, to * size, W, to * size, scales, to * weights, M, G, base
                         )  # fmt: skip
-                    r, Y, yo, A, ao = retain[at], Z, o * size, states, o * size
-                    if order:
-                        scaled(states, o * size, X, nil, size, r)
-                        Y, yo, A, ao, r = X, nil, X, nil, number(r, 1)
-                    gl, gd, gs = _step_back(
-                        plan, nodes, A, ao, states_S, o * size, G, H, base, x, i * L, f, i * L, lr[at], r,
-                        momentum[at], g, up, L, centre, row, hidden,
+                    glr[at], gr[at], gm[at] = _write_back(
+                        plan, nodes, size, L, P, V, last, width, hidden, lr[at], retain[at], momentum[at], G, H, base,
+                        Z, states, states_S, o * size, Q, mo, gk, at * P, gv, at * V, form, centre, order, x, f, i * L,
+                        u, 2 * i * V, row, g, up, X,
                     )  # fmt: skip
-                    glr[at], gm[at] = gl, gs
-                    _raised(plan, nodes, Y, yo, x, i * L, f, i * L, up, g, row, hidden)
-                    for j in range(width):
-                        c = up[last + j]
-                        if form == 0:
-                            gv[at * V + j] = -c
-                        else:
-                            c *= u[2 * i * V + V + j]
-                            gv[at * V + j] = -c
-                            g[last + j] += c
-                    _through(plan, nodes, Y, yo, Q, mo, x, i * L, g, f, i * L, up, row, hidden, nil + 1)
-                    copy(g, nil, gk, at * P, P)
-                    if order:
-                        gd = decayed(G, base, states, o * size, size, retain[at])
-                    gr[at] = gd
                     if before:
                         _read_back(
                             plan, eps, nodes, Z, o * size, Q, mo, q, at * P, gy, at * V, z, g, gq, P, V, L, last, row,
