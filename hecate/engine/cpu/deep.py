@@ -61,11 +61,12 @@ class CompiledLayers(TokenEngine):
         if not retention.additive:
             return f"retention {retention.kind!r} as configured has no kernel"
         if retention.dual:
-            if retention.link_form() is None:
+            link = retention.link_form()
+            if link is None:
                 return f"the link of retention {retention.kind!r} as configured has no kernel"
             if config.decay_order == "before_gradient":
                 return f"retention {retention.kind!r} ahead of the gradient has no kernel"
-            if algorithm.momentum and retention.link_form().centred:
+            if algorithm.momentum and link.centred:
                 return f"retention {retention.kind!r} takes steps without their mean: no kernel with momentum"
         return None
 

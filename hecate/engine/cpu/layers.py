@@ -391,8 +391,7 @@ def backward(
     z[hidden] = 1
     for i in range(segment):
         x[i * L + hidden] = 1
-    Z = W if link > 0 else states
-    Q = M if link > 0 else G
+    Z, Q = (W, M) if link > 0 else (states, G)
     for n in range(lo, hi):
         base, first = n * size, first_token(n, heads, T)
         mo = nil if link > 0 else base
