@@ -51,9 +51,9 @@ class CompiledLayers(TokenEngine):
             return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
         if not structure.factored:
             return f"structure {structure.kind!r} is not made of linear layers"
-        unknown = [node.op.name for node in structure.graph().nodes if isinstance(node, Apply) and not _known(node.op)]
-        if unknown:
-            return f"structure {structure.kind!r} has an operation {unknown[0]!r}, which has no kernel"
+        reason = _unwalked(structure.graph())
+        if reason is not None:
+            return f"structure {structure.kind!r} has {reason}"
         if algorithm is None or algorithm.nesterov:
             return f"algorithm {rule.algorithm.kind!r} as configured has no kernel"
         if rule.bias.token_form() is None:
@@ -106,8 +106,18 @@ class CompiledLayers(TokenEngine):
         return y, carry._replace(memory=tuple(states[:count]), slots=tuple(states[count:]))
 
 
-def _known(op: Op) -> bool:
-    return type(op) in OPS
+def _unwalked(graph: Graph) -> str | None:
+    """What of a graph the kernels cannot walk; None if nothing."""
+    layers = [node.weight for node in graph.nodes if isinstance(node, Linear)]
+    ops: list[Op] = [node.op for node in graph.nodes if isinstance(node, Apply)]
+    unknown = [op.name for op in ops if type(op) not in OPS]
+    if unknown:
+        return f"an operation {unknown[0]!r}, which has no kernel"
+    if len(layers) != len(set(layers)):
+        return "a weight in several layers, whose gradient has no rank one"
+    if len({op.eps for op in ops if isinstance(op, Normalise)}) > 1:
+        return "norms of several eps, of which its kernels know one"
+    return None
 
 
 def by_loop(config: MemoryConfig, like: Carry) -> Any:
