@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hecate import MemoryConfig, memory_weights
+from hecate.cms import SelfReferenceConfig
 from hecate.engine import Call, Engine, explain
 from hecate.errors import ConfigError
 from tests.engine.test_properties import in_pieces, whole
@@ -110,6 +111,13 @@ def test_weights_of_a_state_are_those_that_answer(link_at):
 def test_where_it_has_no_meaning(fields, reason):
     with pytest.raises(ConfigError, match=reason):
         MemoryConfig(**fields)
+
+
+@pytest.mark.spec("RET-MIRROR-D3")
+def test_projections_that_write_themselves_refuse_it():
+    memory = MemoryConfig(retention={"kind": "kl", "link_at": "linear"}, chunk=4)
+    with pytest.raises(ConfigError, match="boxes are read at what they carry"):
+        SelfReferenceConfig(memory=memory)
 
 
 @pytest.mark.spec("ENG-CHUNK-D7")

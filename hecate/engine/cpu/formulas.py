@@ -54,7 +54,7 @@ _LOG2E, _LN2H, _LN2L, _LOW, _HIGH = _F(1.4426950408889634), _F(0.693359375), _F(
 _C0, _C1, _C2 = _F(1.9875691500e-4), _F(1.3981999507e-3), _F(8.3334519073e-3)
 _C3, _C4, _C5 = _F(4.1665795894e-2), _F(1.6666665459e-1), _F(5.0000001201e-1)
 _E1, _E2, _E3, _E4, _E5 = _F(0.254829592), _F(-0.284496736), _F(1.421413741), _F(-1.453152027), _F(1.061405429)
-_EP, _UNIT, _HALF, _NIL, _FOUR, _THIRD = _F(0.3275911), _F(1), _F(0.5), _F(0), _F(4), _F(1 / 3)
+_EP, _UNIT, _HALF, _NIL, _THIRD = _F(0.3275911), _F(1), _F(0.5), _F(0), _F(1 / 3)
 
 
 def _exp32(x):
@@ -71,9 +71,9 @@ def _exp32(x):
 def _thin32(x):
     # A third of the bits, then Newton's method for y^-3 = x, which has no quotients.
     y = _as_float(np.int32(np.int32(1419967116) - np.int32(_F(_as_int(x)) * _THIRD)))
-    y *= (_FOUR - x * y * y * y) * _THIRD
-    y *= (_FOUR - x * y * y * y) * _THIRD
-    y *= (_FOUR - x * y * y * y) * _THIRD
+    y += y * (_UNIT - x * y * y * y) * _THIRD
+    y += y * (_UNIT - x * y * y * y) * _THIRD
+    y += y * (_UNIT - x * y * y * y) * _THIRD
     return y if x == x else x
 
 
