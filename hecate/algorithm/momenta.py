@@ -143,8 +143,9 @@ class NewtonSchulz(Carrying):
         for x in reversed(iterates[:-1]):
             gram = x @ x.mT
             outer = g @ x.mT
-            inner = b * outer + c * (gram @ outer + outer @ gram)
-            g = a * g + (b * gram + c * gram @ gram) @ g + (inner + inner.mT) @ x
+            inner = torch.baddbmm(torch.baddbmm(outer, gram, outer, beta=b, alpha=c), outer, gram, alpha=c)
+            through = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            g = torch.baddbmm(torch.baddbmm(g, through, g, beta=a), inner + inner.mT, x)
         unit = iterates[0]
         glength = glength - (g * unit).sum((-2, -1), keepdim=True) / length
         return _back(g / length + glength * unit, s)

@@ -287,7 +287,7 @@ class Yaad(ErrorBias):
 
     Shapes: e `[..., V]`.
     VJP: u = e, J = 1 inside; u = delta e/r, J = diag(delta eps^2 / r^3) outside. The threshold counts as inside.
-    Traits: curvature unbounded. No kernel: a coordinate needs the norm of all.
+    Traits: curvature unbounded. A coordinate needs the norm of all: a kernel of whole tokens alone.
     Cost: O(V).
     Warning: at |e|_2 = delta u jumps from e to delta sign(e), whose length is up to sqrt(V) times that of e, and the
     loss by delta (|e|_1 - delta). `huber` is continuous, per coordinate and with `norm=True`.
@@ -296,6 +296,11 @@ class Yaad(ErrorBias):
     kind: Literal["yaad"] = "yaad"
     delta: float = Field(1.0, gt=0)
     eps: float = Field(1e-6, gt=0)
+
+    @property
+    def together(self) -> KernelForm:
+        """u from the whole error."""
+        return KernelForm("ball", self.delta, self.eps)
 
     def rho(self, error: Tensor) -> Tensor:
         far = (error.square() / (_radius(error, self.eps) + self.eps)).sum(-1)

@@ -115,6 +115,11 @@ class SelfReferenceConfig(Config):
                 f"feature_map {memory.feature_map.kind!r} depends on the token's position, so a projection would "
                 "change along the sequence though nothing is learned; use a feature_map without positions"
             )
+        if memory.retention.links != "token":
+            return "memory.retention.link_at", (
+                f"link_at={memory.retention.links!r} answers with weights of the chunk's start, and boxes are read at "
+                "what they carry; use link_at='token'"
+            )
         if self.phase == 1 and given:
             return "adaptive", (
                 f"phase 1 keeps projections as they start, but adaptive={given!r} writes them; use phase 2 or 3, or "

@@ -159,18 +159,38 @@ def token_step(
         at = linked(config.rule.decayed(anchor, kept, run=run))
     elif frozen_gradients(config):
         at = linked(anchor)
-    if weights is None and (at is None or config.read == "before"):
+    borders = config.retention.links != "token"
+    if weights is None and not borders and (at is None or config.read == "before"):
         weights = linked(carry.memory)
     if at is None and config.rule.retention.dual:
         at = weights
+    opened = carry
     commit = _commit_chunk if config.commit == "chunk" else partial(_commit_token, write)
     carry = commit(config, token, carry, at, kept, run)
     if token.write is not None:
         carry = select(token.write, carry, before, run)
     late = config.read == "after"
+    if borders:
+        seen = _in_chunk(config, token, opened, carry if late else opened, at or (), kept, late, run)
+        return one(run(read, token.phi_q, *seen)), carry, None
     weights = linked(carry.memory) if late or weights is None else weights
     y = one(run(read, token.phi_q, *weights))
     return y, carry, weights if late else None
+
+
+def _in_chunk(
+    config: MemoryConfig, token: Tokens, opened: Carry, seen: Carry, weights: Memory, kept: Tensor, late: bool, run: Run
+) -> Memory:
+    """The weights that answer a token where the link is taken at the chunk's start: `weights`, or what has become of
+    them. `opened` is the carry before the token, its anchor the chunk's."""
+    if config.retention.links == "chunk":
+        return weights
+    (before,) = opened.pending_retain
+    if not late:
+        kept = before
+    elif token.write is not None:
+        kept = one(run(SELECT, token.write, kept, before))
+    return config.rule.moved(seen.memory, opened.anchor, weights, kept, run=run)
 
 
 def _commit_token(

@@ -33,6 +33,9 @@ def naive(
         X_t      = retention(X_t-1, D_t, retain_t)
         y_t      = f(link(X_t), phi(q_t)), or at X_t-1 with read="before"
 
+    where link(X_t) is W with the retention's link_at="chunk", and with "linear" X_t + a_t (W - A), a_t the product of
+    the chunk's retain gates up to t: what comes of W under the steps of X.
+
     With commit="chunk" D, S and X follow once, where a chunk closes, from the sum of its lr_i G_i, with lr = 1 and the
     product of its retain gates. phi, key_norm, query_scale, the step rule and the gates erase and write are in the
     arguments already: phi_k is erase phi(k), phi_w is write phi(k). retain_value is the retain of rows. Where f learns
@@ -47,6 +50,12 @@ def naive(
 
     def linked(x: Memory) -> Memory:
         return tuple(retention.weights(weight) for weight in x)
+
+    def seen(x: Memory, anchor: Memory, kept: Tensor) -> Memory:
+        if retention.links == "token":
+            return linked(x)
+        w = linked(anchor)
+        return w if retention.links == "chunk" else config.rule.moved(x, anchor, w, kept)
 
     def stepped(x: Memory, s: list[Memory], g: Memory, *gates: Tensor) -> tuple[Memory, list[Memory]]:
         lr, retain, momentum = gates
@@ -70,7 +79,7 @@ def naive(
             retain = retain_value[:, t, :, None] * retain.reshape(len(retain), 1, -1)
         if t % config.chunk == 0:
             anchor, kept, total = x, torch.ones_like(retain), tuple(torch.zeros_like(weight) for weight in x)
-        before, at, kept = x, anchor, kept * retain
+        before, old, at, kept = x, kept, anchor, kept * retain
         if config.decay_order == "before_gradient":
             at = tuple(retention.step(weight, torch.zeros_like(weight), kept) for weight in anchor)
         w = linked(at)
@@ -86,5 +95,6 @@ def naive(
             total = tuple(so_far + over(lr, gi) * gi for so_far, gi in zip(total, g, strict=True))
             if (t + 1) % config.chunk == 0:
                 x, s = stepped(x, s, total, torch.ones_like(lr), kept, momentum)
-        outputs.append(structure.read(linked(x if config.read == "after" else before), q).unsqueeze(1))
+        answers = seen(x, anchor, kept) if config.read == "after" else seen(before, anchor, old)
+        outputs.append(structure.read(answers, q).unsqueeze(1))
     return torch.cat(outputs, 1), x

@@ -1,4 +1,4 @@
-from hecate.retention.base import GateForm, Retention, RetentionKind, StepForm
+from hecate.retention.base import GateForm, LinkForm, Retention, RetentionKind, StepForm
 from hecate.retention.decay import L2, Decay, ElasticNet, NoRetention
 from hecate.retention.lengths import NormCap, Sphere
 from hecate.retention.mirror import (
@@ -25,6 +25,7 @@ __all__ = [
     "GateForm",
     "IdentityLink",
     "Link",
+    "LinkForm",
     "Lq",
     "LqLink",
     "MirrorRetention",

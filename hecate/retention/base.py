@@ -21,6 +21,22 @@ class StepForm(NamedTuple):
     threshold: float | None = None
 
 
+class LinkForm(NamedTuple):
+    """How kernels compute the weights W of one tensor of a dual state A.
+
+    `"softmax"`: a softmax(A) along the last axis, steps `centred` (without their mean along it); `"cube_root"`: c
+    max(|c|_4, b^(1/3))^2 with c = A / max(|A|, b)^(2/3), over the whole tensor. [ENG-LAYERS-D3]
+    """
+
+    name: Literal["softmax", "cube_root"]
+    a: float = 0.0
+    b: float = 0.0
+    centred: bool = False
+
+
+LinkAt = Literal["token", "chunk", "linear"]
+
+
 class GateForm(NamedTuple):
     """How a layer makes the retain gate from a token: one logit per head or per phi channel, of a linear head or of one
     of low `rank` ("head": as wide as a key), and what squashes it."""
@@ -48,6 +64,11 @@ class Retention(Variant, family="retention"):
     def dual(self) -> bool:
         """Whether a dual state is carried, of which the memory is the function `weights`."""
         return type(self).weights is not Retention.weights
+
+    @property
+    def links(self) -> LinkAt:
+        """At which dual states of a chunk `weights` are taken; see `MirrorRetention`."""
+        return "token"
 
     @property
     def linear(self) -> bool:
@@ -85,6 +106,10 @@ class Retention(Variant, family="retention"):
         """How a layer makes the retain gate; a sigmoid per head by default."""
         return GateForm()
 
+    def link_form(self) -> LinkForm | None:
+        """The form in which kernels compute the weights of a dual state; None leaves them to torch."""
+        return None
+
     def start(self, weights: Tensor) -> Tensor:
         """What is carried at first by a memory whose initial weights `[N, ...]` are these: themselves by default.
 
@@ -100,6 +125,11 @@ class Retention(Variant, family="retention"):
     def weights_vjp(self, carried: Tensor, g: Tensor) -> Tensor:
         """Cotangent of what is carried from that of the memory."""
         return torch_vjp(self.weights, (carried,), g)[0]
+
+    @property
+    def centring(self) -> bool:
+        """Whether `centred` changes steps under a gate that rows share."""
+        return False
 
     def centred(self, direction: Tensor, retain: Tensor) -> Tensor:
         """A direction as an additive step takes it: without what no memory would ever see of it.

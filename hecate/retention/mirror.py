@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.retention.base import StepForm
+from hecate.retention.base import LinkAt, LinkForm, StepForm
 from hecate.retention.decay import Decaying
 from hecate.tape.ops import inner_axes, torch_vjp
 from hecate.variant import Conflicts, Variant, delegating
@@ -25,11 +25,12 @@ class Link(Variant, family="link"):
     """A function from dual states to feasible memories.
 
     A variant gives `memory`; `memory_vjp` falls back to `torch.func`, and initial weights are read as a dual state
-    unless `start` says which dual state they are the memory of.
+    unless `start` says which dual state they are the memory of. `kernel_form` is a `LinkForm`.
 
     Shapes: dual and memory `[N, ...]`, one weight of N memories.
     """
 
+    _formulas = ("memory", "memory_vjp", "row_invariant")
     linear: ClassVar[bool] = False  # whether `memory` is the identity
     row_invariant: ClassVar[bool] = False  # whether a constant along the last axis of A leaves the memory alone
 
@@ -77,6 +78,10 @@ class SoftmaxLink(Link):
     retired: ClassVar = _WITHOUT_EPS
     scale: float = Field(1.0, gt=0)
     row_invariant: ClassVar[bool] = True
+
+    @property
+    def kernel(self) -> LinkForm:
+        return LinkForm("softmax", self.scale, centred=True)
 
     def memory(self, dual: Tensor) -> Tensor:
         return self.scale * dual.softmax(-1)
@@ -181,6 +186,10 @@ class LqLink(Link):
         return power(radial(weights, *self._power, q), *self._radial[:2])
 
     @property
+    def kernel(self) -> LinkForm | None:
+        return LinkForm("cube_root", b=self.eps) if self.q == 4 and self.form == "exact" else None
+
+    @property
     def _power(self) -> tuple[float, float]:
         """|A|^(p-1) = A |A|^m."""
         return 1 / (self.q - 1) - 1, self.eps
@@ -199,11 +208,21 @@ class MirrorRetention(Decaying):
     What is carried is the dual state A, and M is computed from it wherever the memory predicts or is read: the step is
     linear, and what A was told it keeps however close M is to the border of its set. A variant names its link.
 
+    With the gradients of a chunk at one state (`chunk` > 1), `link_at` says where the link is taken. With A_0 what the
+    chunk began with and a_t the product of retain since, token t is answered by the weights
+
+        token:  link(A_t), every token's own dual state;
+        chunk:  link(A_0), those at which the chunk's gradients are taken;
+        linear: W_t = retain_t W_t-1 + D_t from W_0 = link(A_0), which is A_t + a_t (link(A_0) - A_0): within
+            the chunk the memory moves in the primal, and at its end the same steps are found in A, as
+            Moneta is trained. [RET-MIRROR-D3]
+
     Where the link does not see a constant along a row, D is taken without its own under a gate
     that rows share: M is the same, and no constant grows in A over a million tokens.
     """
 
     retain: float = Field(0.99, ge=0, le=1)
+    link_at: LinkAt = "token"
     additive: ClassVar[bool] = True
 
     __slots__ = ("_link",)
@@ -221,11 +240,24 @@ class MirrorRetention(Decaying):
     def dual(self) -> bool:
         return not self.through.linear
 
+    @property
+    def links(self) -> LinkAt:
+        return self.link_at
+
+    def link_form(self) -> LinkForm | None:
+        own = ("step", "step_vjp", "weights", "weights_vjp", "centred", "through")
+        redefined = any(getattr(type(self), name) is not getattr(MirrorRetention, name) for name in own)
+        return None if redefined else self.through.kernel_form()
+
     def weights(self, carried: Tensor) -> Tensor:
         return self.through.memory(carried)
 
     def weights_vjp(self, carried: Tensor, g: Tensor) -> Tensor:
         return self.through.memory_vjp(carried, g)
+
+    @property
+    def centring(self) -> bool:
+        return self.through.row_invariant
 
     def centred(self, direction: Tensor, retain: Tensor) -> Tensor:
         # Channels that decay apart would tell the constant of a row.

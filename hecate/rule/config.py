@@ -221,6 +221,9 @@ class MemoryConfig(Config):
             if structure.transposed:
                 without, cure = f"{structure.named} decays channels of values", "use gates.retain_value"
             yield ("retention", "channels"), f"{own}, but {without}; {cure}"
+        if retention.links != "token":
+            for reason in self._no_border():
+                yield ("retention", "link_at"), f"{retention.links!r}: {reason}; use link_at='token'"
         curvature = self.bias.curvature
         refusal = algorithm.refusal(linear=structure.linear, diagonal=structure.diagonal, curvature=curvature)
         if refusal is not None:
@@ -247,6 +250,20 @@ class MemoryConfig(Config):
             negative = f"feature_map {self.feature_map.kind!r} can be negative; use key_norm='l2' or another map"
             yield ("key_norm",), f"'sum' divides by the sum of phi, which needs phi >= 0; {negative}"
         self.check_step(self.algorithm.lr)
+
+    def _no_border(self) -> Iterator[str]:
+        """Why the link cannot be taken at a chunk's start."""
+        retention = self.retention
+        if not retention.dual:
+            yield f"retention {retention.kind!r} as configured has no link, its weights are what it carries"
+        if self.chunk == 1:
+            yield "with chunk=1 every token begins a chunk of its own"
+        elif self.commit == "chunk":
+            yield "with commit='chunk' what is carried moves at the chunk's end alone, and so does link(A)"
+        if self.decay_order == "before_gradient":
+            yield "decay_order='before_gradient' takes every gradient at a link of its own"
+        if retention.links == "chunk" and self.read == "before":
+            yield "a chunk's tokens read one memory, so read='before' would change nothing"
 
     def _no_writes(self) -> Iterator[str]:
         """Why a token cannot have several writes."""

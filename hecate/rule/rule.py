@@ -14,7 +14,7 @@ from hecate.bias import L2, BiasKind
 from hecate.retention import NoRetention, RetentionKind
 from hecate.structure import Matrix, Memory, StructureKind
 from hecate.structure.graph import descent, outers
-from hecate.tape import Block, Run, Tensors, execute, one, several
+from hecate.tape import Block, Run, Tensors, execute, formula_block, one, several
 from hecate.tape.ops import over, sum_to_gate
 from hecate.variant import Config
 
@@ -52,6 +52,14 @@ class MemoryRule(Config):
             return memory
         block = self.retention.weights_block()
         return tuple(one(run(block, item, label=label)) for item in memory)
+
+    def moved(
+        self, memory: Memory, anchor: Memory, weights: Memory, kept: Tensor, *, run: Run = execute, label: str = ""
+    ) -> Memory:
+        """The weights of a memory that has moved in the primal from those of an anchor, of which `kept` is left:
+        memory + kept (weights - anchor). [RET-MIRROR-D3]"""
+        rows = zip(memory, anchor, weights, strict=True)
+        return tuple(one(run(_MOVED, *row, kept, label=label)) for row in rows)
 
     def read(self, memory: Memory, phi_q: Tensor, *, run: Run = execute, label: str = "") -> Tensor:
         """y = f(weights, phi_q)."""
@@ -193,6 +201,16 @@ class MemoryRule(Config):
         """
         block = self.retention.block()
         return tuple(one(run(block, weight, torch.zeros_like(weight), retain, label=label)) for weight in memory)
+
+
+def _moved_vjp(memory: Tensor, anchor: Tensor, weights: Tensor, kept: Tensor, g: Tensor) -> Tensors:
+    gweights = over(kept, g) * g
+    return g, -gweights, gweights, sum_to_gate(g * (weights - anchor), kept)
+
+
+_MOVED = formula_block(
+    "memory.moved", lambda memory, anchor, weights, kept: memory + over(kept, memory) * (weights - anchor), _moved_vjp
+)
 
 
 def _rank_one_block(rule: MemoryRule) -> Block:

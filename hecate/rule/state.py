@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from hecate.errors import NonFiniteError
 from hecate.late import look
 from hecate.rule.config import MemoryConfig
+from hecate.tape.ops import over
 
 Tree = TypeVar("Tree")
 Class = TypeVar("Class", bound=type)
@@ -130,9 +131,18 @@ def memory_weights(config: MemoryConfig, state: MemoryState) -> dict[str, Tensor
     """The weights by name, `[B, H, ...]`, with which a state predicts and is read.
 
     They are `state.memory` itself, unless the retention carries a dual state: then its link maps that to the weights,
-    feasible ones such as the distributions of kl. Gradients flow through it."""
+    feasible ones such as the distributions of kl, at the state that its `link_at` says. Gradients flow through it."""
     lead = state.position.shape
-    weights = config.rule.weights(tuple(item.flatten(0, 1) for item in state.memory.values()))
+    memory = tuple(item.flatten(0, 1) for item in state.memory.values())
+    if config.retention.links == "token":
+        weights = config.rule.weights(memory)
+    else:
+        opens, kept = state.position.flatten() == 0, state.pending.get("retain")
+        held = [item.flatten(0, 1) for item in state.anchor.values()]
+        anchor = tuple(torch.where(over(opens, m), m, a) for m, a in zip(memory, held, strict=True))
+        weights = config.rule.weights(anchor)
+        if kept is not None:
+            weights = config.rule.moved(memory, anchor, weights, kept.flatten(0, 1))
     return {name: item.unflatten(0, lead) for name, item in zip(state.memory, weights, strict=True)}
 
 
@@ -155,7 +165,8 @@ def slot_shapes(
 
 def accumulated_retain(config: MemoryConfig) -> bool:
     """Whether the product of a chunk's retain gates is carried from token to token."""
-    seen = frozen_gradients(config) and config.decay_order == "before_gradient"
+    seen = config.decay_order == "before_gradient" or config.retention.links == "linear"
+    seen = seen and frozen_gradients(config)
     return seen or config.commit == "chunk"
 
 

@@ -60,7 +60,8 @@ CALLS = [
     *[{"length": n, "traced": True} for n in (1, 2, 64)],
     *[{"length": n, "masked": True} for n in (1, 64)],
 ]
-LETTERS = {"sequential": "s", "parallel": "p", "chunk": "c", "compiled": "k", "fla": "f", "window": "w"}
+LETTERS = {"sequential": "s", "parallel": "p", "chunk": "c", "compiled": "k", "compiled_layers": "l", "fla": "f"}
+LETTERS |= {"window": "w"}
 # What `auto` took of each call when every engine's threshold stood in a chain of conditions of its own.
 TABLE = {
     "delta": "spppkkpppkppppspppppkksppsppppsppsk",
@@ -73,10 +74,10 @@ TABLE = {
     "elastic net": "sssskkssskkksksssssskkssssssssssssk",
     "elastic net, decayed first": "sssssssssssssssssssssssssssssssssss",
     "l2 retention": "sssssssssssssssssssssssssssssssssss",
-    "kl": "sssssssssssssssssssssssssssssssssss",
+    "kl": "ssssllssslllslssssssllssssssssssssl",
     "sphere": "sssssssssssssssssssssssssssssssssss",
     "delta momentum": "sssssssssssssssssssssssssssssssssss",
-    "mlp": "sssssssssssssssssssssssssssssssssss",
+    "mlp": "ssssllssslllslssssssllssssssssssssl",
     "vector": "spppkkpppkppppspppppkksppsppppsppsk",
     "vector, huber of the norm": "sssssssssssssssssssssssssssssssssss",
     "linear attention": "spppkkpppkkkpkspppppkksppsppppsppsk",

@@ -22,6 +22,8 @@ CONFIGS = [
     {"structure": {"kind": "gated_mlp"}, "retention": "decay", "decay_order": "before_gradient", "chunk": 3},
     {"retention": "decay", "decay_order": "before_gradient", "chunk": 4, "commit": "chunk", "read": "before"},
     {"bias": "kl", "retention": "kl", "chunk": 4},
+    {"retention": {"kind": "kl", "link_at": "chunk"}, "chunk": 4},
+    {"structure": DEEP, "retention": {"kind": "lq", "eps": 0.1, "link_at": "linear"}, "chunk": 3, "read": "before"},
     {"retention": "sphere", "algorithm": "newton_schulz", "read": "before"},
     {"algorithm": {"kind": "omega", "window": 3}, "retention": "decay"},
     {"algorithm": "delta_momentum", "chunk": 3},

@@ -57,7 +57,7 @@ class Bilinear(structure.Layered):
 def test_a_users_layers_take_part_in_everything(fields):
     config = MemoryConfig(structure="bilinear_of_a_user", **fields)
     check_rule(config)
-    expected = "chunk" if config.chunk > 1 else "sequential"
+    expected = "chunk" if config.chunk > 1 else "compiled_layers"
     assert explain(Call.sketch(config, length=40))[0] == expected
 
 

@@ -50,7 +50,7 @@ def predict(config: MemoryConfig, weights: Memory, p: Tensor, run: Run = execute
     """The answers of one memory to many keys or queries `[N, C, P]`."""
     graph = None if config.structure.transposed else shared_graph(config)
     if graph is not None:
-        return one(run(_predict(graph), p, *weights))
+        return one(run(predict_block(graph), p, *weights))
     return _each(config, _repeated(weights, p.shape[1], run), p, run)
 
 
@@ -135,7 +135,7 @@ def _repeated(weights: Memory, size: int, run: Run) -> Memory:
     return per_weight(run, linear_block("chunk.repeat", wide, lambda g: g.unflatten(0, (-1, size)).sum(1)), weights)
 
 
-def _predict(graph: Graph) -> Block:
+def predict_block(graph: Graph) -> Block:
     """(p, *weights) -> predictions."""
 
     def forward(p: Tensor, *weights: Tensor) -> tuple[Tensors, Any]:
@@ -197,13 +197,13 @@ def _read_vjp(residuals: Any, g: Tensor) -> Tensors:
     # z = a (q M^T) + ...: the cotangents of q and of a share g M.
     back = torch.bmm(g, memory)
     gq = torch.baddbmm(_times(a, back), gscores, h)
-    ga = None if a is None else (back * q).sum(-1)
-    gmemory = torch.bmm(_times(a, g).mT, q)
+    ga = None if a is None else _along(back, q)
+    gmemory = torch.bmm(g.mT, _times(a, q)) if g.shape[-1] > q.shape[-1] else torch.bmm(_times(a, g).mT, q)
     gs = gslot = None
     if slot is not None:
         back = torch.bmm(g, slot)
-        gs, gq = (back * q).sum(-1), torch.addcmul(gq, s.unsqueeze(-1), back)
-        gslot = torch.bmm(_times(s, g).mT, q)
+        gs, gq = _along(back, q), torch.addcmul(gq, s.unsqueeze(-1), back)
+        gslot = torch.bmm(g.mT, _times(s, q)) if g.shape[-1] > q.shape[-1] else torch.bmm(_times(s, g).mT, q)
     return (gq, torch.bmm(gscores.mT, q), -torch.bmm(attend.mT, g), gattend * scores, ga, gs, gmemory, gslot)
 
 
@@ -222,14 +222,14 @@ def _write(
 
 def _write_vjp(inputs: Any, g: Tensor, gcarried: Tensor | None = None) -> Tensors:
     memory, slot, d, h, into, a, s, slot_into, e = inputs
-    gd, ginto, gh = (-item for item in _sum_pulled(d, h, into, g))
-    gmemory, ga = (g, None) if a is None else (over(a, g) * g, sum_to_gate(g * memory, a))
+    gd, ginto, gh = _sum_pulled(d, h, -into, g)
+    gmemory, ga = (g, None) if a is None else (over(a, g) * g, _gate(g, memory, a))
     if gcarried is None:
-        return gmemory, None, gd, gh, ginto, ga, None, None, None
-    more_d, gslot_into, more_h = _sum_pulled(d, h, slot_into, gcarried)
+        return gmemory, None, gd, gh, -ginto, ga, None, None, None
+    gd, gslot_into, gh = _sum_pulled(d, h, -slot_into, gcarried, gd, gh)
     gslot = torch.addcmul(over(s, g) * g, over(e, g), gcarried)
-    gs, ge = sum_to_gate(g * slot, s), sum_to_gate(gcarried * slot, e)
-    return gmemory, gslot, gd - more_d, gh - more_h, ginto, ga, gs, -gslot_into, ge
+    gs, ge = _gate(g, slot, s), _gate(gcarried, slot, e)
+    return gmemory, gslot, gd, gh, -ginto, ga, gs, -gslot_into, ge
 
 
 def _fold(size: int) -> Block:
@@ -264,10 +264,28 @@ def _times(weight: Tensor | None, rows: Tensor) -> Tensor:
     return rows if weight is None else (weight if weight.dim() == 3 else weight.unsqueeze(-1)) * rows
 
 
-def _sum_pulled(d: Tensor, h: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-    """Cotangents of (d, weight, h) from that of sum_i weight_i d_i h_i^T."""
+def _sum_pulled(
+    d: Tensor, h: Tensor, weight: Tensor, g: Tensor, gd: Maybe = None, gh: Maybe = None
+) -> tuple[Tensor, ...]:
+    """Cotangents of (d, weight, h) from that of sum_i weight_i d_i h_i^T, those of d and h added to what is given."""
     pulled = torch.bmm(h, g.mT)
-    return _times(weight, pulled), (d * pulled).sum(-1), torch.bmm(_times(weight, d), g)
+    gweight = _along(d, pulled)
+    if gd is None or gh is None:
+        return _times(weight, pulled), gweight, torch.bmm(_times(weight, d), g)
+    gd = torch.addcmul(gd, weight.unsqueeze(-1), pulled)
+    return gd, gweight, torch.baddbmm(gh, _times(weight, d), g)
+
+
+def _along(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b> along the last axis."""
+    return (a * b).sum(-1)
+
+
+def _gate(g: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
+    """The cotangent of a gate `[N]`, or `[N, P]`, that multiplies a weight."""
+    if gate.dim() > 1:
+        return sum_to_gate(g * weight, gate)
+    return torch.bmm(g.flatten(1).unsqueeze(1), weight.flatten(1).unsqueeze(2)).flatten()
 
 
 _READ = Block("chunk.read", _read, _read_vjp)

@@ -26,6 +26,7 @@ from hecate.engine.call import Call
 from hecate.engine.chunk.batched import (
     factored,
     predict,
+    predict_block,
     predict_states,
     read,
     shared_graph,
@@ -36,15 +37,27 @@ from hecate.engine.chunk.batched import (
 from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, places_of, spans_of
 from hecate.engine.engine import TokenEngine
 from hecate.engine.loop import committed_chunk, in_segments, labelled, per_weight, restarted, select
-from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Tokens, cut, fold_mask, in_folds
+from hecate.engine.tokens import (
+    CONCAT,
+    NUMBERS,
+    SELECT,
+    UNBIND,
+    VECTORS,
+    Carry,
+    Tokens,
+    cut,
+    fold_mask,
+    in_folds,
+    linear_block,
+)
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
 from hecate.structure.graph import Graph
-from hecate.tape import Run, Tensors, formula_block, one, several
+from hecate.tape import Block, Run, Tensors, formula_block, one, several
 
 DUAL = 64  # tokens whose pairs are held at once in the dual form
 BUILT = 16  # tokens whose states are built at once
-KEPT = 2**26  # bytes of tokens and carries that are taped as they run, without segments
+KEPT = 2**27  # bytes of tokens and carries that are taped as they run, without segments
 
 
 class Chunk(TokenEngine):
@@ -58,6 +71,20 @@ class Chunk(TokenEngine):
             return "chunk=1 takes each gradient at the state before its token, not at a chunk's start"
         if not config.algorithm.takes_any_gradient():
             return f"algorithm {config.algorithm.kind!r} chooses its gradient token by token"
+        retention, form = config.retention, config.algorithm.kernel_form()
+        if retention.links != "token":
+            own = f"retention.link_at={retention.links!r}"
+            if form is None or not (config.structure.factored and retention.additive):
+                return f"{own} needs structures of linear layers and steps that are linear in their gradients"
+            if form.momentum and retention.centring:
+                return f"{own} takes steps without their mean, which with momentum are no sums of gradients"
+        return None
+
+    def unfit(self, call: Call) -> str | None:
+        """A retain per channel where the link is taken at the chunk's start."""
+        links = call.config.retention.links
+        if links != "token" and call.retain is not None and call.retain.dim() == 4:
+            return f"retention.link_at={links!r} with a retain per phi channel"
         return None
 
     def cost(self, call: Call) -> float:
@@ -107,7 +134,8 @@ def span_size(config: MemoryConfig, *, channelwise: bool) -> int:
 def _dual_graph(config: MemoryConfig, channelwise: bool) -> Graph | None:
     """The layers through which states are read without being built, if they are."""
     # Per channel too, but there the coefficients of all pairs cost more than the states (measured).
-    if channelwise or not config.retention.linear or config.forms.algorithm is None:
+    along = config.retention.linear or config.retention.links != "token"
+    if channelwise or not along or config.forms.algorithm is None:
         return None
     return shared_graph(config, decayed=config.decay_order == "before_gradient")
 
@@ -139,7 +167,8 @@ def chunked(
         for index, row in enumerate(rows, first):
             own, span = labelled(run, f"chunk {index}"), spans[index]
             if layout is not None:
-                span = span._replace(opens=layout.opens[:, index], closes=layout.closes[:, index])
+                at = (layout.opens[:, index], layout.closes[:, index], layout.starts[:, index])
+                span = Span(span.size, *at)
                 if layout.resets is not None:
                     carry = restarted(config, layout.resets[:, index], initial, carry, own)
             y, carry = step(carry, row, span, own)
@@ -190,10 +219,30 @@ def _commit_dual(
     phi_k, phi_q, v = several(row[1:4])
     anchor, kept = _anchor(carry, span, run), _since(carry, row[0], run)
     memory, slots = carry.memory, carry.slots
-    grads = factored(config, graph, anchor, (phi_k, v, kept), run)
-    y = read(graph, memory, slots, grads, row[4:7], phi_q, run)
+    if config.retention.linear:
+        grads = factored(config, graph, anchor, (phi_k, v, kept), run)
+        y = read(graph, memory, slots, grads, row[4:7], phi_q, run)
+    else:
+        start = anchor if span.starts is None else per_weight(run, SELECT, (span.starts,) * len(anchor), memory, anchor)
+        weights = config.rule.weights(start, run=run)
+        grads = factored(config, graph, weights, (phi_k, v, None), run)
+        grads = grads._replace(h=per_weight(run, _centred(config), grads.h))
+        if kept is None:
+            y = one(run(predict_block(graph), phi_q, *weights))
+        else:
+            at = config.rule.moved(memory, start, weights, carry.pending_retain[0], run=run)
+            y = read(graph, at, slots, grads, row[4:7], phi_q, run)
     memory, slots = write(memory, slots, grads, row[7:], run)
     return y, _closed(carry._replace(memory=memory, slots=slots, anchor=anchor), kept, span, run)
+
+
+def _centred(config: MemoryConfig) -> Block:
+    """Layers' inputs as the retention takes the steps along them."""
+
+    def there(h: Tensor) -> Tensor:
+        return config.retention.centred(h, h.new_ones(len(h)))
+
+    return linear_block("chunk.centred", there, there)
 
 
 def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:

@@ -26,12 +26,13 @@ class Span(NamedTuple):
     """Tokens of one chunk, taken in one step.
 
     Whether they hold the token that opens and the one that closes the chunk: known for all memories, or told by a mask
-    `[N]`.
+    `[N]`; and with masks, whether the chunk begins here, be it with tokens that are not written.
     """
 
     size: int
     opens: bool | Tensor
     closes: bool | Tensor
+    starts: Tensor | None = None
 
 
 def spans_of(position: int, length: int, chunk: int, size: int) -> list[Span]:
@@ -64,8 +65,8 @@ def coefficient_rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run
 
 def kept_rows(config: MemoryConfig, retain: Tensor, sizes: list[int], run: Run) -> list[Tensors]:
     """The product of retain from the first token of every step to each of its own, `[N, C]` or
-    `[N, C, P]`: what is left of a state whose decay the gradients see; None where they do not."""
-    if config.decay_order == "with_step":
+    `[N, C, P]`: what is left of a state whose decay the gradients or the reads see; None where they do not."""
+    if config.decay_order == "with_step" and config.retention.links != "linear":
         return [(None,)] * len(sizes)
 
     def formula(gates: Tensor) -> Tensors:
@@ -97,8 +98,8 @@ class Layout(NamedTuple):
     """The spans of N memories, K each, and the maps between tokens and places.
 
     `places` `[N, T]` names the place of a token in `[N, K S]`, `tokens` the token at a place, T for none. Masks are
-    `[N, K]`: whether a span holds the token that opens or that closes a chunk, and whether the memory restarts before
-    it. `write` is `[N, K S]`; `position` that after the last token.
+    `[N, K]`: whether a span holds the token that opens or that closes a chunk, whether it begins one, and whether the
+    memory restarts before it. `write` is `[N, K S]`; `position` that after the last token.
     """
 
     spans: int
@@ -107,6 +108,7 @@ class Layout(NamedTuple):
     write: Tensor
     opens: Tensor
     closes: Tensor
+    starts: Tensor
     resets: Tensor | None
     position: Tensor
 
@@ -143,6 +145,7 @@ def layout_of(
         laid(written),
         within(written & (place == 0) & ~carried),
         within(written & (place == chunk - 1)),
+        within((place == 0) & ~carried),
         None if reset is None else within(reset),
         (place[:, -1] + written[:, -1]) % chunk,
     )

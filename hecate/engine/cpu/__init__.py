@@ -1,3 +1,6 @@
-"""The engine called `compiled`: kernels of numba for the CPU."""
+"""The engines `compiled` and `compiled_layers`: kernels of numba for the CPU."""
 
-from hecate.engine.cpu.engine import Compiled as Compiled
+from hecate.engine.cpu.deep import CompiledLayers
+from hecate.engine.cpu.engine import Compiled
+
+__all__ = ["Compiled", "CompiledLayers"]

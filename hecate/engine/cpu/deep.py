@@ -1,0 +1,358 @@
+"""The exact compiled engine for memories made of linear layers: perceptrons, gated ones, a matrix with a link.
+
+The token loop in kernels that walk the structure's graph (`hecate.engine.cpu.layers`), one memory after the other. The
+forward keeps the state of every sqrt(T)-th token; the backward goes through such a segment again and walks it in
+reverse. What a graph, bias, link and algorithm are is data to the kernels, so there is one compilation per dtype, kept
+on disk. Threads share memories as in `compiled`. [ENG-LAYERS-D1]
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hecate.engine.call import TRACED, Call
+from hecate.engine.cpu.engine import flat, load_kernels
+from hecate.engine.engine import TokenEngine
+from hecate.engine.loop import sequential
+from hecate.engine.tokens import Carry, Tokens, in_folds
+from hecate.rule import MemoryConfig
+from hecate.structure import Memory
+from hecate.structure.graph import Act, Add, Apply, Graph, Linear, Multiply, Normalise, Op
+from hecate.tape import ByHand, Run, Tensors, execute, several
+
+BYTES, ROWS = 64, 4  # of a vector, and rows that go together
+TOKENS = 32  # from this length on kernels are worth loading
+SHARE = 1 << 18  # tokens x cells that are worth a thread of their own
+OPS: dict[type, int] = {Act: 1, Add: 2, Multiply: 3, Normalise: 4}
+
+_LOG = logging.getLogger("hecate.engine")
+
+
+class CompiledLayers(TokenEngine):
+    """Kernels of numba on a CPU, the state in cache, for structures of linear layers and retentions that add."""
+
+    name = "compiled_layers"
+
+    def refuses(self, config: MemoryConfig) -> str | None:
+        """What has no kernel."""
+        rule = config.rule
+        structure, retention, algorithm = rule.structure, rule.retention, rule.algorithm.kernel_form()
+        if config.chunk > 1 or config.commit == "chunk":
+            return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+        if not structure.factored:
+            return f"structure {structure.kind!r} is not made of linear layers"
+        reason = _unwalked(structure.graph())
+        if reason is not None:
+            return f"structure {structure.kind!r} has {reason}"
+        if algorithm is None or algorithm.nesterov:
+            return f"algorithm {rule.algorithm.kind!r} as configured has no kernel"
+        if rule.bias.token_form() is None:
+            return f"bias {rule.bias.kind!r} as configured has no kernel"
+        if not retention.additive:
+            return f"retention {retention.kind!r} as configured has no kernel"
+        if retention.dual:
+            link = retention.link_form()
+            if link is None:
+                return f"the link of retention {retention.kind!r} as configured has no kernel"
+            if config.decay_order == "before_gradient":
+                return f"retention {retention.kind!r} ahead of the gradient has no kernel"
+            if algorithm.momentum and link.centred:
+                return f"retention {retention.kind!r} takes steps without their mean: no kernel with momentum"
+        return None
+
+    def unfit(self, call: Call) -> str | None:
+        """Another device, another dtype, a retain per channel, a vector memory, torch looking on, no numba."""
+        if call.traced:
+            return TRACED
+        if call.device != "cpu":
+            return f"its kernels run on the CPU, the tensors are on {call.device}"
+        if call.dtype not in (torch.float32, torch.float64):
+            return f"its kernels are for float32 and float64, the state is {call.dtype}"
+        if call.retain is not None and call.retain.dim() == 4:
+            return "its kernels know no retain per phi channel"
+        if load_kernels("layers") is None:
+            return 'it needs numba: pip install "hecate[cpu]"'
+        return None
+
+    def cost(self, call: Call) -> float:
+        """Less than the token loop, more than blocks of a linear memory; from `TOKENS` on."""
+        return math.inf if call.length < TOKENS else 70.0 * call.length
+
+    def about(self, call: Call) -> str:
+        """Whether the call is long enough."""
+        if call.length < TOKENS:
+            return f"its kernels are worth loading from {TOKENS} tokens on"
+        return "a kernel walks the layers, the state in cache"
+
+    def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+        """In the kernels."""
+        config = call.config
+        kernel = ByHand(
+            "engine.compiled_layers", partial(_scan, config), partial(_scan_vjp, config), by_loop(config, carry)
+        )
+        inputs = (*carry.memory, *carry.slots, *initial, *tokens)
+        y, *states = several(run(kernel.block(), *inputs, label="tokens"))
+        count = len(carry.memory)
+        return y, carry._replace(memory=tuple(states[:count]), slots=tuple(states[count:]))
+
+
+def _unwalked(graph: Graph) -> str | None:
+    """What of a graph the kernels cannot walk; None if nothing."""
+    layers = [node.weight for node in graph.nodes if isinstance(node, Linear)]
+    ops: list[Op] = [node.op for node in graph.nodes if isinstance(node, Apply)]
+    unknown = [op.name for op in ops if type(op) not in OPS]
+    if unknown:
+        return f"an operation {unknown[0]!r}, which has no kernel"
+    if len(layers) != len(set(layers)):
+        return "a weight in several layers, whose gradient has no rank one"
+    if len({op.eps for op in ops if isinstance(op, Normalise)}) > 1:
+        return "norms of several eps, of which its kernels know one"
+    return None
+
+
+def by_loop(config: MemoryConfig, like: Carry) -> Any:
+    """What the kernels compute of (*memory, *slots, *initial, *tokens), in plain torch."""
+    count = len(like.memory)
+    states = count + len(like.slots)
+
+    def plain(*inputs: Tensor | None) -> Tensors:
+        given = several(inputs[: states + count])
+        own = like._replace(memory=given[:count], slots=given[count:states])
+        rest = Tokens(*inputs[states + count :])  # type: ignore[arg-type]
+        y, new = in_folds(sequential, config, rest, own, given[states:], run=execute)
+        return y, *new.memory, *new.slots
+
+    return plain
+
+
+class Plan:
+    """A graph as the kernels walk it, for weights of these shapes `[V, P]`.
+
+    Attributes:
+        nodes: the columns of `hecate.engine.cpu.layers.NODE` of every node.
+        eps: of its norms.
+        places: where each weight lies in a state, with its rows and columns, padded.
+        size: numbers of a state.
+        row: numbers of a token's values; `ones` is where the constant lies in it, `last` the prediction.
+    """
+
+    def __init__(self, graph: Graph, shapes: Sequence[tuple[int, ...]], inputs: int, per: int) -> None:
+        def padded(width: int) -> int:
+            return -(-width // per) * per
+
+        self.places: list[tuple[int, int, int]] = []
+        self.size = 0
+        for height, width in shapes:
+            self.places.append((self.size, -(-height // ROWS) * ROWS, padded(width)))
+            self.size += self.places[-1][1] * self.places[-1][2]
+        self.eps = 0.0
+        at, ats, sizes = padded(inputs), [0], [inputs]
+        rows: list[list[int]] = []
+        for node in graph.nodes:
+            if isinstance(node, Linear):
+                o, height, width = self.places[node.weight]
+                size, columns = shapes[node.weight]
+                rows.append([0, 0, node.weight, o, height, width, node.source, 0, at, size, padded(size), columns])
+                behind = 0
+            else:
+                size, kind = sizes[node.sources[0]], 0
+                if isinstance(node.op, Act):
+                    kind = _activations()[node.op.kind]
+                if isinstance(node.op, Normalise):
+                    self.eps = node.op.eps
+                behind = {1: 2 * padded(size), 4: per}.get(OPS[type(node.op)], 0)
+                sources = (*node.sources, node.sources[0])[:2]
+                rows.append([OPS[type(node.op)], kind, 0, 0, 0, 0, *sources, at, size, padded(size), size])
+            ats.append(at)
+            sizes.append(size)
+            at += padded(size) + behind
+        self.ones, self.row, self.last = at, at + per, ats[-1]
+        ats.append(self.ones)  # of ONE, which is -1
+        for row in rows:
+            row[6], row[7] = ats[row[6]], ats[row[7]]
+        self.nodes = np.array(rows, dtype=np.int64)
+        self.widest = max(padded(size) for size in sizes)
+
+
+def _activations() -> dict[str, int]:
+    kernels: Any = load_kernels("formulas")
+    return kernels.ACTIVATIONS
+
+
+class Scan:
+    """The inputs of one call: states packed `[N, size]`, and tokens `[B, T, H, *]` as they lie; `[N, T, *]` are those
+    of one head."""
+
+    def __init__(self, config: MemoryConfig, inputs: Tensors) -> None:
+        """From memory, slots, initial memory and the fields of `Tokens`, flat."""
+        graph, self.config = config.structure.graph(), config
+        count = graph.weights
+        states = count * (1 + len(config.algorithm.slots))
+        self.memory, self.slots = several(inputs[:count]), several(inputs[count:states])
+        self.initial = several(inputs[states : states + count])
+        self.tokens = tokens = Tokens(*inputs[states + count :])  # type: ignore[arg-type]
+        first, self.inputs, self.width = self.memory[0], tokens.phi_k.shape[-1], tokens.v.shape[-1]
+        self.per = BYTES // first.element_size()
+        self.shapes = [tuple(weight.shape[1:]) for weight in self.memory]
+        self.plan = Plan(graph, self.shapes, self.inputs, self.per)
+        self.count, self.length = len(first), tokens.v.shape[1]
+        self.heads = tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1
+        self.segment = max(1, math.isqrt(max(self.length - 1, 0)) + 1)
+        self.new, self.zeros = first.new_empty, first.new_zeros
+
+    def packed(self, weights: Memory) -> Tensor:
+        """A state `[N, size]`, its weights in whole vectors and fours."""
+        state = self.zeros(self.count, self.plan.size)
+        for weight, (height, width), (o, rows, columns) in zip(weights, self.shapes, self.plan.places, strict=True):
+            state[:, o : o + rows * columns].unflatten(1, (rows, columns))[:, :height, :width] = weight.detach()
+        return state
+
+    def unpacked(self, state: Tensor) -> Memory:
+        """The weights of a state."""
+        return tuple(
+            state[:, o : o + rows * columns].unflatten(1, (rows, columns))[:, :height, :width].contiguous()
+            for (height, width), (o, rows, columns) in zip(self.shapes, self.plan.places, strict=True)
+        )
+
+    def padded(self, tensor: Tensor) -> Tensor:
+        """Tokens in whole vectors."""
+        missing = -tensor.shape[-1] % self.per
+        tensor = tensor.detach()
+        return (pad(tensor, (0, missing)) if missing else tensor).contiguous()
+
+    def launch(self, kernel: str, given: Sequence[Tensor], scratch: Sequence[int]) -> None:
+        """Runs a kernel over all memories, each worker with scratch space of its own."""
+        config, tokens, plan, none = self.config, self.tokens, self.plan, self.new(0)
+        number, kernels, form = flat(none).dtype.type, load_kernels("layers"), config.bias.token_form()
+        link = config.retention.link_form() if config.retention.dual else None
+        if kernels is None or form is None:
+            raise TypeError("the engine was chosen without its refusal being asked")
+        formulas: Any = load_kernels("formulas")
+        tensors = (
+            self.padded(tokens.phi_k),
+            self.padded(tokens.phi_q),
+            self.padded(tokens.v),
+            tokens.lr,
+            tokens.retain if config.retention.uses_retain else torch.ones_like(tokens.lr),
+            tokens.momentum,
+            none.bool() if tokens.write is None else tokens.write,
+            none.bool() if tokens.reset is None else tokens.reset,
+            none if tokens.reset is None else self.packed(self.initial),
+            *given,
+        )
+        arguments = (
+            self.heads,
+            self.length,
+            plan.nodes,
+            number(plan.eps),
+            len(plan.nodes),
+            plan.size,
+            plan.row,
+            -(-self.inputs // self.per) * self.per,
+            -(-self.width // self.per) * self.per,
+            plan.last,
+            self.width,
+            plan.ones,
+            len(self.shapes),
+            *map(flat, tensors),
+            self.segment,
+            formulas.BIASES[form.name],
+            number(form.a),
+            number(form.b),
+            0 if link is None else formulas.LINKS[link.name],
+            number(0 if link is None else link.a),
+            number(0 if link is None else link.b),
+            link is not None and link.centred,
+            config.decay_order == "before_gradient",
+            config.read == "before",
+        )
+        run = getattr(kernels, kernel)
+        announce(run, kernel, number.__name__)
+        workers = min(torch.get_num_threads(), max(1, self.count), 1 + self.count * self.length * plan.size // SHARE)
+        borders = [self.count * index // workers for index in range(workers + 1)]
+
+        def work(index: int) -> None:
+            own = [flat(self.zeros(size)) for size in scratch]
+            run(borders[index], borders[index + 1], *arguments, *own)
+
+        if workers == 1:
+            work(0)
+            return
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(work, range(workers)))
+
+
+def announce(kernel: Any, name: str, dtype: str) -> None:
+    """Says that a kernel is compiled now, where it is."""
+    if not kernel.signatures and not kernel.stats.cache_hits:
+        _LOG.info("compiled_layers: loading kernel %s; the first time for %s it is compiled, some seconds", name, dtype)
+
+
+def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+    """Outputs and final states; and the record for `_scan_vjp` if asked for."""
+    call = Scan(config, inputs)
+    plan, (*shape, v) = call.plan, call.tokens.v.shape
+    memory, none = call.packed(call.memory), call.new(0)
+    slot = call.packed(call.slots) if call.slots else none
+    y = call.new(*shape, v + -v % call.per)
+    kept = call.new(call.count, -(-call.length // call.segment), plan.size) if keeps else none
+    record = kept, torch.empty_like(kept) if call.slots else none
+    linked = plan.size if config.retention.dual else 0
+    scratch = [linked, plan.row, plan.row, 2 * plan.widest, 3 * plan.widest, len(call.shapes)]
+    call.launch("forward", (memory, slot, y, *record), scratch)
+    return (y[..., :v], *call.unpacked(memory), *(call.unpacked(slot) if call.slots else ())), record
+
+
+def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+    """Cotangents of all inputs."""
+    call = Scan(config, inputs)
+    plan, tokens, segment = call.plan, call.tokens, call.segment
+    gy, *finals = cotangents
+    weights, (*shape, v), none = len(call.shapes), tokens.v.shape, call.new(0)
+    memory, slots = call.packed(tuple(finals[:weights])), tuple(finals[weights:])
+    slot = call.packed(slots) if slots else none
+    initial = call.zeros(memory.shape) if tokens.reset is not None else none
+    wide_v = v + -v % call.per
+    gk, gq, gv = (call.zeros(*shape, width) for width in (call.inputs + -call.inputs % call.per,) * 2 + (wide_v,))
+    gates = [call.zeros(*shape) for _ in range(3)]
+    states, linked = (segment + 2) * plan.size, config.retention.dual
+    scratch = [
+        states if linked else 0,
+        segment * plan.row,
+        segment * plan.row,
+        2 * segment * wide_v,
+        3 * plan.widest,
+        (segment + 2) * weights,
+        states,
+        states if slots else 0,
+        plan.size if linked else 0,
+        plan.row,
+        plan.row,
+        plan.row,
+        plan.size if config.decay_order == "before_gradient" else 0,
+    ]
+    given = (*several(record), call.padded(gy), memory, slot, initial, gk, gq, gv, *gates)
+    call.launch("backward", given, scratch)
+    glr, gretain, gmomentum = gates
+    return (
+        *call.unpacked(memory),
+        *(call.unpacked(slot) if slots else ()),
+        *(call.unpacked(initial) if tokens.reset is not None else (None,) * weights),
+        gk[..., : call.inputs],
+        gq[..., : call.inputs],
+        gv[..., :v],
+        glr,
+        gretain if config.retention.uses_retain else None,
+        gmomentum if slots else None,
+        *(None,) * 4,
+    )

@@ -1,0 +1,377 @@
+"""Formulas of a number that LLVM makes vectors of, over a token's numbers: activations, biases, norms, and links.
+
+`exp` and `thin` are polynomials in float32, so that loops over them have no calls, and libm's in float64. Loops go over
+views, of which LLVM knows that no index counts from their end. [ENG-LAYERS-D2]
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload
+
+from hecate.engine.cpu.passes import out_of_line
+from hecate.engine.cpu.vectors import ONE, add, filled, helper, load, mul, number, per_vector, psi, slope, store
+
+# Sums of a loop in any order, so that it becomes one of vectors; NaN and infinities stay what they are.
+loose = njit(
+    error_model="numpy", fastmath={"reassoc", "contract", "nsz"}, no_cfunc_wrapper=True, no_cpython_wrapper=True
+)
+_INLINE = {"error_model": "numpy", "forceinline": True}
+
+
+@intrinsic
+def _as_float(_: Any, x: Any) -> Any:
+    return types.float32(types.int32), lambda context, builder, _, args: builder.bitcast(args[0], ir.FloatType())
+
+
+@intrinsic
+def _as_int(_: Any, x: Any) -> Any:
+    return types.int32(types.float32), lambda context, builder, _, args: builder.bitcast(args[0], ir.IntType(32))
+
+
+def exp(x):
+    """e^x."""
+    raise NotImplementedError("only within kernels")
+
+
+def thin(x):
+    """One over the cube root of a positive number."""
+    raise NotImplementedError("only within kernels")
+
+
+def erf(x, gauss):
+    """erf(x), given exp(-x^2)."""
+    raise NotImplementedError("only within kernels")
+
+
+_F = np.float32
+_LOG2E, _LN2H, _LN2L, _LOW, _HIGH = _F(1.4426950408889634), _F(0.693359375), _F(-2.12194440e-4), _F(-87), _F(88.7)
+_C0, _C1, _C2 = _F(1.9875691500e-4), _F(1.3981999507e-3), _F(8.3334519073e-3)
+_C3, _C4, _C5 = _F(4.1665795894e-2), _F(1.6666665459e-1), _F(5.0000001201e-1)
+_E1, _E2, _E3, _E4, _E5 = _F(0.254829592), _F(-0.284496736), _F(1.421413741), _F(-1.453152027), _F(1.061405429)
+_EP, _UNIT, _HALF, _NIL, _THIRD = _F(0.3275911), _F(1), _F(0.5), _F(0), _F(1 / 3)
+
+
+def _exp32(x):
+    # Cephes; clipped to where 2^i is a number. A NaN stays one.
+    y = min(max(x, _LOW), _HIGH)
+    i = np.int32(y * _LOG2E + (_HALF if y >= _NIL else -_HALF))
+    n = _F(i)
+    r = y - n * _LN2H - n * _LN2L
+    p = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
+    p = (p * r * r + r + _UNIT) * _as_float(np.int32((i + np.int32(127)) << np.int32(23)))
+    return p if x == x else x
+
+
+def _thin32(x):
+    # A third of the bits, then Newton's method for y^-3 = x, which has no quotients.
+    y = _as_float(np.int32(np.int32(1419967116) - np.int32(_F(_as_int(x)) * _THIRD)))
+    y += y * (_UNIT - x * y * y * y) * _THIRD
+    y += y * (_UNIT - x * y * y * y) * _THIRD
+    y += y * (_UNIT - x * y * y * y) * _THIRD
+    return y if x == x else x
+
+
+def _erf32(x, gauss):
+    # Abramowitz and Stegun 7.1.26, to 1.5e-7.
+    a = abs(x)
+    t = _UNIT / (_UNIT + _EP * a)
+    y = _UNIT - ((((_E5 * t + _E4) * t + _E3) * t + _E2) * t + _E1) * t * gauss
+    return y if x >= _NIL else -y
+
+
+@overload(exp, jit_options=_INLINE)
+def _exp(x):
+    return _exp32 if x == types.float32 else lambda x: math.exp(x)
+
+
+@overload(thin, jit_options=_INLINE)
+def _thin(x):
+    return _thin32 if x == types.float32 else lambda x: x ** (-1 / 3)
+
+
+@overload(erf, jit_options=_INLINE)
+def _erf(x, gauss):
+    return _erf32 if x == types.float32 else lambda x, gauss: math.erf(x)
+
+
+ACTIVATIONS = {"gelu": 0, "silu": 1, "tanh": 2, "relu": 3}
+
+
+@loose
+def activated(act, values, at, size, into, to, wide):
+    """act(x), and `wide` numbers on act'(x), then act''(x)."""
+    out_of_line()
+    x, y = values[at : at + size], into[to : to + size]
+    d1, d2 = into[to + wide : to + wide + size], into[to + 2 * wide : to + 2 * wide + size]
+    zero, one = number(values[at], 0), number(values[at], 1)
+    two, half = number(values[at], 2), number(values[at], 0.5)
+    if act == 0:
+        root, density = number(values[at], 0.7071067811865476), number(values[at], 0.3989422804014327)
+        for i in range(size):
+            z = x[i]
+            g = exp(-half * z * z)
+            c, d = half * (one + erf(z * root, g)), density * g
+            y[i], d1[i], d2[i] = z * c, c + z * d, d * (two - z * z)
+    elif act == 1:
+        for i in range(size):
+            z = x[i]
+            s = one / (one + exp(-z))
+            t = s * (one - s)
+            y[i], d1[i], d2[i] = z * s, s + z * t, t * (two + z * (one - two * s))
+    elif act == 2:
+        for i in range(size):
+            t = math.tanh(x[i])
+            d = one - t * t
+            y[i], d1[i], d2[i] = t, d, -two * t * d
+    else:
+        for i in range(size):
+            z = x[i]
+            y[i], d1[i], d2[i] = z if z > zero else zero, one if z > zero else zero, zero
+
+
+BIASES = {"target": 0, "error": 1, "clip": 2, "power": 3, "sign": 4, "ball": 5}
+
+
+@loose
+def errors(form, a, b, preds, at, values, vo, size, into, to, wide):
+    """u = d loss / d pred of a token, and `wide` numbers on its slope."""
+    out_of_line()
+    pred, v, u = preds[at : at + size], values[vo : vo + size], into[to : to + size]
+    du = into[to + wide : to + wide + size]
+    one, zero = number(a, 1), number(a, 0)
+    if form == 0:
+        for i in range(size):
+            u[i], du[i] = -v[i], zero
+    elif form == 1:
+        for i in range(size):
+            u[i], du[i] = pred[i] - v[i], one
+    elif form < 5:
+        for i in range(size):
+            x = psi(form, a, b, pred[i], v[i])
+            u[i], du[i] = x, slope(form, a, b, pred[i], v[i], x)
+    else:
+        square = zero
+        for i in range(size):
+            e = pred[i] - v[i]
+            square += e * e
+        inside = square <= a * a
+        for i in range(size):
+            e = pred[i] - v[i]
+            r = math.sqrt(e * e + b * b)
+            u[i] = e if inside else a * e / r
+            du[i] = one if inside else a * (b / r) * (b / r) / r
+
+
+@loose
+def centred(values, at, size, into, to):
+    """y = x less its mean."""
+    out_of_line()
+    x, y = values[at : at + size], into[to : to + size]
+    mean = values[at] - values[at]
+    for i in range(size):
+        mean += x[i]
+    mean /= number(mean, size)
+    for i in range(size):
+        y[i] = x[i] - mean
+
+
+@loose
+def normed(values, at, size, eps, into, to, wide):
+    """y = (x - mean) / s, and `wide` numbers on 1/s."""
+    out_of_line()
+    centred(values, at, size, into, to)
+    y, square = into[to : to + size], values[at] - values[at]
+    for i in range(size):
+        square += y[i] * y[i]
+    s = number(eps, 1) / math.sqrt(square / number(square, size) + eps)
+    for i in range(size):
+        y[i] *= s
+    into[to + wide] = s
+
+
+@loose
+def norm_pulled(values, yo, s, size, cotangents, go, into, to):
+    """x = J g, J that of `normed`."""
+    out_of_line()
+    y, g, x = values[yo : yo + size], cotangents[go : go + size], into[to : to + size]
+    mean, along = s - s, s - s
+    for i in range(size):
+        mean += g[i]
+        along += g[i] * y[i]
+    mean /= number(mean, size)
+    along /= number(along, size)
+    for i in range(size):
+        x[i] = (g[i] - mean - y[i] * along) * s
+
+
+# Links: W = link(A) of one weight of V rows of P numbers, `wide` apart, and cotangents.
+
+LINKS = {"softmax": 1, "cube_root": 2}
+
+
+@intrinsic
+def _larger(_, a, b):
+    """The larger of two numbers or of two vectors, number by number; of a number and NaN the number b."""
+
+    def code(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return a(a, b), code
+
+
+@intrinsic
+def _largest(_, a):
+    """The largest number of a vector."""
+
+    def code(context, builder, signature, args):
+        def larger(x, y):
+            return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+        return _folded(builder, args[0], larger)
+
+    return a.scalar(a), code
+
+
+@intrinsic
+def _sum_of(_, a):
+    """The sum of a vector, half and half."""
+
+    def code(context, builder, signature, args):
+        return _folded(builder, args[0], builder.fadd)
+
+    return a.scalar(a), code
+
+
+def _folded(builder, vector, joined):
+    while vector.type.count > 1:
+        half = vector.type.count // 2
+        parts = []
+        for start in (0, half):
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), half), [*range(start, start + half)])
+            parts.append(builder.shuffle_vector(vector, vector, mask))
+        vector = joined(*parts)
+    return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
+
+
+@helper
+def _top(x, at, size):
+    """The largest of some numbers."""
+    step = per_vector(x)
+    top, rest = x[at], at
+    if size >= step:
+        wide = load(x, at, ONE)
+        rest = at + size // step * step
+        for j in range(at + step, rest, step):
+            wide = _larger(load(x, j, ONE), wide)
+        top = _largest(wide)
+    for j in range(rest, at + size):
+        top = _larger(x[j], top)
+    return top
+
+
+@loose
+def _exponentials(x, at, size):
+    """x = e^x."""
+    out_of_line()
+    y = x[at : at + size]
+    for i in range(size):
+        y[i] = exp(y[i])
+
+
+@helper
+def _softmax(x, at, y, to, V, size, wide, scale):
+    out_of_line()
+    for r in range(V):
+        o, top = r * wide, -_top(x, at + r * wide, size)
+        shift = filled(x, top)
+        for j in range(o, o + wide, per_vector(x)):
+            store(y, to + j, add(load(x, at + j, ONE), shift))
+    # All rows at once: one loop of vectors.
+    _exponentials(y, to, V * wide)
+    for r in range(V):
+        o, both = to + r * wide, filled(x, 0.0)
+        for j in range(o + size, o + wide):
+            y[j] = scale - scale
+        for j in range(o, o + wide, per_vector(x)):
+            both = add(both, load(y, j, ONE))
+        share = scale / _sum_of(both)
+        for j in range(o, o + wide, per_vector(x)):
+            store(y, j, mul(share, load(y, j, ONE)))
+
+
+@loose
+def _softmax_pulled(weights, to, given, mo, into, go, V, size, wide, scale):
+    out_of_line()
+    w, m = weights[to : to + V * wide].reshape(V, wide), given[mo : mo + V * wide].reshape(V, wide)
+    g, zero = into[go : go + V * wide].reshape(V, wide), scale - scale
+    for r in range(V):
+        along = zero
+        for i in range(size):
+            along += w[r, i] * m[r, i]
+        along /= scale
+        for i in range(size):
+            g[r, i] += w[r, i] * (m[r, i] - along)
+            m[r, i] = zero
+
+
+@loose
+def _cube_root(source, at, into, to, size, b):
+    out_of_line()
+    x, y, both = source[at : at + size], into[to : to + size], b - b
+    for i in range(size):
+        r = thin(max(abs(x[i]), b))
+        c = x[i] * r * r
+        y[i] = c
+        c *= c
+        both += c * c
+    floor = number(b, 1) / thin(b)
+    scale = max(math.sqrt(both), floor * floor)
+    for i in range(size):
+        y[i] *= scale
+    return scale
+
+
+@loose
+def _cube_root_pulled(source, at, weights, to, scale, given, mo, into, go, size, b):
+    out_of_line()
+    x, w = source[at : at + size], weights[to : to + size]
+    m, g = given[mo : mo + size], into[go : go + size]
+    one, three, along = number(b, 1), number(b, 1 / 3), b - b
+    floor = one / thin(b)
+    floor *= floor
+    below, tilt, square = scale / floor, b - b, three * scale * scale * scale
+    if scale > floor:
+        # c = W / scale, and the fourth power of its length is scale^2.
+        for i in range(size):
+            along += w[i] * m[i]
+        tilt = (along + along) / (scale * scale * scale)
+        tilt /= scale * scale * scale
+    for i in range(size):
+        squared = w[i] * w[i]
+        s = square / squared if abs(x[i]) >= b else below
+        g[i] += s * (m[i] + tilt * w[i] * squared)
+        m[i] = b - b
+
+
+@helper
+def linked(link, A, o, W, to, V, P, wide, a, b):
+    """W = link(A); returns the scale of the cube root."""
+    if link == 2:
+        return _cube_root(A, o, W, to, V * wide, b)
+    _softmax(A, o, W, to, V, P, wide, a)
+    return a
+
+
+@helper
+def unlinked(link, A, o, W, to, scale, M, mo, G, go, V, P, wide, a, b):
+    """G += the cotangent of A from that of W, M; M = 0."""
+    if link == 2:
+        _cube_root_pulled(A, o, W, to, scale, M, mo, G, go, V * wide, b)
+    else:
+        _softmax_pulled(W, to, M, mo, G, go, V, P, wide, a)

@@ -1,0 +1,449 @@
+"""Kernels for memories made of linear layers: their graph, walked for one token after the other, the state in cache.
+
+What `hecate.structure.graph` does for many memories these do for one token of one: evaluate, descend, and pull back
+both, with a weight passed over as seldom as may be. A graph is a table of numbers, and so are bias, link and gates, so
+one compilation per dtype serves every rule.
+
+The columns of a node are those of `NODE`. The values of a token lie side by side in a row, that of a node at its `at`;
+an activation keeps its two derivatives behind its value, a norm 1/s. Cotangents of values lie alike.
+
+Names as in `wide`: M state, S momentum, G and H their cotangents. With a link A is what is carried, W = link(A), and M
+the cotangent of W; without one W is A, and M is G. [ENG-LAYERS-D1]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from hecate.engine.cpu.formulas import activated, centred, errors, linked, norm_pulled, normed, unlinked
+from hecate.engine.cpu.passes import (
+    added, backs, copy, decayed, digest, dots, dots_more, fill, moved, out_of_line, product, product_added,
+    products_added, pulled_once, pulled_twice, scaled, summed, unwritten, unwritten_on, written, written_on,
+)  # fmt: skip
+from hecate.engine.cpu.vectors import first_token, helper, number
+
+NODE = ("op", "kind", "weight", "o", "V", "P", "a", "b", "at", "size", "wide", "width")
+COLUMNS = len(NODE)
+LINEAR, ACT, ADD, MULTIPLY, NORM = range(5)
+
+
+def kernel(function: Any) -> Any:
+    """Compiled when first called; kept on disk where there is a place for it."""
+    function.__qualname__ = f"{function.__name__}_{digest('layers')}"
+    options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder to write to
+        return njit(**options)(function)
+
+
+@helper
+def _node(plan, n):
+    """The columns of a node."""
+    c = plan[n]
+    return c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9], c[10], c[11]
+
+
+@helper
+def _evaluated(plan, eps, nodes, W, wo, x, xo):
+    """The value of every node, from that of the input."""
+    out_of_line()
+    for n in range(nodes):
+        op, kind, _, o, V, P, a, b, at, size, wide, _ = _node(plan, n)
+        if op == 0:
+            dots(W, wo + o, V, P, x, xo + a, x, xo + at)
+        elif op == 1:
+            activated(kind, x, xo + a, size, x, xo + at, wide)
+        elif op == 2:
+            summed(x, xo + a, x, xo + b, x, xo + at, wide)
+        elif op == 3:
+            product(x, xo + a, x, xo + b, x, xo + at, wide)
+        else:
+            normed(x, xo + a, size, eps, x, xo + at, wide)
+
+
+@helper
+def _spread(node, x, xo, g, go, row):
+    """What an operation hands down of the cotangent of its value."""
+    out_of_line()
+    op, _, _, _, _, _, a, b, at, size, wide, _ = node
+    if op == 1:
+        product_added(g, go + at, x, xo + at + wide, g, go + a, wide)
+    elif op == 2:
+        added(g, go + at, g, go + a, wide)
+        added(g, go + at, g, go + b, wide)
+    elif op == 3:
+        product_added(g, go + at, x, xo + b, g, go + a, wide)
+        product_added(g, go + at, x, xo + a, g, go + b, wide)
+    else:
+        norm_pulled(x, xo + at, x[xo + at + wide], size, g, go + at, row, at - at)
+        for i in range(size):
+            g[go + a + i] += row[i]
+
+
+@helper
+def _descended(plan, nodes, W, wo, x, xo, f, fo, row, hidden):
+    """The cotangents of all values above the input from that of the last: d of every layer."""
+    out_of_line()
+    for n in range(nodes - 1, -1, -1):
+        op, _, _, o, V, P, a, _, at, _, _, _ = _node(plan, n)
+        if op == 0:
+            if 0 < a < hidden:
+                backs(W, wo + o, V, P, f, fo + at, f, fo + a)
+        else:
+            _spread(_node(plan, n), x, xo, f, fo, row)
+
+
+@helper
+def _raised(plan, nodes, W, wo, x, xo, f, fo, up, g, row, hidden):
+    """The reverse of `_descended`: from what arrives at d of every layer (in `up`) the cotangent of what it began with,
+    and those of the values that it used, added to g."""
+    out_of_line()
+    for n in range(nodes):
+        op, _, _, o, V, P, a, b, at, size, wide, _ = _node(plan, n)
+        if op == 0:
+            if 0 < a < hidden:
+                dots_more(W, wo + o, V, P, up, a, up, at)
+        elif op == 1:
+            products_added(up, a, f, fo + at, x, xo + at + 2 * wide, g, a, wide)
+            product_added(up, a, x, xo + at + wide, up, at, wide)
+        elif op == 2:
+            added(up, a, up, at, wide)
+            added(up, b, up, at, wide)
+        elif op == 3:
+            product_added(up, b, f, fo + at, g, a, wide)
+            product_added(up, a, f, fo + at, g, b, wide)
+            product_added(up, a, x, xo + b, up, at, wide)
+            product_added(up, b, x, xo + a, up, at, wide)
+        else:
+            s = x[xo + at + wide]
+            norm_pulled(x, xo + at, s, size, f, fo + at, row, wide)
+            norm_pulled(x, xo + at, s, size, up, a, row, at - at)
+            one, two, three = s - s, s - s, s - s
+            for i in range(size):
+                y = x[xo + at + i]
+                one += up[a + i] * row[wide + i]
+                two += f[fo + at + i] * y
+                three += up[a + i] * y
+            s /= number(s, size)
+            for i in range(size):
+                g[a + i] -= (one * x[xo + at + i] + two * row[i] + three * row[wide + i]) * s
+                up[at + i] += row[i]
+
+
+@helper
+def _through(plan, nodes, W, wo, M, mo, x, xo, g, f, fo, up, row, hidden, both):
+    """Backpropagation of the values' cotangents to those of the input and, added to M, of the weights; with `both`
+    those of `_raised`, too."""
+    out_of_line()
+    for n in range(nodes - 1, -1, -1):
+        op, _, _, o, V, P, a, _, at, _, _, _ = _node(plan, n)
+        if op != 0:
+            _spread(_node(plan, n), x, xo, g, at - at, row)
+        elif both > 0 and 0 < a < hidden:
+            pulled_twice(W, wo + o, M, mo + o, V, P, g, at, x, xo + a, f, fo + at, up, a, g, a)
+        else:
+            pulled_once(W, wo + o, M, mo + o, V, P, g, at, x, xo + a, g, a)
+
+
+@helper
+def _links(plan, nodes, link, la, lb, A, o, W, to, scales, so):
+    """W = link(A) of every weight."""
+    out_of_line()
+    for n in range(nodes):
+        node = _node(plan, n)
+        if node[0] == 0:
+            at = node[3]
+            s = linked(link, A, o + at, W, to + at, node[9], node[11], node[5], la, lb)
+            scales[so + node[2]] = s
+
+
+@helper
+def _unlinks(plan, nodes, link, la, lb, A, o, W, to, scales, so, M, G, go):
+    """G += the cotangent of A from that of W, and M = 0."""
+    out_of_line()
+    for n in range(nodes):
+        node = _node(plan, n)
+        if node[0] == 0:
+            at, s = node[3], scales[so + node[2]]
+            unlinked(link, A, o + at, W, to + at, s, M, at, G, go + at, node[9], node[11], node[5], la, lb)
+
+
+@helper
+def _learned(plan, eps, nodes, W, wo, k, ko, v, vo, size, x, xo, f, fo, u, uo, form, a, b, P, V, L, last, row, hidden):
+    """A token's values, its u, and the cotangents of its values: h and d of every layer."""
+    out_of_line()
+    copy(k, ko, x, xo, P)
+    _evaluated(plan, eps, nodes, W, wo, x, xo)
+    errors(form, a, b, x, xo + last, v, vo, size, u, uo, V)
+    fill(f, fo, L, 0.0)
+    for i in range(size):
+        f[fo + last + i] = u[uo + i]
+    _descended(plan, nodes, W, wo, x, xo, f, fo, row, hidden)
+
+
+@helper
+def _stepped(plan, nodes, A, ao, S, so, B, R, bo, x, xo, f, fo, l, r, m, centre, row):
+    """The step on every weight, from (A, S) to (B, R)."""
+    out_of_line()
+    for n in range(nodes):
+        op, _, _, o, V, P, a, _, at, _, _, width = _node(plan, n)
+        if op == 0:
+            h, ho = x, xo + a
+            if centre:
+                centred(x, xo + a, width, row, at - at)
+                for i in range(width, P):
+                    row[i] = 0
+                h, ho = row, at - at
+            if S.size > 0:
+                written_on(A, ao + o, S, so + o, B, R, bo + o, V, P, f, fo + at, h, ho, l, r, m)
+            else:
+                written(A, ao + o, B, bo + o, V, P, f, fo + at, h, ho, l, r)
+
+
+@kernel
+def forward(
+    lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
+    write, reset, initial, A, S, y, kept, kept_S, segment, form, a, b, link, la, lb, centre, order, before, W, x, f,
+    u, row, scales,
+):  # fmt: skip
+    """Outputs y and, in place, the final A and S; with `kept` given, the states that `backward` begins its segments
+    at."""
+    segments, nil = (T + segment - 1) // segment, lo - lo  # a literal would be compiled for
+    x[hidden] = 1
+    for n in range(lo, hi):
+        base, first = n * size, first_token(n, heads, T)
+        Z, zo = (W, nil) if link > 0 else (A, base)
+        if link > 0:
+            _links(plan, nodes, link, la, lb, A, base, W, nil, scales, nil)
+        for t in range(T):
+            at = first + t * heads
+            if kept.size > 0 and t % segment == 0:
+                place = (n * segments + t // segment) * size
+                copy(A, base, kept, place, size)
+                if S.size > 0:
+                    copy(S, base, kept_S, place, size)
+            if reset.size > 0 and reset[at]:
+                copy(initial, base, A, base, size)
+                if S.size > 0:
+                    fill(S, base, size, 0.0)
+                if link > 0:
+                    _links(plan, nodes, link, la, lb, A, base, W, nil, scales, nil)
+            writes = write.size == 0 or write[at]
+            if before:
+                copy(q, at * P, x, nil, P)
+                _evaluated(plan, eps, nodes, Z, zo, x, nil)
+                copy(x, last, y, at * V, V)
+            if writes:
+                r = retain[at]
+                if order:
+                    scaled(A, base, A, base, size, r)
+                    r = number(r, 1)
+                _learned(
+                    plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, nil, f, nil, u, nil, form, a, b, P, V, L,
+                    last, row, hidden,
+                )  # fmt: skip
+                _stepped(
+                    plan, nodes, A, base, S, base, A, S, base, x, nil, f, nil, lr[at], r, momentum[at], centre, row
+                )
+                if link > 0:
+                    _links(plan, nodes, link, la, lb, A, base, W, nil, scales, nil)
+            if not before:
+                copy(q, at * P, x, nil, P)
+                _evaluated(plan, eps, nodes, Z, zo, x, nil)
+                copy(x, last, y, at * V, V)
+
+
+@helper
+def _replayed(
+    first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, v, lr, retain,
+    momentum, write, reset, segment, form, a, b, link, la, lb, centre, order, states, states_S, W, x, f, u, row, scales,
+    X,
+):  # fmt: skip
+    """The states before and after every token of a segment, from the first, with what `_learned` found."""
+    out_of_line()
+    nil = first - first
+    if link > 0:
+        _links(plan, nodes, link, la, lb, states, nil, W, nil, scales, nil)
+    for t in range(start, end):
+        at, i = first + t * heads, t - start
+        o = segment + 1 if reset.size > 0 and reset[at] else i
+        to = (i + 1) * size
+        if write.size == 0 or write[at]:
+            r, Z, zo, A, ao = retain[at], states, o * size, states, o * size
+            if link > 0:
+                Z = W
+            if order:
+                scaled(states, o * size, X, nil, size, r)
+                Z, zo, A, ao, r = X, nil, X, nil, number(r, 1)
+            _learned(
+                plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, i * L, f, i * L, u, 2 * i * V, form, a, b, P,
+                V, L, last, row, hidden,
+            )  # fmt: skip
+            _stepped(
+                plan, nodes, A, ao, states_S, o * size, states, states_S, to, x, i * L, f, i * L, lr[at], r,
+                momentum[at], centre, row,
+            )  # fmt: skip
+            if link > 0:
+                _links(plan, nodes, link, la, lb, states, to, W, to, scales, (i + 1) * weights)
+        else:
+            copy(states, o * size, states, to, size)
+            if states_S.size > 0:
+                copy(states_S, o * size, states_S, to, size)
+            if link > 0:
+                copy(W, o * size, W, to, size)
+                for j in range(weights):
+                    scales[(i + 1) * weights + j] = scales[o * weights + j]
+
+
+@helper
+def _read_back(plan, eps, nodes, W, wo, M, mo, q, qo, gy, yo, x, g, gq, P, V, L, last, row, hidden):
+    """What the read of a token sends to its query and, added to M, to the weights."""
+    out_of_line()
+    nil = P - P
+    copy(q, qo, x, nil, P)
+    _evaluated(plan, eps, nodes, W, wo, x, nil)
+    fill(g, nil, L, 0.0)
+    copy(gy, yo, g, last, V)
+    _through(plan, nodes, W, wo, M, mo, x, nil, g, g, nil, g, row, hidden, nil)
+    copy(g, nil, gq, qo, P)
+
+
+@helper
+def _step_back(
+    plan, nodes, A, ao, S, so, G, H, go, x, xo, f, fo, l, r, m, g, up, L, centre, row, hidden,
+):  # fmt: skip
+    """The reverse of `_stepped`: cotangents of d (in `up`), of h (in g), of lr, retain and momentum; G and H of the
+    token before, in place."""
+    out_of_line()
+    nil = go - go
+    fill(g, nil, L, 0.0)
+    fill(up, nil, L, 0.0)
+    gl, gr, gm = l - l, l - l, l - l
+    for n in range(nodes):
+        op, _, _, o, V, P, a, _, at, size, _, width = _node(plan, n)
+        if op == 0:
+            h, ho = x, xo + a
+            if centre:
+                centred(x, xo + a, width, row, at - at)
+                for i in range(width, P):
+                    row[i] = 0
+                h, ho = row, at - at
+            if S.size > 0:
+                e, c = unwritten_on(
+                    G, H, go + o, A, S, ao + o, so + o, V, P, f, fo + at, h, ho, up, at, g, a, r, m
+                )  # fmt: skip
+                gm += c
+            else:
+                e = unwritten(G, go + o, A, ao + o, V, P, f, fo + at, h, ho, up, at, g, a, r)
+            gr += e
+            for i in range(size):
+                gl -= f[fo + at + i] * up[at + i]
+                up[at + i] *= -l
+            if centre:
+                centred(g, a, width, row, at - at)
+                for i in range(width):
+                    g[a + i] = row[i]
+    for i in range(L):
+        g[i] *= -l
+    return gl, gr, gm
+
+
+@helper
+def _write_back(
+    plan, nodes, size, L, P, V, last, width, hidden, l, r, m, G, H, go, Z, A, S, ao, Q, mo, gk, ko, gv, vo, form,
+    centre, order, x, f, xo, u, uo, row, g, up, X,
+):  # fmt: skip
+    """What the write of a token sends to its key, value and gates (returned), to G and H of the token before, and to
+    the weights at which its gradient was taken, added to M."""
+    out_of_line()
+    Y, yo, B, bo, kept, nil = Z, ao, A, ao, r, ao - ao
+    if order:
+        scaled(A, ao, X, nil, size, r)
+        Y, yo, B, bo, kept = X, nil, X, nil, number(r, 1)
+    gl, gr, gm = _step_back(
+        plan, nodes, B, bo, S, ao, G, H, go, x, xo, f, xo, l, kept, m, g, up, L, centre, row, hidden
+    )  # fmt: skip
+    _raised(plan, nodes, Y, yo, x, xo, f, xo, up, g, row, hidden)
+    for j in range(width):
+        c = up[last + j]
+        if form != 0:
+            c *= u[uo + V + j]
+            g[last + j] += c
+        gv[vo + j] = -c
+    _through(plan, nodes, Y, yo, Q, mo, x, xo, g, f, xo, up, row, hidden, nil + 1)
+    copy(g, nil, gk, ko, P)
+    if order:
+        gr = decayed(G, go, A, ao, size, r)
+    return gl, gr, gm
+
+
+@kernel
+def backward(
+    lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
+    write, reset, initial, kept, kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, link, la,
+    lb, centre, order, before, W, x, f, u, row, scales, states, states_S, M, z, g, up, X,
+):  # fmt: skip
+    """Cotangents of all inputs from those of y (gy) and, in place, of the final A and S (G, H)."""
+    segments, far, nil = (T + segment - 1) // segment, segment + 1, lo - lo
+    z[hidden] = 1
+    for i in range(segment):
+        x[i * L + hidden] = 1
+    Z, Q = (W, M) if link > 0 else (states, G)
+    for n in range(lo, hi):
+        base, first = n * size, first_token(n, heads, T)
+        mo = nil if link > 0 else base
+        if link > 0:
+            fill(M, nil, size, 0.0)
+        if reset.size > 0:
+            copy(initial, base, states, far * size, size)
+            if states_S.size > 0:
+                fill(states_S, far * size, size, 0.0)
+            if link > 0:
+                _links(plan, nodes, link, la, lb, states, far * size, W, far * size, scales, far * weights)
+        for index in range(segments - 1, -1, -1):
+            start, end = index * segment, min(T, (index + 1) * segment)
+            copy(kept, (n * segments + index) * size, states, nil, size)
+            if states_S.size > 0:
+                copy(kept_S, (n * segments + index) * size, states_S, nil, size)
+            _replayed(
+                first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, v, lr,
+                retain, momentum, write, reset, segment, form, a, b, link, la, lb, centre, order, states, states_S, W,
+                x, f, u, row, scales, X,
+            )  # fmt: skip
+            for t in range(end - 1, start - 1, -1):
+                at, i = first + t * heads, t - start
+                resets, writes = reset.size > 0 and reset[at], write.size == 0 or write[at]
+                o, to = (far if resets else i), i + 1
+                if not before or not writes:
+                    _read_back(
+                        plan, eps, nodes, Z, to * size, Q, mo, q, at * P, gy, at * V, z, g, gq, P, V, L, last, row,
+                        hidden,
+                    )  # fmt: skip
+                if writes:
+                    if link > 0:
+                        _unlinks(
+                            plan, nodes, link, la, lb, states, to * size, W, to * size, scales, to * weights, M, G, base
+                        )  # fmt: skip
+                    glr[at], gr[at], gm[at] = _write_back(
+                        plan, nodes, size, L, P, V, last, width, hidden, lr[at], retain[at], momentum[at], G, H, base,
+                        Z, states, states_S, o * size, Q, mo, gk, at * P, gv, at * V, form, centre, order, x, f, i * L,
+                        u, 2 * i * V, row, g, up, X,
+                    )  # fmt: skip
+                    if before:
+                        _read_back(
+                            plan, eps, nodes, Z, o * size, Q, mo, q, at * P, gy, at * V, z, g, gq, P, V, L, last, row,
+                            hidden,
+                        )  # fmt: skip
+                if resets:
+                    if link > 0:
+                        _unlinks(
+                            plan, nodes, link, la, lb, states, o * size, W, o * size, scales, o * weights, M, G, base
+                        )  # fmt: skip
+                    moved(G, base, size, g_initial, base)
+                    if H.size > 0:
+                        fill(H, base, size, 0.0)
+        if link > 0:
+            _unlinks(plan, nodes, link, la, lb, states, nil, W, nil, scales, nil, M, G, base)

@@ -1,0 +1,213 @@
+"""The engine compiled_layers against the token loop, and where it must leave the work to others."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Literal
+
+import pytest
+import torch
+
+from hecate import MemoryConfig, named_rule
+from hecate.bias import Yaad
+from hecate.engine import Call, Engine, choose, explain
+from hecate.engine.cpu import deep as module
+from hecate.errors import ConfigError
+from hecate.retention import KL, Lq, LqLink, SoftmaxLink
+from tests.engine.test_properties import in_pieces, whole
+from tests.memories import Case, case_of, close, config_of
+
+numba = pytest.importorskip("numba")
+
+ENGINE = Engine.registry["compiled_layers"]
+MLP = {"kind": "mlp", "layers": 2, "expansion": 2}
+MIRAS = {**MLP, "residual": True, "norm": "layer", "norm_eps": 1e-2}
+RULES = {
+    "titans": {"structure": {**MLP, "activation": "silu"}, "retention": "decay", "algorithm": "momentum"},
+    "early": {"structure": {**MLP, "activation": "tanh", "bias": True}, "retention": "decay", "algorithm": "momentum"}
+    | {"decay_order": "before_gradient", "read": "before", "bias": {"kind": "lp", "p": 3.0}},
+    "deep": {"structure": {"kind": "mlp", "layers": 3, "activation": "relu"}, "bias": {"kind": "huber", "delta": 0.7}},
+    "yaad": {"structure": MIRAS, "retention": {"kind": "l2", "decoupled": True}, "decay_order": "before_gradient"}
+    | {"bias": {"kind": "yaad", "delta": 0.7, "eps": 0.1}},
+    "memora": {"structure": {**MIRAS, "bias": True}, "retention": {"kind": "kl", "scale": 3.0}},
+    "told": {"structure": MIRAS, "retention": {"kind": "kl", "scale": 3.0}, "bias": "dot", "read": "before"},
+    "moneta": {"structure": MIRAS, "retention": {"kind": "lq", "eps": 0.1}, "bias": {"kind": "lp", "p": 3.0}},
+    "moving": {"structure": MLP, "retention": {"kind": "lq", "eps": 0.01}, "algorithm": "momentum", "read": "before"},
+    "gated": {"structure": "gated_mlp", "retention": "decay", "algorithm": "momentum"},
+    "matrix": {"structure": "matrix", "retention": {"kind": "kl", "scale": 3.0}, "bias": "l1"},
+}
+
+
+@pytest.mark.spec("ENG-LAYERS-D1", "ENG-LAYERS-I1", "ENG-LAYERS-V1", "ENG-LAYERS-D3")
+@pytest.mark.parametrize("name", RULES)
+def test_against_the_token_loop(name):
+    """Outputs, final state and all gradients, in whole and in pieces, with masks and without."""
+    config = config_of(**RULES[name])
+    assert ENGINE.refuses(config) is None
+    for length, d, masks in ((0, 3, False), (1, 3, False), (9, 3, False), (23, 5, True)):
+        case = case_of(config, length=length, d=d, width=d, masks=masks, ends=0.2)
+        expected = whole(case, engine="sequential")
+        whole(case, engine="compiled_layers", autodiff="torch").equals(expected)
+        if masks:
+            whole(case, engine="compiled_layers", autodiff="tape").equals(expected)
+            in_pieces(case, [4, 5, 17], engine="compiled_layers").equals(expected)
+
+
+@pytest.mark.spec("ENG-LAYERS-I1")
+@pytest.mark.parametrize(("d", "width"), [(1, 1), (1, 9), (8, 4), (17, 16)])
+def test_widths_around_whole_vectors(d, width):
+    """Numbers beyond a weight's own stay 0, whatever link and bias do to them."""
+    for fields in (RULES["titans"], {**RULES["memora"], "structure": MLP}, {**RULES["moneta"], "structure": MLP}):
+        case = case_of(config_of(**fields), d=d, width=width, length=6, masks=True)
+        whole(case, engine="compiled_layers").equals(whole(case, engine="sequential"))
+
+
+@pytest.mark.spec("ENG-LAYERS-I2")
+def test_the_number_of_threads_changes_no_bit(monkeypatch):
+    monkeypatch.setattr(module, "SHARE", 1)
+    case = case_of(config_of(**RULES["yaad"]), d=3, width=3, length=12, masks=True)
+    alone = whole(case, engine="compiled_layers")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        shared = whole(case, engine="compiled_layers")
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(alone.y, shared.y)
+    assert all(torch.equal(a, b) for a, b in zip(alone.grads, shared.grads, strict=True))
+
+
+@pytest.mark.spec("ENG-LAYERS-V2")
+def test_second_derivatives_go_through_the_token_loop():
+    def twice(engine: str) -> torch.Tensor:
+        case = case_of(config_of(**RULES["titans"]), d=3, width=3, length=5).fresh()
+        y, _ = case.scan(engine=engine)
+        (g,) = torch.autograd.grad(y.square().sum(), case.k, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), case.v)[0]
+
+    close(twice("compiled_layers"), twice("sequential"), 1e-9, "second derivative")
+
+
+@pytest.mark.spec("ENG-LAYERS-I3")
+@pytest.mark.parametrize("name", ["titans", "memora", "moneta"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_stays_in_its_memory(name, value):
+    config = config_of(**RULES[name]).model_copy(update={"on_nonfinite": "propagate"})
+    case = case_of(config, d=3, width=3, length=40)
+    clean, _ = case.scan(engine="compiled_layers")
+    case.v[0, 20, 1, 0] = value
+    y, state = case.scan(engine="compiled_layers")
+    assert not y[0, 20:, 1].isfinite().any()
+    y[0, 20:, 1] = clean[0, 20:, 1]
+    assert torch.equal(y, clean)
+    assert not state.memory["w1"][0, 1].isfinite().all()
+
+
+@pytest.mark.spec("ENG-LAYERS-D4")
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"structure": MLP, "chunk": 4}, "remembered state"),
+        ({"structure": "slots"}, "not made of linear layers"),
+        ({"structure": MLP, "algorithm": {"kind": "momentum", "nesterov": True}}, "'momentum' as configured"),
+        ({"structure": MLP, "algorithm": "newton_schulz"}, "'newton_schulz' as configured"),
+        ({"structure": MLP, "bias": "kl"}, "bias 'kl'"),
+        ({"structure": MLP, "retention": "elastic_net"}, "retention 'elastic_net'"),
+        ({"structure": MLP, "retention": "l2"}, "retention 'l2'"),
+        ({"structure": MLP, "retention": "bounded"}, "the link of retention 'bounded'"),
+        ({"structure": MLP, "retention": {"kind": "lq", "q": 3.0}}, "the link of retention 'lq'"),
+        ({"structure": MLP, "retention": {"kind": "lq", "form": "paper"}}, "the link of retention 'lq'"),
+        ({"structure": MLP, "retention": "kl", "decay_order": "before_gradient"}, "ahead of the gradient"),
+        ({"structure": MLP, "retention": "kl", "algorithm": "momentum"}, "without their mean"),
+    ],
+    ids=lambda given: str(given) if isinstance(given, str) else "",
+)
+def test_refusals_name_the_reason(fields, reason):
+    config = MemoryConfig(**fields)
+    with pytest.raises(ConfigError, match=reason):
+        choose(Call.sketch(config, length=64), "compiled_layers")
+
+
+@pytest.mark.spec("ENG-LAYERS-D4")
+def test_a_call_may_be_unfit():
+    config, wide = MemoryConfig(retention="kl"), torch.ones(1, 40, 1, 3)
+    assert "per phi channel" in (ENGINE.unfit(Call.sketch(config, retain=wide)) or "")
+    assert "on cuda" in (ENGINE.unfit(Call.sketch(config, device="cuda")) or "")
+    assert "float16" in (ENGINE.unfit(Call.sketch(config, dtype=torch.float16)) or "")
+    assert ENGINE.unfit(Call.sketch(config, traced=True)) is not None
+
+
+@pytest.mark.spec("ENG-LAYERS-D4")
+@pytest.mark.parametrize("rule", ["titans", "yaad", "moneta", "memora"])
+def test_auto_takes_it_for_named_rules(rule):
+    config = named_rule(rule)
+    assert explain(Call.sketch(config, length=32))[0] == "compiled_layers"
+    assert explain(Call.sketch(config, length=31))[0] == "sequential"
+    assert explain(Call.sketch(config.model_copy(update={"chunk": 8}), length=64, steps=8))[0] == "chunk"
+    assert explain(Call.sketch(MemoryConfig(), length=64))[0] == "compiled"
+
+
+class Louder(Yaad):
+    """louder: another derivative below a class that declares a form."""
+
+    kind: Literal["layers_test_louder"] = "layers_test_louder"
+
+    def psi(self, error):
+        return 2 * super().psi(error)
+
+
+class Colder(KL):
+    """colder: other weights below a class whose link has a form."""
+
+    kind: Literal["layers_test_colder"] = "layers_test_colder"
+
+    def weights(self, carried):
+        return 0.5 * super().weights(carried)
+
+
+@pytest.mark.spec("ENG-LAYERS-D3")
+def test_forms_are_lost_where_the_formula_is_another():
+    assert Yaad().token_form() is not None
+    assert Yaad().kernel_form() is None
+    assert Louder().token_form() is None
+    assert KL().link_form() == SoftmaxLink().kernel_form()
+    assert Lq().link_form() == LqLink().kernel_form()
+    assert Colder().link_form() is None
+    assert KL(signed=True).link_form() is None
+
+
+@pytest.mark.spec("ENG-LAYERS-D2")
+def test_a_kernel_that_has_to_be_loaded_is_announced(caplog):
+    class Fresh:
+        signatures: tuple[object, ...] = ()
+
+        class stats:
+            cache_hits: tuple[object, ...] = ()
+
+    with caplog.at_level(logging.INFO, logger="hecate.engine"):
+        module.announce(Fresh, "forward", "float32")
+        Fresh.signatures = (1,)
+        module.announce(Fresh, "forward", "float32")
+    assert [record.message for record in caplog.records] == [
+        "compiled_layers: loading kernel forward; the first time for float32 it is compiled, some seconds"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.spec("ENG-LAYERS-D2")
+@pytest.mark.parametrize("name", [name for name in RULES if name != "moving"])  # which runs away at this width
+def test_float32_is_as_near_as_the_token_loop(name):
+    """Polynomials for exp, erf and roots: both err from float64 by a few eps times the number of tokens."""
+    config = config_of(**RULES[name])
+    case = case_of(config, d=16, width=16, length=10)
+    true, _ = case.scan(engine="sequential")
+
+    def error(engine: str) -> float:
+        leaves = [item.float() for item in case.leaves]
+        own = Case(config.model_copy(update={"state_dtype": "float32"}), *case[1:]).with_leaves(leaves)
+        y, _ = own.scan(engine=engine)
+        return float((y.double() - true).norm() / true.norm())
+
+    eps = torch.finfo(torch.float32).eps
+    assert error("compiled_layers") <= 2 * error("sequential") + 10 * eps
