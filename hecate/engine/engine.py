@@ -232,7 +232,9 @@ def verdicts(call: Call) -> dict[str, str]:
 
 def exact_engines(config: MemoryConfig, *, length: int = 2) -> list[str]:
     """The engines beside the token loop that are exact for a config on the CPU."""
-    call, others = Call.sketch(config, length=length), [each for each in Engine.registry.values() if not each.truth]
+    retain = torch.ones(1, 1, 1, 1) if config.retention.gate_form.channels else None
+    call = Call.sketch(config, length=length, retain=retain)
+    others = [each for each in Engine.registry.values() if not each.truth]
     return [each.name for each in others if each.unable(call) is None]
 
 

@@ -106,6 +106,7 @@ class Plain(Gating):
     """none: what the layer has made, as it is.
 
     Shapes: no parameters, no state.
+    Origin: a gate of each kind from x, as Titans and gated DeltaNet have them. [GATE-NONE-D1]
     """
 
     kind: Literal["none"] = "none"

@@ -118,7 +118,7 @@ class MemoryConfig(Config):
         fields = {name: getattr(self, name, None) for name in type(self).model_fields}
         knobs = {name: fields[name] for name in MemoryRule.model_fields}
         object.__setattr__(self, "_rule", MemoryRule.model_construct(**knobs))
-        if all(isinstance(knob, Variant) for knob in knobs.values()):  # else it is refused when it is checked
+        if all(hasattr(knobs[name], "kernel_form") for name in ("bias", "retention", "algorithm")):  # else refused later
             object.__setattr__(self, "forms", Forms.of(self.rule))
         if self.writes > 1:
             chunk = self.chunk * self.writes if self.chunk > 1 else 1
