@@ -19,7 +19,7 @@ from hecate.readout import Direct, ReadoutKind
 from hecate.retention import NoRetention, RetentionKind, StepForm
 from hecate.rule.rule import MemoryRule
 from hecate.structure import Matrix, StructureKind
-from hecate.variant import Config, Conflicts, Variant
+from hecate.variant import Config, Conflicts
 
 
 class Forms(NamedTuple):
@@ -118,7 +118,8 @@ class MemoryConfig(Config):
         fields = {name: getattr(self, name, None) for name in type(self).model_fields}
         knobs = {name: fields[name] for name in MemoryRule.model_fields}
         object.__setattr__(self, "_rule", MemoryRule.model_construct(**knobs))
-        if all(hasattr(knobs[name], "kernel_form") for name in ("bias", "retention", "algorithm")):  # else refused later
+        told = ("bias", "retention", "algorithm")
+        if all(hasattr(knobs[name], "kernel_form") for name in told):  # else it is refused when it is checked
             object.__setattr__(self, "forms", Forms.of(self.rule))
         if self.writes > 1:
             chunk = self.chunk * self.writes if self.chunk > 1 else 1

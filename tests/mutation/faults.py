@@ -235,7 +235,7 @@ FAULTS = [
         ("fla", "initial_state=memory.mT.unflatten(0, (-1, v.shape[2]))", "initial_state=memory.unflatten(0, (-1, v.shape[2]))"),
         ("fla", "if config.on_nonfinite == \"skip\":", "if False:"),
         ("fla", "except Exception as error:", "except RuntimeError as error:"),
-        ("engine", "_refuse(asked, engine.unfit(call))", "pass"),
+        ("engine", "_refuse(asked, engine.unable(call))", "pass"),
     ),
     *_of(
         "engine",
@@ -270,7 +270,7 @@ FAULTS = [
     *_of(
         "nn",
         NN,
-        ("gates", 'starts = {"lr": 0.5 * (1 - momentum)}', 'starts = {"lr": 0.5}'),
+        ("gates", "Starts(lr=0.5 * (1 - momentum))", "Starts(lr=0.5)"),
         ("gates", "return math.log(inside / (1 - inside))", "return inside"),
         ("conv", "tap = padded[:, kept - j : kept - j + length]", "tap = padded[:, kept - j + 1 : kept - j + 1 + length]"),
         ("conv", "return nn.functional.silu(total), padded[:, length:]", "return nn.functional.silu(total), padded[:, -kept:] * 0"),
