@@ -382,7 +382,7 @@ FAULTS = [
         "tests/cms/test_firing.py",
         ("gates", "+ (gate - gate.detach())", "- (gate - gate.detach())"),
         ("gates", "retain * fired + (1 - fired)", "retain * fired"),
-        ("gates", "lr = lr * fired", "lr = lr * fired.detach()"),
+        ("gates", "lr = None if lr is None else lr * fired", "lr = lr * fired.detach()"),
         ("gates", "(gate > 0.5)", "(gate < 0.5)"),
     ),
     *_of(
