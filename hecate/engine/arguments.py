@@ -183,8 +183,8 @@ def _refused_gates(config: MemoryConfig) -> Iterator[tuple[str, str]]:
     """Which of erase, write, retain_value and floor mean nothing to a config, and why."""
     structure = config.structure.named
     for name in ("erase", "write"):
-        if not config.structure.linear:
-            without = "writes along v" if config.structure.transposed else "has weights without a phi axis"
+        if not config.forms.linear:
+            without = "writes along v" if config.forms.transposed else "has weights without a phi axis"
             yield name, f"{structure} {without}; use structure 'matrix' or 'vector', whose predictions are of values"
         if not config.algorithm.takes_any_gradient():
             own = f"algorithm {config.algorithm.kind!r} makes its gradient from phi(k) itself"
@@ -208,7 +208,7 @@ def _refused_gates(config: MemoryConfig) -> Iterator[tuple[str, str]]:
             yield (name, f"normalizer={config.normalizer!r} divides by one sum of weights for all value channels")
     if not config.retention.uses_retain:
         yield "retain_value", f"retention {config.retention.kind!r} takes no retain gate; choose retention 'decay'"
-    if not (config.structure.linear or config.structure.transposed) or config.structure.diagonal:
+    if not (config.forms.linear or config.forms.transposed) or config.structure.diagonal:
         yield "retain_value", f"{structure} has no axis of value channels beside phi's; use structure 'matrix'"
     if accumulated_retain(config):
         chunks = f"chunk={config.chunk} with commit={config.commit!r} and decay_order={config.decay_order!r}"
@@ -238,12 +238,12 @@ def _bounds(top: float) -> str:
 
 def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
     width = config.feature_map.output_dim(k.shape[-1])
-    if config.structure.transposed:
+    if config.forms.transposed:
         raise ConfigError(
             f"gates.retain has one value per phi channel, but {config.structure.named} decays channels of values; pass "
             "[B, T, H], and gates.retain_value"
         )
-    if not config.structure.linear:
+    if not config.forms.linear:
         raise ConfigError(
             f"gates.retain has one value per phi channel, but {config.structure.named} has weights without "
             "a phi axis; pass [B, T, H] or use structure 'matrix' or 'vector'"

@@ -35,7 +35,7 @@ class Cascade(TokenEngine):
             return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
         if not config.retention.linear:
             return f"retention {config.retention.kind!r} is not linear"
-        if config.algorithm.kernel_form() is None:
+        if config.forms.algorithm is None:
             return f"algorithm {config.algorithm.kind!r} is not a linear recurrence of the gates alone"
         return None
 

@@ -4,7 +4,7 @@
         name = "mine"
 
         def refuses(self, config):  # why it is not exact for a config, whatever it is called with
-            return None if config.structure.linear else "it is for linear memories"
+            return None if config.forms.linear else "it is for linear memories"
 
         def cost(self, call):
             return 10.0 * call.length
@@ -72,7 +72,7 @@ class Engine(ABC):
 
     def excludes(self, config: MemoryConfig) -> str | None:
         """Why it cannot run a config, whatever it is called with; None if it can."""
-        if config.structure.transposed and not self.transposes:
+        if config.forms.transposed and not self.transposes:
             return f"it reads what memories predict, and {config.structure.named} is read by its transpose"
         return self.refuses(config)
 
@@ -82,11 +82,18 @@ class Engine(ABC):
 
     def unable(self, call: Call) -> str | None:
         """Why it cannot run a call, for whatever reason; None if it can."""
+        config, known = call.config, call.config.refusals
+        if torch.compiler.is_compiling():  # which cannot trace what remembers
+            known = {}
+        if self not in known:
+            known[self] = self.excludes(config)
+        if (reason := known[self]) is not None:
+            return reason
         for name in call.general:
             # Under dot nothing is asked of the memory, and the written key is the only one.
-            if name not in self.takes and not (name == "write" and call.config.forms.target):
-                return self.excludes(call.config) or f"it does not know gates.{name}"
-        return self.excludes(call.config) or self.unfit(call)
+            if name not in self.takes and not (name == "write" and config.forms.target):
+                return f"it does not know gates.{name}"
+        return self.unfit(call)
 
     @abstractmethod
     def cost(self, call: Call) -> float:
@@ -98,7 +105,7 @@ class Engine(ABC):
 
     def autodiff(self, config: MemoryConfig) -> Autodiff:
         """What `autodiff="auto"` is: autograd, which keeps what blocks make, for linear memories, else the tape."""
-        return "torch" if config.structure.linear else "auto"
+        return "torch" if config.forms.linear else "auto"
 
     @abstractmethod
     def run(self, call: Call, run: Run = execute) -> Tensors:

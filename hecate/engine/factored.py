@@ -40,7 +40,7 @@ class Factored(TokenEngine):
         """What needs whole gradients, or takes them elsewhere."""
         if config.chunk > 1 or config.commit == "chunk":
             return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
-        if not config.structure.linear or config.structure.diagonal:
+        if not config.forms.linear or config.structure.diagonal:
             return f"structure {config.structure.kind!r} is not a matrix"
         if not config.retention.linear:
             return f"retention {config.retention.kind!r} is not linear"

@@ -57,7 +57,7 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
 def faced(config: MemoryConfig, tokens: Tokens, run: Run) -> Tokens:
     """Tokens as a memory meets them: where it learns keys from values these change places, and what decays value
     channels decays those of what it is asked at."""
-    if not config.structure.transposed:
+    if not config.forms.transposed:
         return tokens
     retain, value = tokens.retain, tokens.retain_value
     if value is not None:
@@ -163,7 +163,7 @@ def stepped(config: MemoryConfig, phi: Tensor, v: Tensor, lr: Tensor, run: Run) 
     floor, dot = torch.full_like(lr, least), config.forms.target
     # The values of a sum normaliser are 1, whatever becomes of v.
     same = dot or (config.forms.error and config.normalizer == "none")
-    same = same and config.structure.linear and config.algorithm.linear
+    same = same and config.forms.linear and config.algorithm.linear
     # Its derivative has |phi|^4 in it.
     top = reach(phi.dtype, 0.2 if same else 0.4)
     if can_inspect(phi, free=True) and phi.numel() and largest(phi).amax().item() <= top:

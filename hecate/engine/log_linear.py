@@ -46,7 +46,7 @@ def tree_refusal(config: MemoryConfig) -> tuple[str, str] | None:
     """Why the content of a memory cannot be kept apart by age, after the field that says so; None if it can."""
     if config.chunk > 1 or config.commit == "chunk":
         return "chunk", f"chunk={config.chunk} takes gradients at a remembered state; use chunk=1, commit='token'"
-    if config.structure.diagonal or not config.structure.linear:
+    if config.structure.diagonal or not config.forms.linear:
         return "structure", f"structure {config.structure.kind!r} has no rows for levels; use structure 'matrix'"
     if not (config.forms.target or config.forms.error):
         return "bias", f"bias {config.bias.kind!r} is not affine in the prediction; use bias 'l2' or 'dot'"

@@ -94,7 +94,7 @@ def keep_program(
 ) -> None:  # fmt: skip
     """Leaves a program of what the next token looks like, after the whole way has passed every check and returned a
     state."""
-    if config.writes > 1 or config.normalizer == "max" or config.structure.transposed or not config.readout.plain:
+    if config.writes > 1 or config.normalizer == "max" or config.forms.transposed or not config.readout.plain:
         return
     if config.on_nonfinite == "skip" or k.is_meta or not q.numel() or not v.numel():
         return
@@ -248,7 +248,7 @@ def expect_within(x: Tensor, low: float, high: Any) -> None:
 def _is_direct(config: MemoryConfig) -> bool:
     """Whether a write is `a M - lr u k^T` for one matrix, with momentum or without, at every token."""
     online = config.chunk == 1 and config.commit == "token" and config.retention.linear
-    matrix = config.structure.linear and not config.structure.diagonal
+    matrix = config.forms.linear and not config.structure.diagonal
     return online and matrix and config.rule.write_block() is not None
 
 

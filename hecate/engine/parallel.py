@@ -63,7 +63,7 @@ class Parallel(TokenEngine):
         rule = config.rule
         if (reason := chunk_refusal(config)) is not None:
             return reason
-        if not (rule.structure.linear or rule.structure.transposed):
+        if not (config.forms.linear or config.forms.transposed):
             return f"structure {rule.structure.kind!r} is not linear in its weights"
         if not rule.retention.linear:
             return f"retention {rule.retention.kind!r} is not linear"
@@ -73,7 +73,7 @@ class Parallel(TokenEngine):
 
     def unfit(self, call: Call) -> str | None:
         """A decay of value channels that its one system for all of them cannot hold."""
-        if "retain_value" not in call.general or call.config.structure.transposed:
+        if "retain_value" not in call.general or call.config.forms.transposed:
             return None
         config, own = call.config, "a retain per value channel"
         if config.algorithm.uses_momentum:
@@ -113,7 +113,7 @@ def parallel(
     if carry.memory[0].dim() == 2:
         scalars = partial(parallel, size=min(size, DIAGONAL_CHUNK))
         return by_coordinate(scalars, config, tokens, carry, initial, run=run)
-    if config.structure.transposed:
+    if config.forms.transposed:
         block = Block("engine.parallel.keys", lambda *inputs: (_scan_keys(config, inputs), inputs))
         y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens"))
         return y, carry._replace(memory=(memory,), slots=tuple(slots))

@@ -28,6 +28,7 @@ class Forms(NamedTuple):
     Fields:
         bias, retention, algorithm: their `kernel_form()`.
         target, error: whether u is that of bias dot, which does not look at the prediction, or that of l2.
+        linear, transposed: as the structure says.
         gates: which of lr, retain and momentum the knobs take, in the order of `TokenGates`.
         defaults: what these are where none is given.
         tops: the largest they may be.
@@ -39,6 +40,8 @@ class Forms(NamedTuple):
     algorithm: AlgorithmForm | None
     target: bool
     error: bool
+    linear: bool
+    transposed: bool
     gates: tuple[bool, ...]
     defaults: tuple[float, ...]
     tops: tuple[float, ...]
@@ -55,6 +58,8 @@ class Forms(NamedTuple):
             algorithm=algorithm.kernel_form(),
             target=form is not None and form.name == "target",
             error=form is not None and form.name == "error",
+            linear=rule.structure.linear,
+            transposed=rule.structure.transposed,
             gates=(True, retention.uses_retain, algorithm.uses_momentum),
             defaults=(algorithm.lr, retention.default_retain, algorithm.default_momentum),
             tops=(math.inf, 1.0, algorithm.momentum_top),
@@ -109,16 +114,19 @@ class MemoryConfig(Config):
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
 
-    __slots__ = ("_counting", "_direct", "_programs", "_rule", "_single", "forms")
-    forms: ClassVar[Forms]  # of each config: no field, and read without a call
+    __slots__ = ("_counting", "_direct", "_programs", "_rule", "_single", "forms", "refusals")
+    # Of each config: no fields, and read without a call. `refusals` is what engines have said of it, by engine.
+    forms: ClassVar[Forms]
+    refusals: ClassVar[dict[Any, str | None]]
 
     def model_post_init(self, context: object) -> None:
         """Keeps the four knobs as a rule, the config of the sum normaliser, and room for programs."""
         object.__setattr__(self, "_programs", {})
+        object.__setattr__(self, "refusals", {})
         fields = {name: getattr(self, name, None) for name in type(self).model_fields}
         knobs = {name: fields[name] for name in MemoryRule.model_fields}
         object.__setattr__(self, "_rule", MemoryRule.model_construct(**knobs))
-        told = ("bias", "retention", "algorithm")
+        told = ("structure", "bias", "retention", "algorithm")
         if all(hasattr(knobs[name], "kernel_form") for name in told):  # else it is refused when it is checked
             object.__setattr__(self, "forms", Forms.of(self.rule))
         if self.writes > 1:

@@ -42,13 +42,13 @@ class Gradients(NamedTuple):
 def shared_graph(config: MemoryConfig, *, decayed: bool = False) -> Graph | None:
     """The structure's layers, if it is made of such; `decayed` if the tokens of a chunk share a product of the anchor
     too."""
-    proportional = config.structure.linear and config.retention.linear
+    proportional = config.forms.linear and config.retention.linear
     return config.structure.graph() if config.structure.factored and (proportional or not decayed) else None
 
 
 def predict(config: MemoryConfig, weights: Memory, p: Tensor, run: Run = execute) -> Tensor:
     """The answers of one memory to many keys or queries `[N, C, P]`."""
-    graph = None if config.structure.transposed else shared_graph(config)
+    graph = None if config.forms.transposed else shared_graph(config)
     if graph is not None:
         return one(run(predict_block(graph), p, *weights))
     return _each(config, _repeated(weights, p.shape[1], run), p, run)

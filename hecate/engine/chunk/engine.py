@@ -71,7 +71,7 @@ class Chunk(TokenEngine):
             return "chunk=1 takes each gradient at the state before its token, not at a chunk's start"
         if not config.algorithm.takes_any_gradient():
             return f"algorithm {config.algorithm.kind!r} chooses its gradient token by token"
-        retention, form = config.retention, config.algorithm.kernel_form()
+        retention, form = config.retention, config.forms.algorithm
         if retention.links != "token":
             own = f"retention.link_at={retention.links!r}"
             if form is None or not (config.structure.factored and retention.additive):

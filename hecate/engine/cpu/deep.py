@@ -46,7 +46,7 @@ class CompiledLayers(TokenEngine):
     def refuses(self, config: MemoryConfig) -> str | None:
         """What has no kernel."""
         rule = config.rule
-        structure, retention, algorithm = rule.structure, rule.retention, rule.algorithm.kernel_form()
+        structure, retention, algorithm = rule.structure, rule.retention, config.forms.algorithm
         if config.chunk > 1 or config.commit == "chunk":
             return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
         if not structure.factored:
