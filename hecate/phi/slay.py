@@ -47,7 +47,7 @@ class SLAY(RandomMap):
     kind: Literal["slay"] = "slay"
     eps: float = Field(default=1.0, ge=1e-3, description="1 / eps is the kernel of a vector with itself")
     nodes: int = Field(default=8, ge=2, le=256, description="of the quadrature")
-    m: Size = Field(default=16, gt=0, description="random features of a node")
+    m: Size = Field(gt=0, description="random features of a node")
     max_d_phi: Count = Field(default=65_536, gt=0)
     promises = Traits(is_random=True, kernel_non_negative=True, forgets_length=True)
 
