@@ -63,6 +63,8 @@ class Job(NamedTuple):
         own += [f"model.{name}={size}" for name, size in widths(self.rule, d_value).items()]
         if hasattr(memory.structure, "expansion"):
             own.append("model.memory.structure.expansion=1")
+        if memory.key_norm == "none" and memory.step == "raw" and memory.diverging(math.inf) is not None:
+            own.append("model.qk_norm=l2")  # the rule leaves the length of keys to the layer
         if memory.chunk > CHUNK:
             own.append(f"model.memory.chunk={CHUNK}")
         return load_experiment(f"{self.task}-{self.rule}", own)

@@ -132,7 +132,10 @@ def test_a_changed_token_changes_nothing_before_it(rule):
     changed[:, 5] = (tokens[:, 5] + 1) % 11
     before, after = model(tokens)[0], model(changed)[0]
     near(after[:, :5], before[:, :5], 1e-13)
-    assert (after[:, 5:] - before[:, 5:]).abs().amin(dim=0).amax(dim=1).min() > 1e-6
+    config = rules()[rule]
+    # A matrix that starts at zero answers nothing before its first commit.
+    last = 6 if config.structure.linear and config.commit == "chunk" and config.chunk > 9 else 9
+    assert (after[:, 5:last] - before[:, 5:last]).abs().amin(dim=0).amax(dim=1).min() > 1e-6
 
 
 @pytest.mark.spec("LM-MODEL-I3")
