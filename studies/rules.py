@@ -64,7 +64,7 @@ class Job(NamedTuple):
         if hasattr(memory.structure, "expansion"):
             own.append("model.memory.structure.expansion=1")
         if memory.key_norm == "none" and memory.step == "raw" and memory.diverging(math.inf) is not None:
-            own.append("model.qk_norm=l2")  # the rule leaves the length of keys to the layer
+            own[own.index("model.qk_norm=none")] = "model.qk_norm=l2"  # the rule leaves the length of keys to the layer
         if memory.chunk > CHUNK:
             own.append(f"model.memory.chunk={CHUNK}")
         return load_experiment(f"{self.task}-{self.rule}", own)

@@ -149,7 +149,7 @@ def general_gates(
     config: MemoryConfig, gates: Gates, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """erase, write, retain_value and floor of keys `[B, T, H, D]` as tensors, None where they are not given."""
-    if gates.erase is gates.write is gates.retain_value is gates.floor is None:
+    if gates.erase is gates.write is gates.retain_value is gates.floor is gates.ridge is gates.mix is None:
         return None, None, None, None
     for name, reason in _refused_gates(config):
         if getattr(gates, name) is not None:

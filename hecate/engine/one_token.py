@@ -49,7 +49,7 @@ def looks_of(
     """
     if type(gates) is not Gates or type(state) is not MemoryState or is_traced():
         return None
-    if not gates.erase is gates.write is gates.retain_value is gates.floor is None:
+    if not gates.erase is gates.write is gates.retain_value is gates.floor is gates.ridge is gates.mix is None:
         return None
     tensors: list[Any] = [q, k, v]
     looks: list[object] = [params is None]
