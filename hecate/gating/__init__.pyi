@@ -4,9 +4,13 @@ from hecate.gating.heads import Head, Heads
 from hecate.gating.mamba3 import Mamba3
 from hecate.gating.mlstm import MLSTM
 from hecate.gating.momentum_delta import MomentumDeltaGates
+from hecate.gating.readouts import ABC, GSA, KalmaNet, Mesa
 from hecate.gating.rwkv7 import RWKV7
+from hecate.gating.target import TargetConv
 
 __all__ = [
+    "ABC",
+    "GSA",
     "MLSTM",
     "RWKV7",
     "Comba",
@@ -16,10 +20,13 @@ __all__ = [
     "GatingKind",
     "Head",
     "Heads",
+    "KalmaNet",
     "Mamba3",
     "Masks",
+    "Mesa",
     "MomentumDeltaGates",
     "Plain",
     "Sizes",
+    "TargetConv",
     "Written",
 ]

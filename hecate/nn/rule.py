@@ -264,7 +264,7 @@ class Asked(NamedTuple):
 
     def each_write(self) -> Asked:
         """The same with every write as a token of its own."""
-        masks = {"write_mask": self.write_mask, "reset_mask": self.reset_mask}
+        masks: dict[str, Any] = {"write_mask": self.write_mask, "reset_mask": self.reset_mask}
         config, (q, k, v, gates), masks = one_write_each(
             self.config, self.q, self.k, self.v, self.gates, run=execute, **masks
         )
