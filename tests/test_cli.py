@@ -161,7 +161,7 @@ def test_show_is_what_train_would_use(hecate, tmp_path):
     ("settings", "engine", "word"),
     [
         (["model.memory.chunk=8"], "chunk", "chunk"),
-        (["structure=mlp", "feature_map=identity"], "sequential", "structure 'mlp'"),
+        (["structure=mlp", "feature_map=identity"], "compiled_layers", "structure 'mlp'"),
         (["structure=mlp", "feature_map=identity", "model.memory.chunk=8"], "chunk", "chunk"),
     ],
 )

@@ -237,10 +237,10 @@ def verdicts(call: Call) -> dict[str, str]:
     return {name: engine.unable(call) or engine.about(call) for name, engine in Engine.registry.items()}
 
 
-def exact_engines(config: MemoryConfig, *, length: int = 2) -> list[str]:
-    """The engines beside the token loop that are exact for a config on the CPU."""
+def exact_engines(config: MemoryConfig, *, length: int = 2, masked: bool = False) -> list[str]:
+    """The engines beside the token loop that are exact for a config on the CPU, with masks or without."""
     retain = torch.ones(1, 1, 1, 1) if config.retention.gate_form.channels else None
-    call = Call.sketch(config, length=length, retain=retain)
+    call = Call.sketch(config, length=length, retain=retain, masked=masked)
     others = [each for each in Engine.registry.values() if not each.truth]
     return [each.name for each in others if each.unable(call) is None]
 

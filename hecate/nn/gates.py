@@ -95,7 +95,8 @@ def gate_starts(config: MemoryConfig, heads: int | None = None) -> Starts:
     """The gates that a rule has, with the values between 0 and 1 at which their sigmoids start: one for each of
     `heads` where these differ."""
     momentum = config.algorithm.default_momentum
-    retention, starts = config.retention, Starts(lr=0.5 * (1 - momentum))
+    retention = config.retention
+    starts: Starts = {"lr": 0.5 * (1 - momentum)}
     if retention.uses_retain:
         starts["retain"] = retention.default_retain
         if retention.per_head and heads is not None:

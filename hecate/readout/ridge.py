@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.checks import Count
+from hecate.checks import Depth
 from hecate.readout.base import Asked, Held, Means, Readout, Turned
 from hecate.tape import Block, Run, Tensors, by_hand, can_inspect, checkpoint, formula_block, one, several
 
@@ -39,7 +39,7 @@ class Ridge(Readout):
     ridge: float = Field(1.0, ge=0, description="where no gate is given")
     relative: float = Field(0.0, ge=0, description="of |H|_F, added to it")
     solver: Literal["exact", "cg", "chebyshev"] = "exact"
-    iterations: Count = Field(30, ge=1, description="of cg and chebyshev")
+    iterations: Depth = Field(30, ge=1, description="of cg and chebyshev")
     mix: float = Field(1.0, ge=0, le=1, description="where no gate is given")
     gates: ClassVar[tuple[str, ...]] = ("ridge", "mix")
 

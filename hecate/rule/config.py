@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from hecate.algorithm import GD, AlgorithmForm, AlgorithmKind
 from hecate.bias import L2, BiasKind, Dot, KernelForm
-from hecate.checks import Count
+from hecate.checks import Count, Depth
 from hecate.errors import ConfigError, did_you_mean, shorten
 from hecate.gating import GatingKind, Plain
 from hecate.phi import FeatureMapKind, Identity
@@ -103,7 +103,7 @@ class MemoryConfig(Config):
     gating: GatingKind = Plain()
     readout: ReadoutKind = Direct()
     chunk: Count = Field(1, ge=1)
-    writes: Count = Field(1, ge=1)
+    writes: Depth = Field(1, ge=1)
     commit: Literal["token", "chunk"] = "token"
     read: Literal["after", "before"] = "after"
     decay_order: Literal["with_step", "before_gradient"] = "with_step"

@@ -275,7 +275,7 @@ def _check_masks(case: _Case) -> None:
     for name in ("k", "v"):
         wide = write.reshape(*write.shape, *[1] * (dirty[name].dim() - 2))
         dirty[name] = torch.where(wide, dirty[name], torch.nan)
-    for engine in ("sequential", *exact_engines(case.config, length=length)):
+    for engine in ("sequential", *exact_engines(case.config, length=length, masked=True)):
         with torch.no_grad():
             y, state = _scan(case, dirty, write_mask=write, engine=engine)
             expected, final = _scan(case, _cut(case.leaves, kept), engine=engine)

@@ -80,7 +80,7 @@ def test_impossible_combinations_name_both_settings(fields, words):
         ({"bias": {"kind": "lp", "p": 1.0}}, "bias.p: must be > 1"),
         ({"bias": {"kind": "lp", "eps": 0.0}}, "bias.eps: must be > 0"),
         ({"bias": {"kind": "huber", "delta": float("nan")}}, "bias.delta"),
-        ({"retention": {"kind": "decay", "retain": 1.5}}, "retention.retain: must be <= 1"),
+        ({"retention": {"kind": "decay", "retain": 1.5}}, "retention.retain: must be a number in [0, 1]"),
         ({"algorithm": {"kind": "momentum", "momentum": 1.0}}, "algorithm.momentum: must be < 1"),
         ({"algorithm": {"kind": "gd", "lr": -0.1}}, "algorithm.lr: must be >= 0"),
         ({"structure": {"kind": "mlp", "layers": 0}}, "structure.layers: must be >= 1"),

@@ -138,7 +138,8 @@ def test_knobs_of_ones_own_on_every_engine(fields):
     config = config_of(**fields)
     engines = set(exact_engines(config, length=70)) - {"fla"}
     ahead = getattr(config.algorithm, "ahead", False)
-    assert engines == ({"chunk"} if config.chunk > 1 else {"parallel"} if ahead else {"parallel", "compiled"})
+    walked = {"compiled"} | ({"compiled_layers"} if not config.structure.diagonal else set())
+    assert engines == ({"chunk"} if config.chunk > 1 else {"parallel"} if ahead else {"parallel"} | walked)
     case = case_of(config, d=3, width=3, length=19, batch=1, masks=True, ends=0.2)
     expected = whole(case, engine="sequential")
     for engine in engines:

@@ -270,7 +270,7 @@ FAULTS = [
     *_of(
         "nn",
         NN,
-        ("gates", "Starts(lr=0.5 * (1 - momentum))", "Starts(lr=0.5)"),
+        ("gates", 'starts: Starts = {"lr": 0.5 * (1 - momentum)}', 'starts: Starts = {"lr": 0.5}'),
         ("gates", "return math.log(inside / (1 - inside))", "return inside"),
         ("conv", "tap = padded[:, kept - j : kept - j + length]", "tap = padded[:, kept - j + 1 : kept - j + 1 + length]"),
         ("conv", "return nn.functional.silu(total), padded[:, length:]", "return nn.functional.silu(total), padded[:, -kept:] * 0"),

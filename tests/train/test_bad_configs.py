@@ -130,13 +130,13 @@ CASES = {
     "extends nothing": (
         "extends: zzz", [],
         "extends: no preset 'zzz'; presets: cms, hope, hope_170m, lact_760m, mac, mag, mal, memora_170m, "
-        "moneta_170m, mqar, omeganet_170m, quickstart, retrieval, titans_170m, "
+        "moneta_170m, mqar, omeganet_170m, quickstart, retrieval, titans_170m, tnt, "
         "yaad_170m, mqar-RULE, quickstart-RULE. A file must end in .yaml or .yml  [x.yaml:1]",
     ),
     "extends typo": (
         "extends: mqra", [],
         "extends: no preset 'mqra'; presets: cms, hope, hope_170m, lact_760m, mac, mag, mal, memora_170m, "
-        "moneta_170m, mqar, omeganet_170m, quickstart, retrieval, titans_170m, "
+        "moneta_170m, mqar, omeganet_170m, quickstart, retrieval, titans_170m, tnt, "
         "yaad_170m, mqar-RULE, quickstart-RULE. Did you mean 'mqar'? A file must end in .yaml or "
         ".yml  [x.yaml:1]",
     ),
