@@ -125,7 +125,8 @@ def _places(d: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     where = torch.cat((torch.arange(1 + d), 1 + d + high * (high + 1) // 2 + low))
     # Both orders of a pair within a block hold it, each 1 / sqrt(2) times.
     twice = (low // BLOCK == high // BLOCK) & (low != high)
-    factor = torch.cat((torch.ones(1 + d, dtype=torch.float64), torch.where(twice, math.sqrt(0.5), 1.0).double()))
+    once = torch.ones(len(twice), dtype=torch.float64).masked_fill(twice, math.sqrt(0.5))
+    factor = torch.cat((torch.ones(1 + d, dtype=torch.float64), once))
     places = torch.full((2, 1 + d + d * (d + 1) // 2), len(where))
     ordered = torch.cat((torch.ones(1 + d, dtype=torch.bool), pairs[:, 0] <= pairs[:, 1]))
     here = torch.arange(len(where))

@@ -290,3 +290,17 @@ def test_auto_takes_it():
     assert choose(Call.sketch(config, length=64)).name == "window"
     assert choose(Call.sketch(MemoryConfig.model_validate("trellis"), length=64)).name == "cascade"
     assert Omega(window=3, decay=0.5).window_form().weights == (1.0, 0.5, 0.25)
+
+
+def test_constants_are_as_precise_under_a_default_of_float32():
+    from hecate.phi import series
+
+    series._places.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        factor = next(item for item in series._places(3) if item.dtype == torch.float64)
+    finally:
+        torch.set_default_dtype(before)
+        series._places.cache_clear()
+    assert set(factor.tolist()) == {1.0, 0.5**0.5}
