@@ -32,6 +32,10 @@ class RWKV7(Gating):
     rank: Annotated[Size, Field(ge=1)] = 32
     _makes: ClassVar[tuple[str, ...]] = ("lr", "retain", "erase", "write")
 
+    @property
+    def erases(self) -> float:
+        return 0.0  # of the layer's keys: what is erased with is of unit length, whatever they are
+
     def refusal(self, config: Any) -> str | None:
         if config.writes != 2 or not config.retention.uses_retain:
             return "it makes two writes and retain; set writes=2 and retention 'decay'"

@@ -90,7 +90,7 @@ class HeldRule(FeatureParameters):
         position = torch.zeros((), dtype=torch.int64, device="cpu") if rule.feature_map.needs_position else None
         with torch.no_grad():
             phi = rule.feature_map(keys, params, position=position)
-        largest = rule.diverging(float(phi.square().sum(-1).max()) * self.erases)
+        largest = rule.diverging(float(phi.square().sum(-1).max()) * self.erases * rule.gating.erases)
         if largest is not None:
             twice = "" if self.erases == 1 else f" times {self.erases} erases"
             warnings.warn(
