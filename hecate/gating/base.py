@@ -124,13 +124,12 @@ GatingKind = Gating
 # For variants that look at the token before.
 
 
-def last_written(values: Tensor, held: Tensor, masks: Masks, at_start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def last_written(values: Tensor, held: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
     """The value `[B, T, ...]` of the last token written before each one in its document, and that after the last token
-    `[B, ...]`; `held` before the first. After a reset it is `at_start`, by default zero."""
+    `[B, ...]`; `held` before the first. After a reset it is zero."""
     batch, length = values.shape[:2]
     if not length:
         return values, held
-    first = torch.zeros_like(held) if at_start is None else at_start
     if masks.write is None and masks.reset is None:
         earlier = torch.cat([held.unsqueeze(1).to(values.dtype), values[:, :-1]], 1)
         return earlier, values[:, -1]
@@ -142,14 +141,12 @@ def last_written(values: Tensor, held: Tensor, masks: Masks, at_start: Tensor | 
     written = torch.ones(batch, length, dtype=torch.bool, device=values.device) if masks.write is None else masks.write
     marks[..., 1] = torch.where(written, 2 * steps + 2, 0)
     latest = marks.flatten(1).cummax(1).values.unflatten(1, (length, 2))
-    before, after = latest[..., 0], latest[:, -1, 1]
+    places = torch.where(latest % 2 == 1, 1, torch.where(latest == 0, 0, latest // 2 + 1))
+    before, after = places[..., 0], places[:, -1, 1]
 
-    def place(mark: Tensor) -> Tensor:
-        return torch.where(mark == 0, 0, torch.where(mark % 2 == 1, 1, (mark - 2) // 2 + 2))
-
-    start = torch.stack([held.to(values.dtype), first.to(values.dtype).expand_as(held)], 1)
+    start = torch.stack([held.to(values.dtype), torch.zeros_like(held, dtype=values.dtype)], 1)
     table, rows = torch.cat([start, values], 1), torch.arange(batch, device=values.device)
-    return table[rows.unsqueeze(1), place(before)], table[rows, place(after)]
+    return table[rows.unsqueeze(1), before], table[rows, after]
 
 
 def running(decay: Tensor, added: Tensor, held: Tensor, masks: Masks) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import linear, softplus
 
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, running
+from hecate.gating.heads import head, logit
 
 
 class Comba(Gating):
@@ -127,33 +127,3 @@ class Curvature(Gating):
         factor = torch.exp(-math.log(self.base) * r / (1 + r.abs()))
         last = total[:, -1] if x.shape[1] else held["curvature"]
         return made._replace(gates={**made.gates, "write": factor}), {"curvature": last}
-
-
-def logit(share: float) -> float:
-    """The number whose sigmoid is a share."""
-    return math.log(share / (1 - share))
-
-
-def head(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    """W x + b in float32 or better."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    bias = params.get(f"{name}.bias")
-    return linear(x.to(wide), params[f"{name}.weight"].to(wide), None if bias is None else bias.to(wide))
-
-
-def rate_start(shape: tuple[int, ...], source: torch.Generator, low: float = 1e-3, high: float = 1e-1) -> Tensor:
-    """b with softplus(b) log-uniform in [low, high], as Mamba starts its step."""
-    draw = torch.rand(shape, generator=source, dtype=torch.float64)
-    return torch.exp(math.log(low) + (math.log(high) - math.log(low)) * draw).expm1().log()
-
-
-def spread(shape: tuple[int, ...], source: torch.Generator, low: float, high: float) -> Tensor:
-    """log A with A uniform in [low, high], kept off zero."""
-    draw = torch.rand(shape, generator=source, dtype=torch.float64)
-    return (low + (high - low) * draw).clamp(min=1e-4).log()
-
-
-def shrink(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    """-A softplus(W x + b): the logarithm of what is kept, A = exp of the parameter `name`.rate per head."""
-    logits = head(params, name, x)
-    return -params[f"{name}.rate"].to(logits.dtype).exp() * softplus(logits)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import linear, normalize
+from torch.nn.functional import linear, normalize, softplus
 
 from hecate.checks import Size
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written
@@ -98,9 +98,9 @@ class Heads(Gating):
 
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
         if not name.endswith("bias"):
-            return 0.02 * torch.randn(shape, generator=source, dtype=torch.float64)
+            return normal(shape, source, 0.02)
         start = getattr(self, name.removesuffix(".bias")).start
-        return torch.full(shape, math.log(start / (1 - start)), dtype=torch.float64)
+        return torch.full(shape, logit(start), dtype=torch.float64)
 
     def forward(
         self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
@@ -124,3 +124,41 @@ class Heads(Gating):
         if self.unit_values:
             v = normalize(v.to(seen.dtype), dim=-1, eps=1e-6).to(v.dtype)
         return made._replace(v=v, gates=gates), {}
+
+
+# For other variants: heads, and how parameters start.
+
+
+def normal(shape: tuple[int, ...], source: torch.Generator, std: float) -> Tensor:
+    """N(0, std^2), drawn on the CPU whatever the default device is."""
+    return std * torch.randn(shape, generator=source, dtype=torch.float64, device="cpu")
+
+
+def logit(share: float) -> float:
+    """The number whose sigmoid is a share."""
+    return math.log(share / (1 - share))
+
+
+def head(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """W x + b in float32 or better."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    bias = params.get(f"{name}.bias")
+    return linear(x.to(wide), params[f"{name}.weight"].to(wide), None if bias is None else bias.to(wide))
+
+
+def rate_start(shape: tuple[int, ...], source: torch.Generator, low: float = 1e-3, high: float = 1e-1) -> Tensor:
+    """b with softplus(b) log-uniform in [low, high], as Mamba starts its step."""
+    draw = torch.rand(shape, generator=source, dtype=torch.float64, device="cpu")
+    return torch.exp(math.log(low) + (math.log(high) - math.log(low)) * draw).expm1().log()
+
+
+def spread(shape: tuple[int, ...], source: torch.Generator, low: float, high: float) -> Tensor:
+    """log A with A uniform in [low, high], kept off zero."""
+    draw = torch.rand(shape, generator=source, dtype=torch.float64, device="cpu")
+    return (low + (high - low) * draw).clamp(min=1e-4).log()
+
+
+def shrink(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """-A softplus(W x + b): the logarithm of what is kept, A = exp of the parameter `name`.rate per head."""
+    logits = head(params, name, x)
+    return -params[f"{name}.rate"].to(logits.dtype).exp() * softplus(logits)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, softplus
 
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, last_written, running
-from hecate.gating.corrections import head, rate_start
+from hecate.gating.heads import head, normal, rate_start
 
 
 class Mamba3(Gating):
@@ -59,7 +59,7 @@ class Mamba3(Gating):
 
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
         if name.endswith("weight"):
-            return torch.randn(shape, generator=source, dtype=torch.float64) * sizes.d_model**-0.5
+            return normal(shape, source, sizes.d_model**-0.5)
         if name == "dt.bias":
             return rate_start(shape, source)
         return torch.ones(shape, dtype=torch.float64)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, last_written, running_max
-from hecate.gating.corrections import head
+from hecate.gating.heads import head, normal
 
 
 class MLSTM(Gating):
@@ -42,7 +42,7 @@ class MLSTM(Gating):
 
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
         if name == "i.bias":
-            return 0.1 * torch.randn(shape, generator=source, dtype=torch.float64)
+            return normal(shape, source, 0.1)
         return torch.linspace(3.0, 6.0, *shape, dtype=torch.float64) if name == "f.bias" else torch.zeros(shape)
 
     def forward(

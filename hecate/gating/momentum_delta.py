@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, last_written
-from hecate.gating.corrections import head, rate_start, shrink, spread
+from hecate.gating.heads import head, normal, rate_start, shrink, spread
 
 FLOOR = -2.0  # of log mu
 
@@ -44,7 +44,7 @@ class MomentumDeltaGates(Gating):
 
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
         if name.endswith("weight"):
-            return torch.randn(shape, generator=source, dtype=torch.float64) * sizes.d_model**-0.5
+            return normal(shape, source, sizes.d_model**-0.5)
         if name.endswith("bias"):
             return rate_start(shape, source)
         return spread(shape, source, 0.0, 4.0 if name == "f" else 16.0)

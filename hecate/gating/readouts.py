@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear, logsigmoid, softplus
 
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, last_written, running, running_max
-from hecate.gating.corrections import head, logit
+from hecate.gating.heads import head, logit, normal
 
 
 def _needed(config: Any, gate: str, readout: str) -> str | None:
@@ -94,7 +94,7 @@ class _Slotted(Gating):
         return {"slots.weight": (sizes.heads, sizes.d_key, sizes.d_model)}
 
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        return torch.randn(shape, generator=source, dtype=torch.float64) * sizes.d_model**-0.5
+        return normal(shape, source, sizes.d_model**-0.5)
 
 
 def _scores(params: Mapping[str, Tensor], x: Tensor) -> Tensor:

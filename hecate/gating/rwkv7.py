@@ -13,6 +13,7 @@ from torch.nn.functional import linear, normalize
 
 from hecate.checks import Size
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written
+from hecate.gating.heads import normal
 
 
 class RWKV7(Gating):
@@ -52,9 +53,9 @@ class RWKV7(Gating):
 
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
         if name.endswith("down"):
-            return 0.02 * torch.randn(shape, generator=source, dtype=torch.float64)
+            return normal(shape, source, 0.02)
         if name.endswith("up"):
-            return torch.randn(shape, generator=source, dtype=torch.float64) * 0.1 * self.rank**-0.5
+            return normal(shape, source, 0.1 * self.rank**-0.5)
         if name == "w.bias":  # from quick to slow along the channels
             return torch.linspace(-6.0, -1.0, shape[-1], dtype=torch.float64).expand(shape)
         return torch.full(shape, {"xi": 0.7, "zeta": 1.0}.get(name, 0.0), dtype=torch.float64)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, softplus
 
+from hecate.gating.heads import rate_start, spread
 from hecate.nn.parameters import draw_normal, source_of
 from hecate.retention import GateForm
 from hecate.rule import Gates, MemoryConfig
@@ -78,14 +79,9 @@ class RetainForm(nn.Module):
             fill_start(bias, start, ROOT if self.form.squash == "root" else 1)
             return
 
-        def uniform(like: Tensor, low: float, high: float) -> Tensor:
-            return low + (high - low) * torch.rand(like.shape, generator=source, dtype=torch.float64, device="cpu")
-
-        rate, (least, most) = uniform(self.rate, *RATES).log(), STEPS
-        step = uniform(bias, math.log(least), math.log(most)).exp()
         with torch.no_grad():
-            self.rate.copy_(rate)
-            bias.copy_(step.expm1().log())  # softplus(bias) = step
+            self.rate.copy_(spread(tuple(self.rate.shape), source, *RATES))
+            bias.copy_(rate_start(tuple(bias.shape), source, *STEPS))
 
 
 Starts = dict[str, float | tuple[float, ...]]

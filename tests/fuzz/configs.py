@@ -18,7 +18,7 @@ from hecate.errors import ConfigError, HecateError
 from hecate.models import Hope, HopeConfig, LinearTransformer, LinearTransformerConfig
 from hecate.train import ExperimentConfig, Trainer
 from hecate.train.document import dump_yaml, parse_yaml
-from hecate.variant import Config
+from hecate.variant import Config, Variant
 from tests.fuzz.draw import DEEP, nodes, spoilt, value_of
 from tests.fuzz.limits import within
 
@@ -40,7 +40,14 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def schema_of(root: type[Config]) -> dict[str, Any]:
-    return root.model_json_schema()
+    """Without the variants of other tests: a seed draws the same, whatever else has been imported."""
+    schema = root.model_json_schema()
+    for family in Variant.__subclasses__():
+        if family._family in schema["$defs"]:
+            kinds = [kind for kind, cls in family.variants().items() if cls.__module__.startswith("hecate.")]
+            members: list[dict[str, Any]] = [{"$ref": f"#/$defs/{family._family}.{kind}"} for kind in kinds]
+            schema["$defs"][family._family]["oneOf"] = [*members, {"type": "string", "enum": kinds}]
+    return schema
 
 
 def check(seed: int) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hecate import MemoryConfig, memory_scan
 from hecate.engine import Engine
 from hecate.errors import ConfigError, HecateError, NonFiniteError
 from tests.fuzz.limits import within
@@ -22,24 +20,12 @@ ROUNDINGS = 16.0
 Found = dict[str, Tensor] | HecateError
 
 
-@cache
-def warm() -> None:
-    """Kernels that are compiled once must not count as a case's seconds."""
-    for dtype in (torch.float32, torch.float64):
-        q = torch.ones(1, 2, 1, 2, dtype=dtype, requires_grad=True)
-        config = MemoryConfig.model_validate(
-            {"structure": {"kind": "mlp", "expansion": 1}, "algorithm": {"kind": "gd", "lr": 0.1}}
-        )
-        memory_scan(config, q, q, q, engine="compiled_layers")[0].sum().backward()
-
-
 def check(seed: int, lengths: tuple[int, ...] = LENGTHS) -> str:
     """The outcome of one scan: that all agree, or what it was refused as.
 
     Raises AssertionError where engines, pieces, masks or ways of differentiating disagree by more
     than rounding does, where an input is changed or a state is a view of one.
     """
-    warm()
     scan, rng = drawn(seed, lengths), random.Random(~seed)
     truth = _outcome(scan)
     exact = []

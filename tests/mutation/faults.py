@@ -68,7 +68,7 @@ FAULTS = [
         "tests/nn/test_channel_gates.py",
         ("gates", "torch.exp(-rate * softplus(logit))", "torch.exp(-softplus(logit))"),
         ("gates", "torch.exp(logsigmoid(logit) / ROOT)", "torch.sigmoid(logit)"),
-        ("gates", "bias.copy_(step.expm1().log())", "bias.copy_(step.log())"),
+        ("gates", "bias.copy_(rate_start(tuple(bias.shape), source, *STEPS))", "bias.zero_()"),
     ),
     *_of(
         "rule",

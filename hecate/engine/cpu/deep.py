@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hecate.engine.call import TRACED, Call
-from hecate.engine.cpu.engine import flat, load_kernels
-from hecate.engine.engine import TokenEngine
+from hecate.engine.call import Call
+from hecate.engine.cpu.engine import flat, load_kernels, no_kernels
+from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
 from hecate.engine.tokens import Carry, Tokens, in_folds
 from hecate.rule import MemoryConfig
@@ -47,8 +47,8 @@ class CompiledLayers(TokenEngine):
         """What has no kernel."""
         rule = config.rule
         structure, retention, algorithm = rule.structure, rule.retention, config.forms.algorithm
-        if config.chunk > 1 or config.commit == "chunk":
-            return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+        if (reason := chunk_refusal(config)) is not None:
+            return reason
         if not structure.factored:
             return f"structure {structure.kind!r} is not made of linear layers"
         reason = _unwalked(structure.graph())
@@ -72,17 +72,9 @@ class CompiledLayers(TokenEngine):
 
     def unfit(self, call: Call) -> str | None:
         """Another device, another dtype, a retain per channel, a vector memory, torch looking on, no numba."""
-        if call.traced:
-            return TRACED
-        if call.device != "cpu":
-            return f"its kernels run on the CPU, the tensors are on {call.device}"
-        if call.dtype not in (torch.float32, torch.float64):
-            return f"its kernels are for float32 and float64, the state is {call.dtype}"
         if call.retain is not None and call.retain.dim() == 4:
             return "its kernels know no retain per phi channel"
-        if load_kernels("layers") is None:
-            return 'it needs numba: pip install "hecate[cpu]"'
-        return None
+        return no_kernels(call, "layers")
 
     def cost(self, call: Call) -> float:
         """Less than the token loop, more than blocks of a linear memory; from `TOKENS` on."""

@@ -72,15 +72,7 @@ class Compiled(TokenEngine):
 
     def unfit(self, call: Call) -> str | None:
         """Another device, another dtype, torch looking on, no numba."""
-        if call.traced:
-            return TRACED
-        if call.device != "cpu":
-            return f"its kernels run on the CPU, the tensors are on {call.device}"
-        if call.dtype not in (torch.float32, torch.float64):
-            return f"its kernels are for float32 and float64, the state is {call.dtype}"
-        if load_kernels() is None:
-            return 'it needs numba: pip install "hecate[cpu]"'
-        return None
+        return no_kernels(call, "wide")
 
     def cost(self, call: Call) -> float:
         """Less than blocks, but for large states of l2, and only from `TOKENS` on, before which nothing loads numba."""
@@ -98,6 +90,17 @@ class Compiled(TokenEngine):
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
         """In the kernels."""
         return compiled(call.config, tokens, carry, initial, run=run)
+
+
+def no_kernels(call: Call, module: str) -> str | None:
+    """Why no kernel of a module can run a call: torch looking on, another device or dtype, no numba."""
+    if call.traced:
+        return TRACED
+    if call.device != "cpu":
+        return f"its kernels run on the CPU, the tensors are on {call.device}"
+    if call.dtype not in (torch.float32, torch.float64):
+        return f"its kernels are for float32 and float64, the state is {call.dtype}"
+    return 'it needs numba: pip install "hecate[cpu]"' if load_kernels(module) is None else None
 
 
 @cache
