@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.algorithm.base import Algorithm
+from hecate.algorithm.base import Algorithm, AlgorithmForm
 from hecate.checks import Size
 from hecate.tape.ops import over, sum_to_gate
 
@@ -136,6 +136,10 @@ class DeltaMomentum(Algorithm):
     form: Literal["stable", "paper"] = "stable"
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
     uses_momentum: ClassVar[bool] = True
+
+    @property
+    def token(self) -> AlgorithmForm:
+        return AlgorithmForm(momentum=True, erase=self.erase, bounded=self.form == "stable")
 
     def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
         g, s = _rows(grad), _rows(slots[0])

@@ -63,6 +63,10 @@ class KL(Bias):
     temperature: float = Field(1.0, gt=0)
     curvature: ClassVar[float] = 0.5
 
+    @property
+    def token(self) -> KernelForm:
+        return KernelForm("softmax", self.temperature if self.target == "softmax" else 0.0)
+
     @model_validator(mode="after")
     def _temperature_of_a_softmax(self) -> Self:
         if self.target == "distribution" and self.temperature != 1:
@@ -265,6 +269,10 @@ class Huber(ErrorBias):
     def kernel(self) -> KernelForm | None:
         return None if self.norm else KernelForm("clip", self.delta)
 
+    @property
+    def token(self) -> KernelForm:
+        return KernelForm("ball" if self.norm else "clip", self.delta)
+
     def rho(self, error: Tensor) -> Tensor:
         size, square = error.abs(), error.square()
         beyond = size > self.delta
@@ -300,6 +308,10 @@ class Yaad(ErrorBias):
     kind: Literal["yaad"] = "yaad"
     delta: float = Field(1.0, gt=0)
     eps: float = Field(1e-6, gt=0)
+
+    @property
+    def token(self) -> KernelForm:
+        return KernelForm("jump", self.delta, self.eps)
 
     def rho(self, error: Tensor) -> Tensor:
         far = (error.square() / (_radius(error, self.eps) + self.eps)).sum(-1)
@@ -339,6 +351,10 @@ class Robust(ErrorBias):
     kind: Literal["robust"] = "robust"
     radius: float = Field(0.1, ge=0)
     eps: float = Field(1e-6, gt=0)
+
+    @property
+    def token(self) -> KernelForm:
+        return KernelForm("pull", self.radius, self.eps)
 
     @property
     def curvature(self) -> float | None:

@@ -11,14 +11,41 @@ from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
 
 
+class LengthForm(NamedTuple):
+    """Slots that keep their length: columns or rows M_i; with `tangent` (r M_i + D_i - M_i (M_i.D_i)) / |.|, else r M_i
+    + D_i brought to the length of M_i; no length is below `least`."""
+
+    column: bool
+    tangent: bool
+    least: float
+
+
+class LinkForm(NamedTuple):
+    """How kernels compute the memory M of a dual state A from the numbers c: `"softmax"`: c_0 softmax of every row;
+    `"banks"`: c_0 sinh(A) / sum cosh(A) of every row; `"sigmoid"`: c_0 + c_1 sigmoid(A); `"powers"`: with B = A
+    max(|A|, c_1)^c_0, B max(|B|, c_3)^c_2, |.| the norm to the power c_4 of the whole weight. [ENG-NUM-D8]
+    """
+
+    name: Literal["softmax", "banks", "sigmoid", "powers"]
+    numbers: tuple[float, ...]
+
+
 class StepForm(NamedTuple):
     """How the kernels of the compiled engine take a step: retain M + D, then every cell by `threshold` towards 0, and
-    to 0 within it.
+    to 0 within it. [ENG-NUM-D6]
 
-    A gradient passes where the new cell is not 0; with None, everywhere. [ENG-NUM-D6]
+    A gradient passes where the new cell is not 0; with None, everywhere. As `token` it may also be retain (M + D)
+    (`coupled`), keep the `length` of slots, take of D what `centred` says (`centred`: without the mean of its rows where
+    retain is one number), carry the dual state of a `link`, and end on a ball of radius `cap`, on which that of a dual
+    state is its memory. [ENG-NUM-D8]
     """
 
     threshold: float | None = None
+    coupled: bool = False
+    length: LengthForm | None = None
+    centred: bool = False
+    link: LinkForm | None = None
+    cap: float | None = None
 
 
 class GateForm(NamedTuple):

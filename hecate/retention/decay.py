@@ -111,6 +111,10 @@ class L2(Retention):
     def kernel(self) -> StepForm | None:
         return StepForm() if self.decoupled else None
 
+    @property
+    def token(self) -> StepForm:
+        return StepForm(coupled=not self.decoupled)
+
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         kept = over(retain, memory)
         return kept * memory + direction if self.decoupled else kept * (memory + direction)

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate.errors import ConfigError
-from hecate.retention.base import Retention, StepForm
+from hecate.retention.base import LinkForm, Retention, StepForm
 from hecate.tape.ops import inner_axes, over, sum_to_gate, torch_vjp
 from hecate.variant import Prepared, Variant
 
@@ -27,9 +27,12 @@ class Link(Variant, family="link"):
     A variant gives `memory`; `memory_vjp` falls back to `torch.func`, and initial weights are read as a dual state
     unless `start` says which dual state they are the memory of.
 
+    `kernel_form` is a `LinkForm`.
+
     Shapes: dual and memory `[N, ...]`, one weight of N memories.
     """
 
+    _formulas = ("memory", "memory_vjp")
     linear: ClassVar[bool] = False  # whether `memory` is the identity
     row_invariant: ClassVar[bool] = False  # whether a constant along the last axis of A leaves the memory alone
 
@@ -78,6 +81,10 @@ class SoftmaxLink(Link):
     scale: float = Field(1.0, gt=0)
     row_invariant: ClassVar[bool] = True
 
+    @property
+    def kernel(self) -> LinkForm:
+        return LinkForm("softmax", (self.scale,))
+
     def memory(self, dual: Tensor) -> Tensor:
         return self.scale * dual.softmax(-1)
 
@@ -100,6 +107,10 @@ class SignedSoftmaxLink(Link):
     kind: Literal["signed_softmax"] = "signed_softmax"
     retired: ClassVar = _WITHOUT_EPS
     scale: float = Field(1.0, gt=0)
+
+    @property
+    def kernel(self) -> LinkForm:
+        return LinkForm("banks", (self.scale,))
 
     def memory(self, dual: Tensor) -> Tensor:
         return self.scale * dual.tanh() * torch.logaddexp(dual, -dual).softmax(-1)
@@ -124,6 +135,10 @@ class SigmoidLink(Link):
     retired: ClassVar = _WITHOUT_EPS
     low: float = 0.0
     high: float = 1.0
+
+    @property
+    def kernel(self) -> LinkForm:
+        return LinkForm("sigmoid", (self.low, self.high - self.low))
 
     @model_validator(mode="after")
     def _low_below_high(self) -> Self:
@@ -157,6 +172,11 @@ class LqLink(Link):
     q: float = Field(4.0, gt=1)
     form: Literal["exact", "paper"] = "exact"
     eps: float = Field(1e-6, gt=0, lt=1)
+
+    @property
+    def kernel(self) -> LinkForm:
+        paper = 0.0, self.eps, 2 - self.q, self.eps, self.q
+        return LinkForm("powers", paper if self.form == "paper" else (*self._power, *self._radial))
 
     @model_validator(mode="after")
     def _invertible(self) -> Self:
@@ -213,6 +233,12 @@ class MirrorRetention(Prepared, Retention):
     additive: ClassVar[bool] = True
 
     __slots__ = ("_link",)
+
+    @property
+    def linked(self) -> StepForm | None:
+        """The step with the link, where kernels know it."""
+        link = self.through.kernel_form()
+        return None if link is None else StepForm(centred=self.through.row_invariant, link=link)
 
     def build_link(self) -> Link:
         """The link of this retention's fields."""
@@ -279,6 +305,10 @@ class Bregman(MirrorRetention):
     def kernel(self) -> StepForm | None:
         return StepForm() if type(self.link) is IdentityLink else None
 
+    @property
+    def token(self) -> StepForm | None:
+        return self.kernel or self.linked
+
     def build_link(self) -> Link:
         return self.link
 
@@ -306,6 +336,10 @@ class KL(MirrorRetention):
     scale: float = Field(1.0, gt=0)
     signed: bool = False
 
+    @property
+    def token(self) -> StepForm | None:
+        return self.linked
+
     def build_link(self) -> Link:
         link = SignedSoftmaxLink if self.signed else SoftmaxLink
         return link(scale=self.scale)
@@ -332,6 +366,10 @@ class Lq(MirrorRetention):
     form: Literal["exact", "paper"] = "exact"
     eps: float = Field(1e-6, gt=0, lt=1)
 
+    @property
+    def token(self) -> StepForm | None:
+        return self.linked
+
     def build_link(self) -> Link:
         return LqLink(q=self.q, form=self.form, eps=self.eps)
 
@@ -354,6 +392,10 @@ class Bounded(MirrorRetention):
     retired: ClassVar = _WITHOUT_EPS
     low: float = 0.0
     high: float = 1.0
+
+    @property
+    def token(self) -> StepForm | None:
+        return self.linked
 
     def build_link(self) -> Link:
         return SigmoidLink(low=self.low, high=self.high)

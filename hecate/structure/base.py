@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,12 @@ from hecate.variant import Variant
 Memory = tuple[Tensor, ...]
 
 
+class SlotForm(NamedTuple):
+    """How kernels predict from a matrix whose columns are divided by sqrt(|column|^2 + least^2). [ENG-NUM-D8]"""
+
+    least: float
+
+
 class Structure(Variant, family="structure"):
     """A model `pred = f(memory, p)` small enough to be trained at every token.
 
@@ -28,6 +34,7 @@ class Structure(Variant, family="structure"):
     """
 
     _derivatives = ("predict_vjp", "pullback_vjp")
+    _formulas = ("shapes", "predict", "predict_vjp", "pullback", "pullback_vjp", "gradient", "gradient_vjp")
     drawn: ClassVar[bool] = True  # whether the weights start from a draw, else at zero
     factored: ClassVar[bool] = False  # whether `graph` gives its linear layers, whose gradients are d h^T
 
