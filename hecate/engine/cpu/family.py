@@ -12,6 +12,7 @@ import importlib
 import logging
 import math
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -173,7 +174,9 @@ def _compiled(function: Callable[..., Any], name: str, dtype: Any, letters: str,
     except RuntimeError:  # no folder to write to
         kernel = njit(**options)(named)
     _announce(kernel, named.__qualname__, name, 10 if parts else 1)
-    kernel.compile(signature)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # functions as arguments are "experimental", for ten years now
+        kernel.compile(signature)
     kernel.disable_compile()
     return kernel
 

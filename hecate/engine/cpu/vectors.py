@@ -19,6 +19,7 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, models, register_model
+from numba.np.arrayobj import populate_array
 
 BYTES = 64
 ROWS = 4
@@ -77,6 +78,21 @@ def per_vector(_: Any, array: Any) -> Any:
 def _pointer(context: Any, builder: Any, array: Any, vector: Vector, value: Any, at: Any) -> Any:
     data = context.make_array(array)(context, builder, value).data
     return builder.bitcast(builder.gep(data, [at]), context.get_value_type(vector).as_pointer())
+
+
+@intrinsic
+def part(_: Any, array: Any, index: Any, count: Any) -> Any:
+    """The index-th so many numbers of an array, which has to outlive them."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value, place, size = args
+        made = context.make_array(array)(context, builder)
+        data = builder.gep(context.make_array(array)(context, builder, value).data, [builder.mul(place, size)])
+        step = context.get_constant(types.intp, array.dtype.bitwidth // 8)
+        populate_array(made, data=data, shape=[size], strides=[step], itemsize=step, meminfo=None)
+        return made._getvalue()
+
+    return array(array, types.intp, types.intp), code
 
 
 @intrinsic

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from hecate.engine.cpu.parts import plus
 from hecate.engine.cpu.steps import project, project_back
-from hecate.engine.cpu.vectors import ONE, filled, first_token, helper, load, per_vector, store
+from hecate.engine.cpu.vectors import ONE, filled, first_token, helper, load, part, per_vector, store
 
 
 class Rule(NamedTuple):
@@ -71,12 +71,6 @@ def _join(target, source):
 
 
 @helper
-def _part(x, index, count):
-    """The index-th so many numbers."""
-    return x[index * count : (index + 1) * count]
-
-
-@helper
 def _spread(rule, given, at, rv, rp):
     """Retain of a token, per row and per column."""
     _, _, _, _, retain, _, _, _, _, kept, _ = given
@@ -84,7 +78,7 @@ def _spread(rule, given, at, rv, rp):
         for j in range(rule.width):
             rp[j] = retain[at * rule.width + j] if rule.by_channel else retain[at]
     if kept.size > 0:
-        _copy(_part(kept, at, rule.height), rv)
+        _copy(part(kept, at, rule.height), rv)
 
 
 @helper
@@ -128,9 +122,9 @@ def _write(rule, do, given, at, X, M, S, C, rv, rp, O, D, C2, p, u, g, scale, sl
     learn, bc, predict, pc, descend, dc, step, sc, _, _, gain, gc = do
     keys, _, v, lr, _, momentum, _, _, written, _, _ = given
     V, P = rule.height, rule.width
-    k, w = _part(keys, at, P), _part(written, at, P)
+    k, w = part(keys, at, P), part(written, at, P)
     predict(M, k, p, V, P, x, pc)
-    learn(p, _part(v, at, V), u, rule.values, bc)
+    learn(p, part(v, at, V), u, rule.values, bc)
     if rule.gains:
         gain(C, k, g, C2, P, rule.channels, x, gc)
         w = g
@@ -150,15 +144,15 @@ def forward(
     heads, T, V, P, segment, linked = rule.heads, rule.length, rule.height, rule.width, rule.segment, rule.linked
     cells, square, segments = V * P, P * P, (T + segment - 1) // segment
     A, B, D, E, M = (
-        _part(states, 0, cells), _part(states, 1, cells), _part(states, 2, cells), _part(states, 3, cells),
-        _part(states, 4, cells),
+        part(states, 0, cells), part(states, 1, cells), part(states, 2, cells), part(states, 3, cells),
+        part(states, 4, cells),
     )  # fmt: skip
-    Y, YM, zero, x = _part(states, 5, cells), _part(states, 6, cells), _part(states, 7, cells), states[8 * cells :]
-    p, u, rv, g, rp = rows[:V], rows[V:], rows[2 * V : 3 * V], rows[3 * V :], rows[3 * V + P : 3 * V + 2 * P]
-    u, g, scale = u[:V], g[:P], rows[3 * V + 2 * P :]
+    Y, YM, zero, x = part(states, 5, cells), part(states, 6, cells), part(states, 7, cells), states[8 * cells :]
+    p, u, rv, wide = part(rows, 0, V), part(rows, 1, V), part(rows, 2, V), rows[3 * V :]
+    g, rp, scale = part(wide, 0, P), part(wide, 1, P), wide[2 * P :]
     _fill(rv, rp)
     for n in range(lo, hi):
-        first, known, own, other = first_token(n, heads, T), False, _part(C, n, square), spare
+        first, known, own, other = first_token(n, heads, T), False, part(C, n, square), spare
         _take(rule, X, S, n, A, D)
         for t in range(T):
             at, place = first + t * heads, n * segments + t // segment
@@ -172,7 +166,7 @@ def forward(
                 known = True
             W, writes = M if linked else A, write.size == 0 or write[at]
             if rule.before or not writes:
-                predict(W, _part(q, at, P), _part(y, at, V), V, P, x, pc)
+                predict(W, part(q, at, P), part(y, at, V), V, P, x, pc)
             if not writes:
                 continue
             _spread(rule, given, at, rv, rp)
@@ -185,7 +179,7 @@ def forward(
             if linked:
                 _weigh(rule, do, A, M, scale, 0, cap, x)
             if not rule.before:
-                predict(M if linked else A, _part(q, at, P), _part(y, at, V), V, P, x, pc)
+                predict(M if linked else A, part(q, at, P), part(y, at, V), V, P, x, pc)
         _leave(rule, A, D, own, X, S, C, n)
 
 
@@ -201,25 +195,25 @@ def _fill(rv, rp):
 @helper
 def _take(rule, X, S, n, A, D):
     """A state out of others."""
-    _copy(_part(X, n, A.size), A)
+    _copy(part(X, n, A.size), A)
     if rule.moving:
-        _copy(_part(S, n, A.size), D)
+        _copy(part(S, n, A.size), D)
 
 
 @helper
 def _leave(rule, A, D, own, X, S, C, n):
     """A state, and its gain's matrix, into others."""
-    _copy(A, _part(X, n, A.size))
+    _copy(A, part(X, n, A.size))
     if rule.moving:
-        _copy(D, _part(S, n, A.size))
+        _copy(D, part(S, n, A.size))
     if rule.gains:
-        _copy(own, _part(C, n, own.size))
+        _copy(own, part(C, n, own.size))
 
 
 @helper
 def _restart(rule, initial, n, A, D, own):
     """The state of a memory that starts anew."""
-    _copy(_part(initial, n, A.size), A)
+    _copy(part(initial, n, A.size), A)
     if rule.moving:
         _clear(D)
     if rule.gains:
@@ -236,33 +230,33 @@ def _replay(rule, do, given, n, start, end, states, more, near, marks, scale, le
     rv, rp, g, spare = near
     s, first = 0, first_token(n, rule.heads, rule.length)
     if rule.linked:
-        _weigh(rule, do, _part(states_X, 0, cells), _part(states_M, 0, cells), scale, 0, cap, x)
+        _weigh(rule, do, part(states_X, 0, cells), part(states_M, 0, cells), scale, 0, cap, x)
     for i in range(end - start):
         at = first + (start + i) * rule.heads
         if reset.size > 0 and reset[at]:
             s += 1
-            A = _part(states_X, s, cells)
-            _restart(rule, initial, n, A, _part(states_S, s, cells), _part(states_C, s, square))
+            A = part(states_X, s, cells)
+            _restart(rule, initial, n, A, part(states_S, s, cells), part(states_C, s, square))
             if rule.linked:
-                _weigh(rule, do, A, _part(states_M, s, cells), scale, s, cap, x)
+                _weigh(rule, do, A, part(states_M, s, cells), scale, s, cap, x)
         marks[i] = s
         if write.size == 0 or write[at]:
             _spread(rule, given, at, rv, rp)
-            A, S, C, O, C2 = _part(states_X, s, cells), zero, spare, _part(states_X, s + 1, cells), spare
+            A, S, C, O, C2 = part(states_X, s, cells), zero, spare, part(states_X, s + 1, cells), spare
             if rule.gains:
-                C, C2 = _part(states_C, s, square), _part(states_C, s + 1, square)
+                C, C2 = part(states_C, s, square), part(states_C, s + 1, square)
             W, N = A, D
             if rule.moving:
-                S, N = _part(states_S, s, cells), _part(states_S, s + 1, cells)
+                S, N = part(states_S, s, cells), part(states_S, s + 1, cells)
             if rule.linked:
-                W = _part(states_M, s, cells)
+                W = part(states_M, s, cells)
             if rule.ahead:
                 W = _ahead(rule, do, A, zero, rv, rp, Y, YM, scale, scale.size - 1, cap, x)
-            p, u = _part(learnt, 2 * i + 1, V), _part(learnt, 2 * i, V)
+            p, u = part(learnt, 2 * i + 1, V), part(learnt, 2 * i, V)
             s += 1
             _write(rule, do, given, at, A, W, S, C, rv, rp, O, N, C2, p, u, g, scale, s, cap, x)
             if rule.linked:
-                _weigh(rule, do, O, _part(states_M, s, cells), scale, s, cap, x)
+                _weigh(rule, do, O, part(states_M, s, cells), scale, s, cap, x)
         marks[segment + i] = s
 
 
@@ -281,15 +275,15 @@ def _unwrite(
     gu, gp, grv, gg, grp, out = rows
     gk, gv, gw = to
     V, P, p, cells, square = rule.height, rule.width, rule.channels, rule.height * rule.width, rule.width**2
-    last, k, w = scale.size - 1, _part(keys, at, P), _part(written, at, P)
-    A, B = _part(states_X, a, cells), _part(states_X, b, cells)
+    last, k, w = scale.size - 1, part(keys, at, P), part(written, at, P)
+    A, B = part(states_X, a, cells), part(states_X, b, cells)
     S, direction, C = zero, D, spare
     if rule.moving:
-        S, direction = _part(states_S, a, cells), _part(states_S, b, cells)
+        S, direction = part(states_S, a, cells), part(states_S, b, cells)
     W, GA = A, G
     if rule.linked:
-        _unweigh(rule, do, undo, B, _part(states_M, b, cells), GM, G, scale, b, cap, x)
-        W, GA = _part(states_M, a, cells), GM
+        _unweigh(rule, do, undo, B, part(states_M, b, cells), GM, G, scale, b, cap, x)
+        W, GA = part(states_M, a, cells), GM
     elif scale[b] > 0:
         project_back(B, scale[b], cap[0], G, cells)
     _spread(rule, given, at, rv, rp)
@@ -299,12 +293,12 @@ def _unwrite(
         if not rule.linked:
             GA = GY
     if rule.gains:
-        C = _part(states_C, a, square)
+        C = part(states_C, a, square)
         # The new matrix is not wanted: it goes where the next token's cotangents are cleared.
         gain(C, k, g, spare, P, p, x, gc)
         _clear(gg)
         w, gw = g, gg
-    u = _part(learnt, 2 * i, V)
+    u = part(learnt, 2 * i, V)
     if not rule.moving:
         descend(W, S, u, w, lr[at], momentum[at], D, V, P, x, dc)
     _clear(grv)
@@ -313,7 +307,7 @@ def _unwrite(
     descend_back(W, S, u, w, lr[at], momentum[at], H, GA, gu, gw, out, V, P, x, dc)
     if rule.gains:
         gain_back(C, k, GC, gg, gk, P, p, x, gc)
-    learn_back(_part(learnt, 2 * i + 1, V), _part(v, at, V), u, gu, gp, gv, rule.values, bc)
+    learn_back(part(learnt, 2 * i + 1, V), part(v, at, V), u, gu, gp, gv, rule.values, bc)
     predict_back(W, k, gp, GA, gk, V, P, x, pc)
     if rule.ahead:
         if rule.linked:
@@ -332,14 +326,14 @@ def _to_gates(rule, at, grp, grv, out, glr, gr, gm, gkept):
     if gm.size > 0:
         gm[at] = out[1]
     if rule.by_channel:
-        _copy(grp, _part(gr, at, P))
+        _copy(grp, part(gr, at, P))
     else:
         whole = out[0] * 0
         for j in range(P):
             whole += grp[j]
         gr[at] = whole
     if gkept.size > 0:
-        _copy(grv, _part(gkept, at, V))
+        _copy(grv, part(gkept, at, V))
 
 
 def backward(
@@ -355,55 +349,53 @@ def backward(
     states = (states_X, states_S, states_C, states_M)
     heads, T, V, P, segment = rule.heads, rule.length, rule.height, rule.width, rule.segment
     cells, square, segments = V * P, P * P, (T + segment - 1) // segment
-    GM, loose = _part(many, 0, cells), _part(many, 4, cells)
+    GM, loose = part(many, 0, cells), part(many, 4, cells)
     more = (
-        GM, _part(many, 1, cells), _part(many, 2, cells), _part(many, 3, cells), loose, _part(many, 5, cells),
-        _part(many, 6, cells),
+        GM, part(many, 1, cells), part(many, 2, cells), part(many, 3, cells), loose, part(many, 5, cells),
+        part(many, 6, cells),
     )  # fmt: skip
-    x, rv, rp = many[7 * cells :], rows[:V], _part(rows[4 * V :], 0, P)
-    gu, gp, grv = rows[V : 2 * V], rows[2 * V : 3 * V], rows[3 * V : 4 * V]
-    rest = rows[4 * V + P :]
-    g, gg, grp, out, scale = rest[:P], _part(rest, 1, P), _part(rest, 2, P), rest[3 * P :], rest[3 * P + 2 :]
-    count = 2 * segment + 3
-    scale, learnt, near = scale[:count], scale[count:], (rv, rp, g, spare)
+    x, wide, count = many[7 * cells :], rows[4 * V :], 2 * segment + 3
+    rv, gu, gp, grv = part(rows, 0, V), part(rows, 1, V), part(rows, 2, V), part(rows, 3, V)
+    rp, g, gg, grp, rest = part(wide, 0, P), part(wide, 1, P), part(wide, 2, P), part(wide, 3, P), wide[4 * P :]
+    out, scale, learnt, near = part(rest, 0, 2), part(rest[2:], 0, count), rest[2 + count :], (rv, rp, g, spare)
     _fill(rv, rp)
     for n in range(lo, hi):
-        first, G, H, own = first_token(n, heads, T), _part(GX, n, cells), loose, _part(GC, n, square)
+        first, G, H, own = first_token(n, heads, T), part(GX, n, cells), loose, part(GC, n, square)
         if rule.moving:
-            H = _part(GS, n, cells)
+            H = part(GS, n, cells)
         _clear(GM)
         GW = GM if rule.linked else G
         for index in range(segments - 1, -1, -1):
             start, end, place = index * segment, min(T, (index + 1) * segment), n * segments + index
             _clear(scale)
-            _take(rule, keep_X, keep_S, place, _part(states_X, 0, cells), _part(states_S, 0, cells))
+            _take(rule, keep_X, keep_S, place, part(states_X, 0, cells), part(states_S, 0, cells))
             if rule.gains:
-                _copy(_part(keep_C, place, square), _part(states_C, 0, square))
+                _copy(part(keep_C, place, square), part(states_C, 0, square))
             _replay(rule, do, given, n, start, end, states, more, near, marks, scale, learnt, cap, x)
             for i in range(end - start - 1, -1, -1):
                 at, a, b = first + (start + i) * heads, marks[i], marks[segment + i]
                 read, writes = (states_M if rule.linked else states_X), write.size == 0 or write[at]
-                own_q, own_gq, own_gy = _part(q, at, P), _part(gq, at, P), _part(gy, at, V)
+                own_q, own_gq, own_gy = part(q, at, P), part(gq, at, P), part(gy, at, V)
                 if writes:
                     if not rule.before:
-                        predict_back(_part(read, b, cells), own_q, own_gy, GW, own_gq, V, P, x, pc)
-                    own_gk = _part(gk, at, P)
-                    to = (own_gk, _part(gv, at, V), _part(gw, at, P) if gw.size > 0 else own_gk)
+                        predict_back(part(read, b, cells), own_q, own_gy, GW, own_gq, V, P, x, pc)
+                    own_gk = part(gk, at, P)
+                    to = (own_gk, part(gv, at, V), part(gw, at, P) if gw.size > 0 else own_gk)
                     _unwrite(
                         rule, do, undo, given, at, i, a, b, states, more, near, (G, H, own), scale, learnt,
                         (gu, gp, grv, gg, grp, out), to, cap, x,
                     )  # fmt: skip
                     _to_gates(rule, at, grp, grv, out, glr, gr, gm, gkept)
                 if rule.before or not writes:
-                    predict_back(_part(read, a, cells), own_q, own_gy, GW, own_gq, V, P, x, pc)
+                    predict_back(part(read, a, cells), own_q, own_gy, GW, own_gq, V, P, x, pc)
                 if reset.size > 0 and reset[at]:
                     if rule.linked:
-                        A = _part(states_X, a, cells)
-                        _unweigh(rule, do, undo, A, _part(states_M, a, cells), GM, G, scale, a, cap, x)
-                    _join(_part(g_initial, n, cells), G)
+                        A = part(states_X, a, cells)
+                        _unweigh(rule, do, undo, A, part(states_M, a, cells), GM, G, scale, a, cap, x)
+                    _join(part(g_initial, n, cells), G)
                     _clear(G)
                     _clear(H)
                     _clear(own)
             if rule.linked:
-                A = _part(states_X, 0, cells)
-                _unweigh(rule, do, undo, A, _part(states_M, 0, cells), GM, G, scale, 0, cap, x)
+                A = part(states_X, 0, cells)
+                _unweigh(rule, do, undo, A, part(states_M, 0, cells), GM, G, scale, 0, cap, x)
