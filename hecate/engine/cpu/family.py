@@ -74,8 +74,8 @@ def refusal(config: MemoryConfig) -> str | None:
     return None
 
 
-def parts_of(config: MemoryConfig, *, shared: bool) -> Parts:
-    """The parts of a memory; `shared` says that retain is one number for all its cells."""
+def parts_of(config: MemoryConfig, *, channels: bool, values: bool) -> Parts:
+    """The parts of a memory whose retain is per phi channel, per value channel, both or one number."""
     rule = config.rule
     bias, step, algorithm = rule.bias.token_form(), rule.retention.token_form(), rule.algorithm.token_form()
     slots = None if rule.structure.linear else rule.structure.token_form()
@@ -85,11 +85,12 @@ def parts_of(config: MemoryConfig, *, shared: bool) -> Parts:
         learn = Part(TOGETHER[bias.name], (bias.a, bias.b))
     if step.length is not None:
         length = step.length
-        own = Part("sphere", (length.least,), (length.column, length.tangent))
+        own = Part("sphere", (length.least,), (length.column, length.tangent, channels))
     elif step.threshold is not None:
-        own = Part("cells", (step.threshold,), (2,))
+        own = Part("cells", (step.threshold,), (2, channels))
     else:
-        own = Part("cells", (), (1 if step.coupled else 3 if step.centred and shared else 0,))
+        centred = step.centred and not (channels or values)
+        own = Part("cells", (), (1 if step.coupled else 3 if centred else 0, channels))
     if slots is not None:
         predict, descend = Part("directions", (slots.least,)), Part("turning", (slots.least,), (algorithm.momentum,))
     elif algorithm.erase is not None:
@@ -189,7 +190,7 @@ def _announce(kernel: Any, qualname: str, name: str, seconds: int) -> None:
         _LOG.info("compiling %s for the first time, about %d s%s", name.replace("_", " "), seconds, kept)
 
 
-_FORWARD = "iiR" + "AAAAAA" + "BB" + "AAA" + "AAA" + "A" + "AAA" + "A" + "AAA"
+_FORWARD = "iiR" + "AAAAAA" + "BB" + "AAA" + "AAA" + "A" + "AAA" + "A" + "AA"
 _BACKWARD = "iiR" + "AAAAAA" + "BB" + "AAA" + "AAA" + "A" + "AAA" + "A" + "AAAAAAAA" + "A" + "AAAA" + "AAA" + "I"
 
 
@@ -228,7 +229,7 @@ class Walk:
         self.segment = max(LEAST, math.isqrt(self.length))
         step = config.retention.token_form()
         self.linked, self.cap = step.link is not None, step.cap or 0.0
-        self.parts = parts_of(config, shared=not self.by_channel and tokens.retain_value is None)
+        self.parts = parts_of(config, channels=self.by_channel, values=tokens.retain_value is not None)
         self.number = flat(memory.new_empty(0)).dtype.type
 
     @property
@@ -309,8 +310,7 @@ def walked(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors,
     y = new(*shape, height)
     segments = -(-call.length // call.segment) if keeps else 0
     kept = [new(call.count * segments * size) for size in (call.cells, call.cells * call.moving, width**2 * call.gains)]
-    square = width * width * call.gains
-    scratch = [9 * call.cells + 8 * (height + width), square, 3 * height + 2 * width + 2]
+    scratch = [7 * call.cells + 8 * (height + width), 3 * height + 2 * width + 2]
     call.launch("forward", (*states, y, *kept), scratch)
     return (y[..., :v], *call.cut(states)), tuple(kept)
 

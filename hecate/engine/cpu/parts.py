@@ -236,25 +236,31 @@ def matrix_back(M, k, gp, G, gk, V, P, x, c):
 
 
 @helper
-def _lengths(M, y, V, P, floor):
-    """1 / sqrt(|column|^2 + floor^2)."""
-    columns(M, M, y, V, P)
+def _lengths(M, u, y, seen, V, P, floor):
+    """1 / sqrt(|column|^2 + floor^2), and M^T u."""
     for j in range(0, P, per_vector(M)):
-        store(y, j, div(1.0, root(add(load(y, j, ONE), floor * floor))))
+        square, along = filled(M, 0.0), filled(M, 0.0)
+        for r in range(0, V, ROWS):
+            a = load_rows(M, r * P + j, P, ONE)
+            square, along = add(square, total(a, a)), add(along, total(get(u, r), a))
+        store(y, j, div(1.0, root(add(square, floor * floor))))
+        store(seen, j, along)
 
 
 def directions(M, k, p, V, P, x, c):
     """The columns of M divided by their lengths, which have c = the floor beside them."""
-    _lengths(M, x, V, P, c[0])
     for j in range(0, P, per_vector(k)):
-        store(x, j, mul(load(x, j, ONE), load(k, j, ONE)))
+        square = filled(k, 0.0)
+        for r in range(0, V, ROWS):
+            a = load_rows(M, r * P + j, P, ONE)
+            square = add(square, total(a, a))
+        store(x, j, div(load(k, j, ONE), root(add(square, c[0] * c[0]))))
     dots(M, x, p, V, P)
 
 
 def directions_back(M, k, gp, G, gk, V, P, x, c):
     seen = x[P:]
-    _lengths(M, x, V, P, c[0])
-    down(M, gp, seen, V, P)
+    _lengths(M, gp, x, seen, V, P, c[0])
     for j in range(0, P, per_vector(k)):
         i, b = load(x, j, ONE), load(seen, j, ONE)
         a = mul(load(k, j, ONE), i)
@@ -365,8 +371,7 @@ def turning(moving: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def do(M, S, u, w, lr, m, D, V, P, x, c):
         seen = x[P:]
-        _lengths(M, x, V, P, c[0])
-        down(M, u, seen, V, P)
+        _lengths(M, u, x, seen, V, P, c[0])
         for j in range(0, P, per_vector(w)):
             i = load(x, j, ONE)
             a = mul(load(w, j, ONE), i)
@@ -383,10 +388,14 @@ def turning(moving: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def back(M, S, u, w, lr, m, H, G, gu, gw, out, V, P, x, c):
         near, seen, along = x[P:], x[2 * P :], x[3 * P :]
-        _lengths(M, x, V, P, c[0])
-        down(H, u, near, V, P)
-        down(M, u, seen, V, P)
-        columns(H, M, along, V, P)
+        _lengths(M, u, x, seen, V, P, c[0])
+        for j in range(0, P, per_vector(w)):
+            y, z = filled(w, 0.0), filled(w, 0.0)
+            for r in range(0, V, ROWS):
+                h = load_rows(H, r * P + j, P, ONE)
+                y, z = add(y, total(get(u, r), h)), add(z, total(h, load_rows(M, r * P + j, P, ONE)))
+            store(near, j, y)
+            store(along, j, z)
         gl, gm = filled(w, 0.0), filled(w, 0.0)
         for j in range(0, P, per_vector(w)):
             i = load(x, j, ONE)

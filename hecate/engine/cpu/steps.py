@@ -21,10 +21,7 @@ TINY = 1e-30  # the least that a logarithm here is taken of
 # the way in and that of X on the way out, and that of D is added to H if it moves, else H is that.
 
 
-@inline
-def _kept(rv, rp, r, j):
-    """Retain of four rows."""
-    return mul(get(rv, r), load(rp, j, ONE))
+# A step is made for retain per column, or for one number rp_0 for all: then grv gets sums over rows alone.
 
 
 @inline
@@ -36,25 +33,23 @@ def _passed(H, o, P, g, moving):
         store_rows(H, o, P, g)
 
 
-@inline
-def _told(grp, rv, r, rp, j, share, four):
-    """Sums over rows for the gates of columns, and the sums so far for those of four rows."""
-    plus(grp, j, total(get(rv, r), share))
-    return mad(share, load(rp, j, ONE), four)
-
-
-def cells(kind: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def cells(kind: int, channels: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Cell by cell: 0 r X + D; 1 r (X + D); 2 r X + D moved towards 0 by c; 3 r X + D, D without the mean of its row."""
 
     def do(X, D, rv, rp, O, V, P, p, x, c):
         if kind == 3:
             _constant(x, P, p)
         for r in range(0, V, ROWS):
+            same = times(rp[0], get(rv, r))
             if kind == 3:
                 mean = _means(D, r * P, x, P, p)
             for j in range(0, P, per_vector(X)):
                 o = r * P + j
-                d, kept = load_rows(D, o, P, ONE), _kept(rv, rp, r, j)
+                d = load_rows(D, o, P, ONE)
+                if channels:
+                    kept = mul(get(rv, r), load(rp, j, ONE))
+                else:
+                    kept = same
                 if kind == 1:
                     new = mul(kept, add(load_rows(X, o, P, ONE), d))
                 else:
@@ -69,21 +64,30 @@ def cells(kind: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         if kind == 3:
             _constant(x, P, p)
         for r in range(0, V, ROWS):
-            four = zeros(X)
+            four, same = zeros(X), times(rp[0], get(rv, r))
             if kind == 3:
                 mean = _means(G, r * P, x, P, p)
             for j in range(0, P, per_vector(X)):
                 o = r * P + j
-                g, kept, a = load_rows(G, o, P, ONE), _kept(rv, rp, r, j), load_rows(X, o, P, ONE)
+                g, a = load_rows(G, o, P, ONE), load_rows(X, o, P, ONE)
+                if channels:
+                    kept = mul(get(rv, r), load(rp, j, ONE))
+                else:
+                    kept = same
                 if kind == 2:
                     g = alive(g, load_rows(O, o, P, ONE))
                 if kind == 1:
-                    four = _told(grp, rv, r, rp, j, mul(g, add(a, load_rows(D, o, P, ONE))), four)
-                    g = mul(kept, g)
-                    store_rows(G, o, P, g)
+                    a = add(a, load_rows(D, o, P, ONE))
+                if channels:
+                    share = mul(g, a)
+                    plus(grp, j, total(get(rv, r), share))
+                    four = mad(share, load(rp, j, ONE), four)
                 else:
-                    four = _told(grp, rv, r, rp, j, mul(g, a), four)
-                    store_rows(G, o, P, mul(kept, g))
+                    four = mad(g, a, four)
+                new = mul(kept, g)
+                store_rows(G, o, P, new)
+                if kind == 1:
+                    g = new
                 if kind == 3:
                     g = mad(mean, load(x, j, ONE), g)
                 _passed(H, o, P, g, moving)
@@ -129,7 +133,7 @@ def _along(A, B, y, V, P, column):
         rows(A, B, y, V, P)
 
 
-def sphere(column: bool, tangent: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def sphere(column: bool, tangent: bool, channels: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Slots, columns or rows, as long as they were: r X + D - X (X.D) divided by its length, or r X + D brought back to
     the length of X. c = the least length."""
 
@@ -140,16 +144,22 @@ def sphere(column: bool, tangent: bool) -> tuple[Callable[..., Any], Callable[..
         if tangent:
             _negate(minus, count)
         for r in range(0, V, ROWS):
+            same = times(rp[0], get(rv, r))
             for j in range(0, P, per_vector(X)):
                 o = r * P + j
-                a, kept = load_rows(X, o, P, ONE), _kept(rv, rp, r, j)
+                a = load_rows(X, o, P, ONE)
+                if channels:
+                    kept = mul(get(rv, r), load(rp, j, ONE))
+                else:
+                    kept = same
+                new = mad(kept, a, load_rows(D, o, P, ONE))
                 if tangent:
                     if column:
                         b = load(minus, j, ONE)
                     else:
                         b = get(minus, r)
-                    kept = add(kept, b)
-                store_rows(O, o, P, mad(kept, a, load_rows(D, o, P, ONE)))
+                    new = mad(b, a, new)
+                store_rows(O, o, P, new)
         _along(O, O, length, V, P, column)
         for i in range(count):
             f = math.sqrt(max(length[i], least))
@@ -171,21 +181,23 @@ def sphere(column: bool, tangent: bool) -> tuple[Callable[..., Any], Callable[..
         if tangent:
             _negate(minus, count)
         for r in range(0, V, ROWS):
+            same = times(rp[0], get(rv, r))
             for j in range(0, P, per_vector(X)):
                 o = r * P + j
-                a, kept = load_rows(X, o, P, ONE), _kept(rv, rp, r, j)
+                a = load_rows(X, o, P, ONE)
+                if channels:
+                    kept = mul(get(rv, r), load(rp, j, ONE))
+                else:
+                    kept = same
+                new = mad(kept, a, load_rows(D, o, P, ONE))
                 if tangent:
                     if column:
                         b = load(minus, j, ONE)
                     else:
                         b = get(minus, r)
-                    kept = add(kept, b)
-                store_rows(moved, o, P, mad(kept, a, load_rows(D, o, P, ONE)))
-        _along(moved, moved, length, V, P, column)
-        _along(moved, G, outward, V, P, column)
-        if tangent:
-            _along(X, G, other, V, P, column)
-            _along(X, moved, x[4 * count :], V, P, column)
+                    new = mad(b, a, new)
+                store_rows(moved, o, P, new)
+        _alongs(moved, G, X, length, outward, other, x[4 * count :], V, P, column)
         for i in range(count):
             f = 1 / math.sqrt(max(length[i], least))
             out = outward[i] * f * f if length[i] > least else f * 0
@@ -197,18 +209,27 @@ def sphere(column: bool, tangent: bool) -> tuple[Callable[..., Any], Callable[..
                 other[i] = outward[i] * f / own if minus[i] > least else f * 0
                 length[i], outward[i] = f * own, -f * own * out
         for r in range(0, V, ROWS):
-            four = zeros(X)
+            four, same = zeros(X), times(rp[0], get(rv, r))
             for j in range(0, P, per_vector(X)):
                 o = r * P + j
                 if column:
                     f, e, b, w = load(length, j, ONE), load(outward, j, ONE), load(minus, j, ONE), load(other, j, ONE)
                 else:
                     f, e, b, w = get(length, r), get(outward, r), get(minus, r), get(other, r)
-                a, kept = load_rows(X, o, P, ONE), _kept(rv, rp, r, j)
+                a = load_rows(X, o, P, ONE)
+                if channels:
+                    kept = mul(get(rv, r), load(rp, j, ONE))
+                else:
+                    kept = same
                 h = mad(f, load_rows(G, o, P, ONE), mul(e, load_rows(moved, o, P, ONE)))
-                four = _told(grp, rv, r, rp, j, mul(h, a), four)
+                if channels:
+                    share = mul(h, a)
+                    plus(grp, j, total(get(rv, r), share))
+                    four = mad(share, load(rp, j, ONE), four)
+                else:
+                    four = mad(h, a, four)
                 if tangent:
-                    store_rows(G, o, P, mad(add(kept, b), h, mul(w, load_rows(D, o, P, ONE))))
+                    store_rows(G, o, P, mad(kept, h, mad(b, h, mul(w, load_rows(D, o, P, ONE)))))
                     h = mad(w, a, h)
                 else:
                     store_rows(G, o, P, mad(kept, h, mul(w, a)))
@@ -216,6 +237,33 @@ def sphere(column: bool, tangent: bool) -> tuple[Callable[..., Any], Callable[..
             _add_rows(grv, r, sums(four))
 
     return do, back
+
+
+@helper
+def _alongs(A, B, C, aa, ab, cb, ca, V, P, column):
+    """<A, A>, <A, B>, <C, B> and <C, A> of every slot."""
+    if column:
+        for j in range(0, P, per_vector(A)):
+            w = x = y = z = filled(A, 0.0)
+            for r in range(0, V, ROWS):
+                o = r * P + j
+                a, b, c = load_rows(A, o, P, ONE), load_rows(B, o, P, ONE), load_rows(C, o, P, ONE)
+                w, x, y, z = add(w, total(a, a)), add(x, total(a, b)), add(y, total(c, b)), add(z, total(c, a))
+            store(aa, j, w)
+            store(ab, j, x)
+            store(cb, j, y)
+            store(ca, j, z)
+        return
+    for r in range(0, V, ROWS):
+        f = g = h = i = zeros(A)
+        for j in range(0, P, per_vector(A)):
+            o = r * P + j
+            a, b, c = load_rows(A, o, P, ONE), load_rows(B, o, P, ONE), load_rows(C, o, P, ONE)
+            f, g, h, i = mad(a, a, f), mad(a, b, g), mad(c, b, h), mad(c, a, i)
+        put(aa, r, sums(f))
+        put(ab, r, sums(g))
+        put(cb, r, sums(h))
+        put(ca, r, sums(i))
 
 
 @helper
@@ -249,11 +297,26 @@ def _trim(M, V, P, v, p):
 @helper
 def _tops(A, x, V, P, p, both):
     """Into x, the largest number of every row, of -A too if both."""
+    wide = per_vector(A)
+    whole = p - p % wide
     for r in range(V):
         top = A[r * P]
-        for j in range(p):
-            a = A[r * P + j]
-            top = max(top, abs(a) if both else a)
+        if both:
+            top = abs(top)
+        if whole > 0:
+            row = load(A, r * P, ONE)
+            if both:
+                row = size(row)
+            for j in range(wide, whole, wide):
+                more = load(A, r * P + j, ONE)
+                if both:
+                    more = size(more)
+                row = larger(row, more)
+            store(x, V, row)
+            for j in range(wide):
+                top = max(top, x[V + j])
+        for j in range(whole, p):
+            top = max(top, abs(A[r * P + j]) if both else A[r * P + j])
         x[r] = top
 
 

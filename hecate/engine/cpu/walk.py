@@ -136,23 +136,20 @@ def _write(rule, do, given, at, X, M, S, C, rv, rp, O, D, C2, p, u, g, scale, sl
 
 def forward(
     lo, hi, rule, keys, q, v, lr, retain, momentum, write, reset, written, kept, initial, X, S, C, y, keep_X, keep_S,
-    keep_C, cap, states, spare, rows, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc,
+    keep_C, cap, states, rows, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc,
 ):  # fmt: skip
     """Outputs y and, in place, the final X, S and C; with keep_X given, the state of every segment's first token."""
     do = (learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc)
     given = (keys, q, v, lr, retain, momentum, write, reset, written, kept, initial)
     heads, T, V, P, segment, linked = rule.heads, rule.length, rule.height, rule.width, rule.segment, rule.linked
     cells, square, segments = V * P, P * P, (T + segment - 1) // segment
-    A, B, D, E, M = (
-        part(states, 0, cells), part(states, 1, cells), part(states, 2, cells), part(states, 3, cells),
-        part(states, 4, cells),
-    )  # fmt: skip
-    Y, YM, zero, x = part(states, 5, cells), part(states, 6, cells), part(states, 7, cells), states[8 * cells :]
+    A, D, M, zero = part(states, 0, cells), part(states, 1, cells), part(states, 2, cells), part(states, 3, cells)
+    Y, YM, x = part(states, 4, cells), part(states, 5, cells), states[6 * cells :]
     p, u, rv, wide = part(rows, 0, V), part(rows, 1, V), part(rows, 2, V), rows[3 * V :]
     g, rp, scale = part(wide, 0, P), part(wide, 1, P), wide[2 * P :]
     _fill(rv, rp)
     for n in range(lo, hi):
-        first, known, own, other = first_token(n, heads, T), False, part(C, n, square), spare
+        first, known, own = first_token(n, heads, T), False, part(C, n, square)
         _take(rule, X, S, n, A, D)
         for t in range(T):
             at, place = first + t * heads, n * segments + t // segment
@@ -172,10 +169,8 @@ def forward(
             _spread(rule, given, at, rv, rp)
             if rule.ahead:
                 W = _ahead(rule, do, A, zero, rv, rp, Y, YM, scale, 1, cap, x)
-            _write(rule, do, given, at, A, W, D, own, rv, rp, B, E, other, p, u, g, scale, 1, cap, x)
-            A, B, D, E = B, A, E, D
-            if rule.gains:
-                own, other = other, own
+            # In place: every part has read a number before it writes it, and M of a linked state is apart.
+            _write(rule, do, given, at, A, W, D, own, rv, rp, A, D, own, p, u, g, scale, 1, cap, x)
             if linked:
                 _weigh(rule, do, A, M, scale, 0, cap, x)
             if not rule.before:
@@ -319,7 +314,7 @@ def _unwrite(
 
 
 @helper
-def _to_gates(rule, at, grp, grv, out, glr, gr, gm, gkept):
+def _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept):
     """Cotangents of a token's gates."""
     V, P = rule.height, rule.width
     glr[at] = out[0]
@@ -327,10 +322,11 @@ def _to_gates(rule, at, grp, grv, out, glr, gr, gm, gkept):
         gm[at] = out[1]
     if rule.by_channel:
         _copy(grp, part(gr, at, P))
-    else:
+    else:  # sums over rows alone, of one number for all columns
         whole = out[0] * 0
-        for j in range(P):
-            whole += grp[j]
+        for r in range(V):
+            whole += rv[r] * grv[r]
+            grv[r] *= rp[0]
         gr[at] = whole
     if gkept.size > 0:
         _copy(grv, part(gkept, at, V))
@@ -385,7 +381,7 @@ def backward(
                         rule, do, undo, given, at, i, a, b, states, more, near, (G, H, own), scale, learnt,
                         (gu, gp, grv, gg, grp, out), to, cap, x,
                     )  # fmt: skip
-                    _to_gates(rule, at, grp, grv, out, glr, gr, gm, gkept)
+                    _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept)
                 if rule.before or not writes:
                     predict_back(part(read, a, cells), own_q, own_gy, GW, own_gq, V, P, x, pc)
                 if reset.size > 0 and reset[at]:
@@ -395,7 +391,8 @@ def backward(
                     _join(part(g_initial, n, cells), G)
                     _clear(G)
                     _clear(H)
-                    _clear(own)
+                    if rule.gains:
+                        _clear(own)
             if rule.linked:
                 A = part(states_X, 0, cells)
                 _unweigh(rule, do, undo, A, part(states_M, 0, cells), GM, G, scale, 0, cap, x)
