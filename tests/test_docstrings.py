@@ -17,7 +17,8 @@ def shipped() -> list[type[Variant]]:
     """Every concrete variant that the package defines."""
     for module in pkgutil.walk_packages(hecate.__path__, "hecate."):
         # These import packages that are optional, and define no variants.
-        kernels = (f"hecate.engine.cpu.{name}" for name in ("registers", "vectors", "wide"))
+        files = ("functions", "parts", "registers", "steps", "vectors", "walk", "wide")
+        kernels = (f"hecate.engine.cpu.{name}" for name in files)
         if not module.name.startswith(("hecate.interop", "hecate.__main__", *kernels)):
             importlib.import_module(module.name)
 

@@ -30,6 +30,11 @@ class AlgorithmForm(NamedTuple):
     ridge: float | None = None
     discount: float = 1.0
 
+    @property
+    def plain(self) -> bool:
+        """Whether G is the token's own and adds to S."""
+        return self.erase is None and self.ridge is None
+
 
 class Token(NamedTuple):
     """What one token brings to a write: phi_k `[N, P]`, v `[N, V]` and the lr gate `[N]`; phi_w `[N, P]` in place of

@@ -47,6 +47,11 @@ class StepForm(NamedTuple):
     link: LinkForm | None = None
     cap: float | None = None
 
+    @property
+    def cellwise(self) -> bool:
+        """Whether no cell of a memory hears of another."""
+        return self.length is None and self.cap is None and (self.link is None or self.link.name == "sigmoid")
+
 
 class GateForm(NamedTuple):
     """How a layer makes the retain gate from a token: one logit per head or per phi channel, of a linear head or of one

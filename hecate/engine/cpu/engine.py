@@ -49,8 +49,7 @@ class Compiled(TokenEngine):
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """What has no kernel."""
-        reason = _unlike(config)
-        return reason if reason is None or config.structure.diagonal else refusal(config)
+        return _unlike(config) and refusal(config)
 
     def unfit(self, call: Call) -> str | None:
         """Another device, another dtype, torch looking on, no numba."""
@@ -68,7 +67,11 @@ class Compiled(TokenEngine):
         """Less than blocks, but for large states of l2, and only from `TOKENS` on, before which nothing loads numba."""
         if call.length < TOKENS:
             return math.inf
-        large = form_of(call.config.bias) == "error" and math.prod(call.shape) * call.dtype.itemsize > LARGE
+        size = math.prod(call.shape) * call.dtype.itemsize
+        if call.general or _unlike(call.config):
+            large = size > (LARGE // 2 if call.config.bias.linear else LARGE)
+        else:
+            large = form_of(call.config.bias) == "error" and size > LARGE
         return (80.0 if large else 30.0) * call.length
 
     def about(self, call: Call) -> str:

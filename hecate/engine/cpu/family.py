@@ -58,19 +58,31 @@ def refusal(config: MemoryConfig) -> str | None:
     rule = config.rule
     if config.chunk > 1 or config.commit == "chunk":
         return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
-    if rule.structure.diagonal or not (rule.structure.linear or rule.structure.token_form()):
-        return f"structure {rule.structure.kind!r} has no kernel"
-    form = rule.algorithm.token_form()
+    structure = rule.structure
+    if not structure.linear and structure.token_form() is None:
+        return f"structure {structure.kind!r} has no kernel"
     for name, variant in (("algorithm", rule.algorithm), ("bias", rule.bias), ("retention", rule.retention)):
         if variant.token_form() is None:
             return f"{name} {variant.kind!r} as configured has no kernel"
+    form = rule.algorithm.token_form()
     if form.nesterov:
         return "its kernels know momentum without nesterov"
-    if not rule.structure.linear and (form.erase is not None or form.ridge is not None):
+    if not structure.linear and not form.plain:
         return (
             f"algorithm {rule.algorithm.kind!r} has a kernel for gradients of rank one, and those of structure "
-            f"{rule.structure.kind!r} are of any rank"
+            f"{structure.kind!r} are of any rank"
         )
+    if structure.diagonal:
+        for name, variant, apart in (
+            ("algorithm", rule.algorithm, form.plain),
+            ("bias", rule.bias, rule.bias.kernel_form() is not None),
+            ("retention", rule.retention, rule.retention.token_form().cellwise),
+        ):
+            if not apart:
+                return (
+                    f"structure {structure.kind!r} goes coordinate by coordinate in kernels, and {name} "
+                    f"{variant.kind!r} as configured is not known to treat them apart"
+                )
     return None
 
 
@@ -104,6 +116,22 @@ def parts_of(config: MemoryConfig, *, channels: bool, values: bool) -> Parts:
 
 # Compiling.
 
+Wanted = tuple[str, tuple[Any, ...], str, bool]  # a part's name and options, its place in `Parts`, and whether back
+SECONDS = {"walk": 5.0}  # that a walk takes to compile, forward or back, and by default a part
+_PART = 0.5
+
+# Arguments of parts, do and back: A an array, f a number, i a whole one; of walks before their parts also B a mask, I
+# whole numbers in a row and R the rule.
+_ARGUMENTS = {
+    "learn": ("AAAiA", "AAAAAAiA"),
+    "predict": ("AAAiiAA", "AAAAAiiAA"),
+    "descend": ("AAAAffAiiAA", "AAAAffAAAAAiiAA"),
+    "step": ("AAAAAiiiAA", "AAAAAAAAAiiiiAA"),
+    "link": ("AAiiiiAA", "AAAAiiiiAA"),
+    "gain": ("AAAAiiAA", "AAAAAiiAA"),
+    "walk": ("iiRAAAAAABB" + "A" * 13, "iiRAAAAAABB" + "A" * 27 + "I"),
+}
+
 
 @cache
 def _digest() -> str:
@@ -112,98 +140,80 @@ def _digest() -> str:
     return hashlib.sha256(b"".join(Path(__file__).with_name(f"{n}.py").read_bytes() for n in names)).hexdigest()[:12]
 
 
-@cache
-def _functions(name: str, options: tuple[Any, ...]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A part as Python: (do, back)."""
-    for module in ("parts", "steps"):
-        found = importlib.import_module(f"hecate.engine.cpu.{module}")
-        if hasattr(found, name):
-            own = getattr(found, name)
-            made: tuple[Callable[..., Any], Callable[..., Any]]
-            made = own(*options) if options else (own, getattr(found, f"{name}_back"))
-            return made
-    raise ValueError(f"no part {name!r}")
+def _python(name: str, options: tuple[Any, ...], back: bool) -> Callable[..., Any]:
+    """A part or a walk as numba is to read it."""
+    if name == "walk":
+        name = "backward" if back else "forward"
+        return getattr(importlib.import_module("hecate.engine.cpu.walk"), name)  # type: ignore[no-any-return]
+    modules = [importlib.import_module(f"hecate.engine.cpu.{module}") for module in ("parts", "steps")]
+    found = next(module for module in modules if hasattr(module, name))
+    if options:
+        return getattr(found, name)(*options)[back]  # type: ignore[no-any-return]
+    return getattr(found, f"{name}_back" if back else name)  # type: ignore[no-any-return]
 
 
-# Arguments of parts, do and back: A an array, f a number, i a whole one.
-_ARGUMENTS = {
-    "learn": ("AAAiA", "AAAAAAiA"),
-    "predict": ("AAAiiAA", "AAAAAiiAA"),
-    "descend": ("AAAAffAiiAA", "AAAAffAAAAAiiAA"),
-    "step": ("AAAAAiiiAA", "AAAAAAAAAiiiiAA"),
-    "link": ("AAiiiiAA", "AAAAiiiiAA"),
-    "gain": ("AAAAiiAA", "AAAAAiiAA"),
-}
-
-
-def _signature(letters: str, dtype: Any) -> Any:
-    """A signature from letters: also B a mask, I whole numbers in a row and R the rule."""
+def _signature(place: str, back: bool, dtype: Any) -> Any:
+    """Of a part in a place, or of a walk: that has its parts last, each with its numbers, then their derivatives."""
     from numba import types as nb
 
     from hecate.engine.cpu.walk import Rule
 
     number = nb.float32 if dtype == np.float32 else nb.float64
+    array = nb.Array(number, 1, "C")
     kinds = {
-        "A": nb.Array(number, 1, "C"), "f": number, "i": nb.int64, "B": nb.Array(nb.boolean, 1, "C"),
-        "I": nb.Array(nb.int64, 1, "C"), "R": nb.NamedUniTuple(nb.int64, len(Rule._fields), Rule),
+        "A": array, "f": number, "i": nb.int64, "B": nb.Array(nb.boolean, 1, "C"), "I": nb.Array(nb.int64, 1, "C"),
+        "R": nb.NamedUniTuple(nb.int64, len(Rule._fields), Rule),
     }  # fmt: skip
-    return nb.void(*(kinds[letter] for letter in letters))
+    given = [kinds[letter] for letter in _ARGUMENTS[place][back]]
+    if place == "walk":
+        for own in Parts._fields:
+            given += [nb.FunctionType(_signature(own, False, dtype)), array]
+        if back:
+            given += [nb.FunctionType(_signature(own, True, dtype)) for own in Parts._fields]
+    return nb.void(*given)
 
 
 @cache
-def _compiled(function: Callable[..., Any], name: str, dtype: Any, letters: str, parts: str = "") -> Any:
-    """A function in machine code, from disk where it has been before; one that is given parts ("do", "back") has them
-    last, each with its numbers, then their derivatives."""
+def _built(name: str, options: tuple[Any, ...], place: str, back: bool, dtype: Any) -> Any:
+    """A function for numba to compile, or to take from disk where it has been before."""
     from numba import njit
-    from numba import types as nb
 
-    signature = _signature(letters, dtype)
-    if parts:
-        given: list[Any] = []
-        for own, _ in _ARGUMENTS.values():
-            given += [nb.FunctionType(_signature(own, dtype)), signature.args[3]]
-        if parts == "back":
-            given += [nb.FunctionType(_signature(back, dtype)) for _, back in _ARGUMENTS.values()]
-        signature = nb.void(*signature.args, *given)
-    named = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    named.__qualname__ = f"{name}_{np.dtype(dtype).name}_{_digest()}"
-    options = {"nogil": True, "error_model": "numpy"}
+    found = _python(name, options, back)
+    named = types.FunctionType(found.__code__, found.__globals__, found.__name__, None, found.__closure__)
+    words = [_named(name, options, back), np.dtype(dtype).name, _digest()]
+    named.__qualname__ = "_".join(words)
+    wide: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
-        kernel = njit(cache=True, **options)(named)
+        return njit(cache=True, **wide)(named)
     except RuntimeError:  # no folder to write to
-        kernel = njit(**options)(named)
-    _announce(kernel, named.__qualname__, name, 10 if parts else 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # functions as arguments are "experimental", for ten years now
-        kernel.compile(signature)
-    kernel.disable_compile()
-    return kernel
+        return njit(**wide)(named)
 
 
-def _announce(kernel: Any, qualname: str, name: str, seconds: int) -> None:
-    """Says what is compiled for the first time."""
-    folder = kernel.stats.cache_path
-    if folder is None or not any(Path(folder).glob(f"*{qualname}-*.nbi")):
-        kept = "" if folder is None else "; it is kept on disk"
-        _LOG.info("compiling %s for the first time, about %d s%s", name.replace("_", " "), seconds, kept)
+def _named(name: str, options: tuple[Any, ...], back: bool) -> str:
+    return "_".join([name, *(str(int(item)) for item in options), *(["back"] if back else [])])
 
 
-_FORWARD = "iiR" + "AAAAAA" + "BB" + "AAA" + "AAA" + "A" + "AAA" + "A" + "AA"
-_BACKWARD = "iiR" + "AAAAAA" + "BB" + "AAA" + "AAA" + "A" + "AAA" + "A" + "AAAAAAAA" + "A" + "AAAA" + "AAA" + "I"
-
-
-def _kernel(name: str, dtype: Any) -> Any:
-    walk = importlib.import_module("hecate.engine.cpu.walk")
-    letters = _FORWARD if name == "forward" else _BACKWARD
-    return _compiled(getattr(walk, name), f"walk_{name}", dtype, letters, "back" if name == "backward" else "do")
-
-
-def _part(kind: str, part: Part, dtype: Any, back: bool) -> Any:
-    function = _functions(part.name, part.options)[back]
-    named = "_".join([part.name, *(str(int(item)) for item in part.options), *(["back"] if back else [])])
-    return _compiled(function, named, dtype, _ARGUMENTS[kind][back])
+def ready(wanted: Sequence[Wanted], dtype: Any) -> list[Any]:
+    """Functions in machine code; what is compiled for the first time is said before. [ENG-NUM-D9]"""
+    kernels = [_built(*item, dtype) for item in wanted]
+    new = []
+    for kernel, item in zip(kernels, wanted, strict=True):
+        folder = kernel.stats.cache_path
+        on_disk = folder is not None and any(Path(folder).glob(f"*{kernel.py_func.__qualname__}-*.nbi"))
+        if not (kernel.signatures or on_disk):
+            new.append(item)
+    if new:
+        names = ", ".join(_named(name, options, back) for name, options, _, back in new)
+        seconds = sum(SECONDS.get(item[0], _PART) for item in new)
+        kept = "not kept, for want of a folder" if kernels[0].stats.cache_path is None else "kept on disk"
+        _LOG.info("compiling %s for the first time, about %.0f s; %s", names, seconds + 0.5, kept)
+    for kernel, (_, _, place, back) in zip(kernels, wanted, strict=True):
+        if not kernel.signatures:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # functions as arguments are "experimental", for ten years now
+                kernel.compile(_signature(place, back, dtype))
+            kernel.disable_compile()
+    return kernels
 
 
 # Running.
@@ -286,12 +296,14 @@ class Walk:
             self.memory.new_full((1,), self.cap),
         )
         arrays, dtype, back = [flat(item) for item in tensors], self.number, name == "backward"
+        own = [(part.name, part.options, place) for place, part in zip(Parts._fields, self.parts, strict=True)]
+        wanted = [("walk", (), "walk", back), *((*item, way) for way in range(1 + back) for item in own)]
+        run, *parts = ready(wanted, dtype)
         functions: list[Any] = []
-        for kind, part in zip(Parts._fields, self.parts, strict=True):
-            functions += [_part(kind, part, dtype, False), np.array(part.numbers, dtype)]
-        if back:
-            functions += [_part(kind, part, dtype, True) for kind, part in zip(Parts._fields, self.parts, strict=True)]
-        run, states = _kernel(name, dtype), self.memory.dtype
+        for part, function in zip(self.parts, parts, strict=False):
+            functions += [function, np.array(part.numbers, dtype)]
+        functions += parts[len(own) :]
+        states = self.memory.dtype
 
         def work(lo: int, hi: int) -> None:
             own = [flat(torch.zeros(size, dtype=states)) for size in scratch]

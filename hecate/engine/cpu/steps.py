@@ -33,15 +33,15 @@ def _passed(H, o, P, g, moving):
         store_rows(H, o, P, g)
 
 
-def cells(kind: int, channels: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def cells(form: int, channels: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Cell by cell: 0 r X + D; 1 r (X + D); 2 r X + D moved towards 0 by c; 3 r X + D, D without the mean of its row."""
 
     def do(X, D, rv, rp, O, V, P, p, x, c):
-        if kind == 3:
+        if form == 3:
             _constant(x, P, p)
         for r in range(0, V, ROWS):
             same = times(rp[0], get(rv, r))
-            if kind == 3:
+            if form == 3:
                 mean = _means(D, r * P, x, P, p)
             for j in range(0, P, per_vector(X)):
                 o = r * P + j
@@ -50,22 +50,22 @@ def cells(kind: int, channels: bool) -> tuple[Callable[..., Any], Callable[..., 
                     kept = mul(get(rv, r), load(rp, j, ONE))
                 else:
                     kept = same
-                if kind == 1:
+                if form == 1:
                     new = mul(kept, add(load_rows(X, o, P, ONE), d))
                 else:
                     new = mad(kept, load_rows(X, o, P, ONE), d)
-                if kind == 2:
+                if form == 2:
                     new = shrunk(new, c[0])
-                if kind == 3:
+                if form == 3:
                     new = mad(mean, load(x, j, ONE), new)
                 store_rows(O, o, P, new)
 
     def back(X, D, O, rv, rp, G, H, grv, grp, moving, V, P, p, x, c):
-        if kind == 3:
+        if form == 3:
             _constant(x, P, p)
         for r in range(0, V, ROWS):
             four, same = zeros(X), times(rp[0], get(rv, r))
-            if kind == 3:
+            if form == 3:
                 mean = _means(G, r * P, x, P, p)
             for j in range(0, P, per_vector(X)):
                 o = r * P + j
@@ -74,9 +74,9 @@ def cells(kind: int, channels: bool) -> tuple[Callable[..., Any], Callable[..., 
                     kept = mul(get(rv, r), load(rp, j, ONE))
                 else:
                     kept = same
-                if kind == 2:
+                if form == 2:
                     g = alive(g, load_rows(O, o, P, ONE))
-                if kind == 1:
+                if form == 1:
                     a = add(a, load_rows(D, o, P, ONE))
                 if channels:
                     share = mul(g, a)
@@ -86,9 +86,9 @@ def cells(kind: int, channels: bool) -> tuple[Callable[..., Any], Callable[..., 
                     four = mad(g, a, four)
                 new = mul(kept, g)
                 store_rows(G, o, P, new)
-                if kind == 1:
+                if form == 1:
                     g = new
-                if kind == 3:
+                if form == 3:
                     g = mad(mean, load(x, j, ONE), g)
                 _passed(H, o, P, g, moving)
             _add_rows(grv, r, sums(four))
@@ -136,7 +136,10 @@ def _along(A, B, y, V, P, column):
 def sphere(column: bool, tangent: bool, channels: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Slots, columns or rows, as long as they were: r X + D - X (X.D) divided by its length, or r X + D brought back to
     the length of X. c = the least length."""
+    return _onto(column, tangent, channels), _onto_back(column, tangent, channels)
 
+
+def _onto(column: bool, tangent: bool, channels: bool) -> Callable[..., Any]:
     def do(X, D, rv, rp, O, V, P, p, x, c):
         count, least = P if column else V, c[0] * c[0]
         minus, length = x, x[count:]
@@ -173,6 +176,10 @@ def sphere(column: bool, tangent: bool, channels: bool) -> tuple[Callable[..., A
                     f = get(length, r)
                 store_rows(O, o, P, mul(f, load_rows(O, o, P, ONE)))
 
+    return do
+
+
+def _onto_back(column: bool, tangent: bool, channels: bool) -> Callable[..., Any]:
     def back(X, D, O, rv, rp, G, H, grv, grp, moving, V, P, p, x, c):
         count, least = P if column else V, c[0] * c[0]
         minus, length, outward = x, x[count:], x[2 * count :]
@@ -198,16 +205,7 @@ def sphere(column: bool, tangent: bool, channels: bool) -> tuple[Callable[..., A
                     new = mad(b, a, new)
                 store_rows(moved, o, P, new)
         _alongs(moved, G, X, length, outward, other, x[4 * count :], V, P, column)
-        for i in range(count):
-            f = 1 / math.sqrt(max(length[i], least))
-            out = outward[i] * f * f if length[i] > least else f * 0
-            if tangent:
-                length[i], outward[i] = f, -f * out
-                other[i] = -(f * other[i] - f * out * x[4 * count + i])
-            else:
-                own = math.sqrt(max(minus[i], least))
-                other[i] = outward[i] * f / own if minus[i] > least else f * 0
-                length[i], outward[i] = f * own, -f * own * out
+        _factors(minus, length, outward, other, x[4 * count :], count, least, tangent)
         for r in range(0, V, ROWS):
             four, same = zeros(X), times(rp[0], get(rv, r))
             for j in range(0, P, per_vector(X)):
@@ -236,7 +234,22 @@ def sphere(column: bool, tangent: bool, channels: bool) -> tuple[Callable[..., A
                 _passed(H, o, P, h, moving)
             _add_rows(grv, r, sums(four))
 
-    return do, back
+    return back
+
+
+@helper
+def _factors(minus, length, outward, other, crossed, count, least, tangent):
+    """Of every slot the factors of G and of what moved in h, and that of D, or of X."""
+    for i in range(count):
+        f = 1 / math.sqrt(max(length[i], least))
+        out = outward[i] * f * f if length[i] > least else f * 0
+        if tangent:
+            length[i], outward[i] = f, -f * out
+            other[i] = -(f * other[i] - f * out * crossed[i])
+        else:
+            own = math.sqrt(max(minus[i], least))
+            other[i] = outward[i] * f / own if minus[i] > least else f * 0
+            length[i], outward[i] = f * own, -f * own * out
 
 
 @helper
