@@ -35,9 +35,9 @@ class StepForm(NamedTuple):
     to 0 within it. [ENG-NUM-D6]
 
     A gradient passes where the new cell is not 0; with None, everywhere. As `token` it may also be retain (M + D)
-    (`coupled`), keep the `length` of slots, take of D what `centred` says (`centred`: without the mean of its rows where
-    retain is one number), carry the dual state of a `link`, and end on a ball of radius `cap`, on which that of a dual
-    state is its memory. [ENG-NUM-D8]
+    (`coupled`), keep the `length` of slots, take D without the mean of its rows where retain is one number (`centred`),
+    carry the dual state of a `link`, and end on a ball of radius `cap`: itself, or its memory where it is dual.
+    [ENG-NUM-D8]
     """
 
     threshold: float | None = None
@@ -67,7 +67,7 @@ class Retention(Variant, family="retention"):
 
     A variant gives `step` and `step_vjp` for one weight tensor; the latter falls back to `torch.func`. What is carried
     from step to step is the memory itself, unless `weights` says how the memory follows from it: then it is a dual
-    state, as in mirror descent. `kernel_form` is a `StepForm`.
+    state, as in mirror descent. `kernel_form` and `token_form` are a `StepForm`.
 
     Shapes: memory and direction `[N, ...]`; retain `[N]`, or `[N, P]` per phi channel (the last axis).
     """

@@ -52,7 +52,6 @@ class Parts(NamedTuple):
     gain: Part
 
 
-
 def refusal(config: MemoryConfig) -> str | None:
     """What has no form, or no kernel for its forms together."""
     rule = config.rule
@@ -144,12 +143,12 @@ def _python(name: str, options: tuple[Any, ...], back: bool) -> Callable[..., An
     """A part or a walk as numba is to read it."""
     if name == "walk":
         name = "backward" if back else "forward"
-        return getattr(importlib.import_module("hecate.engine.cpu.walk"), name)  # type: ignore[no-any-return]
+        return getattr(importlib.import_module("hecate.engine.cpu.walk"), name)
     modules = [importlib.import_module(f"hecate.engine.cpu.{module}") for module in ("parts", "steps")]
     found = next(module for module in modules if hasattr(module, name))
     if options:
-        return getattr(found, name)(*options)[back]  # type: ignore[no-any-return]
-    return getattr(found, f"{name}_back" if back else name)  # type: ignore[no-any-return]
+        return getattr(found, name)(*options)[back]
+    return getattr(found, f"{name}_back" if back else name)
 
 
 def _signature(place: str, back: bool, dtype: Any) -> Any:
@@ -297,7 +296,8 @@ class Walk:
         )
         arrays, dtype, back = [flat(item) for item in tensors], self.number, name == "backward"
         own = [(part.name, part.options, place) for place, part in zip(Parts._fields, self.parts, strict=True)]
-        wanted = [("walk", (), "walk", back), *((*item, way) for way in range(1 + back) for item in own)]
+        ways = (False, True) if back else (False,)
+        wanted = [("walk", (), "walk", back), *((*item, way) for way in ways for item in own)]
         run, *parts = ready(wanted, dtype)
         functions: list[Any] = []
         for part, function in zip(self.parts, parts, strict=False):
@@ -347,8 +347,8 @@ def walked_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangent
         8 * cells + 8 * (height + width), width**2 * call.gains,
         4 * (height + width) + 2 + 2 * call.segment + 3 + 2 * call.segment * height,
     ]  # fmt: skip
-    given = (*record, padded(gy, height), *states, initial, gk, gq, gv, glr, gretain, gmomentum, gw, gvalue)
-    call.launch("backward", given, scratch)
+    given = (padded(gy, height), *states, initial, gk, gq, gv, glr, gretain, gmomentum, gw, gvalue)
+    call.launch("backward", (*several(record), *given), scratch)
     decays = config.retention.uses_retain
     return (
         *call.cut(states),

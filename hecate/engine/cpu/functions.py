@@ -48,7 +48,9 @@ def _called(name: str) -> Any:
 
     def operation(builder: Any, x: Any) -> Any:
         kind = "f32" if x.type.element == ir.FloatType() else "f64"
-        of = builder.module.declare_intrinsic(f"llvm.{name}.v{x.type.count}{kind}", fnty=ir.FunctionType(x.type, [x.type]))
+        of = builder.module.declare_intrinsic(
+            f"llvm.{name}.v{x.type.count}{kind}", fnty=ir.FunctionType(x.type, [x.type])
+        )
         return builder.call(of, [x])
 
     return operation

@@ -20,7 +20,6 @@ from hecate.engine.cpu.vectors import (
 )  # fmt: skip
 
 
-
 # Sums and products of whole matrices.
 
 
@@ -320,8 +319,7 @@ def descent(moving: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 @helper
 def _erased(u, w, V, P, c):
-    """The factor g of u |u|^2-times erasing, its slopes by |u|^2 and |w|^2: c |u|^2 with c = e / (1 + e |u|^2 |w|^2), or
-    with c = 1."""
+    """g = c |u|^2 with c = e / (1 + e |u|^2 |w|^2), or c = 1, and its slopes by |u|^2 and |w|^2."""
     n, e = square(u, V), c[0]
     if c[1] == 0:
         return n, e * 0 + 1, e * 0

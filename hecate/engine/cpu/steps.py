@@ -34,7 +34,7 @@ def _passed(H, o, P, g, moving):
 
 
 def cells(form: int, channels: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Cell by cell: 0 r X + D; 1 r (X + D); 2 r X + D moved towards 0 by c; 3 r X + D, D without the mean of its row."""
+    """Cell by cell, form 0: r X + D; 1: r (X + D); 2: r X + D, c nearer to 0; 3: r X + D, D without its rows' means."""
 
     def do(X, D, rv, rp, O, V, P, p, x, c):
         if form == 3:

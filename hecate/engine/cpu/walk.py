@@ -22,8 +22,8 @@ from hecate.engine.cpu.vectors import ONE, filled, first_token, helper, load, pa
 class Rule(NamedTuple):
     """Whole numbers that steer a kernel; yes is 1.
 
-    heads: memories whose tokens lie side by side; length: tokens; height, width: V and P with padding; values, channels:
-    without; segment: tokens between kept states; by_channel: retain per phi channel; decays: a retain gate; ahead: the
+    heads: memories whose tokens lie side by side; length: tokens; height, width: V and P with padding; values,
+    channels: without; segment: tokens between kept states; by_channel: retain per phi channel; decays: a retain gate; ahead: the
     gradient sees the decayed memory; before: reads come first; moving: a momentum; linked: the memory is a link's;
     gains: keys are turned to gains.
     """
@@ -220,7 +220,7 @@ def _replay(rule, do, given, n, start, end, states, more, near, marks, scale, le
     """The states of a segment, from that in the first slot."""
     _, _, _, _, _, _, write, reset, _, _, initial = given
     states_X, states_S, states_C, states_M = states
-    V, P, segment, cells, square = rule.height, rule.width, rule.segment, rule.height * rule.width, rule.width**2
+    V, segment, cells, square = rule.height, rule.segment, rule.height * rule.width, rule.width**2
     _, _, Y, YM, _, zero, D = more
     rv, rp, g, spare = near
     s, first = 0, first_token(n, rule.heads, rule.length)
