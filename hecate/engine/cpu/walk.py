@@ -23,9 +23,9 @@ class Rule(NamedTuple):
     """Whole numbers that steer a kernel; yes is 1.
 
     heads: memories whose tokens lie side by side; length: tokens; height, width: V and P with padding; values,
-    channels: without; segment: tokens between kept states; by_channel: retain per phi channel; decays: a retain gate; ahead: the
-    gradient sees the decayed memory; before: reads come first; moving: a momentum; linked: the memory is a link's;
-    gains: keys are turned to gains.
+    channels: without; segment: tokens between kept states; by_channel: retain per phi channel; decays: a retain gate;
+    ahead: the gradient sees the decayed memory; before: reads come first; moving: a momentum; linked: the memory is a
+    link's; gains: keys are turned to gains.
     """
 
     heads: int
