@@ -192,7 +192,8 @@ def _named(name: str, options: tuple[Any, ...], back: bool) -> str:
     return "_".join([name, *(str(int(item)) for item in options), *(["back"] if back else [])])
 
 
-def ready(wanted: Sequence[Wanted], dtype: Any) -> list[Any]:
+@cache
+def ready(wanted: tuple[Wanted, ...], dtype: Any) -> list[Any]:
     """Functions in machine code; what is compiled for the first time is said before. [ENG-NUM-D9]"""
     kernels = [_built(*item, dtype) for item in wanted]
     new = []
@@ -297,8 +298,7 @@ class Walk:
         arrays, dtype, back = [flat(item) for item in tensors], self.number, name == "backward"
         own = [(part.name, part.options, place) for place, part in zip(Parts._fields, self.parts, strict=True)]
         ways = (False, True) if back else (False,)
-        wanted = [("walk", (), "walk", back), *((*item, way) for way in ways for item in own)]
-        run, *parts = ready(wanted, dtype)
+        run, *parts = ready((("walk", (), "walk", back), *((*item, way) for way in ways for item in own)), dtype)
         functions: list[Any] = []
         for part, function in zip(self.parts, parts, strict=False):
             functions += [function, np.array(part.numbers, dtype)]
