@@ -208,7 +208,7 @@ def test_threads_change_no_bit(monkeypatch):
 def test_second_derivatives():
     config = config_of(retention="decay", algorithm="delta_momentum")
     case = case_of(config, batch=1, heads=1, length=2, d=2, width=2)
-    case = case._replace(gates=case.gates._replace(retain_value=torch.full((1, 2, 1, 2), 0.9))).fresh()
+    case = case._replace(gates=case.gates._replace(retain_value=torch.full((1, 2, 1, 1), 0.9))).fresh()
 
     def scan(*leaves: Tensor) -> Tensor:
         return weighted(*case.with_leaves(list(leaves)).scan(engine="compiled"))
@@ -237,6 +237,22 @@ def test_single_precision(row):
         assert got.dtype == loop.dtype == torch.float32
         error, own = (float((item.detach().double() - expected.detach()).norm()) for item in (got, loop))
         assert error <= 4 * own + 37 * torch.finfo(torch.float32).eps * min(size, float(expected.detach().norm()) + 1)
+
+
+@pytest.mark.spec("ENG-NUM-I4")
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
+def test_non_finite_values_stay_in_their_memory(junk):
+    config = config_of(retention="decay", algorithm="delta_momentum", on_nonfinite="propagate", key_norm="l2")
+    case = case_of(config, batch=3, length=40)
+    v = case.v.clone()
+    v[1, 20, 0] = junk
+    leaves = case._replace(v=v).fresh()
+    y, state = leaves.scan(engine="compiled")
+    finite = torch.isfinite(y).all(-1).all(-1)
+    assert not finite[1, 20:].any() and finite[[0, 2]].all() and finite[1, :20].all()
+    assert not torch.isfinite(state.memory["weight"][1, 0]).all()
+    (gk,) = torch.autograd.grad(y.sum(), leaves.k)
+    assert torch.isfinite(gk[[0, 2]]).all() and not torch.isfinite(gk[1]).all()
 
 
 # What has no form.

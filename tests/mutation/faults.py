@@ -341,7 +341,7 @@ FAULTS = [
         "engine",
         "tests/engine/test_family.py",
         ("cpu/steps", "g = alive(g, load_rows(O, o, P, ONE))", "pass"),
-        ("cpu/steps", "share = mul(h, a)", "share = h"),
+        ("cpu/steps", "share = mul(g, a)", "share = g"),
         ("cpu/steps", "return norm * 0\n", "return norm * 0 + 1\n"),
         ("cpu/parts", "gu[r] = -lr * z[r] + 2 * gg * by_u * u[r]", "gu[r] = -lr * z[r]"),
         ("cpu/parts", "plus(gw, j, mul(b, i))", "pass"),
