@@ -74,7 +74,7 @@ TABLE = {
     "elastic net": "sssskkssskkksksssssskkssssssssssssk",
     "elastic net, decayed first": "sssskkssskkksksssssskkssssssssssssk",
     "l2 retention": "sssskkssskkksksssssskkssssssssssssk",
-    "kl": "sssskkssskkksksssssskkssssssssssssk",
+    "kl": "sssskkssslllslsssssskkssssssssssssk",
     "sphere": "sssskkssskkksksssssskkssssssssssssk",
     "delta momentum": "sssskkssskkksksssssskkssssssssssssk",
     "mlp": "ssssllssslllslssssssllssssssssssssl",

@@ -208,7 +208,7 @@ def test_threads_change_no_bit(monkeypatch):
 def test_second_derivatives():
     config = config_of(retention="decay", algorithm="delta_momentum")
     case = case_of(config, batch=1, heads=1, length=2, d=2, width=2)
-    case = case._replace(gates=case.gates._replace(retain_value=torch.full((1, 2, 1, 1), 0.9))).fresh()
+    case = case._replace(gates=case.gates._replace(retain_value=torch.full((1, 2, 1, 2), 0.9))).fresh()
 
     def scan(*leaves: Tensor) -> Tensor:
         return weighted(*case.with_leaves(list(leaves)).scan(engine="compiled"))
