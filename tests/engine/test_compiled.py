@@ -255,13 +255,13 @@ def test_a_tape_of_it():
     case = case_of(config_of(**TITANS, bias="huber"), masks=True, length=35).fresh()
     y, _ = case.scan(engine="sequential")
     g = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
-    wanted = [case.q, case.k, case.v, *case.gates]
+    wanted = [case.q, case.k, case.v, *case.gates[:3]]
     expected = torch.autograd.grad(y, wanted, g)
     plain = case.with_leaves([leaf.detach() for leaf in case.leaves])
     tape = Tape()
     again, _ = plain.scan(engine="compiled", tape=tape)
     assert "engine.compiled" in str(tape) and "torch.func" not in str(tape)
-    inputs = [plain.q, plain.k, plain.v, *plain.gates]
+    inputs = [plain.q, plain.k, plain.v, *plain.gates[:3]]
     for mine, true in zip(tape.backward([again], [g], inputs), expected, strict=True):
         close(mine, true, 1e-11)
 

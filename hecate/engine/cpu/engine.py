@@ -68,7 +68,7 @@ class Compiled(TokenEngine):
         if call.length < TOKENS:
             return math.inf
         size = math.prod(call.shape) * call.dtype.itemsize
-        if call.general or _unlike(call.config):
+        if call.general not in ((), ("floor",)) or _unlike(call.config):
             large = size > (LARGE // 2 if call.config.bias.linear else LARGE)
         else:
             large = call.config.forms.error and size > LARGE
