@@ -316,6 +316,13 @@ class Variant(Config):
         torch, as where a class below the one that declares it redefines them."""
         return self.kernel if self._declares else None  # type: ignore[attr-defined]
 
+    def token_form(self) -> Any:
+        """The form for kernels that go token by token, where nothing has to be linear nor coordinates apart, which a
+        variant declares as `token`; else its `kernel_form`."""
+        if still_declared(self, "token", self._formulas):
+            return self.token  # type: ignore[attr-defined]
+        return self.kernel_form()
+
     @classmethod
     def formula(cls) -> str:
         """First paragraph of the docstring, `elu: phi(x) = ...`, without the name."""

@@ -17,9 +17,8 @@ def shipped() -> list[type[Variant]]:
     """Every concrete variant that the package defines."""
     for module in pkgutil.walk_packages(hecate.__path__, "hecate."):
         # These import packages that are optional, and define no variants.
-        kernels = (
-            f"hecate.engine.cpu.{name}" for name in ("formulas", "layers", "passes", "registers", "vectors", "wide")
-        )
+        names = ("formulas", "functions", "layers", "parts", "passes", "registers", "steps", "vectors", "walk", "wide")
+        kernels = (f"hecate.engine.cpu.{name}" for name in names)
         if not module.name.startswith(("hecate.interop", "hecate.__main__", *kernels)):
             importlib.import_module(module.name)
 

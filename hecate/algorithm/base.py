@@ -18,10 +18,22 @@ State = tuple[Tensor, ...]  # weights, slots or context of memories, in their or
 class AlgorithmForm(NamedTuple):
     """How kernels and parallel forms take the direction from the token's own gradient G: D = -lr G, or with `momentum`
     S' = momentum S - lr G and D = S', or with `nesterov` too D = momentum S' - lr G.
+
+    As `token`, for a matrix alone: with `erase` e also S' = S (momentum - c G^T G) - lr G, c = e / (1 + e |G|^2), or 1
+    where not `bounded`; with `ridge` G is that of the recursive least squares of RLS, of a `discount`. [ENG-NUM-D8]
     """
 
     momentum: bool = False
     nesterov: bool = False
+    erase: float | None = None
+    bounded: bool = True
+    ridge: float | None = None
+    discount: float = 1.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether G is the token's own and adds to S."""
+        return self.erase is None and self.ridge is None
 
 
 class GramForm(NamedTuple):

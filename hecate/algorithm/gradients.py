@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.algorithm.base import Algorithm, InnerLoss, State, Token, WindowForm
+from hecate.algorithm.base import Algorithm, AlgorithmForm, InnerLoss, State, Token, WindowForm
 from hecate.algorithm.descent import GD, Descent
 from hecate.checks import Depth
 from hecate.tape import Block, Tensors, formula_block
@@ -92,6 +92,10 @@ class RLS(Descent):
     discount: float = Field(1.0, gt=0, le=1, description="weight of the past, per token")
     weighted_sum: ClassVar[bool] = True
     stable_step: ClassVar[float] = math.inf
+
+    @property
+    def token(self) -> AlgorithmForm:
+        return AlgorithmForm(ridge=self.ridge, discount=self.discount)
 
     def refusal(self, *, linear: bool, diagonal: bool, curvature: float | None) -> str | None:
         if diagonal:

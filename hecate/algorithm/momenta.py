@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.algorithm.base import Carrying, GramForm
+from hecate.algorithm.base import AlgorithmForm, Carrying, GramForm
 from hecate.checks import Size
 from hecate.tape import Block, Tensors
 from hecate.tape.ops import over, sum_to_gate
@@ -197,6 +197,10 @@ class DeltaMomentum(Carrying):
     kind: Literal["delta_momentum"] = "delta_momentum"
     erase: float = Field(1.0, ge=0)
     form: Literal["stable", "paper"] = "stable"
+
+    @property
+    def token(self) -> AlgorithmForm:
+        return AlgorithmForm(momentum=True, erase=self.erase, bounded=self.form == "stable")
 
     def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
         g, s = _rows(grad), _rows(slots[0])

@@ -9,18 +9,21 @@ from torch import Tensor
 
 from hecate.tape import Block, formula_block
 from hecate.tape.ops import torch_vjp
-from hecate.variant import Variant, still_declared
+from hecate.variant import Variant
 
 
 class KernelForm(NamedTuple):
-    """How the kernels of the compiled engines compute u = grad, coordinate by coordinate.
+    """How the kernels of the compiled engines compute u = grad: as `kernel`, coordinate by coordinate; as `token`, the
+    coordinates may meet.
 
     With e = pred - target: `"target"`: u = -target; `"error"`: e; `"clip"`: e clipped to [-a, a]; `"power"`: s^(a-1)
     e/r with r = s = |e| for a >= 2, else r = sqrt(e^2 + b^2), s = r - b; `"sign"`: e / sqrt(e^2 + b^2). [ENG-NUM-D2]
-    Of a whole token at once: `"ball"`: e where |e|_2 <= a, else a e / sqrt(e^2 + b^2) by coordinate. [ENG-LAYERS-D3]
+
+    Where they meet: `"softmax"`: softmax(pred) - softmax(target/a), or - target for a = 0; `"ball"`: e min(1, a/|e|);
+    `"jump"`: e for |e| <= a, else a e / sqrt(e_i^2 + b^2); `"pull"`: e + a e / sqrt(|e|^2 + b^2). [ENG-NUM-D8]
     """
 
-    name: Literal["target", "error", "clip", "power", "sign", "ball"]
+    name: Literal["target", "error", "clip", "power", "sign", "softmax", "ball", "jump", "pull"]
     a: float = 0.0
     b: float = 0.0
 
@@ -30,8 +33,7 @@ class Bias(Variant, family="bias"):
 
     A variant gives `loss`, `grad = d ell / d pred`, and `grad_vjp`, the derivative of `grad`; the last two fall back to
     `torch.func` when left out (`hecate list` says so). There is no hidden factor: what `loss` says is what `grad`
-    differentiates. `kernel_form` is a `KernelForm` of a coordinate; a loss whose coordinates meet declares one as
-    `together`.
+    differentiates. `kernel_form` and `token_form` are a `KernelForm`.
 
     Shapes: pred and target `[..., V]`; loss `[...]`; grad `[..., V]`.
     """
@@ -65,12 +67,6 @@ class Bias(Variant, family="bias"):
     def linear(self) -> bool:
         """Whether grad is a pred + b target, with the same fixed numbers for every coordinate."""
         return False
-
-    def token_form(self) -> KernelForm | None:
-        """The form in which kernels that see all coordinates of a token compute u: that of a coordinate, or the one
-        that a variant declares as `together`."""
-        own = still_declared(type(self), "together", self._formulas)
-        return self.together if own else self.kernel_form()  # type: ignore[attr-defined]
 
     def block(self) -> Block:
         """`grad` as a tape block: (pred, target) -> u."""

@@ -142,10 +142,11 @@ def by_torch(config: MemoryConfig, like: Carry) -> Callable[..., Tensors]:
     states = 1 + len(like.slots)
 
     def plain(*inputs: Tensor | None) -> Tensors:
-        engine = sequential if Engine.registry["parallel"].refuses(config) else parallel
+        rest = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
+        blocks = rest.retain_value is None and not Engine.registry["parallel"].refuses(config)
+        engine = parallel if blocks else sequential
         memory, *slots = several(inputs[:states])
         own = like._replace(memory=(memory,), slots=tuple(slots))
-        rest = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
         y, new = in_folds(engine, config, rest, own, several(inputs[states : states + 1]), run=execute)
         return y, *new.memory, *new.slots
 

@@ -11,27 +11,46 @@ from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
 
 
-class StepForm(NamedTuple):
-    """How the kernels of the compiled engine take a step: retain M + D, then every cell by `threshold` towards 0, and
-    to 0 within it.
+class LengthForm(NamedTuple):
+    """Slots that keep their length: columns or rows M_i; with `tangent` (r M_i + D_i - M_i (M_i.D_i)) / |.|, else r M_i
+    + D_i brought to the length of M_i; no length is below `least`."""
 
-    A gradient passes where the new cell is not 0; with None, everywhere. [ENG-NUM-D6]
-    """
-
-    threshold: float | None = None
+    column: bool
+    tangent: bool
+    least: float
 
 
 class LinkForm(NamedTuple):
-    """How kernels compute the weights W of one tensor of a dual state A.
-
-    `"softmax"`: a softmax(A) along the last axis, steps `centred` (without their mean along it); `"cube_root"`: c
-    max(|c|_4, b^(1/3))^2 with c = A / max(|A|, b)^(2/3), over the whole tensor. [ENG-LAYERS-D3]
+    """How kernels compute the memory M of a dual state A from the numbers c: `"softmax"`: c_0 softmax of every row;
+    `"banks"`: c_0 sinh(A) / sum cosh(A) of every row; `"sigmoid"`: c_0 + c_1 sigmoid(A); `"powers"`: with B = A
+    max(|A|, c_1)^c_0, B max(|B|, c_3)^c_2, |.| the norm to the power c_4 of the whole weight. [ENG-NUM-D8]
     """
 
-    name: Literal["softmax", "cube_root"]
-    a: float = 0.0
-    b: float = 0.0
+    name: Literal["softmax", "banks", "sigmoid", "powers"]
+    numbers: tuple[float, ...]
+
+
+class StepForm(NamedTuple):
+    """How the kernels of the compiled engine take a step: retain M + D, then every cell by `threshold` towards 0, and
+    to 0 within it. [ENG-NUM-D6]
+
+    A gradient passes where the new cell is not 0; with None, everywhere. As `token` it may also be retain (M + D)
+    (`coupled`), keep the `length` of slots, take D without the mean of its rows where retain is one number (`centred`),
+    carry the dual state of a `link`, and end on a ball of radius `cap`: itself, or its memory where it is dual.
+    [ENG-NUM-D8]
+    """
+
+    threshold: float | None = None
+    coupled: bool = False
+    length: LengthForm | None = None
     centred: bool = False
+    link: LinkForm | None = None
+    cap: float | None = None
+
+    @property
+    def cellwise(self) -> bool:
+        """Whether no cell of a memory hears of another."""
+        return self.length is None and self.cap is None and (self.link is None or self.link.name == "sigmoid")
 
 
 LinkAt = Literal["token", "chunk", "linear"]
@@ -51,13 +70,13 @@ class Retention(Variant, family="retention"):
 
     A variant gives `step` and `step_vjp` for one weight tensor; the latter falls back to `torch.func`. What is carried
     from step to step is the memory itself, unless `weights` says how the memory follows from it: then it is a dual
-    state, as in mirror descent. `kernel_form` is a `StepForm`.
+    state, as in mirror descent. `kernel_form` and `token_form` are a `StepForm`.
 
     Shapes: memory and direction `[N, ...]`; retain `[N]`, or `[N, P]` per phi channel (the last axis).
     """
 
     _derivatives = ("step_vjp",)
-    _formulas = ("step", "step_vjp", "weights", "centred", "through", "build_link")
+    _formulas = ("step", "step_vjp", "weights", "weights_vjp", "centred", "through")
     uses_retain: ClassVar[bool] = False
 
     @property
@@ -105,10 +124,6 @@ class Retention(Variant, family="retention"):
     def gate_form(self) -> GateForm:
         """How a layer makes the retain gate; a sigmoid per head by default."""
         return GateForm()
-
-    def link_form(self) -> LinkForm | None:
-        """The form in which kernels compute the weights of a dual state; None leaves them to torch."""
-        return None
 
     def start(self, weights: Tensor) -> Tensor:
         """What is carried at first by a memory whose initial weights `[N, ...]` are these: themselves by default.

@@ -150,6 +150,10 @@ class L2(Decaying):
     def kernel(self) -> StepForm | None:
         return StepForm() if self.decoupled else None
 
+    @property
+    def token(self) -> StepForm:
+        return StepForm(coupled=not self.decoupled)
+
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         if self.decoupled:
             return super().step(memory, direction, retain)

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.retention.base import Retention
+from hecate.retention.base import LengthForm, Retention, StepForm
 from hecate.retention.decay import Decaying, NoRetention
 from hecate.tape import Tensors
 from hecate.tape.ops import floored_root, inner_axes, onto_ball, onto_ball_vjp, over, sum_to_gate
@@ -39,6 +39,10 @@ class Sphere(Decaying):
     form: Literal["tangent", "divide"] = "tangent"
     retain: float = Field(1.0, ge=0, le=1)
     eps: float = Field(1e-6, gt=0)
+
+    @property
+    def token(self) -> StepForm:
+        return StepForm(length=LengthForm(self.slot == "column", self.form == "tangent", self.eps))
 
     def start(self, weights: Tensor) -> Tensor:
         axis = self._axis(weights)
@@ -108,6 +112,11 @@ class NormCap(Retention):
     kind: Literal["norm_cap"] = "norm_cap"
     norm: float = Field(1.0, gt=0)
     retention: Retention = NoRetention()
+
+    @property
+    def token(self) -> StepForm | None:
+        form = self.retention.token_form()
+        return None if form is None or form.cap is not None else form._replace(cap=self.norm)
 
     @property
     def additive(self) -> bool:

@@ -25,12 +25,14 @@ class Link(Variant, family="link"):
     """A function from dual states to feasible memories.
 
     A variant gives `memory`; `memory_vjp` falls back to `torch.func`, and initial weights are read as a dual state
-    unless `start` says which dual state they are the memory of. `kernel_form` is a `LinkForm`.
+    unless `start` says which dual state they are the memory of.
+
+    `kernel_form` is a `LinkForm`.
 
     Shapes: dual and memory `[N, ...]`, one weight of N memories.
     """
 
-    _formulas = ("memory", "memory_vjp", "row_invariant")
+    _formulas = ("memory", "memory_vjp")
     linear: ClassVar[bool] = False  # whether `memory` is the identity
     row_invariant: ClassVar[bool] = False  # whether a constant along the last axis of A leaves the memory alone
 
@@ -81,7 +83,7 @@ class SoftmaxLink(Link):
 
     @property
     def kernel(self) -> LinkForm:
-        return LinkForm("softmax", self.scale, centred=True)
+        return LinkForm("softmax", (self.scale,))
 
     def memory(self, dual: Tensor) -> Tensor:
         return self.scale * dual.softmax(-1)
@@ -106,6 +108,10 @@ class SignedSoftmaxLink(Link):
     retired: ClassVar = _WITHOUT_EPS
     scale: float = Field(1.0, gt=0)
 
+    @property
+    def kernel(self) -> LinkForm:
+        return LinkForm("banks", (self.scale,))
+
     def memory(self, dual: Tensor) -> Tensor:
         return self.scale * dual.tanh() * torch.logaddexp(dual, -dual).softmax(-1)
 
@@ -129,6 +135,10 @@ class SigmoidLink(Link):
     retired: ClassVar = _WITHOUT_EPS
     low: float = 0.0
     high: float = 1.0
+
+    @property
+    def kernel(self) -> LinkForm:
+        return LinkForm("sigmoid", (self.low, self.high - self.low))
 
     def conflicts(self) -> Conflicts:
         if self.low >= self.high:
@@ -159,6 +169,11 @@ class LqLink(Link):
     form: Literal["exact", "paper"] = "exact"
     eps: float = Field(1e-6, gt=0, lt=1)
 
+    @property
+    def kernel(self) -> LinkForm:
+        paper = 0.0, self.eps, 2 - self.q, self.eps, self.q
+        return LinkForm("powers", paper if self.form == "paper" else (*self._power, *self._radial))
+
     def conflicts(self) -> Conflicts:
         if self.form == "paper" and self.q == 3:
             length = "gives every memory length 1, which forgets the length of what was written"
@@ -184,10 +199,6 @@ class LqLink(Link):
             moved = weights + max(weights.shape[1:].numel(), 1) ** (-1 / q)
             return radial(moved, (q - 2) / (3 - q), self.eps ** (3 - q if q < 3 else 1), q)
         return power(radial(weights, *self._power, q), *self._radial[:2])
-
-    @property
-    def kernel(self) -> LinkForm | None:
-        return LinkForm("cube_root", b=self.eps) if self.q == 4 and self.form == "exact" else None
 
     @property
     def _power(self) -> tuple[float, float]:
@@ -227,6 +238,12 @@ class MirrorRetention(Decaying):
 
     __slots__ = ("_link",)
 
+    @property
+    def token(self) -> StepForm | None:
+        """The step with the link, where kernels know it."""
+        link = self.through.kernel_form()
+        return None if link is None else StepForm(centred=self.through.row_invariant, link=link)
+
     def build_link(self) -> Link:
         """The link of this retention's fields."""
         raise NotImplementedError(f"{type(self).__name__} names no link")
@@ -243,11 +260,6 @@ class MirrorRetention(Decaying):
     @property
     def links(self) -> LinkAt:
         return self.link_at
-
-    def link_form(self) -> LinkForm | None:
-        own = ("step", "step_vjp", "weights", "weights_vjp", "centred", "through")
-        redefined = any(getattr(type(self), name) is not getattr(MirrorRetention, name) for name in own)
-        return None if redefined else self.through.kernel_form()
 
     def weights(self, carried: Tensor) -> Tensor:
         return self.through.memory(carried)
@@ -289,7 +301,11 @@ class Bregman(MirrorRetention):
 
     @property
     def kernel(self) -> StepForm | None:
-        return StepForm() if type(self.link) is IdentityLink else None
+        return StepForm() if type(self.through) is IdentityLink else None
+
+    @property
+    def token(self) -> StepForm | None:
+        return self.kernel or super().token
 
     def build_link(self) -> Link:
         return self.link

@@ -35,6 +35,12 @@ class Cascade(NamedTuple):
     gradient_vjp: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+class SlotForm(NamedTuple):
+    """How kernels predict from a matrix whose columns are divided by sqrt(|column|^2 + least^2). [ENG-NUM-D8]"""
+
+    least: float
+
+
 class Structure(Variant, family="structure"):
     """A model `pred = f(memory, p)` small enough to be trained at every token.
 
@@ -46,6 +52,7 @@ class Structure(Variant, family="structure"):
     """
 
     _derivatives = ("predict_vjp", "pullback_vjp")
+    _formulas = ("shapes", "predict", "predict_vjp", "pullback", "pullback_vjp", "gradient", "gradient_vjp")
     drawn: ClassVar[bool] = True  # whether the weights start from a draw, else at zero
     factored: ClassVar[bool] = False  # whether `graph` gives its linear layers, whose gradients are d h^T
 

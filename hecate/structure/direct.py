@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hecate.checks import Size
 from hecate.errors import ConfigError
-from hecate.structure.base import Cascade, Memory, Structure
+from hecate.structure.base import Cascade, Memory, SlotForm, Structure
 from hecate.tape import Block, Tensors, formula_block, one
 from hecate.tape.ops import activate, torch_vjp
 from hecate.variant import still_declared
@@ -78,6 +78,7 @@ class Slots(Structure):
     """
 
     kind: Literal["slots"] = "slots"
+    token: ClassVar[SlotForm] = SlotForm(EPS)
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         return {"weight": (d_v, d_phi)}

@@ -14,7 +14,7 @@ from hecate.bias import Yaad
 from hecate.engine import Call, Engine, choose, explain
 from hecate.engine.cpu import deep as module
 from hecate.errors import ConfigError
-from hecate.retention import KL, Lq, LqLink, SoftmaxLink
+from hecate.retention import KL, Lq, LqLink, SoftmaxLink, StepForm
 from tests.engine.test_properties import in_pieces, whole
 from tests.memories import Case, case_of, close, config_of
 
@@ -116,6 +116,8 @@ def test_what_is_not_finite_stays_in_its_memory(name, value):
         ({"structure": MLP, "retention": "elastic_net"}, "retention 'elastic_net'"),
         ({"structure": MLP, "retention": "l2"}, "retention 'l2'"),
         ({"structure": MLP, "retention": "bounded"}, "the link of retention 'bounded'"),
+        ({"structure": MLP, "retention": {"kind": "kl", "signed": True}}, "the link of retention 'kl'"),
+        ({"structure": MLP, "retention": {"kind": "norm_cap", "retention": "kl"}}, "the link of retention 'norm_cap'"),
         ({"structure": MLP, "retention": {"kind": "lq", "q": 3.0}}, "the link of retention 'lq'"),
         ({"structure": MLP, "retention": {"kind": "lq", "form": "paper"}}, "the link of retention 'lq'"),
         ({"structure": MLP, "retention": "kl", "decay_order": "before_gradient"}, "ahead of the gradient"),
@@ -171,10 +173,9 @@ def test_forms_are_lost_where_the_formula_is_another():
     assert Yaad().token_form() is not None
     assert Yaad().kernel_form() is None
     assert Louder().token_form() is None
-    assert KL().link_form() == SoftmaxLink().kernel_form()
-    assert Lq().link_form() == LqLink().kernel_form()
-    assert Colder().link_form() is None
-    assert KL(signed=True).link_form() is None
+    assert KL().token_form() == StepForm(centred=True, link=SoftmaxLink().kernel_form())
+    assert Lq().token_form() == StepForm(link=LqLink().kernel_form())
+    assert Colder().token_form() is None
 
 
 @pytest.mark.spec("ENG-LAYERS-D2")

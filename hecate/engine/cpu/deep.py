@@ -21,19 +21,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hecate.engine.call import Call
-from hecate.engine.cpu.engine import flat, load_kernels, no_kernels
+from hecate.engine.cpu.arrays import BYTES, ROWS, flat
+from hecate.engine.cpu.engine import load_kernels, no_kernels
+from hecate.engine.cpu.family import COORDINATES
 from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
 from hecate.engine.tokens import Carry, Tokens, in_folds
+from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.structure.graph import Act, Add, Apply, Graph, Linear, Multiply, Normalise, Op
 from hecate.tape import ByHand, Run, Tensors, execute, several
 
-BYTES, ROWS = 64, 4  # of a vector, and rows that go together
 TOKENS = 32  # from this length on kernels are worth loading
 SHARE = 1 << 18  # tokens x cells that are worth a thread of their own
 OPS: dict[type, int] = {Act: 1, Add: 2, Multiply: 3, Normalise: 4}
+BIASES = {**COORDINATES, "jump": 5}  # as `formulas.errors` knows them
+NO_LINK, SOFTMAX, CUBE_ROOT = 0, 1, 2  # as `layers` knows them
 
 _LOG = logging.getLogger("hecate.engine")
 
@@ -51,22 +55,22 @@ class CompiledLayers(TokenEngine):
             return reason
         if not structure.factored:
             return f"structure {structure.kind!r} is not made of linear layers"
-        reason = _unwalked(structure.graph())
-        if reason is not None:
+        if (reason := _unwalked(structure.graph())) is not None:
             return f"structure {structure.kind!r} has {reason}"
         if algorithm is None or algorithm.nesterov:
             return f"algorithm {rule.algorithm.kind!r} as configured has no kernel"
-        if rule.bias.token_form() is None:
+        bias = rule.bias.token_form()
+        if bias is None or bias.name not in BIASES:
             return f"bias {rule.bias.kind!r} as configured has no kernel"
         if not retention.additive:
             return f"retention {retention.kind!r} as configured has no kernel"
         if retention.dual:
-            link = retention.link_form()
-            if link is None:
+            step = retention.token_form()
+            if step is None or _link(step) is None:
                 return f"the link of retention {retention.kind!r} as configured has no kernel"
             if config.decay_order == "before_gradient":
                 return f"retention {retention.kind!r} ahead of the gradient has no kernel"
-            if algorithm.momentum and link.centred:
+            if algorithm.momentum and step.centred:
                 return f"retention {retention.kind!r} takes steps without their mean: no kernel with momentum"
         return None
 
@@ -110,6 +114,20 @@ def _unwalked(graph: Graph) -> str | None:
     if len({op.eps for op in ops if isinstance(op, Normalise)}) > 1:
         return "norms of several eps, of which its kernels know one"
     return None
+
+
+def _link(step: StepForm) -> tuple[int, float, float] | None:
+    """The number of a link's kernel and what it is called with; None if there is none."""
+    if step.cap is not None:
+        return None
+    if step.link is None:
+        return NO_LINK, 0.0, 0.0
+    name, numbers = step.link
+    if name == "softmax":
+        return SOFTMAX, numbers[0], 0.0
+    # The powers of q = 4 are roots.
+    eps = numbers[1] if name == "powers" else 0.0
+    return (CUBE_ROOT, 0.0, eps) if numbers == (1 / 3 - 1, eps, 2.0, eps ** (1 / 3), 4.0) else None
 
 
 def by_loop(config: MemoryConfig, like: Carry) -> Any:
@@ -226,10 +244,10 @@ class Scan:
         """Runs a kernel over all memories, each worker with scratch space of its own."""
         config, tokens, plan, none = self.config, self.tokens, self.plan, self.new(0)
         number, kernels, form = flat(none).dtype.type, load_kernels("layers"), config.bias.token_form()
-        link = config.retention.link_form() if config.retention.dual else None
-        if kernels is None or form is None:
+        step = config.retention.token_form() if config.retention.dual else StepForm()
+        link = _link(step)
+        if kernels is None or link is None:
             raise TypeError("the engine was chosen without its refusal being asked")
-        formulas: Any = load_kernels("formulas")
         tensors = (
             self.padded(tokens.phi_k),
             self.padded(tokens.phi_q),
@@ -258,13 +276,13 @@ class Scan:
             len(self.shapes),
             *map(flat, tensors),
             self.segment,
-            formulas.BIASES[form.name],
+            BIASES[form.name],
             number(form.a),
             number(form.b),
-            0 if link is None else formulas.LINKS[link.name],
-            number(0 if link is None else link.a),
-            number(0 if link is None else link.b),
-            link is not None and link.centred,
+            link[0],
+            number(link[1]),
+            number(link[2]),
+            step.centred,
             config.decay_order == "before_gradient",
             config.read == "before",
         )

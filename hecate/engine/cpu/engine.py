@@ -14,17 +14,15 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from types import ModuleType
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from hecate.engine.call import TRACED, Call
+from hecate.engine.call import GENERAL, TRACED, Call
+from hecate.engine.cpu.arrays import BYTES, ROWS, flat, padded, share_out
+from hecate.engine.cpu.family import refusal, walked, walked_vjp
 from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.parallel import by_coordinate, by_torch, run_by_hand
 from hecate.engine.tokens import NUMBERS, Carry, Tokens, in_folds
@@ -37,11 +35,9 @@ from hecate.tape import ByHand, Run, Tensors, one, several
 # tiles, up to 256 x 256 at least.
 TOKENS = 32
 LARGE = 1 << 16
-BYTES, ROWS = 64, 4  # of a vector, and rows that go together: widths are padded to these
 FORMS = {"target": None, "error": 1, "clip": 2, "power": 3, "sign": 4}  # as psi and slope know them
 VECTORS, TILE = 8, 4  # of the widest row that stays in registers, and of a tile of a wider one
 SEGMENT = 64  # least number of tokens between kept states
-SHARE = 1 << 20  # tokens x cells that are worth a thread of their own
 
 
 class Compiled(TokenEngine):
@@ -49,26 +45,11 @@ class Compiled(TokenEngine):
 
     name = "compiled"
     counts_along = True
+    takes = GENERAL
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """What has no kernel."""
-        rule = config.rule
-        if (reason := chunk_refusal(config)) is not None:
-            return reason
-        algorithm, step = config.forms.algorithm, config.forms.retention
-        if not rule.structure.linear:
-            return f"structure {rule.structure.kind!r} has no kernel"
-        if algorithm is None:
-            return f"algorithm {rule.algorithm.kind!r} has no kernel"
-        if algorithm.nesterov:
-            return "its kernels know momentum without nesterov"
-        if config.forms.bias is None:
-            return f"bias {rule.bias.kind!r} as configured has no kernel"
-        if step is None:
-            return f"retention {rule.retention.kind!r} as configured has no kernel"
-        if step.threshold is not None and config.decay_order == "before_gradient":
-            return f"retention {rule.retention.kind!r} ahead of the gradient has no kernel"
-        return None
+        return _unlike(config) and refusal(config)
 
     def unfit(self, call: Call) -> str | None:
         """Another device, another dtype, torch looking on, no numba."""
@@ -78,7 +59,11 @@ class Compiled(TokenEngine):
         """Less than blocks, but for large states of l2, and only from `TOKENS` on, before which nothing loads numba."""
         if call.length < TOKENS:
             return math.inf
-        large = call.config.forms.error and math.prod(call.shape) * call.dtype.itemsize > LARGE
+        size = math.prod(call.shape) * call.dtype.itemsize
+        if call.general not in ((), ("floor",)) or _unlike(call.config):
+            large = size > (LARGE // 2 if call.config.bias.linear else LARGE)
+        else:
+            large = call.config.forms.error and size > LARGE
         return (80.0 if large else 30.0) * call.length
 
     def about(self, call: Call) -> str:
@@ -103,6 +88,28 @@ def no_kernels(call: Call, module: str) -> str | None:
     return 'it needs numba: pip install "hecate[cpu]"' if load_kernels(module) is None else None
 
 
+def _unlike(config: MemoryConfig) -> str | None:
+    """Why a config is not for the kernels of `registers` and `wide`, which know fewer forms than `family` and all that
+    their rows need in registers."""
+    rule = config.rule
+    if (reason := chunk_refusal(config)) is not None:
+        return reason
+    algorithm, step = config.forms.algorithm, config.forms.retention
+    if not rule.structure.linear:
+        return f"structure {rule.structure.kind!r} has no kernel"
+    if algorithm is None:
+        return f"algorithm {rule.algorithm.kind!r} has no kernel"
+    if algorithm.nesterov:
+        return "its kernels know momentum without nesterov"
+    if config.forms.bias is None:
+        return f"bias {rule.bias.kind!r} as configured has no kernel"
+    if step is None:
+        return f"retention {rule.retention.kind!r} as configured has no kernel"
+    if step.threshold is not None and config.decay_order == "before_gradient":
+        return f"retention {rule.retention.kind!r} ahead of the gradient has no kernel"
+    return None
+
+
 @cache
 def load_kernels(name: str = "wide") -> ModuleType | None:
     """A module of kernels; None without numba."""
@@ -117,7 +124,9 @@ def compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
     if carry.memory[0].dim() == 2:
         return in_folds(partial(by_coordinate, compiled), config, tokens, carry, initial, run=run)
 
-    kernel = ByHand("engine.compiled", partial(_scan, config), partial(_scan_vjp, config), by_torch(config, carry))
+    plain = _unlike(config) is None and tokens.phi_w is None and tokens.retain_value is None
+    there, back = (_scan, _scan_vjp) if plain else (walked, walked_vjp)
+    kernel = ByHand("engine.compiled", partial(there, config), partial(back, config), by_torch(config, carry))
     return run_by_hand(kernel, tokens, carry, initial, run=run)
 
 
@@ -161,18 +170,18 @@ class Scan:
 
     def state(self, state: Tensor) -> Tensor:
         """A copy of a state in whole fours and tiles."""
-        return _padded(state, self.height, self.width).clone()
+        return padded(state, self.height, self.width).clone()
 
     def launch(self, kernel: str, given: Sequence[Tensor | None], scratch: Sequence[int | None]) -> None:
         """Runs a kernel over all memories on what is given beside their tokens, each worker with scratch space of its
         own."""
         config, tokens, none = self.config, self.tokens, torch.empty(0, dtype=self.memory.dtype)
         number = flat(none).dtype.type
-        numbers = [_padded(item, *size) for item, size in zip(several(tokens[:NUMBERS]), self.sizes, strict=True)]
+        numbers = [padded(item, *size) for item, size in zip(several(tokens[:NUMBERS]), self.sizes, strict=True)]
         own = Tokens(*numbers, *(none.bool() if mask is None else mask for mask in tokens[NUMBERS : NUMBERS + 2]))
         if not config.retention.uses_retain:
             own = own._replace(retain=None)  # type: ignore[arg-type]
-        initial = none if tokens.reset is None else _padded(self.initial, self.height, self.width)
+        initial = none if tokens.reset is None else padded(self.initial, self.height, self.width)
         arguments = (
             self.heads,
             self.length,
@@ -190,20 +199,12 @@ class Scan:
             *([(0,) * self.vectors] if self.vectors else []),
         )
         run = getattr(load_kernels("registers" if self.vectors else "wide"), kernel)
-        cells = self.count * self.length * self.height * self.width
-        workers = min(torch.get_num_threads(), self.count, 1 + cells // SHARE)
-        borders = [self.count * index // workers for index in range(workers + 1)]
 
-        def work(index: int) -> None:
+        def work(lo: int, hi: int) -> None:
             own = [size and flat(torch.empty(size, dtype=self.memory.dtype)) for size in scratch]
-            run(borders[index], borders[index + 1], *arguments, *own)
+            run(lo, hi, *arguments, *own)
 
-        if workers == 1:
-            work(0)
-            return
-        # Threads that live as long as the call: none are left behind for a fork to lose.
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(work, range(workers)))
+        share_out(work, self.count, self.count * self.length * self.height * self.width)
 
     def cut(self, state: Tensor) -> Tensor:
         """A state without its padding."""
@@ -242,7 +243,7 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
         sums = segment * BYTES // call.memory.element_size()
         scratch = [states, states if slots else None, after, ROWS * segment, sums, sums]
     of_states = memory, slots[0] if slots else None, initial
-    call.launch("backward", (*record, _padded(gy, height), *of_states, *grads), scratch)
+    call.launch("backward", (*record, padded(gy, height), *of_states, *grads), scratch)
     own = zip(grads, several(tokens[:NUMBERS]), (True, True, True, *config.forms.gates), strict=True)
     return (
         *(call.cut(state) for state in (memory, *slots)),
@@ -250,17 +251,3 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
         *(grad[..., : item.shape[-1]] if needed else None for grad, item, needed in own),
         *(None,) * (len(Tokens._fields) - NUMBERS),
     )
-
-
-def flat(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The numbers of a tensor in a row; shared with it if it is contiguous."""
-    return tensor.numpy(force=True).reshape(-1)
-
-
-def _padded(tensor: Tensor, *sizes: int) -> Tensor:
-    """A tensor with zeros up to these sizes of its last axes; itself, but contiguous, where it has them."""
-    missing = [size - given for size, given in zip(sizes, tensor.shape[tensor.dim() - len(sizes) :], strict=True)]
-    tensor = tensor.detach()
-    if any(missing):
-        tensor = pad(tensor, [end for size in reversed(missing) for end in (0, size)])
-    return tensor.contiguous()

@@ -135,9 +135,6 @@ def activated(act, values, at, size, into, to, wide):
             y[i], d1[i], d2[i] = z if z > zero else zero, one if z > zero else zero, zero
 
 
-BIASES = {"target": 0, "error": 1, "clip": 2, "power": 3, "sign": 4, "ball": 5}
-
-
 @loose
 def errors(form, a, b, preds, at, values, vo, size, into, to, wide):
     """u = d loss / d pred of a token, and `wide` numbers on its slope."""
@@ -211,8 +208,6 @@ def norm_pulled(values, yo, s, size, cotangents, go, into, to):
 
 
 # Links: W = link(A) of one weight of V rows of P numbers, `wide` apart, and cotangents.
-
-LINKS = {"softmax": 1, "cube_root": 2}
 
 
 @intrinsic

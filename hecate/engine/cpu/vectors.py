@@ -19,6 +19,7 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, models, register_model
+from numba.np.arrayobj import populate_array
 
 BYTES = 64
 ROWS = 4
@@ -77,6 +78,21 @@ def per_vector(_: Any, array: Any) -> Any:
 def _pointer(context: Any, builder: Any, array: Any, vector: Vector, value: Any, at: Any) -> Any:
     data = context.make_array(array)(context, builder, value).data
     return builder.bitcast(builder.gep(data, [at]), context.get_value_type(vector).as_pointer())
+
+
+@intrinsic
+def part(_: Any, array: Any, index: Any, count: Any) -> Any:
+    """The index-th so many numbers of an array, which has to outlive them."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value, place, size = args
+        made = context.make_array(array)(context, builder)
+        data = builder.gep(context.make_array(array)(context, builder, value).data, [builder.mul(place, size)])
+        step = context.get_constant(types.intp, array.dtype.bitwidth // 8)
+        populate_array(made, data=data, shape=[size], strides=[step], itemsize=step, meminfo=None)
+        return made._getvalue()
+
+    return array(array, types.intp, types.intp), code
 
 
 @intrinsic
@@ -145,7 +161,7 @@ def number(_: Any, like: Any, value: Any) -> Any:
     return like(like, like), lambda context, builder, signature, args: args[1]
 
 
-def _each(operation: Callable[..., Any], *given: Any, result: Any = None) -> Any:
+def each(operation: Callable[..., Any], *given: Any, result: Any = None) -> Any:
     """An operation of vectors of these types; of fours of them row by row, of numbers in every place."""
     kinds = [item.dtype if isinstance(item, types.UniTuple) else item for item in given]
     fours = [isinstance(item, types.UniTuple) for item in given]
@@ -181,25 +197,25 @@ def _sum(builder: Any, a: Any, b: Any) -> Any:
 @intrinsic
 def mul(_: Any, a: Any, b: Any) -> Any:
     """a b."""
-    return _each(_product, a, b)
+    return each(_product, a, b)
 
 
 @intrinsic
 def add(_: Any, a: Any, b: Any) -> Any:
     """a + b."""
-    return _each(_sum, a, b)
+    return each(_sum, a, b)
 
 
 @intrinsic
 def mad(_: Any, a: Any, b: Any, c: Any) -> Any:
     """a b + c."""
-    return _each(lambda builder, a, b, c: _sum(builder, _product(builder, a, b), c), a, b, c)
+    return each(lambda builder, a, b, c: _sum(builder, _product(builder, a, b), c), a, b, c)
 
 
 @intrinsic
 def total(_: Any, w: Any, a: Any) -> Any:
     """The sum of four products, number by number: (w_1 a_1 + w_0 a_0) + (w_3 a_3 + w_2 a_2)."""
-    fours, multiply = _each(_product, w, a)
+    fours, multiply = each(_product, w, a)
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         products = multiply(context, builder, fours, args)
@@ -219,7 +235,7 @@ def shrunk(_: Any, a: Any, threshold: Any) -> Any:
         within = builder.select(builder.fcmp_ordered(">", a, high), high, within)
         return builder.fsub(a, within)
 
-    return _each(operation, a, threshold)
+    return each(operation, a, threshold)
 
 
 @intrinsic
@@ -230,7 +246,7 @@ def alive(_: Any, g: Any, a: Any) -> Any:
         zero = ir.Constant(g.type, None)
         return builder.select(builder.fcmp_ordered("!=", a, zero), g, zero)
 
-    return _each(operation, g, a)
+    return each(operation, g, a)
 
 
 @intrinsic
@@ -247,7 +263,7 @@ def along(_: Any, a: Any, b: Any) -> Any:
 
     row = b if isinstance(b, Vector) else b.dtype
     vectors, size = row.vectors, row.count // row.vectors
-    return _each(operation, a, b, result=lambda vector: Vector(vector.scalar))
+    return each(operation, a, b, result=lambda vector: Vector(vector.scalar))
 
 
 @intrinsic

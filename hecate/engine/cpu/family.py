@@ -1,0 +1,367 @@
+"""The general kernel of the compiled engine: one walk over tokens, and the parts that a memory brings to it.
+
+A matrix memory or one of slots, under any bias, retention and algorithm that names a form, with every gate: what `Scan`
+is not made for. A part and a walk are compiled once per float type, each by itself, and kept on disk; see `parts`.
+[ENG-NUM-D8]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import math
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hecate.engine.cpu.arrays import BYTES, ROWS, flat, padded, share_out
+from hecate.engine.engine import chunk_refusal
+from hecate.engine.tokens import Tokens
+from hecate.rule import MemoryConfig
+from hecate.tape import Tensors, several
+
+_LOG = logging.getLogger("hecate.engine")
+COORDINATES = {"target": 0, "error": 1, "clip": 2, "power": 3, "sign": 4}  # as `parts.coordinates` knows them
+TOGETHER = {"softmax": "distributions", "ball": "ball", "jump": "jump", "pull": "pull"}
+LEAST = 16  # tokens between kept states, and their square root where that is more
+
+
+class Part(NamedTuple):
+    """A part's name, the numbers of its form, and what a factory of that name is called with."""
+
+    name: str
+    numbers: tuple[float, ...] = ()
+    options: tuple[Any, ...] = ()
+
+
+class Parts(NamedTuple):
+    """What a memory brings to the walk, in the order in which it takes them."""
+
+    learn: Part
+    predict: Part
+    descend: Part
+    step: Part
+    link: Part
+    gain: Part
+
+
+def refusal(config: MemoryConfig) -> str | None:
+    """What has no form, or no kernel for its forms together."""
+    rule = config.rule
+    if (reason := chunk_refusal(config)) is not None:
+        return reason
+    structure = rule.structure
+    if not structure.linear and structure.token_form() is None:
+        return f"structure {structure.kind!r} has no kernel"
+    for name, variant in (("algorithm", rule.algorithm), ("bias", rule.bias), ("retention", rule.retention)):
+        if variant.token_form() is None:
+            return f"{name} {variant.kind!r} as configured has no kernel"
+    form = rule.algorithm.token_form()
+    if form.nesterov:
+        return "its kernels know momentum without nesterov"
+    if not structure.linear and not form.plain:
+        return (
+            f"algorithm {rule.algorithm.kind!r} has a kernel for gradients of rank one, and those of structure "
+            f"{structure.kind!r} are of any rank"
+        )
+    if structure.diagonal:
+        for name, variant, apart in (
+            ("algorithm", rule.algorithm, form.plain),
+            ("bias", rule.bias, config.forms.bias is not None),
+            ("retention", rule.retention, rule.retention.token_form().cellwise),
+        ):
+            if not apart:
+                return (
+                    f"structure {structure.kind!r} goes coordinate by coordinate in kernels, and {name} "
+                    f"{variant.kind!r} as configured is not known to treat them apart"
+                )
+    return None
+
+
+def parts_of(config: MemoryConfig, *, channels: bool, values: bool) -> Parts:
+    """The parts of a memory whose retain is per phi channel, per value channel, both or one number."""
+    rule = config.rule
+    bias, step, algorithm = rule.bias.token_form(), rule.retention.token_form(), rule.algorithm.token_form()
+    slots = None if rule.structure.linear else rule.structure.token_form()
+    if bias.name in COORDINATES:
+        learn = Part("coordinates", (COORDINATES[bias.name], bias.a, bias.b))
+    else:
+        learn = Part(TOGETHER[bias.name], (bias.a, bias.b))
+    if step.length is not None:
+        length = step.length
+        own = Part("sphere", (length.least,), (length.column, length.tangent, channels))
+    elif step.threshold is not None:
+        own = Part("cells", (step.threshold,), (2, channels))
+    else:
+        centred = step.centred and not (channels or values)
+        own = Part("cells", (), (1 if step.coupled else 3 if centred else 0, channels))
+    if slots is not None:
+        predict, descend = Part("directions", (slots.least,)), Part("turning", (slots.least,), (algorithm.momentum,))
+    elif algorithm.erase is not None:
+        predict, descend = Part("matrix"), Part("erasing", (algorithm.erase, float(algorithm.bounded)))
+    else:
+        predict, descend = Part("matrix"), Part("descent", (), (algorithm.momentum,))
+    link = Part("no_link") if step.link is None else Part(step.link.name, step.link.numbers)
+    gain = Part("no_gain") if algorithm.ridge is None else Part("filtering", (1 / algorithm.ridge, algorithm.discount))
+    return Parts(learn, predict, descend, own, link, gain)
+
+
+# Compiling.
+
+Wanted = tuple[str, tuple[Any, ...], str, bool]  # a part's name and options, its place in `Parts`, and whether back
+SECONDS = {"walk": 5.0}  # that a walk takes to compile, forward or back, and by default a part
+_PART = 0.5
+
+# Arguments of parts, do and back: A an array, f a number, i a whole one; of walks before their parts also B a mask, I
+# whole numbers in a row and R the rule.
+_ARGUMENTS = {
+    "learn": ("AAAiA", "AAAAAAiA"),
+    "predict": ("AAAiiAA", "AAAAAiiAA"),
+    "descend": ("AAAAffAiiAA", "AAAAffAAAAAiiAA"),
+    "step": ("AAAAAiiiAA", "AAAAAAAAAiiiiAA"),
+    "link": ("AAiiiiAA", "AAAAiiiiAA"),
+    "gain": ("AAAAiiAA", "AAAAAiiAA"),
+    "walk": ("iiRAAAAAABB" + "A" * 13, "iiRAAAAAABB" + "A" * 27 + "I"),
+}
+
+
+@cache
+def _digest() -> str:
+    """Of all that kernels are made of: numba's cache on disk watches the file of a function alone."""
+    names = ("functions", "parts", "steps", "vectors", "walk")
+    return hashlib.sha256(b"".join(Path(__file__).with_name(f"{n}.py").read_bytes() for n in names)).hexdigest()[:12]
+
+
+def _python(name: str, options: tuple[Any, ...], back: bool) -> Callable[..., Any]:
+    """A part or a walk as numba is to read it."""
+    if name == "walk":
+        name = "backward" if back else "forward"
+        return getattr(importlib.import_module("hecate.engine.cpu.walk"), name)
+    modules = [importlib.import_module(f"hecate.engine.cpu.{module}") for module in ("parts", "steps")]
+    found = next(module for module in modules if hasattr(module, name))
+    if options:
+        return getattr(found, name)(*options)[back]
+    return getattr(found, f"{name}_back" if back else name)
+
+
+def _signature(place: str, back: bool, dtype: Any) -> Any:
+    """Of a part in a place, or of a walk: that has its parts last, each with its numbers, then their derivatives."""
+    from numba import types as nb
+
+    from hecate.engine.cpu.walk import Rule
+
+    number = nb.float32 if dtype == np.float32 else nb.float64
+    array = nb.Array(number, 1, "C")
+    kinds = {
+        "A": array, "f": number, "i": nb.int64, "B": nb.Array(nb.boolean, 1, "C"), "I": nb.Array(nb.int64, 1, "C"),
+        "R": nb.NamedUniTuple(nb.int64, len(Rule._fields), Rule),
+    }  # fmt: skip
+    given = [kinds[letter] for letter in _ARGUMENTS[place][back]]
+    if place == "walk":
+        for own in Parts._fields:
+            given += [nb.FunctionType(_signature(own, False, dtype)), array]
+        if back:
+            given += [nb.FunctionType(_signature(own, True, dtype)) for own in Parts._fields]
+    return nb.void(*given)
+
+
+@cache
+def _built(name: str, options: tuple[Any, ...], place: str, back: bool, dtype: Any) -> Any:
+    """A function for numba to compile, or to take from disk where it has been before."""
+    from numba import njit
+
+    found = _python(name, options, back)
+    named = types.FunctionType(found.__code__, found.__globals__, found.__name__, None, found.__closure__)
+    words = [_named(name, options, back), np.dtype(dtype).name, _digest()]
+    named.__qualname__ = "_".join(words)
+    wide: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **wide)(named)
+    except RuntimeError:  # no folder to write to
+        return njit(**wide)(named)
+
+
+def _named(name: str, options: tuple[Any, ...], back: bool) -> str:
+    return "_".join([name, *(str(int(item)) for item in options), *(["back"] if back else [])])
+
+
+@cache
+def ready(wanted: tuple[Wanted, ...], dtype: Any) -> list[Any]:
+    """Functions in machine code; what is compiled for the first time is said before. [ENG-NUM-D9]"""
+    kernels = [_built(*item, dtype) for item in wanted]
+    new = []
+    for kernel, item in zip(kernels, wanted, strict=True):
+        folder = kernel.stats.cache_path
+        on_disk = folder is not None and any(Path(folder).glob(f"*{kernel.py_func.__qualname__}-*.nbi"))
+        if not (kernel.signatures or on_disk):
+            new.append(item)
+    if new:
+        names = ", ".join(_named(name, options, back) for name, options, _, back in new)
+        seconds = sum(SECONDS.get(item[0], _PART) for item in new)
+        kept = "not kept, for want of a folder" if kernels[0].stats.cache_path is None else "kept on disk"
+        _LOG.info("compiling %s for the first time, about %.0f s; %s", names, seconds + 0.5, kept)
+    for kernel, (_, _, place, back) in zip(kernels, wanted, strict=True):
+        if not kernel.signatures:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # functions as arguments are "experimental", for ten years now
+                kernel.compile(_signature(place, back, dtype))
+            kernel.disable_compile()
+    return kernels
+
+
+# Running.
+
+
+class Walk:
+    """The inputs of one call: states `[N, V, P]` and tokens, `[B, T, H, *]` as they lie; `[N, T, *]` are those of one
+    head."""
+
+    def __init__(self, config: MemoryConfig, inputs: Tensors) -> None:
+        """From memory, slots, initial memory and the fields of `Tokens`, flat."""
+        form = config.algorithm.token_form()
+        self.moving, self.gains = bool(form.momentum), form.ridge is not None
+        states = 1 + self.moving + self.gains
+        memory, *slots = several(inputs[:states])
+        self.tokens = tokens = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
+        self.config, self.memory, self.slots, self.initial = config, memory, slots, inputs[states]
+        (self.count, self.values, self.channels) = memory.shape
+        vector = BYTES // memory.element_size()
+        self.height, self.width = -(-self.values // ROWS) * ROWS, -(-self.channels // vector) * vector
+        self.by_channel = tokens.retain.dim() > tokens.lr.dim()
+        self.length = tokens.v.shape[1]
+        self.segment = max(LEAST, math.isqrt(self.length))
+        step = config.retention.token_form()
+        self.linked, self.cap = step.link is not None, step.cap or 0.0
+        self.parts = parts_of(config, channels=self.by_channel, values=tokens.retain_value is not None)
+        self.number = flat(memory.new_empty(0)).dtype.type
+
+    @property
+    def cells(self) -> int:
+        """Of a state, with padding."""
+        return self.height * self.width
+
+    def state(self, state: Tensor) -> Tensor:
+        """A copy of a state with padding."""
+        return padded(state, self.height, self.width).clone()
+
+    def square(self, context: Tensor) -> Tensor:
+        """A copy of a gain's matrix with padding."""
+        return padded(context, self.width, self.width).clone()
+
+    def copies(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of memory, slot and gain's matrix, of size 0 where there is none."""
+        none = self.memory.new_empty(0)
+        given = list(states[1:])
+        slot = self.state(given.pop(0)) if self.moving else none
+        return [self.state(states[0]), slot, self.square(given.pop(0)) if self.gains else none]
+
+    def cut(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """Memory, slot and gain's matrix without their padding."""
+        memory, slot, square = states
+        v, p = self.values, self.channels
+        kept = [memory[:, :v, :p], slot[:, :v, :p] if self.moving else None, square[:, :p, :p] if self.gains else None]
+        return [item.contiguous() for item in kept if item is not None]
+
+    def launch(self, name: str, given: Sequence[Tensor], scratch: Sequence[int]) -> None:
+        """Runs a walk over all memories on what is given beside their tokens, each worker with scratch space of its
+        own, filled with zeros."""
+        config, tokens, none = self.config, self.tokens, self.memory.new_empty(0)
+        rule = importlib.import_module("hecate.engine.cpu.walk").Rule(
+            tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1, self.length, self.height, self.width, self.values,
+            self.channels, self.segment, int(self.by_channel), int(config.retention.uses_retain),
+            int(config.decay_order == "before_gradient"), int(config.read == "before"), int(self.moving),
+            int(self.linked), int(self.gains),
+        )  # fmt: skip
+        keys = padded(tokens.phi_k, self.width)
+        tensors = (
+            keys,
+            padded(tokens.phi_q, self.width),
+            padded(tokens.v, self.height),
+            tokens.lr.detach().contiguous(),
+            padded(tokens.retain, self.width) if self.by_channel else tokens.retain.detach().contiguous(),
+            tokens.momentum.detach().contiguous(),
+            none.bool() if tokens.write is None else tokens.write.contiguous(),
+            none.bool() if tokens.reset is None else tokens.reset.contiguous(),
+            keys if tokens.phi_w is None else padded(tokens.phi_w, self.width),
+            none if tokens.retain_value is None else padded(tokens.retain_value, self.height),
+            none if tokens.reset is None or self.initial is None else padded(self.initial, self.height, self.width),
+            *given,
+            self.memory.new_full((1,), self.cap),
+        )
+        arrays, dtype, back = [flat(item) for item in tensors], self.number, name == "backward"
+        own = [(part.name, part.options, place) for place, part in zip(Parts._fields, self.parts, strict=True)]
+        ways = (False, True) if back else (False,)
+        run, *parts = ready((("walk", (), "walk", back), *((*item, way) for way in ways for item in own)), dtype)
+        functions: list[Any] = []
+        for part, function in zip(self.parts, parts, strict=False):
+            functions += [function, np.array(part.numbers, dtype)]
+        functions += parts[len(own) :]
+        states = self.memory.dtype
+
+        def work(lo: int, hi: int) -> None:
+            own = [flat(torch.zeros(size, dtype=states)) for size in scratch]
+            slots = [np.zeros(2 * self.segment, np.int64)] if back else []
+            run(lo, hi, rule, *arrays, *own, *slots, *functions)
+
+        share_out(work, self.count, self.count * self.length * self.cells)
+
+
+def walked(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+    """Outputs and final states; and the record for `walked_vjp` if asked for."""
+    call = Walk(config, inputs)
+    *shape, v = call.tokens.v.shape
+    new, height, width = call.memory.new_empty, call.height, call.width
+    states = call.copies([call.memory, *call.slots])
+    y = new(*shape, height)
+    segments = -(-call.length // call.segment) if keeps else 0
+    kept = [new(call.count * segments * size) for size in (call.cells, call.cells * call.moving, width**2 * call.gains)]
+    scratch = [7 * call.cells + 8 * (height + width), 3 * height + 2 * width + 2]
+    call.launch("forward", (*states, y, *kept), scratch)
+    return (y[..., :v], *call.cut(states)), tuple(kept)
+
+
+def walked_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+    """Cotangents of all inputs."""
+    call = Walk(config, inputs)
+    tokens, height, width, cells = call.tokens, call.height, call.width, call.cells
+    gy, *finals = cotangents
+    states = call.copies(finals)
+    (*shape, v), p = tokens.v.shape, call.channels
+    zeros = call.memory.new_zeros
+    initial = zeros(states[0].shape if tokens.reset is not None else 0)
+    gk, gq, gv = zeros(*shape, width), zeros(*shape, width), zeros(*shape, height)
+    glr, gmomentum = zeros(*shape), zeros(*shape if call.moving else [0])
+    gretain = zeros(*shape, width) if call.by_channel else zeros(*shape)
+    gw = zeros(*shape, width) if tokens.phi_w is not None else zeros(0)
+    gvalue = zeros(*shape, height) if tokens.retain_value is not None else zeros(0)
+    count = call.segment * (2 if tokens.reset is not None else 1) + 2
+    scratch = [
+        count * cells, count * cells * call.moving, count * width**2 * call.gains, count * cells * call.linked,
+        8 * cells + 8 * (height + width), width**2 * call.gains,
+        4 * (height + width) + 2 + 2 * call.segment + 3 + 2 * call.segment * height,
+    ]  # fmt: skip
+    given = (padded(gy, height), *states, initial, gk, gq, gv, glr, gretain, gmomentum, gw, gvalue)
+    call.launch("backward", (*several(record), *given), scratch)
+    decays = config.retention.uses_retain
+    return (
+        *call.cut(states),
+        initial[:, :v, :p].contiguous() if tokens.reset is not None else None,
+        gk[..., :p],
+        gq[..., :p],
+        gv[..., :v],
+        glr,
+        (gretain[..., :p] if call.by_channel else gretain) if decays else None,
+        gmomentum if call.moving else None,
+        None,
+        None,
+        gw[..., :p] if tokens.phi_w is not None else None,
+        gvalue[..., :v] if tokens.retain_value is not None else None,
+    )

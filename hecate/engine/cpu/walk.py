@@ -1,0 +1,398 @@
+"""The token loop of one memory after the other, state in cache, made of parts that it is given. [ENG-NUM-D8]
+
+What a kernel is given beside its tensors: `rule`, whole numbers (see `Rule`), and the parts, compiled apart and called
+by their address: `do`, each with its numbers, and `undo`. Of the tokens (`given`) `keys` are what predicts, `written`
+what is written with, the same array where there is no other; an array of size 0 is "not given". Scratch space is each
+worker's own.
+
+Backward, a segment of tokens is run forward once more and its states are kept, one slot a state: token i starts from
+slot marks[i] and leaves slot marks[segment + i]. The cotangent of link(X) gathers in GM until the token that made X is
+reached, so that a link is pulled back once a token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hecate.engine.cpu.parts import plus
+from hecate.engine.cpu.steps import project, project_back
+from hecate.engine.cpu.vectors import ONE, filled, first_token, helper, load, part, per_vector, store
+
+
+class Rule(NamedTuple):
+    """Whole numbers that steer a kernel; yes is 1.
+
+    heads: memories whose tokens lie side by side; length: tokens; height, width: V and P with padding; values,
+    channels: without; segment: tokens between kept states; by_channel: retain per phi channel; decays: a retain gate;
+    ahead: the gradient sees the decayed memory; before: reads come first; moving: a momentum; linked: the memory is a
+    link's; gains: keys are turned to gains.
+    """
+
+    heads: int
+    length: int
+    height: int
+    width: int
+    values: int
+    channels: int
+    segment: int
+    by_channel: int
+    decays: int
+    ahead: int
+    before: int
+    moving: int
+    linked: int
+    gains: int
+
+
+@helper
+def _copy(source, target):
+    """target = source, as long as the target."""
+    count, wide = target.size, per_vector(target)
+    for o in range(0, count - wide + 1, wide):
+        store(target, o, load(source, o, ONE))
+    for o in range(count - count % wide, count):
+        target[o] = source[o]
+
+
+@helper
+def _clear(target):
+    count, wide = target.size, per_vector(target)
+    for o in range(0, count - wide + 1, wide):
+        store(target, o, filled(target, 0.0))
+    for o in range(count - count % wide, count):
+        target[o] = 0
+
+
+@helper
+def _join(target, source):
+    """target += source, whole vectors."""
+    for o in range(0, target.size, per_vector(target)):
+        plus(target, o, load(source, o, ONE))
+
+
+@helper
+def _spread(rule, given, at, rv, rp):
+    """Retain of a token, per row and per column."""
+    _, _, _, _, retain, _, _, _, _, kept, _ = given
+    if rule.decays:
+        for j in range(rule.width):
+            rp[j] = retain[at * rule.width + j] if rule.by_channel else retain[at]
+    if kept.size > 0:
+        _copy(part(kept, at, rule.height), rv)
+
+
+@helper
+def _weigh(rule, do, X, M, scale, slot, cap, x):
+    """Into M the weights of a state, in its ball."""
+    do[8](X, M, rule.height, rule.width, rule.values, rule.channels, x, do[9])
+    if cap[0] > 0:
+        scale[slot] = project(M, cap[0], M.size)
+
+
+@helper
+def _unweigh(rule, do, undo, X, M, GM, G, scale, slot, cap, x):
+    """Hands the cotangent GM of a state's weights to G, that of the state, and clears it. M is as the link left it
+    after."""
+    f = scale[slot]
+    if f > 0:
+        project_back(M, f, cap[0], GM, M.size)
+        for i in range(M.size):
+            M[i] /= f
+        scale[slot] = 0
+    undo[4](X, M, GM, G, rule.height, rule.width, rule.values, rule.channels, x, do[9])
+    _clear(GM)
+
+
+@helper
+def _ahead(rule, do, X, zero, rv, rp, Y, YM, scale, slot, cap, x):
+    """The weights of a decayed state Y."""
+    do[6](X, zero, rv, rp, Y, rule.height, rule.width, rule.channels, x, do[7])
+    scale[slot] = 0
+    if rule.linked:
+        _weigh(rule, do, Y, YM, scale, slot, cap, x)
+        return YM
+    if cap[0] > 0:
+        scale[slot] = project(Y, cap[0], Y.size)
+    return Y
+
+
+@helper
+def _write(rule, do, given, at, X, M, S, C, rv, rp, O, D, C2, p, u, g, scale, slot, cap, x):
+    """The state O, D, C2 after X, S, C, the gradient taken at M; the prediction p and its u."""
+    learn, bc, predict, pc, descend, dc, step, sc, _, _, gain, gc = do
+    keys, _, v, lr, _, momentum, _, _, written, _, _ = given
+    V, P = rule.height, rule.width
+    k, w = part(keys, at, P), part(written, at, P)
+    predict(M, k, p, V, P, x, pc)
+    learn(p, part(v, at, V), u, rule.values, bc)
+    if rule.gains:
+        gain(C, k, g, C2, P, rule.channels, x, gc)
+        w = g
+    descend(M, S, u, w, lr[at], momentum[at], D, V, P, x, dc)
+    step(X, D, rv, rp, O, V, P, rule.channels, x, sc)
+    if cap[0] > 0 and not rule.linked:
+        scale[slot] = project(O, cap[0], O.size)
+
+
+def forward(
+    lo, hi, rule, keys, q, v, lr, retain, momentum, write, reset, written, kept, initial, X, S, C, y, keep_X, keep_S,
+    keep_C, cap, states, rows, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc,
+):  # fmt: skip
+    """Outputs y and, in place, the final X, S and C; with keep_X given, the state of every segment's first token."""
+    do = (learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc)
+    given = (keys, q, v, lr, retain, momentum, write, reset, written, kept, initial)
+    heads, T, V, P, segment, linked = rule.heads, rule.length, rule.height, rule.width, rule.segment, rule.linked
+    cells, square, segments = V * P, P * P, (T + segment - 1) // segment
+    A, D, M, zero = part(states, 0, cells), part(states, 1, cells), part(states, 2, cells), part(states, 3, cells)
+    Y, YM, x = part(states, 4, cells), part(states, 5, cells), states[6 * cells :]
+    p, u, rv, wide = part(rows, 0, V), part(rows, 1, V), part(rows, 2, V), rows[3 * V :]
+    g, rp, scale = part(wide, 0, P), part(wide, 1, P), wide[2 * P :]
+    _fill(rv, rp)
+    for n in range(lo, hi):
+        first, known, own = first_token(n, heads, T), False, part(C, n, square)
+        _take(rule, X, S, n, A, D)
+        for t in range(T):
+            at, place = first + t * heads, n * segments + t // segment
+            if keep_X.size > 0 and t % segment == 0:
+                _leave(rule, A, D, own, keep_X, keep_S, keep_C, place)
+            if reset.size > 0 and reset[at]:
+                known = False
+                _restart(rule, initial, n, A, D, own)
+            if linked and not known:
+                _weigh(rule, do, A, M, scale, 0, cap, x)
+                known = True
+            W, writes = M if linked else A, write.size == 0 or write[at]
+            if rule.before or not writes:
+                predict(W, part(q, at, P), part(y, at, V), V, P, x, pc)
+            if not writes:
+                continue
+            _spread(rule, given, at, rv, rp)
+            if rule.ahead:
+                W = _ahead(rule, do, A, zero, rv, rp, Y, YM, scale, 1, cap, x)
+            # In place: every part has read a number before it writes it, and M of a linked state is apart.
+            _write(rule, do, given, at, A, W, D, own, rv, rp, A, D, own, p, u, g, scale, 1, cap, x)
+            if linked:
+                _weigh(rule, do, A, M, scale, 0, cap, x)
+            if not rule.before:
+                predict(M if linked else A, part(q, at, P), part(y, at, V), V, P, x, pc)
+        _leave(rule, A, D, own, X, S, C, n)
+
+
+@helper
+def _fill(rv, rp):
+    """Retain of a memory without."""
+    for i in range(rv.size):
+        rv[i] = 1
+    for j in range(rp.size):
+        rp[j] = 1
+
+
+@helper
+def _take(rule, X, S, n, A, D):
+    """A state out of others."""
+    _copy(part(X, n, A.size), A)
+    if rule.moving:
+        _copy(part(S, n, A.size), D)
+
+
+@helper
+def _leave(rule, A, D, own, X, S, C, n):
+    """A state, and its gain's matrix, into others."""
+    _copy(A, part(X, n, A.size))
+    if rule.moving:
+        _copy(D, part(S, n, A.size))
+    if rule.gains:
+        _copy(own, part(C, n, own.size))
+
+
+@helper
+def _restart(rule, initial, n, A, D, own):
+    """The state of a memory that starts anew."""
+    _copy(part(initial, n, A.size), A)
+    if rule.moving:
+        _clear(D)
+    if rule.gains:
+        _clear(own)
+
+
+@helper
+def _replay(rule, do, given, n, start, end, states, more, near, marks, scale, learnt, cap, x):
+    """The states of a segment, from that in the first slot."""
+    _, _, _, _, _, _, write, reset, _, _, initial = given
+    states_X, states_S, states_C, states_M = states
+    V, segment, cells, square = rule.height, rule.segment, rule.height * rule.width, rule.width**2
+    _, _, Y, YM, _, zero, D = more
+    rv, rp, g, spare = near
+    s, first = 0, first_token(n, rule.heads, rule.length)
+    if rule.linked:
+        _weigh(rule, do, part(states_X, 0, cells), part(states_M, 0, cells), scale, 0, cap, x)
+    for i in range(end - start):
+        at = first + (start + i) * rule.heads
+        if reset.size > 0 and reset[at]:
+            s += 1
+            A = part(states_X, s, cells)
+            _restart(rule, initial, n, A, part(states_S, s, cells), part(states_C, s, square))
+            if rule.linked:
+                _weigh(rule, do, A, part(states_M, s, cells), scale, s, cap, x)
+        marks[i] = s
+        if write.size == 0 or write[at]:
+            _spread(rule, given, at, rv, rp)
+            A, S, C, O, C2 = part(states_X, s, cells), zero, spare, part(states_X, s + 1, cells), spare
+            if rule.gains:
+                C, C2 = part(states_C, s, square), part(states_C, s + 1, square)
+            W, N = A, D
+            if rule.moving:
+                S, N = part(states_S, s, cells), part(states_S, s + 1, cells)
+            if rule.linked:
+                W = part(states_M, s, cells)
+            if rule.ahead:
+                W = _ahead(rule, do, A, zero, rv, rp, Y, YM, scale, scale.size - 1, cap, x)
+            p, u = part(learnt, 2 * i + 1, V), part(learnt, 2 * i, V)
+            s += 1
+            _write(rule, do, given, at, A, W, S, C, rv, rp, O, N, C2, p, u, g, scale, s, cap, x)
+            if rule.linked:
+                _weigh(rule, do, O, part(states_M, s, cells), scale, s, cap, x)
+        marks[segment + i] = s
+
+
+@helper
+def _unwrite(
+    rule, do, undo, given, at, i, a, b, states, more, near, own, scale, learnt, rows, to, cap, x
+):  # fmt: skip
+    """The reverse of a token's write, between its reads."""
+    keys, _, v, lr, _, momentum, _, _, written, _, _ = given
+    _, bc, _, pc, descend, dc, _, sc, _, _, gain, gc = do
+    learn_back, predict_back, descend_back, step_back, _, gain_back = undo
+    states_X, states_S, states_C, states_M = states
+    GM, GY, Y, YM, _, zero, D = more
+    rv, rp, g, spare = near
+    G, H, GC = own
+    gu, gp, grv, gg, grp, out = rows
+    gk, gv, gw = to
+    V, P, p, cells, square = rule.height, rule.width, rule.channels, rule.height * rule.width, rule.width**2
+    last, k, w = scale.size - 1, part(keys, at, P), part(written, at, P)
+    A, B = part(states_X, a, cells), part(states_X, b, cells)
+    S, direction, C = zero, D, spare
+    if rule.moving:
+        S, direction = part(states_S, a, cells), part(states_S, b, cells)
+    W, GA = A, G
+    if rule.linked:
+        _unweigh(rule, do, undo, B, part(states_M, b, cells), GM, G, scale, b, cap, x)
+        W, GA = part(states_M, a, cells), GM
+    elif scale[b] > 0:
+        project_back(B, scale[b], cap[0], G, cells)
+    _spread(rule, given, at, rv, rp)
+    if rule.ahead:
+        W = _ahead(rule, do, A, zero, rv, rp, Y, YM, scale, last, cap, x)
+        _clear(GY)
+        if not rule.linked:
+            GA = GY
+    if rule.gains:
+        C = part(states_C, a, square)
+        # The new matrix is not wanted: it goes where the next token's cotangents are cleared.
+        gain(C, k, g, spare, P, p, x, gc)
+        _clear(gg)
+        w, gw = g, gg
+    u = part(learnt, 2 * i, V)
+    if not rule.moving:
+        descend(W, S, u, w, lr[at], momentum[at], D, V, P, x, dc)
+    _clear(grv)
+    _clear(grp)
+    step_back(A, direction, B, rv, rp, G, H, grv, grp, rule.moving, V, P, p, x, sc)
+    descend_back(W, S, u, w, lr[at], momentum[at], H, GA, gu, gw, out, V, P, x, dc)
+    if rule.gains:
+        gain_back(C, k, GC, gg, gk, P, p, x, gc)
+    learn_back(part(learnt, 2 * i + 1, V), part(v, at, V), u, gu, gp, gv, rule.values, bc)
+    predict_back(W, k, gp, GA, gk, V, P, x, pc)
+    if rule.ahead:
+        if rule.linked:
+            _unweigh(rule, do, undo, Y, YM, GM, GY, scale, last, cap, x)
+        elif scale[last] > 0:
+            project_back(Y, scale[last], cap[0], GY, cells)
+        step_back(A, zero, Y, rv, rp, GY, D, grv, grp, 0, V, P, p, x, sc)
+        _join(G, GY)
+
+
+@helper
+def _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept):
+    """Cotangents of a token's gates."""
+    V, P = rule.height, rule.width
+    glr[at] = out[0]
+    if gm.size > 0:
+        gm[at] = out[1]
+    if rule.by_channel:
+        _copy(grp, part(gr, at, P))
+    else:  # sums over rows alone, of one number for all columns
+        whole = out[0] * 0
+        for r in range(V):
+            whole += rv[r] * grv[r]
+            grv[r] *= rp[0]
+        gr[at] = whole
+    if gkept.size > 0:
+        _copy(grv, part(gkept, at, V))
+
+
+def backward(
+    lo, hi, rule, keys, q, v, lr, retain, momentum, write, reset, written, kept, initial, keep_X, keep_S, keep_C, gy,
+    GX, GS, GC, g_initial, gk, gq, gv, glr, gr, gm, gw, gkept, cap, states_X, states_S, states_C, states_M, many, spare,
+    rows, marks, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc, learn_back, predict_back,
+    descend_back, step_back, link_back, gain_back,
+):  # fmt: skip
+    """Cotangents of all inputs from those of y (gy) and, in place, of the final X, S and C (GX, GS, GC)."""
+    do = (learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc)
+    undo = (learn_back, predict_back, descend_back, step_back, link_back, gain_back)
+    given = (keys, q, v, lr, retain, momentum, write, reset, written, kept, initial)
+    states = (states_X, states_S, states_C, states_M)
+    heads, T, V, P, segment = rule.heads, rule.length, rule.height, rule.width, rule.segment
+    cells, square, segments = V * P, P * P, (T + segment - 1) // segment
+    GM, loose = part(many, 0, cells), part(many, 4, cells)
+    more = (
+        GM, part(many, 1, cells), part(many, 2, cells), part(many, 3, cells), loose, part(many, 5, cells),
+        part(many, 6, cells),
+    )  # fmt: skip
+    x, wide, count = many[7 * cells :], rows[4 * V :], 2 * segment + 3
+    rv, gu, gp, grv = part(rows, 0, V), part(rows, 1, V), part(rows, 2, V), part(rows, 3, V)
+    rp, g, gg, grp, rest = part(wide, 0, P), part(wide, 1, P), part(wide, 2, P), part(wide, 3, P), wide[4 * P :]
+    out, scale, learnt, near = part(rest, 0, 2), part(rest[2:], 0, count), rest[2 + count :], (rv, rp, g, spare)
+    _fill(rv, rp)
+    for n in range(lo, hi):
+        first, G, H, own = first_token(n, heads, T), part(GX, n, cells), loose, part(GC, n, square)
+        if rule.moving:
+            H = part(GS, n, cells)
+        _clear(GM)
+        GW = GM if rule.linked else G
+        for index in range(segments - 1, -1, -1):
+            start, end, place = index * segment, min(T, (index + 1) * segment), n * segments + index
+            _clear(scale)
+            _take(rule, keep_X, keep_S, place, part(states_X, 0, cells), part(states_S, 0, cells))
+            if rule.gains:
+                _copy(part(keep_C, place, square), part(states_C, 0, square))
+            _replay(rule, do, given, n, start, end, states, more, near, marks, scale, learnt, cap, x)
+            for i in range(end - start - 1, -1, -1):
+                at, a, b = first + (start + i) * heads, marks[i], marks[segment + i]
+                read, writes = (states_M if rule.linked else states_X), write.size == 0 or write[at]
+                own_q, own_gq, own_gy = part(q, at, P), part(gq, at, P), part(gy, at, V)
+                if writes:
+                    if not rule.before:
+                        predict_back(part(read, b, cells), own_q, own_gy, GW, own_gq, V, P, x, pc)
+                    own_gk = part(gk, at, P)
+                    to = (own_gk, part(gv, at, V), part(gw, at, P) if gw.size > 0 else own_gk)
+                    _unwrite(
+                        rule, do, undo, given, at, i, a, b, states, more, near, (G, H, own), scale, learnt,
+                        (gu, gp, grv, gg, grp, out), to, cap, x,
+                    )  # fmt: skip
+                    _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept)
+                if rule.before or not writes:
+                    predict_back(part(read, a, cells), own_q, own_gy, GW, own_gq, V, P, x, pc)
+                if reset.size > 0 and reset[at]:
+                    if rule.linked:
+                        A = part(states_X, a, cells)
+                        _unweigh(rule, do, undo, A, part(states_M, a, cells), GM, G, scale, a, cap, x)
+                    _join(part(g_initial, n, cells), G)
+                    _clear(G)
+                    _clear(H)
+                    if rule.gains:
+                        _clear(own)
+            if rule.linked:
+                A = part(states_X, 0, cells)
+                _unweigh(rule, do, undo, A, part(states_M, 0, cells), GM, G, scale, 0, cap, x)

@@ -1,0 +1,351 @@
+"""The general kernel of the compiled engine against the token loop: every part with every other, pair by pair."""
+
+from __future__ import annotations
+
+import logging
+import random
+from itertools import combinations, product
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from hecate import Gates, MemoryConfig, NonFiniteError
+from hecate.bias import Bias, Yaad
+from hecate.engine import Call, Engine, choose, explain
+from hecate.errors import ConfigError
+from hecate.retention import KL, Lq, Retention, Sphere
+from tests.engine.test_properties import in_pieces, whole
+from tests.memories import Case, case_of, config_of, weighted
+
+numba = pytest.importorskip("numba")
+
+COMPILED = Engine.registry["compiled"]
+CAP = {"kind": "norm_cap", "norm": 0.8}
+BIASES: list[Any] = [
+    "dot",
+    "l2",
+    {"kind": "lp", "p": 1.5, "eps": 0.1},
+    {"kind": "huber", "delta": 0.7},
+    {"kind": "huber", "delta": 0.7, "norm": True},
+    {"kind": "l1", "eps": 0.1},
+    {"kind": "yaad", "delta": 0.7, "eps": 0.1},
+    {"kind": "robust", "radius": 0.3, "eps": 0.1},
+    "kl",
+    {"kind": "kl", "target": "distribution"},
+]
+RETENTIONS: list[Any] = [
+    "none",
+    "decay",
+    "l2",
+    {"kind": "elastic_net", "threshold": 0.02},
+    "kl",
+    {"kind": "kl", "signed": True, "scale": 2.0},
+    {"kind": "bounded", "low": -1.0, "high": 2.0},
+    {"kind": "lq", "q": 4.0, "eps": 1e-2},
+    {"kind": "lq", "q": 1.5, "eps": 1e-2},
+    {"kind": "bregman", "link": {"kind": "lq", "q": 4.0, "form": "paper", "eps": 1e-2}},
+    *[{"kind": "sphere", "slot": slot, "form": form} for slot in ("column", "row") for form in ("tangent", "divide")],
+    {**CAP, "retention": "decay"},
+    {**CAP, "retention": {"kind": "elastic_net", "threshold": 0.02}},
+    {**CAP, "retention": "kl"},
+    {**CAP, "retention": {"kind": "sphere", "form": "divide"}},
+]
+ALGORITHMS: list[Any] = [
+    "gd",
+    "momentum",
+    "delta_momentum",
+    {"kind": "delta_momentum", "form": "paper"},
+    "rls",
+    {"kind": "rls", "ridge": 0.5, "discount": 0.9},
+]
+FACTORS: dict[str, list[Any]] = {
+    "bias": BIASES,
+    "retention": RETENTIONS,
+    "algorithm": ALGORITHMS,
+    "structure": ["matrix", "slots", "vector"],
+    "decay_order": ["with_step", "before_gradient"],
+    "read": ["after", "before"],
+    "gates": [(), ("channels",), ("erase", "write"), ("retain_value",), ("erase", "write", "retain_value", "channels")],
+    "masks": [False, True],
+    "d": [3, 8, 17],
+}
+
+
+def config_from(row: dict[str, Any]) -> MemoryConfig | None:
+    """The configuration of a row of factors, None where it is impossible or has no kernel."""
+    fields = {name: row[name] for name in row if name not in ("gates", "masks", "d")}
+    try:
+        config = config_of(**fields, key_norm="l2")
+    except ConfigError:
+        return None
+    gates = row["gates"]
+    if COMPILED.refuses(config) is not None:
+        return None
+    decays, linear = config.retention.uses_retain, config.structure.linear
+    if ("channels" in gates and not (decays and linear)) or ("retain_value" in gates and not decays):
+        return None
+    if gates and config.structure.diagonal and "retain_value" in gates:
+        return None
+    asks = not ("erase" in gates and (config.bias.kind == "dot" or not linear))
+    takes = not ("erase" in gates and not config.algorithm.takes_any_gradient())
+    return config if asks and takes and not ("retain_value" in gates and not linear) else None
+
+
+def case_from(row: dict[str, Any], config: MemoryConfig, length: int = 37) -> Case:
+    """Random inputs of a row."""
+    d = row["d"]
+    width = d if config.structure.diagonal else 3
+    case = case_of(
+        config, d=d, width=width, length=length, masks=row["masks"], channels="channels" in row["gates"], ends=0.1
+    )
+    generator = torch.Generator().manual_seed(3)
+
+    def gate(last: int) -> Tensor:
+        return 0.5 + 0.5 * torch.rand(*case.k.shape[:3], last, generator=generator)
+
+    more = {name: gate(d) for name in ("erase", "write") if name in row["gates"]}
+    if "retain_value" in row["gates"]:
+        more["retain_value"] = gate(width)
+    return case._replace(gates=case.gates._replace(**more))
+
+
+def covering(factors: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Rows in which every pair of values occurs for which a possible row is found."""
+    draw, rows, seen = random.Random(seed), [], set()
+    for one, other in combinations(factors, 2):
+        for i, j in product(range(len(factors[one])), range(len(factors[other]))):
+            for _ in range(20):
+                if ((one, i), (other, j)) in seen:
+                    break
+                picked = {name: draw.randrange(len(values)) for name, values in factors.items()} | {one: i, other: j}
+                row = {name: factors[name][index] for name, index in picked.items()}
+                if config_from(row) is not None:
+                    seen |= set(combinations(picked.items(), 2))
+                    rows.append(row)
+    return rows
+
+
+def check(row: dict[str, Any], **options: Any) -> None:
+    config = config_from(row)
+    assert config is not None, "the row has no kernel"
+    case = case_from(row, config, **options)
+    expected = whole(case, engine="sequential")
+    # Where a memory runs away, so does rounding.
+    if all(float(item.detach().abs().max()) < 1e4 for item in (expected.y, *expected.grads)):
+        whole(case, engine="compiled").equals(expected, 1e-9)
+
+
+BASE = {"structure": "matrix", "decay_order": "with_step", "read": "after", "gates": (), "masks": True, "d": 5}
+FEW = [
+    {"bias": "l2", "retention": "decay", "algorithm": "delta_momentum"},
+    {"bias": "huber", "retention": {"kind": "sphere"}, "algorithm": "gd", "structure": "slots", "masks": False},
+    {"bias": "l2", "retention": {**CAP, "retention": "sphere"}, "algorithm": "momentum", "structure": "slots"},
+    {"bias": "l2", "retention": "none", "algorithm": {"kind": "rls", "ridge": 0.5, "discount": 0.9}},
+    {"bias": BIASES[3], "retention": "kl", "algorithm": "gd", "read": "before"},
+    {"bias": "l2", "retention": {**CAP, "retention": "kl"}, "algorithm": "gd", "decay_order": "before_gradient"},
+    {"bias": BIASES[2], "retention": "kl", "algorithm": "momentum", "gates": ("channels",), "d": 17},
+    {"bias": "l2", "retention": RETENTIONS[6], "algorithm": "momentum", "decay_order": "before_gradient"},
+    {"bias": "l2", "retention": RETENTIONS[6], "algorithm": "gd", "structure": "vector", "d": 3},
+    {"bias": BIASES[6], "retention": RETENTIONS[3], "algorithm": "gd", "decay_order": "before_gradient"},
+    {"bias": "l2", "retention": {**CAP, "retention": RETENTIONS[3]}, "algorithm": "delta_momentum", "read": "before"},
+    {"bias": "l2", "retention": "decay", "algorithm": "gd", "gates": FACTORS["gates"][4]},
+    {"bias": "dot", "retention": "decay", "algorithm": "momentum", "gates": ("retain_value",)},
+    {"bias": "l2", "retention": "l2", "algorithm": "gd", "gates": ("erase", "write"), "decay_order": "before_gradient"},
+]
+
+
+@pytest.mark.spec("ENG-NUM-D8", "ENG-NUM-I1")
+@pytest.mark.parametrize("row", FEW, ids=lambda row: "-".join(map(str, row.values())))
+def test_a_few_against_the_token_loop(row):
+    check({**BASE, **row})
+
+
+@pytest.mark.slow
+@pytest.mark.spec("ENG-NUM-D8", "ENG-NUM-I1")
+def test_every_pair_against_the_token_loop():
+    rows = covering(FACTORS)
+    met = {(str(row["bias"]), str(row["retention"])) for row in rows}
+    assert met == {(str(a), str(b)) for a, b in product(BIASES, RETENTIONS)}
+    failed = []
+    for row in rows:
+        try:
+            check(row)
+        except NonFiniteError:
+            pass
+        except AssertionError as error:
+            failed.append(f"{row}: {error}")
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.spec("ENG-NUM-D8", "ENG-SCAN-I1")
+@pytest.mark.parametrize("row", [FEW[0], FEW[2], FEW[3], FEW[5]], ids=lambda row: str(row["retention"]))
+def test_pieces_and_segments(row):
+    """State is handed on between calls, and kept between segments, of which there are several."""
+    row = {**BASE, **row}
+    config = config_from(row)
+    case = case_from(row, config, length=53)
+    expected = whole(case, engine="sequential")
+    whole(case, engine="compiled", autodiff="tape").equals(expected, 1e-9)
+    in_pieces(case, [1, 20, 20], engine="compiled").equals(expected, 1e-9)
+
+
+@pytest.mark.spec("ENG-NUM-I3")
+def test_threads_change_no_bit(monkeypatch):
+    monkeypatch.setattr("hecate.engine.cpu.arrays.SHARE", 1)
+    row = {**BASE, **FEW[2]}
+    case = case_from(row, config_from(row))
+    results = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        results.append(whole(case, engine="compiled"))
+    for mine, first in zip([results[1].y, *results[1].grads], [results[0].y, *results[0].grads], strict=True):
+        assert torch.equal(mine, first)
+
+
+@pytest.mark.spec("ENG-NUM-V2")
+def test_second_derivatives():
+    config = config_of(retention="decay", algorithm="delta_momentum")
+    case = case_of(config, batch=1, heads=1, length=2, d=2, width=2)
+    case = case._replace(gates=case.gates._replace(retain_value=torch.full((1, 2, 1, 2), 0.9))).fresh()
+
+    def scan(*leaves: Tensor) -> Tensor:
+        return weighted(*case.with_leaves(list(leaves)).scan(engine="compiled"))
+
+    assert torch.autograd.gradcheck(scan, case.leaves)
+    assert torch.autograd.gradgradcheck(scan, case.leaves)
+
+
+@pytest.mark.slow
+@pytest.mark.spec("ENG-NUM-I2", "ENG-NUM-D8")
+@pytest.mark.parametrize("row", FEW, ids=lambda row: "-".join(map(str, row.values())))
+def test_single_precision(row):
+    """Against the token loop in float64, the error may be four times the token loop's own."""
+    row = {**BASE, **row}
+    config = config_from(row)
+    double = case_from(row, config)
+    single = double._replace(config=MemoryConfig(**{**config.model_dump(), "state_dtype": "float32"}))
+    single = single.with_leaves([leaf.float() for leaf in double.leaves])
+    true, ours, theirs = (
+        whole(own, engine=engine)
+        for own, engine in ((double, "sequential"), (single, "compiled"), (single, "sequential"))
+    )
+    pairs = zip([ours.y, *ours.grads], [theirs.y, *theirs.grads], [true.y, *true.grads], strict=True)
+    size = max(float(grad.norm()) for grad in true.grads)
+    for got, loop, expected in pairs:
+        assert got.dtype == loop.dtype == torch.float32
+        error, own = (float((item.detach().double() - expected.detach()).norm()) for item in (got, loop))
+        assert error <= 4 * own + 37 * torch.finfo(torch.float32).eps * min(size, float(expected.detach().norm()) + 1)
+
+
+@pytest.mark.spec("ENG-NUM-I4")
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
+def test_non_finite_values_stay_in_their_memory(junk):
+    config = config_of(retention="decay", algorithm="delta_momentum", on_nonfinite="propagate", key_norm="l2")
+    case = case_of(config, batch=3, length=40)
+    v = case.v.clone()
+    v[1, 20, 0] = junk
+    leaves = case._replace(v=v).fresh()
+    y, state = leaves.scan(engine="compiled")
+    finite = torch.isfinite(y).all(-1).all(-1)
+    assert not finite[1, 20:].any() and finite[[0, 2]].all() and finite[1, :20].all()
+    assert not torch.isfinite(state.memory["weight"][1, 0]).all()
+    (gk,) = torch.autograd.grad(y.sum(), leaves.k)
+    assert torch.isfinite(gk[[0, 2]]).all() and not torch.isfinite(gk[1]).all()
+
+
+# What has no form.
+
+
+class Other(Sphere):
+    """other: another step below a class that names a form."""
+
+    kind: Literal["family_test_other"] = "family_test_other"
+
+    def step(self, memory, direction, retain):
+        return super().step(memory, 2 * direction, retain)
+
+
+class Softer(Yaad):
+    """softer: another derivative below a class that names a form."""
+
+    kind: Literal["family_test_softer"] = "family_test_softer"
+
+    def psi(self, error):
+        return 0.5 * super().psi(error)
+
+
+# They are passed as values: tests of all known kinds need not know them.
+for family in (Bias, Retention):
+    for kind in [kind for kind in family._registry if kind.startswith("family_test_")]:
+        del family._registry[kind]
+
+
+@pytest.mark.spec("ENG-NUM-D8", "ENG-NUM-D3")
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"retention": Other()}, "retention 'family_test_other' as configured has no kernel"),
+        ({"bias": Softer()}, "bias 'family_test_softer' as configured has no kernel"),
+        ({"algorithm": "adaptive"}, "algorithm 'adaptive' as configured has no kernel"),
+        ({"retention": "kl", "algorithm": {"kind": "momentum", "nesterov": True}}, "momentum without nesterov"),
+        ({"structure": "slots", "algorithm": "delta_momentum"}, "'delta_momentum' has a kernel for gradients of rank"),
+        ({"structure": "vector", "retention": "kl"}, "retention 'kl' as configured is not known to treat them apart"),
+        ({"structure": "vector", "bias": "yaad"}, "bias 'yaad' as configured is not known to treat them apart"),
+        ({"structure": "mlp", "retention": "kl"}, "structure 'mlp' has no kernel"),
+        ({"retention": {**CAP, "retention": {**CAP, "norm": 2.0}}}, "'norm_cap' as configured has no kernel"),
+    ],
+    ids=str,
+)
+def test_what_has_no_kernel_is_refused_in_a_sentence(fields, reason):
+    config = config_of(**fields)
+    with pytest.raises(ConfigError, match=f"engine='compiled'.*{reason}"):
+        choose(Call.sketch(config), "compiled")
+    assert explain(Call.sketch(config, length=100))[0] != "compiled"
+
+
+@pytest.mark.spec("ENG-NUM-D8")
+def test_forms_are_those_of_the_formulas_that_name_them():
+    assert Sphere().kernel_form() is None and Sphere().token_form().length.column
+    assert Other().token_form() is None and Softer().token_form() is None
+    assert KL().token_form().centred and not KL(signed=True).token_form().centred
+    assert Lq(q=4.0).token_form().link.numbers == pytest.approx((-2 / 3, 1e-6, 2.0, 1e-2, 4.0))
+
+
+@pytest.mark.spec("ENG-NUM-D4", "ENG-NUM-D8")
+def test_auto():
+    for name in ("delta_momentum", "lattice", "mesa"):
+        assert explain(Call.sketch(MemoryConfig.model_validate(name), length=512))[0] == "compiled"
+    row = {**BASE, "bias": "huber", "retention": "decay", "algorithm": "gd", "gates": ("erase", "write")}
+    case = case_from(row, config_from(row), length=32)
+    call = Call.of(case.config, case.q, case.k, case.v, case.gates, initial=case.initial)
+    assert explain(call)[0] == "compiled"
+
+
+@pytest.mark.spec("ENG-NUM-D9")
+def test_a_kernel_that_is_compiled_says_so_once(caplog, monkeypatch, tmp_path):
+    module = pytest.importorskip("hecate.engine.cpu.family")
+    monkeypatch.setattr(module, "_digest", lambda: "elsewhere")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    module._built.cache_clear()
+    wanted = tuple(("no_gain", (), "gain", back) for back in (False, True))
+    with caplog.at_level(logging.INFO, logger="hecate.engine"):
+        for _ in range(2):
+            module.ready(wanted, torch.zeros(0).numpy().dtype.type)
+            module.ready.cache_clear()
+    module._built.cache_clear()
+    (line,) = caplog.messages
+    assert "compiling no_gain, no_gain_back for the first time" in line and "kept on disk" in line
+    assert list(tmp_path.rglob("*.nbi"))
+
+
+def test_a_fault_is_seen():
+    """The comparison itself: another rule is told apart."""
+    row = {**BASE, **FEW[0]}
+    case = case_from(row, config_from(row))
+    other = case._replace(config=config_of(retention="decay", algorithm="momentum", key_norm="l2"))
+    with pytest.raises(AssertionError):
+        whole(other, engine="compiled").equals(whole(case, engine="sequential"))
+    assert isinstance(case.gates, Gates)
