@@ -486,7 +486,7 @@ def test_auto():
 
 @pytest.mark.spec("ENG-NUM-D3")
 def test_without_numba(monkeypatch):
-    monkeypatch.setattr(module, "load_kernels", lambda: None)
+    monkeypatch.setattr(module, "load_kernels", lambda *_: None)
     config = config_of()
     assert explain(Call.sketch(config, length=100))[0] == "parallel"
     assert torch.isfinite(scan(config)).all()
