@@ -18,12 +18,8 @@ from mkdocs.structure.pages import Page
 from hecate.train.catalogue import FAMILIES, catalogue
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = (
-    "hecate", "hecate.phi", "hecate.structure", "hecate.bias", "hecate.retention",
-    "hecate.algorithm", "hecate.rule", "hecate.engine", "hecate.tape", "hecate.nn", "hecate.cms",
-    "hecate.optim", "hecate.models", "hecate.data", "hecate.train",
-    "hecate.microscope", "hecate.testing", "hecate.errors", "hecate.variant",
-)  # fmt: skip
+ROOMS = sorted(path.parent.name for path in (ROOT / "hecate").glob("*/__init__.py"))
+PACKAGES = ("hecate", *(f"hecate.{room}" for room in ROOMS), "hecate.errors", "hecate.variant")
 COPIED = ("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "constraints.txt")
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 ERRATUM = re.compile(r"^- \*\*([A-Z0-9-]+-E\d+)\*\*(.*?)(?=^- |^\s*$)", re.MULTILINE | re.DOTALL)

@@ -209,7 +209,7 @@ class FeatureMemory(RuleParameters):
     directions keys take, and an empty M, as a matrix starts, leaves q and k as they are. Without, phi is the memory: M
     is written with (k_t, U k_t), U `[H, F, D]` learned, so that features follow what U asks for and the sequence has
     shown; M starts at learned weights drawn as N(0, 1/fan_in) (a deep one at its own), since an empty one would make
-    every feature 0. [NN-FEAT-D1] [NN-FEAT-D2]
+    every feature 0. [NN-FEAT-D1, NN-FEAT-D2]
 
     Shapes: x `[B, T, d_model]`, q and k `[B, T, H, D]` in, `[B, T, H, F]` out, F = `d_value`.
     """

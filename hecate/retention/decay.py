@@ -82,7 +82,7 @@ class Decay(Decaying):
     Cost: one multiply-add.
     References: Titans (Behrouz et al., 2025, arXiv 2501.00663); Gated Linear Attention Transformers (Yang et al., 2024,
     arXiv 2312.06635); Kimi Linear (Kimi Team, 2025, arXiv 2510.26692); Retentive Network (Sun et al., 2023, arXiv
-    2307.08621), a rate per head. [RET-DECAY-D1] [RET-DECAY-D2]
+    2307.08621), a rate per head. [RET-DECAY-D1, RET-DECAY-D2]
     """
 
     kind: Literal["decay"] = "decay"
