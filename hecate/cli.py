@@ -323,5 +323,31 @@ def report(
     typer.echo(f"step {found.step}, {found.tokens} tokens; report: {found.report}")
 
 
+@_command(
+    short_help="What this machine has, and which engines run here.",
+    epilog="Examples: hecate doctor | hecate doctor --warm titans delta",
+)
+def doctor(
+    rules: Annotated[list[str] | None, typer.Argument(
+        metavar="[RULE]...", help="Rules to warm; all of them if left out.", show_default=False,
+    )] = None,
+    warm: Annotated[bool, typer.Option("--warm", help="Compile the kernels of rules and keep them on disk.")] = False,
+    width: Annotated[int, typer.Option(min=1, max=1024, help="Width of a head, to warm for.")] = 64,
+) -> None:  # fmt: skip
+    """Say what this machine has and which engines run here, or compile kernels before their first use."""
+    from hecate.errors import ConfigError
+    from hecate.train import doctor as found
+    from hecate.train.display import print_table
+
+    if not warm:
+        if rules:
+            raise ConfigError(f"doctor takes rules, such as {rules[0]!r}, with --warm; hecate list rules tells of them")
+        print_table(*found.machine())
+        print_table(*found.engines())
+        return
+    for what, seconds in found.warm(rules or [], width):
+        typer.echo(f"{what}, {seconds:.1f} s")
+
+
 if __name__ == "__main__":
     main()

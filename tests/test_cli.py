@@ -14,7 +14,8 @@ import torch
 import yaml
 
 from hecate.cli import main
-from hecate.rule import named_rule
+from hecate.engine import Engine
+from hecate.rule import RULES, named_rule
 from hecate.train import ExperimentConfig, checkpoints
 from hecate.train.metrics import read_metrics
 
@@ -211,6 +212,22 @@ def test_lists(hecate):
 
 
 @pytest.mark.spec("TRAIN-CLI-D4")
+@pytest.mark.spec("TRAIN-DOCTOR-D1")
+def test_the_doctor_says_what_runs_here_and_warms_kernels(hecate):
+    code, out, _ = hecate("doctor")
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines() if "  " in line)
+    assert code == 0 and torch.__version__ in out
+    runs = {name: said for name, said in rows.items() if said.startswith("runs ")}
+    assert set(runs) == set(Engine.registry)
+    assert runs["sequential"].startswith(f"runs {len(RULES)} of {len(RULES)} rules")
+    assert runs["fla"].startswith("runs none: its kernels run on a GPU")
+    code, out, _ = hecate("doctor", "--warm", "deep_momentum", "--width", "4")
+    assert code == 0 and out.startswith("deep_momentum: ")
+    for argv, word in ((["doctor", "delta"], "--warm"), (["doctor", "--warm", "detla"], "Did you mean 'delta'?")):
+        code, _, err = hecate(*argv)
+        assert code == 2 and word in err
+
+
 def test_help_says_each_command_in_a_whole_line(hecate):
     listed = hecate("--help")[1].split("Commands:\n")[1].split("\n\n")[0].splitlines()
     assert len(listed) == 9 and not [line for line in listed if line.endswith("...") or len(line) > 80]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Literal
 
@@ -176,23 +175,6 @@ def test_forms_are_lost_where_the_formula_is_another():
     assert KL().token_form() == StepForm(centred=True, link=SoftmaxLink().kernel_form())
     assert Lq().token_form() == StepForm(link=LqLink().kernel_form())
     assert Colder().token_form() is None
-
-
-@pytest.mark.spec("ENG-LAYERS-D2")
-def test_a_kernel_that_has_to_be_loaded_is_announced(caplog):
-    class Fresh:
-        signatures: tuple[object, ...] = ()
-
-        class stats:
-            cache_hits: tuple[object, ...] = ()
-
-    with caplog.at_level(logging.INFO, logger="hecate.engine"):
-        module.announce(Fresh, "forward", "float32")
-        Fresh.signatures = (1,)
-        module.announce(Fresh, "forward", "float32")
-    assert [record.message for record in caplog.records] == [
-        "compiled_layers: loading kernel forward; the first time for float32 it is compiled, some seconds"
-    ]
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ on disk. Threads share memories as in `compiled`. [ENG-LAYERS-D1]
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +37,6 @@ SHARE = 1 << 18  # tokens x cells that are worth a thread of their own
 OPS: dict[type, int] = {Act: 1, Add: 2, Multiply: 3, Normalise: 4}
 BIASES = {**COORDINATES, "jump": 5}  # as `formulas.errors` knows them
 NO_LINK, SOFTMAX, CUBE_ROOT = 0, 1, 2  # as `layers` knows them
-
-_LOG = logging.getLogger("hecate.engine")
 
 
 class CompiledLayers(TokenEngine):
@@ -287,7 +284,6 @@ class Scan:
             config.read == "before",
         )
         run = getattr(kernels, kernel)
-        announce(run, kernel, number.__name__)
         workers = min(torch.get_num_threads(), max(1, self.count), 1 + self.count * self.length * plan.size // SHARE)
         borders = [self.count * index // workers for index in range(workers + 1)]
 
@@ -300,12 +296,6 @@ class Scan:
             return
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(work, range(workers)))
-
-
-def announce(kernel: Any, name: str, dtype: str) -> None:
-    """Says that a kernel is compiled now, where it is."""
-    if not kernel.signatures and not kernel.stats.cache_hits:
-        _LOG.info("compiled_layers: loading kernel %s; the first time for %s it is compiled, some seconds", name, dtype)
 
 
 def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:

@@ -12,10 +12,12 @@ Second derivatives and batched cotangents go through the torch engines instead. 
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 from collections.abc import Sequence
 from functools import cache, partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ from hecate.tape import ByHand, Run, Tensors, one, several
 TOKENS = 32
 LARGE = 1 << 16
 FORMS = {"target": None, "error": 1, "clip": 2, "power": 3, "sign": 4}  # as psi and slope know them
+_LOG = logging.getLogger("hecate.engine")
 VECTORS, TILE = 8, 4  # of the widest row that stays in registers, and of a tile of a wider one
 SEGMENT = 64  # least number of tokens between kept states
 
@@ -114,9 +117,38 @@ def _unlike(config: MemoryConfig) -> str | None:
 def load_kernels(name: str = "wide") -> ModuleType | None:
     """A module of kernels; None without numba."""
     try:
+        _tell()
         return importlib.import_module(f"hecate.engine.cpu.{name}")
     except ImportError:
         return None
+
+
+@cache
+def _tell() -> Any:
+    """The listener by which what numba compiles of this package from now on is told to the log. [ENG-NUM-D9]"""
+    from numba.core import event
+
+    class Told(event.Listener):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.depth, self.told = 0, False
+
+        def on_start(self, found: event.Event) -> None:
+            self.depth += 1
+            kernel = found.data["dispatcher"]
+            if self.depth > 1 or not kernel.py_func.__module__.startswith(__package__):
+                return
+            if not self.told:
+                kept = "kept on disk" if kernel.stats.cache_path else "not kept, for want of a folder"
+                _LOG.warning("compiling kernels, maybe for minutes, %s; `hecate doctor --warm` does it ahead", kept)
+            self.told = True
+            _LOG.info("compiling %s", kernel.py_func.__qualname__)
+
+        def on_end(self, found: event.Event) -> None:
+            self.depth -= 1
+
+    told = Told()
+    event.register("numba:compile", told)
+    return told
 
 
 def compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:

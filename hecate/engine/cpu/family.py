@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import logging
 import math
 import types
 import warnings
@@ -28,7 +27,6 @@ from hecate.engine.tokens import Tokens
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, several
 
-_LOG = logging.getLogger("hecate.engine")
 COORDINATES = {"target": 0, "error": 1, "clip": 2, "power": 3, "sign": 4}  # as `parts.coordinates` knows them
 TOGETHER = {"softmax": "distributions", "ball": "ball", "jump": "jump", "pull": "pull"}
 LEAST = 16  # tokens between kept states, and their square root where that is more
@@ -117,8 +115,6 @@ def parts_of(config: MemoryConfig, *, channels: bool, values: bool) -> Parts:
 # Compiling.
 
 Wanted = tuple[str, tuple[Any, ...], str, bool]  # a part's name and options, its place in `Parts`, and whether back
-SECONDS = {"walk": 5.0}  # that a walk takes to compile, forward or back, and by default a part
-_PART = 0.5
 
 # Arguments of parts, do and back: A an array, f a number, i a whole one; of walks before their parts also B a mask, I
 # whole numbers in a row and R the rule.
@@ -195,19 +191,8 @@ def _named(name: str, options: tuple[Any, ...], back: bool) -> str:
 
 @cache
 def ready(wanted: tuple[Wanted, ...], dtype: Any) -> list[Any]:
-    """Functions in machine code; what is compiled for the first time is said before. [ENG-NUM-D9]"""
+    """Functions in machine code."""
     kernels = [_built(*item, dtype) for item in wanted]
-    new = []
-    for kernel, item in zip(kernels, wanted, strict=True):
-        folder = kernel.stats.cache_path
-        on_disk = folder is not None and any(Path(folder).glob(f"*{kernel.py_func.__qualname__}-*.nbi"))
-        if not (kernel.signatures or on_disk):
-            new.append(item)
-    if new:
-        names = ", ".join(_named(name, options, back) for name, options, _, back in new)
-        seconds = sum(SECONDS.get(item[0], _PART) for item in new)
-        kept = "not kept, for want of a folder" if kernels[0].stats.cache_path is None else "kept on disk"
-        _LOG.info("compiling %s for the first time, about %.0f s; %s", names, seconds + 0.5, kept)
     for kernel, (_, _, place, back) in zip(kernels, wanted, strict=True):
         if not kernel.signatures:
             with warnings.catch_warnings():

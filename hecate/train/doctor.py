@@ -1,0 +1,77 @@
+"""What this machine has and which engines run here; kernels compiled ahead of their first use."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from hecate.engine import Call, Engine, choose
+from hecate.errors import ConfigError, did_you_mean
+from hecate.nn import Memory
+from hecate.rule import RULES, MemoryConfig
+from hecate.train.catalogue import Table
+
+PACKAGES = ("hecate", "torch", "numpy", "pydantic", "numba", "flash-linear-attention", "triton", "matplotlib")
+LENGTH = 1024
+
+
+def machine() -> Table:
+    """Versions, threads and devices."""
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found = [[name, _version(name)] for name in PACKAGES]
+    system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
+    threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    rows = [["python", platform.python_version()], *found, ["machine", system], ["torch on a CPU", threads]]
+    return ["what", "here"], [*rows, ["CUDA", ", ".join(devices) or "no device"]]
+
+
+def engines() -> Table:
+    """How many named rules each engine runs on the devices here and for how many `auto` takes it; why it runs none."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    calls = {on: [Call.sketch(config, length=LENGTH, device=on) for config, _ in RULES.values()] for on in devices}
+    chosen = {on: [choose(call).name for call in asked] for on, asked in calls.items()}
+
+    def of(engine: Engine, on: str) -> str:
+        said = [engine.unable(call) for call in calls[on] if engine.excludes(call.config) is None]
+        if None in said:
+            return f"runs {said.count(None)} of {len(RULES)} rules, auto takes it for {chosen[on].count(engine.name)}"
+        return f"runs none: {said[0] if said else 'no named rule is for it'}"
+
+    rows = [[name, *(of(engine, on) for on in devices)] for name, engine in Engine.registry.items()]
+    return ["engine", *(f"{LENGTH} tokens on {on}" for on in devices)], rows
+
+
+def warm(rules: Iterable[str], width: int) -> Iterator[tuple[str, float]]:
+    """Runs rules forward and backward, so that what they compile is kept on disk: the engine and seconds of each.
+
+    Args:
+        rules: named rules; all of them if there are none.
+        width: of a head. Kernels for small states are compiled for their width.
+
+    Raises:
+        ConfigError: For a name that no rule has.
+    """
+    names = list(rules) or list(RULES)
+    for name in names:
+        if name not in RULES:
+            raise ConfigError(f"no rule {name!r}; known: {', '.join(RULES)}.{did_you_mean(name, RULES)}")
+    for name in names:
+        start = time.perf_counter()
+        config = MemoryConfig.model_validate(name)
+        layer = Memory(width, heads=1, config=config)
+        y, _ = layer(torch.randn(1, 64, width, generator=torch.Generator().manual_seed(0)))
+        y.sum().backward()
+        call = Call.sketch(config, length=64, shape=(width, width))
+        yield f"{name}: {choose(call).name}", time.perf_counter() - start
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
