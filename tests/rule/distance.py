@@ -18,7 +18,7 @@ from hecate.engine import Engine, exact_engines
 from tests.rule.trials import TRIALS, Array, Draws, Trial
 
 LENGTH = 70  # four chunks of 16 and two of 32, both with a rest
-STEPS = (1e-3, 2e-4, 4e-5, 8e-6)
+STEPS = [1e-3 / 5**i for i in range(7)]  # the last 6e-8, for rules whose links have slopes of hundreds
 STENCIL = ((-2, 1 / 12), (-1, -2 / 3), (1, 2 / 3), (2, -1 / 12))  # of a derivative, to the order STEP^4
 
 
@@ -58,12 +58,17 @@ def gradient_errors(
         mine = sum(float((grad * given[path].numpy()).sum()) for path, grad in grads.items())
         return np.array([mine, sum(float((w * true[part]).sum()) for part, w in weights.items())])
 
+    rounding = np.finfo(float).eps * sum(float(np.abs(w * truth(trial)[part]).sum()) for part, w in weights.items())
+
     def along(draw: int) -> Array:
-        """Our derivative and the truth, at the step where the truth has settled best."""
-        direction = rng.normal(size=drawn[draw].shape)
-        found = [sum(share / h * at(draw, n * h * direction) for n, share in STENCIL) for h in STEPS]
-        settled = [abs(wide[1] - close[1]) for wide, close in pairwise(found)]
-        return found[1 + int(np.argmin(settled))]
+        """Our derivative and the truth, at the step where the truth has settled best, rounding counted."""
+        direction, found, doubts = rng.normal(size=drawn[draw].shape), [], []
+        for h in STEPS:
+            found.append(sum(share / h * at(draw, n * h * direction) for n, share in STENCIL))
+            doubts += [abs(wide[1] - close[1]) + rounding / h for wide, close in pairwise(found[-2:])]
+            if doubts and doubts[-1] <= 1e-9 * abs(found[-1][1]):
+                break
+        return found[1 + int(np.argmin(doubts))]
 
     pairs = np.array([[along(draw) for _ in range(directions)] for draw in range(len(drawn))])
     floor = 1e-3 * max(np.linalg.norm(pairs[..., 1], axis=1))
