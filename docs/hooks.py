@@ -20,8 +20,8 @@ from hecate.train.catalogue import FAMILIES, catalogue
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
     "hecate", "hecate.phi", "hecate.structure", "hecate.bias", "hecate.retention",
-    "hecate.algorithm", "hecate.gating", "hecate.readout", "hecate.rule", "hecate.engine", "hecate.tape",
-    "hecate.nn", "hecate.cms", "hecate.optim", "hecate.models", "hecate.data", "hecate.train",
+    "hecate.algorithm", "hecate.rule", "hecate.engine", "hecate.tape", "hecate.nn", "hecate.cms",
+    "hecate.optim", "hecate.models", "hecate.data", "hecate.train",
     "hecate.microscope", "hecate.testing", "hecate.errors", "hecate.variant",
 )  # fmt: skip
 COPIED = ("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "constraints.txt")
