@@ -111,7 +111,7 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("generate", "gone"), 2, "error: gone is not a run folder"),
         (("show", "nope"), 2, "error: no preset 'nope'"),
         (("list", "phy"), 2, "error: no family 'phy'; known: phi, bias, retention, algorithm, "
-         "structure, position, data, optimizer, engines, rules, presets. Did you mean 'phi'?"),
+         "structure, gating, readout, position, data, optimizer, engines, rules, presets. Did you mean 'phi'?"),
     ],
 )  # fmt: skip
 def test_errors_are_one_message_on_stderr(hecate, argv, code, message):
