@@ -121,7 +121,8 @@ _Which = Annotated[str, typer.Option("--checkpoint", help="Which one: best or ne
 def list_(
     family: Annotated[str | None, typer.Argument(
         metavar="[FAMILY]", show_default=False, autocompletion=_families,
-        help="phi, bias, retention, algorithm, structure, position, data, optimizer, engines, rules or presets.",
+        help="phi, bias, retention, algorithm, structure, gating, readout, position, data, optimizer, engines, "
+        "rules or presets.",
     )] = None,
 ) -> None:  # fmt: skip
     """List the variants of a family: formula, traits, gradient and paper."""

@@ -112,7 +112,7 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("generate", "gone"), 2, "error: gone is not a run folder"),
         (("show", "nope"), 2, "error: no preset 'nope'"),
         (("list", "phy"), 2, "error: no family 'phy'; known: phi, bias, retention, algorithm, "
-         "structure, position, data, optimizer, engines, rules, presets. Did you mean 'phi'?"),
+         "structure, gating, readout, position, data, optimizer, engines, rules, presets. Did you mean 'phi'?"),
     ],
 )  # fmt: skip
 def test_errors_are_one_message_on_stderr(hecate, argv, code, message):
@@ -186,7 +186,7 @@ def test_lists(hecate):
     code, out, _ = hecate("list")
     assert code == 0
     families = [line.split()[0] for line in out.splitlines()[1:]]
-    variants = "phi bias retention algorithm structure position data optimizer"
+    variants = "phi bias retention algorithm structure gating readout position data optimizer"
     assert families == [*variants.split(), "engines", "rules", "presets"]
     folded = hecate("list")[1].splitlines()[-1].split()
     assert int(folded[1]) == len(folded) - 2 and folded[-2:] == ["mqar-RULE", "quickstart-RULE"]
@@ -203,9 +203,18 @@ def test_lists(hecate):
         ("bias", "kl", ("log sum exp(pred)", "curvature 1/2", "hand-written", "2504.13173")),
         ("retention", "sphere", ("X / |X|", "not linear; starts at the identity", "2504.05646")),
         ("optimizer", "muon", ("NS(u)", "Jordan")),
+        ("gating", "comba", ("q - d c k", "2506.02475")),
+        ("readout", "slots", ("y = V softmax(K q)", "2409.07146")),
+        ("rules", "delta", ("matrix, l2, none, gd, key_norm=l2 ", "2406.06484")),
+        ("rules", "gated_mesa", ("matrix, dot, decay, gd, gating=mesa, readout=ridge", "2506.05233")),
+        ("rules", "rwkv7", ("gating=rwkv7, writes=2 ", "2503.14456")),
+        ("rules", "oja", ("structure.learns=key", "gating=heads", "no paper")),
     ):
         line = next(x for x in hecate("list", family)[1].splitlines() if x.startswith(f"{kind} "))
         assert all(text in line for text in texts), line
+    rules = hecate("list", "rules")[1].splitlines()[1:]
+    assert [line.split()[0] for line in rules] == list(RULES)
+    assert not [line for line in rules if "arXiv" not in line and "no paper" not in line]
     assert ".0" not in "".join(re.findall(r"degree=[\d.]+|norm_bound=[\d.]+", hecate("list", "phi")[1]))
     mqar = next(line for line in hecate("list", "data")[1].splitlines() if line.startswith("mqar "))
     assert "2312.04927" in mqar and "hand-written" not in mqar

@@ -30,6 +30,18 @@ def test_pages_cite_existing_statements():
     assert cited and not cited - stated()
 
 
+def test_every_named_rule_is_measured():
+    """A row in each table of the page, in the order of the registry."""
+    from hecate.rule import RULES
+
+    tables = re.split(r"^\|[ :|-]+\|$", (ROOT / "docs/pages/rules.md").read_text(), flags=re.M)[1:]
+    rows = [re.findall(r"^\| (\w+) \|", table, re.M) for table in tables]
+    whole = [names for names in rows if len(names) > len(RULES) / 2]
+    assert whole and all(names[: len(RULES)] == list(RULES) for names in whole), (
+        "run `python -m studies cost-rules` and put its rows into docs/pages/rules.md"
+    )
+
+
 def test_links_lead_somewhere():
     links = {(p, link) for p in PAGES for link in re.findall(r"\]\(([^)#]+)\)", p.read_text())}
     assert links and not [link for path, link in links if not (path.parent / link).exists()]

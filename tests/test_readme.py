@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 
 from hecate.models import LanguageModel
+from hecate.rule import RULES
 from hecate.train import load_experiment
+from hecate.train.catalogue import _VARIANTS
+from tests.product.examples import shipped
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -34,6 +37,16 @@ def test_yaml_blocks_become_models(tmp_path):
         config = load_experiment(path)
         source = torch.Generator().manual_seed(config.seed)
         assert LanguageModel(config.model_for_data(), generator=source).blocks
+
+
+def test_counts_and_kinds_are_those_of_the_library():
+    rows = re.findall(r"^\| ([a-z ]+) \| [^|]+\? \| ([^|]+) \|$", README, re.M)
+    named = {name.split()[-1]: re.sub(r"\([^)]*\)", "", kinds).replace(" ", "").split(",") for name, kinds in rows}
+    assert {*named} == {"structure", "bias", "retention", "algorithm", "gating", "readout"}
+    assert {name: {*kinds} for name, kinds in named.items()} == {name: {*shipped(_VARIANTS[name])} for name in named}
+    flat = " ".join(README.split())
+    for words in (f"each of the {len(shipped(_VARIANTS['phi']))} maps goes", f"Each of the {len(RULES)} named rules"):
+        assert words in flat, f"README should say: {words}"
 
 
 def test_figures_exist():

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hecate import algorithm, bias, phi, retention, structure
+from hecate import algorithm, bias, gating, phi, readout, retention, structure
 from hecate.data import DataConfig
 from hecate.engine import Call, Engine, choose, verdicts
 from hecate.errors import ConfigError, did_you_mean
 from hecate.nn.positions import Position
 from hecate.optim import OptimizerKind
-from hecate.rule import RULES, MemoryConfig
+from hecate.rule import RULES, MemoryConfig, MemoryRule
 from hecate.train.compose import BY_RULE, folded_presets, load_experiment, preset_about, presets
 from hecate.variant import Variant
 
@@ -26,6 +26,8 @@ _VARIANTS: dict[str, type[Variant]] = {
     "retention": retention.Retention,
     "algorithm": algorithm.Algorithm,
     "structure": structure.Structure,
+    "gating": gating.Gating,
+    "readout": readout.Readout,
     "position": Position,
     "data": DataConfig,
     "optimizer": OptimizerKind,
@@ -79,10 +81,20 @@ def _traits(variant: Any) -> str:
 def _rules() -> Table:
     rows = []
     for name, (config, paper) in RULES.items():
-        knobs = (config.structure, config.bias, config.retention, config.algorithm, config.feature_map)
+        knobs = [getattr(config, knob).kind for knob in MemoryRule.model_fields]
         engine = choose(Call.sketch(config, length=1024)).name  # a sequence, not a step
-        rows.append([name, *(knob.kind for knob in knobs), engine, paper])
-    return ["rule", "structure", "bias", "retention", "algorithm", "feature map", "engine", "paper"], rows
+        rows.append([name, ", ".join([*knobs, *_beside(config)]), engine, paper])
+    return ["rule", "knobs, and what differs from MemoryConfig()", "engine", "paper"], rows
+
+
+def _beside(config: MemoryConfig) -> list[str]:
+    """The fields beside the four knobs that are not at their default, as `--set` takes them."""
+    plain, found = MemoryConfig(), []
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if name not in MemoryRule.model_fields and value != getattr(plain, name):
+            found.append(f"{name}={getattr(value, 'kind', value)}")
+    return found if not config.structure.transposed else ["structure.learns=key", *found]
 
 
 def _engines() -> Table:

@@ -6,6 +6,7 @@ from studies.costs.engines import engines
 from studies.costs.lengths import Lengths as Lengths
 from studies.costs.levels import levels
 from studies.costs.maps import maps
+from studies.costs.named import NamedRules as NamedRules
 from studies.costs.optimisers import optimisers
 from studies.costs.rules import biases, delta, gated_delta, mlp, titans
 from studies.costs.study import group

@@ -10,18 +10,17 @@ import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryState, memory_scan, named_rule
-from hecate.engine import Engine, exact_engines
 from hecate.errors import ConfigError
 from hecate.nn import GateHeads, Memory
 from hecate.retention import Sphere
 from hecate.rule import RULES
+from hecate.structure import MLP
 from hecate.testing import check_rule
 from tests.memories import close
 from tests.reference import papers
-from tests.rule.distance import errors
+from tests.rule.distance import LENGTH, engines_of, errors, gradient_errors, reference
 from tests.rule.trials import TRIALS, Inputs
 
-LENGTH = 70  # four chunks of 16 and two of 32, both with a rest
 EVERY = pytest.mark.parametrize("name", RULES)
 FORGETTING = [
     name
@@ -37,22 +36,42 @@ LOOKS_AHEAD = {"in_place_ttt"}
 
 def test_every_rule_has_a_transcription():
     assert set(TRIALS) == set(RULES)
+    assert all(reference(name).startswith(("papers", "bounded")) for name in RULES)
 
 
 @pytest.mark.spec("RULE-NAMED-R1")
 @EVERY
 def test_a_rule_is_that_of_its_paper(name):
-    config = named_rule(name).model_copy(update={"state_dtype": "float64"})
-    few = {"erase", "write", "retain_value", "floor"} & TRIALS[name](config, 2).gates.keys()
-    for engine in ("sequential", *exact_engines(config, length=LENGTH)):
-        if not few <= set(Engine.registry[engine].takes):
-            continue
+    for engine in engines_of(name):
         try:
             found = errors(name, LENGTH, engine=engine)
         except Exception as error:
             raise AssertionError(f"{name} on engine {engine}") from error
         wrong = {part: error for part, error in found.items() if not error <= 1e-10}
         assert not wrong, f"{name} on engine {engine}: {wrong}"
+
+
+@pytest.mark.spec("RULE-NAMED-R2")
+@EVERY
+def test_gradients_are_those_of_the_paper(name):
+    """Differences settle to 1e-9 or lose eps / 6e-8 to rounding; a gradient counts from 1e-3 of the largest on."""
+    found = gradient_errors(name, 8, directions=1, chunk=3, engine="sequential")
+    wrong = {draw: error for draw, error in found.items() if not error <= 1e-7}
+    assert len(found) >= 7 and not wrong, f"{name}: {wrong}"
+
+
+def test_a_wrong_gradient_is_noticed(monkeypatch):
+    own, lost = MLP.pullback, []
+
+    def pullback(self, memory, p, u):
+        first, *rest = own(self, memory, p, u)
+        lost.append(1)
+        return (first.detach(), *rest)  # the same values
+
+    assert max(errors("titans", 8, engine="sequential").values()) < 1e-12
+    monkeypatch.setattr(MLP, "pullback", pullback)
+    found = gradient_errors("titans", 8, directions=1, engine="sequential", autodiff="torch")
+    assert lost and max(found.values()) > 1e-3
 
 
 def test_a_full_step_of_mesa_is_the_ridge_optimum():

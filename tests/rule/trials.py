@@ -7,6 +7,7 @@ them as the paper prepares them. Settings of a rule are read from its configurat
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -23,15 +24,31 @@ from tests.reference.memory import elu
 from tests.reference.phi import polynomial
 
 Array = np.ndarray
+Move = Callable[[int, Array], Array]
+
+
+class Draws:
+    """Random numbers; `move`, of the number of a draw and what was drawn, may change them."""
+
+    move: Move = staticmethod(lambda number, drawn: drawn)
+
+    def __init__(self, seed: int) -> None:
+        self._rng, self._number = np.random.default_rng(seed), itertools.count()
+
+    def normal(self, size: Any) -> Array:
+        return self.move(next(self._number), self._rng.normal(size=size))
+
+    def uniform(self, low: float = 0.0, high: float = 1.0, *, size: Any) -> Array:
+        return self.move(next(self._number), self._rng.uniform(low, high, size))
 
 
 class Inputs:
     """Random q, k, v and gates, and weights to start from."""
 
     def __init__(self, length: int, width: int = 3, d: int = 4, seed: int = 0) -> None:
-        self.rng = np.random.default_rng(seed)
+        self.rng = Draws(seed)
         self.q, self.k, self.v = (self.rng.normal(size=(length, n)) for n in (d, d, width))
-        self.lr, self.momentum = self.rng.uniform(0.1, 0.95, size=(2, length))
+        self.lr, self.momentum = (self.rng.uniform(0.1, 0.95, size=length) for _ in range(2))
         self.retain = self.rng.uniform(0.8, 1.0, size=length)
         self.channels = self.rng.uniform(0.7, 1.0, size=(length, d))
         self.unit_q, self.unit_k = unit(self.q), unit(self.k)

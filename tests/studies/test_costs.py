@@ -14,7 +14,7 @@ from torch import Tensor
 from hecate.errors import NonFiniteError
 from hecate.rule import RULES
 from studies import rules, studies
-from studies.costs import GROUPS, lengths, peers
+from studies.costs import GROUPS, lengths, named, peers
 from studies.costs.harness import Cost, Row, Size, compare, forward_backward, peak_mib
 from studies.costs.study import cells
 from studies.run import run_study
@@ -28,7 +28,7 @@ def as_on_the_command_line() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("name", [name for name in studies() if name.startswith("cost-")])
+@pytest.mark.parametrize("name", [name for name in studies() if name.startswith("cost-") and name != "cost-rules"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_group_runs_and_writes_its_rows(name: str, tmp_path: Path, capsys) -> None:
     result = run_study(name, quick=True, out=tmp_path)
@@ -41,6 +41,41 @@ def test_a_group_runs_and_writes_its_rows(name: str, tmp_path: Path, capsys) -> 
         assert row["error"] is None or row["error"] <= 1e-3
         assert shown[:2] == (row["case"], row["peer"]) and row["case"] in printed
     assert (tmp_path / f"{name}-quick.png").stat().st_size > 5000
+
+
+def test_every_rule_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    """The registry decides which: here two of it."""
+    monkeypatch.setattr(named, "RULES", {name: RULES[name] for name in ("rwkv7", "omeganet")})
+    result = run_study("cost-rules", quick=True, out=tmp_path)
+    facts = json.loads((tmp_path / "cost-rules-quick.json").read_text())["data"]
+    rows = {row[0]: dict(zip(result.columns, row, strict=True)) for row in result.rows}
+    assert list(rows) == ["rwkv7", "omeganet"] and "papers_steps.omeganet" in capsys.readouterr().out
+    assert rows["rwkv7"]["reference"] == "papers_2025.rwkv7" and rows["rwkv7"]["goal"] is None
+    assert rows["omeganet"]["goal"] == 1500 and rows["omeganet"]["tokens/s, chunk 64"] > 0
+    assert rows["omeganet"]["engine"] == "window" and rows["omeganet"]["goal, MiB"] == 565
+    for row in rows.values():
+        assert float(row["error"]) < 1e-12 and float(row["error of gradients"]) < 1e-7
+        assert row["tokens/s"] > 0 and row["state MiB"] >= 0
+    assert set(facts) == {*rows, "omeganet, chunk 64"}
+    assert (tmp_path / "cost-rules-quick.png").stat().st_size > 5000
+    assert set(named.GOALS) <= set(RULES)
+
+
+def test_chunks_of_a_rule_with_a_link_take_it_at_their_start() -> None:
+    config = named.chunked(RULES["moneta"].config, 8)
+    assert (config.chunk, config.retention.link_at) == (8, "linear")
+    assert named.chunked(RULES["titans"].config, 8) == RULES["titans"].config.model_copy(update={"chunk": 8})
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak of resident memory")
+def test_added_memory_is_that_of_the_largest_moment() -> None:
+    def run() -> None:
+        first = torch.ones(16 * 2**20)
+        del first
+        _second = torch.ones(8 * 2**20)
+
+    found = named.added_mib(run)
+    assert found is not None and 60 < found < 70
 
 
 def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The exact compiled engine for matrix memories on a CPU: token by token, the state in cache.
+"""The exact compiled engine for matrix and slot memories on a CPU: token by token, the state in cache.
 
 The recurrence of the token loop in numba kernels, forward and backward (the extra `cpu`). The forward keeps the
 predictions `[N, T, V]` and the state of every max(64, sqrt(T))-th token; the backward writes the states of one such
@@ -44,7 +44,7 @@ SEGMENT = 64  # least number of tokens between kept states
 
 
 class Compiled(TokenEngine):
-    """Kernels of numba on a CPU, the state in cache, for matrix memories whose formulas have a form that they know."""
+    """Kernels of numba on a CPU, the state in cache, for matrix and slot memories of formulas that have a form."""
 
     name = "compiled"
     counts_along = True

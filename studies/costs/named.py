@@ -1,0 +1,223 @@
+"""cost-rules: every named rule beside the transcription of its paper, its speed and its memory.
+
+Errors are the largest of all exact engines, in float64 over 70 tokens. Speed and memory are those of one forward and
+backward pass of a layer, each rule in a process of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from hecate.engine import Call, choose
+from hecate.microscope.style import COLOURS, finish, one_legend
+from hecate.nn import Memory
+from hecate.rule import RULES, MemoryConfig, named_rule
+from studies.study import Cell, Progress, Result, Study
+
+CHUNK = 64
+LINKS = "linear"  # where rules with a link take it in chunks: the memory moves from it in the primal
+HEAD = (
+    "rule", "reference", "error", "error of gradients", "engine", "tokens/s", "goal", "tokens/s, chunk 64",
+    "goal, chunk 64", "state MiB", "peak MiB", "goal, MiB",
+)  # fmt: skip
+
+
+class Goal(NamedTuple):
+    """Tokens per second with gradients at every token, with those of chunks of 64, and MiB."""
+
+    exact: int
+    chunked: int | None = None
+    mib: int | None = None
+
+
+GOALS = {
+    **dict.fromkeys(
+        "hebbian linear_attention retnet gla mamba2 delta gated_delta kda longhorn dgd".split(), Goal(16_000)
+    ),
+    "titans_linear": Goal(11_000),
+    "ttt_linear": Goal(11_000),
+    "titans": Goal(2_500, 6_500),
+    "yaad": Goal(2_500, 7_000),
+    "moneta": Goal(1_500, 4_500),
+    "memora": Goal(700, 5_000),
+    "omeganet": Goal(1_500, 2_000, 565),
+    "atlas": Goal(120, 350, 600),
+    "mesa": Goal(10_000),
+    "lattice": Goal(8_000),
+    "delta_momentum": Goal(10_000),
+    "trellis": Goal(3_000),
+    "deep_momentum": Goal(1_500),
+    "ttt_mlp": Goal(4_500),
+    "large_chunk_ttt": Goal(4_000),
+}
+
+
+class Size(NamedTuple):
+    """Of the layer and what it is given, and how often that is timed."""
+
+    width: int = 256
+    heads: int = 4
+    batch: int = 2
+    length: int = 512
+    repeats: int = 5
+
+
+class Cost(NamedTuple):
+    """What a pass took: the peak is the resident memory that it added at its largest moment; None where the system does
+    not say."""
+
+    engine: str
+    tokens_per_second: float
+    state_mib: float
+    peak_mib: float | None
+
+
+def measure(rule: str, chunk: int | None, size: Size) -> Cost:
+    """One rule in this process, as it is or in chunks: a pass to warm up, one for its memory, then the timed ones."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    config = named_rule(rule) if chunk is None else chunked(named_rule(rule), chunk)
+    source = torch.Generator().manual_seed(0)
+    layer = Memory(size.width, size.heads, config, generator=source, dtype=torch.float32)
+    shape = (size.batch, size.length, size.width)
+    x, cotangent = (torch.randn(shape, generator=source, dtype=torch.float32) for _ in range(2))
+    leaves = [x.requires_grad_(), *layer.parameters()]
+
+    def once() -> int:
+        y, state = layer(x)
+        torch.autograd.grad(y, leaves, cotangent, allow_unused=True)
+        return state.memory.bytes
+
+    held = once()
+    peak = added_mib(once)
+    spent: list[float] = []
+    while len(spent) < size.repeats and (not spent or sum(spent) < 20):
+        start = time.process_time()
+        once()
+        spent.append(time.process_time() - start)
+    d_phi = config.feature_map.output_dim(layer.d_key)
+    call = Call.sketch(config, length=size.length, shape=(layer.d_value, d_phi), dtype=config.dtype)
+    speed = size.batch * size.length / statistics.median(spent)
+    return Cost(choose(call).name, speed, held / 2**20, peak)
+
+
+def chunked(config: MemoryConfig, chunk: int) -> MemoryConfig:
+    """The same with the gradients of each chunk at its start, and the link there where it has one."""
+    retention = config.retention
+    if retention.dual:
+        retention = retention.model_copy(update={"link_at": LINKS})
+    return config.model_copy(update={"chunk": chunk, "retention": retention})
+
+
+def added_mib(run: Any) -> float | None:
+    """Resident memory that a run adds at its largest moment, after what is free has gone back to the system."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+        before = _resident("VmRSS")
+        run()
+        return (_resident("VmHWM") - before) / 1024
+    except OSError:
+        return None
+
+
+def _resident(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    if found is None:
+        raise OSError(f"/proc/self/status has no {name}")
+    return int(found[1])
+
+
+def evidence(rule: str, quick: bool) -> tuple[str, float, float]:
+    """Where the truth stands, and the largest relative errors of values and of gradients against it."""
+    from tests.rule.distance import LENGTH, engines_of, errors, gradient_errors, reference
+
+    length, chunk, engines = (8, 3, ["sequential"]) if quick else (LENGTH, None, engines_of(rule))
+    values = [max(errors(rule, length, engine=engine).values()) for engine in engines]
+    how = {"directions": 1 if quick else 3, "chunk": chunk}
+    gradients = [max(gradient_errors(rule, length, engine=engine, **how).values()) for engine in engines]
+    return reference(rule), max(values), max(gradients)
+
+
+class NamedRules(Study):
+    """What does each named rule cost, and how far is it from its paper?"""
+
+    name: ClassVar[str] = "cost-rules"
+    about: ClassVar[str] = "How far is every named rule from its paper, how fast is it, and in how much memory?"
+    count: ClassVar[int] = 1
+    timed: ClassVar[bool] = True
+
+    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
+        """Every rule of the registry; a quick run takes tiny layers, in this process."""
+        before, threads = torch.get_default_dtype(), torch.get_num_threads()
+        torch.set_default_dtype(torch.float64)
+        try:
+            found = {rule: evidence(rule, quick) for rule in progress(list(RULES), "rules against their papers")}
+        finally:
+            torch.set_default_dtype(before)
+        size = Size(16, 2, 1, 8, 1) if quick else Size()
+        jobs = [(rule, None) for rule in RULES]
+        jobs += [(rule, CHUNK) for rule in RULES if rule in GOALS and GOALS[rule].chunked]
+        if quick:
+            costs = {job: measure(*job, size) for job in progress(jobs, "costs of rules")}
+            torch.set_num_threads(threads)
+            torch.set_flush_denormal(False)
+        else:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+                costs = {job: pool.submit(measure, *job, size).result() for job in progress(jobs, "costs of rules")}
+        rows = [_row(rule, found[rule], costs) for rule in RULES]
+        data = {f"{rule}, chunk {chunk}" if chunk else rule: cost._asdict() for (rule, chunk), cost in costs.items()}
+        return Result(HEAD, rows, _notes(size, quick), partial(_draw, rows=rows), size=(8.0, 9.0), data=data)
+
+
+def _row(rule: str, found: tuple[str, float, float], costs: dict[Any, Cost]) -> tuple[Cell, ...]:
+    where, values, gradients = found
+    cost, other, goal = costs[rule, None], costs.get((rule, CHUNK)), GOALS.get(rule)
+    peak = None if cost.peak_mib is None else round(cost.peak_mib, 1)
+    return (
+        rule, where, f"{values:.0e}", f"{gradients:.0e}", cost.engine, round(cost.tokens_per_second),
+        goal and goal.exact, other and round(other.tokens_per_second), goal and goal.chunked,
+        round(cost.state_mib, 2), peak, goal and goal.mib,
+    )  # fmt: skip
+
+
+def _notes(size: Size, quick: bool) -> list[str]:
+    engines, place = ("the token loop", "this process") if quick else ("every exact engine", "a process of its own")
+    return [
+        f"error: largest of outputs and states of {engines}, relative in norm, against the function of tests.reference",
+        "error of gradients: by each input and weight along random directions, against differences of that function of "
+        "fourth order",
+        f"tokens/s: forward + backward of nn.Memory, width {size.width}, {size.heads} heads, {size.batch} x "
+        f"{size.length} tokens, float32, one thread, median of CPU time; the engine is the one that auto takes",
+        f"chunk 64: gradients of a chunk at its start; rules with a link take it there, link_at={LINKS!r}",
+        f"peak: resident memory that a pass adds at its largest moment, in {place}",
+    ]
+
+
+def _draw(figure: Any, rows: Sequence[Sequence[Cell]]) -> None:
+    """Tokens per second of every rule, its goal a ring."""
+    axes, places = figure.subplots(), range(len(rows))
+    axes.barh(places, [row[5] for row in rows], 0.7, color=COLOURS[0], label="every token")
+    for column, colour, label in ((7, COLOURS[1], "chunks of 64"), (6, "black", "goal"), (8, COLOURS[1], "goal, 64")):
+        found = [(row[column], place) for place, row in zip(places, rows, strict=True) if row[column]]
+        marker = "o" if "goal" in label else "|"
+        axes.plot(*zip(*found, strict=True), marker, color=colour, fillstyle="none", label=label, linestyle="none")
+    axes.set_yticks(places, [str(row[0]) for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    finish(axes, "", "tokens/s, forward + backward", "", legend=False, xscale="log")
+    one_legend(figure, axes, 4)
