@@ -32,7 +32,11 @@ class GatingParameters(nn.Module):
     def __init__(self, config: MemoryConfig, sizes: Sizes, **place: Any) -> None:
         super().__init__()
         self.gating, self.sizes, self.chunk = config.gating, sizes, config.chunk
-        shapes = self.gating.shapes(sizes)
+        shapes, width = self.gating.shapes(sizes), config.feature_map.output_dim(sizes.d_key)
+        if self.gating.channels and width != sizes.d_key:
+            made = f"{', '.join(self.gating.channels)} per key channel, {sizes.d_key} of them"
+            phi = f"feature_map {config.feature_map.kind!r} has {width}; use one as wide as keys"
+            raise ConfigError(f"gating {self.gating.kind!r} makes {made}, and {phi}", path=("gating",))
         check_shapes(shapes, f"lower d_model, heads or the widths that gating {self.gating.kind!r} sees")
         meta = without_numbers(place["dtype"])
         self.params = TensorDict(

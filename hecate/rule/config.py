@@ -238,8 +238,7 @@ class MemoryConfig(Config):
         if refusal is not None:
             named = f"algorithm {algorithm.kind!r} with {structure.named} and bias {self.bias.kind!r}"
             yield ("algorithm",), f"{named}: {refusal}"
-        refusal = self.gating.refusal(self)
-        if refusal is not None:
+        for refusal in self._no_gating():
             yield ("gating",), f"gating {self.gating.kind!r}: {refusal}"
         for refusal in self.readout.refusals(self):
             yield ("readout",), f"readout {self.readout.kind!r}: {refusal}"
@@ -259,6 +258,54 @@ class MemoryConfig(Config):
             negative = f"feature_map {self.feature_map.kind!r} can be negative; use key_norm='l2' or another map"
             yield ("key_norm",), f"'sum' divides by the sum of phi, which needs phi >= 0; {negative}"
         self.check_step(self.algorithm.lr)
+
+    def _no_gating(self) -> Iterator[str]:
+        """Why its gating cannot make what its memory takes."""
+        gating, structure = self.gating, self.structure
+        if (refusal := gating.refusal(self)) is not None:
+            yield refusal
+        if gating.one_key and self.writes > 1:
+            yield f"it knows one key per token, not writes={self.writes}"
+        if "retain" in gating.channels and not structure.linear:
+            yield f"it makes retain per phi channel, and {structure.named} has no phi axis; use structure 'matrix'"
+        for name, reason in self.gate_refusals():
+            if name in gating.gates:
+                yield f"it makes gates.{name}, but {reason}"
+
+    def gate_refusals(self) -> Iterator[tuple[str, str]]:
+        """Which of the gates beside lr, retain and momentum mean nothing to it, and why."""
+        structure = self.structure.named
+        for name in ("erase", "write"):
+            if not self.forms.linear:
+                without = "writes along v" if self.forms.transposed else "has weights without a phi axis"
+                yield name, f"{structure} {without}; use structure 'matrix' or 'vector', whose predictions are of values"
+            if not self.algorithm.takes_any_gradient():
+                own = f"algorithm {self.algorithm.kind!r} makes its gradient from phi(k) itself"
+                yield name, f"{own}, and no paper says how one that is gated would enter; use algorithm 'gd' or 'momentum'"
+            if self.step != "raw":
+                yield (name, f"step={self.step!r} divides lr by |phi(k)|^2, not the gain of such a write; use step 'raw'")
+        readout, own = self.readout, f"readout {self.readout.kind!r}"
+        for name in ("ridge", "mix"):
+            if name not in readout.gates:
+                yield name, f"{own} has no {name}; use readout 'ridge'"
+        if not readout.plain:
+            for name in ("write", "retain_value"):
+                if name not in readout.gates:
+                    yield name, f"{own} knows lr and retain{''.join(f', {gate}' for gate in readout.gates)} alone"
+        if self.forms.target:
+            yield "erase", f"bias {self.bias.kind!r} never asks the memory what to unlearn; use bias 'l2'"
+        if self.normalizer != "max":
+            yield "floor", f"normalizer={self.normalizer!r} has no least divisor; use normalizer='max'"
+        if self.normalizer != "none":
+            for name in ("erase", "retain_value"):
+                yield (name, f"normalizer={self.normalizer!r} divides by one sum of weights for all value channels")
+        if not self.retention.uses_retain:
+            yield "retain_value", f"retention {self.retention.kind!r} takes no retain gate; choose retention 'decay'"
+        if not (self.forms.linear or self.forms.transposed) or self.structure.diagonal:
+            yield "retain_value", f"{structure} has no axis of value channels beside phi's; use structure 'matrix'"
+        if accumulated_retain(self):
+            chunks = f"chunk={self.chunk} with commit={self.commit!r} and decay_order={self.decay_order!r}"
+            yield "retain_value", f"{chunks} keeps the product of a chunk's retain gates, not that of value channels"
 
     def _no_border(self) -> Iterator[str]:
         """Why the link cannot be taken at a chunk's start."""
@@ -307,6 +354,18 @@ class MemoryConfig(Config):
             yield f"{gradients}, {no_sum}; it needs algorithm gd or momentum"
         if self.normalizer == "sum" and self.query_scale != "none":
             yield f"query_scale={self.query_scale!r} cancels in the quotient; set it to 'none'"
+
+
+def frozen_gradients(config: MemoryConfig) -> bool:
+    """Whether gradients are taken at a remembered state rather than at the current one."""
+    return config.chunk > 1 and config.commit == "token"
+
+
+def accumulated_retain(config: MemoryConfig) -> bool:
+    """Whether the product of a chunk's retain gates is carried from token to token."""
+    seen = config.decay_order == "before_gradient" or config.retention.links == "linear"
+    seen = seen and frozen_gradients(config)
+    return seen or config.commit == "chunk"
 
 
 class NamedRule(NamedTuple):

@@ -41,6 +41,8 @@ FAMILIES: dict[str, type[Variant]] = {
     "gating": GatingKind,
     "readout": ReadoutKind,
 }
+WIDTH = 4
+"""Of keys."""
 WAYS = ("token", "frozen", "commit", "large")
 _WAYS: dict[str, dict[str, Any]] = {
     "token": {"chunk": 1, "commit": "token"},
@@ -248,7 +250,7 @@ def fieldwise(names: tuple[str, ...] = Cell._fields, seed: int = 0) -> list[Cell
             if pair in met or ({a, b} == {"gating", "gates"} and "none" not in (pair[0][1], pair[1][1])):
                 continue
             best = nearest(pair)
-            if isinstance(validate(best), MemoryConfig):
+            if runs(best):
                 tries = [_moved(best, pair, found, draw) for _ in range(3)]
                 best = max(tries, key=lambda cell: len(_pairs(cell, names) - met))
                 met |= _pairs(best, names)
@@ -271,10 +273,19 @@ def _moved(cell: Cell, pair: Pair, found: dict[str, list[str]], draw: Callable[[
     for _ in range(len(free)):
         name = free.pop(draw(len(free)))
         other = cell._replace(**{name: found[name][draw(len(found[name]))]})
-        alone = "none" in (other.gating, other.gates)
-        if alone and isinstance(validate(other), MemoryConfig):
-            cell = other
+        cell = other if runs(other) else cell
     return cell
+
+
+def runs(cell: Cell) -> bool:
+    """Whether a cell is allowed with the gates that it is given or its layer makes."""
+    config, given = validate(cell), GATES[cell.gates]
+    if not isinstance(config, MemoryConfig) or (given and cell.gating != "none"):
+        return False
+    if given.get("retain") and not (config.structure.linear and (config.readout.plain or config.readout.channels)):
+        return False
+    wide = config.gating.channels and config.feature_map.output_dim(WIDTH) != WIDTH
+    return not wide and not any(name in given for name, _ in config.gate_refusals())
 
 
 def some_cells(count: int, seed: int = 0) -> Iterator[Cell]:

@@ -21,11 +21,11 @@ from hecate.rule import Gates, MemoryConfig, TokenGates
 from hecate.tape import execute
 from hecate.testing.rule import _Case, _cut, _inputs
 from hecate.testing.vjp import SIGNAL_FLOOR, close, require
-from tests.product.cells import GATES, Cell, Verdict, refused, validate
+from tests.product.cells import GATES, WIDTH, Cell, Verdict, refused, validate
 
 ROUNDINGS = 4.0
 """Roundings of a scan's inputs that its own operations may add up to."""
-WIDTH, LENGTH = 4, 5
+LENGTH = 5
 INEXACT = "cannot run this memory exactly"
 RANGES = {"erase": (0.2, 1.2), "write": (-0.3, 1.1), "floor": (0.05, 0.4), "ridge": (0.3, 0.9)}
 
