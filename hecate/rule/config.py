@@ -278,12 +278,21 @@ class MemoryConfig(Config):
         for name in ("erase", "write"):
             if not self.forms.linear:
                 without = "writes along v" if self.forms.transposed else "has weights without a phi axis"
-                yield name, f"{structure} {without}; use structure 'matrix' or 'vector', whose predictions are of values"
+                yield (
+                    name,
+                    f"{structure} {without}; use structure 'matrix' or 'vector', whose predictions are of values",
+                )
             if not self.algorithm.takes_any_gradient():
                 own = f"algorithm {self.algorithm.kind!r} makes its gradient from phi(k) itself"
-                yield name, f"{own}, and no paper says how one that is gated would enter; use algorithm 'gd' or 'momentum'"
+                yield (
+                    name,
+                    f"{own}, and no paper says how one that is gated would enter; use algorithm 'gd' or 'momentum'",
+                )
             if self.step != "raw":
-                yield (name, f"step={self.step!r} divides lr by |phi(k)|^2, not the gain of such a write; use step 'raw'")
+                yield (
+                    name,
+                    f"step={self.step!r} divides lr by |phi(k)|^2, not the gain of such a write; use step 'raw'",
+                )
         readout, own = self.readout, f"readout {self.readout.kind!r}"
         for name in ("ridge", "mix"):
             if name not in readout.gates:

@@ -96,7 +96,6 @@ NEEDS: dict[tuple[str, str], dict[str, str]] = {
     ("gates", "mix"): {"readout": "ridge", "bias": "dot"},
     ("decay_order", "before_gradient"): DECAYS,
     ("normalizer", "sum"): {"feature_map": "elu"},
-    ("feature_map", "hedgehog.joint"): {},
 }
 """What a kind cannot be without, where that is not the default."""
 
@@ -109,7 +108,7 @@ def settings() -> dict[str, dict[str, Any]]:
     found["algorithm"]["momentum.free"] = Momentum(bounded=False)
     found["feature_map"]["hedgehog.joint"] = found["feature_map"]["hedgehog"].model_copy(update={"joint": True})
     for kind, own in list(found["retention"].items()):
-        if "link_at" in type(own).model_fields:
+        if "link_at" in type(own).model_fields and own.dual:
             for at in ("chunk", "linear"):
                 found["retention"][f"{kind}.{at}"] = own.model_copy(update={"link_at": at})
     heads, per_channel = found["gating"]["heads"], Head(channels=True)
@@ -233,8 +232,8 @@ def _pairs(cell: Cell, names: tuple[str, ...]) -> set[Pair]:
 
 
 def fieldwise(names: tuple[str, ...] = Cell._fields, seed: int = 0) -> list[Cell]:
-    """Cells that validation allows among which any two kinds of these axes meet at least once, and those of any two
-    that it refuses with what either needs, one a pair. Kinds of other axes come along as they can.
+    """Cells that run among which any two kinds of these axes meet at least once, and for any two that are refused with
+    what both need, one that is. Kinds of other axes come along as they can.
 
     A gating makes the gates itself, and is not met by gates that are given.
     """
