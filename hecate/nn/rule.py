@@ -97,6 +97,8 @@ class HeldRule(FeatureParameters):
         largest = rule.diverging(float(phi.square().sum(-1).max()) * self.erases * rule.gating.erases)
         if largest is not None:
             twice = "" if self.erases == 1 else f" times {self.erases} erases"
+            if rule.gating.erases != 1:
+                twice += f" times {rule.gating.erases:g}, the most that erase * write of its gating reaches,"
             warnings.warn(
                 f"memory {name!r}: lr * |phi(k)|^2{twice} reaches {largest:.3g} at the ceiling lr={algorithm.lr:g} of "
                 f"its gate (feature_map {rule.feature_map.kind!r}, qk_norm {qk_norm!r}, key_norm 'none'), and bias "

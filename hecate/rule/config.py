@@ -177,32 +177,46 @@ class MemoryConfig(Config):
         return self.feature_map.norm_bound if self.key_norm == "none" else 1.0
 
     def diverging(self, square: float, lr: float | None = None) -> float | None:
-        """lr |phi|^2 curvature at |phi|^2 = `square`, where it lies beyond `stable_step` and repeated writes may
-        diverge; None where they cannot. [RULE-STABLE-D1]
+        """lr |phi|^2 curvature at |phi|^2 = `square`, where it lies beyond `stable_step` or below 0 and repeated writes
+        may diverge; None where they cannot. [RULE-STABLE-D1]
 
-        `lr` is a number for every token, or the open end of a gate below it (by default `algorithm.lr`, the ceiling of
-        a layer's gate): the limit itself is allowed. A bias without a bound of its curvature counts as l2. What a
-        memory that is not linear does is not known."""
+        A write takes 1 minus it from what the key finds: with gates erase and write, `square` is <erase phi, write
+        phi>. `lr` is a number for every token, or the open end of a gate below it (by default `algorithm.lr`, the
+        ceiling of a layer's gate): the limit itself is allowed. A bias without a bound of its curvature counts as l2.
+        What a memory that is not linear does is not known."""
         curvature = self.bias.curvature
         largest = square * (self.algorithm.lr if lr is None else lr)
         largest *= 1.0 if curvature is None else curvature
         linear = self.structure.linear and self.retention.linear
         # 1e-9: rounding may not decide at the limit.
-        beyond = linear and largest > self.algorithm.stable_step * (1 + 1e-9)
+        beyond = linear and (largest < 0 or largest > self.algorithm.stable_step * (1 + 1e-9))
         return largest if beyond else None
 
-    def check_step(self, lr: float) -> None:
-        """Refuses an inner learning rate at which repeated writes of one key provably diverge."""
+    def check_step(self, lr: float, erases: float | None = None) -> None:
+        """Refuses an inner learning rate at which repeated writes of one key provably diverge.
+
+        That is asked of the eigenvalue 1 - c of a write, c = lr <a, b> with a = erase phi and b = write phi; `erases`
+        is erase times write, by default the most that the gating makes. Where a and b differ the transition is not
+        normal, and its norm s may pass 1 although no eigenvalue does: s^2 + (1 - c)^2 / s^2 = 2 - 2 c + (lr |a| |b|)^2,
+        at most 4/3 for lr |phi|^2 = write = 1 and erase in [0, 1], 2 for erase in [0, 2]."""
         curvature, bound = self.bias.curvature, self.key_bound
         if self.step != "raw" or curvature is None or bound is None:
             return
-        largest, limit = self.diverging(bound, lr), self.algorithm.stable_step
+        gated, most = erases is not None, self.gating.erases if erases is None else erases
+        largest, limit = self.diverging(most * bound, lr), self.algorithm.stable_step
         if largest is not None:
+            gain, cure = "lr * |phi|^2", f"lower lr to {limit / abs(most * bound * curvature):g}"
+            cure += " or set step='normalized', 'implicit' or 'flow'"
+            if most != 1:
+                made = "gates.erase times gates.write" if gated else f"gating {self.gating.kind!r}"
+                gain = f"lr * <erase phi, write phi>, {most:g} times lr * |phi|^2 with {made},"
+                cure = (
+                    f"lower lr to {limit / abs(most * bound * curvature):g} or the gates" if most > 0 else "turn a sign"
+                )
             raise ConfigError(
-                f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: lr * |phi|^2 "
+                f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: {gain} "
                 f"can reach {largest:g}, and bias {self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
-                f"beyond {limit:g}; lower lr to {limit / (bound * curvature):g} or set step='normalized', "
-                "'implicit' or 'flow'",
+                f"beyond {limit if largest > 0 else 0:g}; {cure}",
                 path=("algorithm", "lr"),
             )
 
