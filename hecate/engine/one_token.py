@@ -17,9 +17,9 @@ from torch import Tensor
 
 from hecate.engine import nonfinite
 from hecate.engine.arguments import Named, check_params, retain_per_head
-from hecate.engine.call import carry_of, named_state
+from hecate.engine.call import GENERAL, carry_of, named_state
 from hecate.engine.engine import apart
-from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, levelled, stepped
+from hecate.engine.features import L2_NORM, SUM_NORM, levelled, quotient, stepped
 from hecate.engine.loop import blocks_of, token_step
 from hecate.engine.tokens import Tokens
 from hecate.phi import Params
@@ -49,11 +49,10 @@ def looks_of(
     """
     if type(gates) is not Gates or type(state) is not MemoryState or is_traced():
         return None
-    if not gates.erase is gates.write is gates.retain_value is gates.floor is gates.ridge is gates.mix is None:
-        return None
     tensors: list[Any] = [q, k, v]
     looks: list[object] = [params is None]
-    for given in (*gates[:3], *state, initial, *(state.normalizer or ())):
+    plain = gates.erase is gates.write is gates.retain_value is gates.floor is gates.ridge is gates.mix is None
+    for given in (*(gates[:3] if plain else gates), *state, initial, *(state.normalizer or ())):
         if given is None:
             looks.append(None)
         elif type(given) is dict:
@@ -94,7 +93,7 @@ def keep_program(
 ) -> None:  # fmt: skip
     """Leaves a program of what the next token looks like, after the whole way has passed every check and returned a
     state."""
-    if config.writes > 1 or config.normalizer == "max" or config.forms.transposed or not config.readout.plain:
+    if config.writes > 1 or config.forms.transposed or not config.readout.plain:
         return
     if config.on_nonfinite == "skip" or k.is_meta or not q.numel() or not v.numel():
         return
@@ -123,7 +122,8 @@ class OneToken:
         self.tops = config.forms.tops
         self.inspects, self.far = self.device == "cpu", reach(self.dtype, 0.5)
         self.watches, self.late = config.on_nonfinite == "raise", nonfinite.is_late(k)
-        direct = _is_direct(config)
+        self.keyed = not gates.erase is gates.write is gates.retain_value is None
+        direct = not self.keyed and _is_direct(config)
         # Of one gate per memory, and of what has a width: every memory's vector a row where products take rows.
         self.scalar = (batch * heads, 1, 1) if direct else (batch * heads,)
         self.row = (batch * heads, 1, -1) if direct else (batch * heads, -1)
@@ -148,6 +148,10 @@ class OneToken:
             if config.forms.per_head and gates.retain is None:
                 every = retain_per_head(config, (batch, heads), k).to(self.dtype)
                 self.numbers[1] = every.reshape(self.shapes[1]).contiguous()
+            self.factors = {
+                name: torch.full((batch * heads, 1), given, dtype=wide, device=k.device).to(self.dtype)
+                for name, given in gates._asdict().items() if name in GENERAL and type(given) in _NUMBERS
+            }  # fmt: skip
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, name: str
@@ -163,19 +167,22 @@ class OneToken:
             v = v.reshape(*self.features)
             if self.config.step != "raw":
                 phi_k, v, lr = stepped(self.config, phi_k, v, lr, execute)
-            if state.normalizer is not None:
-                token = Tokens(phi_k, phi_q, v, lr, retain, momentum)
-                carries = [((), carry_of(state)), ((), carry_of(state.normalizer))]
-                _, _, units, back = levelled(self.config, token, carries, execute)  # type: ignore[arg-type]
+            if self.config.normalizer == "sum":
+                near = Tokens(phi_k, phi_q, v, lr, retain, momentum)
+                carries = [((), carry_of(state)), ((), carry_of(state.normalizer))]  # type: ignore[arg-type]
+                _, _, units, back = levelled(self.config, near, carries, execute)  # type: ignore[arg-type]
                 if units or back is not None:
                     raise Unfit
             phi_k, phi_q, lr = phi_k.reshape(*self.row), phi_q.reshape(*self.row), lr.reshape(*self.scalar)
         v = v.reshape(*self.row).contiguous()
-        y, new = self.steps[0](phi_k, phi_q, v, lr, retain, momentum, state)
+        token: tuple[Any, ...] = (phi_k, phi_q, v, lr, retain, momentum)
+        if self.keyed:
+            token = self.gated(token, gates)
+        y, new = self.steps[0](*token, state)
         if state.normalizer is not None:
-            ones = torch.ones_like(v[..., :1])
-            z, counted = self.steps[1](phi_k, phi_q, ones, lr, retain, momentum, state.normalizer)
-            y, new = one(execute(DIVIDE, y, z)), new._replace(normalizer=counted)
+            z, counted = self.steps[1](*token[:2], torch.ones_like(v[..., :1]), *token[3:], state.normalizer)
+            floor = None if gates.floor is None else self.factor("floor", gates.floor).reshape(y.shape[:-1])
+            y, new = quotient(self.config, y, z, execute, floor), new._replace(normalizer=counted)
         if state.seen is not None:
             new = new._replace(seen=state.seen + 1)
         y = y.view(*self.shape)
@@ -195,6 +202,27 @@ class OneToken:
         if self.inspects:
             expect_within(given, 0, self.tops[index])
         return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(*self.shapes[index])
+
+    def gated(self, token: tuple[Any, ...], gates: Gates) -> tuple[Any, ...]:
+        """The token with the keys that it erases and writes with, and its retain_value: as `to_tokens` has them."""
+        phi_k, factors = token[0], [gates.erase, gates.write, gates.retain_value]
+        erase, write, kept = [
+            None if given is None else self.factor(name, given)
+            for name, given in zip(GENERAL, factors, strict=False)
+        ]  # fmt: skip
+        erased = phi_k if erase is None else phi_k * erase
+        written = phi_k if write is None else phi_k * write
+        if self.config.forms.target:
+            return written, *token[1:], None, None, None, kept
+        return erased, *token[1:], None, None, None if written is erased else written, kept
+
+    def factor(self, name: str, given: Any) -> Tensor:
+        """erase, write, retain_value or floor of every memory `[N, 1 or width]`."""
+        if name in self.factors:
+            return self.factors[name]
+        if self.inspects and name not in ("erase", "write"):
+            expect_within(given, 0, 1.0 if name == "retain_value" else math.inf)
+        return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(self.scalar[0], -1)
 
     def features_of(self, q: Tensor, k: Tensor, state: MemoryState, params: Params | None) -> tuple[Tensor, Tensor]:
         """phi(q) and phi(k) after key_norm and query_scale."""
