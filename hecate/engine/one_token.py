@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from hecate.engine.arguments import Named, check_params, retain_per_head
 from hecate.engine.call import GENERAL, carry_of, named_state
 from hecate.engine.engine import apart
 from hecate.engine.features import L2_NORM, SUM_NORM, levelled, quotient, stepped
-from hecate.engine.loop import blocks_of, token_step
+from hecate.engine.loop import CELLS, blocks_of, token_step
 from hecate.engine.tokens import Tokens
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
@@ -123,7 +124,9 @@ class OneToken:
         self.inspects, self.far = self.device == "cpu", reach(self.dtype, 0.5)
         self.watches, self.late = config.on_nonfinite == "raise", nonfinite.is_late(k)
         self.keyed = not gates.erase is gates.write is gates.retain_value is None
-        direct = not self.keyed and _is_direct(config)
+        # Under dot the written key is the only one.
+        single = not self.keyed or (config.forms.target and gates.retain_value is None)
+        direct = single and _is_direct(config)
         # Of one gate per memory, and of what has a width: every memory's vector a row where products take rows.
         self.scalar = (batch * heads, 1, 1) if direct else (batch * heads,)
         self.row = (batch * heads, 1, -1) if direct else (batch * heads, -1)
@@ -134,7 +137,9 @@ class OneToken:
         lr = (batch, 1, heads) if self.quotients else self.scalar
         self.shapes = (lr, self.row if channels else self.scalar, self.scalar)
         configs = [config] if config.normalizer == "none" else [config, config.counting]
-        self.steps = [_direct(own, gates.lr) if direct else _general(own) for own in configs]
+        keyed = not single and _is_online(config) and config.algorithm.takes_any_gradient()
+        how = partial(_direct, given_lr=gates.lr) if direct else _keyed if keyed else _general
+        self.steps = [how(own) for own in configs]
         # What has left the finite numbers in a direct step's slots is added to its memory.
         self.summed = 1 if direct else 4
         defaults = config.forms.defaults
@@ -149,7 +154,7 @@ class OneToken:
                 every = retain_per_head(config, (batch, heads), k).to(self.dtype)
                 self.numbers[1] = every.reshape(self.shapes[1]).contiguous()
             self.factors = {
-                name: torch.full((batch * heads, 1), given, dtype=wide, device=k.device).to(self.dtype)
+                name: torch.full((batch * heads,), given, dtype=wide, device=k.device).to(self.dtype).view(*self.row)
                 for name, given in gates._asdict().items() if name in GENERAL and type(given) in _NUMBERS
             }  # fmt: skip
 
@@ -213,16 +218,16 @@ class OneToken:
         erased = phi_k if erase is None else phi_k * erase
         written = phi_k if write is None else phi_k * write
         if self.config.forms.target:
-            return written, *token[1:], None, None, None, kept
+            return (written, *token[1:]) if kept is None else (written, *token[1:], None, None, None, kept)
         return erased, *token[1:], None, None, None if written is erased else written, kept
 
     def factor(self, name: str, given: Any) -> Tensor:
-        """erase, write, retain_value or floor of every memory `[N, 1 or width]`."""
+        """erase, write, retain_value or floor of every memory as a row."""
         if name in self.factors:
             return self.factors[name]
         if self.inspects and name not in ("erase", "write"):
             expect_within(given, 0, 1.0 if name == "retain_value" else math.inf)
-        return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(self.scalar[0], -1)
+        return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(*self.row)
 
     def features_of(self, q: Tensor, k: Tensor, state: MemoryState, params: Params | None) -> tuple[Tensor, Tensor]:
         """phi(q) and phi(k) after key_norm and query_scale."""
@@ -273,11 +278,14 @@ def expect_within(x: Tensor, low: float, high: Any) -> None:
         raise Unfit
 
 
+def _is_online(config: MemoryConfig) -> bool:
+    """Whether a linear memory takes a linear step at every token."""
+    return config.chunk == 1 and config.commit == "token" and config.retention.linear and config.forms.linear
+
+
 def _is_direct(config: MemoryConfig) -> bool:
     """Whether a write is `a M - lr u k^T` for one matrix, with momentum or without, at every token."""
-    online = config.chunk == 1 and config.commit == "token" and config.retention.linear
-    matrix = config.forms.linear and not config.structure.diagonal
-    return online and matrix and config.rule.write_block() is not None
+    return _is_online(config) and not config.structure.diagonal and config.rule.write_block() is not None
 
 
 def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:
@@ -306,6 +314,31 @@ def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:
             new = torch.addcmul(kept, d, k, value=-1)
         y = torch.bmm(q, (new if late else memory).mT)
         return y, MemoryState({name: new.view_as(carried)}, slots, {}, {}, state.position)
+
+    return step
+
+
+def _keyed(config: MemoryConfig) -> TokenStep:
+    """A write with a key or a retain of its own: the formulas of the rule's knobs one by one."""
+    structure, bias, retention, algorithm = config.structure, config.bias, config.retention, config.algorithm
+    late, early = config.read == "after", config.decay_order == "before_gradient"
+
+    def step(
+        k: Tensor, q: Tensor, v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor, _: None, __: None,
+        written: Tensor | None, kept: Tensor | None, state: MemoryState,
+    ) -> tuple[Tensor, MemoryState]:  # fmt: skip
+        ((name, carried),) = state.memory.items()
+        memory = carried.flatten(0, 1)
+        if kept is not None:
+            retain = one(execute(CELLS, retain, kept))
+        at = (retention.step(memory, torch.zeros_like(memory), retain) if early else memory,)
+        u = bias.grad(structure.predict(at, k), v)
+        (g,) = structure.pullback(at, k if written is None else written, u)
+        d, *new = algorithm.direction(g, lr, momentum, *(slot.flatten(0, 1) for slot in state.slots.values()))
+        moved = retention.step(memory, d, retain)
+        slots = {slot: item.view_as(carried) for slot, item in zip(state.slots, new, strict=True)}
+        y = structure.read((moved if late else memory,), q)
+        return y, MemoryState({name: moved.view_as(carried)}, slots, {}, {}, state.position)
 
     return step
 
