@@ -103,7 +103,8 @@ def complete_gates(config: MemoryConfig, gates: Gates | None, k: Tensor, write: 
                 f"gates.{name} is given, but {knob} {getattr(config, knob).kind!r} takes no {name} gate; leave it None "
                 f"or choose {knob} {other!r}"
             )
-    _check_numbers(config, gates)
+    if not isinstance(gates.lr, Tensor):
+        _check_numbers(config, gates)
     if isinstance(gates.retain, Tensor) and gates.retain.dim() == 4:
         _check_channels(config, gates.retain, k)
     if forms.per_head and gates.retain is None and k.shape[1]:
@@ -117,7 +118,7 @@ def complete_gates(config: MemoryConfig, gates: Gates | None, k: Tensor, write: 
 def _check_numbers(config: MemoryConfig, gates: Gates) -> None:
     """Refuses numbers for lr, erase and write with which writes diverge; tensors are not looked at."""
     numbers = [gate for gate in (gates.lr, gates.erase, gates.write) if gate is not None]
-    if numbers and all(isinstance(gate, Real) and not isinstance(gate, Tensor) for gate in numbers):
+    if numbers and all(isinstance(gate, Real) for gate in numbers):
         erase, write = (1.0 if gate is None else float(gate) for gate in (gates.erase, gates.write))
         config.check_step(config.algorithm.lr if gates.lr is None else float(gates.lr), erase * write)
 

@@ -136,10 +136,11 @@ class OneToken:
         self.lifts = not self.timed and (self.quotients or not config.feature_map.traits().componentwise)
         lr = (batch, 1, heads) if self.quotients else self.scalar
         self.shapes = (lr, self.row if channels else self.scalar, self.scalar)
-        configs = [config] if config.normalizer == "none" else [config, config.counting]
         keyed = not single and _is_online(config) and config.algorithm.takes_any_gradient()
         how = partial(_direct, given_lr=gates.lr) if direct else _keyed if keyed else _general
-        self.steps = [how(own) for own in configs]
+        self.steps = [how(config)]
+        if config.normalizer != "none":
+            self.steps.append(how(config.counting) if direct else _general(config.counting))
         # What has left the finite numbers in a direct step's slots is added to its memory.
         self.summed = 1 if direct else 4
         defaults = config.forms.defaults
@@ -185,7 +186,8 @@ class OneToken:
             token = self.gated(token, gates)
         y, new = self.steps[0](*token, state)
         if state.normalizer is not None:
-            z, counted = self.steps[1](*token[:2], torch.ones_like(v[..., :1]), *token[3:], state.normalizer)
+            phi_k = phi_k if gates.write is None else phi_k * self.factor("write", gates.write)
+            z, counted = self.steps[1](phi_k, phi_q, torch.ones_like(v[..., :1]), *token[3:6], state.normalizer)
             floor = None if gates.floor is None else self.factor("floor", gates.floor).reshape(y.shape[:-1])
             y, new = quotient(self.config, y, z, execute, floor), new._replace(normalizer=counted)
         if state.seen is not None:

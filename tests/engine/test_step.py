@@ -156,6 +156,7 @@ KEYED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "floor": ({"bias": "dot", "retention": "decay", "normalizer": "max"}, {"floor": ()}),
     "floor of a number": ({"normalizer": "max", "step": "flow"}, {"floor": 0.2}),
     "no floor": ({"bias": "dot", "normalizer": "max", "algorithm": "momentum"}, {"write": (6,)}),
+    "floor of l2": ({"normalizer": "max"}, {"write": (6,), "floor": ()}),
     "chunk": ({"chunk": 3, "retention": "decay"}, {"erase": (), "write": (6,), "retain_value": (6,)}),
     "dual": ({"retention": "kl", "bias": "kl"}, {"erase": (6,), "retain_value": (6,)}),
     "float64": ({"state_dtype": "float64"}, {"erase": 0.1, "write": (6,)}),
