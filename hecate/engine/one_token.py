@@ -212,11 +212,8 @@ class OneToken:
 
     def gated(self, token: tuple[Any, ...], gates: Gates) -> tuple[Any, ...]:
         """The token with the keys that it erases and writes with, and its retain_value: as `to_tokens` has them."""
-        phi_k, factors = token[0], [gates.erase, gates.write, gates.retain_value]
-        erase, write, kept = [
-            None if given is None else self.factor(name, given)
-            for name, given in zip(GENERAL, factors, strict=False)
-        ]  # fmt: skip
+        phi_k, given = token[0], zip(GENERAL[:3], gates[3:6], strict=True)
+        erase, write, kept = [None if gate is None else self.factor(name, gate) for name, gate in given]
         erased = phi_k if erase is None else phi_k * erase
         written = phi_k if write is None else phi_k * write
         if self.config.forms.target:
@@ -325,10 +322,8 @@ def _keyed(config: MemoryConfig) -> TokenStep:
     structure, bias, retention, algorithm = config.structure, config.bias, config.retention, config.algorithm
     late, early = config.read == "after", config.decay_order == "before_gradient"
 
-    def step(
-        k: Tensor, q: Tensor, v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor, _: None, __: None,
-        written: Tensor | None, kept: Tensor | None, state: MemoryState,
-    ) -> tuple[Tensor, MemoryState]:  # fmt: skip
+    def step(*given: Any) -> tuple[Tensor, MemoryState]:
+        k, q, v, lr, retain, momentum, _, _, written, kept, state = given
         ((name, carried),) = state.memory.items()
         memory = carried.flatten(0, 1)
         if kept is not None:

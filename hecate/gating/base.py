@@ -58,19 +58,14 @@ class Gating(Variant, family="gating"):
 
     plain: ClassVar[bool] = False  # whether it leaves everything as it is
     one_key: ClassVar[bool] = False  # whether it looks at the one key of a token
+    channels: ClassVar[tuple[str, ...]] = ()  # gates that it makes per key channel, of which phi then has as many
     _makes: ClassVar[tuple[str, ...]] = ()
-    _channels: ClassVar[tuple[str, ...]] = ()
     _formulas = ("forward", "shapes", "start", "state_shapes")
 
     @property
     def gates(self) -> tuple[str, ...]:
         """Which of the gates erase, write, retain_value and floor it makes."""
         return tuple(name for name in self._makes if name not in ("lr", "retain", "momentum"))
-
-    @property
-    def channels(self) -> tuple[str, ...]:
-        """Which gates it makes per key channel, as many as phi then has to have."""
-        return self._channels
 
     @property
     def replaces(self) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ class Curvature(Gating):
 
     kind: Literal["curvature"] = "curvature"
     one_key: ClassVar[bool] = True
-    _channels: ClassVar[tuple[str, ...]] = ("write",)
+    channels: ClassVar[tuple[str, ...]] = ("write",)
     _makes: ClassVar[tuple[str, ...]] = ("write",)
     base: float = Field(1.5, gt=1)
     eps: float = Field(1e-6, gt=0)

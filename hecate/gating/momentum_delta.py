@@ -34,8 +34,7 @@ class MomentumDeltaGates(Gating):
             own = f"algorithm {algorithm.kind!r} with retention {retention.kind!r} takes not both"
             return f"it makes the gates momentum and retain, {own}; use 'momentum' with 'decay'"
         if algorithm.momentum_top <= 1:
-            cure = "use algorithm 'momentum' with bounded=False"
-            return f"its gate mu b_t / b_(t-1) may exceed 1, up to which algorithm {algorithm.kind!r} takes it; {cure}"
+            return f"its gate may exceed 1, the top of algorithm {algorithm.kind!r}; use 'momentum' with bounded=False"
         return None
 
     def shapes(self, sizes: Sizes) -> Shapes:

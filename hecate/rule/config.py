@@ -195,28 +195,24 @@ class MemoryConfig(Config):
     def check_step(self, lr: float, erases: float | None = None) -> None:
         """Refuses an inner learning rate at which repeated writes of one key provably diverge.
 
-        That is asked of the eigenvalue 1 - c of a write, c = lr <a, b> with a = erase phi and b = write phi; `erases`
-        is erase times write, by default the most that the gating makes. Where a and b differ the transition is not
-        normal, and its norm s may pass 1 although no eigenvalue does: s^2 + (1 - c)^2 / s^2 = 2 - 2 c + (lr |a| |b|)^2,
-        at most 4/3 for lr |phi|^2 = write = 1 and erase in [0, 1], 2 for erase in [0, 2]."""
+        That is asked of the eigenvalue 1 - lr <erase phi, write phi> of a write; `erases` is erase times write, by
+        default the most that the gating makes. The norm of one write is not: where the two keys differ it may pass 1,
+        up to sqrt(4/3) for lr |phi|^2 = write = 1 and erase in [0, 1], sqrt(2) in [0, 2]."""
         curvature, bound = self.bias.curvature, self.key_bound
         if self.step != "raw" or curvature is None or bound is None:
             return
-        gated, most = erases is not None, self.gating.erases if erases is None else erases
+        most = self.gating.erases if erases is None else erases
         largest, limit = self.diverging(most * bound, lr), self.algorithm.stable_step
         if largest is not None:
             gain, cure = "lr * |phi|^2", f"lower lr to {limit / abs(most * bound * curvature):g}"
-            cure += " or set step='normalized', 'implicit' or 'flow'"
             if most != 1:
-                made = "gates.erase times gates.write" if gated else f"gating {self.gating.kind!r}"
+                made = f"gating {self.gating.kind!r}" if erases is None else "gates.erase times gates.write"
                 gain = f"lr * <erase phi, write phi>, {most:g} times lr * |phi|^2 with {made},"
-                cure = (
-                    f"lower lr to {limit / abs(most * bound * curvature):g} or the gates" if most > 0 else "turn a sign"
-                )
+            other = " or set step='normalized', 'implicit' or 'flow'" if most == 1 else " or the gates"
             raise ConfigError(
                 f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: {gain} "
                 f"can reach {largest:g}, and bias {self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
-                f"beyond {limit if largest > 0 else 0:g}; {cure}",
+                f"beyond {limit if largest > 0 else 0:g}; {cure + other if most > 0 else 'turn a sign'}",
                 path=("algorithm", "lr"),
             )
 
@@ -292,21 +288,14 @@ class MemoryConfig(Config):
         for name in ("erase", "write"):
             if not self.forms.linear:
                 without = "writes along v" if self.forms.transposed else "has weights without a phi axis"
-                yield (
-                    name,
-                    f"{structure} {without}; use structure 'matrix' or 'vector', whose predictions are of values",
-                )
+                cure = "use structure 'matrix' or 'vector', whose predictions are of values"
+                yield name, f"{structure} {without}; {cure}"
             if not self.algorithm.takes_any_gradient():
-                own = f"algorithm {self.algorithm.kind!r} makes its gradient from phi(k) itself"
-                yield (
-                    name,
-                    f"{own}, and no paper says how one that is gated would enter; use algorithm 'gd' or 'momentum'",
-                )
+                own = f"algorithm {self.algorithm.kind!r} makes its gradient from phi(k) itself, and no paper says"
+                yield name, f"{own} how one that is gated would enter; use algorithm 'gd' or 'momentum'"
             if self.step != "raw":
-                yield (
-                    name,
-                    f"step={self.step!r} divides lr by |phi(k)|^2, not the gain of such a write; use step 'raw'",
-                )
+                own = f"step={self.step!r} divides lr by |phi(k)|^2"
+                yield name, f"{own}, not the gain of such a write; use step 'raw'"
         readout, own = self.readout, f"readout {self.readout.kind!r}"
         for name in ("ridge", "mix"):
             if name not in readout.gates:
