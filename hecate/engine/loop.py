@@ -18,7 +18,7 @@ from hecate.engine.call import GENERAL, Call
 from hecate.engine.engine import TokenEngine
 from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Scan, Tokens, cut, in_folds
 from hecate.rule import MemoryConfig, TokenGates
-from hecate.rule.state import frozen_gradients
+from hecate.rule.config import frozen_gradients
 from hecate.structure import Memory
 from hecate.tape import Autodiff, Block, Run, Tensors, checkpoint, execute, formula_block, one, several
 from hecate.tape.ops import over, sum_to_gate
