@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import lru_cache
 from numbers import Real
 
@@ -15,7 +14,6 @@ from hecate.engine.tokens import cast, expand_to
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.phi import FeatureMap, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState, TokenGates
-from hecate.rule.state import accumulated_retain
 from hecate.tape import Run, can_inspect, one
 
 # What is drawn to learn a map's parameter names is thrown away; made here, because torch.compile cannot make a
@@ -105,8 +103,8 @@ def complete_gates(config: MemoryConfig, gates: Gates | None, k: Tensor, write: 
                 f"gates.{name} is given, but {knob} {getattr(config, knob).kind!r} takes no {name} gate; leave it None "
                 f"or choose {knob} {other!r}"
             )
-    if isinstance(gates.lr, Real) and not isinstance(gates.lr, Tensor):
-        config.check_step(float(gates.lr))
+    if not isinstance(gates.lr, Tensor):
+        _check_numbers(config, gates)
     if isinstance(gates.retain, Tensor) and gates.retain.dim() == 4:
         _check_channels(config, gates.retain, k)
     if forms.per_head and gates.retain is None and k.shape[1]:
@@ -115,6 +113,14 @@ def complete_gates(config: MemoryConfig, gates: Gates | None, k: Tensor, write: 
     for name, given, default, top in rows:
         complete.append(_gate(name, given, default, k, write, top))
     return complete
+
+
+def _check_numbers(config: MemoryConfig, gates: Gates) -> None:
+    """Refuses numbers for lr, erase and write with which writes diverge; tensors are not looked at."""
+    numbers = [gate for gate in (gates.lr, gates.erase, gates.write) if gate is not None]
+    if numbers and all(isinstance(gate, Real) for gate in numbers):
+        erase, write = (1.0 if gate is None else float(gate) for gate in (gates.erase, gates.write))
+        config.check_step(config.algorithm.lr if gates.lr is None else float(gates.lr), erase * write)
 
 
 def retain_per_head(config: MemoryConfig, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -151,7 +157,7 @@ def general_gates(
     """erase, write, retain_value and floor of keys `[B, T, H, D]` as tensors, None where they are not given."""
     if gates.erase is gates.write is gates.retain_value is gates.floor is gates.ridge is gates.mix is None:
         return None, None, None, None
-    for name, reason in _refused_gates(config):
+    for name, reason in config.gate_refusals():
         if getattr(gates, name) is not None:
             raise ConfigError(f"gates.{name} is given, but {reason}")
     width = config.feature_map.output_dim(k.shape[-1])
@@ -177,42 +183,6 @@ def general_gates(
         _check_range("retain_value", kept, mask, 1.0)
     floor = None if gates.floor is None else _gate("floor", gates.floor, 1.0, k, mask)
     return *factors, kept, floor
-
-
-def _refused_gates(config: MemoryConfig) -> Iterator[tuple[str, str]]:
-    """Which of erase, write, retain_value and floor mean nothing to a config, and why."""
-    structure = config.structure.named
-    for name in ("erase", "write"):
-        if not config.forms.linear:
-            without = "writes along v" if config.forms.transposed else "has weights without a phi axis"
-            yield name, f"{structure} {without}; use structure 'matrix' or 'vector', whose predictions are of values"
-        if not config.algorithm.takes_any_gradient():
-            own = f"algorithm {config.algorithm.kind!r} makes its gradient from phi(k) itself"
-            yield name, f"{own}, and no paper says how one that is gated would enter; use algorithm 'gd' or 'momentum'"
-        if config.step != "raw":
-            yield (name, f"step={config.step!r} divides lr by |phi(k)|^2, not the gain of such a write; use step 'raw'")
-    readout, own = config.readout, f"readout {config.readout.kind!r}"
-    for name in ("ridge", "mix"):
-        if name not in readout.gates:
-            yield name, f"{own} has no {name}; use readout 'ridge'"
-    if not readout.plain:
-        for name in ("write", "retain_value"):
-            if name not in readout.gates:
-                yield name, f"{own} knows lr and retain{''.join(f', {gate}' for gate in readout.gates)} alone"
-    if config.forms.target:
-        yield "erase", f"bias {config.bias.kind!r} never asks the memory what to unlearn; use bias 'l2'"
-    if config.normalizer != "max":
-        yield "floor", f"normalizer={config.normalizer!r} has no least divisor; use normalizer='max'"
-    if config.normalizer != "none":
-        for name in ("erase", "retain_value"):
-            yield (name, f"normalizer={config.normalizer!r} divides by one sum of weights for all value channels")
-    if not config.retention.uses_retain:
-        yield "retain_value", f"retention {config.retention.kind!r} takes no retain gate; choose retention 'decay'"
-    if not (config.forms.linear or config.forms.transposed) or config.structure.diagonal:
-        yield "retain_value", f"{structure} has no axis of value channels beside phi's; use structure 'matrix'"
-    if accumulated_retain(config):
-        chunks = f"chunk={config.chunk} with commit={config.commit!r} and decay_order={config.decay_order!r}"
-        yield "retain_value", f"{chunks} keeps the product of a chunk's retain gates, not that of value channels"
 
 
 def _check_gate(name: str, given: Tensor, k: Tensor, width: int, channel: str) -> None:

@@ -28,7 +28,8 @@ from hecate.engine.tokens import NUMBERS, Carry
 from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.rule.state import accumulated_retain, frozen_gradients, initial_state, slot_shapes
+from hecate.rule.config import accumulated_retain, frozen_gradients
+from hecate.rule.state import initial_state, slot_shapes
 from hecate.structure import Memory
 from hecate.tape import Tensors, can_inspect, is_traced
 

@@ -275,8 +275,9 @@ def quotient(
 
 
 def counting(tokens: Tokens) -> Tokens:
-    """The tokens of a sum normaliser: the value is 1."""
-    return tokens._replace(v=torch.ones_like(tokens.v[..., :1]))
+    """The tokens of a sum normaliser: the value is 1, and the written key the only one."""
+    ones = torch.ones_like(tokens.v[..., :1])
+    return tokens._replace(v=ones, phi_k=tokens.phi_k if tokens.phi_w is None else tokens.phi_w, phi_w=None)
 
 
 def _counting_along(

@@ -18,7 +18,7 @@ from hecate.engine.call import GENERAL, Call
 from hecate.engine.engine import TokenEngine
 from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Scan, Tokens, cut, in_folds
 from hecate.rule import MemoryConfig, TokenGates
-from hecate.rule.state import frozen_gradients
+from hecate.rule.config import frozen_gradients
 from hecate.structure import Memory
 from hecate.tape import Autodiff, Block, Run, Tensors, checkpoint, execute, formula_block, one, several
 from hecate.tape.ops import over, sum_to_gate
@@ -145,7 +145,7 @@ def token_step(
         carry = restarted(config, token.reset, initial, carry, run)
         weights = None
     if token.retain_value is not None:
-        token = token._replace(retain=one(run(_CELLS, token.retain, token.retain_value)), retain_value=None)
+        token = token._replace(retain=one(run(CELLS, token.retain, token.retain_value)), retain_value=None)
     before = carry
     at: Memory | None = None  # where the gradient is taken, if not at the memory itself
     anchor, kept = carry.memory, token.retain
@@ -270,5 +270,5 @@ def _cells_vjp(retain: Tensor, value: Tensor, g: Tensor) -> tuple[Tensor, Tensor
 
 STACK = Block("stack", lambda *rows: ((torch.stack(rows, 1),), None), lambda _, g: g.unbind(1))
 _ACCUMULATE = formula_block("accumulate", lambda total, lr, grad: total + over(lr, grad) * grad, _accumulate_vjp)
-_CELLS = formula_block("retain.cells", _cells, _cells_vjp)  # `[N, 1 or V, 1 or P]`
+CELLS = formula_block("retain.cells", _cells, _cells_vjp)  # `[N, 1 or V, 1 or P]`
 _MULTIPLY = formula_block("multiply", torch.mul, lambda a, b, g: (g * b, g * a))

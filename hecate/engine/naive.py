@@ -74,7 +74,6 @@ def naive(
     context = zeros(algorithm.context_shapes(phi_k.shape[-1], v.shape[-1]))
     for t in range(v.shape[1]):
         q, p, target, lr, retain, momentum = (tensor[:, t] for tensor in (phi_q, phi_k, v, *gates))
-        pw = p if phi_w is None else phi_w[:, t]
         if retain_value is not None:
             retain = retain_value[:, t, :, None] * retain.reshape(len(retain), 1, -1)
         if t % config.chunk == 0:
@@ -83,8 +82,10 @@ def naive(
         if config.decay_order == "before_gradient":
             at = tuple(retention.step(weight, torch.zeros_like(weight), kept) for weight in anchor)
         w = linked(at)
-        if algorithm.takes_any_gradient():
-            g = structure.pullback(w, pw, bias.grad(structure.predict(w, p), target))
+        if phi_w is not None:
+            g = structure.pullback(w, phi_w[:, t], bias.grad(structure.predict(w, p), target))
+        elif algorithm.takes_any_gradient():  # d ell / d W, unless the structure names another
+            g, _ = structure.gradient(bias.block(), w, p, target)
         else:  # it chooses another, by what it remembers
             slots = [slot for own in s for slot in own]
             g, carried = config.rule.descended(w, Token(p, target, lr), (*slots, *context))

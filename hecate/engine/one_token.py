@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from hecate.engine import nonfinite
 from hecate.engine.arguments import Named, check_params, retain_per_head
-from hecate.engine.call import carry_of, named_state
+from hecate.engine.call import GENERAL, carry_of, named_state
 from hecate.engine.engine import apart
-from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, levelled, stepped
-from hecate.engine.loop import blocks_of, token_step
+from hecate.engine.features import L2_NORM, SUM_NORM, levelled, quotient, stepped
+from hecate.engine.loop import CELLS, blocks_of, token_step
 from hecate.engine.tokens import Tokens
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
@@ -49,11 +50,10 @@ def looks_of(
     """
     if type(gates) is not Gates or type(state) is not MemoryState or is_traced():
         return None
-    if not gates.erase is gates.write is gates.retain_value is gates.floor is gates.ridge is gates.mix is None:
-        return None
     tensors: list[Any] = [q, k, v]
     looks: list[object] = [params is None]
-    for given in (*gates[:3], *state, initial, *(state.normalizer or ())):
+    plain = gates.erase is gates.write is gates.retain_value is gates.floor is gates.ridge is gates.mix is None
+    for given in (*(gates[:3] if plain else gates), *state, initial, *(state.normalizer or ())):
         if given is None:
             looks.append(None)
         elif type(given) is dict:
@@ -94,7 +94,7 @@ def keep_program(
 ) -> None:  # fmt: skip
     """Leaves a program of what the next token looks like, after the whole way has passed every check and returned a
     state."""
-    if config.writes > 1 or config.normalizer == "max" or config.forms.transposed or not config.readout.plain:
+    if config.writes > 1 or config.forms.transposed or not config.readout.plain:
         return
     if config.on_nonfinite == "skip" or k.is_meta or not q.numel() or not v.numel():
         return
@@ -123,7 +123,10 @@ class OneToken:
         self.tops = config.forms.tops
         self.inspects, self.far = self.device == "cpu", reach(self.dtype, 0.5)
         self.watches, self.late = config.on_nonfinite == "raise", nonfinite.is_late(k)
-        direct = _is_direct(config)
+        self.keyed = not gates.erase is gates.write is gates.retain_value is None
+        # Under dot the written key is the only one.
+        single = not self.keyed or (config.forms.target and gates.retain_value is None)
+        direct = single and _is_direct(config)
         # Of one gate per memory, and of what has a width: every memory's vector a row where products take rows.
         self.scalar = (batch * heads, 1, 1) if direct else (batch * heads,)
         self.row = (batch * heads, 1, -1) if direct else (batch * heads, -1)
@@ -133,8 +136,11 @@ class OneToken:
         self.lifts = not self.timed and (self.quotients or not config.feature_map.traits().componentwise)
         lr = (batch, 1, heads) if self.quotients else self.scalar
         self.shapes = (lr, self.row if channels else self.scalar, self.scalar)
-        configs = [config] if config.normalizer == "none" else [config, config.counting]
-        self.steps = [_direct(own, gates.lr) if direct else _general(own) for own in configs]
+        keyed = not single and _is_online(config) and config.algorithm.takes_any_gradient()
+        how = partial(_direct, given_lr=gates.lr) if direct else _keyed if keyed else _general
+        self.steps = [how(config)]
+        if config.normalizer != "none":
+            self.steps.append(how(config.counting) if direct else _general(config.counting))
         # What has left the finite numbers in a direct step's slots is added to its memory.
         self.summed = 1 if direct else 4
         defaults = config.forms.defaults
@@ -148,6 +154,10 @@ class OneToken:
             if config.forms.per_head and gates.retain is None:
                 every = retain_per_head(config, (batch, heads), k).to(self.dtype)
                 self.numbers[1] = every.reshape(self.shapes[1]).contiguous()
+            self.factors = {
+                name: torch.full((batch * heads,), given, dtype=wide, device=k.device).to(self.dtype).view(*self.row)
+                for name, given in gates._asdict().items() if name in GENERAL and type(given) in _NUMBERS
+            }  # fmt: skip
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, name: str
@@ -163,19 +173,23 @@ class OneToken:
             v = v.reshape(*self.features)
             if self.config.step != "raw":
                 phi_k, v, lr = stepped(self.config, phi_k, v, lr, execute)
-            if state.normalizer is not None:
-                token = Tokens(phi_k, phi_q, v, lr, retain, momentum)
-                carries = [((), carry_of(state)), ((), carry_of(state.normalizer))]
-                _, _, units, back = levelled(self.config, token, carries, execute)  # type: ignore[arg-type]
+            if self.config.normalizer == "sum":
+                near = Tokens(phi_k, phi_q, v, lr, retain, momentum)
+                carries = [((), carry_of(state)), ((), carry_of(state.normalizer))]  # type: ignore[arg-type]
+                _, _, units, back = levelled(self.config, near, carries, execute)  # type: ignore[arg-type]
                 if units or back is not None:
                     raise Unfit
             phi_k, phi_q, lr = phi_k.reshape(*self.row), phi_q.reshape(*self.row), lr.reshape(*self.scalar)
         v = v.reshape(*self.row).contiguous()
-        y, new = self.steps[0](phi_k, phi_q, v, lr, retain, momentum, state)
+        token: tuple[Any, ...] = (phi_k, phi_q, v, lr, retain, momentum)
+        if self.keyed:
+            token = self.gated(token, gates)
+        y, new = self.steps[0](*token, state)
         if state.normalizer is not None:
-            ones = torch.ones_like(v[..., :1])
-            z, counted = self.steps[1](phi_k, phi_q, ones, lr, retain, momentum, state.normalizer)
-            y, new = one(execute(DIVIDE, y, z)), new._replace(normalizer=counted)
+            phi_k = phi_k if gates.write is None else phi_k * self.factor("write", gates.write)
+            z, counted = self.steps[1](phi_k, phi_q, torch.ones_like(v[..., :1]), *token[3:6], state.normalizer)
+            floor = None if gates.floor is None else self.factor("floor", gates.floor).reshape(y.shape[:-1])
+            y, new = quotient(self.config, y, z, execute, floor), new._replace(normalizer=counted)
         if state.seen is not None:
             new = new._replace(seen=state.seen + 1)
         y = y.view(*self.shape)
@@ -195,6 +209,24 @@ class OneToken:
         if self.inspects:
             expect_within(given, 0, self.tops[index])
         return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(*self.shapes[index])
+
+    def gated(self, token: tuple[Any, ...], gates: Gates) -> tuple[Any, ...]:
+        """The token with the keys that it erases and writes with, and its retain_value: as `to_tokens` has them."""
+        phi_k, given = token[0], zip(GENERAL[:3], gates[3:6], strict=True)
+        erase, write, kept = [None if gate is None else self.factor(name, gate) for name, gate in given]
+        erased = phi_k if erase is None else phi_k * erase
+        written = phi_k if write is None else phi_k * write
+        if self.config.forms.target:
+            return (written, *token[1:]) if kept is None else (written, *token[1:], None, None, None, kept)
+        return erased, *token[1:], None, None, None if written is erased else written, kept
+
+    def factor(self, name: str, given: Any) -> Tensor:
+        """erase, write, retain_value or floor of every memory as a row."""
+        if name in self.factors:
+            return self.factors[name]
+        if self.inspects and name not in ("erase", "write"):
+            expect_within(given, 0, 1.0 if name == "retain_value" else math.inf)
+        return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(*self.row)
 
     def features_of(self, q: Tensor, k: Tensor, state: MemoryState, params: Params | None) -> tuple[Tensor, Tensor]:
         """phi(q) and phi(k) after key_norm and query_scale."""
@@ -245,11 +277,14 @@ def expect_within(x: Tensor, low: float, high: Any) -> None:
         raise Unfit
 
 
+def _is_online(config: MemoryConfig) -> bool:
+    """Whether a linear memory takes a linear step at every token."""
+    return config.chunk == 1 and config.commit == "token" and config.retention.linear and config.forms.linear
+
+
 def _is_direct(config: MemoryConfig) -> bool:
     """Whether a write is `a M - lr u k^T` for one matrix, with momentum or without, at every token."""
-    online = config.chunk == 1 and config.commit == "token" and config.retention.linear
-    matrix = config.forms.linear and not config.structure.diagonal
-    return online and matrix and config.rule.write_block() is not None
+    return _is_online(config) and not config.structure.diagonal and config.rule.write_block() is not None
 
 
 def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:
@@ -278,6 +313,29 @@ def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:
             new = torch.addcmul(kept, d, k, value=-1)
         y = torch.bmm(q, (new if late else memory).mT)
         return y, MemoryState({name: new.view_as(carried)}, slots, {}, {}, state.position)
+
+    return step
+
+
+def _keyed(config: MemoryConfig) -> TokenStep:
+    """A write with a key or a retain of its own: the formulas of the rule's knobs one by one."""
+    structure, bias, retention, algorithm = config.structure, config.bias, config.retention, config.algorithm
+    late, early = config.read == "after", config.decay_order == "before_gradient"
+
+    def step(*given: Any) -> tuple[Tensor, MemoryState]:
+        k, q, v, lr, retain, momentum, _, _, written, kept, state = given
+        ((name, carried),) = state.memory.items()
+        memory = carried.flatten(0, 1)
+        if kept is not None:
+            retain = one(execute(CELLS, retain, kept))
+        at = (retention.step(memory, torch.zeros_like(memory), retain) if early else memory,)
+        u = bias.grad(structure.predict(at, k), v)
+        (g,) = structure.pullback(at, k if written is None else written, u)
+        d, *new = algorithm.direction(g, lr, momentum, *(slot.flatten(0, 1) for slot in state.slots.values()))
+        moved = retention.step(memory, d, retain)
+        slots = {slot: item.view_as(carried) for slot, item in zip(state.slots, new, strict=True)}
+        y = structure.read((moved if late else memory,), q)
+        return y, MemoryState({name: moved.view_as(carried)}, slots, {}, {}, state.position)
 
     return step
 

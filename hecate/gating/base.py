@@ -57,6 +57,8 @@ class Gating(Variant, family="gating"):
     """
 
     plain: ClassVar[bool] = False  # whether it leaves everything as it is
+    one_key: ClassVar[bool] = False  # whether it looks at the one key of a token
+    channels: ClassVar[tuple[str, ...]] = ()  # gates that it makes per key channel, of which phi then has as many
     _makes: ClassVar[tuple[str, ...]] = ()
     _formulas = ("forward", "shapes", "start", "state_shapes")
 

@@ -25,6 +25,7 @@ class Comba(Gating):
     """
 
     kind: Literal["comba"] = "comba"
+    one_key: ClassVar[bool] = True
     _makes: ClassVar[tuple[str, ...]] = ("erase",)
     correction: float = Field(1.0, description="d at the start; 0.02 is suggested for small models")
     feedback: float = Field(1.0, description="a at the start")
@@ -56,6 +57,7 @@ class Complement(Gating):
     """
 
     kind: Literal["complement"] = "complement"
+    one_key: ClassVar[bool] = True
     _makes: ClassVar[tuple[str, ...]] = ("write",)
     keys: bool = Field(False, description="whether the layer's keys stay; else the written key is 1 - retain alone")
 
@@ -84,6 +86,8 @@ class Curvature(Gating):
     """
 
     kind: Literal["curvature"] = "curvature"
+    one_key: ClassVar[bool] = True
+    channels: ClassVar[tuple[str, ...]] = ("write",)
     _makes: ClassVar[tuple[str, ...]] = ("write",)
     base: float = Field(1.5, gt=1)
     eps: float = Field(1e-6, gt=0)
@@ -97,8 +101,6 @@ class Curvature(Gating):
         return self.base
 
     def refusal(self, config: Any) -> str | None:
-        if config.writes > 1:
-            return f"it knows one key per token, not writes={config.writes}"
         if config.algorithm.lr * self.base > config.algorithm.stable_step:
             limit = config.algorithm.stable_step
             return (

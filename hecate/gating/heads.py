@@ -59,6 +59,11 @@ class Heads(Gating):
         return tuple([name for name in ("lr", "retain") if not getattr(self, name)])
 
     @property
+    def channels(self) -> tuple[str, ...]:  # type: ignore[override]
+        heads = {"erase": self.erase, "write": self.write}
+        return tuple(name for name, head in heads.items() if head is not None and head.channels)
+
+    @property
     def gates(self) -> tuple[str, ...]:
         return tuple(name for name in ("erase", "write", "retain_value") if getattr(self, name) is not None)
 

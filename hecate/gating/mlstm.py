@@ -26,6 +26,7 @@ class MLSTM(Gating):
     """
 
     kind: Literal["mlstm"] = "mlstm"
+    one_key: ClassVar[bool] = True
     _makes: ClassVar[tuple[str, ...]] = ("lr", "retain", "floor")
 
     def refusal(self, config: Any) -> str | None:

@@ -29,10 +29,12 @@ class MomentumDeltaGates(Gating):
     _makes: ClassVar[tuple[str, ...]] = ("lr", "retain", "momentum")
 
     def refusal(self, config: Any) -> str | None:
-        if not (config.algorithm.uses_momentum and config.retention.uses_retain):
-            return "it makes the gates momentum and retain; use algorithm 'momentum' with retention 'decay'"
-        if getattr(config.algorithm, "bounded", False):
-            return "its momentum gate mu b_t / b_{t-1} may exceed 1; set algorithm.bounded=False"
+        algorithm, retention = config.algorithm, config.retention
+        if not (algorithm.uses_momentum and retention.uses_retain):
+            own = f"algorithm {algorithm.kind!r} with retention {retention.kind!r} takes not both"
+            return f"it makes the gates momentum and retain, {own}; use 'momentum' with 'decay'"
+        if algorithm.momentum_top <= 1:
+            return f"its gate may exceed 1, the top of algorithm {algorithm.kind!r}; use 'momentum' with bounded=False"
         return None
 
     def shapes(self, sizes: Sizes) -> Shapes:

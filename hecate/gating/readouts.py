@@ -29,6 +29,7 @@ class Mesa(Gating):
     """
 
     kind: Literal["mesa"] = "mesa"
+    channels: ClassVar[tuple[str, ...]] = ("ridge",)
     least: float = Field(0.25, gt=0)
     ridge: float = Field(1.0, gt=0, description="at the start")
 
@@ -86,6 +87,7 @@ class _Slotted(Gating):
     """Helper for gatings whose slots hear one linear map of x each."""
 
     _makes: ClassVar[tuple[str, ...]] = ("lr", "retain")
+    channels: ClassVar[tuple[str, ...]] = ("retain", "write")
 
     def refusal(self, config: Any) -> str | None:
         return _needed(config, "write", "slots")

@@ -32,6 +32,7 @@ class RWKV7(Gating):
     kind: Literal["rwkv7"] = "rwkv7"
     rank: Annotated[Size, Field(ge=1)] = 32
     _makes: ClassVar[tuple[str, ...]] = ("lr", "retain", "erase", "write")
+    channels: ClassVar[tuple[str, ...]] = ("retain", "write")
 
     @property
     def erases(self) -> float:

@@ -32,7 +32,11 @@ class GatingParameters(nn.Module):
     def __init__(self, config: MemoryConfig, sizes: Sizes, **place: Any) -> None:
         super().__init__()
         self.gating, self.sizes, self.chunk = config.gating, sizes, config.chunk
-        shapes = self.gating.shapes(sizes)
+        shapes, width = self.gating.shapes(sizes), config.feature_map.output_dim(sizes.d_key)
+        if self.gating.channels and width != sizes.d_key:
+            made = f"{', '.join(self.gating.channels)} per key channel, {sizes.d_key} of them"
+            phi = f"feature_map {config.feature_map.kind!r} has {width}; use one as wide as keys"
+            raise ConfigError(f"gating {self.gating.kind!r} makes {made}, and {phi}", path=("gating",))
         check_shapes(shapes, f"lower d_model, heads or the widths that gating {self.gating.kind!r} sees")
         meta = without_numbers(place["dtype"])
         self.params = TensorDict(
@@ -93,6 +97,8 @@ class HeldRule(FeatureParameters):
         largest = rule.diverging(float(phi.square().sum(-1).max()) * self.erases * rule.gating.erases)
         if largest is not None:
             twice = "" if self.erases == 1 else f" times {self.erases} erases"
+            if rule.gating.erases != 1:
+                twice += f" times {rule.gating.erases:g}, the most that erase * write of its gating reaches,"
             warnings.warn(
                 f"memory {name!r}: lr * |phi(k)|^2{twice} reaches {largest:.3g} at the ceiling lr={algorithm.lr:g} of "
                 f"its gate (feature_map {rule.feature_map.kind!r}, qk_norm {qk_norm!r}, key_norm 'none'), and bias "

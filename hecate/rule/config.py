@@ -177,32 +177,42 @@ class MemoryConfig(Config):
         return self.feature_map.norm_bound if self.key_norm == "none" else 1.0
 
     def diverging(self, square: float, lr: float | None = None) -> float | None:
-        """lr |phi|^2 curvature at |phi|^2 = `square`, where it lies beyond `stable_step` and repeated writes may
-        diverge; None where they cannot. [RULE-STABLE-D1]
+        """lr |phi|^2 curvature at |phi|^2 = `square`, where it lies beyond `stable_step` or below 0 and repeated writes
+        may diverge; None where they cannot. [RULE-STABLE-D1]
 
-        `lr` is a number for every token, or the open end of a gate below it (by default `algorithm.lr`, the ceiling of
-        a layer's gate): the limit itself is allowed. A bias without a bound of its curvature counts as l2. What a
-        memory that is not linear does is not known."""
+        A write takes 1 minus it from what the key finds: with gates erase and write, `square` is <erase phi, write
+        phi>. `lr` is a number for every token, or the open end of a gate below it (by default `algorithm.lr`, the
+        ceiling of a layer's gate): the limit itself is allowed. A bias without a bound of its curvature counts as l2.
+        What a memory that is not linear does is not known."""
         curvature = self.bias.curvature
         largest = square * (self.algorithm.lr if lr is None else lr)
         largest *= 1.0 if curvature is None else curvature
         linear = self.structure.linear and self.retention.linear
         # 1e-9: rounding may not decide at the limit.
-        beyond = linear and largest > self.algorithm.stable_step * (1 + 1e-9)
+        beyond = linear and (largest < 0 or largest > self.algorithm.stable_step * (1 + 1e-9))
         return largest if beyond else None
 
-    def check_step(self, lr: float) -> None:
-        """Refuses an inner learning rate at which repeated writes of one key provably diverge."""
+    def check_step(self, lr: float, erases: float | None = None) -> None:
+        """Refuses an inner learning rate at which repeated writes of one key provably diverge.
+
+        That is asked of the eigenvalue 1 - lr <erase phi, write phi> of a write; `erases` is erase times write, by
+        default the most that the gating makes. The norm of one write is not: where the two keys differ it may pass 1,
+        up to sqrt(4/3) for lr |phi|^2 = write = 1 and erase in [0, 1], sqrt(2) in [0, 2]."""
         curvature, bound = self.bias.curvature, self.key_bound
         if self.step != "raw" or curvature is None or bound is None:
             return
-        largest, limit = self.diverging(bound, lr), self.algorithm.stable_step
+        most = self.gating.erases if erases is None else erases
+        largest, limit = self.diverging(most * bound, lr), self.algorithm.stable_step
         if largest is not None:
+            gain, cure = "lr * |phi|^2", f"lower lr to {limit / abs(most * bound * curvature):g}"
+            if most != 1:
+                made = f"gating {self.gating.kind!r}" if erases is None else "gates.erase times gates.write"
+                gain = f"lr * <erase phi, write phi>, {most:g} times lr * |phi|^2 with {made},"
+            other = " or set step='normalized', 'implicit' or 'flow'" if most == 1 else " or the gates"
             raise ConfigError(
-                f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: lr * |phi|^2 "
+                f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: {gain} "
                 f"can reach {largest:g}, and bias {self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
-                f"beyond {limit:g}; lower lr to {limit / (bound * curvature):g} or set step='normalized', "
-                "'implicit' or 'flow'",
+                f"beyond {limit if largest > 0 else 0:g}; {cure + other if most > 0 else 'turn a sign'}",
                 path=("algorithm", "lr"),
             )
 
@@ -238,8 +248,7 @@ class MemoryConfig(Config):
         if refusal is not None:
             named = f"algorithm {algorithm.kind!r} with {structure.named} and bias {self.bias.kind!r}"
             yield ("algorithm",), f"{named}: {refusal}"
-        refusal = self.gating.refusal(self)
-        if refusal is not None:
+        for refusal in self._no_gating():
             yield ("gating",), f"gating {self.gating.kind!r}: {refusal}"
         for refusal in self.readout.refusals(self):
             yield ("readout",), f"readout {self.readout.kind!r}: {refusal}"
@@ -259,6 +268,56 @@ class MemoryConfig(Config):
             negative = f"feature_map {self.feature_map.kind!r} can be negative; use key_norm='l2' or another map"
             yield ("key_norm",), f"'sum' divides by the sum of phi, which needs phi >= 0; {negative}"
         self.check_step(self.algorithm.lr)
+
+    def _no_gating(self) -> Iterator[str]:
+        """Why its gating cannot make what its memory takes."""
+        gating, structure = self.gating, self.structure
+        if (refusal := gating.refusal(self)) is not None:
+            yield refusal
+        if gating.one_key and self.writes > 1:
+            yield f"it knows one key per token, not writes={self.writes}"
+        if "retain" in gating.channels and not structure.linear:
+            yield f"it makes retain per phi channel, and {structure.named} has no phi axis; use structure 'matrix'"
+        for name, reason in self.gate_refusals():
+            if name in gating.gates:
+                yield f"it makes gates.{name}, but {reason}"
+
+    def gate_refusals(self) -> Iterator[tuple[str, str]]:
+        """Which of the gates beside lr, retain and momentum mean nothing to it, and why."""
+        structure = self.structure.named
+        for name in ("erase", "write"):
+            if not self.forms.linear:
+                without = "writes along v" if self.forms.transposed else "has weights without a phi axis"
+                cure = "use structure 'matrix' or 'vector', whose predictions are of values"
+                yield name, f"{structure} {without}; {cure}"
+            if not self.algorithm.takes_any_gradient():
+                own = f"algorithm {self.algorithm.kind!r} makes its gradient from phi(k) itself, and no paper says"
+                yield name, f"{own} how one that is gated would enter; use algorithm 'gd' or 'momentum'"
+            if self.step != "raw":
+                own = f"step={self.step!r} divides lr by |phi(k)|^2"
+                yield name, f"{own}, not the gain of such a write; use step 'raw'"
+        readout, own = self.readout, f"readout {self.readout.kind!r}"
+        for name in ("ridge", "mix"):
+            if name not in readout.gates:
+                yield name, f"{own} has no {name}; use readout 'ridge'"
+        if not readout.plain:
+            for name in ("write", "retain_value"):
+                if name not in readout.gates:
+                    yield name, f"{own} knows lr and retain{''.join(f', {gate}' for gate in readout.gates)} alone"
+        if self.forms.target:
+            yield "erase", f"bias {self.bias.kind!r} never asks the memory what to unlearn; use bias 'l2'"
+        if self.normalizer != "max":
+            yield "floor", f"normalizer={self.normalizer!r} has no least divisor; use normalizer='max'"
+        if self.normalizer != "none":
+            for name in ("erase", "retain_value"):
+                yield (name, f"normalizer={self.normalizer!r} divides by one sum of weights for all value channels")
+        if not self.retention.uses_retain:
+            yield "retain_value", f"retention {self.retention.kind!r} takes no retain gate; choose retention 'decay'"
+        if not (self.forms.linear or self.forms.transposed) or self.structure.diagonal:
+            yield "retain_value", f"{structure} has no axis of value channels beside phi's; use structure 'matrix'"
+        if accumulated_retain(self):
+            chunks = f"chunk={self.chunk} with commit={self.commit!r} and decay_order={self.decay_order!r}"
+            yield "retain_value", f"{chunks} keeps the product of a chunk's retain gates, not that of value channels"
 
     def _no_border(self) -> Iterator[str]:
         """Why the link cannot be taken at a chunk's start."""
@@ -307,6 +366,18 @@ class MemoryConfig(Config):
             yield f"{gradients}, {no_sum}; it needs algorithm gd or momentum"
         if self.normalizer == "sum" and self.query_scale != "none":
             yield f"query_scale={self.query_scale!r} cancels in the quotient; set it to 'none'"
+
+
+def frozen_gradients(config: MemoryConfig) -> bool:
+    """Whether gradients are taken at a remembered state rather than at the current one."""
+    return config.chunk > 1 and config.commit == "token"
+
+
+def accumulated_retain(config: MemoryConfig) -> bool:
+    """Whether the product of a chunk's retain gates is carried from token to token."""
+    seen = config.decay_order == "before_gradient" or config.retention.links == "linear"
+    seen = seen and frozen_gradients(config)
+    return seen or config.commit == "chunk"
 
 
 class NamedRule(NamedTuple):

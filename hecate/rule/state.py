@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from hecate.errors import NonFiniteError
 from hecate.late import look
-from hecate.rule.config import MemoryConfig
+from hecate.rule.config import MemoryConfig, accumulated_retain, frozen_gradients
 from hecate.tape.ops import over
 
 Tree = TypeVar("Tree")
@@ -146,11 +146,6 @@ def memory_weights(config: MemoryConfig, state: MemoryState) -> dict[str, Tensor
     return {name: item.unflatten(0, lead) for name, item in zip(state.memory, weights, strict=True)}
 
 
-def frozen_gradients(config: MemoryConfig) -> bool:
-    """Whether gradients are taken at a remembered state rather than at the current one."""
-    return config.chunk > 1 and config.commit == "token"
-
-
 def slot_shapes(
     config: MemoryConfig, weights: dict[str, tuple[int, ...]], d_phi: int, d_v: int
 ) -> dict[str, tuple[int, ...]]:
@@ -161,13 +156,6 @@ def slot_shapes(
         for slot, shape in config.algorithm.slot_shapes(weight).items()
     }
     return shapes | config.algorithm.context_shapes(d_phi, d_v)
-
-
-def accumulated_retain(config: MemoryConfig) -> bool:
-    """Whether the product of a chunk's retain gates is carried from token to token."""
-    seen = config.decay_order == "before_gradient" or config.retention.links == "linear"
-    seen = seen and frozen_gradients(config)
-    return seen or config.commit == "chunk"
 
 
 def initial_state(

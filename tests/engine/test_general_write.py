@@ -95,6 +95,7 @@ def test_against_the_numpy_loop(writes, order, read, names):
         ({"bias": "dot", "read": "before"}, ("write", "retain_value"), False),
         ({"bias": "huber", "algorithm": "momentum"}, ("erase", "write", "momentum"), True),
         ({"structure": "vector", "algorithm": "momentum"}, ("erase", "write"), False),
+        ({"normalizer": "max"}, ("write",), True),
     ],
     ids=lambda x: "-".join(map(str, x.values() if type(x) is dict else x)) if not isinstance(x, bool) else "",
 )

@@ -143,6 +143,59 @@ def test_a_second_token_goes_the_short_way(fields: dict[str, Any], short_only: A
         _, state = memory_step(config, *token(config, "tensors", g), state=state, **given)
 
 
+KEYED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "erase": ({"retention": "decay"}, {"erase": (6,)}),
+    "erase and write": ({"decay_order": "before_gradient", "retention": "decay"}, {"erase": (), "write": (6,)}),
+    "numbers": ({"retention": "decay", "read": "before"}, {"erase": 0.1, "write": 0.3}),
+    "values": ({"retention": "decay"}, {"erase": 0.1, "retain_value": (6,)}),
+    "momentum": ({"algorithm": "momentum"}, {"write": (6,)}),
+    "nesterov": ({"algorithm": {"kind": "momentum", "nesterov": True}, "retention": "decay"}, {"retain_value": (6,)}),
+    "vector": ({"structure": "vector", "bias": "huber"}, {"erase": (6,), "write": ()}),
+    "dot": ({"bias": "dot"}, {"write": (6,)}),
+    "dot and values": ({"bias": "dot", "retention": "decay"}, {"write": 0.7, "retain_value": (6,)}),
+    "floor": ({"bias": "dot", "retention": "decay", "normalizer": "max"}, {"floor": ()}),
+    "floor of a number": ({"normalizer": "max", "step": "flow"}, {"floor": 0.2}),
+    "no floor": ({"bias": "dot", "normalizer": "max", "algorithm": "momentum"}, {"write": (6,)}),
+    "floor of l2": ({"normalizer": "max"}, {"write": (6,), "floor": ()}),
+    "chunk": ({"chunk": 3, "retention": "decay"}, {"erase": (), "write": (6,), "retain_value": (6,)}),
+    "dual": ({"retention": "kl", "bias": "kl"}, {"erase": (6,), "retain_value": (6,)}),
+    "float64": ({"state_dtype": "float64"}, {"erase": 0.1, "write": (6,)}),
+}
+
+
+@pytest.mark.spec("ENG-STEP-I2")
+@pytest.mark.parametrize(("fields", "given"), KEYED.values(), ids=KEYED)
+def test_gates_of_the_general_write_go_the_short_way(fields: dict[str, Any], given: dict[str, Any], short_only: Any):
+    config, g = MemoryConfig.model_validate(fields), torch.Generator().manual_seed(0)
+    tokens = []
+    for _ in range(5):
+        q, k, v, gates = token(config, "tensors", g)
+        own = {n: torch.rand(3, 2, *w, generator=g, **FLOAT) if type(w) is tuple else w for n, w in given.items()}
+        tokens.append((q, k, v, gates._replace(**own)))
+    states: list[Any] = [None]
+    expected = []
+    for each in tokens:
+        y, state = whole(config, *each, state=states[-1])
+        expected.append((y, state))
+        states.append(state)
+    assert same(memory_step(config, *tokens[0]), expected[0])
+    short_only()
+    for each, state, both in list(zip(tokens, states, expected, strict=False))[1:]:
+        assert same(memory_step(config, *each, state=state), both)
+
+
+@pytest.mark.parametrize("name", ["retain_value", "floor"])
+def test_a_gate_out_of_range_goes_the_whole_way_which_says_so(name: str):
+    config = MemoryConfig(retention="decay", bias="dot", normalizer="max" if name == "floor" else "none")
+    g = torch.Generator().manual_seed(0)
+    q, k, v, gates = token(config, "tensors", g)
+    fine = torch.rand(3, 2, *((6,) if name == "retain_value" else ()), generator=g, **FLOAT)
+    _, state = memory_step(config, q, k, v, gates._replace(**{name: fine}))
+    memory_step(config, q, k, v, gates._replace(**{name: fine}), state=state)
+    with pytest.raises(ConfigError, match=rf"gates\.{name} must be"):
+        memory_step(config, q, k, v, gates._replace(**{name: -fine}), state=state)
+
+
 def test_a_scan_of_one_token_takes_the_short_way_too():
     config, g = named_rule("gated_delta").model_copy(), torch.Generator().manual_seed(0)
     q, k, v, gates = token(config, "tensors", g, (2, 1, 3))

@@ -275,7 +275,7 @@ def test_splits_masks_resets_and_gradients_of_layers(name):
     [
         ({"gating": "rwkv7", "retention": "decay"}, "set writes=2"),
         ({"gating": "mlstm"}, "normalizer='max'"),
-        ({"gating": "momentum_delta", "retention": "decay", "algorithm": "momentum"}, "algorithm.bounded=False"),
+        ({"gating": "momentum_delta", "retention": "decay", "algorithm": "momentum"}, "bounded=False"),
         ({"gating": "comba", "key_norm": "l2"}, "would undo"),
         ({"gating": "complement"}, "no retain gate"),
         ({"gating": "curvature", "algorithm": {"kind": "gd", "lr": 1.9}, "key_norm": "l2"}, "diverge; lower one"),

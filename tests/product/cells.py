@@ -1,31 +1,34 @@
 """The product of all knobs: every combination runs right, or is refused with a reason.
 
     phi x bias x retention x algorithm x structure x (chunk, commit)
+        x gating x readout x writes x gates given x step x normalizer x read x decay_order
 
-A cell is one combination of kinds at their example settings. It *passes* when a short scan in
-float64 is finite, has gradients above a signal floor, and gives the same outputs, final state and
-gradients by the tape, by autograd, in pieces and on every engine that runs it. It is *refused* when
-validation raises a `ConfigError` that names two of its settings. Anything else is a *fault*.
+A cell is one combination of kinds at their example settings. It *passes* when a short scan, or with a gating a layer,
+in float64 is finite, has gradients above a signal floor, and gives the same outputs, final state and gradients by the
+tape, by autograd, in pieces and on every engine that runs it, and where there is neither readout nor normaliser the
+outputs of the recurrence as it is written. It is *refused* when validation, or where gates are given the call, raises a
+`ConfigError` that names two of its settings. Anything else is a *fault*.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import combinations, product
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from hecate.algorithm import AlgorithmKind
+from hecate.algorithm import AlgorithmKind, Momentum
 from hecate.bias import BiasKind
-from hecate.engine import exact_engines
-from hecate.errors import ConfigError, HecateError
+from hecate.errors import ConfigError
+from hecate.gating import GatingKind, Head
 from hecate.phi import FeatureMapKind
+from hecate.readout import ReadoutKind
 from hecate.retention import RetentionKind
 from hecate.rule import MemoryConfig
-from hecate.structure import StructureKind
-from hecate.testing.rule import _floats, _inputs, _run, _same
-from hecate.testing.vjp import SIGNAL_FLOOR, require
+from hecate.structure import Matrix, StructureKind
 from hecate.variant import Variant
 from tests.product.examples import example, shipped
 
@@ -35,9 +38,11 @@ FAMILIES: dict[str, type[Variant]] = {
     "retention": RetentionKind,
     "algorithm": AlgorithmKind,
     "feature_map": FeatureMapKind,
+    "gating": GatingKind,
+    "readout": ReadoutKind,
 }
-ROUNDINGS = 4.0
-"""Roundings of a scan's inputs that its own operations may add up to."""
+WIDTH = 4
+"""Of keys."""
 WAYS = ("token", "frozen", "commit", "large")
 _WAYS: dict[str, dict[str, Any]] = {
     "token": {"chunk": 1, "commit": "token"},
@@ -45,10 +50,76 @@ _WAYS: dict[str, dict[str, Any]] = {
     "commit": {"chunk": 1, "commit": "chunk"},
     "large": {"chunk": 3, "commit": "chunk"},
 }
+GATES: dict[str, dict[str, str]] = {
+    "none": {},
+    "erase": {"erase": "phi"},
+    "write": {"write": "phi"},
+    "both": {"erase": "head", "write": "phi"},
+    "retain": {"retain": "phi"},
+    "retain_value": {"retain_value": "value"},
+    "rows": {"erase": "phi", "write": "head", "retain_value": "value"},
+    "floor": {"floor": "head"},
+    "ridge": {"ridge": "phi"},
+    "mix": {"ridge": "head", "mix": "head"},
+}
+"""Gates given beside lr, retain and momentum: one per head, per phi channel or per value channel."""
+PLAIN: dict[str, tuple[str, ...]] = {
+    "writes": ("1", "2", "3"),
+    "gates": tuple(GATES),
+    "step": ("raw", "normalized", "implicit", "flow"),
+    "normalizer": ("none", "sum", "max"),
+    "read": ("after", "before"),
+    "decay_order": ("with_step", "before_gradient"),
+}
+RULE = ("structure", "bias", "retention", "algorithm", "feature_map", "way")
+DECAYS, TWO = {"retention": "decay"}, {"writes": "2"}
+SLOTS = {"readout": "slots", "bias": "dot", **DECAYS}
+NEEDS: dict[tuple[str, str], dict[str, str]] = {
+    ("gating", "complement"): DECAYS,
+    ("gating", "rwkv7"): {**TWO, **DECAYS},
+    ("gating", "mamba3"): {**TWO, **DECAYS},
+    ("gating", "mlstm"): {"normalizer": "max", **DECAYS},
+    ("gating", "momentum_delta"): {"algorithm": "momentum.free", **DECAYS},
+    ("gating", "mesa"): {"readout": "ridge", "bias": "dot"},
+    ("gating", "kalmanet"): {"readout": "ridge", "bias": "dot"},
+    ("gating", "gsa"): SLOTS,
+    ("gating", "abc"): SLOTS,
+    ("gating", "target_conv"): {"bias": "dot", "way": "large", "read": "before", **TWO},
+    ("gating", "heads.rows"): DECAYS,
+    ("readout", "ridge"): {"bias": "dot"},
+    ("readout", "slots"): {"bias": "dot", **DECAYS},
+    ("gates", "retain"): DECAYS,
+    ("gates", "retain_value"): DECAYS,
+    ("gates", "rows"): DECAYS,
+    ("gates", "floor"): {"normalizer": "max"},
+    ("gates", "ridge"): {"readout": "ridge", "bias": "dot"},
+    ("gates", "mix"): {"readout": "ridge", "bias": "dot"},
+    ("decay_order", "before_gradient"): DECAYS,
+    ("normalizer", "sum"): {"feature_map": "elu"},
+}
+"""What a kind cannot be without, where that is not the default."""
+
+
+@cache
+def settings() -> dict[str, dict[str, Any]]:
+    """Of each family the variants under the names of the cells: its kinds at their examples, and `kind.setting`."""
+    found = {name: {kind: example(cls) for kind, cls in shipped(root).items()} for name, root in FAMILIES.items()}
+    found["structure"]["matrix.key"] = Matrix(learns="key")
+    found["algorithm"]["momentum.free"] = Momentum(bounded=False)
+    found["feature_map"]["hedgehog.joint"] = found["feature_map"]["hedgehog"].model_copy(update={"joint": True})
+    for kind, own in list(found["retention"].items()):
+        if "link_at" in type(own).model_fields and own.dual:
+            for at in ("chunk", "linear"):
+                found["retention"][f"{kind}.{at}"] = own.model_copy(update={"link_at": at})
+    heads, per_channel = found["gating"]["heads"], Head(channels=True)
+    found["gating"]["heads"] = heads.model_copy(update={"erase": per_channel, "write": Head(), "value": Head()})
+    found["gating"]["heads.rows"] = heads.model_copy(update={"retain_value": per_channel})
+    found["gating"]["target_conv"] = found["gating"]["target_conv"].model_copy(update={"taps": 3, "ahead": 1})
+    return found
 
 
 class Cell(NamedTuple):
-    """One combination: a kind of each family, and how gradients are taken and committed."""
+    """One combination: a kind of each family, how gradients are taken and committed, and the fields around it."""
 
     structure: str
     bias: str
@@ -56,16 +127,40 @@ class Cell(NamedTuple):
     algorithm: str
     feature_map: str
     way: str
+    gating: str = "none"
+    readout: str = "direct"
+    writes: str = "1"
+    gates: str = "none"
+    step: str = "raw"
+    normalizer: str = "none"
+    read: str = "after"
+    decay_order: str = "with_step"
+
+    @property
+    def name(self) -> str:
+        """The rule, and what is not as by default."""
+        around = [value for name, value in zip(self._fields, self, strict=True) if value != DEFAULT[name]]
+        return "-".join((*self[: len(RULE)], *[value for value in around if value not in self[: len(RULE)]]))
 
     def fields(self) -> dict[str, Any]:
         """The fields of its `MemoryConfig`."""
-        knobs = {name: FAMILIES[name].variants()[getattr(self, name)] for name in FAMILIES}
-        examples = {name: example(variant) for name, variant in knobs.items()}
-        if self.retention == "lq":
+        known = settings()
+        examples = {name: known[name][getattr(self, name)] for name in FAMILIES}
+        if self.retention.startswith("lq"):
             # The root has its chord below eps: one this wide leaves no slope near infinity.
             examples["retention"] = examples["retention"].model_copy(update={"eps": 0.05})
         lr = examples["algorithm"].model_copy(update={"lr": 0.2})
-        return {**examples, "algorithm": lr, **_WAYS[self.way], "key_norm": "l2", "state_dtype": "float64"}
+        plain = {name: getattr(self, name) for name in PLAIN if name not in ("gates", "writes")}
+        # Comba's layer has made its keys of unit length before.
+        norm = "none" if self.gating == "comba" else "l2"
+        around = {**_WAYS[self.way], "writes": int(self.writes), "key_norm": norm, "state_dtype": "float64"}
+        return {**examples, "algorithm": lr, **plain, **around}
+
+
+DEFAULT: dict[str, str] = {
+    **{"structure": "matrix", "bias": "l2", "retention": "none", "algorithm": "gd", "feature_map": "identity"},
+    **{"way": "token", **Cell._field_defaults},
+}
 
 
 class Verdict(NamedTuple):
@@ -77,14 +172,21 @@ class Verdict(NamedTuple):
 
 
 def axes() -> dict[str, list[str]]:
-    """The kinds along each axis of the product."""
-    return {**{name: list(shipped(root)) for name, root in FAMILIES.items()}, "way": list(WAYS)}
+    """The kinds along each axis of the product of the knobs of a rule."""
+    return {**{name: list(shipped(FAMILIES[name])) for name in RULE[:-1]}, "way": list(WAYS)}
+
+
+def all_axes() -> dict[str, list[str]]:
+    """The kinds along every axis, with the settings beside the examples."""
+    known = settings()
+    found = {name: [*known[name]] for name in FAMILIES} | {"way": list(WAYS)} | {k: list(v) for k, v in PLAIN.items()}
+    return {name: found[name] for name in Cell._fields}
 
 
 def every_cell() -> Iterator[Cell]:
-    """All cells, feature map by feature map."""
+    """All cells of the knobs of a rule, feature map by feature map."""
     found = axes()
-    for values in product(*(found[name] for name in Cell._fields)):
+    for values in product(*(found[name] for name in RULE)):
         yield Cell(*values)
 
 
@@ -101,35 +203,96 @@ def every_rule() -> Iterator[Cell]:
 
 
 def pairwise(seed: int = 0) -> list[Cell]:
-    """Cells among which any two kinds of different families meet at least once."""
+    """Cells among which any two kinds of different knobs of a rule meet at least once."""
     found = axes()
-    names = Cell._fields
     generator = torch.Generator().manual_seed(seed)
-    missing = {
-        ((a, x), (b, y)) for i, a in enumerate(names) for b in names[i + 1 :] for x in found[a] for y in found[b]
-    }
+    missing = {((a, x), (b, y)) for a, b in combinations(RULE, 2) for x in found[a] for y in found[b]}
     cells: list[Cell] = []
     while missing:
         best = max(
             (_around(pair, found, generator) for pair in sorted(missing)[:4] for _ in range(8)),
-            key=lambda cell: len(missing & _pairs(cell)),
+            key=lambda cell: len(missing & _pairs(cell, RULE)),
         )
         cells.append(best)
-        missing -= _pairs(best)
+        missing -= _pairs(best, RULE)
     return cells
 
 
-def _around(
-    pair: tuple[tuple[str, str], tuple[str, str]], found: dict[str, list[str]], generator: torch.Generator
-) -> Cell:
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+
+def _around(pair: Pair, found: dict[str, list[str]], generator: torch.Generator) -> Cell:
     """A random cell with two kinds given."""
     drawn = {name: kinds[int(torch.randint(len(kinds), (), generator=generator))] for name, kinds in found.items()}
     return Cell(**{**drawn, **dict(pair)})
 
 
-def _pairs(cell: Cell) -> set[tuple[tuple[str, str], tuple[str, str]]]:
-    named = list(cell._asdict().items())
-    return {(a, b) for i, a in enumerate(named) for b in named[i + 1 :]}
+def _pairs(cell: Cell, names: tuple[str, ...]) -> set[Pair]:
+    return set(combinations([(name, getattr(cell, name)) for name in names], 2))
+
+
+def fieldwise(names: tuple[str, ...] = Cell._fields, seed: int = 0) -> list[Cell]:
+    """Cells that run among which any two kinds of these axes meet at least once, and for any two that are refused with
+    what both need, one that is. Kinds of other axes come along as they can.
+
+    A gating makes the gates itself, and is not met by gates that are given.
+    """
+    found, source = all_axes(), torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> int:
+        return int(torch.randint(count, (), generator=source))
+
+    met: set[Pair] = set()
+    cells: list[Cell] = []
+    for a, b in combinations(names, 2):
+        for pair in product([(a, x) for x in found[a]], [(b, y) for y in found[b]]):
+            if pair in met or ({a, b} == {"gating", "gates"} and "none" not in (pair[0][1], pair[1][1])):
+                continue
+            best = nearest(pair)
+            if runs(best):
+                tries = [_moved(best, pair, found, draw) for _ in range(3)]
+                best = max(tries, key=lambda cell: len(_pairs(cell, names) - met))
+                met |= _pairs(best, names)
+            cells.append(best)
+    return cells
+
+
+def nearest(pair: Pair) -> Cell:
+    """Two kinds with what they need, and by default otherwise."""
+    needed = {**NEEDS.get(pair[0], {}), **NEEDS.get(pair[1], {}), **dict(pair)}
+    if needed.get("retention", "").endswith((".chunk", ".linear")):
+        needed.setdefault("way", "frozen")
+    return Cell(**{**DEFAULT, **needed})
+
+
+def _moved(cell: Cell, pair: Pair, found: dict[str, list[str]], draw: Callable[[int], int]) -> Cell:
+    """An allowed cell with some of the defaults of another replaced."""
+    fixed = {*dict(pair), *NEEDS.get(pair[0], {}), *NEEDS.get(pair[1], {})}
+    free = [name for name in Cell._fields if name not in fixed]
+    for _ in range(len(free)):
+        name = free.pop(draw(len(free)))
+        other = cell._replace(**{name: found[name][draw(len(found[name]))]})
+        cell = other if runs(other) else cell
+    return cell
+
+
+def runs(cell: Cell) -> bool:
+    """Whether a cell is allowed with the gates that it is given or its layer makes."""
+    config, given = validate(cell), GATES[cell.gates]
+    if not isinstance(config, MemoryConfig) or (given and cell.gating != "none"):
+        return False
+    if given.get("retain") and not (config.structure.linear and (config.readout.plain or config.readout.channels)):
+        return False
+    wide = config.gating.channels and config.feature_map.output_dim(WIDTH) != WIDTH
+    return not wide and not any(name in given for name, _ in config.gate_refusals())
+
+
+def some_cells(count: int, seed: int = 0) -> Iterator[Cell]:
+    """So many random cells of the product of all axes."""
+    found, source = all_axes(), torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        drawn = {name: kinds[int(torch.randint(len(kinds), (), generator=source))] for name, kinds in found.items()}
+        yield Cell(**(drawn if drawn["gating"] == "none" else {**drawn, "gates": "none"}))
 
 
 def validate(cell: Cell) -> MemoryConfig | Verdict:
@@ -137,74 +300,23 @@ def validate(cell: Cell) -> MemoryConfig | Verdict:
     try:
         return MemoryConfig.model_validate(cell.fields())
     except ConfigError as error:
-        text = str(error)
-        named = [name for name in (*FAMILIES, "chunk", "commit") if _mentions(text, name, cell)]
-        if len(named) < 2:
-            return Verdict(cell, "fault", f"refused without naming two settings: {text}")
-        return Verdict(cell, "refused", text)
+        return refused(cell, error)
+
+
+def refused(cell: Cell, error: ConfigError) -> Verdict:
+    """A fault where two settings are not named."""
+    text = str(error)
+    named = {name for name in (*FAMILIES, "chunk", "commit", *PLAIN) if _mentions(text, name, cell)}
+    if len(named) < 2:
+        return Verdict(cell, "fault", f"refused without naming two settings: {text}")
+    return Verdict(cell, "refused", text)
 
 
 def _mentions(text: str, name: str, cell: Cell) -> bool:
-    if name in ("chunk", "commit"):
-        return f"{name}=" in text
-    return name in text and repr(getattr(cell, name)) in text
-
-
-def check_cell(cell: Cell) -> Verdict:
-    """Runs one cell."""
-    config = validate(cell)
-    if isinstance(config, Verdict):
-        return config
-    try:
-        _check(config)
-    except (AssertionError, HecateError, RuntimeError, TypeError, ValueError, KeyError) as error:
-        return Verdict(cell, "fault", f"{type(error).__name__}: {error}")
-    return Verdict(cell, "passed")
-
-
-def _check(config: MemoryConfig) -> None:
-    length, d = 5, 4
-    # Values as wide as phi, which vectors and residuals ask for.
-    width = config.feature_map.output_dim(d)
-    case = _inputs(config, d, width, 1, length, torch.Generator().manual_seed(0))
-    if not config.structure.linear:
-        # The curvature of a deep memory grows with its weights: smaller steps stay in range.
-        case.leaves["lr"] = 0.2 * case.leaves["lr"]
-    whole = _run(case, autodiff="torch")
-    for item in (whole.y, *_floats(whole.state), *whole.grads.values()):
-        require(bool(torch.isfinite(item).all()), "something is not finite")
-    signal = max(float(grad.norm()) for grad in whole.grads.values())
-    require(signal > SIGNAL_FLOOR, f"no gradient above {SIGNAL_FLOOR}")
-    _agree(case, "the tape against autograd", _run(case), whole)
-    _agree(case, "in pieces against the whole", _run(case, cuts=(0, 2, length)), whole)
-    for engine in exact_engines(config, length=length):
-        got = _run(case, engine=engine, autodiff="auto")
-        _agree(case, f"engine {engine} against sequential", got, whole)
-
-
-def _agree(case: Any, what: str, got: Any, whole: Any) -> None:
-    """Equal to 1e-10, or within what rounding the inputs alone does to an ill-conditioned cell."""
-    try:
-        _same(case.config, what, got, whole)
-    except AssertionError:
-        errors = _distances(got, whole)
-        rounded = [_distances(_run(_rounded(case, seed), autodiff="torch"), whole) for seed in (0, 1)]
-        bounds = [ROUNDINGS * max(both) for both in zip(*rounded, strict=True)]
-        if any(error > bound for error, bound in zip(errors, bounds, strict=True)):
-            raise
-
-
-def _distances(got: Any, whole: Any) -> list[float]:
-    """Of outputs, states and gradients."""
-    mine, theirs = ((r.y, *_floats(r.state), *r.grads.values()) for r in (got, whole))
-    return [float((a - b).detach().norm()) for a, b in zip(mine, theirs, strict=True)]
-
-
-def _rounded(case: Any, seed: int) -> Any:
-    """The case with every input number moved by a unit in its last place, up or down."""
-    source = torch.Generator().manual_seed(seed)
-    moved = {}
-    for name, item in case.leaves.items():
-        sign = torch.randint(2, item.shape, generator=source).to(item.dtype) * 2 - 1
-        moved[name] = item * (1 + torch.finfo(item.dtype).eps * sign)
-    return case._replace(leaves=moved)
+    """A family by its kind, or by a field of the variant; a plain setting by its value; gates by their names."""
+    if name == "gates":
+        return any(f"gates.{gate}" in text for gate in GATES[cell.gates])
+    if name not in FAMILIES:
+        return re.search(rf"(^|\W){name}(=|: )", text) is not None
+    kind = getattr(cell, name).partition(".")[0]
+    return f"{name}." in text or f"{name}=" in text or (name in text and repr(kind) in text)

@@ -4,10 +4,11 @@ and everything that asks asks one question."""
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
-from hecate import Gates, MemoryConfig, algorithm, memory_scan
+from hecate import Gates, MemoryConfig, algorithm, memory_scan, named_rule
 from hecate.cms import CMS, SelfReferenceConfig, SelfReferential
 from hecate.errors import ConfigError, StabilityWarning
 from hecate.nn import Memory
@@ -99,3 +100,66 @@ def test_the_question_itself():
     free = ({"bias": "dot"}, {"algorithm": "implicit"}, {"structure": "mlp"}, {"retention": "kl"})
     for fields in free:
         assert MemoryConfig.model_validate(fields).diverging(math.inf) is None
+
+
+def transition(lr, key, erase, write):
+    """What a write does to a row of the memory, in numpy: m (I - lr a b^T)."""
+    return np.eye(len(key)) - lr * np.outer(erase * key, write * key)
+
+
+@pytest.mark.spec("RULE-STABLE-D1")
+@pytest.mark.parametrize(
+    ("erase", "write"), [(1.5, 1.0), (0.5, 1.0), (2.0, 2.0), (-0.5, -3.0), (-1.0, 0.5), (0.0, 3.0)]
+)
+@pytest.mark.parametrize("lr", [0.3, 1.0, 1.4])
+def test_numbers_for_gates_are_asked_of_the_eigenvalue(erase, write, lr):
+    key = np.random.default_rng(0).normal(size=4)
+    key /= np.linalg.norm(key)
+    radius = np.abs(np.linalg.eigvals(transition(lr, key, erase, write))).max()
+    config, k = MemoryConfig(key_norm="l2"), torch.tensor(key)[None, None, None]
+
+    def written(count):
+        many = k.expand(1, count, 1, 4)
+        return memory_scan(config, many, many, 0 * many, gates, initial={"weight": torch.ones(1, 4, 4).double()})
+
+    gates = Gates(lr, erase=erase, write=write)
+    if radius > 1 + 1e-9:
+        with pytest.raises(ConfigError, match="<erase phi, write phi>.*gates.erase times gates.write"):
+            written(1)
+        gates = Gates(torch.full((1, 60, 1), lr).double(), erase=erase, write=write)  # values are not looked at
+        assert written(60)[1].memory["weight"].abs().max() > 10
+    else:
+        assert written(60)[1].memory["weight"].abs().max() < 10
+
+
+@pytest.mark.spec("RULE-STABLE-D1")
+def test_the_norm_of_a_write_whose_keys_differ():
+    """Its square grows to 4/3 where erase lies in [0, 1], to 2 in [0, 2], and no eigenvalue leaves [-1, 1]."""
+    rng, most = np.random.default_rng(1), {1.0: 0.0, 2.0: 0.0}
+    for top, _ in [(top, seed) for top in most for seed in range(300)]:
+        key = rng.normal(size=3)
+        key /= np.linalg.norm(key)
+        gate = top * rng.integers(0, 2, 3) if _ % 2 else top * rng.uniform(size=3)
+        matrix = transition(1.0, key, gate, np.ones(3))
+        norm, a, c = np.linalg.norm(matrix, 2), gate * key, gate * key @ key
+        assert np.abs(np.linalg.eigvals(matrix)).max() <= 1 + 1e-12
+        assert norm**2 + (1 - c) ** 2 / norm**2 == pytest.approx(2 - 2 * c + a @ a, rel=1e-9) or norm <= 1 + 1e-9
+        most[top] = max(most[top], norm)
+    for top, bound in ((1.0, math.sqrt(4 / 3)), (2.0, math.sqrt(2))):
+        assert 0.99 * bound < most[top] <= bound + 1e-12
+
+
+@pytest.mark.spec("RULE-STABLE-D1")
+def test_a_gating_is_asked_for_the_most_that_it_erases():
+    def config(lr, top, **fields):
+        gating = {"kind": "heads", "erase": {"channels": True, "top": top}}
+        return MemoryConfig.model_validate({"algorithm": {"kind": "gd", "lr": lr}, "gating": gating, **fields})
+
+    quiet(lambda: config(1.0, 2.0, key_norm="l2"))
+    with pytest.raises(ConfigError, match=r"algorithm\.lr: .*2\.1 times .* with gating 'heads'.*diverges beyond 2"):
+        config(1.0, 2.1, key_norm="l2")
+    quiet(lambda: config(3.9, 0.5, key_norm="l2"))
+    quiet(lambda: Memory(4, 1, config(1.0, 2.0)))
+    with pytest.warns(StabilityWarning, match="times 2.1, the most that erase"):
+        Memory(4, 1, config(1.0, 2.1))
+    quiet(lambda: named_rule("rwkv7").check_step(9.0))  # what it erases with is of its own length
