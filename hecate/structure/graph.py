@@ -193,12 +193,20 @@ def outers(total: Tensor | None, d: Tensor, h: Tensor) -> Tensor:
     return torch.bmm(d.mT, h) if total is None else torch.baddbmm(total, d.mT, h)
 
 
+def _summed(total: Tensor | None, d: Tensor) -> Tensor:
+    """`outers` of the constant."""
+    own = d.sum(1, keepdim=True).mT
+    return own if total is None else total + own
+
+
 def evaluate(graph: Graph, weights: Sequence[Tensor], p: Tensor) -> list[Tensor]:
     """p and the value of every node."""
     values = [p]
     for node in graph.nodes:
-        if isinstance(node, Linear):
-            values.append(torch.bmm(source(values, node.source), weights[node.weight].mT))
+        if isinstance(node, Linear) and node.source == ONE:
+            values.append(weights[node.weight].mT.expand(-1, p.shape[1], -1))
+        elif isinstance(node, Linear):
+            values.append(torch.bmm(values[node.source], weights[node.weight].mT))
         else:
             values.append(node.op.forward(*(values[at] for at in node.sources)))
     return values
@@ -276,7 +284,11 @@ class Trace(NamedTuple):
         for index, node in enumerate(self.graph.nodes):
             g = flowing[index + 1]
             if isinstance(node, Linear) and g is not None:
-                sums[node.weight] = outers(sums[node.weight], g, source(self.values, node.source))
+                sums[node.weight] = (
+                    _summed(sums[node.weight], g)
+                    if node.source == ONE
+                    else outers(sums[node.weight], g, self.values[node.source])
+                )
         pairs = zip(sums, self.weights, strict=True)
         return [torch.zeros_like(w) if own is None else own for own, w in pairs], flowing.filled(INPUT)
 
