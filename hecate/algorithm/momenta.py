@@ -160,8 +160,8 @@ class NewtonSchulz(Carrying):
             g = g * (length / root)
         for x, gram, through in reversed(iterates[:-1]):
             outer = g @ x.mT
-            inner = torch.baddbmm(torch.baddbmm(outer, gram, outer, beta=b, alpha=c), outer, gram, alpha=c)
-            g = torch.baddbmm(torch.baddbmm(g, through, g, beta=a), inner + inner.mT, x)
+            inner = torch.baddbmm(outer, gram, outer, beta=b, alpha=c).baddbmm_(outer, gram, alpha=c)
+            g = torch.baddbmm(g, through, g, beta=a).baddbmm_(inner + inner.mT, x)
         unit = iterates[0][0]
         glength = glength - (g * unit).sum((-2, -1), keepdim=True) / length
         return _back(g / length + glength * unit, s)
