@@ -21,13 +21,8 @@ Coefficients = tuple[float, float, float]
 POLYNOMIALS: dict[str, Coefficients] = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}
 
 
-def iterated(x: Tensor, coefficients: Coefficients) -> Tensor:
-    """One iteration: a X + (b A + c A^2) X with A = X X^T, of a matrix or a batch of them."""
-    return _iterated(x, coefficients)[0]
-
-
-def _iterated(x: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with A and b A + c A^2."""
+def iterated(x: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
+    """One iteration, a X + (b A + c A^2) X with A = X X^T, A and b A + c A^2, of a matrix or a batch of them."""
     a, b, c = coefficients
     fused = torch.addmm if x.ndim == 2 else torch.baddbmm
     gram = x @ x.mT
@@ -142,7 +137,7 @@ class NewtonSchulz(Carrying):
         length = (rows.square().sum((-2, -1), keepdim=True) + self.eps**2).sqrt()
         found, iterates = rows / length, []
         for _ in range(self.steps):
-            new, *of_gram = _iterated(found, POLYNOMIALS[self.polynomial])
+            new, *of_gram = iterated(found, POLYNOMIALS[self.polynomial])
             iterates.append((found, *of_gram))
             found = new
         iterates.append((found,))

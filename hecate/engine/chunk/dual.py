@@ -19,12 +19,13 @@ from torch import Tensor
 
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.structure.graph import INPUT, ONE, Cotangents, Graph, Linear, trace
+from hecate.structure.graph import INPUT, ONE, Cotangents, Graph, Linear, source, trace
 from hecate.tape import Block, Tensors, is_traced, one
-from hecate.tape.ops import over
+from hecate.tape.ops import over, sum_to_gate
 
 Maybe = Tensor | None
-Plus = Callable[..., Tensor]  # (total, x, y, sign=1) -> total + sign x y
+# (total, x, y, sign=1) -> total + sign x y: in place of a total of nobody else's, where torch need not see it all.
+Plus = Callable[..., Tensor]
 
 
 class Row(NamedTuple):
@@ -61,8 +62,8 @@ class Dual:
     def __init__(self, config: MemoryConfig, graph: Graph, counts: tuple[int, ...], *, reads: bool = True) -> None:
         self.config, self.graph, self.reads, self.loss = config, graph, reads, config.bias.block()
         self.ends = list(accumulate(counts, initial=len(Row._fields)))
-        # Of a layer of the constant h is 1: its products are sums.
-        self.biases = {node.weight for node in graph.nodes if isinstance(node, Linear) and node.source == ONE}
+        linear = [node for node in graph.nodes if isinstance(node, Linear) and config.retention.linear]
+        self.biases = {node.weight for node in linear if node.source == ONE}  # h and scores are 1
 
     def block(self) -> Block:
         """For a tape."""
@@ -76,7 +77,7 @@ class Dual:
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Any]:
         """Outputs, and what the VJP needs beside them."""
         row, (memory, slots, met, anchor) = Row(*inputs[: self.ends[0]]), self.states(inputs)  # type: ignore[arg-type]
-        past, plus = trace(self.graph, anchor, times(row.kept, row.phi_k)), _plus(*inputs)
+        past, plus = trace(self.graph, anchor, times(row.kept, row.phi_k)), _apart if is_traced(*inputs) else _in_place
         (u,), of_bias = self.loss.apply((past.values[-1], row.v))
         d, h, flowed = past.factors(one((u,)))
         h = (row.phi_k,) if row.kept is not None else self.faced(h)
@@ -86,12 +87,10 @@ class Dual:
         outputs = (*values[-1:], *(weight for column in new for weight in column))
         return outputs, (inputs, past, of_bias, d, h, flowed, values, kept)
 
-    def faced(self, h: Sequence[Maybe]) -> list[Maybe]:
-        """Layers' inputs as the retention takes the steps along them, None for the constant."""
-        retention, own = self.config.retention, [None if at in self.biases else item for at, item in enumerate(h)]
-        if retention.linear:
-            return own
-        return [None if item is None else retention.centred(item, item.new_ones(len(item))) for item in own]
+    def faced(self, h: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Layers' inputs as the retention takes the steps along them."""
+        retention = self.config.retention
+        return h if retention.linear else [retention.centred(item, item.new_ones(len(item))) for item in h]
 
     def read(
         self, row: Row, met: Memory, slots: Memory, d: Memory, h: Sequence[Any], plus: Plus
@@ -101,15 +100,9 @@ class Dual:
         for node in self.graph.nodes:
             if isinstance(node, Linear):
                 at, slot = node.weight, slots[node.weight] if slots else None
-                if node.source == ONE:
-                    z = times(row.a, met[at].mT)
-                    z = z if slot is None else z + times(row.s, slot.mT)
-                    values.append(_apart(z, row.seen, d[at], -1))
-                    kept.append((None, row.seen, []))
-                    continue
-                q, hi = values[node.source], h[at]
-                scores = torch.bmm(q, hi.mT)
-                attend = scores * row.seen
+                q = source(values, node.source)
+                scores = None if at in self.biases else torch.bmm(q, h[at].mT)
+                attend = row.seen if scores is None else scores * row.seen
                 z, answers = _answer(row, plus, q, met[at], slot)
                 values.append(plus(z, attend, d[at], -1))
                 kept.append((scores, attend, answers))
@@ -123,12 +116,12 @@ class Dual:
         inputs, past, of_bias, d, h, flowed, values, kept = residuals
         row, (memory, slots, met, anchor) = Row(*inputs[: self.ends[0]]), self.states(inputs)
         found, count, apart = list(cotangents[self.reads :]), len(memory), anchor is not memory
-        back = _Back(row, _plus(*inputs, *cotangents), met is not memory)
-        for each in zip(memory, slots or [None] * count, d, h, found, found[count:] or [None] * count, strict=False):
+        back = _Back(row, _apart if is_traced(*inputs, *cotangents) else _in_place, met is not memory)
+        none, gq = [None] * count, None
+        for each in zip(memory, slots or none, d, h, found, found[count:] or none, strict=False):
             back.written(*each)
-        gq = (
-            self.unread(back, cotangents[0], values, kept, (met, slots or [None] * count, d, h)) if self.reads else None
-        )
+        if self.reads:
+            gq = self.unread(back, cotangents[0], values, kept, (met, slots or none, d, h))
         gh = [None] if row.kept is not None else self.faced(back.h)
         above, gu, arrived = past.factors_vjp(flowed, back.d, gh, () if apart else back.memory)
         gpred, gv = self.loss.pullback(of_bias, [gu])
@@ -139,8 +132,8 @@ class Dual:
             back.add("kept", gkept if row.kept.dim() == 3 else gkept.sum(-1))
             gp = back.h[0] + times(row.kept, gp)
         of_row = (gp, gq, gv, *map(back.gates.get, Row._fields[3:]))
-        states = back.memory if apart else gweights
-        return (*of_row, *states, *(back.slots if slots else ()), *back.met, *(gweights if apart else ()))
+        own = (*(back.memory if apart else gweights), *(back.slots if slots else ()), *back.met)
+        return (*of_row, *own, *(gweights if apart else ()))
 
     def unread(self, back: _Back, gy: Tensor, values: list[Tensor], kept: list[Any], given: Any) -> Tensor:
         """The cotangent of the queries; the others are added to those of the write."""
@@ -152,8 +145,8 @@ class Dual:
                 continue
             if isinstance(node, Linear):
                 layer = [column[node.weight] for column in given]
-                q = None if node.source == ONE else values[node.source]
-                flowing.add(node.source, back.read(node.weight, g, q, *layer, *kept[index]))
+                pulled = back.read(node.weight, g, source(values, node.source), *layer, *kept[index])
+                flowing.add(node.source, pulled)
             else:
                 slopes = node.op.slopes(*(values[at] for at in node.sources))
                 for at, share in zip(node.sources, node.op.vjp(slopes, g), strict=True):
@@ -172,18 +165,16 @@ def _answer(row: Row, plus: Plus, q: Tensor, memory: Tensor, slot: Maybe) -> tup
     """z = a (q M^T) + s (q S^T), nobody else's, and what its VJP wants of it."""
     if _wide(memory):
         z = torch.bmm(times(row.a, q), memory.mT)
-        return z if slot is None else plus(z, times(row.s, q), slot.mT), [z, z]
+        return z if slot is None else plus(z, times(row.s, q), slot.mT), []
     answers = [torch.bmm(q, memory.mT), *([] if slot is None else [torch.bmm(q, slot.mT)])]
     z = answers[0] if row.a is None else times(row.a, answers[0])
     return z if slot is None else torch.addcmul(z, row.s.unsqueeze(-1), answers[1]), answers
 
 
-def _written(row: Row, plus: Plus, memory: Tensor, slot: Maybe, d: Tensor, h: Maybe) -> tuple[Tensor, ...]:
+def _written(row: Row, plus: Plus, memory: Tensor, slot: Maybe, d: Tensor, h: Tensor) -> tuple[Tensor, ...]:
     """A weight and its slot after the chunk's last token."""
 
-    def step(total: Tensor, into: Any, add: Plus = plus) -> Tensor:
-        if h is None:
-            return total - torch.bmm(into.unsqueeze(1), d).mT
+    def step(total: Tensor, into: Maybe, add: Plus = plus) -> Tensor:
         return add(total, d.mT, times(into, h), -1) if _wide(total) else add(total, times(into, d).mT, h, -1)
 
     kept = memory if row.end is None else over(row.end, memory) * memory
@@ -206,29 +197,25 @@ class _Back:
         """Adds to a gate's."""
         self.gates[name] = self.gates[name] + g if name in self.gates else g
 
-    def written(self, memory: Tensor, slot: Maybe, d: Tensor, h: Maybe, g: Tensor, gslot: Maybe) -> None:
+    def written(self, memory: Tensor, slot: Maybe, d: Tensor, h: Tensor, g: Tensor, gslot: Maybe) -> None:
         """The reverse of `_written`."""
         row, gmemory = self.row, g
         gd, gh = self.stepped("into", d, h, g, None, None)
         if row.end is not None:
             gmemory = over(row.end, g) * g
-            self.add("end", _inner(g, memory))
+            self.add("end", sum_to_gate(g * memory, row.end))
         if slot is not None:
             gd, gh = self.stepped("slot_into", d, h, gslot, gd, gh)
-            self.add("slot_end", _inner(g, slot))
-            self.add("slot_kept", _inner(gslot, slot))
+            self.add("slot_end", sum_to_gate(g * slot, row.slot_end))
+            self.add("slot_kept", sum_to_gate(gslot * slot, row.slot_kept))
             gslot = torch.addcmul(over(row.slot_end, g) * g, over(row.slot_kept, g), gslot)
         for column, item in zip((self.d, self.h, self.memory, self.slots), (gd, gh, gmemory, gslot), strict=True):
             column.append(item)
         self.met += [None] if self.own else []
 
-    def stepped(self, name: str, d: Tensor, h: Maybe, g: Tensor, gd: Maybe, gh: Maybe) -> tuple[Tensor, Maybe]:
+    def stepped(self, name: str, d: Tensor, h: Tensor, g: Tensor, gd: Maybe, gh: Maybe) -> tuple[Tensor, Tensor]:
         """Cotangents of d and h from that of -(into d)^T h, added to those known."""
         into, wide = getattr(self.row, name), _wide(g)
-        if h is None:
-            self.add(name, -torch.bmm(d, g).squeeze(-1))
-            down = -times(into, g.mT)
-            return (down if gd is None else gd + down), None
         narrow, other = (h, d) if wide else (d, h)
         pulled = torch.bmm(other, g if wide else g.mT)
         self.add(name, -along(narrow, pulled))
@@ -239,17 +226,16 @@ class _Back:
         return (summed, known) if wide else (known, summed)
 
     def read(
-        self, at: int, g: Tensor, q: Maybe, met: Tensor, slot: Maybe, d: Tensor, h: Any, scores: Any, attend: Tensor,
-        answers: list[Any],
-    ) -> Maybe:  # fmt: skip
+        self, at: int, g: Tensor, q: Tensor, met: Tensor, slot: Maybe, d: Tensor, h: Tensor, scores: Maybe,
+        attend: Tensor, answers: list[Tensor],
+    ) -> Tensor:  # fmt: skip
         """The cotangent of a layer's queries from that of its answers z = a (q M^T) + s (q S^T) - attend d."""
         gattend = torch.bmm(g, d.mT)
         self.d[at] = self.plus(self.d[at], attend.mT, g, -1)
-        self.add("seen", -(gattend if q is None else gattend * scores))
-        if q is None:
-            return self.constant(at, g, met, slot)
-        gscores = gattend * self.row.seen
-        self.h[at] = self.plus(self.h[at], gscores.mT, q, -1)
+        self.add("seen", -(gattend if scores is None else gattend * scores))
+        if scores is not None:
+            gattend = gattend * self.row.seen
+            self.h[at] = self.plus(self.h[at], gattend.mT, q, -1)
         gq: Maybe = None
         fresh = self.own or self.row.end is None  # else what is there is nobody else's
         for name, weight in zip("as", (met, slot), strict=True):
@@ -260,10 +246,7 @@ class _Back:
                 pulled, left, right = torch.bmm(g, weight), g, times(gate, q)
                 if gate is not None:
                     self.add(name, along(pulled, q))
-                if gq is None:
-                    gq = times(gate, pulled)
-                else:
-                    gq = torch.addcmul(gq, gate.unsqueeze(-1), pulled)
+                gq = times(gate, pulled) if gq is None else torch.addcmul(gq, gate.unsqueeze(-1), pulled)
             else:
                 left, right = times(gate, g), q
                 if gate is not None:
@@ -275,23 +258,7 @@ class _Back:
                 self.met[at] = torch.bmm(left.mT, right)
             else:
                 self.memory[at] = (_apart if fresh else self.plus)(self.memory[at], left.mT, right)
-        return self.plus(gq, gscores, h, -1)
-
-    def constant(self, at: int, g: Tensor, met: Tensor, slot: Maybe) -> None:
-        """The same of a bias, z = a M^T + s S^T - attend d."""
-        for gate, name, weight in ((self.row.a, "a", met), (self.row.s, "s", slot)):
-            if weight is None:
-                continue
-            own = g.sum(1, keepdim=True).mT if gate is None else torch.bmm(gate.unsqueeze(1), g).mT
-            if gate is not None:
-                self.add(name, torch.bmm(g, weight).squeeze(-1))
-            column = self.slots if name == "s" else self.met if self.own else self.memory
-            column[at] = own if column[at] is None else column[at] + own
-
-
-def _plus(*tensors: Maybe) -> Plus:
-    """total + sign x y in the place of a total that is nobody else's, where torch need not see every operation."""
-    return _apart if is_traced(*tensors) else _in_place
+        return self.plus(gq, gattend, h, -1)  # of the constant nobody asks
 
 
 def _apart(total: Tensor, x: Tensor, y: Tensor, sign: int = 1) -> Tensor:
@@ -310,8 +277,3 @@ def times(weight: Maybe, rows: Tensor) -> Tensor:
 def along(a: Tensor, b: Tensor) -> Tensor:
     """<a, b> along the last axis."""
     return (a * b).sum(-1)
-
-
-def _inner(g: Tensor, weight: Tensor) -> Tensor:
-    """<g, W> of every memory, `[N]`."""
-    return (g * weight).flatten(1).sum(1)

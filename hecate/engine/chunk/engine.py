@@ -209,8 +209,8 @@ def _commit_dual(
     states = memory, carry.slots, met, at
     step = Dual(config, graph, tuple(map(len, states)), reads=not answers).block()
     answers += several(run(step, *row[1:4], own, *row[4:], *chain.from_iterable(states)))
-    new = answers[1 : 1 + len(memory)], answers[1 + len(memory) :]
-    return answers[0], _closed(carry._replace(memory=new[0], slots=new[1], anchor=anchor), kept, span, run)
+    y, new, slots = answers[0], answers[1 : 1 + len(memory)], answers[1 + len(memory) :]
+    return y, _closed(carry._replace(memory=new, slots=slots, anchor=anchor), kept, span, run)
 
 
 def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:

@@ -80,27 +80,20 @@ def kept_rows(config: MemoryConfig, retain: Tensor, sizes: list[int], run: Run) 
 def _of_steps(
     name: str, formula: Callable[..., Tensors], tensors: Tensors, sizes: list[int], run: Run
 ) -> list[Tensors]:
-    """What a formula makes of the gates of every step `[N, c, C, ...]`; steps of equal size share one call.
-
-    Where it is small it is made once, for the backward pass too.
-    """
-    first = tensors[0]
-    small = first is not None and first.numel() * max(sizes) * first.element_size() <= KEPT
+    """What a formula makes of the gates of every step `[N, c, C, ...]`; steps of equal size share one call. Where it is
+    small it is made once, for the backward pass too."""
+    small = (first := tensors[0]) is not None and first.numel() * max(sizes) * first.element_size() <= KEPT
     groups = [list(equal) for _, equal in groupby(sizes)]
     rows: list[Tensors] = []
     for group, part in zip(groups, cut(tensors, [sum(group) for group in groups], run), strict=True):
         block = Block(name, partial(_by_step, formula, group[0]))
         if small:
-            block = checkpoint(name, partial(_once, block), keep=True)
+            block = checkpoint(name, lambda run, *gates, own=block: run(own, *gates), keep=True)
         columns: list[Tensors] = []
         for out in run(block, *part, label="coefficients"):
             columns.append((None,) * len(group) if out is None else run(UNBIND, out, label="coefficients"))
         rows += zip(*columns, strict=True)
     return rows
-
-
-def _once(block: Block, run: Run, *gates: Tensor | None) -> Tensors:
-    return run(block, *gates)
 
 
 def _by_step(formula: Callable[..., Tensors], size: int, *gates: Tensor | None) -> tuple[Tensors, None]:
