@@ -42,12 +42,12 @@ class Row(NamedTuple):
     kept: Maybe
     seen: Tensor
     a: Maybe
-    s: Maybe
+    s: Any
     into: Tensor
-    end: Maybe
-    slot_end: Maybe
-    slot_into: Maybe
-    slot_kept: Maybe
+    end: Any
+    slot_end: Any
+    slot_into: Any
+    slot_kept: Any
 
 
 class Dual:
@@ -79,8 +79,8 @@ class Dual:
         row, (memory, slots, met, anchor) = Row(*inputs[: self.ends[0]]), self.states(inputs)  # type: ignore[arg-type]
         past, plus = trace(self.graph, anchor, times(row.kept, row.phi_k)), _apart if is_traced(*inputs) else _in_place
         (u,), of_bias = self.loss.apply((past.values[-1], row.v))
-        d, h, flowed = past.factors(one((u,)))
-        h = (row.phi_k,) if row.kept is not None else self.faced(h)
+        d, found, flowed = past.factors(one((u,)))
+        h = (row.phi_k,) if row.kept is not None else self.faced(found)
         values, kept = self.read(row, met, slots, d, h, plus) if self.reads else ([], [])
         held = zip(memory, slots or [None] * len(memory), d, h, strict=True)
         new = zip(*(_written(row, plus, *each) for each in held), strict=True)
@@ -96,7 +96,7 @@ class Dual:
         self, row: Row, met: Memory, slots: Memory, d: Memory, h: Sequence[Any], plus: Plus
     ) -> tuple[list[Tensor], list[Any]]:
         """The value of every node for the queries, each at its own token's state, and what the layers kept."""
-        values, kept = [row.phi_q], []
+        values, kept = [row.phi_q], list[Any]()
         for node in self.graph.nodes:
             if isinstance(node, Linear):
                 at, slot = node.weight, slots[node.weight] if slots else None
@@ -191,13 +191,13 @@ class _Back:
     def __init__(self, row: Row, plus: Plus, own: bool) -> None:
         self.row, self.plus, self.own = row, plus, own
         self.gates: dict[str, Tensor] = {}
-        self.d, self.h, self.memory, self.slots, self.met = ([] for _ in range(5))
+        self.d, self.h, self.memory, self.slots, self.met = (list[Any]() for _ in range(5))
 
     def add(self, name: str, g: Tensor) -> None:
         """Adds to a gate's."""
         self.gates[name] = self.gates[name] + g if name in self.gates else g
 
-    def written(self, memory: Tensor, slot: Maybe, d: Tensor, h: Tensor, g: Tensor, gslot: Maybe) -> None:
+    def written(self, memory: Tensor, slot: Maybe, d: Tensor, h: Tensor, g: Tensor, gslot: Any) -> None:
         """The reverse of `_written`."""
         row, gmemory = self.row, g
         gd, gh = self.stepped("into", d, h, g, None, None)

@@ -196,9 +196,9 @@ def _commit_dual(
 ) -> tuple[Tensor, Carry]:
     """A step at each token, read in the dual form: kept, phi_k, phi_q, v and the coefficients."""
     anchor, kept = _anchor(carry, span, run), _since(carry, row[0], run)
-    memory, met, own = carry.memory, (), kept
-    at = () if anchor is memory else anchor
+    met: Memory = ()
     answers: tuple[Tensor, ...] = ()
+    memory, own, at = carry.memory, kept, () if anchor is carry.memory else anchor
     if not config.retention.linear:
         start = anchor if span.starts is None else per_weight(run, SELECT, (span.starts,) * len(anchor), memory, anchor)
         at, own = config.rule.weights(start, run=run), None
