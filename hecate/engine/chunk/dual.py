@@ -96,7 +96,8 @@ class Dual:
         self, row: Row, met: Memory, slots: Memory, d: Memory, h: Sequence[Any], plus: Plus
     ) -> tuple[list[Tensor], list[Any]]:
         """The value of every node for the queries, each at its own token's state, and what the layers kept."""
-        values, kept = [row.phi_q], list[Any]()
+        values: list[Tensor] = [row.phi_q]
+        kept: list[Any] = []
         for node in self.graph.nodes:
             if isinstance(node, Linear):
                 at, slot = node.weight, slots[node.weight] if slots else None
@@ -191,7 +192,8 @@ class _Back:
     def __init__(self, row: Row, plus: Plus, own: bool) -> None:
         self.row, self.plus, self.own = row, plus, own
         self.gates: dict[str, Tensor] = {}
-        self.d, self.h, self.memory, self.slots, self.met = (list[Any]() for _ in range(5))
+        columns: Any = [], [], [], [], []
+        self.d, self.h, self.memory, self.slots, self.met = columns
 
     def add(self, name: str, g: Tensor) -> None:
         """Adds to a gate's."""
