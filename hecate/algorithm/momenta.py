@@ -21,13 +21,13 @@ Coefficients = tuple[float, float, float]
 POLYNOMIALS: dict[str, Coefficients] = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}
 
 
-def iterated(x: Tensor, coefficients: Coefficients) -> Tensor:
-    """One iteration: a X + (b A + c A^2) X with A = X X^T, of a matrix or a batch of them."""
+def iterated(x: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
+    """One iteration, a X + (b A + c A^2) X with A = X X^T, A and b A + c A^2, of a matrix or a batch of them."""
     a, b, c = coefficients
     fused = torch.addmm if x.ndim == 2 else torch.baddbmm
     gram = x @ x.mT
     inner = fused(gram, gram, gram, beta=b, alpha=c) if c else b * gram
-    return fused(x, inner, x, beta=a)
+    return fused(x, inner, x, beta=a), gram, inner
 
 
 class NewtonSchulz(Carrying):
@@ -60,14 +60,24 @@ class NewtonSchulz(Carrying):
         return math.inf if not self.rescale else 2.0
 
     def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
-        carried = over(momentum, grad) * slots[0] + grad
-        return -over(lr, grad) * self._orthogonal(carried)[0], carried
+        return self._directed(grad, lr, momentum, *slots)[0]
 
     def direction_vjp(self, inputs: tuple[Tensor, ...], *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        grad, lr, momentum, slot = inputs
+        return self._directed_vjp(self._directed(*inputs)[1], *cotangents)
+
+    def block(self) -> Block:
+        """The iterations are kept for the derivative."""
+        kept = still_declared(self, "block", self._formulas)
+        return Block(f"algorithm.{self.kind}", self._directed, self._directed_vjp) if kept else super().block()
+
+    def _directed(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        carried = over(momentum, grad) * slots[0] + grad
+        made = self._orthogonal(carried)
+        return (-over(lr, grad) * made[0], carried), ((grad, lr, momentum, slots[0]), carried, made)
+
+    def _directed_vjp(self, residuals: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        (grad, lr, momentum, slot), carried, (found, iterates, length) = residuals
         gdirection, gcarried = cotangents
-        carried = over(momentum, grad) * slot + grad
-        found, iterates, length = self._orthogonal(carried)
         glr = -sum_to_gate(found * gdirection, lr)
         pulled = self._pulled(carried, iterates, length, -over(lr, grad) * gdirection)
         g = gcarried + pulled
@@ -120,33 +130,34 @@ class NewtonSchulz(Carrying):
 
         return Block("algorithm.newton_schulz.gain", forward, vjp)
 
-    def _orthogonal(self, s: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-        """NS(s) in the shape of s, the iterates as wide matrices, and the regularised norm of s."""
+    def _orthogonal(self, s: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]], Tensor]:
+        """NS(s) in the shape of s, X, A and b A + c A^2 of every iteration and the last X, wide matrices, and the
+        regularised norm of s."""
         rows = _wide(s)
         length = (rows.square().sum((-2, -1), keepdim=True) + self.eps**2).sqrt()
-        iterates = [rows / length]
+        found, iterates = rows / length, []
         for _ in range(self.steps):
-            iterates.append(iterated(iterates[-1], POLYNOMIALS[self.polynomial]))
-        found = iterates[-1]
+            new, *of_gram = iterated(found, POLYNOMIALS[self.polynomial])
+            iterates.append((found, *of_gram))
+            found = new
+        iterates.append((found,))
         if self.rescale:
             found = found * (length / math.sqrt(found.shape[-2]))
         return _back(found, s), iterates, length
 
-    def _pulled(self, s: Tensor, iterates: list[Tensor], length: Tensor, g: Tensor) -> Tensor:
+    def _pulled(self, s: Tensor, iterates: list[tuple[Tensor, ...]], length: Tensor, g: Tensor) -> Tensor:
         """Cotangent of s from that of NS(s)."""
         a, b, c = POLYNOMIALS[self.polynomial]
         g, glength = _wide(g), torch.zeros_like(length)
         if self.rescale:
             root = math.sqrt(g.shape[-2])
-            glength = (g * iterates[-1]).sum((-2, -1), keepdim=True) / root
+            glength = (g * iterates[-1][0]).sum((-2, -1), keepdim=True) / root
             g = g * (length / root)
-        for x in reversed(iterates[:-1]):
-            gram = x @ x.mT
+        for x, gram, through in reversed(iterates[:-1]):
             outer = g @ x.mT
-            inner = torch.baddbmm(torch.baddbmm(outer, gram, outer, beta=b, alpha=c), outer, gram, alpha=c)
-            through = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            g = torch.baddbmm(torch.baddbmm(g, through, g, beta=a), inner + inner.mT, x)
-        unit = iterates[0]
+            inner = torch.baddbmm(outer, gram, outer, beta=b, alpha=c).baddbmm_(outer, gram, alpha=c)
+            g = torch.baddbmm(g, through, g, beta=a).baddbmm_(inner + inner.mT, x)
+        unit = iterates[0][0]
         glength = glength - (g * unit).sum((-2, -1), keepdim=True) / length
         return _back(g / length + glength * unit, s)
 

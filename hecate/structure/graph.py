@@ -186,8 +186,11 @@ def source(values: Sequence[Tensor], index: int) -> Tensor:
     return torch.ones_like(values[INPUT][..., :1]) if index == ONE else values[index]
 
 
-def outers(total: Tensor | None, d: Tensor, h: Tensor) -> Tensor:
-    """sum_c d_c h_c^T, added to a total: `[N, C, out], [N, C, in] -> [N, out, in]`."""
+def outers(total: Tensor | None, d: Tensor, h: Tensor | None) -> Tensor:
+    """sum_c d_c h_c^T, added to a total: `[N, C, out], [N, C, in] -> [N, out, in]`; h is None for the constant."""
+    if h is None:
+        own = d.sum(1, keepdim=True).mT
+        return own if total is None else total + own
     if d.shape[1] == 1:  # on a CPU twice as fast as a product of matrices of one row
         return d.mT * h if total is None else torch.addcmul(total, d.mT, h)
     return torch.bmm(d.mT, h) if total is None else torch.baddbmm(total, d.mT, h)
@@ -197,8 +200,10 @@ def evaluate(graph: Graph, weights: Sequence[Tensor], p: Tensor) -> list[Tensor]
     """p and the value of every node."""
     values = [p]
     for node in graph.nodes:
-        if isinstance(node, Linear):
-            values.append(torch.bmm(source(values, node.source), weights[node.weight].mT))
+        if isinstance(node, Linear) and node.source == ONE:
+            values.append(weights[node.weight].mT.expand(-1, p.shape[1], -1))
+        elif isinstance(node, Linear):
+            values.append(torch.bmm(values[node.source], weights[node.weight].mT))
         else:
             values.append(node.op.forward(*(values[at] for at in node.sources)))
     return values
@@ -276,7 +281,8 @@ class Trace(NamedTuple):
         for index, node in enumerate(self.graph.nodes):
             g = flowing[index + 1]
             if isinstance(node, Linear) and g is not None:
-                sums[node.weight] = outers(sums[node.weight], g, source(self.values, node.source))
+                h = None if node.source == ONE else self.values[node.source]
+                sums[node.weight] = outers(sums[node.weight], g, h)
         pairs = zip(sums, self.weights, strict=True)
         return [torch.zeros_like(w) if own is None else own for own, w in pairs], flowing.filled(INPUT)
 

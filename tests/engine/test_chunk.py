@@ -222,7 +222,7 @@ def test_the_tape_can_be_read_and_keeps_few_carries(monkeypatch):
     assert "segment 2" in str(tape) and "segment 3" not in str(tape)
     inputs = [case.q, case.k, case.v, case.gates.lr]
     grads = tape.backward([y], [torch.ones_like(y)], inputs)
-    assert float(tape.norms("chunk 4")["segment 1/chunk 4/chunk.read"]) > 1e-6
+    assert float(tape.norms("chunk 4")["segment 1/chunk 4/chunk.step"]) > 1e-6
     fresh = case.fresh()
     z, _ = fresh.scan(engine="sequential")
     trues = torch.autograd.grad(z.sum(), [fresh.q, fresh.k, fresh.v, fresh.gates.lr])

@@ -221,7 +221,7 @@ FAULTS = [
         "engine",
         CHUNK,
         ("chunk/engine", "return g * gates.prod(1), (g * total).unsqueeze(1) * earlier * later", "return g * gates.prod(1), (g * total).unsqueeze(1) * later"),
-        ("chunk/batched", "gslot = torch.addcmul(over(s, g) * g, over(e, g), gcarried)", "gslot = over(s, g) * g"),
+        ("chunk/dual", "gslot = torch.addcmul(over(row.slot_end, g) * g, over(row.slot_kept, g), gslot)", "gslot = over(row.slot_end, g) * g"),
     ),
     *_of(
         "engine",
@@ -307,7 +307,7 @@ FAULTS = [
         "algorithm",
         "tests/rule/test_algorithms.py",
         ("momenta", "return fused(x, inner, x, beta=a)", "return fused(x, inner, x, beta=b)"),
-        ("momenta", "beta=b, alpha=c), outer, gram, alpha=c)", "beta=b, alpha=c), outer, gram, alpha=0)"),
+        ("momenta", ".baddbmm_(outer, gram, alpha=c)", ".baddbmm_(outer, gram, alpha=0)"),
         ("momenta", "return rows.mT if rows.shape[-2] > rows.shape[-1] else rows", "return rows"),
         ("descent", "return carried, square, (square + self.eps**2).rsqrt()", "return carried, square, square.sqrt() + self.eps"),
         ("momenta", "gg = gg - 2 * c.square()", "gg = gg + 2 * c.square()"),
@@ -352,7 +352,7 @@ FAULTS = [
         "tests/retention/test_link_at.py",
         ("loop", "        kept = one(run(SELECT, token.write, kept, before))", "        pass"),
         ("chunk/spans", "within((place == 0) & ~carried),", "within(written & (place == 0) & ~carried),"),
-        ("chunk/engine", "grads._replace(h=per_weight(run, _centred(config), grads.h))", "grads"),
+        ("chunk/dual", "return h if retention.linear else [retention.centred(item, item.new_ones(len(item))) for item in h]", "return h"),
     ),
     *_of(
         "engine",

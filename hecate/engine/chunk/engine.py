@@ -23,37 +23,16 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import Call
-from hecate.engine.chunk.batched import (
-    factored,
-    predict,
-    predict_block,
-    predict_states,
-    read,
-    shared_graph,
-    summed,
-    token_gradients,
-    write,
-)
+from hecate.engine.chunk.batched import predict, predict_block, predict_states, shared_graph, summed, token_gradients
+from hecate.engine.chunk.dual import Dual
 from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, places_of, spans_of
 from hecate.engine.engine import TokenEngine
 from hecate.engine.loop import committed_chunk, in_segments, labelled, per_weight, restarted, select
-from hecate.engine.tokens import (
-    CONCAT,
-    NUMBERS,
-    SELECT,
-    UNBIND,
-    VECTORS,
-    Carry,
-    Tokens,
-    cut,
-    fold_mask,
-    in_folds,
-    linear_block,
-)
+from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Tokens, cut, fold_mask, in_folds
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
 from hecate.structure.graph import Graph
-from hecate.tape import Block, Run, Tensors, formula_block, one, several
+from hecate.tape import Run, Tensors, formula_block, one, several
 
 DUAL = 64  # tokens whose pairs are held at once in the dual form
 BUILT = 16  # tokens whose states are built at once
@@ -216,33 +195,22 @@ def _commit_dual(
     config: MemoryConfig, graph: Graph, carry: Carry, row: Tensors, span: Span, run: Run
 ) -> tuple[Tensor, Carry]:
     """A step at each token, read in the dual form: kept, phi_k, phi_q, v and the coefficients."""
-    phi_k, phi_q, v = several(row[1:4])
     anchor, kept = _anchor(carry, span, run), _since(carry, row[0], run)
-    memory, slots = carry.memory, carry.slots
-    if config.retention.linear:
-        grads = factored(config, graph, anchor, (phi_k, v, kept), run)
-        y = read(graph, memory, slots, grads, row[4:7], phi_q, run)
-    else:
+    met: Memory = ()
+    answers: tuple[Tensor, ...] = ()
+    memory, own, at = carry.memory, kept, () if anchor is carry.memory else anchor
+    if not config.retention.linear:
         start = anchor if span.starts is None else per_weight(run, SELECT, (span.starts,) * len(anchor), memory, anchor)
-        weights = config.rule.weights(start, run=run)
-        grads = factored(config, graph, weights, (phi_k, v, None), run)
-        grads = grads._replace(h=per_weight(run, _centred(config), grads.h))
+        at, own = config.rule.weights(start, run=run), None
         if kept is None:
-            y = one(run(predict_block(graph), phi_q, *weights))
+            answers = several(run(predict_block(graph), one(row[2:3]), *at))
         else:
-            at = config.rule.moved(memory, start, weights, carry.pending_retain[0], run=run)
-            y = read(graph, at, slots, grads, row[4:7], phi_q, run)
-    memory, slots = write(memory, slots, grads, row[7:], run)
-    return y, _closed(carry._replace(memory=memory, slots=slots, anchor=anchor), kept, span, run)
-
-
-def _centred(config: MemoryConfig) -> Block:
-    """Layers' inputs as the retention takes the steps along them."""
-
-    def there(h: Tensor) -> Tensor:
-        return config.retention.centred(h, h.new_ones(len(h)))
-
-    return linear_block("chunk.centred", there, there)
+            met = config.rule.moved(memory, start, at, carry.pending_retain[0], run=run)
+    states = memory, carry.slots, met, at
+    step = Dual(config, graph, tuple(map(len, states)), reads=not answers).block()
+    answers += several(run(step, *row[1:4], own, *row[4:], *chain.from_iterable(states)))
+    y, new, slots = answers[0], answers[1 : 1 + len(memory)], answers[1 + len(memory) :]
+    return y, _closed(carry._replace(memory=new, slots=slots, anchor=anchor), kept, span, run)
 
 
 def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:

@@ -19,7 +19,9 @@ from torch import Tensor
 from hecate.engine.coefficients import coefficients, running_products
 from hecate.engine.tokens import NUMBERS, UNBIND, VECTORS, Tokens, cut, expand_to, linear_block
 from hecate.rule import MemoryConfig
-from hecate.tape import Block, Run, Tensors, can_inspect
+from hecate.tape import Block, Run, Tensors, can_inspect, checkpoint
+
+KEPT = 2**24  # bytes of coefficients that are kept for the backward pass
 
 
 class Span(NamedTuple):
@@ -78,11 +80,15 @@ def kept_rows(config: MemoryConfig, retain: Tensor, sizes: list[int], run: Run) 
 def _of_steps(
     name: str, formula: Callable[..., Tensors], tensors: Tensors, sizes: list[int], run: Run
 ) -> list[Tensors]:
-    """What a formula makes of the gates of every step `[N, c, C, ...]`; steps of equal size share one call."""
+    """What a formula makes of the gates of every step `[N, c, C, ...]`; steps of equal size share one call. Where it is
+    small it is made once, for the backward pass too."""
+    small = (first := tensors[0]) is not None and first.numel() * max(sizes) * first.element_size() <= KEPT
     groups = [list(equal) for _, equal in groupby(sizes)]
     rows: list[Tensors] = []
     for group, part in zip(groups, cut(tensors, [sum(group) for group in groups], run), strict=True):
         block = Block(name, partial(_by_step, formula, group[0]))
+        if small:
+            block = checkpoint(name, lambda run, *gates, own=block: run(own, *gates), keep=True)
         columns: list[Tensors] = []
         for out in run(block, *part, label="coefficients"):
             columns.append((None,) * len(group) if out is None else run(UNBIND, out, label="coefficients"))

@@ -1,0 +1,281 @@
+"""A step of the chunk engine in the dual form as one block: gradients in factors, the reads through them, the write.
+
+In a stack of linear layers the gradients of a chunk's tokens, all taken at one anchor, are rank one per layer,
+G_i = d_i h_i^T: h_i the layer's input, d_i the cotangent of its output. States between the tokens are read through
+their coefficients (`hecate.engine.coefficients`) and never built. The structure's own graph says which layers there are
+and what lies between them. [ENG-CHUNK-D2]
+
+Shapes: h, d `[N, C, width]`, weights W, M, S `[N, out, in]`, coefficients `[N, C]` or `[N, C, C]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.rule import MemoryConfig
+from hecate.structure import Memory
+from hecate.structure.graph import INPUT, ONE, Cotangents, Graph, Linear, source, trace
+from hecate.tape import Block, Tensors, is_traced, one
+from hecate.tape.ops import over, sum_to_gate
+
+Maybe = Tensor | None
+# (total, x, y, sign=1) -> total + sign x y: in place of a total of nobody else's, where torch need not see it all.
+Plus = Callable[..., Tensor]
+
+
+class Row(NamedTuple):
+    """What a step is given beside the states. `seen[t, i]` is K[t, i] lr_i; a, `end` and the like are None where they
+    are 1 or belong to no slot.
+
+    The t-th query meets `a M + s S - seen d h^T`; after the chunk M is `end M + slot_end S - (into d) h^T` and S
+    `slot_kept S - (slot_into d) h^T`.
+    """
+
+    phi_k: Tensor
+    phi_q: Tensor
+    v: Tensor
+    kept: Maybe
+    seen: Tensor
+    a: Maybe
+    s: Any
+    into: Tensor
+    end: Any
+    slot_end: Any
+    slot_into: Any
+    slot_kept: Any
+
+
+class Dual:
+    """The block of a config.
+
+    States are memory, slots, the weights that queries meet in place of the memory, and those at which gradients are
+    taken, `counts` of each: none where they are the memory; `reads` is whether there are outputs. `row.kept`, `[N, C]`
+    or `[N, C, P]`, is a matrix's alone: the error of a key p_t at `kept_t W` is that of `kept_t p_t` at W, and what it
+    writes at is p_t. (*row, *states) -> (y if it `reads`, *memory, *slots).
+    """
+
+    def __init__(self, config: MemoryConfig, graph: Graph, counts: tuple[int, ...], *, reads: bool = True) -> None:
+        self.config, self.graph, self.reads, self.loss = config, graph, reads, config.bias.block()
+        self.ends = list(accumulate(counts, initial=len(Row._fields)))
+        linear = [node for node in graph.nodes if isinstance(node, Linear) and config.retention.linear]
+        self.biases = {node.weight for node in linear if node.source == ONE}  # h and scores are 1
+
+    def block(self) -> Block:
+        """For a tape."""
+        return Block("chunk.step", self.forward, self.vjp if self.loss.hand_written else None)
+
+    def states(self, inputs: Tensors) -> list[Memory]:
+        """Memory, slots, the weights that are met, those at which gradients are taken."""
+        found: list[Any] = [inputs[at:end] for at, end in zip(self.ends, self.ends[1:], strict=False)]
+        return [own or (found[0] if index != 1 else ()) for index, own in enumerate(found)]
+
+    def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Any]:
+        """Outputs, and what the VJP needs beside them."""
+        row, (memory, slots, met, anchor) = Row(*inputs[: self.ends[0]]), self.states(inputs)  # type: ignore[arg-type]
+        past, plus = trace(self.graph, anchor, times(row.kept, row.phi_k)), _apart if is_traced(*inputs) else _in_place
+        (u,), of_bias = self.loss.apply((past.values[-1], row.v))
+        d, found, flowed = past.factors(one((u,)))
+        h = (row.phi_k,) if row.kept is not None else self.faced(found)
+        values, kept = self.read(row, met, slots, d, h, plus) if self.reads else ([], [])
+        held = zip(memory, slots or [None] * len(memory), d, h, strict=True)
+        new = zip(*(_written(row, plus, *each) for each in held), strict=True)
+        outputs = (*values[-1:], *(weight for column in new for weight in column))
+        return outputs, (inputs, past, of_bias, d, h, flowed, values, kept)
+
+    def faced(self, h: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Layers' inputs as the retention takes the steps along them."""
+        retention = self.config.retention
+        return h if retention.linear else [retention.centred(item, item.new_ones(len(item))) for item in h]
+
+    def read(
+        self, row: Row, met: Memory, slots: Memory, d: Memory, h: Sequence[Any], plus: Plus
+    ) -> tuple[list[Tensor], list[Any]]:
+        """The value of every node for the queries, each at its own token's state, and what the layers kept."""
+        values: list[Tensor] = [row.phi_q]
+        kept: list[Any] = []
+        for node in self.graph.nodes:
+            if isinstance(node, Linear):
+                at, slot = node.weight, slots[node.weight] if slots else None
+                q = source(values, node.source)
+                scores = None if at in self.biases else torch.bmm(q, h[at].mT)
+                attend = row.seen if scores is None else scores * row.seen
+                z, answers = _answer(row, plus, q, met[at], slot)
+                values.append(plus(z, attend, d[at], -1))
+                kept.append((scores, attend, answers))
+            else:
+                values.append(node.op.forward(*(values[at] for at in node.sources)))
+                kept.append(None)
+        return values, kept
+
+    def vjp(self, residuals: Any, *cotangents: Tensor) -> Tensors:
+        """Cotangents of all inputs."""
+        inputs, past, of_bias, d, h, flowed, values, kept = residuals
+        row, (memory, slots, met, anchor) = Row(*inputs[: self.ends[0]]), self.states(inputs)
+        found, count, apart = list(cotangents[self.reads :]), len(memory), anchor is not memory
+        back = _Back(row, _apart if is_traced(*inputs, *cotangents) else _in_place, met is not memory)
+        none, gq = [None] * count, None
+        for each in zip(memory, slots or none, d, h, found, found[count:] or none, strict=False):
+            back.written(*each)
+        if self.reads:
+            gq = self.unread(back, cotangents[0], values, kept, (met, slots or none, d, h))
+        gh = [None] if row.kept is not None else self.faced(back.h)
+        above, gu, arrived = past.factors_vjp(flowed, back.d, gh, () if apart else back.memory)
+        gpred, gv = self.loss.pullback(of_bias, [gu])
+        arrived.add(len(self.graph.nodes), gpred)
+        gweights, gp = past.through(arrived, above)
+        if row.kept is not None:
+            gkept = gp * row.phi_k
+            back.add("kept", gkept if row.kept.dim() == 3 else gkept.sum(-1))
+            gp = back.h[0] + times(row.kept, gp)
+        of_row = (gp, gq, gv, *map(back.gates.get, Row._fields[3:]))
+        own = (*(back.memory if apart else gweights), *(back.slots if slots else ()), *back.met)
+        return (*of_row, *own, *(gweights if apart else ()))
+
+    def unread(self, back: _Back, gy: Tensor, values: list[Tensor], kept: list[Any], given: Any) -> Tensor:
+        """The cotangent of the queries; the others are added to those of the write."""
+        flowing = Cotangents(values)
+        flowing.add(len(self.graph.nodes), gy)
+        for index in reversed(range(len(self.graph.nodes))):
+            node, g = self.graph.nodes[index], flowing[index + 1]
+            if g is None:
+                continue
+            if isinstance(node, Linear):
+                layer = [column[node.weight] for column in given]
+                pulled = back.read(node.weight, g, source(values, node.source), *layer, *kept[index])
+                flowing.add(node.source, pulled)
+            else:
+                slopes = node.op.slopes(*(values[at] for at in node.sources))
+                for at, share in zip(node.sources, node.op.vjp(slopes, g), strict=True):
+                    flowing.add(at, share)
+        return flowing.filled(INPUT)
+
+
+# A layer. Gates `[N, C]` weigh its tokens, on whichever side is narrower: outputs are where `_wide` says so.
+
+
+def _wide(weight: Tensor) -> bool:
+    return weight.shape[-2] > weight.shape[-1]
+
+
+def _answer(row: Row, plus: Plus, q: Tensor, memory: Tensor, slot: Maybe) -> tuple[Tensor, list[Tensor]]:
+    """z = a (q M^T) + s (q S^T), nobody else's, and what its VJP wants of it."""
+    if _wide(memory):
+        z = torch.bmm(times(row.a, q), memory.mT)
+        return z if slot is None else plus(z, times(row.s, q), slot.mT), []
+    answers = [torch.bmm(q, memory.mT), *([] if slot is None else [torch.bmm(q, slot.mT)])]
+    z = answers[0] if row.a is None else times(row.a, answers[0])
+    return z if slot is None else torch.addcmul(z, row.s.unsqueeze(-1), answers[1]), answers
+
+
+def _written(row: Row, plus: Plus, memory: Tensor, slot: Maybe, d: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    """A weight and its slot after the chunk's last token."""
+
+    def step(total: Tensor, into: Maybe, add: Plus = plus) -> Tensor:
+        return add(total, d.mT, times(into, h), -1) if _wide(total) else add(total, times(into, d).mT, h, -1)
+
+    kept = memory if row.end is None else over(row.end, memory) * memory
+    if slot is None:
+        return (step(kept, row.into, _apart if row.end is None else plus),)
+    kept = torch.addcmul(kept, over(row.slot_end, slot), slot)
+    return step(kept, row.into), step(over(row.slot_kept, slot) * slot, row.slot_into)
+
+
+class _Back:
+    """Cotangents of a step's layers, and of its gates by name, as they come in; of the weights that are met where
+    those are inputs of their `own`."""
+
+    def __init__(self, row: Row, plus: Plus, own: bool) -> None:
+        self.row, self.plus, self.own = row, plus, own
+        self.gates: dict[str, Tensor] = {}
+        columns: Any = [], [], [], [], []
+        self.d, self.h, self.memory, self.slots, self.met = columns
+
+    def add(self, name: str, g: Tensor) -> None:
+        """Adds to a gate's."""
+        self.gates[name] = self.gates[name] + g if name in self.gates else g
+
+    def written(self, memory: Tensor, slot: Maybe, d: Tensor, h: Tensor, g: Tensor, gslot: Any) -> None:
+        """The reverse of `_written`."""
+        row, gmemory = self.row, g
+        gd, gh = self.stepped("into", d, h, g, None, None)
+        if row.end is not None:
+            gmemory = over(row.end, g) * g
+            self.add("end", sum_to_gate(g * memory, row.end))
+        if slot is not None:
+            gd, gh = self.stepped("slot_into", d, h, gslot, gd, gh)
+            self.add("slot_end", sum_to_gate(g * slot, row.slot_end))
+            self.add("slot_kept", sum_to_gate(gslot * slot, row.slot_kept))
+            gslot = torch.addcmul(over(row.slot_end, g) * g, over(row.slot_kept, g), gslot)
+        for column, item in zip((self.d, self.h, self.memory, self.slots), (gd, gh, gmemory, gslot), strict=True):
+            column.append(item)
+        self.met += [None] if self.own else []
+
+    def stepped(self, name: str, d: Tensor, h: Tensor, g: Tensor, gd: Maybe, gh: Maybe) -> tuple[Tensor, Tensor]:
+        """Cotangents of d and h from that of -(into d)^T h, added to those known."""
+        into, wide = getattr(self.row, name), _wide(g)
+        narrow, other = (h, d) if wide else (d, h)
+        pulled = torch.bmm(other, g if wide else g.mT)
+        self.add(name, -along(narrow, pulled))
+        known, summed = (gh, gd) if wide else (gd, gh)
+        known = -times(into, pulled) if known is None else torch.addcmul(known, into.unsqueeze(-1), pulled, value=-1)
+        narrow, g = times(-into, narrow), g.mT if wide else g
+        summed = torch.bmm(narrow, g) if summed is None else self.plus(summed, narrow, g)
+        return (summed, known) if wide else (known, summed)
+
+    def read(
+        self, at: int, g: Tensor, q: Tensor, met: Tensor, slot: Maybe, d: Tensor, h: Tensor, scores: Maybe,
+        attend: Tensor, answers: list[Tensor],
+    ) -> Tensor:  # fmt: skip
+        """The cotangent of a layer's queries from that of its answers z = a (q M^T) + s (q S^T) - attend d."""
+        gattend = torch.bmm(g, d.mT)
+        self.d[at] = self.plus(self.d[at], attend.mT, g, -1)
+        self.add("seen", -(gattend if scores is None else gattend * scores))
+        if scores is not None:
+            gattend = gattend * self.row.seen
+            self.h[at] = self.plus(self.h[at], gattend.mT, q, -1)
+        gq: Maybe = None
+        fresh = self.own or self.row.end is None  # else what is there is nobody else's
+        for name, weight in zip("as", (met, slot), strict=True):
+            gate = getattr(self.row, name)
+            if weight is None:
+                continue
+            if _wide(weight):
+                pulled, left, right = torch.bmm(g, weight), g, times(gate, q)
+                if gate is not None:
+                    self.add(name, along(pulled, q))
+                gq = times(gate, pulled) if gq is None else torch.addcmul(gq, gate.unsqueeze(-1), pulled)
+            else:
+                left, right = times(gate, g), q
+                if gate is not None:
+                    self.add(name, along(g, answers[name == "s"]))
+                gq = torch.bmm(left, weight) if gq is None else self.plus(gq, left, weight)
+            if name == "s":
+                self.slots[at] = self.plus(self.slots[at], left.mT, right)
+            elif self.own:
+                self.met[at] = torch.bmm(left.mT, right)
+            else:
+                self.memory[at] = (_apart if fresh else self.plus)(self.memory[at], left.mT, right)
+        return self.plus(gq, gattend, h, -1)  # of the constant nobody asks
+
+
+def _apart(total: Tensor, x: Tensor, y: Tensor, sign: int = 1) -> Tensor:
+    return torch.baddbmm(total, x, y, alpha=sign)
+
+
+def _in_place(total: Tensor, x: Tensor, y: Tensor, sign: int = 1) -> Tensor:
+    return total.baddbmm_(x, y, alpha=sign)
+
+
+def times(weight: Maybe, rows: Tensor) -> Tensor:
+    """`[N, C]` or `[N, C, width]` times `[N, C, width]`; None is 1."""
+    return rows if weight is None else (weight if weight.dim() == 3 else weight.unsqueeze(-1)) * rows
+
+
+def along(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b> along the last axis."""
+    return (a * b).sum(-1)
