@@ -37,7 +37,8 @@ RULES |= {
     ),
     "linear_attention": NamedRule(
         MemoryConfig(bias=Dot(), feature_map=ELU(), normalizer="sum"),
-        "Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236)",
+        "Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236): set a layer's qk_norm='none', features "
+        "of vectors of unit length are too alike to tell keys apart",
     ),
     "retnet": NamedRule(
         MemoryConfig(bias=Dot(), retention=Decay(retain="retnet"), query_scale="key_dim"),
@@ -153,7 +154,8 @@ RULES |= {
     ),
     "hgrn2": NamedRule(
         MemoryConfig(bias=Dot(), retention=Decay(retain=0.9, channels=True), gating=Complement()),
-        "HGRN2 (Qin et al., 2024, arXiv 2404.07904): what is not kept is written; without the lower bounds of retain "
+        "HGRN2 (Qin et al., 2024, arXiv 2404.07904): what is not kept is written, and a layer's keys are the logits of "
+        "what is kept, as in the released layer behind its convolution; without the lower bounds of retain "
         "that grow over layers",
     ),
     "longhorn": NamedRule(
@@ -193,14 +195,15 @@ RULES |= {
         MemoryConfig(
             bias=Dot(), retention=Decay(channels=True), query_scale="key_dim", readout=readout.Slots(), gating=GSA()
         ),
-        "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide",
+        "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide; set a layer's "
+        "qk_norm='none', a softmax of what unit vectors score is nearly even",
     ),
     "abc": NamedRule(
         MemoryConfig(
             bias=Dot(), retention=Decay(channels=True), query_scale="key_dim", readout=readout.Slots(), gating=ABC()
         ),
         "ABC: Attention with Bounded-memory Control (Peng et al., 2021, arXiv 2110.02488), with learned control: as "
-        "many slots as a key is wide",
+        "many slots as a key is wide; qk_norm='none' as for gsa",
     ),
     "titans_linear": NamedRule(
         MemoryConfig(retention=Decay(), algorithm=Momentum(), key_norm="l2"),
