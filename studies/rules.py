@@ -121,6 +121,8 @@ def train(job: Training) -> Record:
             record |= {"loss": loss, "value": trainer.evaluate().value(trainer.source.metric)}
     except HecateError as error:
         record["failed"] = f"{type(error).__name__}: {error}"
+    finally:
+        torch.set_flush_denormal(False)
     return record | {"seconds": time.process_time() - began}
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, running
 from hecate.gating.heads import head, logit
-from hecate.variant import Conflicts
 
 
 class Comba(Gating):
@@ -52,9 +51,8 @@ class Comba(Gating):
 class Complement(Gating):
     """complement: retain = sigmoid(a k + b) per channel; what is not kept is written, with the key 1 - retain.
 
-    The layer's key, behind its convolution, is the forget gate's logit, as it is in the released layer. a starts at 1,
-    and b where retain is 0.9 at k = 0, which is ours: the paper's lower bounds, growing over layers, are left out.
-    With `keys` the layer's keys stay, retain has a head of its own, and write = 1 - retain.
+    The layer's key, behind its convolution, is the forget gate's logit, as in the released layer. a starts at 1, b at
+    retain 0.9 for k = 0: ours, for the paper's lower bounds. With `keys` keys stay and retain has a head of its own.
 
     Shapes: a and b `[H, D]`; phi keeps the width D of keys.
     References: HGRN2 (Qin et al., 2024, arXiv 2404.07904). [GATE-TIED-D1]
@@ -63,11 +61,6 @@ class Complement(Gating):
     kind: Literal["complement"] = "complement"
     _makes: ClassVar[tuple[str, ...]] = ("write",)
     keys: bool = Field(False, description="whether the layer's keys stay; else the written key is 1 - retain alone")
-    retain: float = Field(0.9, gt=0, lt=1, description="at the start, where it is made of keys")
-
-    def conflicts(self) -> Conflicts:
-        if self.keys and "retain" in self.model_fields_set:
-            yield ("retain",), "with keys=True retain has a head, which starts at retention.retain; leave it out"
 
     @property
     def replaces(self) -> tuple[str, ...]:
@@ -76,28 +69,25 @@ class Complement(Gating):
     def refusal(self, config: Any) -> str | None:
         if not config.retention.uses_retain:
             return f"retention {config.retention.kind!r} has no retain gate"
-        if not (self.keys or config.retention.gate_form.channels):
-            return "it makes a retain gate per channel; set retention.channels, or gating.keys"
-        return None
+        alike = self.keys or config.retention.gate_form.channels
+        return None if alike else "it makes a retain gate per channel; set retention.channels, or gating.keys"
 
     def shapes(self, sizes: Sizes) -> Shapes:
         return {} if self.keys else dict.fromkeys(("a", "b"), (sizes.heads, sizes.d_key))
 
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        return torch.full(shape, 1.0 if name == "a" else logit(self.retain), dtype=torch.float64)
+        return torch.full(shape, 1.0 if name == "a" else logit(0.9), dtype=torch.float64)
 
     def forward(
         self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
-        if self.keys:
-            retain = made.gates["retain"]
-            if retain is None:
-                raise TypeError("a config without retain was not refused")
-            return made._replace(gates={**made.gates, "write": 1 - retain}), {}
-        wide = torch.promote_types(made.k.dtype, torch.float32)
-        s = params["a"].to(wide) * made.k.to(wide) + params["b"].to(wide)
-        gates = {"retain": torch.sigmoid(s), "write": torch.sigmoid(-s)}
-        return made._replace(k=torch.ones_like(made.k), gates={**made.gates, **gates}), {}
+        k, retain = made.k, made.gates.get("retain")
+        if not self.keys:
+            logits = params["a"] * k.to(torch.promote_types(k.dtype, torch.float32)) + params["b"]
+            k, retain = torch.ones_like(k), torch.sigmoid(logits)
+        if retain is None:
+            raise TypeError("a config without retain was not refused")
+        return made._replace(k=k, gates={**made.gates, "retain": retain, "write": 1 - retain}), {}
 
 
 class Curvature(Gating):

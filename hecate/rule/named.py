@@ -154,9 +154,8 @@ RULES |= {
     ),
     "hgrn2": NamedRule(
         MemoryConfig(bias=Dot(), retention=Decay(retain=0.9, channels=True), gating=Complement()),
-        "HGRN2 (Qin et al., 2024, arXiv 2404.07904): what is not kept is written, and a layer's keys are the logits of "
-        "what is kept, as in the released layer behind its convolution; without the lower bounds of retain "
-        "that grow over layers",
+        "HGRN2 (Qin et al., 2024, arXiv 2404.07904): what is not kept is written; in a layer the key is the logit of "
+        "retain, as in the released one; without the lower bounds of retain that grow over layers",
     ),
     "longhorn": NamedRule(
         MemoryConfig(step="implicit"),

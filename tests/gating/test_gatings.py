@@ -233,8 +233,6 @@ def test_what_is_not_kept_is_written_with_the_layers_keys():
     asked, *_ = layer.asked(torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(1)))
     close(asked.k.norm(dim=-1), torch.ones(1, 3, 2), 1e-12)
     close(asked.gates.write, 1 - asked.gates.retain, 0)
-    with pytest.raises(ConfigError, match="leave it out"):
-        Complement(keys=True, retain=0.5)
 
 
 @pytest.mark.spec("GATE-HEADS-D1")

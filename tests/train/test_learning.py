@@ -32,6 +32,7 @@ budget: {{steps: 2, batch_size: 2, eval_batches: 1}}
 """
 
 
+@pytest.mark.spec("TRAIN-NAMED-I1")
 @pytest.mark.parametrize("rule", RULES)
 def test_the_name_of_a_rule_in_a_file_is_enough_to_train(rule, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # drawing takes a second
@@ -46,6 +47,7 @@ def test_the_name_of_a_rule_in_a_file_is_enough_to_train(rule, tmp_path, monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.spec("TRAIN-NAMED-I2")
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_learns_to_recall(rule):
     """One pair kept and guesses among the other values are right in 1/2 of all answers; see `studies.learning`."""
@@ -54,6 +56,7 @@ def test_every_rule_learns_to_recall(rule):
 
 
 @pytest.mark.slow
+@pytest.mark.spec("TRAIN-NAMED-I2")
 def test_the_bound_takes_a_memory():
     """The same model, whose memory nothing is written to, cannot even tell the values of the row, 1 of `PAIRS`."""
     assert train(Start(UNWRITTEN, 0, STEPS))["value"] < 1 / PAIRS
