@@ -48,7 +48,9 @@ HEAD = ("rule", "engine", "error", "state bytes", "MQAR accuracy", "bits per byt
 class Training(Protocol):
     """One training: a named tuple, by which its record is found again."""
 
-    steps: int
+    @property
+    def steps(self) -> int:
+        """Of the outer optimiser."""
 
     def experiment(self) -> ExperimentConfig:
         """What is trained."""

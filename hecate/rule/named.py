@@ -202,7 +202,7 @@ RULES |= {
             bias=Dot(), retention=Decay(channels=True), query_scale="key_dim", readout=readout.Slots(), gating=ABC()
         ),
         "ABC: Attention with Bounded-memory Control (Peng et al., 2021, arXiv 2110.02488), with learned control: as "
-        "many slots as a key is wide; qk_norm='none' as for gsa",
+        "many slots as a key is wide",
     ),
     "titans_linear": NamedRule(
         MemoryConfig(retention=Decay(), algorithm=Momentum(), key_norm="l2"),
