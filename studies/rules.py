@@ -18,7 +18,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -43,6 +43,20 @@ STATE_BYTES = 4096
 NARROW_KEYS = 5  # C(5 + 2, 2) = 21 polynomial features of degree 2
 WIDTHS = range(4, 33)
 HEAD = ("rule", "engine", "error", "state bytes", "MQAR accuracy", "bits per byte", "seconds")
+
+
+class Training(Protocol):
+    """One training: a named tuple, by which its record is found again."""
+
+    @property
+    def steps(self) -> int:
+        """Of the outer optimiser."""
+
+    def experiment(self) -> ExperimentConfig:
+        """What is trained."""
+
+    def _asdict(self) -> Record:
+        """Its fields."""
 
 
 class Job(NamedTuple):
@@ -91,7 +105,7 @@ def _bytes(config: LanguageModelConfig) -> int:
     return sum(layer.memory.bytes for layer in state)
 
 
-def train(job: Job) -> Record:
+def train(job: Training) -> Record:
     """Trains and evaluates; what went wrong is a record too."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
@@ -109,6 +123,8 @@ def train(job: Job) -> Record:
             record |= {"loss": loss, "value": trainer.evaluate().value(trainer.source.metric)}
     except HecateError as error:
         record["failed"] = f"{type(error).__name__}: {error}"
+    finally:
+        torch.set_flush_denormal(False)
     return record | {"seconds": time.process_time() - began}
 
 
@@ -119,11 +135,13 @@ def reference_errors(rules: Iterable[str]) -> dict[str, float]:
     return {rule: max(errors(rule).values()) for rule in rules}
 
 
-def results(jobs: Sequence[Job], path: Path, workers: int) -> Iterator[Record]:
+def results(jobs: Sequence[Training], path: Path, workers: int) -> Iterator[Record]:
     """Records of all jobs: first those of the file, then new ones, appended one by one."""
-    done = {Job(*(item[name] for name in Job._fields)): item for item in read(path)}
-    left = [job for job in jobs if job not in done]
-    yield from (done[job] for job in jobs if job in done)
+    fields = list(jobs[0]._asdict())
+    done = {tuple(item[name] for name in fields): item for item in read(path)}
+    keys = [tuple(job._asdict().values()) for job in jobs]
+    left = [job for job, key in zip(jobs, keys, strict=True) if key not in done]
+    yield from (done[key] for key in keys if key in done)
     if not left:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

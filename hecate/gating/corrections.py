@@ -50,10 +50,13 @@ class Comba(Gating):
 
 
 class Complement(Gating):
-    """complement: what is not kept is written: write = 1 - retain, per channel where retain is.
+    """complement: retain = sigmoid(a k + b) per channel; what is not kept is written, with the key 1 - retain.
 
-    Shapes: no parameters.
-    References: HGRN2 (Qin et al., 2024, arXiv 2404.07904), whose key is 1 - retain. [GATE-TIED-D1]
+    The layer's key, behind its convolution, is the forget gate's logit, as in the released layer. a starts at 1, b at
+    retain 0.9 for k = 0: ours, for the paper's lower bounds. With `keys` keys stay and retain has a head of its own.
+
+    Shapes: a and b `[H, D]`; phi keeps the width D of keys.
+    References: HGRN2 (Qin et al., 2024, arXiv 2404.07904). [GATE-TIED-D1]
     """
 
     kind: Literal["complement"] = "complement"
@@ -61,17 +64,32 @@ class Complement(Gating):
     _makes: ClassVar[tuple[str, ...]] = ("write",)
     keys: bool = Field(False, description="whether the layer's keys stay; else the written key is 1 - retain alone")
 
+    @property
+    def replaces(self) -> tuple[str, ...]:
+        return self._makes if self.keys else (*self._makes, "retain")
+
     def refusal(self, config: Any) -> str | None:
-        return None if config.retention.uses_retain else f"retention {config.retention.kind!r} has no retain gate"
+        if not config.retention.uses_retain:
+            return f"retention {config.retention.kind!r} has no retain gate"
+        alike = self.keys or config.retention.gate_form.channels
+        return None if alike else "it makes a retain gate per channel; set retention.channels, or gating.keys"
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        return {} if self.keys else dict.fromkeys(("a", "b"), (sizes.heads, sizes.d_key))
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        return torch.full(shape, 1.0 if name == "a" else logit(0.9), dtype=torch.float64)
 
     def forward(
         self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
-        retain = made.gates["retain"]
+        k, retain = made.k, made.gates.get("retain")
+        if not self.keys:
+            logits = params["a"] * k.to(torch.promote_types(k.dtype, torch.float32)) + params["b"]
+            k, retain = torch.ones_like(k), torch.sigmoid(logits)
         if retain is None:
             raise TypeError("a config without retain was not refused")
-        k = made.k if self.keys else torch.ones_like(made.k)
-        return made._replace(k=k, gates={**made.gates, "write": 1 - retain}), {}
+        return made._replace(k=k, gates={**made.gates, "retain": retain, "write": 1 - retain}), {}
 
 
 class Curvature(Gating):

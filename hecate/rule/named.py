@@ -37,7 +37,8 @@ RULES |= {
     ),
     "linear_attention": NamedRule(
         MemoryConfig(bias=Dot(), feature_map=ELU(), normalizer="sum"),
-        "Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236)",
+        "Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236): set a layer's qk_norm='none', features "
+        "of vectors of unit length are too alike to tell keys apart",
     ),
     "retnet": NamedRule(
         MemoryConfig(bias=Dot(), retention=Decay(retain="retnet"), query_scale="key_dim"),
@@ -153,8 +154,8 @@ RULES |= {
     ),
     "hgrn2": NamedRule(
         MemoryConfig(bias=Dot(), retention=Decay(retain=0.9, channels=True), gating=Complement()),
-        "HGRN2 (Qin et al., 2024, arXiv 2404.07904): what is not kept is written; without the lower bounds of retain "
-        "that grow over layers",
+        "HGRN2 (Qin et al., 2024, arXiv 2404.07904): what is not kept is written; in a layer the key is the logit of "
+        "retain, as in the released one; without the lower bounds of retain that grow over layers",
     ),
     "longhorn": NamedRule(
         MemoryConfig(step="implicit"),
@@ -193,7 +194,8 @@ RULES |= {
         MemoryConfig(
             bias=Dot(), retention=Decay(channels=True), query_scale="key_dim", readout=readout.Slots(), gating=GSA()
         ),
-        "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide",
+        "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide; set a layer's "
+        "qk_norm='none', a softmax of what unit vectors score is nearly even",
     ),
     "abc": NamedRule(
         MemoryConfig(

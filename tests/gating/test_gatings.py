@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan, named_rule
 from hecate.errors import ConfigError
-from hecate.gating import Masks, Sizes, Written
+from hecate.gating import Complement, Masks, Sizes, Written
 from hecate.nn import Memory
+from hecate.retention import Decay
 from tests.memories import close
 from tests.reference import gates_2026 as logits
 from tests.reference import papers_2025 as older
@@ -208,10 +209,32 @@ def test_mlstm_gates_stay_in_range_where_exp_would_not():
 
 @pytest.mark.spec("GATE-TIED-D1")
 def test_hgrn2():
-    retain = per_token(3, P)
-    case = Case("hgrn2", lr=torch.ones(1, T, 1, dtype=torch.float64), retain=retain)
-    true, _ = older.hgrn2(case["q"], retain[0, :, 0].numpy(), case["v"])
+    case = Case("hgrn2", lr=torch.ones(1, T, 1, dtype=torch.float64))
+    true, _ = older.hgrn2(case["q"], logits.hgrn2(case["a"] * case["k"] + case["b"], 0.0), case["v"])
     close(case.scanned(), torch.from_numpy(true), 1e-13)
+
+
+@pytest.mark.spec("GATE-TIED-D1")
+def test_a_layer_of_hgrn2_forgets_by_its_convolved_key():
+    """One token changes the write of the next, for which a gate of the token alone would be blind."""
+    layer = Memory(8, 2, named_rule("hgrn2"), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(1))
+    before, *_ = layer.asked(x)
+    after, *_ = layer.asked(x + torch.tensor([1.0, 0, 0])[None, :, None])
+    assert (before.gates.retain != after.gates.retain)[0, 1].all()
+    assert torch.equal(before.k, torch.ones_like(before.k))
+    close(before.gates.write, 1 - before.gates.retain, 1e-13)
+
+
+@pytest.mark.spec("GATE-TIED-D1")
+def test_what_is_not_kept_is_written_with_the_layers_keys():
+    x, made = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(1)), []
+    for gating in ("none", Complement(keys=True)):
+        config = MemoryConfig(bias="dot", retention=Decay(channels=True), gating=gating)
+        made.append(Memory(8, 2, config, generator=torch.Generator().manual_seed(0)).asked(x)[0])
+    plain, asked = made
+    assert torch.equal(asked.k, plain.k) and torch.equal(asked.gates.retain, plain.gates.retain)
+    close(asked.gates.write, 1 - asked.gates.retain, 0)
 
 
 @pytest.mark.spec("GATE-HEADS-D1")
@@ -278,6 +301,7 @@ def test_splits_masks_resets_and_gradients_of_layers(name):
         ({"gating": "momentum_delta", "retention": "decay", "algorithm": "momentum"}, "bounded=False"),
         ({"gating": "comba", "key_norm": "l2"}, "would undo"),
         ({"gating": "complement"}, "no retain gate"),
+        ({"gating": "complement", "retention": "decay"}, "set retention.channels, or gating.keys"),
         ({"gating": "curvature", "algorithm": {"kind": "gd", "lr": 1.9}, "key_norm": "l2"}, "diverge; lower one"),
         ({"gating": {"kind": "heads", "retain_value": {}}}, "set retain_value.channels"),
         ({"kind": "in_place_ttt", "writes": 2}, "2 taps ahead make 3 writes of a token, got writes=2"),
