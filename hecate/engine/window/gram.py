@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.coefficients import neutral
-from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, frozen_weight, kernels_of, left_behind
+from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, kernels_of, left_behind
 from hecate.tape import ByHand, Tensors, one, several
 
 SIZE = 64
@@ -96,9 +96,6 @@ def gram_block(
         asked(kernels.read[0]), asked(kernels.read[1]), asked(kernels.read[2]) if initial else None,
         windows(target), hit, own, asked(kernels.asked), lr.unsqueeze(-1).unsqueeze(-1), keep, carried, gram,
     )  # fmt: skip
-    if plan.config.chunk > 1:
-        weight = frozen_weight(plan.config, retain)[..., None, None]
-        given = given._replace(memory=weight * given.memory)
     loop = _Loop(plan, rows, reset, length)
     outputs, starts = loop.run(given, found)
     y, x, onto, slot, s, a, i = several(outputs)
@@ -121,8 +118,7 @@ class _Loop:
         count = rows.live.shape[1]
         self.asks = not plan.config.forms.target  # under dot no write depends on what the memory predicts
         self.early = plan.config.read == "before"
-        self.frozen = plan.config.chunk > 1  # the errors are those at the chunk's start
-        self.decayed = plan.config.decay_order == "before_gradient" and not self.frozen
+        self.decayed = plan.config.decay_order == "before_gradient"
         self.live = rows.live.unsqueeze(2).unbind(1)
         hot = torch.nn.functional.one_hot(rows.places.view(-1, count, rows.live.shape[-1]), length)
         self.hot = hot.to(rows.live.dtype).expand(len(rows.live), -1, -1, -1).unbind(1)
@@ -166,11 +162,9 @@ class _Loop:
 
     def _step(self, t: int, token: _Given, before: _State) -> tuple[_State, Tensor, tuple[Any, ...]]:
         s, a, i, x, y, w, gram = before
-        pred = token.memory
-        if not self.frozen:
-            pred = torch.baddbmm(torch.baddbmm(a * pred, x, token.slot), y, token.hit)
-            if token.initial is not None:
-                pred = pred + i * token.initial
+        pred = torch.baddbmm(torch.baddbmm(a * token.memory, x, token.slot), y, token.hit)
+        if token.initial is not None:
+            pred = pred + i * token.initial
         seen = token.retain * pred if self.decayed else pred
         u = (seen - token.values if self.asks else -token.values) * self.live[t]
         reached = torch.baddbmm(s * token.slot, w, token.hit)
@@ -243,14 +237,13 @@ class _Loop:
         gw = torch.baddbmm(gw, greached, token.hit.mT)
         gseen = gu * self.live[t]
         gpred = gseen if self.asks else torch.zeros_like(gseen)
-        gfrozen, gpred = (gpred, torch.zeros_like(gpred)) if self.frozen else (None, gpred)
         if self.decayed and self.asks:
             gretain, gpred = gretain + _inner(gseen, pred), token.retain * gseen
         ga, gi = token.retain * ga + _inner(gpred, token.memory), token.retain * gi
         if token.initial is not None:
             gi = gi + _inner(gpred, token.initial)
         own = _Given(  # type: ignore[call-arg]
-            before.a * gpred if gfrozen is None else gfrozen,
+            before.a * gpred,
             torch.baddbmm(before.s * greached, before.x.mT, gpred),
             None if token.initial is None else before.i * gpred,
             *asked[:3],  # type: ignore[arg-type]
