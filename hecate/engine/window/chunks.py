@@ -52,7 +52,7 @@ def in_chunks(
     """Runs tokens `[N, T, *]` from a place in a chunk, None where it is not one: outputs and the final carry."""
     lift, own = plan.lift, len(plan.form.inner.slots)
     wide = linear_block("window.spread", lift.spread, lift.gathered)
-    back = linear_block("window.gathered", lift.gathered, lift.spread)
+    back = linear_block("window.gathered", lambda x: lift.gathered(x).contiguous(), lift.spread)
 
     def mapped(block: Block, carry: Carry) -> Carry:
         kinds = carry.memory, carry.slots[: own + 1], carry.anchor, carry.pending
@@ -93,7 +93,7 @@ class _Spans:
         self.outcome = recorded("window.outcome", self.out)
         self.sums = recorded("window.sums", self.summed)
         self.scaled = recorded("window.scaled", lambda y, x: (_factor(plan, x) * y,))
-        self.mix = recorded("window.mix", lambda s: (-(self.gain(s @ s.mT) @ s),))
+        self.step = recorded("window.step", self.stepped, again=True)
 
     def gain(self, gram: Tensor) -> Tensor:
         """Q of Gram matrices `[N, V, V]`."""
@@ -141,20 +141,48 @@ class _Spans:
         gx, gkeys = self.rows_back(x, keys, g)
         return gx, None if gkeys is None else own.pop() + gkeys, *own
 
-    def combined(self, x: Tensor, keys: Tensor | None, *onto: Tensor, again: bool = False) -> Tensors:
-        """States `[N, *, F]` as combinations of the rows' features."""
-        made = self.features(x, keys, again)
-        return tuple([torch.bmm(weights, made) for weights in onto])
+    def combined(
+        self, x: Tensor, keys: Tensor | None, weights: Tensor, across: Tensor | None, *rest: Tensor, again: bool = False
+    ) -> Tensors:
+        """States `[N, *, F]` from base states and combinations O of the rows' features: `O X + a B`, of all `terms`, and
+        where rows are mixed what they have of S across to M. `rest` is the bases and O."""
+        terms = self.terms
+        count, made = 1 + max(base for _, base in terms), self.features(x, keys, again)
+        found = [torch.bmm(item, made) for item in rest[count:]]
+        for (state, base), weight in zip(terms, weights.unbind(-1), strict=True):
+            found[state] = torch.addcmul(found[state], over(weight, rest[base]), rest[base])
+        if across is not None:
+            found[0] = torch.baddbmm(found[0], across, rest[1])
+        return tuple(found)
 
     def combined_vjp(self, inputs: Tensors, _: None, cotangents: Sequence[Tensor]) -> Tensors:
-        """With G the cotangents of O X: g_O = G X^T, g_X = O^T G."""
-        x, keys, *onto = inputs
-        made = self.features(x, keys, again=True)
-        own = [torch.bmm(g, made.mT) for g in cotangents]
-        total = torch.bmm(onto[0].mT, cotangents[0], out=self.room("cotangents", made, made.shape[1]))
-        for weights, g in zip(onto[1:], cotangents[1:], strict=True):
-            total.baddbmm_(weights.mT, g)
-        return *self.rows_back(x, keys, total), *own
+        """With G the cotangents: g_O = G X^T, g_X = O^T G, g_a = <G, B>, g_B = a G."""
+        x, keys, weights, across, *rest = inputs
+        terms = self.terms
+        count, made = 1 + max(base for _, base in terms), self.features(x, keys, again=True)
+        gonto = [torch.bmm(g, made.mT) for g in cotangents]
+        total = torch.bmm(rest[count].mT, cotangents[0], out=self.room("cotangents", made, made.shape[1]))
+        for item, g in zip(rest[count + 1 :], cotangents[1:], strict=True):
+            total.baddbmm_(item.mT, g)
+        gweights: list[Tensor] = []
+        gbases: dict[int, Tensor] = {}
+        for (state, base), weight in zip(terms, weights.unbind(-1), strict=True):
+            g, wide = cotangents[state], over(weight, rest[base])
+            gweights.append(_inner(g, rest[base]))
+            gbases[base] = gbases[base].addcmul_(wide, g) if base in gbases else wide * g
+        gacross = None
+        if across is not None:
+            gacross = torch.bmm(cotangents[0], rest[1].mT)
+            gbases[1].baddbmm_(across.mT, cotangents[0])
+        own = [gbases[base] for base in range(count)]
+        return *self.rows_back(x, keys, total), torch.stack(gweights, -1), gacross, *own, *gonto
+
+    @property
+    def terms(self) -> list[tuple[int, int]]:
+        """Which states keep how much of which base states, in the order of their weights."""
+        if self.config.commit == "chunk" or not self.own:
+            return [(0, 0)]
+        return [(0, 0), (1, 1)] if self.mixes else [(0, 0), (0, 1), (1, 1)]
 
     def rows_back(self, x: Tensor, keys: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor | None]:
         """Cotangents of x and of the context's keys from those of `features`."""
@@ -175,16 +203,8 @@ class _Spans:
         found = run(self.outcome, products, gram, x_k, x_q, v, *context, row[-1], since, *gates)
         y, weights, *found = several(found)
         across, count = (found.pop(0) if self.mixes else None), 1 + self.own + (keys is not None)
-        memory, *others = several(run(self.combine, x_k, keys, *found[:count]))
-        leaving = run(_LEAVING, weights)
-        memory = one(run(_KEPT, memory, leaving[0], *carry.memory))
-        if across is not None:
-            memory = one(run(_ACROSS, memory, across, *slots))
-        elif slots:
-            memory = one(run(_KEPT, memory, leaving[1], *slots))
-        if slots:
-            others[0] = one(run(_KEPT, others[0], leaving[-1], *slots))
-        carry = carry._replace(memory=(memory,), slots=(*others, *found[count:]), anchor=anchor)
+        new = several(run(self.combine, x_k, keys, weights, across, *bases[: 1 + self.own], *found[:count]))
+        carry = carry._replace(memory=new[:1], slots=(*new[1:], *found[count:]), anchor=anchor)
         return y, closed(carry, since, span, run)
 
     def context(self, carry: Carry) -> tuple[Tensor | None, ...]:
@@ -322,8 +342,8 @@ class _Spans:
         products = one(run(self.meet, one(run(CONCAT, x_k, x_q)), keys, *carry.memory))
         y, *found = several(run(self.sums, products, x_k, x_q, v, *context, row[-1], since, lr))
         count = 1 + (keys is not None)
-        total, *others = several(run(self.combine, x_k, keys, *found[:count]))
-        total = one(run(_PLUS, *carry.pending, total))
+        whole = torch.ones_like(lr[:, :1])
+        total, *others = several(run(self.combine, x_k, keys, whole, None, *carry.pending, *found[:count]))
         kept = one(run(PRODUCT, carry.pending_retain[0], retain))
         slots = (*carry.slots[: self.own], *others, *found[count:])
         waiting = carry._replace(slots=slots, pending=(total,), pending_retain=(kept,))
@@ -365,13 +385,17 @@ class _Spans:
         """The carry after the one step on a chunk's sum."""
         if not self.mixes:
             return committed_chunk(self.config, carry, momentum, run)
-        ((memory,), (slot, *context)), (total,), (kept,) = carry[:2], carry.pending, carry.pending_retain
-        slot = one(run(_KEPT, total, momentum, slot))
-        memory = one(run(self.config.retention.block(), memory, one(run(self.mix, slot)), kept))
-        return carry._replace(
-            memory=(memory,), slots=(slot, *context), pending=(torch.zeros_like(total),),
-            pending_retain=(torch.ones_like(kept),),
-        )  # fmt: skip
+        new = several(run(self.step, *carry.memory, carry.slots[0], *carry.pending, *carry.pending_retain, momentum))
+        (total,), (kept,) = carry.pending, carry.pending_retain
+        none = total.new_zeros(1, 1, 1).expand_as(total)
+        slots = (*new[1:], *carry.slots[1:])
+        return carry._replace(memory=new[:1], slots=slots, pending=(none,), pending_retain=(torch.ones_like(kept),))
+
+    def stepped(self, memory: Tensor, slot: Tensor, total: Tensor, kept: Tensor, momentum: Tensor) -> Tensors:
+        """One step by the Gram matrix: the memory and S."""
+        slot = torch.addcmul(total, over(momentum, slot), slot)
+        step = -(self.gain(slot @ slot.mT) @ slot)
+        return one(self.config.retention.block().forward(memory, step, kept)[0]), slot
 
 
 def _errors(plan: Plan, rows: Rows, facing: Tensor, since: Tensor | None, target: Tensor) -> Tensor:
@@ -431,14 +455,4 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.reshape(len(a), 1, -1), b.reshape(len(b), -1, 1)).flatten()
 
 
-_KEPT = formula_block(
-    "window.kept",
-    lambda new, weight, state: torch.addcmul(new, over(weight, state), state),
-    lambda _, weight, state, g: (g, _inner(g, state), over(weight, g) * g),
-)
-_ACROSS = formula_block(
-    "window.across", torch.baddbmm, lambda _, across, slot, g: (g, torch.bmm(g, slot.mT), torch.bmm(across.mT, g))
-)
 _GRAM = formula_block("window.gram", lambda s: torch.bmm(s, s.mT), lambda s, g: torch.bmm(g + g.mT, s))
-_PLUS = formula_block("window.plus", torch.add, lambda a, b, g: (g, g))
-_LEAVING = Block("window.leaving", lambda x: (x.unbind(-1), None), lambda _, *g: (torch.stack(g, -1),))
