@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from hecate.engine.tokens import CONCAT, NUMBERS, Carry, Tokens, cut, linear_blo
 from hecate.engine.window.rows import Kernels, Plan, Rows, inverse_length, kernels_of, left_behind, rows_of
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import Block, ByHand, Run, Tensors, by_hand, differentiable, formula_block, one, several
+from hecate.tape import Block, ByHand, Run, Tensors, by_hand, differentiable, one, several
 from hecate.tape.ops import over
 
 SIZE = 64  # tokens of a span
@@ -78,22 +78,53 @@ def _steps(
     return step, [(*kept, *row) for kept, row in zip(*columns, strict=True)]
 
 
+class _Inputs(NamedTuple):
+    """What a span is made of: keys and queries `[N, n, d]`, values, gates `[N, n]`, what is left of the anchor, the
+    mask, and the context's keys over features, values and marks, where there is such a thing."""
+
+    x_k: Tensor
+    x_q: Tensor
+    v: Tensor
+    lr: Tensor
+    retain: Tensor
+    momentum: Tensor
+    since: Tensor | None
+    write: Tensor | None
+    keys: Tensor | None
+    values: Tensor | None
+    filled: Tensor | None
+
+    @property
+    def x(self) -> Tensor:
+        """Keys and queries."""
+        return torch.cat((self.x_k, self.x_q), 1)
+
+
+class _Found(NamedTuple):
+    """What lies between the products of a span with features: outputs, how much of the base states goes on, what M' has
+    of S across, states as combinations of the rows' features, and the context's values and marks."""
+
+    y: Tensor
+    weights: Tensor
+    across: Tensor | None
+    onto: list[Tensor]
+    context: tuple[Tensor, ...]
+
+
 class _Spans:
-    """What spans run: the two products with features, by hand and with features made again, and what lies between."""
+    """What the spans of a plan run, as one block by hand: two products with features, in one room that every span uses
+    again since pages of fresh tensors cost as much as what is done with them, and between them what autograd records."""
 
     def __init__(self, plan: Plan) -> None:
         inner, self.plan, self.config = plan.form.inner, plan, plan.config
-        self.own, self.rooms = len(inner.slots), dict[str, Tensor]()
-        self.mixes = inner.kernel_form() is None
-        met, combined = partial(self.met, again=True), partial(self.combined, again=True)
-        self.meet = ByHand("window.meet", lambda given, _: (met(*given), None), self.met_vjp, self.met).block()
-        self.combine = ByHand(
-            "window.combine", lambda given, _: (combined(*given), None), self.combined_vjp, self.combined
-        ).block()
-        self.outcome = recorded("window.outcome", self.out)
-        self.sums = recorded("window.sums", self.summed)
-        self.scaled = recorded("window.scaled", lambda y, x: (_factor(plan, x) * y,))
-        self.step = recorded("window.step", self.stepped, again=True)
+        self.own, self.mixes, self.waits = len(inner.slots), inner.kernel_form() is None, plan.config.commit == "chunk"
+        self.terms = [(0, 0)]  # (state, base): what goes on, in the order of its weights
+        if self.own and not self.waits:
+            self.terms = [(0, 0), (1, 1)] if self.mixes else [(0, 0), (0, 1), (1, 1)]
+        self.rooms: dict[str, Tensor] = {}
+        self.span = ByHand("window.span", self.forward, self.backward, self.whole).block()
+        self.step = again("window.step", self.stepped)
+        self.ask = again("window.ask", self.asked)
 
     def gain(self, gram: Tensor) -> Tensor:
         """Q of Gram matrices `[N, V, V]`."""
@@ -102,19 +133,37 @@ class _Spans:
             raise TypeError(f"algorithm {self.plan.form.inner.kind!r} has no Gram form")
         return one(by_hand(form.gain(self.plan.shape)).forward(gram)[0])
 
-    # Products with features.
+    # A span: (inputs, base states that meet features, pending) -> (y, states, the context's values and marks).
 
-    def features(self, x: Tensor, keys: Tensor | None, again: bool = False) -> Tensor:
-        """`[N, c + n, F]`: the context's keys, that are features, and those of x; by hand, `again` and again, in one
-        room: pages of fresh tensors cost as much as their products."""
-        if not again:
-            made = self.plan.lift.features(x)
-            return made if keys is None else torch.cat((keys, made), 1)
-        kept = 0 if keys is None else keys.shape[1]
+    def split(self, given: Tensors) -> tuple[_Inputs, list[Tensor], list[Tensor]]:
+        """Inputs, the states that features meet, and those that go on."""
+        own, states = _Inputs(*given[: len(_Inputs._fields)]), list(given[len(_Inputs._fields) :])  # type: ignore[arg-type]
+        return (own, states[:1], states[1:]) if self.waits else (own, states, states[: 1 + self.own])  # type: ignore[return-value]
+
+    def whole(self, *given: Tensor | None) -> Tensors:
+        """In operations that torch differentiates."""
+        own, met, bases = self.split(given)
+        made = self.plan.lift.features(own.x)
+        made = made if own.keys is None else torch.cat((own.keys, made), 1)
+        found = self.between(*own, self.products(own, made, met), self.gram(met))
+        return self.states(self.named(found), made, bases)
+
+    def forward(self, given: Tensors, keeps: bool) -> tuple[Tensors, Any]:
+        """The same by hand, and the graph of what lies between."""
+        own, met, bases = self.split(given)
+        made = self.features(own)
+        inputs = *own, self.products(own, made, met), self.gram(met)
+        graph = _Graph(self.between, inputs) if keeps else None
+        found = self.between(*inputs) if graph is None else graph.found
+        return self.states(self.named(found), made, bases), graph
+
+    def features(self, own: _Inputs) -> Tensor:
+        """`[N, c + n + n, F]`: the context's keys, that are features, and those of keys and queries."""
+        x, kept = own.x, self.plan.kept
         made = self.room("features", x, kept + x.shape[1])
         self.plan.lift.features(x, made[:, kept:])
-        if keys is not None:
-            made[:, :kept] = keys
+        if own.keys is not None:
+            made[:, :kept] = own.keys
         return made
 
     def room(self, name: str, like: Tensor, length: int) -> Tensor:
@@ -124,159 +173,111 @@ class _Spans:
             self.rooms[name] = held = like.new_empty(shape)
         return held
 
-    def met(self, x: Tensor, keys: Tensor | None, *bases: Tensor, again: bool = False) -> Tensors:
-        """Products `[N, c + n, *]` of the rows' features with base states and context."""
-        made = self.features(x, keys, again)
-        return (torch.cat([made @ base.mT for base in (*bases, *([] if keys is None else [keys]))], -1),)
+    def products(self, own: _Inputs, made: Tensor, met: list[Tensor]) -> Tensor:
+        """`[N, c + n + n, *]`: features with states and context."""
+        return torch.cat([made @ state.mT for state in (*met, *([] if own.keys is None else [own.keys]))], -1)
 
-    def met_vjp(self, inputs: Tensors, _: None, cotangents: Sequence[Tensor]) -> Tensors:
-        """With P the products of features X and states B: g_B = g_P^T X, g_X = g_P B."""
-        x, keys, *bases = inputs
-        states = [*bases, *([] if keys is None else [keys])]
-        made, shares = self.features(x, keys, again=True), cotangents[0].split([b.shape[1] for b in states], -1)
-        own = [torch.bmm(share.mT, made) for share in shares]
-        g = torch.bmm(shares[0], states[0], out=self.room("cotangents", made, made.shape[1]))
-        for share, base in zip(shares[1:], states[1:], strict=True):
-            g.baddbmm_(share, base)
-        gx, gkeys = self.rows_back(x, keys, g)
-        return gx, None if gkeys is None else own.pop() + gkeys, *own
+    def gram(self, met: list[Tensor]) -> Tensor | None:
+        """S S^T, where rows are mixed at every token."""
+        return torch.bmm(met[1], met[1].mT) if self.mixes and not self.waits else None
 
-    def combined(
-        self, x: Tensor, keys: Tensor | None, weights: Tensor, across: Tensor | None, *rest: Tensor, again: bool = False
-    ) -> Tensors:
-        """States `[N, *, F]` from base states and combinations O of the rows' features: `O X + a B`, of all `terms`, and
-        where rows are mixed what they have of S across to M. `rest` is the bases and O."""
-        terms = self.terms
-        count, made = 1 + max(base for _, base in terms), self.features(x, keys, again)
-        found = [torch.bmm(item, made) for item in rest[count:]]
-        for (state, base), weight in zip(terms, weights.unbind(-1), strict=True):
-            found[state] = torch.addcmul(found[state], over(weight, rest[base]), rest[base])
-        if across is not None:
-            found[0] = torch.baddbmm(found[0], across, rest[1])
-        return tuple(found)
+    def states(self, found: _Found, made: Tensor, bases: list[Tensor]) -> Tensors:
+        """y, states `[N, *, F]` as `O X + a B`, and the context."""
+        count = found.onto[0].shape[-1]
+        states = [torch.bmm(onto, made[:, :count]) for onto in found.onto]
+        for (state, base), weight in zip(self.terms, found.weights.unbind(-1), strict=True):
+            states[state] = torch.addcmul(states[state], over(weight, bases[base]), bases[base])
+        if found.across is not None:
+            states[0] = torch.baddbmm(states[0], found.across, bases[1])
+        return found.y, *states, *found.context
 
-    def combined_vjp(self, inputs: Tensors, _: None, cotangents: Sequence[Tensor]) -> Tensors:
-        """With G the cotangents: g_O = G X^T, g_X = O^T G, g_a = <G, B>, g_B = a G."""
-        x, keys, weights, across, *rest = inputs
-        terms = self.terms
-        count, made = 1 + max(base for _, base in terms), self.features(x, keys, again=True)
-        gonto = [torch.bmm(g, made.mT) for g in cotangents]
-        total = torch.bmm(rest[count].mT, cotangents[0], out=self.room("cotangents", made, made.shape[1]))
-        for item, g in zip(rest[count + 1 :], cotangents[1:], strict=True):
-            total.baddbmm_(item.mT, g)
-        gweights: list[Tensor] = []
-        gbases: dict[int, Tensor] = {}
-        for (state, base), weight in zip(terms, weights.unbind(-1), strict=True):
-            g, wide = cotangents[state], over(weight, rest[base])
-            gweights.append(_inner(g, rest[base]))
-            gbases[base] = gbases[base].addcmul_(wide, g) if base in gbases else wide * g
+    def backward(self, given: Tensors, graph: Any, cotangents: Sequence[Tensor]) -> Tensors:
+        """With X features, P their products with states B, O combinations and G the cotangents of the new states: g_O =
+        G X^T, g_a = <G, B>, g_X = O^T G + g_P B, g_B = a G + g_P^T X."""
+        (own, met, bases), kept = self.split(given), self.plan.kept
+        made, found = self.features(own), self.named(graph.found)
+        gy, *gstates = cotangents
+        gstates, gcontext = gstates[: len(found.onto)], gstates[len(found.onto) :]
+        count = found.onto[0].shape[-1]
+        total, rows = self.room("cotangents", made, made.shape[1]).zero_(), made[:, :count]
+        gonto = [torch.bmm(g, rows.mT) for g in gstates]
+        for onto, g in zip(found.onto, gstates, strict=True):
+            total[:, :count].baddbmm_(onto.mT, g)
+        gweights, gbases = [], [torch.zeros_like(base) for base in bases]
+        for (state, base), weight in zip(self.terms, found.weights.unbind(-1), strict=True):
+            gweights.append(_inner(gstates[state], bases[base]))
+            gbases[base].addcmul_(over(weight, bases[base]), gstates[state])
         gacross = None
-        if across is not None:
-            gacross = torch.bmm(cotangents[0], rest[1].mT)
-            gbases[1].baddbmm_(across.mT, cotangents[0])
-        own = [gbases[base] for base in range(count)]
-        return *self.rows_back(x, keys, total), torch.stack(gweights, -1), gacross, *own, *gonto
+        if found.across is not None:
+            gacross = torch.bmm(gstates[0], bases[1].mT)
+            gbases[1].baddbmm_(found.across.mT, gstates[0])
+        wanted = gy, torch.stack(gweights, -1), *([] if gacross is None else [gacross]), *gonto, *gcontext
+        *ginputs, gproducts, ggram = graph.pulled(wanted)
+        gmet = [torch.zeros_like(met[0])] if self.waits else gbases + [torch.zeros_like(m) for m in met[len(bases) :]]
+        shares = gproducts.split([state.shape[1] for state in (*met, *([] if own.keys is None else [own.keys]))], -1)
+        for g, share, state in zip(gmet, shares, met, strict=False):
+            g.baddbmm_(share.mT, made)
+            total.baddbmm_(share, state)
+        if ggram is not None:
+            gmet[1].baddbmm_(ggram + ggram.mT, met[1])
+        gkeys = None
+        if own.keys is not None:
+            total.baddbmm_(shares[-1], own.keys)
+            gkeys = torch.bmm(shares[-1].mT, made) + total[:, :kept]
+        gx = self.plan.lift.pullback(own.x, total[:, kept:]).split(own.v.shape[1], 1)
+        gk, gq = (a if b is None else a + b for a, b in zip(gx, ginputs[:2], strict=True))
+        return *_Inputs(gk, gq, *ginputs[2:])._replace(keys=gkeys), *gmet, *(gbases if self.waits else ())
 
-    @property
-    def terms(self) -> list[tuple[int, int]]:
-        """Which states keep how much of which base states, in the order of their weights."""
-        if self.config.commit == "chunk" or not self.own:
-            return [(0, 0)]
-        return [(0, 0), (1, 1)] if self.mixes else [(0, 0), (0, 1), (1, 1)]
+    # What lies between.
 
-    def rows_back(self, x: Tensor, keys: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Cotangents of x and of the context's keys from those of `features`."""
-        kept = 0 if keys is None else keys.shape[1]
-        return self.plan.lift.pullback(x, g[:, kept:]), None if keys is None else g[:, :kept]
+    def named(self, found: Tensors) -> _Found:
+        """What `between` returns, by name."""
+        y, weights, *rest = several(found)
+        across = rest.pop(0) if self.mixes and not self.waits else None
+        count = len(rest) - 2 * (self.plan.kept > 0)
+        return _Found(y, weights, across, rest[:count], tuple(rest[count:]))
 
-    # A step at each token.
-
-    def commit_token(self, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
-        """Outputs of a span and the carry after it."""
-        x_k, x_q, v, *gates = row[1:-1]
-        since, anchor = since_of(carry, row[0], run), anchor_of(carry, span, run)
-        slots, (keys, *context) = carry.slots[: self.own], self.context(carry)
-        bases = (*carry.memory, *slots, *(() if span.opens is True else anchor))
-        x = one(run(CONCAT, x_k, x_q))
-        products = one(run(self.meet, x, keys, *bases))
-        gram = one(run(_GRAM, *slots)) if self.mixes else None
-        found = run(self.outcome, products, gram, x_k, x_q, v, *context, row[-1], since, *gates)
-        y, weights, *found = several(found)
-        across, count = (found.pop(0) if self.mixes else None), 1 + self.own + (keys is not None)
-        new = several(run(self.combine, x_k, keys, weights, across, *bases[: 1 + self.own], *found[:count]))
-        carry = carry._replace(memory=new[:1], slots=(*new[1:], *found[count:]), anchor=anchor)
-        return y, closed(carry, since, span, run)
-
-    def context(self, carry: Carry) -> tuple[Tensor | None, ...]:
-        """Keys, values and marks of the context, None where the algorithm looks at its own token alone."""
-        return carry.slots[self.own :] or (None, None, None)
-
-    def out(
-        self,
-        products: Tensor,
-        gram: Tensor | None,
-        x_k: Tensor,
-        x_q: Tensor,
-        v: Tensor,
-        values: Tensor | None,
-        filled: Tensor | None,
-        write: Tensor | None,
-        since: Tensor | None,
-        lr: Tensor,
-        retain: Tensor,
-        momentum: Tensor,
-    ) -> Tensors:
-        """What `commit_token` needs of a span: y; how much of M (of S) M' keeps, and S' of S; X; M', S' and the next
-        keys as combinations of the rows; the context's values and marks."""
-        plan, config, width = self.plan, self.config, v.shape[-1]
-        rows = rows_of(plan, v[:, :0, 0] if filled is None else filled, v.shape[1], write, None)
-        kernels = kernels_of(plan, products, x_k, x_q, width)
-        anchor = kernels.facing[-1 if len(kernels.facing) > 1 + self.own else 0]
-        errors = _errors(plan, rows, anchor, since, v if values is None else torch.cat((values, v), 1))
-        if self.mixes:
-            head, onto = self.mixed(rows, kernels, errors, one((gram,)), write, lr, retain, momentum)
+    def between(self, *given: Tensor | None) -> Tensors:
+        """Of inputs, products and S S^T, the fields of `_Found`: all that does not need a state's width."""
+        *first, products, gram = given
+        own = _Inputs(*first)  # type: ignore[arg-type]
+        plan, config, count = self.plan, self.config, own.v.shape[1]
+        rows = rows_of(plan, own.v[:, :0, 0] if own.filled is None else own.filled, count, own.write, None)
+        kernels = kernels_of(plan, one((products,)), own.x_k, own.x_q, own.v.shape[-1])
+        anchor = kernels.facing[0 if self.waits or len(kernels.facing) == 1 + self.own else -1]
+        target = own.v if own.values is None else torch.cat((own.values, own.v), 1)
+        errors, across = _errors(plan, rows, anchor, own.since, target), ()
+        step = (own.lr.unsqueeze(-1) * rows.live).flatten(1).unsqueeze(-1)
+        if self.waits:
+            y, weights = kernels.read[0], torch.ones_like(own.lr[:, :1])
+            onto = [rows.summed(step * errors, plan.kept + count).mT]
+        elif self.mixes:
+            y, weights, *across, left, slot = self.mixed(rows, kernels, errors, one((gram,)), own)
+            onto = [left, slot]
         else:
-            inner, ages = plan.form.inner.kernel_form(), len(plan.form.weights)
-            after, before, slot = coefficients(config, retain, momentum, write, None, inner)
-            states = after if config.read == "after" else before
-            moves = -(lr.unsqueeze(-1) * rows.live).flatten(1).unsqueeze(-1) * errors
+            ages = len(plan.form.weights)
+            gates = own.retain, own.momentum, own.write, None
+            after, before, slot = coefficients(config, *gates, plan.form.inner.kernel_form())
+            states, moves = after if config.read == "after" else before, -step * errors
             y = (rows.picked(kernels.asked.mT).mT * states.writes.repeat_interleave(ages, 2)) @ moves
             for weight, held in zip(states.bases, kernels.read, strict=False):
                 y = y + weight.unsqueeze(-1) * held
-            kept = [weight[..., -1] for weight in after.bases]
-            kept += [] if slot is None else [slot.bases[0][..., -1]]
-            head, onto = [y, torch.stack(kept, -1)], []
-            for last in (after.last, *([] if slot is None else [slot.last])):
-                total = last.repeat_interleave(ages, 1).unsqueeze(-1) * moves
-                onto.append(rows.summed(total, plan.kept + v.shape[1]).mT)
-        return *head, *self.leaving(rows, kernels, onto, values, v)
+            left = [after] if slot is None else [after, slot]
+            weights = torch.stack([weight[..., -1] for state in left for weight in state.bases], -1)
+            moved = [state.last.repeat_interleave(ages, 1).unsqueeze(-1) * moves for state in left]
+            onto = [rows.summed(item, plan.kept + count).mT for item in moved]
+        if kernels.lengths is not None:
+            onto = [item * kernels.lengths.mT for item in onto]
+        keys, values = left_behind(rows, kernels.lengths, own.values, own.v)
+        context = () if keys is None or values is None else (keys, values, rows.filled)
+        return y, weights, *across, *onto, *context
 
-    def leaving(
-        self, rows: Rows, kernels: Kernels, onto: list[Tensor], values: Tensor | None, v: Tensor
-    ) -> list[Tensor]:
-        """Combinations of the features at their own length, and the context afterwards."""
-        scale = kernels.lengths
-        if scale is not None:
-            onto = [item * scale.mT for item in onto]
-        keys, left = left_behind(rows, scale, values, v)
-        return onto if keys is None or left is None else [*onto, keys, left, rows.filled]
-
-    def mixed(
-        self,
-        rows: Rows,
-        kernels: Kernels,
-        errors: Tensor,
-        gram: Tensor,
-        write: Tensor | None,
-        lr: Tensor,
-        retain: Tensor,
-        momentum: Tensor,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """y, weights and X, then Y and W, of a step by the Gram matrix, a piece after the other."""
-        count, config = lr.shape[1], self.config
+    def mixed(self, rows: Rows, kernels: Kernels, errors: Tensor, gram: Tensor, own: _Inputs) -> tuple[Tensor, ...]:
+        """y, weights, X, Y and W of steps by the Gram matrix, a piece after the other."""
+        count, config, write, momentum, retain = own.lr.shape[1], self.config, own.write, own.momentum, own.retain
         retain = neutral(retain, write) if config.retention.uses_retain else torch.ones_like(retain)
         momentum = neutral(momentum, write)
-        lr = lr if write is None else torch.where(write, lr, 0.0)
+        lr = own.lr if write is None else torch.where(write, own.lr, 0.0)
         pushed = errors.unflatten(1, (count, -1)) * rows.live.unsqueeze(-1)
         places = rows.places.view(-1, count, rows.live.shape[-1])
         hot = one_hot(places, kernels.pairs.shape[1]).to(errors.dtype).expand(len(errors), -1, -1, -1)
@@ -284,7 +285,7 @@ class _Spans:
         height = errors.shape[-1]
         state = (gram.new_ones(len(gram), 1), gram.new_zeros(len(gram), height, kernels.pairs.shape[1]))
         state = (*state, gram.new_zeros(len(gram), height, seen.shape[-1]))
-        block = recorded("window.piece", self.piece, again=True)
+        block = again("window.piece", self.piece)
         met, reads = kernels.facing[1].mT, []
         for at in range(0, count, PIECE):
             part = [item[:, at : at + PIECE] for item in (pushed, hot, seen, lr, retain, momentum)]
@@ -295,7 +296,7 @@ class _Spans:
         s, w, both = state
         y = torch.cat(reads, 1) + held.unsqueeze(-1) * kernels.read[0]
         onto, across = both.split((w.shape[-1], height), -1)
-        return [y, torch.cat((kept[:, -1:], s), -1), across], [onto, w]
+        return y, torch.cat((kept[:, -1:], s), -1), across, onto, w
 
     def piece(
         self,
@@ -333,19 +334,28 @@ class _Spans:
         read = (states @ seen.unsqueeze(-1)).squeeze(-1)
         return read, s[:, -1:], w[:, -1], after[:, -1]
 
+    # A step at each token.
+
+    def commit_token(self, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
+        """Outputs of a span and the carry after it."""
+        since, anchor = since_of(carry, row[0], run), anchor_of(carry, span, run)
+        bases = (*carry.memory, *carry.slots[: self.own], *(() if span.opens is True else anchor))
+        y, memory, *slots = several(run(self.span, *row[1:-1], since, row[-1], *self.context(carry), *bases))
+        carry = carry._replace(memory=(memory,), slots=tuple(slots), anchor=anchor)
+        return y, closed(carry, since, span, run)
+
+    def context(self, carry: Carry) -> tuple[Tensor | None, ...]:
+        """Keys, values and marks of the context, None where the algorithm looks at its own token alone."""
+        return carry.slots[self.own :] or (None, None, None)
+
     # One step a chunk.
 
     def commit_chunk(self, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
         """Outputs of a span and the carry after it."""
-        x_k, x_q, v, lr, retain, momentum = several(row[1:-1])
-        since, (keys, *context) = since_of(carry, row[0], run), self.context(carry)
-        products = one(run(self.meet, one(run(CONCAT, x_k, x_q)), keys, *carry.memory))
-        y, *found = several(run(self.sums, products, x_k, x_q, v, *context, row[-1], since, lr))
-        count = 1 + (keys is not None)
-        whole = torch.ones_like(lr[:, :1])
-        total, *others = several(run(self.combine, x_k, keys, whole, None, *carry.pending, *found[:count]))
-        kept = one(run(PRODUCT, carry.pending_retain[0], retain))
-        slots = (*carry.slots[: self.own], *others, *found[count:])
+        since, (x_q, retain, momentum) = since_of(carry, row[0], run), several((row[2], row[5], row[6]))
+        given = *row[1:-1], since, row[-1], *self.context(carry), *carry.memory, *carry.pending
+        y, total, *context = several(run(self.span, *given))
+        kept, slots = one(run(PRODUCT, carry.pending_retain[0], retain)), (*carry.slots[: self.own], *context)
         waiting = carry._replace(slots=slots, pending=(total,), pending_retain=(kept,))
         if span.closes is False:
             return y, waiting
@@ -355,31 +365,8 @@ class _Spans:
         if self.config.read == "before":
             return y, new
         # The closing token alone sees the commit.
-        sizes = [span.size - 1, 1]
-        (early, _), (_, last) = (several(item) for item in zip(*cut((y, x_q), sizes, run), strict=True))
-        answer = one(run(self.scaled, one(run(self.meet, last, None, *new.memory)), last))
-        return one(run(CONCAT, early, answer)), new
-
-    def summed(
-        self,
-        products: Tensor,
-        x_k: Tensor,
-        x_q: Tensor,
-        v: Tensor,
-        values: Tensor | None,
-        filled: Tensor | None,
-        write: Tensor | None,
-        since: Tensor | None,
-        lr: Tensor,
-    ) -> Tensors:
-        """y, the sum of a span's gradients and the next keys as combinations of the rows, the context's values and
-        marks."""
-        plan, count = self.plan, v.shape[1]
-        rows = rows_of(plan, v[:, :0, 0] if filled is None else filled, count, write, None)
-        kernels = kernels_of(plan, products, x_k, x_q, v.shape[-1])
-        errors = _errors(plan, rows, kernels.facing[0], since, v if values is None else torch.cat((values, v), 1))
-        moves = (lr.unsqueeze(-1) * rows.live).flatten(1).unsqueeze(-1) * errors
-        return kernels.read[0], *self.leaving(rows, kernels, [rows.summed(moves, plan.kept + count).mT], values, v)
+        (early, _), (_, last) = zip(*cut((y, x_q), [span.size - 1, 1], run), strict=True)
+        return one(run(CONCAT, early, *run(self.ask, last, *new.memory))), new
 
     def committed(self, carry: Carry, momentum: Tensor, run: Run) -> Carry:
         """The carry after the one step on a chunk's sum."""
@@ -397,6 +384,12 @@ class _Spans:
         step = -(self.gain(slot @ slot.mT) @ slot)
         return one(self.config.retention.block().forward(memory, step, kept)[0]), slot
 
+    def asked(self, x: Tensor, memory: Tensor) -> Tensors:
+        """What a memory answers to queries."""
+        plan = self.plan
+        read = (inverse_length(plan, x) if plan.normed else 1.0) * (plan.lift.features(x) @ memory.mT)
+        return (plan.query * read,)
+
 
 def _errors(plan: Plan, rows: Rows, facing: Tensor, since: Tensor | None, target: Tensor) -> Tensor:
     """e of all windows `[N, n W, V]` at the anchor's answers to the rows, of which `since` is left."""
@@ -410,49 +403,39 @@ def _errors(plan: Plan, rows: Rows, facing: Tensor, since: Tensor | None, target
     return one((bias if bias.vjp is None else by_hand(bias)).forward(base, target)[0])
 
 
-def _factor(plan: Plan, x: Tensor) -> Tensor | float:
-    """What the features of queries are multiplied by."""
-    return inverse_length(plan, x) * plan.query if plan.normed else plan.query
-
-
-# Between blocks.
-
-
 class _Graph:
-    """What autograd has recorded of a formula, until it is pulled back; one leaf to pytrees."""
+    """What a formula of tensors returns, and what autograd has recorded of it until it is pulled back."""
 
-    def __init__(self, *held: Any) -> None:
-        self.held = held
+    def __init__(self, formula: Callable[..., Tensors], given: Tensors) -> None:
+        self.formula, self.given, self.held = formula, given, None
+        self.found = tuple([item.detach() for item in self.record()[1]])
 
-
-def recorded(name: str, formula: Callable[..., Tensors], *, again: bool = False) -> Block:
-    """A block whose derivative is autograd's, recorded as it runs, or in its backward pass if `again`."""
-
-    def graph(inputs: Tensors) -> tuple[list[Tensor | None], Tensors]:
+    def record(self) -> tuple[list[Tensor | None], tuple[Tensor, ...]]:
+        """Inputs of which derivatives are taken, and outputs."""
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() if x is not None and differentiable(x) else x for x in inputs]
-            return leaves, formula(*leaves)
+            leaves = [x.detach().requires_grad_() if x is not None and differentiable(x) else x for x in self.given]
+            self.held = leaves, several(self.formula(*leaves))
+        return self.held
 
-    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Any]:
-        if again or not keeps:
-            return formula(*inputs), _Graph()
-        leaves, made = graph(inputs)
-        return tuple([item.detach() for item in several(made)]), _Graph(leaves, made)
-
-    def vjp(inputs: Tensors, record: _Graph, cotangents: Sequence[Tensor]) -> Tensors:
-        (leaves, made), record.held = record.held or graph(inputs), ()
-        pairs = [pair for pair in zip(several(made), cotangents, strict=True) if pair[0].requires_grad]
+    def pulled(self, cotangents: Sequence[Tensor]) -> Tensors:
+        """Cotangents of what was given."""
+        (leaves, made), self.held = self.held or self.record(), None
+        pairs = [pair for pair in zip(made, cotangents, strict=True) if pair[0].requires_grad]
         own = {at: leaf for at, leaf in enumerate(leaves) if leaf is not None and leaf.requires_grad}
         outputs, given = zip(*pairs, strict=True)
-        found = dict(zip(own, torch.autograd.grad(outputs, tuple(own.values()), given, allow_unused=True), strict=True))
-        return tuple(map(found.get, range(len(leaves))))
+        found = torch.autograd.grad(outputs, tuple(own.values()), given, allow_unused=True)
+        return tuple(map(dict(zip(own, found, strict=True)).get, range(len(leaves))))
 
-    return ByHand(name, forward, vjp, formula).block()
+
+def again(name: str, formula: Callable[..., Tensors]) -> Block:
+    """A block whose derivative is autograd's, recorded in its backward pass."""
+
+    def vjp(given: Tensors, _: bool, cotangents: Sequence[Tensor]) -> Tensors:
+        return _Graph(formula, given).pulled(cotangents)
+
+    return ByHand(name, lambda given, _: (formula(*given), True), vjp, formula).block()
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
     """<a, b> `[N]`."""
     return torch.bmm(a.reshape(len(a), 1, -1), b.reshape(len(b), -1, 1)).flatten()
-
-
-_GRAM = formula_block("window.gram", lambda s: torch.bmm(s, s.mT), lambda s, g: torch.bmm(g + g.mT, s))
