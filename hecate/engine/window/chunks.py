@@ -225,7 +225,7 @@ class _Spans:
             total.baddbmm_(shares[-1], own.keys)
             gkeys = torch.bmm(shares[-1].mT, made) + total[:, :kept]
         gx = self.plan.lift.pullback(own.x, total[:, kept:]).split(own.v.shape[1], 1)
-        gk, gq = (a if b is None else a + b for a, b in zip(gx, ginputs[:2], strict=True))
+        gk, gq = (a.clone() if b is None else a + b for a, b in zip(gx, ginputs[:2], strict=True))
         return *_Inputs(gk, gq, *ginputs[2:])._replace(keys=gkeys), *gmet, *(gbases if self.waits else ())
 
     # What lies between.
@@ -274,29 +274,31 @@ class _Spans:
 
     def mixed(self, rows: Rows, kernels: Kernels, errors: Tensor, gram: Tensor, own: _Inputs) -> tuple[Tensor, ...]:
         """y, weights, X, Y and W of steps by the Gram matrix, a piece after the other."""
-        count, config, write, momentum, retain = own.lr.shape[1], self.config, own.write, own.momentum, own.retain
-        retain = neutral(retain, write) if config.retention.uses_retain else torch.ones_like(retain)
-        momentum = neutral(momentum, write)
+        write, many, height = own.write, gram.shape[0], gram.shape[-1]
+        momentum, retain = neutral(own.momentum, write), neutral(own.retain, write)
+        retain = retain if self.config.retention.uses_retain else torch.ones_like(retain)
         lr = own.lr if write is None else torch.where(write, own.lr, 0.0)
-        pushed = errors.unflatten(1, (count, -1)) * rows.live.unsqueeze(-1)
-        places = rows.places.view(-1, count, rows.live.shape[-1])
-        hot = one_hot(places, kernels.pairs.shape[1]).to(errors.dtype).expand(len(errors), -1, -1, -1)
+        live, length = rows.live, kernels.pairs.shape[1]
+        pushed = errors.unflatten(1, live.shape[1:]) * live.unsqueeze(-1)
+        hot = one_hot(rows.places, length).to(errors.dtype).unflatten(1, live.shape[1:]).expand(many, -1, -1, -1)
         seen = torch.cat((kernels.asked, kernels.read[1]), -1)
-        height = errors.shape[-1]
-        state = (gram.new_ones(len(gram), 1), gram.new_zeros(len(gram), height, kernels.pairs.shape[1]))
-        state = (*state, gram.new_zeros(len(gram), height, seen.shape[-1]))
-        block = again("window.piece", self.piece)
-        met, reads = kernels.facing[1].mT, []
-        for at in range(0, count, PIECE):
+        y, block, given = [], again("window.piece", self.piece), (kernels.facing[1].mT, kernels.pairs)
+        state = (gram, gram.new_ones(many, 1, 1), gram.new_zeros(many, height, length))
+        state = *state, gram.new_zeros(many, height, length + height)
+        for at in range(0, live.shape[1], PIECE):
             part = [item[:, at : at + PIECE] for item in (pushed, hot, seen, lr, retain, momentum)]
-            read, *state = several(block.forward(*part, gram, met, kernels.pairs, *state)[0])
-            reads.append(read)
-        kept = running_products(retain)
-        held = kept if config.read == "after" else torch.nn.functional.pad(kept[:, :-1], (1, 0), value=1.0)
-        s, w, both = state
-        y = torch.cat(reads, 1) + held.unsqueeze(-1) * kernels.read[0]
-        onto, across = both.split((w.shape[-1], height), -1)
-        return y, torch.cat((kept[:, -1:], s), -1), across, onto, w
+            read, *state = several(block.forward(*part, *given, *state)[0])
+            y.append(read)
+        kept, (_, s, w, both) = running_products(retain), state
+        onto, across = both.split((length, height), -1)
+        read = torch.cat(y, 1) + self.seen(kept, 1.0).unsqueeze(-1) * kernels.read[0]
+        return read, torch.cat((kept[:, -1:], s[..., 0]), -1), across, onto, w
+
+    def seen(self, x: Tensor, first: float) -> Tensor:
+        """What is so after tokens `[N, n, *]` as their queries see it."""
+        if self.config.read == "after":
+            return x
+        return torch.cat((torch.full_like(x[:, :1], first), x[:, :-1]), 1)
 
     def piece(
         self,
@@ -306,33 +308,42 @@ class _Spans:
         lr: Tensor,
         retain: Tensor,
         momentum: Tensor,
-        gram: Tensor,
         met: Tensor,
         pairs: Tensor,
+        gram: Tensor,
         s: Tensor,
         w: Tensor,
         both: Tensor,
     ) -> Tensors:
-        """Some tokens: errors `[N, b, W, V]`, where their rows are `[N, b, W, L]`, queries at rows and at S `[N, b, L +
-        V]`, gates; of the span C = S S^T, S R^T and R R^T; s, W and [Y, X] before. Reads of [Y, X], and these after."""
-        many = pushed.shape[:2]
+        """b tokens: errors `[N, b, W, V]`, their rows as ones `[N, b, W, L]`, queries at rows and at S `[N, b, L + V]`,
+        gates; S R^T and R R^T of the span; the Gram matrix, s, W and [Y, X] before them. Reads of [Y, X] `[N, b, V]`,
+        and these four after them.
 
-        def running(gates: Tensor, before: Tensor, added: Tensor) -> Tensor:  # x_t = gate_t x_(t-1) + added_t
-            spans = torch.bmm(span_products(gates), added.flatten(2)).view_as(added)
-            return spans + running_products(gates)[..., None, None] * before.unsqueeze(1)
-
-        w = running(momentum, w, pushed.mT @ hot)
-        s = running_products(momentum) * s
-        half = s[..., None, None] * met.unsqueeze(1)
-        half = half + 0.5 * torch.bmm(w.flatten(1, 2), pairs).view_as(w)
-        cross = half @ w.mT
-        gram = s.square()[..., None, None] * gram.unsqueeze(1) + cross + cross.mT
-        step = -lr[..., None, None] * self.gain(gram.flatten(0, 1)).unflatten(0, many)
-        moved = torch.cat((step @ w, s[..., None, None] * step), -1)
-        after = running(retain, both, moved)
-        states = after if self.config.read == "after" else torch.cat((both.unsqueeze(1), after[:, :-1]), 1)
-        read = (states @ seen.unsqueeze(-1)).squeeze(-1)
-        return read, s[:, -1:], w[:, -1], after[:, -1]
+        With U the errors `[V, b W]`, H where they are written, P[t, i] the products of momentum over i < l <= t and S_-
+        the momentum before, S_t = e_t S_- + U diag(P_t) H R: nothing of a token is wider than V."""
+        tokens, ages = lr.shape[1], pushed.shape[2]
+        u, hot, length = pushed.flatten(1, 2).mT, hot.flatten(1, 2), pairs.shape[1]
+        queries = seen[..., :length].mT
+        spans, first = span_products(momentum).repeat_interleave(ages, -1), running_products(momentum)[..., None, None]
+        at = pairs @ hot.mT
+        pushes = u.unsqueeze(1) * spans.unsqueeze(2)  # U diag(P_t)
+        flat = pushes.flatten(1, 2)
+        reached = s * (met @ hot.mT) + w @ at  # S_- at the rows
+        half = (first * reached.unsqueeze(1) + 0.5 * (flat @ (hot @ at)).view_as(pushes)) * spans.unsqueeze(2)
+        cross = (half.flatten(1, 2) @ u.mT).unflatten(1, (tokens, -1))
+        grams = first.square() * gram.unsqueeze(1) + (cross + cross.mT)
+        step = -lr[..., None, None] * self.gain(grams.flatten(0, 1)).view_as(grams)
+        answers = first * (s * seen[..., length:].mT + w @ queries).unsqueeze(1)
+        answers = answers + (flat @ (hot @ queries)).unflatten(1, (tokens, -1))  # S_i q_t
+        moved = step @ torch.cat((answers, pushes), -1)
+        left, kept = span_products(retain), running_products(retain)
+        read = (moved[..., :tokens] * self.seen(left, 0.0).mT.unsqueeze(2)).sum(1)
+        read = read + self.seen(kept, 1.0).unsqueeze(1) * (both @ seen.mT)
+        last = left[:, -1, :, None, None]
+        across = (last * first * step).sum(1)
+        moved = (last * moved[..., tokens:]).sum(1) @ hot + across @ w
+        both = kept[:, -1:, None] * both + torch.cat((moved, s * across), -1)
+        return read.mT, grams[:, -1], first[:, -1] * s, first[:, -1] * w + pushes[:, -1] @ hot, both
 
     # A step at each token.
 
