@@ -33,7 +33,7 @@ from torch.nn.functional import one_hot
 from hecate.engine.chunk.engine import LAST, PRODUCT, Step, anchor_of, chunked, closed, since_of
 from hecate.engine.chunk.spans import Span, kept_rows
 from hecate.engine.coefficients import coefficients, neutral, running_products, span_products
-from hecate.engine.loop import committed_chunk, per_weight, select
+from hecate.engine.loop import per_weight, select
 from hecate.engine.tokens import CONCAT, NUMBERS, Carry, Tokens, cut, linear_block
 from hecate.engine.window.rows import Kernels, Plan, Rows, inverse_length, kernels_of, left_behind, rows_of
 from hecate.rule import MemoryConfig
@@ -112,8 +112,9 @@ class _Found(NamedTuple):
 
 
 class _Spans:
-    """What the spans of a plan run, as one block by hand: two products with features, in one room that every span uses
-    again since pages of fresh tensors cost as much as what is done with them, and between them what autograd records."""
+    """What the spans of a plan run, as one block by hand: two products with features, in a room that every span uses
+    again since pages of fresh tensors cost as much as what is done with them, and between them what autograd
+    records."""
 
     def __init__(self, plan: Plan) -> None:
         inner, self.plan, self.config = plan.form.inner, plan, plan.config
@@ -153,7 +154,7 @@ class _Spans:
         own, met, bases = self.split(given)
         made = self.features(own)
         inputs = *own, self.products(own, made, met), self.gram(met)
-        graph = _Graph(self.between, inputs) if keeps else None
+        graph = _Graph(self.between, inputs, keeps=self.mixes and not self.waits) if keeps else None
         found = self.between(*inputs) if graph is None else graph.found
         return self.states(self.named(found), made, bases), graph
 
@@ -343,7 +344,7 @@ class _Spans:
         across = (last * first * step).sum(1)
         moved = (last * moved[..., tokens:]).sum(1) @ hot + across @ w
         both = kept[:, -1:, None] * both + torch.cat((moved, s * across), -1)
-        return read.mT, grams[:, -1], first[:, -1] * s, first[:, -1] * w + pushes[:, -1] @ hot, both
+        return read.mT, grams[:, -1].clone(), first[:, -1] * s, first[:, -1] * w + pushes[:, -1] @ hot, both
 
     # A step at each token.
 
@@ -381,17 +382,18 @@ class _Spans:
 
     def committed(self, carry: Carry, momentum: Tensor, run: Run) -> Carry:
         """The carry after the one step on a chunk's sum."""
-        if not self.mixes:
-            return committed_chunk(self.config, carry, momentum, run)
-        new = several(run(self.step, *carry.memory, carry.slots[0], *carry.pending, *carry.pending_retain, momentum))
         (total,), (kept,) = carry.pending, carry.pending_retain
-        none = total.new_zeros(1, 1, 1).expand_as(total)
-        slots = (*new[1:], *carry.slots[1:])
+        new = several(run(self.step, kept, momentum, total, *carry.memory, *carry.slots[: self.own]))
+        none, slots = total.new_zeros(1, 1, 1).expand_as(total), (*new[1:], *carry.slots[self.own :])
         return carry._replace(memory=new[:1], slots=slots, pending=(none,), pending_retain=(torch.ones_like(kept),))
 
-    def stepped(self, memory: Tensor, slot: Tensor, total: Tensor, kept: Tensor, momentum: Tensor) -> Tensors:
-        """One step by the Gram matrix: the memory and S."""
-        slot = torch.addcmul(total, over(momentum, slot), slot)
+    def stepped(self, kept: Tensor, momentum: Tensor, total: Tensor, memory: Tensor, *slots: Tensor) -> Tensors:
+        """The one step of a chunk, on the sum of its gradients: the memory and slots."""
+        if not self.mixes:
+            return self.config.rule.step_block().forward(torch.ones_like(kept), kept, momentum, total, memory, *slots)[
+                0
+            ]
+        slot = torch.addcmul(total, over(momentum, slots[0]), slots[0])
         step = -(self.gain(slot @ slot.mT) @ slot)
         return one(self.config.retention.block().forward(memory, step, kept)[0]), slot
 
@@ -417,9 +419,10 @@ def _errors(plan: Plan, rows: Rows, facing: Tensor, since: Tensor | None, target
 class _Graph:
     """What a formula of tensors returns, and what autograd has recorded of it until it is pulled back."""
 
-    def __init__(self, formula: Callable[..., Tensors], given: Tensors) -> None:
+    def __init__(self, formula: Callable[..., Tensors], given: Tensors, *, keeps: bool = False) -> None:
+        """`keeps` what is recorded from the start, where to record it again costs more than to hold it."""
         self.formula, self.given, self.held = formula, given, None
-        self.found = tuple([item.detach() for item in self.record()[1]])
+        self.found = tuple([item.detach() for item in several(self.record()[1] if keeps else formula(*given))])
 
     def record(self) -> tuple[list[Tensor | None], tuple[Tensor, ...]]:
         """Inputs of which derivatives are taken, and outputs."""
@@ -442,7 +445,7 @@ def again(name: str, formula: Callable[..., Tensors]) -> Block:
     """A block whose derivative is autograd's, recorded in its backward pass."""
 
     def vjp(given: Tensors, _: bool, cotangents: Sequence[Tensor]) -> Tensors:
-        return _Graph(formula, given).pulled(cotangents)
+        return _Graph(formula, given, keeps=True).pulled(cotangents)
 
     return ByHand(name, lambda given, _: (formula(*given), True), vjp, formula).block()
 
