@@ -155,11 +155,10 @@ def chunked(
     position: int | None = 0,
     steps: Callable[..., tuple[Step, list[Tensors]]] | None = None,
     size: int | None = None,
-    kept: int = KEPT,
 ) -> tuple[Tensor, Carry]:
     """Runs a sequence chunk by chunk: outputs `[N, T, V]` and the final carry.
 
-    Another engine gives `steps`, as `_steps_of`, of `size` tokens at most, and the bytes up to which all is kept.
+    Another engine gives `steps`, as `_steps_of`, of `size` tokens at most.
     `position` is that of every memory in its chunk at the start, None if it is not known or not one number; the carried
     chunk is finished first, the last one may stay unfinished. A tape keeps one carry per segment of about sqrt(steps)
     steps, which is taped again when its turn comes, and everything where tokens and carries of all steps are small.
@@ -190,7 +189,7 @@ def chunked(
             outputs.append(y)
         return one(run(CONCAT, *outputs, label="outputs")), carry
 
-    small = len(spans) * _bytes(carry.flat) + sum(_bytes(row) for row in rows) <= kept
+    small = len(spans) * _bytes(carry.flat) + sum(_bytes(row) for row in rows) <= KEPT
     each = len(spans) if small else math.isqrt(len(spans) - 1) + 1
     y, carry = in_segments(segment, rows, carry, initial, run, each=each, keep=small)
     if layout is not None:

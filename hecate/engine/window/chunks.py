@@ -43,7 +43,6 @@ from hecate.tape.ops import over
 
 SIZE = 64  # tokens of a span
 PIECE = 8  # tokens whose Gram matrices are worked on at once
-KEPT = 2**28  # bytes of tokens and states up to which no span runs twice
 
 
 def in_chunks(
@@ -63,9 +62,7 @@ def in_chunks(
     if tokens.reset is not None:
         initial = per_weight(run, wide, initial)
     steps = partial(_steps, _Spans(plan))
-    y, new = chunked(
-        config, tokens, mapped(wide, carry), initial, run=run, position=position, steps=steps, size=SIZE, kept=KEPT
-    )
+    y, new = chunked(config, tokens, mapped(wide, carry), initial, run=run, position=position, steps=steps, size=SIZE)
     return y, mapped(back, new)
 
 
