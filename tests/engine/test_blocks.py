@@ -74,7 +74,6 @@ def small_blocks(monkeypatch):
         monkeypatch.setattr(file, "SIZE", 4)
     monkeypatch.setattr(gram, "AGAIN", 3)
     monkeypatch.setattr(chunks, "SIZE", 4)
-    monkeypatch.setattr(chunks, "PIECE", 3)
 
 
 @pytest.mark.spec("ENG-WIN-I1", "ENG-WIN-D1", "ENG-WIN-D2", "ENG-WIN-V1", "ENG-WIN-V2", "ENG-CASC-D1", "ENG-CASC-I1")

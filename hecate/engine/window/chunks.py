@@ -6,13 +6,8 @@ the present one where the span opens it, the errors of all its windows are known
 
     e_(t,a) = grad ell(b_t A phi_r(t,a), v_r(t,a)),   b_t = 1, or with before_gradient what retain has left of A
 
-`commit="token"`, a linear step: `M_t = a_t M + s_t S - sum_(s<=t) K[t,s] lr_s sum_a w_a e_(s,a) phi_r(s,a)^T`, batched
-products. A step by the Gram matrix: S_t = s_t S + W_t R is a running sum of errors, so the Gram matrices of many
-tokens, their gains Q_t, and from these
-
-    M_t = a_t M + X_t S + Y_t R,   (X_t, Y_t) = retain_t (X, Y)_(t-1) - lr_t Q_t (s_t I, W_t)
-
-are batched products too, `PIECE` tokens at once, made again in the backward pass.
+`commit="token"`: a linear step takes batched products, `M_t = a_t M + s_t S - sum_(s<=t) K[t,s] lr_s sum_a w_a e_(s,a)
+phi_r(s,a)^T`, one by the Gram matrix the lines of `hecate.engine.window.gram`, whose errors then come from outside.
 
 `commit="chunk"`: `G' = G + sum_(t,a) lr_t w_a e_(t,a) phi_r(t,a)^T` waits in the state; the token that closes the chunk
 takes the one step: S' = momentum S + G', and `M' = a M - S'`, or `a M - gain(S' S'^T) S'`. [ENG-WIN-D3, ENG-WIN-D4]
@@ -28,21 +23,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from hecate.engine.chunk.engine import LAST, PRODUCT, Step, anchor_of, chunked, closed, since_of
 from hecate.engine.chunk.spans import Span, kept_rows
-from hecate.engine.coefficients import coefficients, neutral, running_products, span_products
+from hecate.engine.coefficients import coefficients
 from hecate.engine.loop import per_weight, select
 from hecate.engine.tokens import CONCAT, NUMBERS, Carry, Tokens, cut, linear_block
-from hecate.engine.window.rows import Kernels, Plan, Rows, inverse_length, kernels_of, left_behind, rows_of
+from hecate.engine.window.gram import mixed
+from hecate.engine.window.rows import Plan, Rows, inverse_length, kernels_of, left_behind, rows_of
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Block, ByHand, Run, Tensors, by_hand, differentiable, one, several
 from hecate.tape.ops import over
 
 SIZE = 64  # tokens of a span
-PIECE = 8  # tokens whose Gram matrices are worked on at once
 
 
 def in_chunks(
@@ -250,8 +244,10 @@ class _Spans:
             y, weights = kernels.read[0], torch.ones_like(own.lr[:, :1])
             onto = [rows.summed(step * errors, plan.kept + count).mT]
         elif self.mixes:
-            y, weights, *across, left, slot = self.mixed(rows, kernels, errors, one((gram,)), own)
-            onto = [left, slot]
+            gates, none = (own.lr, own.retain, own.momentum), torch.zeros_like(target)
+            found, _ = mixed(plan, rows, (own.write, None), kernels, one((gram,)), none, gates, errors=errors)
+            y, x, *onto, s, a, _ = several(found)
+            weights, across = torch.cat((a, s), 1).squeeze(-1), (x,)
         else:
             ages = len(plan.form.weights)
             gates = own.retain, own.momentum, own.write, None
@@ -269,79 +265,6 @@ class _Spans:
         keys, values = left_behind(rows, kernels.lengths, own.values, own.v)
         context = () if keys is None or values is None else (keys, values, rows.filled)
         return y, weights, *across, *onto, *context
-
-    def mixed(self, rows: Rows, kernels: Kernels, errors: Tensor, gram: Tensor, own: _Inputs) -> tuple[Tensor, ...]:
-        """y, weights, X, Y and W of steps by the Gram matrix, a piece after the other."""
-        write, many, height = own.write, gram.shape[0], gram.shape[-1]
-        momentum, retain = neutral(own.momentum, write), neutral(own.retain, write)
-        retain = retain if self.config.retention.uses_retain else torch.ones_like(retain)
-        lr = own.lr if write is None else torch.where(write, own.lr, 0.0)
-        live, length = rows.live, kernels.pairs.shape[1]
-        pushed = errors.unflatten(1, live.shape[1:]) * live.unsqueeze(-1)
-        hot = one_hot(rows.places, length).to(errors.dtype).unflatten(1, live.shape[1:]).expand(many, -1, -1, -1)
-        seen = torch.cat((kernels.asked, kernels.read[1]), -1)
-        y, block, given = [], again("window.piece", self.piece), (kernels.facing[1].mT, kernels.pairs)
-        state = (gram, gram.new_ones(many, 1, 1), gram.new_zeros(many, height, length))
-        state = *state, gram.new_zeros(many, height, length + height)
-        for at in range(0, live.shape[1], PIECE):
-            part = [item[:, at : at + PIECE] for item in (pushed, hot, seen, lr, retain, momentum)]
-            read, *state = several(block.forward(*part, *given, *state)[0])
-            y.append(read)
-        kept, (_, s, w, both) = running_products(retain), state
-        onto, across = both.split((length, height), -1)
-        read = torch.cat(y, 1) + self.seen(kept, 1.0).unsqueeze(-1) * kernels.read[0]
-        return read, torch.cat((kept[:, -1:], s[..., 0]), -1), across, onto, w
-
-    def seen(self, x: Tensor, first: float) -> Tensor:
-        """What is so after tokens `[N, n, *]` as their queries see it."""
-        if self.config.read == "after":
-            return x
-        return torch.cat((torch.full_like(x[:, :1], first), x[:, :-1]), 1)
-
-    def piece(
-        self,
-        pushed: Tensor,
-        hot: Tensor,
-        seen: Tensor,
-        lr: Tensor,
-        retain: Tensor,
-        momentum: Tensor,
-        met: Tensor,
-        pairs: Tensor,
-        gram: Tensor,
-        s: Tensor,
-        w: Tensor,
-        both: Tensor,
-    ) -> Tensors:
-        """b tokens: errors `[N, b, W, V]`, their rows as ones `[N, b, W, L]`, queries at rows and at S `[N, b, L + V]`,
-        gates; S R^T and R R^T of the span; the Gram matrix, s, W and [Y, X] before them. Reads of [Y, X] `[N, b, V]`,
-        and these four after them.
-
-        With U the errors `[V, b W]`, H where they are written, P[t, i] the products of momentum over i < l <= t and S_-
-        the momentum before, S_t = e_t S_- + U diag(P_t) H R: nothing of a token is wider than V."""
-        tokens, ages = lr.shape[1], pushed.shape[2]
-        u, hot, length = pushed.flatten(1, 2).mT, hot.flatten(1, 2), pairs.shape[1]
-        queries = seen[..., :length].mT
-        spans, first = span_products(momentum).repeat_interleave(ages, -1), running_products(momentum)[..., None, None]
-        at = pairs @ hot.mT
-        pushes = u.unsqueeze(1) * spans.unsqueeze(2)  # U diag(P_t)
-        flat = pushes.flatten(1, 2)
-        reached = s * (met @ hot.mT) + w @ at  # S_- at the rows
-        half = (first * reached.unsqueeze(1) + 0.5 * (flat @ (hot @ at)).view_as(pushes)) * spans.unsqueeze(2)
-        cross = (half.flatten(1, 2) @ u.mT).unflatten(1, (tokens, -1))
-        grams = first.square() * gram.unsqueeze(1) + (cross + cross.mT)
-        step = -lr[..., None, None] * self.gain(grams.flatten(0, 1)).view_as(grams)
-        answers = first * (s * seen[..., length:].mT + w @ queries).unsqueeze(1)
-        answers = answers + (flat @ (hot @ queries)).unflatten(1, (tokens, -1))  # S_i q_t
-        moved = step @ torch.cat((answers, pushes), -1)
-        left, kept = span_products(retain), running_products(retain)
-        read = (moved[..., :tokens] * self.seen(left, 0.0).mT.unsqueeze(2)).sum(1)
-        read = read + self.seen(kept, 1.0).unsqueeze(1) * (both @ seen.mT)
-        last = left[:, -1, :, None, None]
-        across = (last * first * step).sum(1)
-        moved = (last * moved[..., tokens:]).sum(1) @ hot + across @ w
-        both = kept[:, -1:, None] * both + torch.cat((moved, s * across), -1)
-        return read.mT, grams[:, -1].clone(), first[:, -1] * s, first[:, -1] * w + pushes[:, -1] @ hot, both
 
     # A step at each token.
 
