@@ -1,18 +1,14 @@
 """Chunks of the window engine: gradients at a remembered state, so that no token of a span waits for another's write.
 
-A span is at most 64 tokens of one chunk. Its features R `[L, F]`, the c keys of the context and its own n, meet the
-states in one product, and what leaves it is made of them in another; with A the memory at the chunk's start, which is
-the present one where the span opens it, the errors of all its windows are known at once:
+The features R `[L, F]` of a span, the c keys of the context and its own n, meet the states in one product, and what
+leaves it is made of them in another. With A the memory at the chunk's start all errors are known at once,
 
     e_(t,a) = grad ell(b_t A phi_r(t,a), v_r(t,a)),   b_t = 1, or with before_gradient what retain has left of A
 
-`commit="token"`: a linear step takes batched products, `M_t = a_t M + s_t S - sum_(s<=t) K[t,s] lr_s sum_a w_a e_(s,a)
-phi_r(s,a)^T`, one by the Gram matrix the lines of `hecate.engine.window.gram`, whose errors then come from outside.
-
-`commit="chunk"`: `G' = G + sum_(t,a) lr_t w_a e_(t,a) phi_r(t,a)^T` waits in the state; the token that closes the chunk
-takes the one step: S' = momentum S + G', and `M' = a M - S'`, or `a M - gain(S' S'^T) S'`. [ENG-WIN-D3, ENG-WIN-D4]
-
-Where each memory's tokens lie, masks, resets and what is kept for the backward pass are the chunk engine's.
+so `commit="token"` takes batched products, or the lines of `hecate.engine.window.gram` with errors from outside.
+`commit="chunk"`: `G' = G + sum_(t,a) lr_t w_a e_(t,a) phi_r(t,a)^T` waits; the token that closes the chunk takes one
+step, S' = momentum S + G' and `M' = a M - S'`, or `a M - gain(S' S'^T) S'`. Where tokens lie and what is kept for the
+backward pass is as in the chunk engine. [ENG-WIN-D3, ENG-WIN-D4, ENG-WIN-V3]
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from hecate.engine.window.gram import mixed
 from hecate.engine.window.rows import Plan, Rows, inverse_length, kernels_of, left_behind, rows_of
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import Block, ByHand, Run, Tensors, by_hand, differentiable, one, several
+from hecate.tape import Block, ByHand, Run, Tensors, by_hand, one, several
 from hecate.tape.ops import over
 
 SIZE = 64  # tokens of a span
@@ -85,22 +81,6 @@ class _Inputs(NamedTuple):
     values: Tensor | None
     filled: Tensor | None
 
-    @property
-    def x(self) -> Tensor:
-        """Keys and queries."""
-        return torch.cat((self.x_k, self.x_q), 1)
-
-
-class _Found(NamedTuple):
-    """What lies between the products of a span with features: outputs, how much of the base states goes on, what M' has
-    of S across, states as combinations of the rows' features, and the context's values and marks."""
-
-    y: Tensor
-    weights: Tensor
-    across: Tensor | None
-    onto: list[Tensor]
-    context: tuple[Tensor, ...]
-
 
 class _Spans:
     """What the spans of a plan run, as one block by hand: two products with features, in a room that every span uses
@@ -135,23 +115,23 @@ class _Spans:
     def whole(self, *given: Tensor | None) -> Tensors:
         """In operations that torch differentiates."""
         own, met, bases = self.split(given)
-        made = self.plan.lift.features(own.x)
+        made = self.plan.lift.features(torch.cat((own.x_k, own.x_q), 1))
         made = made if own.keys is None else torch.cat((own.keys, made), 1)
-        found = self.between(*own, self.products(own, made, met), self.gram(met))
+        found = self.between(*own, *self.products(own, made, met))
         return self.states(self.named(found), made, bases)
 
     def forward(self, given: Tensors, keeps: bool) -> tuple[Tensors, Any]:
-        """The same by hand, and the graph of what lies between."""
+        """The same by hand; of what lies between, what it is made of and what it is."""
         own, met, bases = self.split(given)
-        made = self.features(own)
-        inputs = *own, self.products(own, made, met), self.gram(met)
-        graph = _Graph(self.between, inputs, keeps=self.mixes and not self.waits) if keeps else None
-        found = self.between(*inputs) if graph is None else graph.found
-        return self.states(self.named(found), made, bases), graph
+        made, steps = self.features(own), []
+        inputs = *own, *self.products(own, made, met)
+        with torch.no_grad():
+            found = self.between(*inputs, steps=steps)
+        return self.states(self.named(found), made, bases), (inputs, found, steps) if keeps else None
 
     def features(self, own: _Inputs) -> Tensor:
         """`[N, c + n + n, F]`: the context's keys, that are features, and those of keys and queries."""
-        x, kept = own.x, self.plan.kept
+        x, kept = torch.cat((own.x_k, own.x_q), 1), self.plan.kept
         made = self.room("features", x, kept + x.shape[1])
         self.plan.lift.features(x, made[:, kept:])
         if own.keys is not None:
@@ -165,46 +145,45 @@ class _Spans:
             self.rooms[name] = held = like.new_empty(shape)
         return held
 
-    def products(self, own: _Inputs, made: Tensor, met: list[Tensor]) -> Tensor:
-        """`[N, c + n + n, *]`: features with states and context."""
-        return torch.cat([made @ state.mT for state in (*met, *([] if own.keys is None else [own.keys]))], -1)
+    def products(self, own: _Inputs, made: Tensor, met: list[Tensor]) -> Tensors:
+        """Features with states and context `[N, c + n + n, *]`, and S S^T where rows are mixed at every token."""
+        states = (*met, *([] if own.keys is None else [own.keys]))
+        gram = torch.bmm(met[1], met[1].mT) if self.mixes and not self.waits else None
+        return torch.cat([made @ state.mT for state in states], -1), gram
 
-    def gram(self, met: list[Tensor]) -> Tensor | None:
-        """S S^T, where rows are mixed at every token."""
-        return torch.bmm(met[1], met[1].mT) if self.mixes and not self.waits else None
-
-    def states(self, found: _Found, made: Tensor, bases: list[Tensor]) -> Tensors:
+    def states(self, found: tuple[Any, ...], made: Tensor, bases: list[Tensor]) -> Tensors:
         """y, states `[N, *, F]` as `O X + a B`, and the context."""
-        count = found.onto[0].shape[-1]
-        states = [torch.bmm(onto, made[:, :count]) for onto in found.onto]
-        for (state, base), weight in zip(self.terms, found.weights.unbind(-1), strict=True):
+        y, weights, across, ontos, context = found
+        states = [torch.bmm(onto, made[:, : onto.shape[-1]]) for onto in ontos]
+        for (state, base), weight in zip(self.terms, weights.unbind(-1), strict=True):
             states[state] = torch.addcmul(states[state], over(weight, bases[base]), bases[base])
-        if found.across is not None:
-            states[0] = torch.baddbmm(states[0], found.across, bases[1])
-        return found.y, *states, *found.context
+        if across is not None:
+            states[0] = torch.baddbmm(states[0], across, bases[1])
+        return y, *states, *context
 
-    def backward(self, given: Tensors, graph: Any, cotangents: Sequence[Tensor]) -> Tensors:
+    def backward(self, given: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Tensors:
         """With X features, P their products with states B, O combinations and G the cotangents of the new states: g_O =
         G X^T, g_a = <G, B>, g_X = O^T G + g_P B, g_B = a G + g_P^T X."""
         (own, met, bases), kept = self.split(given), self.plan.kept
-        made, found = self.features(own), self.named(graph.found)
-        gy, *gstates = cotangents
-        gstates, gcontext = gstates[: len(found.onto)], gstates[len(found.onto) :]
-        count = found.onto[0].shape[-1]
+        made, (inputs, found, steps) = self.features(own), record
+        _, weights, across, ontos, _ = self.named(found)
+        gy, gstates, gcontext = cotangents[0], cotangents[1 : 1 + len(ontos)], cotangents[1 + len(ontos) :]
+        count = ontos[0].shape[-1]
         total, rows = self.room("cotangents", made, made.shape[1]).zero_(), made[:, :count]
         gonto = [torch.bmm(g, rows.mT) for g in gstates]
-        for onto, g in zip(found.onto, gstates, strict=True):
+        for onto, g in zip(ontos, gstates, strict=True):
             total[:, :count].baddbmm_(onto.mT, g)
         gweights, gbases = [], [torch.zeros_like(base) for base in bases]
-        for (state, base), weight in zip(self.terms, found.weights.unbind(-1), strict=True):
+        for (state, base), weight in zip(self.terms, weights.unbind(-1), strict=True):
             gweights.append(_inner(gstates[state], bases[base]))
             gbases[base].addcmul_(over(weight, bases[base]), gstates[state])
         gacross = None
-        if found.across is not None:
+        if across is not None:
             gacross = torch.bmm(gstates[0], bases[1].mT)
-            gbases[1].baddbmm_(found.across.mT, gstates[0])
+            gbases[1].baddbmm_(across.mT, gstates[0])
         wanted = gy, torch.stack(gweights, -1), *([] if gacross is None else [gacross]), *gonto, *gcontext
-        *ginputs, gproducts, ggram = graph.pulled(wanted)
+        again = ByHand("window.between", self.forward, self.backward, partial(self.between, steps=steps))
+        *ginputs, gproducts, ggram = again.by_autograd(inputs, wanted)
         gmet = [torch.zeros_like(met[0])] if self.waits else gbases + [torch.zeros_like(m) for m in met[len(bases) :]]
         shares = gproducts.split([state.shape[1] for state in (*met, *([] if own.keys is None else [own.keys]))], -1)
         for g, share, state in zip(gmet, shares, met, strict=False):
@@ -216,21 +195,22 @@ class _Spans:
         if own.keys is not None:
             total.baddbmm_(shares[-1], own.keys)
             gkeys = torch.bmm(shares[-1].mT, made) + total[:, :kept]
-        gx = self.plan.lift.pullback(own.x, total[:, kept:]).split(own.v.shape[1], 1)
+        gx = self.plan.lift.pullback(torch.cat((own.x_k, own.x_q), 1), total[:, kept:]).split(own.v.shape[1], 1)
         gk, gq = (a.clone() if b is None else a + b for a, b in zip(gx, ginputs[:2], strict=True))
         return *_Inputs(gk, gq, *ginputs[2:])._replace(keys=gkeys), *gmet, *(gbases if self.waits else ())
 
     # What lies between.
 
-    def named(self, found: Tensors) -> _Found:
-        """What `between` returns, by name."""
+    def named(self, found: Tensors) -> tuple[Any, ...]:
+        """What `between` returns: y, a, what M' has of S across, the combinations O, the context's values and marks."""
         y, weights, *rest = several(found)
         across = rest.pop(0) if self.mixes and not self.waits else None
         count = len(rest) - 2 * (self.plan.kept > 0)
-        return _Found(y, weights, across, rest[:count], tuple(rest[count:]))
+        return y, weights, across, rest[:count], rest[count:]
 
-    def between(self, *given: Tensor | None) -> Tensors:
-        """Of inputs, products and S S^T, the fields of `_Found`: all that does not need a state's width."""
+    def between(self, *given: Tensor | None, steps: list[Any] | None = None) -> Tensors:
+        """Of inputs, products and S S^T, what does not need a state's width, one after the other as in `named`; `steps`
+        holds those of a Gram matrix from one call to the next."""
         *first, products, gram = given
         own = _Inputs(*first)  # type: ignore[arg-type]
         plan, config, count = self.plan, self.config, own.v.shape[1]
@@ -245,7 +225,10 @@ class _Spans:
             onto = [rows.summed(step * errors, plan.kept + count).mT]
         elif self.mixes:
             gates, none = (own.lr, own.retain, own.momentum), torch.zeros_like(target)
-            found, _ = mixed(plan, rows, (own.write, None), kernels, one((gram,)), none, gates, errors=errors)
+            masks, known = (own.write, None), steps[0] if steps else None
+            found, starts = mixed(plan, rows, masks, kernels, one((gram,)), none, gates, errors=errors, found=known)
+            if steps is not None and known is None:
+                steps.append((found, starts))
             y, x, *onto, s, a, _ = several(found)
             weights, across = torch.cat((a, s), 1).squeeze(-1), (x,)
         else:
@@ -336,38 +319,14 @@ def _errors(plan: Plan, rows: Rows, facing: Tensor, since: Tensor | None, target
     return one((bias if bias.vjp is None else by_hand(bias)).forward(base, target)[0])
 
 
-class _Graph:
-    """What a formula of tensors returns, and what autograd has recorded of it until it is pulled back."""
-
-    def __init__(self, formula: Callable[..., Tensors], given: Tensors, *, keeps: bool = False) -> None:
-        """`keeps` what is recorded from the start, where to record it again costs more than to hold it."""
-        self.formula, self.given, self.held = formula, given, None
-        self.found = tuple([item.detach() for item in several(self.record()[1] if keeps else formula(*given))])
-
-    def record(self) -> tuple[list[Tensor | None], tuple[Tensor, ...]]:
-        """Inputs of which derivatives are taken, and outputs."""
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() if x is not None and differentiable(x) else x for x in self.given]
-            self.held = leaves, several(self.formula(*leaves))
-        return self.held
-
-    def pulled(self, cotangents: Sequence[Tensor]) -> Tensors:
-        """Cotangents of what was given."""
-        (leaves, made), self.held = self.held or self.record(), None
-        pairs = [pair for pair in zip(made, cotangents, strict=True) if pair[0].requires_grad]
-        own = {at: leaf for at, leaf in enumerate(leaves) if leaf is not None and leaf.requires_grad}
-        outputs, given = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, tuple(own.values()), given, allow_unused=True)
-        return tuple(map(dict(zip(own, found, strict=True)).get, range(len(leaves))))
-
-
 def again(name: str, formula: Callable[..., Tensors]) -> Block:
     """A block whose derivative is autograd's, recorded in its backward pass."""
 
     def vjp(given: Tensors, _: bool, cotangents: Sequence[Tensor]) -> Tensors:
-        return _Graph(formula, given, keeps=True).pulled(cotangents)
+        return hand.by_autograd(given, cotangents)
 
-    return ByHand(name, lambda given, _: (formula(*given), True), vjp, formula).block()
+    hand = ByHand(name, lambda given, _: (formula(*given), True), vjp, formula)
+    return hand.block()
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
