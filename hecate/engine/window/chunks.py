@@ -123,7 +123,7 @@ class _Spans:
     def forward(self, given: Tensors, keeps: bool) -> tuple[Tensors, Any]:
         """The same by hand; of what lies between, what it is made of and what it is."""
         own, met, bases = self.split(given)
-        made, steps = self.features(own), []
+        made, steps = self.features(own), list[Any]()
         inputs = *own, *self.products(own, made, met)
         with torch.no_grad():
             found = self.between(*inputs, steps=steps)
@@ -185,7 +185,9 @@ class _Spans:
         again = ByHand("window.between", self.forward, self.backward, partial(self.between, steps=steps))
         *ginputs, gproducts, ggram = again.by_autograd(inputs, wanted)
         gmet = [torch.zeros_like(met[0])] if self.waits else gbases + [torch.zeros_like(m) for m in met[len(bases) :]]
-        shares = gproducts.split([state.shape[1] for state in (*met, *([] if own.keys is None else [own.keys]))], -1)
+        shares = one((gproducts,)).split(
+            [item.shape[1] for item in (*met, *([] if own.keys is None else [own.keys]))], -1
+        )
         for g, share, state in zip(gmet, shares, met, strict=False):
             g.baddbmm_(share.mT, made)
             total.baddbmm_(share, state)
@@ -197,7 +199,8 @@ class _Spans:
             gkeys = torch.bmm(shares[-1].mT, made) + total[:, :kept]
         gx = self.plan.lift.pullback(torch.cat((own.x_k, own.x_q), 1), total[:, kept:]).split(own.v.shape[1], 1)
         gk, gq = (a.clone() if b is None else a + b for a, b in zip(gx, ginputs[:2], strict=True))
-        return *_Inputs(gk, gq, *ginputs[2:])._replace(keys=gkeys), *gmet, *(gbases if self.waits else ())
+        ginputs[_Inputs._fields.index("keys")] = gkeys
+        return gk, gq, *ginputs[2:], *gmet, *(gbases if self.waits else ())
 
     # What lies between.
 
@@ -218,7 +221,7 @@ class _Spans:
         kernels = kernels_of(plan, one((products,)), own.x_k, own.x_q, own.v.shape[-1])
         anchor = kernels.facing[0 if self.waits or len(kernels.facing) == 1 + self.own else -1]
         target = own.v if own.values is None else torch.cat((own.values, own.v), 1)
-        errors, across = _errors(plan, rows, anchor, own.since, target), ()
+        errors, across = _errors(plan, rows, anchor, own.since, target), list[Tensor]()
         step = (own.lr.unsqueeze(-1) * rows.live).flatten(1).unsqueeze(-1)
         if self.waits:
             y, weights = kernels.read[0], torch.ones_like(own.lr[:, :1])
@@ -230,11 +233,11 @@ class _Spans:
             if steps is not None and known is None:
                 steps.append((found, starts))
             y, x, *onto, s, a, _ = several(found)
-            weights, across = torch.cat((a, s), 1).squeeze(-1), (x,)
+            weights, across = torch.cat((a, s), 1).squeeze(-1), [x]
         else:
             ages = len(plan.form.weights)
-            gates = own.retain, own.momentum, own.write, None
-            after, before, slot = coefficients(config, *gates, plan.form.inner.kernel_form())
+            form = plan.form.inner.kernel_form()
+            after, before, slot = coefficients(config, own.retain, own.momentum, own.write, None, form)
             states, moves = after if config.read == "after" else before, -step * errors
             y = (rows.picked(kernels.asked.mT).mT * states.writes.repeat_interleave(ages, 2)) @ moves
             for weight, held in zip(states.bases, kernels.read, strict=False):

@@ -37,7 +37,7 @@ def linear_block(
 
     errors = -target
     if not config.forms.target:
-        base = sum(  # type: ignore[assignment]
+        base: Tensor = sum(  # type: ignore[assignment]
             weight.repeat_interleave(ages, 1).unsqueeze(-1) * rows.picked(held)
             for weight, held in zip(faced.bases, kernels.facing, strict=True)
         )
