@@ -188,9 +188,9 @@ class _Spans:
         shares = one((gproducts,)).split(
             [item.shape[1] for item in (*met, *([] if own.keys is None else [own.keys]))], -1
         )
-        for g, share, state in zip(gmet, shares, met, strict=False):
+        for g, share, held in zip(gmet, shares, met, strict=False):
             g.baddbmm_(share.mT, made)
-            total.baddbmm_(share, state)
+            total.baddbmm_(share, held)
         if ggram is not None:
             gmet[1].baddbmm_(ggram + ggram.mT, met[1])
         gkeys = None
