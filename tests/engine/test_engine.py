@@ -87,7 +87,7 @@ TABLE = {
     "chunk commit of one": "sssssssssssssssssssssssssssssssssss",
     "mlp, chunk": "scccccccccccccscsscscssccsccccsccsc",
     "omega": "ssswwwwwwwwwswsssswwwwsswsswswsswsw",
-    "omega, chunk": "ssswwwwwwwwwswsssswwwwsswsswswsswss",
+    "omega, chunk": "ssswwwwwwwwwswsssssswwsswsswswsswsw",
     "float64": "spppkkpppkppppspppppkksppsppppsppsk",
     "skip": "spppkkpppkkkpkspppppkksppsppppsppsk",
 }

@@ -225,6 +225,15 @@ FAULTS = [
     ),
     *_of(
         "engine",
+        "tests/engine/test_blocks.py",
+        ("window/chunks", "a.clone() if b is None else a + b", "a if b is None else a + b"),
+        ("window/chunks", "kernels.facing[0 if self.waits or len(kernels.facing) == 1 + self.own else -1]", "kernels.facing[0]"),
+        ("window/chunks", "total.baddbmm_(shares[-1], own.keys)", "pass"),
+        ("window/chunks", "gmet[1].baddbmm_(ggram + ggram.mT, met[1])", "gmet[1].baddbmm_(ggram, met[1])"),
+        ("window/chunks", "base = since.repeat_interleave(len(plan.form.weights), 1).unsqueeze(-1) * base", "pass"),
+    ),
+    *_of(
+        "engine",
         "tests/engine/test_finite.py",
         ("nonfinite", "broken = (~(kept & told)).nonzero()", "broken = (~kept).nonzero()"),
         ("nonfinite", "torch.isfinite(read.to(y.dtype)).all(1)", "torch.isfinite(read).all(1)"),

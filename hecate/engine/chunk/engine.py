@@ -37,6 +37,7 @@ from hecate.tape import Run, Tensors, formula_block, one, several
 DUAL = 64  # tokens whose pairs are held at once in the dual form
 BUILT = 16  # tokens whose states are built at once
 KEPT = 2**27  # bytes of tokens and carries that are taped as they run, without segments
+Step = Callable[[Carry, Tensors, Span, Run], tuple[Tensor, Carry]]
 
 
 class Chunk(TokenEngine):
@@ -68,11 +69,11 @@ class Chunk(TokenEngine):
 
     def cost(self, call: Call) -> float:
         """A step has to take two tokens on average to beat as many of the token loop."""
-        return math.inf if call.config.chunk == 1 else 200.0 * max(1, _steps(call))
+        return math.inf if call.config.chunk == 1 else 200.0 * max(1, steps_of(call))
 
     def about(self, call: Call) -> str:
         """How many steps, if that is too many."""
-        steps = _steps(call)
+        steps = steps_of(call)
         if 2 * steps > call.length:
             return f"{steps} chunks for {call.length} tokens: resets leave too little in each"
         return "gradients of a chunk at one state: exact in chunks"
@@ -82,15 +83,15 @@ class Chunk(TokenEngine):
         return in_folds(partial(chunked, position=call.place), call.config, tokens, carry, initial, run=run)
 
 
-def _steps(call: Call) -> int:
-    """How many steps a call takes; 0 without tokens."""
+def steps_of(call: Call, longest: int | None = None) -> int:
+    """How many steps a call takes, of `longest` tokens at most where that is given; 0 without tokens."""
     if call.steps is not None:
         return call.steps
     config, (_, _, _, lr, retain, _, write, reset, *_) = call.config, call.inputs
     if lr.numel() == 0:
         return 0
     length, heads = lr.shape[1:]
-    size = min(span_size(config, channelwise=retain.dim() == 4), length)
+    size = min(_longest(config, longest, retain.dim() == 4), length)
     write, reset = (None if mask is None else fold_mask(mask, heads) for mask in (write, reset))
     if aligned(config, write, reset, call.place):
         return len(spans_of(call.place or 0, length, config.chunk, size))
@@ -110,6 +111,10 @@ def span_size(config: MemoryConfig, *, channelwise: bool) -> int:
     return min(config.chunk, BUILT if _dual_graph(config, channelwise) is None else DUAL)
 
 
+def _longest(config: MemoryConfig, given: int | None, channelwise: bool) -> int:
+    return span_size(config, channelwise=channelwise) if given is None else min(config.chunk, given)
+
+
 def _dual_graph(config: MemoryConfig, channelwise: bool) -> Graph | None:
     """The layers through which states are read without being built, if they are."""
     # Per channel too, but there the coefficients of all pairs cost more than the states (measured).
@@ -120,16 +125,25 @@ def _dual_graph(config: MemoryConfig, channelwise: bool) -> Graph | None:
 
 
 def chunked(
-    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run, position: int | None = 0
+    config: MemoryConfig,
+    tokens: Tokens,
+    carry: Carry,
+    initial: Memory,
+    *,
+    run: Run,
+    position: int | None = 0,
+    steps: Callable[..., tuple[Step, list[Tensors]]] | None = None,
+    size: int | None = None,
 ) -> tuple[Tensor, Carry]:
     """Runs a sequence chunk by chunk: outputs `[N, T, V]` and the final carry.
 
+    Another engine gives `steps`, as `_steps_of`, of `size` tokens at most.
     `position` is that of every memory in its chunk at the start, None if it is not known or not one number; the carried
     chunk is finished first, the last one may stay unfinished. A tape keeps one carry per segment of about sqrt(steps)
     steps, which is taped again when its turn comes, and everything where tokens and carries of all steps are small.
     """
-    length, channelwise = tokens.v.shape[1], tokens.retain.dim() == 3
-    size = min(span_size(config, channelwise=channelwise), length)
+    length = tokens.v.shape[1]
+    size = min(_longest(config, size, tokens.retain.dim() == 3), length)
     layout: Layout | None = None
     moved = (carry.position + length) % config.chunk
     if aligned(config, tokens.write, tokens.reset, position):
@@ -139,7 +153,7 @@ def chunked(
         layout = layout_of(tokens.write, tokens.reset, start, length, config.chunk, size)
         tokens, moved = _laid(layout, tokens, run), layout.position
         spans = [Span(size, True, True)] * layout.spans
-    step, rows = _steps_of(config, tokens, [span.size for span in spans], run)
+    step, rows = (steps or _steps_of)(config, tokens, [span.size for span in spans], run)
 
     def segment(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:
         outputs: list[Tensor] = []
@@ -174,9 +188,6 @@ def _laid(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
     return laid._replace(retain=kept)
 
 
-Step = Callable[[Carry, Tensors, Span, Run], tuple[Tensor, Carry]]
-
-
 def _steps_of(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> tuple[Step, list[Tensors]]:
     """The step to take, of (carry, row, span, run) to outputs `[N, C, V]` and the new carry, and the row of each."""
     graph = _dual_graph(config, tokens.retain.dim() == 3)
@@ -195,7 +206,7 @@ def _commit_dual(
     config: MemoryConfig, graph: Graph, carry: Carry, row: Tensors, span: Span, run: Run
 ) -> tuple[Tensor, Carry]:
     """A step at each token, read in the dual form: kept, phi_k, phi_q, v and the coefficients."""
-    anchor, kept = _anchor(carry, span, run), _since(carry, row[0], run)
+    anchor, kept = anchor_of(carry, span, run), since_of(carry, row[0], run)
     met: Memory = ()
     answers: tuple[Tensor, ...] = ()
     memory, own, at = carry.memory, kept, () if anchor is carry.memory else anchor
@@ -210,13 +221,13 @@ def _commit_dual(
     step = Dual(config, graph, tuple(map(len, states)), reads=not answers).block()
     answers += several(run(step, *row[1:4], own, *row[4:], *chain.from_iterable(states)))
     y, new, slots = answers[0], answers[1 : 1 + len(memory)], answers[1 + len(memory) :]
-    return y, _closed(carry._replace(memory=new, slots=slots, anchor=anchor), kept, span, run)
+    return y, closed(carry._replace(memory=new, slots=slots, anchor=anchor), kept, span, run)
 
 
 def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
     """A step at each token, built one after the other: kept, phi_k, phi_q, v, the gates and the mask."""
     phi_k, phi_q, v, *gates = several(row[1:-1])
-    anchor, kept = _anchor(carry, span, run), _since(carry, row[0], run)
+    anchor, kept = anchor_of(carry, span, run), since_of(carry, row[0], run)
     at = config.rule.weights(anchor, run=run) if kept is None else anchor
     built = token_gradients(config, at, (phi_k, v, kept), run)
     columns = [several(run(UNBIND, item)) for item in (*gates, *built)]
@@ -229,19 +240,19 @@ def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, 
         carry = stepped if mask is None else select(mask, stepped, carry, run)
         states.append(carry.memory if config.read == "after" else before)
     y = predict_states(config, states, phi_q, run)
-    return y, _closed(carry._replace(anchor=anchor), kept, span, run)
+    return y, closed(carry._replace(anchor=anchor), kept, span, run)
 
 
-def _since(carry: Carry, kept: Tensor | None, run: Run) -> Tensor | None:
+def since_of(carry: Carry, kept: Tensor | None, run: Run) -> Tensor | None:
     """The products of retain since the span's start as those since its chunk's."""
     return None if kept is None else one(run(_SINCE, carry.pending_retain[0], kept))
 
 
-def _closed(carry: Carry, kept: Tensor | None, span: Span, run: Run) -> Carry:
+def closed(carry: Carry, kept: Tensor | None, span: Span, run: Run) -> Carry:
     """The carry with the product that the chunk goes on with: 1 where it closes."""
     if kept is None:
         return carry
-    last = one(run(_LAST, kept))
+    last = one(run(LAST, kept))
     if isinstance(span.closes, Tensor):
         last = one(run(SELECT, span.closes, torch.ones_like(last), last))
     elif span.closes:
@@ -249,7 +260,7 @@ def _closed(carry: Carry, kept: Tensor | None, span: Span, run: Run) -> Carry:
     return carry._replace(pending_retain=(last,))
 
 
-def _anchor(carry: Carry, span: Span, run: Run) -> Memory:
+def anchor_of(carry: Carry, span: Span, run: Run) -> Memory:
     """Where gradients are taken: the memory where a chunk opens, else as before."""
     if isinstance(span.opens, bool):
         return carry.memory if span.opens else carry.anchor
@@ -259,14 +270,14 @@ def _anchor(carry: Carry, span: Span, run: Run) -> Memory:
 def _commit_chunk(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
     """One step where a chunk closes: kept, phi_k, phi_q, v and the gates."""
     phi_k, phi_q, v, lr, retain, momentum = several(row[1:])
-    since, weights = _since(carry, row[0], run), config.rule.weights(carry.memory, run=run)
+    since, weights = since_of(carry, row[0], run), config.rule.weights(carry.memory, run=run)
     at = weights if since is None else carry.memory
     pending = summed(config, at, carry.pending, (phi_k, v, since), lr, run)
-    kept = one(run(_PRODUCT, carry.pending_retain[0], retain))
+    kept = one(run(PRODUCT, carry.pending_retain[0], retain))
     waiting = carry._replace(pending=pending, pending_retain=(kept,))
     if span.closes is False:
         return predict(config, weights, phi_q, run), waiting
-    new = committed_chunk(config, waiting, one(run(_LAST, momentum)), run)
+    new = committed_chunk(config, waiting, one(run(LAST, momentum)), run)
     if isinstance(span.closes, Tensor):
         new = select(span.closes, new, waiting, run)
     if config.read == "before":
@@ -294,5 +305,5 @@ _SINCE = formula_block(
     lambda total, kept: total.unsqueeze(1) * kept,
     lambda total, kept, g: ((g * kept).sum(1), total.unsqueeze(1) * g),
 )
-_PRODUCT = formula_block("chunk.product", lambda total, gates: total * gates.prod(1), _product_vjp)
-_LAST = formula_block("chunk.last", lambda gates: gates[:, -1], _last_vjp)
+PRODUCT = formula_block("chunk.product", lambda total, gates: total * gates.prod(1), _product_vjp)
+LAST = formula_block("chunk.last", lambda gates: gates[:, -1], _last_vjp)

@@ -21,7 +21,8 @@ cotangents of the states that leave,
 
     g_O = G X^T,   g_X = g_P B + O^T G,   g_B = g_P^T X + a G,   g_a = <G, B>
 
-and what lies between is made again and recorded by autograd, one block at a time. [ENG-WIN-D1, ENG-WIN-V1]
+and what lies between is made again and recorded by autograd, one block at a time. Where gradients are taken at a
+chunk's start, `hecate.engine.window.chunks` runs. [ENG-WIN-D1, ENG-WIN-V1]
 """
 
 from __future__ import annotations
@@ -35,20 +36,19 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import Call
-from hecate.engine.coefficients import running_products
+from hecate.engine.chunk.engine import steps_of
 from hecate.engine.engine import Engine
 from hecate.engine.features import cast_inputs, to_tokens
 from hecate.engine.parallel import coordinate_refusal
 from hecate.engine.tokens import Carry, Tokens, by_head, in_folds
 from hecate.engine.window import gram, linear
+from hecate.engine.window.chunks import SIZE, in_chunks
 from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, rows_of
 from hecate.phi.series import given_features
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import Block, ByHand, Run, Tensors, can_inspect, execute, one, several
+from hecate.tape import Autodiff, ByHand, Run, Tensors, can_inspect, execute, one, several
 from hecate.tape.ops import over, reach
-
-LONGEST = 256  # tokens of a chunk
 
 
 class Window(Engine):
@@ -59,10 +59,8 @@ class Window(Engine):
     def refuses(self, config: MemoryConfig) -> str | None:
         """What is not a window of gradients at the present memory, or is stepped otherwise."""
         structure, retention, algorithm = config.structure, config.retention, config.algorithm
-        if config.commit == "chunk":
-            return f"commit={config.commit!r} sums the gradients of a chunk, and has no block form here"
-        if config.chunk > LONGEST:
-            return f"chunk={config.chunk} is longer than the {LONGEST} tokens that a block holds at most"
+        if config.commit == "chunk" and config.chunk == 1:
+            return f"commit={config.commit!r} with chunk=1 is a step at each token; set commit='token'"
         if not structure.linear or structure.diagonal:
             return f"structure {structure.kind!r} is not a matrix"
         if not retention.linear:
@@ -73,7 +71,8 @@ class Window(Engine):
         if form.inner.kernel_form() is None and form.inner.gram_form() is None:
             neither = "neither a linear recurrence of the gates alone nor a function of its momentum's Gram matrix"
             return f"algorithm {form.inner.kind!r} is {neither}"
-        if form.inner.kernel_form() is None and not (config.forms.error or config.forms.target):
+        waits = config.chunk == 1 and form.inner.kernel_form() is None
+        if waits and not (config.forms.error or config.forms.target):
             matrix = f"of which algorithm {form.inner.kind!r} takes the Gram matrix"
             return f"bias {config.bias.kind!r} is not linear in the errors, {matrix}"
         if not form.remembers and form.inner.kernel_form() is not None:
@@ -86,12 +85,8 @@ class Window(Engine):
         """Gates that the kernels do not see, or keys whose kernels leave the range of numbers."""
         if call.retain is not None and call.retain.dim() == 4:
             return "a retain per phi channel decays features apart, which meet in one kernel here"
-        if call.config.chunk > 1 and call.masked:
-            return f"masks move the borders of chunks of {call.config.chunk} tokens apart"
         if not hasattr(call, "flat"):
             return None
-        if call.place != 0:
-            return "it begins within a chunk, or where nobody may tell"
         lift = _lift(call.config, call.flat[1].shape[-1])  # type: ignore[union-attr]
         keys = call.flat[:2]
         if lift is None or not can_inspect(*keys, free=True) or not keys[1].numel():  # type: ignore[arg-type, union-attr]
@@ -102,12 +97,20 @@ class Window(Engine):
         return None
 
     def cost(self, call: Call) -> float:
-        """From six tokens on it has been faster than the token loop, whatever the sizes (measured)."""
-        return 300.0 + 40.0 * call.length
+        """From six tokens on it has been faster than the token loop, whatever the sizes; a span takes less than two of
+        its tokens (measured)."""
+        return 300.0 + (40.0 * call.length if call.config.chunk == 1 else 150.0 * max(1, steps_of(call, SIZE)))
 
     def about(self, call: Call) -> str:
-        """What is always so."""
-        return "linear memory, window or Gram matrix: exact in blocks"
+        """How gradients and steps are taken."""
+        if call.config.chunk == 1:
+            return "linear memory, window or Gram matrix: exact in blocks"
+        when = "one step per chunk" if call.config.commit == "chunk" else "a step per token"
+        return f"window or Gram matrix, gradients at the chunk's start, {when}: exact in spans of {SIZE} tokens"
+
+    def autodiff(self, config: MemoryConfig) -> Autodiff:
+        """In chunks the tape, which can run spans again: autograd would keep those of all tokens."""
+        return "torch" if config.chunk == 1 else "auto"
 
     def run(self, call: Call, run: Run = execute) -> Tensors:
         """Features where the kernel needs them, and the blocks."""
@@ -124,7 +127,8 @@ class Window(Engine):
             scale = inputs.k.shape[-1] ** -0.5 if config.query_scale == "key_dim" else 1.0
             plan = _plan(config, lift, call.shape, normed=config.key_norm == "l2", query=scale)
         initial, carry = call.memories[0]
-        y, carry = in_folds(partial(_in_blocks, plan), config, tokens, carry, initial, run=run)
+        blocks = partial(_in_blocks, plan) if config.chunk == 1 else partial(in_chunks, plan, call.place)
+        y, carry = in_folds(blocks, config, tokens, carry, initial, run=run)
         return y, *carry.flat
 
 
@@ -145,24 +149,11 @@ def _in_blocks(
     plan: Plan, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
     """Runs tokens `[N, T, *]`: outputs and the final carry."""
-    walk, length = _Walk(plan), tokens.v.shape[1]
+    walk = _Walk(plan)
     hand = ByHand(f"engine.window.{walk.name}", walk.forward, walk.backward, walk.plain)
     inputs = (*carry.memory, *carry.slots, *initial, *tokens)
     y, memory, *slots = several(run(hand.block(), *inputs, label="tokens"))
-    if config.chunk == 1:
-        return y, carry._replace(memory=(memory,), slots=tuple(slots))
-    done = length % config.chunk
-    carry = carry._replace(anchor=(slots.pop(),), position=torch.full_like(carry.position, done))
-    if carry.pending_retain:
-        (kept,) = carry.pending_retain
-        left = one(run(_product(done), tokens.retain, label="retain")) if done else torch.ones_like(kept)
-        carry = carry._replace(pending_retain=(left,))
     return y, carry._replace(memory=(memory,), slots=tuple(slots))
-
-
-def _product(count: int) -> Block:
-    """The product of the last gates."""
-    return Block("retain.product", lambda retain: ((running_products(retain[:, -count:])[:, -1],), None))
 
 
 class _Held(NamedTuple):
@@ -189,8 +180,7 @@ class _Walk:
         mixes = plan.form.inner.kernel_form() is None
         self.name, self.mixes = ("gram", True) if mixes else ("linear", False)
         self.block: Callable[..., tuple[Outcome, Any]] = gram.gram_block if mixes else linear.linear_block
-        self.frozen = plan.config.chunk > 1
-        self.size = plan.config.chunk if self.frozen else gram.SIZE if mixes else linear.SIZE
+        self.size = gram.SIZE if mixes else linear.SIZE
         self.rooms: dict[str, Tensor] = {}
 
     def room(self, name: str, like: Tensor, length: int) -> Tensor:
@@ -242,12 +232,11 @@ class _Walk:
                 first = held if at % _each(spans) == 0 else None
                 record.append((first, products, found, outcome._replace(y=None)))  # type: ignore[arg-type]
             outputs.append(outcome.y)
-            anchor, held = held.memory, self.after(held, rows, features, outcome)
+            held = self.after(held, rows, features, outcome)
         back = self.plan.lift.gathered
         context = () if held.keys is None else (back(held.keys), held.values, held.filled)
         slots = (back(held.slot),) if held.slot is not None else ()
-        last = (back(anchor),) if self.frozen else ()
-        return (torch.cat(outputs, 1), back(held.memory), *slots, *context, *last), record
+        return (torch.cat(outputs, 1), back(held.memory), *slots, *context), record
 
     def features(self, held: _Held, part: Tokens, *, by_hand: bool) -> Tensor:
         """`[N, c + n + n (+ V), F]`: context keys, keys, queries, first S where rows are mixed."""
@@ -294,7 +283,6 @@ class _Walk:
         """Cotangents of all inputs."""
         held, tokens, own = self.named(inputs)
         gy, gmemory, *rest = cotangents
-        ganchor = rest.pop() if self.frozen else None
         wide = self.plan.lift.spread
         gslots, context = rest[:own], rest[own:]
         later = _Held(
@@ -311,9 +299,6 @@ class _Walk:
                 _, products, made, _ = record.pop()
                 shares, later = self.block_back(part, entered.pop(), products, made, gy[:, span], later)
                 found.append(shares)
-                if ganchor is not None:
-                    later = later._replace(memory=later.memory + wide(ganchor))
-                    ganchor = None
         self.rooms.clear()
         back = self.plan.lift.gathered
         joined = [None if column[0] is None else torch.cat(column[::-1], 1) for column in zip(*found, strict=True)]

@@ -19,13 +19,14 @@ the same lines in reverse; what one block keeps for it is made again from the bl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hecate.engine.coefficients import neutral
-from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, frozen_weight, kernels_of, left_behind
+from hecate.engine.window.rows import Kernels, Leaves, Outcome, Plan, Rows, kernels_of, left_behind
 from hecate.tape import ByHand, Tensors, one, several
 
 SIZE = 64
@@ -71,12 +72,36 @@ def gram_block(
     """As `linear_block`; the products hold those of the first S's rows with the base states at their end.
 
     Beside the outcome stands what the same call takes as `found`, lest the tokens run again."""
-    products, x_k, x_q, v, values, lr, retain, momentum = leaves
-    (write, reset), count, width = masks, v.shape[1], v.shape[-1]
-    length, ages = plan.kept + count, len(plan.form.weights)
+    products, x_k, x_q, v, values, *gates = leaves
+    width = v.shape[-1]
     kernels = kernels_of(plan, products[:, :-width], x_k, x_q, width)
     gram = products[:, -width:, width : 2 * width]
     target = v if values is None else torch.cat((values, v), 1)
+    outputs, starts = mixed(plan, rows, masks, kernels, gram, target, gates, found=found)
+    y, x, onto, slot, s, a, i = several(outputs)
+    keys, left = left_behind(rows, kernels.lengths, values, v)
+    if kernels.lengths is not None:
+        onto, slot = onto * kernels.lengths.mT, slot * kernels.lengths.mT
+    bases = (a, torch.zeros_like(a), i)[: len(kernels.facing)]
+    combined = torch.cat((onto, x), -1), slot, keys, torch.cat(bases, -1).squeeze(1), s.flatten()
+    return Outcome(y, *combined, left), (outputs, starts)
+
+
+def mixed(
+    plan: Plan,
+    rows: Rows,
+    masks: tuple[Tensor | None, Tensor | None],
+    kernels: Kernels,
+    gram: Tensor,
+    target: Tensor,
+    gates: Sequence[Tensor],
+    *,
+    errors: Tensor | None = None,
+    found: Any = None,
+) -> tuple[Tensors, Any]:
+    """y, X, Y, W, s, a and i of a block's tokens, and what the backward pass begins with; `errors` `[N, n W, V]` are
+    those of all writes where they do not depend on the present memory."""
+    (write, reset), (lr, retain, momentum), (count, ages) = masks, gates, rows.live.shape[1:]
 
     def windows(x: Tensor) -> Tensor:  # [N, L, *] -> [N, n, *, W]
         return rows.picked(x).unflatten(1, (count, ages)).mT
@@ -85,29 +110,19 @@ def gram_block(
         return x.unsqueeze(-1)
 
     hit = windows(kernels.pairs)
-    index = rows.places.view(-1, count, 1, ages).expand(len(v), -1, ages, -1)
-    own = hit.gather(2, index.mT)
+    index = rows.places.view(-1, count, 1, ages).expand(len(target), -1, ages, -1)
     keep, carried = (neutral(gate, write).unsqueeze(-1).unsqueeze(-1) for gate in (retain, momentum))
     if not plan.config.retention.uses_retain:
         keep = torch.ones_like(keep)
-    initial = len(kernels.facing) > 2
+    initial = errors is None and len(kernels.facing) > 2
+    faced = windows(kernels.facing[0]) if errors is None else errors.unflatten(1, (count, ages)).mT
     given = _Given(
-        windows(kernels.facing[0]), windows(kernels.facing[1]), windows(kernels.facing[2]) if initial else None,
+        faced, windows(kernels.facing[1]), windows(kernels.facing[2]) if initial else None,
         asked(kernels.read[0]), asked(kernels.read[1]), asked(kernels.read[2]) if initial else None,
-        windows(target), hit, own, asked(kernels.asked), lr.unsqueeze(-1).unsqueeze(-1), keep, carried, gram,
+        windows(target), hit, hit.gather(2, index.mT), asked(kernels.asked), lr.unsqueeze(-1).unsqueeze(-1), keep,
+        carried, gram,
     )  # fmt: skip
-    if plan.config.chunk > 1:
-        weight = frozen_weight(plan.config, retain)[..., None, None]
-        given = given._replace(memory=weight * given.memory)
-    loop = _Loop(plan, rows, reset, length)
-    outputs, starts = loop.run(given, found)
-    y, x, onto, slot, s, a, i = several(outputs)
-    keys, left = left_behind(rows, kernels.lengths, values, v)
-    if kernels.lengths is not None:
-        onto, slot = onto * kernels.lengths.mT, slot * kernels.lengths.mT
-    bases = (a, torch.zeros_like(a), i)[: 2 + initial]
-    combined = torch.cat((onto, x), -1), slot, keys, torch.cat(bases, -1).squeeze(1), s.flatten()
-    return Outcome(y, *combined, left), (outputs, starts)
+    return _Loop(plan, rows, reset, kernels.pairs.shape[1]).run(given, found)
 
 
 class _Loop:
@@ -119,9 +134,10 @@ class _Loop:
             raise TypeError(f"algorithm {plan.form.inner.kind!r} has no Gram form")
         self.gain = form.gain(plan.shape)
         count = rows.live.shape[1]
-        self.asks = not plan.config.forms.target  # under dot no write depends on what the memory predicts
         self.early = plan.config.read == "before"
-        self.frozen = plan.config.chunk > 1  # the errors are those at the chunk's start
+        self.frozen = plan.config.chunk > 1  # the errors are given, as what the memory predicts of values of 0
+        # Under dot no write depends on what the memory predicts.
+        self.asks = self.frozen or not plan.config.forms.target
         self.decayed = plan.config.decay_order == "before_gradient" and not self.frozen
         self.live = rows.live.unsqueeze(2).unbind(1)
         hot = torch.nn.functional.one_hot(rows.places.view(-1, count, rows.live.shape[-1]), length)
@@ -130,16 +146,16 @@ class _Loop:
 
     def run(self, given: _Given, found: Any = None) -> tuple[Tensors, list[_State]]:
         """(y `[N, n, V]`, X, Y, W, s, a, i), and the states at every `AGAIN` tokens; `found` is what it returned
-        before, to be pulled back by hand."""
-        if found is None:
+        before, if it has run, to be pulled back by hand."""
+        if found is None and not torch.is_grad_enabled():
             return self.forward(given)
         hand = ByHand(
             "engine.window.gram",
-            lambda inputs, keeps: found,
+            lambda inputs, keeps: found or self.forward(_Given(*inputs)),  # type: ignore[arg-type]
             lambda inputs, starts, cotangents: self.backward(_Given(*inputs), starts, cotangents),  # type: ignore[arg-type]
             lambda *inputs: self.forward(_Given(*inputs))[0],
         )
-        return hand.block().forward(*given)[0], found[1]
+        return hand.block().forward(*given)[0], found and found[1]
 
     def forward(self, given: _Given) -> tuple[Tensors, list[_State]]:
         """Token by token."""

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from hecate.engine.coefficients import coefficients, faced_states
 from hecate.engine.parallel import implicit_gradients
-from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, frozen_weight, kernels_of, left_behind
-from hecate.tape import by_hand, one
+from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, kernels_of, left_behind
 
 SIZE = 64
 
@@ -23,8 +22,7 @@ def linear_block(
 
         e_(t,a) = sum_b F_b[t] B_b phi_r(t,a) - sum_(s,c) F[t,s] lr_s w_c kappa(r(t,a), r(s,c)) u_(s,c) - v_r(t,a)
 
-    over s < t, with frozen gradients without the sum and all at the chunk's start. For l2 u = e, elsewhere u is the
-    gradient of the bias at the prediction: n W unknowns of width V.
+    over s < t. For l2 u = e, elsewhere u is the gradient of the bias at the prediction: n W unknowns of width V.
     """
     products, x_k, x_q, v, values, lr, retain, momentum = leaves
     config, (write, reset), count, width = plan.config, masks, v.shape[1], v.shape[-1]
@@ -38,13 +36,8 @@ def linear_block(
     target = rows.picked(v if values is None else torch.cat((values, v), 1))
 
     errors = -target
-    if config.chunk > 1 and not config.forms.target:
-        weight = frozen_weight(config, retain).repeat_interleave(ages, 1)
-        bias = config.bias.block()
-        base = weight.unsqueeze(-1) * rows.picked(kernels.facing[0])
-        errors = one((bias if bias.vjp is None else by_hand(bias)).forward(base, target)[0])
-    elif not config.forms.target:
-        base = sum(  # type: ignore[assignment]
+    if not config.forms.target:
+        base: Tensor = sum(  # type: ignore[assignment]
             weight.repeat_interleave(ages, 1).unsqueeze(-1) * rows.picked(held)
             for weight, held in zip(faced.bases, kernels.facing, strict=True)
         )

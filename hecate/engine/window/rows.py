@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import WindowForm
-from hecate.engine.coefficients import running_products
 from hecate.phi.series import PowerForm
 from hecate.rule import MemoryConfig
 
@@ -54,11 +53,6 @@ class Plan(NamedTuple):
     def kept(self) -> int:
         """Tokens in the context."""
         return len(self.form.weights) if self.form.remembers else 0
-
-
-def frozen_weight(config: MemoryConfig, retain: Tensor) -> Tensor:
-    """How much of the memory at a chunk's start its gradients face, token by token `[N, n]`."""
-    return running_products(retain) if config.decay_order == "before_gradient" else torch.ones_like(retain)
 
 
 class Rows(NamedTuple):
@@ -145,8 +139,8 @@ def kernels_of(plan: Plan, products: Tensor, x_k: Tensor, x_q: Tensor, width: in
     asked = torch.cat((old_q, kernel(x_q @ x_k.mT)), 2)
     lengths = None
     if plan.normed:
-        lengths = torch.cat((torch.ones_like(x_k[:, :1, :1]).expand(-1, kept, 1), _inverse_length(plan, x_k)), 1)
-        own = _inverse_length(plan, x_q) * plan.query
+        lengths = torch.cat((torch.ones_like(x_k[:, :1, :1]).expand(-1, kept, 1), inverse_length(plan, x_k)), 1)
+        own = inverse_length(plan, x_q) * plan.query
         pairs, asked = lengths * pairs * lengths.mT, own * asked * lengths.mT
         facing, read = lengths * facing, own * read
     elif plan.query != 1:
@@ -154,7 +148,8 @@ def kernels_of(plan: Plan, products: Tensor, x_k: Tensor, x_q: Tensor, width: in
     return Kernels(pairs, asked, list(facing.split(width, -1)), list(read.split(width, -1)), lengths)
 
 
-def _inverse_length(plan: Plan, x: Tensor) -> Tensor:
+def inverse_length(plan: Plan, x: Tensor) -> Tensor:
+    """1 / |phi(x)| `[..., 1]`, 1 of a zero."""
     square = plan.lift.kernel(x.square().sum(-1, keepdim=True))
     return torch.where(square > 0, square, 1.0).rsqrt()
 

@@ -1,0 +1,337 @@
+"""Chunks of the window engine: gradients at a remembered state, so that no token of a span waits for another's write.
+
+The features R `[L, F]` of a span, the c keys of the context and its own n, meet the states in one product, and what
+leaves it is made of them in another. With A the memory at the chunk's start all errors are known at once,
+
+    e_(t,a) = grad ell(b_t A phi_r(t,a), v_r(t,a)),   b_t = 1, or with before_gradient what retain has left of A
+
+so `commit="token"` takes batched products, or the lines of `hecate.engine.window.gram` with errors from outside.
+`commit="chunk"`: `G' = G + sum_(t,a) lr_t w_a e_(t,a) phi_r(t,a)^T` waits; the token that closes the chunk takes one
+step, S' = momentum S + G' and `M' = a M - S'`, or `a M - gain(S' S'^T) S'`. Where tokens lie and what is kept for the
+backward pass is as in the chunk engine. [ENG-WIN-D3, ENG-WIN-D4, ENG-WIN-V3]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.engine.chunk.engine import LAST, PRODUCT, Step, anchor_of, chunked, closed, since_of
+from hecate.engine.chunk.spans import Span, kept_rows
+from hecate.engine.coefficients import coefficients
+from hecate.engine.loop import per_weight, select
+from hecate.engine.tokens import CONCAT, NUMBERS, Carry, Tokens, cut, linear_block
+from hecate.engine.window.gram import mixed
+from hecate.engine.window.rows import Plan, Rows, inverse_length, kernels_of, left_behind, rows_of
+from hecate.rule import MemoryConfig
+from hecate.structure import Memory
+from hecate.tape import Block, ByHand, Run, Tensors, by_hand, one, several
+from hecate.tape.ops import over
+
+SIZE = 64  # tokens of a span
+
+
+def in_chunks(
+    plan: Plan, position: int | None, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
+) -> tuple[Tensor, Carry]:
+    """Runs tokens `[N, T, *]` from a place in a chunk, None where it is not one: outputs and the final carry."""
+    lift, own = plan.lift, len(plan.form.inner.slots)
+    wide = linear_block("window.spread", lift.spread, lift.gathered)
+    back = linear_block("window.gathered", lambda x: lift.gathered(x).contiguous(), lift.spread)
+
+    def mapped(block: Block, carry: Carry) -> Carry:
+        kinds = carry.memory, carry.slots[: own + 1], carry.anchor, carry.pending
+        memory, slots, anchor, pending = (per_weight(run, block, kind) for kind in kinds)
+        slots = (*slots, *carry.slots[own + 1 :])
+        return carry._replace(memory=memory, slots=slots, anchor=anchor, pending=pending)
+
+    if tokens.reset is not None:
+        initial = per_weight(run, wide, initial)
+    steps = partial(_steps, _Spans(plan))
+    y, new = chunked(config, tokens, mapped(wide, carry), initial, run=run, position=position, steps=steps, size=SIZE)
+    return y, mapped(back, new)
+
+
+def _steps(
+    spans: _Spans, config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run
+) -> tuple[Step, list[Tensors]]:
+    """The step to take, and the row of each: kept, keys, queries, v, the gates and the mask."""
+    columns = kept_rows(config, tokens.retain, sizes, run), cut((*tokens[:NUMBERS], tokens.write), sizes, run)
+    step = spans.commit_chunk if config.commit == "chunk" else spans.commit_token
+    return step, [(*kept, *row) for kept, row in zip(*columns, strict=True)]
+
+
+class _Inputs(NamedTuple):
+    """What a span is made of: keys and queries `[N, n, d]`, values, gates `[N, n]`, what is left of the anchor, the
+    mask, and the context's keys over features, values and marks, where there is such a thing."""
+
+    x_k: Tensor
+    x_q: Tensor
+    v: Tensor
+    lr: Tensor
+    retain: Tensor
+    momentum: Tensor
+    since: Tensor | None
+    write: Tensor | None
+    keys: Tensor | None
+    values: Tensor | None
+    filled: Tensor | None
+
+
+class _Spans:
+    """What the spans of a plan run, as one block by hand: two products with features, in a room that every span uses
+    again since pages of fresh tensors cost as much as what is done with them, and between them what autograd
+    records."""
+
+    def __init__(self, plan: Plan) -> None:
+        inner, self.plan, self.config = plan.form.inner, plan, plan.config
+        self.own, self.mixes, self.waits = len(inner.slots), inner.kernel_form() is None, plan.config.commit == "chunk"
+        self.terms = [(0, 0)]  # (state, base): what goes on, in the order of its weights
+        if self.own and not self.waits:
+            self.terms = [(0, 0), (1, 1)] if self.mixes else [(0, 0), (0, 1), (1, 1)]
+        self.rooms: dict[str, Tensor] = {}
+        self.span = ByHand("window.span", self.forward, self.backward, self.whole).block()
+        self.step = again("window.step", self.stepped)
+        self.ask = again("window.ask", self.asked)
+
+    def gain(self, gram: Tensor) -> Tensor:
+        """Q of Gram matrices `[N, V, V]`."""
+        form = self.plan.form.inner.gram_form()
+        if form is None:
+            raise TypeError(f"algorithm {self.plan.form.inner.kind!r} has no Gram form")
+        return one(by_hand(form.gain(self.plan.shape)).forward(gram)[0])
+
+    # A span: (inputs, base states that meet features, pending) -> (y, states, the context's values and marks).
+
+    def split(self, given: Tensors) -> tuple[_Inputs, list[Tensor], list[Tensor]]:
+        """Inputs, the states that features meet, and those that go on."""
+        own, states = _Inputs(*given[: len(_Inputs._fields)]), list(given[len(_Inputs._fields) :])  # type: ignore[arg-type]
+        return (own, states[:1], states[1:]) if self.waits else (own, states, states[: 1 + self.own])  # type: ignore[return-value]
+
+    def whole(self, *given: Tensor | None) -> Tensors:
+        """In operations that torch differentiates."""
+        own, met, bases = self.split(given)
+        made = self.plan.lift.features(torch.cat((own.x_k, own.x_q), 1))
+        made = made if own.keys is None else torch.cat((own.keys, made), 1)
+        found = self.between(*own, *self.products(own, made, met))
+        return self.states(self.named(found), made, bases)
+
+    def forward(self, given: Tensors, keeps: bool) -> tuple[Tensors, Any]:
+        """The same by hand; of what lies between, what it is made of and what it is."""
+        own, met, bases = self.split(given)
+        made, steps = self.features(own), list[Any]()
+        inputs = *own, *self.products(own, made, met)
+        with torch.no_grad():
+            found = self.between(*inputs, steps=steps)
+        return self.states(self.named(found), made, bases), (inputs, found, steps) if keeps else None
+
+    def features(self, own: _Inputs) -> Tensor:
+        """`[N, c + n + n, F]`: the context's keys, that are features, and those of keys and queries."""
+        x, kept = torch.cat((own.x_k, own.x_q), 1), self.plan.kept
+        made = self.room("features", x, kept + x.shape[1])
+        self.plan.lift.features(x, made[:, kept:])
+        if own.keys is not None:
+            made[:, :kept] = own.keys
+        return made
+
+    def room(self, name: str, like: Tensor, length: int) -> Tensor:
+        """Space `[N, length, F]`."""
+        shape, held = (len(like), length, self.plan.lift.width), self.rooms.get(name)
+        if held is None or held.shape != shape:
+            self.rooms[name] = held = like.new_empty(shape)
+        return held
+
+    def products(self, own: _Inputs, made: Tensor, met: list[Tensor]) -> Tensors:
+        """Features with states and context `[N, c + n + n, *]`, and S S^T where rows are mixed at every token."""
+        states = (*met, *([] if own.keys is None else [own.keys]))
+        gram = torch.bmm(met[1], met[1].mT) if self.mixes and not self.waits else None
+        return torch.cat([made @ state.mT for state in states], -1), gram
+
+    def states(self, found: tuple[Any, ...], made: Tensor, bases: list[Tensor]) -> Tensors:
+        """y, states `[N, *, F]` as `O X + a B`, and the context."""
+        y, weights, across, ontos, context = found
+        states = [torch.bmm(onto, made[:, : onto.shape[-1]]) for onto in ontos]
+        for (state, base), weight in zip(self.terms, weights.unbind(-1), strict=True):
+            states[state] = torch.addcmul(states[state], over(weight, bases[base]), bases[base])
+        if across is not None:
+            states[0] = torch.baddbmm(states[0], across, bases[1])
+        return y, *states, *context
+
+    def backward(self, given: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Tensors:
+        """With X features, P their products with states B, O combinations and G the cotangents of the new states: g_O =
+        G X^T, g_a = <G, B>, g_X = O^T G + g_P B, g_B = a G + g_P^T X."""
+        (own, met, bases), kept = self.split(given), self.plan.kept
+        made, (inputs, found, steps) = self.features(own), record
+        _, weights, across, ontos, _ = self.named(found)
+        gy, gstates, gcontext = cotangents[0], cotangents[1 : 1 + len(ontos)], cotangents[1 + len(ontos) :]
+        count = ontos[0].shape[-1]
+        total, rows = self.room("cotangents", made, made.shape[1]).zero_(), made[:, :count]
+        gonto = [torch.bmm(g, rows.mT) for g in gstates]
+        for onto, g in zip(ontos, gstates, strict=True):
+            total[:, :count].baddbmm_(onto.mT, g)
+        gweights, gbases = [], [torch.zeros_like(base) for base in bases]
+        for (state, base), weight in zip(self.terms, weights.unbind(-1), strict=True):
+            gweights.append(_inner(gstates[state], bases[base]))
+            gbases[base].addcmul_(over(weight, bases[base]), gstates[state])
+        gacross = None
+        if across is not None:
+            gacross = torch.bmm(gstates[0], bases[1].mT)
+            gbases[1].baddbmm_(across.mT, gstates[0])
+        wanted = gy, torch.stack(gweights, -1), *([] if gacross is None else [gacross]), *gonto, *gcontext
+        again = ByHand("window.between", self.forward, self.backward, partial(self.between, steps=steps))
+        *ginputs, gproducts, ggram = again.by_autograd(inputs, wanted)
+        gmet = [torch.zeros_like(met[0])] if self.waits else gbases + [torch.zeros_like(m) for m in met[len(bases) :]]
+        shares = one((gproducts,)).split(
+            [item.shape[1] for item in (*met, *([] if own.keys is None else [own.keys]))], -1
+        )
+        for g, share, held in zip(gmet, shares, met, strict=False):
+            g.baddbmm_(share.mT, made)
+            total.baddbmm_(share, held)
+        if ggram is not None:
+            gmet[1].baddbmm_(ggram + ggram.mT, met[1])
+        gkeys = None
+        if own.keys is not None:
+            total.baddbmm_(shares[-1], own.keys)
+            gkeys = torch.bmm(shares[-1].mT, made) + total[:, :kept]
+        gx = self.plan.lift.pullback(torch.cat((own.x_k, own.x_q), 1), total[:, kept:]).split(own.v.shape[1], 1)
+        gk, gq = (a.clone() if b is None else a + b for a, b in zip(gx, ginputs[:2], strict=True))
+        ginputs[_Inputs._fields.index("keys")] = gkeys
+        return gk, gq, *ginputs[2:], *gmet, *(gbases if self.waits else ())
+
+    # What lies between.
+
+    def named(self, found: Tensors) -> tuple[Any, ...]:
+        """What `between` returns: y, a, what M' has of S across, the combinations O, the context's values and marks."""
+        y, weights, *rest = several(found)
+        across = rest.pop(0) if self.mixes and not self.waits else None
+        count = len(rest) - 2 * (self.plan.kept > 0)
+        return y, weights, across, rest[:count], rest[count:]
+
+    def between(self, *given: Tensor | None, steps: list[Any] | None = None) -> Tensors:
+        """Of inputs, products and S S^T, what does not need a state's width, one after the other as in `named`; `steps`
+        holds those of a Gram matrix from one call to the next."""
+        *first, products, gram = given
+        own = _Inputs(*first)  # type: ignore[arg-type]
+        plan, config, count = self.plan, self.config, own.v.shape[1]
+        rows = rows_of(plan, own.v[:, :0, 0] if own.filled is None else own.filled, count, own.write, None)
+        kernels = kernels_of(plan, one((products,)), own.x_k, own.x_q, own.v.shape[-1])
+        anchor = kernels.facing[0 if self.waits or len(kernels.facing) == 1 + self.own else -1]
+        target = own.v if own.values is None else torch.cat((own.values, own.v), 1)
+        errors, across = _errors(plan, rows, anchor, own.since, target), list[Tensor]()
+        step = (own.lr.unsqueeze(-1) * rows.live).flatten(1).unsqueeze(-1)
+        if self.waits:
+            y, weights = kernels.read[0], torch.ones_like(own.lr[:, :1])
+            onto = [rows.summed(step * errors, plan.kept + count).mT]
+        elif self.mixes:
+            gates, none = (own.lr, own.retain, own.momentum), torch.zeros_like(target)
+            masks, known = (own.write, None), steps[0] if steps else None
+            found, starts = mixed(plan, rows, masks, kernels, one((gram,)), none, gates, errors=errors, found=known)
+            if steps is not None and known is None:
+                steps.append((found, starts))
+            y, x, *onto, s, a, _ = several(found)
+            weights, across = torch.cat((a, s), 1).squeeze(-1), [x]
+        else:
+            ages = len(plan.form.weights)
+            form = plan.form.inner.kernel_form()
+            after, before, slot = coefficients(config, own.retain, own.momentum, own.write, None, form)
+            states, moves = after if config.read == "after" else before, -step * errors
+            y = (rows.picked(kernels.asked.mT).mT * states.writes.repeat_interleave(ages, 2)) @ moves
+            for weight, held in zip(states.bases, kernels.read, strict=False):
+                y = y + weight.unsqueeze(-1) * held
+            left = [after] if slot is None else [after, slot]
+            weights = torch.stack([weight[..., -1] for state in left for weight in state.bases], -1)
+            moved = [state.last.repeat_interleave(ages, 1).unsqueeze(-1) * moves for state in left]
+            onto = [rows.summed(item, plan.kept + count).mT for item in moved]
+        if kernels.lengths is not None:
+            onto = [item * kernels.lengths.mT for item in onto]
+        keys, values = left_behind(rows, kernels.lengths, own.values, own.v)
+        context = () if keys is None or values is None else (keys, values, rows.filled)
+        return y, weights, *across, *onto, *context
+
+    # A step at each token.
+
+    def commit_token(self, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
+        """Outputs of a span and the carry after it."""
+        since, anchor = since_of(carry, row[0], run), anchor_of(carry, span, run)
+        bases = (*carry.memory, *carry.slots[: self.own], *(() if span.opens is True else anchor))
+        y, memory, *slots = several(run(self.span, *row[1:-1], since, row[-1], *self.context(carry), *bases))
+        carry = carry._replace(memory=(memory,), slots=tuple(slots), anchor=anchor)
+        return y, closed(carry, since, span, run)
+
+    def context(self, carry: Carry) -> tuple[Tensor | None, ...]:
+        """Keys, values and marks of the context, None where the algorithm looks at its own token alone."""
+        return carry.slots[self.own :] or (None, None, None)
+
+    # One step a chunk.
+
+    def commit_chunk(self, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
+        """Outputs of a span and the carry after it."""
+        since, (x_q, retain, momentum) = since_of(carry, row[0], run), several((row[2], row[5], row[6]))
+        given = *row[1:-1], since, row[-1], *self.context(carry), *carry.memory, *carry.pending
+        y, total, *context = several(run(self.span, *given))
+        kept, slots = one(run(PRODUCT, carry.pending_retain[0], retain)), (*carry.slots[: self.own], *context)
+        waiting = carry._replace(slots=slots, pending=(total,), pending_retain=(kept,))
+        if span.closes is False:
+            return y, waiting
+        new = self.committed(waiting, one(run(LAST, momentum)), run)
+        if isinstance(span.closes, Tensor):
+            new = select(span.closes, new, waiting, run)
+        if self.config.read == "before":
+            return y, new
+        # The closing token alone sees the commit.
+        (early, _), (_, last) = zip(*cut((y, x_q), [span.size - 1, 1], run), strict=True)
+        return one(run(CONCAT, early, *run(self.ask, last, *new.memory))), new
+
+    def committed(self, carry: Carry, momentum: Tensor, run: Run) -> Carry:
+        """The carry after the one step on a chunk's sum."""
+        (total,), (kept,) = carry.pending, carry.pending_retain
+        new = several(run(self.step, kept, momentum, total, *carry.memory, *carry.slots[: self.own]))
+        none, slots = total.new_zeros(1, 1, 1).expand_as(total), (*new[1:], *carry.slots[self.own :])
+        return carry._replace(memory=new[:1], slots=slots, pending=(none,), pending_retain=(torch.ones_like(kept),))
+
+    def stepped(self, kept: Tensor, momentum: Tensor, total: Tensor, memory: Tensor, *slots: Tensor) -> Tensors:
+        """The one step of a chunk, on the sum of its gradients: the memory and slots."""
+        if not self.mixes:
+            return self.config.rule.step_block().forward(torch.ones_like(kept), kept, momentum, total, memory, *slots)[
+                0
+            ]
+        slot = torch.addcmul(total, over(momentum, slots[0]), slots[0])
+        step = -(self.gain(slot @ slot.mT) @ slot)
+        return one(self.config.retention.block().forward(memory, step, kept)[0]), slot
+
+    def asked(self, x: Tensor, memory: Tensor) -> Tensors:
+        """What a memory answers to queries."""
+        plan = self.plan
+        read = (inverse_length(plan, x) if plan.normed else 1.0) * (plan.lift.features(x) @ memory.mT)
+        return (plan.query * read,)
+
+
+def _errors(plan: Plan, rows: Rows, facing: Tensor, since: Tensor | None, target: Tensor) -> Tensor:
+    """e of all windows `[N, n W, V]` at the anchor's answers to the rows, of which `since` is left."""
+    target = rows.picked(target)
+    if plan.config.forms.target:
+        return -target
+    base = rows.picked(facing)
+    if since is not None:
+        base = since.repeat_interleave(len(plan.form.weights), 1).unsqueeze(-1) * base
+    bias = plan.config.bias.block()
+    return one((bias if bias.vjp is None else by_hand(bias)).forward(base, target)[0])
+
+
+def again(name: str, formula: Callable[..., Tensors]) -> Block:
+    """A block whose derivative is autograd's, recorded in its backward pass."""
+
+    def vjp(given: Tensors, _: bool, cotangents: Sequence[Tensor]) -> Tensors:
+        return hand.by_autograd(given, cotangents)
+
+    hand = ByHand(name, lambda given, _: (formula(*given), True), vjp, formula)
+    return hand.block()
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b> `[N]`."""
+    return torch.bmm(a.reshape(len(a), 1, -1), b.reshape(len(b), -1, 1)).flatten()
