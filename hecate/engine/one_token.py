@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from hecate.engine.tokens import Tokens
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import execute, is_traced, one
+from hecate.tape.bridge import below_autograd
 from hecate.tape.ops import reach
 
 TokenStep = Callable[..., tuple[Tensor, MemoryState]]  # (phi_k, phi_q, v, lr, retain, momentum, state)
@@ -32,7 +35,7 @@ TokenStep = Callable[..., tuple[Tensor, MemoryState]]  # (phi_k, phi_q, v, lr, r
 MOST = 64  # programs that a config keeps
 FEW = 16
 _DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
-_TENSORS, _NUMBERS = (Tensor, torch.nn.Parameter), (float, int)
+_TENSORS, _NUMBERS, _LOOK = {Tensor, torch.nn.Parameter}, (float, int), attrgetter("shape", "dtype", "device")
 
 
 class Unfit(Exception):
@@ -49,27 +52,29 @@ def looks_of(
     """
     if type(gates) is not Gates or type(state) is not MemoryState or is_traced():
         return None
-    if not gates.erase is gates.write is gates.retain_value is gates.floor is gates.ridge is gates.mix is None:
+    lr, retain, momentum, erase, write, value, floor, ridge, mix = gates
+    if not erase is write is value is floor is ridge is mix is None:
         return None
-    tensors: list[Any] = [q, k, v]
+    memory, slots, anchor, pending, position, normalizer, seen, readout = state
     looks: list[object] = [params is None]
-    for given in (*gates[:3], *state, initial, *(state.normalizer or ())):
+    tensors: list[Any] = [q, k, v]
+    counted = () if normalizer is None else normalizer
+    for given in (lr, retain, momentum, memory, slots, anchor, pending, position, seen, readout, initial, *counted):
         if given is None:
             looks.append(None)
         elif type(given) is dict:
-            tensors += given.values()
             looks.append(tuple(given))
+            tensors += given.values()
         elif type(given) in _NUMBERS:
-            looks.append((type(given), given))
-        elif type(given) is not MemoryState:
-            tensors.append(given)
+            looks += (type(given), given)
+        else:
             looks.append(Tensor)
-    recorded = torch.is_grad_enabled()
-    for tensor in tensors:
-        if type(tensor) not in _TENSORS or (recorded and tensor.requires_grad):
-            return None
-        looks += (tensor.shape, tensor.dtype, tensor.device)
-    return tuple(looks)
+            tensors.append(given)
+    if not _TENSORS.issuperset(map(type, tensors)):
+        return None
+    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+        return None
+    return (*looks, *map(_LOOK, tensors))
 
 
 def short_way(
@@ -135,12 +140,15 @@ class OneToken:
         self.shapes = (lr, self.row if channels else self.scalar, self.scalar)
         configs = [config] if config.normalizer == "none" else [config, config.counting]
         self.steps = [_direct(own, gates.lr) if direct else _general(own) for own in configs]
+        # A bias of unknown form may differentiate on its own.
+        told = config.forms.error or config.forms.target
+        self.context: Callable[[], AbstractContextManager[Any]] = below_autograd if direct and told else nullcontext
         # What has left the finite numbers in a direct step's slots is added to its memory.
         self.summed = 1 if direct else 4
         defaults = config.forms.defaults
         wide = torch.promote_types(k.dtype, torch.float32)
         with torch.inference_mode(False):
-            self.numbers = [
+            self.numbers: list[Tensor | None] = [
                 torch.full(shape, default if gate is None else gate, dtype=wide, device=k.device).to(self.dtype)
                 if not isinstance(gate, Tensor) else None
                 for gate, default, shape in zip(gates[:3], defaults, self.shapes, strict=True)
@@ -155,7 +163,13 @@ class OneToken:
         """y and the new state."""
         if torch.is_autocast_enabled(self.device):
             raise Unfit
-        lr, retain, momentum = self.gate(0, gates.lr), self.gate(1, gates.retain), self.gate(2, gates.momentum)
+        lr, retain, momentum = self.numbers
+        if lr is None:
+            lr = self.gate(0, gates.lr)
+        if retain is None:
+            retain = self.gate(1, gates.retain)
+        if momentum is None:
+            momentum = self.gate(2, gates.momentum)
         phi_q, phi_k = self.features_of(q, k, state, params)
         if self.values != self.dtype:
             v = v.to(self.dtype)
@@ -170,28 +184,29 @@ class OneToken:
                 if units or back is not None:
                     raise Unfit
             phi_k, phi_q, lr = phi_k.reshape(*self.row), phi_q.reshape(*self.row), lr.reshape(*self.scalar)
-        v = v.reshape(*self.row).contiguous()
-        y, new = self.steps[0](phi_k, phi_q, v, lr, retain, momentum, state)
+        with self.context():
+            y, new = self.answered(phi_q, phi_k, v.reshape(*self.row).contiguous(), lr, retain, momentum, state)
+            if self.watches and self.late:
+                nonfinite.check_late(name, y if self.timed else y.unsqueeze(1), new)
+            elif self.watches and not self.is_finite(y, new):
+                raise Unfit
+        return y, new
+
+    def answered(
+        self, q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor, state: MemoryState
+    ) -> tuple[Tensor, MemoryState]:
+        """y and the new state of a token in phi-space."""
+        y, new = self.steps[0](k, q, v, lr, retain, momentum, state)
         if state.normalizer is not None:
-            ones = torch.ones_like(v[..., :1])
-            z, counted = self.steps[1](phi_k, phi_q, ones, lr, retain, momentum, state.normalizer)
+            z, counted = self.steps[1](k, q, torch.ones_like(v[..., :1]), lr, retain, momentum, state.normalizer)
             y, new = one(execute(DIVIDE, y, z)), new._replace(normalizer=counted)
         if state.seen is not None:
             new = new._replace(seen=state.seen + 1)
         y = y.view(*self.shape)
-        if self.values != self.dtype:
-            y = y.to(self.values)
-        if self.watches and self.late:
-            nonfinite.check_late(name, y if self.timed else y.unsqueeze(1), new)
-        elif self.watches and not self.is_finite(y, new):
-            raise Unfit
-        return y, new
+        return (y if self.values == self.dtype else y.to(self.values)), new
 
     def gate(self, index: int, given: Any) -> Tensor:
         """A gate in the state's dtype and in the shape that the step takes."""
-        number = self.numbers[index]
-        if number is not None:
-            return number
         if self.inspects:
             expect_within(given, 0, self.tops[index])
         return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(*self.shapes[index])
@@ -216,7 +231,8 @@ class OneToken:
         elif phi_q.stride(-1) != 1 or phi_k.stride(-1) != 1:
             raise Unfit  # sums along strides are rounded in another order
         else:  # rows know nothing of each other
-            phi_q, phi_k = self.normed(torch.stack((phi_q, phi_k))).view(2, *self.features).unbind(0)
+            with below_autograd():
+                phi_q, phi_k = self.normed(torch.stack((phi_q, phi_k))).view(2, *self.features).unbind(0)
         return (phi_q if self.scale is None else phi_q * self.scale), phi_k
 
     def normed(self, x: Tensor) -> Tensor:
@@ -255,9 +271,9 @@ def _is_direct(config: MemoryConfig) -> bool:
 def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:
     """M' = a M - lr u k^T, or S' = momentum S - lr u k^T and M' = a M + S': the formulas of the rule's own block."""
     late, early = config.read == "after", config.decay_order == "before_gradient"
-    decays, grad = config.retention.uses_retain, config.bias.grad
+    decays, blind = config.retention.uses_retain, config.forms.target  # u does not look at the prediction
+    grad = torch.sub if config.forms.error else config.bias.grad
     full = not isinstance(given_lr, Tensor) and (config.algorithm.lr if given_lr is None else given_lr) == 1
-    blind = config.forms.target  # u does not look at the prediction
 
     def step(
         k: Tensor, q: Tensor, v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor, state: MemoryState

@@ -6,20 +6,23 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
 from hecate.checks import expect_choice
-from hecate.engine import EngineName, memory_scan
+from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
 from hecate.gating import Masks
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_sequence, check_sizes, check_state
-from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk
-from hecate.nn.parameters import blank, draw_normal, source_of
+from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, normalised
+from hecate.nn.parameters import blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
 from hecate.nn.rule import Asked, FeatureMemory, FeatureMemoryConfig, RuleParameters
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState, carried
-from hecate.tape import Autodiff
+from hecate.nn.gates import GateHeads, RetainForm
+from hecate.tape import Autodiff, is_traced
+from hecate.tape.bridge import below_autograd
 
 Tree = TypeVar("Tree")
 
@@ -120,11 +123,15 @@ class MemoryLayer(nn.Module):
 
     def read_out(self, x: Tensor, y: Tensor) -> Tensor:
         """The layer's output from the answers y `[B, T, H, V]` of its memory."""
-        norm, gate = self.norm, self.output_gate
-        y = (nn.functional.rms_norm(y, norm.shape[1:], eps=1e-6) * norm).flatten(-2)
-        if gate is not None:
-            y = y * nn.functional.silu(gate(x))
-        return self.out(y)
+        gate = self.output_gate
+        out: Tensor = self.out(self.gated(y, None if gate is None else gate(x)))
+        return out
+
+    def gated(self, y: Tensor, gate: Tensor | None) -> Tensor:
+        """The answers, normalised and gated, as the last map takes them."""
+        norm = self.norm
+        y = (torch.rms_norm(y, norm.shape[1:], eps=1e-6) * norm).flatten(-2)
+        return y if gate is None else y * nn.functional.silu(gate)
 
 
 class Memory(RuleParameters, MemoryLayer):
@@ -234,12 +241,12 @@ class Memory(RuleParameters, MemoryLayer):
 
         To the convolution a masked token is zero for the tokens after it, while it reads with its own input; a reset
         hides earlier documents from it. `restart_mask` resets the memory alone."""
+        if state is not None and write_mask is reset_mask is restart_mask is None and self.bare:
+            if (found := self._one_token(x, state)) is not None:
+                return found
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "restart_mask": restart_mask}
         check_sequence(self.qkv.weight, x, **masks)
         check_state(state, LayerState, self.conv, x.shape[0], {}, **self.held)
-        if state is not None and x.shape[1] == 1 and self.bare and not torch.is_grad_enabled():
-            if state.conv_segment is write_mask is reset_mask is restart_mask is None:
-                return self._one_token(x, state)
         asked, carried, skip = self.asked(x, state, **masks)
         y, memory = self.scan(asked, x)
         y = y if skip is None else y + skip
@@ -288,19 +295,47 @@ class Memory(RuleParameters, MemoryLayer):
         asked = Asked(self.projected, q, k, v, gates, params, start, memory, write_mask, reset_mask)
         return asked, (conv, segment, features, held, gated or None), skip
 
-    def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
-        """`forward` for x `[B, 1, d_model]`, with the same bits: q and k normalised at once, and nothing passed on that
-        nobody reads. [NN-MEM-I13]"""
-        lead, heads, width = x.shape[:2], self.heads, 2 * self.splits[0]
-        mixed, conv, kept = self.qkv(x), self.conv, None
-        if conv is not None:
-            mixed, kept = conv(mixed, state.conv)
-        q, k = normalise_qk(mixed[..., :width].view(*lead, 2, heads, -1), self.qk_norm).unbind(2)
-        v = mixed[..., width:].view(*lead, heads, -1)
+    def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState] | None:
+        """`forward` for x `[B, 1, d_model]`, with the same bits in fewer calls. None where the long way has to take it,
+        or to say what is wrong. [NN-MEM-I13]"""
+        if torch.is_grad_enabled() or is_traced() or type(x) is not Tensor or type(state) is not LayerState:
+            return None
+        qkv, conv, gates, gate, out = self.qkv, self.conv, self.gates, self.output_gate, self.out
+        heads = (gates.retain, RetainForm), (gates.weight, nn.ParameterDict), (gates.bias, nn.ParameterDict)
+        maps = (qkv, nn.Linear), (gate, nn.Linear), (out, nn.Linear)
+        if not unheard((conv, ShortConv), (gates, GateHeads), *heads, *maps):
+            return None
+        first, past, shape, device, dtype = qkv._parameters, state.conv, x.shape, x.device, x.dtype
+        weight, batch = first["weight"], shape[:1]
+        kept = None if conv is None else (*batch, conv.kernel - 1, sum(self.splits))
+        fits = shape[1:] == (1, self.d_model) and dtype == weight.dtype and device == weight.device
+        if not fits or (past if past is None else past.shape) != kept or torch.is_autocast_enabled(device.type):
+            return None
+        if not state.conv_segment is state.features is state.projection is None:
+            return None
+        width, lead, wide = 2 * self.splits[0], (*batch, 1), torch.promote_types(dtype, torch.float32)
+        with below_autograd():
+            mixed = linear(x, weight, first["bias"])
+            if conv is not None:
+                mixed, past = conv.token(mixed, past)
+            qk = mixed[..., :width].view(*lead, 2, self.heads, -1)
+            if self.qk_norm != "none":
+                qk = normalised(qk.to(wide), self.qk_norm == "l2", looks=device.type == "cpu").to(dtype)
+            q, k = qk.unbind(2)
+            v = mixed[..., width:].view(*lead, self.heads, -1)
+            made = gates.made(x.to(wide))
         params = self.phi_params if self.has_params else None
-        how: dict[str, Any] = {"engine": self.engine, "autodiff": self.autodiff, "name": self.name}
-        y, memory = memory_scan(self.config, q, k, v, self.gates(x), phi_params=params, state=state.memory, **how)
-        return self.read_out(x, y), LayerState(memory, kept, None)
+        found, config, name = None, self.config, self.name
+        if self.engine == "auto":
+            found = short_way(config, q, k, v, made, state.memory, params, None, name)
+        if found is None:
+            how: dict[str, Any] = {"engine": self.engine, "autodiff": self.autodiff, "name": name}
+            found = memory_scan(config, q, k, v, made, phi_params=params, state=state.memory, **how)
+        y, memory = found
+        with below_autograd():
+            last, opened = out._parameters, None if gate is None else linear(x, gate.weight, gate.bias)
+            y = linear(self.gated(y, opened), last["weight"], last["bias"])
+        return y, LayerState(memory, past, None)
 
     def extra_repr(self) -> str:
         """The rule and sizes."""

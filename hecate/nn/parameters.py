@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from hecate.checks import check_shapes
 from hecate.errors import ConfigError, shorten
@@ -51,6 +52,20 @@ def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None
     # skip_init knows no default device, neither torch.set_default_device nor `with device:`.
     place = torch.get_default_device() if device is None else device
     return nn.utils.skip_init(layer, *sizes, device=place, **options)
+
+
+def unheard(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
+    """Whether calls of modules, None for none, are those of their classes and nothing else: neither hooks nor
+    parametrisations, nor a forward of an instance's own."""
+    for part, kind in parts:
+        if part is not None:
+            own = part.__dict__
+            if type(part) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"] or not _OWN.isdisjoint(own):
+                return False
+    return not _has_any_global_hook()
+
+
+_OWN = {"forward", "_compiled_call_impl"}
 
 
 class TensorDict(nn.Module):
