@@ -58,8 +58,8 @@ def looks_of(
     memory, slots, anchor, pending, position, normalizer, seen, readout = state
     looks: list[object] = [params is None]
     tensors: list[Any] = [q, k, v]
-    counted = () if normalizer is None else normalizer
-    for given in (lr, retain, momentum, memory, slots, anchor, pending, position, seen, readout, initial, *counted):
+    held = (memory, slots, anchor, pending, position, seen, readout, *(normalizer or ()))
+    for given in (lr, retain, momentum, initial, *held):
         if given is None:
             looks.append(None)
         elif type(given) is dict:
@@ -79,16 +79,16 @@ def looks_of(
 
 def short_way(
     config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, state: MemoryState | None,
-    params: Params | None, initial: Named | None, name: str,
+    params: Params | None, initial: Named | None, name: str, squashed: bool = False,
 ) -> tuple[Tensor, MemoryState] | None:  # fmt: skip
     """One token `[B, H, *]` or `[B, 1, H, *]` by the program that its looks have left; None where there is none, or
-    where it is unfit."""
+    where it is unfit. `squashed` says that retain and momentum lie in [0, 1] and lr above, or are NaN."""
     if state is None or not isinstance(config, MemoryConfig):
         return None
     gates = _DEFAULTS if gates is None else gates
     program = config.programs.get(looks_of(q, k, v, gates, state, params, initial))
     try:
-        return None if program is None else program(q, k, v, gates, state, params, name)
+        return None if program is None else program(q, k, v, gates, state, params, name, squashed)
     except Unfit:
         return None
 
@@ -140,15 +140,14 @@ class OneToken:
         self.shapes = (lr, self.row if channels else self.scalar, self.scalar)
         configs = [config] if config.normalizer == "none" else [config, config.counting]
         self.steps = [_direct(own, gates.lr) if direct else _general(own) for own in configs]
-        # A bias of unknown form may differentiate on its own.
-        told = config.forms.error or config.forms.target
-        self.context: Callable[[], AbstractContextManager[Any]] = below_autograd if direct and told else nullcontext
-        # What has left the finite numbers in a direct step's slots is added to its memory.
-        self.summed = 1 if direct else 4
+        told = direct and (config.forms.error or config.forms.target)  # a bias of unknown form may differentiate
+        self.context: Callable[[], AbstractContextManager[Any]] = below_autograd if told else nullcontext
+        # A direct step adds what is not finite in gates and slots to its memory.
+        self.tells, self.summed = direct and self.watches, 1 if direct else 4
         defaults = config.forms.defaults
         wide = torch.promote_types(k.dtype, torch.float32)
         with torch.inference_mode(False):
-            self.numbers: list[Tensor | None] = [
+            self.numbers = [
                 torch.full(shape, default if gate is None else gate, dtype=wide, device=k.device).to(self.dtype)
                 if not isinstance(gate, Tensor) else None
                 for gate, default, shape in zip(gates[:3], defaults, self.shapes, strict=True)
@@ -158,18 +157,15 @@ class OneToken:
                 self.numbers[1] = every.reshape(self.shapes[1]).contiguous()
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, name: str
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, *how: Any
     ) -> tuple[Tensor, MemoryState]:
-        """y and the new state."""
+        """y and the new state; `how` are name and squashed."""
+        name, squashed = how
         if torch.is_autocast_enabled(self.device):
             raise Unfit
-        lr, retain, momentum = self.numbers
-        if lr is None:
-            lr = self.gate(0, gates.lr)
-        if retain is None:
-            retain = self.gate(1, gates.retain)
-        if momentum is None:
-            momentum = self.gate(2, gates.momentum)
+        lr, retain, momentum = [
+            self.gate(at, gates[at], squashed) if number is None else number for at, number in enumerate(self.numbers)
+        ]
         phi_q, phi_k = self.features_of(q, k, state, params)
         if self.values != self.dtype:
             v = v.to(self.dtype)
@@ -185,29 +181,26 @@ class OneToken:
                     raise Unfit
             phi_k, phi_q, lr = phi_k.reshape(*self.row), phi_q.reshape(*self.row), lr.reshape(*self.scalar)
         with self.context():
-            y, new = self.answered(phi_q, phi_k, v.reshape(*self.row).contiguous(), lr, retain, momentum, state)
+            v = v.reshape(*self.row).contiguous()
+            y, new = self.steps[0](phi_k, phi_q, v, lr, retain, momentum, state)
+            if state.normalizer is not None:
+                ones = torch.ones_like(v[..., :1])
+                z, counted = self.steps[1](phi_k, phi_q, ones, lr, retain, momentum, state.normalizer)
+                y, new = one(execute(DIVIDE, y, z)), new._replace(normalizer=counted)
+            if state.seen is not None:
+                new = new._replace(seen=state.seen + 1)
+            y = y.view(*self.shape)
+            if self.values != self.dtype:
+                y = y.to(self.values)
             if self.watches and self.late:
                 nonfinite.check_late(name, y if self.timed else y.unsqueeze(1), new)
             elif self.watches and not self.is_finite(y, new):
                 raise Unfit
         return y, new
 
-    def answered(
-        self, q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor, state: MemoryState
-    ) -> tuple[Tensor, MemoryState]:
-        """y and the new state of a token in phi-space."""
-        y, new = self.steps[0](k, q, v, lr, retain, momentum, state)
-        if state.normalizer is not None:
-            z, counted = self.steps[1](k, q, torch.ones_like(v[..., :1]), lr, retain, momentum, state.normalizer)
-            y, new = one(execute(DIVIDE, y, z)), new._replace(normalizer=counted)
-        if state.seen is not None:
-            new = new._replace(seen=state.seen + 1)
-        y = y.view(*self.shape)
-        return (y if self.values == self.dtype else y.to(self.values)), new
-
-    def gate(self, index: int, given: Any) -> Tensor:
+    def gate(self, index: int, given: Any, squashed: bool) -> Tensor:
         """A gate in the state's dtype and in the shape that the step takes."""
-        if self.inspects:
+        if self.inspects and not (squashed and self.tells):
             expect_within(given, 0, self.tops[index])
         return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(*self.shapes[index])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,16 +16,17 @@ from hecate.errors import ConfigError
 from hecate.gating import Masks
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_sequence, check_sizes, check_state
 from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, normalised
-from hecate.nn.parameters import blank, draw_normal, source_of, unheard
+from hecate.nn.gates import GateHeads
+from hecate.nn.parameters import as_dtype, blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
 from hecate.nn.rule import Asked, FeatureMemory, FeatureMemoryConfig, RuleParameters
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState, carried
-from hecate.nn.gates import GateHeads, RetainForm
 from hecate.tape import Autodiff, is_traced
 from hecate.tape.bridge import below_autograd
 
 Tree = TypeVar("Tree")
+_WEIGHTS = itemgetter("weight", "bias")
 
 
 @carried
@@ -96,9 +98,9 @@ class MemoryLayer(nn.Module):
 
     def _draw(self, generator: torch.Generator | None) -> None:
         source, (first, rule) = source_of(generator), self._first_and_rule()
-        for linear in (first, self.output_gate, self.out):
-            if linear is not None:
-                draw_normal(linear.weight, linear.in_features**-0.5, source)
+        for part in (first, self.output_gate, self.out):
+            if part is not None:
+                draw_normal(part.weight, part.in_features**-0.5, source)
         if self.conv is not None:
             self.conv.reset_parameters(source)
         nn.init.ones_(self.norm)
@@ -127,10 +129,11 @@ class MemoryLayer(nn.Module):
         out: Tensor = self.out(self.gated(y, None if gate is None else gate(x)))
         return out
 
-    def gated(self, y: Tensor, gate: Tensor | None) -> Tensor:
-        """The answers, normalised and gated, as the last map takes them."""
-        norm = self.norm
-        y = (torch.rms_norm(y, norm.shape[1:], eps=1e-6) * norm).flatten(-2)
+    def gated(self, y: Tensor, gate: Tensor | None, *, plain: bool = False) -> Tensor:
+        """The answers, normalised and gated; `plain` spells out what torch's RMS norm is on a CPU."""
+        # In operations that a token has just run: code that is not in the cache costs more than a call.
+        unit = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt() if plain else None
+        y = ((torch.rms_norm(y, self.norm.shape[1:], eps=1e-6) if unit is None else unit) * self.norm).flatten(-2)
         return y if gate is None else y * nn.functional.silu(gate)
 
 
@@ -300,42 +303,41 @@ class Memory(RuleParameters, MemoryLayer):
         or to say what is wrong. [NN-MEM-I13]"""
         if torch.is_grad_enabled() or is_traced() or type(x) is not Tensor or type(state) is not LayerState:
             return None
-        qkv, conv, gates, gate, out = self.qkv, self.conv, self.gates, self.output_gate, self.out
-        heads = (gates.retain, RetainForm), (gates.weight, nn.ParameterDict), (gates.bias, nn.ParameterDict)
-        maps = (qkv, nn.Linear), (gate, nn.Linear), (out, nn.Linear)
-        if not unheard((conv, ShortConv), (gates, GateHeads), *heads, *maps):
+        parts: dict[str, Any] = self._modules  # torch looks attributes up there, by a call each
+        qkv, gates, out, conv, gate = map(parts.get, ("qkv", "gates", "out", "conv", "output_gate"))
+        maps = (qkv, nn.Linear), (out, nn.Linear), (gate, nn.Linear)
+        if self.engine != "auto" or not unheard(*maps, (gates, GateHeads), (conv, ShortConv)):
             return None
-        first, past, shape, device, dtype = qkv._parameters, state.conv, x.shape, x.device, x.dtype
-        weight, batch = first["weight"], shape[:1]
-        kept = None if conv is None else (*batch, conv.kernel - 1, sum(self.splits))
-        fits = shape[1:] == (1, self.d_model) and dtype == weight.dtype and device == weight.device
-        if not fits or (past if past is None else past.shape) != kept or torch.is_autocast_enabled(device.type):
+        own, past, shape, device, dtype = qkv._parameters, state.conv, x.shape, x.device, x.dtype
+        weight, batch, heads = own["weight"], shape[:1], self.heads
+        rows, columns = weight.shape
+        fits = shape[1:] == (1, columns) and dtype == weight.dtype and device == weight.device
+        kept = None if conv is None else (*batch, conv.kernel - 1, rows)
+        if not fits or (None if past is None else past.shape) != kept:
             return None
         if not state.conv_segment is state.features is state.projection is None:
             return None
-        width, lead, wide = 2 * self.splits[0], (*batch, 1), torch.promote_types(dtype, torch.float32)
+        width, near, casts = 2 * self.splits[0], device.type == "cpu", torch.is_autocast_enabled(device.type)
         with below_autograd():
-            mixed = linear(x, weight, first["bias"])
+            mixed = linear(x, weight, own["bias"])
             if conv is not None:
                 mixed, past = conv.token(mixed, past)
-            qk = mixed[..., :width].view(*lead, 2, self.heads, -1)
+            dtype, wide = mixed.dtype, torch.promote_types(mixed.dtype, torch.float32)
+            qk, v = torch.unsafe_split_with_sizes(mixed, (width, rows - width), -1)
+            qk, v = qk.view(*batch, 1, 2, heads, -1), v.view(*batch, 1, heads, -1)
             if self.qk_norm != "none":
-                qk = normalised(qk.to(wide), self.qk_norm == "l2", looks=device.type == "cpu").to(dtype)
+                qk = as_dtype(normalised(as_dtype(qk, wide), self.qk_norm == "l2", looks=near), dtype)
             q, k = qk.unbind(2)
-            v = mixed[..., width:].view(*lead, self.heads, -1)
-            made = gates.made(x.to(wide))
+        made = gates.made(gates.values(x) if casts else gates.opened(as_dtype(x, wide)))
         params = self.phi_params if self.has_params else None
-        found, config, name = None, self.config, self.name
-        if self.engine == "auto":
-            found = short_way(config, q, k, v, made, state.memory, params, None, name)
+        found = short_way(self.config, q, k, v, made, state.memory, params, None, self.name, squashed=True)
         if found is None:
-            how: dict[str, Any] = {"engine": self.engine, "autodiff": self.autodiff, "name": name}
-            found = memory_scan(config, q, k, v, made, phi_params=params, state=state.memory, **how)
-        y, memory = found
+            found = memory_scan(self.config, q, k, v, made, phi_params=params, state=state.memory, name=self.name)
         with below_autograd():
-            last, opened = out._parameters, None if gate is None else linear(x, gate.weight, gate.bias)
-            y = linear(self.gated(y, opened), last["weight"], last["bias"])
-        return y, LayerState(memory, past, None)
+            opened = None if gate is None else linear(x, *_WEIGHTS(gate._parameters))
+            y = self.gated(found[0], opened, plain=near and dtype == wide and not casts)
+            y = linear(y, *_WEIGHTS(out._parameters))
+        return y, LayerState(found[1], past, None)
 
     def extra_repr(self) -> str:
         """The rule and sizes."""

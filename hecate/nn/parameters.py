@@ -54,18 +54,21 @@ def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None
     return nn.utils.skip_init(layer, *sizes, device=place, **options)
 
 
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), at once where it is that already."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def unheard(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
-    """Whether calls of modules, None for none, are those of their classes and nothing else: neither hooks nor
-    parametrisations, nor a forward of an instance's own."""
+    """Whether calls of modules (None for none) are those of their classes: no hooks, parametrisations or forwards of
+    their own."""
     for part, kind in parts:
-        if part is not None:
-            own = part.__dict__
-            if type(part) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"] or not _OWN.isdisjoint(own):
-                return False
+        own = {} if part is None else part.__dict__
+        if own and (type(part) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"]):
+            return False
+        if "forward" in own or "_compiled_call_impl" in own:
+            return False
     return not _has_any_global_hook()
-
-
-_OWN = {"forward", "_compiled_call_impl"}
 
 
 class TensorDict(nn.Module):

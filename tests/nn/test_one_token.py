@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hecate.errors import NonFiniteError, ShapeError
+from hecate.errors import ConfigError, NonFiniteError, ShapeError
 from hecate.nn import Memory
 from tests.nn.layers import inputs, layer_of, rules
 from tests.nn.test_streaming import every_rule
@@ -72,11 +72,17 @@ def test_what_takes_the_whole_way_and_what_is_refused():
             layer(x[:, 1:2, :3], state)
         with pytest.raises(NonFiniteError, match="batch row 0, head 0, token 0"):
             layer(x[:, 1:2] / 0, state)
+        for name in layer.gates.starts:  # which tell no token but by what they make of it
+            own = layer_of(RULES["gated_delta"])
+            state = own(x[:, :1], own(x[:, :1])[1])[1]
+            own.gates.bias[name][1] = float("nan")
+            with pytest.raises(ConfigError, match=f"{name} must be .* got nan at batch row 0, token 0, head 1"):
+                own(x[:, 1:2], state)
 
 
 def test_under_autocast():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert tokens_beside_the_whole_way(layer_of(RULES["kda"]).float(), inputs(2, 4).float()) == 0
+        assert tokens_beside_the_whole_way(layer_of(RULES["kda"]).float(), inputs(2, 4).float()) == 3
 
 
 PARTS = ("qkv", "conv", "gates", "output_gate", "out")
@@ -119,16 +125,16 @@ class Double(torch.nn.Module):
         return 2 * weight
 
 
-CHANGES = [_doubled, _another_class, _own_forward, _doubled_gate]
+CHANGES = {_doubled: 0, _another_class: 0, _own_forward: 0, _doubled_gate: 2}  # and how many tokens go the short way
 
 
 @pytest.mark.spec("NN-MEM-I13")
-@pytest.mark.parametrize("change", CHANGES)
-def test_parts_that_are_changed_take_the_whole_way(change: Any):
+@pytest.mark.parametrize(("change", "short"), CHANGES.items())
+def test_parts_that_are_changed_are_called_as_they_are(change: Any, short: int):
     layer = layer_of(RULES["gated_delta"])
     change(layer)
     with torch.no_grad():
-        assert tokens_beside_the_whole_way(layer, inputs(3, 3)) == 0
+        assert tokens_beside_the_whole_way(layer, inputs(3, 3)) == short
 
 
 @pytest.mark.spec("NN-MEM-I13")
