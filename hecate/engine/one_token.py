@@ -70,9 +70,8 @@ def looks_of(
         else:
             looks.append(Tensor)
             tensors.append(given)
-    if not _TENSORS.issuperset(map(type, tensors)):
-        return None
-    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+    fits = _TENSORS.issuperset(map(type, tensors))
+    if not fits or (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])):
         return None
     return (*looks, *map(_LOOK, tensors))
 

@@ -126,8 +126,7 @@ class MemoryLayer(nn.Module):
     def read_out(self, x: Tensor, y: Tensor) -> Tensor:
         """The layer's output from the answers y `[B, T, H, V]` of its memory."""
         gate = self.output_gate
-        out: Tensor = self.out(self.gated(y, None if gate is None else gate(x)))
-        return out
+        return self.out(self.gated(y, None if gate is None else gate(x)))
 
     def gated(self, y: Tensor, gate: Tensor | None, *, plain: bool = False) -> Tensor:
         """The answers, normalised and gated; `plain` spells out what torch's RMS norm is on a CPU."""
@@ -308,14 +307,12 @@ class Memory(RuleParameters, MemoryLayer):
         maps = (qkv, nn.Linear), (out, nn.Linear), (gate, nn.Linear)
         if self.engine != "auto" or not unheard(*maps, (gates, GateHeads), (conv, ShortConv)):
             return None
-        own, past, shape, device, dtype = qkv._parameters, state.conv, x.shape, x.device, x.dtype
-        weight, batch, heads = own["weight"], shape[:1], self.heads
-        rows, columns = weight.shape
-        fits = shape[1:] == (1, columns) and dtype == weight.dtype and device == weight.device
+        own, past, shape, device, heads = qkv._parameters, state.conv, x.shape, x.device, self.heads
+        batch, (rows, columns) = shape[:1], (weight := own["weight"]).shape
+        fits = shape[1:] == (1, columns) and x.dtype == weight.dtype and device == weight.device
         kept = None if conv is None else (*batch, conv.kernel - 1, rows)
+        fits = fits and state.conv_segment is state.features is state.projection is None
         if not fits or (None if past is None else past.shape) != kept:
-            return None
-        if not state.conv_segment is state.features is state.projection is None:
             return None
         width, near, casts = 2 * self.splits[0], device.type == "cpu", torch.is_autocast_enabled(device.type)
         with below_autograd():

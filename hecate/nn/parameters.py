@@ -60,8 +60,7 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unheard(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
-    """Whether calls of modules (None for none) are those of their classes: no hooks, parametrisations or forwards of
-    their own."""
+    """Whether calls of modules, None for none, are those of their classes alone: without hooks, and unchanged."""
     for part, kind in parts:
         own = {} if part is None else part.__dict__
         if own and (type(part) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"]):
