@@ -199,8 +199,8 @@ class GateHeads(nn.Module):
 
     def opened(self, x: Tensor) -> dict[str, Tensor]:
         """`values` of x in float32 or better, out of reach of autocast."""
-        found, parts = {}, self._modules  # torch looks attributes up there, by a call each
-        retain, weights, biases = parts.get("retain"), parts["weight"], parts["bias"]
+        parts: Any = self._modules  # torch looks attributes up there, by a call each
+        found, (retain, weights, biases) = {}, map(parts.get, ("retain", "weight", "bias"))
         for name in self.starts:
             form = retain if name == "retain" else None
             seen, weight, bias = x if form is None else form.seen(x), getattr(weights, name), getattr(biases, name)

@@ -302,7 +302,7 @@ class Memory(RuleParameters, MemoryLayer):
         or to say what is wrong. [NN-MEM-I13]"""
         if torch.is_grad_enabled() or is_traced() or type(x) is not Tensor or type(state) is not LayerState:
             return None
-        parts: dict[str, Any] = self._modules  # torch looks attributes up there, by a call each
+        parts: Any = self._modules  # torch looks attributes up there, by a call each
         qkv, gates, out, conv, gate = map(parts.get, ("qkv", "gates", "out", "conv", "output_gate"))
         maps = (qkv, nn.Linear), (out, nn.Linear), (gate, nn.Linear)
         if self.engine != "auto" or not unheard(*maps, (gates, GateHeads), (conv, ShortConv)):
@@ -311,7 +311,7 @@ class Memory(RuleParameters, MemoryLayer):
         batch, (rows, columns) = shape[:1], (weight := own["weight"]).shape
         fits = shape[1:] == (1, columns) and x.dtype == weight.dtype and device == weight.device
         kept = None if conv is None else (*batch, conv.kernel - 1, rows)
-        fits = fits and state.conv_segment is state.features is state.projection is None
+        fits = fits and state.conv_segment is None is state.features is state.projection
         if not fits or (None if past is None else past.shape) != kept:
             return None
         width, near, casts = 2 * self.splits[0], device.type == "cpu", torch.is_autocast_enabled(device.type)
