@@ -55,11 +55,10 @@ def looks_of(
     lr, retain, momentum, erase, write, value, floor, ridge, mix = gates
     if not erase is write is value is floor is ridge is mix is None:
         return None
-    memory, slots, anchor, pending, position, normalizer, seen, readout = state
+    *fields, normalizer, seen, readout = state
     looks: list[object] = [params is None]
     tensors: list[Any] = [q, k, v]
-    held = (memory, slots, anchor, pending, position, seen, readout, *(normalizer or ()))
-    for given in (lr, retain, momentum, initial, *held):
+    for given in (lr, retain, momentum, initial, *fields, seen, readout, *(normalizer or ())):
         if given is None:
             looks.append(None)
         elif type(given) is dict:
@@ -156,15 +155,16 @@ class OneToken:
                 self.numbers[1] = every.reshape(self.shapes[1]).contiguous()
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, *how: Any
-    ) -> tuple[Tensor, MemoryState]:
-        """y and the new state; `how` are name and squashed."""
-        name, squashed = how
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, name: str,
+        squashed: bool,
+    ) -> tuple[Tensor, MemoryState]:  # fmt: skip
+        """y and the new state; `squashed` is that of `short_way`."""
         if torch.is_autocast_enabled(self.device):
             raise Unfit
-        lr, retain, momentum = [
-            self.gate(at, gates[at], squashed) if number is None else number for at, number in enumerate(self.numbers)
-        ]
+        lr, retain, momentum = self.numbers
+        lr = self.gate(0, gates.lr, squashed) if lr is None else lr
+        retain = self.gate(1, gates.retain, squashed) if retain is None else retain
+        momentum = self.gate(2, gates.momentum, squashed) if momentum is None else momentum
         phi_q, phi_k = self.features_of(q, k, state, params)
         if self.values != self.dtype:
             v = v.to(self.dtype)
