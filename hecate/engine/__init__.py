@@ -13,6 +13,7 @@ from hecate.engine.chunk import predict
 from hecate.engine.engine import Engine, EngineName, TokenEngine, check_exact, choose, exact_engines, explain, verdicts
 from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, to_tokens
 from hecate.engine.log_linear import MOST_LEVELS, as_plain, log_linear_scan, tree_refusal
+from hecate.engine.one_token import short_way
 from hecate.engine.scan import Stepper, memory_features, memory_scan, memory_step, stepper
 from hecate.engine.tokens import CONCAT
 from hecate.engine.writes import one_write_each
@@ -55,6 +56,7 @@ __all__ = [
     "one_write_each",
     "predict",
     "reach",
+    "short_way",
     "stepper",
     "to_tokens",
     "tree_refusal",

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from hecate.engine.tokens import Tokens
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import execute, is_traced, one
+from hecate.tape.bridge import below_autograd
 from hecate.tape.ops import reach
 
 TokenStep = Callable[..., tuple[Tensor, MemoryState]]  # (phi_k, phi_q, v, lr, retain, momentum, state)
@@ -33,7 +36,7 @@ TokenStep = Callable[..., tuple[Tensor, MemoryState]]  # (phi_k, phi_q, v, lr, r
 MOST = 64  # programs that a config keeps
 FEW = 16
 _DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
-_TENSORS, _NUMBERS = (Tensor, torch.nn.Parameter), (float, int)
+_TENSORS, _NUMBERS, _LOOK = {Tensor, torch.nn.Parameter}, (float, int), attrgetter("shape", "dtype", "device")
 
 
 class Unfit(Exception):
@@ -50,40 +53,42 @@ def looks_of(
     """
     if type(gates) is not Gates or type(state) is not MemoryState or is_traced():
         return None
-    tensors: list[Any] = [q, k, v]
+    lr, retain, momentum, erase, write, value, floor, ridge, mix = gates
+    *fields, normalizer, seen, readout = state
     looks: list[object] = [params is None]
-    plain = gates.erase is gates.write is gates.retain_value is gates.floor is gates.ridge is gates.mix is None
-    for given in (*(gates[:3] if plain else gates), *state, initial, *(state.normalizer or ())):
+    tensors: list[Any] = [q, k, v]
+    every: tuple[Any, ...] = (lr, retain, momentum, initial, *fields, seen, readout, *(normalizer or ()))
+    if not erase is write is value is floor is ridge is mix is None:
+        every += gates[3:]
+    for given in every:
         if given is None:
             looks.append(None)
         elif type(given) is dict:
-            tensors += given.values()
             looks.append(tuple(given))
+            tensors += given.values()
         elif type(given) in _NUMBERS:
-            looks.append((type(given), given))
-        elif type(given) is not MemoryState:
-            tensors.append(given)
+            looks += (type(given), given)
+        else:
             looks.append(Tensor)
-    recorded = torch.is_grad_enabled()
-    for tensor in tensors:
-        if type(tensor) not in _TENSORS or (recorded and tensor.requires_grad):
-            return None
-        looks += (tensor.shape, tensor.dtype, tensor.device)
-    return tuple(looks)
+            tensors.append(given)
+    fits = _TENSORS.issuperset(map(type, tensors))
+    if not fits or (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])):
+        return None
+    return (*looks, *map(_LOOK, tensors))
 
 
 def short_way(
     config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, state: MemoryState | None,
-    params: Params | None, initial: Named | None, name: str,
+    params: Params | None, initial: Named | None, name: str, squashed: bool = False,
 ) -> tuple[Tensor, MemoryState] | None:  # fmt: skip
     """One token `[B, H, *]` or `[B, 1, H, *]` by the program that its looks have left; None where there is none, or
-    where it is unfit."""
+    where it is unfit. `squashed` says that retain and momentum lie in [0, 1] and lr above, or are NaN."""
     if state is None or not isinstance(config, MemoryConfig):
         return None
     gates = _DEFAULTS if gates is None else gates
     program = config.programs.get(looks_of(q, k, v, gates, state, params, initial))
     try:
-        return None if program is None else program(q, k, v, gates, state, params, name)
+        return None if program is None else program(q, k, v, gates, state, params, name, squashed)
     except Unfit:
         return None
 
@@ -141,8 +146,10 @@ class OneToken:
         self.steps = [how(config)]
         if config.normalizer != "none":
             self.steps.append(how(config.counting) if direct else _general(config.counting))
-        # What has left the finite numbers in a direct step's slots is added to its memory.
-        self.summed = 1 if direct else 4
+        told = direct and (config.forms.error or config.forms.target)  # a bias of unknown form may differentiate
+        self.context: Callable[[], AbstractContextManager[Any]] = below_autograd if told else nullcontext
+        # A direct step adds what is not finite in gates and slots to its memory.
+        self.tells, self.summed = direct and self.watches, 1 if direct else 4
         defaults = config.forms.defaults
         wide = torch.promote_types(k.dtype, torch.float32)
         with torch.inference_mode(False):
@@ -160,12 +167,16 @@ class OneToken:
             }  # fmt: skip
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, name: str
-    ) -> tuple[Tensor, MemoryState]:
-        """y and the new state."""
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, name: str,
+        squashed: bool,
+    ) -> tuple[Tensor, MemoryState]:  # fmt: skip
+        """y and the new state; `squashed` is that of `short_way`."""
         if torch.is_autocast_enabled(self.device):
             raise Unfit
-        lr, retain, momentum = self.gate(0, gates.lr), self.gate(1, gates.retain), self.gate(2, gates.momentum)
+        lr, retain, momentum = self.numbers
+        lr = self.gate(0, gates.lr, squashed) if lr is None else lr
+        retain = self.gate(1, gates.retain, squashed) if retain is None else retain
+        momentum = self.gate(2, gates.momentum, squashed) if momentum is None else momentum
         phi_q, phi_k = self.features_of(q, k, state, params)
         if self.values != self.dtype:
             v = v.to(self.dtype)
@@ -180,33 +191,31 @@ class OneToken:
                 if units or back is not None:
                     raise Unfit
             phi_k, phi_q, lr = phi_k.reshape(*self.row), phi_q.reshape(*self.row), lr.reshape(*self.scalar)
-        v = v.reshape(*self.row).contiguous()
-        token: tuple[Any, ...] = (phi_k, phi_q, v, lr, retain, momentum)
-        if self.keyed:
-            token = self.gated(token, gates)
-        y, new = self.steps[0](*token, state)
-        if state.normalizer is not None:
-            phi_k = phi_k if gates.write is None else phi_k * self.factor("write", gates.write)
-            z, counted = self.steps[1](phi_k, phi_q, torch.ones_like(v[..., :1]), *token[3:6], state.normalizer)
-            floor = None if gates.floor is None else self.factor("floor", gates.floor).reshape(y.shape[:-1])
-            y, new = quotient(self.config, y, z, execute, floor), new._replace(normalizer=counted)
-        if state.seen is not None:
-            new = new._replace(seen=state.seen + 1)
-        y = y.view(*self.shape)
-        if self.values != self.dtype:
-            y = y.to(self.values)
-        if self.watches and self.late:
-            nonfinite.check_late(name, y if self.timed else y.unsqueeze(1), new)
-        elif self.watches and not self.is_finite(y, new):
-            raise Unfit
+        with self.context():
+            v = v.reshape(*self.row).contiguous()
+            token: tuple[Any, ...] = (phi_k, phi_q, v, lr, retain, momentum)
+            if self.keyed:
+                token = self.gated(token, gates)
+            y, new = self.steps[0](*token, state)
+            if state.normalizer is not None:
+                phi_k = phi_k if gates.write is None else phi_k * self.factor("write", gates.write)
+                z, counted = self.steps[1](phi_k, phi_q, torch.ones_like(v[..., :1]), *token[3:6], state.normalizer)
+                floor = None if gates.floor is None else self.factor("floor", gates.floor).reshape(y.shape[:-1])
+                y, new = quotient(self.config, y, z, execute, floor), new._replace(normalizer=counted)
+            if state.seen is not None:
+                new = new._replace(seen=state.seen + 1)
+            y = y.view(*self.shape)
+            if self.values != self.dtype:
+                y = y.to(self.values)
+            if self.watches and self.late:
+                nonfinite.check_late(name, y if self.timed else y.unsqueeze(1), new)
+            elif self.watches and not self.is_finite(y, new):
+                raise Unfit
         return y, new
 
-    def gate(self, index: int, given: Any) -> Tensor:
+    def gate(self, index: int, given: Any, squashed: bool) -> Tensor:
         """A gate in the state's dtype and in the shape that the step takes."""
-        number = self.numbers[index]
-        if number is not None:
-            return number
-        if self.inspects:
+        if self.inspects and not (squashed and self.tells):
             expect_within(given, 0, self.tops[index])
         return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(*self.shapes[index])
 
@@ -248,7 +257,8 @@ class OneToken:
         elif phi_q.stride(-1) != 1 or phi_k.stride(-1) != 1:
             raise Unfit  # sums along strides are rounded in another order
         else:  # rows know nothing of each other
-            phi_q, phi_k = self.normed(torch.stack((phi_q, phi_k))).view(2, *self.features).unbind(0)
+            with below_autograd():
+                phi_q, phi_k = self.normed(torch.stack((phi_q, phi_k))).view(2, *self.features).unbind(0)
         return (phi_q if self.scale is None else phi_q * self.scale), phi_k
 
     def normed(self, x: Tensor) -> Tensor:
@@ -290,9 +300,9 @@ def _is_direct(config: MemoryConfig) -> bool:
 def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:
     """M' = a M - lr u k^T, or S' = momentum S - lr u k^T and M' = a M + S': the formulas of the rule's own block."""
     late, early = config.read == "after", config.decay_order == "before_gradient"
-    decays, grad = config.retention.uses_retain, config.bias.grad
+    decays, blind = config.retention.uses_retain, config.forms.target  # u does not look at the prediction
+    grad = torch.sub if config.forms.error else config.bias.grad
     full = not isinstance(given_lr, Tensor) and (config.algorithm.lr if given_lr is None else given_lr) == 1
-    blind = config.forms.target  # u does not look at the prediction
 
     def step(
         k: Tensor, q: Tensor, v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor, state: MemoryState

@@ -269,10 +269,12 @@ class Stepper:
         """y `[B, H, V]` of one token."""
         if self.sizes:
             self._check_sizes({"q": q, "k": k, "v": v})
-        initial = self.initial if self.state is None else None
-        y, self.state = memory_step(
-            self.config, q, k, v, gates, state=self.state, phi_params=self.phi_params, initial=initial, name=self.name
-        )
+        config, state, params, name = self.config, self.state, self.phi_params, self.name
+        found = short_way(config, q, k, v, gates, state, params, None, name)
+        if found is None:
+            initial = self.initial if state is None else None
+            found = memory_step(config, q, k, v, gates, state=state, phi_params=params, initial=initial, name=name)
+        y, self.state = found
         return y
 
     def _check_sizes(self, token: dict[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hecate.checks import expect_choice
-from hecate.nn.parameters import draw_normal, source_of
+from hecate.nn.parameters import as_dtype, draw_normal, source_of
 from hecate.tape import can_inspect
 from hecate.tape.ops import largest, levelling, reach
 
@@ -50,14 +50,10 @@ class ShortConv(nn.Module):
         kept = self.kernel - 1
         if state is None:
             state = x.new_zeros(batch, kept, channels)
+        if length == 1 and segment is written is None:
+            return self.token(x, state)
         left = x if written is None else torch.where(written.unsqueeze(-1), x, 0.0)
         padded = torch.cat([state.to(x.dtype), left], 1)
-        if length == 1 and segment is None and written is None:
-            # The same sum in the same order, of products that are taken at once.
-            *earlier, total = (self.weight.flip(0) * padded).unbind(1)
-            for term in reversed(earlier):
-                total = total + term
-            return nn.functional.silu(total).unsqueeze(1), padded[:, 1:]
         total = self.weight[0] * x
         for j in range(1, self.kernel):
             tap = padded[:, kept - j : kept - j + length]
@@ -66,6 +62,14 @@ class ShortConv(nn.Module):
                 tap = torch.where(same.unsqueeze(-1), tap, 0.0)
             total = total + self.weight[j] * tap
         return nn.functional.silu(total), padded[:, length:]
+
+    def token(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward` for x `[B, 1, C]`: the same sum in the same order, of products that are taken at once."""
+        padded = torch.cat((as_dtype(past, x.dtype), x), 1)
+        *earlier, total = (self.weight.flip(0) * padded).unbind(1)
+        for term in reversed(earlier):
+            total = total + term
+        return nn.functional.silu(total).unsqueeze(1), padded[:, 1:]
 
 
 def convolved(
@@ -99,12 +103,17 @@ def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = 1e-6) -> Tensor:
     if norm == "none":
         return x
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    mean = torch.sum if norm == "l2" else torch.mean
-    size = mean(wide.square(), -1, keepdim=True)
-    if not (can_inspect(size, free=True) and math.isfinite(size.sum().item())):
+    return normalised(wide, norm == "l2", eps, can_inspect(wide, free=True)).to(x.dtype)
+
+
+def normalised(x: Tensor, l2: bool, eps: float | Tensor = 1e-6, looks: bool = True) -> Tensor:
+    """`normalise_qk` in the dtype of x; `looks` says whether sizes may be looked at."""
+    mean = torch.sum if l2 else torch.mean
+    size = mean(x.square(), -1, keepdim=True)
+    if not (looks and math.isfinite(size.sum().item())):
         # Too long to be squared: brought near 1, and eps with it.
-        longest = largest(wide)
-        level = torch.where(longest > reach(wide.dtype, 0.4), levelling(longest), 1.0)
-        wide, eps = wide * level, eps * level
-        size = mean(wide.square(), -1, keepdim=True)
-    return (wide * (size + eps * eps).rsqrt()).to(x.dtype)
+        longest = largest(x)
+        level = torch.where(longest > reach(x.dtype, 0.4), levelling(longest), 1.0)
+        x, eps = x * level, eps * level
+        size = mean(x.square(), -1, keepdim=True)
+    return x * (size + eps * eps).rsqrt()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, softplus
 
 from hecate.gating.heads import rate_start, spread
-from hecate.nn.parameters import draw_normal, source_of
+from hecate.nn.parameters import as_dtype, draw_normal, source_of
 from hecate.retention import GateForm
 from hecate.rule import Gates, MemoryConfig
 from hecate.tape.bridge import without_autocast
@@ -175,29 +175,35 @@ class GateHeads(nn.Module):
 
     def forward(self, x: Tensor) -> Gates:
         """The gates of every token."""
-        values = self.values(x)
-        lr, retain = values.get("lr"), values.get("retain")
+        return self.made(self.values(x))
+
+    def made(self, values: dict[str, Tensor]) -> Gates:
+        """The gates of `values`."""
+        lr, retain, gate = values.get("lr"), values.get("retain"), values.get("firing")
         if lr is not None:
             lr = lr if self.lr_max == 1 else self.lr_max * lr
             lr = lr if self.writes == 1 else lr.unflatten(-1, (self.writes, -1))
-        if "firing" in values:
-            gate = values["firing"]
+        if gate is not None:
             # The difference is exactly zero; its gradient is that of the gate.
             fired = (gate > 0.5).to(gate.dtype) + (gate - gate.detach())
             lr = None if lr is None else lr * fired
             if retain is not None:
                 fired = fired.unsqueeze(-1) if retain.dim() > fired.dim() else fired
                 retain = retain * fired + (1 - fired)
-        return Gates(lr=lr, retain=retain, momentum=values.get("momentum"))
+        return Gates(lr, retain, values.get("momentum"))
 
     def values(self, x: Tensor) -> dict[str, Tensor]:
         """Every gate by name between 0 and 1, `[B, T, H]` (retain per channel `[B, T, H, P]`)."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        found = {}
         with without_autocast(x.device.type):
-            for name, weight in self.weight.items():
-                form = self.retain if name == "retain" else None
-                seen = wide if form is None else form.seen(wide)
-                logit = linear(seen, weight.to(wide.dtype), self.bias[name].to(wide.dtype))
-                found[name] = torch.sigmoid(logit) if form is None else form(logit)
+            return self.opened(x.to(torch.promote_types(x.dtype, torch.float32)))
+
+    def opened(self, x: Tensor) -> dict[str, Tensor]:
+        """`values` of x in float32 or better, out of reach of autocast."""
+        parts: Any = self._modules  # torch looks attributes up there, by a call each
+        found, (retain, weights, biases) = {}, map(parts.get, ("retain", "weight", "bias"))
+        for name in self.starts:
+            form = retain if name == "retain" else None
+            seen, weight, bias = x if form is None else form.seen(x), getattr(weights, name), getattr(biases, name)
+            logit = linear(seen, as_dtype(weight, x.dtype), as_dtype(bias, x.dtype))
+            found[name] = torch.sigmoid(logit) if form is None else form(logit)
         return found

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
 from hecate.checks import expect_choice
-from hecate.engine import EngineName, memory_scan
+from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
 from hecate.gating import Masks
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_sequence, check_sizes, check_state
-from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk
-from hecate.nn.parameters import blank, draw_normal, source_of
+from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, normalised
+from hecate.nn.gates import GateHeads
+from hecate.nn.parameters import as_dtype, blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
 from hecate.nn.rule import Asked, FeatureMemory, FeatureMemoryConfig, RuleParameters
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState, carried
-from hecate.tape import Autodiff
+from hecate.tape import Autodiff, is_traced
+from hecate.tape.bridge import below_autograd
 
 Tree = TypeVar("Tree")
+_WEIGHTS = itemgetter("weight", "bias")
 
 
 @carried
@@ -93,9 +98,9 @@ class MemoryLayer(nn.Module):
 
     def _draw(self, generator: torch.Generator | None) -> None:
         source, (first, rule) = source_of(generator), self._first_and_rule()
-        for linear in (first, self.output_gate, self.out):
-            if linear is not None:
-                draw_normal(linear.weight, linear.in_features**-0.5, source)
+        for part in (first, self.output_gate, self.out):
+            if part is not None:
+                draw_normal(part.weight, part.in_features**-0.5, source)
         if self.conv is not None:
             self.conv.reset_parameters(source)
         nn.init.ones_(self.norm)
@@ -120,11 +125,15 @@ class MemoryLayer(nn.Module):
 
     def read_out(self, x: Tensor, y: Tensor) -> Tensor:
         """The layer's output from the answers y `[B, T, H, V]` of its memory."""
-        norm, gate = self.norm, self.output_gate
-        y = (nn.functional.rms_norm(y, norm.shape[1:], eps=1e-6) * norm).flatten(-2)
-        if gate is not None:
-            y = y * nn.functional.silu(gate(x))
-        return self.out(y)
+        gate = self.output_gate
+        return self.out(self.gated(y, None if gate is None else gate(x)))
+
+    def gated(self, y: Tensor, gate: Tensor | None, *, plain: bool = False) -> Tensor:
+        """The answers, normalised and gated; `plain` spells out what torch's RMS norm is on a CPU."""
+        # In operations that a token has just run: code that is not in the cache costs more than a call.
+        unit = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt() if plain else None
+        y = ((torch.rms_norm(y, self.norm.shape[1:], eps=1e-6) if unit is None else unit) * self.norm).flatten(-2)
+        return y if gate is None else y * nn.functional.silu(gate)
 
 
 class Memory(RuleParameters, MemoryLayer):
@@ -234,12 +243,12 @@ class Memory(RuleParameters, MemoryLayer):
 
         To the convolution a masked token is zero for the tokens after it, while it reads with its own input; a reset
         hides earlier documents from it. `restart_mask` resets the memory alone."""
+        if state is not None and write_mask is reset_mask is restart_mask is None and self.bare:
+            if (found := self._one_token(x, state)) is not None:
+                return found
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "restart_mask": restart_mask}
         check_sequence(self.qkv.weight, x, **masks)
         check_state(state, LayerState, self.conv, x.shape[0], {}, **self.held)
-        if state is not None and x.shape[1] == 1 and self.bare and not torch.is_grad_enabled():
-            if state.conv_segment is write_mask is reset_mask is restart_mask is None:
-                return self._one_token(x, state)
         asked, carried, skip = self.asked(x, state, **masks)
         y, memory = self.scan(asked, x)
         y = y if skip is None else y + skip
@@ -288,19 +297,44 @@ class Memory(RuleParameters, MemoryLayer):
         asked = Asked(self.projected, q, k, v, gates, params, start, memory, write_mask, reset_mask)
         return asked, (conv, segment, features, held, gated or None), skip
 
-    def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
-        """`forward` for x `[B, 1, d_model]`, with the same bits: q and k normalised at once, and nothing passed on that
-        nobody reads. [NN-MEM-I13]"""
-        lead, heads, width = x.shape[:2], self.heads, 2 * self.splits[0]
-        mixed, conv, kept = self.qkv(x), self.conv, None
-        if conv is not None:
-            mixed, kept = conv(mixed, state.conv)
-        q, k = normalise_qk(mixed[..., :width].view(*lead, 2, heads, -1), self.qk_norm).unbind(2)
-        v = mixed[..., width:].view(*lead, heads, -1)
+    def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState] | None:
+        """`forward` for x `[B, 1, d_model]`, with the same bits in fewer calls. None where the long way has to take it,
+        or to say what is wrong. [NN-MEM-I13]"""
+        if torch.is_grad_enabled() or is_traced() or type(x) is not Tensor or type(state) is not LayerState:
+            return None
+        parts: Any = self._modules  # torch looks attributes up there, by a call each
+        qkv, gates, out, conv, gate = map(parts.get, ("qkv", "gates", "out", "conv", "output_gate"))
+        maps = (qkv, nn.Linear), (out, nn.Linear), (gate, nn.Linear)
+        if self.engine != "auto" or not unheard(*maps, (gates, GateHeads), (conv, ShortConv)):
+            return None
+        own, past, shape, device, heads = qkv._parameters, state.conv, x.shape, x.device, self.heads
+        batch, (rows, columns) = shape[:1], (weight := own["weight"]).shape
+        fits = shape[1:] == (1, columns) and x.dtype == weight.dtype and device == weight.device
+        kept = None if conv is None else (*batch, conv.kernel - 1, rows)
+        fits = fits and state.conv_segment is None is state.features is state.projection
+        if not fits or (None if past is None else past.shape) != kept:
+            return None
+        width, near, casts = 2 * self.splits[0], device.type == "cpu", torch.is_autocast_enabled(device.type)
+        with below_autograd():
+            mixed = linear(x, weight, own["bias"])
+            if conv is not None:
+                mixed, past = conv.token(mixed, past)
+            dtype, wide = mixed.dtype, torch.promote_types(mixed.dtype, torch.float32)
+            qk, v = torch.unsafe_split_with_sizes(mixed, (width, rows - width), -1)
+            qk, v = qk.view(*batch, 1, 2, heads, -1), v.view(*batch, 1, heads, -1)
+            if self.qk_norm != "none":
+                qk = as_dtype(normalised(as_dtype(qk, wide), self.qk_norm == "l2", looks=near), dtype)
+            q, k = qk.unbind(2)
+        made = gates.made(gates.values(x) if casts else gates.opened(as_dtype(x, wide)))
         params = self.phi_params if self.has_params else None
-        how: dict[str, Any] = {"engine": self.engine, "autodiff": self.autodiff, "name": self.name}
-        y, memory = memory_scan(self.config, q, k, v, self.gates(x), phi_params=params, state=state.memory, **how)
-        return self.read_out(x, y), LayerState(memory, kept, None)
+        found = short_way(self.config, q, k, v, made, state.memory, params, None, self.name, squashed=True)
+        if found is None:
+            found = memory_scan(self.config, q, k, v, made, phi_params=params, state=state.memory, name=self.name)
+        with below_autograd():
+            opened = None if gate is None else linear(x, *_WEIGHTS(gate._parameters))
+            y = self.gated(found[0], opened, plain=near and dtype == wide and not casts)
+            y = linear(y, *_WEIGHTS(out._parameters))
+        return y, LayerState(found[1], past, None)
 
     def extra_repr(self) -> str:
         """The rule and sizes."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from hecate.checks import check_shapes
 from hecate.errors import ConfigError, shorten
@@ -51,6 +52,22 @@ def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None
     # skip_init knows no default device, neither torch.set_default_device nor `with device:`.
     place = torch.get_default_device() if device is None else device
     return nn.utils.skip_init(layer, *sizes, device=place, **options)
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), at once where it is that already."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def unheard(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
+    """Whether calls of modules, None for none, are those of their classes alone: without hooks, and unchanged."""
+    for part, kind in parts:
+        own = {} if part is None else part.__dict__
+        if own and (type(part) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"]):
+            return False
+        if "forward" in own or "_compiled_call_impl" in own:
+            return False
+    return not _has_any_global_hook()
 
 
 class TensorDict(nn.Module):

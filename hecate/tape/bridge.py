@@ -37,6 +37,8 @@ Autodiff = Literal["auto", "tape", "torch"]
 Forward = Callable[[Tensors, bool], Made]  # (inputs, keeps) -> outputs, record
 Pullback = Callable[[Tensors, Any, Sequence[Tensor]], Values]  # (inputs, record, cotangents)
 
+# Past autograd's kernels: where nothing is recorded or traced, and no foreign code is called, which may differentiate.
+below_autograd = torch._C._AutoDispatchBelowAutograd
 # Of tensors under `is_grads_batched`; looking a key up by its name costs more than all else here.
 _BATCHED = torch._C._parse_dispatch_key("Batched")
 _NOTHING: AbstractContextManager[Any] = nullcontext()

@@ -114,8 +114,8 @@ def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     )
 
 
-def timed(ours: Run, theirs: Run, repeats: int) -> Cost:
-    """Medians of both sides, run in turn after one round to warm up."""
+def timed(ours: Run, theirs: Run, repeats: int, of: Callable[[list[float]], float] = statistics.median) -> Cost:
+    """Medians, or what else `of` takes, of both sides, run in turn after one round to warm up."""
     cpu: tuple[list[float], list[float]] = ([], [])
     wall: tuple[list[float], list[float]] = ([], [])
     for repeat in range(repeats + 1):
@@ -125,8 +125,8 @@ def timed(ours: Run, theirs: Run, repeats: int) -> Cost:
             if repeat:
                 cpu[side].append(1e3 * (time.process_time() - start[0]))
                 wall[side].append(1e3 * (time.perf_counter() - start[1]))
-    ours_ms, theirs_ms = (statistics.median(side) for side in cpu)
-    return Cost(ours_ms, theirs_ms, (statistics.median(wall[0]), statistics.median(wall[1])))
+    ours_ms, theirs_ms = (of(side) for side in cpu)
+    return Cost(ours_ms, theirs_ms, (of(wall[0]), of(wall[1])))
 
 
 def forward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:

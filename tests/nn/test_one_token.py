@@ -26,7 +26,13 @@ def tokens_beside_the_whole_way(layer: Memory, x: torch.Tensor) -> int:
     """Every token of x by both ways from the states of the whole way; how many went the short one."""
     written, state, short = torch.ones(len(x), 1, dtype=torch.bool), None, []
     own = layer._one_token
-    layer._one_token = lambda *given: (short.append(0), own(*given))[1]
+
+    def counted(*given: Any) -> Any:
+        found = own(*given)
+        short.append(found is not None)
+        return found
+
+    layer._one_token = counted
     for t in range(x.shape[1]):
         token = x[:, t : t + 1]
         y, after = layer(token, state)
@@ -34,7 +40,7 @@ def tokens_beside_the_whole_way(layer: Memory, x: torch.Tensor) -> int:
         flat, wanted = (torch.utils._pytree.tree_leaves(tree) for tree in ((y, after), (expected, state)))
         for item, other in zip(flat, wanted, strict=True):
             assert item is other is None or (item.dtype == other.dtype and torch.equal(item, other))
-    return len(short)
+    return sum(short)
 
 
 @pytest.mark.spec("NN-MEM-I13")
@@ -66,6 +72,12 @@ def test_what_takes_the_whole_way_and_what_is_refused():
             layer(x[:, 1:2, :3], state)
         with pytest.raises(NonFiniteError, match="batch row 0, head 0, token 0"):
             layer(x[:, 1:2] / 0, state)
+        for name in layer.gates.starts:  # which tell no token but by what they make of it
+            own = layer_of(RULES["gated_delta"])
+            state = own(x[:, :1], own(x[:, :1])[1])[1]
+            own.gates.bias[name][1] = float("nan")
+            with pytest.raises(NonFiniteError, match="batch row 0, head 1, token 0"):
+                own(x[:, 1:2], state)
 
 
 def test_under_autocast():
@@ -73,12 +85,73 @@ def test_under_autocast():
         assert tokens_beside_the_whole_way(layer_of(RULES["kda"]).float(), inputs(2, 4).float()) == 3
 
 
+PARTS = ("qkv", "conv", "gates", "output_gate", "out")
+
+
 def test_hooks_of_submodules_run():
     layer, x, seen = layer_of(RULES["gated_delta"]), inputs(1, 2), []
-    for name in ("qkv", "conv", "gates", "output_gate", "out"):
+    for name in PARTS:
         getattr(layer, name).register_forward_hook(lambda *_, name=name: seen.append(name))
     with torch.no_grad():
         _, state = layer(x[:, :1])
         seen.clear()
         layer(x[:, 1:], state)
-    assert seen == ["qkv", "conv", "gates", "output_gate", "out"]
+    assert seen == list(PARTS)
+
+
+class Listening(torch.nn.Linear):
+    """A part of another class."""
+
+
+def _doubled(layer: Memory) -> None:
+    torch.nn.utils.parametrize.register_parametrization(layer.out, "weight", Double())
+
+
+def _another_class(layer: Memory) -> None:
+    layer.qkv = Listening(layer.qkv.in_features, layer.qkv.out_features, bias=False, dtype=layer.qkv.weight.dtype)
+
+
+def _own_forward(layer: Memory) -> None:
+    forward = layer.output_gate.forward
+    layer.output_gate.forward = lambda x: 2 * forward(x)
+
+
+def _doubled_gate(layer: Memory) -> None:
+    torch.nn.utils.parametrize.register_parametrization(layer.gates.weight, "retain", Double())
+
+
+class Double(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+CHANGES = {_doubled: 0, _another_class: 0, _own_forward: 0, _doubled_gate: 2}  # and how many tokens go the short way
+
+
+@pytest.mark.spec("NN-MEM-I13")
+@pytest.mark.parametrize(("change", "short"), CHANGES.items())
+def test_parts_that_are_changed_are_called_as_they_are(change: Any, short: int):
+    layer = layer_of(RULES["gated_delta"])
+    change(layer)
+    with torch.no_grad():
+        assert tokens_beside_the_whole_way(layer, inputs(3, 3)) == short
+
+
+@pytest.mark.spec("NN-MEM-I13")
+def test_parameters_that_change_under_way_are_those_of_the_next_token():
+    layer, x, other = layer_of(RULES["gated_delta"]), inputs(2, 4), layer_of(RULES["gated_delta"], seed=1)
+    with torch.no_grad():
+        for change in (
+            lambda: None,
+            lambda: [p.data.mul_(0.5) for p in layer.parameters()],
+            lambda: layer.load_state_dict(other.state_dict()),
+            lambda: layer.load_state_dict({k: 0.3 * v for k, v in other.state_dict().items()}, assign=True),
+        ):
+            change()
+            assert tokens_beside_the_whole_way(layer, x) == 3
+        held = {name: 0.7 * p for name, p in other.named_parameters()}
+        _, state = layer(x[:, :1])
+        given, written = (x[:, 1:2], state), {"write_mask": torch.ones(2, 1, dtype=torch.bool)}
+        y, _ = torch.func.functional_call(layer, held, given)
+        assert torch.equal(y, torch.func.functional_call(layer, held, given, written)[0])
+        assert not torch.equal(y, layer(*given)[0])
