@@ -199,7 +199,7 @@ class Hypergradient(Gating):
         """d before each token, and after the last."""
         if s.shape[1] > 1 and s.numel() and can_inspect(s, fall, d, free=True):
             found, high = _solved(s, fall, reset, d, start, self.eta), math.inf if self.high is None else self.high
-            if all(self.low <= end.item() <= high for item in found for end in item.aminmax()):
+            if all(self.low <= end.item() <= high for item in found for end in item.detach().aminmax()):
                 return found
         factors = []
         for t in range(s.shape[1]):
