@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid, normalize, pad
 
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, running
 from hecate.gating.heads import head, logit
-from hecate.tape import can_inspect
+from hecate.tape import can_inspect, is_traced
 
 
 class Comba(Gating):
@@ -139,8 +139,7 @@ class Hypergradient(Gating):
     without `high` nothing holds d.s under 2 / lr, where writes grow, though d.s = 1 is where each step heads.
 
     Shapes: s and d `[B, T, H, D]`; forget `[B, T, H]` = sigmoid(W x + b), or 1 for None; the start of d `[H, D]`.
-    Cost: chunks of 64 tokens are one triangular system each where d stays within; else, on GPUs and where compiled
-    always, they go token by token.
+    Cost: a triangular system per 64 tokens where d stays within; else, and compiled, they go token by token.
     References: OSDN (Zhou et al., 2026, arXiv 2605.13473), read in its authors' programs (Lhongpei/OSLA), not in the
     paper. d starts at 0 in their first, as here at 1 in their last; later trials have eta 0.003, d in [2/3, 1.5]. That
     an unwritten token leaves d, and its start within the bounds, are ours. [GATE-OSDN-D1, GATE-OSDN-I1]
@@ -197,9 +196,10 @@ class Hypergradient(Gating):
 
     def _chunk(self, s: Tensor, fall: Tensor, reset: Tensor | None, d: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         """d before each token, and after the last."""
-        if s.shape[1] > 1 and s.numel() and can_inspect(s, fall, d, free=True):
-            found, high = _solved(s, fall, reset, d, start, self.eta), math.inf if self.high is None else self.high
-            if all(self.low <= end.item() <= high for item in found for end in item.detach().aminmax()):
+        recorded = s.is_cuda and torch.cuda.is_current_stream_capturing()
+        if s.shape[1] > 1 and can_inspect(s, fall, d) and not (recorded or is_traced(s, fall, d)):
+            found = _solved(s, fall, reset, d, start, self.eta)
+            if all(torch.equal(item.detach().clamp(self.low, self.high), item.detach()) for item in found):
                 return found
         factors = []
         for t in range(s.shape[1]):
