@@ -1,5 +1,5 @@
 from hecate.gating.base import Gating, GatingKind, Masks, Plain, Sizes, Written
-from hecate.gating.corrections import Comba, Complement, Curvature
+from hecate.gating.corrections import Comba, Complement, Curvature, Hypergradient
 from hecate.gating.heads import Head, Heads
 from hecate.gating.mamba3 import Mamba3
 from hecate.gating.mlstm import MLSTM
@@ -20,6 +20,7 @@ __all__ = [
     "GatingKind",
     "Head",
     "Heads",
+    "Hypergradient",
     "KalmaNet",
     "Mamba3",
     "Masks",

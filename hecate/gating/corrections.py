@@ -1,4 +1,4 @@
-"""Gatings that correct what is written or read by the token's own key or gates: Comba, HGRN2, preconditioned delta."""
+"""Gatings that correct what is written or read by the token's own key or gates: Comba, HGRN2, preconditioners."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize, pad
 
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, running
 from hecate.gating.heads import head, logit
+from hecate.tape import can_inspect, is_traced
 
 
 class Comba(Gating):
@@ -147,3 +149,105 @@ class Curvature(Gating):
         factor = torch.exp(-math.log(self.base) * r / (1 + r.abs()))
         last = total[:, -1] if x.shape[1] else held["curvature"]
         return made._replace(gates={**made.gates, "write": factor}), {"curvature": last}
+
+
+class Hypergradient(Gating):
+    """hypergradient: the written key is d * k; then d becomes forget d + eta (1 - d.s) s, s = k * k, per channel.
+
+    k is of unit length. (1 - d.s) s is minus the gradient in d of |e'|^2 / (2 |e|^2), e the token's error and e' what a
+    write with lr = 1 leaves of it; lr itself is not in it. d, its learned start too, is kept within `low` and `high`;
+    without `high` nothing holds d.s under 2 / lr, where writes grow, though d.s = 1 is where each step heads.
+
+    Shapes: s and d `[B, T, H, D]`; forget `[B, T, H]` = sigmoid(W x + b), or 1 for None; the start of d `[H, D]`.
+    Cost: a triangular system per 64 tokens where d stays within; else, and compiled, they go token by token.
+    References: OSDN (Zhou et al., 2026, arXiv 2605.13473), read in its authors' programs (Lhongpei/OSLA), not in the
+    paper. d starts at 0 in their first, as here at 1 in their last; later trials have eta 0.003, d in [2/3, 1.5]. That
+    an unwritten token leaves d, and its start within the bounds, are ours. [GATE-OSDN-D1, GATE-OSDN-I1]
+    """
+
+    kind: Literal["hypergradient"] = "hypergradient"
+    one_key: ClassVar[bool] = True
+    channels: ClassVar[tuple[str, ...]] = ("write",)
+    _makes: ClassVar[tuple[str, ...]] = ("write",)
+    _tokens: ClassVar[int] = 64  # of a chunk
+    eta: float = Field(1.0, ge=0, le=2)
+    forget: float | None = Field(0.999, gt=0, lt=1, description="at the start; None forgets nothing")
+    begin: float = Field(1.0, ge=0, description="d at the start")
+    low: float = Field(0.0, ge=0)
+    high: float | None = Field(None, gt=0)
+
+    def refusal(self, config: Any) -> str | None:
+        traits, lr, limit = config.feature_map.traits(), config.algorithm.lr, config.algorithm.stable_step
+        if config.key_norm != "l2":
+            return f"it steps by keys of unit length, and key_norm is {config.key_norm!r}; set key_norm='l2'"
+        if not (traits.componentwise and traits.degree == 1 and traits.parity == "odd"):  # no multiple of x
+            return f"d has the key's channels, not those of feature_map {config.feature_map.kind!r}; use 'identity'"
+        if self.high is not None and not self.low < self.high <= limit / lr:
+            return f"high={self.high:g} has to lie above low={self.low:g}, and times lr={lr:g} within {limit:g}"
+        return None
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        gate: Shapes = {"forget.weight": (sizes.heads, sizes.d_model), "forget.bias": (sizes.heads,)}
+        return {"start": (sizes.heads, sizes.d_key)} | ({} if self.forget is None else gate)
+
+    def state_shapes(self, sizes: Sizes) -> Shapes:
+        return {"moved": (sizes.heads, sizes.d_key)}  # d less its start
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        value = {"start": self.begin, "forget.bias": logit(self.forget or 0.5)}.get(name, 0.0)
+        return torch.full(shape, value, dtype=torch.float64)
+
+    def forward(
+        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
+    ) -> tuple[Written, dict[str, Tensor]]:
+        s = normalize(made.k.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).square()
+        fall = torch.zeros_like(s[..., 0]) if self.forget is None else logsigmoid(head(params, "forget", x))
+        if masks.write is not None:
+            off = ~masks.write.unsqueeze(-1)
+            s, fall = s.masked_fill(off.unsqueeze(-1), 0.0), fall.masked_fill(off, 0.0)
+        start, factors = params["start"].to(s.dtype).clamp(self.low, self.high), []
+        d = start + held["moved"].to(s.dtype)
+        for at in range(0, x.shape[1], self._tokens):
+            reset = None if masks.reset is None else masks.reset[:, at : at + self._tokens]
+            own, d = self._chunk(s[:, at : at + self._tokens], fall[:, at : at + self._tokens], reset, d, start)
+            factors.append(own)
+        factor = torch.cat(factors, 1) if factors else s
+        return made._replace(gates={**made.gates, "write": factor}), {"moved": d - start}
+
+    def _chunk(self, s: Tensor, fall: Tensor, reset: Tensor | None, d: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        """d before each token, and after the last."""
+        recorded = s.is_cuda and torch.cuda.is_current_stream_capturing()
+        if s.shape[1] > 1 and can_inspect(s, fall, d) and not (recorded or is_traced(s, fall, d)):
+            found = _solved(s, fall, reset, d, start, self.eta)
+            if all(torch.equal(item.detach().clamp(self.low, self.high), item.detach()) for item in found):
+                return found
+        factors = []
+        for t in range(s.shape[1]):
+            d = d if reset is None else torch.where(reset[:, t, None, None], start, d)
+            factors.append(d)
+            step = self.eta * (1 - (d * s[:, t]).sum(-1, keepdim=True)) * s[:, t]
+            d = (fall[:, t].exp().unsqueeze(-1) * d + step).clamp(self.low, self.high)
+        return torch.stack(factors, 1), d
+
+
+def _solved(
+    s: Tensor, fall: Tensor, reset: Tensor | None, d: Tensor, start: Tensor, eta: float
+) -> tuple[Tensor, Tensor]:
+    """`Hypergradient._chunk` without bounds, with F_t the product of forget up to t: the e_t = 1 - d_(t-1).s_t solve
+    the triangular system of d_(t-1) = F_(t-1) d_0 + eta sum_(j<t) F_(t-1) / F_j e_j s_j."""
+    s, upto = s.transpose(1, 2), fall.transpose(1, 2).cumsum(-1)
+    before = pad(upto[..., :-1], (1, 0))
+    earlier = torch.ones(s.shape[2], s.shape[2], dtype=torch.bool, device=s.device).tril(-1)
+    first, since = d.unsqueeze(2), before
+    if reset is not None:
+        document = reset.unsqueeze(1).cumsum(-1)
+        earlier = earlier & (document.unsqueeze(-1) == document.unsqueeze(-2))
+        latest = torch.where(reset, torch.arange(s.shape[2], device=s.device), 0).cummax(-1).values.unsqueeze(1)
+        since = before - before.gather(-1, latest.expand(before.shape))
+        first = torch.where(document.unsqueeze(-1) > 0, start.unsqueeze(1), first)
+    kept = eta * (before.unsqueeze(-1) - upto.unsqueeze(-2)).masked_fill(~earlier, -torch.inf).exp()
+    carried = since.exp().unsqueeze(-1) * first
+    missing = 1 - (carried * s).sum(-1, keepdim=True)
+    steps = torch.linalg.solve_triangular(kept * (s @ s.mT), missing, upper=False, unitriangular=True) * s
+    factors = carried + kept @ steps
+    return factors.transpose(1, 2), fall[:, -1].exp().unsqueeze(-1) * factors[:, :, -1] + eta * steps[:, :, -1]

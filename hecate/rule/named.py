@@ -15,6 +15,7 @@ from hecate.gating import (
     Curvature,
     Head,
     Heads,
+    Hypergradient,
     KalmaNet,
     Mamba3,
     Mesa,
@@ -137,6 +138,11 @@ RULES |= {
             gating=Curvature(),
         ),
         "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): kda with a preconditioned written key",
+    ),
+    "osdn": NamedRule(
+        MemoryConfig(key_norm="l2", gating=Hypergradient()),
+        "Online Scaled DeltaNet (Zhou et al., 2026, arXiv 2605.13473) by its authors' programs: delta with a factor on "
+        "the channels of the written key, 1 at first, that follows its hypergradient and is forgotten by a gate",
     ),
     "oja": NamedRule(
         MemoryConfig(

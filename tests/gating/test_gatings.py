@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan, named_rule
 from hecate.errors import ConfigError
-from hecate.gating import Complement, Masks, Sizes, Written
+from hecate.gating import Complement, Hypergradient, Masks, Sizes, Written, corrections
 from hecate.nn import Memory
 from hecate.retention import Decay
 from tests.memories import close
@@ -20,6 +20,7 @@ from tests.reference import papers_2025 as older
 from tests.reference import papers_2026 as newer
 
 T, MODEL, P, V = 17, 6, 4, 3
+SOLVED = corrections._solved
 NEW = (
     "gated_delta_2",
     "delta_product",
@@ -30,6 +31,7 @@ NEW = (
     "mamba3",
     "pgdn",
     "pkda",
+    "osdn",
     "mlstm",
     "hgrn2",
     "in_place_ttt",
@@ -44,13 +46,13 @@ NEW = (
 class Case:
     """One head of a rule's gating with parameters off their start, random inputs, and what it makes of them."""
 
-    def __init__(self, name: str, chunk: int = 1, **gates: Tensor) -> None:
+    def __init__(self, name: str, chunk: int = 1, config: MemoryConfig | None = None, **gates: Tensor) -> None:
         source = torch.Generator().manual_seed(1)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=source, dtype=torch.float64)
 
-        self.config = named_rule(name).model_copy(update={"state_dtype": "float64"})
+        self.config = (config or named_rule(name)).model_copy(update={"state_dtype": "float64"})
         gating, sizes = self.config.gating, Sizes(MODEL, 1, P, V, self.config.writes)
         self.params = {
             name: gating.start(name, shape, sizes, source) + 0.3 * normal(*shape)
@@ -144,6 +146,96 @@ def test_curvature(name):
         unit(case["q"]), unit(case["k"]), case["v"], factor, lr[0, :, 0].numpy(), retain[0, :, 0].numpy()
     )
     close(case.scanned(), torch.from_numpy(true), 1e-13)
+
+
+@pytest.mark.spec("GATE-OSDN-D1")
+@pytest.mark.parametrize(
+    "own", [{}, {"eta": 0.4, "low": 0.7, "high": 1.2}, {"forget": None, "begin": 0.0}], ids=["own", "bounded", "kept"]
+)
+def test_osdn(own):
+    lr = per_token(2)
+    config = named_rule("osdn").model_copy(update={"gating": Hypergradient(**own)})
+    case = Case("osdn", config=config, lr=lr)
+    gating = config.gating
+    forget = np.ones(T) if gating.forget is None else logits.sigmoid(case.logit("forget") + case["forget.bias"])
+    bounds = gating.low, gating.high or np.inf
+    start = np.clip(case["start"], *bounds)
+    factor = newer.hypergradient(unit(case["k"]), forget, gating.eta, start, low=bounds[0], high=bounds[1])
+    close(case.made.gates["write"][0, :, 0], torch.from_numpy(factor), 1e-13)
+    true, _ = newer.preconditioned_delta(
+        unit(case["q"]), unit(case["k"]), case["v"], factor, lr[0, :, 0].numpy(), np.ones(T)
+    )
+    close(case.scanned(), torch.from_numpy(true), 1e-13)
+
+
+def preconditioned(gating: Hypergradient, length: int, heads: int = 2) -> dict[str, Any]:
+    """Inputs of `forward` and its parameters, with masks; off the start."""
+    g, sizes = torch.Generator().manual_seed(5), Sizes(MODEL, heads, P, V)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    params = {n: gating.start(n, s, sizes, g) + 0.3 * normal(*s) for n, s in gating.shapes(sizes).items()}
+    mask = torch.rand(2, 3, length, generator=g)
+    return {
+        "params": {n: p.requires_grad_() for n, p in params.items()}, "x": normal(3, length, MODEL),
+        "k": normal(3, length, heads, P).requires_grad_(), "masks": Masks(mask[0] > 0.2, mask[1] > 0.97),
+        "held": {"moved": 0.1 * normal(3, heads, P)},
+    }  # fmt: skip
+
+
+def factors(gating: Hypergradient, given: dict[str, Any], sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """d of every token and after the last, in pieces of these sizes."""
+    held, found, at = given["held"], [], 0
+    for size in sizes:
+        to = slice(at, at + size)
+        k, masks = given["k"][:, to], Masks(*(mask[:, to] for mask in given["masks"][:2]))
+        made, held = gating.forward(given["params"], given["x"][:, to], Written(k, k, k, {}), held, masks)
+        found.append(made.gates["write"])
+        at += size
+    return torch.cat(found, 1), held["moved"]
+
+
+@pytest.mark.spec("GATE-OSDN-I1", "GATE-STATE-I1")
+@pytest.mark.parametrize(
+    ("own", "by_token"), [({"low": 0.0}, False), ({"low": 0.4, "eta": 2.0}, True), ({"low": 0.5, "high": 1.1}, True)]
+)
+def test_a_chunk_of_osdn_is_its_tokens(own, by_token, monkeypatch):
+    """Masks, resets and a rest of a chunk; whether bounds are met or not."""
+    gating, length, stayed = Hypergradient(forget=0.9, **own), 150, []
+    monkeypatch.setattr(corrections, "_solved", lambda *given: stayed.append(SOLVED(*given)) or stayed[-1])
+    given = preconditioned(gating, length)
+    leaves = [given["k"], *given["params"].values()]
+    found = []
+    for sizes in ([length], [1] * length):
+        d, last = factors(gating, given, sizes)
+        weight = torch.linspace(-1, 1, d.numel(), dtype=d.dtype).view_as(d)
+        found.append((d, last, *torch.autograd.grad((d * weight).sum() + last.square().sum(), leaves)))
+    assert len(stayed) == 3, "one token alone solves nothing"
+    high = np.inf if gating.high is None else gating.high
+    ends = [end.item() for pair in stayed for d in pair for end in d.detach().aminmax()]
+    assert (min(ends) < gating.low or max(ends) > high) is by_token
+    for mine, true in zip(*found, strict=True):
+        close(mine, true, 1e-11)
+
+
+@pytest.mark.spec("GATE-OSDN-D1", "GATE-OSDN-E1")
+@pytest.mark.parametrize("own", [{"eta": 0.0}, {"eta": 1.0}, {"eta": 0.3, "high": 1.5}])
+def test_osdn_without_forgetting_from_one_is_delta(own):
+    gating = Hypergradient(forget=None, **own)
+    sizes = Sizes(MODEL, 2, P, V)
+    params = {"start": gating.start("start", (2, P), sizes, torch.Generator())}
+    given = preconditioned(gating, 70) | {"params": params, "held": {"moved": torch.zeros(3, 2, P).double()}}
+    d, last = factors(gating, given, [70])
+    close(d, torch.ones_like(d), 1e-14)
+    assert last.abs().max() < 1e-14
+    y, scaled = (
+        memory_scan(MemoryConfig(key_norm="l2", state_dtype="float64"), *[given["k"]] * 3, gates, engine="sequential")[
+            0
+        ]
+        for gates in (Gates(0.7), Gates(0.7, write=d))
+    )
+    close(scaled, y, 1e-13)
 
 
 @pytest.mark.spec("GATE-TARGET-D1", "GATE-TARGET-I1")
@@ -303,6 +395,11 @@ def test_splits_masks_resets_and_gradients_of_layers(name):
         ({"gating": "complement"}, "no retain gate"),
         ({"gating": "complement", "retention": "decay"}, "set retention.channels, or gating.keys"),
         ({"gating": "curvature", "algorithm": {"kind": "gd", "lr": 1.9}, "key_norm": "l2"}, "diverge; lower one"),
+        ({"gating": "hypergradient"}, "key_norm is 'none'; set key_norm='l2'"),
+        ({"kind": "osdn", "writes": 2}, "one key per token, not writes=2"),
+        ({"kind": "osdn", "feature_map": "elu"}, "not those of feature_map 'elu'; use 'identity'"),
+        ({"kind": "osdn", "gating": {"kind": "hypergradient", "high": 2.5}}, "times lr=1 within 2"),
+        ({"kind": "osdn", "gating": {"kind": "hypergradient", "low": 2, "high": 1}}, "has to lie above low=2"),
         ({"gating": {"kind": "heads", "retain_value": {}}}, "set retain_value.channels"),
         ({"kind": "in_place_ttt", "writes": 2}, "2 taps ahead make 3 writes of a token, got writes=2"),
         ({"kind": "in_place_ttt", "read": "after"}, "causal with commit='chunk' and read='before' alone"),

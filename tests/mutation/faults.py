@@ -45,6 +45,11 @@ FAULTS = [
         ("scan", "inner, x, k, v,", "inner, x, x, v,"),
     ),
     *_of(
+        "gating",
+        "tests/gating/test_gatings.py",
+        ("corrections", "since = before - before.gather(-1, latest.expand(before.shape))", "pass"),
+    ),
+    *_of(
         "nn",
         "tests/nn/test_feature_memory.py",
         ("memory", "None if state is None else state.features", "None"),

@@ -330,6 +330,13 @@ def preconditioned(config: MemoryConfig, length: int) -> Trial:
     return Trial(x, y, {"weight": weight}, {"lr": x.lr, "retain": retain, "write": factor})
 
 
+def osdn(config: MemoryConfig, length: int) -> Trial:
+    x, own = Inputs(length), config.gating
+    factor = newer.hypergradient(x.unit_k, x.retain, own.eta, own.begin, low=own.low, high=np.inf)
+    y, weight = newer.preconditioned_delta(x.unit_q, x.unit_k, x.v, factor, x.lr, np.ones(length))
+    return Trial(x, y, {"weight": weight}, {"lr": x.lr, "write": factor})
+
+
 def in_place_ttt(config: MemoryConfig, length: int) -> Trial:
     x, chunk, eta = Inputs(length), config.chunk, config.algorithm.lr
     w_gate, w_up, w_down, conv = (x.weights(*shape) for shape in ((16, 4), (16, 4), (3, 16), (5, 3)))
@@ -415,6 +422,7 @@ TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     "mamba3": mamba3,
     "pgdn": preconditioned,
     "pkda": preconditioned,
+    "osdn": osdn,
     "oja": oja,
     "mlstm": mlstm,
     "hgrn2": hgrn2,
