@@ -320,7 +320,7 @@ def walk(
     """
     all_bases, all_writes = [], []
     for block, target in zip(_split(matrices), v.unbind(0), strict=True):
-        held = [state for state in states if state is not None]
+        held = [*filter(torch.is_tensor, states)]
         base = torch.cat(held, -1) if len(held) > 1 else held[0]
         writes = _writes(config, block, base, target, by_hand)
         all_bases.append(base)
@@ -403,7 +403,7 @@ def _earlier(block: Matrices, drawn: tuple[Tensor, ...], later: States) -> State
     if block.leaving is None:
         return later._replace(memory=drawn[0] + later.memory)
     weights = block.leaving.unsqueeze(1).unbind(-1)
-    pulled = [torch.addcmul(own, weight, later.memory) for own, weight in zip(drawn, weights, strict=True)]
+    pulled = [*map(torch.addcmul, drawn, weights, repeat(later.memory))]
     slot, initial = later.slot, later.initial
     if slot is not None and block.slot_leaving is not None:
         slot = torch.addcmul(pulled[1], over(block.slot_leaving, slot), slot)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hecate.checks import expect_choice
-from hecate.nn.parameters import as_dtype, draw_normal, source_of
+from hecate.nn.parameters import draw_normal, source_of
 from hecate.tape import can_inspect
 from hecate.tape.ops import largest, levelling, reach
 
@@ -65,7 +65,7 @@ class ShortConv(nn.Module):
 
     def token(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
         """`forward` for x `[B, 1, C]`: the same sum in the same order, of products that are taken at once."""
-        padded = torch.cat((as_dtype(past, x.dtype), x), 1)
+        padded = torch.cat((past.to(x.dtype), x), 1)
         *earlier, total = (self.weight.flip(0) * padded).unbind(1)
         for term in reversed(earlier):
             total = total + term
@@ -103,17 +103,12 @@ def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = 1e-6) -> Tensor:
     if norm == "none":
         return x
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return normalised(wide, norm == "l2", eps, can_inspect(wide, free=True)).to(x.dtype)
-
-
-def normalised(x: Tensor, l2: bool, eps: float | Tensor = 1e-6, looks: bool = True) -> Tensor:
-    """`normalise_qk` in the dtype of x; `looks` says whether sizes may be looked at."""
-    mean = torch.sum if l2 else torch.mean
-    size = mean(x.square(), -1, keepdim=True)
-    if not (looks and math.isfinite(size.sum().item())):
+    mean = torch.sum if norm == "l2" else torch.mean
+    size = mean(wide.square(), -1, keepdim=True)
+    if not (can_inspect(size, free=True) and math.isfinite(size.sum().item())):
         # Too long to be squared: brought near 1, and eps with it.
-        longest = largest(x)
-        level = torch.where(longest > reach(x.dtype, 0.4), levelling(longest), 1.0)
-        x, eps = x * level, eps * level
-        size = mean(x.square(), -1, keepdim=True)
-    return x * (size + eps * eps).rsqrt()
+        longest = largest(wide)
+        level = torch.where(longest > reach(wide.dtype, 0.4), levelling(longest), 1.0)
+        wide, eps = wide * level, eps * level
+        size = mean(wide.square(), -1, keepdim=True)
+    return (wide * (size + eps * eps).rsqrt()).to(x.dtype)

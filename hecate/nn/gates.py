@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, softplus
 
 from hecate.gating.heads import rate_start, spread
-from hecate.nn.parameters import as_dtype, draw_normal, source_of
+from hecate.nn.parameters import draw_normal, source_of
 from hecate.retention import GateForm
 from hecate.rule import Gates, MemoryConfig
 from hecate.tape.bridge import without_autocast
@@ -175,10 +175,7 @@ class GateHeads(nn.Module):
 
     def forward(self, x: Tensor) -> Gates:
         """The gates of every token."""
-        return self.made(self.values(x))
-
-    def made(self, values: dict[str, Tensor]) -> Gates:
-        """The gates of `values`."""
+        values = self.values(x)
         lr, retain, gate = values.get("lr"), values.get("retain"), values.get("firing")
         if lr is not None:
             lr = lr if self.lr_max == 1 else self.lr_max * lr
@@ -194,16 +191,15 @@ class GateHeads(nn.Module):
 
     def values(self, x: Tensor) -> dict[str, Tensor]:
         """Every gate by name between 0 and 1, `[B, T, H]` (retain per channel `[B, T, H, P]`)."""
-        with without_autocast(x.device.type):
-            return self.opened(x.to(torch.promote_types(x.dtype, torch.float32)))
-
-    def opened(self, x: Tensor) -> dict[str, Tensor]:
-        """`values` of x in float32 or better, out of reach of autocast."""
         parts: Any = self._modules  # torch looks attributes up there, by a call each
         found, (retain, weights, biases) = {}, map(parts.get, ("retain", "weight", "bias"))
-        for name in self.starts:
-            form = retain if name == "retain" else None
-            seen, weight, bias = x if form is None else form.seen(x), getattr(weights, name), getattr(biases, name)
-            logit = linear(seen, as_dtype(weight, x.dtype), as_dtype(bias, x.dtype))
-            found[name] = torch.sigmoid(logit) if form is None else form(logit)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        with without_autocast(x.device.type):
+            for name in self.starts:
+                form = retain if name == "retain" else None
+                seen, weight, bias = x if form is None else form.seen(x), getattr(weights, name), getattr(biases, name)
+                if weight.dtype != x.dtype:
+                    weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+                logit = linear(seen, weight, bias)
+                found[name] = torch.sigmoid(logit) if form is None else form(logit)
         return found

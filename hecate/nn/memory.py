@@ -15,9 +15,9 @@ from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
 from hecate.gating import Masks
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_sequence, check_sizes, check_state
-from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, normalised
+from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk
 from hecate.nn.gates import GateHeads
-from hecate.nn.parameters import as_dtype, blank, draw_normal, source_of, unheard
+from hecate.nn.parameters import blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
 from hecate.nn.rule import Asked, FeatureMemory, FeatureMemoryConfig, RuleParameters
 from hecate.phi import Params
@@ -322,10 +322,8 @@ class Memory(RuleParameters, MemoryLayer):
             dtype, wide = mixed.dtype, torch.promote_types(mixed.dtype, torch.float32)
             qk, v = torch.unsafe_split_with_sizes(mixed, (width, rows - width), -1)
             qk, v = qk.view(*batch, 1, 2, heads, -1), v.view(*batch, 1, heads, -1)
-            if self.qk_norm != "none":
-                qk = as_dtype(normalised(as_dtype(qk, wide), self.qk_norm == "l2", looks=near), dtype)
-            q, k = qk.unbind(2)
-        made = gates.made(gates.values(x) if casts else gates.opened(as_dtype(x, wide)))
+            q, k = normalise_qk(qk, self.qk_norm).unbind(2)
+        made = gates.forward(x)
         params = self.phi_params if self.has_params else None
         found = short_way(self.config, q, k, v, made, state.memory, params, None, self.name, squashed=True)
         if found is None:

@@ -54,11 +54,6 @@ def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None
     return nn.utils.skip_init(layer, *sizes, device=place, **options)
 
 
-def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype), at once where it is that already."""
-    return x if x.dtype == dtype else x.to(dtype)
-
-
 def unheard(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
     """Whether calls of modules, None for none, are those of their classes alone: without hooks, and unchanged."""
     for part, kind in parts:

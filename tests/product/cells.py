@@ -114,6 +114,7 @@ def settings() -> dict[str, dict[str, Any]]:
     heads, per_channel = found["gating"]["heads"], Head(channels=True)
     found["gating"]["heads"] = heads.model_copy(update={"erase": per_channel, "write": Head(), "value": Head()})
     found["gating"]["heads.rows"] = heads.model_copy(update={"retain_value": per_channel})
+    found["gating"]["complement"] = found["gating"]["complement"].model_copy(update={"keys": True})
     found["gating"]["target_conv"] = found["gating"]["target_conv"].model_copy(update={"taps": 3, "ahead": 1})
     return found
 
