@@ -58,20 +58,20 @@ class Sphere(Decaying):
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         moved = self._moved(memory, direction, retain)
-        unit = moved / self._length(moved)[0]
-        return unit * self._length(memory)[0] if self.form == "divide" else unit
+        length = self._length(moved)[0]
+        return moved * (self._length(memory)[0] / length) if self.form == "divide" else moved / length
 
     def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         moved = self._moved(memory, direction, retain)
         length, beyond = self._length(moved)
-        unit = moved / length
-        outward = self._dot(unit, g)
-        h = (g - torch.where(beyond, unit * outward, 0.0)) / length
+        outward = self._dot(moved, g) / length
+        h = torch.addcmul(g, moved, torch.where(beyond, outward / length, 0.0), value=-1)
         if self.form == "divide":
             kept, live = self._length(memory)
-            h = h * kept
-            gmemory = over(retain, memory) * h + torch.where(live, memory / kept * outward, 0.0)
+            h = h * (kept / length)
+            gmemory = torch.addcmul(over(retain, memory) * h, memory, torch.where(live, outward / kept, 0.0))
             return gmemory, h, sum_to_gate(h * memory, retain)
+        h = h / length
         along = self._dot(memory, h)
         gmemory = over(retain, memory) * h - h * self._dot(memory, direction) - direction * along
         return gmemory, h - memory * along, sum_to_gate(h * memory, retain)

@@ -314,8 +314,8 @@ FAULTS = [
         ("mirror", "if retain.dim() > 1 or not self", "if not self"),
         ("lengths", "return start if self.dual else self._project(start)", "return self._project(start)"),
         ("lengths", "return super().step(memory, direction, retain)", "return memory + direction"),
-        ("lengths", "return unit * self._length(memory)[0] if self.form", "return unit if self.form"),
-        ("lengths", "torch.where(live, memory / kept * outward, 0.0)", "torch.where(live, memory * outward, 0.0)"),
+        ("lengths", "return moved * (self._length(memory)[0] / length) if self.form", "return moved / length if self.form"),
+        ("lengths", "torch.where(live, outward / kept, 0.0)", "torch.where(live, outward, 0.0)"),
     ),
     *_of(
         "algorithm",
