@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -258,13 +258,15 @@ class Variant(Config):
 
     A family is declared with `class Bias(Variant, family="bias")`, a variant by subclassing the family with a `kind:
     Literal["huber"] = "huber"` field. Of the family's methods, `_derivatives` are those that fall back to `torch.func`,
-    and `_formulas` those of which a variant's `kernel` speaks.
+    `_formulas` those of which a variant's `kernel` speaks, and `_follows` says which follow from which formulas: a
+    subclass that redefines a formula alone gets the family's own of what followed from the old one.
     """
 
     kind: str
 
     _derivatives: ClassVar[tuple[str, ...]] = ()
     _formulas: ClassVar[tuple[str, ...]] = ()
+    _follows: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     _declares: ClassVar[bool] = False  # whether its `kernel` speaks of its formulas
     _family: ClassVar[str] = ""
     _family_type: ClassVar[type[Variant]]
@@ -274,6 +276,10 @@ class Variant(Config):
         super().__init_subclass__(**options)
         if family:
             cls._family, cls._family_type, cls._registry = family, cls, {}
+        for name, formulas in cls._follows.items():  # in the order of the mapping: one may follow from another
+            own = vars(cls)
+            if name not in own and not own.keys().isdisjoint(formulas):
+                setattr(cls, name, cls._of_family(name))
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -307,9 +313,14 @@ class Variant(Config):
         return not isinstance(cls.model_fields["kind"].default, str)
 
     @classmethod
+    def _of_family(cls, name: str) -> Any:
+        """A method or property as the family, or the helper that adds it, defines it for all."""
+        return next(vars(base)[name] for base in reversed(cls.__mro__) if name in vars(base))
+
+    @classmethod
     def hand_written(cls) -> bool:
         """Whether every derivative is written by hand rather than left to `torch.func`."""
-        return all(getattr(cls, name) is not getattr(cls._family_type, name) for name in cls._derivatives)
+        return all(inspect.getattr_static(cls, name) is not cls._of_family(name) for name in cls._derivatives)
 
     def kernel_form(self) -> Any:
         """The form in which kernels compute the formulas, which a variant declares as `kernel`; None leaves it to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 from pydantic import Field
@@ -102,6 +103,7 @@ class Algorithm(Variant, family="algorithm"):
     lr: float = Field(1.0, ge=0)
     _derivatives = ("direction_vjp",)
     _formulas = ("gradient", "direction", "direction_vjp", "slots", "slot_shapes", "context_shapes")
+    _follows = MappingProxyType({"direction_vjp": ("direction",), "linear": ("direction",)})
     slots: ClassVar[tuple[str, ...]] = ()
     uses_momentum: ClassVar[bool] = False
     linear: ClassVar[bool] = False  # whether D is linear in gradients and slots, given the gates

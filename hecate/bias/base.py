@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -40,6 +41,10 @@ class Bias(Variant, family="bias"):
 
     _derivatives = ("grad", "grad_vjp")
     _formulas = ("loss", "grad", "grad_vjp", "rho", "psi", "psi_jvp")
+    _follows = MappingProxyType({
+        "grad": ("loss",), "grad_vjp": ("loss", "grad"),
+        **dict.fromkeys(("linear", "curvature"), ("loss", "grad", "rho", "psi")),
+    })  # fmt: skip
 
     def loss(self, pred: Tensor, target: Tensor) -> Tensor:
         """The loss `[...]`."""

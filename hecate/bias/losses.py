@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import torch
@@ -9,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.bias.base import Bias, KernelForm
-from hecate.tape.ops import floored_root, onto_ball, onto_ball_vjp
+from hecate.tape.ops import floored_root, onto_ball, onto_ball_vjp, torch_vjp
 from hecate.variant import Conflicts
 
 
@@ -98,17 +99,20 @@ def _softmax_jvp(share: Tensor, tangent: Tensor) -> Tensor:
 class ErrorBias(Bias):
     """A loss of e = pred - target alone; variants give rho, psi = rho' and psi's Jacobian."""
 
+    _derivatives = ("psi", "psi_jvp", "grad", "grad_vjp")
+    _follows = MappingProxyType({"psi": ("rho",), "psi_jvp": ("rho", "psi"), **Bias._follows})
+
     def rho(self, error: Tensor) -> Tensor:
         """The loss `[...]` of an error `[..., V]`."""
         raise NotImplementedError(f"{type(self).__name__} defines no rho")
 
     def psi(self, error: Tensor) -> Tensor:
         """d rho / d error."""
-        raise NotImplementedError(f"{type(self).__name__} defines no psi")
+        return torch.func.grad(lambda error: self.rho(error).sum())(error)
 
     def psi_jvp(self, error: Tensor, tangent: Tensor) -> Tensor:
         """Jacobian of psi (symmetric) times a tangent."""
-        raise NotImplementedError(f"{type(self).__name__} defines no psi_jvp")
+        return torch_vjp(self.psi, (error,), tangent)[0]
 
     def loss(self, pred: Tensor, target: Tensor) -> Tensor:
         return self.rho(pred - target)

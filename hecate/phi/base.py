@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, NotRequired, TypedDict, TypeVar
 
 import torch
@@ -106,6 +107,7 @@ class FeatureMap(Variant, family="feature_map"):
 
     model_config = ConfigDict(ignored_types=(_Trait,))
     _derivatives = ("vjp",)
+    _follows = MappingProxyType({"forward": ("features",), "vjp": ("features", "forward")})
     promises: ClassVar[Traits] = Traits()
     widening: ClassVar[int] = 1  # features for each component of x, where no field says how many there are
     # What is asked of a map from outside, as `Traits` says it.

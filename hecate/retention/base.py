@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
@@ -77,6 +78,7 @@ class Retention(Variant, family="retention"):
 
     _derivatives = ("step_vjp",)
     _formulas = ("step", "step_vjp", "weights", "weights_vjp", "centred", "through")
+    _follows = MappingProxyType({"step_vjp": ("step",), "weights_vjp": ("weights",), "linear": ("step", "weights")})
     uses_retain: ClassVar[bool] = False
 
     @property

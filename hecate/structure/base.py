@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -53,6 +54,11 @@ class Structure(Variant, family="structure"):
 
     _derivatives = ("predict_vjp", "pullback_vjp")
     _formulas = ("shapes", "predict", "predict_vjp", "pullback", "pullback_vjp", "gradient", "gradient_vjp")
+    _follows = MappingProxyType({
+        "predict_vjp": ("predict",), "pullback": ("predict", "predict_vjp"),
+        "pullback_vjp": ("predict", "predict_vjp", "pullback"), "gradient": ("predict", "pullback"),
+        "gradient_vjp": ("predict", "pullback", "gradient"), "linear": ("predict", "pullback", "gradient"),
+    })  # fmt: skip
     drawn: ClassVar[bool] = True  # whether the weights start from a draw, else at zero
     factored: ClassVar[bool] = False  # whether `graph` gives its linear layers, whose gradients are d h^T
 
