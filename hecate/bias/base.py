@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class Bias(Variant, family="bias"):
     Shapes: pred and target `[..., V]`; loss `[...]`; grad `[..., V]`.
     """
 
-    _derivatives = ("grad", "grad_vjp")
+    _derivatives: ClassVar[tuple[str, ...]] = ("grad", "grad_vjp")
     _formulas = ("loss", "grad", "grad_vjp", "rho", "psi", "psi_jvp")
     _follows = MappingProxyType({
         "grad": ("loss",), "grad_vjp": ("loss", "grad"),
