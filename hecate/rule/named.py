@@ -20,6 +20,7 @@ from hecate.gating import (
     Mamba3,
     Mesa,
     MomentumDeltaGates,
+    Raven,
     TargetConv,
 )
 from hecate.phi import ELU, GLU, Concat, Identity, Linear, Normalise, Polynomial
@@ -214,6 +215,14 @@ RULES |= {
         ),
         "ABC: Attention with Bounded-memory Control (Peng et al., 2021, arXiv 2110.02488), with learned control: as "
         "many slots as a key is wide",
+    ),
+    "raven": NamedRule(
+        MemoryConfig(
+            bias=Dot(), retention=Decay(channels=True), layer_qk_norm="rms", readout=readout.Slots(), gating=Raven()
+        ),
+        "Raven (Afzal, Bick et al., 2026), routing slot memories, by its layer in flash-linear-attention: gsa with a "
+        "router that sends a token to 32 slots; as many slots as a key is wide, without noise in training and SiLU of "
+        "values",
     ),
     "titans_linear": NamedRule(
         MemoryConfig(retention=Decay(), algorithm=Momentum(), key_norm="l2"),
