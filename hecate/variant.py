@@ -173,6 +173,8 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         revalidate_instances="always",
     )
 
+    follows: ClassVar[tuple[str, ...]] = ()
+    """Fields that others decide where they are left out."""
     retired: ClassVar[Mapping[str, str]] = {}
     """Fields of earlier versions, and why none is needed: files that have them still load, with a warning."""
 

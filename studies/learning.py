@@ -1,9 +1,8 @@
 """learning: does every named rule recall, from its default start?
 
 What a user writes who only names a rule: `memory: RULE` in one block, everything else of the memory and of its layer at
-its default, trained for a few hundred steps on associative recall (MQAR) at one outer learning rate. Two settings are
-those that the rules' own descriptions ask for: chunks are cut to 8 tokens, as in the presets `mqar-RULE`, and queries
-and keys keep their lengths where the description says qk_norm='none'.
+its default, trained for a few hundred steps on associative recall (MQAR) at one outer learning rate. Chunks alone are
+cut to 8 tokens, as in the presets `mqar-RULE`.
 
 The bound. A row has N = 4 pairs of a key and a value, each asked for once. Who keeps m of the pairs answers m queries,
 and the others by one of the N - m values that are left: (m + 1)/N of all answers are right. Without a memory that is at
@@ -32,7 +31,7 @@ LEAST = 0.6
 YAML = """
 seed: {seed}
 data: {{kind: mqar, num_pairs: {pairs}, seq_len: 16, vocab_size: 24}}
-model: {{d_model: 32, layers: 1, heads: 2, mlp_ratio: 0, qk_norm: {norm}, memory: {memory}}}
+model: {{d_model: 32, layers: 1, heads: 2, mlp_ratio: 0, memory: {memory}}}
 optim: {{lr: 1.0e-2, weight_decay: 0, warmup: 20}}
 budget: {{steps: {steps}, batch_size: 32, eval_batches: 16}}
 """
@@ -50,13 +49,12 @@ class Start(NamedTuple):
 
     def text(self) -> str:
         """The experiment as a user writes it."""
-        memory, norm = _UNWRITTEN, "l2"
+        memory = _UNWRITTEN
         if self.rule != UNWRITTEN:
             rule = RULES[self.rule]
             chunked = f"{{kind: {self.rule}, chunk: {RECALL_CHUNK}}}"
             memory = chunked if rule.config.chunk > RECALL_CHUNK else self.rule
-            norm = "none" if "qk_norm='none'" in rule.paper else norm
-        return YAML.format(seed=self.seed, pairs=PAIRS, norm=norm, memory=memory, steps=self.steps)
+        return YAML.format(seed=self.seed, pairs=PAIRS, memory=memory, steps=self.steps)
 
     def experiment(self) -> ExperimentConfig:
         """The experiment, read from a file."""

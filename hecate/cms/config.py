@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,7 @@ from hecate.checks import Count, Depth, Size
 from hecate.engine import MOST_LEVELS, tree_refusal
 from hecate.errors import ConfigError
 from hecate.nn.arguments import Firing, check_firing
-from hecate.nn.conv import QKNorm
+from hecate.nn.conv import DEFAULT_QK_NORM, QKNorm, settle_qk_norm
 from hecate.nn.projection import Projection, check_projection
 from hecate.nn.rule import FeatureMemoryConfig
 from hecate.retention import Retention
@@ -28,13 +28,15 @@ class LevelConfig(Config):
             it stays as it is given.
         memory: rule and conventions; the name of a rule stands for its fields.
         heads, d_key, d_value, conv_kernel, qk_norm, output_gate, learned_initial, feature_memory:
-            as in `hecate.nn.Memory`; heads None takes those of the `CMS`.
+            as in `hecate.nn.Memory`; heads None takes those of the `CMS`, and qk_norm left out is
+            `memory.layer_qk_norm`, if that names one.
         firing: "learned" lets a gate decide token by token and head by head whether the level is
             written; of any level, the fastest too. [CMS-FIRE-D1]
         restart: the memory restarts from its starting weights every that many tokens; None, never.
         query_projection: "sum" or "orthogonal" projects phi(q) onto the keys of the present chunk.
     """
 
+    follows: ClassVar[tuple[str, ...]] = ("qk_norm",)
     name: str = Field(min_length=1)
     period: Count = Field(1, ge=1)
     memory: MemoryConfig = MemoryConfig()
@@ -42,7 +44,7 @@ class LevelConfig(Config):
     d_key: Size | None = Field(None, ge=1)
     d_value: Size | None = Field(None, ge=1)
     conv_kernel: Depth = Field(4, ge=0)
-    qk_norm: QKNorm = "l2"
+    qk_norm: QKNorm = DEFAULT_QK_NORM
     output_gate: bool = True
     learned_initial: bool = True
     feature_memory: FeatureMemoryConfig | None = None
@@ -52,6 +54,7 @@ class LevelConfig(Config):
 
     @model_validator(mode="after")
     def _possible(self) -> LevelConfig:
+        settle_qk_norm(self)
         memory = self.memory
         given = (memory.chunk, memory.commit)
         if self.period > 1 and given not in ((1, "token"), (self.period, "chunk")):

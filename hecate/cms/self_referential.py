@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -14,7 +14,7 @@ from hecate.checks import Count
 from hecate.engine import L2_NORM, SUM_NORM, EngineName, memory_scan, predict, written_before
 from hecate.errors import ConfigError
 from hecate.nn.arguments import Mask, check_engine, check_made, check_sequence, check_sizes, check_state
-from hecate.nn.conv import QKNorm, ShortConv, convolved, normalise_qk
+from hecate.nn.conv import DEFAULT_QK_NORM, QKNorm, ShortConv, convolved, normalise_qk, settle_qk_norm
 from hecate.nn.gates import draw_gates, gate_starts, hold_gates
 from hecate.nn.memory import MemoryLayer, rule_repr, where_rows
 from hecate.nn.parameters import TensorDict, blank, without_numbers
@@ -42,19 +42,20 @@ class SelfReferenceConfig(Config):
             point is half the target.
         chunk: projections and targets of this many tokens are read in the boxes as they were before the first of
             them; None takes `memory.chunk`, where gradients are taken.
-        qk_norm: normalisation of q and k before phi.
+        qk_norm: normalisation of q and k before phi; left out, `memory.layer_qk_norm`, if that names one.
         input_norm: that of what boxes are asked, x and v; without one they can grow without bound.
 
     Warning: the gradients of a long `memory.chunk`, all taken at one state, add up and can diverge at an lr that one
     token stands. `chunk=C` with `memory.chunk=1` adapts projections as rarely and stays stable.
     """
 
+    follows: ClassVar[tuple[str, ...]] = ("qk_norm",)
     memory: MemoryConfig = MemoryConfig.model_validate({"retention": "decay"})
     phase: Literal[1, 2, 3] = 3
     adaptive: tuple[Box, ...] | None = None
     erase: Literal["once", "twice"] = "once"
     chunk: Count | None = Field(None, ge=1)
-    qk_norm: QKNorm = "l2"
+    qk_norm: QKNorm = DEFAULT_QK_NORM
     input_norm: QKNorm = "l2"
 
     @property
@@ -91,6 +92,7 @@ class SelfReferenceConfig(Config):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        settle_qk_norm(self)
         if refusal := self._refusal():
             raise ConfigError(refusal[1], path=refusal[0].split("."))
         return self

@@ -4,6 +4,7 @@ from hecate.gating.heads import Head, Heads
 from hecate.gating.mamba3 import Mamba3
 from hecate.gating.mlstm import MLSTM
 from hecate.gating.momentum_delta import MomentumDeltaGates
+from hecate.gating.raven import Raven
 from hecate.gating.readouts import ABC, GSA, KalmaNet, Mesa
 from hecate.gating.rwkv7 import RWKV7
 from hecate.gating.target import TargetConv
@@ -27,6 +28,7 @@ __all__ = [
     "Mesa",
     "MomentumDeltaGates",
     "Plain",
+    "Raven",
     "Sizes",
     "TargetConv",
     "Written",

@@ -15,6 +15,7 @@ from hecate.tape.ops import largest, levelling, reach
 
 QKNorm = Literal["none", "l2", "rms"]
 QK_NORMS = get_args(QKNorm)
+DEFAULT_QK_NORM: QKNorm = "l2"
 
 
 class ShortConv(nn.Module):
@@ -95,6 +96,14 @@ def convolved(
     mixed, after = conv(x, past, segment, write_mask)
     kept = segment[:, length:]
     return mixed, after, kept - kept[:, -1:]
+
+
+def settle_qk_norm(config: Any) -> None:
+    """Gives the config of a layer that was not told a `qk_norm` that of its memory, if it names one. [NN-MEM-D3]
+
+    It stays unset: a copy with another memory is asked anew."""
+    if "qk_norm" not in config.model_fields_set:
+        object.__setattr__(config, "qk_norm", config.memory.layer_qk_norm or DEFAULT_QK_NORM)
 
 
 def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = 1e-6) -> Tensor:

@@ -15,7 +15,7 @@ from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
 from hecate.gating import Masks
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_sequence, check_sizes, check_state
-from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk
+from hecate.nn.conv import DEFAULT_QK_NORM, QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
@@ -153,7 +153,8 @@ class Memory(RuleParameters, MemoryLayer):
         config: the memory's rule and conventions; `algorithm.lr` is the ceiling of the lr gate.
         d_key, d_value: per head; default d_model // heads.
         conv_kernel: taps of the short convolution, 0 for none.
-        qk_norm: normalisation of q and k before phi (`config.key_norm` acts after it).
+        qk_norm: normalisation of q and k before phi (`config.key_norm` acts after it); None takes
+            `config.layer_qk_norm`, which a named rule may set, else "l2". [NN-MEM-D3]
         output_gate: whether the output is multiplied by silu(W x).
         learned_initial: whether the memory's starting weights are trained; else they stay as drawn.
         feature_memory: a second memory, whose answers are added to q and k before phi, or take
@@ -180,7 +181,7 @@ class Memory(RuleParameters, MemoryLayer):
         d_key: int | None = None,
         d_value: int | None = None,
         conv_kernel: int = 4,
-        qk_norm: QKNorm = "l2",
+        qk_norm: QKNorm | None = None,
         output_gate: bool = True,
         learned_initial: bool = True,
         feature_memory: MemoryConfig | None = None,
@@ -195,6 +196,8 @@ class Memory(RuleParameters, MemoryLayer):
     ) -> None:
         config = MemoryConfig.model_validate(MemoryConfig() if config is None else config)
         d_key, d_value = check_sizes(d_model, heads, d_key, d_value, conv_kernel)
+        if qk_norm is None:
+            qk_norm = config.layer_qk_norm or DEFAULT_QK_NORM
         expect_choice(qk_norm, "qk_norm", QK_NORMS)
         check_engine(config, engine, autodiff)
         check_firing(config, firing)

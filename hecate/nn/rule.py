@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -173,6 +174,8 @@ def check_plain(config: MemoryConfig, what: str) -> None:
 class FeatureMemoryConfig(MemoryConfig):
     """The rule of a feature memory, and what its answers are: see `FeatureMemory`.
 
+    q and k come to it as its layer's qk_norm leaves them, whatever the rule would have a layer of its own do.
+
     Fields beside those of `MemoryConfig`, which stands for one with `residual`:
         residual: features are k + M(k), of the keys' width; else M(k) alone.
         d_value: the width of M(k) without `residual`; None takes that of the keys.
@@ -185,8 +188,18 @@ class FeatureMemoryConfig(MemoryConfig):
     @classmethod
     def _from_memory(cls, data: Any) -> Any:
         if type(data) is MemoryConfig:
-            return {name: getattr(data, name) for name in data.model_fields_set}
+            return {name: getattr(data, name) for name in data.model_fields_set - {"layer_qk_norm"}}
+        if isinstance(data, Mapping) and data.get("layer_qk_norm") is not None:
+            own = "a feature memory stands behind the qk_norm of its layer"
+            raise ConfigError(
+                f"{data['layer_qk_norm']!r}: {own}; set that one, or leave it out", path=("layer_qk_norm",)
+            )
         return data
+
+    @model_validator(mode="after")
+    def _without_layer(self) -> FeatureMemoryConfig:
+        object.__setattr__(self, "layer_qk_norm", None)  # a named rule's, for a layer around it
+        return self
 
     @model_validator(mode="after")
     def _one_plain_write(self) -> FeatureMemoryConfig:

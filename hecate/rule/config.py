@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from hecate.algorithm import GD, AlgorithmForm, AlgorithmKind
 from hecate.bias import L2, BiasKind, Dot, KernelForm
@@ -87,6 +87,8 @@ class MemoryConfig(Config):
             max(|phi(q).z|, floor), with the gate floor.
         key_norm: "l2" or "sum" normalisation of phi(k) and phi(q), after phi.
         query_scale: "key_dim" multiplies phi(q) by D^(-1/2), D the key width, after key_norm.
+        layer_qk_norm: what `qk_norm` of a layer around the memory is where it is left out; None, "l2". Written out only
+            where it is set; a scan takes q and k as they come.
         writes: pairs of key and value that a token writes, one after the other: k `[B, T, n, H, D]`, v `[B, T, n, H,
             V]`, lr, erase and write `[B, T, n, H]`. Retention acts once, before the first; it is read once.
         step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2); "flow" (1 -
@@ -110,6 +112,7 @@ class MemoryConfig(Config):
     normalizer: Literal["none", "sum", "max"] = "none"
     key_norm: Literal["none", "l2", "sum"] = "none"
     query_scale: Literal["none", "key_dim"] = "none"
+    layer_qk_norm: Literal["none", "l2", "rms"] | None = None
     step: Literal["raw", "normalized", "implicit", "flow"] = "raw"
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
@@ -140,6 +143,11 @@ class MemoryConfig(Config):
         if self.normalizer != "none":
             fields.update(bias=Dot(), normalizer="none")
             object.__setattr__(self, "_counting", type(self).model_construct(**fields))
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # So that what is written of a config that does not set it stays what it was.
+        return {name: value for name, value in write(self).items() if name != "layer_qk_norm" or value is not None}
 
     @property
     def rule(self) -> MemoryRule:

@@ -20,6 +20,7 @@ from hecate.gating import (
     Mamba3,
     Mesa,
     MomentumDeltaGates,
+    Raven,
     TargetConv,
 )
 from hecate.phi import ELU, GLU, Concat, Identity, Linear, Normalise, Polynomial
@@ -37,9 +38,9 @@ RULES |= {
         "rule",
     ),
     "linear_attention": NamedRule(
-        MemoryConfig(bias=Dot(), feature_map=ELU(), normalizer="sum"),
-        "Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236): set a layer's qk_norm='none', features "
-        "of vectors of unit length are too alike to tell keys apart",
+        MemoryConfig(bias=Dot(), feature_map=ELU(), normalizer="sum", layer_qk_norm="none"),
+        "Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236): a layer leaves q and k their lengths, "
+        "features of vectors of unit length are too alike to tell keys apart",
     ),
     "retnet": NamedRule(
         MemoryConfig(bias=Dot(), retention=Decay(retain="retnet"), query_scale="key_dim"),
@@ -198,10 +199,15 @@ RULES |= {
     ),
     "gsa": NamedRule(
         MemoryConfig(
-            bias=Dot(), retention=Decay(channels=True), query_scale="key_dim", readout=readout.Slots(), gating=GSA()
+            bias=Dot(),
+            retention=Decay(channels=True),
+            query_scale="key_dim",
+            layer_qk_norm="none",
+            readout=readout.Slots(),
+            gating=GSA(),
         ),
-        "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide; set a layer's "
-        "qk_norm='none', a softmax of what unit vectors score is nearly even",
+        "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide; a layer leaves q "
+        "and k their lengths, a softmax of what unit vectors score is nearly even",
     ),
     "abc": NamedRule(
         MemoryConfig(
@@ -209,6 +215,14 @@ RULES |= {
         ),
         "ABC: Attention with Bounded-memory Control (Peng et al., 2021, arXiv 2110.02488), with learned control: as "
         "many slots as a key is wide",
+    ),
+    "raven": NamedRule(
+        MemoryConfig(
+            bias=Dot(), retention=Decay(channels=True), layer_qk_norm="rms", readout=readout.Slots(), gating=Raven()
+        ),
+        "Raven (Afzal, Bick et al., 2026), routing slot memories, by its layer in flash-linear-attention: gsa with a "
+        "router that sends a token to 32 slots; as many slots as a key is wide, without noise in training and SiLU of "
+        "values",
     ),
     "titans_linear": NamedRule(
         MemoryConfig(retention=Decay(), algorithm=Momentum(), key_norm="l2"),

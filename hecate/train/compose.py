@@ -13,6 +13,7 @@ from hecate.errors import ConfigError, Problem, did_you_mean, format_path, short
 from hecate.rule import RULES
 from hecate.train.config import OF_ADAMW, ExperimentConfig
 from hecate.train.document import MAX_DEPTH, Document, Location, dump_yaml, parse_value, read_yaml
+from hecate.variant import Config
 
 MAX_EXTENDS = 8
 BY_RULE = ("mqar", "quickstart")
@@ -161,10 +162,13 @@ def _parse_override(text: str) -> _Override:
 def _overridden(document: Document, overrides: list[_Override]) -> Document:
     """Applies overrides, those that choose a kind before those that set its fields."""
     try:  # on the resolved settings, so that a field of a default can be reached as well
-        value = ExperimentConfig.model_validate(document.value).model_dump(mode="json")
+        config = ExperimentConfig.model_validate(document.value)
+        value = config.model_dump(mode="json")
+        known = list(_paths(value, ()))
+        value = _told(config, value)
     except ConfigError:  # the overrides may be what repairs it
         value = document.value
-    known = list(_paths(value, ()))
+        known = list(_paths(value, ()))
     resolved = [item._replace(path=_full_path(item, known)) for item in overrides]
     marks, seen = dict(document.marks), dict[Location, str]()
     for item in sorted(resolved, key=lambda item: len(_subject(item.path))):
@@ -174,6 +178,16 @@ def _overridden(document: Document, overrides: list[_Override]) -> Document:
         seen[subject] = item.text
         value = _assign(value, item.path, (), item, marks)
     return Document(value, marks, document.label)
+
+
+def _told(config: Any, value: Any) -> Any:
+    """What was written of a config without the fields that others decide and nobody set: these may be overridden."""
+    if isinstance(value, list):
+        return [_told(*pair) for pair in zip(config, value, strict=True)]
+    if not isinstance(config, Config):
+        return value
+    left = set(config.follows) - config.model_fields_set
+    return {name: _told(getattr(config, name), item) for name, item in value.items() if name not in left}
 
 
 def _subject(path: Location) -> Location:

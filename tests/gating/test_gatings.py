@@ -40,6 +40,7 @@ NEW = (
     "gated_kalmanet",
     "gsa",
     "abc",
+    "raven",
 )
 
 

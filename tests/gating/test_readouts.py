@@ -14,6 +14,7 @@ from hecate.cms import SelfReferenceConfig
 from hecate.engine.readout import SPAN
 from hecate.errors import ConfigError, NonFiniteError, ShapeError
 from hecate.gating import Masks, Sizes, Written
+from hecate.nn import Memory
 from hecate.readout import Ridge
 from hecate.tape import Tape
 from tests.memories import close
@@ -120,10 +121,14 @@ def test_derivatives_by_tape_autograd_and_plain_operations(solver, read):
 
 
 @pytest.mark.spec("ENG-READ-D1")
-@pytest.mark.parametrize("name", ["gated_mesa", "gated_kalmanet", "gsa", "abc"])
+@pytest.mark.parametrize("name", ["gated_mesa", "gated_kalmanet", "gsa", "abc", "raven"])
 def test_a_tape_steps_and_states(name):
     config, given = named_rule(name).model_copy(update={"state_dtype": "float64"}), draw()
-    own = {"ridge": None, "mix": None} if name in ("gsa", "abc") else {"ridge": given["ridge"], "mix": given["mix"]}
+    own = (
+        {"ridge": None, "mix": None}
+        if name in ("gsa", "abc", "raven")
+        else {"ridge": given["ridge"], "mix": given["mix"]}
+    )
     gates = Gates(given["lr"], given["retain"], **own)
     tokens = [given[item].requires_grad_() for item in ("q", "k", "v")]
     y, state = memory_scan(config, *tokens, gates)
@@ -152,9 +157,9 @@ def test_a_tape_steps_and_states(name):
         memory_scan(config, *tokens, gates, state=bad)
 
 
-def gated(name: str, **changed: Any) -> tuple[Tensor, dict[str, np.ndarray], dict[str, Tensor]]:
+def gated(rule: str | MemoryConfig, **changed: Any) -> tuple[Tensor, dict[str, np.ndarray], dict[str, Tensor]]:
     """x, a rule's parameters and the gates that it makes."""
-    gating, sizes = named_rule(name).gating, Sizes(MODEL, 1, P, V)
+    gating, sizes = MemoryConfig.model_validate(rule).gating, Sizes(MODEL, 1, P, V)
     g = torch.Generator().manual_seed(2)
     x = 2 * torch.randn(1, T, MODEL, generator=g, dtype=torch.float64)
     params = {n: torch.randn(s, generator=g, dtype=torch.float64) for n, s in gating.shapes(sizes).items()}
@@ -172,6 +177,58 @@ def test_gates_of_slots():
         written, kept = of(s)
         close(gates["write"][0, :, 0], torch.from_numpy(written), 1e-13)
         close(gates["retain"][0, :, 0], torch.from_numpy(kept), 1e-13)
+
+
+@pytest.mark.spec("GATE-RAVEN-D1")
+@pytest.mark.parametrize("top", [1, 2, P, None])
+def test_a_router_sends_a_token_to_few_slots(top):
+    config = named_rule("raven").model_copy(update={"gating": {"kind": "raven", "top": top}, "state_dtype": "float64"})
+    x, params, gates = gated(config)
+    router = x[0].numpy() @ params["slots.weight"][0].T
+    rise = x[0].numpy() @ params["share.weight"][0] + params["share.bias"][0]
+    strength = -np.exp(params["share.rate"][0]) * np.logaddexp(0, rise)
+    kept = logits.raven(router, strength, top or P)
+    close(gates["retain"][0, :, 0], torch.from_numpy(kept), 1e-13)
+    write, retain = gates["write"], gates["retain"]
+    close(write + retain, torch.ones_like(write), 1e-15)
+    assert ((write > 0).sum(-1) == (top or P)).all() and (retain[write == 0] == 1).all()
+    # A slot that the last token does not go to is as it was, to the last bit.
+    given = draw()
+    tokens = [given[name][:1, :, :1] for name in ("q", "k", "v")]
+    _, before = memory_scan(config, *(z[:, :-1] for z in tokens), Gates(1.0, retain[:, :-1], write=write[:, :-1]))
+    own = Gates(1.0, retain[:, -1], write=write[:, -1])
+    _, after = memory_step(config, *(z[:, -1] for z in tokens), own, state=before)
+    held = [(state.memory["weight"], state.readout["keys"]) for state in (before, after)]
+    for old, new in zip(*held, strict=True):
+        assert torch.equal((old != new)[0, 0].any(0), write[0, -1, 0] > 0)
+
+
+@pytest.mark.spec("GATE-RAVEN-D1")
+def test_a_router_at_its_ends():
+    """Scores whose sigmoids are all 0 or all 1, and equal ones, of which the first are chosen."""
+    config = named_rule("raven").model_copy(update={"gating": {"kind": "raven", "top": 2}})
+    gating, one = config.gating, torch.ones(1, 1, 1, dtype=torch.float64)
+    params = {n: torch.zeros(s, dtype=torch.float64) for n, s in gating.shapes(Sizes(1, 1, P, V)).items()}
+    made = Written(*(torch.zeros(1, 1, 1, w, dtype=torch.float64) for w in (P, P, V)), {})
+    half = np.log(2) / 2  # of what exp(g) takes, g = -softplus(0)
+    for rows, expected in (
+        ([-800.0, -900.0, -900.0, -900.0], [np.log(2), 0, 0, 0]),
+        ([-800.0, -800.0, -800.0, -900.0], [half, half, 0, 0]),
+        ([70.0, 80.0, 90.0, 60.0], [0, half, half, 0]),
+        ([0.0, 0.0, 0.0, 0.0], [half, half, 0, 0]),
+    ):
+        params["slots.weight"] = torch.tensor(rows, dtype=torch.float64).view(1, P, 1).requires_grad_()
+        gates = gating.forward(params, one, made, {}, Masks())[0].gates
+        close(gates["retain"][0, 0, 0], torch.tensor(expected, dtype=torch.float64).neg().exp(), 1e-14)
+        (slope,) = torch.autograd.grad(gates["retain"].sum() + gates["write"].square().sum(), params["slots.weight"])
+        assert slope.isfinite().all()
+
+
+@pytest.mark.spec("GATE-RAVEN-D1")
+def test_a_router_to_more_slots_than_there_are_is_refused():
+    with pytest.raises(ConfigError, match="^gating.top: a token goes to 9 slots, and there are 8, as many as a key is"):
+        Memory(16, 2, {"kind": "raven", "gating": {"kind": "raven", "top": 9}})
+    assert Memory(16, 2, "raven").qk_norm == "rms"
 
 
 @pytest.mark.spec("READ-SLOTS-D1", "GATE-ABC-D1")
@@ -220,6 +277,8 @@ def test_gates_of_ridges():
         ({"gating": {"kind": "mesa", "ridge": 0.1}}, "has to start above its least 0.25"),
         ({"readout": "direct", "gating": "kalmanet"}, "it makes the gate mix; set readout='ridge'"),
         ({"gating": "gsa"}, "it makes the gate write; set readout='slots'"),
+        ({"gating": "raven"}, "it makes the gate write; set readout='slots'"),
+        ({"gating": {"kind": "raven", "top": 0}}, "^gating.top: must be >= 1, got 0"),
     ],
     ids=str,
 )

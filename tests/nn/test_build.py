@@ -7,7 +7,9 @@ import warnings
 import pytest
 import torch
 
+from hecate import named_rule
 from hecate.errors import ConfigError, ShapeError, StabilityWarning
+from hecate.models import LanguageModelConfig
 from hecate.nn import Memory
 from tests.nn.layers import inputs, layer_of, leaves, near, seeded
 
@@ -155,6 +157,20 @@ def test_repr_names_the_rule_and_the_sizes():
 
 def test_mappings_are_configs():
     assert Memory(12, 2, {"retention": "decay"}).config.retention.kind == "decay"
+
+
+@pytest.mark.spec("NN-MEM-D3")
+def test_qk_norm_is_the_rules_where_it_is_left_out():
+    gsa, delta = named_rule("gsa"), named_rule("delta")
+    assert [Memory(12, 2, rule).qk_norm for rule in (gsa, "gsa", gsa.model_copy(), delta)] == ["none"] * 3 + ["l2"]
+    assert Memory(12, 2, gsa, qk_norm="l2").qk_norm == "l2"
+    assert LanguageModelConfig(memory=gsa).model_copy(update={"memory": delta}).qk_norm == "l2"
+    assert LanguageModelConfig(memory=gsa, qk_norm="rms").model_copy(update={"memory": delta}).qk_norm == "rms"
+    held = Memory(12, 2, delta, feature_memory="linear_attention")
+    assert held.qk_norm == "l2" and held.feature_memory.config.layer_qk_norm is None
+    assert "layer_qk_norm" not in delta.model_dump() and '"layer_qk_norm":"none"' in gsa.model_dump_json()
+    with pytest.raises(ConfigError, match="layer_qk_norm: 'rms': a feature memory stands behind the qk_norm of its"):
+        Memory(12, 2, feature_memory={"layer_qk_norm": "rms"})
 
 
 BUILDS = {

@@ -84,6 +84,7 @@ NEEDS: dict[tuple[str, str], dict[str, str]] = {
     ("gating", "kalmanet"): {"readout": "ridge", "bias": "dot"},
     ("gating", "gsa"): SLOTS,
     ("gating", "abc"): SLOTS,
+    ("gating", "raven"): SLOTS,
     ("gating", "target_conv"): {"bias": "dot", "way": "large", "read": "before", **TWO},
     ("gating", "heads.rows"): DECAYS,
     ("readout", "ridge"): {"bias": "dot"},

@@ -393,11 +393,16 @@ def gated_kalmanet(config: MemoryConfig, length: int) -> Trial:
     return Trial(x, y, {"weight": weight, "readout.keys": keys}, given)
 
 
-def slotted(written: Any) -> Any:
+def routed(scores: Array) -> tuple[Array, Array]:
+    kept = heads.raven(scores, -np.linspace(0.2, 2.0, len(scores)), 2)
+    return 1 - kept, kept
+
+
+def slotted(written: Any, divisor: float = 2.0) -> Any:
     def trial(config: MemoryConfig, length: int) -> Trial:
         x = Inputs(length)
         s, kept = written(x.rng.normal(size=(length, 4)))
-        y, keys, values = older.gsa(x.q / 2, x.k, x.v, s, kept)
+        y, keys, values = older.gsa(x.q / divisor, x.k, x.v, s, kept)
         state = {"weight": values.T, "readout.keys": keys.T}
         return Trial(x, y, state, {"lr": 1.0, "retain": kept, "write": s})
 
@@ -433,6 +438,7 @@ TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     "gated_kalmanet": gated_kalmanet,
     "gsa": slotted(heads.gsa),
     "abc": slotted(older.abc_gates),
+    "raven": slotted(routed, 1.0),
     "titans_linear": titans_linear,
     "titans": titans,
     "ttt_linear": ttt_linear,

@@ -108,6 +108,38 @@ def test_a_kind_and_its_fields_may_be_set_in_any_order(load, turn):
     assert load("", *texts).data == Retrieval(queries=2)
 
 
+@pytest.mark.spec("NN-MEM-D3", "TRAIN-COMPOSE-D3", "TRAIN-COMPOSE-I1")
+@pytest.mark.parametrize(
+    ("text", "overrides", "norm"),
+    [
+        ("memory: gsa", (), "none"),
+        ("memory: {kind: gsa, gating: {kind: gsa, temperature: 4.0}}", (), "none"),
+        ("memory: {kind: gsa, layer_qk_norm: rms}", (), "rms"),
+        ("{memory: linear_attention, qk_norm: l2}", (), "l2"),
+        ("memory: delta", (), "l2"),
+        ("{memory: delta, qk_norm: rms}", (), "rms"),
+        ("memory: gsa", ("optim.lr=1e-2", "model.memory.gating.temperature=4.0"), "none"),
+        ("memory: gsa", ("model.memory=delta",), "l2"),
+        ("memory: delta", ("model.memory=gsa",), "none"),
+        ("{memory: delta, qk_norm: l2}", ("model.memory=gsa",), "l2"),
+        ("{memory: gsa, qk_norm: none}", ("model.memory=delta",), "none"),
+        ("memory: gsa", ("qk_norm=l2",), "l2"),
+        ("levels: [{name: a, memory: gsa}]", ("model.levels[0].memory=delta",), "l2"),
+        ("levels: [{name: a}]", ("model.levels[0].memory=gsa",), "none"),
+        ("levels: [{name: a, memory: gsa, qk_norm: rms}]", (), "rms"),
+        ("self_reference: {memory: {layer_qk_norm: rms}}", (), "rms"),
+    ],
+)
+def test_qk_norm_left_out_is_the_rules(load, text, overrides, norm):
+    config = load(f"model: {text}" if text.startswith("{") else f"model: {{{text}}}", *overrides)
+    model = config.model
+    own = model.self_reference or next(iter(model.levels), model)
+    assert own.qk_norm == norm
+    dump = dump_experiment(config)
+    assert f"qk_norm: {norm}" in dump and load(dump) == config
+    assert ("layer_qk_norm" in dump) == (own.memory.layer_qk_norm is not None)
+
+
 @pytest.mark.spec("TRAIN-COMPOSE-D3")
 def test_an_override_may_repair_a_file(load):
     assert load("optim: {lr: -1}", "optim.lr=1").optim.lr == 1
