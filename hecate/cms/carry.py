@@ -53,6 +53,11 @@ class CarryMemory(Memory):
         if not self.mixture.is_meta:
             self._draw_levels(generator)
 
+    @property
+    def shares_context(self) -> bool:
+        """Levels of ages are handed on from rank to rank."""
+        return False
+
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
         super().reset_parameters(generator)

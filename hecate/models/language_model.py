@@ -22,6 +22,7 @@ from hecate.cms import (
     SelfReferenceConfig,
     SelfReferential,
 )  # fmt: skip
+from hecate.distributed.context import Context
 from hecate.errors import ConfigError, ShapeError
 from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
@@ -197,6 +198,8 @@ class MemoryBlock(Layers):
     layer `(x, state, masks) -> (y, state)`. [LM-MIXER-D1]
     """
 
+    context: Context | None = None  # its layers share sequences, it hands states through
+
     def __init__(
         self, config: LanguageModelConfig, name: str, generator: torch.Generator | None = None, **place: Any
     ) -> None:
@@ -262,6 +265,8 @@ class LanguageModel(nn.Module):
         config: sizes and memory; `vocab_size` must be set.
         generator: source of all draws; None uses torch's default generator.
     """
+
+    context: Context | None = None  # its blocks share sequences, it hands states through
 
     def __init__(
         self,

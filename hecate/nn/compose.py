@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate.checks import Size
+from hecate.distributed.context import Context
 from hecate.engine import written_before
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import Mask, check_made, check_sequence
@@ -167,6 +168,8 @@ class Composed(nn.Module):
     References: Behrouz et al., Titans (2025), arXiv 2501.00663, section 4.
     """
 
+    context: Context | None = None  # the ranks that hold the other pieces of its sequences
+
     def __init__(
         self,
         d_model: int,
@@ -235,6 +238,11 @@ class Composed(nn.Module):
             y, attention = self.attention(x, attention, **masks)
             y = self.gate(y, answer)
         return y, ComposedState(attention, memory)
+
+    @property
+    def shares_context(self) -> bool:
+        """Whether it knows what to do with a piece of a sequence; segments follow one another."""
+        return not self.config.by_segment
 
     def _by_segment(
         self, x: Tensor, state: ComposedState | None, write_mask: Mask, reset_mask: Mask
