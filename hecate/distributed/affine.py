@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from hecate.distributed.exchange import Ranks, gather
 from hecate.engine import DIVIDE, complete, memory_scan, numbered, to_tokens
-from hecate.gating import Masks
+from hecate.gating import Masks, Plain
 from hecate.gating.base import running
 from hecate.phi import Params
 from hecate.retention import StepForm
@@ -63,8 +63,10 @@ def spreading(config: MemoryConfig) -> MemoryConfig:
 
 
 @lru_cache(maxsize=256)
-def _undivided(config: MemoryConfig) -> MemoryConfig:
-    return config.model_copy(update={"normalizer": "none"})
+def _divided(config: MemoryConfig) -> tuple[MemoryConfig, MemoryConfig]:
+    """The memory without its normaliser, and the normaliser; no scan asks for a gating."""
+    plain = config.model_copy(update={"gating": Plain()})
+    return plain.model_copy(update={"normalizer": "none"}), plain.counting
 
 
 class Scanned(NamedTuple):
@@ -150,10 +152,11 @@ def affine_scan(ranks: Ranks, scanned: Scanned) -> tuple[Tensor, MemoryState]:
     held = scanned.start.normalizer
     if held is None:
         raise RuntimeError("a memory with a normaliser starts with one")
-    plain = scanned._replace(config=_undivided(config), gates=gates, start=scanned.start._replace(normalizer=None))
+    own, counting = _divided(config)
+    plain = scanned._replace(config=own, gates=gates, start=scanned.start._replace(normalizer=None))
     y, state = _combined(ranks, plain)
     zero = {"weight": torch.zeros_like(held.memory["weight"])}
-    counter = plain._replace(config=config.counting, v=torch.ones_like(scanned.v[..., :1]), initial=zero, start=held)
+    counter = plain._replace(config=counting, v=torch.ones_like(scanned.v[..., :1]), initial=zero, start=held)
     z, count = _combined(ranks, counter)
     if config.normalizer == "sum":
         y = one(execute(DIVIDE, y, z))

@@ -232,8 +232,8 @@ def _by_heads(
     masks = {name: given[name] for name in ("write_mask", "reset_mask") if given[name] is not None}
     whole: dict[str, Any] = {name: joined(mask, lengths, context) for name, mask in masks.items()}
     whole["phi_params"] = _of_heads(given["phi_params"], heads, some)
-    if given["initial"] is not None:
-        whole["initial"] = _starts(config, given["initial"], some, q.shape[-1], v.shape[-1])
+    if given["initial"] is not None or state is None or "reset_mask" in whole:
+        whole["initial"] = _starts(config, given["initial"], some, q, v)
     if state is not None:
         whole["state"] = pytree.tree_map_only(Tensor, lambda x: x[:, some] if x.dim() > 1 else x, state)
     y, after = memory_scan(config, there(q), there(k, "k"), there(v, "v"), own, **whole, **how)
@@ -250,8 +250,15 @@ def _of_heads(params: Params | None, heads: int, some: slice) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x[some] if len(x) == heads else x, params)
 
 
-def _starts(config: MemoryConfig, initial: dict[str, Tensor], some: slice, d_key: int, d_v: int) -> dict[str, Tensor]:
-    shapes = config.structure.shapes(config.feature_map.output_dim(d_key), d_v)
+def _starts(
+    config: MemoryConfig, initial: dict[str, Tensor] | None, some: slice, q: Tensor, v: Tensor
+) -> dict[str, Tensor]:
+    """The initial weights of some heads; a structure draws those of all heads at once."""
+    sizes = config.feature_map.output_dim(q.shape[-1]), v.shape[-1]
+    if initial is None:
+        dtype = torch.promote_types(torch.promote_types(q.dtype, v.dtype), config.dtype)
+        initial = config.structure.init(*sizes, heads=q.shape[2], dtype=dtype, device=q.device)
+    shapes = config.structure.shapes(*sizes)
     return {name: item[some] if item.dim() == 1 + len(shapes[name]) else item[:, some] for name, item in initial.items()}
 
 
