@@ -14,7 +14,7 @@ from hecate.checks import expect
 from hecate.cms.carry import CarryMemory
 from hecate.cms.config import CMSConfig, LevelConfig
 from hecate.cms.health import LevelHealth, level_health, record_calls, warn_of_levels
-from hecate.distributed.context import Context
+from hecate.distributed.context import Context, Spreads
 from hecate.engine import EngineName, written_before
 from hecate.errors import ConfigError, HealthWarning, ShapeError
 from hecate.nn import LayerState, Memory
@@ -185,9 +185,9 @@ class CMS(nn.Module):
         return y, CMSState(tuple(after), last)
 
     @property
-    def shares_context(self) -> bool:
-        """Whether it knows what to do with a piece of a sequence; nested levels are cut where they commit."""
-        return self.config.composition != "nested"
+    def spreads(self) -> Spreads:
+        """What it does with a piece of a sequence: nested levels are cut where they commit."""
+        return "turns" if self.config.composition == "nested" else "layers"
 
     def _check_state(self, state: CMSState | None, x: Tensor) -> None:
         if state is None or not check_made(state, CMSState):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 
 Tree = TypeVar("Tree")
+Spreads = Literal["itself", "layers", "turns"]
 _LOG = logging.getLogger("hecate.distributed")
 
 
@@ -293,8 +294,9 @@ _HOOKS = "_context_hooks"
 def spread(model: nn.Module, group: Any) -> Context:
     """Tells the layers of a model that the ranks of a group hold consecutive pieces of every sequence. [CTX-MODEL-D1]
 
-    A layer with an attribute `context` shares its work among ranks; one without, that carries a state from token to
-    token (`state` among its arguments), is run rank after rank. `gathered(model)` takes it back.
+    A layer that carries a state from token to token (`state` among its arguments) says in `spreads` what it does with
+    a piece: "itself" has it ask its `context`, "layers" hands the states of its own layers through. Others take
+    "turns": they run rank after rank, as they are. `gathered(model)` takes it back.
 
     Raises:
         ConfigError: a model that carries no state, whose tokens may hear of one another in ways that nobody knows; a
@@ -308,8 +310,8 @@ def spread(model: nn.Module, group: Any) -> Context:
         )
     gathered(model)
     for layer in _layers(model):
-        if _shares(layer):
-            layer.context = context  # type: ignore[assignment]
+        if _spreads(layer) != "turns":
+            layer.context = context
         else:
             if getattr(layer, "causal", True) is False:
                 raise ConfigError(
@@ -335,15 +337,15 @@ def _carries(layer: nn.Module) -> bool:
     return "state" in inspect.signature(layer.forward).parameters
 
 
-def _shares(layer: nn.Module) -> bool:
-    return hasattr(type(layer), "context") and getattr(layer, "shares_context", True)
+def _spreads(layer: nn.Module) -> Spreads:
+    return getattr(layer, "spreads", "turns")
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers that carry a state: those that share, with what is in them; of the others the outermost."""
+    """The outermost layers that carry a state, and those in them where these hand states through."""
     if _carries(model):
         yield model
-        if not _shares(model):
+        if _spreads(model) != "layers":
             return
     for child in model.children():
         yield from _layers(child)

@@ -77,7 +77,7 @@ def _first_order() -> None:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mine: Tensor, handle: Tensor, ranks: Ranks, what: str) -> Tensor:
-        ctx.ranks = ranks
+        ctx.ranks, ctx.what = ranks, what
         ranks.count(what, mine)
         return _gathered(mine, ranks)
 
@@ -87,6 +87,7 @@ class _Gather(torch.autograd.Function):
 
         _first_order()
         grad = grads[0].contiguous()
+        ctx.ranks.count(ctx.what, grad[0])
         mine = torch.empty_like(grad[0])
         dist.reduce_scatter_tensor(mine.flatten(), grad.flatten(), group=ctx.ranks.group) if mine.numel() else None
         return mine, None, None, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -22,7 +22,7 @@ from hecate.cms import (
     SelfReferenceConfig,
     SelfReferential,
 )  # fmt: skip
-from hecate.distributed.context import Context
+from hecate.distributed.context import Spreads
 from hecate.errors import ConfigError, ShapeError
 from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
@@ -198,7 +198,7 @@ class MemoryBlock(Layers):
     layer `(x, state, masks) -> (y, state)`. [LM-MIXER-D1]
     """
 
-    context: Context | None = None  # its layers share sequences, it hands states through
+    spreads: ClassVar[Spreads] = "layers"
 
     def __init__(
         self, config: LanguageModelConfig, name: str, generator: torch.Generator | None = None, **place: Any
@@ -266,7 +266,7 @@ class LanguageModel(nn.Module):
         generator: source of all draws; None uses torch's default generator.
     """
 
-    context: Context | None = None  # its blocks share sequences, it hands states through
+    spreads: ClassVar[Spreads] = "layers"
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate.checks import Size
-from hecate.distributed.context import Context
+from hecate.distributed.context import Spreads
 from hecate.engine import written_before
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import Mask, check_made, check_sequence
@@ -168,8 +168,6 @@ class Composed(nn.Module):
     References: Behrouz et al., Titans (2025), arXiv 2501.00663, section 4.
     """
 
-    context: Context | None = None  # the ranks that hold the other pieces of its sequences
-
     def __init__(
         self,
         d_model: int,
@@ -240,9 +238,9 @@ class Composed(nn.Module):
         return y, ComposedState(attention, memory)
 
     @property
-    def shares_context(self) -> bool:
-        """Whether it knows what to do with a piece of a sequence; segments follow one another."""
-        return not self.config.by_segment
+    def spreads(self) -> Spreads:
+        """What it does with a piece of a sequence: segments follow one another."""
+        return "turns" if self.config.by_segment else "layers"
 
     def _by_segment(
         self, x: Tensor, state: ComposedState | None, write_mask: Mask, reset_mask: Mask

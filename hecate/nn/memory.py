@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
 from hecate.checks import expect_choice
-from hecate.distributed.context import Context, context_scan
+from hecate.distributed.context import Context, Spreads, context_scan
 from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
 from hecate.gating import Masks, Written
@@ -264,9 +264,9 @@ class Memory(RuleParameters, MemoryLayer):
         return self.read_out(x, y), LayerState(memory, *carried)
 
     @property
-    def shares_context(self) -> bool:
-        """Whether it knows what to do with a piece of a sequence; projections of queries go token by token."""
-        return self.query_projection == "none"
+    def spreads(self) -> Spreads:
+        """What it does with a piece of a sequence: projections of queries go token by token."""
+        return "itself" if self.query_projection == "none" else "turns"
 
     def scan(self, asked: Asked, x: Tensor) -> tuple[Tensor, MemoryState]:
         """The answers of the memory and its state after the last token."""

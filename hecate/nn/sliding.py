@@ -5,14 +5,14 @@ the entries that its windows can reach, go through torch's attention in one call
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hecate.checks import check_shapes, check_size, expect_choice, expect_count
-from hecate.distributed.context import Context
+from hecate.distributed.context import Context, Spreads
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn.arguments import Mask, check_made, check_sequence, check_sizes, check_tensors
 from hecate.nn.conv import normalise_qk
@@ -69,6 +69,7 @@ class SlidingAttention(nn.Module):
     2305.13245.
     """
 
+    spreads: ClassVar[Spreads] = "itself"
     context: Context | None = None  # the ranks that hold the other pieces of its sequences
 
     def __init__(

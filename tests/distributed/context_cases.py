@@ -231,7 +231,7 @@ def quick_models() -> dict[str, dict[str, Any]]:
         "attention in a window": {"memory": DELTA, "attention": {"kind": "mag", "window": 5, "persistent": 2}},
         "full attention": {"attention": {"kind": "attention"}},
         "memory as context": {"memory": DELTA, "attention": {"kind": "mac", "segment": 4}},
-        "self-reference": {"self_reference": {"period": 4}},
+        "self-reference": {"self_reference": {"chunk": 4}},
         "a feature memory": {"memory": DELTA, "feature_memory": DELTA},
         "rwkv7": {"memory": "rwkv7"},
         "mamba3": {"memory": "mamba3"},
