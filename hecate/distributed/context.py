@@ -83,9 +83,10 @@ class Context(Ranks):
             anchor = anchor + send(after, self)
         return found, after, anchor
 
-    def final(self, state: Tree) -> Tree:
-        """The last rank's state, on every rank; gradients of it are the last rank's alone."""
-        return from_last(state, self)
+    def final(self, state: Tree, *, alike: bool = True) -> Tree:
+        """The last rank's state, on every rank, `alike` if all have one of the same shapes; gradients of it are the last
+        rank's alone."""
+        return from_last(state, self, alike=alike)
 
     def counted(
         self, seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int
@@ -378,7 +379,7 @@ class _Relayed:
         (y, state), anchor = found, self.anchors.pop()
         if not self.context.last:
             anchor = anchor + send(state, self.context)
-        return y + anchor, self.context.final(state)
+        return y + anchor, self.context.final(state, alike=False)
 
 
 def piece(batch: Tree, rank: int, ranks: int) -> Tree:

@@ -63,7 +63,10 @@ def _handle(like: Tensor) -> Tensor:
     return torch.zeros((), device=like.device, requires_grad=torch.is_grad_enabled())
 
 
-def _first_order() -> None:
+def _begin(ctx: Any) -> None:
+    """Ahead of a backward exchange. Where activations are computed again, that has exchanges of its own, which asking
+    for a saved tensor brings about: on every rank ahead of this one."""
+    _ = ctx.saved_tensors
     if torch.is_grad_enabled():
         raise ConfigError(
             "a sequence over several ranks has first derivatives only: create_graph=True would lose what they tell "
@@ -78,6 +81,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mine: Tensor, handle: Tensor, ranks: Ranks, what: str) -> Tensor:
         ctx.ranks, ctx.what = ranks, what
+        ctx.save_for_backward(handle)
         ranks.count(what, mine)
         return _gathered(mine, ranks)
 
@@ -85,11 +89,12 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         import torch.distributed as dist
 
-        _first_order()
+        _begin(ctx)
         grad = grads[0].contiguous()
         ctx.ranks.count(ctx.what, grad[0])
         mine = torch.empty_like(grad[0])
-        dist.reduce_scatter_tensor(mine.flatten(), grad.flatten(), group=ctx.ranks.group) if mine.numel() else None
+        if mine.numel():
+            dist.reduce_scatter_tensor(mine.view(-1), grad.view(-1), group=ctx.ranks.group)
         return mine, None, None, None
 
 
@@ -98,7 +103,7 @@ def _gathered(mine: Tensor, ranks: Ranks) -> Tensor:
 
     out = mine.new_empty(ranks.size, *mine.shape)
     if mine.numel():
-        dist.all_gather_into_tensor(out.flatten(), mine.contiguous().flatten(), group=ranks.group)
+        dist.all_gather_into_tensor(out.view(-1), mine.contiguous().view(-1), group=ranks.group)
     return out
 
 
@@ -130,11 +135,12 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, handle: Tensor, ranks: Ranks, lengths: list[int], there: bool) -> Tensor:
         ctx.ranks, ctx.lengths, ctx.there = ranks, lengths, there
+        ctx.save_for_backward(handle)
         return _swapped(x, ranks, lengths, there)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        _first_order()
+        _begin(ctx)
         return _swapped(grads[0], ctx.ranks, ctx.lengths, not ctx.there), None, None, None, None
 
 
@@ -169,13 +175,14 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Tensor, ranks: Ranks, like: list[Tensor]) -> Any:
         ctx.ranks, ctx.floats = ranks, [item.is_floating_point() for item in like]
+        ctx.save_for_backward(handle)
         found = _take(like, ranks, ranks.rank - 1, shaped=True)
         ctx.mark_non_differentiable(*[item for item in found if not item.is_floating_point()])
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        _first_order()
+        _begin(ctx)
         own = [grad for grad, floats in zip(grads, ctx.floats, strict=True) if floats]
         _give(own, ctx.ranks, ctx.ranks.rank - 1, shaped=False)
         return None, None, None
@@ -186,12 +193,13 @@ class _Send(torch.autograd.Function):
     def forward(ctx: Any, ranks: Ranks, handle: Tensor, *tensors: Tensor) -> Tensor:
         ctx.ranks, ctx.like = ranks, [torch.empty_like(item, device="meta") for item in tensors]
         ctx.device = handle.device
+        ctx.save_for_backward(handle)
         _give(list(tensors), ranks, ranks.rank + 1, shaped=True)
         return torch.zeros((), device=handle.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        _first_order()
+        _begin(ctx)
         like = [torch.empty_like(item, device=ctx.device) for item in ctx.like if item.is_floating_point()]
         found = iter(_take(like, ctx.ranks, ctx.ranks.rank + 1, shaped=False))
         return None, None, *(next(found) if item.is_floating_point() else None for item in ctx.like)
@@ -201,8 +209,7 @@ def _give(tensors: list[Tensor], ranks: Ranks, to: int, *, shaped: bool) -> None
     import torch.distributed as dist
 
     if shaped and tensors:
-        sizes = [[item.dim(), *item.shape, *[0] * (AXES - item.dim())] for item in tensors]
-        dist.send(torch.tensor(sizes, device=tensors[0].device), group=ranks.group, group_dst=to)
+        dist.send(_sizes(tensors), group=ranks.group, group_dst=to)
     for item in tensors:
         ranks.count("state", item)
         if item.numel():
@@ -217,12 +224,21 @@ def _take(like: list[Tensor], ranks: Ranks, source: int, *, shaped: bool) -> lis
     if shaped and like:
         sizes = torch.empty(len(like), AXES + 1, dtype=torch.int64, device=like[0].device)
         dist.recv(sizes, group=ranks.group, group_src=source)
-        shapes = [row[1 : 1 + row[0]] for row in sizes.tolist()]
+        shapes = _shapes(sizes)
     found = [item.new_empty(shape) for item, shape in zip(like, shapes, strict=True)]
     for item in found:
         if item.numel():
             dist.recv(item, group=ranks.group, group_src=source)
     return found
+
+
+def _sizes(tensors: list[Tensor]) -> Tensor:
+    sizes = [[item.dim(), *item.shape, *[0] * (AXES - item.dim())] for item in tensors]
+    return torch.tensor(sizes, device=tensors[0].device)
+
+
+def _shapes(sizes: Tensor) -> list[list[int]]:
+    return [row[1 : 1 + row[0]] for row in sizes.tolist()]
 
 
 def receive(like: Any, ranks: Ranks) -> tuple[Any, Tensor | float]:
@@ -242,19 +258,23 @@ def send(state: Any, ranks: Ranks) -> Tensor | float:
     return _Send.apply(ranks, _handle(tensors[0]), *tensors) if tensors else 0.0  # type: ignore[no-untyped-call]
 
 
-def from_last(state: Any, ranks: Ranks) -> Any:
-    """The last rank's state on every rank; gradients of it are the last rank's alone."""
+def from_last(state: Any, ranks: Ranks, *, alike: bool) -> Any:
+    """The last rank's state on every rank, `alike` if all have one of the same shapes; gradients of it are the last
+    rank's alone."""
     import torch.distributed as dist
 
     leaves, spec = pytree.tree_flatten(state)
     tensors = [item for item in leaves if isinstance(item, Tensor)]
     if not tensors:
         return state
-    sizes = torch.tensor([[t.dim(), *t.shape, *[0] * (AXES - t.dim())] for t in tensors], device=tensors[0].device)
-    dist.broadcast(sizes, group=ranks.group, group_src=ranks.size - 1)
+    shapes = [list(item.shape) for item in tensors]
+    if not alike:
+        sizes = _sizes(tensors)
+        dist.broadcast(sizes, group=ranks.group, group_src=ranks.size - 1)
+        shapes = _shapes(sizes)
     found: list[Tensor] = []
-    for item, row in zip(tensors, sizes.tolist(), strict=True):
-        held = item.detach().contiguous() if ranks.last else item.new_empty(row[1 : 1 + row[0]])
+    for item, shape in zip(tensors, shapes, strict=True):
+        held = item.detach().contiguous() if ranks.last else item.new_empty(shape)
         if held.numel():
             dist.broadcast(held, group=ranks.group, group_src=ranks.size - 1)
         found.append(item if ranks.last else held)

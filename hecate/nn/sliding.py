@@ -165,7 +165,7 @@ class SlidingAttention(nn.Module):
                 state,
                 lambda: self._entered(*between(own, 0, 0), None, *between(masks, 0, 0))[1],
             )
-            k, after = k + anchor, self.context.final(after)
+            k, after = k + anchor, self.context.final(after, alike=self.window is not None)
         if q.numel():
             plain = entries.fresh and write_mask is None and reset_mask is None
             y = self._attend(q, k, v, entries, plain=plain)

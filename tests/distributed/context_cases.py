@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ class Case(NamedTuple):
     channel: bool = False
     masks: tuple[str, ...] = ("reset",)
     given: str = ""  # "initial", "state"
+    values: int = 3
 
 
 def case(cuts: tuple[int, ...], fields: dict[str, Any] | None = None, **more: Any) -> Case:
@@ -89,7 +91,7 @@ def all_rules(size: int) -> dict[str, Case]:
     for name, rule in RULES.items():
         config = rule.config.model_copy(update={"state_dtype": "float64"})
         for heads in (size, size + 1):
-            found[f"{name}, {heads} heads"] = Case(config, cuts, heads)
+            found[f"{name}, {heads} heads"] = Case(config, cuts, heads, values=4)
     return found
 
 
@@ -98,7 +100,7 @@ def tensors_of(case: Case, length: int, seed: int) -> tuple[dict[str, Tensor], A
     g = torch.Generator().manual_seed(seed)
     config, heads, batch, width = case.config, case.heads, 2, 4
     phi = config.feature_map.output_dim(width)
-    values, n = phi if config.structure.diagonal else 3, (config.writes,) if config.writes > 1 else ()
+    values, n = phi if config.structure.diagonal else case.values, (config.writes,) if config.writes > 1 else ()
     normal = lambda *shape: torch.randn(*shape, generator=g)
     unit = lambda *shape: torch.rand(*shape, generator=g)
     channel, each = (phi,) if case.channel else (), (batch, length, *n, heads)
@@ -281,6 +283,50 @@ def model_error(fields: dict[str, Any], context: Context, length: int, heads: in
     again, _ = run(whole)
     errors.append(apart(again[1], wanted[1]))
     return worst(errors)
+
+
+def steps(model: nn.Module, batches: Tensor, own: slice, add: Any, count: int = 0) -> None:
+    """Trains on a piece of each batch, the loss divided by the number of all targets; `add` brings gradients together."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    for tokens in batches:
+        optimizer.zero_grad()
+        logits, _ = model(tokens[:, :-1][:, own])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:][:, own].flatten(), reduction="sum")
+        (loss / (count or tokens[:, 1:].numel())).backward()
+        add()
+        optimizer.step()
+
+
+def mixed_error(rank: int, size: int, fields: dict[str, Any], data: int, recompute: bool) -> float:
+    """Parameters after 8 steps of data x context ranks, sharded over data where there are several, against one
+    process."""
+    warnings.simplefilter("ignore")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.utils.checkpoint import checkpoint
+
+    config = LanguageModelConfig.model_validate({"vocab_size": 11, "d_model": 16, "layers": 2, "heads": 2, **fields})
+    make = lambda: LanguageModel(config, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    batches = torch.randint(11, (8, 2 * data, 13), generator=torch.Generator().manual_seed(1))
+    one = make()
+    steps(one, batches, slice(None), lambda: None)
+    mesh = init_device_mesh("cpu", (data, size // data), mesh_dim_names=("data", "context"))
+    model, context = make(), Context.of(mesh["context"].get_group())
+    spread(model, context)
+    if recompute:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if data > 1:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+        for module in (*model.blocks, model):
+            module.set_gradient_divide_factor(1.0)
+    rows = slice(2 * (rank // context.size), 2 * (rank // context.size) + 2)
+    ends = 12 * context.rank // context.size, 12 * (context.rank + 1) // context.size
+    steps(model, batches[:, rows], slice(*ends), lambda: sum_gradients(model, context), batches[0, :, 1:].numel())
+    found = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return worst([apart(p.detach(), w.detach()) for p, w in zip(found, one.parameters(), strict=True)])
 
 
 def border_bytes(context: Context, fields: dict[str, Any], length: int) -> int:
