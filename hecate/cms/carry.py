@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, softplus
 
 from hecate.checks import check_shapes, expect_choice
+from hecate.distributed.context import Spreads
 from hecate.engine import as_plain, log_linear_scan
 from hecate.nn import Memory
 from hecate.nn.parameters import draw_normal, source_of
@@ -52,6 +53,11 @@ class CarryMemory(Memory):
         self.level = nn.Parameter(torch.empty(heads, levels, **place))
         if not self.mixture.is_meta:
             self._draw_levels(generator)
+
+    @property
+    def spreads(self) -> Spreads:
+        """What it does with a piece of a sequence: levels of ages are handed on from rank to rank."""
+        return "turns"
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""

@@ -14,6 +14,7 @@ from hecate.checks import expect
 from hecate.cms.carry import CarryMemory
 from hecate.cms.config import CMSConfig, LevelConfig
 from hecate.cms.health import LevelHealth, level_health, record_calls, warn_of_levels
+from hecate.distributed.context import Context, Spreads
 from hecate.engine import EngineName, written_before
 from hecate.errors import ConfigError, HealthWarning, ShapeError
 from hecate.nn import LayerState, Memory
@@ -79,6 +80,8 @@ class CMS(nn.Module):
         HealthWarning: if a chained level passes nothing until its first commit.
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq 70 to 74.
     """
+
+    context: Context | None = None  # the ranks that hold the other pieces of its sequences
 
     def __init__(
         self,
@@ -164,6 +167,9 @@ class CMS(nn.Module):
         self._check_state(state, x)
         written = x.new_zeros(x.shape[0], dtype=torch.int64) if state is None else state.written
         levels: Levels = (None,) * len(self.levels) if state is None else state.levels
+        last = None
+        if self.context is not None:
+            written, last = self.context.counted(written, write_mask, reset_mask, x.shape[1])
         before = written_before(written, write_mask, reset_mask, x.shape[1])
         count = before + (1 if write_mask is None else write_mask)
         own = [masks] * len(self.levels)
@@ -174,7 +180,14 @@ class CMS(nn.Module):
             y, after = self._in_windows(x, levels, own, before != count, count)
         else:
             y, after = self._through_levels(x, levels, own)
-        return y, CMSState(tuple(after), count[:, -1] if x.shape[1] else written.clone())
+        if last is None:
+            last = count[:, -1] if x.shape[1] else written.clone()
+        return y, CMSState(tuple(after), last)
+
+    @property
+    def spreads(self) -> Spreads:
+        """What it does with a piece of a sequence: nested levels are cut where they commit."""
+        return "turns" if self.config.composition == "nested" else "layers"
 
     def _check_state(self, state: CMSState | None, x: Tensor) -> None:
         if state is None or not check_made(state, CMSState):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
 
@@ -160,6 +161,7 @@ def memory_features(
     residual: bool = True,
     write_mask: Tensor | None = None,
     name: str = "feature memory",
+    scan: Callable[..., tuple[Tensor, MemoryState]] = memory_scan,
     **given: Any,
 ) -> tuple[Tensor, Tensor, MemoryState]:
     """phi_t(x) = x + M_t(x) at x = q_t and x = k_t: the features, and M's state at the end; with `residual=False`
@@ -172,7 +174,7 @@ def memory_features(
     as wide as v, and 0 while M is empty. [ENG-FEAT-D1]
 
     Shapes: q, k `[B, T, H, D]`, v and features `[B, T, H, V]`, V = D with the residual. The other arguments are those
-    of `memory_scan`, which runs twice, once for each read.
+    of `scan`, by default `memory_scan`, which runs twice, once for each read.
     """
     check_tokens(q, k, v)
     check_mask("write_mask", write_mask, k)
@@ -186,7 +188,7 @@ def memory_features(
         k = torch.where(write_mask[..., None, None], k, 0.0)
 
     def answer(x: Tensor) -> tuple[Tensor, MemoryState]:
-        y, after = memory_scan(inner, x, k, v, gates, write_mask=write_mask, name=name, **given)
+        y, after = scan(inner, x, k, v, gates, write_mask=write_mask, name=name, **given)
         return (x + y if residual else y), after
 
     (phi_q, _), (phi_k, state) = answer(q), answer(k)

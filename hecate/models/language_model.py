@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+<<<<<<< HEAD
 from typing import Any, ClassVar, NamedTuple, Self
+=======
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+>>>>>>> j-context
 
 import torch
 from pydantic import Field, model_validator
@@ -22,6 +26,7 @@ from hecate.cms import (
     SelfReferenceConfig,
     SelfReferential,
 )  # fmt: skip
+from hecate.distributed.context import Spreads
 from hecate.errors import ConfigError, ShapeError
 from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
@@ -200,6 +205,8 @@ class MemoryBlock(Layers):
     layer `(x, state, masks) -> (y, state)`. [LM-MIXER-D1]
     """
 
+    spreads: ClassVar[Spreads] = "layers"
+
     def __init__(
         self, config: LanguageModelConfig, name: str, generator: torch.Generator | None = None, **place: Any
     ) -> None:
@@ -265,6 +272,8 @@ class LanguageModel(nn.Module):
         config: sizes and memory; `vocab_size` must be set.
         generator: source of all draws; None uses torch's default generator.
     """
+
+    spreads: ClassVar[Spreads] = "layers"
 
     def __init__(
         self,

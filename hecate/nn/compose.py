@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate.checks import Size
+from hecate.distributed.context import Spreads
 from hecate.engine import written_before
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import Mask, check_made, check_sequence
@@ -235,6 +236,11 @@ class Composed(nn.Module):
             y, attention = self.attention(x, attention, **masks)
             y = self.gate(y, answer)
         return y, ComposedState(attention, memory)
+
+    @property
+    def spreads(self) -> Spreads:
+        """What it does with a piece of a sequence: segments follow one another."""
+        return "turns" if self.config.by_segment else "layers"
 
     def _by_segment(
         self, x: Tensor, state: ComposedState | None, write_mask: Mask, reset_mask: Mask

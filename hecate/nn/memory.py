@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,15 +12,16 @@ from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
 from hecate.checks import expect_choice
+from hecate.distributed.context import Context, Spreads, context_scan
 from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
-from hecate.gating import Masks
+from hecate.gating import Masks, Written
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_sequence, check_sizes, check_state
 from hecate.nn.conv import DEFAULT_QK_NORM, QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
-from hecate.nn.rule import Asked, FeatureMemory, FeatureMemoryConfig, RuleParameters
+from hecate.nn.rule import Asked, FeatureMemory, FeatureMemoryConfig, RuleParameters, between
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState, carried
 from hecate.tape import Autodiff, is_traced
@@ -172,6 +174,8 @@ class Memory(RuleParameters, MemoryLayer):
         StabilityWarning: if lr times |phi(k)|^2, measured on random keys, allows divergence.
     """
 
+    context: Context | None = None  # the ranks that hold the other pieces of its sequences
+
     def __init__(
         self,
         d_model: int,
@@ -246,7 +250,8 @@ class Memory(RuleParameters, MemoryLayer):
 
         To the convolution a masked token is zero for the tokens after it, while it reads with its own input; a reset
         hides earlier documents from it. `restart_mask` resets the memory alone."""
-        if state is not None and write_mask is reset_mask is restart_mask is None and self.bare:
+        plain = self.bare and self.context is None
+        if state is not None and write_mask is reset_mask is restart_mask is None and plain:
             if (found := self._one_token(x, state)) is not None:
                 return found
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "restart_mask": restart_mask}
@@ -255,11 +260,20 @@ class Memory(RuleParameters, MemoryLayer):
         asked, carried, skip = self.asked(x, state, **masks)
         y, memory = self.scan(asked, x)
         y = y if skip is None else y + skip
+        if self.context is not None:
+            conv, segment, features, held, gated = carried
+            conv, segment, gated = self.context.final((conv, segment, gated))
+            carried = conv, segment, features, held, gated
         return self.read_out(x, y), LayerState(memory, *carried)
+
+    @property
+    def spreads(self) -> Spreads:
+        """What it does with a piece of a sequence: projections of queries go token by token."""
+        return "itself" if self.query_projection == "none" else "turns"
 
     def scan(self, asked: Asked, x: Tensor) -> tuple[Tensor, MemoryState]:
         """The answers of the memory and its state after the last token."""
-        return asked.scan(engine=self.engine, autodiff=self.autodiff, name=self.name)
+        return asked.scan(self.context, engine=self.engine, autodiff=self.autodiff, name=self.name)
 
     def seen(self, **given: Any) -> tuple[Asked, str | None]:
         """What a call of `forward` asks of the memory, to be looked at, and why its answers are not used as they are,
@@ -272,20 +286,24 @@ class Memory(RuleParameters, MemoryLayer):
         """What `forward` asks of the memory, unchecked, what else the layer carries on, and what is added to the
         answer."""
         write_mask, reset_mask = masks.get("write_mask"), masks.get("reset_mask")
-        mixed, conv, segment = convolved(self.conv, self.qkv(x), state, write_mask, reset_mask)
+        mixed, past = self.qkv(x), state
+        if self.context is not None and self.conv is not None:
+            past = self._past(self.context, self.conv.kernel - 1, mixed, state, write_mask, reset_mask)
+        mixed, conv, segment = convolved(self.conv, mixed, past, write_mask, reset_mask)
         q, k, v = mixed.split(self.splits, dim=-1)
         q = normalise_qk(q.unflatten(-1, (self.heads, -1)), self.qk_norm)
         several = (self.pairs, self.heads, -1) if self.pairs > 1 else (self.heads, -1)
         k = normalise_qk(k.unflatten(-1, several), self.qk_norm)
         features = None if state is None else state.features
-        q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks)
+        how = masks if self.context is None else {**masks, "scan": partial(context_scan, context=self.context)}
+        q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **how)
         v, gates, skip, gated = v.unflatten(-1, several), self.gates(x), None, None
         if self.gating is not None:
             own = None if state is None else state.gating
             restarts = (
                 reset_mask if restart_mask is None else restart_mask | (False if reset_mask is None else reset_mask)
             )
-            made, gated = self.gating(x, q, k, v, gates, own, Masks(write_mask, restarts))
+            made, gated = self._gated((x, q, k, v, gates), own, Masks(write_mask, restarts))
             (q, k, v, _, skip), gates = made, Gates(**made.gates)
         params: Params | None = self.phi_params
         memory, held = None if state is None else state.memory, None
@@ -299,6 +317,28 @@ class Memory(RuleParameters, MemoryLayer):
         start = self.initial.tensors
         asked = Asked(self.projected, q, k, v, gates, params, start, memory, write_mask, reset_mask)
         return asked, (conv, segment, features, held, gated or None), skip
+
+    def _past(
+        self, context: Context, kept: int, x: Tensor, state: Any, write: Tensor | None, reset: Tensor | None
+    ) -> LayerState:
+        """What the convolution of a piece sees before it, as of a state."""
+        past, segment = (None, None) if state is None else (state.conv, state.conv_segment)
+        past, segment = context.halo(x, kept, past, segment, write, reset)
+        return LayerState(None, past, segment)  # type: ignore[arg-type]
+
+    def _gated(
+        self, made: tuple[Any, ...], held: dict[str, Tensor] | None, masks: Masks
+    ) -> tuple[Written, dict[str, Tensor]]:
+        """What the gating makes of x, q, k, v and gates, and its state."""
+        if self.context is None or not self.gating.gating.state_shapes(self.gating.sizes):
+            return self.gating(*made, held, masks)
+        few: Any = between((made, masks.write, masks.reset), 0, 0)
+
+        def like() -> dict[str, Tensor]:
+            return self.gating(*few[0], None, Masks(*few[1:]))[1]
+
+        written, held, anchor = self.context.relay(lambda held: self.gating(*made, held, masks), held, like)
+        return written._replace(v=written.v + anchor), held
 
     def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState] | None:
         """`forward` for x `[B, 1, d_model]`, with the same bits in fewer calls. None where the long way has to take it,

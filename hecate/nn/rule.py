@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate.checks import Size, check_shapes
+from hecate.distributed.context import Context, context_scan
 from hecate.engine import Sequence, memory_features, memory_scan, one_write_each, to_tokens
 from hecate.errors import ConfigError, StabilityWarning
 from hecate.gating import Masks, Sizes, Written
@@ -277,8 +278,10 @@ class Asked(NamedTuple):
     write_mask: Tensor | None = None
     reset_mask: Tensor | None = None
 
-    def scan(self, **how: Any) -> tuple[Tensor, MemoryState]:
-        """`memory_scan` of it; `how` are engine, autodiff and name."""
+    def scan(self, context: Context | None = None, **how: Any) -> tuple[Tensor, MemoryState]:
+        """`memory_scan` of it, over the ranks of a context if there is one; `how` are engine, autodiff and name."""
+        if context is not None:
+            return context_scan(**self._asdict(), context=context, **how)
         return memory_scan(**self._asdict(), **how)
 
     def each_write(self) -> Asked:

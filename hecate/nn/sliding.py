@@ -5,18 +5,20 @@ the entries that its windows can reach, go through torch's attention in one call
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hecate.checks import check_shapes, check_size, expect_choice, expect_count
+from hecate.distributed.context import Context, Spreads
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn.arguments import Mask, check_made, check_sequence, check_sizes, check_tensors
 from hecate.nn.conv import normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import rotated
+from hecate.nn.rule import between
 from hecate.rule import carried
 
 AttentionNorm = Literal["none", "rms"]
@@ -66,6 +68,9 @@ class SlidingAttention(nn.Module):
     arXiv 2501.00663; rotation: Su et al. (2021), arXiv 2104.09864; shared heads: Ainslie et al. (2023), arXiv
     2305.13245.
     """
+
+    spreads: ClassVar[Spreads] = "itself"
+    context: Context | None = None  # the ranks that hold the other pieces of its sequences
 
     def __init__(
         self,
@@ -151,23 +156,39 @@ class SlidingAttention(nn.Module):
             q = normalise_qk(q, "rms") * self.gain.to(q.dtype)
         if write_mask is not None:  # never seen; zero, so that equal tokens leave equal states
             k, v = (torch.where(write_mask[..., None, None, None], part, 0.0) for part in (k, v))
+        if self.context is None:
+            (k, v, entries), after = self._entered(x, k, v, state, write_mask, reset_mask)
+        else:  # handed on before anybody attends
+            own, masks = (x, k, v), (write_mask, reset_mask)
+            (k, v, entries), after, anchor = self.context.relay(
+                lambda state: self._entered(*own, state, *masks),
+                state,
+                lambda: self._entered(*between(own, 0, 0), None, *between(masks, 0, 0))[1],
+            )
+            k, after = k + anchor, self.context.final(after, alike=self.window is not None)
+        if q.numel():
+            plain = entries.fresh and write_mask is None and reset_mask is None
+            y = self._attend(q, k, v, entries, plain=plain)
+        else:  # of no tokens every parameter has the gradient 0
+            unread = (k, v) if self.tokens is None else (k, v, self.tokens)
+            y = q + sum(part.sum().to(q.dtype) for part in unread)
+        return self.out(y.flatten(-2)), after
+
+    def _entered(
+        self, x: Tensor, k: Tensor, v: Tensor, state: SlidingState | None, write_mask: Mask, reset_mask: Mask
+    ) -> tuple[tuple[Tensor, Tensor, Entries], SlidingState]:
+        """All entries that the tokens of x may see, and those that are kept."""
         entries = entries_of(None if state is None else state.present, x, write_mask, reset_mask)
         if state is not None:
             k = torch.cat([state.keys.to(k.dtype), k], 1)
             v = torch.cat([state.values.to(v.dtype), v], 1)
         k, v = entries.in_order(k), entries.in_order(v)
-        if q.numel():
-            plain = state is None and write_mask is None and reset_mask is None
-            y = self._attend(q, k, v, entries, plain=plain)
-        else:  # of no tokens every parameter has the gradient 0
-            unread = (k, v) if self.tokens is None else (k, v, self.tokens)
-            y = q + sum(part.sum().to(q.dtype) for part in unread)
         if state is not None and not x.shape[1]:
             present = state.present.clone()
         else:
             present = (entries.document == entries.own[:, -1:]).expand(len(x), -1)
         kept = None if self.window is None else self.window - 1
-        return self.out(y.flatten(-2)), SlidingState(last(k, kept), last(v, kept), last(present, kept))
+        return (k, v, entries), SlidingState(last(k, kept), last(v, kept), last(present, kept))
 
     def _keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[..., G, D]` of inputs `[..., d_model]`."""
@@ -229,6 +250,7 @@ class Entries(NamedTuple):
         own: document of each new token, `[B or 1, T]`.
         rank: entry that each new token is, or would have been unmasked, `[B or 1, T]`.
         end: entries from here on are hidden from the token, `[B or 1, T]`.
+        fresh: whether there are no earlier calls.
     """
 
     order: Tensor | None
@@ -236,6 +258,7 @@ class Entries(NamedTuple):
     own: Tensor
     rank: Tensor
     end: Tensor
+    fresh: bool
 
     def in_order(self, x: Tensor) -> Tensor:
         """x `[B, N, ...]` of kept and new tokens, entry by entry."""
@@ -258,14 +281,14 @@ def entries_of(present: Tensor | None, like: Tensor, write: Mask, reset: Mask) -
         document = torch.cat([past, document.expand(batch, -1)], 1)
     rank = kept + torch.arange(length, device=like.device).unsqueeze(0)
     if write is None:
-        return Entries(None, document, own, rank, rank + 1)
+        return Entries(None, document, own, rank, rank + 1, present is None)
     count = write.cumsum(1)
     hidden = length - count[:, -1:]
     stays = torch.cat([write.new_ones(batch, kept), write], 1)
     order = stays.int().argsort(dim=1, stable=True)
     end = kept + hidden + count
     rank = end - write.long()
-    return Entries(order, document.gather(1, order), own, rank, end)
+    return Entries(order, document.gather(1, order), own, rank, end, present is None)
 
 
 def last(x: Tensor, count: int | None) -> Tensor:

@@ -1,0 +1,308 @@
+"""Pieces of a sequence at once, for rules that are affine in their state.
+
+What a piece makes of the state X that enters it is X A + B, and its outputs are y_B + X y_A, whatever X is. Rows of a
+matrix memory never look at one another, so one scan of values [v, 0] from the state [0; I] gives B, A, y_B and y_A; with
+momentum values [v, 0, 0] from M = [0; I; 0] and S = [0; 0; I]. Where the gradient does not look at the memory A is a
+product of gates, which is made of these alone, and coordinates of a diagonal memory are numbers: there A is one for each
+head or channel. Ranks gather (A, B), whatever the length, and combine those before them. [CTX-ALGEBRA-D1]
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hecate.distributed.exchange import Ranks, gather
+from hecate.engine import DIVIDE, complete, memory_scan, numbered, to_tokens
+from hecate.gating import Masks, Plain
+from hecate.gating.base import running
+from hecate.phi import Params
+from hecate.retention import StepForm
+from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.tape import execute, one
+from hecate.tape.bridge import without_autocast
+
+
+def not_affine(config: MemoryConfig, gates: Gates | None = None) -> str | None:
+    """Why a piece of a sequence is no affine function of the state that enters it, or not known to be one; None if it
+    is."""
+    rule, forms = config.rule, config.forms
+    if config.chunk != 1 or config.commit != "token":
+        return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+    if not forms.linear:
+        return f"{config.structure.named} is not linear in its weights"
+    if not (forms.target or forms.error):
+        return f"bias {rule.bias.kind!r} is not linear in what the memory predicts"
+    if rule.retention.dual or not rule.retention.weighted_sum:
+        return f"retention {rule.retention.kind!r} is not linear"
+    algorithm, shape = rule.algorithm, (2, 3)
+    own = algorithm.slot_shapes(shape)
+    if not algorithm.linear or algorithm.context_shapes(2, 3) or any(size != shape for size in own.values()):
+        return f"algorithm {algorithm.kind!r} is not linear in gradients and slots of the memory's own shape"
+    if not config.readout.plain:
+        return f"readout {config.readout.kind!r} has a state of its own"
+    if config.on_nonfinite == "skip":
+        return "on_nonfinite='skip' asks the state which tokens are written"
+    if gates is not None and gates.retain_value is not None:
+        if own:
+            return f"a retain per value channel decays the memory and not the slots of algorithm {algorithm.kind!r}"
+        if forms.error and config.decay_order == "with_step":
+            return "a retain per value channel with decay_order='with_step' gives every value channel an A of its own"
+    return None
+
+
+@lru_cache(maxsize=256)
+def spreading(config: MemoryConfig) -> MemoryConfig:
+    """The config as ranks run it: one that raised alone would leave the others waiting, so what is not finite spreads
+    to the loss, which all of them see."""
+    return config.model_copy(update={"on_nonfinite": "propagate"}) if config.on_nonfinite == "raise" else config
+
+
+@lru_cache(maxsize=256)
+def _divided(config: MemoryConfig) -> tuple[MemoryConfig, MemoryConfig]:
+    """The memory without its normaliser, and the normaliser; no scan asks for a gating."""
+    plain = config.model_copy(update={"gating": Plain()})
+    return plain.model_copy(update={"normalizer": "none"}), plain.counting
+
+
+class Scanned(NamedTuple):
+    """The arguments of one scan of a piece; `start` is the state that enters the whole sequence."""
+
+    config: MemoryConfig
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Gates
+    phi_params: Params | None
+    initial: dict[str, Tensor] | None
+    start: MemoryState
+    seen: Tensor | None
+    write: Tensor | None
+    reset: Tensor | None
+    how: dict[str, Any]
+
+    @property
+    def slots(self) -> list[Tensor]:
+        """The memory and the slots that enter the sequence, `[B, H, ...]`."""
+        return [self.start.memory["weight"], *self.start.slots.values()]
+
+    def scan(self, v: Tensor, slots: list[Tensor], initial: Tensor, kept: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """`memory_scan` with other values, state and initial weights: outputs, the memory and the slots."""
+        names = list(self.start.slots)
+        state = self.start._replace(
+            memory={"weight": slots[0]}, slots=dict(zip(names, slots[1:], strict=True)), seen=self.seen
+        )
+        y, end = memory_scan(
+            self.config, self.q, self.k, v, self.gates._replace(retain_value=kept), phi_params=self.phi_params,
+            state=state, initial={"weight": initial}, write_mask=self.write, reset_mask=self.reset, **self.how,
+        )  # fmt: skip
+        return y, [end.memory["weight"], *end.slots.values()]
+
+
+class Piece(NamedTuple):
+    """What a piece does, whatever enters it.
+
+    Fields:
+        y: its outputs from the state 0.
+        ends: the memory and the slots at its end from there.
+        moves: how each of these takes those that enter: matrices `[n][n] [B, H, P, P]` from the right, or factors
+            that multiply componentwise.
+        reads: what each that enters adds to y: of matrices and factors see `answered`.
+        rows: factors of value channels beside A at the end `[B, H, V, 1]`, and of every output; None for none.
+    """
+
+    y: Tensor
+    ends: list[Tensor]
+    moves: list[list[Tensor]]
+    reads: list[Tensor]
+    dense: bool
+    rows: Tensor | None = None
+    rows_read: Tensor | None = None
+
+    def moved(self, states: list[Tensor], moves: list[list[Tensor]], rows: Tensor | None) -> list[Tensor]:
+        """X A, part by part."""
+        found = []
+        for row in moves:
+            terms = [x @ a if self.dense else x * a for x, a in zip(states, row, strict=True)]
+            total = sum(terms[1:], terms[0])
+            found.append(total if rows is None else total * rows)
+        return found
+
+    def answered(self, states: list[Tensor]) -> Tensor:
+        """y_B + X y_A: reads are `[B, T, H, P]`, which X `[B, H, V, P]` is applied to, or if diagonal multiplies."""
+        total = None
+        for x, read in zip(states, self.reads, strict=True):
+            added = torch.einsum("bhvp,bthp->bthv", x, read) if x.dim() == 4 else x.unsqueeze(1) * read
+            total = added if total is None else total + added
+        if total is None:
+            return self.y
+        return self.y + (total if self.rows_read is None else total * self.rows_read)
+
+
+def affine_scan(ranks: Ranks, scanned: Scanned) -> tuple[Tensor, MemoryState]:
+    """Outputs of this rank's piece and the state after the last rank's, on every rank."""
+    config = scanned.config
+    if config.normalizer == "none":
+        return _combined(ranks, scanned)
+    floor, gates = scanned.gates.floor, scanned.gates._replace(floor=None)
+    held = scanned.start.normalizer
+    if held is None:
+        raise RuntimeError("a memory with a normaliser starts with one")
+    own, counting = _divided(config)
+    plain = scanned._replace(config=own, gates=gates, start=scanned.start._replace(normalizer=None))
+    y, state = _combined(ranks, plain)
+    zero = {"weight": torch.zeros_like(held.memory["weight"])}
+    counter = plain._replace(config=counting, v=torch.ones_like(scanned.v[..., :1]), initial=zero, start=held)
+    z, count = _combined(ranks, counter)
+    if config.normalizer == "sum":
+        y = one(execute(DIVIDE, y, z))
+    else:
+        least: Any = 1.0 if floor is None else floor
+        least = least.to(z.dtype).unsqueeze(-1) if isinstance(least, Tensor) else torch.full_like(z, float(least))
+        y = y / torch.maximum(z.abs(), least)
+    return y, state._replace(normalizer=count._replace(seen=None))
+
+
+def _combined(ranks: Ranks, scanned: Scanned) -> tuple[Tensor, MemoryState]:
+    config, forms = scanned.config, scanned.config.forms
+    # What the gates alone tell: only of steps M' = retain M + D whose direction is that of gd or momentum.
+    told = forms.target and forms.retention == StepForm() and forms.algorithm is not None
+    if config.structure.diagonal:
+        piece = _diagonal_piece(scanned)
+    elif told:
+        piece = _gated_piece(scanned)
+    else:
+        piece = _matrix_piece(scanned)
+    sent = [*piece.ends, *(move for row in piece.moves for move in row)]
+    sent += [] if piece.rows is None else [piece.rows]
+    every = gather(torch.cat([item.flatten() for item in sent]), ranks, "operators")
+    states, mine = scanned.slots, scanned.slots
+    count = len(piece.ends)
+    for rank, flat in enumerate(every):
+        if rank == ranks.rank:
+            mine = states
+        parts = [part.view(item.shape) for part, item in zip(flat.split([x.numel() for x in sent]), sent, strict=True)]
+        rows = None if piece.rows is None else parts.pop()
+        moves = [parts[at : at + count] for at in range(count, len(parts), count)]
+        states = [a + b for a, b in zip(piece.moved(states, moves, rows), parts[:count], strict=True)]
+    y = piece.answered(mine)
+    # An empty sum is zero, has a graph, and cannot spread another rank's NaN.
+    y = y + every[:0].sum()
+    if not ranks.last:
+        states = [item.detach() for item in states]
+    slots = dict(zip(scanned.start.slots, states[1:], strict=True))
+    return y, scanned.start._replace(memory={"weight": states[0]}, slots=slots)
+
+
+# How a piece is found.
+
+
+def _restart(scanned: Scanned) -> Tensor:
+    """Where a reset restarts the memory, `[B, H, ...]`."""
+    config, some = scanned.config, (slice(None), slice(0))
+    q, k, v = scanned.q[some], scanned.k[some], scanned.v[some]
+    gates = Gates(*(gate[some] if isinstance(gate, Tensor) else gate for gate in scanned.gates))
+    _, fresh = memory_scan(config, q, k, v, gates, phi_params=scanned.phi_params, initial=scanned.initial)
+    return fresh.memory["weight"]
+
+
+def _matrix_piece(scanned: Scanned) -> Piece:
+    """One scan of values [v, 0] from [0; I]: rows V + i P + j of its outputs are what unit j of slot i adds to reads."""
+    v, states, start = scanned.v, scanned.slots, _restart(scanned)
+    count, (width, phi) = len(states), start.shape[-2:]
+    wide = pad(v, (0, count * phi))
+    restart = pad(start, (0, 0, 0, count * phi))
+    blocks = []
+    for index in range(count):
+        block = torch.zeros_like(restart)
+        at = width + index * phi
+        block[..., at : at + phi, :] = torch.eye(phi, dtype=start.dtype, device=start.device)
+        blocks.append(block)
+    kept = scanned.gates.retain_value
+    own = None if kept is None else pad(kept, (0, count * phi), value=1.0)
+    y, ends = scanned.scan(wide, blocks, restart, own)
+    y, *reads = y.split([width, *[phi] * count], -1)
+    parts = [end.split([width, *[phi] * count], -2) for end in ends]
+    rows, rows_read = (None, None) if kept is None else _rows(scanned, kept)
+    return Piece(y, [part[0] for part in parts], [list(part[1:]) for part in parts], reads, True, rows, rows_read)
+
+
+def _diagonal_piece(scanned: Scanned) -> Piece:
+    """A scan for each part of the state: coordinates are numbers, so that from 1 gives what multiplies any other."""
+    restart = _restart(scanned)
+    none = [torch.zeros_like(item) for item in scanned.slots]
+    y, ends = scanned.scan(scanned.v, none, restart, None)
+    reads, columns = [], []
+    for index in range(len(none)):
+        single = [torch.ones_like(item) if at == index else item for at, item in enumerate(none)]
+        read, column = scanned.scan(torch.zeros_like(scanned.v), single, torch.zeros_like(restart), None)
+        reads.append(read)
+        columns.append(column)
+    return Piece(y, ends, [list(row) for row in zip(*columns, strict=True)], reads, False)
+
+
+def _gated_piece(scanned: Scanned) -> Piece:
+    """A plain scan from 0, and products of gates: writes that do not look at the memory leave X times those."""
+    config, kept = scanned.config, scanned.gates.retain_value
+    restart = _restart(scanned)
+    none = [torch.zeros_like(item) for item in scanned.slots]
+    y, ends = scanned.scan(scanned.v, none, restart, kept)
+    q, dtype = scanned.q, restart.dtype
+    k, v = (x if config.writes == 1 else x[:, :, 0] for x in (scanned.k, scanned.v))
+    few = Gates(retain=scanned.gates.retain, momentum=scanned.gates.momentum)
+    inputs = complete(config.single, q, k, v, few, scanned.write, scanned.reset, None, going_on=True)
+    inputs, _ = numbered(config, scanned.start._replace(seen=scanned.seen), inputs)
+    with without_autocast(q.device.type):
+        params = scanned.phi_params or {"learned": {}, "frozen": {}}
+        phi_q = to_tokens(config.single, inputs, params, dtype, execute).phi_q
+    retain = _neutral(inputs.retain.to(dtype), scanned, reset=True)
+    retain = retain.unsqueeze(-1) if retain.dim() == 3 else retain
+    after = [retain.cumprod(1)]
+    if config.algorithm.uses_momentum:
+        momentum = _neutral(inputs.momentum.to(dtype), scanned, reset=True).unsqueeze(-1)
+        slot = momentum.cumprod(1)
+        form = config.forms.algorithm
+        added = momentum * slot if form is not None and form.nesterov else slot
+        if scanned.write is not None:
+            added = torch.where(scanned.write[..., None, None], added, 0.0)
+        shape = added.shape[:3] + retain.shape[3:]
+        carried = running(retain, added.expand(shape), added.new_zeros(shape[:1] + shape[2:]), Masks())
+        after = [after[0], carried, torch.zeros_like(slot), slot]
+    reads = [_as_read(config, factor, scanned.reset, first=1.0 - at) * phi_q for at, factor in enumerate(after[: len(none)])]
+    count = len(none)
+    last = [_at_end(factor, 1.0 if at in (0, 3) else 0.0).unsqueeze(-2) for at, factor in enumerate(after)]
+    moves = [last[at : at + count] for at in range(0, len(last), count)]
+    rows, rows_read = (None, None) if kept is None else _rows(scanned, kept)
+    return Piece(y, ends, moves, reads, False, rows, rows_read)
+
+
+def _neutral(gate: Tensor, scanned: Scanned, *, reset: bool) -> Tensor:
+    """A gate `[B, T, H, *]` that is 1 where nothing is written, and 0 where what entered is forgotten."""
+    trailing = [1] * (gate.dim() - 2)
+    if scanned.write is not None:
+        gate = torch.where(scanned.write.reshape(*scanned.write.shape, *trailing), gate, 1.0)
+    if reset and scanned.reset is not None:
+        gate = torch.where(scanned.reset.reshape(*scanned.reset.shape, *trailing), 0.0, gate)
+    return gate
+
+
+def _as_read(config: MemoryConfig, after: Tensor, reset: Tensor | None, *, first: float) -> Tensor:
+    """Of factors after every token those in the state that it reads; `first` before any."""
+    if config.read == "after" or not after.shape[1]:
+        return after
+    before = torch.cat([torch.full_like(after[:, :1], first), after[:, :-1]], 1)
+    return before if reset is None else torch.where(reset[..., None, None], 0.0, before)
+
+
+def _at_end(after: Tensor, start: float) -> Tensor:
+    return after[:, -1] if after.shape[1] else after.new_full((after.shape[0], *after.shape[2:]), start)
+
+
+def _rows(scanned: Scanned, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """The products of a decay of value channels, at the end `[B, H, V, 1]` and as every token reads them."""
+    after = _neutral(kept.to(scanned.slots[0].dtype), scanned, reset=False).cumprod(1)
+    return _at_end(after, 1.0).unsqueeze(-1), _as_read(scanned.config, after, None, first=1.0)

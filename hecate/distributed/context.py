@@ -1,0 +1,415 @@
+"""Context parallelism: ranks hold consecutive pieces of every sequence, uneven or empty ones too. [CTX-SCAN-D1]
+
+    context = spread(model, group)                 # once; every rank of the group has the same model
+    tokens, targets, resets = piece(batch, context.rank, context.size)
+    logits, state = model(tokens)                  # those of this piece
+    loss_of_sum(logits, targets).backward()        # a sum over this piece's targets, divided by the count of all
+    sum_gradients(model, context)
+
+Outputs of a piece are the slice of what one process computes, and the state that is returned is that after the last
+piece, on every rank; its gradients flow from the last rank alone. What is written on a rank is never sent: only what
+borders need, whatever the length of pieces.
+
+A scan goes one of three ways, which follows from its rule (`way`): by algebra, where the rule is affine in its state;
+by heads, all tokens of some heads on each rank; or by relay, one rank after another, each handing its state on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hecate.distributed.affine import Scanned, affine_scan, not_affine, spreading
+from hecate.distributed.exchange import (
+    Ranks,
+    anchor_of,
+    from_last,
+    gather,
+    joined,
+    lengths_of,
+    receive,
+    send,
+    swap,
+)  # fmt: skip
+from hecate.engine import memory_scan, written_before
+from hecate.errors import ConfigError
+from hecate.phi import Params
+from hecate.rule import Gates, MemoryConfig, MemoryState
+
+Tree = TypeVar("Tree")
+Spreads = Literal["itself", "layers", "turns"]
+_LOG = logging.getLogger("hecate.distributed")
+
+
+class Way(NamedTuple):
+    """How a scan goes over several ranks, `algebra`, `heads` or `relay`, and why."""
+
+    name: str
+    reason: str
+
+
+def way(config: MemoryConfig, heads: int, ranks: int, gates: Gates | None = None) -> Way:
+    """How pieces of a sequence are scanned: by the rule alone, whatever the sizes of pieces. [CTX-WAY-D1]"""
+    refusal = not_affine(config, gates)
+    if refusal is None:
+        return Way("algebra", "a piece is an affine function of the state that enters it")
+    if heads % ranks == 0:
+        return Way("heads", f"{refusal}; {heads} heads divide by {ranks} ranks")
+    return Way("relay", f"{refusal}; {heads} heads do not divide by {ranks} ranks, so they take turns")
+
+
+class Context(Ranks):
+    """The ranks over which sequences are spread, as layers see them."""
+
+    def relay(
+        self, run: Callable[[Any], tuple[Any, Tree]], state: Any, like: Callable[[], Tree]
+    ) -> tuple[Any, Tree, Tensor | float]:
+        """`run(state) -> (result, state)` rank after rank, from this state on the first one: the result, the state
+        after this piece and an anchor, which has to be added to what a loss depends on. `like()` is a state of the
+        structure that `run` returns, of any shapes. [CTX-RELAY-D1]"""
+        anchor: Tensor | float = 0.0
+        if self.rank:
+            with torch.no_grad():
+                template = like()
+            state, anchor = receive(template, self)
+        found, after = run(state)
+        if not self.last:
+            anchor = anchor + send(after, self)
+        return found, after, anchor
+
+    def final(self, state: Tree, *, alike: bool = True) -> Tree:
+        """The last rank's state, on every rank, `alike` if all have one of the same shapes; gradients of it are the last
+        rank's alone."""
+        return from_last(state, self, alike=alike)
+
+    def counted(
+        self, seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens written since the start or the last reset `[B]`, before this piece and after the last, of `seen`
+        before the first."""
+        ones = torch.ones(len(seen), length, dtype=torch.bool, device=seen.device) if write is None else write
+        mine = torch.zeros_like(seen)
+        if length:
+            mine = written_before(mine, ones, reset, length)[:, -1] + ones[:, -1]
+        fresh = torch.zeros_like(seen) if reset is None else reset.any(1).long()
+        before = count = seen
+        for rank, (own, restarts) in enumerate(gather(torch.stack([mine, fresh]), self, "counts")):
+            before = count if rank == self.rank else before
+            count = torch.where(restarts.bool(), own, count + own)
+        return before, count
+
+    def halo(
+        self, x: Tensor, kept: int, past: Tensor | None, segment: Tensor | None, write: Tensor | None, reset: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The `kept` tokens before this piece `[B, T, C]`, and the documents that they are of, numbered as the first
+        token's before its own reset is 0; None where there are no borders. `past` and `segment` are those before the
+        first piece. Tokens that are not written are 0. [CTX-HALO-D1]"""
+        batch, length, _ = x.shape
+        left = x if write is None else torch.where(write.unsqueeze(-1), x, 0.0)
+        short = max(0, kept - length)
+        tail = torch.cat([x.new_zeros(batch, short, x.shape[2]), left[:, max(0, length - kept) :]], 1)
+        every = gather(tail, self, "halo")
+        known = torch.arange(kept, device=x.device) >= short
+        own = torch.zeros(batch, length, dtype=torch.int64, device=x.device) if reset is None else reset.cumsum(1)
+        total = own[:, -1:] if length else own.new_zeros(batch, 1)
+        places = torch.cat([own.new_zeros(batch, short), own[:, max(0, length - kept) :]], 1)
+        facts = gather(torch.cat([known.long().expand(batch, -1), places, total], 1), self, "counts")
+        first = x.new_zeros(batch, kept, x.shape[2]) if past is None else past.to(x.dtype)
+        origin = own.new_zeros(batch, kept) if segment is None else segment
+        tokens, documents, valid, borders = [first], [origin], [known.new_ones(kept)], own.new_zeros(batch, 1)
+        for rank in range(self.rank):
+            flags, own_places, count = facts[rank].split([kept, kept, 1], 1)
+            tokens.append(every[rank])
+            documents.append(own_places + borders)
+            valid.append(flags[0].bool())
+            borders = borders + count
+        order = torch.cat(valid).int().argsort(stable=True)[-kept:]
+        found = torch.cat(tokens, 1)[:, order] + every[:0].sum()
+        numbers = torch.cat(documents, 1)[:, order] - borders
+        return found, None if reset is None and segment is None else numbers
+
+
+# One scan.
+
+
+def context_scan(
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | None = None,
+    *,
+    context: Any,
+    phi_params: Params | None = None,
+    state: MemoryState | None = None,
+    initial: dict[str, Tensor] | None = None,
+    write_mask: Tensor | None = None,
+    reset_mask: Tensor | None = None,
+    **how: Any,
+) -> tuple[Tensor, MemoryState]:
+    """`memory_scan` of this rank's piece of a sequence: its outputs, and the state after the last piece.
+
+    Args:
+        context: a `Context` or a process group, whose ranks call this with the same config and the pieces in order,
+            of any lengths.
+        state: what enters the first piece, given to every rank; None starts at `initial`.
+        how: engine, autodiff and name, as in `memory_scan`.
+
+    Gradients by what all ranks share (`initial`, phi's parameters, what made q, k, v and gates) are to be summed over
+    ranks: `sum_gradients`. A memory that leaves the finite numbers raises nothing here, it spreads to the loss.
+
+    Raises:
+        ConfigError: second derivatives, which collectives do not have.
+    """
+    context = context if isinstance(context, Context) else Context.of(context)
+    gates = Gates() if gates is None else gates
+    chosen, config = way(config, q.shape[2], context.size, gates), spreading(config)
+    if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):
+        _LOG.debug("memory %r, piece %d of %d: %s (%s)", how.get("name", "memory"), context.rank, context.size, *chosen)
+    given: dict[str, Any] = {"phi_params": phi_params, "initial": initial}
+    given |= {"write_mask": write_mask, "reset_mask": reset_mask}
+    return _WAYS[chosen.name](context, config, q, k, v, gates, state, given, how)
+
+
+def _empty(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, given: dict[str, Any]) -> MemoryState:
+    """The state before any token."""
+    none = {name: item[:, :0] if isinstance(item, Tensor) else item for name, item in given.items()}
+    own = Gates(*(gate[:, :0] if isinstance(gate, Tensor) else gate for gate in gates))
+    return memory_scan(config, q[:, :0], k[:, :0], v[:, :0], own, **none)[1]
+
+
+def _by_algebra(
+    context: Context, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Any, given: Any, how: Any
+) -> tuple[Tensor, MemoryState]:
+    start = _empty(config, q, k, v, gates, given) if state is None else state
+    seen = count = None
+    if config.feature_map.needs_position:
+        seen, count = context.counted(start.seen, given["write_mask"], given["reset_mask"], q.shape[1])
+    wide = start.memory["weight"].dtype
+    scanned = Scanned(
+        config, q, k, v.to(wide), gates, given["phi_params"], given["initial"], start, seen, given["write_mask"],
+        given["reset_mask"], how,
+    )  # fmt: skip
+    y, after = affine_scan(context, scanned)
+    return y.to(v.dtype), after._replace(seen=count)
+
+
+def _by_relay(
+    context: Context, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Any, given: Any, how: Any
+) -> tuple[Tensor, MemoryState]:
+    def run(state: MemoryState | None) -> tuple[Tensor, MemoryState]:
+        return memory_scan(config, q, k, v, gates, state=state, **given, **how)
+
+    y, after, anchor = context.relay(run, state, lambda: _empty(config, q, k, v, gates, given))
+    return y + anchor, context.final(after)
+
+
+def _by_heads(
+    context: Context, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Any, given: Any, how: Any
+) -> tuple[Tensor, MemoryState]:
+    batch, length, heads, _ = q.shape
+    if config.forms.per_head and gates.retain is None:
+        retains, wide = config.retention.default_retains(heads), torch.promote_types(k.dtype, torch.float32)
+        retain = torch.tensor(retains, dtype=wide, device=k.device).expand(batch, length, heads)
+        gates = gates._replace(retain=retain)
+    lengths = lengths_of(length, context, q.device)
+    some = slice(context.rank * heads // context.size, (context.rank + 1) * heads // context.size)
+
+    def there(x: Any, name: str = "") -> Any:
+        """`[B, own T, (n,) H, *]` -> `[B, T, (n,) H / ranks, *]`."""
+        if not isinstance(x, Tensor):
+            return x
+        axis = 3 if config.writes > 1 and name in _EACH_WRITE else 2
+        x = x.movedim(axis, 2)
+        found = swap(x.reshape(*x.shape[:3], -1), context, lengths, there=True)
+        return found.reshape(*found.shape[:3], *x.shape[3:]).movedim(2, axis)
+
+    own = Gates(**{name: there(gate, name) for name, gate in gates._asdict().items()})
+    masks = {name: given[name] for name in ("write_mask", "reset_mask") if given[name] is not None}
+    whole: dict[str, Any] = {name: joined(mask, lengths, context) for name, mask in masks.items()}
+    whole["phi_params"] = _of_heads(given["phi_params"], heads, some)
+    if given["initial"] is not None or state is None or "reset_mask" in whole:
+        whole["initial"] = _starts(config, given["initial"], some, q, v)
+    if state is not None:
+        whole["state"] = pytree.tree_map_only(Tensor, lambda x: x[:, some] if x.dim() > 1 else x, state)
+    y, after = memory_scan(config, there(q), there(k, "k"), there(v, "v"), own, **whole, **how)
+    y = swap(y, context, lengths, there=False)
+    after, anchor = _all_heads(after, context)
+    return y + anchor, after
+
+
+_EACH_WRITE = ("k", "v", "lr", "erase", "write")  # what has an axis of writes ahead of that of heads
+
+
+def _of_heads(params: Params | None, heads: int, some: slice) -> Any:
+    """Those of phi's parameters that belong to some heads; what all heads share stays whole."""
+    return pytree.tree_map_only(Tensor, lambda x: x[some] if len(x) == heads else x, params)
+
+
+def _starts(
+    config: MemoryConfig, initial: dict[str, Tensor] | None, some: slice, q: Tensor, v: Tensor
+) -> dict[str, Tensor]:
+    """The initial weights of some heads; a structure draws those of all heads at once."""
+    sizes = config.feature_map.output_dim(q.shape[-1]), v.shape[-1]
+    if initial is None:
+        dtype = torch.promote_types(torch.promote_types(q.dtype, v.dtype), config.dtype)
+        initial = config.structure.init(*sizes, heads=q.shape[2], dtype=dtype, device=q.device)
+    shapes = config.structure.shapes(*sizes)
+    return {name: item[some] if item.dim() == 1 + len(shapes[name]) else item[:, some] for name, item in initial.items()}
+
+
+def _all_heads(state: MemoryState, context: Context) -> tuple[MemoryState, Tensor | float]:
+    """The state of all heads, from that of some on every rank, and its anchor."""
+    leaves, spec = pytree.tree_flatten(state)
+    anchor: Tensor | float = 0.0
+    found: list[Any] = []
+    for item in leaves:
+        if isinstance(item, Tensor) and item.dim() > 1:  # the count of tokens `[B]` is alike on all ranks
+            every = gather(item, context, "heads")
+            anchor = anchor + anchor_of(every)
+            whole = torch.cat(list(every), 1)
+            found.append(whole if context.last else whole.detach())
+        else:
+            found.append(item)
+    return pytree.tree_unflatten(found, spec), anchor
+
+
+_WAYS: dict[str, Callable[..., tuple[Tensor, MemoryState]]] = {
+    "algebra": _by_algebra,
+    "heads": _by_heads,
+    "relay": _by_relay,
+}
+
+
+# A model.
+
+_HOOKS = "_context_hooks"
+
+
+def spread(model: nn.Module, group: Any) -> Context:
+    """Tells the layers of a model that the ranks of a group hold consecutive pieces of every sequence. [CTX-MODEL-D1]
+
+    A layer that carries a state from token to token (`state` among its arguments) says in `spreads` what it does with
+    a piece: "itself" has it ask its `context`, "layers" hands the states of its own layers through. Others take
+    "turns": they run rank after rank, as they are. `gathered(model)` takes it back.
+
+    Raises:
+        ConfigError: a model that carries no state, whose tokens may hear of one another in ways that nobody knows; a
+            layer that looks at later tokens.
+    """
+    context = group if isinstance(group, Context) else Context.of(group)
+    if not _carries(model):
+        raise ConfigError(
+            f"parallel.context > 1: {type(model).__name__} has no argument 'state', so nobody can tell it what the "
+            "pieces before have left; use context 1, or a model whose layers go on from a state"
+        )
+    gathered(model)
+    for layer in _layers(model):
+        if _spreads(layer) != "turns":
+            layer.context = context
+        else:
+            if getattr(layer, "causal", True) is False:
+                raise ConfigError(
+                    f"parallel.context > 1: {type(layer).__name__} with causal=False sees later tokens, which are on "
+                    "other ranks; use context 1"
+                )
+            relayed = _Relayed(context)
+            before = layer.register_forward_pre_hook(relayed.before, with_kwargs=True)
+            after = layer.register_forward_hook(relayed.after, with_kwargs=True)
+            layer.__dict__[_HOOKS] = (before, after)
+    return context
+
+
+def gathered(model: nn.Module) -> None:
+    """Takes back what `spread` has told: from now on every process has whole sequences."""
+    for layer in model.modules():
+        for handle in layer.__dict__.pop(_HOOKS, ()):
+            handle.remove()
+        layer.__dict__.pop("context", None)
+
+
+def _carries(layer: nn.Module) -> bool:
+    return "state" in inspect.signature(layer.forward).parameters
+
+
+def _spreads(layer: nn.Module) -> Spreads:
+    return getattr(layer, "spreads", "turns")
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost layers that carry a state, and those in them where these hand states through."""
+    if _carries(model):
+        yield model
+        if _spreads(model) != "layers":
+            return
+    for child in model.children():
+        yield from _layers(child)
+
+
+class _Relayed:
+    """Hooks by which a layer `(x, state, masks) -> (y, state)` goes on from the state of the rank before."""
+
+    def __init__(self, context: Context) -> None:
+        self.context, self.anchors = context, list[Any]()
+
+    def before(self, layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Takes the state."""
+        x, anchor = args[0], 0.0
+        given = {**given, **({"state": args[1]} if len(args) > 1 else {})}
+        if self.context.rank:
+            none = {
+                name: item[:, :0] if isinstance(item, Tensor) and item.shape[:2] == x.shape[:2] else item
+                for name, item in given.items()
+                if name != "state"
+            }
+            with torch.no_grad():
+                _, like = layer.forward(x[:, :0], None, **none)
+            given["state"], anchor = receive(like, self.context)
+        self.anchors.append(anchor)
+        return args[:1], given
+
+    def after(self, layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any], found: Any) -> Any:
+        """Hands the state on, and returns the last one."""
+        (y, state), anchor = found, self.anchors.pop()
+        if not self.context.last:
+            anchor = anchor + send(state, self.context)
+        return y + anchor, self.context.final(state, alike=False)
+
+
+def piece(batch: Tree, rank: int, ranks: int) -> Tree:
+    """A rank's piece of a pytree of tensors `[B, T, ...]`: tokens T rank / ranks up to T (rank + 1) / ranks."""
+
+    def cut(x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return x[:, length * rank // ranks : length * (rank + 1) // ranks]
+
+    return pytree.tree_map_only(Tensor, cut, batch)
+
+
+@torch.no_grad()
+def sum_gradients(model: nn.Module, context: Ranks) -> None:
+    """Sums the gradients of parameters over the ranks of a context, each of which has seen a piece: not their mean.
+
+    Of sharded parameters every rank's own shard. All trained parameters get a gradient, 0 where nobody has one."""
+    import torch.distributed as dist
+
+    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            local = getattr(p.grad, "to_local", lambda grad=p.grad: grad)()
+            found.setdefault((local.dtype, local.device), []).append(local)
+    for grads in found.values():
+        flat = torch.cat([grad.flatten() for grad in grads])
+        context.count("gradients", flat)
+        dist.all_reduce(flat, group=context.group)
+        for grad, own in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(own.view_as(grad))
+
+

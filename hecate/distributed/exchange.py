@@ -1,0 +1,284 @@
+"""What ranks that hold pieces of one sequence tell each other, with derivatives.
+
+Every rank has to take part in a collective, in the backward pass too: there autograd calls only what a loss depends on.
+So each result here comes with an anchor, a zero that depends on it, which the caller adds to what it returns.
+`torch.distributed` is imported where it is used: one process never needs it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hecate.errors import ConfigError
+
+AXES = 8  # most axes of a tensor that is handed on
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The ranks of a process group in order; `sent` counts bytes that this one has sent, by what for."""
+
+    group: Any
+    rank: int
+    size: int
+    sent: Counter[str] = field(default_factory=Counter, repr=False)
+
+    @classmethod
+    def of(cls, group: Any) -> Self:
+        """Those of a group, in which this process is one."""
+        import torch.distributed as dist
+
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ConfigError("group must be one of which this process is a member")
+        return cls(group, rank, dist.get_world_size(group))
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copy of a model is in the same group
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank holds the last piece."""
+        return self.rank == self.size - 1
+
+    def count(self, what: str, tensor: Tensor, times: int = 1) -> None:
+        """Notes that a tensor is sent."""
+        self.sent[what] += times * tensor.numel() * tensor.element_size()
+
+
+def anchor_of(*tensors: Any) -> Tensor | float:
+    """0, with a graph to each floating tensor, whose numbers cannot spoil it."""
+    empty = [item.flatten()[:0].sum() for item in tensors if isinstance(item, Tensor) and item.is_floating_point()]
+    return sum(empty, torch.zeros(())) if len(empty) > 1 else empty[0] if empty else 0.0
+
+
+def _handle(like: Tensor) -> Tensor:
+    """An input that requires a gradient on every rank, also where nothing else does."""
+    return torch.zeros((), device=like.device, requires_grad=torch.is_grad_enabled())
+
+
+def _begin(ctx: Any) -> None:
+    """Ahead of a backward exchange. Where activations are computed again, that has exchanges of its own, which asking
+    for a saved tensor brings about: on every rank ahead of this one."""
+    _ = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            "a sequence over several ranks has first derivatives only: create_graph=True would lose what they tell "
+            "each other; take second derivatives in one process"
+        )
+
+
+# One tensor of every rank.
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, handle: Tensor, ranks: Ranks, what: str) -> Tensor:
+        ctx.ranks, ctx.what = ranks, what
+        ctx.save_for_backward(handle)
+        ranks.count(what, mine)
+        return _gathered(mine, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        import torch.distributed as dist
+
+        _begin(ctx)
+        grad = grads[0].contiguous()
+        ctx.ranks.count(ctx.what, grad[0])
+        mine = torch.empty_like(grad[0])
+        if mine.numel():
+            dist.reduce_scatter_tensor(mine.view(-1), grad.view(-1), group=ctx.ranks.group)
+        return mine, None, None, None
+
+
+def _gathered(mine: Tensor, ranks: Ranks) -> Tensor:
+    import torch.distributed as dist
+
+    out = mine.new_empty(ranks.size, *mine.shape)
+    if mine.numel():
+        dist.all_gather_into_tensor(out.view(-1), mine.contiguous().view(-1), group=ranks.group)
+    return out
+
+
+def gather(mine: Tensor, ranks: Ranks, what: str) -> Tensor:
+    """`[ranks, ...]` of tensors of one shape; the gradient of each is summed over all ranks and brought back."""
+    if not mine.is_floating_point():
+        ranks.count(what, mine)
+        return _gathered(mine, ranks)
+    return _Gather.apply(mine, _handle(mine), ranks, what)  # type: ignore[no-untyped-call]
+
+
+def lengths_of(length: int, ranks: Ranks, device: torch.device) -> list[int]:
+    """The length of every rank's piece."""
+    return _gathered(torch.tensor([length], device=device), ranks).flatten().tolist()
+
+
+def joined(mine: Tensor, lengths: list[int], ranks: Ranks) -> Tensor:
+    """A mask `[B, T]` of the whole sequence, from that of every piece."""
+    padded = mine.new_zeros(mine.shape[0], max(lengths), dtype=torch.uint8)
+    padded[:, : mine.shape[1]] = mine
+    whole = _gathered(padded, ranks)
+    return torch.cat([part[:, :length] for part, length in zip(whole, lengths, strict=True)], 1).to(mine.dtype)
+
+
+# Time for heads.
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, handle: Tensor, ranks: Ranks, lengths: list[int], there: bool) -> Tensor:
+        ctx.ranks, ctx.lengths, ctx.there = ranks, lengths, there
+        ctx.save_for_backward(handle)
+        return _swapped(x, ranks, lengths, there)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        _begin(ctx)
+        return _swapped(grads[0], ctx.ranks, ctx.lengths, not ctx.there), None, None, None, None
+
+
+def _swapped(x: Tensor, ranks: Ranks, lengths: list[int], there: bool) -> Tensor:
+    import torch.distributed as dist
+
+    own, (batch, _, heads, width) = lengths[ranks.rank], x.shape
+    if there:
+        parts, some = x.chunk(ranks.size, 2), heads // ranks.size
+        shapes = [(batch, length, some, width) for length in lengths]
+    else:
+        parts = x.split(lengths, 1)
+        shapes = [(batch, own, heads, width)] * ranks.size
+    sent = torch.cat([part.reshape(-1) for part in parts])
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    got = x.new_empty(sum(sizes))
+    ranks.count("heads", sent)
+    dist.all_to_all_single(got, sent, sizes, [part.numel() for part in parts], group=ranks.group)
+    found = [part.view(shape) for part, shape in zip(got.split(sizes), shapes, strict=True)]
+    return torch.cat(found, 1 if there else 2)
+
+
+def swap(x: Tensor, ranks: Ranks, lengths: list[int], *, there: bool) -> Tensor:
+    """`[B, own length, H, D]` -> `[B, T, H / ranks, D]`, all tokens of some heads; or back."""
+    return _Swap.apply(x, _handle(x), ranks, lengths, there)  # type: ignore[no-untyped-call]
+
+
+# From rank to rank.
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, ranks: Ranks, like: list[Tensor]) -> Any:
+        ctx.ranks, ctx.floats = ranks, [item.is_floating_point() for item in like]
+        ctx.save_for_backward(handle)
+        found = _take(like, ranks, ranks.rank - 1, shaped=True)
+        ctx.mark_non_differentiable(*[item for item in found if not item.is_floating_point()])
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        _begin(ctx)
+        own = [grad for grad, floats in zip(grads, ctx.floats, strict=True) if floats]
+        _give(own, ctx.ranks, ctx.ranks.rank - 1, shaped=False)
+        return None, None, None
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, handle: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.ranks, ctx.like = ranks, [torch.empty_like(item, device="meta") for item in tensors]
+        ctx.device = handle.device
+        ctx.save_for_backward(handle)
+        _give(list(tensors), ranks, ranks.rank + 1, shaped=True)
+        return torch.zeros((), device=handle.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        _begin(ctx)
+        like = [torch.empty_like(item, device=ctx.device) for item in ctx.like if item.is_floating_point()]
+        found = iter(_take(like, ctx.ranks, ctx.ranks.rank + 1, shaped=False))
+        return None, None, *(next(found) if item.is_floating_point() else None for item in ctx.like)
+
+
+def _give(tensors: list[Tensor], ranks: Ranks, to: int, *, shaped: bool) -> None:
+    import torch.distributed as dist
+
+    if shaped and tensors:
+        dist.send(_sizes(tensors), group=ranks.group, group_dst=to)
+    for item in tensors:
+        ranks.count("state", item)
+        if item.numel():
+            dist.send(item.detach().contiguous(), group=ranks.group, group_dst=to)
+
+
+def _take(like: list[Tensor], ranks: Ranks, source: int, *, shaped: bool) -> list[Tensor]:
+    """What `_give` gave: as many tensors as these, of their dtypes, and unless `shaped` of their shapes."""
+    import torch.distributed as dist
+
+    shapes = [list(item.shape) for item in like]
+    if shaped and like:
+        sizes = torch.empty(len(like), AXES + 1, dtype=torch.int64, device=like[0].device)
+        dist.recv(sizes, group=ranks.group, group_src=source)
+        shapes = _shapes(sizes)
+    found = [item.new_empty(shape) for item, shape in zip(like, shapes, strict=True)]
+    for item in found:
+        if item.numel():
+            dist.recv(item, group=ranks.group, group_src=source)
+    return found
+
+
+def _sizes(tensors: list[Tensor]) -> Tensor:
+    sizes = [[item.dim(), *item.shape, *[0] * (AXES - item.dim())] for item in tensors]
+    return torch.tensor(sizes, device=tensors[0].device)
+
+
+def _shapes(sizes: Tensor) -> list[list[int]]:
+    return [row[1 : 1 + row[0]] for row in sizes.tolist()]
+
+
+def receive(like: Any, ranks: Ranks) -> tuple[Any, Tensor | float]:
+    """The state that the rank before hands on, a pytree like this one but for its shapes, and its anchor."""
+    leaves, spec = pytree.tree_flatten(like)
+    tensors = [item.detach() for item in leaves if isinstance(item, Tensor)]
+    if not tensors:
+        return like, 0.0
+    found = _Receive.apply(_handle(tensors[0]), ranks, tensors)  # type: ignore[no-untyped-call]
+    anchor, own = anchor_of(*found), iter(found)
+    return pytree.tree_unflatten([next(own) if isinstance(item, Tensor) else item for item in leaves], spec), anchor
+
+
+def send(state: Any, ranks: Ranks) -> Tensor | float:
+    """Hands a state on to the next rank; what is returned is its anchor."""
+    tensors = [item for item in pytree.tree_leaves(state) if isinstance(item, Tensor)]
+    return _Send.apply(ranks, _handle(tensors[0]), *tensors) if tensors else 0.0  # type: ignore[no-untyped-call]
+
+
+def from_last(state: Any, ranks: Ranks, *, alike: bool) -> Any:
+    """The last rank's state on every rank, `alike` if all have one of the same shapes; gradients of it are the last
+    rank's alone."""
+    import torch.distributed as dist
+
+    leaves, spec = pytree.tree_flatten(state)
+    tensors = [item for item in leaves if isinstance(item, Tensor)]
+    if not tensors:
+        return state
+    shapes = [list(item.shape) for item in tensors]
+    if not alike:
+        sizes = _sizes(tensors)
+        dist.broadcast(sizes, group=ranks.group, group_src=ranks.size - 1)
+        shapes = _shapes(sizes)
+    found: list[Tensor] = []
+    for item, shape in zip(tensors, shapes, strict=True):
+        held = item.detach().contiguous() if ranks.last else item.new_empty(shape)
+        if held.numel():
+            dist.broadcast(held, group=ranks.group, group_src=ranks.size - 1)
+        found.append(item if ranks.last else held)
+    if ranks.last:
+        return state
+    own = iter(found)
+    return pytree.tree_unflatten([next(own) if isinstance(item, Tensor) else item for item in leaves], spec)

@@ -1,0 +1,377 @@
+"""What ranks compute of pieces of sequences, against one process: run on every rank of a world."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hecate import Gates, MemoryConfig, memory_scan
+from hecate.distributed.context import Context, context_scan, gathered, spread, sum_gradients
+from hecate.models import LanguageModel, LanguageModelConfig
+from hecate.nn import LinearAttention
+from hecate.rule.named import RULES
+
+T = 14
+RULE = {"bias": "l2", "retention": "decay", "feature_map": "elu", "key_norm": "l2"}
+
+
+class Case(NamedTuple):
+    """A scan: a config, what it is called with, and where the sequence is cut."""
+
+    config: MemoryConfig
+    cuts: tuple[int, ...]
+    heads: int = 2
+    gates: tuple[str, ...] = ()
+    channel: bool = False
+    masks: tuple[str, ...] = ("reset",)
+    given: str = ""  # "initial", "state"
+    values: int = 3
+
+
+def case(cuts: tuple[int, ...], fields: dict[str, Any] | None = None, **more: Any) -> Case:
+    config = {**RULE, **(fields or {}), "state_dtype": "float64"}
+    return Case(MemoryConfig.model_validate(config), cuts, **more)
+
+
+def quick_scans(size: int) -> dict[str, Case]:
+    """What the default tests run, by name."""
+    uneven = (0, 5, T) if size == 2 else tuple(round(T * (at / size) ** 1.4) for at in range(size + 1))
+    first, last = (*[0] * size, T), (0, *[T] * size)
+    dot, momentum = {"bias": "dot"}, {"algorithm": "momentum"}
+    return {
+        "gd": case(uneven, given="initial"),
+        "gd, channels, from a state": case(uneven, channel=True, given="state", masks=("reset", "write")),
+        "gd, the first pieces empty": case(first, given="initial"),
+        "gd, the last pieces empty": case(last, given="initial"),
+        "gd, a single token": case((*[0] * size, 1), given="initial", masks=()),
+        "before_gradient": case(uneven, {"decay_order": "before_gradient", "read": "before"}, masks=("write",)),
+        "momentum": case(uneven, momentum, given="initial", masks=("reset", "write")),
+        "momentum, channels, from a state": case(uneven, momentum, channel=True, given="state"),
+        "nesterov, empty": case(last, {"algorithm": {"kind": "momentum", "nesterov": True}}, given="state"),
+        "implicit": case(uneven, {"step": "implicit"}),
+        "implicit gradients": case(uneven, {"algorithm": "implicit"}),
+        "dot": case(uneven, dot, given="initial", masks=("reset", "write")),
+        "dot, channels, read before": case(uneven, {**dot, "read": "before"}, channel=True, given="state"),
+        "dot, momentum": case(uneven, {**dot, **momentum}, channel=True, given="state", masks=("write", "reset")),
+        "dot, an empty piece": case(first, {**dot, **momentum, "read": "before"}, given="state"),
+        "normaliser": case(uneven, {"normalizer": "sum"}, masks=("write", "reset")),
+        "dot, normaliser, from a state": case(uneven, {**dot, "normalizer": "sum"}, given="state"),
+        "divisor with a floor": case(uneven, {**dot, "normalizer": "max"}, gates=("floor",), given="state"),
+        "erase and write": case(uneven, gates=("erase", "write"), channel=True, given="initial"),
+        "value channels": case(uneven, {"decay_order": "before_gradient"}, gates=("retain_value",), given="state"),
+        "value channels, dot": case(uneven, dot, gates=("retain_value",), given="initial", masks=("write",)),
+        "value channels, read before": case(
+            uneven, {**dot, "read": "before"}, gates=("retain_value",), channel=True, given="initial"
+        ),
+        "value channels, by heads": case(uneven, gates=("retain_value",), given="initial"),
+        "several writes": case(uneven, {"writes": 2}, given="initial", masks=("reset", "write")),
+        "several writes, dot": case(uneven, {"writes": 2, **dot}, given="state"),
+        "a diagonal memory": case(uneven, {"structure": "vector", **momentum}, given="state"),
+        "positions": case(uneven, {"feature_map": {"kind": "cosformer", "max_length": 64}}, given="state"),
+        "an MLP, by heads": case(uneven, {"structure": "mlp", "key_norm": "none"}, given="state"),
+        "chunks, by heads": case(uneven, {"chunk": 4, "commit": "chunk"}, masks=("write", "reset")),
+        "writes, by heads": case(uneven, {"writes": 2, "bias": "huber"}, given="initial", heads=2 * size),
+        "skip": case(uneven, {"on_nonfinite": "skip"}, given="initial"),
+        "an MLP, by turns": case(uneven, {"structure": "mlp", "key_norm": "none"}, heads=3 if size < 3 else 2),
+        "chunks, by turns": case(first, {"chunk": 4, **momentum}, heads=3 if size < 3 else 2, given="state"),
+    }
+
+
+def all_rules(size: int) -> dict[str, Case]:
+    """Every named rule, by heads and by turns where it is not affine."""
+    cuts = tuple(round(T * (at / size) ** 1.4) for at in range(size + 1))
+    found = {}
+    for name, rule in RULES.items():
+        config = rule.config.model_copy(update={"state_dtype": "float64"})
+        for heads in (size, size + 1):
+            found[f"{name}, {heads} heads"] = Case(config, cuts, heads, values=4)
+    return found
+
+
+def tensors_of(case: Case, length: int, seed: int) -> tuple[dict[str, Tensor], Any]:
+    """Inputs of a scan by name, and phi's parameters."""
+    g = torch.Generator().manual_seed(seed)
+    config, heads, batch, width = case.config, case.heads, 2, 4
+    phi = config.feature_map.output_dim(width)
+    values, n = phi if config.structure.diagonal else case.values, (config.writes,) if config.writes > 1 else ()
+    normal = lambda *shape: torch.randn(*shape, generator=g)
+    unit = lambda *shape: torch.rand(*shape, generator=g)
+    channel, each = (phi,) if case.channel else (), (batch, length, *n, heads)
+    found = {
+        "q": normal(batch, length, heads, width),
+        "k": nn.functional.normalize(normal(*each, width), dim=-1),
+        "v": normal(*each, values),
+        "lr": 0.5 * unit(*each),
+    }
+    if config.forms.gates[1]:
+        found["retain"] = 0.8 + 0.2 * unit(batch, length, heads, *channel)
+    if config.forms.gates[2]:
+        found["momentum"] = 0.8 * unit(batch, length, heads)
+    for name in case.gates:
+        shape = {"retain_value": (batch, length, heads, values), "floor": (batch, length, heads)}.get(name)
+        found[name] = unit(*(shape or (*each, *channel)))
+    if "retain_value" in found:
+        found["retain_value"] = 0.7 + 0.3 * found["retain_value"]
+    params = config.feature_map.init(width, heads=heads, generator=g, dtype=torch.float64)
+    return {name: item.requires_grad_() for name, item in found.items()}, params
+
+
+def scanned(scan: Any, case: Case, tensors: dict[str, Tensor], **given: Any) -> tuple[Tensor, Any]:
+    gates = Gates(**{name: tensors.get(name) for name in Gates._fields})
+    return scan(case.config, tensors["q"], tensors["k"], tensors["v"], gates, **given)
+
+
+def shared_of(case: Case, params: Any) -> dict[str, Any]:
+    """What all ranks share: phi's parameters, learned starts, a state to go on from."""
+    earlier, _ = tensors_of(case, 5, 7)
+    earlier = {name: item.detach() for name, item in earlier.items()}
+    _, state = scanned(memory_scan, case, earlier, phi_params=params)
+    given: dict[str, Any] = {"phi_params": params}
+    if case.given == "initial":
+        given["initial"] = {name: item[0].clone() for name, item in state.memory.items()}
+    elif case.given == "state":
+        given["state"] = state
+    leaves = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return given
+
+
+def loss_of_state(state: Any) -> Tensor:
+    """A sum that every number of a state enters with a weight of its own."""
+    total = torch.zeros(())
+    for index, leaf in enumerate(pytree.tree_leaves(state)):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            weight = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(index))
+            total = total + (leaf * weight).sum()
+    return total
+
+
+def apart(found: Tensor | None, wanted: Tensor | None) -> float:
+    """The largest difference, relative to the largest number where that is above 1."""
+    if wanted is None or not wanted.numel():
+        return 0.0
+    if found is None:
+        return float(wanted.abs().max())
+    return float((found - wanted).abs().max() / max(1.0, float(wanted.abs().max())))
+
+
+def scan_error(case: Case, context: Context) -> float:
+    """Outputs, final states and all gradients of one scan."""
+    a, b = case.cuts[context.rank], case.cuts[context.rank + 1]
+    length = case.cuts[-1]
+    tensors, params = tensors_of(case, length, 0)
+    given = shared_of(case, params)
+    masks = {}
+    if "reset" in case.masks:
+        masks["reset_mask"] = torch.zeros(2, length, dtype=torch.bool)
+        masks["reset_mask"][0, 3] = masks["reset_mask"][1, 9] = True
+    if "write" in case.masks:
+        masks["write_mask"] = torch.rand(2, length, generator=torch.Generator().manual_seed(3)) < 0.7
+    y, end = scanned(memory_scan, case, tensors, **given, **masks)
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
+    shared = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
+    loss = (y * weight).sum() + loss_of_state(end)
+    wanted = torch.autograd.grad(loss, [*tensors.values(), *shared], allow_unused=True)
+
+    own = {name: item[:, a:b].detach().clone().requires_grad_() for name, item in tensors.items()}
+    given = shared_of(case, params)
+    mine = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
+    for leaf in mine:
+        leaf.grad = None
+    pieces = {name: mask[:, a:b] for name, mask in masks.items()}
+    got, final = scanned(context_scan, case, own, context=context, **given, **pieces)
+    loss = (got * weight[:, a:b]).sum()
+    if context.last:
+        loss = loss + loss_of_state(final)
+    loss.backward()
+    errors = [apart(got, y[:, a:b])]
+    errors += [apart(x.double(), w.double()) for x, w in zip(*map(tensors_in, (final, end)), strict=True)]
+    errors += [apart(x.grad, w[:, a:b]) for x, w in zip(own.values(), wanted, strict=False) if w is not None]
+    for leaf, want in zip(mine, wanted[len(own) :], strict=True):
+        total = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
+        dist.all_reduce(total)
+        errors.append(apart(total, want))
+    return worst(errors)
+
+
+def tensors_in(state: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
+def worst(errors: list[float]) -> float:
+    """Over ranks; what is no number counts as 1e9."""
+    most = torch.tensor([1e9 if error != error else error for error in errors]).max()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(most)
+
+
+# Models.
+
+
+DELTA = {"retention": "decay", "algorithm": {"kind": "gd", "lr": 0.5}}
+MLP = {"structure": "mlp", "algorithm": {"kind": "gd", "lr": 0.1}}
+LEVELS = [{"name": "fast", "memory": DELTA}, {"name": "mid", "period": 2, "memory": DELTA}, {"name": "slow", "period": 4, "memory": MLP}]  # fmt: skip
+
+
+def quick_models() -> dict[str, dict[str, Any]]:
+    """Fields of language models by name."""
+    return {
+        "gated delta with phi": {"memory": {**DELTA, "feature_map": "elu", "key_norm": "l2"}},
+        "titans_linear": {"memory": "titans_linear"},
+        "an MLP memory": {"memory": MLP},
+        "levels": {"levels": LEVELS},
+        "nested levels": {"levels": [{"name": "fast", "memory": DELTA}, {"name": "slow", "period": 4, "memory": DELTA}], "composition": "nested"},
+        "carried levels": {"levels": [{"name": "fast", "memory": DELTA}], "composition": "carry", "carry_levels": 3},
+        "attention in a window": {"memory": DELTA, "attention": {"kind": "mag", "window": 5, "persistent": 2}},
+        "full attention": {"attention": {"kind": "attention"}},
+        "memory as context": {"memory": DELTA, "attention": {"kind": "mac", "segment": 4}},
+        "self-reference": {"self_reference": {"chunk": 4}},
+        "a feature memory": {"memory": DELTA, "feature_memory": DELTA},
+        "rwkv7": {"memory": "rwkv7"},
+        "mamba3": {"memory": "mamba3"},
+        "mlstm": {"memory": "mlstm"},
+        "linear_attention": {"memory": "linear_attention", "qk_norm": "none"},
+    }  # fmt: skip
+
+
+def model_error(fields: dict[str, Any], context: Context, length: int, heads: int = 2) -> float:
+    """Logits, final states and gradients of a language model over two calls, the second from the first one's state."""
+    config = LanguageModelConfig.model_validate({"vocab_size": 11, "d_model": 16, "layers": 2, "heads": heads, **fields})
+    g = torch.Generator().manual_seed(0)
+    model = LanguageModel(config, generator=g, dtype=torch.float64)
+    tokens = torch.randint(11, (2, 2, length), generator=g)
+    resets = torch.zeros(2, 2, length, dtype=torch.bool)
+    resets[0, 0, length // 3] = resets[0, 1, -2] = resets[1, 1, 1] = True
+    weight = torch.randn(2, 2, length, 11, generator=g)
+
+    def run(slices: tuple[slice, slice]) -> tuple[list[Tensor], Any]:
+        state, outputs = None, []
+        for call, own in enumerate(slices):
+            logits, state = model(tokens[call][:, own], state, reset_mask=resets[call][:, own])
+            outputs.append(logits)
+            state = pytree.tree_map_only(Tensor, Tensor.detach, state) if call == 0 else state
+        return outputs, state
+
+    def backward(outputs: list[Tensor], slices: tuple[slice, slice]) -> list[Tensor]:
+        model.zero_grad()
+        sum((y * weight[call][:, own]).sum() for call, (y, own) in enumerate(zip(outputs, slices, strict=True))).backward()
+        return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    whole = (slice(None),) * 2
+    wanted, end = run(whole)
+    gradients = backward(wanted, whole)
+    spread(model, context)
+    rank, size = context.rank, context.size
+    cut = [round(length * (at / size) ** 1.3) for at in range(size + 1)]
+    slices = slice(cut[rank], cut[rank + 1]), slice(length * rank // size, length * (rank + 1) // size)
+    got, final = run(slices)
+    backward(got, slices)
+    sum_gradients(model, context)
+    found = [p.grad for p in model.parameters()]
+    errors = [apart(y, w[:, own]) for y, w, own in zip(got, wanted, slices, strict=True)]
+    errors += [apart(x.double(), w.double()) for x, w in zip(*map(tensors_in, (final, end)), strict=True)]
+    errors += [apart(x, w) for x, w in zip(found, gradients, strict=True)]
+    gathered(model)
+    again, _ = run(whole)
+    errors.append(apart(again[1], wanted[1]))
+    return worst(errors)
+
+
+def steps(model: nn.Module, batches: Tensor, own: slice, add: Any, count: int = 0) -> None:
+    """Trains on a piece of each batch, the loss divided by the number of all targets; `add` brings gradients together."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    for tokens in batches:
+        optimizer.zero_grad()
+        logits, _ = model(tokens[:, :-1][:, own])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:][:, own].flatten(), reduction="sum")
+        (loss / (count or tokens[:, 1:].numel())).backward()
+        add()
+        optimizer.step()
+
+
+def mixed_error(rank: int, size: int, fields: dict[str, Any], data: int, recompute: bool) -> float:
+    """Parameters after 8 steps of data x context ranks, sharded over data where there are several, against one
+    process."""
+    warnings.simplefilter("ignore")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.utils.checkpoint import checkpoint
+
+    config = LanguageModelConfig.model_validate({"vocab_size": 11, "d_model": 16, "layers": 2, "heads": 2, **fields})
+    make = lambda: LanguageModel(config, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    batches = torch.randint(11, (8, 2 * data, 13), generator=torch.Generator().manual_seed(1))
+    one = make()
+    steps(one, batches, slice(None), lambda: None)
+    mesh = init_device_mesh("cpu", (data, size // data), mesh_dim_names=("data", "context"))
+    model, context = make(), Context.of(mesh["context"].get_group())
+    spread(model, context)
+    if recompute:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if data > 1:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+        for module in (*model.blocks, model):
+            module.set_gradient_divide_factor(1.0)
+    rows = slice(2 * (rank // context.size), 2 * (rank // context.size) + 2)
+    ends = 12 * context.rank // context.size, 12 * (context.rank + 1) // context.size
+    steps(model, batches[:, rows], slice(*ends), lambda: sum_gradients(model, context), batches[0, :, 1:].numel())
+    found = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return worst([apart(p.detach(), w.detach()) for p, w in zip(found, one.parameters(), strict=True)])
+
+
+def border_bytes(context: Context, fields: dict[str, Any], length: int) -> int:
+    """What a rank sends in a scan of the whole length, forward and backward."""
+    one = case((0, length // 2, length), fields)
+    context.sent.clear()
+    a, b = one.cuts[context.rank], one.cuts[context.rank + 1]
+    tensors, _ = tensors_of(one, length, 0)
+    y, _ = scanned(context_scan, one, {name: item[:, a:b] for name, item in tensors.items()}, context=context)
+    y.sum().backward()
+    return sum(context.sent.values())
+
+
+def refusals(context: Context) -> Iterator[tuple[str, str]]:
+    """The sentences of what cannot be done."""
+    one = case((0, T // 2, T))
+    tensors, _ = tensors_of(one, T, 0)
+    mine = {name: item[:, one.cuts[context.rank] : one.cuts[context.rank + 1]] for name, item in tensors.items()}
+    y, _ = scanned(context_scan, one, mine, context=context)
+    attempts = {
+        "second derivatives": lambda: torch.autograd.grad(y.sum(), tensors["v"], create_graph=True),
+        "no state": lambda: spread(nn.Linear(2, 2), context),
+        "later tokens": lambda: spread(LinearAttention(8, 2, causal=False), context),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            yield name, ""
+        except Exception as error:  # noqa: BLE001
+            yield name, f"{type(error).__name__}: {error}"
+
+
+def everything(rank: int, size: int, scans: bool, models: bool, rules: bool) -> dict[str, Any]:
+    """All answers of one rank by name."""
+    warnings.simplefilter("ignore")
+    context = Context.of(dist.group.WORLD)
+    found: dict[str, Any] = {}
+    if scans:
+        found |= {name: scan_error(one, context) for name, one in quick_scans(size).items()}
+    if rules:
+        found |= {name: scan_error(one, context) for name, one in all_rules(size).items()}
+    if models:
+        found |= {f"model: {name}": model_error(fields, context, 12) for name, fields in quick_models().items()}
+    if size == 2:
+        for name, fields in {"dot": {"bias": "dot"}, "l2": {}, "momentum": {"algorithm": "momentum"}}.items():
+            found[f"bytes: {name}"] = [border_bytes(context, fields, length) for length in (8, 16, 64, 256)]
+        found["refusals"] = dict(refusals(context))
+    return found
