@@ -20,6 +20,7 @@ FLOORS = [
     {"errors", "checks", "variant", "late", "tape"},
     {"phi", "bias", "retention", "algorithm", "structure", "gating", "readout"},
     {"rule", "engine"},
+    {"distributed"},
     {"nn", "cms", "optim"},
     {"data", "models"},
     {"cli", "train", "interop", "microscope", "__main__"},
