@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-<<<<<<< HEAD
 from typing import Any, ClassVar, NamedTuple, Self
-=======
-from typing import Any, ClassVar, Literal, NamedTuple, Self
->>>>>>> j-context
 
 import torch
 from pydantic import Field, model_validator

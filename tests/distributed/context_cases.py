@@ -244,7 +244,9 @@ def quick_models() -> dict[str, dict[str, Any]]:
 
 def model_error(fields: dict[str, Any], context: Context, length: int, heads: int = 2) -> float:
     """Logits, final states and gradients of a language model over two calls, the second from the first one's state."""
-    config = LanguageModelConfig.model_validate({"vocab_size": 11, "d_model": 16, "layers": 2, "heads": heads, **fields})
+    config = LanguageModelConfig.model_validate(
+        {"vocab_size": 11, "d_model": 16, "layers": 2, "heads": heads, **fields}
+    )
     g = torch.Generator().manual_seed(0)
     model = LanguageModel(config, generator=g, dtype=torch.float64)
     tokens = torch.randint(11, (2, 2, length), generator=g)
@@ -262,7 +264,9 @@ def model_error(fields: dict[str, Any], context: Context, length: int, heads: in
 
     def backward(outputs: list[Tensor], slices: tuple[slice, slice]) -> list[Tensor]:
         model.zero_grad()
-        sum((y * weight[call][:, own]).sum() for call, (y, own) in enumerate(zip(outputs, slices, strict=True))).backward()
+        sum(
+            (y * weight[call][:, own]).sum() for call, (y, own) in enumerate(zip(outputs, slices, strict=True))
+        ).backward()
         return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
     whole = (slice(None),) * 2
@@ -355,7 +359,7 @@ def refusals(context: Context) -> Iterator[tuple[str, str]]:
         try:
             attempt()
             yield name, ""
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             yield name, f"{type(error).__name__}: {error}"
 
 
