@@ -167,9 +167,16 @@ def schema() -> None:
 
 @_command(
     short_help="Parameters, state, memory and work, before a run.",
-    epilog="Examples: hecate estimate hope | hecate estimate mine.yaml --mem-limit 8G",
+    epilog="Examples: hecate estimate hope | hecate estimate mine.yaml --world 64 --mem-limit 80GiB",
 )
-def estimate(source: _Source, overrides: _Set = None, limit: _Limit = None) -> None:
+def estimate(
+    source: _Source,
+    overrides: _Set = None,
+    limit: _Limit = None,
+    processes: Annotated[int, typer.Option(
+        "--world", min=1, max=1 << 20, help="How many processes train it: what one of them holds.",
+    )] = 1,
+) -> None:  # fmt: skip
     """Sizes of an experiment before it is run: parameters, state, memory, work; allocates none."""
     from hecate.train.compose import load_experiment
     from hecate.train.display import print_table
@@ -177,8 +184,8 @@ def estimate(source: _Source, overrides: _Set = None, limit: _Limit = None) -> N
 
     config = load_experiment(source, overrides or [])
     if limit is not None:
-        check_memory(config, parse_bytes(limit))
-    print_table(("size", "value"), estimate_rows(config))
+        check_memory(config, parse_bytes(limit), processes)
+    print_table(("size", "value"), estimate_rows(config, processes))
 
 
 @_command(

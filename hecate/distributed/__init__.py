@@ -4,8 +4,8 @@ Importing it loads nothing of torch.distributed: that waits for a world of more 
 """
 
 from hecate.distributed.shard import adapt, copied, gathered, is_sharded, overwrite, shard, spread
-from hecate.distributed.world import ParallelConfig, World, start
+from hecate.distributed.world import AXES, ParallelConfig, World, each_of, start
 
 __all__ = [
-    "ParallelConfig", "World", "adapt", "copied", "gathered", "is_sharded", "overwrite", "shard", "spread", "start",
+    "AXES", "ParallelConfig", "World", "adapt", "copied", "each_of", "gathered", "is_sharded", "overwrite", "shard", "spread", "start",
 ]  # fmt: skip

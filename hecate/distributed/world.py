@@ -72,6 +72,18 @@ class ParallelConfig(Config):
         return given["replicate"], given["data"], given["context"]
 
 
+def each_of(batch_size: int, processes: int) -> int:
+    """Rows of a batch for each process that shares it."""
+    each, left = divmod(batch_size, processes)
+    if left:
+        raise ConfigError(
+            f"must be a multiple of the {processes} processes that share it (parallel.replicate x parallel.data), got "
+            f"{batch_size}",
+            ("budget", "batch_size"),
+        )
+    return each
+
+
 @dataclass(frozen=True)
 class World:
     """One process among `size`: its rank, its device, and the mesh `("replicate", "data", "context")` of them all.
@@ -117,13 +129,7 @@ class World:
 
     def rows(self, batch_size: int) -> range:
         """This process's rows of a batch, dealt in order."""
-        each, left = divmod(batch_size, self.batch_ranks)
-        if left:
-            raise ConfigError(
-                f"must be a multiple of the {self.batch_ranks} processes that share it (parallel.replicate x "
-                f"parallel.data), got {batch_size}",
-                ("budget", "batch_size"),
-            )
+        each = each_of(batch_size, self.batch_ranks)
         return range(self.batch_rank * each, (self.batch_rank + 1) * each)
 
     def sum(self, values: Tensor) -> Tensor:

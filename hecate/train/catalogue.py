@@ -15,7 +15,7 @@ from hecate.errors import ConfigError, did_you_mean
 from hecate.nn.positions import Position
 from hecate.optim import OptimizerKind
 from hecate.rule import RULES, MemoryConfig, MemoryRule
-from hecate.train.compose import BY_RULE, folded_presets, load_experiment, preset_about, presets
+from hecate.train.compose import BACKBONES, BY_RULE, folded_presets, load_experiment, preset_about, shipped_presets
 from hecate.variant import Variant
 
 Table = tuple[list[str], list[list[str]]]
@@ -107,9 +107,10 @@ def _engines() -> Table:
 
 
 def _presets() -> Table:
-    shipped = {name: load_experiment(name) for name in presets() if "-" not in name}
+    shipped = {name: load_experiment(name) for name in shipped_presets()}
     rows = [[name, own.data.kind, preset_about(name), str(own.budget.steps)] for name, own in shipped.items()]
     rows += [[f"{name}-RULE", "", f"{name} with the memory of that rule", ""] for name in BY_RULE]
+    rows += [["lm-SIZE-" + name, "", preset_about(name), ""] for name in BACKBONES]
     return ["preset", "data", "what it is", "steps"], rows
 
 

@@ -19,25 +19,37 @@ MAX_EXTENDS = 8
 BY_RULE = ("mqar", "quickstart")
 RECALL_CHUNK = 8
 """Longest chunk of `mqar-RULE`: a commit per chunk can be recalled in later chunks alone."""
-_FILES = {path.stem: path for path in sorted((Path(__file__).resolve().parent.parent / "presets").glob("*.yaml"))}
+_FOLDER = Path(__file__).resolve().parent.parent / "presets"
+_FILES = {path.stem: path for path in sorted(_FOLDER.glob("*.yaml"))}
+BACKBONES = {path.stem: path for path in sorted((_FOLDER / "backbones").glob("*.yaml"))}
+BY_BACKBONE = tuple(name for name in _FILES if name.startswith("lm-"))
+_BUILT: tuple[tuple[Iterable[str], Iterable[str]], ...] = ((BY_RULE, RULES), (BY_BACKBONE, BACKBONES))
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d{1,9})\]")
 _PATH = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d{1,9}\])*")
 
 
 def presets() -> list[str]:
     """Names of the presets that ship with hecate; those of `BY_RULE` also as `PRESET-RULE`, with the rule's own
-    settings but for chunks longer than `RECALL_CHUNK` in `mqar-RULE`."""
-    return [*_FILES, *(f"{name}-{rule}" for name in BY_RULE for rule in RULES)]
+    settings but for chunks longer than `RECALL_CHUNK` in `mqar-RULE`; those of `BY_BACKBONE` also as `PRESET-BACKBONE`,
+    with other blocks."""
+    built = [(name, part) for names, parts in _BUILT for name in names for part in parts]
+    return [*_FILES, *(f"{name}-{part}" for name, part in built)]
 
 
 def folded_presets() -> list[str]:
-    """`presets` in short: those of every rule as PRESET-RULE."""
-    return [*_FILES, *(f"{name}-RULE" for name in BY_RULE)]
+    """`presets` in short: those of every rule as PRESET-RULE, of backbones as PRESET-BACKBONE."""
+    short = [(BY_RULE, "RULE"), (BY_BACKBONE, "BACKBONE")]
+    return [*_FILES, *(f"{name}-{part}" for names, part in short for name in names)]
+
+
+def shipped_presets() -> list[str]:
+    """Those that have a file of their own."""
+    return list(_FILES)
 
 
 def preset_about(name: str) -> str:
-    """What a preset's file says it is: the first sentence of its comment."""
-    lines = _FILES[name].read_text(encoding="utf-8").splitlines()
+    """What the file of a preset or a backbone says it is: the first sentence of its comment."""
+    lines = (_FILES | BACKBONES)[name].read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
     return re.split(r"(?<=\.) ", comment)[0].rstrip(".")
 
@@ -83,7 +95,9 @@ def _resolved(path: Path) -> Path:
 def _preset(name: str) -> tuple[Document, Path]:
     if name in _FILES:
         return read_yaml(_FILES[name]), _FILES[name]
-    stem, _, rule = name.partition("-")
+    stem, _, rule = name.rpartition("-")
+    if stem in BY_BACKBONE and rule in BACKBONES:
+        return _with_backbone(name, stem, rule)
     if stem not in BY_RULE or rule not in RULES:
         known, hint = ", ".join(folded_presets()), did_you_mean(name[:80], presets())
         raise ConfigError(f"no preset {shorten(name)}; presets: {known}.{hint} A file must end in .yaml or .yml")
@@ -93,6 +107,14 @@ def _preset(name: str) -> tuple[Document, Path]:
     model = {**document.value.get("model", {}), "memory": memory}
     marks = {**document.marks, ("name",): mark, ("model",): mark}
     _remark(("model", "memory"), marks, {("model", "memory"): mark})
+    return Document({**document.value, "name": name, "model": model}, marks, document.label), _FILES[stem]
+
+
+def _with_backbone(name: str, stem: str, backbone: str) -> tuple[Document, Path]:
+    document, part = read_yaml(_FILES[stem]), read_yaml(BACKBONES[backbone])
+    marks = {**document.marks, ("name",): f"preset {name}"}
+    rest = {key: value for key, value in document.value["model"].items() if key != "memory"}
+    model = _merge(rest, part.value, ("model",), marks, {("model", *path): mark for path, mark in part.marks.items()})
     return Document({**document.value, "name": name, "model": model}, marks, document.label), _FILES[stem]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hecate.checks import readable
-from hecate.distributed import World
+from hecate.distributed import AXES, each_of
 from hecate.engine import memory_scan
 from hecate.errors import ConfigError, shorten
 from hecate.models import LanguageModel
@@ -24,17 +24,37 @@ FLOAT = 4  # bytes
 
 
 class Sizes(NamedTuple):
-    """Numbers of a model and of one of its blocks, bytes of a sequence's state, weights that a token meets in linear
-    layers."""
+    """Numbers of a model, of one of its blocks and of what the first process holds, bytes of a sequence's state,
+    weights that a token meets in linear layers."""
 
     parameters: int
     block: int
+    own: int
     state: int
     work: int
 
 
-def sizes_of(config: ExperimentConfig) -> Sizes:
-    """Those of the model that `train` builds, from one of its blocks, without storage."""
+class Share(NamedTuple):
+    """What one process has of a run: processes that parameters are sharded over, rows that it takes in one pass,
+    tokens of each."""
+
+    shards: int
+    rows: int
+    tokens: int
+
+
+def share_of(config: ExperimentConfig, processes: int = 1) -> Share:
+    """That of a process in a world of so many; `ConfigError` where mesh or batch do not fit it."""
+    replicate, data, context = config.parallel.shape(processes)
+    rows = each_of(config.budget.batch_size, replicate * data)
+    return Share(data, -(-rows // config.budget.accumulate), -(-config.seq_len // context))
+
+
+def sizes_of(config: ExperimentConfig, shards: int = 1) -> Sizes:
+    """Those of the model that `train` builds, from one of its blocks, without storage.
+
+    Parameters are sharded by their first dimension, in equal parts but for the last ones. [TRAIN-EST-D4]
+    """
     one, layers = config.model_for_data().model_copy(update={"layers": 1}), config.model.layers
     with torch.device("meta"):
         model = LanguageModel(one)
@@ -46,35 +66,56 @@ def sizes_of(config: ExperimentConfig) -> Sizes:
     def weights(module: nn.Module) -> int:
         return sum(item.weight.numel() for item in module.modules() if isinstance(item, nn.Linear))
 
+    def own(module: nn.Module) -> int:
+        return sum(-(-len(p) // shards) * (p.numel() // max(len(p), 1)) for p in module.parameters())
+
     tied = model.embedding.weight.numel() if model.head is None else 0
-    return Sizes(whole(_numbers), _numbers(model.blocks[0]), layers * bytes_of(state), whole(weights) + tied)
+    found = Sizes(whole(_numbers), _numbers(model.blocks[0]), whole(own), layers * bytes_of(state), whole(weights))
+    return found._replace(work=found.work + tied)
 
 
-def training_bytes(config: ExperimentConfig, sizes: Sizes) -> int:
-    """What training takes at least: weights, gradients, two moments, the states of a batch, and
-    the logits and the inputs of every block that the backward pass reads. [TRAIN-EST-D3]"""
-    model, batch = config.model, config.budget.batch_size
-    activations = batch * config.seq_len * (config.data.vocabulary() + model.layers * model.d_model)
-    return FLOAT * (4 * sizes.parameters + activations) + batch * sizes.state
+def training_bytes(config: ExperimentConfig, sizes: Sizes, share: Share) -> dict[str, int]:
+    """What a process takes at least, by what for: weights, gradients and two moments of its part, the parameters that
+    are gathered while a block runs, the states of its rows, and the logits and the inputs of every block that the
+    backward pass reads. [TRAIN-EST-D3]"""
+    model, low = config.model, config.budget.precision == "bfloat16"
+    each, tokens = FLOAT // 2 if low else FLOAT, share.rows * share.tokens
+    around = sizes.parameters - (model.layers - 1) * sizes.block  # what is outside of blocks, and one of these
+    return {
+        "weights, gradients and two moments in training": 4 * FLOAT * sizes.own,
+        "parameters gathered from others while a block runs": each * around if share.shards > 1 else 0,
+        f"states of {share.rows:,} sequences": share.rows * sizes.state,
+        "logits, and inputs of blocks": tokens
+        * (FLOAT * config.data.vocabulary() + each * model.layers * model.d_model),
+    }
 
 
-def check_memory(config: ExperimentConfig, limit: int | None, world: World | None = None) -> None:
-    """Refuses an experiment of which this process of a world takes more bytes than `limit`, or than its device has
-    where that is None. [TRAIN-EST-D3]"""
-    sizes, budget = sizes_of(config), config.budget
-    if world is not None:
-        rows = max(len(world.rows(budget.batch_size)) // budget.accumulate, 1)
-        config = config.model_copy(update={"budget": budget.model_copy(update={"batch_size": rows, "accumulate": 1})})
-        sizes, budget = sizes._replace(parameters=-(-sizes.parameters // world.extent("data"))), config.budget
-    needed, limit = training_bytes(config, sizes), limit or _installed(budget.device)
+def check_memory(config: ExperimentConfig, limit: int | None, processes: int = 1) -> None:
+    """Refuses an experiment of which a process in a world of so many takes more bytes than `limit`, or than its device
+    has where that is None. [TRAIN-EST-D3]"""
+    share = share_of(config, processes)
+    sizes, budget = sizes_of(config, share.shards), config.budget
+    parts = training_bytes(config, sizes, share)
+    needed, limit = sum(parts.values()), limit or _installed(budget.device)
     if needed > limit:
+        weights, *_ = parts.values()
+        knobs = ["model.d_model", "model.layers"]
+        knobs += ["budget.batch_size"] if share.rows > 1 and processes == 1 else []
+        knobs += ["budget.seq_len"] if config.data.length() is None else []
+        raises = ["budget.accumulate"] if share.rows > 1 else []
+        raises += ["parallel.data (more processes)"] if 2 * weights > needed else []
+        place = "training takes" if processes == 1 else f"each of {processes:,} processes takes"
         raise ConfigError(
-            f"training takes at least {readable(needed)}, more than the limit of {readable(limit)}: "
-            f"{readable(4 * FLOAT * sizes.parameters)} for {sizes.parameters:,} parameters, the rest for batches of "
-            f"{budget.batch_size:,} sequences of {config.seq_len:,} tokens; lower model.d_model, model.layers, "
-            "budget.batch_size or budget.seq_len, or raise --mem-limit",
-            ("model",) if 8 * FLOAT * sizes.parameters > needed else ("budget", "batch_size"),
+            f"{place} at least {readable(needed)}, more than the limit of {readable(limit)}: "
+            f"{readable(weights)} for {sizes.own:,} parameters, the rest for batches of "
+            f"{share.rows:,} sequences of {share.tokens:,} tokens; lower {_listed(knobs)}, or raise "
+            f"{_listed([*raises, '--mem-limit'])}",
+            ("model",) if 2 * weights > needed else ("budget", "batch_size"),
         )
+
+
+def _listed(names: list[str]) -> str:
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def parse_bytes(text: str) -> int:
@@ -98,21 +139,29 @@ def _numbers(module: nn.Module) -> int:
     return sum(item.numel() for item in module.parameters())
 
 
-def estimate_rows(config: ExperimentConfig) -> list[tuple[str, str]]:
-    """What the model weighs, carries and computes; nothing is allocated. [TRAIN-EST-D1]
+def estimate_rows(config: ExperimentConfig, processes: int = 1) -> list[tuple[str, str]]:
+    """What the model weighs, carries and computes, and what a process in a world of so many holds of it; nothing is
+    allocated. [TRAIN-EST-D1]
 
     State: what one sequence carries from token to token, whatever its length without attention.
     Work: multiplications and additions of a token with the weights of linear layers, forward.
     """
-    sizes, batch = sizes_of(config), config.budget.batch_size
+    share = share_of(config, processes)
+    sizes, batch = sizes_of(config, share.shards), config.budget.batch_size
     tokens = batch * config.seq_len
     cache = 2 * config.model.d_model * config.model.layers * FLOAT
+    parts = training_bytes(config, sizes, share)
+    taken = [(what, readable(size)) for what, size in parts.items() if size]
+    if processes > 1:
+        shape = ", ".join(f"{n:,} {axis}" for axis, n in zip(AXES, config.parallel.shape(processes), strict=True))
+        own = f"{sizes.own:,} ({sizes.own / sizes.parameters:.2%})"
+        taken = [(f"each of {processes:,} processes", shape), ("parameters on one", own), *taken]
     return [
         ("parameters", f"{sizes.parameters:,}"),
         (f"of which in each of {config.model.layers} blocks", f"{sizes.block:,}"),
         ("weights", readable(sizes.parameters * FLOAT)),
-        ("weights, gradients and two moments in training", readable(4 * sizes.parameters * FLOAT)),
-        ("training takes at least", readable(training_bytes(config, sizes))),
+        *taken,
+        ("training takes at least", readable(sum(parts.values()))),
         ("state per sequence", readable(sizes.state)),
         (f"state of a batch of {batch}", readable(sizes.state * batch)),
         ("tokens whose keys and values in attention weigh as much", f"{sizes.state / cache:,.0f}"),

@@ -77,7 +77,7 @@ def run_experiment(
     world.agree({"out": str(folder), "resume": resume})
     world.from_main(lambda: check_folder(folder, resume))
     if model is None:
-        check_memory(config, mem_limit, world)
+        check_memory(config, mem_limit, world.size)
     devices = [torch.cuda.current_device()] if config.budget.device == "cuda" else []
     with torch.random.fork_rng(devices=devices), ExitStack() as stack:
         shown = stack.enter_context((display or Display()) if world.main else Display(quiet=True))
