@@ -220,9 +220,8 @@ RULES |= {
         MemoryConfig(
             bias=Dot(), retention=Decay(channels=True), layer_qk_norm="rms", readout=readout.Slots(), gating=Raven()
         ),
-        "Raven (Afzal, Bick et al., 2026), routing slot memories, by its layer in flash-linear-attention: gsa with a "
-        "router that sends a token to 32 slots; as many slots as a key is wide, without noise in training and SiLU of "
-        "values",
+        "Raven (Afzal, Bick et al., 2026; no paper read), by its layer in flash-linear-attention: gsa with a router to "
+        "32 slots a token; as many slots as a key is wide, without noise in training and SiLU of values",
     ),
     "titans_linear": NamedRule(
         MemoryConfig(retention=Decay(), algorithm=Momentum(), key_norm="l2"),

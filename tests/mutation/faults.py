@@ -50,6 +50,19 @@ FAULTS = [
         ("corrections", "since = before - before.gather(-1, latest.expand(before.shape))", "pass"),
     ),
     *_of(
+        "gating",
+        "tests/gating/test_readouts.py",
+        ("raven", "descending=True, stable=True", "descending=False, stable=True"),
+        ("raven", "logs = logs.masked_fill(left, -torch.inf)", "logs = logs.masked_fill(left, -1e2)"),
+        ("raven", "logs = logsigmoid(scores)", "logs = scores"),
+    ),
+    *_of(
+        "nn",
+        "tests/nn/test_build.py",
+        ("conv", 'if "qk_norm" not in config.model_fields_set:', "if True:"),
+        ("memory", "qk_norm = config.layer_qk_norm or DEFAULT_QK_NORM", "qk_norm = DEFAULT_QK_NORM"),
+    ),
+    *_of(
         "nn",
         "tests/nn/test_feature_memory.py",
         ("memory", "None if state is None else state.features", "None"),
