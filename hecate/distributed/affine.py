@@ -272,7 +272,9 @@ def _gated_piece(scanned: Scanned) -> Piece:
         shape = added.shape[:3] + retain.shape[3:]
         carried = running(retain, added.expand(shape), added.new_zeros(shape[:1] + shape[2:]), Masks())
         after = [after[0], carried, torch.zeros_like(slot), slot]
-    reads = [_as_read(config, factor, scanned.reset, first=1.0 - at) * phi_q for at, factor in enumerate(after[: len(none)])]
+    reads = [
+        _as_read(config, factor, scanned.reset, first=1.0 - at) * phi_q for at, factor in enumerate(after[: len(none)])
+    ]
     count = len(none)
     last = [_at_end(factor, 1.0 if at in (0, 3) else 0.0).unsqueeze(-2) for at, factor in enumerate(after)]
     moves = [last[at : at + count] for at in range(0, len(last), count)]

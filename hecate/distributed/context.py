@@ -88,9 +88,7 @@ class Context(Ranks):
         rank's alone."""
         return from_last(state, self, alike=alike)
 
-    def counted(
-        self, seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int
-    ) -> tuple[Tensor, Tensor]:
+    def counted(self, seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
         """Tokens written since the start or the last reset `[B]`, before this piece and after the last, of `seen`
         before the first."""
         ones = torch.ones(len(seen), length, dtype=torch.bool, device=seen.device) if write is None else write
@@ -105,7 +103,13 @@ class Context(Ranks):
         return before, count
 
     def halo(
-        self, x: Tensor, kept: int, past: Tensor | None, segment: Tensor | None, write: Tensor | None, reset: Tensor | None
+        self,
+        x: Tensor,
+        kept: int,
+        past: Tensor | None,
+        segment: Tensor | None,
+        write: Tensor | None,
+        reset: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The `kept` tokens before this piece `[B, T, C]`, and the documents that they are of, numbered as the first
         token's before its own reset is 0; None where there are no borders. `past` and `segment` are those before the
@@ -185,7 +189,15 @@ def _empty(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, 
 
 
 def _by_algebra(
-    context: Context, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Any, given: Any, how: Any
+    context: Context,
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: Any,
+    given: Any,
+    how: Any,
 ) -> tuple[Tensor, MemoryState]:
     start = _empty(config, q, k, v, gates, given) if state is None else state
     seen = count = None
@@ -201,7 +213,15 @@ def _by_algebra(
 
 
 def _by_relay(
-    context: Context, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Any, given: Any, how: Any
+    context: Context,
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: Any,
+    given: Any,
+    how: Any,
 ) -> tuple[Tensor, MemoryState]:
     def run(state: MemoryState | None) -> tuple[Tensor, MemoryState]:
         return memory_scan(config, q, k, v, gates, state=state, **given, **how)
@@ -211,7 +231,15 @@ def _by_relay(
 
 
 def _by_heads(
-    context: Context, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Any, given: Any, how: Any
+    context: Context,
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: Any,
+    given: Any,
+    how: Any,
 ) -> tuple[Tensor, MemoryState]:
     batch, length, heads, _ = q.shape
     if config.forms.per_head and gates.retain is None:
@@ -261,7 +289,9 @@ def _starts(
         dtype = torch.promote_types(torch.promote_types(q.dtype, v.dtype), config.dtype)
         initial = config.structure.init(*sizes, heads=q.shape[2], dtype=dtype, device=q.device)
     shapes = config.structure.shapes(*sizes)
-    return {name: item[some] if item.dim() == 1 + len(shapes[name]) else item[:, some] for name, item in initial.items()}
+    return {
+        name: item[some] if item.dim() == 1 + len(shapes[name]) else item[:, some] for name, item in initial.items()
+    }
 
 
 def _all_heads(state: MemoryState, context: Context) -> tuple[MemoryState, Tensor | float]:
@@ -411,5 +441,3 @@ def sum_gradients(model: nn.Module, context: Ranks) -> None:
         dist.all_reduce(flat, group=context.group)
         for grad, own in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(own.view_as(grad))
-
-

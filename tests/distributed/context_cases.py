@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.distributed.context import Context, context_scan, gathered, spread, sum_gradients
 from hecate.models import LanguageModel, LanguageModelConfig
-from hecate.nn import LinearAttention
+from hecate.nn import LinearAttention, Memory
 from hecate.rule.named import RULES
 
 T = 14
@@ -244,7 +244,9 @@ def quick_models() -> dict[str, dict[str, Any]]:
 
 def model_error(fields: dict[str, Any], context: Context, length: int, heads: int = 2) -> float:
     """Logits, final states and gradients of a language model over two calls, the second from the first one's state."""
-    config = LanguageModelConfig.model_validate({"vocab_size": 11, "d_model": 16, "layers": 2, "heads": heads, **fields})
+    config = LanguageModelConfig.model_validate(
+        {"vocab_size": 11, "d_model": 16, "layers": 2, "heads": heads, **fields}
+    )
     g = torch.Generator().manual_seed(0)
     model = LanguageModel(config, generator=g, dtype=torch.float64)
     tokens = torch.randint(11, (2, 2, length), generator=g)
@@ -262,7 +264,9 @@ def model_error(fields: dict[str, Any], context: Context, length: int, heads: in
 
     def backward(outputs: list[Tensor], slices: tuple[slice, slice]) -> list[Tensor]:
         model.zero_grad()
-        sum((y * weight[call][:, own]).sum() for call, (y, own) in enumerate(zip(outputs, slices, strict=True))).backward()
+        sum(
+            (y * weight[call][:, own]).sum() for call, (y, own) in enumerate(zip(outputs, slices, strict=True))
+        ).backward()
         return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
     whole = (slice(None),) * 2
@@ -359,19 +363,76 @@ def refusals(context: Context) -> Iterator[tuple[str, str]]:
             yield name, f"{type(error).__name__}: {error}"
 
 
-def everything(rank: int, size: int, scans: bool, models: bool, rules: bool) -> dict[str, Any]:
-    """All answers of one rank by name."""
+FEW = ("gated delta with phi", "titans_linear", "levels", "attention in a window", "nested levels", "rwkv7")
+
+
+def layer_error(make: Any, context: Context) -> float:
+    """One layer on its own: outputs and the gradient of its input."""
+    layer = make(torch.Generator().manual_seed(0))
+    x = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(2))
+    whole = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad((layer(whole)[0] * weight).sum(), whole)
+    own = slice(9 * context.rank // context.size, 9 * (context.rank + 1) // context.size)
+    mine = x[:, own].clone().requires_grad_()
+    spread(layer, context)
+    y, _ = layer(mine)
+    (y * weight[:, own]).sum().backward()
+    return worst([apart(y, layer_alone(layer, x)[:, own]), apart(mine.grad, wanted[:, own])])
+
+
+def layer_alone(layer: nn.Module, x: Tensor) -> Tensor:
+    gathered(layer)
+    return layer(x)[0]
+
+
+def quick_layers() -> dict[str, Any]:
+    """Layers by name, from a generator."""
+    place = {"dtype": torch.float64}
+    delta = MemoryConfig.model_validate(DELTA)
+    return {
+        "linear attention": lambda g: LinearAttention(8, 2, generator=g, **place),
+        "projected queries": lambda g: Memory(8, 2, delta, query_projection="sum", generator=g, **place),
+        "no convolution": lambda g: Memory(8, 2, delta, conv_kernel=0, generator=g, **place),
+    }
+
+
+def small(rank: int, size: int) -> dict[str, Any]:
+    """What the default tests look at, of one rank, by name."""
     warnings.simplefilter("ignore")
     context = Context.of(dist.group.WORLD)
-    found: dict[str, Any] = {}
-    if scans:
-        found |= {name: scan_error(one, context) for name, one in quick_scans(size).items()}
-    if rules:
-        found |= {name: scan_error(one, context) for name, one in all_rules(size).items()}
-    if models:
-        found |= {f"model: {name}": model_error(fields, context, 12) for name, fields in quick_models().items()}
-    if size == 2:
-        for name, fields in {"dot": {"bias": "dot"}, "l2": {}, "momentum": {"algorithm": "momentum"}}.items():
-            found[f"bytes: {name}"] = [border_bytes(context, fields, length) for length in (8, 16, 64, 256)]
-        found["refusals"] = dict(refusals(context))
+    found: dict[str, Any] = {name: scan_error(one, context) for name, one in quick_scans(size).items()}
+    models = quick_models()
+    found |= {f"model: {name}": model_error(models[name], context, 12) for name in FEW}
+    found |= {f"layer: {name}": layer_error(make, context) for name, make in quick_layers().items()}
+    for name, fields in {"dot": {"bias": "dot"}, "l2": {}, "momentum": {"algorithm": "momentum"}}.items():
+        found[f"bytes: {name}"] = [border_bytes(context, fields, length) for length in (8, 16, 64, 256)]
+    found["refusals"] = dict(refusals(context))
+    found["mixed"] = mixed_error(
+        rank, size, {"memory": MLP, "heads": 3, "d_key": 4, "d_value": 4, "mlp_ratio": 0}, 1, True
+    )
     return found
+
+
+def large(rank: int, size: int) -> dict[str, float]:
+    """Every named rule, every model, on any number of ranks; and tokens fewer than ranks."""
+    warnings.simplefilter("ignore")
+    context = Context.of(dist.group.WORLD)
+    found = {name: scan_error(one, context) for name, one in (quick_scans(size) | all_rules(size)).items()}
+    for name, fields in quick_models().items():
+        found |= {f"model: {name}": model_error(fields, context, 12), f"short: {name}": model_error(fields, context, 2)}
+    found |= {f"layer: {name}": layer_error(make, context) for name, make in quick_layers().items()}
+    return found
+
+
+def meshed(rank: int, size: int) -> dict[str, float]:
+    """data x context ranks with sharded parameters, with activations kept and computed again."""
+    turns = {"memory": MLP, "heads": 3, "d_key": 4, "d_value": 4, "mlp_ratio": 0}
+    mac = {"memory": DELTA, "mlp_ratio": 0, "attention": {"kind": "mac", "segment": 4}}
+    runs = {
+        "delta": ({"memory": DELTA}, False),
+        "levels": ({"levels": LEVELS}, True),
+        "turns": (turns, True),
+        "mac": (mac, True),
+    }
+    return {name: mixed_error(rank, size, fields, 2, again) for name, (fields, again) in runs.items()}
