@@ -84,8 +84,8 @@ class Context(Ranks):
         return found, after, anchor
 
     def final(self, state: Tree, *, alike: bool = True) -> Tree:
-        """The last rank's state, on every rank, `alike` if all have one of the same shapes; gradients of it are the last
-        rank's alone."""
+        """The last rank's state, on every rank, `alike` if all have one of the same shapes; gradients of it are the
+        last rank's alone."""
         return from_last(state, self, alike=alike)
 
     def counted(self, seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
@@ -183,8 +183,8 @@ def context_scan(
 
 def _empty(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, given: dict[str, Any]) -> MemoryState:
     """The state before any token."""
-    none = {name: item[:, :0] if isinstance(item, Tensor) else item for name, item in given.items()}
-    own = Gates(*(gate[:, :0] if isinstance(gate, Tensor) else gate for gate in gates))
+    none: dict[str, Any] = {n: item[:, :0] if isinstance(item, Tensor) else item for n, item in given.items()}
+    own = Gates(*(gate[:, :0] if isinstance(gate, Tensor) else gate for gate in gates))  # type: ignore[arg-type]
     return memory_scan(config, q[:, :0], k[:, :0], v[:, :0], own, **none)[1]
 
 
@@ -202,7 +202,8 @@ def _by_algebra(
     start = _empty(config, q, k, v, gates, given) if state is None else state
     seen = count = None
     if config.feature_map.needs_position:
-        seen, count = context.counted(start.seen, given["write_mask"], given["reset_mask"], q.shape[1])
+        before: Any = start.seen
+        seen, count = context.counted(before, given["write_mask"], given["reset_mask"], q.shape[1])
     wide = start.memory["weight"].dtype
     scanned = Scanned(
         config, q, k, v.to(wide), gates, given["phi_params"], given["initial"], start, seen, given["write_mask"],
@@ -342,7 +343,7 @@ def spread(model: nn.Module, group: Any) -> Context:
     gathered(model)
     for layer in _layers(model):
         if _spreads(layer) != "turns":
-            layer.context = context
+            layer.__dict__["context"] = context
         else:
             if getattr(layer, "causal", True) is False:
                 raise ConfigError(
@@ -390,7 +391,7 @@ class _Relayed:
 
     def before(self, layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Takes the state."""
-        x, anchor = args[0], 0.0
+        x, anchor = args[0], torch.zeros(())
         given = {**given, **({"state": args[1]} if len(args) > 1 else {})}
         if self.context.rank:
             none = {
@@ -400,7 +401,7 @@ class _Relayed:
             }
             with torch.no_grad():
                 _, like = layer.forward(x[:, :0], None, **none)
-            given["state"], anchor = receive(like, self.context)
+            given["state"], anchor = receive(like, self.context)  # type: ignore[assignment]
         self.anchors.append(anchor)
         return args[:1], given
 

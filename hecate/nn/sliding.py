@@ -159,11 +159,11 @@ class SlidingAttention(nn.Module):
         if self.context is None:
             (k, v, entries), after = self._entered(x, k, v, state, write_mask, reset_mask)
         else:  # handed on before anybody attends
-            own, masks = (x, k, v), (write_mask, reset_mask)
+            given = {"x": x, "k": k, "v": v, "write_mask": write_mask, "reset_mask": reset_mask}
             (k, v, entries), after, anchor = self.context.relay(
-                lambda state: self._entered(*own, state, *masks),
+                lambda state: self._entered(**given, state=state),
                 state,
-                lambda: self._entered(*between(own, 0, 0), None, *between(masks, 0, 0))[1],
+                lambda: self._entered(**between(given, 0, 0), state=None)[1],
             )
             k, after = k + anchor, self.context.final(after, alike=self.window is not None)
         if q.numel():

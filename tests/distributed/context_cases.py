@@ -101,8 +101,7 @@ def tensors_of(case: Case, length: int, seed: int) -> tuple[dict[str, Tensor], A
     config, heads, batch, width = case.config, case.heads, 2, 4
     phi = config.feature_map.output_dim(width)
     values, n = phi if config.structure.diagonal else case.values, (config.writes,) if config.writes > 1 else ()
-    normal = lambda *shape: torch.randn(*shape, generator=g)
-    unit = lambda *shape: torch.rand(*shape, generator=g)
+    normal, unit = partial(torch.randn, generator=g), partial(torch.rand, generator=g)
     channel, each = (phi,) if case.channel else (), (batch, length, *n, heads)
     found = {
         "q": normal(batch, length, heads, width),
@@ -218,7 +217,9 @@ def worst(errors: list[float]) -> float:
 
 DELTA = {"retention": "decay", "algorithm": {"kind": "gd", "lr": 0.5}}
 MLP = {"structure": "mlp", "algorithm": {"kind": "gd", "lr": 0.1}}
-LEVELS = [{"name": "fast", "memory": DELTA}, {"name": "mid", "period": 2, "memory": DELTA}, {"name": "slow", "period": 4, "memory": MLP}]  # fmt: skip
+FAST = {"name": "fast", "memory": DELTA}
+LEVELS = [FAST, {"name": "mid", "period": 2, "memory": DELTA}, {"name": "slow", "period": 4, "memory": MLP}]
+NESTED = [FAST, {"name": "slow", "period": 4, "memory": DELTA}]
 
 
 def quick_models() -> dict[str, dict[str, Any]]:
@@ -228,8 +229,8 @@ def quick_models() -> dict[str, dict[str, Any]]:
         "titans_linear": {"memory": "titans_linear"},
         "an MLP memory": {"memory": MLP},
         "levels": {"levels": LEVELS},
-        "nested levels": {"levels": [{"name": "fast", "memory": DELTA}, {"name": "slow", "period": 4, "memory": DELTA}], "composition": "nested"},
-        "carried levels": {"levels": [{"name": "fast", "memory": DELTA}], "composition": "carry", "carry_levels": 3},
+        "nested levels": {"levels": NESTED, "composition": "nested"},
+        "carried levels": {"levels": [FAST], "composition": "carry", "carry_levels": 3},
         "attention in a window": {"memory": DELTA, "attention": {"kind": "mag", "window": 5, "persistent": 2}},
         "full attention": {"attention": {"kind": "attention"}},
         "memory as context": {"memory": DELTA, "attention": {"kind": "mac", "segment": 4}},
@@ -290,7 +291,7 @@ def model_error(fields: dict[str, Any], context: Context, length: int, heads: in
 
 
 def steps(model: nn.Module, batches: Tensor, own: slice, add: Any, count: int = 0) -> None:
-    """Trains on a piece of each batch, the loss divided by the number of all targets; `add` brings gradients together."""
+    """Trains on a piece of each batch, the loss divided by `count` targets; `add` brings gradients together."""
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
     for tokens in batches:
         optimizer.zero_grad()
@@ -310,7 +311,10 @@ def mixed_error(rank: int, size: int, fields: dict[str, Any], data: int, recompu
     from torch.utils.checkpoint import checkpoint
 
     config = LanguageModelConfig.model_validate({"vocab_size": 11, "d_model": 16, "layers": 2, "heads": 2, **fields})
-    make = lambda: LanguageModel(config, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def make() -> LanguageModel:
+        return LanguageModel(config, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
     batches = torch.randint(11, (8, 2 * data, 13), generator=torch.Generator().manual_seed(1))
     one = make()
     steps(one, batches, slice(None), lambda: None)
@@ -359,7 +363,7 @@ def refusals(context: Context) -> Iterator[tuple[str, str]]:
         try:
             attempt()
             yield name, ""
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             yield name, f"{type(error).__name__}: {error}"
 
 
