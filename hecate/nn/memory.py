@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
 from hecate.checks import expect_choice
-from hecate.distributed.context import Context, Spreads, context_scan
+from hecate.distributed.context import Context, Shares, context_scan
 from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
 from hecate.gating import Masks, Written
@@ -264,7 +264,7 @@ class Memory(RuleParameters, MemoryLayer):
         return self.read_out(x, y), LayerState(memory, *carried)
 
     @property
-    def spreads(self) -> Spreads:
+    def shares(self) -> Shares:
         """What it does with a piece of a sequence: projections of queries go token by token."""
         return "itself" if self.query_projection == "none" else "turns"
 

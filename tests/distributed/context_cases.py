@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate import Gates, MemoryConfig, memory_scan
-from hecate.distributed.context import Context, context_scan, gathered, spread, sum_gradients
+from hecate.distributed.context import Context, context_scan, share, sum_gradients, unshare
 from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.nn import LinearAttention, Memory
 from hecate.rule.named import RULES
@@ -273,7 +273,7 @@ def model_error(fields: dict[str, Any], context: Context, length: int, heads: in
     whole = (slice(None),) * 2
     wanted, end = run(whole)
     gradients = backward(wanted, whole)
-    spread(model, context)
+    share(model, context)
     rank, size = context.rank, context.size
     cut = [round(length * (at / size) ** 1.3) for at in range(size + 1)]
     slices = slice(cut[rank], cut[rank + 1]), slice(length * rank // size, length * (rank + 1) // size)
@@ -284,7 +284,7 @@ def model_error(fields: dict[str, Any], context: Context, length: int, heads: in
     errors = [apart(y, w[:, own]) for y, w, own in zip(got, wanted, slices, strict=True)]
     errors += [apart(x.double(), w.double()) for x, w in zip(*map(tensors_in, (final, end)), strict=True)]
     errors += [apart(x, w) for x, w in zip(found, gradients, strict=True)]
-    gathered(model)
+    unshare(model)
     again, _ = run(whole)
     errors.append(apart(again[1], wanted[1]))
     return worst(errors)
@@ -320,7 +320,7 @@ def mixed_error(rank: int, size: int, fields: dict[str, Any], data: int, recompu
     steps(one, batches, slice(None), lambda: None)
     mesh = init_device_mesh("cpu", (data, size // data), mesh_dim_names=("data", "context"))
     model, context = make(), Context.of(mesh["context"].get_group())
-    spread(model, context)
+    share(model, context)
     if recompute:
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -356,8 +356,8 @@ def refusals(context: Context) -> Iterator[tuple[str, str]]:
     y, _ = scanned(context_scan, one, mine, context=context)
     attempts = {
         "second derivatives": lambda: torch.autograd.grad(y.sum(), tensors["v"], create_graph=True),
-        "no state": lambda: spread(nn.Linear(2, 2), context),
-        "later tokens": lambda: spread(LinearAttention(8, 2, causal=False), context),
+        "no state": lambda: share(nn.Linear(2, 2), context),
+        "later tokens": lambda: share(LinearAttention(8, 2, causal=False), context),
     }
     for name, attempt in attempts.items():
         try:
@@ -379,14 +379,14 @@ def layer_error(make: Any, context: Context) -> float:
     (wanted,) = torch.autograd.grad((layer(whole)[0] * weight).sum(), whole)
     own = slice(9 * context.rank // context.size, 9 * (context.rank + 1) // context.size)
     mine = x[:, own].clone().requires_grad_()
-    spread(layer, context)
+    share(layer, context)
     y, _ = layer(mine)
     (y * weight[:, own]).sum().backward()
     return worst([apart(y, layer_alone(layer, x)[:, own]), apart(mine.grad, wanted[:, own])])
 
 
 def layer_alone(layer: nn.Module, x: Tensor) -> Tensor:
-    gathered(layer)
+    unshare(layer)
     return layer(x)[0]
 
 

@@ -128,9 +128,9 @@ def test_spreading_is_taken_back():
             return x, state
 
     layer = Layer()
-    contexts.spread(layer, contexts.Context(None, 0, 2))
+    contexts.share(layer, contexts.Context(None, 0, 2))
     assert layer._forward_hooks and layer._forward_pre_hooks
-    contexts.gathered(layer)
+    contexts.unshare(layer)
     assert not layer._forward_hooks and not layer._forward_pre_hooks
 
 
