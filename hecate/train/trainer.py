@@ -17,7 +17,7 @@ from hecate.data import IGNORED, Batch, Loader, Source
 from hecate.distributed import World, adapt, copied, gathered, is_sharded, shard, spread
 from hecate.distributed.shard import materialise, part_of_step, settle
 from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from hecate.late import holding, look
+from hecate.late import forget, holding, look
 from hecate.models import LanguageModel
 from hecate.optim import Leveled, OptimizerKind, level_groups
 from hecate.optim.options import Group, Named
@@ -285,7 +285,22 @@ def lay_out(config: ExperimentConfig, world: World, model: nn.Module | None) -> 
         if drawn:
             materialise(model, world.device, seeded(config))
     objective = Objective(model)
-    return model, copied(objective, world) if world.extent("replicate") > 1 and not sharded else objective
+    if sharded or world.extent("replicate") == 1:
+        return model, objective
+    return model, copied(objective, world, unused=not drawn or has_unused(objective, config, world.device))
+
+
+def has_unused(objective: nn.Module, config: ExperimentConfig, device: torch.device) -> bool:
+    """Whether parameters stay without a gradient, by one sequence of the length of training."""
+    tokens = (torch.arange(config.seq_len, device=device) % config.data.vocabulary())[None]
+    with holding():
+        objective(tokens, tokens).backward()
+        forget()  # what its numbers are is of no interest
+    params = [p for p in objective.parameters() if p.requires_grad]
+    found = any(p.grad is None for p in params)
+    for p in params:
+        p.grad = None
+    return found
 
 
 def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimizer]:
