@@ -39,6 +39,7 @@ from hecate.distributed.exchange import (
 )  # fmt: skip
 from hecate.engine import memory_scan, written_before
 from hecate.errors import ConfigError
+from hecate.late import held
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 
@@ -166,14 +167,16 @@ def context_scan(
         how: engine, autodiff and name, as in `memory_scan`.
 
     Gradients by what all ranks share (`initial`, phi's parameters, what made q, k, v and gates) are to be summed over
-    ranks: `sum_gradients`. A memory that leaves the finite numbers raises nothing here, it spreads to the loss.
+    ranks: `sum_gradients`. A memory that leaves the finite numbers raises nothing here: it spreads to the
+    loss, and within `hecate.late.holding()` a later look names it.
 
     Raises:
         ConfigError: second derivatives, which collectives do not have.
     """
     context = context if isinstance(context, Context) else Context.of(context)
     gates = Gates() if gates is None else gates
-    chosen, config = way(config, q.shape[2], context.size, gates), spreading(config)
+    chosen = way(config, q.shape[2], context.size, gates)
+    config = config if held() else spreading(config)
     if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):
         _LOG.debug("memory %r, piece %d of %d: %s (%s)", how.get("name", "memory"), context.rank, context.size, *chosen)
     given: dict[str, Any] = {"phi_params": phi_params, "initial": initial}
@@ -366,7 +369,7 @@ def unshare(model: nn.Module) -> None:
 
 
 def _carries(layer: nn.Module) -> bool:
-    return "state" in inspect.signature(layer.forward).parameters
+    return "state" in inspect.signature(type(layer).forward).parameters
 
 
 def _shares(layer: nn.Module) -> Shares:
