@@ -62,3 +62,8 @@ def look(*, wait: bool = False) -> None:
             arrived.synchronize()
         _WAITING.popleft()
         then(value)
+
+
+def forget() -> None:
+    """Drops what was put off, unseen."""
+    _WAITING.clear()

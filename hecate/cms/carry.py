@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, softplus
 
 from hecate.checks import check_shapes, expect_choice
-from hecate.distributed.context import Spreads
+from hecate.distributed.context import Shares
 from hecate.engine import as_plain, log_linear_scan
 from hecate.nn import Memory
 from hecate.nn.parameters import draw_normal, source_of
@@ -55,7 +55,7 @@ class CarryMemory(Memory):
             self._draw_levels(generator)
 
     @property
-    def spreads(self) -> Spreads:
+    def shares(self) -> Shares:
         """What it does with a piece of a sequence: levels of ages are handed on from rank to rank."""
         return "turns"
 

@@ -14,7 +14,7 @@ from hecate.checks import expect
 from hecate.cms.carry import CarryMemory
 from hecate.cms.config import CMSConfig, LevelConfig
 from hecate.cms.health import LevelHealth, level_health, record_calls, warn_of_levels
-from hecate.distributed.context import Context, Spreads
+from hecate.distributed.context import Context, Shares
 from hecate.engine import EngineName, written_before
 from hecate.errors import ConfigError, HealthWarning, ShapeError
 from hecate.nn import LayerState, Memory
@@ -185,7 +185,7 @@ class CMS(nn.Module):
         return y, CMSState(tuple(after), last)
 
     @property
-    def spreads(self) -> Spreads:
+    def shares(self) -> Shares:
         """What it does with a piece of a sequence: nested levels are cut where they commit."""
         return "turns" if self.config.composition == "nested" else "layers"
 

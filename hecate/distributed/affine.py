@@ -1,10 +1,10 @@
 """Pieces of a sequence at once, for rules that are affine in their state.
 
 What a piece makes of the state X that enters it is X A + B, and its outputs are y_B + X y_A, whatever X is. Rows of a
-matrix memory never look at one another, so one scan of values [v, 0] from the state [0; I] gives B, A, y_B and y_A; with
-momentum values [v, 0, 0] from M = [0; I; 0] and S = [0; 0; I]. Where the gradient does not look at the memory A is a
-product of gates, which is made of these alone, and coordinates of a diagonal memory are numbers: there A is one for each
-head or channel. Ranks gather (A, B), whatever the length, and combine those before them. [CTX-ALGEBRA-D1]
+matrix memory never look at one another, so one scan of values [v, 0] from the state [0; I] gives B, A, y_B and y_A;
+with momentum values [v, 0, 0] from M = [0; I; 0] and S = [0; 0; I]. Where the gradient does not look at the memory A is
+a product of gates, which is made of these alone, and coordinates of a diagonal memory are numbers: there A is one for
+each head or channel. Ranks gather (A, B), whatever the length, and combine those before them. [CTX-ALGEBRA-D1]
 """
 
 from __future__ import annotations
@@ -205,13 +205,13 @@ def _restart(scanned: Scanned) -> Tensor:
     """Where a reset restarts the memory, `[B, H, ...]`."""
     config, some = scanned.config, (slice(None), slice(0))
     q, k, v = scanned.q[some], scanned.k[some], scanned.v[some]
-    gates = Gates(*(gate[some] if isinstance(gate, Tensor) else gate for gate in scanned.gates))
+    gates = Gates(*(gate[some] if isinstance(gate, Tensor) else gate for gate in scanned.gates))  # type: ignore[arg-type]
     _, fresh = memory_scan(config, q, k, v, gates, phi_params=scanned.phi_params, initial=scanned.initial)
     return fresh.memory["weight"]
 
 
 def _matrix_piece(scanned: Scanned) -> Piece:
-    """One scan of values [v, 0] from [0; I]: rows V + i P + j of its outputs are what unit j of slot i adds to reads."""
+    """One scan of values [v, 0] from [0; I]: rows V + i P + j of outputs are what unit j of slot i adds to reads."""
     v, states, start = scanned.v, scanned.slots, _restart(scanned)
     count, (width, phi) = len(states), start.shape[-2:]
     wide = pad(v, (0, count * phi))

@@ -1,17 +1,17 @@
 """Context parallelism: ranks hold consecutive pieces of every sequence, uneven or empty ones too. [CTX-SCAN-D1]
 
-    context = spread(model, group)                 # once; every rank of the group has the same model
+    context = share(model, group)                  # once; every rank of the group has the same model
     tokens, targets, resets = piece(batch, context.rank, context.size)
     logits, state = model(tokens)                  # those of this piece
     loss_of_sum(logits, targets).backward()        # a sum over this piece's targets, divided by the count of all
     sum_gradients(model, context)
 
 Outputs of a piece are the slice of what one process computes, and the state that is returned is that after the last
-piece, on every rank; its gradients flow from the last rank alone. What is written on a rank is never sent: only what
-borders need, whatever the length of pieces.
+piece, on every rank; its gradients flow from the last rank alone.
 
-A scan goes one of three ways, which follows from its rule (`way`): by algebra, where the rule is affine in its state;
-by heads, all tokens of some heads on each rank; or by relay, one rank after another, each handing its state on.
+A scan goes one of three ways, which follows from its rule (`way`): by algebra, where the rule is affine in its state,
+at the same bytes per border whatever the lengths of pieces; by heads, all tokens of some heads on each rank; or by
+relay, one rank after another, each handing its state on.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from hecate.distributed.exchange import (
 )  # fmt: skip
 from hecate.engine import memory_scan, written_before
 from hecate.errors import ConfigError
+from hecate.late import held
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 
 Tree = TypeVar("Tree")
-Spreads = Literal["itself", "layers", "turns"]
+Shares = Literal["itself", "layers", "turns"]
 _LOG = logging.getLogger("hecate.distributed")
 
 
@@ -84,8 +85,8 @@ class Context(Ranks):
         return found, after, anchor
 
     def final(self, state: Tree, *, alike: bool = True) -> Tree:
-        """The last rank's state, on every rank, `alike` if all have one of the same shapes; gradients of it are the last
-        rank's alone."""
+        """The last rank's state, on every rank, `alike` if all have one of the same shapes; gradients of it are the
+        last rank's alone."""
         return from_last(state, self, alike=alike)
 
     def counted(self, seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
@@ -166,14 +167,16 @@ def context_scan(
         how: engine, autodiff and name, as in `memory_scan`.
 
     Gradients by what all ranks share (`initial`, phi's parameters, what made q, k, v and gates) are to be summed over
-    ranks: `sum_gradients`. A memory that leaves the finite numbers raises nothing here, it spreads to the loss.
+    ranks: `sum_gradients`. A memory that leaves the finite numbers raises nothing here: it spreads to the
+    loss, and within `hecate.late.holding()` a later look names it.
 
     Raises:
         ConfigError: second derivatives, which collectives do not have.
     """
     context = context if isinstance(context, Context) else Context.of(context)
     gates = Gates() if gates is None else gates
-    chosen, config = way(config, q.shape[2], context.size, gates), spreading(config)
+    chosen = way(config, q.shape[2], context.size, gates)
+    config = config if held() else spreading(config)
     if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):
         _LOG.debug("memory %r, piece %d of %d: %s (%s)", how.get("name", "memory"), context.rank, context.size, *chosen)
     given: dict[str, Any] = {"phi_params": phi_params, "initial": initial}
@@ -183,8 +186,8 @@ def context_scan(
 
 def _empty(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, given: dict[str, Any]) -> MemoryState:
     """The state before any token."""
-    none = {name: item[:, :0] if isinstance(item, Tensor) else item for name, item in given.items()}
-    own = Gates(*(gate[:, :0] if isinstance(gate, Tensor) else gate for gate in gates))
+    none: dict[str, Any] = {n: item[:, :0] if isinstance(item, Tensor) else item for n, item in given.items()}
+    own = Gates(*(gate[:, :0] if isinstance(gate, Tensor) else gate for gate in gates))  # type: ignore[arg-type]
     return memory_scan(config, q[:, :0], k[:, :0], v[:, :0], own, **none)[1]
 
 
@@ -202,7 +205,8 @@ def _by_algebra(
     start = _empty(config, q, k, v, gates, given) if state is None else state
     seen = count = None
     if config.feature_map.needs_position:
-        seen, count = context.counted(start.seen, given["write_mask"], given["reset_mask"], q.shape[1])
+        before: Any = start.seen
+        seen, count = context.counted(before, given["write_mask"], given["reset_mask"], q.shape[1])
     wide = start.memory["weight"].dtype
     scanned = Scanned(
         config, q, k, v.to(wide), gates, given["phi_params"], given["initial"], start, seen, given["write_mask"],
@@ -322,12 +326,12 @@ _WAYS: dict[str, Callable[..., tuple[Tensor, MemoryState]]] = {
 _HOOKS = "_context_hooks"
 
 
-def spread(model: nn.Module, group: Any) -> Context:
+def share(model: nn.Module, group: Any) -> Context:
     """Tells the layers of a model that the ranks of a group hold consecutive pieces of every sequence. [CTX-MODEL-D1]
 
-    A layer that carries a state from token to token (`state` among its arguments) says in `spreads` what it does with
+    A layer that carries a state from token to token (`state` among its arguments) says in `shares` what it does with
     a piece: "itself" has it ask its `context`, "layers" hands the states of its own layers through. Others take
-    "turns": they run rank after rank, as they are. `gathered(model)` takes it back.
+    "turns": they run rank after rank, as they are. `unshare(model)` takes it back.
 
     Raises:
         ConfigError: a model that carries no state, whose tokens may hear of one another in ways that nobody knows; a
@@ -339,10 +343,10 @@ def spread(model: nn.Module, group: Any) -> Context:
             f"parallel.context > 1: {type(model).__name__} has no argument 'state', so nobody can tell it what the "
             "pieces before have left; use context 1, or a model whose layers go on from a state"
         )
-    gathered(model)
+    unshare(model)
     for layer in _layers(model):
-        if _spreads(layer) != "turns":
-            layer.context = context
+        if _shares(layer) != "turns":
+            layer.__dict__["context"] = context
         else:
             if getattr(layer, "causal", True) is False:
                 raise ConfigError(
@@ -356,8 +360,8 @@ def spread(model: nn.Module, group: Any) -> Context:
     return context
 
 
-def gathered(model: nn.Module) -> None:
-    """Takes back what `spread` has told: from now on every process has whole sequences."""
+def unshare(model: nn.Module) -> None:
+    """Takes back what `share` has told: from now on every process has whole sequences."""
     for layer in model.modules():
         for handle in layer.__dict__.pop(_HOOKS, ()):
             handle.remove()
@@ -365,18 +369,18 @@ def gathered(model: nn.Module) -> None:
 
 
 def _carries(layer: nn.Module) -> bool:
-    return "state" in inspect.signature(layer.forward).parameters
+    return "state" in inspect.signature(type(layer).forward).parameters
 
 
-def _spreads(layer: nn.Module) -> Spreads:
-    return getattr(layer, "spreads", "turns")
+def _shares(layer: nn.Module) -> Shares:
+    return getattr(layer, "shares", "turns")
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """The outermost layers that carry a state, and those in them where these hand states through."""
     if _carries(model):
         yield model
-        if _spreads(model) != "layers":
+        if _shares(model) != "layers":
             return
     for child in model.children():
         yield from _layers(child)
@@ -390,7 +394,7 @@ class _Relayed:
 
     def before(self, layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Takes the state."""
-        x, anchor = args[0], 0.0
+        x, anchor = args[0], torch.zeros(())
         given = {**given, **({"state": args[1]} if len(args) > 1 else {})}
         if self.context.rank:
             none = {
@@ -400,7 +404,7 @@ class _Relayed:
             }
             with torch.no_grad():
                 _, like = layer.forward(x[:, :0], None, **none)
-            given["state"], anchor = receive(like, self.context)
+            given["state"], anchor = receive(like, self.context)  # type: ignore[assignment]
         self.anchors.append(anchor)
         return args[:1], given
 
@@ -426,14 +430,21 @@ def piece(batch: Tree, rank: int, ranks: int) -> Tree:
 def sum_gradients(model: nn.Module, context: Ranks) -> None:
     """Sums the gradients of parameters over the ranks of a context, each of which has seen a piece: not their mean.
 
-    Of sharded parameters every rank's own shard. All trained parameters get a gradient, 0 where nobody has one."""
+    Of sharded parameters every rank's own shard. A parameter that has a gradient on one rank has one on all; those that
+    no loss depends on stay without."""
     import torch.distributed as dist
 
+    params = [p for p in model.parameters() if p.requires_grad]
+    if not params:
+        return
+    flags = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=params[0].device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group=context.group)
     found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for p in model.parameters():
-        if p.requires_grad:
+    for p, used in zip(params, flags.tolist(), strict=True):
+        if used:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            local = getattr(p.grad, "to_local", lambda grad=p.grad: grad)()
+            whole: Any = p.grad
+            local = whole.to_local() if hasattr(whole, "to_local") else whole
             found.setdefault((local.dtype, local.device), []).append(local)
     for grads in found.values():
         flat = torch.cat([grad.flatten() for grad in grads])

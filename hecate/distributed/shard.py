@@ -125,10 +125,10 @@ def materialise(model: Any, device: torch.device, source: torch.Generator) -> No
     model.reset_parameters(source)
 
 
-def copied(module: nn.Module, world: World) -> nn.Module:
+def copied(module: nn.Module, world: World, *, unused: bool = True) -> nn.Module:
     """The module with its gradients averaged over `replicate` in the backward pass. [DIST-COPY-D1]
 
-    Parameters without a gradient in a step are found in its graph, and stay without.
+    With `unused`, parameters without a gradient in a step are looked for in its graph, and stay without.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -139,7 +139,7 @@ def copied(module: nn.Module, world: World) -> nn.Module:
         process_group=world.mesh.get_group("replicate"),
         device_ids=[world.device] if world.device.type == "cuda" else None,
         broadcast_buffers=False,
-        find_unused_parameters=True,
+        find_unused_parameters=unused,
         gradient_as_bucket_view=True,
     )
 

@@ -22,7 +22,7 @@ from hecate.cms import (
     SelfReferenceConfig,
     SelfReferential,
 )  # fmt: skip
-from hecate.distributed.context import Spreads
+from hecate.distributed.context import Shares
 from hecate.errors import ConfigError, ShapeError
 from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
@@ -201,7 +201,7 @@ class MemoryBlock(Layers):
     layer `(x, state, masks) -> (y, state)`. [LM-MIXER-D1]
     """
 
-    spreads: ClassVar[Spreads] = "layers"
+    shares: ClassVar[Shares] = "layers"
 
     def __init__(
         self, config: LanguageModelConfig, name: str, generator: torch.Generator | None = None, **place: Any
@@ -269,7 +269,7 @@ class LanguageModel(nn.Module):
         generator: source of all draws; None uses torch's default generator.
     """
 
-    spreads: ClassVar[Spreads] = "layers"
+    shares: ClassVar[Shares] = "layers"
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate.checks import Size
-from hecate.distributed.context import Spreads
+from hecate.distributed.context import Shares
 from hecate.engine import written_before
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import Mask, check_made, check_sequence
@@ -238,7 +238,7 @@ class Composed(nn.Module):
         return y, ComposedState(attention, memory)
 
     @property
-    def spreads(self) -> Spreads:
+    def shares(self) -> Shares:
         """What it does with a piece of a sequence: segments follow one another."""
         return "turns" if self.config.by_segment else "layers"
 

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
 from hecate.checks import expect_choice
-from hecate.distributed.context import Context, Spreads, context_scan
+from hecate.distributed.context import Context, Shares, context_scan
 from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
 from hecate.gating import Masks, Written
@@ -21,7 +21,7 @@ from hecate.nn.conv import DEFAULT_QK_NORM, QK_NORMS, QKNorm, ShortConv, convolv
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
-from hecate.nn.rule import Asked, FeatureMemory, FeatureMemoryConfig, RuleParameters, between
+from hecate.nn.rule import Asked, FeatureMemory, FeatureMemoryConfig, GatingParameters, RuleParameters, between
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState, carried
 from hecate.tape import Autodiff, is_traced
@@ -267,7 +267,7 @@ class Memory(RuleParameters, MemoryLayer):
         return self.read_out(x, y), LayerState(memory, *carried)
 
     @property
-    def spreads(self) -> Spreads:
+    def shares(self) -> Shares:
         """What it does with a piece of a sequence: projections of queries go token by token."""
         return "itself" if self.query_projection == "none" else "turns"
 
@@ -295,15 +295,15 @@ class Memory(RuleParameters, MemoryLayer):
         several = (self.pairs, self.heads, -1) if self.pairs > 1 else (self.heads, -1)
         k = normalise_qk(k.unflatten(-1, several), self.qk_norm)
         features = None if state is None else state.features
-        how = masks if self.context is None else {**masks, "scan": partial(context_scan, context=self.context)}
-        q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **how)
+        across: Any = {} if self.context is None else {"scan": partial(context_scan, context=self.context)}
+        q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks, **across)
         v, gates, skip, gated = v.unflatten(-1, several), self.gates(x), None, None
         if self.gating is not None:
             own = None if state is None else state.gating
             restarts = (
                 reset_mask if restart_mask is None else restart_mask | (False if reset_mask is None else reset_mask)
             )
-            made, gated = self._gated((x, q, k, v, gates), own, Masks(write_mask, restarts))
+            made, gated = self._gated(self.gating, (x, q, k, v, gates), own, Masks(write_mask, restarts))
             (q, k, v, _, skip), gates = made, Gates(**made.gates)
         params: Params | None = self.phi_params
         memory, held = None if state is None else state.memory, None
@@ -327,18 +327,18 @@ class Memory(RuleParameters, MemoryLayer):
         return LayerState(None, past, segment)  # type: ignore[arg-type]
 
     def _gated(
-        self, made: tuple[Any, ...], held: dict[str, Tensor] | None, masks: Masks
+        self, gating: GatingParameters, made: tuple[Any, ...], held: dict[str, Tensor] | None, masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
         """What the gating makes of x, q, k, v and gates, and its state."""
-        if self.context is None or not self.gating.gating.state_shapes(self.gating.sizes):
-            return self.gating(*made, held, masks)
+        if self.context is None or not gating.gating.state_shapes(gating.sizes):
+            return gating(*made, held, masks)
         few: Any = between((made, masks.write, masks.reset), 0, 0)
 
         def like() -> dict[str, Tensor]:
-            return self.gating(*few[0], None, Masks(*few[1:]))[1]
+            return gating(*few[0], None, Masks(*few[1:]))[1]
 
-        written, held, anchor = self.context.relay(lambda held: self.gating(*made, held, masks), held, like)
-        return written._replace(v=written.v + anchor), held
+        written, after, anchor = self.context.relay(lambda held: gating(*made, held, masks), held, like)
+        return written._replace(v=written.v + anchor), after
 
     def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState] | None:
         """`forward` for x `[B, 1, d_model]`, with the same bits in fewer calls. None where the long way has to take it,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hecate.checks import check_shapes, check_size, expect_choice, expect_count
-from hecate.distributed.context import Context, Spreads
+from hecate.distributed.context import Context, Shares
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn.arguments import Mask, check_made, check_sequence, check_sizes, check_tensors
 from hecate.nn.conv import normalise_qk
@@ -69,7 +69,7 @@ class SlidingAttention(nn.Module):
     2305.13245.
     """
 
-    spreads: ClassVar[Spreads] = "itself"
+    shares: ClassVar[Shares] = "itself"
     context: Context | None = None  # the ranks that hold the other pieces of its sequences
 
     def __init__(
@@ -159,11 +159,11 @@ class SlidingAttention(nn.Module):
         if self.context is None:
             (k, v, entries), after = self._entered(x, k, v, state, write_mask, reset_mask)
         else:  # handed on before anybody attends
-            own, masks = (x, k, v), (write_mask, reset_mask)
+            given: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write_mask, "reset_mask": reset_mask}
             (k, v, entries), after, anchor = self.context.relay(
-                lambda state: self._entered(*own, state, *masks),
+                lambda state: self._entered(**given, state=state),
                 state,
-                lambda: self._entered(*between(own, 0, 0), None, *between(masks, 0, 0))[1],
+                lambda: self._entered(**between(given, 0, 0), state=None)[1],
             )
             k, after = k + anchor, self.context.final(after, alike=self.window is not None)
         if q.numel():

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from hecate.cms import CMS, LevelHealth
 from hecate.data import IGNORED, Batch, Source
 from hecate.distributed import World
+from hecate.distributed.context import piece
 from hecate.errors import ConfigError, HealthWarning
 
 
@@ -58,7 +59,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, w
     loss, correct, labels = 0.0, 0, 0
     with _evaluating(model):
         for batch in batches:
-            own = batch if world is None else _rows_of(batch, world)
+            own = batch if world is None else _own_part(batch, world)
             tokens, targets = own.tokens.to(device), own.targets.to(device)
             logits, _ = model(tokens)
             count = int((targets != IGNORED).sum())
@@ -69,6 +70,14 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, w
         loss = float(world.sum(torch.tensor(loss, dtype=torch.float64)))
         correct, labels = world.sum(torch.tensor([correct, labels])).tolist()
     return Score(loss / max(labels, 1), correct / max(labels, 1), labels)
+
+
+def _own_part(batch: Batch, world: World) -> Batch:
+    """This rank's rows of a batch, and of these its tokens where ranks share sequences."""
+    own, ranks = _rows_of(batch, world), world.extent("context")
+    if ranks == 1 or world.mesh is None:
+        return own
+    return piece(own, world.mesh.get_local_rank("context"), ranks)
 
 
 def _rows_of(batch: Batch, world: World) -> Batch:

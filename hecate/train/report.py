@@ -29,7 +29,8 @@ def write_report(
     """Writes report.md and, with matplotlib, figures/*.png: on rank 0, after what every rank computes."""
     metric, config = trainer.source.metric, trainer.config
     one_sequence = trainer.model, trainer.source, config.seq_len, trainer.device
-    leaves, health = state_leaves(*one_sequence), model_health(*one_sequence)
+    with trainer.whole_sequences():
+        leaves, health = state_leaves(*one_sequence), model_health(*one_sequence)
     if not trainer.world.main:
         return
     records = read_metrics(folder / "metrics.jsonl")

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from hecate.data import IGNORED, Batch, Loader, Source
 from hecate.distributed import World, adapt, copied, gathered, is_sharded, shard, spread
+from hecate.distributed.context import Context, piece, share, sum_gradients, unshare
 from hecate.distributed.shard import materialise, part_of_step, settle
 from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from hecate.late import holding, look
+from hecate.late import forget, holding, look
 from hecate.models import LanguageModel
 from hecate.optim import Leveled, OptimizerKind, level_groups
 from hecate.optim.options import Group, Named
@@ -94,7 +95,8 @@ class Trainer:
             seq_len=config.seq_len,
             rows=None if self.world.batch_ranks == 1 else rows,
         )
-        self.model, self._objective = lay_out(config, self.world, model)
+        self.context = context_of(config, self.world)
+        self.model, self._objective = lay_out(config, self.world, model, self.context)
         self.optimizers = build_optimizers(self.model, config.optim)
         self.step = 0
         self._validation = budget.batch_size, config.seq_len, budget.eval_batches
@@ -131,6 +133,8 @@ class Trainer:
     def _gradients(self, batch: Batch, lr: float) -> float:
         """The gradient of the mean loss over all labels of the step, whoever has them; the loss."""
         world, parts = self.world, self.config.budget.accumulate
+        if self.context is not None:
+            batch = piece(batch, self.context.rank, self.context.size)
         labels = [int((targets != IGNORED).sum()) for targets in batch.targets.chunk(parts)]
         total = int(world.sum(torch.tensor(sum(labels))))
         value, fault = 0.0, None
@@ -159,6 +163,8 @@ class Trainer:
         if world.any(fault is not None):
             rank, text = world.first_of(None if fault is None else str(fault)) or (0, "")
             raise NonFiniteError(f"on rank {rank}, {text}") from fault
+        if self.context is not None:
+            sum_gradients(self.model, self.context)
         return value if world.size == 1 else float(world.sum(torch.tensor(value, dtype=torch.float64)))
 
     @contextmanager
@@ -180,6 +186,21 @@ class Trainer:
 
     def sample(self) -> str:
         """Text from the model as it stands, drawn with the experiment's seed; of a task one solved example."""
+        with self.whole_sequences():
+            return self._sample()
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """The model as it takes whole sequences on every process, each the same ones."""
+        if self.context is not None:
+            unshare(self.model)
+        try:
+            yield
+        finally:
+            if self.context is not None:
+                share(self.model, self.context)
+
+    def _sample(self) -> str:
         if self.source.metric != "bits_per_byte":
             return solved_example(self.model, self.source, self.config.seq_len, self.device)
         how = self.config.sample
@@ -271,7 +292,25 @@ def check_parts(config: ExperimentConfig, world: World, rows: int) -> None:
         )
 
 
-def lay_out(config: ExperimentConfig, world: World, model: nn.Module | None) -> tuple[nn.Module, nn.Module]:
+def context_of(config: ExperimentConfig, world: World) -> Context | None:
+    """The ranks that share sequences with this one, None where each has whole ones."""
+    ranks = world.extent("context")
+    if ranks == 1 or world.mesh is None:
+        return None
+    if config.seq_len < ranks:
+        raise ConfigError(f"is {ranks}, and sequences of {config.seq_len} tokens cannot be shared by as many", _CONTEXT)
+    if config.budget.compile != "none":
+        compiled = f"budget.compile={config.budget.compile!r} compiles blocks that exchange states as they run"
+        raise ConfigError(f"is {ranks}, and {compiled}; take compile: none, or context: 1", _CONTEXT)
+    return Context.of(world.mesh.get_group("context"))
+
+
+_CONTEXT = ("parallel", "context")
+
+
+def lay_out(
+    config: ExperimentConfig, world: World, model: nn.Module | None, context: Context | None = None
+) -> tuple[nn.Module, nn.Module]:
     """The model of an experiment, or the one given, over a world; and its loss, as the steps call it."""
     budget, sharded = config.budget, world.extent("data") > 1
     low, drawn = budget.precision == "bfloat16", model is None
@@ -279,13 +318,30 @@ def lay_out(config: ExperimentConfig, world: World, model: nn.Module | None) -> 
         model = build_model(config, "meta" if sharded else None)
     if not (drawn and sharded):
         model = model.to(world.device)
+    if context is not None:
+        share(model, context)
     adapt(model, low=low and not sharded, recompute=budget.recompute, compiled=budget.compile == "block")
     if sharded:
         shard(model, world, low=low)
         if drawn:
             materialise(model, world.device, seeded(config))
     objective = Objective(model)
-    return model, copied(objective, world) if world.extent("replicate") > 1 and not sharded else objective
+    if sharded or world.extent("replicate") == 1:
+        return model, objective
+    return model, copied(objective, world, unused=not drawn or has_unused(objective, config, world.device))
+
+
+def has_unused(objective: nn.Module, config: ExperimentConfig, device: torch.device) -> bool:
+    """Whether parameters stay without a gradient, by one sequence of the length of training."""
+    tokens = (torch.arange(config.seq_len, device=device) % config.data.vocabulary())[None]
+    with holding():
+        objective(tokens, tokens).backward()
+        forget()  # what its numbers are is of no interest
+    params = [p for p in objective.parameters() if p.requires_grad]
+    found = any(p.grad is None for p in params)
+    for p in params:
+        p.grad = None
+    return found
 
 
 def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimizer]:

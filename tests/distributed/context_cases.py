@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate import Gates, MemoryConfig, memory_scan
-from hecate.distributed.context import Context, context_scan, gathered, spread, sum_gradients
+from hecate.distributed.context import Context, context_scan, share, sum_gradients, unshare
 from hecate.models import LanguageModel, LanguageModelConfig
-from hecate.nn import LinearAttention
+from hecate.nn import LinearAttention, Memory
 from hecate.rule.named import RULES
 
 T = 14
@@ -101,8 +101,7 @@ def tensors_of(case: Case, length: int, seed: int) -> tuple[dict[str, Tensor], A
     config, heads, batch, width = case.config, case.heads, 2, 4
     phi = config.feature_map.output_dim(width)
     values, n = phi if config.structure.diagonal else case.values, (config.writes,) if config.writes > 1 else ()
-    normal = lambda *shape: torch.randn(*shape, generator=g)
-    unit = lambda *shape: torch.rand(*shape, generator=g)
+    normal, unit = partial(torch.randn, generator=g), partial(torch.rand, generator=g)
     channel, each = (phi,) if case.channel else (), (batch, length, *n, heads)
     found = {
         "q": normal(batch, length, heads, width),
@@ -218,7 +217,9 @@ def worst(errors: list[float]) -> float:
 
 DELTA = {"retention": "decay", "algorithm": {"kind": "gd", "lr": 0.5}}
 MLP = {"structure": "mlp", "algorithm": {"kind": "gd", "lr": 0.1}}
-LEVELS = [{"name": "fast", "memory": DELTA}, {"name": "mid", "period": 2, "memory": DELTA}, {"name": "slow", "period": 4, "memory": MLP}]  # fmt: skip
+FAST = {"name": "fast", "memory": DELTA}
+LEVELS = [FAST, {"name": "mid", "period": 2, "memory": DELTA}, {"name": "slow", "period": 4, "memory": MLP}]
+NESTED = [FAST, {"name": "slow", "period": 4, "memory": DELTA}]
 
 
 def quick_models() -> dict[str, dict[str, Any]]:
@@ -228,8 +229,8 @@ def quick_models() -> dict[str, dict[str, Any]]:
         "titans_linear": {"memory": "titans_linear"},
         "an MLP memory": {"memory": MLP},
         "levels": {"levels": LEVELS},
-        "nested levels": {"levels": [{"name": "fast", "memory": DELTA}, {"name": "slow", "period": 4, "memory": DELTA}], "composition": "nested"},
-        "carried levels": {"levels": [{"name": "fast", "memory": DELTA}], "composition": "carry", "carry_levels": 3},
+        "nested levels": {"levels": NESTED, "composition": "nested"},
+        "carried levels": {"levels": [FAST], "composition": "carry", "carry_levels": 3},
         "attention in a window": {"memory": DELTA, "attention": {"kind": "mag", "window": 5, "persistent": 2}},
         "full attention": {"attention": {"kind": "attention"}},
         "memory as context": {"memory": DELTA, "attention": {"kind": "mac", "segment": 4}},
@@ -272,7 +273,7 @@ def model_error(fields: dict[str, Any], context: Context, length: int, heads: in
     whole = (slice(None),) * 2
     wanted, end = run(whole)
     gradients = backward(wanted, whole)
-    spread(model, context)
+    share(model, context)
     rank, size = context.rank, context.size
     cut = [round(length * (at / size) ** 1.3) for at in range(size + 1)]
     slices = slice(cut[rank], cut[rank + 1]), slice(length * rank // size, length * (rank + 1) // size)
@@ -283,14 +284,14 @@ def model_error(fields: dict[str, Any], context: Context, length: int, heads: in
     errors = [apart(y, w[:, own]) for y, w, own in zip(got, wanted, slices, strict=True)]
     errors += [apart(x.double(), w.double()) for x, w in zip(*map(tensors_in, (final, end)), strict=True)]
     errors += [apart(x, w) for x, w in zip(found, gradients, strict=True)]
-    gathered(model)
+    unshare(model)
     again, _ = run(whole)
     errors.append(apart(again[1], wanted[1]))
     return worst(errors)
 
 
 def steps(model: nn.Module, batches: Tensor, own: slice, add: Any, count: int = 0) -> None:
-    """Trains on a piece of each batch, the loss divided by the number of all targets; `add` brings gradients together."""
+    """Trains on a piece of each batch, the loss divided by `count` targets; `add` brings gradients together."""
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
     for tokens in batches:
         optimizer.zero_grad()
@@ -310,13 +311,16 @@ def mixed_error(rank: int, size: int, fields: dict[str, Any], data: int, recompu
     from torch.utils.checkpoint import checkpoint
 
     config = LanguageModelConfig.model_validate({"vocab_size": 11, "d_model": 16, "layers": 2, "heads": 2, **fields})
-    make = lambda: LanguageModel(config, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def make() -> LanguageModel:
+        return LanguageModel(config, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
     batches = torch.randint(11, (8, 2 * data, 13), generator=torch.Generator().manual_seed(1))
     one = make()
     steps(one, batches, slice(None), lambda: None)
     mesh = init_device_mesh("cpu", (data, size // data), mesh_dim_names=("data", "context"))
     model, context = make(), Context.of(mesh["context"].get_group())
-    spread(model, context)
+    share(model, context)
     if recompute:
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -352,8 +356,8 @@ def refusals(context: Context) -> Iterator[tuple[str, str]]:
     y, _ = scanned(context_scan, one, mine, context=context)
     attempts = {
         "second derivatives": lambda: torch.autograd.grad(y.sum(), tensors["v"], create_graph=True),
-        "no state": lambda: spread(nn.Linear(2, 2), context),
-        "later tokens": lambda: spread(LinearAttention(8, 2, causal=False), context),
+        "no state": lambda: share(nn.Linear(2, 2), context),
+        "later tokens": lambda: share(LinearAttention(8, 2, causal=False), context),
     }
     for name, attempt in attempts.items():
         try:
@@ -363,19 +367,76 @@ def refusals(context: Context) -> Iterator[tuple[str, str]]:
             yield name, f"{type(error).__name__}: {error}"
 
 
-def everything(rank: int, size: int, scans: bool, models: bool, rules: bool) -> dict[str, Any]:
-    """All answers of one rank by name."""
+FEW = ("gated delta with phi", "titans_linear", "levels", "attention in a window", "nested levels", "rwkv7")
+
+
+def layer_error(make: Any, context: Context) -> float:
+    """One layer on its own: outputs and the gradient of its input."""
+    layer = make(torch.Generator().manual_seed(0))
+    x = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(2))
+    whole = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad((layer(whole)[0] * weight).sum(), whole)
+    own = slice(9 * context.rank // context.size, 9 * (context.rank + 1) // context.size)
+    mine = x[:, own].clone().requires_grad_()
+    share(layer, context)
+    y, _ = layer(mine)
+    (y * weight[:, own]).sum().backward()
+    return worst([apart(y, layer_alone(layer, x)[:, own]), apart(mine.grad, wanted[:, own])])
+
+
+def layer_alone(layer: nn.Module, x: Tensor) -> Tensor:
+    unshare(layer)
+    return layer(x)[0]
+
+
+def quick_layers() -> dict[str, Any]:
+    """Layers by name, from a generator."""
+    place = {"dtype": torch.float64}
+    delta = MemoryConfig.model_validate(DELTA)
+    return {
+        "linear attention": lambda g: LinearAttention(8, 2, generator=g, **place),
+        "projected queries": lambda g: Memory(8, 2, delta, query_projection="sum", generator=g, **place),
+        "no convolution": lambda g: Memory(8, 2, delta, conv_kernel=0, generator=g, **place),
+    }
+
+
+def small(rank: int, size: int) -> dict[str, Any]:
+    """What the default tests look at, of one rank, by name."""
     warnings.simplefilter("ignore")
     context = Context.of(dist.group.WORLD)
-    found: dict[str, Any] = {}
-    if scans:
-        found |= {name: scan_error(one, context) for name, one in quick_scans(size).items()}
-    if rules:
-        found |= {name: scan_error(one, context) for name, one in all_rules(size).items()}
-    if models:
-        found |= {f"model: {name}": model_error(fields, context, 12) for name, fields in quick_models().items()}
-    if size == 2:
-        for name, fields in {"dot": {"bias": "dot"}, "l2": {}, "momentum": {"algorithm": "momentum"}}.items():
-            found[f"bytes: {name}"] = [border_bytes(context, fields, length) for length in (8, 16, 64, 256)]
-        found["refusals"] = dict(refusals(context))
+    found: dict[str, Any] = {name: scan_error(one, context) for name, one in quick_scans(size).items()}
+    models = quick_models()
+    found |= {f"model: {name}": model_error(models[name], context, 12) for name in FEW}
+    found |= {f"layer: {name}": layer_error(make, context) for name, make in quick_layers().items()}
+    for name, fields in {"dot": {"bias": "dot"}, "l2": {}, "momentum": {"algorithm": "momentum"}}.items():
+        found[f"bytes: {name}"] = [border_bytes(context, fields, length) for length in (8, 16, 64, 256)]
+    found["refusals"] = dict(refusals(context))
+    found["mixed"] = mixed_error(
+        rank, size, {"memory": MLP, "heads": 3, "d_key": 4, "d_value": 4, "mlp_ratio": 0}, 1, True
+    )
     return found
+
+
+def large(rank: int, size: int) -> dict[str, float]:
+    """Every named rule, every model, on any number of ranks; and tokens fewer than ranks."""
+    warnings.simplefilter("ignore")
+    context = Context.of(dist.group.WORLD)
+    found = {name: scan_error(one, context) for name, one in (quick_scans(size) | all_rules(size)).items()}
+    for name, fields in quick_models().items():
+        found |= {f"model: {name}": model_error(fields, context, 12), f"short: {name}": model_error(fields, context, 2)}
+    found |= {f"layer: {name}": layer_error(make, context) for name, make in quick_layers().items()}
+    return found
+
+
+def meshed(rank: int, size: int) -> dict[str, float]:
+    """data x context ranks with sharded parameters, with activations kept and computed again."""
+    turns = {"memory": MLP, "heads": 3, "d_key": 4, "d_value": 4, "mlp_ratio": 0}
+    mac = {"memory": DELTA, "mlp_ratio": 0, "attention": {"kind": "mac", "segment": 4}}
+    runs = {
+        "delta": ({"memory": DELTA}, False),
+        "levels": ({"levels": LEVELS}, True),
+        "turns": (turns, True),
+        "mac": (mac, True),
+    }
+    return {name: mixed_error(rank, size, fields, 2, again) for name, (fields, again) in runs.items()}

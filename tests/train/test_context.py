@@ -1,0 +1,75 @@
+"""Training with sequences shared by several processes, against one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hecate.distributed import ParallelConfig, World, start
+from hecate.errors import ConfigError
+from tests.ranks import run_ranks
+from tests.train.worlds import experiment, many, meshed, trained
+
+STEPS = 8
+
+
+def configs(context: int, data: int = 1) -> dict[str, Any]:
+    shape = {"parallel": {"data": data, "context": context}} if context * data > 1 else {}
+    again = {"budget": {"accumulate": 2, "recompute": "full"}}
+    return {
+        "delta": (experiment("delta", **shape), STEPS),
+        "levels, in parts": (experiment("levels", **shape, **again), STEPS),
+        "mlp": (experiment("mlp", **shape), STEPS),
+    }
+
+
+def here() -> dict[str, Any]:
+    """What one process finds."""
+    return {name: trained(config, World.alone(), steps) for name, (config, steps) in configs(1).items()}
+
+
+def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name, want in wanted.items():
+        for field in ("losses", "norms", "score"):
+            np.testing.assert_allclose(found[name][field], want[field], rtol=0, atol=1e-11)
+        assert found[name]["tokens"] == want["tokens"]
+        for key, tensor in want["after"].items():
+            np.testing.assert_allclose(found[name]["after"][key], tensor, rtol=0, atol=1e-11, err_msg=f"{name}: {key}")
+
+
+def refused() -> list[str]:
+    """What cannot be shared, on this rank."""
+    said = []
+    with start(ParallelConfig(context=2), timeout=30.0) as world:
+        for budget in ({"compile": "block"},):
+            config = experiment("delta", parallel={"context": 2}, budget=budget)
+            try:
+                trained(config, meshed(world, config), 1)
+                said.append("")
+            except ConfigError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.spec("CTX-TRAIN-I1")
+def test_two_processes_share_sequences():
+    first, second = run_ranks(2, many, torch.float64, configs(2))
+    compare(first, here())
+    compare(second, first)
+
+
+@pytest.mark.slow
+@pytest.mark.spec("CTX-TRAIN-I1")
+@pytest.mark.parametrize(("context", "data"), [(2, 2), (4, 1), (3, 1)])
+def test_with_data_and_context(context, data):
+    compare(run_ranks(context * data, many, torch.float64, configs(context, data))[0], here())
+
+
+@pytest.mark.slow
+@pytest.mark.spec("CTX-TRAIN-I1")
+def test_compiled_blocks_are_refused_on_every_rank():
+    first, second = run_ranks(2, refused)
+    assert first == second and "budget.compile='block'" in first[0]
