@@ -19,15 +19,20 @@ from hecate.errors import ConfigError, HealthWarning
 
 
 class Score(NamedTuple):
-    """Means over labelled positions: loss in nats, and the share of correct arg-max answers."""
+    """Means over labelled positions: loss in nats, and the share of correct arg-max answers; bytes of text a label."""
 
     loss: float
     accuracy: float
     labels: int
+    bytes_per_label: float = 1.0
 
     def value(self, metric: str) -> float:
         """The score in a source's metric."""
-        return self.loss / math.log(2) if metric == "bits_per_byte" else self.accuracy
+        if metric == "bits_per_byte":
+            return self.loss / math.log(2) / self.bytes_per_label
+        if metric == "perplexity":
+            return math.exp(self.loss) if self.loss < 700 else math.inf
+        return self.accuracy
 
     def record(self, metric: str) -> dict[str, float]:
         """For metrics.jsonl and checkpoint manifests."""
@@ -37,6 +42,13 @@ class Score(NamedTuple):
 def batch_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats over labelled positions, in float32."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+
+
+def resets_of(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    """What a model is told of documents, as keyword arguments: nothing where none starts."""
+    if batch.resets is None or not batch.resets.any():
+        return {}
+    return {"reset_mask": batch.resets.to(device)}
 
 
 @contextmanager
@@ -51,18 +63,75 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Score:
-    """The score over all labels of all batches, each label with equal weight. [TRAIN-EVAL-D1]"""
-    loss, correct, labels = 0.0, 0, 0
+def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, lengths: Tensor | None = None) -> Score:
+    """The score over all labels of all batches, each label with equal weight. [TRAIN-EVAL-D1]
+
+    `lengths` are those of the source: bytes of text of every token, one each if None. [DATA-TOKENS-D4]
+    """
+    loss, correct, labels, size = 0.0, 0, 0, 0
     with _evaluating(model):
         for batch in batches:
             tokens, targets = batch.tokens.to(device), batch.targets.to(device)
-            logits, _ = model(tokens)
+            logits, _ = model(tokens, **resets_of(batch, device))
             count = int((targets != IGNORED).sum())
+            size += count if lengths is None else int(lengths[batch.targets[batch.targets != IGNORED]].sum())
             loss += float(batch_loss(logits, targets)) * count if count else 0.0
             correct += int((logits.argmax(-1) == targets).sum())  # IGNORED is no token
             labels += count
-    return Score(loss / max(labels, 1), correct / max(labels, 1), labels)
+    return Score(loss / max(labels, 1), correct / max(labels, 1), labels, size / labels if size else 1.0)
+
+
+class Positions(NamedTuple):
+    """Mean loss in nats over the labels that stand `first .. last` tokens behind the start of their memory."""
+
+    first: int
+    last: int
+    loss: float
+    labels: int
+
+
+def loss_by_position(
+    model: nn.Module, batches: Iterable[Batch], device: torch.device, *, piece: int = 1024
+) -> list[Positions]:
+    """The loss against how much was read, in buckets 0, 1, 2-3, 4-7, ...; those without a label are left out.
+
+    Position 0 is where a row or a document starts. Sequences may be longer than the model was trained on: they are read
+    in pieces of `piece` tokens on the carried state, so only batches take memory with their length. [TRAIN-EVAL-D2]
+    """
+    sums, counts = torch.zeros(64, dtype=torch.float64), torch.zeros(64, dtype=torch.int64)
+    with _evaluating(model):
+        for batch in batches:
+            state: Any = None
+            places = _places(batch)
+            for first in range(0, batch.tokens.shape[1], piece):
+                part = batch.part(span=slice(first, first + piece))
+                carried = () if state is None else (state,)
+                logits, state = model(part.tokens.to(device), *carried, **resets_of(part, device))
+                losses = functional.cross_entropy(
+                    logits.flatten(0, 1).float(),
+                    part.targets.flatten().to(device),
+                    ignore_index=IGNORED,
+                    reduction="none",
+                ).cpu()
+                kept = part.targets.flatten() != IGNORED
+                # bucket n holds positions 2^(n-1) .. 2^n - 1: frexp gives that exponent, exactly
+                buckets = torch.frexp(places[:, first : first + piece].flatten().double()).exponent.long()
+                sums.index_add_(0, buckets[kept], losses[kept].double())
+                counts += torch.bincount(buckets[kept], minlength=64)
+    spans = ((0, 0), *((1 << n, (2 << n) - 1) for n in range(63)))
+    return [
+        Positions(*span, float(total) / count, count)
+        for span, total, count in zip(spans, sums, counts.tolist(), strict=True)
+        if count
+    ]
+
+
+def _places(batch: Batch) -> Tensor:
+    """How many tokens of its document, or of its row, stand before each: int64 `[B, T]`."""
+    places = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+    if batch.resets is None:
+        return places
+    return places - torch.where(batch.resets, places, 0).cummax(1).values
 
 
 def _one_sequence(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> tuple[Batch, Tensor, Any]:

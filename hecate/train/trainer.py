@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hecate.data import Loader, Source
+from hecate.data import Bytes, Loader, Source, Tokenizer
 from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from hecate.late import look
 from hecate.models import LanguageModel
 from hecate.optim import Leveled, OptimizerKind, level_groups
 from hecate.optim.options import Group, Named
+from hecate.train.carried import Carried
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig, OptimConfig
-from hecate.train.evaluate import Score, batch_loss, evaluate, generate, solved_example
+from hecate.train.evaluate import Score, batch_loss, evaluate, generate, resets_of, solved_example
 from hecate.train.optimisers import PartialKind, is_vector
 from hecate.train.state import pack, refuse_other_config, run_facts, unpack
 
@@ -59,6 +60,7 @@ class Trainer:
         self.optimizers = build_optimizers(self.model, config.optim)
         self.loader = Loader(self.source, seed=config.seed, batch_size=config.budget.batch_size, seq_len=config.seq_len)
         self.step = 0
+        self.carried = Carried()
         self._validation = config.budget.batch_size, config.seq_len, config.budget.eval_batches
 
     def train_step(self) -> StepResult:
@@ -73,7 +75,7 @@ class Trainer:
         tokens, targets = batch.tokens.to(self.device), batch.targets.to(self.device)
         self.model.train()
         try:
-            logits, _ = self.model(tokens)
+            logits, state = self.model(tokens, *self.carried.given(), **resets_of(batch, self.device))
             loss = batch_loss(logits, targets)
             value = float(loss.detach())  # waits for the device, where every look that was put off has arrived
             look(wait=True)
@@ -93,30 +95,48 @@ class Trainer:
             optimizer.step()
             if self.step + 1 == budget.steps and isinstance(optimizer, Leveled):
                 optimizer.flush()
+        if self.source.carries:
+            self.carried.take(state)
         self.step += 1
         return StepResult(value, norm, lr, tokens.numel())
 
     def evaluate(self) -> Score:
         """The score on the validation batches of the budget."""
-        return evaluate(self.model, self.source.validation_batches(*self._validation), self.device)
+        batches = self.source.validation_batches(*self._validation)
+        return evaluate(self.model, batches, self.device, self.source.lengths)
 
     def baselines(self) -> dict[str, float]:
         """Scores of the simple predictors on the same validation batches."""
         return self.source.baselines(*self._validation)
 
     def sample(self) -> str:
-        """Text from the model as it stands, drawn with the experiment's seed; of a task one solved example."""
-        if self.source.metric != "bits_per_byte":
+        """Text from the model as it stands, drawn with the experiment's seed; of a task one solved example, of tokens
+        without a tokenizer the ids."""
+        if self.source.metric == "accuracy":
             return solved_example(self.model, self.source, self.config.seq_len, self.device)
-        how = self.config.sample
-        prompt = how.prompt.encode() or b"\n"
+        how, tokenizer = self.config.sample, self.tokenizer
+        if tokenizer is None:
+            prompt = next(iter(self.source.validation_batches(1, 1, 1))).tokens[0].tolist()
+        else:
+            prompt = tokenizer.encode([how.prompt or "\n"])[0].tolist()
         draws = torch.Generator().manual_seed(self.config.seed)
-        ids = generate(self.model, prompt, how.tokens, temperature=how.temperature, generator=draws, device=self.device)
-        return (prompt + bytes(ids)).decode(errors="replace")
+        drawn = generate(
+            self.model, prompt, how.tokens, temperature=how.temperature, generator=draws, device=self.device
+        )
+        ids = [*prompt, *drawn]
+        return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What turns text into tokens and back: bytes, where the data do not say otherwise; None of what is no text."""
+        if self.source.metric == "bits_per_byte":
+            return self.config.data.tokenizer() or Bytes()
+        return self.config.data.tokenizer()
 
     def checkpoint(self, metrics: dict[str, float] | None = None) -> Checkpoint:
         """Everything that the next step depends on."""
         tensors, optimizer = pack(self.model, self.optimizers.values())
+        tensors |= self.carried.tensors()
         tensors["rng/torch"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
@@ -151,7 +171,11 @@ class Trainer:
             self.loader.load_state_dict(facts.cursor)
         except DataError as error:
             raise CheckpointError(f"{where}: {error}") from None
+        held = Carried()
+        if self.source.carries and facts.step:
+            held.load(checkpoint.tensors, self.model, range(self.config.budget.batch_size), self.device, where)
         unpack(self.model, self.optimizers.values(), checkpoint.tensors, facts.optimizer, where)
+        self.carried = held
         torch.set_rng_state(checkpoint.tensors["rng/torch"])
         if cuda:
             torch.cuda.set_rng_state(checkpoint.tensors["rng/cuda"], self.device)
