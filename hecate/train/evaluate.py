@@ -84,9 +84,7 @@ def evaluate(
         for batch in batches:
             own = batch if world is None else _own_part(batch, world)
             tokens, targets = own.tokens.to(device), own.targets.to(device)
-            logits, _ = model(
-                tokens, **resets_of(own, device, shared=world is not None and world.extent("context") > 1)
-            )
+            logits, _ = model(tokens, **resets_of(own, device, shared=shared))
             count = int((targets != IGNORED).sum())
             size += count if lengths is None else int(lengths[own.targets[own.targets != IGNORED]].sum())
             loss += float(batch_loss(logits, targets)) * count if count else 0.0
