@@ -19,17 +19,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from hecate.checks import expect_choice
 from hecate.data import Source
 from hecate.distributed import World
 from hecate.errors import CheckpointError
-from hecate.train.checkpoint import (
-    best_checkpoint,
-    load_checkpoint,
-    newest_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-)
+from hecate.train.checkpoint import newest_checkpoint, prune_checkpoints, save_checkpoint
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display, Interrupted, Signals
@@ -39,9 +32,9 @@ from hecate.train.files import make_folder, refusing, sweep, write_file
 from hecate.train.metrics import MetricsWriter, NoMetrics, add_sample, rewind_samples
 from hecate.train.report import write_report
 from hecate.train.state import model_state, run_facts
+from hecate.train.trained import CHECKPOINTS, TOKENIZER, find_checkpoint
 from hecate.train.trainer import Trainer
 
-CHECKPOINTS = "checkpoints"
 Status = Literal["finished", "interrupted", "out of time"]
 
 
@@ -106,6 +99,9 @@ def _begin(config: ExperimentConfig, folder: Path) -> None:
     with refusing(f"write run folder {folder}", "choose another --out"):
         for part in (folder, folder / "figures", folder / CHECKPOINTS):
             sweep(part)
+        text = getattr(config.data.tokenizer(), "text", None)
+        if text is not None:  # generation is not to need the data
+            write_file(folder / TOKENIZER, text)
         write_file(folder / "config.yaml", dump_experiment(config))
         write_file(folder / "env.json", json.dumps(environment(config), indent=1) + "\n")
 
@@ -129,19 +125,8 @@ def check_folder(folder: Path, resume: bool) -> None:
 
 def open_run(folder: Path, which: str = "best") -> tuple[Trainer, int]:
     """The trainer of a run folder with the parameters of its `best` or `newest` checkpoint."""
-    expect_choice(which, "checkpoint", ("best", "newest"))
-    if not (folder / "config.yaml").exists():
-        raise CheckpointError(
-            f"{folder} is not a run folder: it has no config.yaml; name one that `hecate train` has written, such as "
-            "runs/quickstart"
-        )
-    config = load_experiment(folder / "config.yaml")
-    path = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
-    found = newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path))
-    if found is None:
-        raise CheckpointError(f"{folder} has no checkpoint yet; train it first")
-    path, checkpoint, *_ = found
-    trainer = Trainer(config)
+    path, checkpoint = find_checkpoint(folder, which)
+    trainer = Trainer(load_experiment(folder / "config.yaml"))
     trainer.model.load_state_dict(model_state(trainer.model, checkpoint.tensors, str(path)))
     return trainer, run_facts(checkpoint.facts, str(path)).step
 

@@ -26,8 +26,9 @@ from hecate.optim.options import Group, Named
 from hecate.train.carried import Carried
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig, OptimConfig
-from hecate.train.evaluate import Score, batch_loss, evaluate, generate, resets_of, solved_example
+from hecate.train.evaluate import Score, batch_loss, evaluate, resets_of, solved_example
 from hecate.train.optimisers import PartialKind, is_vector
+from hecate.train.sampling import generate
 from hecate.train.state import pack, refuse_other_config, run_facts, unpack
 
 
