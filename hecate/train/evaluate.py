@@ -53,8 +53,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, world: World | None = None) -> Score:
-    """The score over all labels of all batches, each label with equal weight; the ranks of a world share the rows of
-    each batch. [TRAIN-EVAL-D1] [DIST-EVAL-D1]"""
+    """The score over all labels of all batches, each label with equal weight [TRAIN-EVAL-D1]; the ranks of a world
+    share the rows of each batch. [DIST-EVAL-D1]"""
     loss, correct, labels = 0.0, 0, 0
     with _evaluating(model):
         for batch in batches:

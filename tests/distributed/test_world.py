@@ -141,9 +141,13 @@ def test_a_rank_of_another_kind_or_none_at_all_is_an_error_in_time():
     for kind, text, seconds in run_ranks(2, lonely, "other"):
         assert kind == "ParallelError" and seconds < 10
         assert text.startswith("parallel.data is 2 on rank 1 and 'auto' on rank 0")
-    for kind, text, seconds in run_ranks(2, lonely, "shape"):
-        assert kind == "ConfigError" and "does not fit a world of 2" in text and seconds < 10
     (kind, text, seconds), _ = run_ranks(2, lonely, "dead", lost=[1])
     assert kind == "ParallelError" and "lost another rank" in text and seconds < 10
+
+
+@pytest.mark.slow
+def test_a_mesh_that_does_not_fit_and_a_rank_that_sleeps_are_errors_in_time():
+    for kind, text, seconds in run_ranks(2, lonely, "shape"):
+        assert kind == "ConfigError" and "does not fit a world of 2" in text and seconds < 10
     (kind, text, seconds), _ = run_ranks(2, lonely, "asleep", lost=[1])
     assert kind == "ParallelError" and "lost another rank" in text and seconds < 15

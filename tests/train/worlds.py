@@ -20,7 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "levels": [
             {"name": "fast", "period": 1, "memory": "gated_delta"},
             {"name": "middle", "period": 4, "memory": "gated_delta"},
-            {"name": "slow", "period": 8, "memory": {"algorithm": {"kind": "gd", "lr": 0.01}}},
+            {"name": "slow", "period": 8, "memory": "gated_delta"},
         ]
     },
     "mlp": {
