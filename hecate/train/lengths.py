@@ -87,13 +87,7 @@ def by_length(trained: Trained, source: Source, lengths: Sequence[int]) -> list[
 def tables(trained: Trained, source: Source, found: Sequence[OfLength]) -> list[Table]:
     """What is printed: a row for each length, and the loss by position of all of them."""
     each = source.metric == "bits_per_byte" and source.lengths is None
-    header: tuple[str, ...] = (
-        "length",
-        "sequences",
-        "labels",
-        "loss (nats)",
-        *(("bits per byte",) if each else ("perplexity",)),
-    )
+    header: tuple[str, ...] = "length", "sequences", "labels", "loss (nats)", "bits per byte" if each else "perplexity"
     rows: list[tuple[str, ...]] = []
     for own in found:
         last = own.loss / math.log(2) if each else math.exp(min(own.loss, 700))
