@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -44,7 +45,7 @@ def precisely(cases: dict[str, Any]) -> dict[str, Any]:
         return many(torch.float64, cases)
 
 
-def here() -> dict[str, Any]:
+def here(names: Collection[str] = ("delta", "levels, in parts", "mlp")) -> dict[str, Any]:
     """What one process finds."""
     precise = (mock.patch.object(module, "batch_loss", precise_loss) for module in (trainer, evaluate))
     with ExitStack() as stack:
@@ -52,7 +53,9 @@ def here() -> dict[str, Any]:
             stack.enter_context(patch)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of tiny models, that their steps are large
-        return {name: trained(config, World.alone(), steps) for name, (config, steps) in configs(1).items()}
+        return {
+            name: trained(config, World.alone(), steps) for name, (config, steps) in configs(1).items() if name in names
+        }
 
 
 def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -80,8 +83,9 @@ def refused() -> list[str]:
 
 @pytest.mark.spec("CTX-TRAIN-I1")
 def test_two_processes_share_sequences():
-    first, second = run_ranks(2, precisely, configs(2))
-    compare(first, here())
+    few = {name: case for name, case in configs(2).items() if name != "mlp"}
+    first, second = run_ranks(2, precisely, few)
+    compare(first, here(few))
     compare(second, first)
 
 
