@@ -61,10 +61,12 @@ def here(names: Collection[str] = ("delta", "levels, in parts", "mlp")) -> dict[
 def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     for name, want in wanted.items():
         for field in ("losses", "norms", "score"):
-            np.testing.assert_allclose(found[name][field], want[field], rtol=0, atol=1e-11)
+            np.testing.assert_allclose(found[name][field], want[field], rtol=1e-11, atol=1e-11)
         assert found[name]["tokens"] == want["tokens"]
         for key, tensor in want["after"].items():
-            np.testing.assert_allclose(found[name]["after"][key], tensor, rtol=0, atol=1e-11, err_msg=f"{name}: {key}")
+            np.testing.assert_allclose(
+                found[name]["after"][key], tensor, rtol=1e-11, atol=1e-11, err_msg=f"{name}: {key}"
+            )
 
 
 def refused() -> list[str]:
