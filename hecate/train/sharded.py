@@ -351,19 +351,15 @@ def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Te
 
     what = f"read {path}"
     team.all(what, fits)
-    bases: dict[str, Tensor] = {}
-    for name, tensor in sorted(tensors.items()):
-        bases.setdefault(content.aliases.get(name, name), tensor.detach())
-    try:
-        load(dict(bases), storage_reader=reader, process_group=team.group)
-    except CheckpointException as error:
-        raise CheckpointError(f"cannot {what}: {_reasons(error)}") from None
-    except RuntimeError as error:
-        raise lost(what, error) from None
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            if (base := bases[content.aliases.get(name, name)]) is not tensor:
-                tensor.copy_(base)
+    left = {name: tensor.detach() for name, tensor in sorted(tensors.items())}
+    while left:  # names of one stored tensor may have another placement each
+        now = {content.aliases.get(name, name): name for name in left}
+        try:
+            load({base: left.pop(name) for base, name in now.items()}, storage_reader=reader, process_group=team.group)
+        except CheckpointException as error:
+            raise CheckpointError(f"cannot {what}: {_reasons(error)}") from None
+        except RuntimeError as error:
+            raise lost(what, error) from None
 
 
 def _check_blocks(path: Path, content: Content | ShardedContent, metadata: Metadata) -> None:
