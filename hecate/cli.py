@@ -222,9 +222,10 @@ def train(
     """Train a model and write a run folder with checkpoints, figures and a report."""
     import torch
 
+    from hecate.distributed import start
     from hecate.errors import ConfigError
     from hecate.train import load_experiment, run_experiment
-    from hecate.train.display import Display, print_table
+    from hecate.train.display import Display
     from hecate.train.estimate import parse_bytes
     from hecate.train.run import check_folder, fresh_folder, latest_folder
 
@@ -235,21 +236,33 @@ def train(
         check_folder(folder, resume)
     base = folder / "config.yaml" if resume and folder else source or "quickstart"
     config = load_experiment(base, [*(overrides or []), *([] if steps is None else [f"budget.steps={steps}"])])
-    folder = folder or fresh_folder(config.name)
     if config.budget.threads is not None:
         torch.set_num_threads(config.budget.threads)
     mem_limit = None if limit is None else parse_bytes(limit)
-    result = run_experiment(config, folder, resume=resume, display=Display(quiet=quiet), mem_limit=mem_limit)
+    with start(config.parallel, config.budget.device, config.budget.timeout) as world:
+        where, again = world.destination(lambda: str(folder or fresh_folder(config.name)))
+        folder, resume = Path(where), resume or again
+        shown = Display(quiet=quiet)
+        result = run_experiment(config, folder, resume=resume, display=shown, mem_limit=mem_limit, world=world)
+    if world.main:
+        _print_result(config.name, result)
+    if result.signal is not None:
+        if world.main:
+            typer.echo(f"stopped by a signal; continue with: hecate train --out {folder} --resume")
+        raise typer.Exit(128 + result.signal)
+
+
+def _print_result(name: str, result: Any) -> None:
+    """A run's score beside its baselines, and where its report is."""
+    from hecate.train.display import print_table
+
     rows = [(f"{name} (baseline)", f"{value:.4f}") for name, value in result.baselines.items()]
     if result.score is not None:
-        rows.append((config.name, f"{result.score.value(result.metric):.4f}"))
+        rows.append((name, f"{result.score.value(result.metric):.4f}"))
         print_table(("predictor", result.metric.replace("_", " ")), rows)
-    written = folder / "report.md"  # a signal may have come before there was one
+    written = result.folder / "report.md"  # a signal may have come before there was one
     where = f"; report: {written}" if written.exists() else ""
     typer.echo(f"{result.status} at step {result.step}{where}")
-    if result.signal is not None:
-        typer.echo(f"stopped by a signal; continue with: hecate train --out {folder} --resume")
-        raise typer.Exit(128 + result.signal)
 
 
 @_command(
@@ -299,6 +312,49 @@ def generate(
     for token in ids:
         typer.echo(decoder.decode(bytes([token])), nl=False)
     typer.echo(decoder.decode(b"", final=True))
+
+
+@_command(
+    "export",
+    short_help="A run's weights for other programs.",
+    epilog="Example: hecate export runs/quickstart --to safetensors --out weights",
+)
+def export_(
+    run: _Run,
+    to: Annotated[str, typer.Option(help="safetensors, torch or dcp.")] = "safetensors",
+    out: Annotated[Path | None, typer.Option(help="New folder; RUN-FORMAT when left out.")] = None,
+    checkpoint: _Which = "best",
+) -> None:
+    """Write the weights of a run, or of a checkpoint folder, and its config into a new folder."""
+    from hecate.train.export import export_weights
+
+    typer.echo(str(export_weights(run, to, out or run.with_name(f"{run.name}-{to}"), checkpoint)))
+
+
+@_command(
+    "import",
+    short_help="A run at step 0 from weights.",
+    epilog="Example: hecate import weights --out runs/mine-init, then hecate train --out runs/mine-init --resume",
+)
+def import_(
+    source: Annotated[Path, typer.Argument(
+        metavar="FILE|DIR", show_default=False, help="A safetensors file, a folder with some, a run or a checkpoint.",
+    )],
+    out: Annotated[Path, typer.Option(help="Run folder to make.", show_default=False)],
+    config: Annotated[str | None, typer.Option(
+        metavar="PRESET|FILE", help="The experiment; the config.yaml beside the weights when left out.",
+    )] = None,
+    overrides: _Set = None,
+) -> None:  # fmt: skip
+    """Make a run folder whose model has given weights, to train on with train --out RUN --resume."""
+    from hecate.errors import ConfigError
+    from hecate.train.compose import load_experiment
+    from hecate.train.export import import_weights
+
+    if overrides and config is None:
+        raise ConfigError("--set changes what --config names, which is left out; give both or neither")
+    found = None if config is None else load_experiment(config, overrides or [])
+    typer.echo(str(import_weights(source, out, found)))
 
 
 @_command(

@@ -79,6 +79,10 @@ class DataError(HecateError, ValueError):
     """Training data that cannot be used."""
 
 
+class ParallelError(HecateError):
+    """Processes of one run that do not fit together, or one of them that is gone."""
+
+
 class StabilityWarning(UserWarning):
     """A step size at which a delta-type memory may diverge."""
 

@@ -7,13 +7,33 @@ What is to be looked at is copied to the host as the device comes to it. `look()
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 # Numbers on their way to the host, in the order in which devices were asked; when they are there, and what to do then.
 _WAITING: deque[tuple[Tensor, torch.Event | None, Callable[[Tensor], None]]] = deque()
+
+
+_HELD: list[None] = []
+
+
+@contextmanager
+def holding() -> Iterator[None]:
+    """Within it nothing raises before a `look` that waits, on no device: for processes that have to keep step, which
+    one that leaves in the middle of a pass would leave waiting."""
+    _HELD.append(None)
+    try:
+        yield
+    finally:
+        _HELD.pop()
+
+
+def held() -> bool:
+    """Whether looks are held back."""
+    return bool(_HELD)
 
 
 def put_off(value: Tensor, then: Callable[[Tensor], None]) -> None:
@@ -32,6 +52,8 @@ def put_off(value: Tensor, then: Callable[[Tensor], None]) -> None:
 
 def look(*, wait: bool = False) -> None:
     """Looks at what was put off and has arrived; with `wait` at all of it."""
+    if _HELD and not wait:
+        return
     while _WAITING:
         value, arrived, then = _WAITING[0]
         if arrived is not None and not arrived.query():
@@ -40,3 +62,8 @@ def look(*, wait: bool = False) -> None:
             arrived.synchronize()
         _WAITING.popleft()
         then(value)
+
+
+def forget() -> None:
+    """Drops what was put off, unseen."""
+    _WAITING.clear()

@@ -20,6 +20,7 @@ FLOORS = [
     {"errors", "checks", "variant", "late", "tape"},
     {"phi", "bias", "retention", "algorithm", "structure", "gating", "readout"},
     {"rule", "engine"},
+    {"distributed"},
     {"nn", "cms", "optim"},
     {"data", "models"},
     {"cli", "train", "interop", "microscope", "__main__"},
@@ -105,11 +106,12 @@ PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "mars
 
 
 def unpickling(tree: ast.AST, room: str) -> Iterator[str]:
+    writing = {"torch.save"} if room != "train" else set()  # `hecate export --to torch`: tensors alone, for others
     for line, name in imported(tree):
         if name.split(".")[0] in PICKLES or name in {"torch.load", "torch.save"}:
             yield f"{line}: imports {name}"
     for node in ast.walk(tree):
-        if dotted(node) in {"torch.load", "torch.save", "numpy.load", "np.load"}:
+        if dotted(node) in {"torch.load", "numpy.load", "np.load", *writing}:
             yield f"{node.lineno}: uses {dotted(node)}"
 
 

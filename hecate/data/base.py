@@ -86,19 +86,21 @@ class DataConfig(Variant, family="data"):
 class Loader:
     """Training batches in order; the whole state is five plain values. [DATA-LOADER-D1]
 
-    The batch of a step depends on (seed, step) alone, so resuming needs no replay and no generator state.
+    The batch of a step depends on (seed, step) alone, so resuming needs no replay and no generator state. `rows` of it
+    are given, all where that is None: the cursor is of the whole batch, and the same whoever reads which rows.
     """
 
-    def __init__(self, source: Source, *, seed: int, batch_size: int, seq_len: int) -> None:
-        self.source, self.seed = source, seed
+    def __init__(self, source: Source, *, seed: int, batch_size: int, seq_len: int, rows: range | None = None) -> None:
+        self.source, self.seed, self.rows = source, seed, rows
         self.batch_size, self.seq_len = batch_size, seq_len
         self.step = 0
 
     def next(self) -> Batch:
-        """The batch at the cursor; advances the cursor by one."""
+        """The rows of the batch at the cursor; advances the cursor by one."""
         batch = self.source.train_batch(self.seed, self.step, self.batch_size, self.seq_len)
         self.step += 1
-        return batch
+        rows = self.rows
+        return batch if rows is None else Batch(*(each[rows.start : rows.stop] for each in batch))
 
     def state_dict(self) -> dict[str, int | str]:
         """The cursor, and what must be equal for it to mean the same batches."""

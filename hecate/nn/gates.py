@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, softplus
 
+from hecate.distributed import overwrite
 from hecate.gating.heads import rate_start, spread
 from hecate.nn.parameters import draw_normal, source_of
 from hecate.retention import GateForm
@@ -30,9 +31,10 @@ def start_logit(start: float, power: int = 1) -> float:
 def fill_start(bias: Tensor, start: float | tuple[float, ...], power: int = 1) -> None:
     """Biases `[rows]` at `start_logit` of a number, or of one for each head's rows."""
     starts = start if isinstance(start, tuple) else (start,)
-    with torch.no_grad():
-        for rows, own in zip(bias.chunk(len(starts)), starts, strict=True):
-            rows.fill_(start_logit(own, power))
+    value = torch.empty(bias.shape, dtype=bias.dtype, device="cpu")
+    for rows, own in zip(value.chunk(len(starts)), starts, strict=True):
+        rows.fill_(start_logit(own, power))
+    overwrite(bias, value)
 
 
 class RetainForm(nn.Module):
@@ -79,9 +81,8 @@ class RetainForm(nn.Module):
             fill_start(bias, start, ROOT if self.form.squash == "root" else 1)
             return
 
-        with torch.no_grad():
-            self.rate.copy_(spread(tuple(self.rate.shape), source, *RATES))
-            bias.copy_(rate_start(tuple(bias.shape), source, *STEPS))
+        overwrite(self.rate, spread(tuple(self.rate.shape), source, *RATES))
+        overwrite(bias, rate_start(tuple(bias.shape), source, *STEPS))
 
 
 Starts = dict[str, float | tuple[float, ...]]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from hecate.checks import check_shapes
+from hecate.distributed import overwrite
 from hecate.errors import ConfigError, shorten
 from hecate.phi import FeatureMap, Params
 
@@ -37,8 +38,7 @@ def sources_for(names: list[str], generator: torch.Generator | None) -> list[tor
 def draw_normal(weight: Tensor, std: float, generator: torch.Generator, mean: Tensor | float = 0.0) -> None:
     """Fills a parameter with N(mean, std^2): one seed, one draw, whatever its dtype and device."""
     draw = torch.randn(weight.shape, generator=generator, dtype=torch.float64, device="cpu")
-    with torch.no_grad():
-        weight.copy_(mean + draw * std)
+    overwrite(weight, mean + draw * std)
 
 
 def without_numbers(dtype: torch.dtype | None) -> dict[str, Any]:
@@ -83,11 +83,10 @@ class TensorDict(nn.Module):
         """The tensors by their own names."""
         return {name: getattr(self, key) for name, key in self.names.items()}
 
-    @torch.no_grad()
     def copy_(self, values: dict[str, Tensor]) -> None:
         """Overwrites the tensors."""
         for name, value in values.items():
-            getattr(self, self.names[name]).copy_(value)
+            overwrite(getattr(self, self.names[name]), value)
 
 
 class FeatureParameters(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate.checks import Size, check_shapes
+from hecate.distributed import gathered
 from hecate.engine import Sequence, memory_features, memory_scan, one_write_each, to_tokens
 from hecate.errors import ConfigError, StabilityWarning
 from hecate.gating import Masks, Sizes, Written
@@ -79,7 +80,7 @@ class HeldRule(FeatureParameters):
         double: Any = {"dtype": torch.float64, "device": "cpu"}
         generator = torch.Generator().manual_seed(0)
         keys = torch.randn(count, self.phi_heads, self.phi_width, generator=generator, **double)
-        params: Params = pytree.tree_map(lambda tensor: tensor.detach().to(**double), self.phi_params)
+        params: Params = pytree.tree_map(lambda tensor: gathered(tensor.detach()).to(**double), self.phi_params)
         return normalise_qk(keys, qk_norm), params
 
     def warn_if_unstable(self, name: str, qk_norm: QKNorm) -> None:

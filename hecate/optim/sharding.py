@@ -5,19 +5,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hecate.distributed import is_sharded
 from hecate.errors import ConfigError
 
-
-def is_sharded(value: Any) -> bool:
-    """Whether a tensor is a `DTensor`: spread over processes, or at least declared to be."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(value, kind)
+__all__ = ["agreed", "is_sharded", "like", "local", "put_back", "rows_are_whole", "whole"]
 
 
 def local(value: Any) -> Tensor:

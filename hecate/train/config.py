@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from hecate.checks import Count, Size, check_shapes
 from hecate.data import Bundled, DataConfig
+from hecate.distributed import ParallelConfig
 from hecate.engine import Call, explain
 from hecate.errors import ConfigError, shorten
 from hecate.models import LanguageModelConfig
@@ -83,11 +84,19 @@ class BudgetConfig(Config):
     `seq_len` is for texts (256 when null); a task brings its own. `threads` is applied by the command line alone.
     `keep` newest checkpoints stay, and the best one. A run resumed with
     other `steps` follows the schedule of the new number from there on.
+
+    `batch_size` is of all processes together, and of a step: it is taken in `accumulate` parts, one after the other,
+    with the gradient of the whole. In `precision` bfloat16, parameters are bfloat16 forward and backward; the
+    parameters that are trained, sums over processes and the states of memories stay float32. `recompute` keeps the
+    inputs of blocks alone and computes the rest again in the backward pass: of every block ("full") or every n-th.
+    `compile` "block" compiles each block. `save` "async" copies a checkpoint to memory and writes it while the run goes
+    on. `timeout` is how many seconds a process waits for the others. [DIST-STEP-D1]
     """
 
     steps: Count = Field(400, ge=1)
     minutes: float | None = Field(None, gt=0)
     batch_size: Size = Field(16, ge=1)
+    accumulate: Size = Field(1, ge=1)
     seq_len: int | None = Field(None, ge=1, le=1 << 20)
     eval_every: Count = Field(100, ge=1)
     eval_batches: Size = Field(8, ge=1)
@@ -95,6 +104,17 @@ class BudgetConfig(Config):
     keep: Count = Field(2, ge=1)
     threads: int | None = Field(None, ge=1, le=1024)
     device: Literal["cpu", "cuda"] = "cpu"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    recompute: Annotated[Size, Field(ge=1)] | Literal["none", "full"] = "none"
+    compile: Literal["none", "block"] = "none"
+    save: Literal["sync", "async"] = "sync"
+    timeout: float = Field(600.0, gt=0, le=86400)
+
+    @model_validator(mode="after")
+    def _parts(self) -> Self:
+        if self.batch_size % self.accumulate:
+            raise ConfigError(f"must divide batch_size={self.batch_size}, got {self.accumulate}", ("accumulate",))
+        return self
 
 
 class SampleConfig(Config):
@@ -115,6 +135,7 @@ class ExperimentConfig(Config):
     data: DataConfig = Bundled()
     optim: OptimConfig = OptimConfig()
     budget: BudgetConfig = BudgetConfig()
+    parallel: ParallelConfig = ParallelConfig()
     sample: SampleConfig = SampleConfig()
     tensorboard: bool = False
 

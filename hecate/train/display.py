@@ -56,9 +56,13 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """Remembers the first signal for when its moment has come; a second stops at once."""
+    """Remembers the first signal for when its moment has come; a second stops at once.
 
-    def __init__(self) -> None:
+    Without `interrupts` nothing is cut short: for processes that have to stop at the same place.
+    """
+
+    def __init__(self, *, interrupts: bool = True) -> None:
+        self._interrupts = interrupts
         self.received: int | None = None
         self._raises = False
         self._before: dict[int, Any] = {}
@@ -71,6 +75,9 @@ class Signals:
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Around what may be left undone: a signal, past or present, ends it at once."""
+        if not self._interrupts:
+            yield
+            return
         self.check()
         self._raises = True
         try:

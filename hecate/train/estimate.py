@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hecate.checks import readable
+from hecate.distributed import World
 from hecate.engine import memory_scan
 from hecate.errors import ConfigError, shorten
 from hecate.models import LanguageModel
@@ -57,10 +58,14 @@ def training_bytes(config: ExperimentConfig, sizes: Sizes) -> int:
     return FLOAT * (4 * sizes.parameters + activations) + batch * sizes.state
 
 
-def check_memory(config: ExperimentConfig, limit: int | None) -> None:
-    """Refuses an experiment that takes more bytes than `limit`, or than its device has where that is None.
-    [TRAIN-EST-D3]"""
+def check_memory(config: ExperimentConfig, limit: int | None, world: World | None = None) -> None:
+    """Refuses an experiment of which this process of a world takes more bytes than `limit`, or than its device has
+    where that is None. [TRAIN-EST-D3]"""
     sizes, budget = sizes_of(config), config.budget
+    if world is not None:
+        rows = max(len(world.rows(budget.batch_size)) // budget.accumulate, 1)
+        config = config.model_copy(update={"budget": budget.model_copy(update={"batch_size": rows, "accumulate": 1})})
+        sizes, budget = sizes._replace(parameters=-(-sizes.parameters // world.extent("data"))), config.budget
     needed, limit = training_bytes(config, sizes), limit or _installed(budget.device)
     if needed > limit:
         raise ConfigError(

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from hecate.cms import CMS, LevelHealth
 from hecate.data import IGNORED, Batch, Source
+from hecate.distributed import World
 from hecate.errors import ConfigError, HealthWarning
 
 
@@ -51,18 +52,35 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Score:
-    """The score over all labels of all batches, each label with equal weight. [TRAIN-EVAL-D1]"""
+def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, world: World | None = None) -> Score:
+    """The score over all labels of all batches, each label with equal weight; the ranks of a world share the rows of
+    each batch. [TRAIN-EVAL-D1] [DIST-EVAL-D1]"""
     loss, correct, labels = 0.0, 0, 0
     with _evaluating(model):
         for batch in batches:
-            tokens, targets = batch.tokens.to(device), batch.targets.to(device)
+            own = batch if world is None else _rows_of(batch, world)
+            tokens, targets = own.tokens.to(device), own.targets.to(device)
             logits, _ = model(tokens)
             count = int((targets != IGNORED).sum())
             loss += float(batch_loss(logits, targets)) * count if count else 0.0
             correct += int((logits.argmax(-1) == targets).sum())  # IGNORED is no token
             labels += count
+    if world is not None and world.size > 1:
+        loss = float(world.sum(torch.tensor(loss, dtype=torch.float64)))
+        correct, labels = world.sum(torch.tensor([correct, labels])).tolist()
     return Score(loss / max(labels, 1), correct / max(labels, 1), labels)
+
+
+def _rows_of(batch: Batch, world: World) -> Batch:
+    """This rank's rows of a batch; one without labels where there are fewer rows than ranks, for every rank has to
+    call the model."""
+    if world.batch_ranks == 1:
+        return batch
+    each = -(-len(batch.tokens) // world.batch_ranks)
+    own = slice(world.batch_rank * each, (world.batch_rank + 1) * each)
+    if len(batch.tokens[own]):
+        return batch._replace(tokens=batch.tokens[own], targets=batch.targets[own])
+    return batch._replace(tokens=batch.tokens[:1], targets=torch.full_like(batch.targets[:1], IGNORED))
 
 
 def _one_sequence(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> tuple[Batch, Tensor, Any]:

@@ -102,6 +102,19 @@ class MetricsWriter:
             self._board.close()
 
 
+class NoMetrics:
+    """The writer of a process whose records another one writes."""
+
+    def write(self, record: Record) -> None:
+        """Writes nothing."""
+
+    def rewind(self, step: int) -> None:
+        """Drops nothing."""
+
+    def sync(self) -> None:
+        """Waits for nothing."""
+
+
 def read_metrics(path: Path) -> list[Record]:
     """The records of the run as it stands: those that a later resume has undone are left out."""
     records: list[Record] = []

@@ -26,17 +26,19 @@ from hecate.variant import Config
 def write_report(
     trainer: Trainer, folder: Path, score: Score | None, baselines: Mapping[str, float], status: str
 ) -> None:
-    """Writes report.md and, with matplotlib, figures/*.png."""
+    """Writes report.md and, with matplotlib, figures/*.png: on rank 0, after what every rank computes."""
     metric, config = trainer.source.metric, trainer.config
     one_sequence = trainer.model, trainer.source, config.seq_len, trainer.device
+    leaves, health = state_leaves(*one_sequence), model_health(*one_sequence)
+    if not trainer.world.main:
+        return
     records = read_metrics(folder / "metrics.jsonl")
-    leaves = state_leaves(*one_sequence)
     sections = {
         "Result": _result(metric, score, baselines),
         "Size": _sizes(trainer, leaves, records),
         "Data": markdown_table(("fact", "value"), trainer.source.describe().items()),
         "Figures": _figures(records, folder / "figures", metric, baselines),
-        "Levels": _levels(model_health(*one_sequence)),
+        "Levels": _levels(health),
         "Optimiser": _optimiser(trainer),
         "Memory": _yaml(config.model),
         "State after one validation sequence": _states(leaves, config.seq_len),

@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -21,22 +21,19 @@ from torch import nn
 
 from hecate.checks import expect_choice
 from hecate.data import Source
+from hecate.distributed import World
 from hecate.errors import CheckpointError
-from hecate.train.checkpoint import (
-    best_checkpoint,
-    load_checkpoint,
-    newest_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-)
+from hecate.train.checkpoint import best_checkpoint, load_checkpoint, newest_checkpoint
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display, Interrupted, Signals
 from hecate.train.estimate import check_memory
 from hecate.train.evaluate import Score
 from hecate.train.files import make_folder, refusing, sweep, write_file
-from hecate.train.metrics import MetricsWriter, add_sample, rewind_samples
+from hecate.train.metrics import MetricsWriter, NoMetrics, add_sample, rewind_samples
 from hecate.train.report import write_report
+from hecate.train.saver import Saver
+from hecate.train.sharded import group_of
 from hecate.train.state import model_state, run_facts
 from hecate.train.trainer import Trainer
 
@@ -65,33 +62,50 @@ def run_experiment(
     source: Source | None = None,
     model: nn.Module | None = None,
     mem_limit: int | None = None,
+    world: World | None = None,
 ) -> RunResult:
     """Trains, evaluates, saves and reports into `folder`. [TRAIN-RUN-D1]
 
     The caller's global random state is left as it was: the run has its own, seeded by the config. What takes more than
-    `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3]"""
-    config = config.validated()
-    check_folder(folder, resume)
+    `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3] In a `world` of several processes every
+    one calls it with the same arguments; rank 0 alone writes and shows. [DIST-RUN-D1]"""
+    config, world = config.validated(), world or World.alone(config.budget.device)
+    world.agree({"out": str(folder), "resume": resume})
+    world.from_main(lambda: check_folder(folder, resume))
     if model is None:
-        check_memory(config, mem_limit)
+        check_memory(config, mem_limit, world)
     devices = [torch.cuda.current_device()] if config.budget.device == "cuda" else []
-    with torch.random.fork_rng(devices=devices), display or Display() as shown:
+    with torch.random.fork_rng(devices=devices), ExitStack() as stack:
+        shown = stack.enter_context((display or Display()) if world.main else Display(quiet=True))
         torch.manual_seed(config.seed)
-        trainer = Trainer(config, source=source, model=model)
-        unwritable = f"write run folder {folder}", "choose another --out"
-        with refusing(*unwritable):
-            make_folder(folder)
-        board = folder / "tensorboard" if config.tensorboard else None
-        with MetricsWriter(folder / "metrics.jsonl", board) as metrics, Signals() as signals:
+        trainer = Trainer(config, source=source, model=model, world=world)
+
+        def opened() -> None:
+            with refusing(f"write run folder {folder}", "choose another --out"):
+                make_folder(folder)
+            board = folder / "tensorboard" if config.tensorboard else None
+            found.append(stack.enter_context(MetricsWriter(folder / "metrics.jsonl", board)))
             check_folder(folder, resume)  # again: another process may have trained here since
-            run = _Run(trainer, folder, shown, metrics, signals)
-            run.restore()
-            with refusing(*unwritable):
-                for part in (folder, folder / "figures", folder / CHECKPOINTS):
-                    sweep(part)
-                write_file(folder / "config.yaml", dump_experiment(config))  # found to fit the checkpoint, if any
-                write_file(folder / "env.json", json.dumps(environment(config), indent=1) + "\n")
-            return run.go()
+
+        found: list[MetricsWriter] = []
+        world.from_main(opened)
+        signals = stack.enter_context(Signals(interrupts=world.size == 1))
+        behind, group = config.budget.save == "async", group_of(world)
+        saver = stack.enter_context(Saver(folder / CHECKPOINTS, config.budget.keep, behind=behind, group=group))
+        run = _Run(trainer, folder, shown, found[0] if found else NoMetrics(), signals, saver)
+        run.restore()
+        world.from_main(lambda: _begin(config, folder))
+        world.remember(str(folder))
+        return run.go()
+
+
+def _begin(config: ExperimentConfig, folder: Path) -> None:
+    """Writes what a run is, once it is found to fit the checkpoint, if any."""
+    with refusing(f"write run folder {folder}", "choose another --out"):
+        for part in (folder, folder / "figures", folder / CHECKPOINTS):
+            sweep(part)
+        write_file(folder / "config.yaml", dump_experiment(config))
+        write_file(folder / "env.json", json.dumps(environment(config), indent=1) + "\n")
 
 
 def check_folder(folder: Path, resume: bool) -> None:
@@ -176,8 +190,9 @@ class _Run:
     trainer: Trainer
     folder: Path
     display: Display
-    metrics: MetricsWriter
+    metrics: MetricsWriter | NoMetrics
     signals: Signals
+    saver: Saver
     began: float = field(default_factory=time.monotonic)
     scored: tuple[int, Score] | None = None
     saved: tuple[int, dict[str, float]] | None = None
@@ -185,7 +200,7 @@ class _Run:
 
     def restore(self) -> None:
         """Continues from the newest sound checkpoint; what was written after it is dropped."""
-        found = newest_checkpoint(self.folder / CHECKPOINTS)
+        found = self.saver.newest(self.trainer)
         if found is not None:
             path, checkpoint, skipped = found
             for item in skipped:
@@ -196,7 +211,8 @@ class _Run:
         elif (self.folder / "config.yaml").exists():
             self.display.say("no checkpoint yet: starting from the beginning")
         self.metrics.rewind(self.trainer.step if found else -1)
-        rewind_samples(self.folder / "samples.txt", self.trainer.step if found else -1)
+        if self.trainer.world.main:
+            rewind_samples(self.folder / "samples.txt", self.trainer.step if found else -1)
 
     def go(self) -> RunResult:
         trainer, budget = self.trainer, self.trainer.config.budget
@@ -225,10 +241,11 @@ class _Run:
         return RunResult(status, trainer.step, self.folder, metric, self._score(), baselines, signal)
 
     def _status(self) -> Status:
-        self.signals.check()
-        minutes = self.trainer.config.budget.minutes
+        world, minutes = self.trainer.world, self.trainer.config.budget.minutes
+        if world.any(self.signals.received is not None):
+            raise Interrupted
         late = minutes is not None and time.monotonic() - self.began > 60 * minutes
-        return "out of time" if late else "finished"
+        return "out of time" if minutes is not None and world.any(late) else "finished"
 
     def _between(self) -> None:
         """The save comes last: a run that is resumed there has all that went before."""
@@ -266,14 +283,14 @@ class _Run:
         if self.saved is not None and self.saved[0] == step and metrics in ({}, self.saved[1]):
             return
         self.metrics.sync()
-        save_checkpoint(self.folder / CHECKPOINTS, step, self.trainer.checkpoint(metrics))
+        self.saver.save(step, self.trainer.checkpoint(metrics))
         self.saved = (step, metrics)
-        prune_checkpoints(self.folder / CHECKPOINTS, self.trainer.config.budget.keep, upto=step)
 
     def _sample(self) -> None:
         with self.signals.interruptible():
             text = self.trainer.sample()
-        add_sample(self.folder / "samples.txt", self.trainer.step, text)
+        if self.trainer.world.main:
+            add_sample(self.folder / "samples.txt", self.trainer.step, text)
 
     def _finish(self, status: Status) -> dict[str, float]:
         """What the end of the budget brings; the baselines."""
@@ -281,13 +298,14 @@ class _Run:
         self._save()
         self._sample()
         with self.signals.interruptible():
-            baselines = self.trainer.baselines()
+            baselines: dict[str, float] = self.trainer.world.from_main(self.trainer.baselines)
         self._end(status)
         with self.signals.interruptible():
             self._report(status, baselines)
         return baselines
 
     def _end(self, status: Status) -> None:
+        self.saver.wait()
         self.ended = True
         seconds = time.monotonic() - self.began
         self.metrics.write({"event": "end", "step": self.trainer.step, "status": status, "seconds": seconds})

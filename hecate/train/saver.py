@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from hecate.train.checkpoint import Checkpoint, aliases_of, copies, prune_checkpoints, write_checkpoint
-from hecate.train.sharded import Team, staged, write_sharded
+from hecate.train.checkpoint import (
+    Checkpoint,
+    Skipped,
+    aliases_of,
+    copies,
+    newest_checkpoint,
+    prune_checkpoints,
+    write_checkpoint,
+)
+from hecate.train.sharded import Restorable, Team, newest_for, staged, write_sharded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,6 +55,10 @@ class Saver:
             self._write(*given)
         else:
             self._pending = self._thread.submit(self._write, *given)
+
+    def newest(self, run: Restorable) -> tuple[Path, Checkpoint, list[Skipped]] | None:
+        """As `newest_checkpoint`; many processes find the same one together, its tensors placed as the run's."""
+        return newest_checkpoint(self.folder) if self._team is None else newest_for(run, self.folder, self._team.group)
 
     def wait(self) -> None:
         """Returns once what was saved is on disk. Raises `CheckpointError` where it could not be written."""

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hecate.distributed import World, is_sharded
 from hecate.errors import CheckpointError, HecateError
-from hecate.optim.sharding import is_sharded, whole
+from hecate.optim.sharding import whole
 from hecate.train.checkpoint import (
     MANIFEST,
     SHARDED,
@@ -130,6 +132,15 @@ def lost(what: str, error: BaseException) -> LeftAloneError:
         f"cannot {what}: another process of the run has ended or does not answer ({first}); start the run again with "
         "--resume (earlier checkpoints are intact)"
     )
+
+
+def group_of(world: World) -> ProcessGroup | None:
+    """A gloo group of a world's processes, for checkpoints alone; None where there is one process. Together."""
+    if world.size == 1:
+        return None
+    from torch import distributed
+
+    return distributed.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
 
 
 def save_sharded(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hecate.data import Loader, Source
+from hecate.data import IGNORED, Batch, Loader, Source
+from hecate.distributed import World, adapt, copied, gathered, is_sharded, shard, spread
+from hecate.distributed.shard import materialise, part_of_step, settle
 from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from hecate.late import look
+from hecate.late import forget, holding, look
 from hecate.models import LanguageModel
 from hecate.optim import Leveled, OptimizerKind, level_groups
 from hecate.optim.options import Group, Named
@@ -33,36 +37,71 @@ class StepResult(NamedTuple):
     tokens: int
 
 
-def build_model(config: ExperimentConfig) -> nn.Module:
-    """The model of an experiment, initialised from its seed alone."""
-    generator = torch.Generator().manual_seed(config.seed)
-    return LanguageModel(config.model_for_data(), generator=generator)
+def build_model(config: ExperimentConfig, device: str | None = None) -> nn.Module:
+    """The model of an experiment, initialised from its seed alone; on the meta device it has no numbers yet."""
+    return LanguageModel(config.model_for_data(), generator=seeded(config), device=device)
+
+
+def seeded(config: ExperimentConfig) -> torch.Generator:
+    """What a model's parameters are drawn from."""
+    return torch.Generator().manual_seed(config.seed)
+
+
+class Objective(nn.Module):
+    """A model with its loss, so that the backward pass of copies starts where its graph ends."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy over the labels, in float32."""
+        logits, _ = self.model(tokens)
+        return batch_loss(logits, targets)
 
 
 class Trainer:
     """Model, optimiser and data cursor of an experiment. [TRAIN-LOOP-D1]
 
     The same config gives the same bits, at any thread count for which torch does, and a restored trainer continues with
-    the bits of one that never stopped.
+    the bits of one that never stopped. In a `world` of several processes every one calls the same methods, and loss,
+    gradients and parameters are those of one process but for rounding. [DIST-STEP-D1]
     """
 
     def __init__(
-        self, config: ExperimentConfig, *, source: Source | None = None, model: nn.Module | None = None
+        self,
+        config: ExperimentConfig,
+        *,
+        source: Source | None = None,
+        model: nn.Module | None = None,
+        world: World | None = None,
     ) -> None:
         config = config.validated()
         if config.budget.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("is 'cuda', but no CUDA device is available", ("budget", "device"))
-        self.config = config
-        self.device = torch.device(config.budget.device)
+        self.config, budget = config, config.budget
+        self.world = world or World.alone(budget.device)
+        self.device = self.world.device
         self.source = source or config.data.load()
-        self.model = (model or build_model(config)).to(self.device)
+        facts = {"fingerprint": self.source.fingerprint, "dtype": str(torch.get_default_dtype())}
+        self.world.agree({"config": config.model_dump(mode="json"), "data": facts})
+        rows = self.world.rows(budget.batch_size)
+        check_parts(config, self.world, len(rows))
+        self.loader = Loader(
+            self.source,
+            seed=config.seed,
+            batch_size=budget.batch_size,
+            seq_len=config.seq_len,
+            rows=None if self.world.batch_ranks == 1 else rows,
+        )
+        self.model, self._objective = lay_out(config, self.world, model)
         self.optimizers = build_optimizers(self.model, config.optim)
-        self.loader = Loader(self.source, seed=config.seed, batch_size=config.budget.batch_size, seq_len=config.seq_len)
         self.step = 0
-        self._validation = config.budget.batch_size, config.seq_len, config.budget.eval_batches
+        self._validation = budget.batch_size, config.seq_len, budget.eval_batches
 
     def train_step(self) -> StepResult:
-        """One batch, one update; `NonFiniteError` before a bad update would touch a parameter."""
+        """One batch, one update; `NonFiniteError` before a bad update would touch a parameter, on every rank.
+        [DIST-NAN-D1]"""
         optim, budget = self.config.optim, self.config.budget
         lr = optim.rate(self.step, budget.steps)
         for optimizer in self.optimizers.values():
@@ -70,18 +109,11 @@ class Trainer:
                 group["lr"] = lr
             optimizer.zero_grad(set_to_none=True)
         batch = self.loader.next()
-        tokens, targets = batch.tokens.to(self.device), batch.targets.to(self.device)
         self.model.train()
         try:
-            logits, _ = self.model(tokens)
-            loss = batch_loss(logits, targets)
-            value = float(loss.detach())  # waits for the device, where every look that was put off has arrived
-            look(wait=True)
-            if not math.isfinite(value):
-                raise NonFiniteError(f"the loss is {value} at learning rate {lr:g}")
-            loss.backward()
+            value = self._gradients(batch, lr)
             limit = optim.clip if optim.clip is not None else math.inf
-            norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+            norm = float(gathered(nn.utils.clip_grad_norm_(self.model.parameters(), limit)))
             if not math.isfinite(norm):
                 raise NonFiniteError(f"the gradient norm is {norm} at learning rate {lr:g}")
         except NonFiniteError as error:
@@ -94,11 +126,53 @@ class Trainer:
             if self.step + 1 == budget.steps and isinstance(optimizer, Leveled):
                 optimizer.flush()
         self.step += 1
-        return StepResult(value, norm, lr, tokens.numel())
+        return StepResult(value, norm, lr, batch.tokens.numel() * self.world.batch_ranks)
+
+    def _gradients(self, batch: Batch, lr: float) -> float:
+        """The gradient of the mean loss over all labels of the step, whoever has them; the loss."""
+        world, parts = self.world, self.config.budget.accumulate
+        labels = [int((targets != IGNORED).sum()) for targets in batch.targets.chunk(parts)]
+        total = int(world.sum(torch.tensor(sum(labels))))
+        value, fault = 0.0, None
+        with ExitStack() as stack:
+            if world.size > 1:
+                stack.enter_context(holding())
+                stack.enter_context(self._own_draws())
+            for index, count in enumerate(labels):
+                tokens, targets = (each.chunk(parts)[index].to(self.device) for each in (batch.tokens, batch.targets))
+                with part_of_step(self._objective, self.model, index + 1 == parts):
+                    # A mean over no label is NaN, which all labels of the step together have to be as well.
+                    share = count / total if total else math.nan
+                    loss = self._objective(tokens, targets) if count else self._objective(tokens, targets).nan_to_num()
+                    own = float(loss.detach()) * share  # waits for the device, where every look has arrived
+                    value += own
+                    try:
+                        look(wait=True)
+                        if not math.isfinite(own):
+                            raise NonFiniteError(f"the loss is {own} at learning rate {lr:g}")
+                    except NonFiniteError as error:
+                        if world.size == 1:
+                            raise
+                        fault = fault or error
+                    # Gradients are averaged over processes, and are to be summed.
+                    (loss * (share * world.batch_ranks)).backward()
+        if world.any(fault is not None):
+            rank, text = world.first_of(None if fault is None else str(fault)) or (0, "")
+            raise NonFiniteError(f"on rank {rank}, {text}") from fault
+        return value if world.size == 1 else float(world.sum(torch.tensor(value, dtype=torch.float64)))
+
+    @contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        """Torch's generators as this step and these rows have them, whatever was before: of dropout, for instance."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            where = f"{self.config.seed} {self.step} {self.world.batch_rank}".encode()
+            torch.manual_seed(int.from_bytes(hashlib.sha256(where).digest()[:8], "big") >> 1)
+            yield
 
     def evaluate(self) -> Score:
         """The score on the validation batches of the budget."""
-        return evaluate(self.model, self.source.validation_batches(*self._validation), self.device)
+        return evaluate(self.model, self.source.validation_batches(*self._validation), self.device, self.world)
 
     def baselines(self) -> dict[str, float]:
         """Scores of the simple predictors on the same validation batches."""
@@ -115,7 +189,8 @@ class Trainer:
         return (prompt + bytes(ids)).decode(errors="replace")
 
     def checkpoint(self, metrics: dict[str, float] | None = None) -> Checkpoint:
-        """Everything that the next step depends on."""
+        """Everything that the next step depends on; where parameters are sharded, this rank's part of it."""
+        settle(self.model)
         tensors, optimizer = pack(self.model, self.optimizers.values())
         tensors["rng/torch"] = torch.get_rng_state()
         if self.device.type == "cuda":
@@ -151,11 +226,80 @@ class Trainer:
             self.loader.load_state_dict(facts.cursor)
         except DataError as error:
             raise CheckpointError(f"{where}: {error}") from None
-        unpack(self.model, self.optimizers.values(), checkpoint.tensors, facts.optimizer, where)
+        settle(self.model)
+        unpack(self.model, self.optimizers.values(), self._spread(checkpoint.tensors), facts.optimizer, where)
         torch.set_rng_state(checkpoint.tensors["rng/torch"])
         if cuda:
             torch.cuda.set_rng_state(checkpoint.tensors["rng/cuda"], self.device)
         self.step = facts.step
+
+    def _spread(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of a checkpoint placed as this world's parameters and their states are."""
+        own: dict[str, Any] = self.model.state_dict()
+        if not any(is_sharded(value) for value in own.values()):
+            return dict(tensors)
+        states = {p: optimizer.state.get(p, {}) for optimizer in self.optimizers.values() for p in optimizer.state}
+        params = dict(self.model.named_parameters())
+        placed = {}
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition("/")
+            owner, _, entry = rest.rpartition("/")
+            like = own.get(rest) if kind == "model" else params.get(owner) if kind == "optimizer" else None
+            if kind == "optimizer" and like is not None:
+                like = states.get(like, {}).get(entry, like)
+            fits = is_sharded(like) and not is_sharded(tensor) and tensor.shape == like.shape  # type: ignore[union-attr]
+            placed[name] = spread(tensor, like) if fits else tensor
+        return placed
+
+
+def check_parts(config: ExperimentConfig, world: World, rows: int) -> None:
+    """Refuses a batch that cannot be taken in as many parts, and an optimiser that sums of gradients do not serve."""
+    parts = config.budget.accumulate
+    if rows % parts:
+        raise ConfigError(
+            f"must divide the {rows} rows of budget.batch_size={config.budget.batch_size} that each process has, got "
+            f"{parts}",
+            ("budget", "accumulate"),
+        )
+    kind = config.optim.optimizer
+    if not kind.windowed and (parts > 1 or world.size > 1):
+        raise ConfigError(
+            f"{kind.kind!r} steps by the samples of one backward pass, and budget.accumulate or several processes take "
+            "a step's batch in parts; use one process and accumulate: 1, or another kind",
+            ("optim", "optimizer"),
+        )
+
+
+def lay_out(config: ExperimentConfig, world: World, model: nn.Module | None) -> tuple[nn.Module, nn.Module]:
+    """The model of an experiment, or the one given, over a world; and its loss, as the steps call it."""
+    budget, sharded = config.budget, world.extent("data") > 1
+    low, drawn = budget.precision == "bfloat16", model is None
+    if model is None:
+        model = build_model(config, "meta" if sharded else None)
+    if not (drawn and sharded):
+        model = model.to(world.device)
+    adapt(model, low=low and not sharded, recompute=budget.recompute, compiled=budget.compile == "block")
+    if sharded:
+        shard(model, world, low=low)
+        if drawn:
+            materialise(model, world.device, seeded(config))
+    objective = Objective(model)
+    if sharded or world.extent("replicate") == 1:
+        return model, objective
+    return model, copied(objective, world, unused=not drawn or has_unused(objective, config, world.device))
+
+
+def has_unused(objective: nn.Module, config: ExperimentConfig, device: torch.device) -> bool:
+    """Whether parameters stay without a gradient, by one sequence of the length of training."""
+    tokens = (torch.arange(config.seq_len, device=device) % config.data.vocabulary())[None]
+    with holding():
+        objective(tokens, tokens).backward()
+        forget()  # what its numbers are is of no interest
+    params = [p for p in objective.parameters() if p.requires_grad]
+    found = any(p.grad is None for p in params)
+    for p in params:
+        p.grad = None
+    return found
 
 
 def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimizer]:

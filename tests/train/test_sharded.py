@@ -33,7 +33,7 @@ from hecate.train.sharded import LeftAloneError, load_sharded, newest_for, save_
 from hecate.train.state import OptimizerFacts, pack, unpack
 
 from .common import same_bits
-from .worlds import enter, gloo, in_world
+from .meeting import enter, gloo, in_world
 
 WIDTHS = LanguageModelConfig(vocab_size=19, d_model=10, layers=2, heads=2, memory={"retention": "decay"})
 

@@ -1,58 +1,101 @@
-"""Processes of one machine that meet over gloo, and what each of them found."""
+"""Experiments for several processes, and what every rank of them finds."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import traceback
-from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-SECONDS = 20.0
-"""How long a process waits for another: a test that fails does not hang."""
+from hecate.distributed import ParallelConfig, World, gathered, start
+from hecate.distributed.shard import settle
+from hecate.distributed.world import AXES
+from hecate.train import ExperimentConfig, Trainer
+
+MODELS: dict[str, dict[str, Any]] = {
+    "delta": {"memory": {"kind": "gated_delta", "feature_map": "elu"}},
+    "titans": {"memory": "titans_linear"},
+    "levels": {
+        "levels": [
+            {"name": "fast", "period": 1, "memory": "gated_delta"},
+            {"name": "middle", "period": 4, "memory": "gated_delta"},
+            {"name": "slow", "period": 8, "memory": {"algorithm": {"kind": "gd", "lr": 0.01}}},
+        ]
+    },
+    "mlp": {
+        "memory": {"structure": {"kind": "mlp", "residual": True}, "algorithm": {"kind": "gd", "lr": 0.1}, "chunk": 4}
+    },
+    "favor": {
+        "memory": {"kind": "gated_delta", "feature_map": {"kind": "favor", "num_features": 8}},
+        "tie_embeddings": False,
+    },
+    "hedgehog": {"memory": {"kind": "gated_delta", "feature_map": "hedgehog"}},
+}
+TASK = {"kind": "mqar", "vocab_size": 24, "num_pairs": 3, "seq_len": 16}
 
 
-def enter(rank: int, size: int, store: Path) -> None:
-    """Makes this process one of `size`, that meet at a file."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    where, wait = f"file://{store}", timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=wait)
+def experiment(model: str = "delta", **fields: Any) -> ExperimentConfig:
+    """A tiny model of two blocks on batches of twelve, which 1, 2, 3 and 4 processes can share."""
+    budget = {
+        "steps": 20,
+        "batch_size": 12,
+        "eval_batches": 2,
+        "eval_every": 10,
+        "checkpoint_every": 10,
+        "timeout": 60.0,
+    }
+    sizes = {"d_model": 16, "layers": 2, "heads": 2, "mlp_ratio": 1.0, "conv_kernel": 2}
+    shape = {"d_model": 16, "layers": 2, "heads": 2, "mlp_ratio": 1.0} if "levels" in MODELS[model] else sizes
+    return ExperimentConfig.model_validate(
+        {
+            "name": "worlds",
+            "model": shape | MODELS[model],
+            "data": TASK,
+            "budget": budget | fields.pop("budget", {}),
+            "optim": {"warmup": 3, "lr": 1e-2} | fields.pop("optim", {}),
+            **fields,
+        }
+    )
 
 
-def gloo() -> Any:
-    """Another group of all processes."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=SECONDS))
+def trained(config: ExperimentConfig, world: World, steps: int = 20) -> dict[str, Any]:
+    """Losses and norms of steps, the score, and all parameters as nested lists."""
+    trainer = Trainer(config, world=world)
+    fresh = whole(trainer)
+    results = [trainer.train_step() for _ in range(steps)]
+    score = trainer.evaluate()
+    return {
+        "fresh": fresh,
+        "losses": [r.loss for r in results],
+        "norms": [r.grad_norm for r in results],
+        "tokens": results[-1].tokens,
+        "score": list(score),
+        "after": whole(trainer),
+    }
 
 
-def _work(rank: int, size: int, folder: Path, act: Callable[..., Any], given: tuple[Any, ...]) -> None:
-    try:
-        enter(rank, size, folder / "store")
-        found = {"value": act(*given)}
-        dist.destroy_process_group()
-    except BaseException:
-        found = {"error": traceback.format_exc()}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+def whole(trainer: Trainer) -> dict[str, Any]:
+    """All tensors of the model, whole, on every rank."""
+    settle(trainer.model)
+    return {name: gathered(value).detach().numpy().copy() for name, value in trainer.model.state_dict().items()}
 
 
-def in_world(size: int, folder: Path, act: Callable[..., Any], *given: Any) -> list[Any]:
-    """What `act(*given)`, a function of a module, gives on each of `size` processes: plain JSON."""
-    folder.mkdir()
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_work, args=(rank, size, folder, act, given)) for rank in range(size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        if process.is_alive():
-            process.kill()
-    files = [folder / f"{rank}.json" for rank in range(size)]
-    found = [json.loads(file.read_text()) if file.exists() else {"error": "it did not end"} for file in files]
-    assert not (faults := [each["error"] for each in found if "error" in each]), "\n".join(faults)
-    return [each["value"] for each in found]
+def many(dtype: torch.dtype, cases: dict[str, tuple[ExperimentConfig, int]]) -> dict[str, Any]:
+    """`trained` for every case in turn, by one set of processes."""
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(dtype)
+    found = {}
+    with start(ParallelConfig(), timeout=60.0) as world:
+        for name, (config, steps) in cases.items():
+            found[name] = trained(config, meshed(world, config), steps)
+    return found
+
+
+def meshed(world: World, config: ExperimentConfig) -> World:
+    """The same processes in the mesh of a config."""
+    if world.size == 1:
+        return world
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return replace(world, mesh=init_device_mesh("cpu", config.parallel.shape(world.size), mesh_dim_names=AXES))

@@ -1,0 +1,11 @@
+"""Training over several processes: the world that a process is one rank of, and models laid over it.
+
+Importing it loads nothing of torch.distributed: that waits for a world of more than one.
+"""
+
+from hecate.distributed.shard import adapt, copied, gathered, is_sharded, overwrite, shard, spread
+from hecate.distributed.world import ParallelConfig, World, start
+
+__all__ = [
+    "ParallelConfig", "World", "adapt", "copied", "gathered", "is_sharded", "overwrite", "shard", "spread", "start",
+]  # fmt: skip

@@ -1,0 +1,171 @@
+"""A model over the processes of a mesh: blocks that compute again, compile or run in bfloat16, parameters sharded or
+copied, and values written into what is sharded.
+
+The work is torch's: `fully_shard`, `DistributedDataParallel` and `checkpoint`. `DTensor` is looked for only where
+torch.distributed is loaded already.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hecate.distributed.world import World
+from hecate.errors import ConfigError
+
+LOW = torch.bfloat16
+Recompute = int | Literal["none", "full"]
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a tensor is a `DTensor`: spread over processes, or at least declared to be."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def spread(value: Tensor, like: Any) -> Any:
+    """A whole value, the same on every process, placed as `like` is: each keeps its part, and nothing is sent."""
+    if not is_sharded(like):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    own = value.to(like.device, like.dtype).expand(like.shape)
+    return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def gathered(value: Any) -> Tensor:
+    """The whole of a tensor, on every process, all of which call it; the tensor itself if it is whole."""
+    return value.full_tensor().detach() if is_sharded(value) else value
+
+
+@torch.no_grad()
+def overwrite(into: Tensor, value: Tensor) -> None:
+    """Overwrites a tensor with the whole of its new value; of one that is sharded this process's part."""
+    into.copy_(spread(value, into))
+
+
+def adapt(model: nn.Module, *, low: bool, recompute: Recompute, compiled: bool) -> None:
+    """Changes how a model's `blocks` run, and nothing of what they hold. [DIST-BLOCK-D1]
+
+    `compiled` compiles each. `low` runs each, and the model around them, with parameters as bfloat16, as
+    `fully_shard` does under its policy: for models that are not sharded. `recompute` keeps the inputs of every block
+    ("full"), or of every n-th from the first, and computes what is between again in the backward pass.
+    """
+    blocks = list(getattr(model, "blocks", ()))
+    if (compiled or recompute != "none") and not blocks:
+        setting = "compile" if compiled else "recompute"
+        raise ConfigError(f"works on blocks, and {type(model).__name__} has none; leave it out", ("budget", setting))
+    every = {"none": 0, "full": 1}.get(str(recompute), recompute)
+    for index, block in enumerate(blocks):
+        if compiled:
+            block.forward = torch.compile(block.forward)
+        if low:
+            block.forward = _lowered(block, block.forward, ())
+        if every and index % int(every) == 0:
+            from torch.utils.checkpoint import checkpoint
+
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if low:
+        model.forward = _lowered(model, model.forward, blocks)
+
+
+class _Call(nn.Module):
+    """A module run by a function of ours, under which `functional_call` may lend it other parameters."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _lowered(module: nn.Module, function: Callable[..., Any], without: Iterable[nn.Module]) -> Callable[..., Any]:
+    """`function`, the forward pass of a module, with its parameters as bfloat16, but for those of parts that see to
+    themselves."""
+    call, others = _Call(module, function), {id(p) for part in without for p in part.parameters()}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        named = {n: p for n, p in call.named_parameters() if p.is_floating_point() and id(p) not in others}
+        lent = {name: p.to(LOW) for name, p in named.items()}
+        return torch.func.functional_call(call, lent, args, kwargs)
+
+    return run
+
+
+def shard(model: nn.Module, world: World, *, low: bool) -> None:
+    """Shards parameters over `data`, copied over `replicate`: each block by itself, then what is around them.
+    [DIST-SHARD-D1]
+
+    With `low` they are gathered as bfloat16, their gradients are summed in float32, and what modules are given, the
+    states of memories among it, keeps its dtype.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if world.mesh is None:
+        raise ConfigError("a model is sharded over the processes of a mesh, and there is one; start it under torchrun")
+    mesh = world.mesh["replicate", "data"] if world.extent("replicate") > 1 else world.mesh["data"]
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if low:
+        policy = MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for part in (*getattr(model, "blocks", ()), model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    # Logits are a view of a product of matrices, and nothing here changes them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+def materialise(model: Any, device: torch.device, source: torch.Generator) -> None:
+    """Storage for a model on the meta device, of sharded parameters for this process's part alone; then its draws, each
+    whole, of which each process keeps its part: the bits of one process. [DIST-SHARD-D2]"""
+    model.to_empty(device=device)
+    model.reset_parameters(source)
+
+
+def copied(module: nn.Module, world: World, *, unused: bool = True) -> nn.Module:
+    """The module with its gradients averaged over `replicate` in the backward pass. [DIST-COPY-D1]
+
+    With `unused`, parameters without a gradient in a step are looked for in its graph, and stay without.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    if world.mesh is None:
+        raise ConfigError("a model is copied over the processes of a mesh, and there is one; start it under torchrun")
+    return DistributedDataParallel(
+        module,
+        process_group=world.mesh.get_group("replicate"),
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        broadcast_buffers=False,
+        find_unused_parameters=unused,
+        gradient_as_bucket_view=True,
+    )
+
+
+@contextmanager
+def part_of_step(module: nn.Module, model: nn.Module, last: bool) -> Iterator[None]:
+    """Around the forward and backward pass of one part of a batch: before the last one, gradients are not summed over
+    copies; over shards they are each time, so that none is ever held whole."""
+    shards = getattr(model, "set_requires_all_reduce", None)
+    if shards is not None:
+        shards(last)
+        model.set_is_last_backward(last)  # type: ignore[operator]
+    waits = getattr(module, "no_sync", None)
+    if waits is not None and not last:
+        with waits():
+            yield
+    else:
+        yield
+
+
+def settle(model: nn.Module) -> None:
+    """Gives back what a forward pass without a backward one has left gathered."""
+    for part in model.modules():
+        reshard = getattr(part, "reshard", None)
+        if reshard is not None and hasattr(part, "set_requires_all_reduce"):
+            reshard()

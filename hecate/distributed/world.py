@@ -1,0 +1,383 @@
+"""The processes of a run: which of them this one is, the mesh they form, and how they agree.
+
+`torchrun` starts them and says by its environment who is who; without it there is one process, and nothing of
+torch.distributed is loaded. What ranks tell one another ahead of training goes as JSON through the store by which
+torch's processes meet: nothing is pickled, and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from hecate import errors
+from hecate.checks import Size
+from hecate.errors import ConfigError, HecateError, ParallelError, shorten
+from hecate.variant import Config
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch.distributed.device_mesh import DeviceMesh
+
+Extent = Annotated[Size, Field(ge=1)]
+AXES = ("replicate", "data", "context")
+GRACE = 10.0  # seconds for which others wait beyond rank 0, who names those that did not answer
+_CPU = torch.device("cpu")
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+
+
+class ParallelConfig(Config):
+    """How the processes of a run share its work: replicate x data x context of them. [DIST-WORLD-D1]
+
+    Parameters are sharded over `data` and copied over `replicate`, and both share the batch; `context` shares the
+    tokens of a sequence. `auto`, one of them at most, takes what the others leave.
+    """
+
+    data: Extent | Literal["auto"] = "auto"
+    replicate: Extent | Literal["auto"] = 1
+    context: Extent = 1
+
+    @model_validator(mode="after")
+    def _one_is_free(self) -> Self:
+        if self.data == self.replicate == "auto":
+            raise ConfigError("data is auto, too; give one of them", ("replicate",))
+        return self
+
+    def shape(self, size: int) -> tuple[int, int, int]:
+        """replicate, data and context of a world of `size` processes."""
+        given = {axis: getattr(self, axis) for axis in AXES}
+        free = [axis for axis, number in given.items() if number == "auto"]
+        rest = 1
+        for axis in AXES:
+            rest *= 1 if axis in free else given[axis]
+        if free and size % rest == 0:
+            given[free[0]] = size // rest
+        elif free or rest != size:
+            asked = " x ".join(f"{axis} {given[axis]}" for axis in AXES)
+            launch = "start it under torchrun" if size == 1 else "start as many processes, or take data: auto"
+            raise ConfigError(
+                f"{asked} does not fit {'one process' if size == 1 else f'a world of {size} processes'}; {launch}",
+                ("parallel",),
+            )
+        return given["replicate"], given["data"], given["context"]
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among `size`: its rank, its device, and the mesh `("replicate", "data", "context")` of them all.
+
+    `timeout` is how many seconds the others are waited for. [DIST-WORLD-D1]
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: torch.device = _CPU
+    mesh: DeviceMesh | None = None
+    timeout: float = 600.0
+    restarts: int = 0
+    store: Store | None = None
+    _calls: Iterator[int] = field(default_factory=count, repr=False, compare=False)
+
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu") -> World:
+        """The world of one process."""
+        return cls(device=torch.device(device))
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the rank that writes and prints."""
+        return self.rank == 0
+
+    def extent(self, axis: str) -> int:
+        """How many processes an axis of the mesh has."""
+        return 1 if self.mesh is None else self.mesh.size(AXES.index(axis))
+
+    @property
+    def batch_ranks(self) -> int:
+        """How many share a batch: replicate x data."""
+        return self.extent("replicate") * self.extent("data")
+
+    @property
+    def batch_rank(self) -> int:
+        """Which of `batch_ranks` shares of a batch is this process's."""
+        if self.mesh is None:
+            return 0
+        return self.mesh.get_local_rank("replicate") * self.extent("data") + self.mesh.get_local_rank("data")
+
+    def rows(self, batch_size: int) -> range:
+        """This process's rows of a batch, dealt in order."""
+        each, left = divmod(batch_size, self.batch_ranks)
+        if left:
+            raise ConfigError(
+                f"must be a multiple of the {self.batch_ranks} processes that share it (parallel.replicate x "
+                f"parallel.data), got {batch_size}",
+                ("budget", "batch_size"),
+            )
+        return range(self.batch_rank * each, (self.batch_rank + 1) * each)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, on every rank; the tensor itself where there is one."""
+        if self.size == 1:
+            return values
+        from torch import distributed
+
+        total = values.to(self.device, copy=True)
+        distributed.all_reduce(total)
+        return total
+
+    def any(self, flag: bool) -> bool:
+        """Whether a flag is up on any rank: the same answer on every rank."""
+        return flag if self.size == 1 else bool(self.sum(torch.tensor(int(flag))))
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        self.any(False)
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """`ParallelError` on every rank where plain facts, trees of JSON, differ between ranks: it names the first
+        that does, with both values. [DIST-WORLD-D2]"""
+        if self.size == 1:
+            return
+        fault = self._ask(dict(_flat(facts)), _difference)
+        if fault is not None:
+            raise ParallelError(fault)
+
+    def from_main(self, make: Callable[[], Any]) -> Any:
+        """What `make` gives on rank 0, plain JSON, on every rank; a `HecateError` of it is raised on every rank."""
+        if self.size == 1:
+            return make()
+        own: BaseException | None = None
+        told: dict[str, Any] | None = None
+        if self.main:
+            try:
+                told = {"value": make()}
+            except HecateError as error:
+                own, told = error, {"error": type(error).__name__, "text": str(error)}
+        answer = self._ask(told, lambda values: values[0])
+        if own is not None:
+            raise own
+        if "error" in answer:
+            kind = getattr(errors, answer["error"], HecateError)
+            raise kind(answer["text"])
+        return answer["value"]
+
+    def first_of(self, text: str | None) -> tuple[int, str] | None:
+        """The lowest rank that has a text to tell, and the text: the same on every rank."""
+        found = self._ask(text, lambda values: next(([n, v] for n, v in enumerate(values) if v is not None), None))
+        return None if found is None else (found[0], found[1])
+
+    def destination(self, choose: Callable[[], str]) -> tuple[str, bool]:
+        """The folder that rank 0 chooses, for every rank; and whether processes that this launch has started before
+        were training there, which torchrun has started again."""
+
+        def found() -> list[Any]:
+            launch = None if self.store is None else _beneath(self.store)
+            if self.restarts and launch is not None and launch.check([_out()]):
+                return [launch.get(_out()).decode(), True]
+            return [choose(), False]
+
+        folder, again = self.from_main(found)
+        return folder, again
+
+    def remember(self, folder: str) -> None:
+        """Lets `destination` find the folder after a restart."""
+        if self.main and self.store is not None:
+            _beneath(self.store).set(_out(), folder)
+
+    def _ask(self, value: Any, judge: Callable[[list[Any]], Any]) -> Any:
+        """What `judge` makes on rank 0 of everyone's plain value, in the order of ranks, on every rank."""
+        store, name = self.store, str(next(self._calls))
+        if store is None:
+            return judge([value])
+        if not self.main:
+            store.set(f"{name}/{self.rank}", json.dumps(value))
+            answer = self._wait(store, f"{name}/answer", self.timeout + GRACE)
+            if answer is None:
+                raise ParallelError(f"rank 0 did not answer within {self.timeout:g} seconds; see what it reported")
+            if store.add(f"{name}/heard", 1) == self.size - 1:
+                store.set(f"{name}/all", "")
+        else:
+            texts = [json.dumps(value), *(self._wait(store, f"{name}/{n}", self.timeout) for n in range(1, self.size))]
+            missing = [n for n, text in enumerate(texts) if text is None]
+            found = [json.loads(text) for text in texts if text is not None]
+            late = f"rank {missing[0]} of {self.size} did not answer within {self.timeout:g} seconds" if missing else ""
+            answer = json.dumps({"late": late, "value": None if missing else judge(found)})
+            store.set(f"{name}/answer", answer)
+            if not missing:  # rank 0 may keep the store, and end by what it has found
+                self._wait(store, f"{name}/all", GRACE)
+        told = json.loads(answer)
+        if told["late"]:
+            raise ParallelError(f"{told['late']}; see what it reported, or raise budget.timeout")
+        return told["value"]
+
+    @staticmethod
+    def _wait(store: Store, key: str, seconds: float) -> str | None:
+        from torch.distributed import DistError
+
+        try:
+            store.wait([key], timedelta(seconds=seconds))
+            return str(store.get(key), "utf-8")
+        except (DistError, RuntimeError):  # late, or the process that keeps the store is gone
+            return None
+
+
+def _out() -> str:
+    """The name under which a launch keeps where it trains, from one attempt of its processes to the next."""
+    return f"hecate/out/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+
+
+def _beneath(store: Store) -> Store:
+    """The store of the whole launch, under the names that it has for one attempt."""
+    while (under := getattr(store, "underlying_store", None)) is not None:
+        store = under
+    return store
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a tree by their paths."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple) and value:
+        for index, item in enumerate(value):
+            yield from _flat(item, f"{path}[{index}]")
+    else:
+        yield path, value
+
+
+def _difference(ranks: list[dict[str, Any]]) -> str | None:
+    """The first fact in which a rank differs from rank 0."""
+    first, missing = ranks[0], object()
+    for number, facts in enumerate(ranks):
+        for name in [*first, *(name for name in facts if name not in first)]:
+            here, there = first.get(name, missing), facts.get(name, missing)
+            if here != there or isinstance(here, bool) != isinstance(there, bool):
+                shown = ["nothing" if value is missing else shorten(value) for value in (there, here)]
+                return (
+                    f"{name} is {shown[0]} on rank {number} and {shown[1]} on rank 0; start every rank with the same "
+                    "config, code and versions"
+                )
+    return None
+
+
+@contextmanager
+def start(parallel: ParallelConfig, device: torch.device | str = "cpu", timeout: float = 600.0) -> Iterator[World]:
+    """The world that torchrun started this process in, else that of one process; a `ParallelError` where another rank
+    ended. [DIST-WORLD-D1]
+
+    Every rank raises where the mesh does not fit the world, and where ranks have other code or settings.
+    """
+    place = torch.device(device)
+    launched = _launched()
+    if launched is None:
+        parallel.shape(1)
+        yield World.alone(place)
+        return
+    rank, size, local_rank = launched
+    world = _met(World(rank, size, local_rank, place, None, timeout, int(os.environ.get(_RESTARTS, "0"))))
+    facts = {"parallel": parallel.model_dump(mode="json"), "budget": {"device": place.type, "timeout": timeout}}
+    world.agree({**facts, "code": code(), "torch": torch.__version__})
+    shape = parallel.shape(size)
+    if parallel.context > 1:
+        raise ConfigError(f"context > 1 is not offered yet, got {parallel.context}; leave it at 1", ("parallel",))
+    if place.type == "cuda":
+        place = torch.device("cuda", local_rank)
+        torch.cuda.set_device(place)
+    world = replace(world, device=place)
+    if size == 1:
+        yield world
+        return
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    how: dict[str, Any] = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=timeout)}
+    distributed.init_process_group(backend, store=_part(world.store, "torch"), **how)
+    try:
+        mesh = init_device_mesh(place.type, shape, mesh_dim_names=AXES)
+        with _losing(world):
+            yield replace(world, mesh=mesh)
+    finally:
+        with suppress(RuntimeError):
+            distributed.destroy_process_group()
+
+
+def _launched() -> tuple[int, int, int] | None:
+    """Rank, size and local rank by the environment; None without torchrun."""
+    if "WORLD_SIZE" not in os.environ:
+        return None
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    except (KeyError, ValueError):
+        given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        raise ParallelError(f"the environment of torchrun is not whole, got {given}; start it by torchrun") from None
+    if not 0 <= rank < size:
+        raise ParallelError(f"RANK must be in 0..{size - 1}, got {rank}; start it by torchrun")
+    return rank, size, local_rank
+
+
+def _met(world: World) -> World:
+    """With the store at which the ranks meet."""
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        wait = timedelta(seconds=world.timeout)
+        store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=wait)))
+    except (RuntimeError, ValueError) as error:
+        raise ParallelError(
+            f"rank {world.rank} of {world.size} did not reach the others within {world.timeout:g} seconds: "
+            f"{str(error).splitlines()[0]}; see that every rank was started"
+        ) from error
+    return replace(world, store=_part(store, _attempt(world)))
+
+
+def _attempt(world: World) -> str:
+    """A name for what ranks tell one another between two restarts: torchrun's store outlives them."""
+    return f"hecate/{world.restarts}/{world.size}"
+
+
+def _part(store: Any, name: str) -> Store:
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(name, store)
+
+
+@contextmanager
+def _losing(world: World) -> Iterator[None]:
+    """Tells what torch says where another rank is gone as a `ParallelError`."""
+    from torch.distributed import DistError
+
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, HecateError) or not (isinstance(error, DistError) or "gloo" in text or "NCCL" in text):
+            raise
+        raise ParallelError(
+            f"rank {world.rank} of {world.size} lost another rank: it ended, or did not answer within "
+            f"{world.timeout:g} seconds ({text.splitlines()[0][:200]})"
+        ) from error
+
+
+@cache
+def code() -> str:
+    """A hash of the sources of this package."""
+    digest, package = hashlib.sha256(), Path(__file__).resolve().parent.parent
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
