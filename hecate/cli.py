@@ -357,6 +357,49 @@ def generate(
 
 
 @_command(
+    "export",
+    short_help="A run's weights for other programs.",
+    epilog="Example: hecate export runs/quickstart --to safetensors --out weights",
+)
+def export_(
+    run: _Run,
+    to: Annotated[str, typer.Option(help="safetensors, torch or dcp.")] = "safetensors",
+    out: Annotated[Path | None, typer.Option(help="New folder; RUN-FORMAT when left out.")] = None,
+    checkpoint: _Which = "best",
+) -> None:
+    """Write the weights of a run, or of a checkpoint folder, and its config into a new folder."""
+    from hecate.train.export import export_weights
+
+    typer.echo(str(export_weights(run, to, out or run.with_name(f"{run.name}-{to}"), checkpoint)))
+
+
+@_command(
+    "import",
+    short_help="A run at step 0 from weights.",
+    epilog="Example: hecate import weights --out runs/mine-init, then hecate train --out runs/mine-init --resume",
+)
+def import_(
+    source: Annotated[Path, typer.Argument(
+        metavar="FILE|DIR", show_default=False, help="A safetensors file, a folder with some, a run or a checkpoint.",
+    )],
+    out: Annotated[Path, typer.Option(help="Run folder to make.", show_default=False)],
+    config: Annotated[str | None, typer.Option(
+        metavar="PRESET|FILE", help="The experiment; the config.yaml beside the weights when left out.",
+    )] = None,
+    overrides: _Set = None,
+) -> None:  # fmt: skip
+    """Make a run folder whose model has given weights, to train on with train --out RUN --resume."""
+    from hecate.errors import ConfigError
+    from hecate.train.compose import load_experiment
+    from hecate.train.export import import_weights
+
+    if overrides and config is None:
+        raise ConfigError("--set changes what --config names, which is left out; give both or neither")
+    found = None if config is None else load_experiment(config, overrides or [])
+    typer.echo(str(import_weights(source, out, found)))
+
+
+@_command(
     short_help="What a run's memories hold, attend to and forget.",
     epilog="Examples: hecate report runs/mqar | hecate report runs/cms --tokens 64",
 )

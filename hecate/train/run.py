@@ -22,7 +22,6 @@ from torch import nn
 from hecate.data import Source
 from hecate.distributed import World
 from hecate.errors import CheckpointError
-from hecate.train.checkpoint import newest_checkpoint, prune_checkpoints, save_checkpoint
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display, Interrupted, Signals
@@ -31,6 +30,8 @@ from hecate.train.evaluate import Score
 from hecate.train.files import make_folder, refusing, sweep, write_file
 from hecate.train.metrics import MetricsWriter, NoMetrics, add_sample, rewind_samples
 from hecate.train.report import write_report
+from hecate.train.saver import Saver
+from hecate.train.sharded import group_of
 from hecate.train.state import model_state, run_facts
 from hecate.train.trained import CHECKPOINTS, TOKENIZER, find_checkpoint
 from hecate.train.trainer import Trainer
@@ -87,7 +88,9 @@ def run_experiment(
         found: list[MetricsWriter] = []
         world.from_main(opened)
         signals = stack.enter_context(Signals(interrupts=world.size == 1))
-        run = _Run(trainer, folder, shown, found[0] if found else NoMetrics(), signals)
+        behind, group = config.budget.save == "async", group_of(world)
+        saver = stack.enter_context(Saver(folder / CHECKPOINTS, config.budget.keep, behind=behind, group=group))
+        run = _Run(trainer, folder, shown, found[0] if found else NoMetrics(), signals, saver)
         run.restore()
         world.from_main(lambda: _begin(config, folder))
         world.remember(str(folder))
@@ -179,6 +182,7 @@ class _Run:
     display: Display
     metrics: MetricsWriter | NoMetrics
     signals: Signals
+    saver: Saver
     began: float = field(default_factory=time.monotonic)
     scored: tuple[int, Score] | None = None
     saved: tuple[int, dict[str, float]] | None = None
@@ -186,8 +190,7 @@ class _Run:
 
     def restore(self) -> None:
         """Continues from the newest sound checkpoint; what was written after it is dropped."""
-        found = newest_checkpoint(self.folder / CHECKPOINTS)
-        self.trainer.world.agree({"checkpoint": str(found[0]) if found else None})
+        found = self.saver.newest(self.trainer)
         if found is not None:
             path, checkpoint, skipped = found
             for item in skipped:
@@ -270,13 +273,7 @@ class _Run:
         if self.saved is not None and self.saved[0] == step and metrics in ({}, self.saved[1]):
             return
         self.metrics.sync()
-        checkpoint = self.trainer.checkpoint(metrics)
-
-        def write() -> None:
-            save_checkpoint(self.folder / CHECKPOINTS, step, checkpoint)
-            prune_checkpoints(self.folder / CHECKPOINTS, self.trainer.config.budget.keep, upto=step)
-
-        self.trainer.world.from_main(write)
+        self.saver.save(step, self.trainer.checkpoint(metrics))
         self.saved = (step, metrics)
 
     def _sample(self) -> None:
@@ -298,6 +295,7 @@ class _Run:
         return baselines
 
     def _end(self, status: Status) -> None:
+        self.saver.wait()
         self.ended = True
         seconds = time.monotonic() - self.began
         self.metrics.write({"event": "end", "step": self.trainer.step, "status": status, "seconds": seconds})

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from hecate.data import Batch
-from hecate.distributed import ParallelConfig, World, start
+from hecate.distributed import ParallelConfig, World, gathered, start
 from hecate.errors import ConfigError, NonFiniteError, ParallelError
 from hecate.train import Trainer, dump_experiment, run_experiment
 from hecate.train.checkpoint import Checkpoint
@@ -116,7 +116,7 @@ def interrupted(config: Any, world: World) -> dict[str, Any]:
     for _ in range(2):
         first.train_step()
     saved = first.checkpoint()
-    tensors = {name: value.numpy().copy() for name, value in saved.tensors.items()}
+    tensors = {name: gathered(value).numpy().copy() for name, value in saved.tensors.items()}
     second = Trainer(config, world=world)
     second.restore(saved, "it")
     losses = [[trainer.train_step().loss for _ in range(2)] for trainer in (first, second)]
