@@ -376,7 +376,7 @@ def has_unused(objective: nn.Module, config: ExperimentConfig, device: torch.dev
     tokens = (torch.arange(config.seq_len, device=device) % config.data.vocabulary())[None]
     with holding():
         loss, _ = objective(tokens, tokens)
-    loss.backward()
+        loss.backward()
         forget()  # what its numbers are is of no interest
     params = [p for p in objective.parameters() if p.requires_grad]
     found = any(p.grad is None for p in params)
