@@ -281,7 +281,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Seed of the draws.")] = 0,
     checkpoint: _Which = "best",
 ) -> None:
-    """Continue a text, one token at a time on a state of constant size."""
+    """Continue a text, a token at a time on a state of constant size."""
     from itertools import chain
 
     import torch
