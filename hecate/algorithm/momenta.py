@@ -21,13 +21,13 @@ Coefficients = tuple[float, float, float]
 POLYNOMIALS: dict[str, Coefficients] = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}
 
 
-def iterated(x: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
-    """One iteration, a X + (b A + c A^2) X with A = X X^T, A and b A + c A^2, of a matrix or a batch of them."""
+def iterated(x: Tensor, coefficients: Coefficients) -> Tensor:
+    """One iteration, a X + (b A + c A^2) X with A = X X^T, of a matrix or a batch of them."""
     a, b, c = coefficients
     fused = torch.addmm if x.ndim == 2 else torch.baddbmm
     gram = x @ x.mT
     inner = fused(gram, gram, gram, beta=b, alpha=c) if c else b * gram
-    return fused(x, inner, x, beta=a), gram, inner
+    return fused(x, inner, x, beta=a)
 
 
 class NewtonSchulz(Carrying):
@@ -73,14 +73,13 @@ class NewtonSchulz(Carrying):
     def _directed(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         carried = torch.addcmul(grad, over(momentum, grad), slots[0])
         made = self._orthogonal(carried)
-        return (-over(lr, grad) * made[0], carried), ((grad, lr, momentum, slots[0]), carried, made)
+        return (-over(lr, grad) * made[0], carried), ((grad, lr, momentum, slots[0]), made)
 
     def _directed_vjp(self, residuals: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (grad, lr, momentum, slot), carried, (found, iterates, length) = residuals
+        (grad, lr, momentum, slot), (found, iterates, length) = residuals
         gdirection, gcarried = cotangents
         glr = -sum_to_gate(found * gdirection, lr)
-        pulled = self._pulled(carried, iterates, length, -over(lr, grad) * gdirection)
-        g = gcarried + pulled
+        g = self._pulled(gcarried, iterates, length, -over(lr, grad) * gdirection)
         return g, glr, sum_to_gate(slot * g, momentum), over(momentum, grad) * g
 
     def gram_form(self) -> GramForm | None:
@@ -113,15 +112,12 @@ class NewtonSchulz(Carrying):
             made, found, square, scale = kept
             gx, gq = None, scale * g
             for x, p, q, half in reversed(made):
-                gp = gq if q is None else torch.bmm(gq, q.mT)
-                gq = torch.bmm(p.mT, gq)
-                below = None
-                if gx is not None:
-                    ghalf = torch.bmm(gx, p.mT)
-                    gp = torch.baddbmm(torch.baddbmm(gp, half.mT, gx), ghalf, x.mT)
-                    below = torch.bmm(p.mT, ghalf)
+                gp, gq = (gq, None) if q is None else (torch.bmm(gq, q.mT), torch.bmm(p.mT, gq))
+                ghalf = None if gx is None else torch.bmm(gx, p.mT)
+                if ghalf is not None:
+                    gp = torch.baddbmm(gp, half.mT, gx).baddbmm_(ghalf, x.mT)
                 gx = _polynomial_vjp(x, gp, coefficients)
-                gx = gx if below is None else gx + below
+                gx = gx if ghalf is None else gx.baddbmm_(p.mT, ghalf)
             gsquare = -(gx * made[0][0]).sum((-2, -1), keepdim=True) / square
             if not self.rescale:
                 gsquare = gsquare - 0.5 * scale / square * (g * found).sum((-2, -1), keepdim=True)
@@ -148,8 +144,8 @@ class NewtonSchulz(Carrying):
             found = found * (length / math.sqrt(min(found.shape[-2:])))
         return found.reshape(s.shape), iterates, length
 
-    def _pulled(self, s: Tensor, iterates: list[tuple[Tensor, ...]], length: Tensor, g: Tensor) -> Tensor:
-        """Cotangent of s from that of NS(s)."""
+    def _pulled(self, known: Tensor, iterates: list[tuple[Tensor, ...]], length: Tensor, g: Tensor) -> Tensor:
+        """Cotangent of s from that of NS(s), added to what is known of it."""
         _, b, c = POLYNOMIALS[self.polynomial]
         g, glength = _rows(g), torch.zeros_like(length)
         if self.rescale:
@@ -162,7 +158,7 @@ class NewtonSchulz(Carrying):
             g = _through(through, g, inner + inner.mT, x)
         unit = iterates[0][0]
         glength = glength - (g * unit).sum((-2, -1), keepdim=True) / length
-        return torch.addcmul(glength * unit, g, 1 / length).reshape(s.shape)
+        return torch.addcmul(torch.addcmul(_rows(known), glength, unit), g, 1 / length).reshape(known.shape)
 
 
 def _polynomial(x: Tensor, coefficients: Coefficients) -> Tensor:
@@ -177,7 +173,7 @@ def _polynomial_vjp(x: Tensor, g: Tensor, coefficients: Coefficients) -> Tensor:
     _, b, c = coefficients
     if not c:
         return b * g
-    return torch.baddbmm(torch.baddbmm(g, g, x.mT, beta=b, alpha=c), x.mT, g, alpha=c)
+    return torch.baddbmm(g, g, x.mT, beta=b, alpha=c).baddbmm_(x.mT, g, alpha=c)
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
