@@ -133,7 +133,8 @@ class NewtonSchulz(Carrying):
         gram = _inner(rows, rows)
         square = _trace(gram) + self.eps**2
         length = square.sqrt()
-        found, gram, iterates = rows / length, gram / square, []
+        found, gram = rows / length, gram / square
+        iterates: list[tuple[Tensor, ...]] = []
         for step in range(self.steps):
             gram = _inner(found, found) if step else gram
             through = _polynomial(gram, POLYNOMIALS[self.polynomial])
