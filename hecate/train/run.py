@@ -10,8 +10,10 @@ import platform
 import re
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -36,7 +38,10 @@ from hecate.train.display import Display, Interrupted, Signals
 from hecate.train.estimate import check_memory
 from hecate.train.evaluate import Score
 from hecate.train.files import make_folder, refusing, sweep, write_file
-from hecate.train.metrics import MetricsWriter, NoMetrics, add_sample, rewind_samples
+from hecate.train.hooks import Hooks, call_hooks
+from hecate.train.loggers import open_loggers
+from hecate.train.metrics import MetricsWriter, NoMetrics, Record, add_sample, rewind_samples
+from hecate.train.progress import Progress
 from hecate.train.report import write_report
 from hecate.train.state import model_state, run_facts
 from hecate.train.trainer import Trainer
@@ -67,11 +72,12 @@ def run_experiment(
     model: nn.Module | None = None,
     mem_limit: int | None = None,
     world: World | None = None,
+    hooks: Sequence[Hooks] = (),
 ) -> RunResult:
     """Trains, evaluates, saves and reports into `folder`. [TRAIN-RUN-D1]
 
     The caller's global random state is left as it was: the run has its own, seeded by the config. What takes more than
-    `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3] In a `world` of several processes every
+    `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3] `hooks` are called as it goes on. In a `world` of several processes every
     one calls it with the same arguments; rank 0 alone writes and shows. [DIST-RUN-D1]"""
     config, world = config.validated(), world or World.alone(config.budget.device)
     world.agree({"out": str(folder), "resume": resume})
@@ -87,14 +93,16 @@ def run_experiment(
         def opened() -> None:
             with refusing(f"write run folder {folder}", "choose another --out"):
                 make_folder(folder)
-            board = folder / "tensorboard" if config.tensorboard else None
-            found.append(stack.enter_context(MetricsWriter(folder / "metrics.jsonl", board)))
+            metrics = stack.enter_context(MetricsWriter(folder / "metrics.jsonl"))
             check_folder(folder, resume)  # again: another process may have trained here since
+            for logger in open_loggers(config.asked_loggers(), folder, config.model_dump(mode="json")):
+                metrics.loggers.append(logger)
+            found.append(metrics)
 
         found: list[MetricsWriter] = []
         world.from_main(opened)
         signals = stack.enter_context(Signals(interrupts=world.size == 1))
-        run = _Run(trainer, folder, shown, found[0] if found else NoMetrics(), signals)
+        run = _Run(trainer, folder, shown, found[0] if found else NoMetrics(), signals, hooks)
         run.restore()
         world.from_main(lambda: _begin(config, folder))
         world.remember(str(folder))
@@ -194,10 +202,14 @@ class _Run:
     display: Display
     metrics: MetricsWriter | NoMetrics
     signals: Signals
+    hooks: Sequence[Hooks] = ()
     began: float = field(default_factory=time.monotonic)
     scored: tuple[int, Score] | None = None
     saved: tuple[int, dict[str, float]] | None = None
     ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.progress = Progress(self.trainer.config, self.trainer.world)
 
     def restore(self) -> None:
         """Continues from the newest sound checkpoint; what was written after it is dropped."""
@@ -213,12 +225,13 @@ class _Run:
         elif (self.folder / "config.yaml").exists():
             self.display.say("no checkpoint yet: starting from the beginning")
         self.metrics.rewind(self.trainer.step if found else -1)
+        self.progress.go_on(self.trainer.step, self.metrics.last)
         if self.trainer.world.main:
             rewind_samples(self.folder / "samples.txt", self.trainer.step if found else -1)
 
     def go(self) -> RunResult:
         trainer, budget = self.trainer, self.trainer.config.budget
-        self.metrics.write({"event": "resume" if trainer.step else "start", "step": trainer.step})
+        self._tell("resume" if trainer.step else "start")
         self.display.start(trainer.config.name, trainer.step, budget.steps)
         try:
             if trainer.step:
@@ -226,10 +239,11 @@ class _Run:
             while trainer.step < budget.steps and self._status() == "finished":
                 began = time.monotonic()
                 result = trainer.train_step()
-                speed = result.tokens / max(time.monotonic() - began, 1e-9)
+                speed = self.progress.take(result.loss, result.tokens, time.monotonic() - began)
                 facts = {"loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm}
-                self.metrics.write({"event": "train", "step": trainer.step, **facts, "tokens_per_second": speed})
-                self.display.step(trainer.step, f"loss {result.loss:.3f}  {speed:,.0f} tokens/s")
+                record = self._tell("train", **facts, **speed)
+                self.display.step(trainer.step, partial(self.progress.line, result.grad_norm))
+                call_hooks(self.hooks, "on_step", trainer, record)
                 self._between()
             status: Status = self._status()
             baselines = self._finish(status)
@@ -241,6 +255,12 @@ class _Run:
                 self._report(status, baselines)
         metric, signal = trainer.source.metric, self.signals.received
         return RunResult(status, trainer.step, self.folder, metric, self._score(), baselines, signal)
+
+    def _tell(self, event: str, **facts: Any) -> Record:
+        """Writes a record of what has happened now."""
+        record = {"event": event, "step": self.trainer.step, **facts, **self.progress.clock()}
+        self.metrics.write(record)
+        return record
 
     def _status(self) -> Status:
         world, minutes = self.trainer.world, self.trainer.config.budget.minutes
@@ -270,9 +290,10 @@ class _Run:
             score = self.trainer.evaluate()
         step, metric, seconds = self.trainer.step, self.trainer.source.metric, time.monotonic() - self.began
         self.scored = (step, score)
-        self.metrics.write({"event": "eval", "step": step, **score.record(metric)})
+        record = self._tell("eval", **score.record(metric), tokens=self.progress.tokens)
         shown = f"{score.value(metric):.4f} {metric.replace('_', ' ')}"
         self.display.say(f"step {step:>6}/{self.trainer.config.budget.steps}  validation {shown}  [{seconds:.0f} s]")
+        call_hooks(self.hooks, "on_eval", self.trainer, record)
 
     def _score(self) -> Score | None:
         """Of the model as it stands, if it was evaluated."""
@@ -287,12 +308,14 @@ class _Run:
         self.metrics.sync()
         checkpoint = self.trainer.checkpoint(metrics)
 
-        def write() -> None:
-            save_checkpoint(self.folder / CHECKPOINTS, step, checkpoint)
+        def write() -> str:
+            path = save_checkpoint(self.folder / CHECKPOINTS, step, checkpoint)
             prune_checkpoints(self.folder / CHECKPOINTS, self.trainer.config.budget.keep, upto=step)
+            return str(path)
 
-        self.trainer.world.from_main(write)
+        path = self.trainer.world.from_main(write)
         self.saved = (step, metrics)
+        call_hooks(self.hooks, "on_checkpoint", self.trainer, Path(path))
 
     def _sample(self) -> None:
         with self.signals.interruptible():
@@ -315,7 +338,7 @@ class _Run:
     def _end(self, status: Status) -> None:
         self.ended = True
         seconds = time.monotonic() - self.began
-        self.metrics.write({"event": "end", "step": self.trainer.step, "status": status, "seconds": seconds})
+        self._tell("end", status=status, seconds=seconds)
 
     def _report(self, status: Status, baselines: dict[str, float]) -> None:
         with refusing(f"write the report of {self.folder}", "free some space and --resume"):
