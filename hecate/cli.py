@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from hecate.data_cli import commands as data_commands
+
 app = typer.Typer(
     name="hecate",
     help="Memories that learn at test time: train, evaluate and inspect them.",
@@ -60,6 +62,7 @@ class _Reported(TyperCommand):
 
 
 _command = partial(app.command, cls=_Reported)
+app.add_typer(data_commands(_Reported), name="data")
 
 
 def _import(modules: Sequence[str]) -> None:
@@ -291,13 +294,15 @@ def evaluate(run: _Run, checkpoint: _Which = "best") -> None:
 def generate(
     run: _Run,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    tokens: Annotated[int, typer.Option(min=0, max=1 << 20, help="Bytes to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte.")] = 0.8,
+    tokens: Annotated[
+        int, typer.Option(min=0, max=1 << 20, help="Tokens to generate; bytes, where those are the tokens.")
+    ] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Seed of the draws.")] = 0,
     checkpoint: _Which = "best",
 ) -> None:
-    """Continue a text, one byte at a time on a state of constant size."""
-    import codecs
+    """Continue a text, one token at a time on a state of constant size."""
+    from itertools import chain
 
     import torch
 
@@ -306,19 +311,18 @@ def generate(
     from hecate.train.run import open_run
 
     trainer, _ = open_run(run, checkpoint)
-    if trainer.source.metric != "bits_per_byte":
+    tokenizer = trainer.tokenizer
+    if tokenizer is None:
         raise ConfigError(
             f"{run} was trained on task {trainer.config.data.kind!r}, which has no text to continue; see samples.txt "
             "in the run folder"
         )
-    start = (trainer.config.sample.prompt if prompt is None else prompt).encode() or b"\n"
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    start = tokenizer.encode([(trainer.config.sample.prompt if prompt is None else prompt) or "\n"])[0].tolist()
     draws = torch.Generator().manual_seed(seed)
     ids = stream(trainer.model, start, tokens, temperature=temperature, generator=draws, device=trainer.device)
-    typer.echo(decoder.decode(start), nl=False)
-    for token in ids:
-        typer.echo(decoder.decode(bytes([token])), nl=False)
-    typer.echo(decoder.decode(b"", final=True))
+    for piece in tokenizer.pieces(chain(start, ids)):
+        typer.echo(piece, nl=False)
+    typer.echo("")
 
 
 @_command(

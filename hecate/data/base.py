@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hecate.data.tokenizer import Tokenizer
 from hecate.errors import DataError
 from hecate.variant import Variant
 
@@ -19,14 +20,24 @@ IGNORED = -100
 """Target of a position that has no label: the loss and every metric leave it out."""
 
 Split = Literal["train", "validation"]
-Metric = Literal["bits_per_byte", "accuracy"]
+Metric = Literal["bits_per_byte", "perplexity", "accuracy"]
 
 
 class Batch(NamedTuple):
-    """Tokens and targets, both int64 `[B, T]`; `targets[b, t]` follows `tokens[b, :t+1]`."""
+    """Tokens and targets, both int64 `[B, T]`; `targets[b, t]` follows `tokens[b, :t+1]`.
+
+    `resets`, bool `[B, T]` or None for nowhere, is true where a document starts: what came before is not to be
+    remembered there.
+    """
 
     tokens: Tensor
     targets: Tensor
+    resets: Tensor | None = None
+
+    def part(self, rows: range | None = None, span: slice = slice(None)) -> Batch:
+        """The batch of some consecutive rows (None: all), or of a span of positions."""
+        chosen = slice(None) if rows is None else slice(rows.start, rows.stop), span
+        return Batch(self.tokens[chosen], self.targets[chosen], None if self.resets is None else self.resets[chosen])
 
 
 def stream(seed: int, split: Split, step: int) -> np.random.Generator:
@@ -46,13 +57,20 @@ def as_batch(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> Batch:
 class Source(ABC):
     """Loaded data: training batches at any cursor and a fixed set of validation batches."""
 
-    metric: ClassVar[Metric]
+    metric: Metric
     fingerprint: str
     """SHA-256 of everything that decides the batches; a resumed run must find the same one."""
+    carries: bool = False
+    """Whether each row of a batch goes on where that row of the batch before ended, with the state it left."""
+    lengths: Tensor | None = None
+    """Bytes of text that each token stands for, int64 `[vocabulary]`; None where a token is a byte or has no text."""
 
     @abstractmethod
-    def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int) -> Batch:
-        """The training batch of this step: the same arguments always give the same bits."""
+    def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
+        """The training batch of this step: the same arguments always give the same bits.
+
+        `rows`, consecutive ones, gives those of the batch alone, with the bits they have in the whole.
+        """
 
     @abstractmethod
     def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
@@ -74,6 +92,15 @@ class DataConfig(Variant, family="data"):
         """Number of token ids the model must know."""
         raise NotImplementedError(f"{type(self).__name__} does not define vocabulary")
 
+    @property
+    def carries(self) -> bool:
+        """Whether rows go on from batch to batch, as `Source.carries`."""
+        return False
+
+    def tokenizer(self) -> Tokenizer | None:
+        """What turns text into token ids and back, read without the data; None of what is no text."""
+        return None
+
     def length(self) -> int | None:
         """The fixed sequence length of a task; None when any length can be cut from a text."""
         return None
@@ -86,21 +113,24 @@ class DataConfig(Variant, family="data"):
 class Loader:
     """Training batches in order; the whole state is five plain values. [DATA-LOADER-D1]
 
-    The batch of a step depends on (seed, step) alone, so resuming needs no replay and no generator state. `rows` of it
-    are given, all where that is None: the cursor is of the whole batch, and the same whoever reads which rows.
+    The batch of a step depends on (seed, step) alone, so resuming needs no replay and no generator state. `rows` are
+    those of the batch that this process reads (None: all); they are no part of the state, so that a run goes on in
+    another number of processes. [DATA-LOADER-D2]
     """
 
     def __init__(self, source: Source, *, seed: int, batch_size: int, seq_len: int, rows: range | None = None) -> None:
+        if rows is not None and not (rows.step == 1 and 0 <= rows.start < rows.stop <= batch_size):
+            raise DataError(f"rows must be consecutive ones of a batch of {batch_size}, got {rows}")
         self.source, self.seed, self.rows = source, seed, rows
         self.batch_size, self.seq_len = batch_size, seq_len
         self.step = 0
 
     def next(self) -> Batch:
         """The rows of the batch at the cursor; advances the cursor by one."""
-        batch = self.source.train_batch(self.seed, self.step, self.batch_size, self.seq_len)
+        some = () if self.rows is None else (self.rows,)
+        batch = self.source.train_batch(self.seed, self.step, self.batch_size, self.seq_len, *some)
         self.step += 1
-        rows = self.rows
-        return batch if rows is None else Batch(*(each[rows.start : rows.stop] for each in batch))
+        return batch
 
     def state_dict(self) -> dict[str, int | str]:
         """The cursor, and what must be equal for it to mean the same batches."""

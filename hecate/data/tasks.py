@@ -46,9 +46,10 @@ class TaskSource(Source):
         self.task = task
         self.fingerprint = hashlib.sha256(task.model_dump_json().encode()).hexdigest()
 
-    def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int) -> Batch:
+    def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
         self._check(seq_len)
-        return as_batch(*self.task.sample(stream(seed, "train", step), batch_size))
+        batch = as_batch(*self.task.sample(stream(seed, "train", step), batch_size))
+        return batch if rows is None else batch.part(rows)
 
     def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
         self._check(seq_len)

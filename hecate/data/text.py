@@ -17,9 +17,9 @@ from pydantic import Field
 
 from hecate.checks import Count
 from hecate.data.base import Batch, DataConfig, Source, as_batch, stream
+from hecate.data.tokenizer import BYTES, Bytes, Tokenizer
 from hecate.errors import DataError
 
-BYTES = 256
 SEPARATOR = b"\n"
 _GLOB = frozenset("*?[")
 
@@ -44,6 +44,9 @@ class Text(DataConfig):
 
     def vocabulary(self) -> int:
         return BYTES
+
+    def tokenizer(self) -> Tokenizer:
+        return Bytes()
 
     def load(self) -> TextSource:
         """Reads every file; `DataError` names what is missing, empty, unreadable or too large."""
@@ -95,10 +98,10 @@ class TextSource(Source):
         self._facts = facts
         self.fingerprint = hashlib.sha256(corpus.tobytes() + f"/{cut}".encode()).hexdigest()
 
-    def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int) -> Batch:
+    def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
         self._check(seq_len)
         starts = stream(seed, "train", step).integers(0, len(self.train) - seq_len, size=batch_size)
-        return _windows(self.train, starts, seq_len)
+        return _windows(self.train, starts if rows is None else starts[rows.start : rows.stop], seq_len)
 
     def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
         starts = self._validation_starts(batch_size, seq_len, batches)
@@ -157,6 +160,9 @@ class Bundled(DataConfig):
 
     def vocabulary(self) -> int:
         return BYTES
+
+    def tokenizer(self) -> Tokenizer:
+        return Bytes()
 
     def load(self) -> TextSource:
         """Collects the documents; `DataError` if this Python carries neither of the two."""

@@ -7,5 +7,6 @@ from hecate.distributed.shard import adapt, copied, gathered, is_sharded, overwr
 from hecate.distributed.world import AXES, ParallelConfig, World, each_of, start
 
 __all__ = [
-    "AXES", "ParallelConfig", "World", "adapt", "copied", "each_of", "gathered", "is_sharded", "overwrite", "shard", "spread", "start",
+    "AXES", "ParallelConfig", "World", "adapt", "copied", "each_of", "gathered", "is_sharded", "overwrite", "shard",
+    "spread", "start",
 ]  # fmt: skip

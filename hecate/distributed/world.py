@@ -142,6 +142,19 @@ class World:
         distributed.all_reduce(total)
         return total
 
+    def rows_of_all(self, own: Tensor) -> Tensor:
+        """Rows of a batch `[rows, ...]` of every process that shares it, in order, on every rank."""
+        if self.batch_ranks == 1:
+            return own
+        from torch import distributed
+
+        rows = len(own)
+        whole = own.new_zeros(rows * self.batch_ranks, *own.shape[1:])
+        if self.mesh is not None and self.mesh.get_local_rank("context") == 0:
+            whole[self.batch_rank * rows : (self.batch_rank + 1) * rows] = own
+        distributed.all_reduce(whole)
+        return whole
+
     def any(self, flag: bool) -> bool:
         """Whether a flag is up on any rank: the same answer on every rank."""
         return flag if self.size == 1 else bool(self.sum(torch.tensor(int(flag))))

@@ -177,6 +177,13 @@ class ExperimentConfig(Config):
                 f"data {self.data.kind!r} has sequences of length {fixed}, got {asked}; leave it out",
                 ("budget", "seq_len"),
             )
+        attention = self.model.attention
+        if self.data.carries and attention is not None and attention.window is None and not attention.by_segment:
+            raise ConfigError(
+                "is 'carry', but model.attention.window is null: the keys of every token so far would be kept; give a "
+                "window, or write data.state=fresh",
+                ("data", "state"),
+            )
         steps = self.budget.steps
         for pattern, period in self.optim.periods.items():
             if period > steps:

@@ -21,15 +21,20 @@ from hecate.errors import ConfigError, HealthWarning
 
 
 class Score(NamedTuple):
-    """Means over labelled positions: loss in nats, and the share of correct arg-max answers."""
+    """Means over labelled positions: loss in nats, and the share of correct arg-max answers; bytes of text a label."""
 
     loss: float
     accuracy: float
     labels: int
+    bytes_per_label: float = 1.0
 
     def value(self, metric: str) -> float:
         """The score in a source's metric."""
-        return self.loss / math.log(2) if metric == "bits_per_byte" else self.accuracy
+        if metric == "bits_per_byte":
+            return self.loss / math.log(2) / self.bytes_per_label
+        if metric == "perplexity":
+            return math.exp(self.loss) if self.loss < 700 else math.inf
+        return self.accuracy
 
     def record(self, metric: str) -> dict[str, float]:
         """For metrics.jsonl and checkpoint manifests."""
@@ -39,6 +44,14 @@ class Score(NamedTuple):
 def batch_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats over labelled positions, in float32."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+
+
+def resets_of(batch: Batch, device: torch.device, *, shared: bool = False) -> dict[str, Tensor]:
+    """What a model is told of documents, as keyword arguments: nothing where none starts, unless ranks share
+    sequences, who are to be told alike."""
+    if batch.resets is None or not (shared or batch.resets.any()):
+        return {}
+    return {"reset_mask": batch.resets.to(device)}
 
 
 @contextmanager
@@ -53,23 +66,87 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, world: World | None = None) -> Score:
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    lengths: Tensor | None = None,
+    world: World | None = None,
+) -> Score:
     """The score over all labels of all batches, each label with equal weight; the ranks of a world share the rows of
-    each batch. [TRAIN-EVAL-D1] [DIST-EVAL-D1]"""
-    loss, correct, labels = 0.0, 0, 0
+    each batch. [TRAIN-EVAL-D1] [DIST-EVAL-D1]
+
+    `lengths` are those of the source: bytes of text of every token, one each if None. [DATA-TOKENS-D4]
+    """
+    loss, correct, labels, size = 0.0, 0, 0, 0
+    shared = world is not None and world.extent("context") > 1
     with _evaluating(model):
         for batch in batches:
             own = batch if world is None else _own_part(batch, world)
             tokens, targets = own.tokens.to(device), own.targets.to(device)
-            logits, _ = model(tokens)
+            logits, _ = model(tokens, **resets_of(own, device, shared=shared))
             count = int((targets != IGNORED).sum())
+            size += count if lengths is None else int(lengths[own.targets[own.targets != IGNORED]].sum())
             loss += float(batch_loss(logits, targets)) * count if count else 0.0
             correct += int((logits.argmax(-1) == targets).sum())  # IGNORED is no token
             labels += count
     if world is not None and world.size > 1:
         loss = float(world.sum(torch.tensor(loss, dtype=torch.float64)))
-        correct, labels = world.sum(torch.tensor([correct, labels])).tolist()
-    return Score(loss / max(labels, 1), correct / max(labels, 1), labels)
+        correct, labels, size = world.sum(torch.tensor([correct, labels, size])).tolist()
+    return Score(loss / max(labels, 1), correct / max(labels, 1), labels, size / labels if size else 1.0)
+
+
+class Positions(NamedTuple):
+    """Mean loss in nats over the labels that stand `first .. last` tokens behind the start of their memory."""
+
+    first: int
+    last: int
+    loss: float
+    labels: int
+
+
+def loss_by_position(
+    model: nn.Module, batches: Iterable[Batch], device: torch.device, *, piece: int = 1024
+) -> list[Positions]:
+    """The loss against how much was read, in buckets 0, 1, 2-3, 4-7, ...; those without a label are left out.
+
+    Position 0 is where a row or a document starts. Sequences may be longer than the model was trained on: they are read
+    in pieces of `piece` tokens on the carried state, so only batches take memory with their length. [TRAIN-EVAL-D2]
+    """
+    sums, counts = torch.zeros(64, dtype=torch.float64), torch.zeros(64, dtype=torch.int64)
+    with _evaluating(model):
+        for batch in batches:
+            state: Any = None
+            places = _places(batch)
+            for first in range(0, batch.tokens.shape[1], piece):
+                part = batch.part(span=slice(first, first + piece))
+                carried = () if state is None else (state,)
+                logits, state = model(part.tokens.to(device), *carried, **resets_of(part, device))
+                losses = functional.cross_entropy(
+                    logits.flatten(0, 1).float(),
+                    part.targets.flatten().to(device),
+                    ignore_index=IGNORED,
+                    reduction="none",
+                ).cpu()
+                kept = part.targets.flatten() != IGNORED
+                # bucket n holds positions 2^(n-1) .. 2^n - 1: frexp gives that exponent, exactly
+                buckets = torch.frexp(places[:, first : first + piece].flatten().double()).exponent.long()
+                sums.index_add_(0, buckets[kept], losses[kept].double())
+                counts += torch.bincount(buckets[kept], minlength=64)
+    spans = ((0, 0), *((1 << n, (2 << n) - 1) for n in range(63)))
+    return [
+        Positions(*span, float(total) / count, count)
+        for span, total, count in zip(spans, sums, counts.tolist(), strict=True)
+        if count
+    ]
+
+
+def _places(batch: Batch) -> Tensor:
+    """How many tokens of its document, or of its row, stand before each: int64 `[B, T]`."""
+    places = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+    if batch.resets is None:
+        return places
+    return places - torch.where(batch.resets, places, 0).cummax(1).values
 
 
 def _own_part(batch: Batch, world: World) -> Batch:
@@ -86,10 +163,11 @@ def _rows_of(batch: Batch, world: World) -> Batch:
     if world.batch_ranks == 1:
         return batch
     each = -(-len(batch.tokens) // world.batch_ranks)
-    own = slice(world.batch_rank * each, (world.batch_rank + 1) * each)
-    if len(batch.tokens[own]):
-        return batch._replace(tokens=batch.tokens[own], targets=batch.targets[own])
-    return batch._replace(tokens=batch.tokens[:1], targets=torch.full_like(batch.targets[:1], IGNORED))
+    own = batch.part(range(world.batch_rank * each, (world.batch_rank + 1) * each))
+    if len(own.tokens):
+        return own
+    one = batch.part(range(1))
+    return one._replace(targets=torch.full_like(one.targets, IGNORED))
 
 
 def _one_sequence(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> tuple[Batch, Tensor, Any]:

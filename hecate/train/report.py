@@ -38,7 +38,7 @@ def write_report(
         "Result": _result(metric, score, baselines),
         "Size": _sizes(trainer, leaves, records),
         "Data": markdown_table(("fact", "value"), trainer.source.describe().items()),
-        "Figures": _figures(records, folder / "figures", metric, baselines),
+        "Figures": _figures(records, folder / "figures", metric, baselines, score),
         "Levels": _levels(health),
         "Optimiser": _optimiser(trainer),
         "Memory": _yaml(config.model),
@@ -138,7 +138,9 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def _figures(records: Sequence[Mapping[str, Any]], folder: Path, metric: str, baselines: Mapping[str, float]) -> str:
+def _figures(
+    records: Sequence[Mapping[str, Any]], folder: Path, metric: str, baselines: Mapping[str, float], score: Score | None
+) -> str:
     """Draws loss.png and, for tasks, accuracy.png; the lines that show them."""
     try:
         from matplotlib.figure import Figure
@@ -167,8 +169,11 @@ def _figures(records: Sequence[Mapping[str, Any]], folder: Path, metric: str, ba
 
     folder.mkdir(parents=True, exist_ok=True)
     if metric == "bits_per_byte":
-        return draw("loss", "bits per byte", "validation_loss", 1 / math.log(2), baselines)
+        each = 1.0 if score is None else score.bytes_per_label
+        return draw("loss", "bits per byte", "validation_loss", 1 / math.log(2) / each, baselines)
     loss = draw("loss", "loss (nats per label)", "validation_loss", 1.0, {})
+    if metric == "perplexity":
+        return loss
     return loss + "\n\n" + draw("accuracy", "accuracy", "accuracy", 1.0, baselines, ylim=(-0.02, 1.02))
 
 

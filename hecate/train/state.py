@@ -137,7 +137,7 @@ def _entries(
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key in [*tensors, *(f"optimizer/{name}/" for name in values)]:
         name, _, entry = key.removeprefix("optimizer/").rpartition("/")
-        if not key.startswith(("model/", "optimizer/", "rng/")):
+        if not key.startswith(("model/", "optimizer/", "rng/", "carried/")):
             raise CheckpointError(f"{where} has an unknown tensor {key!r}")
         if key.startswith("optimizer/"):
             if name not in found:

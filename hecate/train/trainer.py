@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
-from hecate.data import IGNORED, Batch, Loader, Source
+from hecate.data import IGNORED, Batch, Bytes, Loader, Source, Tokenizer
 from hecate.distributed import World, adapt, copied, gathered, is_sharded, shard, spread
 from hecate.distributed.context import Context, piece, share, sum_gradients, unshare
 from hecate.distributed.shard import materialise, part_of_step, settle
@@ -22,9 +23,10 @@ from hecate.late import forget, holding, look
 from hecate.models import LanguageModel
 from hecate.optim import Leveled, OptimizerKind, level_groups
 from hecate.optim.options import Group, Named
+from hecate.train.carried import Carried
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig, OptimConfig
-from hecate.train.evaluate import Score, batch_loss, evaluate, generate, solved_example
+from hecate.train.evaluate import Score, batch_loss, evaluate, generate, resets_of, solved_example
 from hecate.train.optimisers import PartialKind, is_vector
 from hecate.train.state import pack, refuse_other_config, run_facts, unpack
 
@@ -55,10 +57,14 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy over the labels, in float32."""
-        logits, _ = self.model(tokens)
-        return batch_loss(logits, targets)
+    def forward(
+        self, tokens: Tensor, targets: Tensor, *before: Any, labelled: bool = True, keeps: bool = False, **masks: Tensor
+    ) -> tuple[Tensor, Any]:
+        """Mean cross-entropy over the labels, in float32, 0 if there are none; and the state where it is kept, without
+        its graph: gradients end with the batch, and copies must not wait for them."""
+        logits, state = self.model(tokens, *before, **masks)
+        loss = batch_loss(logits, targets) if labelled else logits[:0].sum(dtype=torch.float32)
+        return loss, pytree.tree_map_only(Tensor, Tensor.detach, state) if keeps else None
 
 
 class Trainer:
@@ -99,6 +105,7 @@ class Trainer:
         self.model, self._objective = lay_out(config, self.world, model, self.context)
         self.optimizers = build_optimizers(self.model, config.optim)
         self.step = 0
+        self.carried = Carried()
         self._validation = budget.batch_size, config.seq_len, budget.eval_batches
 
     def train_step(self) -> StepResult:
@@ -113,7 +120,7 @@ class Trainer:
         batch = self.loader.next()
         self.model.train()
         try:
-            value = self._gradients(batch, lr)
+            value, states = self._gradients(batch, lr)
             limit = optim.clip if optim.clip is not None else math.inf
             norm = float(gathered(nn.utils.clip_grad_norm_(self.model.parameters(), limit)))
             if not math.isfinite(norm):
@@ -127,27 +134,36 @@ class Trainer:
             optimizer.step()
             if self.step + 1 == budget.steps and isinstance(optimizer, Leveled):
                 optimizer.flush()
+        if self.source.carries:
+            self.carried.take(*states)
         self.step += 1
         return StepResult(value, norm, lr, batch.tokens.numel() * self.world.batch_ranks)
 
-    def _gradients(self, batch: Batch, lr: float) -> float:
-        """The gradient of the mean loss over all labels of the step, whoever has them; the loss."""
+    def _gradients(self, batch: Batch, lr: float) -> tuple[float, list[Any]]:
+        """The gradient of the mean loss over all labels of the step, whoever has them; the loss, and the states after
+        the batch, one of each part."""
         world, parts = self.world, self.config.budget.accumulate
         if self.context is not None:
             batch = piece(batch, self.context.rank, self.context.size)
-        labels = [int((targets != IGNORED).sum()) for targets in batch.targets.chunk(parts)]
+        each = len(batch.tokens) // parts
+        micros = [batch.part(range(first, first + each)) for first in range(0, each * parts, each)]
+        labels = [int((micro.targets != IGNORED).sum()) for micro in micros]
         total = int(world.sum(torch.tensor(sum(labels))))
-        value, fault = 0.0, None
+        value, fault, states = 0.0, None, []
         with ExitStack() as stack:
             if world.size > 1:
                 stack.enter_context(holding())
                 stack.enter_context(self._own_draws())
-            for index, count in enumerate(labels):
-                tokens, targets = (each.chunk(parts)[index].to(self.device) for each in (batch.tokens, batch.targets))
+            for index, (micro, count) in enumerate(zip(micros, labels, strict=True)):
+                masks = resets_of(micro, self.device, shared=self.context is not None)
                 with part_of_step(self._objective, self.model, index + 1 == parts):
-                    # A mean over no label is NaN, which all labels of the step together have to be as well.
+                    # Without any label in the step the loss is NaN: a mean over nothing.
                     share = count / total if total else math.nan
-                    loss = self._objective(tokens, targets) if count else self._objective(tokens, targets).nan_to_num()
+                    loss, state = self._objective(
+                        micro.tokens.to(self.device), micro.targets.to(self.device), *self.carried.given(index),
+                        labelled=count > 0, keeps=self.source.carries, **masks,
+                    )  # fmt: skip
+                    states.append(state)
                     own = float(loss.detach()) * share  # waits for the device, where every look has arrived
                     value += own
                     try:
@@ -165,7 +181,9 @@ class Trainer:
             raise NonFiniteError(f"on rank {rank}, {text}") from fault
         if self.context is not None:
             sum_gradients(self.model, self.context)
-        return value if world.size == 1 else float(world.sum(torch.tensor(value, dtype=torch.float64)))
+        if world.size > 1:
+            value = float(world.sum(torch.tensor(value, dtype=torch.float64)))
+        return value, states
 
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
@@ -178,14 +196,16 @@ class Trainer:
 
     def evaluate(self) -> Score:
         """The score on the validation batches of the budget."""
-        return evaluate(self.model, self.source.validation_batches(*self._validation), self.device, self.world)
+        batches = self.source.validation_batches(*self._validation)
+        return evaluate(self.model, batches, self.device, self.source.lengths, self.world)
 
     def baselines(self) -> dict[str, float]:
         """Scores of the simple predictors on the same validation batches."""
         return self.source.baselines(*self._validation)
 
     def sample(self) -> str:
-        """Text from the model as it stands, drawn with the experiment's seed; of a task one solved example."""
+        """Text from the model as it stands, drawn with the experiment's seed; of a task one solved example, of tokens
+        without a tokenizer the ids."""
         with self.whole_sequences():
             return self._sample()
 
@@ -201,19 +221,32 @@ class Trainer:
                 share(self.model, self.context)
 
     def _sample(self) -> str:
-        if self.source.metric != "bits_per_byte":
+        if self.source.metric == "accuracy":
             return solved_example(self.model, self.source, self.config.seq_len, self.device)
-        how = self.config.sample
-        prompt = how.prompt.encode() or b"\n"
+        how, tokenizer = self.config.sample, self.tokenizer
+        if tokenizer is None:
+            prompt = next(iter(self.source.validation_batches(1, 1, 1))).tokens[0].tolist()
+        else:
+            prompt = tokenizer.encode([how.prompt or "\n"])[0].tolist()
         draws = torch.Generator().manual_seed(self.config.seed)
-        ids = generate(self.model, prompt, how.tokens, temperature=how.temperature, generator=draws, device=self.device)
-        return (prompt + bytes(ids)).decode(errors="replace")
+        drawn = generate(
+            self.model, prompt, how.tokens, temperature=how.temperature, generator=draws, device=self.device
+        )
+        ids = [*prompt, *drawn]
+        return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What turns text into tokens and back: bytes, where the data do not say otherwise; None of what is no text."""
+        if self.source.metric == "bits_per_byte":
+            return self.config.data.tokenizer() or Bytes()
+        return self.config.data.tokenizer()
 
     def checkpoint(self, metrics: dict[str, float] | None = None) -> Checkpoint:
         """Everything that the next step depends on, whole: in a world of several, every rank calls it."""
         settle(self.model)
         tensors, optimizer = pack(self.model, self.optimizers.values())
-        tensors = {name: gathered(tensor) for name, tensor in tensors.items()}
+        tensors = {name: gathered(tensor) for name, tensor in tensors.items()} | self.carried.tensors(self.world)
         tensors["rng/torch"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
@@ -248,6 +281,11 @@ class Trainer:
             self.loader.load_state_dict(facts.cursor)
         except DataError as error:
             raise CheckpointError(f"{where}: {error}") from None
+        held, budget = Carried(), self.config.budget
+        if self.source.carries and facts.step:
+            rows = self.world.rows(budget.batch_size)
+            with self.whole_sequences():
+                held.load(checkpoint.tensors, self.model, rows, self.device, where, budget.accumulate)
         settle(self.model)
         unpack(self.model, self.optimizers.values(), self._spread(checkpoint.tensors), facts.optimizer, where)
         torch.set_rng_state(checkpoint.tensors["rng/torch"])

@@ -1,0 +1,332 @@
+"""Tokens on disk: a folder of shards with its sidecar `tokens.json`, and the `.bin` files of nanoGPT, as one stream.
+
+A shard is a file of token ids, uint16 or uint32, little endian, and one of the places in it where documents start,
+uint64. What is read is read with `pread`: pages of a mapped file would count as memory of the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from hecate.checks import Count
+from hecate.data.tokenizer import Bytes, FileTokenizer, Tokenizer
+from hecate.errors import ConfigError, DataError
+from hecate.variant import Config, read_json
+
+FORMAT, VERSION = "hecate-tokens", 1
+SIDECAR, TOKENIZER, LENGTHS = "tokens.json", "tokenizer.json", "lengths.bin"
+Split = Literal["train", "validation"]
+Dtype = Literal["uint16", "uint32"]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Number = Annotated[Count, Field(ge=0)]
+NANOGPT, NANOGPT_HEADER = 20240520, 1024
+"""First of 256 int32 that stand ahead of a nanoGPT shard's tokens, and their bytes."""
+OTHER_MAGIC = 20240801
+_MOST_OPEN = 64
+
+
+class Shard(Config):
+    """Files of a shard: tokens and the starts of documents; `text` bytes of text are in it."""
+
+    file: FileName
+    tokens: Number
+    sha256: Digest
+    starts: FileName
+    documents: Number
+    starts_sha256: Digest
+    text: Number
+
+
+class Sidecar(Config):
+    """What `tokens.json` says of its folder. [DATA-SHARD-D1]
+
+    Fields:
+        dtype, vocabulary: of the tokens.
+        tokenizer: SHA-256 of `tokenizer.json` beside it; None for bytes.
+        end: token that ends every document; None without one.
+        lengths: SHA-256 of `lengths.bin`, uint32, the bytes of text of every token; None where tokens do not tell.
+        train, validation: shards in the order of their documents.
+    """
+
+    dtype: Dtype
+    vocabulary: Number
+    tokenizer: Digest | None
+    end: Number | None
+    lengths: Digest | None
+    train: tuple[Shard, ...]
+    validation: tuple[Shard, ...]
+
+    def text(self) -> str:
+        """The file's text, with a digest over all of it."""
+        content = self.model_dump(mode="json")
+        document = {"format": FORMAT, "version": VERSION, "digest": digest_of(content), "content": content}
+        return json.dumps(document, indent=1, sort_keys=True) + "\n"
+
+
+def digest_of(content: Any) -> str:
+    """SHA-256 of plain values."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_sidecar(folder: Path) -> Sidecar:
+    """The sidecar of a folder; `DataError` says why there is none that can be used."""
+    path = folder / SIDECAR
+    try:
+        document = read_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror or error}; make the folder with `hecate data tokenize`"
+        ) from None
+    except ConfigError:
+        raise DataError(f"{path} is cut off or no JSON; make the folder again with `hecate data tokenize`") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise DataError(f"{path} is no sidecar of {FORMAT}; make the folder with `hecate data tokenize`")
+    version, content = document.get("version"), document.get("content")
+    if type(version) is not int or version > VERSION:
+        raise DataError(f"{path} has version {version!r}, this hecate reads up to {VERSION}: upgrade hecate")
+    if not isinstance(content, dict) or document.get("digest") != digest_of(content):
+        raise DataError(f"{path} is damaged: its digest does not match; put the folder back as it was written")
+    try:
+        return Sidecar.model_validate(content)
+    except ConfigError as error:
+        raise DataError(f"{path} is not valid: {error}") from None
+
+
+def tokenizer_of(folder: Path, sidecar: Sidecar | None = None) -> Tokenizer:
+    """The tokenizer that a folder's tokens were made with."""
+    sidecar, path = sidecar or read_sidecar(folder), folder / TOKENIZER
+    if sidecar.tokenizer is None:
+        return Bytes()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; put it back") from None
+    if hashlib.sha256(text.encode()).hexdigest() != sidecar.tokenizer:
+        raise DataError(f"{path} is not the tokenizer that the shards beside it were made with; put that back")
+    return FileTokenizer(text, str(path))
+
+
+class TokenFile(NamedTuple):
+    """Where they are: `tokens` of them from byte `begin` on; `starts` is of their documents, None where unknown."""
+
+    path: Path
+    dtype: str
+    tokens: int
+    begin: int = 0
+    starts: Path | None = None
+    documents: int = 0
+
+    def check(self) -> None:
+        """Refuses files that are not there or not of the size that they must have. [DATA-SHARD-D2]"""
+        width = np.dtype(self.dtype).itemsize
+        _check_size(self.path, self.begin + width * self.tokens)
+        if self.starts is not None:
+            _check_size(self.starts, 8 * self.documents)
+
+
+def _check_size(path: Path, needed: int) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}; put it back") from None
+    if found != needed:
+        what = "is cut off" if found < needed else "has grown"
+        raise DataError(f"{path} {what}: it has {found} bytes, its folder says {needed}; put it back as it was written")
+
+
+def files_of(folder: Path, sidecar: Sidecar, split: Split) -> list[TokenFile]:
+    """The files of a split."""
+    shards = sidecar.train if split == "train" else sidecar.validation
+    return [
+        TokenFile(folder / s.file, sidecar.dtype, s.tokens, 0, folder / s.starts, s.documents)
+        for s in shards
+    ]  # fmt: skip
+
+
+def nanogpt_file(path: Path) -> TokenFile:
+    """A `.bin` of uint16 tokens: with nanoGPT's header, or without one. [DATA-SHARD-D4]"""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = np.frombuffer(file.read(12), dtype="<i4")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError:
+        head = np.zeros(0, dtype="<i4")
+    magic, version, count = (*head.tolist(), 0, 0, 0)[:3]
+    if magic == OTHER_MAGIC:
+        raise DataError(f"{path} has the header {OTHER_MAGIC}, of uint32 shards; only uint16 shards are read as .bin")
+    if magic == NANOGPT:
+        if version != 1:
+            raise DataError(f"{path} has a header of version {version}; version 1 is read")
+        found = TokenFile(path, "uint16", count, NANOGPT_HEADER)
+        found.check()
+        return found
+    if size % 2:
+        raise DataError(f"{path} has {size} bytes, which are no uint16 tokens; is it cut off?")
+    return TokenFile(path, "uint16", size // 2)
+
+
+class Starts(Sequence[int]):
+    """Places of a file of uint64, of which each is read when it is asked for."""
+
+    def __init__(self, read: Callable[[int, int], bytes], count: int) -> None:
+        self._read, self._count = read, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            first, last, _ = index.indices(self._count)
+            return np.frombuffer(self._read(8 * first, 8 * max(last - first, 0)), dtype="<u8").astype(np.int64)
+        return int(np.frombuffer(self._read(8 * index, 8), dtype="<u8")[0])
+
+
+class TokenStream:
+    """Files of tokens as one stream, or the part `begin .. end` of it; nothing of it is held. [DATA-SHARD-D3]"""
+
+    def __init__(self, files: Sequence[TokenFile], begin: int = 0, end: int | None = None) -> None:
+        for file in files:
+            file.check()
+        self.files = list(files)
+        self._ends = list(accumulate(file.tokens for file in files))
+        whole = self._ends[-1] if files else 0
+        self.begin, self.end = begin, whole if end is None else end
+        self._open: dict[Path, int] = {}
+        weakref.finalize(self, _close, self._open)
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def has_starts(self) -> bool:
+        """Whether it is known where documents start."""
+        return all(file.starts is not None for file in self.files)
+
+    def read(self, at: int, count: int) -> NDArray[np.int64]:
+        """Tokens `at .. at + count`."""
+        pieces = []
+        for file, first, last, _ in self._parts(at, at + count):
+            dtype = np.dtype(file.dtype).newbyteorder("<")
+            raw = self._read(file.path, file.begin + first * dtype.itemsize, (last - first) * dtype.itemsize)
+            pieces.append(np.frombuffer(raw, dtype))
+        return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, dtype=np.int64)
+
+    def starts(self, at: int, end: int) -> NDArray[np.int64]:
+        """Where documents start among the tokens `at .. end`."""
+        found = [np.zeros(0, dtype=np.int64)]
+        for file, first, last, before in self._parts(at, end):
+            places = self._starts(file)
+            own = places[bisect_left(places, first) : bisect_left(places, last)]
+            found.append(own + (before - self.begin))
+        return np.concatenate(found)
+
+    def next_start(self, at: int) -> int | None:
+        """The first document that starts at or after a token; None where there is none."""
+        for file, first, _, before in self._parts(at, len(self)):
+            places = self._starts(file)
+            index = bisect_left(places, first)
+            if index < len(places):
+                return int(places[index]) + before - self.begin
+        return None
+
+    def part(self, begin: int, end: int) -> TokenStream:
+        """A part of the stream, as a stream."""
+        return TokenStream(self.files, self.begin + begin, self.begin + end)
+
+    def _parts(self, at: int, end: int) -> Iterator[tuple[TokenFile, int, int, int]]:
+        """Files that hold tokens `at .. end`, the tokens of each, and how many tokens stand before the file."""
+        at, end = at + self.begin, end + self.begin
+        index = bisect_left(self._ends, at + 1)
+        while at < end:
+            file, before = self.files[index], self._ends[index] - self.files[index].tokens
+            last = min(end, self._ends[index])
+            if last > at:
+                yield file, at - before, last - before, before
+            at, index = last, index + 1
+
+    def _starts(self, file: TokenFile) -> Starts:
+        path = file.starts
+        if path is None:
+            raise DataError(f"nothing says where documents start in {file.path}")
+        return Starts(lambda at, count: self._read(path, at, count), file.documents)
+
+    def _read(self, path: Path, at: int, count: int) -> bytes:
+        try:
+            if path not in self._open:
+                if len(self._open) >= _MOST_OPEN:
+                    os.close(self._open.pop(next(iter(self._open))))
+                self._open[path] = os.open(path, os.O_RDONLY)
+            found = os.pread(self._open[path], count, at)
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror or error}; put it back") from None
+        if len(found) != count:
+            raise DataError(f"{path} was cut off while it was read; put it back as it was written")
+        return found
+
+
+def _close(handles: dict[Path, int]) -> None:
+    while handles:
+        os.close(handles.popitem()[1])
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}; put it back") from None
+
+
+def hashes_of(folder: Path, sidecar: Sidecar) -> dict[Path, str]:
+    """What the SHA-256 of every file of a folder must be."""
+    found = {}
+    for shard in (*sidecar.train, *sidecar.validation):
+        found[folder / shard.file] = shard.sha256
+        found[folder / shard.starts] = shard.starts_sha256
+    if sidecar.tokenizer is not None:
+        found[folder / TOKENIZER] = sidecar.tokenizer
+    if sidecar.lengths is not None:
+        found[folder / LENGTHS] = sidecar.lengths
+    return found
+
+
+def lengths_of(folder: Path, sidecar: Sidecar) -> NDArray[np.int64] | None:
+    """Bytes of text of every token."""
+    if sidecar.lengths is None:
+        return None
+    path = folder / LENGTHS
+    _check_size(path, 4 * sidecar.vocabulary)
+    raw = path.read_bytes()
+    if hashlib.sha256(raw).hexdigest() != sidecar.lengths:
+        raise DataError(f"{path} is damaged: it has another SHA-256 than recorded; put it back as it was written")
+    return np.frombuffer(raw, dtype="<u4").astype(np.int64)
+
+
+def first_documents(folder: Path, count: int, most: int = 200) -> list[tuple[int, str]]:
+    """Tokens and first characters of the first training documents of a folder."""
+    sidecar = read_sidecar(folder)
+    stream, tokenizer = TokenStream(files_of(folder, sidecar, "train")), tokenizer_of(folder, sidecar)
+    found: list[tuple[int, str]] = []
+    at = 0
+    while len(found) < count and at < len(stream):
+        end = stream.next_start(at + 1) or len(stream)
+        text = tokenizer.decode(stream.read(at, min(end - at, 2 * most)).tolist())
+        found.append((end - at, text if len(text) <= most else text[:most] + "..."))
+        at = end
+    return found

@@ -1,0 +1,417 @@
+"""Corpora to token shards: many processes, the same bytes at any number of them, and a killed run goes on.
+
+Documents are read in order and sent out in batches; what comes back is written in order. A *part* is a training shard
+with the validation shard of the same documents. Its files and then its record are put in place one after the other,
+each whole, so the parts with a record are finished; a run that goes on reads up to the end of the last one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+from threading import Thread
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hecate.data.corpus import documents, find
+from hecate.data.shards import (
+    LENGTHS,
+    SIDECAR,
+    TOKENIZER,
+    Digest,
+    Dtype,
+    Number,
+    Shard,
+    Sidecar,
+    Split,
+    digest_of,
+    file_sha256,
+)
+from hecate.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
+from hecate.errors import ConfigError, DataError
+from hecate.variant import Config
+
+JOB = "job.json"
+BATCH_TEXTS, BATCH_LETTERS = 1024, 1 << 20
+SHARD_TOKENS = 1 << 27
+_TEMPORARY = ".tmp-"
+
+
+class Job(Config):
+    """What decides every byte of a folder; a run that goes on must have the same."""
+
+    inputs: Digest
+    tokenizer: Digest
+    field: str
+    separator: str | None
+    end: Number | None
+    validation: float
+    shard_tokens: Number
+
+
+class Part(Config):
+    """A finished part: its shards, and where in the inputs its documents end."""
+
+    file: Number
+    document: Number
+    train: Shard
+    validation: Shard
+
+
+class Encoded(NamedTuple):
+    """Documents as tokens, the tokens and the bytes of text of each, whether each is held out."""
+
+    tokens: NDArray[np.uint32]
+    counts: NDArray[np.int64]
+    text: NDArray[np.int64]
+    held: NDArray[np.bool_]
+
+
+class Progress(NamedTuple):
+    """What is done so far: documents and tokens written, of `files` input files the one that is read."""
+
+    documents: int
+    tokens: int
+    file: int
+    files: int
+    note: str = ""
+
+
+def tokenize(
+    inputs: Sequence[str],
+    out: Path,
+    *,
+    tokenizer: str,
+    workers: int = 1,
+    field: str = "text",
+    separator: str | None = None,
+    validation: float = 0.01,
+    shard_tokens: int = SHARD_TOKENS,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Sidecar:
+    """Writes the documents of inputs as token shards into the folder `out`; its sidecar. [DATA-TOKENIZE-D1]
+
+    A document is held out for validation when the hash of its text falls into that share, so equal documents are on one
+    side. It ends with the token `<|endoftext|>` where the tokenizer has that.
+    """
+    if not 0 <= validation < 1:
+        raise DataError(f"--validation must be a share in [0, 1), got {validation}")
+    files, own = find(inputs), open_tokenizer(tokenizer)
+    listing = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    job = Job(
+        inputs=digest_of(listing), tokenizer=own.sha256, field=field, separator=separator, end=own.end,
+        validation=validation, shard_tokens=shard_tokens,
+    )  # fmt: skip
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with _begun(out, job):
+            if isinstance(own, FileTokenizer):
+                replace(out / TOKENIZER, own.text.encode())
+            parts = finished_parts(out, progress, len(files))
+            source = _batches(files, job, parts[-1] if parts else None)
+            with _encoders(own, out, validation, workers) as encode:
+                for part in _parts(out, own, encode(source), len(parts), shard_tokens, progress, len(files)):
+                    parts.append(part)
+            sidecar = _sidecar(out, own, parts)
+            replace(out / SIDECAR, sidecar.text().encode())
+            empty = [shard for part in parts for shard in (part.train, part.validation) if not shard.tokens]
+            spare = [out / name for shard in empty for name in (shard.file, shard.starts)]
+            for path in (*spare, *(_record(out, number) for number in range(len(parts))), out / JOB):
+                path.unlink()
+    except OSError as error:
+        raise DataError(
+            f"cannot write {out}: {error.strerror or error}; free some space, and the same command goes on"
+        ) from None
+    except BrokenProcessPool:
+        raise DataError(
+            "a worker ended before its time, maybe for want of memory; the same command goes on, with fewer --workers "
+            "if need be"
+        ) from None
+    return sidecar
+
+
+@contextmanager
+def _begun(out: Path, job: Job) -> Iterator[None]:
+    """The folder is this job's, and no other process writes there meanwhile."""
+    if (out / SIDECAR).exists():
+        raise DataError(f"{out} already holds tokens; `hecate data inspect` shows them, or choose another --out")
+    own = out / JOB
+    if not own.exists():
+        if any(not item.name.startswith(_TEMPORARY) for item in out.iterdir()):
+            raise DataError(f"{out} holds other files; choose another --out")
+        replace(own, job.model_dump_json().encode())
+    with own.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"another process is writing {out}: wait for it, or choose another --out") from None
+        try:
+            begun = Job.model_validate_json(file.read())
+        except ConfigError:
+            raise DataError(f"{own} is damaged; delete {out} and begin again") from None
+        for name in Job.model_fields:
+            if getattr(begun, name) != getattr(job, name):
+                raise DataError(
+                    f"{out} was begun with other {name}; go on with the command that began it, or choose another --out"
+                )
+        for path in out.glob(f"{_TEMPORARY}*"):
+            path.unlink()
+        yield
+
+
+def finished_parts(out: Path, progress: Callable[[Progress], None], files: int) -> list[Part]:
+    """The parts that a killed run has finished, verified; after the first that is not whole all are written anew."""
+    found: list[Part] = []
+    while (path := _record(out, len(found))).exists():
+        try:
+            part = Part.model_validate_json(path.read_bytes())
+            for shard in (part.train, part.validation):
+                for name, digest in ((shard.file, shard.sha256), (shard.starts, shard.starts_sha256)):
+                    if file_sha256(out / name) != digest:
+                        raise DataError(f"{name} is damaged")
+        except (ConfigError, DataError) as error:
+            progress(Progress(0, 0, 0, files, f"part {len(found)} is written again: {error}"))
+            break
+        found.append(part)
+    shards = [shard for part in found for shard in (part.train, part.validation)]
+    if found:
+        read, made = sum(s.documents for s in shards), sum(s.tokens for s in shards)
+        progress(Progress(read, made, found[-1].file, files, f"going on after {len(found)} finished parts"))
+    number = len(found)
+    while (path := _record(out, number)).exists():
+        path.unlink()
+        number += 1
+    return found
+
+
+class Place(NamedTuple):
+    """Behind the last document of a batch: its file's number, and how many documents of that were read."""
+
+    file: int
+    document: int
+
+
+def _batches(files: Sequence[Path], job: Job, after: Part | None) -> Iterator[tuple[list[str], Place]]:
+    """Documents in batches that are worth sending, but no longer than a shard, after those of a part."""
+    most = min(BATCH_LETTERS, job.shard_tokens)
+    first, skip = (after.file, after.document) if after else (0, 0)
+    texts: list[str] = []
+    letters, place = 0, Place(first, skip)
+    for number in range(first, len(files)):
+        for index, text in enumerate(documents(files[number], field=job.field, separator=job.separator), 1):
+            place = Place(number, index)
+            if (number == first and index <= skip) or not text:
+                continue
+            texts.append(text)
+            letters += len(text)
+            if len(texts) >= BATCH_TEXTS or letters >= most:
+                yield texts, place
+                texts, letters = [], 0
+    if texts:
+        yield texts, place
+
+
+_own: Any = None  # what a worker encodes with
+
+
+def _prepare(given: str, validation: float) -> None:
+    """Readies a worker, which ends when the process that started it does, however that ends."""
+    global _own
+    parent = parent_process()
+    if parent is not None:
+        Thread(target=lambda: (connection.wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the parent answers for all
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _own = open_tokenizer(given), validation
+
+
+def _encode(texts: list[str]) -> Encoded:
+    return encoded(texts, *_own)
+
+
+def encoded(texts: list[str], tokenizer: Tokenizer, validation: float) -> Encoded:
+    """Documents as tokens."""
+    # JSON may have halves of surrogate pairs, which no text has: U+FFFD stands for them.
+    texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
+    raw = [text.encode() for text in texts]
+    ids = tokenizer.encode(texts)
+    if tokenizer.end is not None:
+        ids = [np.append(item, np.uint32(tokenizer.end)) for item in ids]
+    bound = int(validation * 2**64)
+    held = [int.from_bytes(hashlib.blake2b(item, digest_size=8).digest(), "big") < bound for item in raw]
+    return Encoded(
+        np.concatenate(ids) if ids else np.zeros(0, dtype=np.uint32),
+        np.array([len(item) for item in ids], dtype=np.int64),
+        np.array([len(item) for item in raw], dtype=np.int64),
+        np.array(held, dtype=bool),
+    )
+
+
+@contextmanager
+def _encoders(tokenizer: Tokenizer, out: Path, validation: float, workers: int) -> Iterator[Callable[..., Any]]:
+    """A function from batches to encoded batches, in order; never more of them wait than there is work for."""
+
+    def here(batches: Iterator[tuple[list[str], Place]]) -> Iterator[tuple[Encoded, Place]]:
+        for texts, place in batches:
+            yield encoded(texts, tokenizer, validation), place
+
+    if workers <= 1:
+        yield here
+        return
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    given = str(out / TOKENIZER) if isinstance(tokenizer, FileTokenizer) else "bytes"
+    with ProcessPoolExecutor(workers, context, _prepare, (given, validation)) as pool:
+
+        def there(batches: Iterator[tuple[list[str], Place]]) -> Iterator[tuple[Encoded, Place]]:
+            waiting: deque[tuple[Future[Encoded], Place]] = deque()
+            for texts, place in batches:
+                waiting.append((pool.submit(_encode, texts), place))
+                if len(waiting) > 2 * workers:
+                    future, place = waiting.popleft()
+                    yield future.result(), place
+            while waiting:
+                future, place = waiting.popleft()
+                yield future.result(), place
+
+        yield there
+
+
+def _parts(
+    out: Path,
+    tokenizer: Tokenizer,
+    batches: Iterator[tuple[Encoded, Place]],
+    number: int,
+    shard_tokens: int,
+    progress: Callable[[Progress], None],
+    files: int,
+) -> Iterator[Part]:
+    """Writes parts as they fill, from this number on."""
+    dtype: Dtype = "uint16" if tokenizer.size <= 1 << 16 else "uint32"
+    documents = tokens = 0
+    ahead = next(batches, None)
+    while ahead is not None:
+        with (
+            _Writer(out, f"train-{number:05d}", dtype) as train,
+            _Writer(out, f"validation-{number:05d}", dtype) as held,
+        ):
+            while ahead is not None and train.tokens < shard_tokens:
+                batch, place = ahead
+                train.add(batch, ~batch.held)
+                held.add(batch, batch.held)
+                documents, tokens = documents + len(batch.counts), tokens + len(batch.tokens)
+                progress(Progress(documents, tokens, place.file + 1, files))
+                ahead = next(batches, None)
+            part = Part(file=place.file, document=place.document, train=train.put(), validation=held.put())
+        replace(_record(out, number), part.model_dump_json().encode())
+        yield part
+        number += 1
+
+
+class _Writer:
+    """The two files of a shard, under other names until they are whole."""
+
+    def __init__(self, out: Path, name: str, dtype: Dtype) -> None:
+        self.paths = out / f"{name}.bin", out / f"{name}.starts"
+        self._held: list[BinaryIO] = [_temporary(path).open("wb") for path in self.paths]
+        self._hashes = hashlib.sha256(), hashlib.sha256()
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self.tokens = self.documents = self.text = 0
+
+    def add(self, batch: Encoded, chosen: NDArray[np.bool_]) -> None:
+        """Appends some documents of a batch."""
+        counts = batch.counts[chosen]
+        starts = self.tokens + np.cumsum(counts) - counts
+        ids = batch.tokens[np.repeat(chosen, batch.counts)]
+        for file, digest, raw in zip(
+            self._held, self._hashes, (ids.astype(self._dtype).tobytes(), starts.astype("<u8").tobytes()), strict=True
+        ):
+            file.write(raw)
+            digest.update(raw)
+        self.tokens += len(ids)
+        self.documents += len(counts)
+        self.text += int(batch.text[chosen].sum())
+
+    def put(self) -> Shard:
+        """Puts the files where they belong, durably."""
+        for file, path in zip(self._held, self.paths, strict=True):
+            file.flush()
+            os.fsync(file.fileno())
+            _temporary(path).replace(path)
+        _sync(self.paths[0].parent)
+        tokens, starts = (digest.hexdigest() for digest in self._hashes)
+        return Shard(
+            file=self.paths[0].name, tokens=self.tokens, sha256=tokens, starts=self.paths[1].name,
+            documents=self.documents, starts_sha256=starts, text=self.text,
+        )  # fmt: skip
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file, path in zip(self._held, self.paths, strict=True):
+            file.close()
+            _temporary(path).unlink(missing_ok=True)
+
+
+def _sidecar(out: Path, tokenizer: Tokenizer, parts: Sequence[Part]) -> Sidecar:
+    """Of all parts, shards without a document left out."""
+    shards: dict[Split, tuple[Shard, ...]] = {}
+    for split in ("train", "validation"):
+        whole = [getattr(part, split) for part in parts]
+        shards[split] = tuple(shard for shard in whole if shard.tokens)
+    if not shards["train"]:
+        raise DataError("there is no document to train on; name more files, or lower --validation")
+    table = tokenizer.lengths()
+    if table is not None:
+        replace(out / LENGTHS, table.astype("<u4").tobytes())
+    return Sidecar(
+        dtype="uint16" if tokenizer.size <= 1 << 16 else "uint32",
+        vocabulary=tokenizer.size,
+        tokenizer=tokenizer.sha256 if isinstance(tokenizer, FileTokenizer) else None,
+        end=tokenizer.end,
+        lengths=None if table is None else hashlib.sha256(table.astype("<u4").tobytes()).hexdigest(),
+        train=shards["train"],
+        validation=shards["validation"],
+    )
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Puts a file in place, whole and durable. Raises OSError."""
+    temporary = _temporary(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{_TEMPORARY}{path.name}-{os.getpid()}")
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _record(out: Path, number: int) -> Path:
+    return out / f"part-{number:05d}.json"

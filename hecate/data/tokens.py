@@ -1,0 +1,279 @@
+"""Token shards as training data: shuffled windows or rows that go on, documents that begin anew, any size."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from hecate.checks import Size
+from hecate.data.base import IGNORED, Batch, DataConfig, Source
+from hecate.data.cursor import in_lanes, numbers_of, shuffled
+from hecate.data.shards import (
+    SIDECAR,
+    Sidecar,
+    Split,
+    TokenFile,
+    TokenStream,
+    digest_of,
+    files_of,
+    lengths_of,
+    nanogpt_file,
+    read_sidecar,
+    tokenizer_of,
+)
+from hecate.data.tokenizer import Tokenizer, open_tokenizer
+from hecate.errors import ConfigError, DataError
+from hecate.variant import Conflicts
+
+SAMPLED = 1 << 20
+"""Training tokens whose frequencies the unigram baseline knows."""
+_EDGE = 1 << 16
+
+
+class Tokens(DataConfig):
+    """tokens: shards of token ids, such as `hecate data tokenize` writes; of any size, none of it in memory.
+
+    `path` is a folder with a `tokens.json`, a folder of nanoGPT's `.bin` files (those with `train` and with `val` in
+    their names), or one such file. The training windows stand side by side; every epoch reads each once, in an order
+    of its own.
+
+    Fields:
+        documents: what happens where a document starts. `reset`: the memory begins anew, and what crosses the border is
+            no label; `carry`: the memory goes on, and what crosses the border is no label; `ignore`: nothing.
+        state: `fresh`: every window begins with an empty memory; `carry`: each row of the batch goes on from batch to
+            batch with the state it had, in the order of the text; gradients end where a batch does.
+        validation: null takes the folder's own validation tokens, a number holds out that share at the end of the
+            training tokens, a path names another folder or file.
+        vocab_size: filled from the folder, at least its own; `.bin` files do not tell it.
+        tokenizer_file: a tokenizer.json, or bytes, for files that come with none.
+
+    Shapes: tokens, targets `[B, T]`; resets `[B, T]`.
+    Cost: a read of T + 1 tokens a row.
+    References: the cursor is our own; the `.bin` files are those of nanoGPT's descendants. [DATA-TOKENS-D1]
+    """
+
+    kind: Literal["tokens"] = "tokens"
+    path: str
+    documents: Literal["reset", "carry", "ignore"] = "reset"
+    state: Literal["fresh", "carry"] = "fresh"
+    validation: float | str | None = None
+    vocab_size: Size | None = Field(None, ge=2)
+    tokenizer_file: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_folder(cls, data: Any) -> Any:
+        """Fills in the vocabulary, so that the config is enough where the folder is not."""
+        if not isinstance(data, Mapping) or data.get("vocab_size") is not None or not isinstance(data.get("path"), str):
+            return data
+        folder = Path(data["path"])
+        return {**data, "vocab_size": read_sidecar(folder).vocabulary} if (folder / SIDECAR).is_file() else data
+
+    def conflicts(self) -> Conflicts:
+        if isinstance(self.validation, float) and not 0 < self.validation < 1:
+            yield ("validation",), f"must be a share between 0 and 1, a path or null, got {self.validation}"
+
+    @property
+    def carries(self) -> bool:
+        return self.state == "carry"
+
+    def vocabulary(self) -> int:
+        if self.vocab_size is not None:
+            return self.vocab_size
+        folder = Path(self.path)
+        if folder.suffix == ".bin" or (folder.is_dir() and any(folder.glob("*.bin"))):
+            raise ConfigError(
+                f"is needed: the files of {self.path} do not say how many tokens there are", ("vocab_size",)
+            )
+        return read_sidecar(folder).vocabulary
+
+    def tokenizer(self) -> Tokenizer | None:
+        if self.tokenizer_file is not None:
+            return open_tokenizer(self.tokenizer_file)
+        folder = Path(self.path)
+        return tokenizer_of(folder) if (folder / SIDECAR).is_file() else None
+
+    def load(self) -> TokenSource:
+        """Opens the files and checks their sizes; hashes are for `hecate data inspect`."""
+        train = _opened(Path(self.path), "train")
+        other = isinstance(self.validation, str)
+        validation = _opened(Path(str(self.validation)), "validation") if other else None
+        if validation is not None and validation.maker != train.maker:
+            raise DataError(
+                f"the tokens of {self.validation} are of another tokenizer than those of {self.path}; tokenize both "
+                "with one"
+            )
+        for given in (train, validation):
+            if given is not None and (given.vocabulary or 0) > self.vocabulary():
+                raise DataError(
+                    f"the tokens of {self.path} have a vocabulary of {given.vocabulary}, data.vocab_size is "
+                    f"{self.vocab_size}; leave it out and it is filled in"
+                )
+        if self.tokenizer_file is not None and train.maker not in (None, open_tokenizer(self.tokenizer_file).sha256):
+            raise DataError(f"{self.tokenizer_file} is not the tokenizer that the shards of {self.path} were made with")
+        return TokenSource(self, train, validation)
+
+
+class Opened(NamedTuple):
+    """Files of a folder by split; vocabulary and tokenizer (its SHA-256) where they are known."""
+
+    files: dict[Split, list[TokenFile]]
+    digest: str
+    vocabulary: int | None = None
+    maker: str | None = None
+    lengths: NDArray[np.int64] | None = None
+
+
+def _opened(path: Path, wanted: Split) -> Opened:
+    """A folder of shards, or `.bin` files; of a folder named for validation its validation tokens, or else all."""
+    if path.is_file() and path.suffix == ".bin":
+        found = {split: [nanogpt_file(path)] if split == wanted else [] for split in get_args(Split)}
+        return Opened(found, _print_of(found[wanted]))
+    if (path / SIDECAR).exists() or not any(path.glob("*.bin")):
+        sidecar: Sidecar = read_sidecar(path)
+        files = {split: files_of(path, sidecar, split) for split in get_args(Split)}
+        if wanted == "validation" and not files[wanted]:
+            files[wanted] = files["train"]
+        maker = tokenizer_sha256(sidecar)
+        return Opened(
+            files, digest_of(sidecar.model_dump(mode="json")), sidecar.vocabulary, maker, lengths_of(path, sidecar)
+        )
+    paths = sorted(path.glob("*.bin"))
+    named = {"train": [p for p in paths if "train" in p.name], "validation": [p for p in paths if "val" in p.name]}
+    if not named[wanted]:
+        raise DataError(
+            f"no .bin file in {path} has {'train' if wanted == 'train' else 'val'} in its name; name one file, or "
+            "rename them"
+        )
+    files = {split: [nanogpt_file(p) for p in named[split]] for split in get_args(Split)}
+    return Opened(files, _print_of([*files["train"], *files["validation"]]))
+
+
+def tokenizer_sha256(sidecar: Sidecar) -> str:
+    """Of the tokenizer; bytes have one, too."""
+    return sidecar.tokenizer or hashlib.sha256(b"").hexdigest()
+
+
+def _print_of(files: list[TokenFile]) -> str:
+    """SHA-256 of the sizes of files without a sidecar, and of the tokens at both of their ends."""
+    found = hashlib.sha256()
+    for file in files:
+        stream = TokenStream([file])
+        found.update(f"{file.dtype}/{file.tokens}/".encode())
+        found.update(stream.read(0, min(_EDGE, file.tokens)).tobytes())
+        found.update(stream.read(max(file.tokens - _EDGE, 0), min(_EDGE, file.tokens)).tobytes())
+    return found.hexdigest()
+
+
+class TokenSource(Source):
+    """Batches of token shards; bits per byte where the tokens tell how many bytes they stand for, else perplexity."""
+
+    def __init__(self, config: Tokens, train: Opened, validation: Opened | None) -> None:
+        self.config, self._vocabulary = config, config.vocabulary()
+        whole = TokenStream(train.files["train"])
+        held = TokenStream((validation or train).files["validation"])
+        if isinstance(config.validation, float):
+            cut = len(whole) - max(int(len(whole) * config.validation), 1)
+            if whole.has_starts and cut > 0:
+                cut = whole.next_start(cut) or cut  # no document is in both
+            whole, held = whole.part(0, max(cut, 0)), whole.part(max(cut, 0), len(whole))
+        elif not len(held):
+            raise DataError(
+                f"{config.path} has no validation tokens; hold out some of the training tokens with "
+                "data.validation=0.01, or name a folder there"
+            )
+        if config.documents != "ignore" and not (whole.has_starts and held.has_starts):
+            raise DataError(
+                f"data.documents is {config.documents!r}, but nothing says where documents start in {config.path}; "
+                "write data.documents=ignore, or make shards of the text with `hecate data tokenize`"
+            )
+        self.train, self.validation = whole, held
+        self.carries = config.carries
+        self.metric = "perplexity" if train.lengths is None else "bits_per_byte"
+        self.lengths = None if train.lengths is None else torch.from_numpy(train.lengths)
+        facts = [train.digest, validation and validation.digest, config.documents, config.state, len(whole), len(held)]
+        self.fingerprint = digest_of(facts)
+
+    def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
+        windows = self._windows("training", self.train, seq_len)
+        if not self.carries:
+            chosen = shuffled(numbers_of(step, batch_size, rows), windows, seed)
+            return self._batch(self.train, chosen * seq_len, seq_len)
+        if windows < batch_size:
+            raise DataError(
+                f"the training tokens have {windows} windows of {seq_len}, fewer than the {batch_size} rows that go on "
+                "from batch to batch; lower budget.batch_size or budget.seq_len, or write data.state=fresh"
+            )
+        chosen, anew = in_lanes(step, batch_size, windows, seed, rows)
+        batch = self._batch(self.train, chosen * seq_len, seq_len)
+        resets = torch.zeros_like(batch.tokens, dtype=torch.bool) if batch.resets is None else batch.resets
+        resets[:, 0] |= torch.from_numpy(anew)
+        return batch._replace(resets=resets)
+
+    def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
+        windows = self._windows("validation", self.validation, seq_len)
+        count = min(batch_size * batches, windows)
+        starts = np.arange(count, dtype=np.int64) * windows // count * seq_len
+        for first in range(0, count, batch_size):
+            yield self._batch(self.validation, starts[first : first + batch_size], seq_len)
+
+    def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:
+        """Of equal chances, and of the frequencies among a sample of the training tokens. [DATA-TOKENS-D5]"""
+        counts = np.ones(self._vocabulary)
+        spans = max(min(SAMPLED // seq_len, len(self.train) // seq_len), 1)
+        for place in np.arange(spans) * (len(self.train) // spans):
+            counts += np.bincount(self._ids(self.train, int(place), seq_len), minlength=self._vocabulary)
+        nats = -np.log(counts / counts.sum())
+        labels = torch.cat(
+            [b.targets[b.targets != IGNORED] for b in self.validation_batches(batch_size, seq_len, batches)]
+        )
+        losses = {"uniform": float(np.log(self._vocabulary)), "unigram": float(nats[labels.numpy()].mean())}
+        if self.lengths is None:
+            return {name: float(np.exp(loss)) for name, loss in losses.items()}
+        each = float(self.lengths[labels].double().mean())
+        return {name: loss / np.log(2) / each for name, loss in losses.items()}
+
+    def describe(self) -> dict[str, str | int | float]:
+        sizes = {"training tokens": len(self.train), "validation tokens": len(self.validation)}
+        known = {"vocabulary": self._vocabulary, "documents": self.config.documents, "state": self.config.state}
+        return {"path": self.config.path, **sizes, **known, "sha256": self.fingerprint}
+
+    def _batch(self, stream: TokenStream, starts: NDArray[np.int64], seq_len: int) -> Batch:
+        tokens = np.empty((len(starts), seq_len + 1), dtype=np.int64)
+        targets = np.empty((len(starts), seq_len), dtype=np.int64)
+        resets = np.zeros((len(starts), seq_len), dtype=bool)
+        for row, at in enumerate(starts.tolist()):
+            tokens[row] = self._ids(stream, at, seq_len + 1)
+            targets[row] = tokens[row, 1:]
+            if self.config.documents != "ignore":
+                places = stream.starts(at, at + seq_len + 1) - at
+                targets[row, places[places > 0] - 1] = IGNORED
+                resets[row, places[places < seq_len]] = True
+        kept = torch.from_numpy(resets) if self.config.documents == "reset" else None
+        return Batch(torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets), kept)
+
+    def _ids(self, stream: TokenStream, at: int, count: int) -> NDArray[np.int64]:
+        found = stream.read(at, min(count, len(stream) - at))
+        if len(found) and int(found.max()) >= self._vocabulary:
+            raise DataError(
+                f"{self.config.path} has token {int(found.max())} near place {at:,}, and data has a vocabulary of "
+                f"{self._vocabulary}: the shards are of another tokenizer, or damaged (`hecate data inspect` tells)"
+            )
+        return found
+
+    def _windows(self, name: str, stream: TokenStream, seq_len: int) -> int:
+        """How many windows stand side by side; the one token more is the last label."""
+        found = (len(stream) - 1) // seq_len
+        if found < 1:
+            raise DataError(
+                f"the {name} split has {len(stream)} tokens, a window of seq_len={seq_len} needs {seq_len + 1}; use "
+                "more text, another data.validation or a smaller budget.seq_len"
+            )
+        return found

@@ -1,0 +1,143 @@
+"""The commands of `hecate data`: corpora to token shards, tokenizers, and what is in a folder of shards."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.core import TyperCommand
+
+_Inputs = Annotated[list[str], typer.Argument(
+    metavar="INPUT...", show_default=False,
+    help="Files, folders or globs: text, .jsonl (both also .gz, .zst), .parquet.",
+)]  # fmt: skip
+_Field = Annotated[str, typer.Option("--field", help="Where records of JSON and Parquet have their text.")]
+_Separator = Annotated[str | None, typer.Option(
+    "--separator", help="Line that parts the documents of a text; a file is one document if left out.",
+)]  # fmt: skip
+
+
+def commands(kind: type[TyperCommand]) -> typer.Typer:
+    """The commands, each one of this class."""
+    app = typer.Typer(
+        help="Make token shards and tokenizers, and look into them.", no_args_is_help=True, rich_markup_mode=None
+    )
+    app.command(
+        cls=kind, short_help="Turn a corpus into token shards.",
+        epilog="Example: hecate data tokenize corpus/*.jsonl.zst --tokenizer tokenizer.json --out tokens",
+    )(tokenize)  # fmt: skip
+    app.command(
+        "train-tokenizer", cls=kind, short_help="Train a byte-level BPE on a corpus.",
+        epilog="Example: hecate data train-tokenizer corpus --vocab 32000 --out tokenizer.json",
+    )(train_tokenizer)  # fmt: skip
+    app.command(
+        cls=kind, short_help="What a folder of token shards holds, and whether it is whole.",
+        epilog="Example: hecate data inspect tokens",
+    )(inspect)  # fmt: skip
+    return app
+
+
+def tokenize(
+    inputs: _Inputs,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the shards.", show_default=False)],
+    tokenizer: Annotated[str, typer.Option("--tokenizer", help="A tokenizer.json, or bytes.")] = "bytes",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core if left out.")] = None,
+    field: _Field = "text",
+    separator: _Separator = None,
+    validation: Annotated[float, typer.Option(min=0, help="Share of the documents that is held out.")] = 0.01,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens after which a shard is full.")] = 1 << 27,
+) -> None:
+    """Turn a corpus into token shards for `data.kind=tokens`. The same command goes on where a killed one stopped."""
+    import os
+
+    from hecate.data.tokenize import Progress
+    from hecate.data.tokenize import tokenize as make
+
+    began, shown = time.monotonic(), 0.0
+
+    def say(state: Progress) -> None:
+        nonlocal shown
+        seconds = time.monotonic() - began
+        if state.note:
+            typer.echo(state.note)
+        elif seconds - shown > 2:
+            shown = seconds
+            typer.echo(
+                f"file {state.file}/{state.files}  {state.documents:,} documents  {state.tokens:,} tokens  "
+                f"{state.tokens / seconds:,.0f} tokens/s"
+            )
+
+    sidecar = make(
+        inputs, out, tokenizer=tokenizer, workers=workers or os.cpu_count() or 1, field=field, separator=separator,
+        validation=validation, shard_tokens=shard_tokens, progress=say,
+    )  # fmt: skip
+    _table(out)
+    if not sidecar.validation:
+        typer.echo("no document was held out; train with --set data.validation=0.01, which holds out the end", err=True)
+    typer.echo(f"train with: --set data.kind=tokens --set data.path={out}")
+
+
+def train_tokenizer(
+    inputs: _Inputs,
+    vocab: Annotated[int, typer.Option("--vocab", help="Tokens, at most.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="The tokenizer.json to write.", show_default=False)],
+    field: _Field = "text",
+    separator: _Separator = None,
+) -> None:
+    """Train a byte-level BPE: it has a token for every byte, so that any text can be written with it."""
+    from hecate.data.corpus import documents, find
+    from hecate.data.tokenize import replace
+    from hecate.data.tokenizer import FileTokenizer, train_tokenizer
+    from hecate.errors import DataError
+
+    if out.exists():
+        raise DataError(f"{out} exists; shards may have been made with it: choose another --out")
+    files = find(inputs)
+    text = train_tokenizer((d for f in files for d in documents(f, field=field, separator=separator)), vocab)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        replace(out, text.encode())
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error.strerror or error}; choose another --out") from None
+    typer.echo(f"{FileTokenizer(text, str(out)).size:,} tokens: {out}")
+
+
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of token shards.", show_default=False)],
+    show: Annotated[int, typer.Option("--documents", min=0, help="How many documents to print.")] = 3,
+    hashes: Annotated[bool, typer.Option("--hashes/--no-hashes", help="Whether to read and hash every file.")] = True,
+) -> None:
+    """Count what a folder of shards holds, print its first documents, and verify every file."""
+    from hecate.data.shards import file_sha256, first_documents, hashes_of, read_sidecar
+    from hecate.errors import DataError
+
+    _table(folder)
+    for number, (tokens, text) in enumerate(first_documents(folder, show), 1):
+        typer.echo(f"--- document {number}, {tokens:,} tokens\n{text}")
+    if hashes:
+        wanted = hashes_of(folder, read_sidecar(folder))
+        for path, digest in wanted.items():
+            if file_sha256(path) != digest:
+                raise DataError(
+                    f"{path} is damaged: it has another SHA-256 than recorded; put it back as it was written"
+                )
+        typer.echo(f"all {len(wanted)} files are whole")
+
+
+def _table(folder: Path) -> None:
+    from hecate.data.shards import TokenStream, files_of, read_sidecar
+    from hecate.train.display import print_table
+
+    sidecar = read_sidecar(folder)
+    rows = []
+    for split, shards in (("train", sidecar.train), ("validation", sidecar.validation)):
+        TokenStream(files_of(folder, sidecar, "train" if split == "train" else "validation"))  # are all there?
+        tokens, documents, text = (sum(getattr(s, name) for s in shards) for name in ("tokens", "documents", "text"))
+        ratio = f"{text / tokens:.3f}" if tokens else ""
+        rows.append((split, *(f"{n:,}" for n in (len(shards), documents, tokens, text)), ratio))
+    print_table(("split", "shards", "documents", "tokens", "bytes of text", "bytes a token"), rows)
+    made = "bytes" if sidecar.tokenizer is None else f"tokenizer {sidecar.tokenizer[:12]}"
+    end = "no token ends documents" if sidecar.end is None else f"token {sidecar.end} ends documents"
+    typer.echo(f"{sidecar.dtype}, vocabulary {sidecar.vocabulary:,}, {made}; {end}")
