@@ -124,7 +124,7 @@ _Which = Annotated[str, typer.Option("--checkpoint", help="Which one: best or ne
 def list_(
     family: Annotated[str | None, typer.Argument(
         metavar="[FAMILY]", show_default=False, autocompletion=_families,
-        help="phi, bias, retention, algorithm, structure, gating, readout, position, data, optimizer, engines, "
+        help="phi, bias, retention, algorithm, structure, gating, readout, position, data, optimizer, logger, engines, "
         "rules or presets.",
     )] = None,
 ) -> None:  # fmt: skip
