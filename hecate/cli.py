@@ -276,13 +276,34 @@ def _print_result(name: str, result: Any) -> None:
 
 
 @_command(
-    "eval", short_help="Score a run's checkpoint beside the baselines.", epilog="Example: hecate eval runs/quickstart"
+    "eval",
+    short_help="Score a run's checkpoint beside the baselines, or on other data and lengths.",
+    epilog="Examples: hecate eval runs/quickstart | hecate eval runs/mine --data book.txt --lengths 1k,4k,16k",
 )
-def evaluate(run: _Run, checkpoint: _Which = "best") -> None:
-    """Score a run's checkpoint on its validation data, beside the baselines."""
+def evaluate(
+    run: _Run,
+    checkpoint: _Which = "best",
+    data: Annotated[Path | None, typer.Option(
+        help="Other data: a text or a folder of them, for a run on bytes; token shards for one on tokens.",
+    )] = None,
+    lengths: Annotated[str | None, typer.Option(
+        help="Lengths of sequences, such as 1k,4k,16k: the loss of each, by position; may be beyond those of training.",
+    )] = None,
+) -> None:  # fmt: skip
+    """Score a run's checkpoint on its validation data, beside the baselines; or on other data and other lengths."""
     from hecate.train.display import print_table
+    from hecate.train.lengths import by_length, parse_lengths, source_of, tables
     from hecate.train.run import open_run
+    from hecate.train.trained import open_model
 
+    if data is not None or lengths is not None:
+        trained = open_model(run, checkpoint)
+        wanted = parse_lengths(lengths) if lengths else [trained.config.seq_len]
+        source = source_of(trained, data)
+        for header, rows in tables(trained, source, by_length(trained, source, wanted)):
+            print_table(header, rows)
+            typer.echo("")
+        return
     trainer, step = open_run(run, checkpoint)
     metric, score = trainer.source.metric, trainer.evaluate()
     rows = [(name, f"{value:.4f}") for name, value in trainer.baselines().items()]
@@ -290,39 +311,92 @@ def evaluate(run: _Run, checkpoint: _Which = "best") -> None:
     print_table(("predictor", metric.replace("_", " ")), rows)
 
 
-@_command(epilog="Example: hecate generate runs/quickstart --prompt 'class ' --tokens 300")
+@_command(
+    short_help="Continue a text, token by token.",
+    epilog="Examples: hecate generate runs/quickstart --prompt 'class ' --tokens 300 | "
+    "hecate generate runs/mine --top-p 0.9 --stop '\\n\\n' --batch 4",
+)
 def generate(
-    run: _Run,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    run: Annotated[Path, typer.Argument(
+        metavar="RUN", help="A run folder, or that of a checkpoint; the data are not needed.", show_default=False,
+    )],
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue. May be repeated.")] = None,
     tokens: Annotated[
         int, typer.Option(min=0, max=1 << 20, help="Tokens to generate; bytes, where those are the tokens.")
     ] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from that many likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(
+        min=0, max=1, help="Draw from the fewest tokens that hold this share.",
+    )] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End ahead of this text. May be repeated.")] = None,
+    batch: Annotated[int, typer.Option(min=1, max=1 << 12, help="Continuations of each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Seed of the draws.")] = 0,
     checkpoint: _Which = "best",
-) -> None:
-    """Continue a text, one token at a time on a state of constant size."""
-    from itertools import chain
-
+) -> None:  # fmt: skip
+    """Continue texts, one token at a time on a state of constant size."""
     import torch
 
-    from hecate.errors import ConfigError
-    from hecate.train import generate as stream
-    from hecate.train.run import open_run
+    from hecate.train.sampling import Draws, prompts_of, written
+    from hecate.train.trained import open_model, reads_text
 
-    trainer, _ = open_run(run, checkpoint)
-    tokenizer = trainer.tokenizer
-    if tokenizer is None:
-        raise ConfigError(
-            f"{run} was trained on task {trainer.config.data.kind!r}, which has no text to continue; see samples.txt "
-            "in the run folder"
-        )
-    start = tokenizer.encode([(trainer.config.sample.prompt if prompt is None else prompt) or "\n"])[0].tolist()
-    draws = torch.Generator().manual_seed(seed)
-    ids = stream(trainer.model, start, tokens, temperature=temperature, generator=draws, device=trainer.device)
-    for piece in tokenizer.pieces(chain(start, ids)):
-        typer.echo(piece, nl=False)
-    typer.echo("")
+    trained = open_model(run, checkpoint)
+    tokenizer = reads_text(trained, str(run))
+    texts = [text or "\n" for text in prompt or [trained.config.sample.prompt] for _ in range(batch)]
+    starts = prompts_of(tokenizer, texts, trained.config.data.vocabulary(), str(run))
+    seeds = [torch.Generator().manual_seed((seed + n) % (1 << 63)) for n in range(len(starts))]
+    draws = Draws(
+        trained.model, starts, seeds, temperature=temperature, top_k=top_k, top_p=top_p, device=trained.device
+    )
+    for row, start in enumerate(starts):
+        if len(starts) > 1:
+            typer.echo(f"--- {row + 1}")
+        for piece in written(tokenizer, start, draws.row(row, tokens), stop or ()):
+            typer.echo(piece, nl=False)
+        typer.echo("")
+
+
+@_command(
+    "export",
+    short_help="A run's weights for other programs.",
+    epilog="Example: hecate export runs/quickstart --to safetensors --out weights",
+)
+def export_(
+    run: _Run,
+    to: Annotated[str, typer.Option(help="safetensors, torch or dcp.")] = "safetensors",
+    out: Annotated[Path | None, typer.Option(help="New folder; RUN-FORMAT when left out.")] = None,
+    checkpoint: _Which = "best",
+) -> None:
+    """Write the weights of a run, or of a checkpoint folder, and its config into a new folder."""
+    from hecate.train.export import export_weights
+
+    typer.echo(str(export_weights(run, to, out or run.with_name(f"{run.name}-{to}"), checkpoint)))
+
+
+@_command(
+    "import",
+    short_help="A run at step 0 from weights.",
+    epilog="Example: hecate import weights --out runs/mine-init, then hecate train --out runs/mine-init --resume",
+)
+def import_(
+    source: Annotated[Path, typer.Argument(
+        metavar="FILE|DIR", show_default=False, help="A safetensors file, a folder with some, a run or a checkpoint.",
+    )],
+    out: Annotated[Path, typer.Option(help="Run folder to make.", show_default=False)],
+    config: Annotated[str | None, typer.Option(
+        metavar="PRESET|FILE", help="The experiment; the config.yaml beside the weights when left out.",
+    )] = None,
+    overrides: _Set = None,
+) -> None:  # fmt: skip
+    """Make a run folder whose model has given weights, to train on with train --out RUN --resume."""
+    from hecate.errors import ConfigError
+    from hecate.train.compose import load_experiment
+    from hecate.train.export import import_weights
+
+    if overrides and config is None:
+        raise ConfigError("--set changes what --config names, which is left out; give both or neither")
+    found = None if config is None else load_experiment(config, overrides or [])
+    typer.echo(str(import_weights(source, out, found)))
 
 
 @_command(

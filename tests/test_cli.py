@@ -92,7 +92,7 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (
             ("train", "nope"),
             2,
-            "error: no preset 'nope'; presets: cms, hope, hope_170m, lact_760m, mac, ",
+            "error: no preset 'nope'; presets: cms, hope, hope_170m, lact_760m, lm-130m, ",
         ),
         (("train", "gone.yaml"), 2, "error: cannot read config gone.yaml: No such file"),
         (("train", "tiny.yaml", "--set", "optim.lr=0"), 2,
@@ -189,7 +189,7 @@ def test_lists(hecate):
     variants = "phi bias retention algorithm structure gating readout position data optimizer logger"
     assert families == [*variants.split(), "engines", "rules", "presets"]
     folded = hecate("list")[1].splitlines()[-1].split()
-    assert int(folded[1]) == len(folded) - 2 and folded[-2:] == ["mqar-RULE", "quickstart-RULE"]
+    assert int(folded[1]) == len(folded) - 2 and folded[-3:] == ["mqar-RULE", "quickstart-RULE", "lm-SIZE-BACKBONE"]
     for family in families:
         code, out, err = hecate("list", family)
         assert code == 0 and len(out.splitlines()) > 2, err
@@ -239,7 +239,7 @@ def test_the_doctor_says_what_runs_here_and_warms_kernels(hecate):
 
 def test_help_says_each_command_in_a_whole_line(hecate):
     listed = hecate("--help")[1].split("Commands:\n")[1].split("\n\n")[0].splitlines()
-    assert len(listed) == 10 and not [line for line in listed if line.endswith("...") or len(line) > 80]
+    assert len(listed) == 12 and not [line for line in listed if line.endswith("...") or len(line) > 80]
 
 
 @pytest.mark.spec("TRAIN-CLI-D4")

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -113,6 +114,12 @@ class TextSource(Source):
         windows = self.validation[starts[:, None] + np.arange(seq_len + 1)]
         unigram, bigram = fit_ngrams(self.train).bits(windows[:, :-1].ravel(), windows[:, 1:].ravel())
         return {"uniform": 8.0, "unigram": unigram, "bigram": bigram}
+
+    def held_out(self) -> TextSource:
+        """The same text, all of it for validation; what is trained on it is told nothing new."""
+        found = copy(self)
+        found.train = found.validation = np.concatenate([self.train, self.validation])
+        return found
 
     def describe(self) -> dict[str, str | int | float]:
         sizes = {"training bytes": len(self.train), "validation bytes": len(self.validation)}

@@ -8,6 +8,7 @@ torch.distributed is loaded already.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -116,6 +117,8 @@ def shard(model: nn.Module, world: World, *, low: bool) -> None:
         policy = MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for part in (*getattr(model, "blocks", ()), model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
+    # Logits are a view of a product of matrices, and nothing here changes them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def materialise(model: Any, device: torch.device, source: torch.Generator) -> None:

@@ -17,10 +17,10 @@ from datetime import timedelta
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from hecate import errors
@@ -37,7 +37,6 @@ AXES = ("replicate", "data", "context")
 GRACE = 10.0  # seconds for which others wait beyond rank 0, who names those that did not answer
 _CPU = torch.device("cpu")
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-_OUT = "hecate/out"  # where a launch trains: kept from one attempt of its processes to the next
 
 
 class ParallelConfig(Config):
@@ -51,12 +50,16 @@ class ParallelConfig(Config):
     replicate: Extent | Literal["auto"] = 1
     context: Extent = 1
 
+    @model_validator(mode="after")
+    def _one_is_free(self) -> Self:
+        if self.data == self.replicate == "auto":
+            raise ConfigError("data is auto, too; give one of them", ("replicate",))
+        return self
+
     def shape(self, size: int) -> tuple[int, int, int]:
         """replicate, data and context of a world of `size` processes."""
         given = {axis: getattr(self, axis) for axis in AXES}
         free = [axis for axis, number in given.items() if number == "auto"]
-        if len(free) > 1:
-            raise ConfigError(f"{free[0]} and {free[1]} are both auto; give one of them", ("parallel", free[0]))
         rest = 1
         for axis in AXES:
             rest *= 1 if axis in free else given[axis]
@@ -202,8 +205,8 @@ class World:
 
         def found() -> list[Any]:
             launch = None if self.store is None else _beneath(self.store)
-            if self.restarts and launch is not None and launch.check([_OUT]):
-                return [launch.get(_OUT).decode(), True]
+            if self.restarts and launch is not None and launch.check([_out()]):
+                return [launch.get(_out()).decode(), True]
             return [choose(), False]
 
         folder, again = self.from_main(found)
@@ -212,19 +215,20 @@ class World:
     def remember(self, folder: str) -> None:
         """Lets `destination` find the folder after a restart."""
         if self.main and self.store is not None:
-            _beneath(self.store).set(_OUT, folder)
+            _beneath(self.store).set(_out(), folder)
 
     def _ask(self, value: Any, judge: Callable[[list[Any]], Any]) -> Any:
         """What `judge` makes on rank 0 of everyone's plain value, in the order of ranks, on every rank."""
-        store, number = self.store, next(self._calls)
+        store, name = self.store, str(next(self._calls))
         if store is None:
             return judge([value])
-        name = f"hecate/{number}"
         if not self.main:
             store.set(f"{name}/{self.rank}", json.dumps(value))
             answer = self._wait(store, f"{name}/answer", self.timeout + GRACE)
             if answer is None:
                 raise ParallelError(f"rank 0 did not answer within {self.timeout:g} seconds; see what it reported")
+            if store.add(f"{name}/heard", 1) == self.size - 1:
+                store.set(f"{name}/all", "")
         else:
             texts = [json.dumps(value), *(self._wait(store, f"{name}/{n}", self.timeout) for n in range(1, self.size))]
             missing = [n for n, text in enumerate(texts) if text is None]
@@ -232,6 +236,8 @@ class World:
             late = f"rank {missing[0]} of {self.size} did not answer within {self.timeout:g} seconds" if missing else ""
             answer = json.dumps({"late": late, "value": None if missing else judge(found)})
             store.set(f"{name}/answer", answer)
+            if not missing:  # rank 0 may keep the store, and end by what it has found
+                self._wait(store, f"{name}/all", GRACE)
         told = json.loads(answer)
         if told["late"]:
             raise ParallelError(f"{told['late']}; see what it reported, or raise budget.timeout")
@@ -246,6 +252,11 @@ class World:
             return str(store.get(key), "utf-8")
         except (DistError, RuntimeError):  # late, or the process that keeps the store is gone
             return None
+
+
+def _out() -> str:
+    """The name under which a launch keeps where it trains, from one attempt of its processes to the next."""
+    return f"hecate/out/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
 
 
 def _beneath(store: Store) -> Store:
@@ -351,7 +362,12 @@ def _met(world: World) -> World:
             f"rank {world.rank} of {world.size} did not reach the others within {world.timeout:g} seconds: "
             f"{str(error).splitlines()[0]}; see that every rank was started"
         ) from error
-    return replace(world, store=_part(store, "hecate"))
+    return replace(world, store=_part(store, _attempt(world)))
+
+
+def _attempt(world: World) -> str:
+    """A name for what ranks tell one another between two restarts: torchrun's store outlives them."""
+    return f"hecate/{world.restarts}/{world.size}"
 
 
 def _part(store: Any, name: str) -> Store:

@@ -6,8 +6,8 @@ A tape and a pass by hand are functions of numbers. Where torch has to see every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -146,6 +146,22 @@ def by_hand(block: Block, plain: Callable[..., Tensors] | None = None) -> Block:
     ).block()
 
 
+@contextmanager
+def past_hooks() -> Iterator[None]:
+    """Without the hooks on what autograd saves, those of activation checkpointing among them, under which `torch.func`
+    refuses to run: for what autograd does not see, of which it saves nothing."""
+    hooks: list[Any] = []
+    if not torch.compiler.is_compiling():
+        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            hooks.append(top)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 class _Function(torch.autograd.Function):
     """(forward, pullback, record, *inputs) -> outputs. `record` is an empty list for what the backward pass needs, so
     that nothing runs twice; None where torch sees every operation, and the pullback starts from the inputs alone."""
@@ -154,7 +170,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(forward: Forward, _: Pullback, record: list[Any] | None, *inputs: Tensor | None) -> Tensors:
-        outputs, kept = forward(inputs, record is not None)
+        with past_hooks():
+            outputs, kept = forward(inputs, record is not None)
         if record is None:
             # torch refuses to save an input that is an output as well.
             return distinct(outputs, set(map(id, inputs)))

@@ -3,6 +3,9 @@
 A checkpoint is written to a temporary folder, forced to disk and renamed to a name that is free; only then is anything
 older deleted. So a process killed at any instant leaves the newest complete one. Its manifest is a strict document with
 a digest over all of it. Nothing is pickled, neither written nor read.
+
+One process writes version 1, with all tensors in one file; many write version 2 (`hecate.train.sharded`), with files
+that hold parts of them. One process reads both.
 """
 
 from __future__ import annotations
@@ -11,26 +14,36 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hecate.errors import CheckpointError, ConfigError
+from hecate.optim.sharding import local
 from hecate.train.files import make_folder, new_folder, refusing, remove_folder, sweep, sync, write_file
 from hecate.variant import Config
 
 FORMAT = "hecate-checkpoint"
-VERSION = 1
+VERSION, SHARDED = 1, 2
+"""Versions of what one process writes, and of what many write."""
+
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 # Version 0.1 renamed a checkpoint to `.tmp-old-...` while it wrote the step again.
+_SHA256 = r"^[0-9a-f]{64}$"
+_FILE = r"^[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors$"
 _NAME = re.compile(r"(\.tmp-old-)?step_(\d{8,})(?:-(\d+))?")
+
+
+Extents = tuple[Annotated[int, Field(ge=0)], ...]
 
 
 class Checkpoint(NamedTuple):
@@ -52,7 +65,38 @@ class Summary(Config):
 
     dtype: str
     shape: tuple[int, ...]
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    sha256: str = Field(pattern=_SHA256)
+
+
+class StoredFile(Config):
+    """What a file of a sharded checkpoint must be."""
+
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=_SHA256)
+
+
+class Piece(Config):
+    """A block of a tensor, and the file that holds it under the tensor's name."""
+
+    file: str
+    offset: Extents
+    shape: Extents
+
+
+class Spread(Config):
+    """What a tensor must be that is stored in blocks; each of its numbers lies in one of them."""
+
+    dtype: str
+    shape: Extents
+    pieces: tuple[Piece, ...]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        boxes = [list(zip(p.offset, p.shape, strict=False)) for p in self.pieces]
+        ranks = {len(self.shape), *(len(x) for p in self.pieces for x in (p.offset, p.shape))}
+        if len(ranks) > 1 or not tiles([box for box in boxes if all(length for _, length in box)], self.shape):
+            raise ConfigError(f"must cover each number of {list(self.shape)} once", ("pieces",))
+        return self
 
 
 class Content(Config):
@@ -65,19 +109,61 @@ class Content(Config):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        for name, base in self.aliases.items():
-            if name in self.tensors or base not in self.tensors:
-                raise ConfigError(f"must name a stored tensor, got {base!r}", ("aliases", name))
-        own = self.facts.get("step", self.step)
-        if type(own) is not int or own != self.step:
-            raise ConfigError(f"must be the step {self.step}, got {own!r}", ("facts", "step"))
-        metrics = self.facts.get("metrics", {})
-        if not isinstance(metrics, dict):
-            raise ConfigError(f"must be a mapping, got {metrics!r}", ("facts", "metrics"))
-        for name, value in metrics.items():
-            if type(value) not in (int, float) or not math.isfinite(value):
-                raise ConfigError(f"must be a finite number, got {value!r}", ("facts", "metrics", name))
+        _check_content(self.step, self.facts, self.aliases, self.tensors)
         return self
+
+
+class ShardedContent(Config):
+    """Of a checkpoint that many processes wrote: the same, and its files."""
+
+    step: int = Field(ge=0)
+    facts: dict[str, Any]
+    aliases: dict[str, str]
+    files: dict[Annotated[str, Field(pattern=_FILE)], StoredFile]
+    tensors: dict[str, Spread]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        _check_content(self.step, self.facts, self.aliases, self.tensors)
+        for name, spread in self.tensors.items():
+            unknown = [piece.file for piece in spread.pieces if piece.file not in self.files]
+            twice = [file for file, times in Counter(piece.file for piece in spread.pieces).items() if times > 1]
+            if unknown or twice:
+                raise ConfigError(
+                    f"must be in files that are listed, once in each, got {(unknown + twice)[0]!r}", ("tensors", name)
+                )
+        return self
+
+
+def _check_content(step: int, facts: dict[str, Any], aliases: dict[str, str], tensors: Mapping[str, Any]) -> None:
+    """What a manifest of either version holds true of itself."""
+    for name, base in aliases.items():
+        if name in tensors or base not in tensors:
+            raise ConfigError(f"must name a stored tensor, got {base!r}", ("aliases", name))
+    own = facts.get("step", step)
+    if type(own) is not int or own != step:
+        raise ConfigError(f"must be the step {step}, got {own!r}", ("facts", "step"))
+    metrics = facts.get("metrics", {})
+    if not isinstance(metrics, dict):
+        raise ConfigError(f"must be a mapping, got {metrics!r}", ("facts", "metrics"))
+    for name, value in metrics.items():
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ConfigError(f"must be a finite number, got {value!r}", ("facts", "metrics", name))
+
+
+def tiles(boxes: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> bool:
+    """Whether boxes, of (offset, length) along each dimension, cover a shape without gap or overlap, cut along one
+    dimension after the other."""
+    if 0 in shape:
+        return not boxes
+    if not shape:
+        return len(boxes) == 1
+    end = 0
+    for (offset, length), group in groupby(sorted(boxes), key=lambda box: box[0]):
+        if offset != end or not tiles([box[1:] for box in group], shape[1:]):
+            return False
+        end += length
+    return end == shape[0]
 
 
 def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint) -> Path:
@@ -86,49 +172,173 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint) -> Path:
     A step that is there already is written beside it, as `step_XXXXXXXX-2`, which takes the name once the older one is
     deleted. Tensors that share storage (tied weights) are stored once and listed as aliases.
     """
-    stored, aliases = _untie(checkpoint.tensors)
-    manifest = _manifest(step, checkpoint.facts, aliases, stored)
+    aliases = aliases_of(checkpoint.tensors)
+    return write_checkpoint(folder, step, copies(checkpoint.tensors, aliases), aliases, checkpoint.facts)
+
+
+def write_checkpoint(
+    folder: Path, step: int, stored: Mapping[str, Tensor], aliases: Mapping[str, str], facts: Mapping[str, Any]
+) -> Path:
+    """What `save_checkpoint` writes, of tensors on the CPU that share no storage, and their aliases."""
+    summaries = {name: summary(tensor) for name, tensor in stored.items()}
+    manifest = manifest_text(VERSION, step=step, facts=facts, aliases=aliases, tensors=summaries)
+    with publishing(folder, step) as (temporary, target):
+        write_tensors(stored, temporary / TENSORS)
+        write_file(temporary / MANIFEST, manifest)
+    return target
+
+
+@contextmanager
+def publishing(folder: Path, step: int) -> Iterator[tuple[Path, Path]]:
+    """A temporary folder to fill with the checkpoint of a step, which is published as the second path."""
     target = folder / f"step_{step:08d}"
-    remedy = "free some space or choose another --out (earlier checkpoints are intact)"
-    with refusing(f"write checkpoint {target}", remedy):
+    with refusing(
+        f"write checkpoint {target}", "free some space or choose another --out (earlier checkpoints are intact)"
+    ):
         make_folder(folder)
         older = [path for path in checkpoints(folder) if _age(path)[0] == step]
         last = max((edition for _, published, edition in map(_age, older) if published), default=0)
         fresh = folder / f"{target.name}-{last + 1}" if last else target
         with new_folder(fresh) as temporary:
-            try:
-                save_file(stored, temporary / TENSORS)
-            except SafetensorError as error:
-                raise OSError(str(error)) from None
-            write_file(temporary / MANIFEST, manifest)
+            yield temporary, target
         for path in older:
             remove_folder(path)
         if fresh != target:
             fresh.rename(target)
             sync(folder)
-    return target
+
+
+def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """A new safetensors file, with the mode of any other; safetensors itself makes them private. Raises OSError."""
+    file.touch()
+    mode = file.stat().st_mode
+    try:
+        save_file(dict(tensors), file)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    file.chmod(mode)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Reads a checkpoint after verifying every hash. [CKPT-READ-D1]"""
-    content, file = read_manifest(path), path / TENSORS
-    if _NAME.fullmatch(path.name) and _age(path)[0] != content.step:
-        raise _bad(path / MANIFEST, f"is of step {content.step}")
+    """Reads a checkpoint, of one process or of many, after verifying every hash. [CKPT-READ-D1]"""
+    content = read_manifest(path)
+    check_name(path, content.step)
+    if isinstance(content, ShardedContent):
+        check_listed(path, content)
+        check_files(path, content, content.files)
+        stored = _gathered(path, content)
+    else:
+        stored = _whole(path, content)
+    tensors = {**stored, **{name: stored[base] for name, base in content.aliases.items()}}
+    return Checkpoint(tensors, content.facts)
+
+
+def check_name(path: Path, step: int) -> None:
+    """A checkpoint's folder is named after its step."""
+    if _NAME.fullmatch(path.name) and _age(path)[0] != step:
+        raise bad(path / MANIFEST, f"is of step {step}")
+
+
+def _whole(path: Path, content: Content) -> dict[str, Tensor]:
+    """The verified tensors of version 1."""
+    file = path / TENSORS
     try:
         stored = load_file(file)
     except FileNotFoundError:
-        raise _bad(file, "is missing") from None
+        raise bad(file, "is missing") from None
     except (SafetensorError, OSError, ValueError) as error:
-        raise _bad(file, f"is truncated or not a safetensors file ({error})") from None
+        raise bad(file, f"is truncated or not a safetensors file ({error})") from None
     if odd := sorted(set(stored) ^ set(content.tensors)):
-        raise _bad(file, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
+        raise bad(file, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
     for name, tensor in stored.items():
-        own = content.tensors[name].model_dump(mode="json")
-        for key, found in summary(tensor).items():
-            if found != own[key]:
-                raise _bad(file, f"is damaged: tensor {name!r} has another {key} than recorded")
-    tensors = {**stored, **{name: stored[base] for name, base in content.aliases.items()}}
-    return Checkpoint(tensors, content.facts)
+        check_tensor(file, name, tensor, content.tensors[name])
+    return stored
+
+
+def check_tensor(file: Path, name: str, tensor: Tensor, expected: Summary) -> None:
+    """Refuses a tensor of version 1 that is not what was written."""
+    own = expected.model_dump(mode="json")
+    for key, found in summary(tensor).items():
+        if found != own[key]:
+            raise bad(file, f"is damaged: tensor {name!r} has another {key} than recorded")
+
+
+def check_listed(path: Path, content: Content | ShardedContent) -> None:
+    """The safetensors files of a checkpoint are those of its manifest: DCP reads whatever it finds."""
+    listed = set(content.files) if isinstance(content, ShardedContent) else {TENSORS}
+    for name in sorted(listed ^ {file.name for file in path.glob("*.safetensors")}):
+        raise bad(path / name, "is missing" if name in listed else "is not of this checkpoint: no manifest lists it")
+
+
+def check_files(path: Path, content: ShardedContent, names: Iterable[str]) -> None:
+    """Refuses files of a sharded checkpoint that are not what was written."""
+    for name in names:
+        _refuse_link(path / name)
+        try:
+            found = describe_file(path / name)
+        except FileNotFoundError:
+            raise bad(path / name, "is missing") from None
+        except OSError as error:
+            raise bad(path / name, f"cannot be read ({error.strerror or error})") from None
+        if found.bytes < content.files[name].bytes:
+            raise bad(path / name, f"is cut off: {found.bytes} of {content.files[name].bytes} bytes")
+        if found != content.files[name]:
+            raise bad(path / name, "is damaged: it has another sha256 than recorded")
+
+
+def describe_file(file: Path) -> StoredFile:
+    """Size and hash of a regular file. Raises OSError."""
+    if not file.is_file():
+        raise FileNotFoundError(str(file)) if not file.exists() else OSError("it is not a regular file")
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return StoredFile(bytes=file.stat().st_size, sha256=digest)
+
+
+def _gathered(path: Path, content: ShardedContent) -> dict[str, Tensor]:
+    """The tensors of version 2, put together from verified files."""
+    blocks: dict[str, dict[str, Piece]] = {file: {} for file in content.files}
+    for name, spread in content.tensors.items():
+        for piece in spread.pieces:
+            blocks[piece.file][name] = piece
+    for file, listed in blocks.items():  # before anything of the manifest's sizes is made
+        with _opened(path / file) as opened:
+            found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
+        for name in sorted({*found, *listed}):
+            if name not in listed or found.get(name) != listed[name].shape:
+                raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
+    stored = {name: torch.empty(x.shape, dtype=dtype_of(path, name, x)) for name, x in content.tensors.items()}
+    for file, listed in blocks.items():
+        with _opened(path / file) as opened:
+            for name, piece in listed.items():
+                block = opened.get_tensor(name)
+                if block.dtype != stored[name].dtype:
+                    raise bad(path / file, f"holds tensor {name!r} in {block.dtype}, its manifest says otherwise")
+                place = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))
+                stored[name][place] = block
+    return stored
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError, ValueError) as error:
+        raise bad(file, f"is truncated or not a safetensors file ({error})") from None
+
+
+def dtype_of(path: Path, name: str, item: Summary | Spread) -> torch.dtype:
+    """The dtype of a stored tensor."""
+    dtype = getattr(torch, item.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise bad(path / MANIFEST, f"is not valid: tensors.{name}.dtype: there is no dtype {item.dtype!r}")
+    return dtype
+
+
+def named(dtype: torch.dtype) -> str:
+    """The name of a dtype in a manifest."""
+    return str(dtype).removeprefix("torch.")
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -154,9 +364,14 @@ def newest_checkpoint(folder: Path) -> tuple[Path, Checkpoint, list[Skipped]] | 
     if checkpoints(folder) != paths:  # a run that goes on has replaced them since
         return newest_checkpoint(folder)
     if skipped:
-        reasons = "\n".join(f"  {item.reason}" for item in skipped)
-        raise CheckpointError(f"no checkpoint in {folder} can be used; start again with another --out:\n{reasons}")
+        raise none_usable(folder, skipped)
     return None
+
+
+def none_usable(folder: Path, skipped: Iterable[Skipped]) -> CheckpointError:
+    """What a folder is refused with all of whose checkpoints were skipped."""
+    reasons = "\n".join(f"  {item.reason}" for item in skipped)
+    return CheckpointError(f"no checkpoint in {folder} can be used; start again with another --out:\n{reasons}")
 
 
 def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", *, upto: int | None = None) -> None:
@@ -183,64 +398,59 @@ def best_checkpoint(folder: Path, better: str = "validation_loss") -> Path | Non
     return min(reversed(known), key=lambda item: item[0])[1] if known else None
 
 
-def read_manifest(folder: Path) -> Content:
+def read_manifest(folder: Path) -> Content | ShardedContent:
     """The verified content of a checkpoint's manifest, without reading the tensors."""
     for path in (folder, folder / MANIFEST, folder / TENSORS):
         _refuse_link(path)
         if path != folder and path.exists() and not path.is_file():
-            raise _bad(path, "is not a regular file")  # reading a pipe would wait for ever
+            raise bad(path, "is not a regular file")  # reading a pipe would wait for ever
     file = folder / MANIFEST
     try:
         document = json.loads(file.read_bytes(), parse_constant=int)  # to which NaN and infinity are a ValueError
     except FileNotFoundError:
-        raise _bad(file, "is missing") from None
+        raise bad(file, "is missing") from None
     except OSError as error:
-        raise _bad(file, f"cannot be read ({error.strerror or error})") from None
+        raise bad(file, f"cannot be read ({error.strerror or error})") from None
     except (ValueError, RecursionError):
-        raise _bad(file, "is truncated or not JSON") from None
+        raise bad(file, "is truncated or not JSON") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise _bad(file, f"is not a {FORMAT} manifest")
+        raise bad(file, f"is not a {FORMAT} manifest")
     version, content = document.get("version"), document.get("content")
-    if type(version) is int and version > VERSION:
-        raise CheckpointError(f"{file} has format version {version}, this hecate reads up to {VERSION}: upgrade hecate")
-    if type(version) is not int or version != VERSION:
-        raise _bad(file, f"has format version {version!r}, which there never was")
+    if type(version) is int and version > SHARDED:
+        raise CheckpointError(f"{file} has format version {version}, this hecate reads up to {SHARDED}: upgrade hecate")
+    if type(version) is not int or version not in (VERSION, SHARDED):
+        raise bad(file, f"has format version {version!r}, which there never was")
     if odd := sorted(set(document) - {"format", "version", "digest", "content"}):
-        raise _bad(file, f"has an unknown field {odd[0]!r}")
+        raise bad(file, f"has an unknown field {odd[0]!r}")
     try:
         same = isinstance(content, dict) and document.get("digest") == _digest(content)
     except ValueError:  # a number beyond all floats
         same = False
     if not same:
-        raise _bad(file, "is damaged: its digest does not match")
+        raise bad(file, "is damaged: its digest does not match")
     try:
-        return Content.model_validate(content)
+        return (Content if version == VERSION else ShardedContent).model_validate(content)
     except ConfigError as error:
-        raise _bad(file, f"is not valid: {error}") from None
+        raise bad(file, f"is not valid: {error}") from None
 
 
 def summary(tensor: Tensor) -> dict[str, Any]:
     """The facts of a `Summary`."""
     raw = tensor.reshape(-1).contiguous().view(torch.uint8).numpy()
-    return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "sha256": hashlib.sha256(raw.data).hexdigest(),
-    }
+    return {"dtype": named(tensor.dtype), "shape": list(tensor.shape), "sha256": hashlib.sha256(raw.data).hexdigest()}
 
 
-def _manifest(step: int, facts: Mapping[str, Any], aliases: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+def manifest_text(version: int, **content: Any) -> str:
     """The text of a manifest; equal states give equal texts. [CKPT-WRITE-D2]"""
-    summaries = {name: summary(tensor) for name, tensor in tensors.items()}
-    content = {"step": step, "facts": facts, "aliases": aliases, "tensors": summaries}
     try:
         digest = _digest(content)
-        Content.model_validate(json.loads(json.dumps(content)))
+        (Content if version == VERSION else ShardedContent).model_validate(json.loads(json.dumps(content)))
     except (ValueError, TypeError) as error:  # ConfigError among them
         raise CheckpointError(
-            f"cannot write a checkpoint of step {step!r}: {error}; its facts must be plain JSON with finite numbers"
+            f"cannot write a checkpoint of step {content['step']!r}: {error}; its facts must be plain JSON with finite "
+            "numbers"
         ) from None
-    document = {"format": FORMAT, "version": VERSION, "digest": digest, "content": content}
+    document = {"format": FORMAT, "version": version, "digest": digest, "content": content}
     return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
 
@@ -249,7 +459,7 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _readable(folder: Path) -> dict[Path, Content]:
+def _readable(folder: Path) -> dict[Path, Content | ShardedContent]:
     found = {}
     for path in checkpoints(folder):
         with suppress(CheckpointError):
@@ -272,19 +482,25 @@ def _refuse_link(path: Path) -> None:
         )
 
 
-def _bad(file: Path, reason: str) -> CheckpointError:
+def bad(file: Path, reason: str) -> CheckpointError:
+    """What a damaged checkpoint is refused with."""
     return CheckpointError(f"{file} {reason}; delete {file.parent} and resume from an earlier checkpoint")
 
 
-def _untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    stored: dict[str, Tensor] = {}
+def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names of tensors that are another one in memory, which is stored."""
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
-        value = tensor.detach()
-        identity = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype, value.device)
+        value = local(tensor.detach())
+        identity = (value.data_ptr(), tuple(tensor.shape), value.stride(), value.dtype, value.device)
         if value.numel() and (base := first.setdefault(identity, name)) != name:
             aliases[name] = base
-        else:  # views of one storage that differ in shape are copied: safetensors refuses shared memory
-            stored[name] = value.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return stored, aliases
+    return aliases
+
+
+def copies(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
+    """What is stored of tensors, as it stands now, on the CPU: a `DTensor` stays one, with this process's part."""
+    stored = {name: tensor.detach() for name, tensor in tensors.items() if name not in aliases}
+    # Views of one storage that differ in shape are copied, too: safetensors refuses shared memory.
+    return {k: v.to("cpu", copy=True, memory_format=torch.contiguous_format) for k, v in stored.items()}

@@ -38,8 +38,7 @@ def presets() -> list[str]:
 
 def folded_presets() -> list[str]:
     """`presets` in short: those of every rule as PRESET-RULE, of backbones as PRESET-BACKBONE."""
-    short = [(BY_RULE, "RULE"), (BY_BACKBONE, "BACKBONE")]
-    return [*_FILES, *(f"{name}-{part}" for names, part in short for name in names)]
+    return [*_FILES, *(f"{name}-RULE" for name in BY_RULE), "lm-SIZE-BACKBONE"]
 
 
 def shipped_presets() -> list[str]:

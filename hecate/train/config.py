@@ -90,7 +90,8 @@ class BudgetConfig(Config):
     with the gradient of the whole. In `precision` bfloat16, parameters are bfloat16 forward and backward; the
     parameters that are trained, sums over processes and the states of memories stay float32. `recompute` keeps the
     inputs of blocks alone and computes the rest again in the backward pass: of every block ("full") or every n-th.
-    `compile` "block" compiles each block. `timeout` is how many seconds a process waits for the others. [DIST-STEP-D1]
+    `compile` "block" compiles each block. `save` "async" copies a checkpoint to memory and writes it while the run goes
+    on. `timeout` is how many seconds a process waits for the others. [DIST-STEP-D1]
     """
 
     steps: Count = Field(400, ge=1)
@@ -114,8 +115,6 @@ class BudgetConfig(Config):
     def _parts(self) -> Self:
         if self.batch_size % self.accumulate:
             raise ConfigError(f"must divide batch_size={self.batch_size}, got {self.accumulate}", ("accumulate",))
-        if self.save == "async":
-            raise ConfigError("'async' is not offered yet; leave it at sync", ("save",))
         return self
 
 

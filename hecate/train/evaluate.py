@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from hecate.cms import CMS, LevelHealth
 from hecate.data import IGNORED, Batch, Source
 from hecate.distributed import World
 from hecate.distributed.context import piece
-from hecate.errors import ConfigError, HealthWarning
+from hecate.errors import HealthWarning
 
 
 class Score(NamedTuple):
@@ -201,36 +201,6 @@ def model_health(model: nn.Module, source: Source, seq_len: int, device: torch.d
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HealthWarning)  # the table has a column for it
         return {name: layer.health(seen[layer]) for name, layer in layers.items() if layer in seen}
-
-
-@torch.no_grad()
-def generate(
-    model: nn.Module,
-    prompt: Sequence[int],
-    tokens: int,
-    *,
-    temperature: float,
-    generator: torch.Generator,
-    device: torch.device | None = None,
-) -> Iterator[int]:
-    """Yields `tokens` ids drawn after `prompt`; temperature 0 takes the likeliest. [TRAIN-GEN-D1]
-
-    The prompt is read once, then every token costs one step on the carried state, however long the text.
-    """
-    if not prompt:
-        raise ConfigError("generation needs a prompt of at least one token; give --prompt a text")
-    model.eval()
-    state = None
-    feed = torch.tensor([list(prompt)], device=device)
-    for _ in range(tokens):
-        logits, state = model(feed, state)
-        last = logits[0, -1].float().cpu()
-        if temperature == 0:
-            choice = int(last.argmax())
-        else:
-            choice = int(torch.multinomial(torch.softmax(last / temperature, -1), 1, generator=generator))
-        yield choice
-        feed = torch.tensor([[choice]], device=device)
 
 
 def solved_example(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> str:

@@ -33,7 +33,7 @@ class Hooks:
         """After each evaluation, whose record has validation_loss."""
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """After a checkpoint is on disk, complete."""
+        """After a checkpoint is on disk, complete; of one that is written behind the run, ahead of the next."""
 
 
 def call_hooks(hooks: Sequence[Hooks], name: str, *given: Any) -> None:

@@ -21,17 +21,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from hecate.checks import expect_choice
 from hecate.data import Source
 from hecate.distributed import World
 from hecate.errors import CheckpointError
-from hecate.train.checkpoint import (
-    best_checkpoint,
-    load_checkpoint,
-    newest_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-)
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display, Interrupted, Signals
@@ -43,10 +35,12 @@ from hecate.train.loggers import open_loggers
 from hecate.train.metrics import MetricsWriter, NoMetrics, Record, add_sample, rewind_samples
 from hecate.train.progress import Progress
 from hecate.train.report import write_report
+from hecate.train.saver import Saver
+from hecate.train.sharded import group_of
 from hecate.train.state import model_state, run_facts
+from hecate.train.trained import CHECKPOINTS, TOKENIZER, find_checkpoint
 from hecate.train.trainer import Trainer
 
-CHECKPOINTS = "checkpoints"
 Status = Literal["finished", "interrupted", "out of time"]
 
 
@@ -77,8 +71,8 @@ def run_experiment(
     """Trains, evaluates, saves and reports into `folder`. [TRAIN-RUN-D1]
 
     The caller's global random state is left as it was: the run has its own, seeded by the config. What takes more than
-    `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3] `hooks` are called as it goes on. In a `world` of several processes every
-    one calls it with the same arguments; rank 0 alone writes and shows. [DIST-RUN-D1]"""
+    `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3] `hooks` are called as it goes on. In a `world` of several
+    processes every one calls it with the same arguments; rank 0 alone writes and shows. [DIST-RUN-D1]"""
     config, world = config.validated(), world or World.alone(config.budget.device)
     world.agree({"out": str(folder), "resume": resume})
     world.from_main(lambda: check_folder(folder, resume))
@@ -102,7 +96,9 @@ def run_experiment(
         found: list[MetricsWriter] = []
         world.from_main(opened)
         signals = stack.enter_context(Signals(interrupts=world.size == 1))
-        run = _Run(trainer, folder, shown, found[0] if found else NoMetrics(), signals, hooks)
+        behind, group = config.budget.save == "async", group_of(world)
+        saver = stack.enter_context(Saver(folder / CHECKPOINTS, config.budget.keep, behind=behind, group=group))
+        run = _Run(trainer, folder, shown, found[0] if found else NoMetrics(), signals, saver, hooks)
         run.restore()
         world.from_main(lambda: _begin(config, folder))
         world.remember(str(folder))
@@ -114,6 +110,9 @@ def _begin(config: ExperimentConfig, folder: Path) -> None:
     with refusing(f"write run folder {folder}", "choose another --out"):
         for part in (folder, folder / "figures", folder / CHECKPOINTS):
             sweep(part)
+        text = getattr(config.data.tokenizer(), "text", None)
+        if text is not None:  # generation is not to need the data
+            write_file(folder / TOKENIZER, text)
         write_file(folder / "config.yaml", dump_experiment(config))
         write_file(folder / "env.json", json.dumps(environment(config), indent=1) + "\n")
 
@@ -137,19 +136,8 @@ def check_folder(folder: Path, resume: bool) -> None:
 
 def open_run(folder: Path, which: str = "best") -> tuple[Trainer, int]:
     """The trainer of a run folder with the parameters of its `best` or `newest` checkpoint."""
-    expect_choice(which, "checkpoint", ("best", "newest"))
-    if not (folder / "config.yaml").exists():
-        raise CheckpointError(
-            f"{folder} is not a run folder: it has no config.yaml; name one that `hecate train` has written, such as "
-            "runs/quickstart"
-        )
-    config = load_experiment(folder / "config.yaml")
-    path = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
-    found = newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path))
-    if found is None:
-        raise CheckpointError(f"{folder} has no checkpoint yet; train it first")
-    path, checkpoint, *_ = found
-    trainer = Trainer(config)
+    path, checkpoint = find_checkpoint(folder, which)
+    trainer = Trainer(load_experiment(folder / "config.yaml"))
     trainer.model.load_state_dict(model_state(trainer.model, checkpoint.tensors, str(path)))
     return trainer, run_facts(checkpoint.facts, str(path)).step
 
@@ -202,10 +190,12 @@ class _Run:
     display: Display
     metrics: MetricsWriter | NoMetrics
     signals: Signals
+    saver: Saver
     hooks: Sequence[Hooks] = ()
     began: float = field(default_factory=time.monotonic)
     scored: tuple[int, Score] | None = None
     saved: tuple[int, dict[str, float]] | None = None
+    unseen: Path | None = None
     ended: bool = False
 
     def __post_init__(self) -> None:
@@ -213,8 +203,7 @@ class _Run:
 
     def restore(self) -> None:
         """Continues from the newest sound checkpoint; what was written after it is dropped."""
-        found = newest_checkpoint(self.folder / CHECKPOINTS)
-        self.trainer.world.agree({"checkpoint": str(found[0]) if found else None})
+        found = self.saver.newest(self.trainer)
         if found is not None:
             path, checkpoint, skipped = found
             for item in skipped:
@@ -306,16 +295,19 @@ class _Run:
         if self.saved is not None and self.saved[0] == step and metrics in ({}, self.saved[1]):
             return
         self.metrics.sync()
-        checkpoint = self.trainer.checkpoint(metrics)
-
-        def write() -> str:
-            path = save_checkpoint(self.folder / CHECKPOINTS, step, checkpoint)
-            prune_checkpoints(self.folder / CHECKPOINTS, self.trainer.config.budget.keep, upto=step)
-            return str(path)
-
-        path = self.trainer.world.from_main(write)
+        self._landed()
+        self.saver.save(step, self.trainer.checkpoint(metrics))
         self.saved = (step, metrics)
-        call_hooks(self.hooks, "on_checkpoint", self.trainer, Path(path))
+        self.unseen = self.folder / CHECKPOINTS / f"step_{step:08d}"
+        if self.trainer.config.budget.save == "sync":
+            self._landed()
+
+    def _landed(self) -> None:
+        """Waits for the checkpoint that is being written, and tells the hooks of it."""
+        self.saver.wait()
+        path, self.unseen = self.unseen, None
+        if path is not None:
+            call_hooks(self.hooks, "on_checkpoint", self.trainer, path)
 
     def _sample(self) -> None:
         with self.signals.interruptible():
@@ -336,6 +328,7 @@ class _Run:
         return baselines
 
     def _end(self, status: Status) -> None:
+        self._landed()
         self.ended = True
         seconds = time.monotonic() - self.began
         self._tell("end", status=status, seconds=seconds)

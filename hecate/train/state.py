@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hecate.errors import CheckpointError, ConfigError, HecateError, shorten
 from hecate.optim import Leveled
 from hecate.optim.base import MatrixOptimizer
+from hecate.optim.sharding import is_sharded
 from hecate.train.config import ExperimentConfig
 from hecate.variant import Config
 
@@ -128,6 +129,38 @@ def unpack(
     except (HecateError, ValueError) as error:
         raise CheckpointError(f"{where} does not fit this run's optimiser: {error}") from None
     model.load_state_dict(saved)
+
+
+def blank(
+    model: nn.Module,
+    optimizers: Iterable[Optimizer],
+    stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    where: str,
+) -> dict[str, Tensor]:
+    """Tensors to load a checkpoint into that has these shapes and dtypes, each placed as this run's own.
+
+    What is sharded here is a `DTensor` of the same placement, the rest is whole, on the CPU. `CheckpointError` names
+    the first tensor that is not of this model.
+    """
+    model_state(
+        model, {k: torch.empty(shape, dtype=dtype, device="meta") for k, (shape, dtype) in stored.items()}, where
+    )
+    optimizers = list(optimizers)
+    placed, _ = pack(model, optimizers)
+    for optimizer in optimizers:
+        names = chain(*_parameter_names(model, optimizer))
+        for name, state in zip(names, _stepped(optimizer) or (), strict=False):
+            for key, value in state.items():
+                placed.setdefault(f"optimizer/{name}/{key}", value)
+    return {name: _blank(placed.get(name), *what) for name, what in stored.items()}
+
+
+def _blank(own: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if not is_sharded(own) or own.shape != shape:
+        return torch.zeros(shape, dtype=dtype)
+    from torch.distributed import tensor
+
+    return tensor.zeros(*shape, dtype=dtype, device_mesh=own.device_mesh, placements=own.placements)
 
 
 def _entries(

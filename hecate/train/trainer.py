@@ -26,8 +26,9 @@ from hecate.optim.options import Group, Named
 from hecate.train.carried import Carried
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig, OptimConfig
-from hecate.train.evaluate import Score, batch_loss, evaluate, generate, resets_of, solved_example
+from hecate.train.evaluate import Score, batch_loss, evaluate, resets_of, solved_example
 from hecate.train.optimisers import PartialKind, is_vector
+from hecate.train.sampling import generate
 from hecate.train.state import pack, refuse_other_config, run_facts, unpack
 
 
@@ -243,10 +244,10 @@ class Trainer:
         return self.config.data.tokenizer()
 
     def checkpoint(self, metrics: dict[str, float] | None = None) -> Checkpoint:
-        """Everything that the next step depends on, whole: in a world of several, every rank calls it."""
+        """Everything that the next step depends on; where parameters are sharded, this rank's part of it."""
         settle(self.model)
         tensors, optimizer = pack(self.model, self.optimizers.values())
-        tensors = {name: gathered(tensor) for name, tensor in tensors.items()} | self.carried.tensors(self.world)
+        tensors |= self.carried.tensors(self.world)
         tensors["rng/torch"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
@@ -288,6 +289,7 @@ class Trainer:
                 held.load(checkpoint.tensors, self.model, rows, self.device, where, budget.accumulate)
         settle(self.model)
         unpack(self.model, self.optimizers.values(), self._spread(checkpoint.tensors), facts.optimizer, where)
+        self.carried = held
         torch.set_rng_state(checkpoint.tensors["rng/torch"])
         if cuda:
             torch.cuda.set_rng_state(checkpoint.tensors["rng/cuda"], self.device)
@@ -307,7 +309,7 @@ class Trainer:
             like = own.get(rest) if kind == "model" else params.get(owner) if kind == "optimizer" else None
             if kind == "optimizer" and like is not None:
                 like = states.get(like, {}).get(entry, like)
-            fits = is_sharded(like) and tensor.shape == like.shape  # type: ignore[union-attr]
+            fits = is_sharded(like) and not is_sharded(tensor) and tensor.shape == like.shape  # type: ignore[union-attr]
             placed[name] = spread(tensor, like) if fits else tensor
         return placed
 

@@ -86,7 +86,7 @@ FAULTS = [
         "tests/nn/test_channel_gates.py",
         ("gates", "torch.exp(-rate * softplus(logit))", "torch.exp(-softplus(logit))"),
         ("gates", "torch.exp(logsigmoid(logit) / ROOT)", "torch.sigmoid(logit)"),
-        ("gates", "bias.copy_(rate_start(tuple(bias.shape), source, *STEPS))", "bias.zero_()"),
+        ("gates", "overwrite(bias, rate_start(tuple(bias.shape), source, *STEPS))", "nn.init.zeros_(bias)"),
     ),
     *_of(
         "rule",

@@ -16,7 +16,7 @@ CASES = {
         "optimizer: {lr: 1}", [],
         "optimizer: unknown field of ExperimentConfig; known fields: name, seed, model, data, "
         "optim, "
-        "budget, sample, tensorboard. Did you mean 'optim'?  [x.yaml:1]",
+        "budget, parallel, sample, tensorboard. Did you mean 'optim'?  [x.yaml:1]",
     ),
     "unknown field": (
         "optim:\n  lr: 1.0\n  weigth_decay: 0.1\n", [],

@@ -121,7 +121,7 @@ DAMAGE = {
     "other format": (
         "manifest.json", _edit(format="elsewhere"), "is not a hecate-checkpoint manifest"),
     "newer version": (
-        "manifest.json", _edit(version=2), "format version 2, this hecate reads up to 1: upgrade"
+        "manifest.json", _edit(version=3), "format version 3, this hecate reads up to 2: upgrade"
     ),
     "no version": ("manifest.json", _edit(version=None), "format version None"),
     "edited manifest": ("manifest.json", _content, "is damaged: its digest does not match"),

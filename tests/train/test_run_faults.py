@@ -212,15 +212,15 @@ def test_a_signal_ends_what_is_under_way(tmp_path, monkeypatch, where, number):
         time.sleep(60)
         raise AssertionError("not interrupted")
 
-    def save(folder, at, checkpoint):
+    def save(saver, at, checkpoint):
         saves[at] += 1
-        return saved(folder, at, checkpoint)
+        return saved(saver, at, checkpoint)
 
-    saved = module.save_checkpoint
+    saved = module.Saver.save
     handler = signal.getsignal(number)
     with monkeypatch.context() as patch:
         patch.setattr(path, endless)
-        patch.setattr(module, "save_checkpoint", save)
+        patch.setattr(module.Saver, "save", save)
         began = time.monotonic()
         result = run(tmp_path / "run")
         assert time.monotonic() - began < 5 and signal.getsignal(number) is handler

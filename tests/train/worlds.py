@@ -20,11 +20,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "levels": [
             {"name": "fast", "period": 1, "memory": "gated_delta"},
             {"name": "middle", "period": 4, "memory": "gated_delta"},
-            {"name": "slow", "period": 8, "memory": {"algorithm": {"kind": "gd", "lr": 0.01}}},
+            {"name": "slow", "period": 8, "memory": "gated_delta"},
         ]
     },
-    "mlp": {"memory": {"structure": {"kind": "mlp", "residual": True}, "algorithm": {"kind": "gd", "lr": 0.1}, "chunk": 4}},
-    "favor": {"memory": {"kind": "gated_delta", "feature_map": {"kind": "favor", "num_features": 8}}, "tie_embeddings": False},
+    "mlp": {
+        "memory": {"structure": {"kind": "mlp", "residual": True}, "algorithm": {"kind": "gd", "lr": 0.1}, "chunk": 4}
+    },
+    "favor": {
+        "memory": {"kind": "gated_delta", "feature_map": {"kind": "favor", "num_features": 8}},
+        "tie_embeddings": False,
+    },
     "hedgehog": {"memory": {"kind": "gated_delta", "feature_map": "hedgehog"}},
 }
 TASK = {"kind": "mqar", "vocab_size": 24, "num_pairs": 3, "seq_len": 16}
@@ -32,7 +37,14 @@ TASK = {"kind": "mqar", "vocab_size": 24, "num_pairs": 3, "seq_len": 16}
 
 def experiment(model: str = "delta", **fields: Any) -> ExperimentConfig:
     """A tiny model of two blocks on batches of twelve, which 1, 2, 3 and 4 processes can share."""
-    budget = {"steps": 20, "batch_size": 12, "eval_batches": 2, "eval_every": 10, "checkpoint_every": 10, "timeout": 60.0}
+    budget = {
+        "steps": 20,
+        "batch_size": 12,
+        "eval_batches": 2,
+        "eval_every": 10,
+        "checkpoint_every": 10,
+        "timeout": 60.0,
+    }
     sizes = {"d_model": 16, "layers": 2, "heads": 2, "mlp_ratio": 1.0, "conv_kernel": 2}
     shape = {"d_model": 16, "layers": 2, "heads": 2, "mlp_ratio": 1.0} if "levels" in MODELS[model] else sizes
     return ExperimentConfig.model_validate(

@@ -1,0 +1,150 @@
+"""Weights out of runs and into them: safetensors, torch and DCP. [CKPT-EXPORT-D1]
+
+Nothing is unpickled: torch's `.pt` files and DCP's own folders are written for others to read, and refused where they
+are given, since what they hold is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hecate.checks import expect_choice
+from hecate.errors import CheckpointError
+from hecate.train.checkpoint import (
+    MANIFEST,
+    best_checkpoint,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+    write_tensors,
+)
+from hecate.train.compose import dump_experiment, load_experiment
+from hecate.train.config import ExperimentConfig
+from hecate.train.files import make_folder, new_folder, refusing, write_file
+from hecate.train.state import model_state
+from hecate.train.trainer import Trainer
+
+FORMATS = ("safetensors", "torch", "dcp")
+WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def read_weights(path: Path, which: str = "best") -> dict[str, Tensor]:
+    """Parameters and buffers of a model by name, on the CPU.
+
+    `path`: a run folder (its `best` or `newest` checkpoint), a checkpoint folder, a safetensors file, or a folder with
+    such files (`model.safetensors`, or those that a `model.safetensors.index.json` lists). Raises `CheckpointError`.
+    """
+    expect_choice(which, "checkpoint", ("best", "newest"))
+    if path.is_dir() and (path / MANIFEST).exists():
+        return _model(load_checkpoint(path).tensors, path)
+    if path.is_dir() and (path / "checkpoints").is_dir():
+        best = best_checkpoint(path / "checkpoints") if which == "best" else None
+        found = newest_checkpoint(path / "checkpoints") if best is None else (best, load_checkpoint(best))
+        if found is None:
+            raise CheckpointError(f"{path} has no checkpoint yet; train it first")
+        return _model(found[1].tensors, found[0])
+    if path.is_dir():
+        files = _listed(path) if (path / _INDEX).exists() else [path / WEIGHTS]
+        return {name: value for file in files for name, value in _read(file).items()}
+    return _read(path)
+
+
+def _model(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    found = {name.removeprefix("model/"): value for name, value in tensors.items() if name.startswith("model/")}
+    if not found:
+        raise CheckpointError(f"{path} holds no model; name a checkpoint of a run")
+    return found
+
+
+def _listed(folder: Path) -> list[Path]:
+    """Files that an index lists, of this folder alone."""
+    try:
+        names = sorted(set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values()))
+        inside = all(isinstance(name, str) and Path(name).name == name for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        inside = False
+    if not inside:
+        raise CheckpointError(f"{folder / _INDEX} is not an index of files in its folder; name one safetensors file")
+    return [folder / name for name in names]
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    if file.suffix in (".pt", ".pth", ".bin", ".ckpt") or (file.parent / ".metadata").exists():
+        raise CheckpointError(
+            f"{file} is a pickle, which can run code when it is read; write its tensors with "
+            "safetensors.torch.save_file and name that file"
+        )
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file} is missing; name a run folder, a checkpoint folder or a safetensors file, such as {WEIGHTS}"
+        )
+    try:
+        return dict(load_file(file))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is truncated or not a safetensors file ({error}); write it again") from None
+
+
+def export_weights(run: Path, to: str, out: Path, which: str = "best") -> Path:
+    """Writes a run's weights and its config into the new folder `out`, complete or not at all.
+
+    `safetensors`: `model.safetensors`; `torch`: `model.pt`, which `torch.load(weights_only=True)` reads; `dcp`: a
+    folder `model` of torch's distributed checkpoint. Each has the names of `state_dict()` and beside it `config.yaml`.
+    """
+    expect_choice(to, "format", FORMATS)
+    if out.exists():
+        raise CheckpointError(f"{out} exists already; choose another --out")
+    tensors = {name: value.clone() for name, value in read_weights(run, which).items()}  # tied ones one by one
+    home = next((folder for folder in (run, *run.absolute().parents[:2]) if (folder / "config.yaml").is_file()), None)
+    with refusing(f"write {out}", "free some space or choose another --out"):
+        make_folder(out.parent)
+        with new_folder(out) as folder:
+            if to == "safetensors":
+                write_tensors(tensors, folder / WEIGHTS)
+            elif to == "torch":
+                torch.save(tensors, folder / "model.pt")
+            else:
+                _write_dcp(tensors, folder / "model")
+            if home is not None:
+                write_file(folder / "config.yaml", (home / "config.yaml").read_bytes())
+    return out
+
+
+def _write_dcp(tensors: dict[str, Tensor], folder: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save(dict(tensors), storage_writer=FileSystemWriter(folder), no_dist=True)
+
+
+def import_weights(source: Path, out: Path, config: ExperimentConfig | None = None) -> Path:
+    """Makes a run folder at step 0 whose model has the weights of `source`, as `read_weights` finds them.
+
+    `config`: None takes the `config.yaml` beside them. Names, shapes and dtypes must be the model's. `hecate train
+    --out OUT --resume` trains on from there. Raises `CheckpointError`, `ConfigError`.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} exists already; choose another --out")
+    weights, beside = read_weights(source), (source if source.is_dir() else source.parent) / "config.yaml"
+    if config is None:
+        if not beside.is_file():
+            raise CheckpointError(f"{source} has no config.yaml beside it; say which model it is: --config PRESET|FILE")
+        config = load_experiment(beside)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        trainer = Trainer(config)
+        named = {f"model/{name}": value for name, value in weights.items()}
+        trainer.model.load_state_dict(model_state(trainer.model, named, str(source)))
+        given = trainer.checkpoint()
+    with refusing(f"write {out}", "free some space or choose another --out"):
+        make_folder(out.parent)
+        with new_folder(out) as folder:
+            save_checkpoint(folder / "checkpoints", 0, given)
+            write_file(folder / "config.yaml", dump_experiment(config))
+    return out

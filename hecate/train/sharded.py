@@ -1,0 +1,411 @@
+"""Checkpoints that many processes write and read together, each its own part. [CKPT-SHARD-D1]
+
+torch's distributed checkpoint (DCP) writes the parts as safetensors files and cuts them anew for a world of another
+size. It trusts the folder it reads: a missing file, one of a former world or another dtype passes silently. So here a
+manifest lists every file with its hash and every block of every tensor; it is written last, and held against the folder
+before anything is loaded. All processes succeed, or all raise the same `CheckpointError`. Nothing in a file is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hecate.distributed import World, is_sharded
+from hecate.errors import CheckpointError, HecateError
+from hecate.optim.sharding import whole
+from hecate.train.checkpoint import (
+    MANIFEST,
+    SHARDED,
+    TENSORS,
+    Checkpoint,
+    Content,
+    Piece,
+    ShardedContent,
+    Skipped,
+    Spread,
+    Summary,
+    aliases_of,
+    bad,
+    check_files,
+    check_listed,
+    check_name,
+    check_tensor,
+    checkpoints,
+    copies,
+    describe_file,
+    dtype_of,
+    manifest_text,
+    named,
+    none_usable,
+    publishing,
+    read_manifest,
+)
+from hecate.train.files import write_file
+from hecate.train.state import blank
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.metadata import Metadata
+
+
+Block = tuple[str, str, tuple[int, ...], tuple[int, ...], str]
+"""Tensor, file, offset, shape and dtype."""
+
+
+class LeftAloneError(CheckpointError):
+    """Another process of the run has ended, or does not answer."""
+
+
+class Restorable(Protocol):
+    """What a checkpoint is loaded into: a `Trainer`."""
+
+    model: nn.Module
+    optimizers: dict[str, Optimizer]
+
+    def restore(self, checkpoint: Checkpoint, where: str) -> None:
+        """Continues from a checkpoint whose tensors are placed as this process's."""
+
+
+class Team:
+    """The processes of a gloo group, which act together and fail together.
+
+    `group` must be of the CPU (gloo) and used by nothing else while a checkpoint is written behind a run.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        from torch import distributed
+
+        if "gloo" not in distributed.get_backend(group):
+            raise CheckpointError(
+                "checkpoints pass their facts over a gloo group, got one of "
+                f"{distributed.get_backend(group)}; make one by torch.distributed.new_group(backend='gloo')"
+            )
+        self.group = group
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+
+    def all(self, what: str, act: Callable[[], Any]) -> list[Any]:
+        """What `act` gives, plain JSON, on every rank; where it fails on one, all raise what the first of them did.
+
+        Raises `CheckpointError` as well where another rank has ended or does not answer in the group's time.
+        """
+        try:
+            mine = {"value": act()}
+        except HecateError as error:
+            mine = {"error": str(error)}
+        except Exception as error:
+            mine = {"error": f"cannot {what}: {type(error).__name__}: {error}"}
+        every = self._exchange(what, mine)
+        for item in every:
+            if "error" in item:
+                raise CheckpointError(item["error"])
+        return [item["value"] for item in every]
+
+    def _exchange(self, what: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        from torch import distributed
+
+        data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        try:
+            distributed.all_gather(lengths, torch.tensor([len(data)]), group=self.group)
+            texts = [torch.zeros(max(map(int, lengths)), dtype=torch.uint8) for _ in lengths]
+            padded = torch.cat([data, torch.zeros(len(texts[0]) - len(data), dtype=torch.uint8)])
+            distributed.all_gather(texts, padded, group=self.group)
+        except RuntimeError as error:
+            raise lost(what, error) from None
+        return [json.loads(text[: int(n)].numpy().tobytes()) for text, n in zip(texts, lengths, strict=True)]
+
+
+def lost(what: str, error: BaseException) -> LeftAloneError:
+    """What a process raises that the others have left alone."""
+    first = str(error).strip().partition("\n")[0]
+    return LeftAloneError(
+        f"cannot {what}: another process of the run has ended or does not answer ({first}); start the run again with "
+        "--resume (earlier checkpoints are intact)"
+    )
+
+
+def group_of(world: World) -> ProcessGroup | None:
+    """A gloo group of a world's processes, for checkpoints alone; None where there is one process. Together."""
+    if world.size == 1:
+        return None
+    from torch import distributed
+
+    return distributed.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
+
+
+def save_sharded(
+    folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], group: ProcessGroup
+) -> Path:
+    """Writes `folder/step_XXXXXXXX` together; the folder is one that all processes share. [CKPT-SHARD-D1]
+
+    Every rank gives the same names, as `DTensor`s or, the same on all ranks, plain tensors, of which the lowest rank's
+    are written. Facts are those of rank 0. Raises the same `CheckpointError` on all ranks.
+    """
+    team = Team(group)
+    stored, aliases = staged(tensors, team)
+    return write_sharded(folder, step, stored, aliases, facts, team)
+
+
+def staged(tensors: Mapping[str, Tensor], team: Team) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Copies on the CPU of what is to be stored, as it stands now, and aliases; together.
+
+    Rank 0 says what is an alias: a rank whose part of a tensor is empty could not."""
+    tensors = {name: _summed(tensor) for name, tensor in sorted(tensors.items())}
+
+    def known() -> list[Any]:
+        return [aliases_of(tensors), {name: f"{list(t.shape)} {t.dtype}" for name, t in tensors.items()}]
+
+    every = team.all("save a checkpoint", known)
+    for rank, (_, shapes) in enumerate(every):
+        for name in sorted({*shapes, *every[0][1]}):
+            one, other = (x.get(name, "missing") for x in (every[0][1], shapes))
+            if one != other:
+                raise CheckpointError(
+                    f"cannot save a checkpoint: tensor {name!r} is {one} on rank 0 and {other} on rank {rank}; all "
+                    "ranks must have the same model and optimiser"
+                )
+    aliases: dict[str, str] = every[0][0]
+    return copies(tensors, aliases), aliases
+
+
+def _summed(tensor: Tensor) -> Tensor:
+    """A `DTensor` whose parts are still to be added up has no blocks to store."""
+    if is_sharded(tensor) and any(placement.is_partial() for placement in getattr(tensor, "placements")):  # noqa: B009
+        return whole(tensor)
+    return tensor
+
+
+def write_sharded(
+    folder: Path,
+    step: int,
+    stored: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    facts: Mapping[str, Any],
+    team: Team,
+) -> Path:
+    """What `save_sharded` writes, of what is `staged`; together."""
+    what, first = f"write checkpoint {folder / f'step_{step:08d}'}", team.rank == 0
+    with ExitStack() as held:
+
+        def begin() -> list[str] | None:
+            return [str(path) for path in held.enter_context(publishing(folder, step))] if first else None
+
+        temporary, target = map(Path, team.all(what, begin)[0])
+
+        def seen() -> None:
+            if not temporary.is_dir():
+                raise CheckpointError(
+                    f"cannot {what}: rank {team.rank} does not see the folder that rank 0 has made; give an --out on a "
+                    "disk that all machines share"
+                )
+
+        team.all(what, seen)
+        _write_blocks(what, temporary, stored, team)
+        parts = team.all(what, lambda: _blocks(temporary, team.rank))
+
+        def conclude() -> None:
+            if first:
+                write_file(temporary / MANIFEST, _manifest(step, facts, aliases, stored, temporary, parts))
+
+        team.all(what, conclude)
+        team.all(what, held.close)  # here rank 0 publishes it
+    return target
+
+
+def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: Team) -> None:
+    """Each rank's blocks, durable, in a file of its own."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        save(
+            dict(stored),
+            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            process_group=team.group,
+        )
+    except CheckpointException as error:  # the same on all ranks
+        raise CheckpointError(
+            f"cannot {what}: {_reasons(error)}; free some space or choose another --out (earlier checkpoints are "
+            "intact)"
+        ) from None
+    except RuntimeError as error:
+        raise lost(what, error) from None
+
+
+def _reasons(error: Any) -> str:
+    """What failed on which rank, of an error of DCP."""
+    found = sorted((rank, pair[0]) for rank, pair in error.failures.items())
+    return "; ".join(f"rank {rank}: {getattr(fault, 'strerror', None) or fault}" for rank, fault in found)
+
+
+def _blocks(folder: Path, rank: int) -> dict[str, Any]:
+    """Files that this rank wrote, and the blocks in them."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    files = sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
+    found: dict[str, Any] = {"files": {file.name: describe_file(file).model_dump() for file in files}, "pieces": []}
+    if files:
+        for name, file, offset, shape, _ in _stored(HuggingFaceStorageReader(str(folder)).read_metadata()):
+            if file in found["files"]:
+                found["pieces"].append([name, Piece(file=file, offset=offset, shape=shape).model_dump(mode="json")])
+    return found
+
+
+def _stored(metadata: Metadata) -> list[Block]:
+    """The blocks in a folder, as DCP understands it."""
+    return [
+        (index.fqn, Path(info.relative_path).name, tuple(index.offset or ()), tuple(info.shape), named(info.dtype))
+        for index, info in (metadata.storage_data or {}).items()
+    ]
+
+
+def _manifest(
+    step: int,
+    facts: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    stored: Mapping[str, Tensor],
+    folder: Path,
+    parts: list[Any],
+) -> str:
+    """The text of a manifest; refused where a file that a rank has written is not here."""
+    files = {name: described for part in parts for name, described in part["files"].items()}
+    for name, described in files.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != described["bytes"]:
+            raise CheckpointError(
+                f"cannot write checkpoint {folder}: rank 0 does not see {name} as another rank wrote it; give an --out "
+                "on a disk that all machines share"
+            )
+    tensors: dict[str, dict[str, Any]] = {
+        name: {"dtype": named(t.dtype), "shape": list(t.shape), "pieces": []} for name, t in stored.items()
+    }
+    for name, piece in sorted((pair for part in parts for pair in part["pieces"]), key=lambda pair: pair[1]["file"]):
+        tensors[name]["pieces"].append(piece)
+    return manifest_text(SHARDED, step=step, facts=facts, aliases=aliases, files=files, tensors=tensors)
+
+
+def load_sharded(path: Path, tensors: Mapping[str, Tensor], group: ProcessGroup) -> dict[str, Any]:
+    """Fills tensors in place from a checkpoint of any world, one process included; gives its facts. [CKPT-SHARD-D2]
+
+    Each rank gives the same names, `DTensor`s of any placement or plain tensors, and reads no more than its parts (to
+    verify hashes, the ranks share the files among them). Names that are not asked for are not read. Raises the same
+    `CheckpointError` on all ranks before anything is changed, but for a disk that fails in between.
+    """
+    team = Team(group)
+    content = verified(path, team)
+    fill(path, content, tensors, team)
+    return content.facts
+
+
+def verified(path: Path, team: Team) -> Content | ShardedContent:
+    """The content of a checkpoint whose files are what was written; together."""
+    read: list[Content | ShardedContent] = []
+
+    def own() -> str:
+        content = read_manifest(path)
+        check_name(path, content.step)
+        check_listed(path, content)
+        if isinstance(content, ShardedContent):
+            check_files(path, content, sorted(content.files)[team.rank :: team.size])
+        else:
+            _check_whole(path, content, team)
+        read.append(content)
+        return hashlib.sha256(content.model_dump_json().encode()).hexdigest()
+
+    if len(set(team.all(f"read {path}", own))) > 1:
+        raise CheckpointError(f"{path} is not the same on all ranks; give an --out on a disk that all machines share")
+    return read[0]
+
+
+def _check_whole(path: Path, content: Content, team: Team) -> None:
+    """This rank's share of the tensors that one process wrote."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path / TENSORS, framework="pt") as opened:
+            names = sorted(opened.keys())
+            if odd := sorted(set(names) ^ set(content.tensors)):
+                raise bad(path / TENSORS, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
+            for name in names[team.rank :: team.size]:
+                check_tensor(path / TENSORS, name, opened.get_tensor(name), content.tensors[name])
+    except (SafetensorError, OSError, ValueError) as error:
+        raise bad(path / TENSORS, f"is truncated or not a safetensors file ({error})") from None
+
+
+def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Tensor], team: Team) -> None:
+    """Fills tensors of any placement from a `verified` checkpoint; together."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = HuggingFaceStorageReader(str(path))
+
+    def fits() -> None:
+        for name, tensor in tensors.items():
+            stored = content.tensors.get(content.aliases.get(name, name))
+            there = "missing" if stored is None else f"{list(stored.shape)} torch.{stored.dtype}"
+            if there != (here := f"{list(tensor.shape)} {tensor.dtype}"):
+                raise CheckpointError(f"{path}: tensor {name!r} is {there} there and {here} here; load it into its own")
+        _check_blocks(path, content, reader.read_metadata())
+
+    what = f"read {path}"
+    team.all(what, fits)
+    left = {name: tensor.detach() for name, tensor in sorted(tensors.items())}
+    while left:  # names of one stored tensor may have another placement each
+        now = {content.aliases.get(name, name): name for name in left}
+        try:
+            load({base: left.pop(name) for base, name in now.items()}, storage_reader=reader, process_group=team.group)
+        except CheckpointException as error:
+            raise CheckpointError(f"cannot {what}: {_reasons(error)}") from None
+        except RuntimeError as error:
+            raise lost(what, error) from None
+
+
+def _check_blocks(path: Path, content: Content | ShardedContent, metadata: Metadata) -> None:
+    """The blocks that DCP would read are those of the manifest."""
+    expected: set[Block] = set()
+    for name, item in content.tensors.items():
+        pieces = item.pieces if isinstance(item, Spread) else (_all_of(item),)
+        expected |= {(name, p.file, p.offset, p.shape, item.dtype) for p in pieces}
+    for name, file, *_ in sorted(expected ^ set(_stored(metadata))):
+        raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
+
+
+def _all_of(item: Summary) -> Piece:
+    return Piece(file=TENSORS, offset=(0,) * len(item.shape), shape=item.shape)
+
+
+def newest_for(trainer: Restorable, folder: Path, group: ProcessGroup) -> tuple[Path, Checkpoint, list[Skipped]] | None:
+    """As `newest_checkpoint`, together: its tensors are placed as the trainer's and fit its `restore`. [CKPT-SHARD-D2]
+
+    A rank reads no more than its parts, whatever world has written the checkpoint."""
+    team, skipped = Team(group), list[Skipped]()
+    for name in reversed(team.all(f"read {folder}", lambda: [path.name for path in checkpoints(folder)])[0]):
+        path = folder / name
+        try:
+            content = verified(path, team)
+        except LeftAloneError:
+            raise
+        except CheckpointError as error:
+            skipped.append(Skipped(path, str(error)))
+            continue
+        shapes = {name: (item.shape, dtype_of(path, name, item)) for name, item in content.tensors.items()}
+        shapes |= {name: shapes[base] for name, base in content.aliases.items()}
+        tensors = blank(trainer.model, trainer.optimizers.values(), shapes, str(path))
+        fill(path, content, tensors, team)
+        return path, Checkpoint(tensors, content.facts), skipped
+    if skipped:
+        raise none_usable(folder, skipped)
+    return None

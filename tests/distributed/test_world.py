@@ -1,0 +1,153 @@
+"""Who a process is among others, how they agree, and what happens where one is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from hecate.distributed import ParallelConfig, World, start
+from hecate.errors import CheckpointError, ConfigError, ParallelError
+from tests.ranks import run_ranks
+
+
+@pytest.mark.spec("DIST-WORLD-D1")
+@pytest.mark.parametrize(
+    ("given", "size", "shape"),
+    [
+        ({}, 1, (1, 1, 1)),
+        ({}, 6, (1, 6, 1)),
+        ({"replicate": 2}, 6, (2, 3, 1)),
+        ({"data": 1, "replicate": "auto"}, 4, (4, 1, 1)),
+        ({"data": 2, "context": 2}, 4, (1, 2, 2)),
+    ],
+)
+def test_a_mesh_fills_the_world(given, size, shape):
+    assert ParallelConfig(**given).shape(size) == shape
+
+
+@pytest.mark.spec("DIST-WORLD-D1")
+@pytest.mark.parametrize(
+    ("given", "size", "message"),
+    [
+        ({"data": 4}, 2, "replicate 1 x data 4 x context 1 does not fit a world of 2 processes"),
+        ({"data": 4}, 1, "does not fit one process; start it under torchrun"),
+        ({"replicate": 2}, 3, "replicate 2 x data auto x context 1 does not fit a world of 3 processes"),
+    ],
+)
+def test_a_mesh_of_another_size_is_refused(given, size, message):
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig(**given).shape(size)
+
+
+def test_one_process_is_a_world_without_a_mesh():
+    with start(ParallelConfig()) as world:
+        assert (world.rank, world.size, world.main, world.mesh) == (0, 1, True, None)
+        assert world.rows(5) == range(5) and world.any(True) and not world.any(False)
+        assert world.from_main(lambda: 3) == 3 and float(world.sum(torch.tensor(2.0))) == 2
+        world.agree({"a": 1})
+    with pytest.raises(ConfigError, match="one process"), start(ParallelConfig(replicate=2)):
+        pass
+
+
+def test_an_environment_that_is_not_whole_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ParallelError, match="not whole"), start(ParallelConfig()):
+        pass
+
+
+@pytest.mark.spec("DIST-IMPORT-D1")
+def test_one_process_loads_nothing_of_torch_distributed():
+    code = (
+        "import sys, hecate.train; from hecate.distributed import ParallelConfig, start\n"
+        "import torch; before = set(sys.modules)\n"
+        "with start(ParallelConfig()) as world: world.agree({}); world.sum(torch.ones(1)); world.from_main(int)\n"
+        "print(*(set(sys.modules) - before), *(n for n in sys.modules if n.startswith('torch.distributed.tensor')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stdout.split()
+
+
+def asked() -> dict[str, object]:
+    """What two ranks tell one another."""
+    found: dict[str, object] = {}
+    with start(ParallelConfig(), timeout=30.0) as world:
+        found["sum"] = world.sum(torch.tensor([world.rank + 1, 10])).tolist()
+        found["any"] = world.any(world.rank == 1), world.any(False)
+        found["rows"] = list(world.rows(6))
+        found["told"] = world.from_main(lambda: {"rank": world.rank})
+        found["first"] = world.first_of("late" if world.rank == 1 else None), world.first_of(None)
+        for name, mine in {"value": {"a": {"b": [1, world.rank]}}, "type": {"a": (1, True)[world.rank]}}.items():
+            try:
+                world.agree(mine)
+            except ParallelError as error:
+                found[name] = str(error)
+        try:
+            world.from_main(lambda: refuse(world))
+        except CheckpointError as error:
+            found["refused"] = str(error)
+        try:
+            world.rows(5)
+        except ConfigError as error:
+            found["uneven"] = str(error)
+        world.remember("there")
+        found["fresh"] = world.destination(lambda: f"of {world.rank}")
+        object.__setattr__(world, "restarts", 1)
+        found["again"] = world.destination(lambda: f"of {world.rank}")
+    return found
+
+
+def refuse(world: World) -> None:
+    raise CheckpointError(f"no room on rank {world.rank}")
+
+
+@pytest.mark.spec("DIST-WORLD-D2")
+def test_ranks_tell_one_another():
+    for rank, found in enumerate(run_ranks(2, asked)):
+        assert found["sum"] == [3, 20] and found["any"] == (True, False)
+        assert found["rows"] == list(range(3 * rank, 3 * rank + 3)) and found["told"] == {"rank": 0}
+        assert found["first"] == ((1, "late"), None)
+        assert str(found["value"]).startswith("a.b[1] is 1 on rank 1 and 0 on rank 0; start every rank with the same")
+        assert str(found["type"]).startswith("a is True on rank 1 and 1 on rank 0")
+        assert found["refused"] == "no room on rank 0"
+        assert "must be a multiple of the 2 processes" in str(found["uneven"])
+        assert found["fresh"] == ("of 0", False) and found["again"] == ("there", True)
+
+
+def lonely(mode: str) -> tuple[str, str, float]:
+    """What is raised, and after how many seconds."""
+    rank, began = int(os.environ["RANK"]), time.monotonic()
+    parallel = ParallelConfig(data=2) if mode == "other" and rank else ParallelConfig()
+    if mode == "shape":
+        parallel = ParallelConfig(data=3)
+    try:
+        with start(parallel, timeout=8.0) as world:
+            world.barrier()
+            began = time.monotonic()
+            if rank == 1:
+                os._exit(3) if mode == "dead" else time.sleep(20)
+            world.barrier()
+    except (ParallelError, ConfigError) as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", 0.0
+
+
+@pytest.mark.spec("DIST-WORLD-D2", "DIST-WORLD-D3")
+def test_a_rank_of_another_kind_or_none_at_all_is_an_error_in_time():
+    for kind, text, seconds in run_ranks(2, lonely, "other"):
+        assert kind == "ParallelError" and seconds < 10
+        assert text.startswith("parallel.data is 2 on rank 1 and 'auto' on rank 0")
+    (kind, text, seconds), _ = run_ranks(2, lonely, "dead", lost=[1])
+    assert kind == "ParallelError" and "lost another rank" in text and seconds < 10
+
+
+@pytest.mark.slow
+def test_a_mesh_that_does_not_fit_and_a_rank_that_sleeps_are_errors_in_time():
+    for kind, text, seconds in run_ranks(2, lonely, "shape"):
+        assert kind == "ConfigError" and "does not fit a world of 2" in text and seconds < 10
+    (kind, text, seconds), _ = run_ranks(2, lonely, "asleep", lost=[1])
+    assert kind == "ParallelError" and "lost another rank" in text and seconds < 15

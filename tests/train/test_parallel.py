@@ -1,0 +1,350 @@
+"""Several processes train what one process trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from hecate.data import Batch
+from hecate.distributed import ParallelConfig, World, gathered, start
+from hecate.errors import ConfigError, NonFiniteError, ParallelError
+from hecate.train import Trainer, dump_experiment, run_experiment
+from hecate.train.checkpoint import Checkpoint
+from hecate.train.display import Display
+from hecate.train.evaluate import evaluate
+from tests.ranks import run_ranks
+from tests.train.worlds import TASK, experiment, many, meshed, whole
+
+SHARDED, COPIED, BOTH = {}, {"data": 1, "replicate": "auto"}, {"replicate": 2}
+
+# AdamW divides by the size of gradients, which of some parameters of levels is that of rounding.
+PLAIN = {"optimizer": "sgd", "lr": 0.03}
+
+# A loss is summed in float32, of numbers around 4, by every process in another order: some units in the last place.
+LOSS = 4e-6
+
+
+def agree(alone: dict[str, Any], ranks: list[dict[str, Any]], within: float) -> None:
+    """Fresh parameters are equal to the bit; later ones, losses and norms are within a tolerance."""
+    for name, one in alone.items():
+        for rank, found in enumerate(each[name] for each in ranks):
+            where = f"{name}, rank {rank}"
+            for key, value in one["fresh"].items():
+                assert np.array_equal(value, found["fresh"][key]), f"{where}: {key} is drawn otherwise"
+            far = {key: np.abs(value - found["after"][key]).max() for key, value in one["after"].items() if value.size}
+            worst = max(far, key=lambda key: far[key])
+            assert far[worst] <= within, f"{where}: {worst} is {far[worst]:.1e} away"
+            assert np.allclose(one["losses"], found["losses"], rtol=0, atol=LOSS), where
+            assert np.allclose(one["norms"], found["norms"], rtol=100 * within), where
+            assert np.allclose(one["score"], found["score"], rtol=0, atol=LOSS), where
+            assert one["tokens"] == found["tokens"], where
+
+
+def one_process(dtype: torch.dtype, cases: dict[str, Any]) -> dict[str, Any]:
+    """The same cases without a mesh."""
+    plain = {"parallel": ParallelConfig()}
+    return many(dtype, {name: (config.model_copy(update=plain), steps) for name, (config, steps) in cases.items()})
+
+
+def tour() -> dict[str, Any]:
+    """Every check of two processes that is no curve, by one pair of them."""
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    found: dict[str, Any] = {}
+    with start(ParallelConfig(), timeout=60.0) as world:
+        for name, parallel in {"sharded": SHARDED, "copied": COPIED}.items():
+            config = experiment(parallel=parallel)
+            mesh = meshed(world, config)
+            found[name] = {
+                "nan": refused_nan(Trainer(config, world=mesh)),
+                "states": states_of(config, mesh),
+                "saved": interrupted(config, mesh),
+                "one row": list(one_row(Trainer(config, world=mesh))),
+                "low": low(parallel, mesh),
+            }
+        found["disagreements"] = disagreements(world)
+    return found
+
+
+def refused_nan(trainer: Trainer) -> list[tuple[str, bool]]:
+    """What a NaN on rank 1 alone raises, in its logits, then in its gradient; whether parameters stayed."""
+    found, rank = [], trainer.world.rank
+
+    def spoil_value(_: Any, __: Any, output: Any) -> Any:
+        return (output[0] * float("nan") if rank == 1 else output[0], output[1])
+
+    def spoil_gradient(_: Any, __: Any, output: Any) -> None:
+        if rank == 1:
+            output[0].register_hook(lambda g: g * float("nan"))
+
+    before = whole(trainer)
+    for spoil in (spoil_value, spoil_gradient):
+        handle = trainer.model.register_forward_hook(spoil)
+        try:
+            trainer.train_step()
+            found.append(("nothing", False))
+        except NonFiniteError as error:
+            after = whole(trainer)
+            found.append((str(error), all(np.array_equal(before[key], after[key]) for key in before)))
+        handle.remove()
+    trainer.train_step()  # and goes on together
+    return found
+
+
+def states_of(config: Any, world: World) -> list[Any]:
+    """The state of each memory after this rank's rows of a batch."""
+    trainer = Trainer(config, world=world)
+    batch = trainer.loader.next()
+    with torch.no_grad():
+        _, state = trainer.model(batch.tokens)
+    return [leaf.numpy() for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+
+
+def interrupted(config: Any, world: World) -> dict[str, Any]:
+    """A run that is saved after two steps and goes on, beside one that is restored there."""
+    first = Trainer(config, world=world)
+    for _ in range(2):
+        first.train_step()
+    saved = first.checkpoint()
+    tensors = {name: gathered(value).numpy().copy() for name, value in saved.tensors.items()}
+    second = Trainer(config, world=world)
+    second.restore(saved, "it")
+    losses = [[trainer.train_step().loss for _ in range(2)] for trainer in (first, second)]
+    same = all(np.array_equal(a, b) for a, b in zip(whole(first).values(), whole(second).values(), strict=True))
+    return {"losses": losses, "same": same, "tensors": tensors, "facts": saved.facts, "after": whole(first)}
+
+
+def one_row(trainer: Trainer) -> Any:
+    """The score of a batch with fewer rows than there are ranks."""
+    (batch,) = trainer.source.validation_batches(1, 16, 1)
+    return evaluate(trainer.model, [Batch(*(each[:1] for each in batch))], trainer.device, trainer.world)
+
+
+def low(parallel: dict[str, Any], world: World) -> dict[str, Any]:
+    """Training in bfloat16, of parameters that stay float32."""
+    torch.set_default_dtype(torch.float32)
+    try:
+        config = experiment(parallel=parallel, budget={"precision": "bfloat16", "recompute": 2, "accumulate": 2})
+        trainer = Trainer(config, world=world)
+        losses = [trainer.train_step().loss for _ in range(4)]
+        _, state = trainer.model(trainer.loader.next().tokens)
+        leaves = [leaf for leaf in pytree.tree_leaves(state[0].memory) if isinstance(leaf, torch.Tensor)]
+        kinds = {str(leaf.dtype) for leaf in leaves if leaf.is_floating_point()}
+        return {
+            "losses": losses,
+            "state": sorted(kinds),
+            "held": sorted({str(p.dtype) for p in whole(trainer).values()}),
+        }
+    finally:
+        torch.set_default_dtype(torch.float64)
+
+
+def disagreements(world: World) -> list[str]:
+    """What ranks with another config each are told."""
+    found = []
+    for own in ({"optim": {"lr": 0.01 + world.rank}}, {"seed": world.rank}, {"model_dtype": world.rank}):
+        try:
+            if "model_dtype" in own:
+                torch.set_default_dtype((torch.float64, torch.float32)[world.rank])
+                own = {}
+            Trainer(experiment(**own), world=world)
+        except ParallelError as error:
+            found.append(str(error))
+        finally:
+            torch.set_default_dtype(torch.float64)
+    return found
+
+
+@pytest.fixture(scope="module")
+def toured() -> list[dict[str, Any]]:
+    return run_ranks(2, tour)
+
+
+@pytest.mark.spec("DIST-STEP-D1", "DIST-SHARD-D1", "DIST-SHARD-D2", "DIST-COPY-D1", "DIST-EVAL-D1")
+def test_two_processes_train_as_one():
+    cases = {
+        "delta, sharded": (experiment("delta", budget={"accumulate": 3}), 20),
+        "titans, copied": (experiment("titans", parallel=COPIED, budget={"accumulate": 2}), 20),
+        "levels, copied": (experiment("levels", parallel=COPIED, optim=PLAIN), 20),
+        "mlp, sharded": (experiment("mlp", budget={"recompute": "full"}), 20),
+        "favor, sharded": (experiment("favor", optim={"optimizer": "muon", "periods": {"blocks.0.*": 2}}), 6),
+    }
+    agree(one_process(torch.float64, cases), run_ranks(2, many, torch.float64, cases), 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_world_trains_as_one(size: int):
+    parts = 1 if size == 4 else 2
+    shapes = {"sharded": SHARDED, "copied": COPIED} | ({"both": BOTH} if size == 4 else {})
+    cases = {
+        f"{model}, {shape}": (experiment(model, parallel=parallel, budget={"accumulate": parts}, optim=PLAIN), 20)
+        for model in ("delta", "titans", "levels", "mlp", "hedgehog")
+        for shape, parallel in shapes.items()
+        if size != 3 or shape == "sharded"
+    }
+    agree(one_process(torch.float64, cases), run_ranks(size, many, torch.float64, cases), 1e-12)
+    cases = {f"{model}, float32": (experiment(model, optim=PLAIN), 20) for model in ("delta", "titans", "mlp")}
+    agree(one_process(torch.float32, cases), run_ranks(size, many, torch.float32, cases), 1e-6)
+
+
+@pytest.mark.spec("DIST-NAN-D1")
+@pytest.mark.parametrize("shape", ["sharded", "copied"])
+def test_a_nan_of_one_rank_stops_all_before_the_step(toured, shape):
+    for found in toured:
+        (value, kept), (gradient, still) = found[shape]["nan"]
+        assert kept and still
+        assert value.startswith("step 1: on rank 1, the loss is nan")
+        assert gradient.startswith("step 1: the gradient norm is nan")
+
+
+@pytest.mark.spec("DIST-STATE-D1")
+@pytest.mark.parametrize("shape", ["sharded", "copied"])
+def test_states_belong_to_rows(toured, shape):
+    """No collective touches them: those of each rank are the rows of one process."""
+    alone = states_of(experiment(), World.alone())
+    mine = [each[shape]["states"] for each in toured]
+    assert len(alone) == len(mine[0]) > 2
+    for whole_state, *parts in zip(alone, *mine, strict=True):
+        rows = np.concatenate(parts) if whole_state.ndim else parts[0]
+        assert np.allclose(rows, whole_state, rtol=0, atol=1e-12)
+
+
+@pytest.mark.spec("DIST-SAVE-D1")
+@pytest.mark.parametrize("shape", ["sharded", "copied"])
+def test_a_checkpoint_of_several_goes_on_in_any_world(toured, shape):
+    saved = toured[0][shape]["saved"]
+    assert saved["same"] and saved["losses"][0] == saved["losses"][1]
+    trainer = Trainer(experiment())
+    trainer.restore(Checkpoint({k: torch.tensor(v) for k, v in saved["tensors"].items()}, saved["facts"]), "it")
+    for _ in range(2):
+        trainer.train_step()
+    for name, value in whole(trainer).items():
+        assert np.allclose(value, saved["after"][name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.spec("DIST-EVAL-D1")
+def test_fewer_rows_than_ranks_are_scored(toured):
+    alone = one_row(Trainer(experiment()))
+    assert alone.labels > 0
+    for found in toured:
+        for shape in ("sharded", "copied"):
+            assert np.allclose(found[shape]["one row"], list(alone), rtol=0, atol=LOSS)
+
+
+@pytest.mark.spec("DIST-LOW-D1")
+def test_bfloat16_is_of_parameters_in_passes_alone(toured):
+    alone = low({}, World.alone())
+    exact = many(torch.float32, {"": (experiment(), 4)})[""]["losses"]
+    assert not np.allclose(alone["losses"], exact, rtol=0, atol=1e-5)  # it is another arithmetic
+    for found in (alone, *(each[shape]["low"] for each in toured for shape in ("sharded", "copied"))):
+        assert found["held"] == ["float32"] and found["state"] == ["torch.float32"]
+        # 8 bits of significand in what blocks hand on
+        assert np.allclose(found["losses"], exact, rtol=0, atol=0.05)
+
+
+@pytest.mark.spec("DIST-WORLD-D2")
+def test_ranks_that_differ_are_told_where(toured):
+    for found in toured:
+        lr, seed, dtype = found["disagreements"]
+        assert lr.startswith("config.optim.lr is 1.01 on rank 1 and 0.01 on rank 0")
+        assert seed.startswith("config.seed is 1 on rank 1 and 0 on rank 0")
+        assert dtype.startswith("data.dtype is 'torch.float32' on rank 1")
+
+
+@pytest.mark.spec("DIST-STEP-D1")
+def test_parts_of_a_batch_and_recomputed_blocks_change_nothing():
+    plain = many(torch.float64, {"": (experiment("levels"), 6)})[""]
+    parts = many(torch.float64, {"": (experiment("levels", budget={"accumulate": 4}), 6)})[""]
+    again = many(torch.float64, {"": (experiment("levels", budget={"recompute": 2}), 6)})[""]
+    assert again["losses"] == plain["losses"]
+    for name, value in plain["after"].items():
+        assert np.array_equal(again["after"][name], value)
+        assert np.allclose(parts["after"][name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.spec("DIST-BLOCK-D1")
+def test_compiled_blocks_train_as_plain_ones():
+    found = []
+    for compiled in ("none", "block"):
+        budget = {"compile": compiled, "recompute": 2}
+        found.append(many(torch.float64, {"": (experiment("titans", budget=budget), 4)})[""])
+    for name, value in found[0]["after"].items():
+        assert np.allclose(found[1]["after"][name], value, rtol=0, atol=1e-10)
+
+
+@pytest.mark.spec("DIST-BLOCK-D1", "DIST-STEP-D1")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"budget": {"accumulate": 5}}, "budget.accumulate: must divide batch_size=12, got 5"),
+        ({"budget": {"accumulate": 2}, "optim": {"optimizer": "dgd"}}, "'dgd' steps by the samples of one backward"),
+        ({"parallel": {"data": "auto", "replicate": "auto"}}, "parallel.replicate: data is auto, too"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields, message):
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        Trainer(experiment(**fields))
+
+
+def test_blocks_are_needed_where_they_are_asked_for():
+    for setting in ({"recompute": "full"}, {"compile": "block"}):
+        with pytest.raises(ConfigError, match="works on blocks, and Linear has none"):
+            Trainer(experiment(budget=setting), model=torch.nn.Linear(2, 2))
+
+
+KILLER = """
+import os
+from hecate.train.trainer import Trainer
+
+step = Trainer.train_step
+
+def dying(self):
+    if self.step == 13 and self.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(9)
+    return step(self)
+
+Trainer.train_step = dying
+"""
+
+
+@pytest.mark.spec("DIST-RUN-D1", "DIST-RUN-D2")
+def test_torchrun_goes_on_after_a_rank_has_died(tmp_path):
+    torch.set_default_dtype(torch.float32)
+    config = experiment("delta", data=TASK, sample={"every": 10})
+    (tmp_path / "it.yaml").write_text(dump_experiment(config))
+    (tmp_path / "killer.py").write_text(KILLER)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    train = ["-m", "hecate", "--import", "killer", "train", "it.yaml"]
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, "--max-restarts", "1", *train], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("finished at step 20") == 1
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["worlds"]
+    there = [json.loads(line) for line in (tmp_path / "runs/worlds/metrics.jsonl").read_text().splitlines()]
+    alone = run_experiment(config, tmp_path / "alone", display=Display(quiet=True))
+    here = [json.loads(line) for line in (tmp_path / "alone/metrics.jsonl").read_text().splitlines()]
+    steps, events = ([r[k] for r in there if r["event"] == "train"] for k in ("step", "event"))
+    assert steps == list(range(1, 21)) and alone.step == 20, events
+    assert [r["step"] for r in there if r["event"] == "resume"] == [10]
+    for event, facts in {"train": ("loss", "grad_norm"), "eval": ("validation_loss", "accuracy")}.items():
+        pairs = zip(*([r for r in each if r["event"] == event] for each in (there, here)), strict=True)
+        for one, two in pairs:
+            # AdamW divides by roots of squares, so rounding grows with the steps.
+            assert np.allclose([one[f] for f in facts], [two[f] for f in facts], rtol=0, atol=1e-4), (one, two)
+    written = {path.name for path in (tmp_path / "runs/worlds").iterdir()}
+    assert written == {path.name for path in (tmp_path / "alone").iterdir()}
