@@ -16,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-
 PLAIN = 10.0
 """Seconds between two lines of progress where there is no terminal."""
 

@@ -25,6 +25,7 @@ class Logger(ABC):
     def log(self, record: Mapping[str, Any]) -> None:
         """One record, as in metrics.jsonl: an event, its step, and facts by name."""
 
+    @abstractmethod
     def close(self) -> None:
         """Ends it: nothing is lost of what was logged."""
 

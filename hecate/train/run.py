@@ -23,7 +23,8 @@ from torch import nn
 
 from hecate.data import Source
 from hecate.distributed import World
-from hecate.errors import CheckpointError
+from hecate.errors import CheckpointError, shorten
+from hecate.train.allow import allowing, check_allowed
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display, Interrupted, Signals
@@ -40,6 +41,7 @@ from hecate.train.sharded import group_of
 from hecate.train.state import model_state, run_facts
 from hecate.train.trained import CHECKPOINTS, TOKENIZER, find_checkpoint
 from hecate.train.trainer import Trainer
+from hecate.train.warm import begin_from
 
 Status = Literal["finished", "interrupted", "out of time"]
 
@@ -67,14 +69,17 @@ def run_experiment(
     mem_limit: int | None = None,
     world: World | None = None,
     hooks: Sequence[Hooks] = (),
+    allow: Sequence[str] = (),
 ) -> RunResult:
     """Trains, evaluates, saves and reports into `folder`. [TRAIN-RUN-D1]
 
     The caller's global random state is left as it was: the run has its own, seeded by the config. What takes more than
-    `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3] `hooks` are called as it goes on. In a `world` of several
-    processes every one calls it with the same arguments; rank 0 alone writes and shows. [DIST-RUN-D1]"""
+    `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3] In a `world` of several processes every
+    one calls it with the same arguments; rank 0 alone writes and shows. `hooks` are called as the run goes on; where it
+    is resumed, the settings that `allow` names may differ from those of its checkpoint. [DIST-RUN-D1]"""
     config, world = config.validated(), world or World.alone(config.budget.device)
-    world.agree({"out": str(folder), "resume": resume})
+    world.agree({"out": str(folder), "resume": resume, "allow": list(allow)})
+    check_allowed(allow, config, resume)
     world.from_main(lambda: check_folder(folder, resume))
     if model is None:
         check_memory(config, mem_limit, world.size)
@@ -98,7 +103,7 @@ def run_experiment(
         signals = stack.enter_context(Signals(interrupts=world.size == 1))
         behind, group = config.budget.save == "async", group_of(world)
         saver = stack.enter_context(Saver(folder / CHECKPOINTS, config.budget.keep, behind=behind, group=group))
-        run = _Run(trainer, folder, shown, found[0] if found else NoMetrics(), signals, saver, hooks)
+        run = _Run(trainer, folder, shown, found[0] if found else NoMetrics(), signals, saver, hooks, allow)
         run.restore()
         world.from_main(lambda: _begin(config, folder))
         world.remember(str(folder))
@@ -192,9 +197,11 @@ class _Run:
     signals: Signals
     saver: Saver
     hooks: Sequence[Hooks] = ()
+    allow: Sequence[str] = ()
     began: float = field(default_factory=time.monotonic)
     scored: tuple[int, Score] | None = None
     saved: tuple[int, dict[str, float]] | None = None
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     unseen: Path | None = None
     ended: bool = False
 
@@ -208,11 +215,15 @@ class _Run:
             path, checkpoint, skipped = found
             for item in skipped:
                 self.display.say(f"skipped {item.path.name}: {item.reason}")
+            checkpoint, self.changed = allowing(checkpoint, self.trainer, self.allow)
             self.trainer.restore(checkpoint, str(path))
             self.saved = (self.trainer.step, checkpoint.facts["metrics"])
             self.display.say(f"resumed from {path} at step {self.trainer.step}")
         elif (self.folder / "config.yaml").exists():
             self.display.say("no checkpoint yet: starting from the beginning")
+        if found is None and self.trainer.config.init_from is not None:
+            for line in begin_from(self.trainer, Path(self.trainer.config.init_from)):
+                self.display.say(line)
         self.metrics.rewind(self.trainer.step if found else -1)
         self.progress.go_on(self.trainer.step, self.metrics.last)
         if self.trainer.world.main:
@@ -221,6 +232,11 @@ class _Run:
     def go(self) -> RunResult:
         trainer, budget = self.trainer, self.trainer.config.budget
         self._tell("resume" if trainer.step else "start")
+        if self.changed:
+            self._tell("allow", settings=self.changed)
+            for name, (there, here) in self.changed.items():
+                self.display.say(f"allowed: {name} was {shorten(there)} and is {shorten(here)}")
+            self._save(anew=True)  # which the next resume finds as it is
         self.display.start(trainer.config.name, trainer.step, budget.steps)
         try:
             if trainer.step:
@@ -288,12 +304,15 @@ class _Run:
         """Of the model as it stands, if it was evaluated."""
         return self.scored[1] if self.scored and self.scored[0] == self.trainer.step else None
 
-    def _save(self) -> None:
+    def _save(self, *, anew: bool = False) -> None:
+        """Writes a checkpoint, unless it is there; `anew` one of the same step under other settings."""
         score, step = self._score(), self.trainer.step
         record = score.record(self.trainer.source.metric) if score else {}
         metrics = {name: value for name, value in record.items() if math.isfinite(value)}
         if self.saved is not None and self.saved[0] == step and metrics in ({}, self.saved[1]):
-            return
+            if not anew:
+                return
+            metrics = self.saved[1]
         self.metrics.sync()
         self._landed()
         self.saver.save(step, self.trainer.checkpoint(metrics))

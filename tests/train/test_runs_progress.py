@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -88,7 +88,8 @@ def test_a_run_of_an_older_version_goes_on_with_its_tokens(tmp_path):
     old = [{k: r[k] for k in kept if k in r} for r in read_metrics(path)]
     path.write_text("".join(json.dumps(r) + "\n" for r in old))
     run(tmp_path / "run", resume=True)
-    assert [r["tokens"] for r in read_metrics(path) if r["event"] == "train" and r["step"] > 10][0] == 11 * 32
+    tokens = [r["tokens"] for r in read_metrics(path) if r["event"] == "train" and r["step"] > 10]
+    assert tokens == [step * 32 for step in range(11, 21)]
 
 
 @pytest.mark.spec("TRAIN-RUN-D8")
@@ -213,7 +214,7 @@ class Kept(LoggerKind):
 
 
 class _Kept(Logger):
-    opened: list[_Kept] = []
+    opened: ClassVar[list[_Kept]] = []
 
     def __init__(self, fails_at, config):
         self.fails_at, self.config, self.records, self.closed = fails_at, config, [], False
