@@ -109,11 +109,10 @@ def _within(outer: str, inner: str) -> bool:
 def _at(tree: Any, path: Location) -> tuple[Any] | None:
     """What stands at a path; None if nothing does."""
     for part in path:
-        if not isinstance(tree, Mapping | list) or (isinstance(part, int) != isinstance(tree, list)):
+        items: Any = tree if isinstance(tree, Mapping) else dict(enumerate(tree)) if isinstance(tree, list) else {}
+        if part not in items:
             return None
-        if part not in (range(len(tree)) if isinstance(tree, list) else tree):
-            return None
-        tree = tree[part]
+        tree = items[part]
     return (tree,)
 
 

@@ -32,8 +32,8 @@ from hecate.train.estimate import check_memory
 from hecate.train.evaluate import Score
 from hecate.train.files import make_folder, refusing, sweep, write_file
 from hecate.train.hooks import Hooks, call_hooks
-from hecate.train.loggers import open_loggers
-from hecate.train.metrics import MetricsWriter, NoMetrics, Record, add_sample, rewind_samples
+from hecate.train.loggers import Record, open_loggers
+from hecate.train.metrics import MetricsWriter, NoMetrics, add_sample, rewind_samples
 from hecate.train.progress import Progress
 from hecate.train.report import write_report
 from hecate.train.saver import Saver

@@ -78,7 +78,8 @@ def test_what_was_allowed_once_needs_no_word_again(tmp_path):
     assert same_bits(before.tensors, kept.tensors) and kept.facts["metrics"] == before.facts["metrics"]
     result, said = run(other, tmp_path / "run", resume=True)
     assert result.step == 20 and "allowed:" not in said
-    events = [(r["event"], r["step"]) for r in map(json.loads, (tmp_path / "run/metrics.jsonl").open())]
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    events = [(r["event"], r["step"]) for r in map(json.loads, lines)]
     assert [e for e in events if e[0] in ("allow", "resume")] == [("resume", 10), ("allow", 10)]
     assert [step for event, step in events if event == "train"] == list(range(1, 21))
 
