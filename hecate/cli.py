@@ -282,7 +282,7 @@ def _print_result(name: str, result: Any) -> None:
 
 @_command(
     "eval",
-    short_help="Score a run's checkpoint beside the baselines, or on other data and lengths.",
+    short_help="Score a checkpoint: baselines, other data, longer sequences.",
     epilog="Examples: hecate eval runs/quickstart | hecate eval runs/mine --data book.txt --lengths 1k,4k,16k",
 )
 def evaluate(

@@ -33,7 +33,7 @@ def commands(kind: type[TyperCommand]) -> typer.Typer:
         epilog="Example: hecate data train-tokenizer corpus --vocab 32000 --out tokenizer.json",
     )(train_tokenizer)  # fmt: skip
     app.command(
-        cls=kind, short_help="What a folder of token shards holds, and whether it is whole.",
+        cls=kind, short_help="What token shards hold, and whether they are whole.",
         epilog="Example: hecate data inspect tokens",
     )(inspect)  # fmt: skip
     return app

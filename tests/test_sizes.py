@@ -32,7 +32,8 @@ def configs(root: type[Config] = Config) -> list[type[Config]]:
     return [*found, *(below for item in found for below in configs(item))]
 
 
-HELD = ("hecate.train.state", "hecate.train.checkpoint")  # by files, whose sizes are what they hold
+# by files, whose sizes are what they hold
+HELD = ("hecate.train.state", "hecate.train.checkpoint", "hecate.data.shards", "hecate.data.tokenize")
 CONCRETE = sorted(
     {c for c in configs() if not (issubclass(c, Variant) and c.is_family()) and c.__module__ not in HELD},
     key=lambda c: (c.__module__, c.__qualname__),

@@ -21,13 +21,13 @@ Coefficients = tuple[float, float, float]
 POLYNOMIALS: dict[str, Coefficients] = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}
 
 
-def iterated(x: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
-    """One iteration, a X + (b A + c A^2) X with A = X X^T, A and b A + c A^2, of a matrix or a batch of them."""
+def iterated(x: Tensor, coefficients: Coefficients) -> Tensor:
+    """One iteration, a X + (b A + c A^2) X with A = X X^T, of a matrix or a batch of them."""
     a, b, c = coefficients
     fused = torch.addmm if x.ndim == 2 else torch.baddbmm
     gram = x @ x.mT
     inner = fused(gram, gram, gram, beta=b, alpha=c) if c else b * gram
-    return fused(x, inner, x, beta=a), gram, inner
+    return fused(x, inner, x, beta=a)
 
 
 class NewtonSchulz(Carrying):
@@ -71,16 +71,15 @@ class NewtonSchulz(Carrying):
         return Block(f"algorithm.{self.kind}", self._directed, self._directed_vjp) if kept else super().block()
 
     def _directed(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        carried = over(momentum, grad) * slots[0] + grad
+        carried = torch.addcmul(grad, over(momentum, grad), slots[0])
         made = self._orthogonal(carried)
-        return (-over(lr, grad) * made[0], carried), ((grad, lr, momentum, slots[0]), carried, made)
+        return (-over(lr, grad) * made[0], carried), ((grad, lr, momentum, slots[0]), made)
 
     def _directed_vjp(self, residuals: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (grad, lr, momentum, slot), carried, (found, iterates, length) = residuals
+        (grad, lr, momentum, slot), (found, iterates, length) = residuals
         gdirection, gcarried = cotangents
         glr = -sum_to_gate(found * gdirection, lr)
-        pulled = self._pulled(carried, iterates, length, -over(lr, grad) * gdirection)
-        g = gcarried + pulled
+        g = self._pulled(gcarried, iterates, length, -over(lr, grad) * gdirection)
         return g, glr, sum_to_gate(slot * g, momentum), over(momentum, grad) * g
 
     def gram_form(self) -> GramForm | None:
@@ -113,15 +112,12 @@ class NewtonSchulz(Carrying):
             made, found, square, scale = kept
             gx, gq = None, scale * g
             for x, p, q, half in reversed(made):
-                gp = gq if q is None else torch.bmm(gq, q.mT)
-                gq = torch.bmm(p.mT, gq)
-                below = None
-                if gx is not None:
-                    ghalf = torch.bmm(gx, p.mT)
-                    gp = torch.baddbmm(torch.baddbmm(gp, half.mT, gx), ghalf, x.mT)
-                    below = torch.bmm(p.mT, ghalf)
+                gp, gq = (gq, None) if q is None else (torch.bmm(gq, q.mT), torch.bmm(p.mT, gq))
+                ghalf = None if gx is None else torch.bmm(gx, p.mT)
+                if ghalf is not None:
+                    gp = torch.baddbmm(gp, half.mT, gx).baddbmm_(ghalf, x.mT)
                 gx = _polynomial_vjp(x, gp, coefficients)
-                gx = gx if below is None else gx + below
+                gx = gx if ghalf is None else gx.baddbmm_(p.mT, ghalf)
             gsquare = -(gx * made[0][0]).sum((-2, -1), keepdim=True) / square
             if not self.rescale:
                 gsquare = gsquare - 0.5 * scale / square * (g * found).sum((-2, -1), keepdim=True)
@@ -131,35 +127,38 @@ class NewtonSchulz(Carrying):
         return Block("algorithm.newton_schulz.gain", forward, vjp)
 
     def _orthogonal(self, s: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]], Tensor]:
-        """NS(s) in the shape of s, X, A and b A + c A^2 of every iteration and the last X, wide matrices, and the
-        regularised norm of s."""
-        rows = _wide(s)
-        length = (rows.square().sum((-2, -1), keepdim=True) + self.eps**2).sqrt()
-        found, iterates = rows / length, []
-        for _ in range(self.steps):
-            new, *of_gram = iterated(found, POLYNOMIALS[self.polynomial])
-            iterates.append((found, *of_gram))
-            found = new
+        """NS(s), X, A and P = a I + b A + c A^2 of every iteration and the last X, matrices, and the regularised norm
+        of s."""
+        rows = _rows(s)
+        gram = _inner(rows, rows)
+        square = _trace(gram) + self.eps**2
+        length = square.sqrt()
+        found, gram, iterates = rows / length, gram / square, []
+        for step in range(self.steps):
+            gram = _inner(found, found) if step else gram
+            through = _polynomial(gram, POLYNOMIALS[self.polynomial])
+            iterates.append((found, gram, through))
+            found = _through(through, found)
         iterates.append((found,))
         if self.rescale:
-            found = found * (length / math.sqrt(found.shape[-2]))
-        return _back(found, s), iterates, length
+            found = found * (length / math.sqrt(min(found.shape[-2:])))
+        return found.reshape(s.shape), iterates, length
 
-    def _pulled(self, s: Tensor, iterates: list[tuple[Tensor, ...]], length: Tensor, g: Tensor) -> Tensor:
-        """Cotangent of s from that of NS(s)."""
-        a, b, c = POLYNOMIALS[self.polynomial]
-        g, glength = _wide(g), torch.zeros_like(length)
+    def _pulled(self, known: Tensor, iterates: list[tuple[Tensor, ...]], length: Tensor, g: Tensor) -> Tensor:
+        """Cotangent of s from that of NS(s), added to what is known of it."""
+        _, b, c = POLYNOMIALS[self.polynomial]
+        g, glength = _rows(g), torch.zeros_like(length)
         if self.rescale:
-            root = math.sqrt(g.shape[-2])
+            root = math.sqrt(min(g.shape[-2:]))
             glength = (g * iterates[-1][0]).sum((-2, -1), keepdim=True) / root
             g = g * (length / root)
         for x, gram, through in reversed(iterates[:-1]):
-            outer = g @ x.mT
+            outer = _inner(g, x)
             inner = torch.baddbmm(outer, gram, outer, beta=b, alpha=c).baddbmm_(outer, gram, alpha=c)
-            g = torch.baddbmm(g, through, g, beta=a).baddbmm_(inner + inner.mT, x)
+            g = _through(through, g, inner + inner.mT, x)
         unit = iterates[0][0]
         glength = glength - (g * unit).sum((-2, -1), keepdim=True) / length
-        return _back(g / length + glength * unit, s)
+        return torch.addcmul(torch.addcmul(_rows(known), glength, unit), g, 1 / length).reshape(known.shape)
 
 
 def _polynomial(x: Tensor, coefficients: Coefficients) -> Tensor:
@@ -174,19 +173,21 @@ def _polynomial_vjp(x: Tensor, g: Tensor, coefficients: Coefficients) -> Tensor:
     _, b, c = coefficients
     if not c:
         return b * g
-    return torch.baddbmm(torch.baddbmm(g, g, x.mT, beta=b, alpha=c), x.mT, g, alpha=c)
+    return torch.baddbmm(g, g, x.mT, beta=b, alpha=c).baddbmm_(x.mT, g, alpha=c)
 
 
-def _wide(weight: Tensor) -> Tensor:
-    """`[N, ..., P]` as matrices with at most as many rows as columns."""
-    rows = weight.reshape(weight.shape[0], -1, weight.shape[-1])
-    return rows.mT if rows.shape[-2] > rows.shape[-1] else rows
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    """Inner products of the rows of two wide matrices, a b^T, or of the columns of two tall ones, a^T b."""
+    return torch.bmm(a.mT, b) if a.shape[-2] > a.shape[-1] else torch.bmm(a, b.mT)
 
 
-def _back(rows: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `_wide`."""
-    tall = like[0].numel() // like.shape[-1] > like.shape[-1]
-    return (rows.mT if tall else rows).reshape(like.shape)
+def _through(p: Tensor, x: Tensor, q: Tensor | None = None, y: Tensor | None = None) -> Tensor:
+    """P X, and Q Y added to it, of wide matrices, or X P and Y Q of tall ones; P and Q are symmetric."""
+    tall = x.shape[-2] > x.shape[-1]
+    found = torch.bmm(x, p) if tall else torch.bmm(p, x)
+    if q is None or y is None:
+        return found
+    return found.baddbmm_(y, q) if tall else found.baddbmm_(q, y)
 
 
 class DeltaMomentum(Carrying):

@@ -311,8 +311,6 @@ def start(parallel: ParallelConfig, device: torch.device | str = "cpu", timeout:
     facts = {"parallel": parallel.model_dump(mode="json"), "budget": {"device": place.type, "timeout": timeout}}
     world.agree({**facts, "code": code(), "torch": torch.__version__})
     shape = parallel.shape(size)
-    if parallel.context > 1:
-        raise ConfigError(f"context > 1 is not offered yet, got {parallel.context}; leave it at 1", ("parallel",))
     if place.type == "cuda":
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)

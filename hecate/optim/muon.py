@@ -36,7 +36,7 @@ def newton_schulz(matrix: Tensor, coefficients: Coefficients, steps: int, eps: f
     length = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
     x = x / length.clamp(min=eps)
     for _ in range(steps):
-        x = iterated(x, coefficients)[0]
+        x = iterated(x, coefficients)
     return (x.mT if tall else x).to(matrix.dtype)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hecate.retention.base import LengthForm, Retention, StepForm
 from hecate.retention.decay import Decaying, NoRetention
-from hecate.tape import Tensors
+from hecate.tape import Block, Tensors
 from hecate.tape.ops import floored_root, inner_axes, onto_ball, onto_ball_vjp, over, sum_to_gate
-from hecate.variant import delegating
+from hecate.variant import delegating, still_declared
 
 
 class Sphere(Decaying):
@@ -57,29 +57,37 @@ class Sphere(Decaying):
         return moved if self.form == "divide" else moved / self._length(moved)[0]
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
-        moved = self._moved(memory, direction, retain)
-        length = self._length(moved)[0]
-        return moved * (self._length(memory)[0] / length) if self.form == "divide" else moved / length
+        return self._stepped(memory, direction, retain)[0][0]
 
     def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        moved = self._moved(memory, direction, retain)
-        length, beyond = self._length(moved)
-        outward = self._dot(moved, g) / length
-        h = torch.addcmul(g, moved, torch.where(beyond, outward / length, 0.0), value=-1)
-        if self.form == "divide":
-            kept, live = self._length(memory)
-            h = h * (kept / length)
-            gmemory = torch.addcmul(over(retain, memory) * h, memory, torch.where(live, outward / kept, 0.0))
-            return gmemory, h, sum_to_gate(h * memory, retain)
-        h = h / length
-        along = self._dot(memory, h)
-        gmemory = over(retain, memory) * h - h * self._dot(memory, direction) - direction * along
-        return gmemory, h - memory * along, sum_to_gate(h * memory, retain)
+        return self._stepped_vjp(self._stepped(memory, direction, retain)[1], g)
 
-    def _moved(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+    def block(self) -> Block:
+        """X and its lengths are kept for the derivative."""
+        kept = still_declared(self, "block", self._formulas)
+        return Block(f"retention.{self.kind}", self._stepped, self._stepped_vjp) if kept else super().block()
+
+    def _stepped(self, memory: Tensor, direction: Tensor, retain: Tensor) -> tuple[tuple[Tensor], Any]:
+        inner, onto = None, direction
         if self.form == "tangent":
-            direction = direction - memory * self._dot(memory, direction)
-        return super().step(memory, direction, retain)
+            inner = self._dot(memory, direction)
+            onto = torch.addcmul(direction, memory, inner, value=-1)
+        moved = torch.addcmul(onto, over(retain, memory), memory)
+        of_moved, of_memory = self._length(moved), None if inner is not None else self._length(memory)
+        scale = (1 if of_memory is None else of_memory[0]) / of_moved[0]
+        return (moved * scale,), ((memory, direction, retain), inner, moved, scale, of_moved, of_memory)
+
+    def _stepped_vjp(self, residuals: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (memory, direction, retain), inner, moved, scale, (length, beyond), of_memory = residuals
+        outward, keep = self._dot(moved, g) / length, over(retain, memory)
+        h = torch.addcmul(scale * g, moved, scale * torch.where(beyond, outward / length, 0.0), value=-1)
+        gretain = sum_to_gate(h * memory, retain)
+        if of_memory is None:
+            along = self._dot(memory, h)
+            gmemory = torch.addcmul((keep - inner) * h, direction, along, value=-1)
+            return gmemory, torch.addcmul(h, memory, along, value=-1), gretain
+        kept, live = of_memory
+        return torch.addcmul(keep * h, memory, torch.where(live, outward / kept, 0.0)), h, gretain
 
     def _length(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         return floored_root(self._dot(slots, slots), self.eps)

@@ -13,6 +13,7 @@ from hecate.distributed import World
 from hecate.errors import CheckpointError, ConfigError
 
 PREFIX = "carried/"
+_ALONE = World.alone()
 
 
 class Carried:
@@ -36,7 +37,7 @@ class Carried:
                 _check_rows(state)
         self._states = [pytree.tree_map_only(Tensor, Tensor.detach, state) for state in states]
 
-    def tensors(self, world: World) -> dict[str, Tensor]:
+    def tensors(self, world: World = _ALONE) -> dict[str, Tensor]:
         """The states by rows, `carried/PATH`, with the rows of all micro-batches and processes as their first axis:
         the same on every process of a world, all of which call it."""
         if not self._states:

@@ -375,7 +375,8 @@ def has_unused(objective: nn.Module, config: ExperimentConfig, device: torch.dev
     """Whether parameters stay without a gradient, by one sequence of the length of training."""
     tokens = (torch.arange(config.seq_len, device=device) % config.data.vocabulary())[None]
     with holding():
-        objective(tokens, tokens).backward()
+        loss, _ = objective(tokens, tokens)
+        loss.backward()
         forget()  # what its numbers are is of no interest
     params = [p for p in objective.parameters() if p.requires_grad]
     found = any(p.grad is None for p in params)

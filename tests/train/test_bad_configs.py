@@ -95,7 +95,7 @@ CASES = {
     ),
     "mapping without kind": (
         "data: {num_pairs: 4}", [],
-        "data: needs a 'kind'; known data kinds: bundled, copy, mqar, retrieval, text  [x.yaml:1]",
+        "data: needs a 'kind'; known data kinds: bundled, copy, mqar, retrieval, text, tokens  [x.yaml:1]",
     ),
     "kind a number": (
         "data: 3", [],
