@@ -124,7 +124,7 @@ _Which = Annotated[str, typer.Option("--checkpoint", help="Which one: best or ne
 def list_(
     family: Annotated[str | None, typer.Argument(
         metavar="[FAMILY]", show_default=False, autocompletion=_families,
-        help="phi, bias, retention, algorithm, structure, gating, readout, position, data, optimizer, engines, "
+        help="phi, bias, retention, algorithm, structure, gating, readout, position, data, optimizer, logger, engines, "
         "rules or presets.",
     )] = None,
 ) -> None:  # fmt: skip
@@ -215,7 +215,8 @@ def tape(
 @_command(
     short_help="Train a model and write a run folder with a report.",
     epilog="Examples: hecate train | hecate train mqar --set bias=dot | "
-    "hecate train my.yaml --out runs/mine | hecate train --out runs/mine --resume --steps 2000",
+    "hecate train my.yaml --out runs/mine | hecate train --out runs/mine --resume --steps 2000 | "
+    "hecate train --out runs/mine --resume --set optim.lr=1e-4 --allow optim.lr",
 )
 def train(
     source: Annotated[str | None, typer.Argument(
@@ -225,6 +226,9 @@ def train(
     overrides: _Set = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; a fresh runs/NAME when left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run from its newest sound checkpoint.")] = False,
+    allow: Annotated[list[str] | None, typer.Option(
+        metavar="PATH[,PATH]", help="Settings that may differ from those of the run resumed, such as optim.lr.",
+    )] = None,
     steps: Annotated[int | None, typer.Option(help="Same as --set budget.steps=N.")] = None,
     limit: _Limit = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only.")] = False,
@@ -252,8 +256,9 @@ def train(
     with start(config.parallel, config.budget.device, config.budget.timeout) as world:
         where, again = world.destination(lambda: str(folder or fresh_folder(config.name)))
         folder, resume = Path(where), resume or again
-        shown = Display(quiet=quiet)
-        result = run_experiment(config, folder, resume=resume, display=shown, mem_limit=mem_limit, world=world)
+        how: dict[str, Any] = {"display": Display(quiet=quiet), "mem_limit": mem_limit, "world": world}
+        free = [name.strip() for names in allow or () for name in names.split(",")]
+        result = run_experiment(config, folder, resume=resume, allow=free, **how)
     if world.main:
         _print_result(config.name, result)
     if result.signal is not None:

@@ -83,6 +83,10 @@ class ParallelError(HecateError):
     """Processes of one run that do not fit together, or one of them that is gone."""
 
 
+class HookError(HecateError):
+    """Code of others that a run calls, a hook or a logger, has failed; names it."""
+
+
 class StabilityWarning(UserWarning):
     """A step size at which a delta-type memory may diverge."""
 

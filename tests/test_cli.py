@@ -112,7 +112,7 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("generate", "gone"), 2, "error: gone is not a run folder"),
         (("show", "nope"), 2, "error: no preset 'nope'"),
         (("list", "phy"), 2, "error: no family 'phy'; known: phi, bias, retention, algorithm, "
-         "structure, gating, readout, position, data, optimizer, engines, rules, presets. Did you mean 'phi'?"),
+         "structure, gating, readout, position, data, optimizer, logger, engines, rules, presets. Did you mean 'phi'?"),
     ],
 )  # fmt: skip
 def test_errors_are_one_message_on_stderr(hecate, argv, code, message):
@@ -186,7 +186,7 @@ def test_lists(hecate):
     code, out, _ = hecate("list")
     assert code == 0
     families = [line.split()[0] for line in out.splitlines()[1:]]
-    variants = "phi bias retention algorithm structure gating readout position data optimizer"
+    variants = "phi bias retention algorithm structure gating readout position data optimizer logger"
     assert families == [*variants.split(), "engines", "rules", "presets"]
     folded = hecate("list")[1].splitlines()[-1].split()
     assert int(folded[1]) == len(folded) - 2 and folded[-3:] == ["mqar-RULE", "quickstart-RULE", "lm-SIZE-BACKBONE"]

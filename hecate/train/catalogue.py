@@ -16,6 +16,7 @@ from hecate.nn.positions import Position
 from hecate.optim import OptimizerKind
 from hecate.rule import RULES, MemoryConfig, MemoryRule
 from hecate.train.compose import BACKBONES, BY_RULE, folded_presets, load_experiment, preset_about, shipped_presets
+from hecate.train.loggers import LoggerKind
 from hecate.variant import Variant
 
 Table = tuple[list[str], list[list[str]]]
@@ -31,6 +32,7 @@ _VARIANTS: dict[str, type[Variant]] = {
     "position": Position,
     "data": DataConfig,
     "optimizer": OptimizerKind,
+    "logger": LoggerKind,
 }
 _TRAITS = re.compile(r"^Traits: (.+?)(?=\n[A-Z]\w*: |\Z)", re.DOTALL | re.MULTILINE)
 _REFERENCE = re.compile(r"References?: (.+?)(?=\n\s*\n|\[[A-Z]+-|\Z)", re.DOTALL)

@@ -166,12 +166,19 @@ class _Override(NamedTuple):
     text: str
 
 
+def parse_path(text: str) -> Location | None:
+    """`levels[1].memory` as its names and numbers; None of what is no path."""
+    if not _PATH.fullmatch(text):
+        return None
+    return tuple(name or int(index) for name, index in _STEP.findall(text))
+
+
 def _parse_override(text: str) -> _Override:
     path, equals, value = text.partition("=")
     path = path.strip()
-    if not equals or not _PATH.fullmatch(path):
+    parts = parse_path(path)
+    if not equals or parts is None:
         raise ConfigError(f"--set needs path=value, such as optim.lr=1e-3, got {shorten(text)}")
-    parts = tuple(name or int(index) for name, index in _STEP.findall(path))
     if len(parts) > MAX_DEPTH:
         raise ConfigError(f"--set takes a path of at most {MAX_DEPTH} steps, got {len(parts)}: {shorten(path)}")
     label = f"--set {text}" if len(text) < 200 else f"--set {text[:197]}..."

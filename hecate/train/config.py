@@ -15,6 +15,7 @@ from hecate.engine import Call, explain
 from hecate.errors import ConfigError, shorten
 from hecate.models import LanguageModelConfig
 from hecate.optim import OptimizerKind
+from hecate.train.loggers import LoggerKind, Tensorboard
 from hecate.train.optimisers import AdamW
 from hecate.variant import Config, FrozenDict
 
@@ -127,7 +128,11 @@ class SampleConfig(Config):
 
 
 class ExperimentConfig(Config):
-    """A whole experiment; `hecate train` reads it from YAML. [TRAIN-CONFIG-D1]"""
+    """A whole experiment; `hecate train` reads it from YAML. [TRAIN-CONFIG-D1]
+
+    `loggers` are told what metrics.jsonl is told; `tensorboard: true` is another way to ask for that one. `init_from`
+    names a run, a checkpoint or a safetensors file whose parameters a new run begins with. [TRAIN-INIT-D1]
+    """
 
     name: str = Field("experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     seed: int = Field(0, ge=0, lt=1 << 63)
@@ -138,6 +143,8 @@ class ExperimentConfig(Config):
     parallel: ParallelConfig = ParallelConfig()
     sample: SampleConfig = SampleConfig()
     tensorboard: bool = False
+    loggers: tuple[LoggerKind, ...] = ()
+    init_from: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -184,6 +191,15 @@ class ExperimentConfig(Config):
                     ("optim", "periods", pattern),
                 )
         return self
+
+    def asked_loggers(self) -> list[tuple[tuple[str | int, ...], LoggerKind]]:
+        """Every logger once, and the setting that asks for it."""
+        asked: list[tuple[tuple[str | int, ...], LoggerKind]] = [
+            (("loggers", number), kind) for number, kind in enumerate(self.loggers)
+        ]
+        if self.tensorboard and not any(isinstance(kind, Tensorboard) for kind in self.loggers):
+            asked.append((("tensorboard",), Tensorboard()))
+        return asked
 
     @property
     def seq_len(self) -> int:

@@ -5,37 +5,59 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+PLAIN = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+
+
+class _Bar(Progress):
+    """A bar, and the facts of its task in a line below."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bar, then the facts."""
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            if task.visible and task.fields["facts"]:
+                yield Text(task.fields["facts"], no_wrap=True, overflow="ellipsis")
+
 
 class Display:
-    """Progress of a run on a console; `quiet` shows nothing."""
+    """Progress of a run on a console: a bar on a terminal, elsewhere a line every `PLAIN` seconds; `quiet` shows
+    nothing."""
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or Console(stderr=True)
         self._quiet = quiet
-        self._bar = Progress(
+        self._bar = _Bar(
             TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"), TimeRemainingColumn(),
             console=self.console, disable=quiet or not self.console.is_terminal,
         )  # fmt: skip
         self._task = self._bar.add_task("", visible=False, facts="")
+        self._steps = 0
+        self._told = time.monotonic()
 
     def start(self, name: str, step: int, steps: int) -> None:
         """Begins at `step` of `steps`."""
+        self._steps, self._told = steps, time.monotonic()
         self._bar.reset(self._task, description=name, total=steps, completed=step, visible=True)
 
-    def step(self, step: int, facts: str) -> None:
-        """Moves the bar."""
-        self._bar.update(self._task, completed=step, facts=facts)
+    def step(self, step: int, facts: Callable[[], str]) -> None:
+        """Moves the bar; `facts` are asked for when they are shown."""
+        if not self._bar.disable:
+            self._bar.update(self._task, completed=step, facts=facts())
+        elif not self._quiet and time.monotonic() - self._told >= PLAIN:
+            self._told = time.monotonic()
+            self.say(f"step {step:>6}/{self._steps}  {facts()}")
 
     def say(self, text: str) -> None:
         """A line above the bar, or a plain line."""

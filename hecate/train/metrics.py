@@ -10,32 +10,27 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from hecate.errors import CheckpointError, ConfigError
+from hecate.errors import CheckpointError
 from hecate.train.files import refusing, write_file
+from hecate.train.loggers import Logger, Record, telling
 
-Record = dict[str, Any]
+CLOCK = ("time", "elapsed")
+"""What of a record is another whenever it is written."""
 _HEADER = re.compile(rb"^--- step (\d+)\n", re.MULTILINE)  # of a sample
 _REMEDY = "free some space or make it writable, then continue with --resume"
 
 
 class MetricsWriter:
-    """Appends records; with `tensorboard` also writes their numbers as scalars.
+    """Appends records, and hands them on to `loggers`, by their names.
 
     One process at a time: the lock ends with the process, however it ends. [TRAIN-RUN-D6]
     """
 
-    def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
-        self._board: Any = None
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise ConfigError(
-                    "needs TensorBoard: install hecate[track] or leave it false", ("tensorboard",)
-                ) from None
-            self._board = SummaryWriter(str(tensorboard))
+    def __init__(self, path: Path) -> None:
+        self.loggers: list[tuple[str, Logger]] = []
+        self.last: Record = {}
         self._path = path
         self._again: list[Record] = []
         with refusing(f"write {path}", _REMEDY):
@@ -51,26 +46,27 @@ class MetricsWriter:
 
     def write(self, record: Record) -> None:
         """One line, at once in the file, so that a reader never waits for it."""
-        if record in self._again:
+        if _timeless(record) in self._again:
             return
         with self._writing():
             rest = (json.dumps(record) + "\n").encode()
             while rest:
                 rest = rest[os.write(self._file, rest) :]
-        if self._board is not None and "step" in record:
-            for name, value in record.items():
-                if isinstance(value, float):
-                    self._board.add_scalar(f"{record['event']}/{name}", value, record["step"])
+        for name, logger in self.loggers:
+            with telling(f"logger {name}"):
+                logger.log(record)
 
     def rewind(self, step: int) -> None:
         """Drops the records after `step`, which a run that continues there writes again.
 
-        What it writes of `step` itself a second time is left out. [TRAIN-METRICS-D1]
+        What it writes of `step` itself a second time is left out; `last` has the latest of each fact that is
+        kept. [TRAIN-METRICS-D1]
         """
         lines = _lines(self._path)
         records = [(n, record) for n, record in enumerate(map(_parsed, lines), 1) if record and record["step"] <= step]
         self._cut(sum(map(len, lines[: records[-1][0] if records else 0])))
-        self._again = [record for _, record in records if record["step"] == step]
+        self._again = [_timeless(record) for _, record in records if record["step"] == step]
+        self.last = {key: value for _, record in records for key, value in record.items()}
 
     def sync(self) -> None:
         """Forces the records to disk: a checkpoint must not outlive those before it."""
@@ -98,12 +94,15 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
-        if self._board is not None:
-            self._board.close()
+        for name, logger in self.loggers:
+            with telling(f"logger {name}"):
+                logger.close()
 
 
 class NoMetrics:
     """The writer of a process whose records another one writes."""
+
+    last: Record = {}  # noqa: RUF012 - nothing writes to it
 
     def write(self, record: Record) -> None:
         """Writes nothing."""
@@ -123,6 +122,10 @@ def read_metrics(path: Path) -> list[Record]:
             records = [r for r in records if r["step"] <= record["step"]]
         records.append(record)
     return records
+
+
+def _timeless(record: Record) -> Record:
+    return {key: value for key, value in record.items() if key not in CLOCK}
 
 
 def _lines(path: Path) -> list[bytes]:

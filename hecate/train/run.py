@@ -10,8 +10,10 @@ import platform
 import re
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,20 +23,25 @@ from torch import nn
 
 from hecate.data import Source
 from hecate.distributed import World
-from hecate.errors import CheckpointError
+from hecate.errors import CheckpointError, shorten
+from hecate.train.allow import allowing, check_allowed
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display, Interrupted, Signals
 from hecate.train.estimate import check_memory
 from hecate.train.evaluate import Score
 from hecate.train.files import make_folder, refusing, sweep, write_file
+from hecate.train.hooks import Hooks, call_hooks
+from hecate.train.loggers import Record, open_loggers
 from hecate.train.metrics import MetricsWriter, NoMetrics, add_sample, rewind_samples
+from hecate.train.progress import Progress
 from hecate.train.report import write_report
 from hecate.train.saver import Saver
 from hecate.train.sharded import group_of
 from hecate.train.state import model_state, run_facts
 from hecate.train.trained import CHECKPOINTS, TOKENIZER, find_checkpoint
 from hecate.train.trainer import Trainer
+from hecate.train.warm import begin_from
 
 Status = Literal["finished", "interrupted", "out of time"]
 
@@ -61,14 +68,18 @@ def run_experiment(
     model: nn.Module | None = None,
     mem_limit: int | None = None,
     world: World | None = None,
+    hooks: Sequence[Hooks] = (),
+    allow: Sequence[str] = (),
 ) -> RunResult:
     """Trains, evaluates, saves and reports into `folder`. [TRAIN-RUN-D1]
 
     The caller's global random state is left as it was: the run has its own, seeded by the config. What takes more than
     `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3] In a `world` of several processes every
-    one calls it with the same arguments; rank 0 alone writes and shows. [DIST-RUN-D1]"""
+    one calls it with the same arguments; rank 0 alone writes and shows. `hooks` are called as the run goes on; where it
+    is resumed, the settings that `allow` names may differ from those of its checkpoint. [DIST-RUN-D1]"""
     config, world = config.validated(), world or World.alone(config.budget.device)
-    world.agree({"out": str(folder), "resume": resume})
+    world.agree({"out": str(folder), "resume": resume, "allow": list(allow)})
+    check_allowed(allow, config, resume)
     world.from_main(lambda: check_folder(folder, resume))
     if model is None:
         check_memory(config, mem_limit, world.size)
@@ -81,16 +92,18 @@ def run_experiment(
         def opened() -> None:
             with refusing(f"write run folder {folder}", "choose another --out"):
                 make_folder(folder)
-            board = folder / "tensorboard" if config.tensorboard else None
-            found.append(stack.enter_context(MetricsWriter(folder / "metrics.jsonl", board)))
+            metrics = stack.enter_context(MetricsWriter(folder / "metrics.jsonl"))
             check_folder(folder, resume)  # again: another process may have trained here since
+            for logger in open_loggers(config.asked_loggers(), folder, config.model_dump(mode="json")):
+                metrics.loggers.append(logger)
+            found.append(metrics)
 
         found: list[MetricsWriter] = []
         world.from_main(opened)
         signals = stack.enter_context(Signals(interrupts=world.size == 1))
         behind, group = config.budget.save == "async", group_of(world)
         saver = stack.enter_context(Saver(folder / CHECKPOINTS, config.budget.keep, behind=behind, group=group))
-        run = _Run(trainer, folder, shown, found[0] if found else NoMetrics(), signals, saver)
+        run = _Run(trainer, folder, shown, found[0] if found else NoMetrics(), signals, saver, hooks, allow)
         run.restore()
         world.from_main(lambda: _begin(config, folder))
         world.remember(str(folder))
@@ -183,10 +196,17 @@ class _Run:
     metrics: MetricsWriter | NoMetrics
     signals: Signals
     saver: Saver
+    hooks: Sequence[Hooks] = ()
+    allow: Sequence[str] = ()
     began: float = field(default_factory=time.monotonic)
     scored: tuple[int, Score] | None = None
     saved: tuple[int, dict[str, float]] | None = None
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    unseen: Path | None = None
     ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.progress = Progress(self.trainer.config, self.trainer.world)
 
     def restore(self) -> None:
         """Continues from the newest sound checkpoint; what was written after it is dropped."""
@@ -195,18 +215,28 @@ class _Run:
             path, checkpoint, skipped = found
             for item in skipped:
                 self.display.say(f"skipped {item.path.name}: {item.reason}")
+            checkpoint, self.changed = allowing(checkpoint, self.trainer, self.allow)
             self.trainer.restore(checkpoint, str(path))
             self.saved = (self.trainer.step, checkpoint.facts["metrics"])
             self.display.say(f"resumed from {path} at step {self.trainer.step}")
         elif (self.folder / "config.yaml").exists():
             self.display.say("no checkpoint yet: starting from the beginning")
+        if found is None and self.trainer.config.init_from is not None:
+            for line in begin_from(self.trainer, Path(self.trainer.config.init_from)):
+                self.display.say(line)
         self.metrics.rewind(self.trainer.step if found else -1)
+        self.progress.go_on(self.trainer.step, self.metrics.last)
         if self.trainer.world.main:
             rewind_samples(self.folder / "samples.txt", self.trainer.step if found else -1)
 
     def go(self) -> RunResult:
         trainer, budget = self.trainer, self.trainer.config.budget
-        self.metrics.write({"event": "resume" if trainer.step else "start", "step": trainer.step})
+        self._tell("resume" if trainer.step else "start")
+        if self.changed:
+            self._tell("allow", settings=self.changed)
+            for name, (there, here) in self.changed.items():
+                self.display.say(f"allowed: {name} was {shorten(there)} and is {shorten(here)}")
+            self._save(anew=True)  # which the next resume finds as it is
         self.display.start(trainer.config.name, trainer.step, budget.steps)
         try:
             if trainer.step:
@@ -214,10 +244,11 @@ class _Run:
             while trainer.step < budget.steps and self._status() == "finished":
                 began = time.monotonic()
                 result = trainer.train_step()
-                speed = result.tokens / max(time.monotonic() - began, 1e-9)
+                speed = self.progress.take(result.loss, result.tokens, time.monotonic() - began)
                 facts = {"loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm}
-                self.metrics.write({"event": "train", "step": trainer.step, **facts, "tokens_per_second": speed})
-                self.display.step(trainer.step, f"loss {result.loss:.3f}  {speed:,.0f} tokens/s")
+                record = self._tell("train", **facts, **speed)
+                self.display.step(trainer.step, partial(self.progress.line, result.grad_norm))
+                call_hooks(self.hooks, "on_step", trainer, record)
                 self._between()
             status: Status = self._status()
             baselines = self._finish(status)
@@ -229,6 +260,12 @@ class _Run:
                 self._report(status, baselines)
         metric, signal = trainer.source.metric, self.signals.received
         return RunResult(status, trainer.step, self.folder, metric, self._score(), baselines, signal)
+
+    def _tell(self, event: str, **facts: Any) -> Record:
+        """Writes a record of what has happened now."""
+        record = {"event": event, "step": self.trainer.step, **facts, **self.progress.clock()}
+        self.metrics.write(record)
+        return record
 
     def _status(self) -> Status:
         world, minutes = self.trainer.world, self.trainer.config.budget.minutes
@@ -258,23 +295,38 @@ class _Run:
             score = self.trainer.evaluate()
         step, metric, seconds = self.trainer.step, self.trainer.source.metric, time.monotonic() - self.began
         self.scored = (step, score)
-        self.metrics.write({"event": "eval", "step": step, **score.record(metric)})
+        record = self._tell("eval", **score.record(metric), tokens=self.progress.tokens)
         shown = f"{score.value(metric):.4f} {metric.replace('_', ' ')}"
         self.display.say(f"step {step:>6}/{self.trainer.config.budget.steps}  validation {shown}  [{seconds:.0f} s]")
+        call_hooks(self.hooks, "on_eval", self.trainer, record)
 
     def _score(self) -> Score | None:
         """Of the model as it stands, if it was evaluated."""
         return self.scored[1] if self.scored and self.scored[0] == self.trainer.step else None
 
-    def _save(self) -> None:
+    def _save(self, *, anew: bool = False) -> None:
+        """Writes a checkpoint, unless it is there; `anew` one of the same step under other settings."""
         score, step = self._score(), self.trainer.step
         record = score.record(self.trainer.source.metric) if score else {}
         metrics = {name: value for name, value in record.items() if math.isfinite(value)}
         if self.saved is not None and self.saved[0] == step and metrics in ({}, self.saved[1]):
-            return
+            if not anew:
+                return
+            metrics = self.saved[1]
         self.metrics.sync()
+        self._landed()
         self.saver.save(step, self.trainer.checkpoint(metrics))
         self.saved = (step, metrics)
+        self.unseen = self.folder / CHECKPOINTS / f"step_{step:08d}"
+        if self.trainer.config.budget.save == "sync":
+            self._landed()
+
+    def _landed(self) -> None:
+        """Waits for the checkpoint that is being written, and tells the hooks of it."""
+        self.saver.wait()
+        path, self.unseen = self.unseen, None
+        if path is not None:
+            call_hooks(self.hooks, "on_checkpoint", self.trainer, path)
 
     def _sample(self) -> None:
         with self.signals.interruptible():
@@ -295,10 +347,10 @@ class _Run:
         return baselines
 
     def _end(self, status: Status) -> None:
-        self.saver.wait()
+        self._landed()
         self.ended = True
         seconds = time.monotonic() - self.began
-        self.metrics.write({"event": "end", "step": self.trainer.step, "status": status, "seconds": seconds})
+        self._tell("end", status=status, seconds=seconds)
 
     def _report(self, status: Status, baselines: dict[str, float]) -> None:
         with refusing(f"write the report of {self.folder}", "free some space and --resume"):

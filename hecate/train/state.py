@@ -21,7 +21,7 @@ from hecate.train.config import ExperimentConfig
 from hecate.variant import Config
 
 _MOVING = ("params", "param_names", "lr", "elapsed", "commits")
-_MUST_MATCH = ("optim", "seed", "model", "data")
+_MUST_MATCH = ("optim", "seed", "model", "data", "init_from")
 _SHOWN = 8
 
 
@@ -72,7 +72,11 @@ def refuse_other_config(saved: Mapping[str, Any], config: ExperimentConfig, wher
         else:
             more = f"; and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else ""
             what = f"another {part!r} ({'; '.join(lines[:_SHOWN])}{more})"
-        raise CheckpointError(f"{where} was trained with {what}; resume with the config of its run folder")
+        first = lines[0].split(" is ")[0]
+        raise CheckpointError(
+            f"{where} was trained with {what}; resume with the config of its run folder, or let settings differ by "
+            f"name, such as --allow {first}"
+        )
     if fault is not None:
         raise CheckpointError(f"{where} has a config that is not valid: {fault}; use an earlier checkpoint")
 

@@ -1,0 +1,133 @@
+"""Resuming with other settings than a checkpoint was trained with, where they are allowed by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hecate.errors import ConfigError, did_you_mean, shorten
+from hecate.train.checkpoint import Checkpoint
+from hecate.train.compose import parse_path
+from hecate.train.config import ExperimentConfig
+from hecate.train.document import Location
+from hecate.train.trainer import Trainer
+
+CURSOR = {"seed": "seed", "batch_size": "budget.batch_size", "seq_len": "budget.seq_len"}
+"""The settings that entries of a data cursor are of; the fingerprint is of any below `data`."""
+
+
+class Allowed(NamedTuple):
+    """A checkpoint as if it had been trained with this run's settings; of each setting that differed, both values."""
+
+    checkpoint: Checkpoint
+    changed: dict[str, tuple[Any, Any]]
+
+
+def check_allowed(names: Sequence[str], config: ExperimentConfig, resume: bool) -> None:
+    """Refuses names that are no settings, or that have nothing to be compared with."""
+    if names and not resume:
+        raise ConfigError(f"--allow {names[0]} is for a run that is resumed; give --resume as well, or leave it out")
+    tree = config.model_dump(mode="json")
+    for name in names:
+        path = parse_path(name)
+        if path is None or _at(tree, path) is None:
+            known = [".".join(p) for p in _branches(tree)]
+            raise ConfigError(
+                f"--allow {shorten(name)}: an experiment has no such setting; write its whole path, such as "
+                f"optim.lr.{did_you_mean(name, known)}"
+            )
+
+
+def allowing(checkpoint: Checkpoint, trainer: Trainer, names: Sequence[str]) -> Allowed:
+    """Takes over the run's own values of the settings that are named, and of what is below them. [CKPT-ALLOW-D1]
+
+    What depends on them follows: the options of the optimiser, and the data cursor, which goes on at the first batch of
+    the new size of which nothing was read. What is not named stays, for `Trainer.restore` to compare.
+    """
+    facts, changed = dict(checkpoint.facts), dict[str, tuple[Any, Any]]()
+    saved, own = facts.get("config"), trainer.config.model_dump(mode="json")
+    if not names or not isinstance(saved, Mapping):
+        return Allowed(checkpoint, changed)
+    saved = _filled(saved)
+    for name in names:
+        path = parse_path(name) or ()
+        here, there = _at(own, path), _at(saved, path)
+        if here is not None and there is not None and here != there:
+            changed[name] = (there[0], here[0])
+            saved = _with(saved, path, here[0])
+    groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
+    facts |= {
+        "config": saved,
+        "cursor": _cursor(facts.get("cursor"), trainer, names, changed),
+        "optimizer": _options(facts.get("optimizer"), groups, [name for name in changed if _within("optim", name)]),
+    }
+    return Allowed(Checkpoint(checkpoint.tensors, facts), changed)
+
+
+def _cursor(saved: Any, trainer: Trainer, names: Sequence[str], changed: dict[str, tuple[Any, Any]]) -> Any:
+    if not isinstance(saved, Mapping):
+        return saved
+    own, cursor = trainer.loader.state_dict(), dict(saved)
+    free = [entry for entry, setting in CURSOR.items() if any(_within(name, setting) for name in names)]
+    free += ["fingerprint"] if any(_within("data", name) for name in names) else []
+    free += ["seq_len"] if "data" in names else []
+    before, now, step = cursor.get("batch_size"), own["batch_size"], cursor.get("step")
+    if "batch_size" in free and isinstance(before, int) and isinstance(now, int) and isinstance(step, int):
+        cursor["step"] = -(-step * before // now)
+    if "fingerprint" in free and cursor.get("fingerprint") != own["fingerprint"]:
+        changed.setdefault("data", (cursor.get("fingerprint"), own["fingerprint"]))
+    return cursor | {entry: own[entry] for entry in free}
+
+
+def _options(saved: Any, groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Any:
+    """The saved groups with the run's own options where these were allowed to differ."""
+    if not names or not isinstance(saved, Mapping) or len(saved.get("groups", ())) != len(groups):
+        return saved
+    whole = {"optim", "optim.optimizer"} & set(names)
+    wanted = None if whole else {name.rpartition(".")[2] for name in names}
+    kept = ("params", "param_names", "lr", "elapsed", "commits")
+    merged = [
+        there | {k: v for k, v in own.items() if k in there and k not in kept and (wanted is None or k in wanted)}
+        for there, own in zip(saved["groups"], groups, strict=True)
+    ]
+    return {**saved, "groups": merged}
+
+
+def _filled(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the fields that it had no name for when it was written."""
+    try:
+        return ExperimentConfig.model_validate(saved).model_dump(mode="json")
+    except ConfigError:  # which `Trainer.restore` tells
+        return saved
+
+
+def _within(outer: str, inner: str) -> bool:
+    """Whether one setting is another, or below it."""
+    return inner == outer or inner.startswith((f"{outer}.", f"{outer}["))
+
+
+def _at(tree: Any, path: Location) -> tuple[Any] | None:
+    """What stands at a path; None if nothing does."""
+    for part in path:
+        items: Any = tree if isinstance(tree, Mapping) else dict(enumerate(tree)) if isinstance(tree, list) else {}
+        if part not in items:
+            return None
+        tree = items[part]
+    return (tree,)
+
+
+def _with(tree: Any, path: Location, value: Any) -> Any:
+    """The tree with another value at a path."""
+    if not path:
+        return value
+    head, rest = path[0], path[1:]
+    if isinstance(tree, list):
+        return [_with(item, rest, value) if n == head else item for n, item in enumerate(tree)]
+    return {key: _with(item, rest, value) if key == head else item for key, item in tree.items()}
+
+
+def _branches(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The paths of all settings by their names."""
+    if not isinstance(tree, Mapping):
+        return [path]
+    return [*([path] if path else []), *(p for key, item in tree.items() for p in _branches(item, (*path, key)))]

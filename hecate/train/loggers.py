@@ -1,0 +1,177 @@
+"""Where the records of a run go beside metrics.jsonl: a family of loggers, each a kind with its options."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from hecate.errors import ConfigError, HookError
+from hecate.train.files import refusing, write_file
+from hecate.variant import Variant
+
+Record = dict[str, Any]
+
+
+class Logger(ABC):
+    """Takes the records of a run, one after the other; rank 0 alone has one."""
+
+    @abstractmethod
+    def log(self, record: Mapping[str, Any]) -> None:
+        """One record, as in metrics.jsonl: an event, its step, and facts by name."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends it: nothing is lost of what was logged."""
+
+
+class LoggerKind(Variant, family="logger"):
+    """How a logger is opened. A subclass with a `kind` joins the family; `loggers` of an experiment lists them.
+
+    `package` is what has to be installed, `name` how people call it.
+    """
+
+    package: ClassVar[str]
+    name: ClassVar[str]
+
+    def open(self, folder: Path, config: Mapping[str, Any]) -> Logger:
+        """The logger of a run in its folder, with the settings of the experiment; `ImportError` where `package` is
+        not installed."""
+        raise NotImplementedError(f"{type(self).__name__} does not define open")
+
+
+class Tensorboard(LoggerKind):
+    """tensorboard: numbers as scalars EVENT/NAME by step, in the folder `tensorboard` of the run.
+
+    References: the TensorBoard documentation. [TRAIN-LOG-D1]
+    """
+
+    kind: Literal["tensorboard"] = "tensorboard"
+    package, name = "torch.utils.tensorboard", "TensorBoard"
+
+    def open(self, folder: Path, config: Mapping[str, Any]) -> Logger:
+        return _Board(importlib.import_module(self.package).SummaryWriter(str(folder / "tensorboard")))
+
+
+class Wandb(LoggerKind):
+    """wandb: numbers as EVENT/NAME over `step`, in the folder `wandb` of the run.
+
+    Offline, unless `mode` or the environment's WANDB_MODE says otherwise: `wandb sync` sends what was written. A run
+    that is resumed is one run there, too.
+
+    References: the documentation of Weights & Biases. [TRAIN-LOG-D1]
+    """
+
+    kind: Literal["wandb"] = "wandb"
+    project: str = "hecate"
+    entity: str | None = None
+    mode: Literal["offline", "online", "shared", "disabled"] | None = None
+    package, name = "wandb", "wandb"
+
+    def open(self, folder: Path, config: Mapping[str, Any]) -> Logger:
+        wandb = importlib.import_module(self.package)
+        own = folder / "wandb" / "run-id"
+        with refusing(f"write {own}", "make it writable"):
+            if not own.exists():
+                own.parent.mkdir(exist_ok=True)
+                write_file(own, secrets.token_hex(8))
+            identity = own.read_text(encoding="utf-8").strip()
+        run = wandb.init(
+            project=self.project, entity=self.entity, name=config["name"], dir=str(folder), config=dict(config),
+            id=identity, resume="allow", mode=self.mode or os.environ.get("WANDB_MODE") or "offline",
+            settings=wandb.Settings(console="off", silent=True),
+        )  # fmt: skip
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")  # steps that a resume repeats are told again
+        return _Wandb(run)
+
+
+class Trackio(LoggerKind):
+    """trackio: numbers as EVENT/NAME with their step, in trackio's own folder on this machine.
+
+    References: the documentation of trackio. [TRAIN-LOG-D1]
+    """
+
+    kind: Literal["trackio"] = "trackio"
+    project: str = "hecate"
+    package, name = "trackio", "trackio"
+
+    def open(self, folder: Path, config: Mapping[str, Any]) -> Logger:
+        trackio = importlib.import_module(self.package)
+        return _Trackio(trackio, trackio.init(project=self.project, name=config["name"], config=dict(config)))
+
+
+class _Board(Logger):
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        for name, value in numbers(record).items():
+            self._writer.add_scalar(name, value, record["step"], walltime=record.get("time"))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb(Logger):
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if found := numbers(record):
+            self._run.log({**found, "step": record["step"]})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio(Logger):
+    def __init__(self, package: Any, run: Any) -> None:
+        self._package, self._run = package, run
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if found := numbers(record):
+            self._package.log({**found, "step": record["step"]})
+
+    def close(self) -> None:
+        self._package.finish()
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record as `EVENT/NAME`, but for its step and its time."""
+    return {
+        f"{record['event']}/{name}": value
+        for name, value in record.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in ("step", "time")
+    }
+
+
+def open_loggers(kinds: Iterable[tuple[tuple[str | int, ...], LoggerKind]], folder: Path, config: Mapping[str, Any],
+) -> Iterator[tuple[str, Logger]]:  # fmt: skip
+    """Opens the loggers of a run, with their names; each kind comes with the place of the config that asks for it."""
+    for path, kind in kinds:
+        try:
+            logger = kind.open(folder, config)
+        except ImportError as error:
+            out = "false" if path == ("tensorboard",) else "out"
+            raise ConfigError(f"needs {kind.name}: install hecate[track] or leave it {out}", path) from error
+        except Exception as error:
+            with telling(f"logger {kind.kind}"):
+                raise error
+        yield kind.kind, logger
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Tells an exception in what a run calls of others as `HookError`, with the name of it. [TRAIN-HOOK-D1]"""
+    try:
+        yield
+    except Exception as error:
+        raise HookError(
+            f"{what} failed with {type(error).__name__}: {error}; the run can be continued with --resume"
+        ) from error

@@ -1,0 +1,324 @@
+"""What a run tells while it goes on: progress, clocks that go on over a resume, loggers and hooks."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import re
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from rich.console import Console
+
+from hecate.distributed import World
+from hecate.errors import ConfigError, HookError
+from hecate.train import Hooks, checkpoints, run_experiment
+from hecate.train import display as display_module
+from hecate.train.display import Display
+from hecate.train.estimate import sizes_of
+from hecate.train.loggers import Logger, LoggerKind, numbers
+from hecate.train.metrics import read_metrics
+from hecate.train.progress import Progress, counted, duration, peak_flops
+
+from .common import TiedGRU, tiny
+
+TRAIN = {"loss", "lr", "grad_norm", "tokens_per_second", "tokens", "peak_memory", "time", "elapsed"}
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+
+def run(folder, *, resume=False, model=None, hooks=(), **fields):
+    model = TiedGRU() if model is None else model
+    how = {"display": Display(quiet=True), "model": model, "hooks": hooks, "resume": resume}
+    return run_experiment(tiny(**fields), folder, **how)
+
+
+class Stops(TiedGRU):
+    """Ends as a killed process does, in the middle of step 14."""
+
+    calls = 0
+
+    def forward(self, tokens, state=None):
+        self.calls += self.training
+        if self.training and self.calls == 14:
+            raise KeyboardInterrupt
+        return super().forward(tokens, state)
+
+
+@pytest.mark.spec("TRAIN-RUN-D8", "TRAIN-METRICS-D1")
+def test_tokens_and_time_go_on_over_a_kill_and_a_resume(tmp_path):
+    began = time.time()
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", model=Stops())
+    killed = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    run(tmp_path / "run", resume=True, model=TiedGRU(seed=9))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    train = [r for r in records if r["event"] == "train"]
+    assert [r["step"] for r in train] == list(range(1, 21))
+    assert [r["tokens"] for r in train] == [32 * step for step in range(1, 21)]  # 4 rows of 8
+    assert all(set(r) == TRAIN | {"event", "step"} for r in train)
+    assert all(began <= r["time"] <= time.time() + 1 for r in records)
+    assert [r["time"] for r in records] == sorted(r["time"] for r in records)
+    elapsed = [r["elapsed"] for r in records]
+    assert elapsed == sorted(elapsed) and elapsed[-1] < time.time() - began + 0.1
+    kept = max(r["elapsed"] for r in killed if r["step"] <= 10)
+    resumed = next(r for r in records if r["event"] == "resume")
+    assert kept <= resumed["elapsed"] and resumed["step"] == 10
+    assert all(r["peak_memory"] > 1 << 20 for r in train)
+    twice = Counter((r["event"], r["step"]) for r in records)
+    assert max(twice.values()) == 1
+
+
+@pytest.mark.spec("TRAIN-RUN-D8")
+def test_a_run_of_an_older_version_goes_on_with_its_tokens(tmp_path):
+    run(tmp_path / "run", budget={"steps": 10})
+    path = tmp_path / "run" / "metrics.jsonl"
+    kept = ("event", "step", "loss", "lr", "grad_norm", "tokens_per_second", "status", "seconds")
+    old = [{k: r[k] for k in kept if k in r} for r in read_metrics(path)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in old))
+    run(tmp_path / "run", resume=True)
+    tokens = [r["tokens"] for r in read_metrics(path) if r["event"] == "train" and r["step"] > 10]
+    assert tokens == [step * 32 for step in range(11, 21)]
+
+
+@pytest.mark.spec("TRAIN-RUN-D8")
+def test_lines_come_now_and_then_where_there_is_no_terminal(tmp_path, monkeypatch):
+    monkeypatch.setattr(display_module, "PLAIN", 0.0)
+    text = io.StringIO()
+    run_experiment(tiny(), tmp_path / "a", display=Display(Console(file=text, width=200)))
+    shown = [line for line in text.getvalue().splitlines() if " loss " in line]
+    pattern = (
+        r"^step +\d+/20  loss \d\.\d{3}  [\d.]+k? tokens  [\d,]+ tokens/s \([\d,]+ of the run\)  "
+        r"norm [\d.]+  [\d.]+ [KMG]iB  ETA 0:\d\d:\d\d$"
+    )
+    assert len(shown) == 20 and all(re.match(pattern, line) for line in shown), shown[0]
+    fancy = io.StringIO()
+    display = Display(Console(file=fancy, force_terminal=True, width=100))
+    run_experiment(tiny(), tmp_path / "b", display=display)
+    assert "20/20" in fancy.getvalue() and "ETA" in fancy.getvalue()
+
+
+@pytest.mark.spec("TRAIN-RUN-D8")
+def test_the_loss_is_smoothed_and_the_time_left_is_that_of_the_whole_run(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = Progress(tiny(budget={"steps": 10}), World.alone())
+    assert progress.line(1.0).endswith("ETA -")
+    for loss in (4.0, 2.0):
+        now[0] += 3.0  # a second of it in the step, the rest elsewhere
+        progress.take(loss, 32, 1.0)
+    mean = (0.95 * 0.05 * 4.0 + 0.05 * 2.0) / (1 - 0.95**2)
+    line = progress.line(0.5)
+    assert f"loss {mean:.3f}" in line and "64 tokens" in line and "32 tokens/s (11 of the run)" in line
+    assert progress.left() == 8 * 3.0 and line.endswith("ETA 0:00:24")
+    limited = Progress(tiny(budget={"steps": 10, "minutes": 0.1}), World.alone())
+    now[0] += 2.0
+    limited.take(1.0, 32, 1.0)
+    assert limited.left() == pytest.approx(4.0)
+
+
+@pytest.mark.spec("TRAIN-RUN-D8")
+def test_the_share_of_a_peak_is_told_where_the_peak_is_known(monkeypatch):
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 19.5e12
+    assert peak_flops("NVIDIA L4", "bfloat16") == 121e12 and peak_flops("NVIDIA L40S", "bfloat16") == 362e12
+    assert peak_flops("Some other device", "bfloat16") is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 3 << 30)
+    config = tiny(budget={"precision": "bfloat16"})
+    world = World(device=torch.device("cuda"), size=4)
+    progress = Progress(config, world)
+    facts = progress.take(1.0, 1000, 0.5)
+    assert facts["mfu"] == pytest.approx(2000 * 6 * sizes_of(config).work / (4 * 312e12))
+    assert facts["peak_memory"] == 3 << 30 and "3 GiB  MFU" in progress.line(1.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some other device")
+    assert "mfu" not in Progress(config, world).take(1.0, 1000, 0.5)
+
+
+def test_numbers_in_words():
+    assert [counted(n) for n in (0, 999, 1000, 12_345, 999_999, 12_345_678, 3e9, 2.5e12)] == [
+        "0", "999", "1k", "12.3k", "1000k", "12.3M", "3G", "2.5T"
+    ]  # fmt: skip
+    assert [duration(s) for s in (0, 59.9, 3661, 90061, float("inf"))] == [
+        "0:00:00", "0:00:59", "1:01:01", "1 d 1:01:01", "-"
+    ]  # fmt: skip
+
+
+class Heard(Hooks):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.evals: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+
+    def on_step(self, trainer, record):
+        assert trainer.step == record["step"]
+        self.steps.append(record)
+
+    def on_eval(self, trainer, record):
+        self.evals.append(record)
+
+    def on_checkpoint(self, trainer, path):
+        assert (path / "manifest.json").is_file()
+        self.paths.append(path.name)
+
+
+@pytest.mark.spec("TRAIN-HOOK-D1")
+def test_hooks_hear_of_steps_evaluations_and_checkpoints(tmp_path):
+    heard = Heard()
+    folder = run(tmp_path / "run", hooks=[heard]).folder
+    records = read_metrics(folder / "metrics.jsonl")
+    assert heard.steps == [r for r in records if r["event"] == "train"] and len(heard.steps) == 20
+    assert heard.evals == [r for r in records if r["event"] == "eval"] and len(heard.evals) == 2
+    assert heard.paths == [p.name for p in checkpoints(folder / "checkpoints")]
+    plain = run(tmp_path / "plain")
+    assert plain.score == run(tmp_path / "again", hooks=[Heard()]).score
+
+
+@pytest.mark.spec("TRAIN-HOOK-D1")
+@pytest.mark.parametrize("name", ["on_step", "on_eval", "on_checkpoint"])
+def test_a_hook_that_fails_is_named_and_the_run_can_go_on(tmp_path, name):
+    class Broken(Hooks):
+        pass
+
+    setattr(Broken, name, lambda *_: {}["gone"])
+    with pytest.raises(HookError, match=rf"^hook Broken\.{name} failed with KeyError: 'gone'; .*--resume"):
+        run(tmp_path / "run", hooks=[Hooks(), Broken()])
+    assert run(tmp_path / "run", resume=True).step == 20
+
+
+class Kept(LoggerKind):
+    """kept: a list, for tests."""
+
+    kind: Literal["kept"] = "kept"
+    fails_at: int = -1
+    package, name = "builtins", "a list"
+
+    def open(self, folder, config):
+        if self.fails_at == 0:
+            raise OSError("no room")
+        return _Kept(self.fails_at, config)
+
+
+class _Kept(Logger):
+    opened: ClassVar[list[_Kept]] = []
+
+    def __init__(self, fails_at, config):
+        self.fails_at, self.config, self.records, self.closed = fails_at, config, [], False
+        self.opened.append(self)
+
+    def log(self, record):
+        if record["step"] == self.fails_at:
+            raise ValueError("cannot")
+        self.records.append(record)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.spec("TRAIN-LOG-D1")
+def test_a_logger_of_ones_own_is_told_every_line_once(tmp_path):
+    _Kept.opened.clear()
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", model=Stops(), loggers=["kept"])
+    run(tmp_path / "run", resume=True, model=TiedGRU(seed=9), loggers=["kept"])
+    first, second = _Kept.opened
+    assert first.closed and second.closed and first.config["name"] == "tiny"
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [r for r in first.records if r["step"] <= 10] + second.records == records
+
+
+@pytest.mark.spec("TRAIN-LOG-D1")
+@pytest.mark.parametrize(("step", "said"), [(0, "OSError: no room"), (3, "ValueError: cannot")])
+def test_a_logger_that_fails_is_named(tmp_path, step, said):
+    kinds = [{"kind": "kept", "fails_at": step}]
+    with pytest.raises(HookError, match=rf"^logger kept failed with {said}"):
+        run(tmp_path / "run", loggers=kinds)
+
+
+@pytest.mark.spec("TRAIN-LOG-D1")
+@pytest.mark.parametrize("kind", ["wandb", "trackio"])
+def test_a_logger_that_is_missing_is_named(tmp_path, monkeypatch, kind):
+    monkeypatch.setitem(sys.modules, kind, None)
+    with pytest.raises(ConfigError, match=rf"^loggers\[1\]: needs {kind}: install hecate\[track\] or leave it out"):
+        run(tmp_path / "run", loggers=["kept", kind])
+
+
+def test_numbers_of_a_record():
+    record = {"event": "train", "step": 3, "time": 1.5, "loss": 2.0, "tokens": 7, "status": "x", "sound": True}
+    assert numbers(record) == {"train/loss": 2.0, "train/tokens": 7}
+
+
+@pytest.mark.spec("TRAIN-LOG-D1")
+def test_tensorboard_for_real(tmp_path):
+    pytest.importorskip("tensorboard")
+    folder = run(tmp_path / "run", tensorboard=True, loggers=["tensorboard"]).folder
+    events = list((folder / "tensorboard").iterdir())
+    assert len(events) == 1  # asked for twice, opened once
+    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    found = reader.EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    losses = [(e.step, e.value) for e in found.Scalars("train/loss")]
+    wanted = [(r["step"], r["loss"]) for r in read_metrics(folder / "metrics.jsonl") if r["event"] == "train"]
+    assert losses == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in wanted]
+    assert {"eval/validation_loss", "train/tokens", "end/seconds"} <= set(found.Tags()["scalars"])
+
+
+def leveldb_log(data: bytes, block: int = 1 << 15) -> Iterator[bytes]:
+    """The records of a log as LevelDB writes it, behind a header of seven bytes."""
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        if block - at % block < 7:
+            at += block - at % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+@pytest.mark.spec("TRAIN-LOG-D1")
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_for_real_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    loggers = [{"kind": "wandb", "project": "tests"}]
+    folder = run(tmp_path / "run", loggers=loggers, budget={"steps": 10}).folder
+    run(tmp_path / "run", loggers=loggers, resume=True)
+    files = list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert files and len({f.name for f in files}) == 1  # one run, however often it is resumed
+    wire = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    told: dict[int, float] = {}
+    for file in files:
+        for data in leveldb_log(file.read_bytes()):
+            record = wire.Record()
+            record.ParseFromString(data)
+            row = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+            if "train/loss" in row:
+                told[int(row["step"])] = float(row["train/loss"])
+    wanted = {r["step"]: r["loss"] for r in read_metrics(folder / "metrics.jsonl") if r["event"] == "train"}
+    assert told == pytest.approx(wanted) and len(wanted) == 20
+
+
+@pytest.mark.spec("TRAIN-LOG-D1")
+def test_trackio_for_real(tmp_path, monkeypatch):
+    pytest.importorskip("trackio", exc_type=ImportError)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    run(tmp_path / "run", loggers=[{"kind": "trackio", "project": "tests"}])
+    assert list((tmp_path / "trackio").rglob("*.db"))

@@ -1,0 +1,256 @@
+"""Resuming with other settings where they are allowed, and beginning with the parameters of another run."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+
+from hecate.distributed import ParallelConfig, start
+from hecate.errors import CheckpointError, ConfigError
+from hecate.train import Hooks, Trainer, checkpoints, load_checkpoint, load_experiment, run_experiment
+from hecate.train.display import Display
+from hecate.train.metrics import read_metrics
+from tests.ranks import run_ranks
+
+from .common import same_bits, tiny
+from .worlds import experiment
+
+TEN = {"budget": {"steps": 10}}
+TEXT = {"data": {"kind": "bundled", "max_bytes": 1 << 16}, "sample": {"tokens": 2}}
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+
+def run(config, folder, **how):
+    said = io.StringIO()
+    result = run_experiment(config, folder, display=Display(Console(file=said, width=1000)), **how)
+    return result, said.getvalue()
+
+
+def last(folder: Path):
+    return load_checkpoint(checkpoints(folder / "checkpoints")[-1])
+
+
+@pytest.mark.spec("CKPT-ALLOW-D1", "CKPT-RESUME-D2")
+def test_a_setting_that_is_named_may_differ_and_is_told(tmp_path):
+    run(tiny(**TEN), tmp_path / "run")
+    other = tiny(optim={"lr": 1e-4, "weight_decay": 0.3})
+    for names, field in (((), "optim.lr"), (["optim.lr"], "optim.weight_decay"), (["optim.weight_decay"], "optim.lr")):
+        with pytest.raises(CheckpointError, match=rf"another 'optim' \({field} is .* --allow {field}$"):
+            run(other, tmp_path / "run", resume=True, allow=names)
+    assert load_experiment(tmp_path / "run" / "config.yaml").optim.lr == 3e-3
+    _, said = run(other, tmp_path / "run", resume=True, allow=["optim.lr", "optim.weight_decay"])
+    assert "allowed: optim.lr was 0.003 and is 0.0001" in said
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    (told,) = [r for r in records if r["event"] == "allow"]
+    assert told["step"] == 10
+    assert told["settings"] == {"optim.lr": [0.003, 0.0001], "optim.weight_decay": [0.1, 0.3]}
+    rates = [r["lr"] for r in records if r["event"] == "train" and r["step"] > 10]
+    assert rates == [other.optim.rate(n, 20) for n in range(10, 20)]
+    assert load_experiment(tmp_path / "run" / "config.yaml") == other
+    groups = last(tmp_path / "run").facts["optimizer"]["groups"]
+    assert {g["weight_decay"] for g in groups} == {0.0, 0.3}
+
+
+@pytest.mark.spec("CKPT-ALLOW-D1")
+def test_what_was_allowed_once_needs_no_word_again(tmp_path):
+    class Dies(Hooks):
+        def on_step(self, trainer, record):
+            raise KeyboardInterrupt
+
+    run(tiny(**TEN), tmp_path / "run")
+    before = last(tmp_path / "run")
+    other = tiny(optim={"lr": 1e-4})
+    with pytest.raises(KeyboardInterrupt):
+        run(other, tmp_path / "run", resume=True, allow=["optim.lr"], hooks=[Dies()])
+    kept = last(tmp_path / "run")
+    assert same_bits(before.tensors, kept.tensors) and kept.facts["metrics"] == before.facts["metrics"]
+    result, said = run(other, tmp_path / "run", resume=True)
+    assert result.step == 20 and "allowed:" not in said
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    events = [(r["event"], r["step"]) for r in map(json.loads, lines)]
+    assert [e for e in events if e[0] in ("allow", "resume")] == [("resume", 10), ("allow", 10)]
+    assert [step for event, step in events if event == "train"] == list(range(1, 21))
+
+
+@pytest.mark.spec("CKPT-ALLOW-D1")
+def test_what_is_equal_changes_no_bit(tmp_path):
+    names = ["optim", "model", "data", "seed", "budget.batch_size", "budget.seq_len", "init_from"]
+    run(tiny(**TEN), tmp_path / "one")
+    run(tiny(**TEN), tmp_path / "two")
+    run(tiny(), tmp_path / "one", resume=True)
+    _, said = run(tiny(), tmp_path / "two", resume=True, allow=names)
+    one, two = last(tmp_path / "one"), last(tmp_path / "two")
+    assert "allowed:" not in said and same_bits(one.tensors, two.tensors) and one.facts == two.facts
+
+
+@pytest.mark.spec("CKPT-ALLOW-D1")
+def test_another_batch_begins_where_nothing_was_read(tmp_path):
+    run(tiny(**TEXT, budget={"steps": 10, "seq_len": 8}), tmp_path / "run")
+    wider = tiny(**TEXT, budget={"batch_size": 12, "seq_len": 8})
+    with pytest.raises(CheckpointError, match="cursor has batch_size=4, this run has 12"):
+        run(wider, tmp_path / "run", resume=True, allow=["budget.seq_len"])
+    run(wider, tmp_path / "run", resume=True, allow=["budget.batch_size"])
+    cursor = last(tmp_path / "run").facts["cursor"]
+    assert cursor["batch_size"] == 12 and cursor["step"] == 4 + 10  # ten batches of 4 are three and a third of 12
+    tokens = [r["tokens"] for r in read_metrics(tmp_path / "run/metrics.jsonl") if r["event"] == "train"]
+    assert tokens[9] == 10 * 32 and tokens[-1] == 10 * 32 + 10 * 96
+
+
+@pytest.mark.spec("CKPT-ALLOW-D1")
+def test_other_data_may_be_allowed(tmp_path):
+    (tmp_path / "a.txt").write_text("one text and another " * 40)
+    (tmp_path / "b.txt").write_text("something else altogether " * 40)
+    configs = [tiny(data={"kind": "text", "paths": [str(tmp_path / f"{x}.txt")]}, sample={"tokens": 2},
+                    budget={"seq_len": 8, "steps": steps}) for x, steps in (("a", 10), ("b", 20))]  # fmt: skip
+    run(configs[0], tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"another 'data' \(data\.paths is "):
+        run(configs[1], tmp_path / "run", resume=True)
+    _, said = run(configs[1], tmp_path / "run", resume=True, allow=["data.paths"])
+    assert "allowed: data.paths was [" in said and last(tmp_path / "run").facts["step"] == 20
+
+
+@pytest.mark.spec("CKPT-ALLOW-D1")
+@pytest.mark.parametrize(
+    ("names", "resume", "said"),
+    [
+        (["optim.lr"], False, "--allow optim.lr is for a run that is resumed; give --resume as well"),
+        (["optim.rl"], True, "--allow 'optim.rl': an experiment has no such setting; .* Did you mean 'optim.lr'?"),
+        (["lr"], True, "--allow 'lr': an experiment has no such setting; write its whole path"),
+        (["optim..lr"], True, "--allow 'optim..lr': an experiment has no such setting"),
+    ],
+)
+def test_names_that_allow_nothing_are_refused(tmp_path, names, resume, said):
+    run(tiny(budget={"steps": 1}), tmp_path / "run")
+    folder = tmp_path / ("run" if resume else "new")
+    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+        run(tiny(), folder, resume=resume, allow=names)
+
+
+@pytest.mark.spec("CKPT-ALLOW-D1")
+def test_what_does_not_fit_stays_refused(tmp_path):
+    run(tiny(**TEN), tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"has no|lacks tensor|is \[|other parameters|own config"):
+        run(tiny(model={"d_model": 16}), tmp_path / "run", resume=True, allow=["model"])
+    kind = tiny(optim={"optimizer": "sgd"})
+    with pytest.raises(CheckpointError, match="AdamW, this run uses SGD"):
+        run(kind, tmp_path / "run", resume=True, allow=["optim"])
+
+
+@pytest.mark.spec("TRAIN-INIT-D1")
+@pytest.mark.parametrize("form", ["run", "checkpoint", "file", "bfloat16"])
+def test_a_run_begins_with_stored_parameters(tmp_path, form):
+    first, _ = run(tiny(**TEN), tmp_path / "first")
+    path = checkpoints(first.folder / "checkpoints")[-1]
+    given = {k.removeprefix("model/"): v for k, v in load_checkpoint(path).tensors.items() if k.startswith("model/")}
+    where = {"run": first.folder, "checkpoint": path}.get(form, tmp_path / "weights.safetensors")
+    if form == "bfloat16":
+        given = {name: value.to(torch.bfloat16) for name, value in given.items()}
+    if where.suffix:
+        save_file({name: value.contiguous() for name, value in given.items()}, where)
+    seen: dict[str, Any] = {}
+
+    class Looks(Hooks):
+        def on_checkpoint(self, trainer, path):
+            seen.update({k: v.clone() for k, v in trainer.model.state_dict().items()})
+
+    config = tiny(seed=5, init_from=str(where), budget={"steps": 2}, optim={"lr": 1e-300, "weight_decay": 0.0})
+    _, said = run(config, tmp_path / "second", hooks=[Looks()])
+    assert f"began from {where}: {len(given)} tensors" in said and "drawn anew" not in said
+    assert same_bits(seen, {name: value.to(seen[name].dtype) for name, value in given.items()})
+
+
+@pytest.mark.spec("TRAIN-INIT-D1")
+def test_what_is_missing_or_left_over_is_told_and_what_does_not_fit_refused(tmp_path):
+    own = dict(Trainer(tiny()).model.state_dict())
+    names = sorted(own)
+    part = {name: own[name].clone() + 1 for name in names[1:]} | {"more.weight": torch.zeros(2)}
+    file = tmp_path / "part.safetensors"
+    save_file(part, file)
+    config = tiny(init_from=str(file), budget={"steps": 1})
+    _, said = run(config, tmp_path / "a")
+    assert f"not there, and drawn anew: {names[0]}\n" in said and "left over: more.weight\n" in said
+    save_file({**part, names[1]: torch.zeros(1, 3)}, file)
+    with pytest.raises(CheckpointError, match=rf"^init_from: tensor '{names[1]}' of .* is \[1, 3\], the model has \["):
+        run(config, tmp_path / "b")
+    save_file({"x": torch.zeros(1)}, file)
+    with pytest.raises(
+        CheckpointError, match="^init_from: no tensor of .* has a name of this model; there are x there"
+    ):
+        run(config, tmp_path / "c")
+    file.write_bytes(b"no")
+    with pytest.raises(CheckpointError, match=r"^init_from: .*part\.safetensors"):
+        run(config, tmp_path / "d")
+    with pytest.raises(CheckpointError, match="^init_from: "):
+        run(tiny(init_from=str(tmp_path / "gone")), tmp_path / "e")
+
+
+@pytest.mark.spec("TRAIN-INIT-D1")
+def test_a_run_that_is_resumed_keeps_what_it_began_with(tmp_path):
+    run(tiny(**TEN), tmp_path / "first")
+    config = tiny(init_from=str(tmp_path / "first"))
+    run(config.model_copy(update={"budget": config.budget.model_copy(update={"steps": 10})}), tmp_path / "second")
+    with pytest.raises(CheckpointError, match=r"another 'init_from' \(init_from is '.*' there and None here\)"):
+        run(tiny(), tmp_path / "second", resume=True)
+    _, said = run(config, tmp_path / "second", resume=True)
+    assert "began from" not in said and "resumed from" in said
+
+
+def of_two(folder: str) -> dict[str, Any]:
+    """On each of two ranks, sharded: a run from another one, resumed with another rate; and a file that is missing."""
+    sys.modules["matplotlib.figure"] = None  # type: ignore[assignment]
+    torch.set_default_dtype(torch.float64)
+    heard: list[Any] = []
+
+    class Hears(Hooks):
+        def on_step(self, trainer, record):
+            heard.append((record["step"], record["loss"], record["tokens"]))
+
+        def on_checkpoint(self, trainer, path):
+            heard.append(path.name)
+
+    here, how = Path(folder), {"display": Display(quiet=True), "hooks": [Hears()]}
+    with start(ParallelConfig(data=2), timeout=60.0) as world:
+        begun = experiment(parallel={"data": 2}, init_from=str(here / "first"), budget={"steps": 10})
+        run_experiment(begun, here / "two", world=world, **how)
+        slower = experiment(parallel={"data": 2}, init_from=str(here / "first"), optim={"lr": 1e-3})
+        found = run_experiment(slower, here / "two", world=world, resume=True, allow=["optim.lr"], **how)
+        gone = experiment(parallel={"data": 2}, init_from=str(here / "gone"))
+        try:
+            run_experiment(gone, here / "three", world=world, **how)
+            said = ""
+        except CheckpointError as error:
+            said = str(error)
+    return {"heard": heard, "loss": found.score.loss if found.score else 0.0, "said": said}
+
+
+@pytest.mark.spec("TRAIN-INIT-D1", "CKPT-ALLOW-D1", "TRAIN-HOOK-D1")
+def test_two_processes_begin_and_go_on_as_one(tmp_path):
+    torch.set_default_dtype(torch.float64)
+    run(experiment(budget={"steps": 10}), tmp_path / "first")
+    from_it = {"init_from": str(tmp_path / "first")}
+    run(experiment(**from_it, budget={"steps": 10}), tmp_path / "one")
+    one, _ = run(experiment(**from_it, optim={"lr": 1e-3}), tmp_path / "one", resume=True, allow=["optim.lr"])
+    wanted = [r["loss"] for r in read_metrics(tmp_path / "one/metrics.jsonl") if r["event"] == "train"]
+    found = run_ranks(2, of_two, str(tmp_path))
+    for rank in found:
+        steps = [item for item in rank["heard"] if not isinstance(item, str)]
+        assert [loss for _, loss, _ in steps] == pytest.approx(wanted, rel=0, abs=2e-6)  # of float32
+        assert [tokens for _, _, tokens in steps] == [12 * 16 * n for n in range(1, 21)]
+        names = [item for item in rank["heard"] if isinstance(item, str)]
+        assert names == ["step_00000010", "step_00000010", "step_00000020"]  # once more under the other rate
+        assert rank["said"].startswith("init_from: ") and "gone" in rank["said"]
+        assert rank["loss"] == pytest.approx(one.score.loss, rel=0, abs=2e-6)
+    records = read_metrics(tmp_path / "two/metrics.jsonl")
+    assert [r["step"] for r in records if r["event"] == "train"] == list(range(1, 21))
