@@ -74,6 +74,13 @@ def _begin(ctx: Any) -> None:
         )
 
 
+def _named(now: str, before: str) -> Any:
+    """A collective of torch.distributed, by the name of newer or of older versions."""
+    import torch.distributed as dist
+
+    return getattr(dist, now, None) or getattr(dist, before)
+
+
 # One tensor of every rank.
 
 
@@ -87,23 +94,25 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        import torch.distributed as dist
 
         _begin(ctx)
         grad = grads[0].contiguous()
         ctx.ranks.count(ctx.what, grad[0])
         mine = torch.empty_like(grad[0])
         if mine.numel():
-            dist.reduce_scatter_tensor(mine.view(-1), grad.view(-1), group=ctx.ranks.group)
+            _named("reduce_scatter_single", "reduce_scatter_tensor")(
+                mine.view(-1), grad.view(-1), group=ctx.ranks.group
+            )
         return mine, None, None, None
 
 
 def _gathered(mine: Tensor, ranks: Ranks) -> Tensor:
-    import torch.distributed as dist
 
     out = mine.new_empty(ranks.size, *mine.shape)
     if mine.numel():
-        dist.all_gather_into_tensor(out.view(-1), mine.contiguous().view(-1), group=ranks.group)
+        _named("all_gather_single", "all_gather_into_tensor")(
+            out.view(-1), mine.contiguous().view(-1), group=ranks.group
+        )
     return out
 
 
