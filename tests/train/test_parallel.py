@@ -199,7 +199,8 @@ def test_every_world_trains_as_one(size: int):
         if size != 3 or shape == "sharded"
     }
     agree(one_process(torch.float64, cases), run_ranks(size, many, torch.float64, cases), 1e-12)
-    cases = {f"{model}, float32": (experiment(model, optim=PLAIN), 20) for model in ("delta", "titans", "mlp")}
+    slow = PLAIN | {"lr": 1e-3}  # parameters move by some hundredths, and rounding in gradients with them
+    cases = {f"{model}, float32": (experiment(model, optim=slow), 20) for model in ("delta", "titans", "mlp")}
     agree(one_process(torch.float32, cases), run_ranks(size, many, torch.float32, cases), 1e-6)
 
 
