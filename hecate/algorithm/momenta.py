@@ -21,15 +21,6 @@ Coefficients = tuple[float, float, float]
 POLYNOMIALS: dict[str, Coefficients] = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}
 
 
-def iterated(x: Tensor, coefficients: Coefficients) -> Tensor:
-    """One iteration, a X + (b A + c A^2) X with A = X X^T, of a matrix or a batch of them."""
-    a, b, c = coefficients
-    fused = torch.addmm if x.ndim == 2 else torch.baddbmm
-    gram = x @ x.mT
-    inner = fused(gram, gram, gram, beta=b, alpha=c) if c else b * gram
-    return fused(x, inner, x, beta=a)
-
-
 class NewtonSchulz(Carrying):
     """newton_schulz: S' = momentum S + G, D = -lr NS(S').
 
@@ -96,7 +87,7 @@ class NewtonSchulz(Carrying):
         coefficients, rows = POLYNOMIALS[self.polynomial], min(shape)
 
         def forward(gram: Tensor) -> tuple[Tensors, Any]:
-            square = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None] + self.eps**2
+            square = _trace(gram) + self.eps**2
             x, q = gram / square, torch.empty(0)
             made: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
             for step in range(self.steps):
@@ -172,9 +163,7 @@ def _polynomial(x: Tensor, coefficients: Coefficients) -> Tensor:
 
 def _polynomial_vjp(x: Tensor, g: Tensor, coefficients: Coefficients) -> Tensor:
     _, b, c = coefficients
-    if not c:
-        return b * g
-    return torch.baddbmm(g, g, x.mT, beta=b, alpha=c).baddbmm_(x.mT, g, alpha=c)
+    return torch.baddbmm(g, g, x.mT, beta=b, alpha=c).baddbmm_(x.mT, g, alpha=c) if c else b * g
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.algorithm import Algorithm, NewtonSchulz
-from hecate.algorithm.momenta import POLYNOMIALS, Coefficients, iterated
+from hecate.algorithm.momenta import POLYNOMIALS, Coefficients
 from hecate.checks import Count, expect_choice
 from hecate.errors import ConfigError
 from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
@@ -35,8 +35,10 @@ def newton_schulz(matrix: Tensor, coefficients: Coefficients, steps: int, eps: f
     # One matrix takes its norm as `torch.optim.Muon` does, bit for bit.
     length = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
     x = x / length.clamp(min=eps)
+    (a, b, c), fused = coefficients, torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(steps):
-        x = iterated(x, coefficients)
+        gram = x @ x.mT
+        x = fused(x, fused(gram, gram, gram, beta=b, alpha=c) if c else b * gram, x, beta=a)
     return (x.mT if tall else x).to(matrix.dtype)
 
 

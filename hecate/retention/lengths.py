@@ -68,10 +68,8 @@ class Sphere(Decaying):
         return Block(f"retention.{self.kind}", self._stepped, self._stepped_vjp) if kept else super().block()
 
     def _stepped(self, memory: Tensor, direction: Tensor, retain: Tensor) -> tuple[tuple[Tensor], Any]:
-        inner, onto = None, direction
-        if self.form == "tangent":
-            inner = self._dot(memory, direction)
-            onto = torch.addcmul(direction, memory, inner, value=-1)
+        inner = self._dot(memory, direction) if self.form == "tangent" else None
+        onto = direction if inner is None else torch.addcmul(direction, memory, inner, value=-1)
         moved = torch.addcmul(onto, over(retain, memory), memory)
         of_moved, of_memory = self._length(moved), None if inner is not None else self._length(memory)
         scale = (1 if of_memory is None else of_memory[0]) / of_moved[0]
