@@ -1,0 +1,58 @@
+"""What a process of a world that is not there would hold, against torch's own sharding of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hecate.errors import ConfigError
+from hecate.train import load_experiment
+from hecate.train.estimate import check_memory, estimate_rows, share_of, sizes_of
+
+FAKE = """
+import sys
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from hecate.models import LanguageModel
+from hecate.train import load_experiment
+
+distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=256)
+mesh = init_device_mesh("cpu", (32, 8), mesh_dim_names=("replicate", "data"))
+for preset in sys.argv[1:]:
+    model = LanguageModel(load_experiment(preset).model_for_data(), device="meta")
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    print(sum(p.to_local().numel() for p in model.parameters()))
+"""
+PRESETS = ("quickstart", "cms", "lm-35m-hope")
+
+
+@pytest.mark.spec("TRAIN-EST-D4")
+def test_parameters_of_one_of_256_processes_are_those_of_fully_shard():
+    found = subprocess.run([sys.executable, "-c", FAKE, *PRESETS], capture_output=True, text=True, check=True)
+    assert [int(line) for line in found.stdout.split()] == [sizes_of(load_experiment(name), 8).own for name in PRESETS]
+
+
+def test_a_world_is_estimated_and_refused_with_what_to_turn():
+    wide = ["parallel.data=8", "parallel.replicate=auto", "budget.accumulate=1"]
+    config = load_experiment("lm-1b", wide)
+    assert share_of(config, 64) == (8, 4, 4096)
+    rows = dict(estimate_rows(config, 64))
+    assert rows["each of 64 processes"] == "8 replicate, 8 data, 1 context" and "(12.5" in rows["parameters on one"]
+    with pytest.raises(ConfigError, match=r"each of 64 processes takes at least .*raise budget.accumulate") as error:
+        check_memory(config, 1 << 30, 64)
+    assert "--mem-limit" in str(error.value)
+    with pytest.raises(ConfigError, match=r"must be a multiple of the 96 processes that share it"):
+        share_of(load_experiment("lm-1b"), 96)
+    with pytest.raises(ConfigError, match=r"does not fit a world of 12 processes"):
+        share_of(config, 12)
+
+
+@pytest.mark.parametrize(("name", "size"), [("lm-35m", 35e6), ("lm-130m", 130e6), ("lm-340m", 340e6), ("lm-1b", 1e9)])
+def test_presets_are_as_large_as_their_names(name, size):
+    assert abs(sizes_of(load_experiment(name)).parameters / size - 1) < 0.05
