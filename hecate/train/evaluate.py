@@ -74,7 +74,7 @@ def evaluate(
     world: World | None = None,
 ) -> Score:
     """The score over all labels of all batches, each label with equal weight; the ranks of a world share the rows of
-    each batch. [TRAIN-EVAL-D1] [DIST-EVAL-D1]
+    each batch [DIST-EVAL-D1]. [TRAIN-EVAL-D1]
 
     `lengths` are those of the source: bytes of text of every token, one each if None. [DATA-TOKENS-D4]
     """
