@@ -17,23 +17,18 @@ from torch import Tensor
 _WAITING: deque[tuple[Tensor, torch.Event | None, Callable[[Tensor], None]]] = deque()
 
 
-_HELD: list[None] = []
+HELD: list[None] = []  # not empty while looks are held back
 
 
 @contextmanager
 def holding() -> Iterator[None]:
     """Within it nothing raises before a `look` that waits, on no device: for processes that have to keep step, which
     one that leaves in the middle of a pass would leave waiting."""
-    _HELD.append(None)
+    HELD.append(None)
     try:
         yield
     finally:
-        _HELD.pop()
-
-
-def held() -> bool:
-    """Whether looks are held back."""
-    return bool(_HELD)
+        HELD.pop()
 
 
 def put_off(value: Tensor, then: Callable[[Tensor], None]) -> None:
@@ -52,7 +47,7 @@ def put_off(value: Tensor, then: Callable[[Tensor], None]) -> None:
 
 def look(*, wait: bool = False) -> None:
     """Looks at what was put off and has arrived; with `wait` at all of it."""
-    if _HELD and not wait:
+    if HELD and not wait:
         return
     while _WAITING:
         value, arrived, then = _WAITING[0]

@@ -39,7 +39,7 @@ from hecate.distributed.exchange import (
 )  # fmt: skip
 from hecate.engine import memory_scan, written_before
 from hecate.errors import ConfigError
-from hecate.late import held
+from hecate.late import HELD
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 
@@ -176,7 +176,7 @@ def context_scan(
     context = context if isinstance(context, Context) else Context.of(context)
     gates = Gates() if gates is None else gates
     chosen = way(config, q.shape[2], context.size, gates)
-    config = config if held() else spreading(config)
+    config = config if HELD else spreading(config)
     if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):
         _LOG.debug("memory %r, piece %d of %d: %s (%s)", how.get("name", "memory"), context.rank, context.size, *chosen)
     given: dict[str, Any] = {"phi_params": phi_params, "initial": initial}

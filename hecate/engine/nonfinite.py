@@ -47,7 +47,7 @@ def check(call: Call, name: str, outputs: tuple[Tensor, ...]) -> None:
 
 def is_late(tensor: Tensor) -> bool:
     """Whether looks at a tensor are put off."""
-    return tensor.device.type not in AT_ONCE or late.held()
+    return tensor.device.type not in AT_ONCE or bool(late.HELD)
 
 
 def check_late(name: str, y: Tensor, state: MemoryState) -> None:
@@ -195,7 +195,7 @@ def _raise_late(name: str, shape: tuple[int, ...], device: str, found: Tensor) -
 def watch_cotangents(name: str, y: Tensor, state: MemoryState) -> None:
     """Lets the backward pass look at what reaches y and the state, as `on_nonfinite="raise"` does ahead of it: on a
     CPU, and where values may steer. One that is not finite is named, not spread. [ENG-FINITE-V1]"""
-    if not can_inspect(y, free=True) or late.held():
+    if not can_inspect(y, free=True) or bool(late.HELD):
         return
     held = {"outputs": y}
     for field in ("memory", "slots"):

@@ -151,10 +151,9 @@ def past_hooks() -> Iterator[None]:
     """Without the hooks on what autograd saves, those of activation checkpointing among them, under which `torch.func`
     refuses to run: for what autograd does not see, of which it saves nothing."""
     hooks: list[Any] = []
-    if not torch.compiler.is_compiling():
-        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-            hooks.append(top)
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
     try:
         yield
     finally:
@@ -170,8 +169,11 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(forward: Forward, _: Pullback, record: list[Any] | None, *inputs: Tensor | None) -> Tensors:
-        with past_hooks():
+        if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             outputs, kept = forward(inputs, record is not None)
+        else:
+            with past_hooks():
+                outputs, kept = forward(inputs, record is not None)
         if record is None:
             # torch refuses to save an input that is an output as well.
             return distinct(outputs, set(map(id, inputs)))

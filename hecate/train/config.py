@@ -159,7 +159,11 @@ class ExperimentConfig(Config):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
-        needed, given = self.data.vocabulary(), self.model.vocab_size
+        given = self.model.vocab_size
+        try:
+            needed = self.data.vocabulary()
+        except ConfigError as error:
+            raise error.or_at("path").under("data") from None
         if given is not None and given != needed:
             raise ConfigError(
                 f"must equal the vocabulary of data {self.data.kind!r}, {needed}, got {given}; leave it out and it is "

@@ -33,7 +33,7 @@ class Sloped(bias.L2):
 
 
 class Cosh(bias.Huber):
-    kind: Literal["test_cosh"] = "test_cosh"
+    kind: Literal["test_smoothed"] = "test_smoothed"
 
     def rho(self, error: Tensor) -> Tensor:
         return error.cosh().log().sum(-1)

@@ -16,7 +16,7 @@ CASES = {
         "optimizer: {lr: 1}", [],
         "optimizer: unknown field of ExperimentConfig; known fields: name, seed, model, data, "
         "optim, "
-        "budget, parallel, sample, tensorboard. Did you mean 'optim'?  [x.yaml:1]",
+        "budget, parallel, sample, tensorboard, loggers, init_from. Did you mean 'optim'?  [x.yaml:1]",
     ),
     "unknown field": (
         "optim:\n  lr: 1.0\n  weigth_decay: 0.1\n", [],
@@ -129,15 +129,15 @@ CASES = {
     ),
     "extends nothing": (
         "extends: zzz", [],
-        "extends: no preset 'zzz'; presets: cms, hope, hope_170m, lact_760m, mac, mag, mal, memora_170m, "
+        "extends: no preset 'zzz'; presets: cms, hope, hope_170m, lact_760m, lm-130m, lm-1b, lm-340m, lm-35m, mac, mag, mal, memora_170m, "
         "moneta_170m, mqar, omeganet_170m, quickstart, retrieval, titans_170m, tnt, "
-        "yaad_170m, mqar-RULE, quickstart-RULE. A file must end in .yaml or .yml  [x.yaml:1]",
+        "yaad_170m, mqar-RULE, quickstart-RULE, lm-SIZE-BACKBONE. A file must end in .yaml or .yml  [x.yaml:1]",
     ),
     "extends typo": (
         "extends: mqra", [],
-        "extends: no preset 'mqra'; presets: cms, hope, hope_170m, lact_760m, mac, mag, mal, memora_170m, "
+        "extends: no preset 'mqra'; presets: cms, hope, hope_170m, lact_760m, lm-130m, lm-1b, lm-340m, lm-35m, mac, mag, mal, memora_170m, "
         "moneta_170m, mqar, omeganet_170m, quickstart, retrieval, titans_170m, tnt, "
-        "yaad_170m, mqar-RULE, quickstart-RULE. Did you mean 'mqar'? A file must end in .yaml or "
+        "yaad_170m, mqar-RULE, quickstart-RULE, lm-SIZE-BACKBONE. Did you mean 'mqar'? A file must end in .yaml or "
         ".yml  [x.yaml:1]",
     ),
     "extends outside": (

@@ -16,7 +16,7 @@ from hecate.cli import main
 from hecate.errors import ConfigError
 from hecate.train import ExperimentConfig, Trainer, load_experiment, presets, run_experiment
 from hecate.train.document import MAX_BYTES, MAX_DEPTH, parse_value, read_yaml
-from hecate.train.estimate import check_memory, parse_bytes, sizes_of, training_bytes
+from hecate.train.estimate import check_memory, parse_bytes, share_of, sizes_of, training_bytes
 from hecate.variant import Config, FrozenDict, content_hash
 from studies.__main__ import main as studies
 
@@ -156,7 +156,7 @@ def test_what_takes_more_than_the_limit_is_refused_before_it_is_built(tmp_path, 
     text = message(lambda: run_experiment(wide, tmp_path / "run", mem_limit=limit))
     assert text.startswith("budget.batch_size: ") and "512 MiB" in text
     small = tiny()
-    needed = training_bytes(small, sizes_of(small))
+    needed = sum(training_bytes(small, sizes_of(small), share_of(small)).values())
     check_memory(small, needed)
     assert "more than the limit" in message(lambda: check_memory(small, needed - 1))
     for argv, code in (("8G", 0), ("1K", 2), ("1" * 400, 2)):

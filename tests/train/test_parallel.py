@@ -132,7 +132,7 @@ def interrupted(config: Any, world: World) -> dict[str, Any]:
 def one_row(trainer: Trainer) -> Any:
     """The score of a batch with fewer rows than there are ranks."""
     (batch,) = trainer.source.validation_batches(1, 16, 1)
-    return evaluate(trainer.model, [Batch(*(each[:1] for each in batch))], trainer.device, trainer.world)
+    return evaluate(trainer.model, [batch.part(range(1))], trainer.device, trainer.world)
 
 
 def low(parallel: dict[str, Any], world: World) -> dict[str, Any]:
