@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from hecate.data import Batch
 from hecate.distributed import ParallelConfig, World, gathered, start
 from hecate.errors import ConfigError, NonFiniteError, ParallelError
 from hecate.train import Trainer, dump_experiment, run_experiment
@@ -132,7 +131,7 @@ def interrupted(config: Any, world: World) -> dict[str, Any]:
 def one_row(trainer: Trainer) -> Any:
     """The score of a batch with fewer rows than there are ranks."""
     (batch,) = trainer.source.validation_batches(1, 16, 1)
-    return evaluate(trainer.model, [batch.part(range(1))], trainer.device, trainer.world)
+    return evaluate(trainer.model, [batch.part(range(1))], trainer.device, world=trainer.world)
 
 
 def low(parallel: dict[str, Any], world: World) -> dict[str, Any]:
