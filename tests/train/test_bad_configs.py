@@ -129,15 +129,15 @@ CASES = {
     ),
     "extends nothing": (
         "extends: zzz", [],
-        "extends: no preset 'zzz'; presets: cms, hope, hope_170m, lact_760m, lm-130m, lm-1b, lm-340m, lm-35m, mac, mag, "
-        "mal, memora_170m, "
+        "extends: no preset 'zzz'; presets: cms, hope, hope_170m, lact_760m, lm-130m, lm-1b, lm-340m, lm-35m, mac, "
+        "mag, mal, memora_170m, "
         "moneta_170m, mqar, omeganet_170m, quickstart, retrieval, titans_170m, tnt, "
         "yaad_170m, mqar-RULE, quickstart-RULE, lm-SIZE-BACKBONE. A file must end in .yaml or .yml  [x.yaml:1]",
     ),
     "extends typo": (
         "extends: mqra", [],
-        "extends: no preset 'mqra'; presets: cms, hope, hope_170m, lact_760m, lm-130m, lm-1b, lm-340m, lm-35m, mac, mag, "
-        "mal, memora_170m, "
+        "extends: no preset 'mqra'; presets: cms, hope, hope_170m, lact_760m, lm-130m, lm-1b, lm-340m, lm-35m, mac, "
+        "mag, mal, memora_170m, "
         "moneta_170m, mqar, omeganet_170m, quickstart, retrieval, titans_170m, tnt, "
         "yaad_170m, mqar-RULE, quickstart-RULE, lm-SIZE-BACKBONE. Did you mean 'mqar'? A file must end in .yaml or "
         ".yml  [x.yaml:1]",
