@@ -12,7 +12,7 @@ from hecate.checks import Count, Size, check_shapes
 from hecate.data import Bundled, DataConfig
 from hecate.distributed import ParallelConfig
 from hecate.engine import Call, explain
-from hecate.errors import ConfigError, shorten
+from hecate.errors import ConfigError, DataError, shorten
 from hecate.models import LanguageModelConfig
 from hecate.optim import OptimizerKind
 from hecate.train.loggers import LoggerKind, Tensorboard
@@ -164,6 +164,8 @@ class ExperimentConfig(Config):
             needed = self.data.vocabulary()
         except ConfigError as error:
             raise error.or_at("path").under("data") from None
+        except DataError as error:
+            raise ConfigError(str(error), ("data", "path")) from None
         if given is not None and given != needed:
             raise ConfigError(
                 f"must equal the vocabulary of data {self.data.kind!r}, {needed}, got {given}; leave it out and it is "
