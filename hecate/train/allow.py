@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hecate.errors import ConfigError, did_you_mean, shorten
+from hecate.errors import CheckpointError, ConfigError, did_you_mean, shorten
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.compose import parse_path
 from hecate.train.config import ExperimentConfig
@@ -71,6 +71,11 @@ def _cursor(saved: Any, trainer: Trainer, names: Sequence[str], changed: dict[st
     free = [entry for entry, setting in CURSOR.items() if any(_within(name, setting) for name in names)]
     free += ["fingerprint"] if any(_within("data", name) for name in names) else []
     free += ["seq_len"] if "data" in names else []
+    if trainer.source.carries and any(cursor.get(entry) != own[entry] for entry in free):
+        raise CheckpointError(
+            "--allow: rows go on from batch to batch with their states (data.state=carry), and only those of the same "
+            "data, seed and batch; start another run, with init_from"
+        )
     before, now, step = cursor.get("batch_size"), own["batch_size"], cursor.get("step")
     if "batch_size" in free and isinstance(before, int) and isinstance(now, int) and isinstance(step, int):
         cursor["step"] = -(-step * before // now)
