@@ -324,37 +324,51 @@ def compare(
     steps: Annotated[float | None, typer.Option(help="Budget of a run: steps; else those of the configs.")] = None,
     tokens: Annotated[float | None, typer.Option(help="Budget of a run: tokens.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Budget of a run: seconds, by each cell's own speed.")] = None,
-    flops: Annotated[float | None, typer.Option(help="Budget of a run: operations with weights.")] = None,
+    flops: Annotated[float | None, typer.Option(help="Budget of a run: operations, those of memories too.")] = None,
     lr: Annotated[str | None, typer.Option(
         metavar="LR[,LR]", help="Rates of which each cell takes its best, chosen on other seeds than are reported.",
     )] = None,
     tuning: Annotated[int, typer.Option("--tuning-seeds", help="Seeds that rates are chosen on.")] = 1,
+    part: Annotated[float, typer.Option("--tuning-part", help="Of the budget, what rates are chosen with.")] = 1.0,
+    keep: Annotated[int | None, typer.Option(
+        metavar="N", help="Successive halving: all cells get a part of the budget, the better half twice that, and so "
+        "on, until N are left, which get all.",
+    )] = None,
     jobs: Annotated[int, typer.Option(help="Processes at once.")] = 1,
-    positions: Annotated[bool, typer.Option("--positions", help="The loss by position, too.")] = False,
+    positions: Annotated[int, typer.Option(
+        metavar="N", help="The loss by position, too, in sequences of N times the length that is trained on.",
+    )] = 0,
     minutes: Annotated[float | None, typer.Option(min=0, help="Stop then; the same line again goes on.")] = None,
     planned: Annotated[bool, typer.Option("--plan", help="Measure a few steps and say how long it takes.")] = False,
 ) -> None:  # fmt: skip
     """Train every cell of a grid on the same data in the same order, over seeds, under one budget; print a table with
-    95 % intervals and, for every pair, whether one is better. Finished runs are kept."""
+    95 % intervals and, for every pair, whether one is better. What is finished is kept: results.jsonl alone is
+    enough to go on from."""
     from hecate.compare import Budget, cells_of, report
     from hecate.compare.run import compare as run
     from hecate.compare.run import plan
+    from hecate.errors import ConfigError
     from hecate.train.display import Interrupted, print_table
 
     budget = Budget(steps, tokens, seconds, flops)
     rates = _rates(lr)
     cells = cells_of(sources, over or [], overrides or [])
     how: dict[str, Any] = {"budget": budget, "seeds": seeds, "lrs": rates, "tuning": tuning, "jobs": jobs}
+    how["part"] = part
     how |= {"imports": ctx.find_root().params.get("imports") or [], "say": partial(typer.echo, err=True)}
     try:
         if planned:
+            if keep is not None:
+                raise ConfigError(
+                    "--plan cannot tell which cells --keep will leave; leave --keep out: the hours bound it"
+                )
             rows = plan(cells, out, **how)
             texts = [(name, str(runs), f"{each:,}", f"{hours:.2f}") for name, runs, each, hours in rows]
             print_table(("cell", "runs", "steps", "hours"), texts)
             hours = sum(row[-1] for row in rows)
             typer.echo(f"{hours:.2f} hours of training one after the other; evaluation comes on top")
             return
-        found = run(cells, out, positions=positions, minutes=minutes, **how)
+        found = run(cells, out, positions=positions, minutes=minutes, keep=keep, **how)
     except Interrupted:
         typer.echo(f"stopped; what is done is kept in {out}: the same line again goes on", err=True)
         raise typer.Exit(3) from None

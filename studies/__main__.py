@@ -11,6 +11,7 @@ import torch
 
 from hecate.checks import expect_number
 from hecate.errors import HecateError
+from hecate.train.display import Interrupted
 from studies.run import list_studies, run_studies
 
 
@@ -35,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             return list_studies()
         how = {"quick": given.quick, "seeds": given.seeds, "figure": not given.no_figure}
         run_studies(given.names, out=given.out, device=given.device, **how)
+    except Interrupted:
+        print("stopped; what is done is kept: the same line again goes on", file=sys.stderr)
+        raise SystemExit(3) from None
     except HecateError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

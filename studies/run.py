@@ -68,6 +68,7 @@ def run_study(
         if not study.takes_device:
             raise ConfigError(f"study {name!r} takes no --device {device!r}: it measures the CPU; leave it out")
         study.device = device
+    study.out = out
     count = (min(2, study.count) if quick else study.count) if seeds is None else seeds
     if type(count) is not int or count < 1:
         raise ConfigError(f"a study needs at least one seed, got {count}")

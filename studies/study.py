@@ -9,6 +9,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 from hecate.errors import ConfigError, did_you_mean
@@ -98,6 +99,7 @@ class Study(ABC):
     timed: ClassVar[bool] = False
     takes_device: ClassVar[bool] = False
     device: str | None = None  # what `--device` said
+    out: Path = Path("runs/studies")  # where `--out` has the files; what takes hours keeps its pieces there
     _known: ClassVar[dict[str, type[Study]]] = {}
 
     def __init_subclass__(cls, *, abstract: bool = False, **options: Any) -> None:

@@ -483,14 +483,14 @@ def spans(
     cut; and `position` `[B]`, tokens written since the last chunk's start, at the end.
 
     Masked tokens do not count; a reset starts a chunk. Where values cannot be looked at, every token is a span of
-    its own, which is as exact and slower. [SELF-CHUNK-D1]
+    its own, which is as exact and slower; where there are none, on meta, one has all tokens. [SELF-CHUNK-D1]
     """
     if period == 1:
         return [*range(length + 1)], None, position
     before = written_before(position, write, reset, length)
     after = (before + (1 if write is None else write)) % period
     place = before % period
-    cuts = [*range(1, length)]
+    cuts = [] if place.is_meta else [*range(1, length)]
     if can_inspect(place):
         ends = (place > after).any(0)[:-1]
         if reset is not None:

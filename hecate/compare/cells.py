@@ -14,11 +14,12 @@ from hecate.checks import expect_number
 from hecate.errors import ConfigError, HecateError, shorten
 from hecate.train.compose import load_experiment
 from hecate.train.config import ExperimentConfig
-from hecate.train.estimate import check_memory, sizes_of
-from hecate.train.progress import PASSES
+from hecate.train.estimate import check_memory, flops_of
 
 RESULT = "result.json"
 """The file of what a run came to, in its folder."""
+PASSES = 3
+"""Forward passes that a forward and a backward pass are worth."""
 LIMIT = 1 << 31
 """Steps beyond which a budget is a slip of the pen."""
 
@@ -31,8 +32,8 @@ class Budget:
         steps: optimiser steps.
         tokens: tokens trained on.
         seconds: of training, by the speed that each cell has shown in a few steps of its own.
-        flops: operations forward and backward with the weights of linear layers, as `hecate estimate` counts them;
-            reads and writes of memories are not among them.
+        flops: operations forward and backward with weights, in memories and in attention, as `hecate estimate` counts
+            those of a forward pass; a backward pass has twice as many.
     """
 
     steps: float | None = None
@@ -53,7 +54,7 @@ class Budget:
         config = cell.config
         tokens = config.budget.batch_size * config.seq_len
         if self.flops is not None:
-            number = self.flops / (PASSES * sizes_of(config).work * tokens)
+            number = self.flops / (PASSES * flops_of(config) * tokens)
         elif self.seconds is not None:
             if speed is None:
                 raise ConfigError("a budget of seconds needs the speed of each cell")
@@ -80,9 +81,12 @@ class Cell:
 
     def at(self, seed: int, steps: int, lr: float | None = None) -> ExperimentConfig:
         """Its experiment of a seed and so many steps. [COMPARE-PAIR-D1]"""
-        rate = [] if lr is None else [f"optim.lr={lr!r}"]
+        given = self.config.model_dump(mode="json")
+        given["seed"], given["budget"]["steps"] = seed, steps
+        if lr is not None:
+            given["optim"]["lr"] = lr
         try:
-            return load_experiment(self.source, [*self.overrides, f"seed={seed}", f"budget.steps={steps}", *rate])
+            return ExperimentConfig.model_validate(given)
         except HecateError as error:
             raise ConfigError(f"cell {self.label!r}: {error}") from None
 
@@ -155,6 +159,19 @@ def _common(config: ExperimentConfig) -> dict[str, object]:
         "data": config.data, "seq_len": config.seq_len, "budget.batch_size": budget.batch_size,
         "budget.eval_batches": budget.eval_batches,
     }  # fmt: skip
+
+
+def check_once(cells: Sequence[Cell], budget: Budget, lrs: Sequence[float]) -> None:
+    """Refuses settings that an option of the comparison would replace."""
+    options = {"seed": "--seeds"}
+    if lrs:
+        options["optim.lr"] = "--lr"
+    for name in (name for name, value in vars(budget).items() if value is not None):
+        options["budget.steps"] = f"--{name}"
+    for cell in cells:
+        for text in cell.overrides:
+            if (option := options.get(text.partition("=")[0].strip())) is not None:
+                raise ConfigError(f"cell {cell.label!r}: {text} is set by {option}, too; leave one out")
 
 
 def seeds_of(seeds: int, tuning: int) -> tuple[range, range]:

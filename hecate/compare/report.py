@@ -128,6 +128,7 @@ def _image(found: Comparison) -> bytes | None:
     axes.set_yticks(range(len(facts)), [fact["cell"] for fact in facts])
     axes.set_xlabel("validation loss (nats); mean and 95 % interval over seeds, each seed a stroke")
     axes.grid(axis="x", alpha=0.3)
+    axes.margins(y=0.2)
     image = io.BytesIO()
     figure.savefig(image, dpi=150, format="png")
     return image.getvalue()

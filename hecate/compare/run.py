@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -16,18 +19,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hecate.checks import expect_number
-from hecate.compare.cells import RESULT, Budget, Cell, seeds_of
+from hecate.compare.cells import PASSES, RESULT, Budget, Cell, check_once, seeds_of
 from hecate.compare.statistics import Pair, pairs
 from hecate.errors import CheckpointError, ConfigError
 from hecate.files import make_folder, refusing, write_file
 from hecate.train.compose import dump_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Interrupted, Signals
-from hecate.train.estimate import sizes_of
-from hecate.train.progress import PASSES, duration
+from hecate.train.estimate import flops_of, sizes_of
+from hecate.train.progress import duration
 
 POLL, PATIENCE = 0.05, 60.0
 """Seconds between two looks at the processes; seconds that another comparison in the folder is waited for."""
+RECORDS = "results.jsonl"
+"""The file of what finished runs came to, in the folder of the comparison."""
 Row = dict[str, Any]
 Say = Callable[[str], None]
 
@@ -51,6 +56,7 @@ class _Job(NamedTuple):
     cell: Cell
     config: ExperimentConfig
     folder: Path
+    positions: int = 0
     measure: bool = False
 
     @property
@@ -65,15 +71,16 @@ class _Work:
     out: Path
     jobs: int
     imports: Sequence[str]
-    positions: bool
     until: float | None
     signals: Signals
     say: Say
     lock: int
+    known: dict[str, Row] = field(default_factory=dict)
     running: dict[subprocess.Popen[bytes], _Job] = field(default_factory=dict)
 
     def results(self, jobs: Sequence[_Job], at_once: int) -> list[Row]:
         """What every run came to; those without a result are run first, and an error ends them all."""
+        self._recall()
         for job in jobs:
             self._prepare(job)
         waiting = deque(job for job in jobs if not self._done(job))
@@ -87,6 +94,7 @@ class _Work:
                 for process in [process for process in self.running if process.poll() is not None]:
                     job = self.running.pop(process)
                     self._ended(process, job)
+                    self._keep(job)
                     done += 1
                     left = duration((time.monotonic() - began) * (missing - done) / done)
                     self.say(f"[{done + len(jobs) - missing}/{len(jobs)}] {job.name}: {self._told(job)}; ETA {left}")
@@ -95,30 +103,57 @@ class _Work:
             self._end()
         return [self._read(job) for job in jobs]
 
+    def _recall(self) -> None:
+        """Reads what earlier calls have kept of finished runs, one a line."""
+        path = self.out / RECORDS
+        if not path.is_file():
+            return
+        try:
+            for line in path.read_text(encoding="utf-8").splitlines():
+                record = json.loads(line)
+                self.known[record["run"]] = record
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error}; delete it, and runs without folders are run anew"
+            ) from None
+
     def _prepare(self, job: _Job) -> None:
         """The config of a run beside its folder; another one there is of another comparison. [COMPARE-RESUME-D1]"""
         path, text = job.folder.with_name(f"{job.folder.name}.yaml"), dump_experiment(job.config)
         with refusing(f"write {path}", "choose another --out"):
+            kept = self.known.get(self._key(job), {}).get("config", _digest(text))
             make_folder(path.parent)
-            if not path.exists():
+            if kept == _digest(text) and not path.exists():
                 write_file(path, text)
-            elif path.read_text(encoding="utf-8") != text:
+            elif kept != _digest(text) or path.read_text(encoding="utf-8") != text:
                 raise ConfigError(f"{path} is of another config than cell {job.cell.label!r}; choose another --out")
 
+    def _key(self, job: _Job) -> str:
+        return str(job.folder.relative_to(self.out))
+
     def _done(self, job: _Job) -> bool:
-        path = job.folder / RESULT
-        if not path.is_file():
+        if self._key(job) not in self.known and not (job.folder / RESULT).is_file():
             return False
         found = self._read(job)
-        return job.measure or not self.positions or "positions" in found or found["status"] == "diverged"
+        return job.measure or not job.positions or "positions" in found or found["status"] == "diverged"
 
     def _read(self, job: _Job) -> Row:
         path = job.folder / RESULT
+        if not path.is_file() and (known := self.known.get(self._key(job))) is not None:
+            return dict(known["result"])
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}; delete it and its run is finished anew") from None
         return dict(found)
+
+    def _keep(self, job: _Job) -> None:
+        """Adds what a run came to to the records, which are all that going on needs of finished runs."""
+        text = dump_experiment(job.config)
+        self.known[self._key(job)] = {"run": self._key(job), "config": _digest(text), "result": self._read(job)}
+        lines = [json.dumps(record) for _, record in sorted(self.known.items())]
+        with refusing(f"write {self.out / RECORDS}", "free some space and call the same line again"):
+            write_file(self.out / RECORDS, "\n".join(lines) + "\n")
 
     def _told(self, job: _Job) -> str:
         found = self._read(job)
@@ -129,7 +164,7 @@ class _Work:
     def _start(self, job: _Job) -> None:
         orders = {
             "config": str(job.folder.with_name(f"{job.folder.name}.yaml")), "folder": str(job.folder),
-            "positions": self.positions, "measure": job.measure, "imports": list(self.imports),
+            "positions": job.positions, "measure": job.measure, "imports": list(self.imports),
             "threads": max(1, (os.cpu_count() or 1) // self.jobs),
         }  # fmt: skip
         command = [sys.executable, "-m", "hecate.compare.worker", json.dumps(orders)]
@@ -162,6 +197,10 @@ class _Work:
         self.running.clear()
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def compare(
     cells: Sequence[Cell],
     out: Path,
@@ -170,8 +209,10 @@ def compare(
     seeds: int = 3,
     lrs: Sequence[float] = (),
     tuning: int = 1,
+    part: float = 1.0,
+    keep: int | None = None,
     jobs: int = 1,
-    positions: bool = False,
+    positions: int = 0,
     minutes: float | None = None,
     imports: Sequence[str] = (),
     say: Say = print,
@@ -183,8 +224,11 @@ def compare(
         out: the folder of runs; the same call on it continues, more seeds or cells add to it.
         seeds: how many are reported, 0 and on, alike for every cell.
         lrs: learning rates of which each cell takes the one of the lowest mean loss over `tuning` other seeds.
+        part: of the steps of a run, what those have that rates are chosen by.
+        keep: cells that are reported. All are trained on the tuning seeds with a part of the steps, the better half of
+            them with twice as many, and so on; None reports all. [COMPARE-HALVE-D1]
         jobs: processes at once.
-        positions: also the loss by position.
+        positions: also the loss by position, in sequences of so many times the length that is trained on.
         minutes: stop then, with everything kept.
         imports: modules that every process imports first.
 
@@ -193,6 +237,13 @@ def compare(
     """
     expect_number(jobs, "--jobs", 1, 1024)
     reported, other = seeds_of(seeds, tuning)
+    check_once(cells, budget, lrs)
+    expect_number(positions, "--positions", 0, 1024)
+    expect_number(part, "--tuning-part", 0.001, 1)
+    if keep is not None:
+        expect_number(keep, "--keep", 1, len(cells) - 1)
+        if part != 1:
+            raise ConfigError("--keep says what part of the steps rates are chosen with; leave --tuning-part out")
     if budget == Budget() and len({cell.config.budget.steps for cell in cells}) > 1:
         raise ConfigError("the cells have different budget.steps; give one budget to all, such as --steps 1000")
     if any(cell.config.budget.device == "cuda" for cell in cells) and jobs > 1:
@@ -205,11 +256,15 @@ def compare(
             for lr in [*lrs] or [cell.config.optim.lr]:
                 cell.at(0, budget.steps_of(cell), lr)
     with _locked(out) as lock, Signals() as signals:
-        work = _Work(out, jobs, imports, positions, until, signals, say, lock)
+        work = _Work(out, jobs, imports, until, signals, say, lock)
         steps = _steps(work, cells, budget)
-        rates, tuned, notes = _rates(work, cells, steps, lrs, other)
+        notes: list[str] = []
+        tuned: list[Row] = []
+        if keep is not None:
+            cells = _halved(work, cells, keep, steps, lrs, other, tuned, notes)
+        rates = _rates(work, cells, _shorter(steps, part), lrs, other, tuned, notes)
         wanted = [(cell, seed, rates.get(cell.label)) for seed in reported for cell in cells]
-        rows = _rows(work, wanted, steps)
+        rows = _rows(work, wanted, steps, positions)
     if jobs > 1:
         notes.append(f"tokens/s and seconds are those of {jobs} processes side by side")
     losses = {cell.label: [row["loss"] for row in rows if row["cell"] == cell.label] for cell in cells}
@@ -225,20 +280,24 @@ def speeds(work: _Work, cells: Sequence[Cell]) -> dict[str, float]:
 
 def plan(
     cells: Sequence[Cell], out: Path, *, budget: Budget, seeds: int, lrs: Sequence[float] = (), tuning: int = 1,
-    jobs: int = 1, imports: Sequence[str] = (), say: Say = print,
+    part: float = 1.0, jobs: int = 1, imports: Sequence[str] = (), say: Say = print,
 ) -> list[tuple[str, int, int, float]]:  # fmt: skip
     """Of each cell its name, runs, steps of one, and hours of training them all one after the other. [COMPARE-PLAN-D1]
 
     A few steps of each are measured, and kept in the folder; evaluation comes on top.
     """
+    check_once(cells, budget, lrs)
     reported, other = seeds_of(seeds, tuning)
-    number = len(reported) + (len(lrs) * len(other) if len(lrs) > 1 else 0)
+    trials = len(lrs) * len(other) if len(lrs) > 1 else 0
     with _locked(out) as lock, Signals() as signals:
-        found = speeds(_Work(out, jobs, imports, False, None, signals, say, lock), cells)
+        found = speeds(_Work(out, jobs, imports, None, signals, say, lock), cells)
     steps = {cell.label: budget.steps_of(cell, found[cell.label]) for cell in cells}
-    return [
-        (cell.label, number, steps[cell.label], number * steps[cell.label] / found[cell.label] / 3600) for cell in cells
-    ]
+    shorter = _shorter(steps, part)
+
+    def hours(cell: str) -> float:
+        return (len(reported) * steps[cell] + trials * shorter[cell]) / found[cell] / 3600
+
+    return [(cell.label, len(reported) + trials, steps[cell.label], hours(cell.label)) for cell in cells]
 
 
 def _steps(work: _Work, cells: Sequence[Cell], budget: Budget) -> dict[str, int]:
@@ -246,33 +305,74 @@ def _steps(work: _Work, cells: Sequence[Cell], budget: Budget) -> dict[str, int]
     return {cell.label: budget.steps_of(cell, known.get(cell.label)) for cell in cells}
 
 
+def _shorter(steps: dict[str, int], part: float) -> dict[str, int]:
+    return {name: max(1, round(part * number)) for name, number in steps.items()}
+
+
+def _halved(
+    work: _Work, cells: Sequence[Cell], keep: int, steps: dict[str, int], lrs: Sequence[float], seeds: Sequence[int],
+    tuned: list[Row], notes: list[str],
+) -> list[Cell]:  # fmt: skip
+    """The cells that are left of successive halving, each round on twice the steps of the one before.
+
+    Source: Jamieson & Talwalkar, 2016, arXiv 1502.07943. [COMPARE-HALVE-D1]
+    """
+    left = list(cells)
+    rounds = math.ceil(math.log2(len(left) / keep))
+    for number in range(rounds, 0, -1):
+        shorter = _shorter(steps, 2.0**-number)
+        arms = [(cell, seed, lr) for cell in left for lr in [*lrs] or [cell.config.optim.lr] for seed in seeds]
+        rows = _rows(work, arms, shorter)
+        tuned += rows
+        best = {cell.label: min(_means(rows, cell).values()) for cell in left}
+        ranked = sorted(left, key=lambda cell: best[cell.label])
+        chosen = {cell.label for cell in ranked[: max(keep, math.ceil(len(left) / 2))]}
+        notes += [
+            f"{cell.label}: left out after {shorter[cell.label]:,} steps, loss {best[cell.label]:.4f}"
+            for cell in ranked
+            if cell.label not in chosen
+        ]
+        left = [cell for cell in left if cell.label in chosen]
+    return left
+
+
+def _means(rows: Sequence[Row], cell: Cell) -> dict[float, float]:
+    """The mean loss of a cell at each of its rates, from the lowest rate."""
+    own = [row for row in rows if row["cell"] == cell.label]
+    rates = sorted({row["lr"] for row in own})
+    return {lr: statistics.fmean(row["loss"] for row in own if row["lr"] == lr) for lr in rates}
+
+
 def _rates(
-    work: _Work, cells: Sequence[Cell], steps: dict[str, int], lrs: Sequence[float], seeds: Sequence[int]
-) -> tuple[dict[str, float], list[Row], list[str]]:
-    """The rate of each cell, the runs that it was chosen by, and what to know of the choice. [COMPARE-LR-D1]"""
+    work: _Work, cells: Sequence[Cell], steps: dict[str, int], lrs: Sequence[float], seeds: Sequence[int],
+    tuned: list[Row], notes: list[str],
+) -> dict[str, float]:  # fmt: skip
+    """The rate of each cell; the runs that it was chosen by go to `tuned`, what to know of the choice to `notes`.
+    [COMPARE-LR-D1]"""
     if len(lrs) < 2:
-        return {cell.label: lr for cell in cells for lr in lrs}, [], []
+        return {cell.label: lr for cell in cells for lr in lrs}
     rows = _rows(work, [(cell, seed, lr) for cell in cells for lr in sorted(lrs) for seed in seeds], steps)
-    rates, notes = {}, []
+    tuned += rows
+    rates = {}
     for cell in cells:
-        means = {
-            lr: sum(row["loss"] for row in rows if (row["cell"], row["lr"]) == (cell.label, lr)) for lr in sorted(lrs)
-        }
+        means = _means(rows, cell)
         rates[cell.label] = best = min(means, key=means.__getitem__)
         if means[best] == float("inf"):
             raise ConfigError(f"cell {cell.label!r} diverged at every --lr; give lower ones")
         if best in (min(lrs), max(lrs)):
             notes.append(f"{cell.label}: the best rate, {best:g}, is at the end of the grid; a wider one may do better")
-    return rates, rows, notes
+    return rates
 
 
-def _rows(work: _Work, wanted: Sequence[tuple[Cell, int, float | None]], steps: dict[str, int]) -> list[Row]:
+def _rows(
+    work: _Work, wanted: Sequence[tuple[Cell, int, float | None]], steps: dict[str, int], positions: int = 0
+) -> list[Row]:  # fmt: skip
     """A row for every run: what it was, what it cost and what it came to; the loss of one that diverged is inf."""
     jobs = []
     for cell, seed, lr in wanted:
         config = cell.at(seed, steps[cell.label], lr)
         name = f"steps-{config.budget.steps}-lr-{config.optim.lr:g}-seed-{seed}"
-        jobs.append(_Job(cell, config, work.out / "runs" / cell.folder / name))
+        jobs.append(_Job(cell, config, work.out / "runs" / cell.folder / name, positions))
     sizes = {cell.label: sizes_of(cell.config) for cell, _, _ in wanted}
     rows = []
     for job, found in zip(jobs, work.results(jobs, work.jobs), strict=True):
@@ -281,7 +381,7 @@ def _rows(work: _Work, wanted: Sequence[tuple[Cell, int, float | None]], steps: 
         about = {
             "cell": job.cell.label, "seed": config.seed, "lr": config.optim.lr, "steps": config.budget.steps,
             "tokens": tokens, "parameters": size.parameters, "state_bytes": size.state,
-            "flops": PASSES * size.work * tokens, "folder": str(job.folder),
+            "flops": PASSES * flops_of(job.cell.config) * tokens, "folder": str(job.folder),
         }  # fmt: skip
         rows.append({**about, "loss": float("inf"), **found})
     return rows

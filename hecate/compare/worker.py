@@ -33,7 +33,7 @@ PILOT = 4
 """Steps that a speed is measured in, after a first one."""
 
 
-def run(config: ExperimentConfig, folder: Path, *, positions: bool) -> int:
+def run(config: ExperimentConfig, folder: Path, *, positions: int) -> int:
     """Trains from where it stands, and writes what it came to; the exit status of the process."""
     make_folder(folder)
     try:
@@ -52,8 +52,8 @@ def run(config: ExperimentConfig, folder: Path, *, positions: bool) -> int:
     }  # fmt: skip
     if positions:
         trainer, _ = open_run(folder, "newest")
-        budget = config.budget
-        batches = trainer.source.validation_batches(budget.batch_size, config.seq_len, budget.eval_batches)
+        budget, length = config.budget, positions * config.seq_len
+        batches = trainer.source.validation_batches(budget.batch_size, length, budget.eval_batches)
         spans = loss_by_position(trainer.model.to(trainer.device), batches, trainer.device)
         facts["positions"] = [list(span) for span in spans]
     write_file(folder / RESULT, json.dumps(facts, indent=1) + "\n")

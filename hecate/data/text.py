@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,9 @@ SEPARATOR = b"\n"
 _GLOB = frozenset("*?[")
 
 
+_DOCUMENT_BYTES, _SUFFIXES = 64 << 10, (".txt", ".md", ".rst", ".py")
+
+
 class Text(DataConfig):
     """text: bytes of files; the last `validation` of them held out.
 
@@ -39,7 +43,7 @@ class Text(DataConfig):
 
     kind: Literal["text"] = "text"
     paths: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-    suffixes: Annotated[tuple[str, ...], Field(strict=False)] = (".txt", ".md", ".rst", ".py")
+    suffixes: Annotated[tuple[str, ...], Field(strict=False)] = _SUFFIXES
     validation: float = Field(0.1, gt=0, lt=1)
     max_bytes: Count = Field(64 << 20, ge=2)
 
@@ -147,23 +151,25 @@ def _windows(text: NDArray[np.uint8], starts: NDArray[np.int64], seq_len: int) -
 
 
 class Bundled(DataConfig):
-    """bundled: bytes of Python's own language reference and standard library.
+    """bundled: bytes of Python's own language reference and standard library, and of installed packages.
 
     Needs no network and no file of ours: the topics of `pydoc_data.topics` (the text behind `help()`) and the top-level
-    `.py` files of the standard library, found at run time. Documents longer than 64 KiB are cut there, the order is
-    that of the SHA-256 of their names (prose and code mixed, so that the held-out tail resembles the rest), and the
-    whole is cut at `max_bytes`.
+    `.py` files of the standard library, found at run time, and of `packages`, such as numpy or json, every source and
+    documentation file (.py, .md, .rst, .txt). Documents longer than 64 KiB are cut there, the order is that of the
+    SHA-256 of their names (prose and code mixed, so that the held-out tail resembles the rest), and the whole is cut at
+    `max_bytes`.
 
     Shapes: tokens, targets `[B, T]`; every position is labelled with the next byte.
     Cost: at most `max_bytes` in memory.
-    Warning: another Python version ships other texts, so bits per byte compare only within one version; the report
-    prints the version and the SHA-256 of the corpus.
-    References: the Python documentation and standard library, PSF licence. [DATA-BUNDLED-D1]
+    Warning: another Python or package version ships other texts, so bits per byte compare only within one version; the
+    report prints the version and the SHA-256 of the corpus.
+    References: the Python documentation and standard library, PSF licence; packages keep theirs. [DATA-BUNDLED-D1]
     """
 
     kind: Literal["bundled"] = "bundled"
     validation: float = Field(0.1, gt=0, lt=1)
     max_bytes: int = Field(4 << 20, ge=1 << 12, le=64 << 20)
+    packages: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
     def vocabulary(self) -> int:
         return BYTES
@@ -172,8 +178,11 @@ class Bundled(DataConfig):
         return Bytes()
 
     def load(self) -> TextSource:
-        """Collects the documents; `DataError` if this Python carries neither of the two."""
+        """Collects the documents; `DataError` if this Python carries neither of the two, or for a package that is not
+        installed."""
         documents = {**_topics(), **_library()}
+        for package in self.packages:
+            documents |= _packaged(package)
         if not documents:
             raise DataError(
                 "this Python ships neither pydoc_data.topics nor standard library sources; give text of your own with "
@@ -187,9 +196,6 @@ class Bundled(DataConfig):
             room -= len(chosen[-1]) + 1
         version = ".".join(map(str, sys.version_info[:3]))
         return TextSource(chosen, self.validation, {"documents": len(chosen), "python": version})
-
-
-_DOCUMENT_BYTES = 64 << 10
 
 
 def _topics() -> dict[str, bytes]:
@@ -206,6 +212,18 @@ def _library() -> dict[str, bytes]:
     for path in sorted(Path(folder).glob("*.py")) if folder else []:
         with suppress(OSError):  # an unreadable module is one document fewer
             found[f"library/{path.name}"] = path.read_bytes()
+    return found
+
+
+def _packaged(name: str) -> dict[str, bytes]:
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError(f"data.packages: {name!r} is no package that is installed; leave it out or install it")
+    root, found = Path(spec.submodule_search_locations[0]), {}
+    for path in sorted(root.rglob("*")):
+        if path.suffix in _SUFFIXES and path.is_file():
+            with suppress(OSError):
+                found[f"package/{name}/{path.relative_to(root).as_posix()}"] = path.read_bytes()[:_DOCUMENT_BYTES]
     return found
 
 

@@ -24,6 +24,8 @@ from hecate.rule import Gates, MemoryConfig
 from hecate.tape import differentiable
 
 NAME = "hecate.memory_scan"
+SAMPLE = 3
+"""Tokens of a chunk that are counted one by one."""
 Shape = tuple[int, ...]
 Scan = Callable[..., Any]
 
@@ -42,8 +44,20 @@ def scan_flops(
     groups = tuple(sorted(kept.items()))
     rounds, rest = divmod(q.shape[1], config.chunk)
     parts = ((rounds, config.chunk), (1, rest))
-    per_row = sum(times * _of_tokens(scan, config, length, shapes, groups) for times, length in parts if times * length)
+    per_row = sum(times * _of_chunk(scan, config, length, shapes, groups) for times, length in parts if times * length)
     return int(q.shape[0] * per_row)
+
+
+def _of_chunk(scan: Scan, config: MemoryConfig, length: int, *rest: Any) -> int:
+    """Those of a chunk, or of its first `length` tokens: each adds as many as the third to what the end has."""
+    if length <= SAMPLE:
+        return _of_tokens(scan, config, length, *rest)
+    whole = length == config.chunk
+    two, three = (
+        _of_tokens(scan, config.model_copy(update={"chunk": n}) if whole else config, n, *rest)
+        for n in (SAMPLE - 1, SAMPLE)
+    )
+    return three + (length - SAMPLE) * (three - two)
 
 
 def _shapes(group: Any) -> Any:

@@ -137,8 +137,8 @@ def _scan(
     chosen = choose(call, engine)
     if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):
         _LOG.debug("memory %r, %d tokens: engine %s (%s)", name, call.length, *explain(call, engine))
-    if v.numel() == 0:
-        return _nothing(call)
+    if v.numel() == 0 or (v.is_meta and engine == "auto" and tape is None):
+        return _shapes_alone(call)
     policy = call.config.on_nonfinite
     if policy == "skip":
         call = nonfinite.skip(call)
@@ -155,8 +155,8 @@ def _scan(
     return y, state
 
 
-def _nothing(call: Call) -> tuple[Tensor, MemoryState]:
-    """The outputs of no tokens, where every input has the gradient 0, and the state as it was."""
+def _shapes_alone(call: Call) -> tuple[Tensor, MemoryState]:
+    """The outputs of no tokens, or of tokens on meta: every input has the gradient 0, the state is as it was."""
     v = call.inputs.v
     y = torch.zeros_like(v)
     for item in call.flat:

@@ -6,10 +6,12 @@ import math
 import os
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from hecate.checks import readable
 from hecate.distributed import AXES, each_of
@@ -73,6 +75,34 @@ def sizes_of(config: ExperimentConfig, shards: int = 1) -> Sizes:
     tied = model.embedding.weight.numel() if model.head is None else 0
     found = Sizes(whole(_numbers), _numbers(model.blocks[0]), whole(own), layers * bytes_of(state), whole(weights))
     return found._replace(work=found.work + tied)
+
+
+@lru_cache(maxsize=256)
+def flops_of(config: ExperimentConfig) -> float:
+    """Operations of a token in a forward pass over a sequence: products of weights, memories and attention, two for a
+    multiplication and its addition, as `FlopCounterMode` counts them in one block without storage; of attention half
+    the pairs, which is what a causal mask or a window leaves. [TRAIN-EST-D5]"""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    layers = config.model.layers
+    model = LanguageModel(config.model_for_data().model_copy(update={"layers": 1}), device="meta")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, _Pairs() as pairs:
+        model(torch.zeros(1, config.seq_len, dtype=torch.int64, device="meta"))
+    block = sum(counter.flop_counts["LanguageModel.blocks.0"].values()) + pairs.flops
+    return float(counter.get_total_flops() + pairs.flops + (layers - 1) * block) / config.seq_len
+
+
+class _Pairs(TorchFunctionMode):
+    """Attention by its shapes: 2 D operations for the score of a query and a key, 2 V for the answer."""
+
+    flops = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        q, k, v = args[:3]
+        self.flops += q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])  # half of twice
+        return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
 def ways_of(config: ExperimentConfig) -> dict[str, Way]:
@@ -156,7 +186,7 @@ def estimate_rows(config: ExperimentConfig, processes: int = 1) -> list[tuple[st
     allocated. [TRAIN-EST-D1]
 
     State: what one sequence carries from token to token, whatever its length without attention.
-    Work: multiplications and additions of a token with the weights of linear layers, forward.
+    Work: multiplications and additions of a token, forward.
     """
     share = share_of(config, processes)
     sizes, batch = sizes_of(config, share.shards), config.budget.batch_size
@@ -178,6 +208,7 @@ def estimate_rows(config: ExperimentConfig, processes: int = 1) -> list[tuple[st
         (f"state of a batch of {batch}", readable(sizes.state * batch)),
         ("tokens whose keys and values in attention weigh as much", f"{sizes.state / cache:,.0f}"),
         ("work with weights per token", f"{2e-6 * sizes.work:,.2f} MFLOP"),
+        ("work per token, memories and attention included", f"{1e-6 * flops_of(config):,.2f} MFLOP"),
         ("tokens per step", f"{tokens:,}"),
         ("tokens in all", f"{tokens * config.budget.steps:,}"),
         *((f"engine of model.{path}", name) for path, (name, _) in config.engines().items()),

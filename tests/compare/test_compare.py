@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import hecate.compare.run as runs
 from hecate.compare import Budget, cells_of, holm, interval, pairs
-from hecate.compare.cells import seeds_of
+from hecate.compare.cells import check_once, seeds_of
 from hecate.compare.statistics import critical, paired, tail
 from hecate.data import Loader
 from hecate.errors import ConfigError
@@ -102,12 +105,12 @@ def test_cells_are_the_product_of_all_values(base: str):
 
 @pytest.mark.spec("COMPARE-BUDGET-D1", "COMPARE-LR-D1")
 def test_budgets_in_steps_and_seeds_apart(base: str):
-    from hecate.train.estimate import sizes_of
+    from hecate.train.estimate import flops_of
 
     one, two = cells_of([base], ["model.d_model=8,16"])
     assert Budget().steps_of(one) == 40 and Budget(steps=7).steps_of(one) == 7
     assert Budget(tokens=330).steps_of(one) == 10 and Budget(seconds=3).steps_of(one, 5.5) == 16
-    flops = 6 * sizes_of(one.config).work * 4 * 8 * 12
+    flops = 3 * flops_of(one.config) * 4 * 8 * 12
     assert Budget(flops=flops).steps_of(one) == 12 > Budget(flops=flops).steps_of(two) >= 1
     with pytest.raises(ConfigError, match="0.03125 steps"):
         Budget(tokens=1).steps_of(one)
@@ -117,6 +120,19 @@ def test_budgets_in_steps_and_seeds_apart(base: str):
         Budget(flops=-1)
     reported, tuning = seeds_of(10_000, 10_000)
     assert not set(reported) & set(tuning)
+
+
+@pytest.mark.spec("COMPARE-GRID-D1")
+@pytest.mark.parametrize(("given", "how", "told"), [
+    ("budget.steps=20", {"budget": Budget(steps=10)}, "budget.steps=20 is set by --steps, too"),
+    ("optim.lr=0.1", {"lrs": [0.1, 0.2]}, "optim.lr=0.1 is set by --lr, too"),
+    ("seed=3", {}, "seed=3 is set by --seeds, too"),
+])  # fmt: skip
+def test_what_an_option_sets_no_override_may(base: str, given: str, how: dict[str, Any], told: str):
+    cells = cells_of([base], ["memory=delta,titans"], [given])
+    with pytest.raises(ConfigError, match=told):
+        check_once(cells, how.get("budget", Budget()), how.get("lrs", ()))
+    check_once(cells_of([base], ["memory=delta,titans"], ["budget.steps=20"]), Budget(), [0.1])
 
 
 @pytest.mark.spec("COMPARE-PAIR-D1")
@@ -167,6 +183,44 @@ def test_a_killed_comparison_goes_on(base: str, tmp_path: Path):
     third = subprocess.run(command(base, killed, "--seeds", "3"), capture_output=True, text=True, timeout=300)
     assert third.returncode == 0 and len(results(killed)) == 6
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+    moved = tmp_path / "moved"  # the records alone
+    moved.mkdir()
+    (moved / "results.jsonl").write_bytes((killed / "results.jsonl").read_bytes())
+    fourth = subprocess.run(command(base, moved, "--seeds", "3"), capture_output=True, text=True, timeout=60)
+    assert fourth.returncode == 0 and not results(moved)
+    assert (moved / "pairs.csv").read_text() == (killed / "pairs.csv").read_text()
+    other = subprocess.run(command(base, moved, "--set", "optim.warmup=2"), capture_output=True, text=True, timeout=60)
+    assert other.returncode == 2 and "of another config than cell" in other.stderr
+
+
+class Counted(runs._Work):
+    """Runs that come to a loss by their rate, cell and steps, without training."""
+
+    def results(self, jobs: Sequence[runs._Job], at_once: int) -> list[runs.Row]:
+        worth = {"memory=delta": 3.0, "memory=gla": 1.0, "memory=titans": 2.0, "memory=hebbian": 4.0, "memory=kda": 5.0}
+        return [
+            {"status": "finished", "loss": worth[job.cell.label] + abs(math.log(job.config.optim.lr / 0.01))}
+            for job in jobs
+        ]
+
+
+@pytest.mark.spec("COMPARE-HALVE-D1", "COMPARE-LR-D1")
+def test_halving_leaves_the_better_half_of_every_round(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runs, "_Work", Counted)
+    cells = cells_of([base], ["memory=delta,gla,titans,hebbian,kda"])
+    how: dict[str, Any] = {"budget": Budget(steps=80), "seeds": 2, "lrs": [0.001, 0.01]}
+    found = runs.compare(cells, tmp_path, keep=2, **how)
+    assert [cell.label for cell in found.cells] == ["memory=gla", "memory=titans"]
+    assert {row["steps"] for row in found.rows} == {80} and {row["lr"] for row in found.rows} == {0.01}
+    short = [row["cell"] for row in found.tuning if row["steps"] == 20]
+    assert len(short) == 10 and len([row for row in found.tuning if row["steps"] == 40]) == 6
+    assert [note.split(":")[0] for note in found.notes] == ["memory=hebbian", "memory=kda", "memory=delta"]
+    part = runs.compare(cells[:2], tmp_path, part=0.25, **how)
+    assert {row["steps"] for row in part.tuning} == {20}
+    for more, told in (({"keep": 5}, "--keep must be in"), ({"keep": 1, "part": 0.5}, "leave --tuning-part out")):
+        with pytest.raises(ConfigError, match=told):
+            runs.compare(cells, tmp_path, **how, **more)
 
 
 @pytest.mark.slow

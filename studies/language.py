@@ -1,0 +1,242 @@
+"""Byte models of equal size under equal operations: memories against one another, attention, levels and HOPE."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hecate.checks import readable
+from hecate.compare import Budget, Cell, Comparison, compare
+from hecate.compare.report import cell_facts
+from hecate.data.text import Bundled, TextSource
+from hecate.train.config import ExperimentConfig
+from hecate.train.estimate import sizes_of
+from studies.study import Cell as Entry
+from studies.study import Progress, Result, Study
+
+RULES = (
+    "linear_attention", "mamba2", "delta", "gated_delta", "kda", "delta_product", "titans_linear", "mesa", "titans",
+    "yaad",
+)  # fmt: skip
+PACKAGES = (
+    "asyncio",
+    "email",
+    "matplotlib",
+    "networkx",
+    "numpy",
+    "pydantic",
+    "sympy",
+    "torch",
+    "transformers",
+    "unittest",
+)
+REFERENCE = "gated_delta"
+WINDOW, RATIO, LONGER = 128, 2.667, 4
+SHOWN = ("linear_attention", "gated_delta", "titans", "attention", f"mag, window {WINDOW}", "HOPE 16, 128")
+RATES, PART = (2e-3, 4e-3, 8e-3), 0.2
+Model = Mapping[str, Any]
+
+
+class Sizes(NamedTuple):
+    """Of the models of a study: width, layers, heads, context, sequences of a step, and operations of a run."""
+
+    width: int
+    layers: int
+    heads: int
+    context: int
+    batch: int
+    flops: float
+
+
+def models() -> dict[str, Model]:
+    """What a block has, by the name in the table."""
+
+    def level(period: int) -> dict[str, Any]:  # whose writes are as large together, whatever its period
+        memory = {"structure": {"kind": "mlp", "residual": True}, "algorithm": {"kind": "gd", "lr": 0.16 / period}}
+        return {"name": f"every{period}", "period": period, "memory": memory}
+
+    fast = {"name": "fast", "memory": REFERENCE}
+    slow = {"name": "slow", "period": 64, "memory": {"kind": REFERENCE, "algorithm": {"kind": "gd", "lr": 0.3}}}
+    refers = {"chunk": 16, "memory": {"retention": "decay"}}
+    return {
+        **{rule: {"memory": rule} for rule in RULES},
+        "attention": {"attention": {"kind": "attention"}},
+        f"attention, window {WINDOW}": {"attention": {"kind": "attention", "window": WINDOW}},
+        f"mag, window {WINDOW}": {"memory": REFERENCE, "attention": {"kind": "mag", "window": WINDOW}},
+        "levels 1, 64": {"levels": [fast, slow]},
+        "levels 1, MLP 16, 128": {"levels": [fast, level(16), level(128)], "mlp_ratio": 0.0},
+        "HOPE 16, 128": {"self_reference": refers, "levels": [level(16), level(128)], "mlp_ratio": 0.0},
+    }
+
+
+class Language(Study):
+    """At one million parameters."""
+
+    name = "language"
+    about = "Which memory models bytes best, at equal parameters and equal operations, and does attention do better?"
+    count = 3
+    timed = True
+    sizes: ClassVar[Sizes] = Sizes(160, 4, 5, 1024, 4, 1.2e13)
+    chosen: ClassVar[Sequence[str] | None] = None
+    text: ClassVar[str] = "bundled"
+
+    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
+        """Trains every model from every seed, in processes side by side; what is done is kept in the folder."""
+        sizes = Sizes(20, 1, 2, 64, 2, 5e8) if quick else self.sizes
+        out = self.out / f"{self.name}{'-quick' if quick else ''}-runs"
+        packages = () if quick else PACKAGES
+        data = {"kind": self.text, "packages": packages, "max_bytes": 1 << 20 if quick else 32 << 20, "validation": 0.1}
+        wanted = self.chosen or tuple(models())
+        cells = [fitted(name, models()[name], sizes, data) for name in (wanted[:2] if quick else wanted)]
+        found = compare(
+            cells, out, budget=Budget(flops=sizes.flops), seeds=len(seeds), lrs=() if quick else RATES, part=PART,
+            jobs=os.cpu_count() or 1, positions=LONGER, imports=[__name__],
+            say=partial(print, file=sys.stderr, flush=True),
+        )  # fmt: skip
+        return told(found, sizes)
+
+
+class Large(Language):
+    """At five million parameters, the models that one million leaves ahead."""
+
+    name = "language-large"
+    about = "Does what holds at one million parameters hold at five?"
+    sizes = Sizes(320, 4, 10, 1024, 4, 6e13)
+    count = 2
+    chosen = ("gated_delta", "titans_linear", "attention", f"mag, window {WINDOW}", "levels 1, 64")
+
+
+class Returning(Language):
+    """On passages that come twice."""
+
+    name = "language-returning"
+    about = "Which memory profits from passages that return, a thousand bytes later?"
+    sizes = Sizes(160, 4, 5, 2048, 2, 1.2e13)
+    count = 2
+    chosen = (
+        "linear_attention", "gated_delta", "titans_linear", "attention", f"attention, window {WINDOW}",
+        f"mag, window {WINDOW}", "levels 1, 64", "HOPE 16, 128",
+    )  # fmt: skip
+    text = "twice"
+
+
+def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Cell:
+    """The cell of a model with as many parameters as the reference, by the width of its MLPs, or where it has none by
+    its own."""
+
+    def made(model: Model, width: int, ratio: float) -> Cell:
+        shape = {"d_model": width, "layers": sizes.layers, "heads": sizes.heads, "mlp_ratio": ratio, **model}
+        budget = {
+            "batch_size": sizes.batch, "seq_len": sizes.context, "eval_every": 1 << 20, "eval_batches": 32,
+            "checkpoint_every": 200, "threads": 1, "precision": "bfloat16",
+        }  # fmt: skip
+        given = {"name": "language", "data": data, "model": shape, "budget": budget}
+        return Cell(name, "", (), ExperimentConfig.model_validate(given))
+
+    def size(cell: Cell) -> int:
+        return sizes_of(cell.config).parameters
+
+    target = size(made({"memory": REFERENCE}, sizes.width, RATIO))
+    if "mlp_ratio" in model:
+        widths = range(sizes.width // 2 // sizes.heads * sizes.heads, sizes.width + 1, sizes.heads)
+        return min((made(model, width, 0.0) for width in widths), key=lambda cell: abs(size(cell) - target))
+    one, two = (size(made(model, sizes.width, ratio)) for ratio in (1.0, 2.0))
+    hidden = round((1 + (target - one) / (two - one)) * sizes.width)
+    return made(model, sizes.width, max(hidden, 1) / sizes.width)
+
+
+class Twice(Bundled):
+    """twice: the bundled text, of which each four passages of 256 bytes are followed by the same in another order."""
+
+    kind: Literal["twice"] = "twice"  # type: ignore[assignment]
+
+    def load(self) -> TextSource:
+        """The text; half of it is new."""
+        source = super().load()
+        source.train, source.validation = (_twice(part) for part in (source.train, source.validation))
+        return source
+
+
+def _twice(text: NDArray[np.uint8], unit: int = 256, units: int = 4) -> NDArray[np.uint8]:
+    passages = text[: len(text) // (unit * units) * unit * units].reshape(-1, units, unit)
+    order = np.random.default_rng(0).permuted(np.tile(np.arange(units), (len(passages), 1)), axis=1)
+    again = np.take_along_axis(passages, order[..., None], 1)
+    return np.concatenate([passages, again], 1).reshape(-1)
+
+
+def told(found: Comparison, sizes: Sizes) -> Result:
+    """The table, best first, and the loss by position."""
+    facts = cell_facts(found)
+    verdicts = {pair.first: pair.verdict for pair in found.pairs if pair.second == facts[0]["cell"]}
+    swap = {"better": "worse", "worse": "better"}
+    for pair in found.pairs:
+        if pair.first == facts[0]["cell"]:
+            verdicts[pair.second] = swap.get(pair.verdict, pair.verdict)
+    places = {fact["cell"]: _places(found, fact["cell"]) for fact in facts}
+    rows: list[list[Entry]] = []
+    for fact in facts:
+        inside, beyond = _mean(places[fact["cell"]], 0, sizes.context), _mean(places[fact["cell"]], sizes.context)
+        spread = "" if math.isnan(fact["loss_half"]) else f" +- {fact['loss_half']:.3f}"
+        rows.append([
+            fact["cell"], f"{fact['loss']:.3f}{spread}", verdicts.get(fact["cell"]), inside, beyond,
+            f"{fact['lr']:g}", fact["steps"], fact["tokens"] / 1e6, fact["parameters"] / 1e6,
+            readable(fact["state_bytes"]), round(fact["tokens_per_second"]), round(fact["seconds"]),
+        ])  # fmt: skip
+    columns = [
+        "model", "loss (nats/byte)", "than the first", f"loss up to {sizes.context:,}",
+        f"{sizes.context:,} to {LONGER * sizes.context:,}", "lr", "steps", "tokens (M)", "parameters (M)", "state",
+        "tokens/s", "seconds",
+    ]  # fmt: skip
+    notes = [
+        f"{sizes.flops:g} operations a run, forward and backward; context {sizes.context:,}; seeds of a cell share "
+        f"their batches with the others; rates chosen on one other seed with {PART:g} of the operations",
+        "intervals: 95 %, Student's t over seeds; verdicts: paired over seeds, Holm over all pairs",
+        "attention: the state is the cache of all that was read, 0 before the first token",
+        *found.notes,
+    ]
+    return Result(columns, rows, notes, partial(_draw, found, facts, places, sizes), (9.0, 4.8), {"positions": places})
+
+
+Places = list[tuple[float, float, float, float]]
+
+
+def _places(found: Comparison, cell: str) -> Places:
+    """First and last position, loss and labels of every bucket, means over seeds."""
+    kept = [row["positions"] for row in found.of(cell) if "positions" in row]
+    return [tuple(map(float, np.mean(each, 0))) for each in zip(*kept, strict=True)]  # type: ignore[misc]
+
+
+def _mean(places: Places, low: int, high: float = math.inf) -> float | None:
+    chosen = [(labels, loss) for first, _, loss, labels in places if low <= first < high]
+    return sum(n * loss for n, loss in chosen) / sum(n for n, _ in chosen) if chosen else None
+
+
+def _draw(
+    found: Comparison, facts: Sequence[Mapping[str, Any]], places: Mapping[str, Places], sizes: Sizes, figure: Any
+) -> None:
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.2))
+    for height, fact in enumerate(reversed(facts)):
+        half = 0.0 if math.isnan(fact["loss_half"]) else fact["loss_half"]
+        left.errorbar(fact["loss"], height, xerr=half, fmt="o", color="C0", capsize=3)
+        losses = [row["loss"] for row in found.of(fact["cell"])]
+        left.plot(losses, [height] * len(losses), "|", color="0.5", markersize=9)
+    left.set_yticks(range(len(facts)), [fact["cell"] for fact in reversed(facts)])
+    left.set_xlabel("validation loss (nats/byte)")
+    left.grid(axis="x", alpha=0.3)
+    left.margins(y=0.05)
+    for name in [name for name in SHOWN if name in places]:
+        late = [(math.sqrt(first * last), loss) for first, last, loss, _ in places[name] if first >= 16]
+        right.plot(*zip(*late, strict=True), marker=".", label=name)
+    right.axvline(sizes.context, color="0.5", linestyle=":", linewidth=1)
+    right.set_xscale("log", base=2)
+    right.set_xlabel(f"position in the sequence; trained up to the dotted line, {sizes.context:,}")
+    right.set_ylabel("loss (nats/byte)")
+    right.grid(alpha=0.3)
+    right.legend(fontsize=8)
