@@ -345,24 +345,18 @@ def compare(
     95 % intervals and, for every pair, whether one is better. What is finished is kept: results.jsonl alone is
     enough to go on from."""
     from hecate.compare import Budget, cells_of, report
+    from hecate.compare.cells import rates_of
     from hecate.compare.run import compare as run
     from hecate.compare.run import plan
-    from hecate.errors import ConfigError
     from hecate.train.display import Interrupted, print_table
 
     budget = Budget(steps, tokens, seconds, flops)
-    rates = _rates(lr)
     cells = cells_of(sources, over or [], overrides or [])
-    how: dict[str, Any] = {"budget": budget, "seeds": seeds, "lrs": rates, "tuning": tuning, "jobs": jobs}
-    how["part"] = part
-    how |= {"imports": ctx.find_root().params.get("imports") or [], "say": partial(typer.echo, err=True)}
+    how: dict[str, Any] = {"budget": budget, "seeds": seeds, "lrs": rates_of(lr), "tuning": tuning, "part": part}
+    how |= {"jobs": jobs, "imports": ctx.find_root().params.get("imports") or [], "say": partial(typer.echo, err=True)}
     try:
         if planned:
-            if keep is not None:
-                raise ConfigError(
-                    "--plan cannot tell which cells --keep will leave; leave --keep out: the hours bound it"
-                )
-            rows = plan(cells, out, **how)
+            rows = plan(cells, out, keep=keep, **how)
             texts = [(name, str(runs), f"{each:,}", f"{hours:.2f}") for name, runs, each, hours in rows]
             print_table(("cell", "runs", "steps", "hours"), texts)
             hours = sum(row[-1] for row in rows)
@@ -377,16 +371,6 @@ def compare(
         typer.echo("")
     for text in (*found.notes, *map(str, report.write(found, out))):
         typer.echo(text)
-
-
-def _rates(text: str | None) -> list[float]:
-    """Learning rates of a text such as 1e-3,3e-3."""
-    from hecate.errors import ConfigError
-
-    try:
-        return [float(part) for part in text.split(",")] if text is not None else []
-    except ValueError:
-        raise ConfigError(f"--lr needs numbers such as 1e-3,3e-3, got {text!r}") from None
 
 
 @_command(

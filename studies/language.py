@@ -40,7 +40,7 @@ PACKAGES = (
 REFERENCE = "gated_delta"
 WINDOW, RATIO, LONGER = 128, 2.667, 4
 SHOWN = ("linear_attention", "gated_delta", "titans", "attention", f"mag, window {WINDOW}", "HOPE 16, 128")
-RATES, PART = (2e-3, 4e-3, 8e-3), 0.2
+RATES, PART = (2e-3, 4e-3, 8e-3, 1.6e-2), 0.2
 Model = Mapping[str, Any]
 
 
@@ -174,7 +174,7 @@ def _twice(text: NDArray[np.uint8], unit: int = 256, units: int = 4) -> NDArray[
 def told(found: Comparison, sizes: Sizes) -> Result:
     """The table, best first, and the loss by position."""
     facts = cell_facts(found)
-    verdicts = {pair.first: pair.verdict for pair in found.pairs if pair.second == facts[0]["cell"]}
+    verdicts: dict[str, str] = {pair.first: pair.verdict for pair in found.pairs if pair.second == facts[0]["cell"]}
     swap = {"better": "worse", "worse": "better"}
     for pair in found.pairs:
         if pair.first == facts[0]["cell"]:

@@ -179,3 +179,14 @@ def seeds_of(seeds: int, tuning: int) -> tuple[range, range]:
     expect_number(seeds, "--seeds", 1, 10_000)
     expect_number(tuning, "--tuning-seeds", 1, 10_000)
     return range(seeds), range(1_000_000, 1_000_000 + tuning)
+
+
+def rates_of(text: str | None) -> list[float]:
+    """Learning rates of a text such as 1e-3,3e-3."""
+    try:
+        rates = [float(part) for part in text.split(",")] if text is not None else []
+    except ValueError:
+        raise ConfigError(f"--lr needs numbers such as 1e-3,3e-3, got {text!r}") from None
+    if len(set(rates)) < len(rates):
+        raise ConfigError("--lr gives a rate twice; give each once")
+    return rates

@@ -248,8 +248,6 @@ def compare(
         raise ConfigError("the cells have different budget.steps; give one budget to all, such as --steps 1000")
     if any(cell.config.budget.device == "cuda" for cell in cells) and jobs > 1:
         raise ConfigError(f"--jobs {jobs} processes would share one GPU under budget.device=cuda; give --jobs 1")
-    if len(set(lrs)) < len(lrs):
-        raise ConfigError("--lr gives a rate twice; give each once")
     until = None if minutes is None else time.monotonic() + 60 * minutes
     if budget.seconds is None:  # all that is to be run is valid before anything is
         for cell in cells:
@@ -280,12 +278,14 @@ def speeds(work: _Work, cells: Sequence[Cell]) -> dict[str, float]:
 
 def plan(
     cells: Sequence[Cell], out: Path, *, budget: Budget, seeds: int, lrs: Sequence[float] = (), tuning: int = 1,
-    part: float = 1.0, jobs: int = 1, imports: Sequence[str] = (), say: Say = print,
+    part: float = 1.0, keep: int | None = None, jobs: int = 1, imports: Sequence[str] = (), say: Say = print,
 ) -> list[tuple[str, int, int, float]]:  # fmt: skip
     """Of each cell its name, runs, steps of one, and hours of training them all one after the other. [COMPARE-PLAN-D1]
 
     A few steps of each are measured, and kept in the folder; evaluation comes on top.
     """
+    if keep is not None:
+        raise ConfigError("--plan cannot tell which cells --keep will leave; leave --keep out: the hours bound it")
     check_once(cells, budget, lrs)
     reported, other = seeds_of(seeds, tuning)
     trials = len(lrs) * len(other) if len(lrs) > 1 else 0

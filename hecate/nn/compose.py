@@ -316,6 +316,11 @@ def spans_of(
     tokens are in a segment.
 
     With each: whether some sequence begins a document, some completes a segment, all are at the beginning of one."""
+    if place.is_meta:  # without numbers, whole segments
+        yield from (
+            (slice(at, min(at + size, length)), False, at + size <= length, True) for at in range(0, length, size)
+        )
+        return
     if length == 0:
         return
     within = written_before(place, write, reset, length) % size

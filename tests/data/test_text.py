@@ -114,6 +114,16 @@ def test_the_bundled_corpus_is_the_same_in_every_process():
     assert Bundled(max_bytes=1 << 17).load().fingerprint != source.fingerprint
 
 
+@pytest.mark.spec("DATA-BUNDLED-D1")
+def test_packages_join_the_bundled_corpus():
+    source = Bundled(packages=("json", "hecate"), max_bytes=64 << 20).load()
+    text = source.train.tobytes() + source.validation.tobytes()
+    assert b"class JSONDecoder" in text and b"bundled: bytes of Python's own" in text
+    for name in ("nosuchpackage", "struct", "os.path", "../etc"):
+        with pytest.raises(DataError, match="is no package that is installed"):
+            Bundled(packages=(name,)).load()
+
+
 @pytest.mark.spec("DATA-BUNDLED-D2")
 def test_the_bundled_corpus_does_with_one_of_its_halves(monkeypatch):
     monkeypatch.setattr(module, "_topics", dict)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from hecate.engine import memory_scan, memory_step
+from hecate.engine import flops, memory_scan, memory_step
+from hecate.engine.scan import _scan
 from hecate.nn import Memory
 from hecate.rule import Gates, MemoryConfig, named_rule
 
@@ -88,6 +90,35 @@ def test_streams_chunks_and_layers_add_up():
     assert inside["hecate.memory_scan"] == 3 * 5 * 2 * 6 * 8 * 8 and len(inside) > 1  # beside its projections
     assert "hecate.memory_scan" not in counter.get_flop_counts()["Sequential.0"]
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.spec("ENG-FLOP-D1")
+@pytest.mark.parametrize("rule", ["titans", "omeganet", "large_chunk_ttt", "mesa", "delta_product"])
+def test_three_tokens_of_a_chunk_tell_of_all(rule, monkeypatch):
+    config = named_rule(rule).model_copy(update={"chunk": 8})
+    each = (1, 19, config.writes, 2, 8) if config.writes > 1 else (1, 19, 2, 8)  # two chunks and three tokens
+    q, k = torch.empty(1, 19, 2, 8, device="meta"), torch.empty(each, device="meta")
+
+    def count() -> int:
+        flops._of_tokens.cache_clear()
+        return flops.scan_flops(_scan, config, q, k, k, None, None)
+
+    found = count()
+    monkeypatch.setattr(flops, "SAMPLE", 99)
+    assert found == count() > 0
+
+
+def test_without_numbers_a_scan_has_the_shapes_alone():
+    config = named_rule("yaad")
+    q, k, v = (x.detach().requires_grad_() for x in tokens(requires_grad=True))
+    wanted, real = memory_scan(config, q, k, v)
+    q, k, v = (x.detach().to("meta").requires_grad_() for x in (q, k, v))
+    y, state = memory_scan(config, q, k, v)
+    assert y.shape == wanted.shape and y.is_meta and y.dtype == wanted.dtype
+    kept, wanted = ([x.shape for x in tree_leaves(each) if isinstance(x, torch.Tensor)] for each in (state, real))
+    assert kept == wanted
+    y.sum().backward()
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
 
 
 @pytest.mark.spec("ENG-FLOP-D1")

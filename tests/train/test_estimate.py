@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 
 from hecate.cli import show
 from hecate.errors import ConfigError
 from hecate.train import load_experiment
-from hecate.train.estimate import check_memory, estimate_rows, share_of, sizes_of, ways_of
+from hecate.train.estimate import check_memory, estimate_rows, flops_of, share_of, sizes_of, ways_of
 
 FAKE = """
 import sys
@@ -87,3 +88,23 @@ def test_ways_over_a_context_are_told(preset, overrides, ranks, wanted, capsys):
 @pytest.mark.parametrize(("name", "size"), [("lm-35m", 35e6), ("lm-130m", 130e6), ("lm-340m", 340e6), ("lm-1b", 1e9)])
 def test_presets_are_as_large_as_their_names(name, size):
     assert abs(sizes_of(load_experiment(name)).parameters / size - 1) < 0.05
+
+
+@pytest.mark.spec("TRAIN-EST-D5")
+def test_work_of_a_token_by_hand():
+    sizes = ["model.d_model=32", "model.heads=2", "model.layers=3", "model.mlp_ratio=0"]
+
+    def beside_weights(*given: str, length: int = 64) -> float:
+        config = load_experiment("quickstart", [*sizes, *given, f"budget.seq_len={length}"])
+        return flops_of(config) - 2 * sizes_of(config).work
+
+    each = 3 * 2 * 16  # layers, heads, width of a head
+    gate = 3 * 2 * 32 * 2  # layers, a product of width by heads
+    assert beside_weights("memory=delta") == 6 * 16 * each + gate
+    assert beside_weights("memory=titans_linear") == 6 * 16 * each + 3 * gate
+    attention = "model.attention={kind: attention}"
+    assert beside_weights("model.memory={}", attention) == 4 * each * 64 / 2  # of a mean of 32 pairs two products
+    assert beside_weights("model.memory={}", attention, length=128) == 4 * each * 128 / 2
+    seconds = time.perf_counter()
+    flops_of(load_experiment("hope_170m"))  # 32,768 tokens and levels of thousands
+    assert time.perf_counter() - seconds < 20
