@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from hecate.engine.call import Call
+from hecate.engine.loop import committed_chunk
 from hecate.errors import ConfigError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig
-from hecate.tape import differentiable
+from hecate.tape import differentiable, execute
 
 NAME = "hecate.memory_scan"
 SAMPLE = 3
@@ -75,7 +77,7 @@ def _of_tokens(
         return torch.empty(shape, device="meta", dtype=torch.float32)
 
     q, k, v, *gates = (None if shape is None else blank(1, length, *shape) for shape in shapes)
-    params = {name: {key: blank(*shape) for key, shape in group} for name, group in groups} or None
+    params: Any = {name: {key: blank(*shape) for key, shape in group} for name, group in groups} or None
     aten = torch.ops.aten
     outer = {aten.mul: _outer, aten.addcmul: lambda _, a, b, **how: _outer(a, b, **how)}
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=outer) as counter:
@@ -84,6 +86,12 @@ def _of_tokens(
     if config.forms.linear and config.forms.target and config.writes == 1:
         heads, width, answer = v.shape[-2], config.feature_map.output_dim(q.shape[-1]), v.shape[-1]  # type: ignore[union-attr]
         found -= 2 * length * heads * width * answer  # a prediction that the loop makes and nothing asks for
+    if config.commit == "chunk":
+        call = Call.of(config, q[:, :1], k[:, :1], v[:, :1], None, phi_params=params)  # type: ignore[index]
+        carry = call.memories[0][1]
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            committed_chunk(config, carry, blank(v.shape[-2]), execute)  # type: ignore[union-attr]
+        found -= (length - length // config.chunk) * counter.get_total_flops()  # the loop tries one at every token
     return int(found)
 
 
