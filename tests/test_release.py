@@ -32,7 +32,7 @@ def test_a_built_package_has_the_version_of_the_code():
 
 def test_extras_are_those_that_users_expect():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {"cpu", "gpu", "cuda", "data", "hf", "track", "plot", "docs", "test", "all"} <= set(extras)
+    assert {"cpu", "gpu", "cuda", "data", "hf", "peers", "track", "plot", "docs", "test", "all"} <= set(extras)
     assert extras["cuda"] == ["hecate[gpu]"]
     assert {re.split(r"[>=;]", line)[0] for line in extras["gpu"]} == {"triton", "fla-core"}
     for line in (line for name in ("all", "cuda") for line in extras[name]):

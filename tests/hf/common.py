@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: nothing here asks a hub
 pytest.importorskip("transformers", minversion="5")
@@ -38,6 +38,14 @@ def made(rule: str = "decay", **fields: Any) -> HecateForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         return HecateForCausalLM(HecateConfig(model={**sizes, **RULES[rule], **fields})).eval()
+
+
+def moved(model: nn.Module) -> Any:
+    """The same model with its tensors anew in memory: those of a file lie where the file has them, and a processor may
+    sum a product in another order at another address."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    return model
 
 
 def plain(model: HecateForCausalLM) -> LanguageModel:

@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 from hecate.errors import CheckpointError, ConfigError, ShapeError  # noqa: E402
 from hecate.hf import graft, load_graft, save_graft  # noqa: E402
 from hecate.hf.grafted import Grafted, InPlace  # noqa: E402
+from tests.hf.common import moved  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -301,7 +302,7 @@ def test_a_narrow_model_has_memories_in_float32(tmp_path):
 @pytest.mark.parametrize("family", EVERY)
 def test_saved_and_loaded(family, tmp_path):
     plain, model = made(family), put(made(family), loud=0.5)
-    logits = model(IDS).logits
+    logits = moved(model)(IDS).logits
     model.save_pretrained(tmp_path / "whole", max_shard_size="60KB")
     assert len(list((tmp_path / "whole").glob("model-*.safetensors"))) > 1
     save_graft(model, tmp_path / "new")
@@ -312,11 +313,11 @@ def test_saved_and_loaded(family, tmp_path):
         load_graft(tmp_path / "whole", model=made(family), train="all"),
     ):
         assert type(again).__mro__[0].__name__ == type(model).__name__
-        assert torch.equal(again.eval()(IDS).logits, logits)
+        assert torch.equal(moved(again).eval()(IDS).logits, logits)
     assert again.lm_head.weight.requires_grad
     # A library that knows nothing of memories reads the model that was there before.
     theirs = type(plain).from_pretrained(tmp_path / "whole").eval()
-    assert torch.equal(theirs(IDS).logits, plain(IDS).logits)
+    assert torch.equal(moved(theirs)(IDS).logits, moved(plain)(IDS).logits)
     theirs.save_pretrained(tmp_path / "again")
     with pytest.raises(CheckpointError, match="has no tensors of a graft"):
         load_graft(tmp_path / "again")
