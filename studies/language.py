@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from hecate.checks import readable
 from hecate.compare import Budget, Cell, Comparison, compare
 from hecate.compare.report import cell_facts
-from hecate.data.text import Bundled, TextSource
+from hecate.data import Bundled
+from hecate.files import make_folder, write_file
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import sizes_of
 from studies.study import Cell as Entry
@@ -85,19 +86,21 @@ class Language(Study):
     timed = True
     sizes: ClassVar[Sizes] = Sizes(160, 4, 5, 1024, 4, 1.2e13)
     chosen: ClassVar[Sequence[str] | None] = None
-    text: ClassVar[str] = "bundled"
+
+    def data(self, packages: Sequence[str], most: int) -> dict[str, Any]:
+        """What is read: the machine's own text."""
+        return {"kind": "bundled", "packages": packages, "max_bytes": most, "validation": 0.1}
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
         """Trains every model from every seed, in processes side by side; what is done is kept in the folder."""
         sizes = Sizes(20, 1, 2, 64, 2, 5e8) if quick else self.sizes
         out = self.out / f"{self.name}{'-quick' if quick else ''}-runs"
-        packages = () if quick else PACKAGES
-        data = {"kind": self.text, "packages": packages, "max_bytes": 1 << 20 if quick else 32 << 20, "validation": 0.1}
+        data = self.data(() if quick else PACKAGES, 1 << 20 if quick else 32 << 20)
         wanted = self.chosen or tuple(models())
         cells = [fitted(name, models()[name], sizes, data) for name in (wanted[:2] if quick else wanted)]
         found = compare(
             cells, out, budget=Budget(flops=sizes.flops), seeds=len(seeds), lrs=() if quick else RATES, part=PART,
-            jobs=os.cpu_count() or 1, positions=LONGER, imports=[__name__],
+            jobs=os.cpu_count() or 1, positions=LONGER,
             say=partial(print, file=sys.stderr, flush=True),
         )  # fmt: skip
         return told(found, sizes)
@@ -124,7 +127,15 @@ class Returning(Language):
         "linear_attention", "gated_delta", "titans_linear", "attention", f"attention, window {WINDOW}",
         f"mag, window {WINDOW}", "levels 1, 64", "HOPE 16, 128",
     )  # fmt: skip
-    text = "twice"
+
+    def data(self, packages: Sequence[str], most: int) -> dict[str, Any]:
+        """The same text, of which each four passages of 256 bytes are followed by these in another order."""
+        path = self.out / f"twice-{most}.txt"
+        if not path.is_file():
+            source = Bundled(packages=tuple(packages), max_bytes=most // 2).load()
+            make_folder(self.out)
+            write_file(path, _twice(np.concatenate([source.train, source.validation])).tobytes())
+        return {"kind": "text", "paths": (str(path),), "validation": 0.1}
 
 
 def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Cell:
@@ -150,18 +161,6 @@ def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Ce
     one, two = (size(made(model, sizes.width, ratio)) for ratio in (1.0, 2.0))
     hidden = round((1 + (target - one) / (two - one)) * sizes.width)
     return made(model, sizes.width, max(hidden, 1) / sizes.width)
-
-
-class Twice(Bundled):
-    """twice: the bundled text, of which each four passages of 256 bytes are followed by the same in another order."""
-
-    kind: Literal["twice"] = "twice"  # type: ignore[assignment]
-
-    def load(self) -> TextSource:
-        """The text; half of it is new."""
-        source = super().load()
-        source.train, source.validation = (_twice(part) for part in (source.train, source.validation))
-        return source
 
 
 def _twice(text: NDArray[np.uint8], unit: int = 256, units: int = 4) -> NDArray[np.uint8]:
