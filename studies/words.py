@@ -111,8 +111,8 @@ class Words(Study):
         columns = ["task", "memory", "state (bytes)", "outer lr", "able in theory"]
         columns += [f"accuracy at {times * LENGTH}" for times in lengths]
         notes = [
-            f"one layer of width {WIDTH}, {HEADS} heads, no convolution, an MLP; {steps} steps of AdamW on words of {LENGTH}, batch "
-            f"{BATCH}; accuracy on the second half of {JUDGED} words; mean +- standard error over seeds",
+            f"one layer of width {WIDTH}, {HEADS} heads, no convolution, an MLP; {steps} steps of AdamW on words of "
+            f"{LENGTH}, batch {BATCH}; accuracy on the later half of {JUDGED} words; mean +- standard error over seeds",
             "a guess is right in .5 of parity, .17 of S_3, and .017 of S_5 once its sign is known",
             "able: one layer can follow every length in real numbers: a reflection, lr 2, flips a sign or swaps two "
             "letters, and the product of two moves three (Grazzi et al., 2411.12537; Siems et al., 2502.10297); a "
