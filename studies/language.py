@@ -17,8 +17,10 @@ from hecate.compare import Budget, Cell, Comparison, compare
 from hecate.compare.report import cell_facts
 from hecate.data import Bundled
 from hecate.files import make_folder, write_file
+from hecate.rule import bytes_of
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import sizes_of
+from hecate.train.trainer import Trainer
 from studies.study import Cell as Entry
 from studies.study import Progress, Result, Study
 
@@ -42,6 +44,11 @@ REFERENCE = "gated_delta"
 WINDOW, RATIO, LONGER = 128, 2.667, 4
 SHOWN = ("linear_attention", "gated_delta", "titans", "attention", f"mag, window {WINDOW}", "HOPE 16, 128")
 RATES, PART = (2e-3, 4e-3, 8e-3, 1.6e-2), 0.2
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": {"kind": "adamw", "betas": [0.9, 0.95]}, "muon": {"kind": "muon"}, "m3": {"kind": "m3"},
+    "phi_momentum, tanh": {"kind": "phi_momentum", "feature_map": "tanh"}, "delta_momentum": {"kind": "delta_momentum"},
+    "sgd": {"kind": "sgd"},
+}  # fmt: skip
 Model = Mapping[str, Any]
 
 
@@ -86,6 +93,12 @@ class Language(Study):
     timed = True
     sizes: ClassVar[Sizes] = Sizes(160, 4, 5, 1024, 4, 1.2e13)
     chosen: ClassVar[Sequence[str] | None] = None
+    rates: ClassVar[Sequence[float]] = RATES
+
+    def cells(self, quick: bool, sizes: Sizes, data: Mapping[str, Any]) -> list[Cell]:
+        """What is compared."""
+        wanted = self.chosen or tuple(models())
+        return [fitted(name, models()[name], sizes, data) for name in (wanted[:2] if quick else wanted)]
 
     def data(self, packages: Sequence[str], most: int) -> dict[str, Any]:
         """What is read: the machine's own text."""
@@ -96,12 +109,10 @@ class Language(Study):
         sizes = Sizes(20, 1, 2, 64, 2, 5e8) if quick else self.sizes
         out = self.out / f"{self.name}{'-quick' if quick else ''}-runs"
         data = self.data(() if quick else PACKAGES, 1 << 20 if quick else 32 << 20)
-        wanted = self.chosen or tuple(models())
-        cells = [fitted(name, models()[name], sizes, data) for name in (wanted[:2] if quick else wanted)]
+        cells, say = self.cells(quick, sizes, data), partial(print, file=sys.stderr, flush=True)
         found = compare(
-            cells, out, budget=Budget(flops=sizes.flops), seeds=len(seeds), lrs=() if quick else RATES, part=PART,
-            jobs=os.cpu_count() or 1, positions=LONGER,
-            say=partial(print, file=sys.stderr, flush=True),
+            cells, out, budget=Budget(flops=sizes.flops), seeds=len(seeds), lrs=() if quick else self.rates, part=PART,
+            jobs=os.cpu_count() or 1, positions=LONGER, say=say,
         )  # fmt: skip
         return told(found, sizes)
 
@@ -136,6 +147,34 @@ class Returning(Language):
             make_folder(self.out)
             write_file(path, _twice(np.concatenate([source.train, source.validation])).tobytes())
         return {"kind": "text", "paths": (str(path),), "validation": 0.1}
+
+
+class Descent(Language):
+    """One model under several optimisers."""
+
+    name = "language-optimisers"
+    about = "Which optimiser trains a memory of a million parameters best, and what does it hold and cost?"
+    count = 2
+    rates = (5e-4, 2e-3, 8e-3, 3.2e-2)
+
+    def cells(self, quick: bool, sizes: Sizes, data: Mapping[str, Any]) -> list[Cell]:
+        """The reference under each, named with the bytes that the optimiser holds for a parameter."""
+        plain = fitted(REFERENCE, {"memory": REFERENCE}, sizes, data)
+        found = []
+        for name, optimizer in list(OPTIMIZERS.items())[: 2 if quick else None]:
+            given = plain.config.model_dump(mode="json")
+            given["optim"]["optimizer"] = optimizer
+            config = ExperimentConfig.model_validate(given)
+            found.append(Cell(f"{name}, {held(config):.0f} bytes", "", (), config))
+        return found
+
+
+def held(config: ExperimentConfig) -> float:
+    """Bytes of an optimiser's state for a parameter."""
+    trainer = Trainer(ExperimentConfig.model_validate(config.model_dump(mode="json") | {"data": "bundled"}))
+    trainer.train_step()
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    return bytes_of([optimizer.state_dict()["state"] for optimizer in trainer.optimizers.values()]) / parameters
 
 
 def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Cell:
@@ -230,7 +269,7 @@ def _draw(
     left.set_xlabel("validation loss (nats/byte)")
     left.grid(axis="x", alpha=0.3)
     left.margins(y=0.05)
-    for name in [name for name in SHOWN if name in places]:
+    for name in [name for name in SHOWN if name in places and len(places) > len(SHOWN)] or list(places):
         late = [(math.sqrt(first * last), loss) for first, last, loss, _ in places[name] if first >= 16]
         right.plot(*zip(*late, strict=True), marker=".", label=name)
     right.axvline(sizes.context, color="0.5", linestyle=":", linewidth=1)
