@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hecate import MemoryConfig, named_rule
-from hecate.microscope.style import COLOURS, MARKERS, finish
+from hecate.microscope.style import COLOURS, MARKERS, finish, one_legend
 from studies.costs.attention import softmax
 from studies.costs.cases import gates, scan, sequence
 from studies.costs.harness import Function, Row, Size, forward, forward_backward, timed
@@ -63,7 +63,8 @@ class Lengths(Costs):
             look = {"color": COLOURS[index], "label": f"{name} (slope {slope(curve):.2f})"}
             axes.loglog(x, y, f"{MARKERS[index]}{style}", **look)
         title = f"B = 1, H = 4, D = 64, float32, threads: {torch.get_num_threads()}"
-        finish(axes, title, "tokens T", "forward and backward, ms of CPU time")
+        finish(axes, title, "tokens T", "forward and backward, ms of CPU time", legend=False)
+        one_legend(figure, axes, 2)
 
 
 def slope(curve: Sequence[tuple[int, float]]) -> float:
