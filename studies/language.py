@@ -165,7 +165,7 @@ class Descent(Language):
             given = plain.config.model_dump(mode="json")
             given["optim"]["optimizer"] = optimizer
             config = ExperimentConfig.model_validate(given)
-            found.append(Cell(f"{name}, {held(config):.0f} bytes", "", (), config))
+            found.append(Cell(f"{name}, {held(config):.0f} bytes", (), config))
         return found
 
 
@@ -188,7 +188,7 @@ def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Ce
             "checkpoint_every": 200, "threads": 1, "precision": "bfloat16",
         }  # fmt: skip
         given = {"name": "language", "data": data, "model": shape, "budget": budget}
-        return Cell(name, "", (), ExperimentConfig.model_validate(given))
+        return Cell(name, (), ExperimentConfig.model_validate(given))
 
     def size(cell: Cell) -> int:
         return sizes_of(cell.config).parameters

@@ -72,10 +72,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class Cell:
-    """One of the experiments that are compared: its name, where it is from and what is set on top of that."""
+    """One of the experiments that are compared: its name, what was set on top of a preset or a file, and the whole."""
 
     label: str
-    source: str
     overrides: tuple[str, ...]
     config: ExperimentConfig
 
@@ -112,7 +111,7 @@ def cells_of(sources: Sequence[str], over: Sequence[str] = (), overrides: Sequen
         try:
             config = load_experiment(source, given)
             check_memory(config, None)
-            cells.append(Cell(label, source, given, config))
+            cells.append(Cell(label, given, config))
         except HecateError as error:
             faults.append(f"cell {label!r}: {error}")
     if faults:
