@@ -71,7 +71,8 @@ def models() -> dict[str, Model]:
         return {"name": f"every{period}", "period": period, "memory": memory}
 
     fast = {"name": "fast", "memory": REFERENCE}
-    slow = {"name": "slow", "period": 64, "memory": {"kind": REFERENCE, "algorithm": {"kind": "gd", "lr": 0.3}}}
+    # 64 writes of one key are 2 together, beyond which they would grow
+    slow = {"name": "slow", "period": 64, "memory": {"kind": REFERENCE, "algorithm": {"kind": "gd", "lr": 2 / 64}}}
     refers = {"chunk": 16, "memory": {"retention": "decay"}}
     return {
         **{rule: {"memory": rule} for rule in RULES},
@@ -220,7 +221,10 @@ def told(found: Comparison, sizes: Sizes) -> Result:
     places = {fact["cell"]: _places(found, fact["cell"]) for fact in facts}
     rows: list[list[Entry]] = []
     for fact in facts:
-        inside, beyond = _mean(places[fact["cell"]], 0, sizes.context), _mean(places[fact["cell"]], sizes.context)
+        inside: Entry = _mean(places[fact["cell"]], 0, sizes.context)
+        beyond: Entry = _mean(places[fact["cell"]], sizes.context)
+        if any("positions_reason" in row for row in found.of(fact["cell"])):
+            inside, beyond = None, "diverged"
         spread = "" if math.isnan(fact["loss_half"]) else f" +- {fact['loss_half']:.3f}"
         rows.append([
             fact["cell"], f"{fact['loss']:.3f}{spread}", verdicts.get(fact["cell"]), inside, beyond,
@@ -247,7 +251,7 @@ Places = list[tuple[float, float, float, float]]
 
 def _places(found: Comparison, cell: str) -> Places:
     """First and last position, loss and labels of every bucket, means over seeds."""
-    kept = [row["positions"] for row in found.of(cell) if "positions" in row]
+    kept = [row["positions"] for row in found.of(cell) if row.get("positions")]
     return [tuple(map(float, np.mean(each, 0))) for each in zip(*kept, strict=True)]  # type: ignore[misc]
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -183,7 +184,9 @@ class _Work:
             process.stdin.close()
         if process.returncode or not (job.folder / RESULT).is_file():
             said = self._errors(job).read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
-                f"exit status {process.returncode}"
+                "it was killed, as by a system out of memory: give fewer --jobs"
+                if process.returncode == -signal.SIGKILL
+                else f"exit status {process.returncode}"
             ]
             raise CheckpointError(f"the run of cell {job.name} failed: {said[-1]}; its log: {self._errors(job)}")
 

@@ -54,8 +54,11 @@ def run(config: ExperimentConfig, folder: Path, *, positions: int) -> int:
         trainer, _ = open_run(folder, "newest")
         budget, length = config.budget, positions * config.seq_len
         batches = trainer.source.validation_batches(budget.batch_size, length, budget.eval_batches)
-        spans = loss_by_position(trainer.model.to(trainer.device), batches, trainer.device)
-        facts["positions"] = [list(span) for span in spans]
+        try:
+            spans = loss_by_position(trainer.model.to(trainer.device), batches, trainer.device)
+            facts["positions"] = [list(span) for span in spans]
+        except NonFiniteError as error:  # what it came to within the length of training stands
+            facts |= {"positions": None, "positions_reason": str(error)}
     write_file(folder / RESULT, json.dumps(facts, indent=1) + "\n")
     return 0
 

@@ -32,7 +32,7 @@ from hecate.engine.tokens import Carry, Tokens, cast, linear_block
 from hecate.errors import ConfigError, did_you_mean
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import Autodiff, ByHand, Run, Tensors, execute, is_traced, one
+from hecate.tape import Autodiff, Block, ByHand, Run, Tensors, execute, is_traced, one
 
 EngineName = str
 
@@ -142,6 +142,7 @@ class TokenEngine(Engine):
 
     takes: ClassVar[tuple[str, ...]] = ("floor",)
     counts_along: ClassVar[bool] = False  # whether a normaliser may be one more row of a matrix memory, under bias dot
+    l2_norm: ClassVar[Block | None] = None  # a kernel of its own for key_norm="l2"
 
     @abstractmethod
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
@@ -149,9 +150,16 @@ class TokenEngine(Engine):
 
         Of the call it asks for its config and its place in the chunk."""
 
+    def widens(self, call: Call) -> bool:
+        """Whether `scan` takes tokens of a narrower dtype than the state's."""
+        return False
+
     def run(self, call: Call, run: Run = execute) -> Tensors:
         """Features, the scan, and the quotient by the normaliser."""
-        tokens = faced(call.config, to_tokens(call.config, call.inputs, call.params, call.spec.dtype, run), run)
+        tokens = to_tokens(
+            call.config, call.inputs, call.params, call.spec.dtype, run, l2=self.l2_norm, narrow=self.widens(call)
+        )
+        tokens = faced(call.config, tokens, run)
         memories = call.memories
         if len(memories) > 1:
             return normalized(self.scan, call, tokens, run, along=self.counts_along)

@@ -28,9 +28,13 @@ NORMALIZED_EPS = 1e-6
 FLOW_SERIES = 0.05  # below it eight terms are exact to 1e-17
 
 
-def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: torch.dtype, run: Run) -> Tokens:
-    """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]`."""
-    q, k, v, lr, *gates = cast_inputs(inputs, dtype, run)
+def to_tokens(
+    config: MemoryConfig, inputs: Sequence, params: Params, dtype: torch.dtype, run: Run,
+    *, l2: Block | None = None, narrow: bool = False,
+) -> Tokens:  # fmt: skip
+    """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]` in a dtype; narrow: or in a narrower one that
+    they come in. l2: a kernel for key_norm="l2"."""
+    q, k, v, lr, *gates = cast_inputs(inputs, dtype, run, narrow=narrow)
     if inputs.position is not None:
         params = {**params, "position": inputs.position.unsqueeze(-1)}
     block, tensors = config.feature_map.block(params)
@@ -39,7 +43,7 @@ def to_tokens(config: MemoryConfig, inputs: Sequence, params: Params, dtype: tor
     phi_k = one(run(block, k, *tensors, label="phi(k)"))
     phi_q = one(run(block, q, *tensors, label="phi(q)"))
     if config.key_norm != "none":
-        norm = L2_NORM if config.key_norm == "l2" else SUM_NORM
+        norm = (l2 or L2_NORM) if config.key_norm == "l2" else SUM_NORM
         phi_k = one(run(norm, phi_k, label="key_norm"))
         phi_q = one(run(norm, phi_q, label="key_norm"))
     if config.query_scale == "key_dim":
@@ -65,15 +69,19 @@ def faced(config: MemoryConfig, tokens: Tokens, run: Run) -> Tokens:
     return tokens._replace(phi_k=tokens.v, v=tokens.phi_k, retain=retain, retain_value=None)
 
 
-def cast_inputs(inputs: Sequence, dtype: torch.dtype, run: Run) -> list[Tensor]:
+def cast_inputs(inputs: Sequence, dtype: torch.dtype, run: Run, *, narrow: bool = False) -> list[Tensor]:
     """q, k, v, lr, retain and momentum in a dtype, 0 at masked tokens but for q."""
     q, *rest = [
-        tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs")) for tensor in inputs[:6]
+        tensor if narrow and tensor.itemsize < dtype.itemsize else _as(dtype, tensor, run) for tensor in inputs[:6]
     ]
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.
         rest = [one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask")) for tensor in rest]
     return [q, *rest]
+
+
+def _as(dtype: torch.dtype, tensor: Tensor, run: Run) -> Tensor:
+    return tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs"))
 
 
 def _gated(
@@ -84,7 +92,7 @@ def _gated(
     gates: list[Tensor | None] = []
     for gate in inputs[9:12]:
         if gate is not None:
-            gate = gate if gate.dtype == dtype else one(run(cast(dtype), gate, label="inputs"))
+            gate = _as(dtype, gate, run)
             if inputs.write is not None:
                 gate = one(run(SELECT, inputs.write, gate, torch.ones_like(gate), label="write_mask"))
         gates.append(gate)

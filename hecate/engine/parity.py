@@ -68,6 +68,7 @@ def difference(
     times: float = 2.0,
     dtype: torch.dtype,
     shape: tuple[int, ...],
+    names: Sequence[str] = (),
 ) -> str | None:
     """Why a kernel is not trusted: it fails, or one of its tensors is further from what is expected of it than a bound,
     relative to its norm. With `plain`, what plain torch makes of the same in the kernel's dtype, a kernel may be
@@ -76,7 +77,7 @@ def difference(
         own = found()
     except Exception as error:  # compilers raise types of their own
         return Unrun(f"its kernel fails on {dtype} with widths {shape}: {error}")
-    names = ("y", "state", *["slot"] * slots, "memory", *["slot"] * slots, "initial", *Tokens._fields)
+    names = names or ("y", "state", *["slot"] * slots, "memory", *["slot"] * slots, "initial", *Tokens._fields)
     rounded = repeat(None) if plain is None else plain()
     for name, got, right, other in zip(names, own, expected(), rounded):  # noqa: B905
         if got is None or right is None or not right.any():

@@ -229,9 +229,10 @@ RULES |= {
     ),
     "titans": NamedRule(
         MemoryConfig(
-            structure=MLP(layers=2, activation="silu"), retention=Decay(), algorithm=Momentum(lr=0.1), key_norm="l2"
+            structure=MLP(layers=2, activation="silu"), retention=Decay(), algorithm=Momentum(lr=0.01), key_norm="l2"
         ),
-        "Titans (Behrouz et al., 2025, arXiv 2501.00663), a memory of two layers",
+        "Titans (Behrouz et al., 2025, arXiv 2501.00663), a memory of two layers; unlike those of one, it diverges in "
+        "training where lr is ten times as large",
     ),
     "ttt_linear": NamedRule(
         MemoryConfig(key_norm="l2", chunk=16),
@@ -289,13 +290,14 @@ RULES |= {
         MemoryConfig(
             structure=_MIRAS,
             bias=Yaad(delta=32.0, eps=1e-3),
-            retention=retention.L2(decoupled=True),
-            algorithm=GD(lr=0.1),
+            retention=retention.L2(penalty=1e-4, decoupled=True),
+            algorithm=GD(lr=0.01),
             key_norm="l2",
         ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad, with one delta for all channels, several "
         "times the length of a value at the start: where delta is crossed the write jumps, and training that meets "
-        "the jump stalls",
+        "the jump stalls; the norm within undoes what is forgotten of the scale while gradients grow with it, so that "
+        "little is forgotten",
     ),
     "memora": NamedRule(
         MemoryConfig(structure=_MIRAS, retention=KL(scale=8.0), algorithm=GD(lr=0.05), key_norm="l2"),

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 import hecate.compare.run as runs
+import hecate.compare.worker as worker
 from hecate.compare import Budget, cells_of, holm, interval, pairs
 from hecate.compare.cells import check_once, seeds_of
 from hecate.compare.statistics import critical, paired, tail
 from hecate.data import Loader
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, NonFiniteError
 from hecate.train import Trainer
 
 TINY = """
@@ -222,6 +223,19 @@ def test_halving_leaves_the_better_half_of_every_round(base: str, tmp_path: Path
     for more, told in (({"keep": 5}, "--keep must be in"), ({"keep": 1, "part": 0.5}, "leave --tuning-part out")):
         with pytest.raises(ConfigError, match=told):
             runs.compare(cells, tmp_path, **how, **more)
+
+
+@pytest.mark.spec("COMPARE-REPORT-D1")
+def test_what_diverges_beyond_its_length_keeps_its_loss(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def diverging(*_: Any) -> None:
+        raise NonFiniteError("memory 'layer 0' became non-finite")
+
+    monkeypatch.setattr(worker, "loss_by_position", diverging)
+    cell, _ = cells_of([base], ["memory=delta,gated_delta"], ["budget.steps=2"])
+    assert worker.run(cell.config, tmp_path / "run", positions=1) == 0
+    found = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert found["status"] == "finished" and found["loss"] > 0
+    assert found["positions"] is None and "non-finite" in found["positions_reason"]
 
 
 @pytest.mark.slow

@@ -9,10 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton.runtime.interpreter import GridExecutor
 
-from hecate import Gates, MemoryConfig, memory_scan
+from hecate import Gates, MemoryConfig, late, memory_scan, named_rule
+from hecate.engine.triton import launch
 from hecate.engine.triton.engine import distrust
 from hecate.errors import ConfigError
+from studies.launches import as_on_a_device, counted
 
 SLOW = pytest.mark.slow
 BOUND = 2e-6  # float32's rounding over a hundred tokens, relative to a tensor's norm
@@ -119,6 +122,67 @@ def test_inputs_in_half_precision_are_answered_in_it(dtype: torch.dtype) -> None
     assert near(y, right, 2 * torch.finfo(dtype).eps)  # the interpreter truncates where a card rounds
 
 
+@pytest.mark.spec("ENG-TRITON-D7")
+def test_gradients_of_half_precision_are_answered_in_it() -> None:
+    config = MemoryConfig(key_norm="l2", retention="decay", algorithm="momentum")
+    given = [drawn(1, 20, 2, 16, seed=i) for i in range(3)]
+    given += [drawn(1, 20, 2, seed=3 + i).sigmoid() for i in range(3)]
+    given[1][0, 5, 0] = 0.0  # a key without a direction
+    given = [item.half() for item in given]
+
+    def grads(engine: str, wide: bool, order: int = 1) -> list[torch.Tensor]:
+        own = [(item.double() if wide else item).requires_grad_() for item in map(torch.Tensor.clone, given)]
+        q, k, v, *gates = own
+        exact = config.model_copy(update={"state_dtype": "float64"}) if wide else config
+        y, state = memory_scan(exact, q, k, v, Gates(*gates), engine=engine)
+        assert y.dtype == v.dtype
+        total = y.double().square().sum() + state.memory["weight"].double().square().sum()
+        found = torch.autograd.grad(total, own, create_graph=order == 2)
+        if order == 2:
+            found = torch.autograd.grad(sum(item.double().square().sum() for item in found), own)
+        return [item.detach() for item in found]
+
+    eps = torch.finfo(torch.float16).eps
+    for order in (1, 2):
+        found, right = grads("triton", False, order), grads("sequential", True, order)
+        for own, other in zip(found, right, strict=True):
+            assert own.dtype == torch.float16 and near(own, other, 2 * order * eps)
+
+
+AROUND = {  # launches of torch around the kernels, forward, and forward and backward: what GPU users wait for
+    "delta": MemoryConfig(key_norm="l2"), "gated delta": named_rule("gated_delta"),
+    "titans linear": named_rule("titans_linear"), "huber": named_rule("gated_delta", bias="huber"),
+}  # fmt: skip
+
+
+@pytest.mark.spec("ENG-TRITON-D7")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", AROUND)
+def test_launches_around_the_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, lead = AROUND[name], (1, 64, 2)
+    q, k, v = (torch.randn(*lead, 32, dtype=dtype).requires_grad_() for _ in range(3))
+    lr, *rest = (torch.rand(lead, dtype=dtype).requires_grad_() for _ in range(3))
+    used = (config.retention.uses_retain, config.algorithm.uses_momentum)
+    gates = Gates(lr, *(gate if there else None for gate, there in zip(rest, used, strict=True)))
+    ran: list[str] = []
+    monkeypatch.setattr(GridExecutor, "__call__", lambda kernel, *_, **__: ran.append(kernel.fn.__name__))
+
+    def forward() -> torch.Tensor:
+        return memory_scan(config, q, k, v, gates, engine="triton")[0]
+
+    def both() -> None:
+        forward().backward(torch.ones_like(v))
+
+    with as_on_a_device():
+        for call, most in ((forward, 8), (both, 18)):
+            for _ in range(2):  # the first makes what is made once
+                late.forget()  # kernels that do not run leave numbers that mean nothing
+                ran.clear()
+                found = counted(call)
+            assert found.launches <= most and not found.waits
+    assert ran.count("unit") == ran.count("unit_back") == 2
+
+
 def test_heads_that_lie_apart_and_documents() -> None:
     q, k, v = (drawn(1, 2, 23, 16, seed=i).transpose(1, 2) for i in range(3))  # heads ahead of tokens
     given = {"gates": Gates(lr=drawn(1, 23, 2).sigmoid(), retain=(drawn(1, 23, 2, seed=1) + 2).sigmoid())}
@@ -168,6 +232,14 @@ def test_second_derivatives_are_those_of_the_token_loop() -> None:
 def test_the_kernels_pass_their_own_gate() -> None:
     config = MemoryConfig(retention="decay", algorithm="momentum")
     assert distrust(config, ("write", "reset", "phi_w"), torch.float32, "cpu", (24, 16)) is None
+    assert distrust(config, ("narrow", "l2"), torch.float16, "cpu", (24, 16)) is None
+
+
+def test_a_norm_that_is_wrong_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = launch.normed
+    monkeypatch.setattr(launch, "normed", lambda inputs, keeps: own((inputs[0] + 1e-3,), keeps))
+    reason = distrust(MemoryConfig(), ("l2",), torch.float32, "cpu", (8, 8))
+    assert reason is not None and "keys at unit length" in reason
 
 
 @SLOW

@@ -29,22 +29,36 @@ from torch import Tensor
 from hecate.algorithm import GD, Momentum
 from hecate.engine.call import GENERAL, TRACED, Call
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
+from hecate.engine.features import L2_NORM
 from hecate.engine.parallel import by_torch, run_by_hand
-from hecate.engine.parity import both_by_torch, both_ways, difference, trial
+from hecate.engine.parity import TRIAL, both_by_torch, both_ways, difference, trial
 from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.verdict import here, judged
+from hecate.phi import Identity
 from hecate.retention import Decay, NoRetention, StepForm
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import ByHand, Run, Tensors
+from hecate.tape import ByHand, Run, Tensors, execute, one
 
 # Largest relative difference from float64: float32's rounding over a trial, and that of TF32.
 PARITY = {"tf32x3": 2.0**-17, "tf32": 2.0**-8}
 PRECISION = {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"}
 WIDEST, CELLS = 256, 1 << 14  # of a state: its sides, and its numbers where one program holds all
 SCALES = 0.3, 0.03  # of a trial's states, values and steps: the first that lets a rule stay finite
-LOOP = "loop"  # among the flags of a verdict: of the loop kernels
+LOOP, NARROW, L2 = "loop", "narrow", "l2"  # among the flags of a verdict: loop kernels, narrow inputs, l2 norm
 Flags = tuple[str, ...]  # which of write, reset and phi_w there are: a kernel of its own each
+
+
+def _launch(name: str) -> Any:
+    return getattr(importlib.import_module("hecate.engine.triton.launch"), name)
+
+
+_L2 = ByHand(
+    "l2_norm",
+    lambda *inputs: _launch("normed")(*inputs),
+    lambda *record: _launch("normed_vjp")(*record),
+    lambda x: (one(execute(L2_NORM, x if x.dtype == torch.float64 else x.float())),),
+)
 
 
 class Triton(TokenEngine):
@@ -52,6 +66,11 @@ class Triton(TokenEngine):
 
     name = "triton"
     takes = GENERAL
+    l2_norm = _L2.block()
+
+    def widens(self, call: Call) -> bool:
+        """Where nothing but the norm comes between: kernels widen numbers as they load them."""
+        return _widens(call)
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """What has no kernel."""
@@ -126,12 +145,19 @@ def _loops(call: Call) -> bool:
     return forms.algorithm is None or forms.algorithm.nesterov
 
 
+def _widens(call: Call) -> bool:
+    config = call.config
+    plain = config.step == "raw" and config.normalizer == config.query_scale == "none" and not call.general
+    same = isinstance(config.feature_map, Identity) and config.key_norm in ("none", "l2")
+    return plain and same and not _loops(call)
+
+
 def _kernel(config: MemoryConfig, carry: Carry, exact: str | None) -> ByHand:
     """The block kernels in a precision, or with None the loop kernels."""
     if exact is None:
         call = partial(importlib.import_module("hecate.engine.triton.loops").Loop, config)
     else:
-        call = partial(importlib.import_module("hecate.engine.triton.launch").Scan, config, exact)
+        call = partial(_launch("Scan"), config, exact)
 
     def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
         return call(inputs).forward(keeps)
@@ -139,7 +165,13 @@ def _kernel(config: MemoryConfig, carry: Carry, exact: str | None) -> ByHand:
     def vjp(inputs: Tensors, record: Tensors, cotangents: Any) -> Tensors:
         return call(inputs).backward(record, cotangents)
 
-    return ByHand("engine.triton", forward, vjp, by_torch(config, carry))
+    def plain(*inputs: Tensor | None) -> Tensors:
+        dtype, values = carry.memory[0].dtype, one((inputs[len(carry.slots) + 4],))
+        wide = (x.to(dtype) if x is not None and x.is_floating_point() else x for x in inputs)
+        y, *states = by_torch(config, carry)(*wide)
+        return one((y,)).to(values.dtype), *states
+
+    return ByHand("engine.triton", forward, vjp, plain)
 
 
 def _trusted(call: Call, loops: bool) -> str | None:
@@ -158,6 +190,8 @@ def _trusted(call: Call, loops: bool) -> str | None:
         "retain_value": "retain_value" in call.general,
         "channels": call.retain is not None and call.retain.dim() == 4,
         LOOP: loops,
+        NARROW: _widens(call),
+        L2: config.key_norm == "l2",
     }
     flags = tuple(name for name, given in there.items() if given)
     return _verdict(MemoryConfig(**own), flags, call.values, call.device, call.shape)
@@ -187,10 +221,15 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
         carry = Carry(states[:1], states[1:], (), (), (), torch.zeros(2, dtype=torch.int64, device=device))
         return _kernel(config, carry, exact)
 
+    if L2 in flags and (reason := _distrust_norm(dtype, device, shape)) is not None:
+        return reason
     for scale in SCALES if loops else (1.0,):
         inputs, cotangents = trial(
             dtype, device, shape, channelwise="channels" in flags, slots=slots, flags=flags, scale=scale
         )
+        if NARROW in flags:
+            tokens = (x.to(dtype) if x is not None and x.is_floating_point() else x for x in inputs[slots + 2 :])
+            inputs = (*inputs[: slots + 2], *tokens)
         wide = tuple(x.double() if x is not None and x.is_floating_point() else x for x in inputs)
         right = both_by_torch(kernel(wide), wide, [item.double() for item in cotangents])
         if all(item is None or bool(item.isfinite().all()) for item in right):
@@ -199,4 +238,15 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
         partial(both_ways, kernel(inputs), inputs, cotangents), lambda: right,
         slots=slots, bound=PARITY[exact or "tf32x3"], against="the token loop in float64", dtype=dtype, shape=shape,
         plain=partial(both_by_torch, kernel(inputs), inputs, cotangents) if loops else None, times=8.0,
+    )  # fmt: skip
+
+
+def _distrust_norm(dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:
+    keys, g = torch.randn(2, 1, TRIAL, 2, shape[1], generator=torch.Generator().manual_seed(0)).to(device)
+    keys = keys.to(dtype)
+    return difference(
+        partial(both_ways, _L2, (keys,), [g]),
+        partial(both_by_torch, _L2, (keys.double(),), [g.double()]),
+        names=("keys at unit length", "their cotangents"), bound=PARITY[PRECISION[dtype]], against="float64",
+        dtype=dtype, shape=shape,
     )  # fmt: skip

@@ -12,11 +12,12 @@ from torch import Tensor
 from hecate.engine.tokens import Tokens, by_head
 from hecate.engine.triton.back import gates, tokens, walk
 from hecate.engine.triton.block import forward
+from hecate.engine.triton.norm import unit, unit_back
 from hecate.engine.triton.table import card_of, launched
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
-BLOCK, SEGMENT = 16, 64  # tokens of a block, and between kept states
+BLOCK, SEGMENT, ROWS = 16, 64, 32  # tokens of a block, and between kept states; rows of a norm
 WHOLE = {"softmax", "ball", "jump", "pull"}  # forms whose coordinates meet: a row is one tile
 
 
@@ -96,7 +97,7 @@ class Scan:
         kept_G = torch.empty_like(kept)
         kept_Y = kept_G if self.slot is None else torch.empty_like(kept)
         moves = self.form.name != "target"
-        us, es = (torch.empty_like(v), torch.empty_like(v)) if moves else (v, v)
+        us, es = (self.new(*v.shape), self.new(*v.shape)) if moves else (v, v)
         gv, g0, y0 = torch.empty_like(v), torch.empty_like(g1), torch.empty_like(y1)
         gz = g0 if self.restart is None else torch.empty_like(g0)
         numbers = (self.length, self.heads)
@@ -125,3 +126,27 @@ class Scan:
         own = (g0,) if self.slot is None else (g0, y0)
         return (*own, None if self.restart is None else gz, gk, gq, gv, glr, found["retain"], found["momentum"],
                 None, None, gw, None)  # fmt: skip
+
+
+def normed(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+    """Rows of `[B, T, H, D]` at unit length in float32, and the record for `normed_vjp`."""
+    x: Tensor = one(inputs).detach()
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    _, length, heads, width = x.shape
+    y, sizes = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in (x.shape, x.shape[:-1]))
+    rows, padded = sizes.numel(), triton.next_power_of_2(width)
+    unit[(triton.cdiv(rows, ROWS),)](
+        x, y, sizes, rows, length, heads, *x.stride()[:3], D=width, BR=ROWS, BD=padded, num_warps=4
+    )
+    return (y,), (y, sizes)
+
+
+def normed_vjp(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+    """The cotangent of the rows, in their dtype."""
+    y, sizes = several(record)
+    gx = torch.empty_like(one(inputs), memory_format=torch.contiguous_format)
+    rows, width = sizes.numel(), y.shape[-1]
+    unit_back[(triton.cdiv(rows, ROWS),)](
+        y, sizes, cotangents[0].contiguous(), gx, rows, D=width, BR=ROWS, BD=triton.next_power_of_2(width), num_warps=4
+    )
+    return (gx,)
