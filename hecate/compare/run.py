@@ -260,16 +260,16 @@ def compare(
         work = _Work(out, jobs, imports, until, signals, say, lock)
         steps = _steps(work, cells, budget)
         notes: list[str] = []
-        tuned: list[Row] = []
+        rounds: list[Row] = []
         if keep is not None:
-            cells = _halved(work, cells, keep, steps, lrs, other, tuned, notes)
-        rates = _rates(work, cells, _shorter(steps, part), lrs, other, tuned, notes)
-        wanted = [(cell, seed, rates.get(cell.label)) for seed in reported for cell in cells]
-        rows = _rows(work, wanted, steps, positions)
+            cells, rounds, notes = _halved(work, cells, keep, steps, lrs, other)
+        rates, tuned, told = _rates(work, cells, _shorter(steps, part), lrs, other)
+        rows, changed = _reported(work, cells, reported, steps, rates, tuned if part < 1 else [], positions)
+        notes += told + changed
     if jobs > 1:
         notes.append(f"tokens/s and seconds are those of {jobs} processes side by side")
     losses = {cell.label: [row["loss"] for row in rows if row["cell"] == cell.label] for cell in cells}
-    return Comparison(cells, rows, tuned, pairs(losses), notes)
+    return Comparison(cells, rows, rounds + tuned, pairs(losses), notes)
 
 
 def speeds(work: _Work, cells: Sequence[Cell]) -> dict[str, float]:
@@ -313,14 +313,14 @@ def _shorter(steps: dict[str, int], part: float) -> dict[str, int]:
 
 
 def _halved(
-    work: _Work, cells: Sequence[Cell], keep: int, steps: dict[str, int], lrs: Sequence[float], seeds: Sequence[int],
-    tuned: list[Row], notes: list[str],
-) -> list[Cell]:  # fmt: skip
-    """The cells that are left of successive halving, each round on twice the steps of the one before.
+    work: _Work, cells: Sequence[Cell], keep: int, steps: dict[str, int], lrs: Sequence[float], seeds: Sequence[int]
+) -> tuple[list[Cell], list[Row], list[str]]:
+    """The cells that are left of successive halving, each round on twice the steps of the one before; all of its runs,
+    and what became of the others.
 
     Source: Jamieson & Talwalkar, 2016, arXiv 1502.07943. [COMPARE-HALVE-D1]
     """
-    left = list(cells)
+    left, tuned, notes = list(cells), list[Row](), list[str]()
     rounds = math.ceil(math.log2(len(left) / keep))
     for number in range(rounds, 0, -1):
         shorter = _shorter(steps, 2.0**-number)
@@ -336,7 +336,7 @@ def _halved(
             if cell.label not in chosen
         ]
         left = [cell for cell in left if cell.label in chosen]
-    return left
+    return left, tuned, notes
 
 
 def _means(rows: Sequence[Row], cell: Cell) -> dict[float, float]:
@@ -347,16 +347,13 @@ def _means(rows: Sequence[Row], cell: Cell) -> dict[float, float]:
 
 
 def _rates(
-    work: _Work, cells: Sequence[Cell], steps: dict[str, int], lrs: Sequence[float], seeds: Sequence[int],
-    tuned: list[Row], notes: list[str],
-) -> dict[str, float]:  # fmt: skip
-    """The rate of each cell; the runs that it was chosen by go to `tuned`, what to know of the choice to `notes`.
-    [COMPARE-LR-D1]"""
+    work: _Work, cells: Sequence[Cell], steps: dict[str, int], lrs: Sequence[float], seeds: Sequence[int]
+) -> tuple[dict[str, float], list[Row], list[str]]:
+    """The rate of each cell, the runs that it was chosen by, and what to know of the choice. [COMPARE-LR-D1]"""
     if len(lrs) < 2:
-        return {cell.label: lr for cell in cells for lr in lrs}
+        return {cell.label: lr for cell in cells for lr in lrs}, [], []
     rows = _rows(work, [(cell, seed, lr) for cell in cells for lr in sorted(lrs) for seed in seeds], steps)
-    tuned += rows
-    rates = {}
+    rates, notes = dict[str, float](), list[str]()
     for cell in cells:
         means = _means(rows, cell)
         rates[cell.label] = best = min(means, key=means.__getitem__)
@@ -364,7 +361,35 @@ def _rates(
             raise ConfigError(f"cell {cell.label!r} diverged at every --lr; give lower ones")
         if best in (min(lrs), max(lrs)):
             notes.append(f"{cell.label}: the best rate, {best:g}, is at the end of the grid; a wider one may do better")
-    return rates
+    return rates, rows, notes
+
+
+def _reported(
+    work: _Work, cells: Sequence[Cell], seeds: Sequence[int], steps: dict[str, int], rates: dict[str, float],
+    tuned: Sequence[Row], positions: int,
+) -> tuple[list[Row], list[str]]:  # fmt: skip
+    """The runs that are compared, and whose rate had to change for them: it does so seed by seed."""
+    rows, notes = list[Row](), list[str]()
+    for count in range(1, len(seeds) + 1):
+        lower: dict[str, float] | None = None
+        while lower is None or lower:
+            wanted = [(cell, seed, rates.get(cell.label)) for seed in seeds[:count] for cell in cells]
+            rows = _rows(work, wanted, steps, positions)
+            lower = _lower(rows, rates, tuned)
+            notes += [f"{name}: diverged at {rates[name]:g}, and is taken at {lr:g}" for name, lr in lower.items()]
+            rates = {**rates, **lower}
+    return rows, notes
+
+
+def _lower(rows: Sequence[Row], rates: dict[str, float], tuned: Sequence[Row]) -> dict[str, float]:
+    """For cells that diverged where they had not in the shorter runs of `tuned`, the best of their lower rates.
+    [COMPARE-LR-D1]"""
+    found = {}
+    for name in {row["cell"] for row in rows if math.isinf(row["loss"])} & set(rates):
+        lower = [row for row in tuned if row["cell"] == name and row["lr"] < rates[name] and math.isfinite(row["loss"])]
+        if lower:
+            found[name] = float(min(lower, key=lambda row: row["loss"])["lr"])
+    return found
 
 
 def _rows(

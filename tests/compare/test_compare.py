@@ -225,6 +225,28 @@ def test_halving_leaves_the_better_half_of_every_round(base: str, tmp_path: Path
             runs.compare(cells, tmp_path, **how, **more)
 
 
+@pytest.mark.spec("COMPARE-LR-D1")
+def test_who_diverges_in_a_whole_run_goes_down_a_rate(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Diverging(Counted):
+        def results(self, jobs: Sequence[Any], at_once: int) -> list[dict[str, Any]]:
+            rows = super().results(jobs, at_once)
+            for job, row in zip(jobs, rows, strict=True):
+                config, late = job.config, job.config.budget.steps == 80 and job.config.seed == 1
+                if job.cell.label == "memory=titans" and late and config.optim.lr > 0.003:
+                    row["loss"] = math.inf
+            return rows
+
+    monkeypatch.setattr(runs, "_Work", Diverging)
+    cells = cells_of([base], ["memory=delta,titans"])
+    how: dict[str, Any] = {"budget": Budget(steps=80), "seeds": 3, "lrs": [0.001, 0.003, 0.01]}
+    found = runs.compare(cells, tmp_path, part=0.25, **how)
+    assert {(row["cell"], row["lr"]) for row in found.rows} == {("memory=delta", 0.01), ("memory=titans", 0.003)}
+    assert all(math.isfinite(row["loss"]) for row in found.rows) and len(found.rows) == 6
+    assert "memory=titans: diverged at 0.01, and is taken at 0.003" in found.notes
+    whole = runs.compare(cells, tmp_path, **how)  # whose rates were chosen on whole runs
+    assert [row["loss"] for row in whole.rows if row["lr"] == 0.01].count(math.inf) == 1
+
+
 @pytest.mark.spec("COMPARE-REPORT-D1")
 def test_what_diverges_beyond_its_length_keeps_its_loss(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def diverging(*_: Any) -> None:
