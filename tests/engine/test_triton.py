@@ -85,6 +85,8 @@ def test_a_call_on_a_cpu_is_left_to_others() -> None:
         ({}, {"gates": Gates(erase=torch.ones(1, 2, 1, 4))}, ("phi_w",)),
         ({}, {"gates": Gates(write=torch.ones(1, 2, 1, 4))}, ("phi_w",)),
         ({}, {"reset_mask": torch.ones(1, 2, dtype=torch.bool)}, ("reset",)),
+        ({"key_norm": "l2"}, {"dtype": torch.bfloat16}, ("narrow", "l2")),
+        ({"feature_map": "elu", "key_norm": "sum"}, {"dtype": torch.bfloat16}, ()),
         ({"retention": "elastic_net"}, {}, ("loop",)),
         ({"retention": "decay"}, {"gates": Gates(retain=torch.ones(1, 2, 1, 4))}, ("channels", "loop")),
         ({"retention": "decay"}, {"gates": Gates(retain_value=torch.ones(1, 2, 1, 4))}, ("retain_value", "loop")),
@@ -97,7 +99,8 @@ def test_the_kernel_that_is_tried_is_the_one_that_runs(fields, given, flags, mon
     monkeypatch.setattr(engine, "_verdict", lambda *about: asked.append(about) or "it is not trusted")
     unfit = type(TRITON).unfit
     monkeypatch.setattr(type(TRITON), "unfit", lambda self, call: setattr(call, "device", "cuda") or unfit(self, call))
-    q = torch.ones(1, 2, 1, 4, dtype=torch.float32)
+    given = dict(given)
+    q = torch.ones(1, 2, 1, 4, dtype=given.pop("dtype", torch.float32))
     with pytest.raises(ConfigError, match="it is not trusted"):
         memory_scan(MemoryConfig(**fields), q, q, q, **given, engine="triton")
     assert [about[1] for about in asked] == [flags]

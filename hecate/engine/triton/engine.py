@@ -148,8 +148,8 @@ def _loops(call: Call) -> bool:
 def _widens(call: Call) -> bool:
     config = call.config
     plain = config.step == "raw" and config.normalizer == config.query_scale == "none" and not call.general
-    same = isinstance(config.feature_map, Identity) and config.key_norm in ("none", "l2")
-    return plain and same and not _loops(call)
+    same = config.feature_map == Identity() and config.key_norm in ("none", "l2")
+    return plain and same and call.values.itemsize < call.dtype.itemsize and not _loops(call)
 
 
 def _kernel(config: MemoryConfig, carry: Carry, exact: str | None) -> ByHand:

@@ -1,4 +1,8 @@
-"""Rows at unit length in float32 and their derivative, a launch each, of rows in any dtype as they lie."""
+"""Rows at unit length, y = x / |x|, and their derivative, a launch each.
+
+x is read in any dtype as it lies, heads and tokens at any stride, and y is float32: no cast, no copy, and none of the
+torch operations that a norm safe at both ends of the range is made of. [ENG-TRITON-D7]
+"""
 
 import triton
 import triton.language as tl
