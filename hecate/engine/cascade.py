@@ -92,6 +92,12 @@ class _Behind:
     def kernel_form(self) -> None:
         """A formula of its own."""
 
+    token_form = kernel_form
+
+    def model_dump_json(self) -> str:
+        """It is no setting."""
+        return "null"
+
 
 def _linear(config: MemoryConfig, bias: Any) -> MemoryConfig:
     """The config of a matrix memory with the same gates and conventions."""

@@ -171,15 +171,14 @@ class TokenEngine(Engine):
 def apart(states: list[Tensor | None], given: Tensors, run: Run) -> list[Tensor | None]:
     """The state with copies of what no token has changed, such as an anchor: no result is an input, nor a view of
     one."""
-    traced = is_traced(*given)
-    held = set()
-    for item in given:
-        if item is not None:
-            held.add(id(item) if traced else item.untyped_storage().data_ptr())
+    held = None if is_traced(*given) else {item.untyped_storage().data_ptr() for item in given if item is not None}
     for at, item in enumerate(states):
-        if item is not None and item.is_floating_point():
-            if (id(item) if traced else item.untyped_storage().data_ptr()) in held:
-                states[at] = one(run(_COPY, item, label="state"))
+        if item is None or not item.is_floating_point():
+            continue
+        # A compiler takes the id of an input for a constant, and would compile for every tensor anew.
+        same = any(item is own for own in given) if held is None else item.untyped_storage().data_ptr() in held
+        if same:
+            states[at] = one(run(_COPY, item, label="state"))
     return states
 
 

@@ -30,6 +30,9 @@ class Forms(NamedTuple):
 
     Fields:
         bias, retention, algorithm: their `kernel_form()`.
+        tokens: their `token_form()`, in this order.
+        bias_text: the bias in JSON, which a tracer could not make.
+        identity: whether phi is the identity.
         target, error: whether u is that of bias dot, which does not look at the prediction, or that of l2.
         linear, transposed: as the structure says.
         gates: which of lr, retain and momentum the knobs take, in the order of `TokenGates`.
@@ -41,6 +44,9 @@ class Forms(NamedTuple):
     bias: KernelForm | None
     retention: StepForm | None
     algorithm: AlgorithmForm | None
+    tokens: tuple[KernelForm | None, StepForm | None, AlgorithmForm | None]
+    bias_text: str
+    identity: bool
     target: bool
     error: bool
     linear: bool
@@ -51,14 +57,17 @@ class Forms(NamedTuple):
     per_head: bool
 
     @classmethod
-    def of(cls, rule: MemoryRule) -> Forms:
-        """Those of a rule's knobs."""
+    def of(cls, rule: MemoryRule, phi: FeatureMapKind) -> Forms:
+        """Those of a rule's knobs and phi."""
         bias, retention, algorithm = rule.bias, rule.retention, rule.algorithm
         form = bias.kernel_form()
         return cls(
             bias=form,
             retention=retention.kernel_form(),
             algorithm=algorithm.kernel_form(),
+            tokens=(bias.token_form(), retention.token_form(), algorithm.token_form()),
+            bias_text=bias.model_dump_json(),
+            identity=type(phi) is Identity,
             target=form is not None and form.name == "target",
             error=form is not None and form.name == "error",
             linear=rule.structure.linear,
@@ -160,7 +169,7 @@ class MemoryConfig(Config):
         object.__setattr__(self, "_rule", MemoryRule.model_construct(**knobs))
         told = ("structure", "bias", "retention", "algorithm")
         if all(hasattr(knobs[name], "kernel_form") for name in told):  # else it is refused when it is checked
-            object.__setattr__(self, "forms", Forms.of(self.rule))
+            object.__setattr__(self, "forms", Forms.of(self.rule, self.feature_map))
         if self.writes > 1:
             chunk = self.chunk * self.writes if self.chunk > 1 else 1
             one: dict[str, Any] = {**fields, "gating": Plain(), "writes": 1, "chunk": chunk}

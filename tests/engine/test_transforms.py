@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from hecate import Gates, MemoryConfig, memory_scan
@@ -137,6 +138,18 @@ def test_one_process_compiles_configs_and_gates_of_other_numbers(gate):
         )
         gates = None if gate is None else Gates(gate * number, number**2, number / 4)
         close(compiled(config, gates, q, k, v), scan(config, gates, q, k, v), 1e-12, f"{number}")
+
+
+@pytest.mark.spec("ENG-COMPILE-I2")
+@pytest.mark.parametrize("engine", ["sequential", "parallel"])
+def test_other_tensors_of_the_same_shapes_compile_nothing_anew(engine):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    config = config_of(**CONFIGS["titans"])
+    compiled = torch.compile(lambda *x: memory_scan(config, *x, engine=engine)[0], backend=counter, fullgraph=True)
+    for seed in range(3):
+        compiled(*torch.randn(3, 1, 4, 1, 3, generator=torch.Generator().manual_seed(seed)).unbind())
+    assert counter.frame_count == 1
 
 
 @EVERY

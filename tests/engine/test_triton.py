@@ -96,7 +96,7 @@ def test_the_kernel_that_is_tried_is_the_one_that_runs(fields, given, flags, mon
     asked = []
     monkeypatch.setattr(engine, "interpreting", lambda: False)
     monkeypatch.setattr(engine, "find_spec", lambda name: name)
-    monkeypatch.setattr(engine, "_verdict", lambda *about: asked.append(about) or "it is not trusted")
+    monkeypatch.setattr(engine, "verdict", lambda *about: asked.append(about) or "it is not trusted")
     unfit = type(TRITON).unfit
     monkeypatch.setattr(type(TRITON), "unfit", lambda self, call: setattr(call, "device", "cuda") or unfit(self, call))
     given = dict(given)

@@ -13,7 +13,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from hecate import Gates, MemoryConfig, late, memory_scan, named_rule
 from hecate.engine.triton import launch
-from hecate.engine.triton.engine import distrust
+from hecate.engine.triton.kernel import distrust
 from hecate.errors import ConfigError
 from studies.launches import as_on_a_device, counted
 

@@ -1,0 +1,121 @@
+"""The kernels as blocks with a backward pass, and whether they are trusted: each has to reproduce the token loop in
+float64 before it is used. [ENG-TRITON-I1]"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hecate.engine.features import L2_NORM
+from hecate.engine.parallel import by_torch
+from hecate.engine.parity import TRIAL, both_by_torch, both_ways, difference, trial
+from hecate.engine.tokens import Carry
+from hecate.engine.verdict import here, judged
+from hecate.rule import MemoryConfig
+from hecate.tape import ByHand, Tensors, execute, one
+
+# Largest relative difference from float64: float32's rounding over a trial, and that of TF32.
+PARITY = {"tf32x3": 2.0**-17, "tf32": 2.0**-8}
+PRECISION = {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"}
+SCALES = 0.3, 0.03  # of a trial's states, values and steps: the first that lets a rule stay finite
+LOOP, NARROW, L2 = "loop", "narrow", "l2"  # among the flags of a verdict: loop kernels, narrow inputs, l2 norm
+Flags = tuple[str, ...]  # which of write, reset and phi_w there are: a kernel of its own each
+
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels on a CPU, as it is told before it is loaded."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _launch(name: str) -> Any:
+    return getattr(importlib.import_module("hecate.engine.triton.launch"), name)
+
+
+NORM = ByHand(
+    "l2_norm",
+    lambda *inputs: _launch("normed")(*inputs),
+    lambda *record: _launch("normed_vjp")(*record),
+    lambda x: (one(execute(L2_NORM, x if x.dtype == torch.float64 else x.float())),),
+)
+
+
+def kernel_of(config: MemoryConfig, carry: Carry, exact: str | None) -> ByHand:
+    """The block kernels in a precision, or with None the loop kernels."""
+    if exact is None:
+        call = partial(importlib.import_module("hecate.engine.triton.loops").Loop, config)
+    else:
+        call = partial(_launch("Scan"), config, exact)
+
+    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+        return call(inputs).forward(keeps)
+
+    def vjp(inputs: Tensors, record: Tensors, cotangents: Any) -> Tensors:
+        return call(inputs).backward(record, cotangents)
+
+    def plain(*inputs: Tensor | None) -> Tensors:
+        dtype, values = carry.memory[0].dtype, one((inputs[len(carry.slots) + 4],))
+        wide = (x.to(dtype) if x is not None and x.is_floating_point() else x for x in inputs)
+        y, *states = by_torch(config, carry)(*wide)
+        return one((y,)).to(values.dtype), *states
+
+    return ByHand("engine.triton", forward, vjp, plain)
+
+
+@cache
+def verdict(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:
+    """Why a kernel is not trusted, as it was found once on this machine."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return "no GPU is here to try its kernels on"
+    rule = config.model_dump(mode="json", exclude_defaults=True)
+    whole = config.model_dump(mode="json")  # what is at its default may be so for a version only
+    facts = {"rule": rule, "whole": whole, "beside": flags, "dtype": str(dtype), "widths": shape, **here(device)}
+    return judged(facts, partial(distrust, config, flags, dtype, device, shape))
+
+
+@torch.inference_mode(False)
+def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:
+    """Why a kernel is not trusted: what it computes beside the token loop in float64. The loop kernels, whose links may
+    be ill-conditioned, may be as far from it as eight times plain torch in float32, on numbers that let it stay
+    finite."""
+    loops = LOOP in flags
+    slots, exact = len(config.algorithm.slots), None if loops else PRECISION[dtype]
+
+    def kernel(numbers: Tensors) -> ByHand:
+        states = tuple(item for item in numbers[: 1 + slots] if item is not None)
+        carry = Carry(states[:1], states[1:], (), (), (), torch.zeros(2, dtype=torch.int64, device=device))
+        return kernel_of(config, carry, exact)
+
+    if L2 in flags and (reason := _distrust_norm(dtype, device, shape)) is not None:
+        return reason
+    for scale in SCALES if loops else (1.0,):
+        inputs, cotangents = trial(
+            dtype, device, shape, channelwise="channels" in flags, slots=slots, flags=flags, scale=scale
+        )
+        if NARROW in flags:
+            tokens = (x.to(dtype) if x is not None and x.is_floating_point() else x for x in inputs[slots + 2 :])
+            inputs = (*inputs[: slots + 2], *tokens)
+        wide = tuple(x.double() if x is not None and x.is_floating_point() else x for x in inputs)
+        right = both_by_torch(kernel(wide), wide, [item.double() for item in cotangents])
+        if all(item is None or bool(item.isfinite().all()) for item in right):
+            break
+    return difference(
+        partial(both_ways, kernel(inputs), inputs, cotangents), lambda: right,
+        slots=slots, bound=PARITY[exact or "tf32x3"], against="the token loop in float64", dtype=dtype, shape=shape,
+        plain=partial(both_by_torch, kernel(inputs), inputs, cotangents) if loops else None, times=8.0,
+    )  # fmt: skip
+
+
+def _distrust_norm(dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:
+    keys, g = torch.randn(2, 1, TRIAL, 2, shape[1], generator=torch.Generator().manual_seed(0)).to(device)
+    keys = keys.to(dtype)
+    return difference(
+        partial(both_ways, NORM, (keys,), [g]),
+        partial(both_by_torch, NORM, (keys.double(),), [g.double()]),
+        names=("keys at unit length", "their cotangents"), bound=PARITY[PRECISION[dtype]], against="float64",
+        dtype=dtype, shape=shape,
+    )  # fmt: skip
