@@ -20,7 +20,7 @@ pytestmark = [
 ]
 KERNELS = ("forward", "walk", "tokens", "gates", "unit", "unit_back")
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8"}
-SPILT = {80: 544, 90: 512}  # bytes that the backward may keep outside its registers
+SPILT = {80: 736, 90: 512}  # bytes that the backward may keep outside its registers
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have on a card
 RULES = {
     "delta": {"retention": "decay", "key_norm": "l2"},
@@ -63,7 +63,7 @@ def compiled(kernel: Any, given: tuple[Any, ...], named: dict[str, Any], card: i
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    options = {name: named.pop(name) for name in ("num_warps", "num_stages")}
+    options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
     types, aligned = {}, {}
     for at, (name, item) in enumerate(zip(kernel.arg_names, given, strict=False)):
         if isinstance(item, torch.Tensor):
