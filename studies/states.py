@@ -36,8 +36,9 @@ BASES: dict[str, dict[str, Any]] = {
 }
 MAPS: dict[str, tuple[Any, int]] = {  # with the width of keys that gives 16 features, or 15
     "identity": ("identity", 16), "elu": ("elu", 16), "squared_relu": ("squared_relu", 16), "crelu": ("crelu", 8),
-    "dpfp, nu 1": ({"kind": "dpfp", "nu": 1}, 8), "taylor": ("taylor", 4), "polynomial, 2": ("polynomial", 4),
-    "random_fourier": ({"kind": "random_fourier", "num_features": 16}, 16),
+    "dpfp, nu 1": ({"kind": "dpfp", "nu": 1}, 8), "taylor": ("taylor", 4),
+    "polynomial, 2": ({"kind": "polynomial", "degree": 2}, 4),
+    "random_fourier": ({"kind": "random_fourier", "d_phi": 16}, 16),
 }  # fmt: skip
 
 
@@ -163,7 +164,7 @@ class Phi(Study):
         ]  # fmt: skip
         notes = [
             "overwriting, as in `state`: 16 pairs of 8 keys and 8 values, asked for the last; keys are as wide as "
-            "gives 16 features (15 for taylor), brought to unit length behind phi",
+            "gives 16 features (15 for taylor and polynomial), brought to unit length behind phi",
             f"{steps} steps of AdamW at the better of two rates; the last column trains anew, for as many steps as fit "
             "into the time of identity's; mean +- standard error over seeds",
         ]

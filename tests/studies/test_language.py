@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+import studies.states as states
 from hecate.compare import Comparison, pairs
+from hecate.rule import MemoryConfig
 from hecate.train.estimate import flops_of, sizes_of
 from studies.language import LONGER, Language, Sizes, _twice, fitted, models, told
 from studies.robust import CHANGED, PAIRS, ROUNDS, drawn, errors
+from studies.states import MAPS, Trained
 from studies.words import LENGTH, contenders, judged, trained
 
 SMALL = Sizes(40, 2, 5, 64, 2, 1e9)
@@ -66,7 +69,6 @@ def test_a_stream_of_corrupted_pairs_is_what_it_says():
     kept = sum(bool((moved.asked[0] == key).all(-1).any()) for key in moved.k[0, :PAIRS, 0])
     assert kept < PAIRS * (1 - CHANGED) ** 3  # after 15 rounds few of the first are left
     # A matrix that is the least squares of all pairs answers each: keys are fewer than they are wide.
-    from hecate.rule import MemoryConfig
 
     (error,) = errors(MemoryConfig(), clean, 1.0, None)
     solved = torch.linalg.lstsq(clean.asked[0], clean.answers[0]).solution
@@ -83,3 +85,24 @@ def test_parity_needs_steps_beyond_one(name, low, high):
             assert low <= judged(trainer, "parity", 2 * LENGTH) <= high
         finally:
             torch.set_default_dtype(torch.float64)
+
+
+def test_maps_of_study_phi_are_as_wide_as_one_another():
+    for phi, d in MAPS.values():
+        assert MemoryConfig.model_validate({"feature_map": phi}).feature_map.output_dim(d) in (15, 16)
+
+
+def test_the_rate_is_chosen_on_the_last_task_alone(monkeypatch):
+    asked = []
+
+    def counted(memory, task, d_key, seed, lr, steps):
+        asked.append((task, seed, lr))
+        return Trained(1.0 - abs(lr - states.RATES[1]), 8, 1.0)
+
+    monkeypatch.setattr(states, "trained", counted)
+    found = states.outcomes("delta", 4, (0, 1), 600)
+    assert [own.lr for own in found.values()] == [states.RATES[1]] * 2
+    assert [each for each in asked if each[1] == states.JUDGE] == [
+        ("overwriting", states.JUDGE, lr) for lr in states.RATES
+    ]
+    assert len(asked) == 2 + 2 * 2
