@@ -143,6 +143,7 @@ class TokenEngine(Engine):
     takes: ClassVar[tuple[str, ...]] = ("floor",)
     counts_along: ClassVar[bool] = False  # whether a normaliser may be one more row of a matrix memory, under bias dot
     l2_norm: ClassVar[Block | None] = None  # a kernel of its own for key_norm="l2"
+    takes_narrow: ClassVar[bool] = False  # whether it is asked if it `widens` a call's tokens
 
     @abstractmethod
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
@@ -156,9 +157,8 @@ class TokenEngine(Engine):
 
     def run(self, call: Call, run: Run = execute) -> Tensors:
         """Features, the scan, and the quotient by the normaliser."""
-        tokens = to_tokens(
-            call.config, call.inputs, call.params, call.spec.dtype, run, l2=self.l2_norm, narrow=self.widens(call)
-        )
+        narrow = self.takes_narrow and self.widens(call)
+        tokens = to_tokens(call.config, call.inputs, call.params, call.spec.dtype, run, l2=self.l2_norm, narrow=narrow)
         tokens = faced(call.config, tokens, run)
         memories = call.memories
         if len(memories) > 1:
@@ -171,13 +171,16 @@ class TokenEngine(Engine):
 def apart(states: list[Tensor | None], given: Tensors, run: Run) -> list[Tensor | None]:
     """The state with copies of what no token has changed, such as an anchor: no result is an input, nor a view of
     one."""
-    held = None if is_traced(*given) else {item.untyped_storage().data_ptr() for item in given if item is not None}
+    traced = is_traced(*given)
+    held = set()
+    for item in given:
+        if item is not None and not traced:
+            held.add(item.untyped_storage().data_ptr())
     for at, item in enumerate(states):
         if item is None or not item.is_floating_point():
             continue
         # A compiler takes the id of an input for a constant, and would compile for every tensor anew.
-        same = any(item is own for own in given) if held is None else item.untyped_storage().data_ptr() in held
-        if same:
+        if any(item is own for own in given) if traced else item.untyped_storage().data_ptr() in held:
             states[at] = one(run(_COPY, item, label="state"))
     return states
 

@@ -72,16 +72,15 @@ def faced(config: MemoryConfig, tokens: Tokens, run: Run) -> Tokens:
 def cast_inputs(inputs: Sequence, dtype: torch.dtype, run: Run, *, narrow: bool = False) -> list[Tensor]:
     """q, k, v, lr, retain and momentum in a dtype, 0 at masked tokens but for q."""
     q, *rest = [
-        tensor if narrow and tensor.itemsize < dtype.itemsize else _as(dtype, tensor, run) for tensor in inputs[:6]
+        tensor
+        if tensor.dtype == dtype or (narrow and tensor.itemsize < dtype.itemsize)
+        else one(run(cast(dtype), tensor, label="inputs"))
+        for tensor in inputs[:6]
     ]
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.
         rest = [one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask")) for tensor in rest]
     return [q, *rest]
-
-
-def _as(dtype: torch.dtype, tensor: Tensor, run: Run) -> Tensor:
-    return tensor if tensor.dtype == dtype else one(run(cast(dtype), tensor, label="inputs"))
 
 
 def _gated(
@@ -92,7 +91,7 @@ def _gated(
     gates: list[Tensor | None] = []
     for gate in inputs[9:12]:
         if gate is not None:
-            gate = _as(dtype, gate, run)
+            gate = gate if gate.dtype == dtype else one(run(cast(dtype), gate, label="inputs"))
             if inputs.write is not None:
                 gate = one(run(SELECT, inputs.write, gate, torch.ones_like(gate), label="write_mask"))
         gates.append(gate)

@@ -139,6 +139,7 @@ def test_half_life_at_the_starting_gates(name):
         retain = started
     else:
         assert started == pytest.approx(min(retain, 1 - 1e-4), abs=1e-12)
+    retain = started if retain < 1 else retain
     half_life = round(math.log(0.5) / math.log(retain)) if retain < 1 else 20
     y, states = stored_and_left(name, half_life)
     one, last = (dict(state.memory) for state in states)

@@ -37,12 +37,20 @@ from hecate.tape import Run
 WIDEST, CELLS = 256, 1 << 14  # of a state: its sides, and its numbers where one program holds all
 
 
+def _widens(call: Call) -> bool:
+    config = call.config
+    plain = config.step == "raw" and config.normalizer == config.query_scale == "none" and not call.general
+    same = config.forms.identity and config.key_norm in ("none", "l2")
+    return plain and same and call.values.itemsize < call.dtype.itemsize and not _loops(call)
+
+
 class Triton(TokenEngine):
     """Kernels of our own on a GPU, the state in registers."""
 
     name = "triton"
     takes = GENERAL
     l2_norm = NORM.block()
+    takes_narrow = True
 
     def widens(self, call: Call) -> bool:
         """Where nothing but the norm comes between: kernels widen numbers as they load them."""
@@ -122,13 +130,6 @@ def _loops(call: Call) -> bool:
     if channels or "retain_value" in call.general or forms.retention != StepForm():
         return True
     return forms.algorithm is None or forms.algorithm.nesterov
-
-
-def _widens(call: Call) -> bool:
-    config = call.config
-    plain = config.step == "raw" and config.normalizer == config.query_scale == "none" and not call.general
-    same = config.forms.identity and config.key_norm in ("none", "l2")
-    return plain and same and call.values.itemsize < call.dtype.itemsize and not _loops(call)
 
 
 def _trusted(call: Call, loops: bool) -> str | None:
