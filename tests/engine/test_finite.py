@@ -313,3 +313,11 @@ def test_nothing_is_put_off_where_there_are_no_numbers(late_looks):
     memory_scan(MemoryConfig(), x, x, x)
     torch.func.grad(lambda q: memory_scan(MemoryConfig(), q, q, q)[0].sum())(torch.zeros(1, 3, 1, 2))
     assert not late_looks
+
+
+def test_writes_that_diverge_by_their_sum_are_said_to():
+    """lr |phi|^2 of each is far from 2; of a chunk's one key sixteen are not."""
+    k = torch.ones(1, 4000, 1, 1, dtype=torch.float32)
+    gates = Gates(lr=torch.full((1, 4000, 1), 0.3))
+    with pytest.raises(NonFiniteError, match=r"=0\.3 \(.*beyond 2, where as here writes of 16 tokens add up, for"):
+        memory_scan(MemoryConfig(chunk=16, commit="chunk"), k, k, k, gates)
