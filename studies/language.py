@@ -278,7 +278,7 @@ def _draw(
         right.plot(*zip(*late, strict=True), marker=".", label=name)
     right.axvline(sizes.context, color="0.5", linestyle=":", linewidth=1)
     right.set_xscale("log", base=2)
-    right.set_xlabel(f"position in the sequence; trained up to the dotted line, {sizes.context:,}")
+    right.set_xlabel(f"position, trained up to {sizes.context:,}")
     right.set_ylabel("loss (nats/byte)")
     right.grid(alpha=0.3)
     right.legend(fontsize=8)
