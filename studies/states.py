@@ -184,12 +184,16 @@ def _draw_rules(rows: Sequence[Sequence[Any]], figure: Any) -> None:
         for d in sorted({row[1] for row in rows}):
             own = [row for row in rows if row[1] == d]
             _spread(axes, own, column, [names.index(row[0]) for row in own], fmt="o", label=f"d_key {d}")
-        axes.set_yticks(range(len(names)), names)
-        axes.set_xlim(0, 1.03)
-        axes.set_title(task)
-        axes.set_xlabel("accuracy")
-        axes.grid(axis="x", alpha=0.3)
-    panels[-1].legend(fontsize=8, loc="lower right")
+        _label(axes, task, names)
+    panels[-1].legend(fontsize=8, loc="lower left")
+
+
+def _label(axes: Any, title: str, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlim(0, 1.03)
+    axes.set_title(title)
+    axes.set_xlabel("accuracy")
+    axes.grid(axis="x", alpha=0.3)
 
 
 def _draw_maps(rows: Sequence[Sequence[Any]], figure: Any) -> None:
@@ -199,9 +203,5 @@ def _draw_maps(rows: Sequence[Sequence[Any]], figure: Any) -> None:
         own = [row for row in rows if row[0] == base][::-1]
         for column, shift, label in ((4, 0.1, "equal steps"), (6, -0.1, "equal time")):
             _spread(axes, own, column, [y + shift for y in range(len(own))], fmt="o", label=label)
-        axes.set_yticks(range(len(own)), [row[1] for row in own])
-        axes.set_xlim(0, 1.03)
-        axes.set_title(base)
-        axes.set_xlabel("accuracy")
-        axes.grid(axis="x", alpha=0.3)
-    panels[-1].legend(fontsize=8, loc="lower right")
+        _label(axes, base, [row[1] for row in own])
+    panels[-1].legend(fontsize=8, loc="lower left")

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 KERNELS = ("forward", "walk", "tokens", "gates", "unit", "unit_back")
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8"}
-SPILT = {80: 736, 90: 512}  # bytes that the backward may keep outside its registers
+SPILT = 512  # bytes that the backward may keep outside its registers
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have on a card
 RULES = {
     "delta": {"retention": "decay", "key_norm": "l2"},
@@ -96,4 +96,4 @@ def test_kernels_fit_a_card(rule: str, card: int, tmp_path: Path, monkeypatch: p
         code = compiled(kernel, given, dict(named), card)
         spilt = spills(code, card, tmp_path)
         assert code.metadata.shared <= SHARED[card]
-        assert spilt <= (0 if kernel.fn.__name__ in ("forward", "unit", "unit_back") else SPILT[card])
+        assert spilt <= (0 if kernel.fn.__name__ in ("forward", "unit", "unit_back") else SPILT)

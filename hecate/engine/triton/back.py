@@ -132,8 +132,8 @@ def tokens(
     """One program for each segment of C tokens of a memory: cotangents of its rows, of queries or of keys (OF), and
     what its gates are asked for. Pairs of rows come ahead of states, so that few are held at once.
 
-    sums `[8, B, T, H]`: of aq, sq, zq; af, sf, zf; K and P at the segment's end. ends `[N, segments, 4]`: of a, s, e, z
-    there."""
+    sums `[9, B, T, H]`: of aq, sq, zq; af, sf, zf; K and P at the segment's end; and room for a part of retain's. ends
+    `[N, segments, 4]`: of a, s, e, z there."""
     ASKS: tl.constexpr = OF != "keys"
     WRITES: tl.constexpr = OF != "queries"
     MOVES: tl.constexpr = FORM != "target"
@@ -288,10 +288,13 @@ def gates(
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, OF: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The cotangent of retain or of momentum (OF) in one segment, by those of the coefficients that they make."""
+    """The cotangent of retain or of momentum (OF) in one segment, by those of the coefficients that they make. That of
+    retain is found at once, or by what is "ahead" of retain and then, added to it, by "after"."""
     MOVES: tl.constexpr = FORM != "target"
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     LEFT: tl.constexpr = MOVES and DECAYED
+    BY_K: tl.constexpr = OF != "ahead" or EARLY_READ
+    BY_F: tl.constexpr = MOVES and (OF != "after" or DECAYED)
     here, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i, op = tl.arange(0, C), tl.arange(0, BP)
     inside = here * C + i < T
@@ -300,16 +303,18 @@ def gates(
     w, _, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, False)
     for jv in range(0, V, BV):
         g, u, err = values_at(gy, us, es, v, at, inside, w, jv + tl.arange(0, BV), V, MOVES)
-        gK -= product(g, tl.trans(u), EXACT)
-        if MOVES:
+        if BY_K:
+            gK -= product(g, tl.trans(u), EXACT)
+        if BY_F:
             gF -= product(err, tl.trans(u), EXACT)
     qt, pt = rows_at(q, at, inside, op, P), rows_at(k, at, w, op, P)
     bt = pt
     if APART:
         bt = rows_at(kw, at, w, op, P)
     bt = bt * tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
-    gK = gK * product(qt, tl.trans(bt), EXACT)
-    if MOVES:
+    if BY_K:
+        gK = gK * product(qt, tl.trans(bt), EXACT)
+    if BY_F:
         gF = gF * product(pt, tl.trans(bt), EXACT)
     w, born, r, R, B, Pm, _, _, e = decays(
         retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
@@ -363,24 +368,33 @@ def gates(
     else:
         _, b, m, _ = gates_at(retain, momentum, write, reset, at - H, inside & (i > 0), True, False, MASK, RESET)
         m = m * (1 - b)
-        if MOMENTUM:
-            own = product(own, tl.trans(Pm), EXACT) + os[:, None] * e[None, :]
-            if LEFT:
-                own += tl.where(strict, product(gF, tl.trans(Pm), EXACT) + ls[:, None] * e[None, :], 0.0)
-            own = tl.where(w[None, :], own, 0.0)
-            if EARLY:
+        x = r * 0.0
+        if EARLY and OF != "after":
+            if MOMENTUM:
                 ahead = tl.where(w[None, :], product(ahead, tl.trans(Pm), EXACT) + hs[:, None] * e[None, :], 0.0)
-        elif LEFT:
-            own += gF
-        if RESET:
-            own += oz[:, None] * (born * r)[None, :]
-            if EARLY:
+            if RESET:
                 ahead += hz[:, None] * (born * r)[None, :]
-        x = pulled(R, between(m, i), own, oa, tl.cumprod(m, 0), EXACT)
-        if EARLY:
             x += pulled(B, between(m, i), ahead, ha, tl.cumprod(m, 0), EXACT)
+        if OF != "ahead":
+            if MOMENTUM:
+                own = product(own, tl.trans(Pm), EXACT) + os[:, None] * e[None, :]
+                if LEFT:
+                    own += tl.where(strict, product(gF, tl.trans(Pm), EXACT) + ls[:, None] * e[None, :], 0.0)
+                own = tl.where(w[None, :], own, 0.0)
+            elif LEFT:
+                own += gF
+            if RESET:
+                own += oz[:, None] * (born * r)[None, :]
+            x += pulled(R, between(m, i), own, oa, tl.cumprod(m, 0), EXACT)
         if RESET:
-            x = (1 - born) * x + born * tl.sum(R * oz[:, None], 0)
-            if EARLY:
+            x = (1 - born) * x
+            if EARLY and OF != "after":
                 x += born * tl.sum(B * hz[:, None], 0)
-    tl.store(out + at, tl.where(w, x, 0.0), mask=inside)
+            if OF != "ahead":
+                x += born * tl.sum(R * oz[:, None], 0)
+        if OF == "after":
+            x += number_at(sums, 8, total, at, inside)
+    if OF == "ahead":
+        tl.store(sums + 8 * total + at, x, mask=inside)
+    else:
+        tl.store(out + at, tl.where(w, x, 0.0), mask=inside)

@@ -107,7 +107,7 @@ class Scan:
         )  # fmt: skip
         gq, gk, glr = torch.empty_like(q), torch.empty_like(k), torch.empty_like(lr)
         gw = None if self.given[2] is None else torch.empty_like(kw)
-        sums, ends = self.new(8, self.total), self.new(self.count, self.segments, 4)
+        sums, ends = self.new(9, self.total), self.new(self.count, self.segments, 4)
         grid = (self.segments, self.count)
         restart = kept if self.restart is None else self.restart
         for of in ("queries", "keys") if self.launches.apart else ("both",):
@@ -115,16 +115,17 @@ class Scan:
                 *self.arguments, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, gk if gw is None else gw,
                 glr, sums, ends, *numbers, self.total, OF=of, C=SEGMENT, **self.launches.tokens.options, **self.flags,
             )  # fmt: skip
-        found: dict[str, Tensor | None] = {"retain": None, "momentum": None}
-        for of, there in (("retain", self.given[5]), ("momentum", self.given[6])):
-            if there is not None:
-                found[of] = torch.empty_like(there)
+        early = self.flags["EARLY_READ"] or (moves and not self.flags["DECAYED"])
+        apart = self.launches.apart and self.slot is not None and early
+        found = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
+        for to, parts in zip(found, (("ahead", "after") if apart else ("retain",), ("momentum",)), strict=True):
+            for of in parts if to is not None else ():
                 gates[grid](
-                    *self.arguments, us, es, gy, sums, ends, found[of], *numbers, self.total, OF=of, C=SEGMENT,
+                    *self.arguments, us, es, gy, sums, ends, to, *numbers, self.total, OF=of, C=SEGMENT,
                     **self.launches.gates.options, **self.flags,
                 )  # fmt: skip
         own = (g0,) if self.slot is None else (g0, y0)
-        return (*own, None if self.restart is None else gz, gk, gq, gv, glr, found["retain"], found["momentum"],
+        return (*own, None if self.restart is None else gz, gk, gq, gv, glr, *found,
                 None, None, gw, None)  # fmt: skip
 
 

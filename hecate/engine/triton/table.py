@@ -22,7 +22,7 @@ class Launch(NamedTuple):
 
 class Launches(NamedTuple):
     """Of the kernels that go from block to block (`forward`, `walk`), of `tokens` and of `gates`; apart: whether
-    `tokens` takes queries and keys in two launches."""
+    `tokens` takes queries and keys in two launches, and `gates` retain beside a momentum."""
 
     serial: Launch
     tokens: Launch
