@@ -156,7 +156,7 @@ class Descent(Language):
     name = "language-optimisers"
     about = "Which optimiser trains a memory of a million parameters best, and what does it hold and cost?"
     count = 2
-    rates = (5e-4, 2e-3, 8e-3, 3.2e-2)
+    rates = (5e-4, 2e-3, 8e-3, 3.2e-2, 0.128, 0.512, 2.0)
 
     def cells(self, quick: bool, sizes: Sizes, data: Mapping[str, Any]) -> list[Cell]:
         """The reference under each, named with the bytes that the optimiser holds for a parameter."""

@@ -31,7 +31,7 @@ class Forms(NamedTuple):
     Fields:
         bias, retention, algorithm: their `kernel_form()`.
         tokens: their `token_form()`, in this order.
-        bias_text: the bias in JSON, which a tracer could not make.
+        texts: the same in JSON, which a tracer could not make.
         identity: whether phi is the identity.
         target, error: whether u is that of bias dot, which does not look at the prediction, or that of l2.
         linear, transposed: as the structure says.
@@ -45,7 +45,7 @@ class Forms(NamedTuple):
     retention: StepForm | None
     algorithm: AlgorithmForm | None
     tokens: tuple[KernelForm | None, StepForm | None, AlgorithmForm | None]
-    bias_text: str
+    texts: tuple[str, str, str]
     identity: bool
     target: bool
     error: bool
@@ -66,7 +66,7 @@ class Forms(NamedTuple):
             retention=retention.kernel_form(),
             algorithm=algorithm.kernel_form(),
             tokens=(bias.token_form(), retention.token_form(), algorithm.token_form()),
-            bias_text=bias.model_dump_json(),
+            texts=(bias.model_dump_json(), retention.model_dump_json(), algorithm.model_dump_json()),
             identity=type(phi) is Identity,
             target=form is not None and form.name == "target",
             error=form is not None and form.name == "error",

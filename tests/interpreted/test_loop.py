@@ -32,6 +32,11 @@ ALGORITHMS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hecate.engine.triton.loops.SEGMENT", 16)  # that few tokens cross one
+
+
 def scanned(
     config: MemoryConfig, leaves: dict[str, torch.Tensor], engine: str, masks: dict[str, Any], pieces: list[int]
 ) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The block kernels as operators of torch: what compiles, what it is checked for, and what it comes to."""
+"""The kernels as operators of torch: what compiles, what it is checked for, and what it comes to."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ RULES: dict[str, dict[str, Any]] = {
     "gated huber, momentum": {
         "bias": "huber", "retention": "decay", "algorithm": "momentum", "decay_order": "before_gradient",
         "key_norm": "l2",
+    },
+    "loop: kl, nesterov": {
+        "bias": {"kind": "lp", "p": 3.0}, "retention": {"kind": "kl", "signed": True},
+        "algorithm": {"kind": "momentum", "nesterov": True, "lr": 0.1},
     },
     "dot, decayed": {"bias": "dot", "retention": "decay", "read": "before", "feature_map": "elu"},
 }  # fmt: skip
@@ -54,7 +58,7 @@ def test_one_graph_for_every_length_with_the_same_bits(name: str) -> None:
     config = MemoryConfig.model_validate({**RULES[name], "on_nonfinite": "propagate"})
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda *leaves: scan(config, *leaves), backend=counter, fullgraph=True)
-    for length in (20, 70, 33):
+    for length in (3, 10, 6) if name.startswith("loop") else (20, 70, 33):
         leaves = leaves_of(config, length)
         for leaf in leaves:
             torch._dynamo.mark_dynamic(leaf, 1)
@@ -79,7 +83,7 @@ def test_masks_and_narrow_inputs_compile() -> None:
         assert (mine - true).norm() <= 2 * torch.finfo(torch.float16).eps * true.norm()
 
 
-def arguments(momentum: bool, masked: bool, grad: bool) -> tuple[Any, ...]:
+def arguments(momentum: bool, masked: bool, grad: bool, loop: bool = False) -> tuple[Any, ...]:
     source = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -93,22 +97,28 @@ def arguments(momentum: bool, masked: bool, grad: bool) -> tuple[Any, ...]:
         torch.rand(1, 20, 2, generator=source, dtype=torch.float32).mul(0.1).requires_grad_(grad) for _ in range(3)
     ]
     masks = [torch.arange(20)[None, :, None].expand(1, 20, 2) % 7 == at for at in (1, 2)] if masked else [None, None]
-    return ops.rule_of(config), "tf32x3", grad, *states, *tokens, *gates, *masks, None
+    beside, exact = [None, None], None if loop else "tf32x3"
+    if loop:
+        gates[1], beside = draw(1, 20, 2, 8).sigmoid(), [draw(1, 20, 2, 8), draw(1, 20, 2, 6).sigmoid()]
+        gates[1], beside[1] = (item.detach().requires_grad_(grad) for item in (gates[1], beside[1]))
+    return ops.rule_of(config, exact), exact, grad, *states, *tokens, *gates, *masks, *beside
 
 
 @pytest.mark.spec("ENG-TRITON-D8")
 @pytest.mark.parametrize(
-    ("momentum", "masked", "grad"), [(False, False, True), (True, True, True), (True, False, False)]
+    ("momentum", "masked", "grad", "loop"),
+    [(False, False, True, False), (True, True, True, False), (True, False, False, False), (True, True, True, True)],
 )
-def test_operators_keep_what_torch_asks_of_them(momentum: bool, masked: bool, grad: bool) -> None:
-    found = torch.library.opcheck(ops.matrix_scan, arguments(momentum, masked, grad))
+def test_operators_keep_what_torch_asks_of_them(momentum: bool, masked: bool, grad: bool, loop: bool) -> None:
+    found = torch.library.opcheck(ops.matrix_scan, arguments(momentum, masked, grad, loop))
     assert set(found.values()) == {"SUCCESS"}
 
 
 @pytest.mark.spec("ENG-TRITON-D8")
-def test_an_operator_whose_kernels_are_not_trusted_runs_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = arguments(True, True, True)
-    leaves = [item for item in given[3:12] if item is not None]
+@pytest.mark.parametrize("loop", [False, True])
+def test_an_operator_whose_kernels_are_not_trusted_runs_torch(loop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments(True, True, True, loop)
+    leaves = [item for item in given[3:] if item is not None and item.requires_grad]
     results = []
     for trusted in (True, False):
         monkeypatch.setattr(ops, "interpreting", lambda own=trusted: own)
@@ -121,6 +131,6 @@ def test_an_operator_whose_kernels_are_not_trusted_runs_torch(monkeypatch: pytes
 
 def test_a_rule_is_told_to_the_last_number() -> None:
     config = MemoryConfig(bias={"kind": "huber", "delta": 1 / 3}, retention="decay", read="before")
-    told = MemoryConfig.model_validate_json(ops.rule_of(config))
+    told = MemoryConfig.model_validate_json(ops.rule_of(config, "tf32x3"))
     assert (told.bias, told.read, told.decay_order) == (config.bias, "before", "with_step")
     assert told.retention.uses_retain and not told.algorithm.slots and kernel.interpreting()

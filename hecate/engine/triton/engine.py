@@ -92,7 +92,7 @@ class Triton(TokenEngine):
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
         """In the kernels, heads as they lie."""
         exact = None if _loops(call) else PRECISION[call.values]
-        if call.traced and exact is not None:
+        if call.traced:
             from hecate.engine.triton.ops import scanned  # torch takes its time to register operators
 
             return scanned(call.config, exact, tokens, carry, initial[0])
@@ -105,7 +105,7 @@ def no_step(call: Call) -> str | None:
 
 
 def _unfit(call: Call, loops: bool) -> str | None:
-    if call.traced and (loops or not torch.compiler.is_compiling()):
+    if call.traced and not torch.compiler.is_compiling():
         return TRACED
     if call.values not in PRECISION:
         return f"its kernels are for {', '.join(map(str, PRECISION))}, the values are {call.values}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from hecate.engine.triton.loop import backward, forward
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
-SPAN = 16  # tokens between kept states come in so many
+SEGMENT = 64  # tokens between kept states
 TOGETHER = {"softmax", "ball", "jump", "pull"}  # forms of a bias whose coordinates meet
 CELLS, TILE = 512, 64  # of a state for each warp, and values in a tile where these know nothing of each other
 
@@ -89,8 +88,7 @@ class Loop:
         momentum = given.momentum if slots else None
         own = (given.phi_q, given.phi_k, given.phi_w, given.v, given.lr, retain, given.retain_value, momentum)
         self.given = [None if x is None else x.detach().contiguous() for x in (*own, *masks)]
-        self.segment = SPAN * -(-max(SPAN, math.isqrt(self.length)) // SPAN)
-        self.segments = -(-self.length // self.segment)
+        self.segments = -(-self.length // SEGMENT)
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": rounded(self.width), **self.formulas.flags,
             "RETAIN": "none" if retain is None else "channels" if channels else "one",
@@ -126,7 +124,7 @@ class Loop:
         forward[(self.count, -(-self.height // tile))](
             *self.arguments, memory, memory if self.slot is None else self.slot,
             memory if self.restart is None else self.restart, y, states, slots, last, last_slot, self.length,
-            self.heads, self.segment, *self.formulas.numbers, BV=tile, KEEPS=keeps,
+            self.heads, SEGMENT, *self.formulas.numbers, BV=tile, KEEPS=keeps,
             num_warps=warps(tile, self.flags["BP"]), **self.flags,
         )  # fmt: skip
 
@@ -137,7 +135,7 @@ class Loop:
         g1, y1 = finals[0], finals[-1]
         g0, y0 = torch.empty_like(g1), torch.empty_like(y1)
         gz = g0 if self.restart is None else torch.zeros_like(g0)
-        scratch = self.memory.new_empty(self.count, self.segment, self.height, self.width)
+        scratch = self.memory.new_empty(self.count, SEGMENT, self.height, self.width)
         scratch_S = scratch if self.slot is None else torch.empty_like(scratch)
         new = torch.empty_like if self.given[8] is None else torch.zeros_like  # masked: left as they are
         grads = [None if x is None else new(x) for x in self.given[:8]]
@@ -145,7 +143,7 @@ class Loop:
         tile = rounded(self.height)
         backward[(self.count,)](
             *self.arguments, g0 if self.restart is None else self.restart, kept, kept_S, gy, g1, y1, scratch, scratch_S,
-            *to, g0, y0, gz, self.length, self.heads, self.segment, *self.formulas.numbers, BV=tile,
+            *to, g0, y0, gz, self.length, self.heads, SEGMENT, *self.formulas.numbers, BV=tile,
             num_warps=warps(tile, self.flags["BP"]), **self.flags,
         )  # fmt: skip
         own = (g0,) if self.slot is None else (g0, y0)

@@ -1,4 +1,4 @@
-"""The block kernels as operators of torch: one node under torch.compile, forward and backward, whatever the length.
+"""The kernels as operators of torch: one node under torch.compile, forward and backward, whatever the length.
 
 What a compiler keeps of a graph it may keep on disk, so that a rule goes in as text. Whether the kernels are trusted is
 asked when the operator runs; where they are not, it runs plain torch. [ENG-TRITON-D8]
@@ -14,28 +14,32 @@ import torch
 from torch import Tensor
 
 from hecate.engine.tokens import Carry, Tokens
-from hecate.engine.triton.kernel import NARROW, interpreting, kernel_of, verdict
+from hecate.engine.triton.kernel import LOOP, NARROW, interpreting, kernel_of, verdict
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, is_recorded, one
 
 SEGMENT = 64  # tokens between kept states
 
 
-def rule_of(config: MemoryConfig) -> str:
+def rule_of(config: MemoryConfig, exact: str | None) -> str:
     """What of a config the kernels compute, as text."""
-    retention = "decay" if config.retention.uses_retain else "none"
-    algorithm = "momentum" if config.algorithm.slots else "gd"
+    bias, retention, algorithm = config.forms.texts
+    if exact is not None:  # what blocks know of them
+        retention = '"decay"' if config.retention.uses_retain else '"none"'
+        algorithm = '"momentum"' if config.algorithm.slots else '"gd"'
     return (
-        f'{{"bias": {config.forms.bias_text}, "retention": "{retention}", "algorithm": "{algorithm}", '
+        f'{{"bias": {bias}, "retention": {retention}, "algorithm": {algorithm}, '
         f'"decay_order": "{config.decay_order}", "read": "{config.read}"}}'
     )
 
 
-def scanned(config: MemoryConfig, exact: str, tokens: Tokens, carry: Carry, initial: Tensor) -> tuple[Tensor, Carry]:
+def scanned(
+    config: MemoryConfig, exact: str | None, tokens: Tokens, carry: Carry, initial: Tensor
+) -> tuple[Tensor, Carry]:
     """Outputs and the new state, by the operators."""
     (memory,), slot = carry.memory, carry.slots[0] if carry.slots else None
-    own = (memory, slot, initial, *tokens[:9])
-    y, last, last_slot, *_ = matrix_scan(rule_of(config), exact, is_recorded(own), *own)
+    own = (memory, slot, initial, *tokens)
+    y, last, last_slot, *_ = matrix_scan(rule_of(config, exact), exact, is_recorded(own), *own)
     return y, carry._replace(memory=(last,), slots=() if slot is None else (last_slot,))
 
 
@@ -44,42 +48,47 @@ def _config(rule: str) -> MemoryConfig:
     return MemoryConfig.model_validate_json(rule)
 
 
-def _kernel(rule: str, exact: str, inputs: Sequence[Tensor | None]) -> tuple[ByHand, Tensors, bool]:
-    """The kernels, their inputs as `Scan` takes them, and whether they are trusted."""
+def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tuple[ByHand, Tensors, bool]:
+    """The kernels, their inputs as `Scan` and `Loop` take them, and whether they are trusted."""
     config, (memory, slot, initial, *tokens) = _config(rule), inputs
-    weights, values, given = one((memory,)), one((tokens[2],)), [] if slot is None else [slot]
+    weights, values, retain, given = one((memory,)), one((tokens[2],)), tokens[4], [] if slot is None else [slot]
     zeros = torch.zeros(2, dtype=torch.int64, device=weights.device)
     carry = Carry((weights,), tuple(given), (), (), (), zeros)
     there = {
         "write": tokens[6] is not None, "reset": tokens[7] is not None, "phi_w": tokens[8] is not None,
-        NARROW: values.itemsize < weights.itemsize,
+        "retain_value": tokens[9] is not None, "channels": retain is not None and retain.dim() > values.dim() - 1,
+        LOOP: exact is None, NARROW: values.itemsize < weights.itemsize,
     }  # fmt: skip
     flags = tuple(name for name, has in there.items() if has)
+    # Narrow values that were made wide have the precision of narrow ones.
+    dtype = torch.bfloat16 if exact == "tf32" and values.dtype == torch.float32 else values.dtype
     trusted = interpreting() or (
         find_spec("triton") is not None
-        and verdict(config, flags, values.dtype, values.device.type, tuple(weights.shape[1:])) is None
+        and verdict(config, flags, dtype, values.device.type, tuple(weights.shape[1:])) is None
     )
-    return kernel_of(config, carry, exact), (memory, *given, initial, *tokens, None), trusted
+    return kernel_of(config, carry, exact), (memory, *given, initial, *tokens), trusted
 
 
-def _record_shapes(rule: str, keeps: bool, memory: Tensor, slot: Tensor | None, v: Tensor) -> list[tuple[Any, ...]]:
+def _record_shapes(
+    rule: str, exact: str | None, keeps: bool, memory: Tensor, slot: Tensor | None, v: Tensor
+) -> list[tuple[Any, ...]]:
     """Of predictions, and of states at every segment's start; none where no cotangent needs them."""
     # In one row: an axis of one segment would be a graph of its own.
     kept = (memory.numel() * -(-v.shape[1] // SEGMENT),)
-    moves = keeps and not _config(rule).forms.target
+    moves = keeps and exact is not None and not _config(rule).forms.target
     return [tuple(v.shape) if moves else (0,), kept if keeps else (0,), kept if keeps and slot is not None else (0,)]
 
 
 @torch.library.custom_op("hecate::matrix_scan", mutates_args=())
 def matrix_scan(
-    rule: str, exact: str, keeps: bool, memory: Tensor, slot: Tensor | None, initial: Tensor, phi_k: Tensor,
+    rule: str, exact: str | None, keeps: bool, memory: Tensor, slot: Tensor | None, initial: Tensor, phi_k: Tensor,
     phi_q: Tensor, v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor, write: Tensor | None, reset: Tensor | None,
-    phi_w: Tensor | None,
+    phi_w: Tensor | None, retain_value: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y, the last memory and slot, and if it keeps them predictions and states at every segment's start."""
-    own = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w)
+    own = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, retain_value)
     kernel, inputs, trusted = _kernel(rule, exact, own)
-    shapes = _record_shapes(rule, keeps, memory, slot, v)
+    shapes = _record_shapes(rule, exact, keeps, memory, slot, v)
     record: Any = ()
     if trusted:
         outputs, record = kernel.forward(inputs, keeps)
@@ -88,38 +97,38 @@ def matrix_scan(
     y, last, last_slot = (*outputs, memory.new_empty(0))[:3]
     preds, states, slots = (
         memory.new_zeros(shape) if item is None or shape == (0,) else item.view(shape)
-        for item, shape in zip(record or [None] * 3, shapes, strict=True)
+        for item, shape in zip([None] * (3 - len(record)) + list(record), shapes, strict=True)
     )
     return one((y,)), one((last,)), one((last_slot,)), preds, states, slots
 
 
 @matrix_scan.register_fake
 def _(
-    rule: str, exact: str, keeps: bool, memory: Tensor, slot: Tensor | None, initial: Tensor, phi_k: Tensor,
+    rule: str, exact: str | None, keeps: bool, memory: Tensor, slot: Tensor | None, initial: Tensor, phi_k: Tensor,
     phi_q: Tensor, v: Tensor, *rest: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     empty = memory.new_empty
-    record = [empty(shape) for shape in _record_shapes(rule, keeps, memory, slot, v)]
+    record = [empty(shape) for shape in _record_shapes(rule, exact, keeps, memory, slot, v)]
     return v.new_empty(v.shape), empty(memory.shape), empty(0) if slot is None else empty(slot.shape), *record
 
 
 @torch.library.custom_op("hecate::matrix_scan_backward", mutates_args=())
 def matrix_scan_backward(
-    rule: str, exact: str, memory: Tensor, slot: Tensor | None, initial: Tensor, phi_k: Tensor, phi_q: Tensor,
+    rule: str, exact: str | None, memory: Tensor, slot: Tensor | None, initial: Tensor, phi_k: Tensor, phi_q: Tensor,
     v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor, write: Tensor | None, reset: Tensor | None,
-    phi_w: Tensor | None, record: Sequence[Tensor], cotangents: Sequence[Tensor],
+    phi_w: Tensor | None, retain_value: Tensor | None, record: Sequence[Tensor], cotangents: Sequence[Tensor],
 ) -> list[Tensor]:  # fmt: skip
     """Cotangents of all inputs that are tensors; empty where there is none."""
-    own = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w)
+    own = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, retain_value)
     kernel, inputs, trusted = _kernel(rule, exact, own)
     if trusted:
-        found = list(kernel.vjp(inputs, tuple(record), tuple(cotangents)))
+        found = list(kernel.vjp(inputs, tuple(record[1:] if exact is None else record), tuple(cotangents)))
     else:
         found = list(_by_autograd(kernel, inputs, tuple(cotangents)))
     if slot is None:
         found.insert(1, None)
     there = _moved(rule, own)
-    return [item if item is not None and has else memory.new_zeros(0) for item, has in zip(found, there, strict=False)]
+    return [item if item is not None and has else memory.new_zeros(0) for item, has in zip(found, there, strict=True)]
 
 
 def _by_autograd(kernel: ByHand, inputs: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
@@ -138,11 +147,11 @@ def _moved(rule: str, own: Sequence[Tensor | None]) -> list[bool]:
     """Which inputs have a cotangent."""
     config, reset = _config(rule), own[10] is not None
     uses = (True, True, reset, True, True, True, True, config.retention.uses_retain, bool(config.algorithm.slots))
-    return [has and item is not None for has, item in zip((*uses, False, False, True), own, strict=True)]
+    return [has and item is not None for has, item in zip((*uses, False, False, True, True), own, strict=True)]
 
 
 @matrix_scan_backward.register_fake
-def _(rule: str, exact: str, memory: Tensor, *given: Any) -> list[Tensor]:
+def _(rule: str, exact: str | None, memory: Tensor, *given: Any) -> list[Tensor]:
     own = (memory, *given[:-2])
     pairs = zip(own, _moved(rule, own), strict=True)
     return [item.new_empty(item.shape) if has else memory.new_empty(0) for item, has in pairs]
@@ -154,7 +163,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
 
 
 def _backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-    own, record = ctx.saved_tensors[:12], ctx.saved_tensors[12:]
+    own, record = ctx.saved_tensors[:13], ctx.saved_tensors[13:]
     finals = cotangents[: 2 if own[1] is None else 3]
     found = matrix_scan_backward(ctx.rule, ctx.exact, *own, list(record), list(finals))
     return None, None, None, *(g if has else None for g, has in zip(found, _moved(ctx.rule, own), strict=True))
