@@ -88,7 +88,12 @@ def test_a_call_on_a_cpu_is_left_to_others() -> None:
         ({"key_norm": "l2"}, {"dtype": torch.bfloat16}, ("narrow", "l2")),
         ({"feature_map": "elu", "key_norm": "sum"}, {"dtype": torch.bfloat16}, ()),
         ({"retention": "elastic_net"}, {}, ("loop",)),
-        ({"retention": "decay"}, {"gates": Gates(retain=torch.ones(1, 2, 1, 4))}, ("channels", "loop")),
+        ({"retention": "decay"}, {"gates": Gates(retain=torch.ones(1, 2, 1, 4))}, ("channels",)),
+        (
+            {"retention": "decay", "algorithm": "momentum"},
+            {"gates": Gates(retain=torch.ones(1, 2, 1, 4))},
+            ("channels", "loop"),
+        ),
         ({"retention": "decay"}, {"gates": Gates(retain_value=torch.ones(1, 2, 1, 4))}, ("retain_value", "loop")),
     ],
 )

@@ -18,12 +18,13 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not compiled"),
 ]
-KERNELS = ("forward", "walk", "tokens", "gates", "unit", "unit_back")
+KERNELS = ("forward", "walk", "tokens", "gates", "channel_tokens", "unit", "unit_back")
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8"}
 SPILT = 512  # bytes that the backward may keep outside its registers
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have on a card
 RULES = {
     "delta": {"retention": "decay", "key_norm": "l2"},
+    "kda": {"retention": "decay", "decay_order": "before_gradient"},
     "huber": {"bias": "huber", "retention": "decay", "algorithm": "momentum"},
 }
 
@@ -51,6 +52,8 @@ def launches(
     monkeypatch.setattr(engine, "interpreting", lambda: True)  # it takes tensors that are on no card
     q, k, v = (torch.randn(1, 100, 2, width).to(dtype).requires_grad_() for _ in range(3))
     gates = [torch.rand(1, 100, 2, dtype=dtype, requires_grad=True) for _ in range(3)]
+    if rule is RULES["kda"]:  # retain of each channel
+        gates[1] = torch.rand(1, 100, 2, width, dtype=dtype, requires_grad=True)
     # what nobody computes is not looked at
     config = MemoryConfig.model_validate({**rule, "on_nonfinite": "propagate"})
     y, _ = memory_scan(config, q, k, v, Gates(*gates[: 3 if config.algorithm.slots else 2]), engine="triton")

@@ -46,7 +46,7 @@ def scanned(config: MemoryConfig, leaves: dict[str, torch.Tensor], engine: str, 
 
 def trial(
     config: dict[str, Any], *, length: int = 21, widths: tuple[int, int] = (16, 24), masked: bool = False,
-    general: bool = False, heads: int = 2,
+    general: bool = False, heads: int = 2, channels: bool = False,
 ) -> None:  # fmt: skip
     source, (p, v), lead = torch.Generator().manual_seed(0), widths, (1, length, heads)
 
@@ -57,7 +57,7 @@ def trial(
     leaves |= {"lr": draw(*lead).sigmoid(), "M": draw(heads, v, p)}
     own = MemoryConfig.model_validate(config)
     if own.retention.uses_retain:
-        leaves["retain"] = (draw(*lead) + 2).sigmoid()
+        leaves["retain"] = (draw(*lead, *[p] * channels) + 2).sigmoid()
         leaves["retain"][:, length // 3] = 0
     if own.algorithm.uses_momentum:
         leaves["momentum"] = draw(*lead).sigmoid()
@@ -92,6 +92,20 @@ def test_every_form_of_a_bias(bias: dict[str, Any]) -> None:
 def test_every_timing(algorithm: str, order: str, read: str, bias: str) -> None:
     config = {"bias": bias, "retention": "decay", "algorithm": algorithm, "decay_order": order, "read": read}
     trial(config, length=19, masked=True, general=bias == "l2" and read == "after")
+
+
+CHANNELS = [  # of a bias, an order, a read, and a length
+    ("l2", "before_gradient", "after", 35), ("huber", "with_step", "before", 19), ("dot", "with_step", "after", 1),
+    *(pytest.param(bias, order, read, 20, marks=SLOW)
+      for bias, order, read in product(["dot", "l2", "kl"], ["with_step", "before_gradient"], ["after", "before"])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bias", "order", "read", "length"), CHANNELS)
+def test_retain_of_each_channel(bias: str, order: str, read: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("hecate.engine.triton.loops.Loop")  # the blocks take it
+    config = {"bias": bias, "retention": "decay", "decay_order": order, "read": read}
+    trial(config, length=length, widths=(12, 20), masked=length > 1, general=length == 35, channels=True)
 
 
 @pytest.mark.parametrize("length", [1, 65, *(pytest.param(length, marks=SLOW) for length in (2, 16, 64, 131))])
@@ -235,6 +249,12 @@ def test_the_kernels_pass_their_own_gate() -> None:
     assert distrust(config, ("narrow", "l2"), torch.float16, "cpu", (24, 16)) is None
 
 
+@SLOW
+def test_kernels_of_channels_pass_their_own_gate() -> None:
+    config = MemoryConfig(retention="decay", decay_order="before_gradient")
+    assert distrust(config, ("channels",), torch.float32, "cpu", (16, 16)) is None
+
+
 def test_a_norm_that_is_wrong_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     own = launch.normed
     monkeypatch.setattr(launch, "normed", lambda inputs, keeps: own((inputs[0] + 1e-3,), keeps))
@@ -257,4 +277,5 @@ def test_random_configs(data: st.DataObject) -> None:
     except ConfigError:
         return
     widths = data.draw(st.tuples(st.integers(1, 40), st.integers(1, 40)))
-    trial(config, length=data.draw(st.integers(1, 70)), widths=widths, heads=1, masked=data.draw(st.booleans()))
+    masked, channels = data.draw(st.booleans()), config["algorithm"] == "gd" and data.draw(st.booleans())
+    trial(config, length=data.draw(st.integers(1, 70)), widths=widths, heads=1, masked=masked, channels=channels)

@@ -17,6 +17,7 @@ RULES: dict[str, dict[str, Any]] = {
         "bias": "huber", "retention": "decay", "algorithm": "momentum", "decay_order": "before_gradient",
         "key_norm": "l2",
     },
+    "kda": {"retention": "decay", "decay_order": "before_gradient", "key_norm": "l2"},
     "loop: kl, nesterov": {
         "bias": {"kind": "lp", "p": 3.0}, "retention": {"kind": "kl", "signed": True},
         "algorithm": {"kind": "momentum", "nesterov": True, "lr": 0.1},
@@ -37,7 +38,9 @@ def leaves_of(config: MemoryConfig, length: int, dtype: torch.dtype = torch.floa
         return torch.randn(1, length, 2, *shape, generator=source, dtype=torch.float64)
 
     own = [draw(8), draw(8), draw(6), draw().sigmoid()]
-    own += [(draw() + 2).sigmoid()] * config.retention.uses_retain + [draw().sigmoid()] * bool(config.algorithm.slots)
+    channels = [8] * (config.decay_order == "before_gradient" and not config.algorithm.slots)
+    own += [(draw(*channels) + 2).sigmoid()] * config.retention.uses_retain
+    own += [draw().sigmoid()] * bool(config.algorithm.slots)
     return [item.to(dtype).requires_grad_() for item in own]
 
 
@@ -58,7 +61,7 @@ def test_one_graph_for_every_length_with_the_same_bits(name: str) -> None:
     config = MemoryConfig.model_validate({**RULES[name], "on_nonfinite": "propagate"})
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda *leaves: scan(config, *leaves), backend=counter, fullgraph=True)
-    for length in (3, 10, 6) if name.startswith("loop") else (20, 70, 33):
+    for length in (20, 70, 33) if name in ("delta", "gated huber, momentum", "dot, decayed") else (3, 18, 6):
         leaves = leaves_of(config, length)
         for leaf in leaves:
             torch._dynamo.mark_dynamic(leaf, 1)

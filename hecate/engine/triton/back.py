@@ -14,7 +14,19 @@ that `gates` turns into the cotangents of retain and momentum. No number is adde
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import between, decays, end_of, gates_at, product, row_of, rows_at, seen
+from hecate.engine.triton.block import (
+    between,
+    channelled,
+    channels_at,
+    decays,
+    end_of,
+    gates_at,
+    keys_at,
+    product,
+    row_of,
+    rows_at,
+    views,
+)
 from hecate.engine.triton.forms import psi, slope
 
 
@@ -24,7 +36,7 @@ def walk(
     T, H, fa, fb,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
-    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, EXACT: tl.constexpr,
+    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory and tile of values, from its last block to its first."""
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -47,43 +59,38 @@ def walk(
                 tl.store(kept_Y + place + cell, Y, mask=whole)
         inside = start + i < T
         at = n // H * T * H + n % H + (start + i) * H
-        w, born, r, R, B, Pm, a, early, e = decays(
-            retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
-        )
-        K, s, z = seen(R, a, w, born, r, Pm, e, False, MOMENTUM, "tf32x3")
-        Kq, aq, sq, zq = K, a, s, z
-        if EARLY_READ:
-            Kq, sq, zq = seen(B, early, w, born, r, Pm, e, True, MOMENTUM, "tf32x3")
-            aq = early
-        qt, pt = rows_at(q, at, inside, op, P), rows_at(k, at, w, op, P)
-        bt = pt
-        if APART:
-            bt = rows_at(kw, at, w, op, P)
-        bt = bt * tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
+        if CHANNELS:
+            w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)
+            qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
+            rt = channels_at(retain, at, w, op, P)
+            A, L, qa, qz, pa, pz, bend, a, z = channelled(qt, pt, bt, rt, born, i, C, EARLY_READ, MOVES, DECAYED, RESET)
+        else:
+            w, born, r, R, B, Pm, a, early, e = decays(
+                retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
+            )
+            K, s, z, Kq, aq, sq, zq, F, af, sf, zf = views(
+                R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES, DECAYED, "tf32x3"
+            )
+            qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
+            A, L = Kq * product(qt, tl.trans(bt), EXACT), F
+            if MOVES:
+                L = F * product(pt, tl.trans(bt), EXACT)
+            qa, qz, pa, pz = aq[:, None] * qt, zq[:, None] * qt, af[:, None] * pt, zf[:, None] * pt
+            bend, a, z = tl.trans(row_of(K, i, C - 1)) * bt, end_of(a, i, C), end_of(z, i, C)
         vt, g = rows_at(v, at, w, ov, V), rows_at(gy, at, inside, ov, V)
         side, there = at[:, None] * V + ov[None, :], inside[:, None] & in_v
-        A = Kq * product(qt, tl.trans(bt), EXACT)
-        x = -product(tl.trans(A), g, EXACT) - product(tl.trans(row_of(K, i, C - 1)) * bt, G, EXACT)
+        x = -product(tl.trans(A), g, EXACT) - product(bend, G, EXACT)
         if MOMENTUM:
             x -= product(tl.trans(row_of(Pm, i, C - 1)) * bt, Y, EXACT)
         again = False
         if RESET:
             again = tl.max(born, 0) > 0
         if again:
-            to_Z += end_of(z, i, C) * G + product(tl.trans(zq[:, None] * qt), g, EXACT)
+            to_Z += z * G + product(tl.trans(qz), g, EXACT)
         if MOMENTUM:
             Y = end_of(s, i, C) * G + end_of(e, i, C) * Y + product(tl.trans(sq[:, None] * qt), g, EXACT)
-        G = end_of(a, i, C) * G + product(tl.trans(aq[:, None] * qt), g, EXACT)
+        G = a * G + product(tl.trans(qa), g, EXACT)
         if MOVES:
-            F, af, sf, zf = K, a, s, z
-            if DECAYED:
-                F, sf, _ = seen(
-                    tl.where(i[:, None] > i[None, :], R, 0.0), a, w, born, r, Pm, e, False, MOMENTUM, "tf32x3"
-                )
-            else:
-                F, sf, zf = seen(B, early, w, born, r, Pm, e, True, MOMENTUM, "tf32x3")
-                af = early
-            L = F * product(pt, tl.trans(bt), EXACT)
             pred = tl.load(preds + side, mask=there, other=0.0)
             err, gvt = x * 0.0, x * 0.0
             for settled in range(C):
@@ -95,10 +102,10 @@ def walk(
             tl.store(es + side, err, mask=there)
             tl.store(us + side, tl.where(w[:, None] & in_v, psi(pred, vt, fa, fb, in_v, FORM), 0.0), mask=there)
             if again:
-                to_Z += product(tl.trans(zf[:, None] * pt), err, EXACT)
+                to_Z += product(tl.trans(pz), err, EXACT)
             if MOMENTUM:
                 Y += product(tl.trans(sf[:, None] * pt), err, EXACT)
-            G += product(tl.trans(af[:, None] * pt), err, EXACT)
+            G += product(tl.trans(pa), err, EXACT)
         else:
             gvt = -x
         tl.store(gv + side, tl.where(w[:, None], gvt, 0.0), mask=there)
@@ -145,22 +152,13 @@ def tokens(
     w, born, r, R, B, Pm, a, early, e = decays(
         retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
     )
-    K, s, z = seen(R, a, w, born, r, Pm, e, False, MOMENTUM, EXACT)
+    K, _, _, Kq, aq, sq, zq, F, af, sf, zf = views(
+        R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES and WRITES, DECAYED, EXACT
+    )
     k_end, p_end = (
         tl.sum(tl.where((i == C - 1)[:, None], K, 0.0), 0),
         tl.sum(tl.where((i == C - 1)[:, None], Pm, 0.0), 0),
     )
-    Kq, aq, sq, zq = K, a, s, z
-    if EARLY_READ:
-        Kq, sq, zq = seen(B, early, w, born, r, Pm, e, True, MOMENTUM, EXACT)
-        aq = early
-    F, af, sf, zf = Kq, a, s, z
-    if MOVES and WRITES:
-        if DECAYED:
-            F, sf, _ = seen(tl.where(i[:, None] > i[None, :], R, 0.0), a, w, born, r, Pm, e, False, MOMENTUM, EXACT)
-        else:
-            F, sf, zf = seen(B, early, w, born, r, Pm, e, True, MOMENTUM, EXACT)
-            af = early
     again = False
     if RESET:
         again = tl.max(born, 0) > 0
@@ -172,11 +170,7 @@ def tokens(
             gL -= product(err, tl.trans(u), EXACT)
     gA = gA * Kq
     gqt, gbt, gpt = tl.zeros([C, BP], tl.float32), tl.zeros([C, BP], tl.float32), tl.zeros([C, BP], tl.float32)
-    qt, pt = rows_at(q, at, inside, op, P), rows_at(k, at, w, op, P)
-    bt = pt
-    if APART:
-        bt = rows_at(kw, at, w, op, P)
-    bt = bt * tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
+    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
     if ASKS:
         gqt = product(gA, bt, EXACT)
     if WRITES:
@@ -307,11 +301,7 @@ def gates(
             gK -= product(g, tl.trans(u), EXACT)
         if BY_F:
             gF -= product(err, tl.trans(u), EXACT)
-    qt, pt = rows_at(q, at, inside, op, P), rows_at(k, at, w, op, P)
-    bt = pt
-    if APART:
-        bt = rows_at(kw, at, w, op, P)
-    bt = bt * tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
+    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
     if BY_K:
         gK = gK * product(qt, tl.trans(bt), EXACT)
     if BY_F:

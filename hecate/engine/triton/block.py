@@ -121,11 +121,83 @@ def seen(R, a, w, born, r, Pm, e, AHEAD: tl.constexpr, MOMENTUM: tl.constexpr, E
 
 
 @triton.jit
+def views(
+    R, B, Pm, a, early, e, w, born, r, i,
+    MOMENTUM: tl.constexpr, EARLY_READ: tl.constexpr, MOVES: tl.constexpr, DECAYED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """(K, s, z) of the memory after a write, (K, a, s, z) of what is read and, where u MOVES with them, of what
+    predicts."""
+    K, s, z = seen(R, a, w, born, r, Pm, e, False, MOMENTUM, EXACT)
+    Kq, aq, sq, zq = K, a, s, z
+    if EARLY_READ:
+        Kq, sq, zq = seen(B, early, w, born, r, Pm, e, True, MOMENTUM, EXACT)
+        aq = early
+    F, af, sf, zf = Kq, a, s, z
+    if MOVES:
+        if DECAYED:
+            F, sf, _ = seen(tl.where(i[:, None] > i[None, :], R, 0.0), a, w, born, r, Pm, e, False, MOMENTUM, EXACT)
+        else:
+            F, sf, zf = seen(B, early, w, born, r, Pm, e, True, MOMENTUM, EXACT)
+            af = early
+    return K, s, z, Kq, aq, sq, zq, F, af, sf, zf
+
+
+@triton.jit
+def keys_at(q, k, kw, lr, at, inside, w, o, P: tl.constexpr, APART: tl.constexpr):
+    """(queries, keys, lr times the keys that are written through) of the tokens of a tile."""
+    qt, pt = rows_at(q, at, inside, o, P), rows_at(k, at, w, o, P)
+    bt = pt
+    if APART:
+        bt = rows_at(kw, at, w, o, P)
+    return qt, pt, bt * tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def channelled(
+    qt, pt, bt, rt, born, i, C: tl.constexpr, EARLY_READ: tl.constexpr, MOVES: tl.constexpr, DECAYED: tl.constexpr,
+    RESET: tl.constexpr,
+):  # fmt: skip
+    """(A, L, a q, z q, a p, z p, what is written as the end sees it, a and z of the end `[P, 1]`) where every phi
+    channel has its retain: token by token, as products of gates are no matrix then."""
+    W, a, z = bt * 0.0, tl.sum(bt * 0.0, 0)[None, :] + 1.0, tl.sum(bt * 0.0, 0)[None, :]
+    A, L = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    qa, qz, pa, pz = qt * 0.0, qt * 0.0, pt * 0.0, pt * 0.0
+    for t in range(C):
+        here, q, p, r = (i == t)[:, None], row_of(qt, i, t), row_of(pt, i, t), row_of(rt, i, t)
+        if RESET:
+            n = tl.sum(tl.where(i == t, born, 0.0), 0)
+            W, a, z = W * (1 - n), a * (1 - n), z * (1 - n) + n
+        if EARLY_READ:
+            A = tl.where(here, tl.sum(W * q, 1)[None, :], A)
+            qa, qz = tl.where(here, a * q, qa), tl.where(here, z * q, qz)
+        if MOVES and not DECAYED:
+            L = tl.where(here, tl.sum(W * p, 1)[None, :], L)
+            pa, pz = tl.where(here, a * p, pa), tl.where(here, z * p, pz)
+        W, a, z = W * r, a * r, z * r
+        if MOVES and DECAYED:
+            L = tl.where(here, tl.sum(W * p, 1)[None, :], L)
+            pa, pz = tl.where(here, a * p, pa), tl.where(here, z * p, pz)
+        W = tl.where(here, bt, W)
+        if not EARLY_READ:
+            A = tl.where(here, tl.sum(W * q, 1)[None, :], A)
+            qa, qz = tl.where(here, a * q, qa), tl.where(here, z * q, qz)
+    return A, L, qa, qz, pa, pz, W, tl.trans(a), tl.trans(z)
+
+
+@triton.jit
+def channels_at(retain, at, w, o, P: tl.constexpr):
+    """Retain of every phi channel, rows `[C, P]`, 1 where nothing is written."""
+    there = w[:, None] & (o < P)[None, :]
+    return tl.load(retain + at[:, None] * P + o[None, :], mask=there, other=1.0).to(tl.float32)
+
+
+@triton.jit
 def forward(
     q, k, kw, v, lr, retain, momentum, write, reset, M0, S0, Z0, y, preds, kept, kept_S, M1, S1, T, H, fa, fb,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
-    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, KEEPS: tl.constexpr, EXACT: tl.constexpr,
+    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, CHANNELS: tl.constexpr, KEEPS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory and tile of values: outputs, last states and, if it KEEPS them, the predictions of
     all tokens and the states at every SEG-th."""
@@ -147,22 +219,26 @@ def forward(
                 tl.store(kept_S + place + cell, S, mask=whole)
         inside = start + i < T
         at = n // H * T * H + n % H + (start + i) * H
-        w, born, r, R, B, Pm, a, early, e = decays(
-            retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
-        )
-        K, s, z = seen(R, a, w, born, r, Pm, e, False, MOMENTUM, "tf32x3")
-        Kq, aq, sq, zq = K, a, s, z
-        if EARLY_READ:
-            Kq, sq, zq = seen(B, early, w, born, r, Pm, e, True, MOMENTUM, "tf32x3")
-            aq = early
-        qt, pt = rows_at(q, at, inside, op, P), rows_at(k, at, w, op, P)
-        bt = pt
-        if APART:
-            bt = rows_at(kw, at, w, op, P)
-        bt = bt * tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
+        if CHANNELS:
+            w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)
+            qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
+            rt = channels_at(retain, at, w, op, P)
+            A, L, qa, qz, pa, pz, bend, a, z = channelled(qt, pt, bt, rt, born, i, C, EARLY_READ, MOVES, DECAYED, RESET)
+        else:
+            w, born, r, R, B, Pm, a, early, e = decays(
+                retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
+            )
+            K, s, z, Kq, aq, sq, zq, F, af, sf, zf = views(
+                R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES, DECAYED, "tf32x3"
+            )
+            qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
+            A, L = Kq * product(qt, tl.trans(bt), EXACT), F
+            if MOVES:
+                L = F * product(pt, tl.trans(bt), EXACT)
+            qa, qz, pa, pz = aq[:, None] * qt, zq[:, None] * qt, af[:, None] * pt, zf[:, None] * pt
+            bend, a, z = K, end_of(a, i, C), end_of(z, i, C)
         vt = rows_at(v, at, w, ov, V)
-        A = Kq * product(qt, tl.trans(bt), EXACT)
-        out = product(aq[:, None] * qt, M, EXACT)
+        out = product(qa, M, EXACT)
         if MOMENTUM:
             out += product(sq[:, None] * qt, S, EXACT)
         again = False
@@ -171,23 +247,14 @@ def forward(
         Z = M * 0.0
         if again:
             Z = tl.load(Z0 + n * V * P + cell, mask=whole, other=0.0)
-            out += product(zq[:, None] * qt, Z, EXACT)
+            out += product(qz, Z, EXACT)
         u = -vt
         if MOVES:
-            F, af, sf, zf = K, a, s, z
-            if DECAYED:
-                F, sf, _ = seen(
-                    tl.where(i[:, None] > i[None, :], R, 0.0), a, w, born, r, Pm, e, False, MOMENTUM, "tf32x3"
-                )
-            else:
-                F, sf, zf = seen(B, early, w, born, r, Pm, e, True, MOMENTUM, "tf32x3")
-                af = early
-            L = F * product(pt, tl.trans(bt), EXACT)
-            pred = product(af[:, None] * pt, M, EXACT)
+            pred = product(pa, M, EXACT)
             if MOMENTUM:
                 pred += product(sf[:, None] * pt, S, EXACT)
             if again:
-                pred += product(zf[:, None] * pt, Z, EXACT)
+                pred += product(pz, Z, EXACT)
             for j in range(C):  # row j is settled, and moves the rows below
                 uj = tl.where(in_v, psi(row_of(pred, i, j), row_of(vt, i, j), fa, fb, in_v, FORM), 0.0)
                 u = tl.where((i == j)[:, None], uj, u)
@@ -196,12 +263,14 @@ def forward(
                 tl.store(preds + at[:, None] * V + ov[None, :], pred, mask=inside[:, None] & in_v)
         out -= product(A, u, EXACT)
         tl.store(y + at[:, None] * V + ov[None, :], out.to(y.dtype.element_ty), mask=inside[:, None] & in_v)
-        M = end_of(a, i, C) * M - product(tl.trans(tl.trans(row_of(K, i, C - 1)) * bt), u, EXACT)
+        if not CHANNELS:
+            bend = tl.trans(row_of(K, i, C - 1)) * bt
+        M = a * M - product(tl.trans(bend), u, EXACT)
         if MOMENTUM:
             M += end_of(s, i, C) * S
             S = end_of(e, i, C) * S - product(tl.trans(tl.trans(row_of(Pm, i, C - 1)) * bt), u, EXACT)
         if again:
-            M += end_of(z, i, C) * Z
+            M += z * Z
     tl.store(M1 + n * V * P + cell, M, mask=whole)
     if MOMENTUM:
         tl.store(S1 + n * V * P + cell, S, mask=whole)

@@ -1,7 +1,7 @@
 """The exact engine of our own kernels on a GPU, in Triton (the extra `gpu`): matrix memories of any bias with a form.
 
-There are two kernels. Blocks of tokens serve none or decay under gradient descent or momentum; the loop goes token by
-token for every other retention and algorithm with a form and for retain per phi channel or value. [ENG-TRITON-D5]
+There are two kernels. Blocks of tokens serve none or decay, under gradient descent of each phi channel too, and
+momentum; the loop goes token by token for what else has a form. [ENG-TRITON-D5]
 
 Forward one launch, backward four to six, nothing waits for the device, and the same bits every run. Products of values
 given in float32 are made of three of TF32's, which is float32's precision; those of bfloat16 and float16 of one, with a
@@ -124,12 +124,12 @@ def _unfit(call: Call, loops: bool) -> str | None:
 
 
 def _loops(call: Call) -> bool:
-    """Whether a call is for the loop kernels: blocks know none and decay, gradient descent and momentum, and one retain
-    gate a token."""
+    """Whether a call is for the loop kernels: blocks know none and decay, under gradient descent of each phi channel
+    too, and momentum."""
     forms, channels = call.config.forms, call.retain is not None and call.retain.dim() == 4
-    if channels or "retain_value" in call.general or forms.retention != StepForm():
+    if "retain_value" in call.general or forms.retention != StepForm():
         return True
-    return forms.algorithm is None or forms.algorithm.nesterov
+    return forms.algorithm is None or forms.algorithm.nesterov or (channels and forms.algorithm.momentum)
 
 
 def _trusted(call: Call, loops: bool) -> str | None:

@@ -12,12 +12,13 @@ from torch import Tensor
 from hecate.engine.tokens import Tokens, by_head
 from hecate.engine.triton.back import gates, tokens, walk
 from hecate.engine.triton.block import forward
+from hecate.engine.triton.channels import channel_tokens
 from hecate.engine.triton.norm import unit, unit_back
 from hecate.engine.triton.table import card_of, launched
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
-BLOCK, SEGMENT, ROWS = 16, 64, 32  # tokens of a block, and between kept states; rows of a norm
+BLOCK, SEGMENT, ROWS = 16, 64, 32  # tokens of a block, and between kept states but for channels; rows of a norm
 WHOLE = {"softmax", "ball", "jump", "pull"}  # forms whose coordinates meet: a row is one tile
 
 
@@ -48,7 +49,9 @@ class Scan:
             card_of(memory.device), self.height, self.width, momentum=slots != [], whole=form.name in WHOLE
         )
         self.tiles = -(-self.height // self.launches.serial.tile)
-        self.segments = -(-self.length // SEGMENT)
+        self.channels = retain is not None and retain.dim() > given.lr.dim()
+        self.segment = BLOCK if self.channels else SEGMENT
+        self.segments = -(-self.length // self.segment)
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)), "FORM": form.name,
             "RETAIN": retain is not None, "MOMENTUM": slots != [], "MASK": masks[0] is not None,
@@ -82,8 +85,8 @@ class Scan:
         slots = self.new(*self.kept) if keeps and self.slot is not None else states
         forward[(self.count, self.tiles)](
             *self.arguments, memory, slot, memory if self.restart is None else self.restart, y, preds, states, slots,
-            last, last_slot, self.length, self.heads, self.form.a, self.form.b, C=BLOCK, SEG=SEGMENT,
-            KEEPS=keeps, **self.launches.serial.options, **self.flags,
+            last, last_slot, self.length, self.heads, self.form.a, self.form.b, C=BLOCK, SEG=self.segment,
+            CHANNELS=self.channels, KEEPS=keeps, **self.launches.serial.options, **self.flags,
         )  # fmt: skip
         finals = (last,) if self.slot is None else (last, last_slot)
         return (y, *finals), (preds, states, slots) if keeps else ()
@@ -103,30 +106,37 @@ class Scan:
         numbers = (self.length, self.heads)
         walk[(self.count, self.tiles)](
             *self.arguments, preds, gy, g1, y1, us, es, gv, kept_G, kept_Y, g0, y0, gz, *numbers, self.form.a,
-            self.form.b, C=BLOCK, SEG=SEGMENT, **self.launches.serial.options, **self.flags,
+            self.form.b, C=BLOCK, SEG=self.segment, CHANNELS=self.channels, **self.launches.serial.options,
+            **self.flags,
         )  # fmt: skip
         gq, gk, glr = torch.empty_like(q), torch.empty_like(k), torch.empty_like(lr)
         gw = None if self.given[2] is None else torch.empty_like(kw)
-        sums, ends = self.new(9, self.total), self.new(self.count, self.segments, 4)
-        grid = (self.segments, self.count)
+        found = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
+        grid, to_w = (self.segments, self.count), gk if gw is None else gw
         restart = kept if self.restart is None else self.restart
+        own = (g0,) if self.slot is None else (g0, y0)
+        grads = (*own, None if self.restart is None else gz, gk, gq, gv, glr, *found, None, None, gw, None)
+        if self.channels:
+            channel_tokens[grid](
+                *self.arguments, restart, us, es, kept, gy, kept_G, gq, gk, to_w, glr, found[0], *numbers, C=BLOCK,
+                **self.launches.serial.options, **self.flags,
+            )  # fmt: skip
+            return grads
+        sums, ends = self.new(9, self.total), self.new(self.count, self.segments, 4)
         for of in ("queries", "keys") if self.launches.apart else ("both",):
             tokens[grid](
-                *self.arguments, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, gk if gw is None else gw,
+                *self.arguments, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w,
                 glr, sums, ends, *numbers, self.total, OF=of, C=SEGMENT, **self.launches.tokens.options, **self.flags,
             )  # fmt: skip
         early = self.flags["EARLY_READ"] or (moves and not self.flags["DECAYED"])
         apart = self.launches.apart and self.slot is not None and early
-        found = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
         for to, parts in zip(found, (("ahead", "after") if apart else ("retain",), ("momentum",)), strict=True):
             for of in parts if to is not None else ():
                 gates[grid](
                     *self.arguments, us, es, gy, sums, ends, to, *numbers, self.total, OF=of, C=SEGMENT,
                     **self.launches.gates.options, **self.flags,
                 )  # fmt: skip
-        own = (g0,) if self.slot is None else (g0, y0)
-        return (*own, None if self.restart is None else gz, gk, gq, gv, glr, *found,
-                None, None, gw, None)  # fmt: skip
+        return grads
 
 
 def normed(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:

@@ -18,7 +18,7 @@ from hecate.engine.triton.kernel import LOOP, NARROW, interpreting, kernel_of, v
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, is_recorded, one
 
-SEGMENT = 64  # tokens between kept states
+SEGMENT, BLOCK = 64, 16  # tokens between kept states; and where retain is one of each channel
 
 
 def rule_of(config: MemoryConfig, exact: str | None) -> str:
@@ -56,7 +56,7 @@ def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tu
     carry = Carry((weights,), tuple(given), (), (), (), zeros)
     there = {
         "write": tokens[6] is not None, "reset": tokens[7] is not None, "phi_w": tokens[8] is not None,
-        "retain_value": tokens[9] is not None, "channels": retain is not None and retain.dim() > values.dim() - 1,
+        "retain_value": tokens[9] is not None, "channels": retain is not None and retain.dim() == values.dim(),
         LOOP: exact is None, NARROW: values.itemsize < weights.itemsize,
     }  # fmt: skip
     flags = tuple(name for name, has in there.items() if has)
@@ -70,11 +70,12 @@ def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tu
 
 
 def _record_shapes(
-    rule: str, exact: str | None, keeps: bool, memory: Tensor, slot: Tensor | None, v: Tensor
+    rule: str, exact: str | None, keeps: bool, memory: Tensor, slot: Tensor | None, v: Tensor, retain: Tensor
 ) -> list[tuple[Any, ...]]:
     """Of predictions, and of states at every segment's start; none where no cotangent needs them."""
     # In one row: an axis of one segment would be a graph of its own.
-    kept = (memory.numel() * -(-v.shape[1] // SEGMENT),)
+    segment = BLOCK if exact is not None and retain.dim() == v.dim() else SEGMENT
+    kept = (memory.numel() * -(-v.shape[1] // segment),)
     moves = keeps and exact is not None and not _config(rule).forms.target
     return [tuple(v.shape) if moves else (0,), kept if keeps else (0,), kept if keeps and slot is not None else (0,)]
 
@@ -88,7 +89,7 @@ def matrix_scan(
     """y, the last memory and slot, and if it keeps them predictions and states at every segment's start."""
     own = (memory, slot, initial, phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, retain_value)
     kernel, inputs, trusted = _kernel(rule, exact, own)
-    shapes = _record_shapes(rule, exact, keeps, memory, slot, v)
+    shapes = _record_shapes(rule, exact, keeps, memory, slot, v, retain)
     record: Any = ()
     if trusted:
         outputs, record = kernel.forward(inputs, keeps)
@@ -105,10 +106,10 @@ def matrix_scan(
 @matrix_scan.register_fake
 def _(
     rule: str, exact: str | None, keeps: bool, memory: Tensor, slot: Tensor | None, initial: Tensor, phi_k: Tensor,
-    phi_q: Tensor, v: Tensor, *rest: Tensor | None,
+    phi_q: Tensor, v: Tensor, lr: Tensor, retain: Tensor, *rest: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     empty = memory.new_empty
-    record = [empty(shape) for shape in _record_shapes(rule, exact, keeps, memory, slot, v)]
+    record = [empty(shape) for shape in _record_shapes(rule, exact, keeps, memory, slot, v, retain)]
     return v.new_empty(v.shape), empty(memory.shape), empty(0) if slot is None else empty(slot.shape), *record
 
 

@@ -1,0 +1,123 @@
+"""The backward kernel of rows where retain is one of each phi channel.
+
+A write's part of the memory, X_i[t, p] = b_i[p] prod of retain_l[p] over i < l <= t, is no matrix of coefficients times
+b_i, so that the tokens of a block are taken one after another, from the last: H holds the cotangent of every X_i, h and
+j those of what is left of the block's first memory M and of the weights Z of a new start. At a token they take what was
+read and predicted through it, then retain's cotangent is <H, X> there, and its product with retain goes on. X is made
+anew at every token, by products: a gate of 0 has its own cotangent. [ENG-TRITON-D2]
+"""
+
+import triton
+import triton.language as tl
+
+from hecate.engine.triton.back import values_at
+from hecate.engine.triton.block import channels_at, gates_at, keys_at, product, row_of, rows_at
+
+
+@triton.jit
+def channel_tokens(
+    q, k, kw, v, lr, retain, momentum, write, reset, Z0, us, es, kept, gy, kept_G, gq, gk, gw, glr, gr, T, H,
+    P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
+    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """One program for each block of C tokens of a memory: cotangents of queries, keys, lr and retain."""
+    MOVES: tl.constexpr = FORM != "target"
+    here, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i, op = tl.arange(0, C), tl.arange(0, BP)
+    inside = here * C + i < T
+    at = n // H * T * H + n % H + (here * C + i) * H
+    w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)
+    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
+    rt = channels_at(retain, at, w, op, P)
+    # Of the tokens before and after each.
+    has, follows = inside & (i > 0), (here * C + i + 1 < T) & (i < C - 1)
+    w_before, b, _, _ = gates_at(retain, momentum, write, reset, at - H, has, False, False, MASK, RESET)
+    before = channels_at(retain, at - H, w_before, op, P) * (1 - b)[:, None]
+    w_after, b, _, _ = gates_at(retain, momentum, write, reset, at + H, follows, False, False, MASK, RESET)
+    after = channels_at(retain, at + H, w_after, op, P) * (1 - b)[:, None]
+    a = tl.cumprod(before, 0) * (1 - born)[:, None]  # what is left of M, ahead of retain
+    z = a * 0.0
+    if RESET:
+        row = tl.sum(z, 0)[None, :]
+        for t in range(C):
+            x = tl.sum(tl.where(i == t, born, 0.0), 0)
+            row = row * (1 - x) + x
+            z = tl.where((i == t)[:, None], row, z)
+            row = row * row_of(rt, i, t)
+    gA, gL = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    xq, xp, H_, zq, zp = bt * 0.0, bt * 0.0, bt * 0.0, bt * 0.0, bt * 0.0
+    h, j = tl.sum(bt * 0.0, 0), tl.sum(bt * 0.0, 0)
+    for jv in range(0, V, BV):
+        ov = jv + tl.arange(0, BV)
+        own, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
+        state = (n * tl.cdiv(T, C) + here) * V * P + own
+        g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
+        M, G = tl.load(kept + state, mask=whole, other=0.0), tl.load(kept_G + state, mask=whole, other=0.0)
+        gA -= product(g, tl.trans(u), EXACT)
+        xq += product(g, M, EXACT)
+        H_ -= product(u, G, EXACT)
+        h += tl.sum(G * M, 0)
+        if MOVES:
+            gL -= product(err, tl.trans(u), EXACT)
+            xp += product(err, M, EXACT)
+        if RESET:
+            Z = tl.load(Z0 + n * V * P + own, mask=whole, other=0.0)
+            zq += product(g, Z, EXACT)
+            zp += product(err, Z, EXACT)
+            j += tl.sum(G * Z, 0)
+    h, j = h[None, :], j[None, :]
+    # Rows of what is seen of M and Z, by reads and by predictions.
+    aq, zs, ap, zt = a, z, a, z
+    if not EARLY_READ:
+        aq, zs = a * rt, z * rt
+    if DECAYED:
+        ap, zt = a * rt, z * rt
+    gqt, gpt, gbt, grt = aq * xq + zs * zq, bt * 0.0, bt * 0.0, bt * 0.0
+    if MOVES:
+        gpt = ap * xp + zt * zp
+    for back in range(C):
+        t = C - 1 - back
+        now = (i == t)[:, None]
+        qr, pr, r = row_of(qt, i, t), row_of(pt, i, t), row_of(rt, i, t)
+        cA = tl.where(i <= t, tl.sum(tl.where(now, gA, 0.0), 0), 0.0)[:, None]
+        cL = tl.where(i < t, tl.sum(tl.where(now, gL, 0.0), 0), 0.0)[:, None]
+        n_t = 1 - tl.sum(tl.where(i == t, born, 0.0), 0)
+        spans = tl.cumprod(tl.where((i + 1 < t)[:, None], after, 1.0), 0, reverse=True)
+        X = tl.where((i < t)[:, None], bt * spans, 0.0) * n_t
+        if not EARLY_READ:
+            H_ += cA * qr
+            h, j = h + qr * row_of(xq, i, t), j + qr * row_of(zq, i, t)
+            gqt += tl.where(now, tl.sum(cA * tl.where(now, bt, X * r), 0)[None, :], 0.0)
+        gbt = tl.where(now, H_, gbt)
+        if MOVES and DECAYED:
+            H_ += cL * pr
+            h, j = h + pr * row_of(xp, i, t), j + pr * row_of(zp, i, t)
+            gpt += tl.where(now, tl.sum(cL * (X * r), 0)[None, :], 0.0)
+        gr_t = tl.sum(H_ * X, 0)[None, :] + h * row_of(a, i, t) + j * row_of(z, i, t)
+        grt = tl.where(now, gr_t, grt)
+        H_, h, j = H_ * r, h * r, j * r
+        if EARLY_READ:
+            cA = tl.where((i < t)[:, None], cA, 0.0)
+            H_ += cA * qr
+            h, j = h + qr * row_of(xq, i, t), j + qr * row_of(zq, i, t)
+            gqt += tl.where(now, tl.sum(cA * X, 0)[None, :], 0.0)
+        if MOVES and not DECAYED:
+            H_ += cL * pr
+            h, j = h + pr * row_of(xp, i, t), j + pr * row_of(zp, i, t)
+            gpt += tl.where(now, tl.sum(cL * X, 0)[None, :], 0.0)
+        H_, h, j = H_ * n_t, h * n_t, j * n_t
+    tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
+    l = tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
+    written = rows_at(k, at, w, op, P)
+    if APART:
+        written = rows_at(kw, at, w, op, P)
+    gbt, gpt = tl.where(w[:, None], gbt, 0.0), tl.where(w[:, None], gpt, 0.0)
+    tl.store(gq + tile, gqt, mask=there)
+    tl.store(gr + tile, tl.where(w[:, None], grt, 0.0), mask=there)
+    tl.store(glr + at, tl.sum(gbt * written, 1), mask=inside)
+    if APART:
+        tl.store(gw + tile, l * gbt, mask=there)
+    else:
+        gpt += l * gbt
+    tl.store(gk + tile, gpt, mask=there)
