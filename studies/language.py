@@ -281,4 +281,4 @@ def _draw(
     right.set_xlabel(f"position, trained up to {sizes.context:,}")
     right.set_ylabel("loss (nats/byte)")
     right.grid(alpha=0.3)
-    right.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
