@@ -165,7 +165,7 @@ def test_gradients_of_half_precision_are_answered_in_it() -> None:
 
 AROUND = {  # launches of torch around the kernels, forward, and forward and backward: what GPU users wait for
     "delta": MemoryConfig(key_norm="l2"), "gated delta": named_rule("gated_delta"),
-    "titans linear": named_rule("titans_linear"), "huber": named_rule("gated_delta", bias="huber"),
+    "titans linear": named_rule("titans_linear"), "huber": named_rule("gated_delta", bias="huber"), "kda": named_rule("kda"),
 }  # fmt: skip
 
 
@@ -176,6 +176,8 @@ def test_launches_around_the_kernels(name: str, dtype: torch.dtype, monkeypatch:
     config, lead = AROUND[name], (1, 64, 2)
     q, k, v = (torch.randn(*lead, 32, dtype=dtype).requires_grad_() for _ in range(3))
     lr, *rest = (torch.rand(lead, dtype=dtype).requires_grad_() for _ in range(3))
+    if name == "kda":
+        rest[0] = torch.rand(*lead, 32, dtype=dtype).requires_grad_()
     used = (config.retention.uses_retain, config.algorithm.uses_momentum)
     gates = Gates(lr, *(gate if there else None for gate, there in zip(rest, used, strict=True)))
     ran: list[str] = []
@@ -188,7 +190,7 @@ def test_launches_around_the_kernels(name: str, dtype: torch.dtype, monkeypatch:
         forward().backward(torch.ones_like(v))
 
     with as_on_a_device():
-        for call, most in ((forward, 8), (both, 18)):
+        for call, most in ((forward, 8), (both, 17)):
             for _ in range(2):  # the first makes what is made once
                 late.forget()  # kernels that do not run leave numbers that mean nothing
                 ran.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace as Namespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hecate.train.estimate import flops_of, sizes_of
 from studies.language import LONGER, Language, Sizes, _twice, fitted, models, told
 from studies.robust import CHANGED, PAIRS, ROUNDS, drawn, errors
 from studies.states import MAPS, Trained
-from studies.words import LENGTH, contenders, judged, trained
+from studies.words import Needle, Words, contenders, judged, trained
 
 SMALL = Sizes(40, 2, 5, 64, 2, 1e9)
 DATA = {"kind": "bundled", "max_bytes": 1 << 16}
@@ -81,10 +82,29 @@ def test_parity_needs_steps_beyond_one(name, low, high):
     with torch.random.fork_rng(devices=[]):
         torch.set_default_dtype(torch.float32)
         try:
-            trainer = trained(next(c for c in contenders() if c.name == name), "parity", 0, 1e-2, 120)
-            assert low <= judged(trainer, "parity", 2 * LENGTH) <= high
+            chosen, study = next(c for c in contenders() if c.name == name), Words()
+            trainer = trained(chosen, study.data("parity"), 0, 1e-2, 120)
+            assert low <= judged(trainer, study.data("parity", 2)) <= high
         finally:
             torch.set_default_dtype(torch.float64)
+
+
+def test_a_pair_is_found_again_behind_nothing():
+    """A memory that answers every key by its value is right at any length, and one that does not is not."""
+
+    class Answers(torch.nn.Module):
+        def forward(self, tokens):
+            first, logits = tokens[:, :8], torch.zeros(*tokens.shape, 64)
+            for row, written in enumerate(first.view(-1, 4, 2)):
+                for key, value in written:
+                    logits[row, tokens[row] == key, value] = 1.0
+            return logits, None
+
+    study = Needle()
+    assert all(judged(Namespace(model=Answers()), study.data("needle", times)) == 1.0 for times in study.longer)
+    blank = Namespace(model=torch.nn.Module())
+    blank.model.forward = lambda tokens: (torch.zeros(*tokens.shape, 64), None)
+    assert judged(blank, study.data("needle")) == 0.0
 
 
 def test_maps_of_study_phi_are_as_wide_as_one_another():
