@@ -165,7 +165,8 @@ def test_gradients_of_half_precision_are_answered_in_it() -> None:
 
 AROUND = {  # launches of torch around the kernels, forward, and forward and backward: what GPU users wait for
     "delta": MemoryConfig(key_norm="l2"), "gated delta": named_rule("gated_delta"),
-    "titans linear": named_rule("titans_linear"), "huber": named_rule("gated_delta", bias="huber"), "kda": named_rule("kda"),
+    "titans linear": named_rule("titans_linear"), "kda": named_rule("kda"),
+    "huber": named_rule("gated_delta", bias="huber"),
 }  # fmt: skip
 
 
