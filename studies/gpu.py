@@ -28,6 +28,7 @@ RULES = {
     "linear attention": MemoryConfig(bias="dot"),
     "delta": MemoryConfig(),
     "gated delta": named_rule("gated_delta"),
+    "kda": named_rule("kda"),
     "exact momentum": named_rule("titans_linear"),
     "huber": MemoryConfig(bias="huber", retention="decay"),
 }
@@ -42,8 +43,9 @@ PEERS = {  # of fla, called directly: what a rule's own call leaves to add
     "linear attention": ("fla.ops.simple_gla", "chunk_simple_gla"),
     "delta": ("fla.ops.delta_rule", "chunk_delta_rule"),
     "gated delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "kda": ("fla.ops.kda", "chunk_kda"),
 }
-SANITIZED = "import torch; from studies.gpu import parity; print(parity(torch.device('cuda'), 64, 16))"
+SANITIZED = "import torch; from studies.gpu import parity; print(*parity(torch.device('cuda'), 64, 16))"
 
 
 class Size(NamedTuple):
@@ -237,11 +239,14 @@ def train_step(model: LanguageModel, optimizer: torch.optim.Optimizer, tokens: T
 def draw_case(
     config: MemoryConfig, batch: int, length: int, heads: int, width: int, device: torch.device, dtype: Any, seed: int
 ) -> list[Tensor]:
-    """q, k, v `[B, T, H, D]` and the gates that a config takes `[B, T, H]`, keys of unit length."""
+    """q, k, v `[B, T, H, D]` and the gates that a config takes `[B, T, H]`, keys of unit length; for kda retain of each
+    channel."""
     g = torch.Generator().manual_seed(seed)
     lead = (batch, length, heads)
     q, k, v = (torch.randn(*lead, width, generator=g) for _ in range(3))
     gates = [torch.rand(lead, generator=g) for _ in range(1 + sum(config_gates(config)))]
+    if config == RULES["kda"]:
+        gates[1] = torch.rand(*lead, width, generator=g)
     gates[1:] = [0.8 + 0.2 * gate for gate in gates[1:]]
     vectors = [x.to(dtype) for x in (q * width**-0.5, F.normalize(k, dim=-1), v)]
     return [x.to(device).requires_grad_() for x in (*vectors, *gates)]

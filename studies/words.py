@@ -69,7 +69,7 @@ def seekers() -> list[Contender]:
     kinds = {"attention": attention, "attention, window 32": {**attention, "window": 32}}
     return [
         *(Contender(name, {"memory": name, "conv_kernel": 2}) for name in RULES),
-        *(Contender(name, {"attention": own, "conv_kernel": 2}) for name, own in kinds.items()),
+        *(Contender(f"{name}, 2 layers", {"attention": own, "layers": 2}) for name, own in kinds.items()),
     ]
 
 
@@ -203,7 +203,8 @@ class Needle(Words):
             "+- standard error over seeds",
             f"one layer of width {WIDTH}, {HEADS} heads, a convolution of 2 taps, an MLP, rules as they are named; "
             f"{steps} steps of AdamW, batch {BATCH}, at the better of two rates",
-            f"attention: the state is its cache, after {self.length} tokens",
+            f"attention: of two layers, as one does not see what follows a key; the state is its cache, after "
+            f"{self.length} tokens",
         ]
 
 

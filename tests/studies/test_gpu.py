@@ -34,3 +34,10 @@ def test_without_a_card_it_says_how_to_run_it(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["levels", "--device", "cpu"])
     assert "takes no --device 'cpu'" in capsys.readouterr().err
+
+
+def test_what_the_sanitizer_watches_runs(monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "RULES", {"delta": gpu.RULES["delta"], "kda": gpu.RULES["kda"]})
+    exec(gpu.SANITIZED.replace("cuda", "cpu"), {})
+    said = capsys.readouterr().out
+    assert said.count("float64 loop") == 4 and "generator" not in said
