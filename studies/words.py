@@ -115,6 +115,7 @@ class Words(Study):
     length: ClassVar[int] = 24  # of training
     longer: ClassVar[Sequence[int]] = (1, 2, 4)  # times that
     wanted: ClassVar[Sequence[str]] = ("delta, lr to 1", "delta, lr to 2")  # of a quick study
+    told: ClassVar[bool] = True  # by theory, who is able
 
     def contenders(self) -> list[Contender]:
         """What is compared."""
@@ -139,8 +140,9 @@ class Words(Study):
                 runs = [trained(contender, data, seed, lr, steps) for seed in seeds]
                 scores = [Spread.of(judged(run, self.data(task, times)) for run in runs) for times in lengths]
                 _, state = runs[0].model(torch.zeros(1, self.length, dtype=torch.int64))
-                rows.append([task, contender.name, bytes_of(state), lr, *self.beside(contender, task), *scores])
-        columns = ["task", "memory", "state (bytes)", "outer lr", *self.columns()]
+                able = None if contender.able is None else "yes" if task in contender.able else "no"
+                rows.append([task, contender.name, bytes_of(state), lr, *[able] * self.told, *scores])
+        columns = ["task", "memory", "state (bytes)", "outer lr", *["able in theory"] * self.told]
         columns += [f"accuracy at {times * self.length}" for times in lengths]
         first = len(columns) - len(lengths)
         draw = partial(_draw, rows, [times * self.length for times in lengths], first)
@@ -148,14 +150,6 @@ class Words(Study):
 
     def _tried(self, contender: Contender, data: Mapping[str, Any], steps: int, rate: float) -> float:
         return judged(trained(contender, data, JUDGE, rate, steps), data)
-
-    def columns(self) -> list[str]:
-        """What stands beside the accuracies."""
-        return ["able in theory"]
-
-    def beside(self, contender: Contender, task: str) -> list[Cell]:
-        """The same of a contender."""
-        return [None if contender.able is None else "yes" if task in contender.able else "no"]
 
     def notes(self, steps: int) -> list[str]:
         """What the numbers are of."""
@@ -181,18 +175,11 @@ class Needle(Words):
     length = 64
     longer = (1, 4, 16)
     wanted = ("delta", "mamba2")
+    told = False
 
     def contenders(self) -> list[Contender]:
         """Rules and attention."""
         return seekers()
-
-    def columns(self) -> list[str]:
-        """Nothing."""
-        return []
-
-    def beside(self, contender: Contender, task: str) -> list[Cell]:
-        """Nothing."""
-        return []
 
     def notes(self, steps: int) -> list[str]:
         """What the numbers are of."""
