@@ -21,6 +21,7 @@ from hecate.errors import HecateError
 from hecate.microscope.style import COLOURS, finish
 from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.rule import Gates, MemoryConfig, named_rule
+from hecate.train.trainer import compile_chunks
 from studies.study import Cell, Progress, Result, Spread, Study
 
 HOW = "there is no CUDA device here; on a machine with one run `python -m studies gpu`, some ten minutes"
@@ -37,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "exact momentum": {"memory": "titans_linear"},
     "huber": {"memory": {"kind": "titans_linear", "bias": "huber"}},
     "Titans MLP, chunk 64": {"memory": {"kind": "titans", "chunk": 64}},
+    "Titans MLP, chunk 64, compiled": {"memory": {"kind": "titans", "chunk": 64}},
     "softmax attention": {"attention": {"kind": "attention"}},
 }
 PEERS = {  # of fla, called directly: what a rule's own call leaves to add
@@ -212,6 +214,8 @@ def training(device: torch.device, size: Size, seeds: Sequence[int]) -> Iterator
                 }
                 config = LanguageModelConfig.model_validate({**shape, **own})
                 model = LanguageModel(config, generator=torch.Generator().manual_seed(seed), device=device)
+                if name.endswith("compiled"):
+                    compile_chunks(model)
                 g = torch.Generator().manual_seed(seed)
                 tokens = torch.randint(vocabulary, (rows, length + 1), generator=g).to(device)
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -90,7 +90,8 @@ class BudgetConfig(Config):
     with the gradient of the whole. In `precision` bfloat16, parameters are bfloat16 forward and backward; the
     parameters that are trained, sums over processes and the states of memories stay float32. `recompute` keeps the
     inputs of blocks alone and computes the rest again in the backward pass: of every block ("full") or every n-th.
-    `compile` "block" compiles each block. `save` "async" copies a checkpoint to memory and writes it while the run goes
+    `compile` "block" compiles each block, "chunk" the chunks of memories alone, once however many there are, for a GPU:
+    engine "fused". `save` "async" copies a checkpoint to memory and writes it while the run goes
     on. `timeout` is how many seconds a process waits for the others. [DIST-STEP-D1]
     """
 
@@ -107,7 +108,7 @@ class BudgetConfig(Config):
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["float32", "bfloat16"] = "float32"
     recompute: Annotated[Size, Field(ge=1)] | Literal["none", "full"] = "none"
-    compile: Literal["none", "block"] = "none"
+    compile: Literal["none", "block", "chunk"] = "none"
     save: Literal["sync", "async"] = "sync"
     timeout: float = Field(600.0, gt=0, le=86400)
 
@@ -115,6 +116,8 @@ class BudgetConfig(Config):
     def _parts(self) -> Self:
         if self.batch_size % self.accumulate:
             raise ConfigError(f"must divide batch_size={self.batch_size}, got {self.accumulate}", ("accumulate",))
+        if self.compile == "chunk" and self.device == "cpu":
+            raise ConfigError("'chunk' is for a GPU, and device is 'cpu'; take none or block", ("compile",))
         return self
 
 
@@ -223,6 +226,7 @@ class ExperimentConfig(Config):
                     device=self.budget.device,
                     dtype=rule.config.dtype,
                 ),
+                "fused" if self.budget.compile == "chunk" and rule.config.chunk > 1 else "auto",
                 others=True,
             )
             for path, rule in self.model.rules().items()

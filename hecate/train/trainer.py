@@ -18,9 +18,11 @@ from hecate.data import IGNORED, Batch, Bytes, Loader, Source, Tokenizer
 from hecate.distributed import World, adapt, copied, gathered, is_sharded, shard, spread
 from hecate.distributed.context import Context, piece, share, sum_gradients, unshare
 from hecate.distributed.shard import materialise, part_of_step, settle
+from hecate.engine import check_exact
 from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from hecate.late import forget, holding, look
 from hecate.models import LanguageModel
+from hecate.nn import Memory
 from hecate.optim import Leveled, OptimizerKind, level_groups
 from hecate.optim.options import Group, Named
 from hecate.train.carried import Carried
@@ -350,6 +352,16 @@ def context_of(config: ExperimentConfig, world: World) -> Context | None:
 _CONTEXT = ("parallel", "context")
 
 
+def compile_chunks(model: nn.Module) -> None:
+    """Has the memories of a model whose chunks are longer than a token compile them, by engine "fused"."""
+    memories = [module for module in model.modules() if isinstance(module, Memory) and module.config.chunk > 1]
+    if not memories:
+        raise ConfigError("'chunk' finds no memory with chunk > 1; leave it out", ("budget", "compile"))
+    for memory in memories:
+        check_exact(memory.config, "fused")
+        memory.engine = "fused"
+
+
 def lay_out(
     config: ExperimentConfig, world: World, model: nn.Module | None, context: Context | None = None
 ) -> tuple[nn.Module, nn.Module]:
@@ -363,6 +375,8 @@ def lay_out(
     if context is not None:
         share(model, context)
     adapt(model, low=low and not sharded, recompute=budget.recompute, compiled=budget.compile == "block")
+    if budget.compile == "chunk":
+        compile_chunks(model)
     if sharded:
         shard(model, world, low=low)
         if drawn:

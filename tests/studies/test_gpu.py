@@ -19,7 +19,8 @@ def test_every_part_runs_on_a_cpu_at_a_small_size(tmp_path, capsys):
     assert parts == {"ceilings", "parity", "tables", "decode", "training"}
     errors = {row[2]: row[3] for row in facts["rows"] if row[0] == "parity"}
     assert errors["parallel, float32"] < 1e-5 and 1e-5 < errors["parallel, bfloat16"] < 0.05
-    assert {row[1] for row in facts["rows"] if row[0] == "training"} == {*gpu.MODELS}
+    compiled = {name for name in gpu.MODELS if name.endswith("compiled")}  # which a CPU is no place for
+    assert {row[1] for row in facts["rows"] if row[0] == "training"} == {*gpu.MODELS} - compiled
     assert any("compute-sanitizer" in what or "no card" in what for what in facts["data"]["unmeasured"])
     assert any("fla" in what for what in facts["data"]["unmeasured"])  # which needs a card
     assert (tmp_path / "gpu-quick.png").stat().st_size > 10_000

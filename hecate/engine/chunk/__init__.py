@@ -2,5 +2,6 @@
 
 from hecate.engine.chunk.batched import predict
 from hecate.engine.chunk.engine import Chunk
+from hecate.engine.chunk.fused import Fused
 
-__all__ = ["Chunk", "predict"]
+__all__ = ["Chunk", "Fused", "predict"]

@@ -61,7 +61,7 @@ class Dual:
 
     def __init__(self, config: MemoryConfig, graph: Graph, counts: tuple[int, ...], *, reads: bool = True) -> None:
         self.config, self.graph, self.reads, self.loss = config, graph, reads, config.bias.block()
-        self.ends = list(accumulate(counts, initial=len(Row._fields)))
+        self.given, self.ends = list(map(bool, counts)), list(accumulate(counts, initial=len(Row._fields)))
         linear = [node for node in graph.nodes if isinstance(node, Linear) and config.retention.linear]
         self.biases = {node.weight for node in linear if node.source == ONE}  # h and scores are 1
 
@@ -115,9 +115,9 @@ class Dual:
     def vjp(self, residuals: Any, *cotangents: Tensor) -> Tensors:
         """Cotangents of all inputs."""
         inputs, past, of_bias, d, h, flowed, values, kept = residuals
-        row, (memory, slots, met, anchor) = Row(*inputs[: self.ends[0]]), self.states(inputs)
-        found, count, apart = list(cotangents[self.reads :]), len(memory), anchor is not memory
-        back = _Back(row, _apart if is_traced(*inputs, *cotangents) else _in_place, met is not memory)
+        row, (memory, slots, met, _) = Row(*inputs[: self.ends[0]]), self.states(inputs)
+        found, count, (*_, own_met, apart) = list(cotangents[self.reads :]), len(memory), self.given
+        back = _Back(row, _apart if is_traced(*inputs, *cotangents) else _in_place, own_met)
         none, gq = [None] * count, None
         for each in zip(memory, slots or none, d, h, found, found[count:] or none, strict=False):
             back.written(*each)

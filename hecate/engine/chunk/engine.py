@@ -137,7 +137,7 @@ def chunked(
 ) -> tuple[Tensor, Carry]:
     """Runs a sequence chunk by chunk: outputs `[N, T, V]` and the final carry.
 
-    Another engine gives `steps`, as `_steps_of`, of `size` tokens at most.
+    Another engine gives `steps`, as `steps_and_rows`, of `size` tokens at most.
     `position` is that of every memory in its chunk at the start, None if it is not known or not one number; the carried
     chunk is finished first, the last one may stay unfinished. A tape keeps one carry per segment of about sqrt(steps)
     steps, which is taped again when its turn comes, and everything where tokens and carries of all steps are small.
@@ -153,7 +153,7 @@ def chunked(
         layout = layout_of(tokens.write, tokens.reset, start, length, config.chunk, size)
         tokens, moved = _laid(layout, tokens, run), layout.position
         spans = [Span(size, True, True)] * layout.spans
-    step, rows = (steps or _steps_of)(config, tokens, [span.size for span in spans], run)
+    step, rows = (steps or steps_and_rows)(config, tokens, [span.size for span in spans], run)
 
     def segment(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:
         outputs: list[Tensor] = []
@@ -188,18 +188,25 @@ def _laid(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
     return laid._replace(retain=kept)
 
 
-def _steps_of(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> tuple[Step, list[Tensors]]:
+def steps_and_rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> tuple[Step, list[Tensors]]:
     """The step to take, of (carry, row, span, run) to outputs `[N, C, V]` and the new carry, and the row of each."""
-    graph = _dual_graph(config, tokens.retain.dim() == 3)
+    channelwise = tokens.retain.dim() == 3
     rows = kept_rows(config, tokens.retain, sizes, run)
     if config.commit == "chunk":
-        step, columns = partial(_commit_chunk, config), [cut(tokens[:NUMBERS], sizes, run)]
-    elif graph is None:
-        step, columns = partial(_commit_built, config), [cut((*tokens[:NUMBERS], tokens.write), sizes, run)]
+        columns = [cut(tokens[:NUMBERS], sizes, run)]
+    elif _dual_graph(config, channelwise) is None:
+        columns = [cut((*tokens[:NUMBERS], tokens.write), sizes, run)]
     else:
         columns = [cut(tokens[:VECTORS], sizes, run), coefficient_rows(config, tokens, sizes, run)]
-        step = partial(_commit_dual, config, graph)
-    return step, [tuple(chain.from_iterable(row)) for row in zip(rows, *columns, strict=True)]
+    return step_of(config, channelwise), [tuple(chain.from_iterable(row)) for row in zip(rows, *columns, strict=True)]
+
+
+def step_of(config: MemoryConfig, channelwise: bool) -> Step:
+    """The step of a config alone."""
+    if config.commit == "chunk":
+        return partial(_commit_chunk, config)
+    graph = _dual_graph(config, channelwise)
+    return partial(_commit_built, config) if graph is None else partial(_commit_dual, config, graph)
 
 
 def _commit_dual(
@@ -209,7 +216,7 @@ def _commit_dual(
     anchor, kept = anchor_of(carry, span, run), since_of(carry, row[0], run)
     met: Memory = ()
     answers: tuple[Tensor, ...] = ()
-    memory, own, at = carry.memory, kept, () if anchor is carry.memory else anchor
+    memory, own, at = carry.memory, kept, () if span.opens is True else anchor
     if not config.retention.linear:
         start = anchor if span.starts is None else per_weight(run, SELECT, (span.starts,) * len(anchor), memory, anchor)
         at, own = config.rule.weights(start, run=run), None
