@@ -46,6 +46,7 @@ class Engine(ABC):
 
     name: ClassVar[str]
     truth: ClassVar[bool] = False  # whether the others are compared with it
+    automatic: ClassVar[bool] = True  # whether `auto` may take it
     transposes: ClassVar[bool] = False  # whether it reads memories that learn keys from values
     takes: ClassVar[tuple[str, ...]] = ()  # which of the gates erase, write, retain_value and floor it knows
     registry: ClassVar[dict[str, Engine]] = {}
@@ -219,6 +220,8 @@ def choose(call: Call, asked: EngineName = "auto") -> Engine:
         return engine
     best, least = None, math.inf
     for engine in Engine.registry.values():
+        if not engine.automatic:
+            continue
         cost = engine.cost(call)  # first of all: asking whether it fits may load what it needs
         if cost < least and engine.unable(call) is None:
             best, least = engine, cost

@@ -8,7 +8,6 @@ compiled. Where torch has to see every operation the step is the chunk engine's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -33,6 +32,7 @@ class Fused(Chunk):
     """Chunks whose steps `torch.compile` has made."""
 
     name = "fused"
+    automatic = False  # nobody is to wait for a compiler
 
     def unfit(self, call: Call) -> str | None:
         """A CPU, or a GPU for which torch cannot compile; and what the chunk engine says."""
@@ -41,10 +41,6 @@ class Fused(Chunk):
         if call.device == "cuda" and find_spec("triton") is None:
             return "torch compiles for a GPU by triton, which is not here: pip install 'hecate[gpu]'"
         return super().unfit(call)
-
-    def cost(self, call: Call) -> float:
-        """Nobody waits for a compiler who has not asked for it."""
-        return math.inf
 
     def about(self, call: Call) -> str:
         """How often it runs what it compiles."""
