@@ -108,14 +108,14 @@ def span_size(config: MemoryConfig, *, channelwise: bool, late: bool = False) ->
     """The most tokens that one step takes; `late` where launches count."""
     if config.commit == "chunk" and config.decay_order == "with_step":
         return config.chunk
-    return min(config.chunk, BUILT if _dual_graph(config, channelwise) is None else DEVICE_DUAL if late else DUAL)
+    return min(config.chunk, BUILT if dual_graph(config, channelwise) is None else DEVICE_DUAL if late else DUAL)
 
 
 def _longest(config: MemoryConfig, given: int | None, channelwise: bool, late: bool) -> int:
     return span_size(config, channelwise=channelwise, late=late) if given is None else min(config.chunk, given)
 
 
-def _dual_graph(config: MemoryConfig, channelwise: bool) -> Graph | None:
+def dual_graph(config: MemoryConfig, channelwise: bool) -> Graph | None:
     """The layers through which states are read without being built, if they are."""
     # Per channel too, but there the coefficients of all pairs cost more than the states (measured).
     along = config.retention.linear or config.retention.links != "token"
@@ -190,22 +190,21 @@ def _laid(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
 
 def steps_and_rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> tuple[Step, list[Tensors]]:
     """The step to take, of (carry, row, span, run) to outputs `[N, C, V]` and the new carry, and the row of each."""
-    channelwise = tokens.retain.dim() == 3
+    graph = dual_graph(config, tokens.retain.dim() == 3)
     rows = kept_rows(config, tokens.retain, sizes, run)
     if config.commit == "chunk":
         columns = [cut(tokens[:NUMBERS], sizes, run)]
-    elif _dual_graph(config, channelwise) is None:
+    elif graph is None:
         columns = [cut((*tokens[:NUMBERS], tokens.write), sizes, run)]
     else:
         columns = [cut(tokens[:VECTORS], sizes, run), coefficient_rows(config, tokens, sizes, run)]
-    return step_of(config, channelwise), [tuple(chain.from_iterable(row)) for row in zip(rows, *columns, strict=True)]
+    return step_of(config, graph), [tuple(chain.from_iterable(row)) for row in zip(rows, *columns, strict=True)]
 
 
-def step_of(config: MemoryConfig, channelwise: bool) -> Step:
-    """The step of a config alone."""
+def step_of(config: MemoryConfig, graph: Graph | None) -> Step:
+    """The step of a config, through the layers of its `dual_graph`."""
     if config.commit == "chunk":
         return partial(_commit_chunk, config)
-    graph = _dual_graph(config, channelwise)
     return partial(_commit_built, config) if graph is None else partial(_commit_dual, config, graph)
 
 

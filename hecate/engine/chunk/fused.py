@@ -3,7 +3,7 @@ the products are most of them.
 
 `torch.compile` is given one step, and every chunk of the same size runs what comes of it, forward and backward: it
 compiles once for a config, shapes and dtypes, some twenty seconds, not once for every chunk as where a whole model is
-compiled. Where torch has to see every operation the step is the chunk engine's. [ENG-CHUNK-D5]
+compiled. Where torch has to see every operation the step is the chunk engine's. [ENG-CHUNK-D8]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import Call
-from hecate.engine.chunk.engine import Chunk, Step, chunked, step_of, steps_and_rows, steps_of
+from hecate.engine.chunk.engine import Chunk, Step, chunked, dual_graph, step_of, steps_and_rows, steps_of
 from hecate.engine.chunk.spans import Span
 from hecate.engine.tokens import Carry, Tokens, in_folds
 from hecate.rule import MemoryConfig
@@ -73,7 +73,7 @@ def _block(
     config: MemoryConfig, channelwise: bool, counts: tuple[int, ...], known: Span, looks: tuple[Look | None, ...]
 ) -> Block:
     """(*carry, *row, *masks of the span) -> outputs and the new carry but for its position."""
-    first, step = sum(counts) + 1, step_of(config, channelwise)
+    first, step = sum(counts) + 1, step_of(config, dual_graph(config, channelwise))
 
     def plain(*flat: Tensor | None) -> Tensors:
         masks = [own if given is None else given for own, given in zip(known[1:], flat[-3:], strict=True)]
