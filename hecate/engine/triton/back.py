@@ -14,19 +14,7 @@ that `gates` turns into the cotangents of retain and momentum. No number is adde
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import (
-    between,
-    channelled,
-    channels_at,
-    decays,
-    end_of,
-    gates_at,
-    keys_at,
-    product,
-    row_of,
-    rows_at,
-    views,
-)
+from hecate.engine.triton.block import between, block_at, decays, gates_at, keys_at, product, row_of, rows_at, views
 from hecate.engine.triton.forms import psi, slope
 
 
@@ -41,7 +29,6 @@ def walk(
     """One program for each memory and tile of values, from its last block to its first."""
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     MOVES: tl.constexpr = FORM != "target"
-    EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     i, op, ov = tl.arange(0, C), tl.arange(0, BP), iv * BV + tl.arange(0, BV)
     in_v = (ov < V)[None, :]
     cell, whole = op[:, None] + ov[None, :] * P, (op < P)[:, None] & in_v
@@ -59,36 +46,22 @@ def walk(
                 tl.store(kept_Y + place + cell, Y, mask=whole)
         inside = start + i < T
         at = n // H * T * H + n % H + (start + i) * H
-        if CHANNELS:
-            w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)
-            qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
-            rt = channels_at(retain, at, w, op, P)
-            A, L, qa, qz, pa, pz, bend, a, z = channelled(qt, pt, bt, rt, born, i, C, EARLY_READ, MOVES, DECAYED, RESET)
-        else:
-            w, born, r, R, B, Pm, a, early, e = decays(
-                retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
-            )
-            K, s, z, Kq, aq, sq, zq, F, af, sf, zf = views(
-                R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES, DECAYED, "tf32x3"
-            )
-            qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
-            A, L = Kq * product(qt, tl.trans(bt), EXACT), F
-            if MOVES:
-                L = F * product(pt, tl.trans(bt), EXACT)
-            qa, qz, pa, pz = aq[:, None] * qt, zq[:, None] * qt, af[:, None] * pt, zf[:, None] * pt
-            bend, a, z = tl.trans(row_of(K, i, C - 1)) * bt, end_of(a, i, C), end_of(z, i, C)
+        w, born, qt, pt, A, L, qa, qz, pa, pz, sq, sf, b, at_k, at_p, a, s, e, z = block_at(
+            q, k, kw, lr, retain, momentum, write, reset, at, H, i, inside, op, P, C, RETAIN, MOMENTUM, MASK, RESET,
+            APART, MOVES, DECAYED, EARLY_READ, CHANNELS, EXACT,
+        )  # fmt: skip
         vt, g = rows_at(v, at, w, ov, V), rows_at(gy, at, inside, ov, V)
         side, there = at[:, None] * V + ov[None, :], inside[:, None] & in_v
-        x = -product(tl.trans(A), g, EXACT) - product(bend, G, EXACT)
+        x = -product(tl.trans(A), g, EXACT) - product(at_k * b, G, EXACT)
         if MOMENTUM:
-            x -= product(tl.trans(row_of(Pm, i, C - 1)) * bt, Y, EXACT)
+            x -= product(at_p * b, Y, EXACT)
         again = False
         if RESET:
             again = tl.max(born, 0) > 0
         if again:
             to_Z += z * G + product(tl.trans(qz), g, EXACT)
         if MOMENTUM:
-            Y = end_of(s, i, C) * G + end_of(e, i, C) * Y + product(tl.trans(sq[:, None] * qt), g, EXACT)
+            Y = s * G + e * Y + product(tl.trans(sq[:, None] * qt), g, EXACT)
         G = a * G + product(tl.trans(qa), g, EXACT)
         if MOVES:
             pred = tl.load(preds + side, mask=there, other=0.0)
@@ -126,6 +99,23 @@ def values_at(gy, us, es, v, at, inside, w, o, V, MOVES: tl.constexpr):
         u = -rows_at(v, at, w, o, V)
         err = u
     return g, u, err
+
+
+@triton.jit
+def keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P: tl.constexpr, APART: tl.constexpr):
+    """Stores the cotangents of keys, of written keys and of lr, by gbt of lr times written keys and gpt of keys."""
+    tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
+    l = tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
+    written = rows_at(k, at, w, op, P)
+    if APART:
+        written = rows_at(kw, at, w, op, P)
+    gbt, gpt = tl.where(w[:, None], gbt, 0.0), tl.where(w[:, None], gpt, 0.0)
+    tl.store(glr + at, tl.sum(gbt * written, 1), mask=inside)
+    if APART:
+        tl.store(gw + tile, l * gbt, mask=there)
+    else:
+        gpt += l * gbt
+    tl.store(gk + tile, gpt, mask=there)
 
 
 @triton.jit
@@ -232,9 +222,8 @@ def tokens(
                     x = product(err, S, EXACT)
                     gsf += tl.sum(x * pt, 1)
                     gpt += sf[:, None] * x
-    tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
     if ASKS:
-        tl.store(gq + tile, gqt, mask=there)
+        tl.store(gq + at[:, None] * P + op[None, :], gqt, mask=inside[:, None] & (op < P)[None, :])
         tl.store(sums + at, gaq, mask=inside)
         tl.store(sums + total + at, gsq, mask=inside)
         tl.store(sums + 2 * total + at, gzq, mask=inside)
@@ -249,17 +238,7 @@ def tokens(
         tl.store(sums + 5 * total + at, gzf, mask=inside)
         tl.store(sums + 6 * total + at, gk_end, mask=inside)
         tl.store(sums + 7 * total + at, gp_end, mask=inside)
-        l = tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
-        written = rows_at(k, at, w, op, P)
-        if APART:
-            written = rows_at(kw, at, w, op, P)
-        gbt, gpt = tl.where(w[:, None], gbt, 0.0), tl.where(w[:, None], gpt, 0.0)
-        tl.store(glr + at, tl.sum(gbt * written, 1), mask=inside)
-        if APART:
-            tl.store(gw + tile, l * gbt, mask=there)
-        else:
-            gpt += l * gbt
-        tl.store(gk + tile, gpt, mask=there)
+        keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P, APART)
 
 
 @triton.jit

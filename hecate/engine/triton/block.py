@@ -192,6 +192,38 @@ def channels_at(retain, at, w, o, P: tl.constexpr):
 
 
 @triton.jit
+def block_at(
+    q, k, kw, lr, retain, momentum, write, reset, at, H, i, inside, op, P: tl.constexpr, C: tl.constexpr,
+    RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
+    MOVES: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """What a block's values do not change: (w, born, q, p, A, L, a q, z q, a p, z p, sq, sf, b; its factors in M and S
+    of the end; a, s, e, z of the end)."""
+    EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
+    if CHANNELS:
+        w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)
+        qt, pt, b = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
+        rt = channels_at(retain, at, w, op, P)
+        A, L, qa, qz, pa, pz, b, a, z = channelled(qt, pt, b, rt, born, i, C, EARLY_READ, MOVES, DECAYED, RESET)
+        at_k, sq, sf, at_p, s, e = 1.0, w, w, w, a, a  # no momentum
+    else:
+        w, born, r, R, B, Pm, a, early, e = decays(
+            retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
+        )
+        K, s, z, Kq, aq, sq, zq, F, af, sf, zf = views(
+            R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES, DECAYED, "tf32x3"
+        )
+        qt, pt, b = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
+        A, L = Kq * product(qt, tl.trans(b), EXACT), F
+        if MOVES:
+            L = F * product(pt, tl.trans(b), EXACT)
+        qa, qz, pa, pz = aq[:, None] * qt, zq[:, None] * qt, af[:, None] * pt, zf[:, None] * pt
+        at_k, at_p = tl.trans(row_of(K, i, C - 1)), tl.trans(row_of(Pm, i, C - 1))
+        a, s, e, z = end_of(a, i, C), end_of(s, i, C), end_of(e, i, C), end_of(z, i, C)
+    return w, born, qt, pt, A, L, qa, qz, pa, pz, sq, sf, b, at_k, at_p, a, s, e, z
+
+
+@triton.jit
 def forward(
     q, k, kw, v, lr, retain, momentum, write, reset, M0, S0, Z0, y, preds, kept, kept_S, M1, S1, T, H, fa, fb,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
@@ -203,7 +235,6 @@ def forward(
     all tokens and the states at every SEG-th."""
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     MOVES: tl.constexpr = FORM != "target"
-    EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     i, op, ov = tl.arange(0, C), tl.arange(0, BP), iv * BV + tl.arange(0, BV)
     in_v = (ov < V)[None, :]
     cell, whole = op[:, None] + ov[None, :] * P, (op < P)[:, None] & in_v
@@ -219,24 +250,10 @@ def forward(
                 tl.store(kept_S + place + cell, S, mask=whole)
         inside = start + i < T
         at = n // H * T * H + n % H + (start + i) * H
-        if CHANNELS:
-            w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)
-            qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
-            rt = channels_at(retain, at, w, op, P)
-            A, L, qa, qz, pa, pz, bend, a, z = channelled(qt, pt, bt, rt, born, i, C, EARLY_READ, MOVES, DECAYED, RESET)
-        else:
-            w, born, r, R, B, Pm, a, early, e = decays(
-                retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
-            )
-            K, s, z, Kq, aq, sq, zq, F, af, sf, zf = views(
-                R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES, DECAYED, "tf32x3"
-            )
-            qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
-            A, L = Kq * product(qt, tl.trans(bt), EXACT), F
-            if MOVES:
-                L = F * product(pt, tl.trans(bt), EXACT)
-            qa, qz, pa, pz = aq[:, None] * qt, zq[:, None] * qt, af[:, None] * pt, zf[:, None] * pt
-            bend, a, z = K, end_of(a, i, C), end_of(z, i, C)
+        w, born, qt, pt, A, L, qa, qz, pa, pz, sq, sf, b, at_k, at_p, a, s, e, z = block_at(
+            q, k, kw, lr, retain, momentum, write, reset, at, H, i, inside, op, P, C, RETAIN, MOMENTUM, MASK, RESET,
+            APART, MOVES, DECAYED, EARLY_READ, CHANNELS, EXACT,
+        )  # fmt: skip
         vt = rows_at(v, at, w, ov, V)
         out = product(qa, M, EXACT)
         if MOMENTUM:
@@ -263,12 +280,10 @@ def forward(
                 tl.store(preds + at[:, None] * V + ov[None, :], pred, mask=inside[:, None] & in_v)
         out -= product(A, u, EXACT)
         tl.store(y + at[:, None] * V + ov[None, :], out.to(y.dtype.element_ty), mask=inside[:, None] & in_v)
-        if not CHANNELS:
-            bend = tl.trans(row_of(K, i, C - 1)) * bt
-        M = a * M - product(tl.trans(bend), u, EXACT)
+        M = a * M - product(tl.trans(at_k * b), u, EXACT)
         if MOMENTUM:
-            M += end_of(s, i, C) * S
-            S = end_of(e, i, C) * S - product(tl.trans(tl.trans(row_of(Pm, i, C - 1)) * bt), u, EXACT)
+            M += s * S
+            S = e * S - product(tl.trans(at_p * b), u, EXACT)
         if again:
             M += z * Z
     tl.store(M1 + n * V * P + cell, M, mask=whole)

@@ -10,8 +10,8 @@ anew at every token, by products: a gate of 0 has its own cotangent. [ENG-TRITON
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.back import values_at
-from hecate.engine.triton.block import channels_at, gates_at, keys_at, product, row_of, rows_at
+from hecate.engine.triton.back import keys_back, values_at
+from hecate.engine.triton.block import channels_at, gates_at, keys_at, product, row_of
 
 
 @triton.jit
@@ -108,16 +108,6 @@ def channel_tokens(
             gpt += tl.where(now, tl.sum(cL * X, 0)[None, :], 0.0)
         H_, h, j = H_ * n_t, h * n_t, j * n_t
     tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
-    l = tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
-    written = rows_at(k, at, w, op, P)
-    if APART:
-        written = rows_at(kw, at, w, op, P)
-    gbt, gpt = tl.where(w[:, None], gbt, 0.0), tl.where(w[:, None], gpt, 0.0)
     tl.store(gq + tile, gqt, mask=there)
     tl.store(gr + tile, tl.where(w[:, None], grt, 0.0), mask=there)
-    tl.store(glr + at, tl.sum(gbt * written, 1), mask=inside)
-    if APART:
-        tl.store(gw + tile, l * gbt, mask=there)
-    else:
-        gpt += l * gbt
-    tl.store(gk + tile, gpt, mask=there)
+    keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P, APART)
