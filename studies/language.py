@@ -16,6 +16,8 @@ from hecate.checks import readable
 from hecate.compare import Budget, Cell, Comparison, compare
 from hecate.compare.report import cell_facts
 from hecate.data import Bundled
+from hecate.data.shards import SIDECAR
+from hecate.data.tokenize import tokenize
 from hecate.files import make_folder, write_file
 from hecate.rule import bytes_of
 from hecate.train.config import ExperimentConfig
@@ -63,6 +65,15 @@ class Sizes(NamedTuple):
     flops: float
 
 
+FAST = {"name": "fast", "memory": REFERENCE}
+REFERS = {"chunk": 16, "memory": {"retention": "decay"}}
+
+
+def linear(period: int, rule: str = REFERENCE, name: str = "slow") -> dict[str, Any]:
+    """A level of a plain memory. All writes of one key in a period are 2 together, beyond which they would grow."""
+    return {"name": name, "period": period, "memory": {"kind": rule, "algorithm": {"kind": "gd", "lr": 2 / period}}}
+
+
 def models() -> dict[str, Model]:
     """What a block has, by the name in the table."""
 
@@ -70,18 +81,14 @@ def models() -> dict[str, Model]:
         memory = {"structure": {"kind": "mlp", "residual": True}, "algorithm": {"kind": "gd", "lr": 0.16 / period}}
         return {"name": f"every{period}", "period": period, "memory": memory}
 
-    fast = {"name": "fast", "memory": REFERENCE}
-    # 64 writes of one key are 2 together, beyond which they would grow
-    slow = {"name": "slow", "period": 64, "memory": {"kind": REFERENCE, "algorithm": {"kind": "gd", "lr": 2 / 64}}}
-    refers = {"chunk": 16, "memory": {"retention": "decay"}}
     return {
         **{rule: {"memory": rule} for rule in RULES},
         "attention": {"attention": {"kind": "attention"}},
         f"attention, window {WINDOW}": {"attention": {"kind": "attention", "window": WINDOW}},
         f"mag, window {WINDOW}": {"memory": REFERENCE, "attention": {"kind": "mag", "window": WINDOW}},
-        "levels 1, 64": {"levels": [fast, slow]},
-        "levels 1, MLP 16, 128": {"levels": [fast, level(16), level(128)], "mlp_ratio": 0.0},
-        "HOPE 16, 128": {"self_reference": refers, "levels": [level(16), level(128)], "mlp_ratio": 0.0},
+        "levels 1, 64": {"levels": [FAST, linear(64)]},
+        "levels 1, MLP 16, 128": {"levels": [FAST, level(16), level(128)], "mlp_ratio": 0.0},
+        "HOPE 16, 128": {"self_reference": REFERS, "levels": [level(16), level(128)], "mlp_ratio": 0.0},
     }
 
 
@@ -150,12 +157,48 @@ class Returning(Language):
         return {"kind": "text", "paths": (str(path),), "validation": 0.1}
 
 
+class Levels(Language):
+    """Two levels in other periods, with other gates, and carried on."""
+
+    name = "language-levels"
+    about = "What could make levels pay on text: periods, gates, linear levels in HOPE, or a state that is carried on?"
+    count = 2
+    rates = (4e-3, 8e-3, 1.6e-2)
+
+    def cells(self, quick: bool, sizes: Sizes, data: Mapping[str, Any]) -> list[Cell]:
+        """What is compared; a row of a carried one goes on, from batch to batch, where it ended in the text."""
+        pairs = {period: {"levels": [FAST, linear(period)]} for period in (16, 64, 256)}
+        made: dict[str, Model] = {
+            REFERENCE: {"memory": REFERENCE},
+            **{f"levels 1, {period}": model for period, model in pairs.items()},
+            "levels 1, 64, slow forgets nothing": {"levels": [FAST, linear(64, "delta")]},
+            "HOPE, linear 16, 128": {
+                "self_reference": REFERS, "levels": [linear(p, name=f"every{p}") for p in (16, 128)], "mlp_ratio": 0.0,
+            },
+        }  # fmt: skip
+        carried = {"levels 1, 64, carried": pairs[64], f"{REFERENCE}, carried": {"memory": REFERENCE}}
+        found = [fitted(name, model, sizes, data) for name, model in list(made.items())[: 1 if quick else None]]
+        on = list(carried.items())[: 1 if quick else None]
+        return found + [fitted(name, model, sizes, {**data, "state": "carry"}) for name, model in on]
+
+    def data(self, packages: Sequence[str], most: int) -> dict[str, Any]:
+        """The same text as tokens, which rows can go on in."""
+        folder, path = (self.out / f"bytes-{most}{suffix}" for suffix in ("", ".txt"))
+        if not (folder / SIDECAR).is_file():
+            source = Bundled(packages=tuple(packages), max_bytes=most).load()
+            make_folder(self.out)
+            write_file(path, np.concatenate([source.train, source.validation]).tobytes())
+            tokenize([str(path)], folder, tokenizer="bytes", validation=0.0)
+        return {"kind": "tokens", "path": str(folder), "documents": "ignore", "validation": 0.1}
+
+
 class Descent(Language):
     """One model under several optimisers."""
 
     name = "language-optimisers"
     about = "Which optimiser trains a memory of a million parameters best, and what does it hold and cost?"
     count = 2
+    sizes = Sizes(160, 4, 5, 512, 1, 1.2e13)
     rates = (5e-4, 2e-3, 8e-3, 3.2e-2, 0.128, 0.512, 2.0)
 
     def cells(self, quick: bool, sizes: Sizes, data: Mapping[str, Any]) -> list[Cell]:
